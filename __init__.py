@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .errors import CommandLineError as CommandLineError
     from .errors import DsConfigError as DsConfigError
     from .errors import NonFiniteLossError as NonFiniteLossError
+    from .errors import PeerFailedError as PeerFailedError
     from .errors import RebuildError as RebuildError
     from .errors import SettingsError as SettingsError
     from .errors import ZerowatchError as ZerowatchError
@@ -33,6 +34,7 @@ _MODULES = {
     "CommandLineError": "errors",
     "DsConfigError": "errors",
     "NonFiniteLossError": "errors",
+    "PeerFailedError": "errors",
     "RebuildError": "errors",
     "Settings": "metrics.settings",
     "SettingsError": "errors",
@@ -50,6 +52,7 @@ __all__ = [
     "CommandLineError",
     "DsConfigError",
     "NonFiniteLossError",
+    "PeerFailedError",
     "RebuildError",
     "Settings",
     "SettingsError",

@@ -6,6 +6,7 @@ ZerowatchError
 |-- CommandLineError    the command line asks for something that cannot be done
 |-- BatchError          TrainingRun: a batch that cannot be trained on; nothing was changed
 |-- NonFiniteLossError  TrainingRun: a loss is nan or inf; no update was made from the batch
+|-- PeerFailedError     TrainingRun: the script's own code failed on another rank
 |-- RebuildError        TrainingRun: the engine was not rebuilt; training continues as before
 `-- CheckpointError     TrainingRun: a checkpoint that cannot be written or loaded
 
@@ -57,6 +58,40 @@ class BatchError(ZerowatchError):
 
 class NonFiniteLossError(ZerowatchError):
     """The loss of a step is nan or inf, on this rank or another."""
+
+
+class PeerFailedError(ZerowatchError):
+    """Another rank failed in code of the script, such as the loss; that rank has the error itself.
+
+    Attributes:
+        rank: The first rank that failed.
+        error_type: Name of that rank's exception class.
+        error_text: Its message, cut to 500 characters.
+        place: Where it failed, such as "train_batch".
+        failed_ranks: All ranks that failed.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        error_type: str,
+        error_text: str,
+        place: str,
+        failed_ranks: tuple[int, ...],
+    ) -> None:
+        super().__init__(rank, error_type, error_text, place, failed_ranks)
+        self.rank, self.error_type, self.error_text = rank, error_type, error_text
+        self.place, self.failed_ranks = place, failed_ranks
+
+    def __str__(self) -> str:
+        """Return one line with the rank, the place, and the error."""
+        others = len(self.failed_ranks) - 1
+        more = f" (and {others} more)" if others else ""
+        error = f"{self.error_type}: {self.error_text}" if self.error_text else self.error_type
+        return (
+            f"{self.place} failed on rank {self.rank}{more} with {error}. Correct it there; or "
+            "catch this error on all ranks, and the error itself on that rank, to go on"
+        )
 
 
 class RebuildError(ZerowatchError):

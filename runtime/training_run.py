@@ -204,6 +204,12 @@ class TrainingRun:
                 PeerOutOfMemory, a RuntimeError too. The run is in its state before the call, unless
                 memory ran out within the update itself: then restart it from its last checkpoint.
             TypeError: The loss returned neither a mean loss nor (mean loss, weight).
+            PeerFailedError: The loss raised an error on another rank, which raises that error
+                itself. The run is in its state before the call on all ranks, and the next call may
+                pass the same batch or another. But an error within a forward of ZeRO 3 or a
+                backward of ZeRO 2 and 3, on some ranks only and after the first windows, strands
+                the other ranks in a collective: then the failed rank logs that the run must be
+                restarted, and its further calls raise.
 
         Examples:
             >>> result = run.train_batch({"x": x, "y": y})  # [local_batch, 1024], [local_batch]
@@ -238,6 +244,7 @@ class TrainingRun:
             BatchError: A rank's local batch cannot be used, or all weights are 0; raised on all
                 ranks.
             RuntimeError: Memory ran out; nothing is run again in smaller micro-batches.
+            PeerFailedError: The loss raised an error on another rank; see `train_batch`.
         """
         self._tuner.exclude_step_time()
         return self._window_runner.evaluate(batch)
@@ -256,7 +263,9 @@ class TrainingRun:
             `[local_batch, ...]`.
 
         Raises:
-            ValueError: The arguments make no batches.
+            ValueError: The arguments make no batches, or the length of the dataset or an option
+                differs between the ranks; then it is raised on all ranks.
+            PeerFailedError: Another rank cannot make the loader.
         """
         return self._data.loader(dataset, batch_samples=batch_samples, **options)
 
@@ -364,7 +373,8 @@ class TrainingRun:
 
         Raises:
             CheckpointError: The checkpoint is damaged, or of another model or number of ranks, or
-                holds objects; raised on all ranks. Another one may be loaded then.
+                holds objects, or positions in the data differ between the ranks; raised on all
+                ranks. Another one may be loaded then.
             RebuildError: The engine that it was saved from cannot be built here.
         """
         self._tuner.stop_trial()
@@ -377,7 +387,8 @@ class TrainingRun:
         """Register a function to call on all ranks before a window is run again.
 
         Forward passes of the window may have run before memory ran out. `undo` reverts what they
-        did to the script's own state, such as running means or counts.
+        did to the script's own state, such as running means or counts. If it raises on one rank,
+        `train_batch` raises on all, PeerFailedError on the others.
         """
         self._window_runner.replay.on_window_abort.append(undo)
 

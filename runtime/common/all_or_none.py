@@ -11,7 +11,7 @@ from ...errors import CheckpointError
 from .host_group import HostCollectives
 
 
-class PeerFailedError(RuntimeError):
+class PeerAttemptError(RuntimeError):
     """Another rank failed in a code section that all ranks had entered."""
 
 
@@ -20,7 +20,7 @@ def is_peer_failure(error: BaseException) -> bool:
     cause: BaseException | None = error
     seen: set[int] = set()  # causes may form a cycle
     while cause is not None and id(cause) not in seen:
-        if isinstance(cause, PeerFailedError):
+        if isinstance(cause, PeerAttemptError):
             return True
         seen.add(id(cause))
         cause = cause.__cause__
@@ -34,7 +34,7 @@ class CollectiveAttempt:
     `check_peers` must be called before a collective, which a failed rank would not enter.
 
     Attributes:
-        error: The exception that ended the section on this rank; `PeerFailedError` if only another
+        error: The exception that ended the section on this rank; `PeerAttemptError` if only another
             rank failed.
     """
 
@@ -46,10 +46,10 @@ class CollectiveAttempt:
         """Wait until each rank has called this or has failed.
 
         Raises:
-            PeerFailedError: A rank has failed.
+            PeerAttemptError: A rank has failed.
         """
         if self._host_group.all_max(0):
-            raise PeerFailedError("another rank has failed")
+            raise PeerAttemptError("another rank has failed")
 
     def __enter__(self) -> CollectiveAttempt:
         """Enter the section."""
@@ -70,13 +70,13 @@ class CollectiveAttempt:
         self.error = error
         # The frames of the exception reference objects that were only partly built.
         traceback.clear_frames(error.__traceback__)
-        if not isinstance(error, PeerFailedError):
+        if not isinstance(error, PeerAttemptError):
             self._host_group.all_max(1)
         return True
 
     def _peers_error(self) -> Exception | None:
         failed = self._host_group.all_max(0)
-        return PeerFailedError("another rank has failed") if failed else None
+        return PeerAttemptError("another rank has failed") if failed else None
 
 
 @contextmanager

@@ -123,6 +123,7 @@ class WindowRunner:
         except BaseException as error:  # an interrupt too: a checkpoint may be written after it
             self._abort(local_batches, error)
             rng.restore()
+            self._leave_stranded_peers()
             raise
         skipped = self._update(local_batches, sums.weight / window.divisor)
         sizes = split_sizes(window.num_samples, replayed.micro_batches)
@@ -153,7 +154,10 @@ class WindowRunner:
         sizes = split_sizes(opened.window.num_samples, micro_batches)
         with ExitStack() as undo:  # also after an interrupt, as training may continue
             undo.callback(self._discard_passes)
-            sums = evaluate_micro_batches(self._engine_holder.engine, self._loss, batch, sizes)
+            undo.callback(self._leave_stranded_peers)
+            undo.callback(RngState.capture().restore)
+            engine, loss = self._engine_holder.engine, self._loss
+            sums = self.replay.run_once(partial(evaluate_micro_batches, engine, loss, batch, sizes))
             undo.pop_all()
         return sums.over_ranks(self._host_group).mean_loss
 
@@ -192,6 +196,11 @@ class WindowRunner:
         self._engine_holder.abort_window()
         self._discard_passes()
         self._record_fatal_oom(local_batches, error)
+
+    def _leave_stranded_peers(self) -> None:
+        """Make later calls on this rank raise, if others wait in a collective that it left."""
+        if self.replay.is_stranded:
+            self._host_group.close()
 
     def _discard_passes(self) -> None:
         """Remove from the engine what unfinished passes left in it."""

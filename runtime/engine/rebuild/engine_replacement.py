@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from ....errors import RebuildError
 from ...collectives.ops import Guard, guarded_methods
 from ...common import accelerator
-from ...common.all_or_none import CollectiveAttempt, PeerFailedError
+from ...common.all_or_none import CollectiveAttempt, PeerAttemptError
 from ...common.ds_config import zero_stage
 from ...common.host_group import HostCollectives
 from ...common.patching import PatchSet
@@ -172,7 +172,7 @@ def _checked_snapshot(
 
 def _not_rebuilt(error: Exception) -> RebuildError:
     reason = str(error)
-    if isinstance(error, PeerFailedError):
+    if isinstance(error, PeerAttemptError):
         reason = "another rank refused, whose error has the reason"
     found = RebuildError(f"the engine was not rebuilt: {reason}")
     found.__cause__ = None if isinstance(error, RebuildError) else error

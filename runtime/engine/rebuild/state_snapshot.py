@@ -316,7 +316,7 @@ def restore_snapshot(
 
     Raises:
         ValueError: Its optimizer has other parameters or states than the old one had.
-        PeerFailedError: Another rank has failed.
+        PeerAttemptError: Another rank has failed.
     """
     layout = layout_of(engine)
     _check_optimizer(engine, snapshot)

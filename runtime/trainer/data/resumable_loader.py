@@ -148,6 +148,11 @@ class ResumableLoader:
         """First batch that this rank has not made yet; batches loaded ahead are made."""
         return max(self.position, self._sampler.next_index)
 
+    @property
+    def order_settings(self) -> dict[str, Any]:
+        """What the order of samples depends on, by name; the same on all ranks."""
+        return {name: getattr(self._sampler, name) for name in _ORDER_KEYS}
+
     def resize(self, from_index: int, batch_samples: int) -> None:
         """Change the batch size from a batch that no rank has made yet; all ranks must call it.
 
@@ -175,7 +180,7 @@ class ResumableLoader:
         return {
             "position": self.position,
             "sizes": self._sampler.state_dict(),
-            **self._order_settings(),
+            **self.order_settings,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -184,7 +189,7 @@ class ResumableLoader:
         Raises:
             CheckpointError: The state is of other data, or of batches of another size.
         """
-        for name, value in self._order_settings().items():
+        for name, value in self.order_settings.items():
             if state.get(name) != value:
                 raise CheckpointError(
                     f"the data's position was saved with {name}={state.get(name)}, and here it is "
@@ -218,9 +223,6 @@ class ResumableLoader:
         loader = self._factory.create(batch_sampler=samples, generator=generator)
         batches: Iterator[Any] = iter(loader)
         return batches
-
-    def _order_settings(self) -> dict[str, Any]:
-        return {name: getattr(self._sampler, name) for name in _ORDER_KEYS}
 
 
 class StreamLoader:

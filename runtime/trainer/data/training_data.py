@@ -15,14 +15,18 @@ from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset
 
+from ....errors import CheckpointError
 from ....metrics.step_record import StepRecord
+from ...common.all_or_none import raise_on_all_ranks
 from ...common.host_group import HostGroup
 from ...common.patching import AttributePatch
+from ...common.peer_failures import FailureCapture, raise_failures
 from ...common.undo import Undo
 from ..engine_change import EngineChange
 from ..engine_holder import EngineHolder
 from .balancer import Balancer, BusyTime, EndedWindow
 from .batch_split import BatchSplit, SplitSchedule
+from .rank_differences import rank_differences
 from .resumable_loader import ResumableLoader, StreamLoader, check_batch_samples, resumable_loader
 
 logger = logging.getLogger(__name__)
@@ -92,21 +96,30 @@ class TrainingData:
     ) -> ResumableLoader | StreamLoader:
         """Return a new loader of the run's data, at the loaded position if there is one.
 
-        It replaces an earlier one. Options are those of `resumable_loader`.
+        It replaces an earlier one. Options are those of `resumable_loader`. All ranks must call
+        this.
+
+        Raises:
+            ValueError: No batches can be made, or the data differs between the ranks.
+            PeerFailedError: Another rank cannot make the loader.
         """
         rank, world_size = self._host_group.rank, self._host_group.world_size
-        check_batch_samples(batch_samples, world_size)
         can_split = world_size > 1 and not isinstance(dataset, IterableDataset)
-        # A stream cannot be split; if balancing is requested for one, the loader raises.
-        balancer = self._new_balancer(batch_samples) if can_split or self.balances else None
-        self._loader = resumable_loader(
-            dataset,
-            batch_samples=batch_samples,
-            rank=rank,
-            world_size=world_size,
-            splits=balancer.schedule if balancer else None,
-            **options,
-        )
+        with FailureCapture() as failure:
+            check_batch_samples(batch_samples, world_size)
+            # A stream cannot be split; if balancing is requested for one, the loader raises.
+            balancer = self._new_balancer(batch_samples) if can_split or self.balances else None
+            loader = resumable_loader(
+                dataset,
+                batch_samples=batch_samples,
+                rank=rank,
+                world_size=world_size,
+                splits=balancer.schedule if balancer else None,
+                **options,
+            )
+        raise_failures(self._host_group, failure.error, "loader")
+        self._check_same_data(loader, batch_samples)
+        self._loader = loader
         self._balancer, self._is_balancing = balancer, self.balances
         self.batch_samples = batch_samples
         if self._loaded is not None:
@@ -151,17 +164,18 @@ class TrainingData:
         return {"data": self._loader.state_dict(), "shares": balancer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the loader to a saved position, now or when it is made.
+        """Set the loader to a saved position, now or when it is made. All ranks must call this.
 
         Raises:
-            CheckpointError: The position is of other data.
+            CheckpointError: The position is of other data, cannot be loaded, or differs between
+                the ranks; raised on all ranks.
         """
         if self._loader is None:
             self._loaded = state
             return
         self._loaded = None
         if state:
-            self._loader.load_state_dict(state["data"])
+            self._load_position(self._loader, state["data"])
             if isinstance(self._loader, ResumableLoader):
                 self._scale_learning_rate(self._loader)
                 self.batch_samples = self._loader.batch_samples
@@ -173,6 +187,52 @@ class TrainingData:
         """Stop the loader's workers. Safe to call twice."""
         if self._loader is not None:
             self._loader.close()
+
+    def _check_same_data(self, loader: ResumableLoader | StreamLoader, batch_samples: int) -> None:
+        """Raise on all ranks if the loader is not the same on all.
+
+        Samples are not compared: reading them may be slow, draw random numbers, or open files
+        before workers are forked.
+        """
+        has_length = isinstance(loader, ResumableLoader)
+        values = {
+            "dataset": "one with a length" if has_length else "an IterableDataset",
+            "batch_samples": batch_samples,
+            "balance": self.balances,
+            **(loader.order_settings if isinstance(loader, ResumableLoader) else {}),
+        }
+        differences = rank_differences(self._host_group, values)
+        if differences is not None:
+            raise ValueError(
+                f"the loaders of the ranks differ: {differences}. Samples would be lost or "
+                "repeated; pass the same dataset and options on every rank, as the loader divides "
+                "each batch among them"
+            )
+
+    def _load_position(
+        self, loader: ResumableLoader | StreamLoader, state: Mapping[str, Any]
+    ) -> None:
+        """Load a position; raise on all ranks if it fails on one or differs between them."""
+        action = "load the position in the data"
+        with raise_on_all_ranks(self._host_group, action, "Restart from another checkpoint"):
+            with FailureCapture() as failure:
+                loader.load_state_dict(state)
+            if isinstance(failure.error, CheckpointError):
+                raise failure.error
+            if failure.error is not None:
+                name = type(failure.error).__name__
+                raise CheckpointError(
+                    f"cannot {action}: {name}: {failure.error}"
+                ) from failure.error
+        if isinstance(loader, StreamLoader):
+            return  # each rank has its own position
+        values = {name: loader.state_dict()[name] for name in ("position", "sizes")}
+        differences = rank_differences(self._host_group, values)
+        if differences is not None:
+            raise CheckpointError(
+                f"the position in the data differs between the ranks: {differences}. Samples would "
+                "be lost or repeated; load the same checkpoint on every rank"
+            )
 
     def _no_sampler_reason(self) -> str | None:
         if self._loader is None:

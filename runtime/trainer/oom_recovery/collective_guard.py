@@ -1,9 +1,11 @@
-"""Votes before collectives, so that none is entered that an out-of-memory rank will not enter.
+"""Votes before collectives, so that none is entered that a failed rank will not enter.
 
-While armed, all ranks vote before each collective of the training. A rank that ran out joins the
-vote that the others are about to hold, and they raise instead of issuing the collective. No rank is
-left waiting, and no communicator is left half used. All ranks must issue the same collectives in
-the same order, as ZeRO, tensor and sequence parallelism do, and pipeline stages do not.
+While armed, all ranks vote before each collective of the training; otherwise, before the first
+collective of each forward and each backward. A rank that ran out of memory, or whose loss raised an
+error, joins the vote that the others are about to hold, and they raise instead of issuing the
+collective. No rank is left waiting, and no communicator is left half used. All ranks must issue the
+same collectives in the same order, as ZeRO, tensor and sequence parallelism do, and pipeline stages
+do not.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import IntEnum
 from time import perf_counter
 from typing import Any
 
@@ -22,14 +25,23 @@ from ...common.host_group import HostCollectives
 from ...common.patching import PatchSet
 from ...memory.oom.parse_error import is_caused_by_oom
 
-# A rank's vote; the maximum over the ranks decides.
-_OK = 0
-_OUT_OF_MEMORY = 1
-_ABORTED = "this window is aborted, as a rank ran out of memory"
+_PASSES = ("forward", "backward")
 _WORKSPACE_COPIES = 2  # one copy of the tensor, and one for the segments of gloo's ring
 
 
-class PeerOutOfMemory(RuntimeError):
+class Vote(IntEnum):
+    """How a rank's window goes on; the highest vote of all ranks decides for all."""
+
+    OK = 0
+    OUT_OF_MEMORY = 1
+    FAILED = 2
+
+
+class WindowAborted(RuntimeError):
+    """Raised within a window, to leave it because another rank failed."""
+
+
+class PeerOutOfMemory(WindowAborted):
     """Raised on a rank that aborts its window because another rank ran out of memory."""
 
 
@@ -45,6 +57,7 @@ class CollectiveGuard:
     Attributes:
         armed: Whether each collective within a window is voted on. Change it between windows only,
             on all ranks.
+        aborted_by: The vote that ended the last window; OK if none did.
         vote_seconds: Time of all votes so far, waiting for the slowest rank included.
     """
 
@@ -57,7 +70,8 @@ class CollectiveGuard:
         self._call = _GuardedCall()
         self._window_thread: int | None = None
         self._outer_exception: BaseException | None = None
-        self._is_aborted = False
+        self._is_in_pass = False
+        self.aborted_by = Vote.OK
 
     def open(self, backend: Any) -> None:
         """Wrap the methods of DeepSpeed's backend object, `deepspeed.comm.comm.cdb`."""
@@ -71,35 +85,57 @@ class CollectiveGuard:
         self._patches.restore()
 
     @contextmanager
-    def window(self) -> Iterator[None]:
+    def window(self, engine: Any = None) -> Iterator[None]:
         """Guard the collectives of this thread and its autograd threads; ends with a vote.
+
+        Args:
+            engine: DeepSpeed's engine, whose `forward` and `backward` end passes. Without it a
+                window is one pass.
 
         Raises:
             PeerOutOfMemory: A rank ran out since the last vote.
+            WindowAborted: A rank failed otherwise since the last vote.
         """
         self._window_thread = threading.get_ident()
         self._outer_exception = sys.exception()
-        self._is_aborted = False
+        self._is_in_pass, self.aborted_by = False, Vote.OK
+        passes = PatchSet()
+        if engine is not None and not self._is_single_rank:
+            passes.add_existing(engine, _PASSES, self._pass_wrapper)
         try:
             yield
-            if self._is_aborted:  # the script caught the exception
-                raise PeerOutOfMemory(_ABORTED)
+            if self.aborted_by:  # the script caught the exception
+                raise self._aborted()
             self._vote()
         finally:
+            passes.restore()
             self._window_thread = self._outer_exception = None
 
-    def report_out_of_memory(self) -> None:
-        """Join the next vote of the other ranks as one that ran out of memory.
+    @property
+    def can_report(self) -> bool:
+        """Whether the other ranks hold a vote before any collective that this one will not enter.
 
-        Once the window is aborted they hold none: this rank ran out while it aborted the window.
+        In a pass that is not guarded they may be in a collective already.
         """
-        if not self._is_aborted:
-            self._exchange_vote(_OUT_OF_MEMORY)
+        return self.armed or self._is_single_rank or not self._is_in_pass
+
+    def report(self, vote: Vote) -> None:
+        """Join the next vote of the other ranks as one that failed; sets `aborted_by`.
+
+        Once the window is aborted they hold none: this rank failed while it aborted the window.
+        """
+        if not self.aborted_by:
+            self.aborted_by = Vote(self._exchange_vote(vote))
 
     def _vote(self) -> None:
-        if self._exchange_vote(_OK) != _OK:
-            self._is_aborted = True
-            raise PeerOutOfMemory("another rank ran out of memory in this window")
+        self.aborted_by = Vote(self._exchange_vote(Vote.OK))
+        if self.aborted_by:
+            raise self._aborted()
+
+    def _aborted(self) -> WindowAborted:
+        if self.aborted_by is Vote.FAILED:
+            return WindowAborted("another rank failed in this window")
+        return PeerOutOfMemory("another rank ran out of memory in this window")
 
     def _exchange_vote(self, vote: int) -> int:
         """Return the highest vote of all ranks."""
@@ -111,21 +147,27 @@ class CollectiveGuard:
         return result
 
     def _before_collective(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Vote, unless an out-of-memory error is ending the window already."""
+        """Vote, unless an error is ending the window already."""
         current = sys.exception()
         unwinds = (
             current is not None
             and current is not self._outer_exception
             and is_caused_by_oom(current)
         )
-        if self._is_aborted or unwinds:
-            raise PeerOutOfMemory(_ABORTED)
-        probe_workspace(args, kwargs)
+        if self.aborted_by:
+            raise self._aborted()
+        if unwinds:
+            raise PeerOutOfMemory("this rank ran out of memory in this window")
+        if self.armed:
+            probe_workspace(args, kwargs)
+        elif self._is_in_pass:
+            return
         self._vote()
+        self._is_in_pass = True
 
     def _is_guarded(self) -> bool:
         """Return whether this thread works on the window: itself, or as one of autograd's."""
-        if not self.armed or self._window_thread is None or self._call.is_active:
+        if self._window_thread is None or self._call.is_active:
             return False
         is_own = threading.get_ident() == self._window_thread
         return is_own or torch._C._current_graph_task_id() != -1
@@ -144,6 +186,14 @@ class CollectiveGuard:
                 call.is_active = False
 
         return guarded
+
+    def _pass_wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def ending(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._is_in_pass = False  # all ranks have issued its collectives
+            return result
+
+        return ending
 
 
 def probe_workspace(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

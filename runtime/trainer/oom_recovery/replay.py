@@ -1,5 +1,7 @@
 """Replay of a window after an out-of-memory error, with smaller micro-batches or memory savings.
 
+Any other error of the script's code ends the window on all ranks.
+
 "Window" and "replay" are defined in docs/concepts.md. All ranks make the same calls. An attempt is
 a callable: it splits the window into a given number of micro-batches, and runs forward and backward
 without the update.
@@ -8,6 +10,7 @@ without the update.
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import time
 import traceback
@@ -23,11 +26,12 @@ import torch.distributed as dist
 from ...common import accelerator
 from ...common.ds_config import EngineSource
 from ...common.host_group import HostCollectives
+from ...common.peer_failures import FailureCapture, raise_failures
 from ...memory.oom.parse_error import is_caused_by_oom
 from ..window.batch_size_exchange import LocalBatches
 from ..window.rng import RngState
 from .abort_window import abort_unsupported_reason, abort_window
-from .collective_guard import CollectiveGuard, PeerOutOfMemory
+from .collective_guard import CollectiveGuard, PeerOutOfMemory, Vote
 from .escalation import EscalationPolicy
 from .micro_batch_planner import MemoryMeasurements, MicroBatchPlanner, suggest_size
 
@@ -36,6 +40,8 @@ logger = logging.getLogger(__name__)
 CONSENSUS_SECONDS = 20.0
 _POLL_SECONDS = 0.02
 _PREFIX = "zerowatch/out_of_memory"
+_TRAIN = "train_batch"
+_RUNS = itertools.count()  # the runs of a process share a store; all ranks make the same
 
 T = TypeVar("T")
 
@@ -87,7 +93,9 @@ class OomReplay:
         planner: Planner of the micro-batches of each window.
         on_window_abort: Called on all ranks before a window is run again, to undo changes of its
             forward passes to the script's own state.
-        on_error: Called with each error of this rank that ended an attempt.
+        on_error: Called with each out-of-memory error of this rank that ended an attempt.
+        is_stranded: Whether other ranks wait in a collective that this one left. No collective of
+            theirs can be entered any more.
     """
 
     def __init__(
@@ -105,7 +113,8 @@ class OomReplay:
         self.on_error: list[Callable[[BaseException], None]] = []
         self._engine_source, self._host_group, self._guard = engine_source, host_group, guard
         self._escalation, self._memory = escalation or EscalationPolicy(), memory
-        self._num_attempts = 0
+        self._run, self._num_attempts = next(_RUNS), 0
+        self.is_stranded = False
 
     def run(
         self,
@@ -123,7 +132,9 @@ class OomReplay:
 
         Raises:
             PeerOutOfMemory: Another rank's memory does not hold even one sample.
+            PeerFailedError: An attempt, or a function of `on_window_abort`, failed on another rank.
             RuntimeError: This rank's memory does not hold even one sample; its own error.
+            Exception: An attempt, or a function of `on_window_abort`, failed on this rank.
         """
         self._guard.armed = self.planner.begin_window(
             local_batches, guard_requested=guard_requested
@@ -148,10 +159,26 @@ class OomReplay:
             self._abort(capture)
             self._plan_next_attempt(local_batches, count, ran_out=ran_out, own_error=own_error)
             rng.restore()
-            for undo in self.on_window_abort:
-                undo()
+            self._undo_forward_passes()
             replays += 1
             lost_seconds += perf_counter() - began
+
+    def run_once(self, attempt: Callable[[], T]) -> T:
+        """Run an attempt that is not repeated; if it fails on one rank, raise on all.
+
+        Raises:
+            PeerOutOfMemory: Another rank ran out of memory.
+            PeerFailedError: The attempt failed on another rank.
+            Exception: It failed on this rank; its own error.
+        """
+        capture, outcomes = self._run_once(lambda count: attempt(), 0, "evaluate")
+        if capture.origin is None:
+            return outcomes[0]
+        capture.clear_frames()
+        reason = None
+        if capture.origin is OomOrigin.OWN:
+            reason = self._notify_peers(Vote.OUT_OF_MEMORY, "evaluate")
+        _give_up(capture.error, reason or "out of memory in an evaluation, which is not repeated")
 
     def update(self, step: Callable[[], T]) -> T:
         """Make the update of a successful window; the other ranks are notified if it fails.
@@ -159,16 +186,18 @@ class OomReplay:
         Raises:
             RuntimeError: Memory ran out; some weights may be updated and others not. This rank's
                 own error, or PeerOutOfMemory.
+            PeerFailedError: The update failed otherwise on another rank, in a guarded window.
         """
         if not self._guard.armed:
             return step()
         made: list[T] = []
-        with OomCapture() as capture, self._guard.window():
+        with FailureCapture() as failure, OomCapture() as capture, self._guard.window():
             made.append(step())
+        self._raise_failure(failure.error, capture, "engine.step()")
         if capture.origin is None:
             return made[0]
         if capture.origin is OomOrigin.OWN:
-            self._guard.report_out_of_memory()
+            self._notify_peers(Vote.OUT_OF_MEMORY, "engine.step()")
         capture.clear_frames()
         _give_up(
             capture.error,
@@ -176,15 +205,55 @@ class OomReplay:
             "updated. Restart the run from its last checkpoint",
         )
 
-    def _run_once(self, attempt: Callable[[int], T], count: int) -> tuple[OomCapture, list[T]]:
-        """Run one attempt; return its outcome in a list, empty where it failed."""
+    def _run_once(
+        self, attempt: Callable[[int], T], count: int, place: str = _TRAIN
+    ) -> tuple[OomCapture, list[T]]:
+        """Run one attempt; return its outcome in a list, empty where memory ran out.
+
+        Raises:
+            PeerFailedError: It failed otherwise, on another rank.
+            Exception: It failed otherwise, on this rank.
+        """
         self._num_attempts += 1
         outcomes: list[T] = []
-        with OomCapture() as capture, self._guard.window():
+        window = self._guard.window(self._engine_source.engine)
+        with FailureCapture() as failure, OomCapture() as capture, window:
             outcomes.append(attempt(count))
+        self._raise_failure(failure.error, capture, place)
         if capture.origin is not None:
             outcomes.clear()
         return capture, outcomes
+
+    def _raise_failure(self, error: Exception | None, capture: OomCapture, place: str) -> None:
+        """Raise on all ranks if an attempt failed on any, other than by lack of memory.
+
+        Args:
+            error: This rank's error, unless it is about memory.
+            capture: What this rank's memory errors are kept in.
+            place: What was attempted.
+        """
+        guard = self._guard
+        if error is not None and guard.aborted_by is Vote.OUT_OF_MEMORY:
+            # The script raised it in place of the error that ends the window.
+            capture.origin, capture.error = OomOrigin.PEER, error
+            return
+        own = None if guard.aborted_by else error
+        if own is not None:
+            if isinstance(own, dist.DistError):  # a vote would fail too, after its timeout
+                raise own
+            reason = self._notify_peers(Vote.FAILED, place)
+            if reason is not None:
+                logger.error("%s failed on this rank only: %s", place, reason)
+                raise own
+        if guard.aborted_by is Vote.FAILED:
+            raise_failures(self._host_group, own, place)
+
+    def _undo_forward_passes(self) -> None:
+        """Call the functions of `on_window_abort`; raise on all ranks if one raises."""
+        with FailureCapture() as failure:
+            for undo in self.on_window_abort:
+                undo()
+        raise_failures(self._host_group, failure.error, "a function of on_window_abort")
 
     def _abort(self, capture: OomCapture) -> None:
         """Notify the other ranks, and free what the attempt held.
@@ -198,31 +267,34 @@ class OomReplay:
         if capture.origin is OomOrigin.OWN and capture.error is not None:
             for notify in self.on_error:
                 notify(capture.error)
-            reason = self._notify_peers(engine) or reason
+            reason = self._notify_peers(Vote.OUT_OF_MEMORY, _TRAIN) or reason
         if reason is not None:
             _give_up(capture.error, f"this window cannot be run again: {reason}")
         gc.collect()  # frees what only reference cycles keep alive
         abort_window(engine)
         accelerator.current.empty_cache()  # the next attempt needs blocks of other sizes
 
-    def _notify_peers(self, engine: Any) -> str | None:
-        """Make sure that no rank waits for this one, which ran out; return the reason if one may.
+    def _notify_peers(self, vote: Vote, place: str) -> str | None:
+        """Make sure that no rank waits for this one, which failed; return the reason if one may.
 
-        Unguarded, only a window without collectives, or one in which all ranks ran out, is safe.
+        Raises:
+            PeerFailedError: This rank ran out of memory, and another one failed otherwise.
         """
-        has_collectives = engine.zero_optimization_partition_gradients()
-        if self._guard.armed or not has_collectives:
-            self._guard.report_out_of_memory()
-            return None
         group = self._host_group
-        store = dist.distributed_c10d._get_default_store()
-        if group.world_size == 1 or all_ranks_oom(
-            store, self._num_attempts, rank=group.rank, world_size=group.world_size
+        if self._guard.can_report or all_ranks_failed(
+            dist.distributed_c10d._get_default_store(),
+            f"{self._run}/{self._num_attempts}",
+            rank=group.rank,
+            world_size=group.world_size,
         ):
+            self._guard.report(vote)
+            if vote is Vote.OUT_OF_MEMORY and self._guard.aborted_by is Vote.FAILED:
+                raise_failures(group, None, place)
             return None
+        self.is_stranded = True
         return (
-            "it was not guarded, and the other ranks wait in a collective. Restart the run from "
-            "its last checkpoint; it is guarded then"
+            "the pass was not guarded, and the other ranks wait in a collective of it. Restart the "
+            "run from its last checkpoint"
         )
 
     def _plan_next_attempt(
@@ -322,18 +394,18 @@ def oom_origin(error: BaseException) -> tuple[OomOrigin | None, BaseException | 
     return (OomOrigin.OWN, own[-1]) if own else (OomOrigin.PEER, error)
 
 
-def all_ranks_oom(
-    store: Any, attempt: int, *, rank: int, world_size: int, wait_seconds: float = CONSENSUS_SECONDS
+def all_ranks_failed(
+    store: Any, attempt: str, *, rank: int, world_size: int, wait_seconds: float = CONSENSUS_SECONDS
 ) -> bool:
-    """Return whether all ranks ran out of memory in an attempt that was not guarded.
+    """Return whether all ranks failed in a pass that was not guarded.
 
-    Each rank that ran out writes a key to the c10d store and waits for the keys of all others.
-    Ranks that did not run out wait in a collective that this rank will not enter, and cannot be
-    notified. If all ran out, as with equal local batches and micro-batches, none is in one.
+    Each rank that failed writes a key to the c10d store and waits for the keys of all others. Ranks
+    that did not fail wait in a collective that this rank will not enter, and cannot be notified. If
+    all failed, as with equal local batches and micro-batches, none is in one.
 
     Args:
         store: The store of the default process group.
-        attempt: A number of this attempt, the same on all ranks and used once.
+        attempt: Identifies this attempt, the same on all ranks and used once.
         rank: This rank.
         world_size: Number of ranks to wait for.
         wait_seconds: How long to wait for the slowest.

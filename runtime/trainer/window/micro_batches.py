@@ -68,7 +68,7 @@ class LossSums(NamedTuple):
             BatchError: The weights of the batch add up to 0 or less; raised on all ranks.
         """
         weight, weighted_loss = host_group.all_gather(self).sum(axis=0).tolist()
-        if not weight > 0 and isfinite(weight):
+        if isfinite(weight) and weight <= 0:  # check_finite rejects the others
             raise BatchError(
                 f"the weights of this batch add up to {weight}, so it has nothing to train on; "
                 "drop batches without targets"

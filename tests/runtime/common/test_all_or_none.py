@@ -6,7 +6,7 @@ import pytest
 
 from zerowatch.runtime.common.all_or_none import (
     CollectiveAttempt,
-    PeerFailedError,
+    PeerAttemptError,
     is_peer_failure,
 )
 
@@ -43,7 +43,7 @@ def test_a_failure_on_another_rank_ends_the_attempt_at_the_next_check() -> None:
         attempt.check_peers()
         pytest.fail("the attempt continued")
 
-    assert isinstance(attempt.error, PeerFailedError)
+    assert isinstance(attempt.error, PeerAttemptError)
     assert host_group.passed == [0]
 
 
@@ -53,7 +53,7 @@ def test_a_failure_on_another_rank_is_found_at_the_end_of_the_attempt() -> None:
     with CollectiveAttempt(host_group) as attempt:
         pass
 
-    assert isinstance(attempt.error, PeerFailedError)
+    assert isinstance(attempt.error, PeerAttemptError)
 
 
 def test_a_keyboard_interrupt_is_raised_unchanged() -> None:
@@ -61,7 +61,7 @@ def test_a_keyboard_interrupt_is_raised_unchanged() -> None:
         raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("last, expected", [(PeerFailedError("rank 1"), True), (None, False)])
+@pytest.mark.parametrize("last, expected", [(PeerAttemptError("rank 1"), True), (None, False)])
 def test_a_peer_s_failure_is_found_among_causes_even_in_a_cycle(
     last: BaseException | None, expected: bool
 ) -> None:

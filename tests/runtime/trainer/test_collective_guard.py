@@ -15,6 +15,7 @@ from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.trainer.oom_recovery.collective_guard import (
     CollectiveGuard,
     PeerOutOfMemory,
+    Vote,
     probe_workspace,
 )
 from zerowatch.runtime.trainer.oom_recovery.replay import (
@@ -96,15 +97,49 @@ def test_a_nested_collective_has_no_vote_of_its_own(
     assert votes.held == 2
 
 
-def test_an_unarmed_window_holds_one_vote_at_its_end(
+class Engine:
+    """Fake engine, each of whose passes issues collectives."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def forward(self) -> None:
+        self.backend.all_gather_into_tensor()
+        self.backend.all_gather_into_tensor()
+
+    def backward(self) -> None:
+        self.backend.all_reduce()
+        self.backend.all_reduce()
+
+
+def test_an_unarmed_window_holds_a_vote_before_each_pass_with_collectives_and_at_its_end(
     guard: CollectiveGuard, votes: Votes, backend: Backend
 ) -> None:
     guard.armed = False
+    engine = Engine(backend)
 
-    with guard.window():
+    with guard.window(engine):
+        for _ in range(2):
+            engine.forward()
+            engine.backward()
+            assert guard.can_report
+    with guard.window(engine):
+        pass
+
+    assert votes.held == 5 + 1
+    assert len(backend.issued) == 8
+    assert set(vars(engine)) == {"backend"}
+
+
+def test_an_unarmed_rank_cannot_report_within_a_pass_with_collectives(
+    guard: CollectiveGuard, backend: Backend
+) -> None:
+    guard.armed = False
+
+    with guard.window(Engine(backend)):
+        assert guard.can_report
         backend.all_reduce()
-
-    assert votes.held == 1
+        assert not guard.can_report
 
 
 def test_no_vote_is_held_outside_windows_or_on_other_threads(
@@ -230,7 +265,7 @@ def test_if_one_rank_runs_out_between_any_two_collectives_all_abort_before_the_n
             if host_group.rank == 1 and fatal == 3:
                 raise RuntimeError(OUT)
         if capture.origin is OomOrigin.OWN:
-            guard.report_out_of_memory()
+            guard.report(Vote.OUT_OF_MEMORY)
         return capture.origin, len(backend.issued)
 
     ended = on_ranks(2, train)
@@ -247,7 +282,7 @@ def test_ranks_that_all_run_out_hold_one_vote() -> None:
         with OomCapture() as capture, guard.window():
             raise RuntimeError(OUT)
         assert capture.origin is OomOrigin.OWN
-        guard.report_out_of_memory()
+        guard.report(Vote.OUT_OF_MEMORY)
         return len(votes)
 
     assert on_ranks(3, train) == [1, 1, 1]
@@ -298,6 +333,6 @@ def test_a_rank_that_runs_out_while_it_aborts_a_window_holds_no_vote():
     with pytest.raises(PeerOutOfMemory), guard.window():
         pass
 
-    guard.report_out_of_memory()
+    guard.report(Vote.OUT_OF_MEMORY)
 
     assert votes.held == 1

@@ -16,9 +16,14 @@ import torch
 from fakes.escalation_step import FakeEscalationStep
 from fakes.rank_threads import FakeHostGroup, on_ranks
 
+from zerowatch.errors import PeerFailedError
 from zerowatch.runtime.trainer.engine_change import EngineChange
 from zerowatch.runtime.trainer.oom_recovery import replay as replay_module
-from zerowatch.runtime.trainer.oom_recovery.collective_guard import CollectiveGuard, PeerOutOfMemory
+from zerowatch.runtime.trainer.oom_recovery.collective_guard import (
+    CollectiveGuard,
+    PeerOutOfMemory,
+    Vote,
+)
 from zerowatch.runtime.trainer.oom_recovery.escalation import ESCALATION_ORDER, EscalationPolicy
 from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
     MemoryMeasurements,
@@ -29,7 +34,7 @@ from zerowatch.runtime.trainer.oom_recovery.replay import (
     OomCapture,
     OomOrigin,
     OomReplay,
-    all_ranks_oom,
+    all_ranks_failed,
     oom_origin,
 )
 from zerowatch.runtime.trainer.window.batch_size_exchange import LocalBatches
@@ -212,6 +217,76 @@ def test_other_errors_propagate(aborted: list[Any]) -> None:
     assert aborted == []
 
 
+def test_another_error_on_one_rank_is_raised_on_all() -> None:
+    def train(host_group: FakeHostGroup) -> Exception:
+        rank = Rank(host_group, fits=8)
+
+        def attempt(count: int) -> str:
+            if host_group.rank == 1:
+                raise ValueError("a bug of the script's")
+            return rank.attempt(count)
+
+        with pytest.raises((ValueError, PeerFailedError)) as raised:
+            rank.replay.run(local_batches(3), attempt)
+        return raised.value
+
+    first, own, last = on_ranks(3, train)
+
+    assert (type(own), str(own)) == (ValueError, "a bug of the script's")
+    for peer in (first, last):
+        assert isinstance(peer, PeerFailedError)
+        assert (peer.rank, peer.failed_ranks) == (1, (1,))
+        assert (peer.error_type, peer.error_text) == ("ValueError", "a bug of the script's")
+        assert "train_batch failed on rank 1 with ValueError: a bug" in str(peer)
+
+
+def test_another_error_ends_the_window_also_on_ranks_that_ran_out_of_memory() -> None:
+    def train(host_group: FakeHostGroup) -> str:
+        rank = Rank(host_group, fits=4 if host_group.rank == 0 else 8)
+
+        def attempt(count: int) -> str:
+            if host_group.rank == 1:
+                raise ValueError("a bug of the script's")
+            return rank.attempt(count)
+
+        with pytest.raises((ValueError, PeerFailedError)) as raised:
+            rank.replay.run(local_batches(2), attempt)
+        return type(raised.value).__name__
+
+    assert on_ranks(2, train) == ["PeerFailedError", "ValueError"]
+
+
+def test_interrupts_are_not_voted_on() -> None:
+    rank = alone(fits=8)
+
+    def attempt(count: int) -> str:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rank.replay.run(local_batches(), attempt)
+
+    assert rank.replay._guard.aborted_by is Vote.OK
+
+
+def test_a_failing_undo_on_one_rank_is_raised_on_all() -> None:
+    def train(host_group: FakeHostGroup) -> str:
+        rank = Rank(host_group, fits=4)
+
+        def undo() -> None:
+            if host_group.rank == 1:
+                raise KeyError("count")
+
+        rank.replay.on_window_abort.append(undo)
+        with pytest.raises((KeyError, PeerFailedError)) as raised:
+            rank.replay.run(local_batches(2), rank.attempt)
+        return str(raised.value)
+
+    peers, own = on_ranks(2, train)
+
+    assert own == "'count'"
+    assert peers.startswith("a function of on_window_abort failed on rank 1 with KeyError: 'count'")
+
+
 def test_an_engine_whose_window_cannot_be_aborted_raises_its_own_error(
     aborted: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -324,7 +399,7 @@ def test_ranks_that_all_ran_out_unguarded_reach_consensus() -> None:
     store = torch.distributed.HashStore()
 
     def ask(host_group: FakeHostGroup) -> bool:
-        return all_ranks_oom(store, 7, rank=host_group.rank, world_size=2)
+        return all_ranks_failed(store, "0/7", rank=host_group.rank, world_size=2)
 
     assert on_ranks(2, ask) == [True, True]
 
@@ -332,4 +407,4 @@ def test_ranks_that_all_ran_out_unguarded_reach_consensus() -> None:
 def test_a_rank_that_ran_out_alone_stops_waiting() -> None:
     store = torch.distributed.HashStore()
 
-    assert not all_ranks_oom(store, 7, rank=0, world_size=2, wait_seconds=0.05)
+    assert not all_ranks_failed(store, "0/7", rank=0, world_size=2, wait_seconds=0.05)

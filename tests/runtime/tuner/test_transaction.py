@@ -10,7 +10,7 @@ import pytest
 from fakes.rank_threads import FakeHostGroup, on_ranks
 
 from zerowatch.errors import ZerowatchError
-from zerowatch.runtime.common.all_or_none import PeerFailedError
+from zerowatch.runtime.common.all_or_none import PeerAttemptError
 from zerowatch.runtime.common.undo import UndoStack
 from zerowatch.runtime.tuner.policy.types import SwitchRequest, SwitchResult
 from zerowatch.runtime.tuner.transaction import apply_switch, switch_all_ranks
@@ -170,7 +170,7 @@ def test_all_ranks_learn_that_one_could_not_undo():
 
 def test_the_reason_is_that_of_a_rank_that_failed_by_itself():
     echo = ZerowatchError("the engine was not rebuilt")
-    echo.__cause__ = PeerFailedError("another rank has failed")
+    echo.__cause__ = PeerAttemptError("another rank has failed")
     own = ZerowatchError("no room for it")
     knobs = [FakeKnobs(apply=raising(each)) for each in (echo, own)]
 

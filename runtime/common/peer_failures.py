@@ -1,0 +1,62 @@
+"""Failures of the script's own code on some ranks, raised on all of them."""
+
+from __future__ import annotations
+
+import json
+from traceback import TracebackException
+from types import TracebackType
+
+from ...errors import PeerFailedError
+from .host_group import HostCollectives
+
+_MAX_CHARACTERS = 500
+
+
+class FailureCapture:
+    """Context manager that suppresses exceptions and keeps them; interrupts and exits propagate.
+
+    Attributes:
+        error: The exception that ended the block; None if none did.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> FailureCapture:
+        """Begin the block."""
+        return self
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """Suppress an exception."""
+        if isinstance(error, Exception):
+            self.error = error
+        return self.error is not None
+
+
+def raise_failures(host_group: HostCollectives, error: Exception | None, place: str) -> None:
+    """Exchange the errors of all ranks; return if there is none. All ranks must call it.
+
+    Args:
+        host_group: Group of all ranks.
+        error: This rank's error, if any.
+        place: Where it was raised; begins the message on the other ranks.
+
+    Raises:
+        Exception: This rank's own error.
+        PeerFailedError: Only other ranks have one.
+    """
+    reports = host_group.all_gather_text("" if error is None else json.dumps(_description(error)))
+    if error is not None:
+        raise error
+    failed = tuple(rank for rank, report in enumerate(reports) if report)
+    if failed:
+        error_type, error_text = json.loads(reports[failed[0]])
+        raise PeerFailedError(failed[0], error_type, error_text, place, failed)
+
+
+def _description(error: Exception) -> tuple[str, str]:
+    """Return an error's type and text, also where its `__str__` fails."""
+    text = str(TracebackException(type(error), error, None))
+    return type(error).__name__, text[:_MAX_CHARACTERS]

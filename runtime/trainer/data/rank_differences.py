@@ -1,0 +1,33 @@
+"""Comparison of the ranks' data: differing datasets or orders would lose or repeat samples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ...common.host_group import HostCollectives
+
+
+def rank_differences(host_group: HostCollectives, values: Mapping[str, Any]) -> str | None:
+    """Return which values differ between the ranks, the same text on all; None if none does.
+
+    All ranks must call it.
+
+    Args:
+        host_group: Group of all ranks.
+        values: This rank's values by name: numbers, text, and lists of these.
+    """
+    texts = host_group.all_gather_text(json.dumps(values, default=_plain))
+    first, *others = (json.loads(text) for text in texts)
+    found = []
+    for name, value in first.items():
+        for rank, other in enumerate(others, start=1):
+            if name in other and other[name] != value:
+                found.append(f"{name} is {value} on rank 0 and {other[name]} on rank {rank}")
+                break
+    return "; ".join(found) or None
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else str(value)
