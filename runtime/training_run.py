@@ -48,14 +48,15 @@ class TrainingRun:
         model: A torch module; the same on all ranks.
         config: A ds config, as a dict or the path of a JSON file. Its
             `train_micro_batch_size_per_gpu` is the maximum size of a micro-batch, in samples.
-        loss: Called as `loss(model, micro_batch)` with DeepSpeed's engine and a part of the batch
-            on the engine's device: tensors of shape `[n, ...]`, n at least 1, in the batch's own
-            tree. Returns the mean loss of the part, or (mean loss, weight). The mean loss is a
-            tensor of one element, shape `[]` or `[1]`, of any floating dtype (best float32), with
-            a gradient. The weight is a 0-d tensor or a number; by default it is n. With the number
-            of target tokens as the weight, token means are exact across micro-batches and ranks.
-            Where the weight may be 0 the mean loss must still be finite. A part may run with its
-            weight ignored, so that all ranks run equally many.
+        loss: Called as `loss(model, micro_batch)`; returns the mean loss, or (mean loss, weight).
+
+            - `model` is DeepSpeed's engine. `micro_batch` is a part of the batch on the engine's
+              device: tensors of shape `[n, ...]`, n at least 1, nested as in the batch.
+            - The mean loss is a tensor of one element, shape `[]` or `[1]`, of any floating dtype
+              (best float32), with a gradient. It must be finite even where the weight is 0.
+            - The weight is a 0-d tensor or a number; by default it is n. With the number of target
+              tokens as the weight, token means are exact across micro-batches and ranks.
+            - A micro-batch may be run with its weight ignored, so that all ranks run equally many.
         optimizer: A torch optimizer on the model's parameters, or a callable that takes parameters
             and returns one. By default that of the ds config.
         lr_scheduler: An LR scheduler for `deepspeed.initialize`. By default that of the ds config.

@@ -50,7 +50,7 @@ def _comm_bottleneck(timing: Timing) -> Alert:
         description=(
             f"Training spends {PERCENT} of its time only waiting for collectives; up to "
             f"{EXPOSED_COMM_RATIO_HIGH:.0%} is usual. Look up the largest cause on the dashboard: "
-            "imbalance, latency, redundancy or bandwidth. The runbook lists a remedy for each."
+            "imbalance, latency, redundancy or bandwidth. The runbook lists what to do about each."
         ),
         dashboard=DASHBOARD,
     )

@@ -75,7 +75,7 @@ AT_A_GLANCE = sized(
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
         decimals=2,
-        empty="no plan for this run",
+        empty="no estimate for this run",
     ),
     Stat(
         title="Link bandwidth over its best",
@@ -265,7 +265,7 @@ PATTERN = (
             unit=BYTES,
             minimum=0,
             colors=STEP_BYTES_COLORS,
-            empty="no plan for this run",
+            empty="no estimate for this run",
         ),
     ),
     TimeSeries(

@@ -56,8 +56,9 @@ COMM_TRANSFER_SECONDS = counter(
 COMM_CAUSE_SECONDS = counter(
     "comm_cause_seconds_total",
     "Exposed seconds of collectives whose wait is known, by cause: imbalance (another rank was "
-    "late), latency (fixed cost of each call), redundancy (more bytes than the ZeRO stage needs: "
-    "see comm_volume_ratio and `zerowatch estimate`), bandwidth (the rest).",
+    "late, and the rest of exposed time that is no transfer), latency (fixed cost of each call), "
+    "redundancy (more bytes than the ZeRO stage needs: see comm_volume_ratio and `zerowatch "
+    "estimate`), bandwidth (the rest).",
     CAUSE,
 )
 COMM_BUS_BANDWIDTH = gauge(

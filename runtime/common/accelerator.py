@@ -44,7 +44,7 @@ class Event(Protocol):
 
 
 class Accelerator(Protocol):
-    """One kind of accelerator. No method waits for the device.
+    """One kind of accelerator. No method but `empty_cache` waits for the device.
 
     Attributes:
         kind: torch's type of device, such as "cuda".
@@ -111,7 +111,7 @@ class Accelerator(Protocol):
         """Return the fraction of the device's memory that this process may use, 0 to 1."""
 
     def empty_cache(self) -> None:
-        """Return the allocator's free blocks to the device."""
+        """Return the allocator's free blocks to the device. May wait: cudaFree synchronises."""
 
     def start_memory_history(self, max_entries: int) -> bool:
         """Record the stack of each allocation; return False if the script does so already."""

@@ -2,7 +2,7 @@
 
 A hook that raises is counted, logged and disabled; if it ran short of descriptors, threads or disk
 space, which passes, it is called again later. A thread whose work raises is counted, logged
-and starts over.
+and starts over, at most MAX_RESTARTS times.
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ def is_shortage(error: BaseException) -> bool:
 
 
 class MonitoringThread:
-    """A daemon thread that starts over if its work raises anything, `SystemExit` included.
+    """A daemon thread that starts over if its work raises, `SystemExit` included.
+
+    It ends after MAX_RESTARTS restarts.
 
     Hooks that raise are dropped by `FailOpen` before that. What is left are exceptions set from
     another thread, an exit asked for in a log handler, and errors of the loop itself.

@@ -143,8 +143,8 @@ def _peer(peer: Heartbeat, roles: Mapping[str, str]) -> str:
 
 def _issued(numbers: Mapping[str, int], roles: Mapping[str, str]) -> str:
     """List the numbers of the rank sets that this rank shares."""
-    known = [f"{roles[key]} ({key}) {n}" for key, n in sorted(numbers.items()) if key in roles]
-    return ", ".join(known) or "no collective in a group of this rank"
+    shared = [f"{roles[key]} ({key}) {n}" for key, n in sorted(numbers.items()) if key in roles]
+    return ", ".join(shared) or "no collective in a group of this rank"
 
 
 def _calls(evidence: HangEvidence) -> Iterator[str]:
@@ -207,11 +207,11 @@ def _about_calls_in_flight(evidence: HangEvidence) -> str | None:
 def _about_this_rank(evidence: HangEvidence) -> str:
     """Describe a rank that is in no collective: others may wait for it."""
     where = f"is in {evidence.phase} and in no collective, at {evidence.location}"
-    late = waiting_ranks(evidence)
-    if late:
+    waiting = waiting_ranks(evidence)
+    if waiting:
         return (
-            f"rank {evidence.rank} (this one) has not arrived at {late[0].call}, where "
-            f"{ranks_text(late[0].ranks)} {_wait(late[0].ranks)}; it {where}"
+            f"rank {evidence.rank} (this one) has not arrived at {waiting[0].call}, where "
+            f"{ranks_text(waiting[0].ranks)} {_wait(waiting[0].ranks)}; it {where}"
         )
     return f"rank {evidence.rank} (this one) makes no progress: it {where}"
 

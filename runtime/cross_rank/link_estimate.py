@@ -81,7 +81,7 @@ class LinkEstimate:
         self._durations.move_to_end(size)
 
     def fit(self) -> Link | None:
-        """Return the link by the recent collectives; None before the first."""
+        """Return the link fitted to the recent collectives; None before the first `add`."""
         points = [(size, median(seconds)) for size, seconds in self._durations.items()]
         if not points:
             return None

@@ -88,7 +88,7 @@ def _members_behind(
 ) -> tuple[int, ...]:
     """Return the members that have not issued this call, the longest silent first.
 
-    None for a point-to-point call: its number is 0.
+    A point-to-point call has the sequence number 0, so the result is empty for it.
     """
     known = [rank for rank in rank_set.members if rank in peers]
     late = [rank for rank in known if peers[rank].issued.get(rank_set.key, 0) < call.sequence]

@@ -39,7 +39,7 @@ PIPELINE_METHODS = ("train_batch", "eval_batch", "save_checkpoint", "load_checkp
 
 
 class EngineHooks:
-    """Wraps the methods of one engine until `restore`, and references the engine weakly.
+    """Wraps the methods of one engine until `restore`; keeps only a weak reference to the engine.
 
     Attributes:
         cost_ns: Nanoseconds that the hooks took on the training thread.

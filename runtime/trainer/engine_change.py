@@ -1,4 +1,4 @@
-"""The kinds of changes that a run makes to its live engine."""
+"""The kinds of changes that a run makes to its engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class EngineChange(Enum):
-    """Kind of a change to a live engine; the value is its name in log lines.
+    """Kind of a change, on the live engine or by a rebuild; the value is its name in log lines.
 
     `EngineHolder` keeps the attachments of an engine by this key. The members in
     `oom_recovery.escalation.ESCALATION_ORDER` are memory savings.

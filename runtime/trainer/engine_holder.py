@@ -259,7 +259,11 @@ class EngineHolder:
         try:
             self._attach(change, saving)
         except (RuntimeError, MemoryError, ZerowatchError) as error:  # on this rank alone, perhaps
-            logger.warning("memory saving failed on this rank: %s: %s", change.value, error)
+            logger.warning(
+                "memory saving failed on this rank: %s: %s; training goes on, no action is needed",
+                change.value,
+                error,
+            )
             return False
         return True
 
@@ -315,7 +319,12 @@ class EngineHolder:
                 del self._attached[change]
                 if change is EngineChange.GRADIENT_COMPRESSION:
                     self.compressor = None
-                logger.warning("%s is off on the rebuilt engine: %s", change.value, error)
+                logger.warning(
+                    "%s is off on the rebuilt engine: %s; training goes on without it. To keep "
+                    "it, rebuild with a ds config that supports it",
+                    change.value,
+                    error,
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,23 +114,23 @@ class OomCase:
         expected = None if self.shape is None else self.predict_peak(self.shape)
         return need if expected is None else max(need, expected)
 
-    def need_of(self, shape: Shape) -> float | None:
+    def need_bytes_with(self, shape: Shape) -> float | None:
         """Return the need with another micro-batch; None if it cannot be estimated."""
         if self.shape is None:
             return None
-        there, here = self.predict_peak(shape), self.predict_peak(self.shape)
-        if there is not None and here is not None:
-            need = self.need_bytes - max(0.0, here - there)
+        other_peak, own_peak = self.predict_peak(shape), self.predict_peak(self.shape)
+        if other_peak is not None and own_peak is not None:
+            need = self.need_bytes - max(0.0, own_peak - other_peak)
             return need if self.floor_bytes is None else max(need, self.floor_bytes)
         if not self.activations_bytes:
             return None
         ratio = _num_tokens(shape) / max(1, _num_tokens(self.shape))
         return self.need_bytes - self.activations_bytes * (1 - min(1.0, ratio))
 
-    def kind_of(self, shape: Shape) -> Kind:
-        """Return how reliable the estimate of `need_of` is."""
-        known = self.largest_tokens
-        return "guess" if known and _num_tokens(shape) > TRUSTED_RATIO * known else "forecast"
+    def estimate_kind(self, shape: Shape) -> Kind:
+        """Return how reliable the estimate of `need_bytes_with` is."""
+        largest = self.largest_tokens
+        return "guess" if largest and _num_tokens(shape) > TRUSTED_RATIO * largest else "forecast"
 
     @property
     def activations_bytes(self) -> float:
@@ -218,7 +218,7 @@ def _smaller_micro_batches(case: OomCase) -> Iterator[Remedy]:
             return
         samples = math.ceil(shape.samples / part)
         smaller = Shape(samples, shape.length)
-        need, kind = case.need_of(smaller), case.kind_of(smaller)
+        need, kind = case.need_bytes_with(smaller), case.estimate_kind(smaller)
         if need is None or case.need_bytes - need < MIN_GAIN_RATIO * case.need_bytes:
             need, kind = case.need_bytes, "unknown"
         steps = case.accumulation
@@ -240,9 +240,9 @@ def _other_stages(case: OomCase, *, upto: int = 3, beyond: int = 0) -> Iterator[
     if layout is None or case.world_size < 2:
         return
     for stage in range(max(layout.stage, beyond) + 1, upto + 1):
-        more = "" if stage < 3 else " (1.5 times the communication)"
-        instead = Layout(stage, layout.optimizer, layout.parameters)
-        yield from _changed_layout(case, instead, f"ZeRO stage {stage}{more}")
+        cost = "" if stage < 3 else " (1.5 times the communication)"
+        other_layout = Layout(stage, layout.optimizer, layout.parameters)
+        yield from _changed_layout(case, other_layout, f"ZeRO stage {stage}{cost}")
 
 
 def _offloads(case: OomCase) -> Iterator[Remedy]:
@@ -264,12 +264,12 @@ _COST = {"cpu": "the optimizer runs on the host", "nvme": "every step reads and 
 
 def _changed_layout(case: OomCase, layout: Layout, text: str) -> Iterator[Remedy]:
     """Compare the plans of two layouts: their common errors cancel out."""
-    now, then = case.states_bytes(case.layout), case.states_bytes(layout)
-    if now is None or then is None or not case.planned or not case.layout:
+    present, changed = case.states_bytes(case.layout), case.states_bytes(layout)
+    if present is None or changed is None or not case.planned or not case.layout:
         return
-    more = case.planned[layout].host_bytes - case.planned[case.layout].host_bytes
-    need = case.need_bytes - (now - then)
-    if case.device != "cpu" and more > case.host_free_bytes:
+    more_host_bytes = case.planned[layout].host_bytes - case.planned[case.layout].host_bytes
+    need = case.need_bytes - (present - changed)
+    if case.device != "cpu" and more_host_bytes > case.host_free_bytes:
         yield Remedy(description=f"{text}: too large for the host", need_bytes=need, fits="no")
     else:
         yield _remedy(case, text, need)
@@ -283,14 +283,14 @@ def _shorter_length(case: OomCase) -> Iterator[Remedy]:
     fits, too_long = 0, math.ceil(shape.length / LENGTH_MULTIPLE)
     while too_long - fits > 1:
         midpoint = (fits + too_long) // 2
-        need = case.need_of(Shape(shape.samples, midpoint * LENGTH_MULTIPLE))
+        need = case.need_bytes_with(Shape(shape.samples, midpoint * LENGTH_MULTIPLE))
         if need is not None and need <= goal:
             fits = midpoint
         else:
             too_long = midpoint
     shorter = Shape(shape.samples, fits * LENGTH_MULTIPLE)
-    need = case.need_of(shorter)
+    need = case.need_bytes_with(shorter)
     if fits and need is not None:
         text = f"a maximum length of {shorter.length} instead of {shape.length}"
-        kind = case.kind_of(shorter)
+        kind = case.estimate_kind(shorter)
         yield _remedy(case, f"{text} (longer samples are cut)", need, kind)

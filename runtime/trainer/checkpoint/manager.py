@@ -144,7 +144,11 @@ class CheckpointManager:
             try:
                 self._apply_config(found.config)
             except RebuildError as error:
-                logger.warning("training resumes without its last engine: %s", error)
+                logger.warning(
+                    "training resumes without the engine that the last attempt was rebuilt to: %s; call "
+                    "rebuild to try again",
+                    error,
+                )
             self._apply_plan(found.plan)
         planner = self._window_runner.replay.planner
         for failure in found.failures:

@@ -9,7 +9,8 @@ The constants were swept on simulated training (`tests/bench/tuner/simulated_tri
 other than those it reports). Step times are correlated over about ten steps, so distant blocks
 differ although nothing changed: many short blocks show more than few long ones. In 360 steps,
 one trial in blocks of 4 finds 97 of 100 gains of 3 %, with 3 false accepts in 1,000 trials; in
-blocks of 10 it finds 94, with 13. docs/trust.md has the figures of whole sessions.
+blocks of 10 it finds 94, with 13. docs/trust.md reports sessions with a single
+trial each, on other seeds.
 """
 
 from __future__ import annotations
@@ -265,8 +266,9 @@ class AbComparison:
         """Whether the next step, if usable, ends a block."""
         if self.result or self._unsettled:
             return False
-        num = len(self._block) + 1
-        return num >= self._design.block_steps or (num >= RUNAWAY_STEPS and self._is_runaway())
+        length = len(self._block) + 1
+        is_full = length >= self._design.block_steps
+        return is_full or (length >= RUNAWAY_STEPS and self._is_runaway())
 
     def pause(self) -> None:
         """Discard the current block, because something else comes in between."""
@@ -332,13 +334,14 @@ class AbComparison:
         """Return the latest pairs if they suffice for an accept without statistics; else none."""
         design = self._design
         if len(self._pairs) > 1:
-            needed, last = design.early_accept_log_ratio, self._pairs[-2:]
+            needed, latest = design.early_accept_log_ratio, self._pairs[-2:]
         elif design.first_pair_accept_log_ratio is not None:
-            needed, last = design.first_pair_accept_log_ratio, self._pairs
+            needed, latest = design.first_pair_accept_log_ratio, self._pairs
         else:
             return ()
-        far = all(pair.least > 0 and pair.difference > self._noise_margin(needed) for pair in last)
-        return last if far else ()
+        margin = self._noise_margin(needed)
+        is_far_faster = all(pair.least > 0 and pair.difference > margin for pair in latest)
+        return latest if is_far_faster else ()
 
     def _check_bounds(self) -> None:
         design = self._design

@@ -53,7 +53,7 @@ CASES = (
             summary="Training night-7 waits for communication",
             description="Training spends 25% of its time only waiting for collectives; up to 20% "
             "is usual. Look up the largest cause on the dashboard: imbalance, latency, redundancy "
-            "or bandwidth. The runbook lists a remedy for each.",
+            "or bandwidth. The runbook lists what to do about each.",
         ),
     ),
     Case(
