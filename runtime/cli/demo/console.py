@@ -50,7 +50,7 @@ _WIDTHS = {
 _ACCEPTED = "accepted"  # the tuner's outcome of a change that stays
 _TRIAL_STATES = ("preflight", "applied", "trial")  # of the tuner
 _CAUSES = {
-    "imbalance": "another rank was late, or other time without transfer",
+    "imbalance": "another rank was late, or no transfer",
     "latency": "fixed cost of each call",
     "redundancy": "more was sent than needed",
     "bandwidth": "the link was busy",

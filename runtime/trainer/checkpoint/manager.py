@@ -145,8 +145,8 @@ class CheckpointManager:
                 self._apply_config(found.config)
             except RebuildError as error:
                 logger.warning(
-                    "training resumes without the engine that the last attempt was rebuilt to: %s; call "
-                    "rebuild to try again",
+                    "training resumes without the engine that the last attempt was rebuilt to: "
+                    "%s; call rebuild to try again",
                     error,
                 )
             self._apply_plan(found.plan)

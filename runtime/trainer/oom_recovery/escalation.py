@@ -3,8 +3,8 @@
 `memory.oom.oom_remedies.remedies` is another list, for the report of an out-of-memory error. It
 advises the user: it names changes that only a restart makes (allocator settings, shorter samples,
 offload to NVMe), with the predicted bytes of each. This list holds only what a run can apply by
-itself without a change of the result, on the live engine or by a rebuild, in order of cost. A memory saving that is added to one
-may belong in the other too.
+itself without a change of the result, on the live engine or by a rebuild, in order of cost. A
+memory saving that is added to one may belong in the other too.
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@ Confidence bounds are computed after each pair: an interim analysis.
 
 The constants were swept on simulated training (`tests/bench/tuner/simulated_trials.py`, with seeds
 other than those it reports). Step times are correlated over about ten steps, so distant blocks
-differ although nothing changed: many short blocks show more than few long ones. In 360 steps,
-one trial in blocks of 4 finds 97 of 100 gains of 3 %, with 3 false accepts in 1,000 trials; in
-blocks of 10 it finds 94, with 13. docs/trust.md reports sessions with a single
-trial each, on other seeds.
+differ although nothing changed: many short blocks show more than few long ones. In 360 steps, one
+trial in blocks of 4 finds 97 of 100 gains of 3 %, with 3 false accepts in 1,000 trials; in blocks
+of 10 it finds 94, with 13. docs/trust.md reports sessions with a single trial each, on other seeds.
 """
 
 from __future__ import annotations
