@@ -36,6 +36,7 @@ CASES = [(late, place) for place in ("data", "script") for late in (0, 1)]
 WARM_UP_STEPS = 4  # in them no rank is late; the first three are not compared
 STEPS = 10  # the ranks compare eight or more
 EXCHANGE_SECONDS = 0.5
+LIMIT_SECONDS = 120.0  # of a wait for comparisons
 CONFIG = {
     "train_micro_batch_size_per_gpu": BATCH,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -117,37 +118,50 @@ def in_a_training_run(undo: ExitStack) -> tuple[Any, Step]:
 
 
 def measure(make: Callable[[ExitStack], tuple[Any, Step]]) -> dict[str, Any]:
-    """Train with each rank late in turn, in each place; return what the watch measured."""
-    delay.place = ""
+    """Train with each rank late in turn, in each place; return what the watches measured.
+
+    Each case has an engine and a watch of its own, so that no step of another case is in its score.
+    """
+    cases = {f"rank {late}, {place}": measure_case(make, late, place) for late, place in CASES}
+    each = list(cases.values())
+    return {
+        **cases,
+        "imbalance": sum(case["imbalance"] for case in each),
+        "coverage": min(case["coverage"] for case in each),
+        "unmatched": sum(case["unmatched"] for case in each),
+    }
+
+
+def measure_case(
+    make: Callable[[ExitStack], tuple[Any, Step]], late: int, place: str
+) -> dict[str, Any]:
+    """Train with one rank late in one place; return what its watch measured."""
     records: list[StepRecord] = []
-    found: dict[str, Any] = {}
     with ExitStack() as undo:
         watch, step = make(undo)
         watch.subscribe(records.append)
         for _ in range(WARM_UP_STEPS):
             step()
-        settle()
+        wait_for(lambda: all_compared(watch, records, WARM_UP_STEPS))
         before = watch.snapshot()
-        for late, place in CASES:
-            delay.rank, delay.place = late, place
-            for _ in range(STEPS):
-                step()
-            settle()
-            found[f"rank {late}, {place}"] = {
-                "scores": by_label(watch.snapshot(), communication.STRAGGLER_SCORE),
-            }
-        watch.close()
+        delay.rank, delay.place = late, place
+        for _ in range(STEPS):
+            step()
+        delay.place = ""
+        wait_for(
+            lambda: has_scores(watch) and all_compared(watch, records, WARM_UP_STEPS + STEPS)
+        )
         after = watch.snapshot()
-    for number, case in enumerate(found.values()):
-        first = WARM_UP_STEPS + number * STEPS
-        # The first is left out: it shows the time since the case before, too.
-        case |= of_steps(records[first + 1 : first + STEPS])
+        watch.close()
     imbalance = (communication.COMM_CAUSE_SECONDS, "imbalance")
-    return found | {
+    return {
+        "scores": by_label(after, communication.STRAGGLER_SCORE),
         "imbalance": after.value(*imbalance) - before.value(*imbalance),
         "exposed_by_group": by_label(after, communication.COMM_EXPOSED_SECONDS),
         "coverage": after.value(communication.COMM_COVERAGE_RATIO),
         "unmatched": after.value(communication.EXCHANGE_FAILURES, "unmatched"),
+        # The first is left out: it shows the time since the steps before, too.
+        **of_steps(records[WARM_UP_STEPS + 1 : WARM_UP_STEPS + STEPS]),
     }
 
 
@@ -171,10 +185,23 @@ def by_label(snapshot: Snapshot, spec: MetricSpec) -> dict[str, float]:
     return {label: value for (label,), value in snapshot.values.get(spec, {}).items()}
 
 
-def settle() -> None:
-    """Wait until the ranks have compared all steps, and drop those that they have."""
-    delay.place = ""
-    time.sleep(3 * EXCHANGE_SECONDS)
+def has_scores(watch: Any) -> bool:
+    """Whether the ranks have compared the step times of this rank."""
+    return bool(by_label(watch.snapshot(), communication.STRAGGLER_SCORE))
+
+
+def all_compared(watch: Any, records: Sequence[StepRecord], num_steps: int) -> bool:
+    """Whether the calls of all steps are compared: only then their exposed time is exported."""
+    measured = sum(record.comm_exposed_seconds for record in records)
+    exported = sum(by_label(watch.snapshot(), communication.COMM_EXPOSED_SECONDS).values())
+    return len(records) == num_steps and exported >= 0.999 * measured - 1e-4
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until it holds on all ranks; what is missing after the limit fails the test."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
     dist.barrier()
 
 
