@@ -148,9 +148,7 @@ def measure_case(
         for _ in range(STEPS):
             step()
         delay.place = ""
-        wait_for(
-            lambda: has_scores(watch) and all_compared(watch, records, WARM_UP_STEPS + STEPS)
-        )
+        wait_for(lambda: has_scores(watch) and all_compared(watch, records, WARM_UP_STEPS + STEPS))
         after = watch.snapshot()
         watch.close()
     imbalance = (communication.COMM_CAUSE_SECONDS, "imbalance")
