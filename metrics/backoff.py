@@ -27,7 +27,7 @@ class Backoff:
         """Whether the next attempt may start: no delay has begun, or the last one is over."""
         return self._now() >= self._due
 
-    def wait(self) -> None:
+    def start_delay(self) -> None:
         """Start a delay after a failure; the next delay will be twice as long."""
         self._due = self._now() + self._delay_seconds
         self._delay_seconds = min(2 * self._delay_seconds, self._max_seconds)

@@ -144,8 +144,8 @@ WAITING_AND_STRAGGLERS = (
     TimeSeries(
         title="Straggler score of the worst ranks",
         description="Time by which a rank is slower than the median rank, as a share of a step, "
-        "without time blocked in communication. A rank above the line twice in a row is named in "
-        "the log; check its host.",
+        "without time blocked in communication. A rank above the line twice in a row, and by more "
+        "than the ranks usually differ, is named in the log; check its host.",
         queries=(Query(worst(recorded.STRAGGLER_SCORE, also="phase"), "rank {{rank}} {{phase}}"),),
         unit=RATIO,
         minimum=0,

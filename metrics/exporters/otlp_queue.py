@@ -58,7 +58,7 @@ class CircuitBreaker:
         """Count a failure; from the third in a row on, each starts a pause, twice as long."""
         self._failures += 1
         if self._failures >= FAILURES_ALLOWED:
-            self._backoff.wait()
+            self._backoff.start_delay()
 
 
 class OtlpQueue:

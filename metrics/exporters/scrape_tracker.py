@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -45,6 +45,7 @@ class ScrapeTracker:
         self._now = now
         self._clients: dict[str, _Client] = {}
         self._changed = threading.Condition()
+        self._deadline: float | None = None
 
     def note(self, client: str, *, run_active: float | None) -> None:
         """Record a scrape by `client`, answered with this value of run_active."""
@@ -57,19 +58,37 @@ class ScrapeTracker:
                 del self._clients[next(iter(self._clients))]
             self._changed.notify_all()
 
-    def wait_until_end_was_read(self, max_seconds: float) -> None:
-        """Block until all clients that are expected to scrape again have read run_active 0."""
+    def wait_until_end_was_read(self, max_seconds: float, *, on_all_ranks: bool = False) -> None:
+        """Block until all clients that are expected to scrape again have read run_active 0.
+
+        Args:
+            max_seconds: The longest wait.
+            on_all_ranks: Whether to wait for as long as the clients may take to read the other
+                ranks too, which they do at other moments of the same interval.
+        """
         with self._changed:
-            patience = self.patience_seconds(max_seconds)
-            self._changed.wait_for(lambda: not self._awaited(), patience)
+            if not on_all_ranks:
+                patience = self.patience_seconds(max_seconds)
+                self._changed.wait_for(lambda: not self._awaited(), patience)
+                return
+            if self._deadline is None:  # that this rank's end was read already does not matter
+                self._deadline = time.monotonic() + _patience(self._regular(), max_seconds)
+            self._changed.wait_for(lambda: False, max(0.0, self._deadline - time.monotonic()))
 
     def patience_seconds(self, max_seconds: float) -> float:
         """Return how long to wait for the expected scrapes; 0 if none is expected."""
-        intervals = (client.interval_seconds or 0.0 for client in self._awaited())
-        return min(max_seconds, INTERVALS_OF_PATIENCE * max(intervals, default=0.0))
+        return _patience(self._awaited(), max_seconds)
 
     def _awaited(self) -> list[_Client]:
         """Return the clients that scrape regularly and have not read the end."""
+        return [client for client in self._regular() if not client.end_was_read]
+
+    def _regular(self) -> list[_Client]:
         now = self._now()
-        clients = self._clients.values()
-        return [each for each in clients if each.is_regular(now) and not each.end_was_read]
+        return [client for client in self._clients.values() if client.is_regular(now)]
+
+
+def _patience(clients: Iterable[_Client], max_seconds: float) -> float:
+    """Return within how many seconds each of the clients should have scraped again."""
+    intervals = (client.interval_seconds or 0.0 for client in clients)
+    return min(max_seconds, INTERVALS_OF_PATIENCE * max(intervals, default=0.0))

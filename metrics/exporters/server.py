@@ -66,6 +66,7 @@ class MetricsServer:
         }
         if targets is not None:
             self._routes["/targets"] = lambda _: _json(targets())
+        self._targets = targets
         self._scrapes = ScrapeTracker(now)
         self._now = now
         self._rendered: dict[bool, _Rendering] = {}
@@ -108,7 +109,11 @@ class MetricsServer:
         if self._listener is not None and self._recorder.snapshot().value(RUN_ACTIVE) == 0:
             with self._render_lock:
                 self._rendered.clear()  # the next scrape reads the end
-            self._scrapes.wait_until_end_was_read(self._settings.linger_seconds)
+            # Rank 0 lists the addresses of all ranks; without them nobody would scrape the others.
+            on_all_ranks = self._targets is not None and len(self._targets()) > 1
+            self._scrapes.wait_until_end_was_read(
+                self._settings.linger_seconds, on_all_ranks=on_all_ranks
+            )
 
     def close_after_final_scrape(self, before_close: Callable[[], object] = lambda: None) -> None:
         """Close once the final scrape was served, waiting on a thread; at once if none starts.

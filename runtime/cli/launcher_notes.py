@@ -68,4 +68,7 @@ def write_notes(runs: Path, pids: Mapping[int, int], failures: Mapping[int, Any]
 
 
 def _how(code: int) -> str:
-    return f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+    if code >= 0:
+        return f"with code {code}"
+    names = {each.value: each.name for each in signal.Signals}  # real-time signals have none
+    return f"by {names.get(-code, f'signal {-code}')}"

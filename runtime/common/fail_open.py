@@ -92,29 +92,29 @@ class FailOpen:
             catches: What is caught. BaseException only for what never runs on a thread of the
                 script, whose KeyboardInterrupt and SystemExit must pass.
         """
-        off = dropped = logged = False
+        is_off = is_dropped = is_logged = False
         backoff = Backoff(FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, self._now)
 
         def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
-            nonlocal off, dropped, logged
-            if off:
-                if dropped or not backoff.is_due:
+            nonlocal is_off, is_dropped, is_logged
+            if is_off:
+                if is_dropped or not backoff.is_due:
                     return None
-                off = False
+                is_off = False
             try:
                 return body(*args, **kwargs)
             except catches as error:  # training continues
-                off = dropped = True
+                is_off = is_dropped = True
                 self.failures[name] += 1
                 with contextlib.suppress(Exception):  # logging can fail too, such as without memory
-                    dropped = not is_shortage(error)
-                    backoff.wait()
-                    if dropped or not logged:
-                        logged = True
+                    is_dropped = not is_shortage(error)
+                    backoff.start_delay()
+                    if is_dropped or not is_logged:
+                        is_logged = True
                         logger.warning(
                             "hook %r failed and was dropped; training goes on, its metrics stop. "
                             "Please report this."
-                            if dropped
+                            if is_dropped
                             else "hook %r ran short of files, threads or disk space and is called "
                             "again later; training goes on, its metrics stop meanwhile.",
                             name,

@@ -91,7 +91,7 @@ class RankStore:
         This rank's texts are then written again in the new namespace.
         """
         if self._backoff.is_due:
-            self._backoff.wait()
+            self._backoff.start_delay()
             self._resolve_namespace()
 
     def _resolve_namespace(self) -> None:
@@ -136,7 +136,7 @@ class TargetDiscovery:
         """Check, at increasing intervals, for missing ranks; return whether one was found."""
         if not self._missing or not self._backoff.is_due:
             return False
-        self._backoff.wait()
+        self._backoff.start_delay()
         found = {
             rank: json.loads(entry)
             for rank in sorted(self._missing)

@@ -60,7 +60,7 @@ class ExposedTimeCauses:
             duration: Seconds that the collective took on this rank.
             wait: Seconds of `duration` in which this rank waited for a later one.
             base_latency: Seconds that a collective takes on this link without any data.
-            volume_ratio: Bytes sent per step over the least possible; None while unknown.
+            volume_ratio: Bytes sent per step over the reference volume; None while unknown.
             moves_data: Whether the collective moves data. Without data, as in a barrier, all of
                 the transfer is latency, even above the base latency.
         """

@@ -58,7 +58,7 @@ class ComparisonThread:
 
     Attributes:
         step_times: Collects this rank's steps.
-        volume_ratio: Wire bytes of a step over the least possible, None while unknown. Set it on
+        volume_ratio: Wire bytes of a step over the reference volume, None while unknown. Set it on
             any thread.
         expected_pause: Returns why this rank is expected to make no progress now, None while it
             trains. Set it before `start`.

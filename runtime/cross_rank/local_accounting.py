@@ -32,7 +32,7 @@ class LocalAccounting:
         now: A monotonic clock, in seconds.
 
     Attributes:
-        volume_ratio: Wire bytes of a step over the least possible; None while unknown.
+        volume_ratio: Wire bytes of a step over the reference volume; None while unknown.
         unmatched: Times that calls could not be matched: no result came, calls were lost, or the
             ranks had diverged.
     """

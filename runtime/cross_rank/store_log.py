@@ -66,7 +66,7 @@ class StoreConnection:
         if self.is_open and self.now() - self.opened_at > MAX_RETRY_SECONDS:
             self._backoff.reset()
         self._client = None
-        self._backoff.wait()
+        self._backoff.start_delay()
 
     def close(self) -> None:
         """Drop the client; it may be opened again at once."""

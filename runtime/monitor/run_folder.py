@@ -9,7 +9,6 @@ import logging
 import os
 import time
 from dataclasses import asdict
-from itertools import count
 from pathlib import Path
 
 from ...metrics.atomic_file import open_to_append
@@ -25,6 +24,7 @@ logger = logging.getLogger(__name__)
 # Longest wait for the run id from rank 0.
 RUN_ID_TIMEOUT_SECONDS = 30.0
 # Records that are kept until the run has an id.
+MAX_LIVE_RUNS = 100  # of one id, each in a folder of its own
 MAX_HELD_RECORDS = 1000
 TARGETS_FILE = "targets.json"
 # Locked by rank 0 of a live run.
@@ -192,7 +192,7 @@ class RunFolder:
             return run_id
         if self._lock_folder(self._runs / run_id) or self._process.attempt > 0:
             return run_id
-        for number in count(2):
+        for number in range(2, MAX_LIVE_RUNS):
             ending = f"-{number}"
             other = run_id[: MAX_RUN_ID_LENGTH - len(ending)] + ending
             if self._lock_folder(self._runs / other):
@@ -204,7 +204,14 @@ class RunFolder:
                     other,
                 )
                 return other
-        raise AssertionError("unreachable")
+        logger.warning(
+            "run id %s: none of %d folders of this id can be locked, so other live runs may write "
+            "to %s too; give each run an id of its own (ZEROWATCH_RUN_ID).",
+            run_id,
+            MAX_LIVE_RUNS,
+            self._runs / run_id,
+        )
+        return run_id
 
     def _lock_folder(self, folder: Path) -> bool:
         """Return False if a live run holds the folder; lock it, where that is possible."""
@@ -217,10 +224,10 @@ class RunFolder:
             # Held by this process only, not by its forked children, which may outlive it.
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
+            if error.errno == errno.EAGAIN:
                 os.close(descriptor)
                 return False
-            # Some network file systems have no locks.
+            # Some network file systems have no locks, and some policies forbid them (EACCES).
         self._lock = descriptor
         return True
 

@@ -130,7 +130,7 @@ class Watch:
         self._withdraw_targets = fail_open.wrap("run folder", folder.withdraw_targets)
         self._publish_overhead = fail_open.wrap("overhead", overhead.publish)
         self._on_run_error = fail_open.wrap("oom report", memory.on_run_error)
-        self._closed = False
+        self._closed = self._failed = False
 
     @property
     def run_id(self) -> str | None:
@@ -211,14 +211,16 @@ class Watch:
             failed: Whether the run ends by an exception; then no scrape is waited for.
             at_exit: Whether the process ends now; then the last scrape is waited for here.
         """
+        # A later call, such as that at exit, may not know of the failure.
+        self._failed = self._failed or failed
         if not self._closed:
             self._closed = True
             if failed:
                 self.advisor.disable()
                 self._on_run_error(sys.exc_info()[1] or getattr(sys, "last_value", None))
             self._close_hooks()
-            self._thread.enqueue(self._collectives.call_recorder.drain())
             self._close_parts(
+                lambda: self._thread.enqueue(self._collectives.call_recorder.drain()),
                 self._thread.stop,
                 self._subscriptions.close,
                 self._cross_rank.stop,
@@ -227,7 +229,7 @@ class Watch:
             self.recorder.set(training.RUN_ACTIVE, 0)
             self._close_parts(self._folder.close, self._otel.close)
             self._publish_overhead()
-        if failed:
+        if self._failed:
             self._server.close()
         elif at_exit:
             self._server.wait_for_final_scrape()

@@ -24,13 +24,6 @@ from .oom_recovery.escalation import EscalationPolicy
 from .oom_recovery.micro_batch_planner import MicroBatchPlanner, PeakHistory
 from .oom_recovery.replay import OomReplay
 from .run_metrics import RunMetrics
-from .window.batch_size_exchange import (
-    LocalBatches,
-    TunerStatusSource,
-    WindowAgreement,
-    no_tuner_status,
-    open_window,
-)
 from .window.micro_batches import (
     Loss,
     LossSums,
@@ -43,6 +36,13 @@ from .window.micro_batches import (
 )
 from .window.rng import RngState
 from .window.step_result import StepResult
+from .window.window_agreement import (
+    LocalBatches,
+    TunerStatusSource,
+    WindowAgreement,
+    no_tuner_status,
+    open_window,
+)
 
 
 class WindowRunner:

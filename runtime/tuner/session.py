@@ -15,8 +15,8 @@ from ...metrics.step_record import StepRecord
 from ..common.host_group import HostGroup
 from ..trainer.data.training_data import TrainingData
 from ..trainer.engine_holder import EngineHolder
-from ..trainer.window.batch_size_exchange import TunerStatus, no_tuner_status
 from ..trainer.window.step_result import StepResult
+from ..trainer.window.window_agreement import TunerStatus, no_tuner_status
 from ..trainer.window_runner import WindowRunner
 from .controller_runner import ControllerRunner, StopFile
 from .job_facts import job_facts

@@ -155,6 +155,17 @@ def test_each_of_two_prometheus_servers_is_waited_for():
     assert scrapes.patience_seconds(20) == 0
 
 
+def test_rank_0_waits_as_long_as_the_other_ranks_scrapes_may_take():
+    clock = [0.0]
+    scrapes = scraped(clock, [(0, "prometheus", 1), (0.5, "prometheus", 1), (1.0, "prometheus", 0)])
+
+    def wait() -> None:
+        scrapes.wait_until_end_was_read(20, on_all_ranks=True)
+
+    assert seconds_of(wait) >= 0.6  # 1.2 intervals, though this rank's end was read
+    assert seconds_of(wait) < 0.6  # not again
+
+
 def test_a_single_manual_request_neither_ends_nor_extends_the_wait():
     clock = [0.0]
     visits = [(0, "prometheus", 1), (2, "curl", 1), (5, "prometheus", 1), (6, "curl", 0)]

@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field
 
 from ....metrics.step_record import StepRecord
 from ....metrics.thresholds import MEMORY_HEADROOM_LOW
-from ..window.batch_size_exchange import LocalBatches
+from ..window.window_agreement import LocalBatches
 
 SAFETY_RATIO = 0.95  # part of the limit that is used, as a prediction is never exact
 GROW_AFTER = 20  # successful windows at the bound before a larger size is tried

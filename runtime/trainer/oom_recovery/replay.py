@@ -28,8 +28,8 @@ from ...common.ds_config import EngineSource
 from ...common.host_group import HostCollectives
 from ...common.peer_failures import FailureCapture, raise_failures
 from ...memory.oom.parse_error import is_caused_by_oom
-from ..window.batch_size_exchange import LocalBatches
 from ..window.rng import RngState
+from ..window.window_agreement import LocalBatches
 from .abort_window import abort_unsupported_reason, abort_window
 from .collective_guard import CollectiveGuard, PeerOutOfMemory, Vote
 from .escalation import EscalationPolicy

@@ -22,7 +22,7 @@ from ...engine.live_settings.optimizer_state_offload import OptimizerStateOffloa
 from ...engine.live_settings.zero_optimizer import total_elements, zero_1_2_optimizer
 from ...trainer.engine_change import EngineChange
 from ...trainer.engine_holder import Attachment, EngineHolder, MemorySaving
-from ..policy.registry import (
+from ..policy.knob_registry import (
     ACTIVATION_CHECKPOINTING,
     ASYNCHRONOUS_REDUCTION,
     GRADIENT_COMPRESSION,

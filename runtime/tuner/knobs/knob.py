@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ....errors import ZerowatchError
 from ...common.undo import Undo
-from ..policy.registry import KnobSpec
+from ..policy.knob_registry import KnobSpec
 from ..policy.types import Configuration, Value
 
 logger = logging.getLogger(__name__)

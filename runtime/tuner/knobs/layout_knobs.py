@@ -13,7 +13,7 @@ from ...engine.live_settings.zero_optimizer import total_elements
 from ...engine.rebuild.preconditions import unsupported_reason
 from ...estimator.engine_estimate import estimated_layouts
 from ...memory.oom.oom_remedies import Layout
-from ..policy.registry import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SPECS, ZERO_STAGE, KnobSpec
+from ..policy.knob_registry import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SPECS, ZERO_STAGE, KnobSpec
 from ..policy.types import Configuration, Value
 from .engine_knobs import ZERO
 from .knob import ReadableKnob

@@ -13,7 +13,7 @@ from ...trainer.oom_recovery.micro_batch_planner import (
     largest_fitting,
     length_bucket,
 )
-from ..policy.registry import SPECS
+from ..policy.knob_registry import SPECS
 from ..policy.types import Configuration
 
 # Of the limit: running out of memory costs more than a change that is not made.

@@ -15,7 +15,7 @@ from ...trainer.engine_holder import EngineHolder
 from ...trainer.oom_recovery.micro_batch_planner import GuardSchedule, MicroBatchLimits
 from ...trainer.oom_recovery.replay import OomReplay
 from ...trainer.window_runner import WindowRunner
-from ..policy.registry import MICRO_BATCH_SAMPLES, SPECS
+from ..policy.knob_registry import MICRO_BATCH_SAMPLES, SPECS
 from ..policy.types import Configuration, Value
 from .data_knobs import data_knobs, largest_local_batch
 from .engine_knobs import (

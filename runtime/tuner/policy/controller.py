@@ -43,7 +43,7 @@ MAX_FAILURES = 2  # failed changes, after which the tuner enters safe mode
 MEMORY_FREED_STEPS = 5  # steps after memory was freed, until the forecast includes it
 
 # From each state the states that may follow. An accepted memory saving needs no trial, so ACCEPT
-# may follow wherever nothing is on trial.
+# may follow WARMUP, OBSERVE and COOLDOWN too.
 TRANSITIONS: Mapping[State, frozenset[State]] = {
     State.WARMUP: frozenset({State.OBSERVE, State.ACCEPT}),
     State.OBSERVE: frozenset({State.PROPOSE, State.ACCEPT, State.SAFE_MODE, State.FROZEN}),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from .decision_log import Change, DecisionRecord, changes_of
-from .registry import SPECS, KnobSpec
+from .knob_registry import SPECS, KnobSpec
 from .types import Configuration, Proposal, Symptom, Value, Verdict
 
 _CAUSES = {

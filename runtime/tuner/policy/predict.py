@@ -10,8 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .metrics_delta import MetricsDelta
-from .registry import (
+from .knob_registry import (
     ASYNCHRONOUS_REDUCTION,
     BATCH_SAMPLES,
     GRADIENT_COMPRESSION,
@@ -26,6 +25,7 @@ from .registry import (
     ZERO_STAGE,
     KnobSpec,
 )
+from .metrics_delta import MetricsDelta
 from .types import Configuration, JobFacts
 
 _STAGE_0_BUCKET = 500_000_000  # elements; fixed in DeepSpeed at stage 0

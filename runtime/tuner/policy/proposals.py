@@ -18,9 +18,7 @@ from .diagnose import (
     Thresholds,
     exposed_ratio,
 )
-from .metrics_delta import MetricsDelta
-from .predict import predicted_gain
-from .registry import (
+from .knob_registry import (
     GRADIENT_COMPRESSION,
     KNOBS,
     REDUCE_BUCKET_SIZE,
@@ -30,6 +28,8 @@ from .registry import (
     Trigger,
     required_numerics,
 )
+from .metrics_delta import MetricsDelta
+from .predict import predicted_gain
 from .types import Configuration, JobFacts, Numerics, Proposal, Symptom, Value
 
 MIN_PREDICTED_GAIN = 0.01  # a trial cannot distinguish a smaller gain from noise

@@ -9,9 +9,9 @@ from math import inf
 from .ab_comparison import TrialDesign, design_trial
 from .controller_interface import TunerOptions
 from .diagnose import MEMORY_PRESSURE, diagnose
+from .knob_registry import SPECS
 from .metrics_delta import MetricsDelta
 from .proposals import TunerInput, propose
-from .registry import SPECS
 from .search_history import SearchHistory
 from .step_time_observer import Baseline
 from .trial import Decision, Trial

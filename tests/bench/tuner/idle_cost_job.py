@@ -15,15 +15,15 @@ from bench import gpt_training
 
 import zerowatch
 from zerowatch.runtime.common.host_group import HostGroup
-from zerowatch.runtime.trainer.window import batch_size_exchange
-from zerowatch.runtime.trainer.window.batch_size_exchange import no_tuner_status
+from zerowatch.runtime.trainer.window import window_agreement
+from zerowatch.runtime.trainer.window.window_agreement import no_tuner_status
 from zerowatch.runtime.tuner.session import NullTunerSession, TunerSession
 
 WIDTH, LAYERS, FIRST_SAMPLES = 128, 4, 8
 SETTLING_STEPS = 10  # in the first of which the tuner is made
 # Floats that open a window, without and with the tuner's.
-WITHOUT_TUNER = len(batch_size_exchange._RankReport._fields)
-WITH_TUNER = WITHOUT_TUNER + len(batch_size_exchange.TunerStatus._fields)
+WITHOUT_TUNER = len(window_agreement._RankReport._fields)
+WITH_TUNER = WITHOUT_TUNER + len(window_agreement.TunerStatus._fields)
 Results = dict[str, Any]
 
 

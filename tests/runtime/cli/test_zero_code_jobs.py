@@ -153,7 +153,7 @@ def test_a_ds_config_that_the_trainer_cannot_read_is_explained(tmp_path, one_ran
     assert line in finished.stderr.splitlines()
 
 
-@pytest.mark.parametrize(("arguments", "num_targets"), [((), 0), (("no more data",), 1)])
+@pytest.mark.parametrize(("arguments", "num_targets"), [((), 0), (("raise",), 1), (("exit",), 1)])
 def test_a_run_has_targets_after_a_failure_but_not_after_a_normal_end(
     tmp_path, one_rank, arguments, num_targets
 ):

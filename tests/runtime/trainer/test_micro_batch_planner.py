@@ -19,7 +19,7 @@ from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
     smaller_size,
     suggest_size,
 )
-from zerowatch.runtime.trainer.window.batch_size_exchange import LocalBatches
+from zerowatch.runtime.trainer.window.window_agreement import LocalBatches
 
 GIB = 2**30
 LENGTH = 100

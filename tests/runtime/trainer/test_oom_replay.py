@@ -37,7 +37,7 @@ from zerowatch.runtime.trainer.oom_recovery.replay import (
     all_ranks_failed,
     oom_origin,
 )
-from zerowatch.runtime.trainer.window.batch_size_exchange import LocalBatches
+from zerowatch.runtime.trainer.window.window_agreement import LocalBatches
 
 OUT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes."
 

@@ -13,7 +13,7 @@ from zerowatch.runtime.tuner.policy.decision_messages import (
     format_gain,
     format_symptom,
 )
-from zerowatch.runtime.tuner.policy.registry import KNOBS
+from zerowatch.runtime.tuner.policy.knob_registry import KNOBS
 from zerowatch.runtime.tuner.policy.types import Symptom
 
 

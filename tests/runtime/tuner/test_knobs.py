@@ -14,7 +14,7 @@ from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
     MicroBatchPlanner,
     PeakSample,
 )
-from zerowatch.runtime.trainer.window.batch_size_exchange import LocalBatches
+from zerowatch.runtime.trainer.window.window_agreement import LocalBatches
 from zerowatch.runtime.tuner.knobs.data_knobs import MicroBatchKnob, micro_batch_sizes
 from zerowatch.runtime.tuner.knobs.engine_knobs import (
     GcKnob,
@@ -24,7 +24,7 @@ from zerowatch.runtime.tuner.knobs.engine_knobs import (
 )
 from zerowatch.runtime.tuner.knobs.memory_check import exceeds_fit, exceeds_free, exceeds_host
 from zerowatch.runtime.tuner.knobs.run_knobs import PlanCache
-from zerowatch.runtime.tuner.policy.registry import (
+from zerowatch.runtime.tuner.policy.knob_registry import (
     PREFETCH_BUCKET_SIZE,
     REDUCE_BUCKET_SIZE,
     TIMERS_SYNCHRONIZED,

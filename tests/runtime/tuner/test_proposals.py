@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from zerowatch.runtime.tuner.policy.diagnose import diagnose
+from zerowatch.runtime.tuner.policy.knob_registry import SPECS
 from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
 from zerowatch.runtime.tuner.policy.proposals import TunerInput, propose, relaxations
-from zerowatch.runtime.tuner.policy.registry import SPECS
 from zerowatch.runtime.tuner.policy.types import JobFacts, ModelTraits, Numerics, Symptom, Value
 
 BITWISE, REASSOCIATION, STATISTICAL, UNRESTRICTED = Numerics

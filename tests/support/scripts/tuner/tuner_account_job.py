@@ -24,8 +24,8 @@ from zerowatch.runtime.engine.rebuild import engine_replacement
 from zerowatch.runtime.monitor import watch_thread
 from zerowatch.runtime.tuner import controller_runner
 from zerowatch.runtime.tuner.policy import search, trial
+from zerowatch.runtime.tuner.policy.knob_registry import SPECS
 from zerowatch.runtime.tuner.policy.proposals import TunerInput
-from zerowatch.runtime.tuner.policy.registry import SPECS
 from zerowatch.runtime.tuner.policy.types import Numerics, Proposal, Symptom, Value
 
 LONGEST = 400  # steps

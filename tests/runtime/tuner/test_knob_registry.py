@@ -6,7 +6,7 @@ import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from zerowatch.metrics.catalog.tuner import SYMPTOMS
-from zerowatch.runtime.tuner.policy.registry import KNOBS, SPECS, required_numerics
+from zerowatch.runtime.tuner.policy.knob_registry import KNOBS, SPECS, required_numerics
 from zerowatch.runtime.tuner.policy.types import JobFacts, ModelTraits, Numerics
 
 BITWISE, REASSOCIATION, STATISTICAL, UNRESTRICTED = Numerics
