@@ -13,14 +13,10 @@ _MAX_CHARACTERS = 500
 
 
 class FailureCapture:
-    """Context manager that suppresses exceptions and keeps them; interrupts and exits propagate.
-
-    Attributes:
-        error: The exception that ended the block; None if none did.
-    """
+    """Context manager that suppresses exceptions and keeps them; interrupts and exits propagate."""
 
     def __init__(self) -> None:
-        self.error: Exception | None = None
+        self._error: Exception | None = None
 
     def __enter__(self) -> FailureCapture:
         """Begin the block."""
@@ -31,8 +27,17 @@ class FailureCapture:
     ) -> bool:
         """Suppress an exception."""
         if isinstance(error, Exception):
-            self.error = error
-        return self.error is not None
+            self._error = error
+        return self._error is not None
+
+    def take(self) -> Exception | None:
+        """Return the exception that ended the block, None if none did, and keep it no longer.
+
+        A function that keeps its own exception is in a reference cycle with its traceback, which
+        would hold the tensors of the failed pass until the next garbage collection.
+        """
+        error, self._error = self._error, None
+        return error
 
 
 def raise_failures(host_group: HostCollectives, error: Exception | None, place: str) -> None:
@@ -47,9 +52,17 @@ def raise_failures(host_group: HostCollectives, error: Exception | None, place: 
         Exception: This rank's own error.
         PeerFailedError: Only other ranks have one.
     """
-    reports = host_group.all_gather_text("" if error is None else json.dumps(_description(error)))
-    if error is not None:
-        raise error
+    try:
+        own = "" if error is None else json.dumps(_description(error))
+        reports = host_group.all_gather_text(own)
+        if error is not None:
+            raise error
+    except Exception as exchange_error:
+        if error is None or exchange_error is error:
+            raise
+        raise error from exchange_error  # the script must see its own error
+    finally:
+        error = None  # see FailureCapture.take
     failed = tuple(rank for rank, report in enumerate(reports) if report)
     if failed:
         error_type, error_text = json.loads(reports[failed[0]])

@@ -117,7 +117,7 @@ class TrainingData:
                 splits=balancer.schedule if balancer else None,
                 **options,
             )
-        raise_failures(self._host_group, failure.error, "loader")
+        raise_failures(self._host_group, failure.take(), "loader")
         self._check_same_data(loader, batch_samples)
         self._loader = loader
         self._balancer, self._is_balancing = balancer, self.balances
@@ -173,7 +173,6 @@ class TrainingData:
         if self._loader is None:
             self._loaded = state
             return
-        self._loaded = None
         if state:
             self._load_position(self._loader, state["data"])
             if isinstance(self._loader, ResumableLoader):
@@ -182,6 +181,7 @@ class TrainingData:
             # Otherwise all ranks continue with an even split from that batch.
             if self._balancer is not None and self.balances and state["shares"] is not None:
                 self._balancer.load_state_dict(state["shares"])
+        self._loaded = None  # not before: after a refusal another loader may get the position
 
     def close(self) -> None:
         """Stop the loader's workers. Safe to call twice."""
@@ -217,13 +217,12 @@ class TrainingData:
         with raise_on_all_ranks(self._host_group, action, "Restart from another checkpoint"):
             with FailureCapture() as failure:
                 loader.load_state_dict(state)
-            if isinstance(failure.error, CheckpointError):
-                raise failure.error
-            if failure.error is not None:
-                name = type(failure.error).__name__
-                raise CheckpointError(
-                    f"cannot {action}: {name}: {failure.error}"
-                ) from failure.error
+            error = failure.take()
+            if isinstance(error, CheckpointError):
+                raise error
+            if error is not None:
+                name = type(error).__name__
+                raise CheckpointError(f"cannot {action}: {name}: {error}") from error
         if isinstance(loader, StreamLoader):
             return  # each rank has its own position
         values = {name: loader.state_dict()[name] for name in ("position", "sizes")}

@@ -193,7 +193,7 @@ class OomReplay:
         made: list[T] = []
         with FailureCapture() as failure, OomCapture() as capture, self._guard.window():
             made.append(step())
-        self._raise_failure(failure.error, capture, "engine.step()")
+        self._raise_failure(failure.take(), capture, "engine.step()")
         if capture.origin is None:
             return made[0]
         if capture.origin is OomOrigin.OWN:
@@ -219,7 +219,7 @@ class OomReplay:
         window = self._guard.window(self._engine_source.engine)
         with FailureCapture() as failure, OomCapture() as capture, window:
             outcomes.append(attempt(count))
-        self._raise_failure(failure.error, capture, place)
+        self._raise_failure(failure.take(), capture, place)
         if capture.origin is not None:
             outcomes.clear()
         return capture, outcomes
@@ -238,22 +238,35 @@ class OomReplay:
             capture.origin, capture.error = OomOrigin.PEER, error
             return
         own = None if guard.aborted_by else error
-        if own is not None:
+        try:
+            if own is not None:
+                self._vote_for_failure(own, place)
+            if guard.aborted_by is Vote.FAILED:
+                raise_failures(self._host_group, own, place)
+        finally:
+            own = error = None  # see FailureCapture.take
+
+    def _vote_for_failure(self, own: Exception, place: str) -> None:
+        """Make all ranks fail; raises this rank's error where that is not possible."""
+        try:
             if isinstance(own, dist.DistError):  # a vote would fail too, after its timeout
                 raise own
-            reason = self._notify_peers(Vote.FAILED, place)
+            try:
+                reason = self._notify_peers(Vote.FAILED, place)
+            except Exception as vote_error:
+                raise own from vote_error  # the script must see its own error
             if reason is not None:
                 logger.error("%s failed on this rank only: %s", place, reason)
                 raise own
-        if guard.aborted_by is Vote.FAILED:
-            raise_failures(self._host_group, own, place)
+        finally:
+            del own
 
     def _undo_forward_passes(self) -> None:
         """Call the functions of `on_window_abort`; raise on all ranks if one raises."""
         with FailureCapture() as failure:
             for undo in self.on_window_abort:
                 undo()
-        raise_failures(self._host_group, failure.error, "a function of on_window_abort")
+        raise_failures(self._host_group, failure.take(), "a function of on_window_abort")
 
     def _abort(self, capture: OomCapture) -> None:
         """Notify the other ranks, and free what the attempt held.

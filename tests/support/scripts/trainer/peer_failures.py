@@ -26,7 +26,7 @@ import zerowatch
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-WATCHDOG_SECONDS = 120  # of one stage, or of all loaders
+WATCHDOG_SECONDS = 600  # also while an op is compiled
 WIDTH, SAMPLES = 6, 64
 ENGINES = {
     "stage 0": {"stage": 0},
