@@ -15,11 +15,11 @@ SERVERS := promtool:prometheus amtool:prometheus-alertmanager
 demo: $(INSTALLED)
 	.venv/bin/zerowatch demo $(ARGS)
 
-# Two workers, a file each: while one waits for ranks or servers, the other computes.
+# With ARGS="-n 2 --dist loadfile" two workers of pytest-xdist share the files.
 test: $(INSTALLED) servers
-	$(VENV_PYTHON) -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(VENV_PYTHON) -m pytest -m "not slow" $(ARGS)
 
-# The slow tests too, one after the other: before an issue is closed, and before a release.
+# The slow tests too: before an issue is closed, and before a release.
 test-all: $(INSTALLED) servers
 	$(VENV_PYTHON) -m pytest $(ARGS)
 

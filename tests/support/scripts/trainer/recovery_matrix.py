@@ -43,7 +43,7 @@ from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import MicroBatc
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-WATCHDOG_SECONDS = 90  # of one window, or of making an engine, on a busy machine
+WATCHDOG_SECONDS = 600  # of one window, or of making an engine, which may compile an op
 WARM_UP = 2  # windows; stage 3 prefetches from the second one on
 QUIET = {
     "serve": {"enabled": False},

@@ -28,7 +28,8 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 3,
     "gradient_clipping": 0.5,
     "steps_per_print": 10**9,
-    "zero_optimization": {"stage": 2},
+    # Buckets of one tensor: backward has collectives before its end.
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 10},
     "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.01}},
 }
 
@@ -50,9 +51,17 @@ class Net(torch.nn.Module):
         self.body = torch.nn.Linear(WIDTH, WIDTH + 1)
         self.dropout = torch.nn.Dropout(0.2)
         self.head = torch.nn.Linear(WIDTH + 1, WIDTH)
+        self.is_memory_full = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.dropout(torch.tanh(self.body(x))))
+        hidden = torch.tanh(self.body(x))
+        if self.is_memory_full:
+            hidden.register_hook(run_out_of_memory)
+        return self.head(self.dropout(hidden))
+
+
+def run_out_of_memory(gradient: torch.Tensor) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
 
 
 def loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -60,15 +69,18 @@ def loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 class FullMemory:
-    """Module that runs out of memory on one rank with more than one sample, from a step on."""
+    """Loss whose backward runs out of memory on one rank with more than one sample, from a step on.
+
+    Backward has reduced the head's gradients by then, so that no window can be run again.
+    """
 
     def __init__(self, rank: int, after: int) -> None:
         self.steps = 0
         self._rank, self._after = rank, after
 
     def __call__(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        if self._rank == 1 and self.steps >= self._after and len(batch["x"]) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        is_full = self._rank == 1 and self.steps >= self._after and len(batch["x"]) > 1
+        model.module.is_memory_full = is_full
         return loss(model, batch)
 
 
