@@ -187,7 +187,7 @@ class MonitoringThread:
         self._thread.start()
 
     def join(self, timeout_seconds: float) -> bool:
-        """Wait for the end of the body, which was told to end; return whether it came.
+        """Wait for the end of the body, which was asked to end; return whether it came.
 
         It has come if the thread never ran, or if it is the caller's own.
         """
