@@ -120,11 +120,12 @@ def test_a_run_that_starts_later_is_found_and_its_end_differs_from_a_crash(stack
     with contextlib.closing(Ranks(stack.folder / "runs")) as ranks:
         found = eventually(lambda: "".join(stack.status()).count(": up, http") == 2, pause=0.2)
         ranks.recorders[0].set(RUN_ACTIVE, 0)
-        ranks.servers[0].wait_for_final_scrape()
+        end_was_read = eventually(lambda: stack.query(f"{RUN_ACTIVE.name} == 0"), pause=0.2)
     none_up = eventually(lambda: ": up, http" not in "".join(stack.status()), pause=0.2)
 
     assert any("no folder in" in line for line in before)
     assert found, stack.status()
+    assert end_was_read
     assert none_up, stack.status()
     assert "run night-7 rank 0: ended" in stack.status()
     (down,) = [line for line in stack.status() if "rank 1: DOWN" in line]

@@ -110,7 +110,7 @@ def test_other_ranks_take_the_id_of_rank_zero(tmp_path: Path, monkeypatch, caplo
     folder.close()
 
 
-def test_a_rank_that_rank_zero_never_told_its_id_uses_the_chosen_one(tmp_path: Path) -> None:
+def test_a_rank_that_rank_zero_never_published_its_id_uses_the_chosen_one(tmp_path: Path) -> None:
     folder = open_folder(tmp_path, rank=1)
 
     folder.append(record(1))
