@@ -107,7 +107,7 @@ def test_a_missing_ds_config_is_explained_before_deepspeeds_own_error(tmp_path):
     assert finished.returncode == 1
     ours = f"zerowatch: ds.json: no such file in {tmp_path}; check the path given to DeepSpeed"
     theirs = "ValueError: Expected a string path to an existing deepspeed config"
-    # Not once per rank; and rank 1 may fail first, so that the launcher ends rank 0 before its line.
+    # Not once per rank; and if rank 1 fails first, the launcher may end rank 0 before its line.
     assert finished.stderr.splitlines().count(ours) <= 1
     assert theirs in finished.stderr
     assert "attach.py" not in finished.stderr
