@@ -21,6 +21,7 @@ from zerowatch.runtime.collectives.groups import CollectiveCall
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import FORWARD, PhaseTimer
 from zerowatch.runtime.common.process_info import ProcessInfo
+from zerowatch.runtime.monitor import otel_exporter
 from zerowatch.runtime.monitor.otel_exporter import MAX_HELD_STEPS, OtelExporter
 from zerowatch.runtime.monitor.otel_spans import span_id_of, trace_id_of
 from zerowatch.runtime.monitor.step_metrics import FinishedStep
@@ -77,7 +78,8 @@ class Rank:
 
 
 @pytest.fixture
-def make_rank():
+def make_rank(monkeypatch):
+    monkeypatch.setattr(otel_exporter, "CLOSE_SECONDS", 60.0)  # a busy machine sends late
     made = []
     with Collector() as collector:
 

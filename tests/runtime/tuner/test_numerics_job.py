@@ -110,8 +110,9 @@ def test_a_trial_is_rolled_back_after_a_window_that_ended_by_an_error(two_ranks,
 
 
 def test_after_an_error_of_the_controller_all_ranks_roll_back(two_ranks):
-    first, second = (rank["failing"] for rank in two_ranks)
+    first, second = (rank["failing controller"] for rank in two_ranks)
 
+    assert first["began"]
     assert first["on trial"] != first["failed"]["good"]
     assert first["failed"]["values"] == first["failed"]["good"]
     assert first["failed"]["values"] == second["failed"]["values"]

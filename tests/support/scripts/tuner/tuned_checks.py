@@ -93,7 +93,7 @@ def put_stop_file(trained: Trained, *, exists: bool) -> None:
 
 
 def failing(folder: Path, compared: Compared) -> Results:
-    """Make unrecorded calls; fail a window in a trial, and the controller in another one."""
+    """Make unrecorded calls; then fail a window in each of two trials."""
     trained = Trained(make(folder, tuner="auto", numerics="bitwise"))
     for _ in range(IDLE_STEPS):
         dist.group.WORLD.allreduce([torch.zeros(1)]).wait()  # bypasses the instrumentation
@@ -106,8 +106,13 @@ def failing(folder: Path, compared: Compared) -> Results:
     spoil(trained, results)
     trained.run.set_micro_batch(trained.run.micro_batch_samples)
     results["after a call"] = trained.now()
-    trained.until_trial()
-    results["on trial"] = trained.now()["values"]
+    return compared.end(trained, results)
+
+
+def failing_controller(folder: Path, compared: Compared) -> Results:
+    """Fail rank 0's controller in the first trial: after some more, none may be left to try."""
+    trained = Trained(make(folder, tuner="auto", numerics="bitwise"))
+    results: Results = {"began": trained.until_trial(), "on trial": trained.now()["values"]}
     if dist.get_rank() == 0:
         trained.run._tuner._runner._controller._continue_trial = fail
     trained.steps(5)
@@ -132,6 +137,7 @@ def bitwise(folder: Path) -> Results:
         "saved": saved(folder, compared),
         "stopped": stopped(folder / "stopped", compared),
         "failing": failing(folder / "failing", compared),
+        "failing controller": failing_controller(folder / "failing-controller", compared),
     }
     return results | {"off": compared.with_untuned(Trained(make(folder / "off", tuner="off")))}
 
