@@ -8,18 +8,35 @@ sets differently, as ranks do that are started by themselves.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import deepspeed  # noqa: F401 - so that no rank has to import it
+import deepspeed
 import torch._dynamo  # noqa: F401 - likewise: the first optimizer would
 from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 - and the first engine this
 
 import zerowatch  # noqa: F401
+
+OPS = ("FusedAdamBuilder", "CPUAdamBuilder")
+
+
+def prepare() -> None:
+    """Do once what each rank would do again: load DeepSpeed's optimizers, age the imports.
+
+    To load an optimizer takes 2 s of CPU (DeepSpeed starts two programs that describe the
+    processor), and a rank's exit 1.3 s, or 0.3 s if the collector leaves the imports alone.
+    """
+    for name in OPS:
+        with suppress(Exception):  # no compiler: a rank that needs it fails with the reason
+            deepspeed.accelerator.get_accelerator().create_op_builder(name).load(verbose=False)
+    gc.collect()
+    gc.freeze()
 
 
 def serve() -> dict[str, Any] | None:
@@ -57,6 +74,7 @@ def become(rank: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    prepare()
     own = serve()
     if own is not None:
         become(own)
