@@ -64,7 +64,7 @@ class WindowRunner:
         replay: Replay of windows in which memory runs out.
         on_fatal_oom: Called with length and samples of a micro-batch that does not fit in this
             rank's memory after all memory savings.
-        passes_seconds: Wall time of the last window's forward and backward passes, without votes.
+        passes_seconds: Wall time of the last window's forward and backward passes, votes included.
         tuner_status_source: Returns the status of this rank's tuner at the start of each
             window; None without a tuner.
         checkpointed: Modules to checkpoint when memory does not suffice; None for the default ones.
@@ -176,10 +176,10 @@ class WindowRunner:
         )
 
     def _attempt(self, window: Window, num_micro_batches: int) -> LossSums:
-        began = perf_counter() - self._guard.vote_seconds
+        began = perf_counter()
         sizes = split_sizes(window.num_samples, num_micro_batches)
         sums = train_micro_batches(self._engine_holder.engine, self._loss, window, sizes)
-        self.passes_seconds = perf_counter() - self._guard.vote_seconds - began
+        self.passes_seconds = perf_counter() - began
         # Before the update, because an out-of-memory error within the update cannot be undone.
         self._engine_holder.reload_optimizer_states()
         return sums

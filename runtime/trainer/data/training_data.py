@@ -134,8 +134,7 @@ class TrainingData:
         Args:
             step: Number of the window's step in the engine.
             num_samples: Samples of this rank.
-            seconds: Wall time of its forward and backward passes, without votes; None if not
-                representative.
+            seconds: Wall time of its forward and backward passes; None if not representative.
             collectives_inside: Whether the passes contain communication, as from stage 2 on.
         """
         now, before = perf_counter(), self._last_end
@@ -280,7 +279,7 @@ class TrainingData:
         return Balancer(schedule, self._host_group, BusyTime())
 
     def _add_record(self, record: StepRecord) -> None:
-        """Add, on the watch thread, how long collectives blocked a step's passes."""
+        """Add, on the watch thread, how long collectives, votes too, blocked a step's passes."""
         if self._balancer is not None:
             exposed = record.comm_exposed_phase_seconds
             seconds = exposed.get("forward", 0.0) + exposed.get("backward", 0.0)

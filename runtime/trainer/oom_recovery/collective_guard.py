@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -58,12 +57,10 @@ class CollectiveGuard:
         armed: Whether each collective within a window is voted on. Change it between windows only,
             on all ranks.
         aborted_by: The vote that ended the last window; OK if none did.
-        vote_seconds: Time of all votes so far, waiting for the slowest rank included.
     """
 
     def __init__(self, host_group: HostCollectives) -> None:
         self.armed = False
-        self.vote_seconds = 0.0
         self._host_group = host_group
         self._is_single_rank = host_group.world_size == 1
         self._patches = PatchSet()
@@ -139,12 +136,7 @@ class CollectiveGuard:
 
     def _exchange_vote(self, vote: int) -> int:
         """Return the highest vote of all ranks."""
-        if self._is_single_rank:
-            return vote
-        began = perf_counter()
-        result = self._host_group.all_max(vote)
-        self.vote_seconds += perf_counter() - began
-        return result
+        return vote if self._is_single_rank else self._host_group.all_max(vote)
 
     def _before_collective(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Vote, unless an error is ending the window already."""

@@ -10,7 +10,15 @@ import pytest
 import torch
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
-from scripts.trainer.balance_job import BATCH, DATA_SAMPLES, TURNED_OFF, TURNED_ON, WINDOWS, data
+from scripts.trainer.balance_job import (
+    BATCH,
+    DATA_SAMPLES,
+    SAMPLE_SECONDS,
+    TURNED_OFF,
+    TURNED_ON,
+    WINDOWS,
+    data,
+)
 
 from zerowatch.runtime.trainer.data.resumable_loader import resumable_loader
 
@@ -36,6 +44,17 @@ def test_the_slow_rank_gets_fewer_samples_than_the_fast_one(ranks, stage):
     assert (fast[0], slow[0]) == (BATCH // 2, BATCH // 2)
     assert max(fast) > max(slow) == BATCH // 2
     assert min(slow) >= 1
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_rank_counts_as_faster_than_its_model(ranks, stage):
+    """Of waits for the other rank, some are in votes: each is subtracted once."""
+    exchanged = ranks[0][stage]["balanced"]["exchanged"]
+
+    assert exchanged
+    for by_rank in exchanged:
+        for measured, slept in zip(by_rank, SAMPLE_SECONDS, strict=True):
+            assert measured >= 0.98 * slept
 
 
 def in_one_piece(windows: int) -> list[list[int]]:

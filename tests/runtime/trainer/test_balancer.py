@@ -8,12 +8,16 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fakes.steps import step as a_step
 
+from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.trainer.data.balancer import (
+    EVERY_WINDOWS,
     WARM_UP_WINDOWS,
     Balancer,
     BusyTime,
@@ -29,7 +33,11 @@ from zerowatch.runtime.trainer.data.batch_split import (
     gain,
     resized_split,
 )
-from zerowatch.runtime.trainer.data.training_data import BatchLearningRate, scaling_exponent
+from zerowatch.runtime.trainer.data.training_data import (
+    BatchLearningRate,
+    TrainingData,
+    scaling_exponent,
+)
 
 NO_LIMITS = (math.inf, math.inf)
 
@@ -194,6 +202,44 @@ def test_busy_time_excludes_the_time_blocked_by_collectives_once_known():
 
     busy.add_blocked(3, 0.8)
     assert busy.drain() == pytest.approx(0.1)
+
+
+class RecordSource:
+    """Watch that gives records to its listener."""
+
+    is_open = True
+
+    def subscribe_internal(self, listener: Callable[[StepRecord], None]) -> None:
+        self.publish = listener
+
+
+class TwoEqualRanks:
+    """Host group of rank 0, whose peer has the same values."""
+
+    rank, world_size = 0, 2
+
+    def all_gather(self, values: Sequence[float]) -> np.ndarray:
+        return np.array([values, values])
+
+    def all_gather_text(self, text: str, num_bytes: int | None = None) -> list[str]:
+        return [text, text]
+
+    def all_max(self, value: int) -> int:
+        return value
+
+
+def test_a_vote_within_the_passes_is_subtracted_from_their_wall_time_once() -> None:
+    watch = RecordSource()
+    holder = SimpleNamespace(engine=SimpleNamespace(watch=watch))
+    data = TrainingData(TwoEqualRanks(), holder, balance=True)
+    batches = data.loader(list(range(96)), batch_samples=12).forever()
+
+    for step in range(EVERY_WINDOWS):
+        next(batches)
+        watch.publish(replace(a_step(step), comm_exposed_phase_seconds={"backward": 0.012}))
+        data.on_window_end(step=step, num_samples=6, seconds=0.024, collectives_inside=True)
+
+    assert data.state_dict()["shares"]["sample_seconds"] == pytest.approx([0.002, 0.002])
 
 
 class ThreadRanks:

@@ -84,7 +84,6 @@ def test_an_armed_window_holds_a_vote_before_each_collective_and_at_its_end(
         backend.all_gather_into_tensor()
 
     assert votes.held == 3
-    assert guard.vote_seconds > 0
 
 
 def test_a_nested_collective_has_no_vote_of_its_own(

@@ -100,9 +100,20 @@ def end(run: zerowatch.TrainingRun, seen: list[list[int]]) -> dict[str, Any]:
 
 
 def train(stage: int, *, balance: bool, num_workers: int) -> dict[str, Any]:
-    """Train in one mode; return the samples of this rank by window, and the weights."""
+    """Train in one mode; return the samples of this rank by window, and the weights.
+
+    With balancing also the seconds per sample, by rank, of each exchange.
+    """
     run = make(stage, slow=balance, balance=balance)
-    return end(run, go_on(run, batches_of(run, num_workers), WINDOWS[stage]))
+    batches = batches_of(run, num_workers)
+    seen: list[list[int]] = []
+    exchanged: list[list[float]] = []
+    for _ in range(WINDOWS[stage]):
+        seen += go_on(run, batches, 1)
+        sample_seconds = run._data.state_dict()["shares"]["sample_seconds"]
+        if sample_seconds not in ([], *exchanged[-1:]):
+            exchanged.append(sample_seconds)
+    return {"exchanged": exchanged, **end(run, seen)}
 
 
 def by_turns(stage: int, folder: Path) -> dict[str, Any]:

@@ -77,7 +77,8 @@ class Trained:
         self.error = ""
         self.replay, self.guard = self.run._window_runner.replay, self.run._window_runner._guard
         self.replay.on_error.append(self.keep_error)
-        self.num_votes, self.vote = 0, self.guard._exchange_vote
+        self.num_votes, self.vote_seconds = 0, 0.0
+        self.vote = self.guard._exchange_vote
         self.guard._exchange_vote = self.count_vote
         self.attempt: list[list[int]] = []
         self.losses: list[float] = []
@@ -94,7 +95,10 @@ class Trained:
 
     def count_vote(self, vote: int) -> int:
         self.num_votes += dist.get_world_size() > 1
-        return self.vote(vote)
+        began = time.perf_counter()
+        result = self.vote(vote)
+        self.vote_seconds += time.perf_counter() - began
+        return result
 
     def keep_error(self, error: BaseException) -> None:
         self.error = type(error).__name__
@@ -168,7 +172,7 @@ def with_faults(options: dict[str, Any], faults: Sequence[Fault]) -> tuple[dict,
         window += 2
     found["states at start"] = trained.states_at_start
     found["votes"] = trained.num_votes
-    found["vote_seconds"] = trained.guard.vote_seconds
+    found["vote_seconds"] = trained.vote_seconds
     found["losses"], found["samples"] = trained.losses, trained.samples
     return found, trained.close()
 
