@@ -153,16 +153,19 @@ class Listener(ThreadingTCPServer):
         return self._site.answer(path, accept)
 
     def serve(self) -> None:
-        """Accept clients until `stop` is called from another thread."""
-        self.serve_forever(POLL_SECONDS)
+        """Accept clients until `stop` is called. It may be called again after an exception."""
+        # Not serve_forever: its shutdown() waits for ever for a thread that has died.
+        self.timeout = POLL_SECONDS
+        while not self._stopping.is_set():
+            self.handle_request()
+            self.service_actions()
 
     def stop(self) -> None:
-        """End `serve` at once. Its thread must have been started, or this waits for ever."""
+        """Let `serve` return at once; any thread may call it."""
         self._stopping.set()
         # Wakes the accepting thread, which otherwise polls.
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
-        self.shutdown()
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """Accept a client, leaving the TLS handshake to the client's own thread."""

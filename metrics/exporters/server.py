@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qs
 
 from ...errors import SettingsError
@@ -27,6 +27,18 @@ logger = logging.getLogger(__name__)
 
 # Least time between two renderings of a format. The metrics change once a second.
 RENDER_SECONDS = 0.5
+# Longest wait for the end of the accepting thread, which ends at once on Linux.
+STOP_SECONDS = 5.0
+
+
+class ServingThread(Protocol):
+    """A thread that starts over if its work raises."""
+
+    def start(self) -> None:
+        """Start it; raise RuntimeError if the system allows no more threads."""
+
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait for the end of its work, which was asked to end."""
 
 
 class MetricsServer:
@@ -38,6 +50,7 @@ class MetricsServer:
         local_rank: The rank on this node, added to the port.
         settings: Address, port and TLS of the server.
         targets: Returns all ranks of the run in Prometheus' http_sd format; on rank 0 only.
+        make_thread: Returns the accepting thread, not started yet, of a name and its work.
         now: A monotonic clock, in seconds.
         serves_run: Whether this rank is of the run with that id. A scrape of another run is refused
             (`/metrics?run=<id>`), because a later run may serve at the address of an earlier one.
@@ -51,6 +64,7 @@ class MetricsServer:
         local_rank: int,
         settings: ServeSettings,
         targets: Callable[[], list[dict[str, Any]]] | None,
+        make_thread: Callable[[str, Callable[[], object]], ServingThread],
         now: Callable[[], float] = time.monotonic,
         serves_run: Callable[[str], bool] = lambda _: True,
     ) -> None:
@@ -71,7 +85,9 @@ class MetricsServer:
         self._now = now
         self._rendered: dict[bool, _Rendering] = {}
         self._render_lock = threading.Lock()
+        self._make_thread = make_thread
         self._listener: Listener | None = None
+        self._thread: ServingThread | None = None
         self._process_id = os.getpid()
         self._logged_failures: set[type] = set()
 
@@ -92,7 +108,8 @@ class MetricsServer:
             logger.error("rank %d serves no metrics, training continues: %s", self._rank, error)
             return None
         try:
-            threading.Thread(target=listener.serve, name="zerowatch-http", daemon=True).start()
+            self._thread = self._make_thread("http", listener.serve)
+            self._thread.start()
         except RuntimeError as error:  # the limit of threads or of memory
             listener.server_close()
             logger.error("rank %d serves no metrics, training continues: %s", self._rank, error)
@@ -141,8 +158,9 @@ class MetricsServer:
         if listener is None:
             return
         # A forked child has the socket but not the serving thread, and would wait for it forever.
-        if os.getpid() == self._process_id:
+        if os.getpid() == self._process_id and self._thread is not None:
             listener.stop()
+            self._thread.join(STOP_SECONDS)
         listener.server_close()
 
     def _warn_if_public(self, listener: Listener) -> None:

@@ -68,6 +68,7 @@ def build_watch(
             local_rank=process.local_rank,
             settings=settings.serve,
             targets=folder.targets if process.rank == 0 else None,
+            make_thread=fail_open.thread,
             serves_run=folder.serves_run,
         )
         undo.callback(server.close)

@@ -32,6 +32,7 @@ from zerowatch.metrics.catalog.training import RUN_ACTIVE
 from zerowatch.metrics.exporters.server import MetricsServer
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import ServeSettings
+from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.rank_store import _target
 
 COMMAND = [sys.executable, "-c", "from zerowatch.dashboards.cli import stack; stack()"]
@@ -52,6 +53,7 @@ class Ranks:
                 local_rank=rank,
                 settings=ServeSettings(port=0),
                 targets=None,
+                make_thread=FailOpen().thread,
             )
             labels = {"run": "night-7", "node": "here", "rank": str(rank)}
             targets.append({"targets": [server.start()], "labels": labels})
@@ -143,6 +145,7 @@ def test_metrics_of_another_run_at_an_address_are_not_stored_under_the_old_run(
         local_rank=0,
         settings=ServeSettings(port=0),
         targets=None,
+        make_thread=FailOpen().thread,
         serves_run=lambda run: run == "another-folders",
     )
     with contextlib.closing(server):

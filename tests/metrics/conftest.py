@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from functools import partial
 
 import pytest
 
@@ -11,6 +12,7 @@ from zerowatch.metrics.catalog.training import RUN_ACTIVE, STEPS
 from zerowatch.metrics.exporters.server import MetricsServer
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import ServeSettings
+from zerowatch.runtime.common.fail_open import FailOpen
 
 
 @pytest.fixture
@@ -22,7 +24,13 @@ def recorder():
 
 
 @pytest.fixture
-def make_server(recorder):
+def fail_open():
+    """The makers of the servers' threads, which counts their failures."""
+    return FailOpen()
+
+
+@pytest.fixture
+def make_server(recorder, fail_open):
     with contextlib.ExitStack() as servers:
 
         def make(
@@ -34,6 +42,7 @@ def make_server(recorder):
                 local_rank=local_rank,
                 settings=ServeSettings(**{"port": 0, **settings}),
                 targets=targets,
+                make_thread=partial(fail_open.thread, pause_seconds=0.0),
                 **({} if now is time.monotonic else {"now": now}),
                 **({} if serves_run is None else {"serves_run": serves_run}),
             )

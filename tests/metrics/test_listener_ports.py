@@ -130,11 +130,13 @@ import logging, sys
 from zerowatch.metrics.exporters.server import MetricsServer
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import ServeSettings
+from zerowatch.runtime.common.fail_open import FailOpen
 
 logging.basicConfig(format="%(levelname)s %(message)s")
 serve = ServeSettings(port=0, host=sys.argv[1])
 server = MetricsServer(
-    recorder=Recorder(), rank=int(sys.argv[2]), local_rank=0, settings=serve, targets=None
+    recorder=Recorder(), rank=int(sys.argv[2]), local_rank=0, settings=serve, targets=None,
+    make_thread=FailOpen().thread
 )
 print(server.start().rsplit(":", 1)[0])
 server.close()

@@ -13,6 +13,7 @@ from zerowatch.metrics.catalog.training import RUN_ACTIVE, STEP_SECONDS, STEPS
 from zerowatch.metrics.exporters.server import MetricsServer
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import ServeSettings
+from zerowatch.runtime.common.fail_open import FailOpen
 
 CLOCK_RATE = 60  # for the servers' patience a scrape a second is one a minute: none comes too late
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -49,6 +50,7 @@ def run():
                 local_rank=rank,
                 settings=ServeSettings(port=0),
                 targets=None if rank else lambda: targets,
+                make_thread=FailOpen().thread,
                 now=lambda: CLOCK_RATE * time.monotonic(),
             )
             closing.callback(server.close)

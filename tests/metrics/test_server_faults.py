@@ -221,6 +221,48 @@ def test_without_a_free_descriptor_the_accepting_thread_does_not_spin(make_serve
     assert answers(address)
 
 
+@pytest.mark.parametrize("error", [MemoryError, SystemExit])
+def test_an_accepting_thread_that_dies_is_counted_and_serves_again(
+    make_server, fail_open, monkeypatch, error
+):
+    address = make_server().start()
+    accept, errors = socketserver.TCPServer.get_request, [error]
+
+    def fail_once(listener):
+        if errors:
+            raise errors.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socketserver.TCPServer, "get_request", fail_once)
+
+    assert get(address)[0] == 200
+    assert errors == []
+    assert fail_open.failures == {"http thread": 1}
+    assert fail_open.num_dead_threads == 0
+
+
+def test_an_accepting_thread_that_always_dies_is_counted_as_dead_and_the_server_can_be_closed(
+    make_server, fail_open, monkeypatch, caplog
+):
+    running = make_server()
+    host, port = running.start().rsplit(":", 1)
+
+    def fail(_):
+        raise MemoryError
+
+    monkeypatch.setattr(socketserver.TCPServer, "get_request", fail)
+    with socket.create_connection((host, int(port)), timeout=120):
+        died = eventually(lambda: fail_open.num_dead_threads == 1)
+    closing = threading.Thread(target=running.close, daemon=True)
+    closing.start()
+    closing.join(120)
+
+    assert died
+    assert "http thread" in caplog.records[-1].message
+    assert not closing.is_alive()
+    assert fail_open.num_dead_threads == 0
+
+
 def test_a_server_whose_thread_cannot_be_started_is_off(make_server, monkeypatch, caplog):
     refuse_threads(monkeypatch, "zerowatch-http")
     first = make_server()

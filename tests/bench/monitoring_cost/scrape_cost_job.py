@@ -12,6 +12,7 @@ from zerowatch.metrics.catalog.spec import Label, MetricSpec
 from zerowatch.metrics.exporters.server import MetricsServer
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import ServeSettings
+from zerowatch.runtime.common.fail_open import FailOpen
 
 # What one rank of a data-parallel job comes to have; all combinations would be five times as many.
 SEEN = {
@@ -30,7 +31,12 @@ def main() -> None:
             write(recorder, spec, labels)
     settings = ServeSettings(port=0)
     server = MetricsServer(
-        recorder=recorder, rank=0, local_rank=0, settings=settings, targets=lambda: []
+        recorder=recorder,
+        rank=0,
+        local_rank=0,
+        settings=settings,
+        targets=lambda: [],
+        make_thread=FailOpen().thread,
     )
     print(server.start(), flush=True)
     for _ in sys.stdin:
