@@ -92,7 +92,7 @@ _GLOO_SEGMENT_BYTES = 1 << 20  # gloo's kMaxSegmentSize
 
 
 # The formulas have two copies: `sent_ratio` and `reduce_factor` of tuner/policy/predict.py, which
-# may not import this package (tests/runtime/tuner/test_predict.py compares them), and
+# may not import this package (tests/runtime/tuner/policy/test_predict.py compares them), and
 # `least_wire_bytes` of estimator/step_estimate.py, the reference of the volume ratio.
 def _ring_factor(backend: str, group_size: int, payload_bytes: int) -> float:
     """Return (n-1)/n: a rank sends all parts but its own."""

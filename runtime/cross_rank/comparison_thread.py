@@ -19,10 +19,10 @@ from ..collectives.groups import Groups, RankSet
 from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer
 from ..common.rank_store import StoreClientFactory
-from .local_accounting import LocalAccounting
-from .rank_messages import CompareResult, Heartbeat, RankReport
-from .store_channel import PATIENCE_EXCHANGES, StoreChannel
-from .store_log import StoreConnection
+from .accounting.local_accounting import LocalAccounting
+from .exchange.rank_messages import CompareResult, Heartbeat, RankReport
+from .exchange.store_channel import PATIENCE_EXCHANGES, StoreChannel
+from .exchange.store_log import StoreConnection
 from .stragglers import StepTimes, StepTimeSampler, compared_rank_set
 
 logger = logging.getLogger(__name__)

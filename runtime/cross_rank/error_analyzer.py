@@ -15,7 +15,7 @@ from ...metrics.catalog import communication
 from ...metrics.catalog.labels import OPS
 from ...metrics.recorder import Recorder
 from ..collectives.groups import CollectiveCall
-from .call_sequence import describe_call
+from .accounting.call_sequence import describe_call
 from .comparison_thread import ComparisonThread
 from .divergence import context_match_length
 

@@ -15,9 +15,9 @@ from ..tuner.job_facts import job_facts
 from ..tuner.policy.controller_interface import WARMUP_STEPS
 from ..tuner.policy.diagnose import COMM_SYMPTOMS, Thresholds, diagnose
 from ..tuner.policy.metrics_delta import MetricsDelta, metrics_between
+from ..tuner.policy.policy_types import JobFacts, Mode, Numerics, State, Symptom
 from ..tuner.policy.proposals import TunerInput, propose
 from ..tuner.policy.trial import Decision
-from ..tuner.policy.types import JobFacts, Mode, Numerics, State, Symptom
 
 if TYPE_CHECKING:
     from ..tuner.knobs.read_only_knobs import ReadOnlyKnobs

@@ -9,8 +9,8 @@ from ..common.accelerator import training_device_index
 from ..common.rank_store import StoreClientFactory
 from ..cross_rank.comparison_thread import ComparisonThread
 from ..cross_rank.error_analyzer import CollectiveErrorAnalyzer
-from ..cross_rank.hang_context import HangContext
-from ..cross_rank.hang_monitor import HangMonitor
+from ..cross_rank.hang.hang_context import HangContext
+from ..cross_rank.hang.hang_monitor import HangMonitor
 from ..estimator.volume_check import WireVolumeCheck
 from ..instrumentation.profiled_steps import ProfiledSteps
 from ..instrumentation.watch_context import WatchContext

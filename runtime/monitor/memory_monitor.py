@@ -26,7 +26,7 @@ from ..memory.offload.traffic import OffloadTraffic
 from ..memory.oom.error_report import OomReporter
 from ..memory.oom.killed_ranks import detect_killed_ranks
 from ..memory.oom.liveness_file import LivenessFile
-from ..memory.oom.parse_error import is_caused_by_oom
+from ..memory.oom.oom_error import is_caused_by_oom
 from ..memory.step_sample import StepMemorySample
 from .oom_context import EngineOomContext, MemoryParts
 

@@ -16,7 +16,7 @@ from deepspeed.comm import comm as deepspeed_comm
 
 from ..common.host_group import HostGroup
 from ..engine.live_settings.activation_checkpointing import ModuleSelector
-from ..memory.oom.parse_error import is_caused_by_oom
+from ..memory.oom.oom_error import is_caused_by_oom
 from .engine_holder import EngineHolder
 from .oom_recovery.abort_window import abort_unsupported_reason, abort_window
 from .oom_recovery.collective_guard import CollectiveGuard, PeerOutOfMemory

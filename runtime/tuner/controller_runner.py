@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ...metrics.thresholds import OOM_RISK_HIGH
 from ..common.fail_open import FailOpen
 from .policy.controller import Controller
-from .policy.types import StepTime, SwitchRequest, SwitchResult
+from .policy.policy_types import StepTime, SwitchRequest, SwitchResult
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from .policy.decision_messages import (
     format_trial,
 )
 from .policy.diagnose import MEMORY_IDLE
+from .policy.policy_types import Configuration, Mode, Numerics, Proposal, State, Symptom, Value
 from .policy.predict import num_micro_batches
 from .policy.proposals import TunerInput
 from .policy.trial import Decision
-from .policy.types import Configuration, Mode, Numerics, Proposal, State, Symptom, Value
 
 logger = logging.getLogger(__name__)
 

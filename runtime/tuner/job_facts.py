@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .policy.types import JobFacts, ModelTraits
+from .policy.policy_types import JobFacts, ModelTraits
 
 logger = logging.getLogger(__name__)
 

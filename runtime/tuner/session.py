@@ -26,8 +26,8 @@ from .policy.controller_interface import TunerOptions
 from .policy.diagnose import Thresholds
 from .policy.history_file import HistoryFile, job_fingerprint
 from .policy.metrics_delta import CPU
+from .policy.policy_types import Numerics, StepTime, SwitchRequest
 from .policy.search_history import SearchHistory
-from .policy.types import Numerics, StepTime, SwitchRequest
 from .transaction import switch_all_ranks
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from ...errors import ZerowatchError
 from ..common.all_or_none import is_peer_failure
 from ..common.host_group import HostCollectives
 from ..common.undo import FAILURES, Undo
-from .policy.types import Configuration, KnobSetter, SwitchRequest, SwitchResult
+from .policy.policy_types import Configuration, KnobSetter, SwitchRequest, SwitchResult
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from zerowatch.runtime.tuner.policy.decision_log import (
 from zerowatch.runtime.tuner.policy.decision_messages import format_changes, format_gain
 from zerowatch.runtime.tuner.policy.diagnose import Thresholds, diagnose
 from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
+from zerowatch.runtime.tuner.policy.policy_types import JobFacts, ModelTraits, Numerics, Symptom
 from zerowatch.runtime.tuner.policy.proposals import TunerInput, propose
-from zerowatch.runtime.tuner.policy.types import JobFacts, ModelTraits, Numerics, Symptom
 
 # What a damaged line, or one of another version, raises as it is parsed.
 PARSE_ERRORS = (ValueError, TypeError, KeyError, AttributeError)

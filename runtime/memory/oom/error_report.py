@@ -20,8 +20,8 @@ from ...common.format_numbers import format_bytes
 from ...common.report_files import create_first_free, utc_text
 from ..forecast.peak_readings import Shape
 from .evidence import OomContext, OomEvidence, TrainingSetup, collect_evidence, complete_device
+from .oom_error import OomError, find_oom_error
 from .oom_remedies import Remedy, nothing_fits
-from .parse_error import OomError, find_oom_error
 
 logger = logging.getLogger(__name__)
 

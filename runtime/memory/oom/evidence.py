@@ -17,8 +17,8 @@ from pathlib import Path
 from ...common.cgroups import cgroup_folders
 from ...common.format_numbers import format_bytes
 from ..forecast.peak_readings import PeakPoint, PeakPrediction, Shape
+from .oom_error import OomError
 from .oom_remedies import Layout, LayoutBytes, OomCase, Remedy, remedies
-from .parse_error import OomError
 
 Readings = Mapping[str, Mapping[str, float]]
 

@@ -22,7 +22,7 @@ import torch
 from ...collectives.ops import Guard, guarded_methods
 from ...common.host_group import HostCollectives
 from ...common.patching import PatchSet
-from ...memory.oom.parse_error import is_caused_by_oom
+from ...memory.oom.oom_error import is_caused_by_oom
 
 _PASSES = ("forward", "backward")
 _WORKSPACE_COPIES = 2  # one copy of the tensor, and one for the segments of gloo's ring

@@ -27,7 +27,7 @@ from ...common import accelerator
 from ...common.ds_config import EngineSource
 from ...common.host_group import HostCollectives
 from ...common.peer_failures import FailureCapture, raise_failures
-from ...memory.oom.parse_error import is_caused_by_oom
+from ...memory.oom.oom_error import is_caused_by_oom
 from ..window.rng import RngState
 from ..window.window_agreement import LocalBatches
 from .abort_window import abort_unsupported_reason, abort_window

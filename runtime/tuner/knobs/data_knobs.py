@@ -10,7 +10,7 @@ from ...common.undo import Undo
 from ...trainer.data.training_data import TrainingData
 from ...trainer.window_runner import WindowRunner
 from ..policy.knob_registry import BALANCE, BATCH_SAMPLES, MICRO_BATCH_SAMPLES
-from ..policy.types import Value
+from ..policy.policy_types import Value
 from .knob import ReadableKnob, SwitchKnob, WritableKnob
 
 

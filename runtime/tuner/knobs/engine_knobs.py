@@ -31,7 +31,7 @@ from ..policy.knob_registry import (
     SPECS,
     KnobSpec,
 )
-from ..policy.types import Value
+from ..policy.policy_types import Value
 from .knob import ReadableKnob, SwitchKnob, WritableKnob
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ....errors import ZerowatchError
 from ...common.undo import Undo
 from ..policy.knob_registry import KnobSpec
-from ..policy.types import Configuration, Value
+from ..policy.policy_types import Configuration, Value
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from ...engine.rebuild.preconditions import unsupported_reason
 from ...estimator.engine_estimate import estimated_layouts
 from ...memory.oom.oom_remedies import Layout
 from ..policy.knob_registry import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SPECS, ZERO_STAGE, KnobSpec
-from ..policy.types import Configuration, Value
+from ..policy.policy_types import Configuration, Value
 from .engine_knobs import ZERO
 from .knob import ReadableKnob
 

@@ -14,7 +14,7 @@ from ...trainer.oom_recovery.micro_batch_planner import (
     length_bucket,
 )
 from ..policy.knob_registry import SPECS
-from ..policy.types import Configuration
+from ..policy.policy_types import Configuration
 
 # Of the limit: running out of memory costs more than a change that is not made.
 USED_RATIO = 0.92

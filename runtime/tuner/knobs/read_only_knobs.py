@@ -8,7 +8,7 @@ from typing import Any
 
 from ....errors import ZerowatchError
 from ...common.undo import Undo
-from ..policy.types import Configuration, Value
+from ..policy.policy_types import Configuration, Value
 from .data_knobs import EngineMicroBatchKnob
 from .engine_knobs import EngineCheckpointingKnob, GcKnob, deepspeed_knobs
 from .knob import KnobSet

@@ -16,7 +16,7 @@ from ...trainer.oom_recovery.micro_batch_planner import GuardSchedule, MicroBatc
 from ...trainer.oom_recovery.replay import OomReplay
 from ...trainer.window_runner import WindowRunner
 from ..policy.knob_registry import MICRO_BATCH_SAMPLES, SPECS
-from ..policy.types import Configuration, Value
+from ..policy.policy_types import Configuration, Value
 from .data_knobs import data_knobs, largest_local_batch
 from .engine_knobs import (
     NO_COMPRESSOR,

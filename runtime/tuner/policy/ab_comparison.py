@@ -22,7 +22,7 @@ from statistics import fmean, median_low
 from typing import Literal
 
 from .confidence import winsorized_mean
-from .types import ApplyMode, Verdict
+from .policy_types import ApplyMode, Verdict
 
 # A is the configuration in use, B the proposed one.
 Variant = Literal["A", "B"]

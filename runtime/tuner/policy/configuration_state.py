@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .controller_interface import TunerListener
-from .search import Search
+from .policy_types import Configuration, KnobSetter, SwitchRequest, Verdict
 from .trial import Decision
-from .types import Configuration, KnobSetter, SwitchRequest, Verdict
+from .trial_search import TrialSearch
 
 
 class ConfigurationState:
@@ -97,7 +97,7 @@ class PendingAccept:
     """
 
     def __init__(
-        self, configuration: ConfigurationState, search: Search, listener: TunerListener
+        self, configuration: ConfigurationState, search: TrialSearch, listener: TunerListener
     ) -> None:
         self._configuration, self._search, self._listener = configuration, search, listener
         self._decision: Decision | None = None

@@ -19,12 +19,7 @@ from .configuration_state import ConfigurationState, PendingAccept
 from .controller_interface import WARMUP_STEPS, TunerListener, TunerOptions
 from .diagnose import MEMORY_PRESSURE, exposed_ratio
 from .metrics_delta import MetricsDelta
-from .proposals import TunerInput
-from .search import Search
-from .search_history import SearchHistory
-from .step_time_observer import NORMAL, MetricsSource, StepTimeObserver
-from .trial import Decision, Trial
-from .types import (
+from .policy_types import (
     Configuration,
     JobFacts,
     KnobSetter,
@@ -35,6 +30,11 @@ from .types import (
     SwitchRequest,
     SwitchResult,
 )
+from .proposals import TunerInput
+from .search_history import SearchHistory
+from .step_time_observer import NORMAL, MetricsSource, StepTimeObserver
+from .trial import Decision, Trial
+from .trial_search import TrialSearch
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Controller:
     ) -> None:
         self._options, self._listener = options, listener
         self._history = history or SearchHistory()
-        self._search = Search(knobs, facts, options, self._history)
+        self._search = TrialSearch(knobs, facts, options, self._history)
         self._observer = StepTimeObserver(metrics, options.observe_seconds)
         self._memory_relief = MemoryRelief(self._search, options)
         self._loss_guard = LossGuard()
@@ -402,7 +402,7 @@ class MemoryRelief:
         options: Limits that the user sets.
     """
 
-    def __init__(self, search: Search, options: TunerOptions) -> None:
+    def __init__(self, search: TrialSearch, options: TunerOptions) -> None:
         self._search, self._options = search, options
         self._num_waiting = 0
 

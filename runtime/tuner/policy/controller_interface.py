@@ -8,8 +8,8 @@ from typing import Protocol
 
 from ....metrics.settings import TunerSettings
 from .diagnose import Thresholds
+from .policy_types import Configuration, Numerics, Proposal, State, Symptom
 from .trial import Decision
-from .types import Configuration, Numerics, Proposal, State, Symptom
 
 WARMUP_STEPS = 5  # before the first diagnosis, in a TrainingRun and in any other run
 MIN_COOLDOWN_STEPS = 5  # without a trial after an accepted change, however long a step takes

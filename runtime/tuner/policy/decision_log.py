@@ -17,8 +17,8 @@ import orjson
 from ....metrics.atomic_file import open_to_append
 from .ab_comparison import TrialDesign
 from .diagnose import context_of
+from .policy_types import Configuration, Mode, Numerics, Symptom, Value, Verdict
 from .trial import Decision
-from .types import Configuration, Mode, Numerics, Symptom, Value, Verdict
 
 logger = logging.getLogger(__name__)
 

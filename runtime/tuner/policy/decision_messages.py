@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from .decision_log import Change, DecisionRecord, changes_of
 from .knob_registry import SPECS, KnobSpec
-from .types import Configuration, Proposal, Symptom, Value, Verdict
+from .policy_types import Configuration, Proposal, Symptom, Value, Verdict
 
 _CAUSES = {
     "comm_bandwidth": "bandwidth",

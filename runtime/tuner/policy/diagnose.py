@@ -11,7 +11,7 @@ from ....metrics import thresholds as defaults
 from ....metrics.catalog.labels import CAUSE
 from ....metrics.settings import Settings
 from .metrics_delta import MetricsDelta, known_values
-from .types import Symptom
+from .policy_types import Symptom
 
 MIN_CAUSE_RATIO = 0.02  # of training time; a smaller cause is not worth a trial
 _CONTEXT_HYSTERESIS = 0.75  # in powers of two; rounding alone changes at half of one

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import orjson
 
 from ....metrics.atomic_file import atomic_write
-from .types import Configuration, Value
+from .policy_types import Configuration, Value
 
 logger = logging.getLogger(__name__)
 

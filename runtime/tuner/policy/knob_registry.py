@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from .types import ApplyMode, JobFacts, Numerics, Value
+from .policy_types import ApplyMode, JobFacts, Numerics, Value
 
 # How to change a knob against a symptom: a larger number, a smaller one, or either as the trial
 # shows; or the values to try, the most promising first.

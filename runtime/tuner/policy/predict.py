@@ -26,7 +26,7 @@ from .knob_registry import (
     KnobSpec,
 )
 from .metrics_delta import MetricsDelta
-from .types import Configuration, JobFacts
+from .policy_types import Configuration, JobFacts
 
 _STAGE_0_BUCKET = 500_000_000  # elements; fixed in DeepSpeed at stage 0
 _SEGMENT_BYTES = 1 << 20  # of a segment of gloo's reduce
@@ -103,7 +103,7 @@ def num_micro_batches(configuration: Configuration, samples_per_rank: int) -> in
 
 
 # `sent_ratio` and `reduce_factor` repeat `_ring_factor` and `_reduce_factor` of collectives/ops.py,
-# which this package may not import; tests/runtime/tuner/test_predict.py compares them.
+# which this package may not import; tests/runtime/tuner/policy/test_predict.py compares them.
 def sent_ratio(ranks: int) -> float:
     """Return the ratio of a payload that a rank of a ring sends to other ranks."""
     return (ranks - 1) / ranks

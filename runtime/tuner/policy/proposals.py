@@ -29,8 +29,8 @@ from .knob_registry import (
     required_numerics,
 )
 from .metrics_delta import MetricsDelta
+from .policy_types import Configuration, JobFacts, Numerics, Proposal, Symptom, Value
 from .predict import predicted_gain
-from .types import Configuration, JobFacts, Numerics, Proposal, Symptom, Value
 
 MIN_PREDICTED_GAIN = 0.01  # a trial cannot distinguish a smaller gain from noise
 MIN_PREDICTED_REBUILD_GAIN = 0.05  # a rebuild takes time and memory, and may fail

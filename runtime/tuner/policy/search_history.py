@@ -9,7 +9,7 @@ from typing import Protocol
 from .diagnose import adjacent_contexts, context_of
 from .history_file import Denied, HistoryEntry, is_within
 from .metrics_delta import MetricsDelta
-from .types import Configuration, Value
+from .policy_types import Configuration, Value
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 from ....metrics.catalog import communication
 from ....metrics.recorder import Snapshot
 from .metrics_delta import MetricsDelta, metrics_between
-from .types import StepTime
+from .policy_types import StepTime
 
 MIN_STEPS = 3  # of an interval of metrics
 RECENT_STEPS = 20  # of the baseline

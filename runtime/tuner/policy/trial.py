@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .ab_comparison import AbComparison, TrialDesign, TrialResult
+from .policy_types import Configuration, Proposal, StepTime, Verdict
 from .proposals import TunerInput
 from .step_time_observer import Baseline
-from .types import Configuration, Proposal, StepTime, Verdict
 
 SHIFTED_STEPS = 3  # consecutive outliers of A that show that the job itself has changed its speed
 

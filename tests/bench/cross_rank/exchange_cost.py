@@ -26,10 +26,10 @@ from zerowatch.runtime.collectives.groups import CollectiveCall, RankSet
 from zerowatch.runtime.collectives.ops import wire_factor
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import PhaseTimer
+from zerowatch.runtime.cross_rank.accounting.local_accounting import LocalAccounting
 from zerowatch.runtime.cross_rank.comparison_thread import POLLS_PER_EXCHANGE, ComparisonThread
-from zerowatch.runtime.cross_rank.coordinator import Coordinator, rank_blocks
-from zerowatch.runtime.cross_rank.local_accounting import LocalAccounting
-from zerowatch.runtime.cross_rank.rank_messages import (
+from zerowatch.runtime.cross_rank.exchange.coordinator import Coordinator, rank_blocks
+from zerowatch.runtime.cross_rank.exchange.rank_messages import (
     RankReport,
     decode_report,
     decode_result,

@@ -57,10 +57,10 @@ USED_NAMES: tuple[tuple[str, str, str], ...] = (
         "_prepare_trace __enter__ __exit__",
     ),
     ("torch._C._autograd", PROFILE, "_profiler_enabled DeviceType"),
-    (C10D, "runtime/cross_rank/store_log.py", "Store"),
+    (C10D, "runtime/cross_rank/exchange/store_log.py", "Store"),
     (
         f"{C10D}:Store",
-        "runtime/cross_rank/store_log.py",
+        "runtime/cross_rank/exchange/store_log.py",
         "check get set delete_key clone set_timeout",
     ),
     (COORDINATOR, ESTIMATOR, "is_complete_trace"),

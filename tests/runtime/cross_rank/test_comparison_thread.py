@@ -21,8 +21,8 @@ from zerowatch.runtime.cross_rank.comparison_thread import (
     SECONDS_BETWEEN_LINES,
     poll_interval_seconds,
 )
-from zerowatch.runtime.cross_rank.store_channel import PATIENCE_EXCHANGES
-from zerowatch.runtime.cross_rank.store_log import MAX_ENTRIES, StoreConnection
+from zerowatch.runtime.cross_rank.exchange.store_channel import PATIENCE_EXCHANGES
+from zerowatch.runtime.cross_rank.exchange.store_log import MAX_ENTRIES, StoreConnection
 
 EXPOSED, WAIT = communication.COMM_EXPOSED_SECONDS, communication.COMM_WAIT_SECONDS
 

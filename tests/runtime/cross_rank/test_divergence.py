@@ -11,8 +11,12 @@ from zerowatch.runtime.cross_rank.divergence import (
     context_match_length,
     diverged_ranks,
 )
-from zerowatch.runtime.cross_rank.rank_messages import NO_DURATIONS, CallReport, SequenceHash
-from zerowatch.runtime.cross_rank.report_merger import ReportMerger
+from zerowatch.runtime.cross_rank.exchange.rank_messages import (
+    NO_DURATIONS,
+    CallReport,
+    SequenceHash,
+)
+from zerowatch.runtime.cross_rank.exchange.report_merger import ReportMerger
 
 # A step as ZeRO issues it: alike calls in a row, and some that stand alone.
 STEP = [1, 1, 2, 1, 3, 4, 4, 5]

@@ -10,7 +10,7 @@ import pytest
 from fakes.rank_sets import FakeGroup
 
 from zerowatch.metrics.catalog.labels import COMPARED_PHASES, PHASES
-from zerowatch.runtime.cross_rank.rank_messages import StepTimes
+from zerowatch.runtime.cross_rank.exchange.rank_messages import StepTimes
 from zerowatch.runtime.cross_rank.stragglers import (
     MAX_STEPS,
     MIN_STEPS,

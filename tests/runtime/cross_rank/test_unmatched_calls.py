@@ -14,7 +14,7 @@ from fakes.rank_sets import FakeGroup
 from zerowatch.metrics.catalog import communication
 from zerowatch.runtime.cross_rank.comparison_thread import POLLS_PER_EXCHANGE
 from zerowatch.runtime.cross_rank.divergence import Divergence
-from zerowatch.runtime.cross_rank.rank_messages import CompareResult
+from zerowatch.runtime.cross_rank.exchange.rank_messages import CompareResult
 
 EXPOSED, WAIT = communication.COMM_EXPOSED_SECONDS, communication.COMM_WAIT_SECONDS
 TRANSFER = communication.COMM_TRANSFER_SECONDS
@@ -245,7 +245,9 @@ def test_an_all_to_all_does_not_change_the_link_as_sizes_may_differ(
 def test_calls_dropped_before_they_were_reported_are_still_exposed(
     rank: AccountedRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zerowatch.runtime.cross_rank.call_sequence.MAX_PENDING_VALUES", 10)
+    monkeypatch.setattr(
+        "zerowatch.runtime.cross_rank.accounting.call_sequence.MAX_PENDING_VALUES", 10
+    )
     for _ in range(12):
         rank.group.run(ms=3)
 

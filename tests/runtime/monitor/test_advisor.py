@@ -24,7 +24,7 @@ from zerowatch.runtime.tuner.knobs import read_only_knobs
 from zerowatch.runtime.tuner.policy.controller_interface import WARMUP_STEPS
 from zerowatch.runtime.tuner.policy.decision_log import DECISIONS_FILE
 from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
-from zerowatch.runtime.tuner.policy.types import State
+from zerowatch.runtime.tuner.policy.policy_types import State
 
 
 class Run:

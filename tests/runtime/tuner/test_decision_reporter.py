@@ -13,7 +13,7 @@ from zerowatch.metrics.catalog import tuner
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.tuner.decision_reporter import DecisionReporter, TunerMetrics, to_number
 from zerowatch.runtime.tuner.policy.decision_log import DECISIONS_FILE
-from zerowatch.runtime.tuner.policy.types import Numerics, State, Symptom
+from zerowatch.runtime.tuner.policy.policy_types import Numerics, State, Symptom
 
 
 class Reports:

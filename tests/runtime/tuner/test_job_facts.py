@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from zerowatch.runtime.tuner.job_facts import model_traits, warn_of_batch_statistics
-from zerowatch.runtime.tuner.policy.types import ModelTraits
+from zerowatch.runtime.tuner.policy.policy_types import ModelTraits
 
 
 class MixtralSparseMoeBlock(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 from fakes.rank_threads import on_ranks
 
 from zerowatch.runtime.tuner import session
-from zerowatch.runtime.tuner.policy.types import Numerics
+from zerowatch.runtime.tuner.policy.policy_types import Numerics
 from zerowatch.runtime.tuner.session import ReportedOomRisk
 
 

@@ -12,7 +12,7 @@ from fakes.rank_threads import FakeHostGroup, on_ranks
 from zerowatch.errors import ZerowatchError
 from zerowatch.runtime.common.all_or_none import PeerAttemptError
 from zerowatch.runtime.common.undo import UndoStack
-from zerowatch.runtime.tuner.policy.types import SwitchRequest, SwitchResult
+from zerowatch.runtime.tuner.policy.policy_types import SwitchRequest, SwitchResult
 from zerowatch.runtime.tuner.transaction import apply_switch, switch_all_ranks
 
 BEFORE = {"bucket": 100, "overlap": False, "codec": None}

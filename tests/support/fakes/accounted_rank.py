@@ -9,8 +9,8 @@ from fakes.rank_sets import FakeGroup, FakeGroups
 from zerowatch.metrics.catalog import communication
 from zerowatch.metrics.catalog.spec import MetricSpec
 from zerowatch.metrics.recorder import Recorder
-from zerowatch.runtime.cross_rank.local_accounting import LocalAccounting
-from zerowatch.runtime.cross_rank.rank_messages import CallReport, CompareResult
+from zerowatch.runtime.cross_rank.accounting.local_accounting import LocalAccounting
+from zerowatch.runtime.cross_rank.exchange.rank_messages import CallReport, CompareResult
 
 PATIENCE = 20.0
 

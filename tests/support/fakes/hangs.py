@@ -14,13 +14,13 @@ from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import HangSettings
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import PhaseTimer
-from zerowatch.runtime.cross_rank.hang_evidence import (
+from zerowatch.runtime.cross_rank.exchange.rank_messages import Heartbeat
+from zerowatch.runtime.cross_rank.hang.hang_evidence import (
     CallSummary,
     HangEvidence,
     RankSetSummary,
 )
-from zerowatch.runtime.cross_rank.hang_monitor import HangMonitor
-from zerowatch.runtime.cross_rank.rank_messages import Heartbeat
+from zerowatch.runtime.cross_rank.hang.hang_monitor import HangMonitor
 
 KEY = "0-1a2b3c4d"
 CALL = "all_reduce number 1234 of group dp (64 MiB, backward)"

@@ -9,8 +9,7 @@ from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.common.undo import Undo
 from zerowatch.runtime.tuner.policy.controller import Controller
 from zerowatch.runtime.tuner.policy.controller_interface import TunerOptions
-from zerowatch.runtime.tuner.policy.trial import Decision
-from zerowatch.runtime.tuner.policy.types import (
+from zerowatch.runtime.tuner.policy.policy_types import (
     Configuration,
     JobFacts,
     Numerics,
@@ -21,6 +20,7 @@ from zerowatch.runtime.tuner.policy.types import (
     Symptom,
     Value,
 )
+from zerowatch.runtime.tuner.policy.trial import Decision
 
 KNOB, OLD, NEW = "python_gc", "automatic", "between_steps"
 SWITCH_SECONDS = 0.01

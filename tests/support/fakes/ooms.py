@@ -14,8 +14,8 @@ from zerowatch.runtime.memory.oom.evidence import (
     OomEvidence,
     TrainingSetup,
 )
+from zerowatch.runtime.memory.oom.oom_error import OomError, find_oom_error
 from zerowatch.runtime.memory.oom.oom_remedies import Layout, LayoutBytes
-from zerowatch.runtime.memory.oom.parse_error import OomError, find_oom_error
 
 MIB, GIB = 2**20, 2**30
 

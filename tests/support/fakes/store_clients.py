@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch.distributed.distributed_c10d import Store
 
-from zerowatch.runtime.cross_rank.store_log import StoreConnection
+from zerowatch.runtime.cross_rank.exchange.store_log import StoreConnection
 
 
 class FakeClients:

@@ -10,9 +10,7 @@ from zerowatch.runtime.common.undo import Undo
 from zerowatch.runtime.tuner.policy.controller import Controller
 from zerowatch.runtime.tuner.policy.controller_interface import TunerOptions
 from zerowatch.runtime.tuner.policy.history_file import HistoryEntry
-from zerowatch.runtime.tuner.policy.search_history import SearchHistory
-from zerowatch.runtime.tuner.policy.trial import Decision
-from zerowatch.runtime.tuner.policy.types import (
+from zerowatch.runtime.tuner.policy.policy_types import (
     Configuration,
     JobFacts,
     Numerics,
@@ -24,6 +22,8 @@ from zerowatch.runtime.tuner.policy.types import (
     Symptom,
     Value,
 )
+from zerowatch.runtime.tuner.policy.search_history import SearchHistory
+from zerowatch.runtime.tuner.policy.trial import Decision
 
 STEP_SECONDS, SAMPLES = 1.0, 16
 WAITING = 0.6  # share of a step, for communication

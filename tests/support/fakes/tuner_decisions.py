@@ -10,9 +10,9 @@ from zerowatch.runtime.tuner.policy.ab_comparison import AbComparison, design_tr
 from zerowatch.runtime.tuner.policy.decision_log import Change, DecisionRecord
 from zerowatch.runtime.tuner.policy.diagnose import diagnose
 from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
+from zerowatch.runtime.tuner.policy.policy_types import JobFacts, Numerics, Symptom
 from zerowatch.runtime.tuner.policy.proposals import TunerInput, propose
 from zerowatch.runtime.tuner.policy.trial import Decision
-from zerowatch.runtime.tuner.policy.types import JobFacts, Numerics, Symptom
 
 SLOW_LINK = MetricsDelta(
     seconds=30.0,

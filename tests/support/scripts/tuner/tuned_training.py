@@ -21,7 +21,7 @@ from zerowatch.metrics.catalog import overhead, tuner
 from zerowatch.runtime.monitor import watch_thread
 from zerowatch.runtime.tuner import controller_runner
 from zerowatch.runtime.tuner.policy import proposals
-from zerowatch.runtime.tuner.policy.search import Search
+from zerowatch.runtime.tuner.policy.trial_search import TrialSearch
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -52,7 +52,7 @@ def be_quick() -> None:
     proposals.KNOBS = tuple(knob for knob in proposals.KNOBS if knob.name != "python_gc")
     controller_runner.POLL_SECONDS = 0.0
     watch_thread.TICK_SECONDS = 0.05
-    design_of, least_gains = Search._design, cycle((-0.9, 0.01))
+    design_of, least_gains = TrialSearch._design, cycle((-0.9, 0.01))
 
     def design(*args: Any, **kwargs: Any) -> Any:
         return replace(
@@ -65,7 +65,7 @@ def be_quick() -> None:
             min_gain=next(least_gains),
         )
 
-    Search._design = design  # type: ignore[method-assign]
+    TrialSearch._design = design  # type: ignore[method-assign]
 
 
 def make(

@@ -23,10 +23,10 @@ from scripts.separate_ranks import meet as join
 from zerowatch.runtime.engine.rebuild import engine_replacement
 from zerowatch.runtime.monitor import watch_thread
 from zerowatch.runtime.tuner import controller_runner
-from zerowatch.runtime.tuner.policy import search, trial
+from zerowatch.runtime.tuner.policy import trial, trial_search
 from zerowatch.runtime.tuner.policy.knob_registry import SPECS
+from zerowatch.runtime.tuner.policy.policy_types import Numerics, Proposal, Symptom, Value
 from zerowatch.runtime.tuner.policy.proposals import TunerInput
-from zerowatch.runtime.tuner.policy.types import Numerics, Proposal, Symptom, Value
 
 LONGEST = 400  # steps
 ACCEPTED, REFUSED = -0.9, 9.0  # least gains that any trial or no trial reaches
@@ -64,10 +64,10 @@ class Director:
     def __init__(self, trained: Trained) -> None:
         self._trained, self._remaining = trained, iter(SCRIPT)
         self.current: Try | None = None
-        design_of = search.Search._design
-        search.diagnose = lambda reading, thresholds: (SYMPTOM,)
-        search.propose = self._propose
-        search.Search._design = lambda *args: replace(  # type: ignore[method-assign]
+        design_of = trial_search.TrialSearch._design
+        trial_search.diagnose = lambda reading, thresholds: (SYMPTOM,)
+        trial_search.propose = self._propose
+        trial_search.TrialSearch._design = lambda *args: replace(  # type: ignore[method-assign]
             design_of(*args),
             block_steps=2,
             settle_steps=1,

@@ -27,7 +27,7 @@ from scripts.separate_ranks import meet as join
 
 from zerowatch.errors import ZerowatchError
 from zerowatch.runtime.tuner.knobs.run_knobs import RunKnobs
-from zerowatch.runtime.tuner.policy.types import SwitchRequest
+from zerowatch.runtime.tuner.policy.policy_types import SwitchRequest
 from zerowatch.runtime.tuner.transaction import switch_all_ranks
 
 OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1000 bytes."

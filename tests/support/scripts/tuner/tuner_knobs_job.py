@@ -20,7 +20,7 @@ from scripts.separate_ranks import meet as join
 
 from zerowatch.runtime.tuner.knobs.read_only_knobs import ReadOnlyKnobs
 from zerowatch.runtime.tuner.knobs.run_knobs import RunKnobs
-from zerowatch.runtime.tuner.policy.types import Configuration, SwitchRequest
+from zerowatch.runtime.tuner.policy.policy_types import Configuration, SwitchRequest
 from zerowatch.runtime.tuner.transaction import switch_all_ranks
 
 Results = dict[str, Any]

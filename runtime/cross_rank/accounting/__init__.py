@@ -1,0 +1,1 @@
+"""The calls of this rank: their sequence, and what they cost."""

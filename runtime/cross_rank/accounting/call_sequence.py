@@ -1,0 +1,177 @@
+"""Follows the calls that this rank issues on one rank set, and reports them once each.
+
+It reads the recent calls that the instrumentation keeps. It runs on the comparison thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from ....metrics.catalog.labels import OPS
+from ...collectives.groups import RECENT_CALLS, CollectiveCall, RankSet
+from ..exchange.rank_messages import MAX_PENDING_VALUES, CallReport, SequenceHash, signature
+
+# The operation whose size may differ between members, so that the size on one rank does not explain
+# the duration on another.
+UNEVEN = OPS.index("all_to_all")
+# Signatures that are cached: a job whose sizes change all the time has new ones all the time.
+MAX_SIGNATURES = 4096
+
+
+class CallSequence:
+    """The calls of one rank set on this rank, from being issued to being compared.
+
+    Args:
+        rank_set: The rank set.
+        from_now: Whether to leave out the calls issued so far.
+
+    Attributes:
+        rank_set: The rank set.
+        names: The readable form of each signature.
+        unmatched: Calls that are reported and wait for a result, in order.
+        unreported: Settled calls that are not reported: without a number, such as send, or dropped.
+        lost: Whether calls were dropped since this was last reset, as they were too many.
+    """
+
+    def __init__(self, rank_set: RankSet, *, from_now: bool) -> None:
+        self.rank_set = rank_set
+        self.names: dict[int, str] = {}
+        self.unmatched: deque[CollectiveCall] = deque()
+        self.unreported: list[CollectiveCall] = []
+        self.lost = False
+        self._signatures: dict[tuple[object, ...], int] = {}
+        self._in_flight: deque[CollectiveCall] = deque()
+        self._settled: deque[CollectiveCall] = deque()  # numbered, not reported yet
+        self._deferred: deque[CollectiveCall] = deque()  # unnumbered or dropped, not settled yet
+        self._issued: list[int] = []  # signatures not reported yet
+        self._last_seen: CollectiveCall | None = None
+        self._first_issued = self._next_timed = 1
+        if from_now:
+            self._skip_recent()
+        self._prefix_hash: SequenceHash | None = SequenceHash(since=self._first_issued, crc=0)
+
+    def poll(self) -> None:
+        """Read new calls, before the instrumentation's record of recent calls overflows."""
+        for call in self._new_calls():
+            self._in_flight.append(call)
+            if call.sequence:
+                self._add_signature(call)
+        self._advance()
+        while len(self._in_flight) > RECENT_CALLS:  # a call that never settles must not block all
+            self._drop_first(self._in_flight)
+            self._advance()
+        while len(self._settled) > MAX_PENDING_VALUES:  # the receiver would not keep more
+            self._drop_first(self._settled)
+        for _ in range(len(self._deferred)):
+            self._defer(self._deferred.popleft())
+
+    def drain_report(self) -> CallReport:
+        """Return what is new: signatures of issued calls, durations of settled ones."""
+        self.poll()
+        prefix_hash, signatures = self._prefix_hash, np.array(self._issued, np.uint32)
+        self._prefix_hash = None if prefix_hash is None else prefix_hash.extended(signatures)
+        settled = self._drain_settled()
+        self._next_timed = settled[0].sequence if settled else self._next_timed
+        report = CallReport(
+            first_timed=self._next_timed,
+            durations=np.array(
+                [call.duration_ns / 1e9 if call.timed else np.nan for call in settled], np.float32
+            ),
+            first_issued=self._first_issued,
+            signatures=signatures,
+            prefix_hash=prefix_hash,
+        )
+        self._first_issued += len(self._issued)
+        self._issued.clear()
+        self._next_timed += len(settled)
+        self.unmatched.extend(settled)
+        return report
+
+    def names_in(self, report: CallReport) -> dict[int, str]:
+        """Return what the signatures of a report stand for."""
+        return {one: self.names[one] for one in set(report.signatures.tolist())}
+
+    def _skip_recent(self) -> None:
+        for call in self.rank_set.recent.copy():
+            self._last_seen = call
+            if call.sequence:
+                self._first_issued = self._next_timed = call.sequence + 1
+
+    def _new_calls(self) -> list[CollectiveCall]:
+        try:
+            new, is_complete = self._since_last_seen(self.rank_set.recent)
+        except RuntimeError:  # another call was recorded meanwhile; copying is atomic
+            new, is_complete = self._since_last_seen(self.rank_set.recent.copy())
+        self.lost |= not is_complete
+        if new:
+            self._last_seen = new[-1]
+        return new
+
+    def _since_last_seen(self, recent: deque[CollectiveCall]) -> tuple[list[CollectiveCall], bool]:
+        """Return the calls since the last poll, and whether none is missing before them."""
+        new: list[CollectiveCall] = []
+        for call in reversed(recent):
+            if call is self._last_seen:
+                return new[::-1], True
+            new.append(call)
+        return new[::-1], self._last_seen is None
+
+    def _add_signature(self, call: CollectiveCall) -> None:
+        if not self._issued and len(self._signatures) > MAX_SIGNATURES:
+            self._signatures.clear()
+            self.names.clear()
+        if call.sequence != self._first_issued + len(self._issued):
+            self.lost, self._prefix_hash = True, None
+            self._first_issued = call.sequence
+            self._issued.clear()
+        self._issued.append(self._signature(call))
+
+    def _advance(self) -> None:
+        """Sort the calls that have settled into those to report, in order, and local ones."""
+        while self._in_flight and (self._in_flight[0].settled or not self._in_flight[0].sequence):
+            call = self._in_flight.popleft()
+            if call.sequence:
+                self._settled.append(call)
+            else:
+                self._defer(call)
+
+    def _drop_first(self, calls: deque[CollectiveCall]) -> None:
+        """Exclude the first of these calls from the comparison; its cost still counts."""
+        self.lost = True
+        self._defer(calls.popleft())
+
+    def _defer(self, call: CollectiveCall) -> None:
+        """Count a call as not reported, once it has settled."""
+        if call.settled:
+            self.unreported.append(call)
+            return
+        self._deferred.append(call)
+        if len(self._deferred) > RECENT_CALLS:
+            self._deferred.popleft()
+            self.lost = True
+
+    def _drain_settled(self) -> list[CollectiveCall]:
+        """Return the settled calls with contiguous numbers."""
+        settled: list[CollectiveCall] = []
+        while self._settled:
+            if settled and self._settled[0].sequence != settled[-1].sequence + 1:
+                break
+            settled.append(self._settled.popleft())
+        return settled
+
+    def _signature(self, call: CollectiveCall) -> int:
+        size = 0 if call.op == UNEVEN else call.payload_bytes
+        key = (call.op, call.dtype, size)
+        known = self._signatures.get(key)
+        if known is None:
+            op, dtype = OPS[call.op], str(call.dtype).removeprefix("torch.")
+            known = self._signatures[key] = signature(op, dtype, size)
+            self.names[known] = describe_call(op, dtype, size)
+        return known
+
+
+def describe_call(op: str, dtype: str, payload_bytes: int) -> str:
+    """Describe a call, such as "all_reduce of 4096 bytes (float32)"."""
+    return f"{op} of {payload_bytes} bytes ({dtype})" if payload_bytes else op

@@ -1,0 +1,198 @@
+"""Reports this rank's collectives to the comparison, and adds up what they cost on this rank."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from ....metrics.catalog import communication
+from ....metrics.catalog.labels import OPS, OWN_GROUP
+from ....metrics.recorder import Recorder
+from ...collectives.groups import CollectiveCall, Groups, RankSet
+from ...collectives.ops import SYMMETRIC
+from ..exchange.rank_messages import CallReport, CompareResult
+from .call_sequence import CallSequence
+from .comm_costs import CommCosts, CostTotals
+
+
+class LocalAccounting:
+    """Adds up the costs of this rank's collectives, from its construction on.
+
+    A call is matched if the same call was found on all ranks of its rank set, so that its wait is
+    measured. The wait of any other call is estimated from the link, as long as the ranks are
+    compared and their calls match. Otherwise it is unknown, and the call counts as exposed only.
+
+    The argument `is_compared` is whether the ranks are compared at all.
+
+    Args:
+        groups: The process groups seen so far.
+        recorder: Receives the costs.
+        now: A monotonic clock, in seconds.
+
+    Attributes:
+        volume_ratio: Wire bytes of a step over the reference volume; None while unknown.
+        unmatched: Times that calls could not be matched: no result came, calls were lost, or the
+            ranks had diverged.
+    """
+
+    def __init__(
+        self, groups: Groups, recorder: Recorder, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.volume_ratio: float | None = None
+        self.unmatched = 0
+        self._groups = groups
+        self._recorder = recorder
+        self._now = now
+        self._totals = CostTotals()
+        self._states: dict[RankSet, _RankSetState] = {
+            rank_set: _RankSetState(CallSequence(rank_set, from_now=True))
+            for rank_set in groups.rank_sets()
+        }
+
+    def poll(self, *, is_compared: bool) -> None:
+        """Read new calls, so that none is lost before it is reported."""
+        for rank_set in self._groups.rank_sets():
+            state = self._state(rank_set)
+            state.sequence.poll()
+            self._add_unreported(state, is_compared=is_compared)
+
+    def drain_reports(self, *, is_compared: bool) -> tuple[dict[str, CallReport], dict[int, str]]:
+        """Return what is new, by the rank set's key, and what its signatures stand for."""
+        reports: dict[str, CallReport] = {}
+        names: dict[int, str] = {}
+        for rank_set in self._groups.rank_sets():
+            state = self._state(rank_set)
+            report = state.sequence.drain_report()
+            self._add_unreported(state, is_compared=is_compared)
+            if rank_set.size > 1:
+                reports[rank_set.key] = report
+                names.update(state.sequence.names_in(report))
+                if len(report.durations):
+                    end = report.first_timed + len(report.durations)
+                    state.reported.append((self._now(), end))
+        return reports, names
+
+    def has_pending(self) -> bool:
+        """Whether reported calls wait for a result."""
+        return any(state.reported for state in self._states.values())
+
+    def match(self, rank_set: RankSet, result: CompareResult) -> None:
+        """Add the costs of the calls whose least duration over the ranks is known now."""
+        state = self._states.get(rank_set)
+        if state is None:
+            return
+        unmatched = state.sequence.unmatched
+        end, failed = result.first_call + len(result.min_durations), False
+        rest: list[tuple[CollectiveCall, bool]] = []
+        while unmatched and unmatched[0].sequence < end:
+            call = unmatched.popleft()
+            at = call.sequence - result.first_call
+            min_seconds = float(result.min_durations[at]) if at >= 0 else math.nan
+            if at >= 0 and call.timed:  # a result includes this rank's own duration at least
+                state.is_matching = not math.isnan(min_seconds)
+                failed |= not state.is_matching
+            if math.isnan(min_seconds) or not _has_counterparts(call):
+                rest.append((call, state.is_matching))
+            else:
+                costs = state.costs_of(call)
+                costs.add_matched(call, min_seconds, self._totals, self.volume_ratio)
+        self.unmatched += failed
+        for call, is_matching in rest:  # last, as the calls above show what the link can do
+            state.costs_of(call).refit()
+            self._add_unmatched(state, call, is_compared=is_matching)
+        while state.reported and not (unmatched and unmatched[0].sequence < state.reported[0][1]):
+            state.reported.popleft()
+
+    def expire(self, patience_seconds: float, *, is_compared: bool) -> None:
+        """Add calls without a result for so long as unmatched; with 0 s, that is no failure."""
+        before = self._now() - patience_seconds
+        for state in self._states.values():
+            end = 0
+            while state.reported and state.reported[0][0] <= before:
+                end = state.reported.popleft()[1]
+            unmatched = state.sequence.unmatched
+            is_late = patience_seconds > 0 and bool(unmatched) and unmatched[0].sequence < end
+            state.is_matching = state.is_matching and not is_late
+            while unmatched and unmatched[0].sequence < end:
+                call = unmatched.popleft()
+                self._add_unmatched(state, call, is_compared=state.is_matching and is_compared)
+            self.unmatched += is_late + state.sequence.lost
+            state.sequence.lost = False
+
+    def publish(self) -> None:
+        """Write what was added since the last call; call this within a commit."""
+        totals, self._totals = self._totals, CostTotals()
+        by_role: dict[str, CommCosts] = {}  # of several, the one that sent the most
+        for state in self._states.values():
+            role = state.sequence.rank_set.role
+            for (_, is_own), costs in state.costs.items():
+                costs.refit()
+                if is_own:
+                    continue  # a few bytes say nothing about the training's link
+                if role not in by_role or costs.wire_bytes > by_role[role].wire_bytes:
+                    by_role[role] = costs
+        totals.publish(self._recorder)
+        for costs in by_role.values():
+            costs.publish(self._recorder)
+        self._recorder.set(communication.EXCHANGE_FAILURES, self.unmatched, "unmatched")
+
+    def issued(self) -> Mapping[str, int]:
+        """Return the number of the last call issued, by the rank set's key."""
+        return {rank_set.key: rank_set.issued for rank_set in self._groups.rank_sets()}
+
+    def _state(self, rank_set: RankSet) -> _RankSetState:
+        if rank_set not in self._states:
+            self._states[rank_set] = _RankSetState(CallSequence(rank_set, from_now=False))
+        return self._states[rank_set]
+
+    def _add_unreported(self, state: _RankSetState, *, is_compared: bool) -> None:
+        """Add the calls that are not reported to the comparison."""
+        sequence = state.sequence
+        calls = sequence.unreported
+        if sequence.rank_set.size == 1:
+            calls = [*calls, *sequence.unmatched]
+            sequence.unmatched.clear()
+        for call in calls:
+            self._add_unmatched(state, call, is_compared=state.is_matching and is_compared)
+        sequence.unreported.clear()
+
+    def _add_unmatched(
+        self, state: _RankSetState, call: CollectiveCall, *, is_compared: bool
+    ) -> None:
+        """Estimate the wait of a call that was not matched, or count it as exposed only."""
+        costs = state.costs_of(call)
+        if state.sequence.rank_set.size == 1 or is_compared:
+            costs.add_estimated(call, self._totals, self.volume_ratio)
+        else:
+            costs.add_exposed_only(call, self._totals)
+
+
+class _RankSetState:
+    """One rank set: its calls, their costs, and which of them were reported when.
+
+    Attributes:
+        is_matching: Whether the members' calls match: the last result held durations. It did not
+            where there is no other rank to compare with, or the ranks have diverged.
+        costs: The costs of each backend, as each has a link of its own; and whether they are those
+            of zerowatch's own collectives.
+        reported: When calls were reported, and the number after the last of them.
+    """
+
+    def __init__(self, sequence: CallSequence) -> None:
+        self.sequence = sequence
+        self.is_matching = True
+        self.costs: dict[tuple[str, bool], CommCosts] = {}
+        self.reported: deque[tuple[float, int]] = deque()
+
+    def costs_of(self, call: CollectiveCall) -> CommCosts:
+        key = (call.group.backend, call.group.role == OWN_GROUP)
+        costs = self.costs.get(key)
+        if costs is None:
+            costs = self.costs[key] = CommCosts(self.sequence.rank_set)
+        return costs
+
+
+def _has_counterparts(call: CollectiveCall) -> bool:
+    return call.timed and OPS[call.op] in SYMMETRIC

@@ -1,0 +1,238 @@
+"""The messages that ranks exchange over the c10d store, and their encoding.
+
+A call on one rank corresponds to the call with the same rank set key and number on another rank.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from ..divergence import Divergence, parse_divergence
+from ..stragglers import StepTimeReference, StepTimes, Straggler
+
+Durations = npt.NDArray[np.float32]  # seconds; NaN where a call was not timed
+Signatures = npt.NDArray[np.uint32]
+NO_DURATIONS: Durations = np.empty(0, np.float32)
+NO_SIGNATURES: Signatures = np.empty(0, np.uint32)
+
+# A rank keeps at most so many values of each kind for a rank set, in case others never use them.
+MAX_PENDING_VALUES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceHash:
+    """A hash of all signatures from call number `since` on, up to some call.
+
+    Ranks with equal hashes have issued the same calls. A rank that has lost calls has no hash, and
+    hashes with different `since` cannot be compared.
+    """
+
+    since: int
+    crc: int
+
+    def extended(self, signatures: Signatures) -> SequenceHash:
+        """Return the hash that covers `signatures`, too."""
+        return SequenceHash(since=self.since, crc=zlib.crc32(signatures.tobytes(), self.crc))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallReport:
+    """The new calls of one rank set on one rank, or on several ranks after merging.
+
+    The two arrays cover different calls: a call is issued some time before its duration is known.
+
+    Attributes:
+        first_timed: Number of the call that `durations` starts with.
+        durations: Seconds, NaN where a call was not timed.
+        first_issued: Number of the call that `signatures` starts with.
+        signatures: The signature of each call, as `signature` computes it.
+        prefix_hash: Hash of the signatures before `first_issued`; None if unknown.
+    """
+
+    first_timed: int
+    durations: Durations
+    first_issued: int
+    signatures: Signatures
+    prefix_hash: SequenceHash | None
+
+
+EMPTY_CALL_REPORT = CallReport(
+    first_timed=0,
+    durations=NO_DURATIONS,
+    first_issued=0,
+    signatures=NO_SIGNATURES,
+    prefix_hash=None,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """The report of one rank at one exchange, or of the first rank of a block for its block.
+
+    Attributes:
+        calls: The calls of each rank set, by its key.
+        names: The readable form of each signature.
+        step_times: The step times of each rank.
+        divergences: The divergence of a rank set that has one, by its key.
+    """
+
+    calls: Mapping[str, CallReport]
+    names: Mapping[int, str] = field(default_factory=dict)
+    step_times: Mapping[int, StepTimes] = field(default_factory=dict)
+    divergences: Mapping[str, Divergence] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareResult:
+    """The result of comparing the reports of a rank set's members.
+
+    Attributes:
+        first_call: Number of the call that `min_durations` starts with.
+        min_durations: The least duration of each call over the ranks, in seconds.
+        reference: The step times with which each rank's are compared; None if no rank sent any.
+        stragglers: The ranks that are slow now.
+        divergence: The first divergence, in one result only; None in all others.
+    """
+
+    first_call: int
+    min_durations: Durations
+    reference: StepTimeReference | None = None
+    stragglers: tuple[Straggler, ...] = ()
+    divergence: Divergence | None = None
+
+
+EMPTY_RESULT = CompareResult(first_call=0, min_durations=NO_DURATIONS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """The last heartbeat of a rank.
+
+    Attributes:
+        rank: The global rank.
+        host: The host of the rank.
+        age_seconds: Seconds, at least, since its last heartbeat; None if only one was read.
+        issued: Number of the last collective that it issued, by the rank set's key.
+        pause: Why it is expected to make no progress; None while it trains.
+    """
+
+    rank: int
+    host: str
+    age_seconds: float | None
+    issued: Mapping[str, int]
+    pause: str | None = None
+
+
+def signature(op: str, dtype: str, payload_bytes: int) -> int:
+    """Return 32 bits that differ between calls that cannot be of one collective."""
+    return zlib.crc32(f"{op} {dtype} {payload_bytes}".encode())
+
+
+def encode_report(report: RankReport) -> bytes:
+    """Encode a report: a line of JSON, then the arrays, compressed."""
+    head: dict[str, Any] = {
+        "sections": [
+            [key, c.first_timed, len(c.durations), c.first_issued, len(c.signatures), c.prefix_hash]
+            for key, c in report.calls.items()
+        ],
+        "names": list(report.names.items()),
+        "paces": [
+            [rank, times.num_steps, times.step_seconds, times.busy_seconds, times.deviation_seconds]
+            for rank, times in report.step_times.items()
+        ],
+        "divergences": list(report.divergences.items()),
+    }
+    arrays = b"".join(c.durations.tobytes() + c.signatures.tobytes() for c in report.calls.values())
+    return _compress(head, arrays)
+
+
+def decode_report(message: bytes) -> RankReport:
+    """Decode a report.
+
+    Raises:
+        ValueError: The message is no report.
+    """
+    try:
+        head, arrays = _decompress(message)
+        calls, at = {}, 0
+        for key, first_timed, timed, first_issued, issued, prefix_hash in head["sections"]:
+            calls[key] = CallReport(
+                first_timed=int(first_timed),
+                durations=np.frombuffer(arrays, np.float32, timed, at),
+                first_issued=int(first_issued),
+                signatures=np.frombuffer(arrays, np.uint32, issued, at + 4 * timed),
+                prefix_hash=None if prefix_hash is None else SequenceHash(**prefix_hash),
+            )
+            at += 4 * (timed + issued)
+        return RankReport(
+            calls=calls,
+            names=dict(head["names"]),
+            step_times={
+                rank: StepTimes(
+                    num_steps=num_steps,
+                    step_seconds=step_seconds,
+                    busy_seconds=tuple(busy_seconds),
+                    deviation_seconds=tuple(deviation_seconds),
+                )
+                for rank, num_steps, step_seconds, busy_seconds, deviation_seconds in head["paces"]
+            },
+            divergences={key: parse_divergence(fields) for key, fields in head["divergences"]},
+        )
+    except (zlib.error, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"not a report of a rank: {error}") from None
+
+
+def encode_result(result: CompareResult) -> bytes:
+    """Encode a result: a line of JSON, then the durations, compressed."""
+    head = {
+        "first": result.first_call,
+        "reference": result.reference,
+        "stragglers": result.stragglers,
+        "divergence": result.divergence,
+    }
+    return _compress(head, result.min_durations.tobytes())
+
+
+def decode_result(message: bytes) -> CompareResult:
+    """Decode a result.
+
+    Raises:
+        ValueError: The message is no result.
+    """
+    try:
+        head, durations = _decompress(message)
+        return CompareResult(
+            first_call=int(head["first"]),
+            min_durations=np.frombuffer(durations, np.float32),
+            reference=_parse_reference(head["reference"]),
+            stragglers=tuple(Straggler(**fields) for fields in head["stragglers"]),
+            divergence=head["divergence"] and parse_divergence(head["divergence"]),
+        )
+    except (zlib.error, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"not a result of a comparison: {error}") from None
+
+
+def _compress(head: Mapping[str, Any], arrays: bytes) -> bytes:
+    # JSON keys are strings: `Divergence.issued` is by rank.
+    line = orjson.dumps(head, option=orjson.OPT_NON_STR_KEYS)
+    return zlib.compress(line + b"\n" + arrays, 1)
+
+
+def _decompress(message: bytes) -> tuple[dict[str, Any], bytes]:
+    line, _, arrays = zlib.decompress(message).partition(b"\n")
+    return orjson.loads(line), arrays
+
+
+def _parse_reference(fields: Mapping[str, Any] | None) -> StepTimeReference | None:
+    if fields is None:
+        return None
+    return StepTimeReference(
+        step_seconds=fields["step_seconds"], busy_seconds=tuple(fields["busy_seconds"])
+    )

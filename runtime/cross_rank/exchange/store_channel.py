@@ -1,0 +1,301 @@
+"""Sends and receives the reports, results and heartbeats of the ranks over the c10d store."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ....metrics.catalog import communication
+from ....metrics.recorder import Recorder
+from ...collectives.groups import RankSet
+from .coordinator import Coordinator, rank_blocks
+from .heartbeats import HeartbeatTable
+from .rank_messages import (
+    EMPTY_CALL_REPORT,
+    EMPTY_RESULT,
+    CompareResult,
+    Heartbeat,
+    RankReport,
+    decode_report,
+    decode_result,
+    encode_report,
+    encode_result,
+)
+from .store_log import StoreConnection, StoreLogReader, StoreLogWriter
+
+logger = logging.getLogger(__name__)
+
+# Exchanges without a report after which a rank is left out, and without a result after which a call
+# counts as unmatched.
+PATIENCE_EXCHANGES = 4
+
+
+class StoreChannel:
+    """The connection of one rank to the others: it sends reports, and reads results and heartbeats.
+
+    Args:
+        store: The connection.
+        rank: This rank.
+        host: This rank's host.
+        patience_seconds: Time without a report after which a rank is left out.
+        stuck_seconds: Time without progress after which the others' heartbeats are read.
+        recorder: Counts ranks that are left out, and messages that cannot be decoded.
+
+    Raises:
+        RuntimeError: The store does not respond; raised by every method but `clear_heartbeats`.
+    """
+
+    def __init__(
+        self,
+        store: StoreConnection,
+        *,
+        rank: int,
+        host: str,
+        patience_seconds: float,
+        stuck_seconds: float,
+        recorder: Recorder,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._patience_seconds = patience_seconds
+        self._recorder = recorder
+        self._reports = StoreLogWriter(store, _report_log(rank))
+        self._coordinators = CoordinatorReader(store, rank, patience_seconds, recorder)
+        self._results: dict[str, StoreLogReader] = {}
+        self._heartbeats = HeartbeatTable(store, rank, host, stuck_seconds)
+
+    @property
+    def peers(self) -> Mapping[int, Heartbeat]:
+        """The last heartbeats that were read, by rank."""
+        return self._heartbeats.heartbeats
+
+    @property
+    def others_hang(self) -> bool:
+        """Whether another rank had announced a hang at the last poll."""
+        return self._heartbeats.others_hang
+
+    def post_report(self, report: RankReport) -> None:
+        """Send a report to the coordinators."""
+        self._reports.append(encode_report(report))
+
+    def poll(
+        self, rank_sets: Iterable[RankSet], compared: RankSet | None
+    ) -> list[tuple[RankSet, CompareResult]]:
+        """Coordinate the rank sets of which this rank is the first; return all new results.
+
+        Args:
+            rank_sets: This rank's rank sets.
+            compared: The rank set over which stragglers are detected.
+        """
+        shared = [rank_set for rank_set in rank_sets if rank_set.size > 1]
+        for rank_set in shared:
+            self._coordinators.add(rank_set)
+        results = self._coordinators.poll(compared)
+        for rank_set in shared:
+            if rank_set.members[0] != self._rank:
+                results += [(rank_set, result) for result in self._read_results(rank_set.key)]
+        return results
+
+    def longest_silence_seconds(self) -> float:
+        """Return the seconds without an entry in the log that has been silent longest."""
+        readers = (reader for reader in self._results.values() if reader.has_entries)
+        silences = (reader.silent_seconds() for reader in readers)
+        return max(self._coordinators.longest_silence_seconds(), *silences, 0.0)
+
+    def post_heartbeat(self, issued: Mapping[str, int], pause: str | None) -> None:
+        """Send a heartbeat.
+
+        Args:
+            issued: The number of the last call issued, by the rank set's key.
+            pause: Why this rank is expected to make no progress; None while it trains.
+        """
+        self._heartbeats.post(issued, pause)
+
+    def poll_heartbeats(self, rank_sets: Iterable[RankSet], *, is_stuck: bool) -> None:
+        """Read whether a hang is announced and, every few seconds, the members' heartbeats.
+
+        Args:
+            rank_sets: This rank's rank sets.
+            is_stuck: Whether there was no progress for `stuck_seconds`.
+        """
+        ranks = {rank for rank_set in rank_sets for rank in rank_set.members}
+        self._heartbeats.poll(ranks, is_stuck=is_stuck)
+
+    def clear_heartbeats(self) -> None:
+        """Discard what was read of heartbeats, as training makes progress."""
+        self._heartbeats.clear()
+
+    def announce_hang(self) -> None:
+        """Announce to the others that this rank hangs."""
+        self._heartbeats.announce_hang()
+
+    def _read_results(self, key: str) -> list[CompareResult]:
+        reader = self._results.get(key)
+        if reader is None:
+            reader = self._results[key] = StoreLogReader(self._store, _result_log(key))
+        results = []
+        for entry in reader.poll(self._patience_seconds):
+            try:
+                results.append(decode_result(entry))
+            except ValueError:  # of another version of zerowatch
+                _count_peer_failure(self._recorder)
+        return results
+
+
+class CoordinatorReader:
+    """Reads the reports for the rank sets, and blocks of rank sets, of which this rank is first.
+
+    Args:
+        store: The connection.
+        rank: This rank.
+        patience_seconds: Time without a report after which a rank is left out.
+        recorder: Counts ranks that are left out, and messages that cannot be decoded.
+
+    Raises:
+        RuntimeError: The store does not respond; raised by every method.
+    """
+
+    def __init__(
+        self, store: StoreConnection, rank: int, patience_seconds: float, recorder: Recorder
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._patience_seconds = patience_seconds
+        self._recorder = recorder
+        self._known: set[str] = set()
+        self._sources: dict[str, _Source] = {}  # by the log's name
+        self._blocks: list[_Coordinated] = []
+        self._rank_sets: list[_Coordinated] = []
+
+    def add(self, rank_set: RankSet) -> None:
+        """Coordinate a rank set, if this rank is responsible. Does nothing the second time."""
+        if rank_set.key in self._known or rank_set.size < 2:
+            return
+        self._known.add(rank_set.key)
+        blocks = rank_blocks(rank_set.members)
+        has_blocks = len(blocks) < rank_set.size
+        if has_blocks and self._rank in blocks:
+            block = blocks[self._rank]
+            coordinator = Coordinator(rank_set, {rank: (rank,) for rank in block})
+            self._subscribe(coordinator, {rank: _report_log(rank) for rank in block})
+            self._blocks.append(
+                _Coordinated(rank_set, coordinator, self._writer(_block_log(rank_set, self._rank)))
+            )
+        if self._rank == rank_set.members[0]:
+            coordinator = Coordinator(rank_set, blocks)
+            logs = {
+                child: _block_log(rank_set, child) if has_blocks else _report_log(child)
+                for child in blocks
+            }
+            self._subscribe(coordinator, logs)
+            self._rank_sets.append(
+                _Coordinated(rank_set, coordinator, self._writer(_result_log(rank_set.key)))
+            )
+
+    def poll(self, compared: RankSet | None) -> list[tuple[RankSet, CompareResult]]:
+        """Read new reports, send what results from them, and return this rank's own results.
+
+        Args:
+            compared: The rank set over which stragglers are detected.
+        """
+        for source in self._sources.values():
+            self._read(source)
+        for block in self._blocks:
+            report = block.coordinator.drain_report()
+            if report is not None or self._keep_alive_due(block.writer):
+                empty = RankReport(calls={block.rank_set.key: EMPTY_CALL_REPORT})
+                block.writer.append(encode_report(report or empty))
+        results = []
+        for each in self._rank_sets:
+            result = each.coordinator.drain_result(compare_step_times=each.rank_set is compared)
+            if result is not None or self._keep_alive_due(each.writer):
+                each.writer.append(encode_result(result or EMPTY_RESULT))
+            if result is not None:
+                results.append((each.rank_set, result))
+        return results
+
+    def longest_silence_seconds(self) -> float:
+        """Return the seconds since a report of the rank that has been silent longest; 0 if none."""
+        silences = (
+            source.reader.silent_seconds()
+            for name, source in self._sources.items()
+            # Not every rank of a block may use the rank set, but each sends reports.
+            if source.reader.has_entries or name == _report_log(source.child)
+        )
+        return max(silences, default=0.0)
+
+    def _writer(self, name: str) -> StoreLogWriter:
+        return StoreLogWriter(self._store, name)
+
+    def _keep_alive_due(self, writer: StoreLogWriter) -> bool:
+        """Whether an empty entry is due, so that readers do not see a silence."""
+        return PATIENCE_EXCHANGES * writer.silent_seconds() > 1.2 * self._patience_seconds
+
+    def _subscribe(self, coordinator: Coordinator, logs: Mapping[int, str]) -> None:
+        for child, name in logs.items():
+            if name not in self._sources:
+                self._sources[name] = _Source(StoreLogReader(self._store, name), child)
+            self._sources[name].coordinators.append(coordinator)
+
+    def _read(self, source: _Source) -> None:
+        for entry in source.reader.poll(self._patience_seconds):
+            source.is_excluded = False
+            try:
+                report = decode_report(entry)
+            except ValueError:  # of another version of zerowatch
+                _count_peer_failure(self._recorder)
+                continue
+            for coordinator in source.coordinators:
+                coordinator.add(source.child, report)
+        if source.reader.silent_seconds() > self._patience_seconds:
+            self._exclude(source)
+
+    def _exclude(self, source: _Source) -> None:
+        if source.is_excluded:
+            return
+        source.is_excluded = True
+        _count_peer_failure(self._recorder)
+        logger.warning(
+            "rank %d has not reported for %.0f s and is excluded from the comparison until it "
+            "does; it may hang, be stopped, or run without monitoring",
+            source.child,
+            source.reader.silent_seconds(),
+        )
+        for coordinator in source.coordinators:
+            coordinator.exclude(source.child)
+
+
+@dataclass(slots=True)
+class _Source:
+    """A log, the rank that writes it, and this rank's coordinators that use it."""
+
+    reader: StoreLogReader
+    child: int
+    coordinators: list[Coordinator] = field(default_factory=list)
+    is_excluded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Coordinated:
+    """A rank set, or a block of it, that this rank coordinates, and the log of the outcome."""
+
+    rank_set: RankSet
+    coordinator: Coordinator
+    writer: StoreLogWriter
+
+
+def _report_log(rank: int) -> str:
+    return f"report/{rank}"
+
+
+def _block_log(rank_set: RankSet, first_rank: int) -> str:
+    return f"block/{rank_set.key}/{first_rank}"
+
+
+def _result_log(key: str) -> str:
+    return f"result/{key}"
+
+
+def _count_peer_failure(recorder: Recorder) -> None:
+    recorder.add(communication.EXCHANGE_FAILURES, 1, "peer")

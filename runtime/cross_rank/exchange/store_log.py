@@ -1,0 +1,186 @@
+"""Access to the c10d store: a connection that is opened again after a failure, and logs in it.
+
+Nothing here waits for another rank. Reading an absent key would, so keys are checked first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import Store
+
+from ....metrics.backoff import Backoff
+from ...common.rank_store import StoreClientFactory
+
+# Delay before the first retry after a failure; it doubles with each failure.
+FIRST_RETRY_SECONDS = 30.0
+MAX_RETRY_SECONDS = 300.0
+# Entries of a log that are kept; older ones are deleted, so that the store does not grow.
+MAX_ENTRIES = 16
+
+
+class StoreConnection:
+    """A client of the store for one thread; only `set_timeout` may be called on others.
+
+    Args:
+        clients: Makes clients.
+        now: A monotonic clock, in seconds, also for the logs over this connection.
+
+    Attributes:
+        now: The same clock, for the logs.
+        opened_at: Time of the last opening; before the first, time of construction.
+
+    Raises:
+        RuntimeError: The store does not respond; raised by every method but `mark_failed`, `close`
+            and `set_timeout`.
+    """
+
+    def __init__(
+        self, clients: StoreClientFactory, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.now = now
+        self.opened_at = now()
+        self._clients = clients
+        self._client: Store | None = None
+        self._backoff = Backoff(FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, now)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a client that has not failed."""
+        return self._client is not None
+
+    def open(self) -> None:
+        """Connect, unless that is done, it failed a short while ago, or it is unknown where to."""
+        if self._client is None and self._backoff.is_due:
+            self._client = self._clients.connect()
+            self.opened_at = self.opened_at if self._client is None else self.now()
+
+    def has_moved(self) -> bool:
+        """Whether the ranks use another namespace of the store by now."""
+        return self._clients.moved()
+
+    def mark_failed(self) -> None:
+        """Drop the client, and connect again some time later."""
+        if self.is_open and self.now() - self.opened_at > MAX_RETRY_SECONDS:
+            self._backoff.reset()
+        self._client = None
+        self._backoff.start_delay()
+
+    def close(self) -> None:
+        """Drop the client; it may be opened again at once."""
+        self._client = None
+
+    def close_for_good(self) -> None:
+        """Drop the client and its network connection; it must not be opened again."""
+        self._client = None
+        self._clients.close()
+
+    def set_timeout(self, timeout_seconds: float) -> None:
+        """Limit how long any call waits for a response from now on. Any thread."""
+        client = self._client
+        if client is not None:
+            client.set_timeout(timedelta(seconds=timeout_seconds))
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of the keys are present."""
+        return self._store().check(keys)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key that is present."""
+        return self._store().get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the values of keys that are present."""
+        return self._store().multi_get(keys)
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Write a value."""
+        # The bindings take bytes, contrary to their type stub.
+        self._store().set(key, value)  # type: ignore[arg-type]
+
+    def delete_key(self, key: str) -> None:
+        """Delete a key."""
+        self._store().delete_key(key)
+
+    def _store(self) -> Store:
+        if self._client is None:
+            raise RuntimeError("there is no connection to the c10d store")
+        return self._client
+
+
+class StoreLogWriter:
+    """Appends to a log in the store, which other ranks read.
+
+    Raises:
+        RuntimeError: The store does not respond; raised by every method.
+    """
+
+    def __init__(self, store: StoreConnection, name: str) -> None:
+        self._store = store
+        self._name = name
+        self._next = 0
+        self._last_append = store.now()
+
+    def append(self, entry: bytes) -> None:
+        """Append an entry, and delete one that is too old."""
+        number = self._next
+        self._store.set(f"{self._name}/{number}", entry)
+        self._next += 1  # also if the store fails now: that entry may have been read
+        self._store.set(f"{self._name}/latest", str(number))
+        if number >= MAX_ENTRIES:
+            self._store.delete_key(f"{self._name}/{number - MAX_ENTRIES}")
+        self._last_append = self._store.now()
+
+    def silent_seconds(self) -> float:
+        """Return the seconds since the last entry was appended."""
+        return self._store.now() - self._last_append
+
+
+class StoreLogReader:
+    """Reads the log of another rank: each entry once, in order.
+
+    Attributes:
+        has_entries: Whether an entry was ever read.
+
+    Raises:
+        RuntimeError: The store does not respond; raised by every method.
+    """
+
+    def __init__(self, store: StoreConnection, name: str) -> None:
+        self._store = store
+        self._name = name
+        self._next = 0
+        self._last_read = self._last_caught_up = store.now()
+        self.has_entries = False
+
+    def poll(self, patience_seconds: float) -> Iterator[bytes]:
+        """Yield the new entries.
+
+        After a silence of `patience_seconds`, go on at the latest entry: this rank may have paused
+        while entries were appended and deleted.
+        """
+        yield from self._read_new()
+        if self.silent_seconds() > patience_seconds:
+            self._catch_up(patience_seconds)
+            yield from self._read_new()
+
+    def silent_seconds(self) -> float:
+        """Return the seconds since the last entry was read, while the store responded."""
+        return self._store.now() - max(self._last_read, self._store.opened_at)
+
+    def _read_new(self) -> Iterator[bytes]:
+        while self._store.check([key := f"{self._name}/{self._next}"]):
+            entry = self._store.get(key)
+            self._next += 1
+            self.has_entries = True
+            self._last_read = self._last_caught_up = self._store.now()
+            yield entry
+
+    def _catch_up(self, after_seconds: float) -> None:
+        if self._store.now() - self._last_caught_up < after_seconds:
+            return
+        self._last_caught_up = self._store.now()
+        if self._store.check([key := f"{self._name}/latest"]):
+            self._next = max(self._next, int(self._store.get(key)))

@@ -1,0 +1,1 @@
+"""Detects hangs: which ranks are missing at which collective, and a report."""

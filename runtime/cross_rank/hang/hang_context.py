@@ -1,0 +1,174 @@
+"""Reads the state of this rank and of its peers for hang detection, without blocking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from time import perf_counter_ns
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+from ....metrics.catalog.labels import OPS, OWN_GROUP, PHASES
+from ...collectives.groups import CollectiveCall, Group, Groups, RankSet
+from ...common.fail_open import FailOpen
+from ..comparison_thread import ComparisonThread
+from ..exchange.rank_messages import Heartbeat
+from .hang_evidence import CallSummary, RankSetSummary
+
+# The last calls of each rank set that are read for a report.
+CALLS_PER_RANK_SET = 64
+
+
+class HangContext:
+    """Reads the collectives, the peers and the run folder for hang detection.
+
+    Each method but `folder` fails open on its own: from its first exception on it returns None,
+    while the others still work.
+
+    Args:
+        rank: This rank.
+        groups: The process groups seen so far.
+        thread: Reads the peers' heartbeats, and announces a hang to them.
+        fail_open: Guards the methods.
+        folder: Returns the run folder, once there is one.
+        is_training: Returns whether the monitored module is in training mode.
+        now_ns: A clock in nanoseconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        groups: Groups,
+        thread: ComparisonThread,
+        fail_open: FailOpen,
+        folder: Callable[[], Path | None],
+        is_training: Callable[[], bool] = lambda: True,
+        now_ns: Callable[[], int] = perf_counter_ns,
+    ) -> None:
+        self.rank = rank
+        self.folder = folder
+        self._groups = groups
+        self._thread = thread
+        self._now_ns = now_ns
+        self._seen: list[tuple[int, bool, bool]] = []
+        self._changed_ns = 0
+        self.is_training = fail_open.wrap("hang training mode", is_training)
+        self.last_activity_ns = fail_open.wrap("hang activity", self._last_activity_ns)
+        self.peers = fail_open.wrap("hang peers", self._peers)
+        self.rank_sets = fail_open.wrap("hang groups", self._rank_sets)
+        self.last_calls = fail_open.wrap("hang calls", self._last_calls)
+        self.divergence = fail_open.wrap("hang divergence", self._divergence)
+        self.flight_recorder_dump = fail_open.wrap("flight recorder", flight_recorder_dump)
+        self.others_hang = fail_open.wrap("hang notice", self._others_hang)
+        self.announce_hang = fail_open.wrap("hang notice", thread.announce_hang)
+
+    def _last_activity_ns(self) -> int:
+        """Return when a collective was last observed to start or end.
+
+        The time is as precise as this method is called often: it compares the state with that of
+        its last call, so that recording a collective has no extra cost.
+        """
+        seen = [_progress(rank_set) for rank_set in self._groups.rank_sets()]
+        if seen != self._seen:
+            self._seen = seen
+            self._changed_ns = self._now_ns()
+        return self._changed_ns
+
+    def _peers(self) -> Mapping[int, Heartbeat] | None:
+        """Return the last heartbeats of the other ranks; None if there are none."""
+        peers = self._thread.peers
+        return {rank: beat for rank, beat in peers.items() if rank != self.rank} or None
+
+    def _rank_sets(self) -> list[RankSetSummary]:
+        """Return this rank's rank sets."""
+        return [_summarize_rank_set(rank_set) for rank_set in self._groups.rank_sets()]
+
+    def _last_calls(self) -> list[CallSummary]:
+        """Return the last calls of each rank set in the order of issue, and all in flight."""
+        now_ns = self._now_ns()
+        found: list[CallSummary] = []
+        for rank_set in self._groups.rank_sets():
+            returned: set[Group] = set()  # groups of which a later call has returned
+            calls = []
+            for index, call in enumerate(reversed(list(rank_set.recent))):
+                in_flight = _is_in_flight(call) if call.start_ns else call.group not in returned
+                if call.start_ns:
+                    returned.add(call.group)
+                if in_flight or index < CALLS_PER_RANK_SET:
+                    calls.append(_summarize_call(call, now_ns, in_flight=in_flight))
+            found += reversed(calls)
+        return found
+
+    def _divergence(self) -> str | None:
+        """Return which ranks diverged from the common sequence of collectives, as a message."""
+        return self._thread.divergence
+
+    def _others_hang(self) -> bool:
+        """Whether another rank announces a hang."""
+        return self._thread.others_hang
+
+
+def flight_recorder_dump() -> bytes | None:
+    """Return torch's own record of collectives as JSON; None if there is none.
+
+    For NCCL's groups it is NCCL's recorder, for all other backends the common one.
+    """
+    names = ["_dump_fr_trace_json"]
+    if dist.is_initialized() and "nccl" in dist.get_backend():
+        names.insert(0, "_dump_nccl_trace_json")
+    for name in names:
+        dump: Callable[[], bytes] | None = getattr(_distributed_c10d, name, None)
+        record = dump() if dump is not None else b""
+        if b'"entries"' in record:
+            return record
+    return None
+
+
+def _progress(rank_set: RankSet) -> tuple[int, bool, bool]:
+    """Return what identifies the last call, and whether it has returned and ended."""
+    if not rank_set.recent:
+        return (0, True, True)
+    last = rank_set.recent[-1]
+    return (id(last), last.start_ns != 0, last.end_ns != 0)
+
+
+def _summarize_rank_set(rank_set: RankSet) -> RankSetSummary:
+    numbered = (call for call in reversed(list(rank_set.recent)) if call.sequence)
+    last = next(numbered, None)
+    return RankSetSummary(
+        key=rank_set.key,
+        role=rank_set.role,
+        members=rank_set.members,
+        issued=rank_set.issued,
+        is_waiting=last is not None and (not last.start_ns or _is_in_flight(last)),
+    )
+
+
+def _is_in_flight(call: CollectiveCall) -> bool:
+    """Whether a call that has returned is still running; False if its end is not observable."""
+    is_read = call.settled and call.timed  # then its events may serve other calls by now
+    if call.end_event is not None and not is_read:
+        return not call.end_event.query()
+    return call.timed and not call.settled and (call.start_event is not None or not call.end_ns)
+
+
+def _summarize_call(call: CollectiveCall, now_ns: int, *, in_flight: bool) -> CallSummary:
+    seconds = None
+    if call.settled:
+        seconds = call.duration_ns / 1e9 if call.timed else None
+    elif call.start_ns and (in_flight or call.start_event is None):
+        seconds = ((now_ns if in_flight else call.end_ns) - call.start_ns) / 1e9
+    return CallSummary(
+        key=call.group.rank_set.key,
+        role=call.group.rank_set.role,
+        sequence=call.sequence,
+        op=OPS[call.op],
+        payload_bytes=call.payload_bytes,
+        dtype=str(call.dtype).removeprefix("torch."),
+        phase=PHASES[call.phase],
+        in_flight=in_flight,
+        seconds=seconds,
+        is_own=call.group.role == OWN_GROUP,
+    )

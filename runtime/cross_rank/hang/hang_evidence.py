@@ -1,0 +1,91 @@
+"""The data of a hang report: the state of a rank, of its peers and of its collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..exchange.rank_messages import Heartbeat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSetSummary:
+    """What is known of one rank set of this rank.
+
+    Attributes:
+        key: The rank set's key.
+        role: Role of its groups.
+        members: The ranks of the set.
+        issued: Number of the last collective that this rank issued.
+        is_waiting: Whether that collective is in flight.
+    """
+
+    key: str
+    role: str
+    members: tuple[int, ...]
+    issued: int
+    is_waiting: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSummary:
+    """What is known of one collective of this rank.
+
+    Attributes:
+        key: The rank set's key.
+        role: Role of its groups.
+        sequence: The call's number; 0 for a point-to-point call.
+        op: The operation.
+        payload_bytes: The size of the payload.
+        dtype: The data type of the payload.
+        phase: The phase it was issued in.
+        in_flight: Whether it has not ended.
+        seconds: The duration, or the time in flight so far; None if unknown.
+        is_own: Whether zerowatch itself issued it, so that the ranks of a TrainingRun agree.
+    """
+
+    key: str
+    role: str
+    sequence: int
+    op: str
+    payload_bytes: int
+    dtype: str
+    phase: str
+    in_flight: bool
+    seconds: float | None
+    is_own: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangEvidence:
+    """The content of a hang report, except the stacks.
+
+    Attributes:
+        rank: This rank.
+        host: This machine.
+        at_unix_seconds: When the hang was detected.
+        step: The last step that ended here; 0 before the first.
+        phase: The phase under way, of the catalog's phases.
+        silent_seconds: Seconds without progress on this rank, without expected pauses.
+        limit_seconds: The limit for it.
+        is_announced: Whether another rank announced the hang, and this rank's limit is not reached.
+        location: The Python line of the training thread, such as "function (file.py:12)".
+        peers: The other ranks; None if nothing is known about them.
+        rank_sets: This rank's rank sets, by key.
+        calls: This rank's last collectives, by rank set, in the order of issue.
+        divergence: A message that names the ranks whose collectives diverged; None if none did.
+    """
+
+    rank: int
+    host: str
+    at_unix_seconds: float
+    step: int
+    phase: str
+    silent_seconds: float
+    limit_seconds: float
+    is_announced: bool
+    location: str
+    peers: Mapping[int, Heartbeat] | None
+    rank_sets: Mapping[str, RankSetSummary]
+    calls: Sequence[CallSummary]
+    divergence: str | None = None

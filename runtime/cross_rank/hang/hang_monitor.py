@@ -1,0 +1,228 @@
+"""Checks each second whether training hangs. On a hang it writes a report, and may abort.
+
+A check only reads memory: it takes some microseconds and never blocks. The report and the log lines
+may block, and are written on a thread of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from time import perf_counter_ns
+
+from ....metrics.catalog import communication
+from ....metrics.catalog.labels import PHASES
+from ....metrics.recorder import Recorder
+from ....metrics.settings import HangSettings
+from ....metrics.step_record import StepRecord
+from ...common.fail_open import FailOpen
+from ...common.phase_timer import PhaseTimer
+from ...memory.oom.exit_notes import ExitNote, write_exit_note
+from .expected_pauses import ExpectedPauses
+from .hang_context import HangContext
+from .hang_detector import HangDetector, HangState, ProgressSample
+from .hang_evidence import HangEvidence
+from .hang_report import summary, write_flight_recorder_dump, write_report
+from .thread_stacks import python_location
+
+logger = logging.getLogger(__name__)
+
+ABORT_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
+# Longest wait for the log before the process is ended.
+FLUSH_SECONDS = 1.0
+
+
+class HangMonitor:
+    """Detects hangs of the training thread, on which it must be made.
+
+    Its methods run on the watch thread.
+
+    Args:
+        context: Collectives, peers and the run folder.
+        settings: The settings.
+        phase_timer: The phases of the training thread.
+        recorder: Counts the hangs.
+        fail_open: Guards the report.
+        now_ns: The clock of `phase_timer`.
+        exit_process: Ends the process at once with an exit code.
+    """
+
+    def __init__(
+        self,
+        *,
+        context: HangContext,
+        settings: HangSettings,
+        phase_timer: PhaseTimer,
+        recorder: Recorder,
+        fail_open: FailOpen,
+        now_ns: Callable[[], int] = perf_counter_ns,
+        exit_process: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._context = context
+        self._settings = settings
+        self._phase_timer = phase_timer
+        self._recorder = recorder
+        self._now_ns = now_ns
+        self._exit_process = exit_process
+        self._training_thread = threading.get_ident()
+        self._detector = HangDetector(settings.seconds)
+        self._limit_seconds = settings.seconds  # as of the last check, for other threads
+        self._pauses = ExpectedPauses(phase_timer, context)
+        self._step = 0
+        self._is_announced = False
+        self._report = fail_open.wrap("hang report", self._write_and_log)
+        self._writing: threading.Thread | None = None
+        if settings.enabled:  # from the start: a rate needs a value before the rise
+            recorder.add(communication.HANGS, 0)
+
+    def expected_pause(self) -> str | None:
+        """Return the reason why no progress is expected now, for the peers; None while it trains.
+
+        Reads all stacks if there is no progress. Any thread.
+        """
+        idle_seconds = (self._now_ns() - self._activity_ns()) / 1e9
+        return self._pauses.announced(idle_seconds, self._limit_seconds)
+
+    def on_step_end(self, record: StepRecord) -> None:
+        """Use the duration of a step that has ended for the limit."""
+        self._step = record.step
+        self._detector.add_step(record.training_seconds)
+
+    def check(self) -> None:
+        """Check once for a hang; to be called each second."""
+        if not self._settings.enabled:
+            return
+        now_ns, activity_ns = self._now_ns(), self._activity_ns()
+        idle_seconds = (now_ns - activity_ns) / 1e9
+        limit_seconds = self._limit_seconds = self._detector.limit_seconds
+        sample = ProgressSample(
+            now_ns=now_ns,
+            activity_ns=activity_ns,
+            is_pause=self._pauses.is_expected(idle_seconds, limit_seconds),
+            others_hang=bool(self._context.others_hang()),
+        )
+        state = self._detector.update(
+            sample, lambda: self._pauses.is_busy(idle_seconds, limit_seconds)
+        )
+        match state:
+            case HangState.HANG:
+                self._on_hang()
+            case HangState.ANNOUNCED:
+                self._on_announced()
+            case HangState.ABORT_LIMIT if self._settings.abort:
+                self._abort()
+            case HangState.RESUMED:
+                self._on_resumed()
+
+    def close(self, timeout_seconds: float = 2.0) -> None:
+        """Wait a moment for a report that is being written."""
+        if self._writing is not None:
+            self._writing.join(timeout_seconds)
+
+    def _activity_ns(self) -> int:
+        return max(self._phase_timer.since_ns, self._context.last_activity_ns() or 0)
+
+    def _on_hang(self) -> None:
+        self._recorder.add(communication.HANGS, 1)
+        if not self._is_announced:  # else the report is written, and the others have been informed
+            self._context.announce_hang(True)
+            self._start_report(is_announced=False)
+
+    def _on_announced(self) -> None:
+        self._is_announced = True
+        self._start_report(is_announced=True)
+
+    def _on_resumed(self) -> None:
+        self._is_announced = False
+        self._context.announce_hang(False)
+        _run_on_thread(
+            "zerowatch-hang",
+            lambda: logger.warning("rank %d: training resumed", self._context.rank),
+        )
+
+    def _start_report(self, *, is_announced: bool) -> None:
+        evidence = self._evidence(is_announced=is_announced)
+        self._writing = _run_on_thread("zerowatch-hang", lambda: self._report(evidence))
+
+    def _evidence(self, *, is_announced: bool) -> HangEvidence:
+        context = self._context
+        return HangEvidence(
+            rank=context.rank,
+            host=socket.gethostname(),
+            at_unix_seconds=time.time(),
+            step=self._step,
+            phase=PHASES[self._phase_timer.current],
+            silent_seconds=self._detector.silent_seconds,
+            limit_seconds=self._detector.limit_seconds,
+            is_announced=is_announced,
+            divergence=context.divergence(),
+            location=python_location(self._training_thread),
+            peers=context.peers(),
+            rank_sets={rank_set.key: rank_set for rank_set in context.rank_sets() or ()},
+            calls=context.last_calls() or (),
+        )
+
+    def _write_and_log(self, evidence: HangEvidence) -> None:
+        """Write the report, then log its summary and its path in one line."""
+        folder, path, reason = self._context.folder(), None, "no run folder is written"
+        if folder is not None:
+            reason = "this rank has written as many as a run keeps"
+            try:
+                path = write_report(folder, evidence)
+            except OSError as error:
+                reason = f"it cannot be written: {error}"
+        if path is not None and (dump := self._context.flight_recorder_dump()) is not None:
+            write_flight_recorder_dump(path, dump)
+        where = f"report: {path}" if path is not None else f"no report: {reason}"
+        logger.error("training hangs: %s (%s)", summary(evidence), where)
+
+    def _abort(self) -> None:
+        """End the process at once; neither log nor output may delay that."""
+        self.close()
+        bodies = (self._note_abort, self._log_abort_and_flush)
+        for thread in [_start_thread("zerowatch-abort", body) for body in bodies]:
+            if thread is not None:
+                thread.join(FLUSH_SECONDS)
+        self._exit_process(ABORT_EXIT_CODE)
+
+    def _note_abort(self) -> None:
+        """Leave a note for the next start, which reports ranks that exited uncleanly."""
+        text = f"ended itself with code {ABORT_EXIT_CODE}, as training hung and hang.abort is set"
+        folder = self._context.folder()
+        if folder is not None:
+            note = ExitNote(text=text, may_be_oom_kill=False)
+            with contextlib.suppress(OSError):
+                write_exit_note(folder, self._context.rank, os.getpid(), "hang", note)
+
+    def _log_abort_and_flush(self) -> None:
+        rank = self._context.rank
+        logger.error("rank %d exits with code %d, as hang.abort is set", rank, ABORT_EXIT_CODE)
+        for name in (None, "zerowatch"):
+            for handler in logging.getLogger(name).handlers:
+                handler.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _run_on_thread(name: str, body: Callable[[], object]) -> threading.Thread | None:
+    """Run a function that may block on its own thread, or here if none can be started."""
+    thread = _start_thread(name, body)
+    if thread is None:
+        body()
+    return thread
+
+
+def _start_thread(name: str, body: Callable[[], object]) -> threading.Thread | None:
+    """Start a thread; return None if the system allows no more threads."""
+    thread = threading.Thread(target=body, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
+    return thread

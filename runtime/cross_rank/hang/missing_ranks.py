@@ -1,0 +1,95 @@
+"""Finds the missing ranks of a hang: those that have not issued a collective that others are in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..exchange.rank_messages import Heartbeat
+from .hang_evidence import CallSummary, HangEvidence, RankSetSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingRanks:
+    """Ranks that have not arrived at a collective, or that wait in it for this rank.
+
+    Attributes:
+        ranks: The ranks.
+        call: The collective, in words.
+    """
+
+    ranks: tuple[int, ...]
+    call: str
+
+
+def missing_ranks(evidence: HangEvidence) -> list[MissingRanks]:
+    """Return, for each rank set with a collective in flight, the members that have not issued it.
+
+    Of several collectives in flight only the first counts: the other members wait for that one.
+    """
+    if evidence.peers is None:
+        return []
+    found: dict[str, MissingRanks] = {}
+    for call in calls_in_flight(evidence):
+        rank_set = evidence.rank_sets.get(call.key)
+        if rank_set is None or call.key in found:
+            continue
+        ranks = _members_behind(rank_set, call, evidence.peers)
+        if ranks:
+            found[call.key] = MissingRanks(ranks=ranks, call=call_name(call))
+    return list(found.values())
+
+
+def waiting_ranks(evidence: HangEvidence) -> list[MissingRanks]:
+    """Return, for each rank set, the ranks in a collective that this rank has not issued."""
+    found = []
+    for rank_set in evidence.rank_sets.values():
+        ahead = tuple(
+            rank
+            for rank, peer in sorted((evidence.peers or {}).items())
+            if rank in rank_set.members and peer.issued.get(rank_set.key, 0) > rank_set.issued
+        )
+        if ahead:
+            call = f"collective number {rank_set.issued + 1} of group {rank_set.role}"
+            found.append(MissingRanks(ranks=ahead, call=call))
+    return found
+
+
+def calls_in_flight(evidence: HangEvidence) -> list[CallSummary]:
+    """Return the calls in flight on this rank, in the order of issue."""
+    return [call for call in evidence.calls if call.in_flight]
+
+
+def call_name(call: CallSummary) -> str:
+    """Name a call in the way it can be found in another rank's report."""
+    number = f" number {call.sequence}" if call.sequence else ""
+    size = f"{size_text(call.payload_bytes)}, " if call.payload_bytes else ""
+    own = "zerowatch's own, " if call.is_own else ""
+    return f"{call.op}{number} of group {call.role} ({own}{size}{call.phase})"
+
+
+def size_text(num_bytes: int) -> str:
+    """Format a number of bytes exactly if it is round, such as "64 MiB" or "100 bytes"."""
+    size, unit = float(num_bytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.4g} {unit}"
+
+
+def by_silence(ranks: Iterable[int], peers: Mapping[int, Heartbeat]) -> list[int]:
+    """Sort ranks by the time since their last heartbeat, the longest silent first."""
+    return sorted(ranks, key=lambda rank: (-(peers[rank].age_seconds or 0.0), rank))
+
+
+def _members_behind(
+    rank_set: RankSetSummary, call: CallSummary, peers: Mapping[int, Heartbeat]
+) -> tuple[int, ...]:
+    """Return the members that have not issued this call, the longest silent first.
+
+    A point-to-point call has the sequence number 0, so the result is empty for it.
+    """
+    known = [rank for rank in rank_set.members if rank in peers]
+    late = [rank for rank in known if peers[rank].issued.get(rank_set.key, 0) < call.sequence]
+    return tuple(by_silence(late, peers))

@@ -1,0 +1,88 @@
+"""Reads the stacks of the process's threads: where training is, and whether it compiles or waits.
+
+It reads the names of files and functions in frames, never local variables.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from types import FrameType
+
+# Files that are on a stack only while something is compiled. Not all of torch/_dynamo and
+# torch/_inductor: their wrappers stay on the stack while compiled code, and what is excluded from
+# compilation, runs, and a hang in there is a hang.
+COMPILERS = (
+    "torch/_dynamo/convert_frame.py",
+    "torch/_inductor/compile_fx.py",
+    "torch/utils/cpp_extension.py",
+    "triton/compiler/compiler.py",
+)
+# Functions of those files that run compiled code.
+_RUNNERS = {("torch/_inductor/compile_fx.py", "run")}
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+_DEMO = os.path.join(_OURS, "cli", "demo") + os.sep  # a training script as any other
+# An open prompt, and the end of the script, which joins its threads. Python's own files are
+# compared by their whole path: a training script may be called code.py.
+_PYTHON = os.path.dirname(os.__file__)
+_DEBUGGERS = tuple(os.path.join(_PYTHON, file) for file in ("pdb.py", "code.py"))
+_EVENT_LOOP = os.path.join(_PYTHON, "selectors.py")
+_NOTEBOOK = f"{os.sep}ipykernel{os.sep}"
+_SHUTDOWN = (os.path.join(_PYTHON, "threading.py"), "_shutdown")
+# Activities that show no progress, as they are announced to the peers.
+COMPILATION = "compilation"
+PROMPT = "a prompt"
+END = "the script's end"
+
+
+def silent_activity(training_thread: int) -> str | None:
+    """Return the known activity without progress that the process is in; None if it is in none."""
+    return silent_activity_in(sys._current_frames(), training_thread)
+
+
+def python_location(training_thread: int) -> str:
+    """Return the function in which the training thread is, such as "load (data.py:12)".
+
+    The wrappers of this package around it are skipped.
+    """
+    frame = sys._current_frames().get(training_thread)
+    while frame is not None and _is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return "no Python function"
+    return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+
+
+def silent_activity_in(frames: Mapping[int, FrameType], training_thread: int) -> str | None:
+    """Return `silent_activity` of frames by thread; autograd's threads compile backward passes."""
+    if any(_compiles(frame) for frame in frames.values()):
+        return COMPILATION
+    frame = frames.get(training_thread)
+    if frame is None:  # Python's own prompt, or the thread has ended
+        return PROMPT
+    stack = list(_functions(frame))
+    if any(file in _DEBUGGERS for file, _ in stack):
+        return PROMPT
+    if stack[0][0] == _EVENT_LOOP and any(_NOTEBOOK in file for file, _ in stack):
+        return PROMPT
+    return END if stack[-1] == _SHUTDOWN else None
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(_OURS) and not file.startswith(_DEMO)
+
+
+def _compiles(frame: FrameType) -> bool:
+    return any(
+        file.endswith(compiler) and (compiler, function) not in _RUNNERS
+        for file, function in _functions(frame)
+        for compiler in COMPILERS
+    )
+
+
+def _functions(frame: FrameType | None) -> Iterator[tuple[str, str]]:
+    """Yield file and function of each frame, the innermost first."""
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_code.co_name
+        frame = frame.f_back

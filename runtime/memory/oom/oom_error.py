@@ -1,0 +1,202 @@
+"""Out-of-memory errors, recognised by type name and text, without importing torch.
+
+The texts are those of torch 2.13: c10/core/impl/alloc_cpu.cpp, c10/cuda/CUDACachingAllocator.cpp,
+ATen/cuda/Exceptions.h, ProcessGroupNCCL; and Python's and numpy's own.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+# What failed to allocate: torch's allocator of a device; a library on the device that bypasses it;
+# torch's allocator of the host; Python, numpy or C++; the kernel.
+Kind = Literal["device allocator", "device library", "host allocator", "python", "operating system"]
+
+# Errors examined in a chain of causes, and characters examined and kept of a text.
+MAX_CHAIN = 16
+MAX_TEXT = 100_000
+MAX_MESSAGE = 1000
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
+_SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
+# None starts with a wildcard: matching would take quadratic time in the length of the text.
+_DEVICE_ALLOCATOR = re.compile(r"\b(CUDA|HIP|XPU|NPU) out of memory\b")
+_DEVICE_LIBRARY = re.compile(
+    r"\b(?:CUDA|HIP)(?: driver)? error: out of memory"
+    r"|\b(?:CU|HIP)\w{1,40}_ALLOC_FAILED\b"
+    r"|\bCUDNN_STATUS_\w{1,40}_ALLOCATION_FAILED\b"
+    r"|\b(?:Cuda|HIP) failure (?:\d+ )?'out of memory'"
+    # CUDA's own words for the error, which extensions pass on alone or after a colon.
+    r"|(?im:(?:^|[:\]] ?)(?:error: )?out of memory[.!]?$)"
+)
+_HOST_ALLOCATOR = re.compile(
+    r"DefaultCPUAllocator: (?:can't allocate|not enough) memory"
+    r"(?:: you tried to allocate (\d+) bytes)?"
+)
+_ARRAY = re.compile(r"Unable to allocate (\d+(?:\.\d+)?) (bytes|[KMGTP]iB)")
+_PYTHON = re.compile(r"std::bad_alloc|\bMemoryError\b")
+# Not every "Cannot allocate memory": network libraries report it for the limit on locked memory.
+_KERNEL = re.compile(r"\bunable to mmap (\d+) bytes\b[^\n]*\bCannot allocate memory\b")
+_REQUEST = re.compile(rf"Tried to allocate {_SIZE}")
+_INDEX = re.compile(r"\bGPU (\d+) has a total capacity")
+_WORKER = re.compile(r"^Caught \w+ in (\S.*? process \d+)\.")
+_REPORTED = {
+    "total": re.compile(rf"total capacity of {_SIZE}"),
+    "free": re.compile(rf"of which {_SIZE} is free"),
+    "in_use": re.compile(rf"this process has {_SIZE} memory in use"),
+    "allowed": re.compile(rf"{_SIZE} allowed"),
+    "allocated": re.compile(rf"Of the allocated memory {_SIZE}"),
+    "reserved_unallocated": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OomError:
+    """The content of an out-of-memory error, as read from its type and text.
+
+    Attributes:
+        kind: The layer that failed to allocate, such as "device allocator".
+        device: The device, such as "cuda:0"; "cuda" if the text has no index; "cpu" for the host.
+        requested_bytes: Size of the request; for a device rounded to two decimals, as in the text.
+        message: The line of the error, without any stack.
+        reported_bytes: Other sizes in the text: total, free, in_use, allowed (by
+            `set_per_process_memory_fraction`), allocated, reserved_unallocated.
+        worker: The process in which it was raised, if not this one.
+    """
+
+    kind: Kind
+    device: str
+    requested_bytes: float | None
+    message: str
+    reported_bytes: Mapping[str, float] = field(default_factory=dict)
+    worker: str | None = None
+
+
+def find_oom_error(error: BaseException) -> tuple[BaseException, OomError] | None:
+    """Return the first out-of-memory error in a chain of errors, and its content."""
+    for link in _chain(error):
+        parsed = _parse(link)
+        if parsed is not None:
+            return link, parsed
+    return None
+
+
+def is_caused_by_oom(error: BaseException) -> bool:
+    """Return whether an error is out of memory, or raised `from` one that is.
+
+    An error raised while another was handled (`__context__`) does not count.
+    """
+    link: BaseException | None = error
+    for _ in range(MAX_CHAIN):  # causes may form a cycle
+        if link is None:
+            return False
+        if _parse(link) is not None:
+            return True
+        link = link.__cause__
+    return False
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, then its causes, contexts and group members."""
+    waiting, seen = [error], 0
+    while waiting and seen < MAX_CHAIN:
+        link = waiting.pop(0)
+        yield link
+        seen += 1
+        if isinstance(link, BaseExceptionGroup):
+            waiting.extend(link.exceptions)
+        if link.__cause__ is not None:
+            waiting.append(link.__cause__)
+        elif link.__context__ is not None and not link.__suppress_context__:
+            waiting.append(link.__context__)
+
+
+def _parse(error: BaseException) -> OomError | None:
+    if isinstance(error, MemoryError):
+        return _parse_text(str(error)) or _on_host("python", "MemoryError", None)
+    if isinstance(error, OSError):
+        short = error.errno == errno.ENOMEM
+        return _on_host("operating system", str(error), None) if short else None
+    if not isinstance(error, RuntimeError):
+        return None
+    parsed = _parse_text(str(error)[:MAX_TEXT])
+    if parsed is None and type(error).__name__ == "OutOfMemoryError":
+        return OomError(
+            kind="device allocator",
+            device="cuda",
+            requested_bytes=None,
+            message=str(error)[:MAX_MESSAGE],
+        )
+    return parsed
+
+
+def _parse_text(text: str) -> OomError | None:
+    """Parse the text of an error, which may contain the stack of another process."""
+    worker = _WORKER.match(text)
+    # The last line of a stack is the error; the lines before are source code.
+    parsed = _parse_line(text.rstrip().rpartition("\n")[2] if worker else text)
+    if parsed is None or worker is None:
+        return parsed
+    return OomError(
+        kind=parsed.kind,
+        device=parsed.device,
+        requested_bytes=parsed.requested_bytes,
+        message=parsed.message,
+        reported_bytes=parsed.reported_bytes,
+        worker=worker[1],
+    )
+
+
+def _parse_line(text: str) -> OomError | None:
+    if match := _DEVICE_ALLOCATOR.search(text):
+        # The script or the launcher may have wrapped the rest over some lines.
+        rest = text[match.start() : match.start() + MAX_MESSAGE].replace("\n", " ")
+        return _on_device("device allocator", match[1], rest)
+    if match := _DEVICE_LIBRARY.search(text):
+        maker = "HIP" if "HIP" in match[0] else "CUDA"
+        return _on_device("device library", maker, _line_of(match))
+    if match := _HOST_ALLOCATOR.search(text):
+        return _on_host("host allocator", _line_of(match), float(match[1]) if match[1] else None)
+    if match := _KERNEL.search(text):
+        return _on_host("operating system", _line_of(match), float(match[1]))
+    if match := _ARRAY.search(text):
+        return _on_host("python", _line_of(match), _bytes(match[1], match[2]))
+    if match := _PYTHON.search(text):
+        return _on_host("python", _line_of(match), None)
+    return None
+
+
+def _line_of(match: re.Match[str]) -> str:
+    text = match.string
+    end = text.find("\n", match.end())
+    return text[text.rfind("\n", 0, match.start()) + 1 : end if end >= 0 else len(text)]
+
+
+def _on_device(kind: Kind, maker: str, text: str) -> OomError:
+    request, index = _REQUEST.search(text), _INDEX.search(text)
+    name = "cuda" if maker == "HIP" else maker.lower()  # torch uses this name for AMD devices too
+    sizes = {what: pattern.search(text) for what, pattern in _REPORTED.items()}
+    return OomError(
+        kind=kind,
+        device=f"{name}:{index[1]}" if index else name,
+        requested_bytes=_bytes(request[1], request[2]) if request else None,
+        message=text.strip()[:MAX_MESSAGE],
+        reported_bytes={what: _bytes(size[1], size[2]) for what, size in sizes.items() if size},
+    )
+
+
+def _on_host(kind: Kind, text: str, requested_bytes: float | None) -> OomError:
+    return OomError(
+        kind=kind,
+        device="cpu",
+        requested_bytes=requested_bytes,
+        message=text.strip()[:MAX_MESSAGE],
+    )
+
+
+def _bytes(number: str, unit: str) -> float:
+    return float(number) * _UNITS[unit]

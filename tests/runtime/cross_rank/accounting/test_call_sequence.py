@@ -1,0 +1,143 @@
+"""Tests of `CallSequence`: no call is lost between polls, and dropped calls still count."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+from fakes.rank_sets import FakeGroup
+
+from zerowatch.runtime.collectives.groups import RECENT_CALLS, CollectiveCall
+from zerowatch.runtime.cross_rank.accounting import call_sequence as call_sequence
+from zerowatch.runtime.cross_rank.accounting.call_sequence import CallSequence
+
+
+@pytest.fixture
+def group() -> FakeGroup:
+    return FakeGroup((0, 1))
+
+
+@pytest.fixture
+def sequence(group: FakeGroup) -> CallSequence:
+    return CallSequence(group.rank_set, from_now=False)
+
+
+def run(group: FakeGroup, num_calls: int) -> None:
+    for _ in range(num_calls):
+        group.run()
+
+
+def test_more_calls_than_are_kept_are_all_reported_if_polled_in_between(
+    group: FakeGroup, sequence: CallSequence
+) -> None:
+    for _ in range(3):
+        run(group, RECENT_CALLS - 1)
+        sequence.poll()
+
+    report = sequence.drain_report()
+
+    assert not sequence.lost
+    assert report.prefix_hash is not None
+    assert (report.first_issued, len(report.signatures)) == (1, 3 * RECENT_CALLS - 3)
+    assert (report.first_timed, len(report.durations)) == (1, 3 * RECENT_CALLS - 3)
+
+
+def test_calls_not_polled_in_time_are_lost(group: FakeGroup, sequence: CallSequence) -> None:
+    run(group, RECENT_CALLS + 1)
+
+    sequence.poll()
+
+    assert sequence.lost
+
+
+def test_messages_not_polled_in_time_are_lost(group: FakeGroup, sequence: CallSequence) -> None:
+    group.run("send")
+    sequence.poll()
+    for _ in range(RECENT_CALLS + 1):
+        group.run("send")
+
+    sequence.poll()
+
+    assert sequence.lost
+
+
+def test_a_call_in_flight_for_too_long_is_not_compared_and_is_counted_once_it_ended(
+    group: FakeGroup, sequence: CallSequence
+) -> None:
+    stuck = group.issue()
+    for _ in range(2):
+        run(group, RECENT_CALLS - 1)
+        sequence.poll()
+    before = list(sequence.unreported)
+    report = sequence.drain_report()
+    group.settle(stuck, 5)
+    sequence.poll()
+
+    assert sequence.lost
+    assert before == []
+    assert sequence.unreported == [stuck]
+    assert (report.first_timed, len(report.durations)) == (2, 2 * RECENT_CALLS - 2)
+
+
+def test_a_message_in_flight_does_not_block_the_numbered_calls(
+    group: FakeGroup, sequence: CallSequence
+) -> None:
+    message = group.issue("send")
+    group.run()
+    report = sequence.drain_report()
+    group.settle(message, 5)
+    sequence.poll()
+
+    assert len(report.durations) == 1
+    assert sequence.unreported == [message]
+    assert not sequence.lost
+
+
+def test_settled_calls_that_are_never_drained_become_unreported(
+    group: FakeGroup, sequence: CallSequence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_sequence, "MAX_PENDING_VALUES", 10)
+    run(group, 12)
+
+    sequence.poll()
+
+    assert sequence.lost
+    assert [call.sequence for call in sequence.unreported] == [1, 2]
+
+
+def test_messages_that_never_settle_do_not_accumulate(
+    group: FakeGroup, sequence: CallSequence
+) -> None:
+    for _ in range(3):
+        for _ in range(RECENT_CALLS // 2):
+            group.issue("send")
+        sequence.poll()
+
+    assert sequence.lost
+    assert len(sequence._deferred) == RECENT_CALLS
+
+
+def test_a_call_recorded_during_a_poll_is_read_then_or_later(
+    group: FakeGroup, sequence: CallSequence
+) -> None:
+    class BusyRecord(deque[CollectiveCall]):
+        def __reversed__(self) -> Iterator[CollectiveCall]:
+            calls = super().__reversed__()
+            yield next(calls)
+            if len(self) == 3:
+                group.run()
+            yield from calls
+
+        def copy(self) -> deque[CollectiveCall]:
+            return deque(self)
+
+    group.rank_set.recent = BusyRecord(maxlen=RECENT_CALLS)
+    run(group, 3)
+
+    first = sequence.drain_report()
+    second = sequence.drain_report()
+
+    assert len(first.durations) + len(second.durations) == 4
+    assert second.first_timed == 1 + len(first.durations)
+    assert not sequence.lost

@@ -1,0 +1,354 @@
+"""Tests of `LocalAccounting`: a rank's reports and costs, against sums computed by hand."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from fakes.accounted_rank import PATIENCE, AccountedRank
+from fakes.rank_sets import FakeGroup
+
+from zerowatch.metrics.catalog import communication
+from zerowatch.runtime.collectives.groups import RECENT_CALLS
+from zerowatch.runtime.cross_rank.accounting import call_sequence as call_sequence
+from zerowatch.runtime.cross_rank.accounting.call_sequence import CallSequence
+from zerowatch.runtime.cross_rank.accounting.comm_costs import MAX_MESSAGE_SIZES
+from zerowatch.runtime.cross_rank.exchange.rank_messages import SequenceHash, signature
+
+
+@pytest.fixture
+def rank() -> AccountedRank:
+    return AccountedRank(FakeGroup((0, 1)))
+
+
+def test_a_wait_is_what_the_quickest_member_did_not_need(rank: AccountedRank) -> None:
+    for milliseconds in (10, 4):
+        rank.group.run(ms=milliseconds)
+    rank.report()
+
+    rank.match(1, 3, 4)
+
+    assert rank.value(communication.COMM_EXPOSED_SECONDS, "dp") == pytest.approx(14)
+    assert rank.value(communication.COMM_WAIT_SECONDS, "dp") == pytest.approx(7, abs=1e-5)
+    assert rank.value(communication.COMM_TRANSFER_SECONDS, "dp") == pytest.approx(7, abs=1e-5)
+
+
+def test_causes_of_a_call_follow_the_formula() -> None:
+    rank = AccountedRank(FakeGroup((0, 1)), volume_ratio=2.0)
+    for _ in range(3):  # one size of 2 ms: that is the base latency from then on
+        rank.group.run(ms=2)
+    rank.report()
+    rank.match(1, 2, 2, 2)
+    before = rank.causes()
+    rank.group.run(ms=16, exposed_ms=14)
+    rank.report()
+    rank.match(4, 10)
+
+    after = rank.causes()
+
+    # Of 16 ms 6 were waiting; of the 14 exposed, 10 are transfer: 2 latency, half of 8 redundant.
+    assert {name: after[name] - before[name] for name in after} == pytest.approx(
+        {"imbalance": 4, "latency": 2, "redundancy": 4, "bandwidth": 4}, abs=1e-4
+    )
+
+
+def test_causes_add_up_to_what_was_exposed() -> None:
+    chance = random.Random(2)
+    rank = AccountedRank(FakeGroup((0, 1, 2)), volume_ratio=1.5)
+    ops = ("all_reduce", "all_gather", "broadcast", "send", "recv", "reduce", "barrier")
+    for _ in range(40):
+        for _ in range(20):
+            milliseconds = chance.expovariate(0.2)
+            size = chance.choice((8, 4096, 10**6))
+            call = rank.group.run(
+                chance.choice(ops), size, milliseconds, milliseconds * chance.choice((0, 0.5, 1))
+            )
+            if chance.random() < 0.1:
+                call.timed = False
+                call.settle()
+        report = rank.report()
+        if chance.random() < 0.8:
+            least = report.durations * chance.random() * 1000
+            rank.match(report.first_timed, *least.tolist())
+        rank.clock.seconds += 5
+        rank.expire(PATIENCE)
+        exposed = rank.value(communication.COMM_EXPOSED_SECONDS, "dp")
+        causes = rank.causes()
+
+        assert min(causes.values()) >= 0
+        assert sum(causes.values()) == pytest.approx(exposed, rel=1e-9)
+
+
+def test_exposed_and_causes_are_published_together(rank: AccountedRank) -> None:
+    rank.group.run(ms=10)
+    rank.report()
+
+    before = rank.value(communication.COMM_EXPOSED_SECONDS, "dp"), sum(rank.causes().values())
+    rank.match(1, 10)
+    after = rank.value(communication.COMM_EXPOSED_SECONDS, "dp"), sum(rank.causes().values())
+
+    assert before == (0, 0)
+    assert after == pytest.approx((10, 10))
+
+
+def test_a_call_without_a_result_in_time_is_estimated_and_counted_as_unmatched(
+    rank: AccountedRank,
+) -> None:
+    rank.group.run(ms=10)
+    rank.report()
+    rank.clock.seconds += PATIENCE - 1
+    rank.expire(PATIENCE)
+    too_early = rank.value(communication.COMM_EXPOSED_SECONDS, "dp")
+    rank.clock.seconds += 1
+    rank.expire(PATIENCE)
+
+    assert too_early == 0
+    assert rank.value(communication.COMM_EXPOSED_SECONDS, "dp") == pytest.approx(10)
+    assert rank.accounting.unmatched == 1
+    assert not rank.accounting.has_pending()
+
+
+def test_a_late_result_changes_nothing(rank: AccountedRank) -> None:
+    rank.group.run(ms=10)
+    rank.report()
+    rank.clock.seconds += PATIENCE
+    rank.expire(PATIENCE)
+
+    rank.match(1, 2)
+
+    assert rank.value(communication.COMM_EXPOSED_SECONDS, "dp") == pytest.approx(10)
+    assert rank.value(communication.COMM_WAIT_SECONDS, "dp") == 0
+
+
+def test_without_patience_the_rest_is_counted_and_is_no_failure(rank: AccountedRank) -> None:
+    rank.group.run(ms=10)
+    rank.report()
+
+    rank.expire(0.0)
+
+    assert rank.value(communication.COMM_EXPOSED_SECONDS, "dp") == pytest.approx(10)
+    assert rank.accounting.unmatched == 0
+
+
+def test_a_result_that_starts_later_makes_the_calls_before_it_estimated(
+    rank: AccountedRank,
+) -> None:
+    for _ in range(3):
+        rank.group.run(ms=10)
+    rank.report()
+
+    rank.match(3, 4)
+
+    # What the third shows of the link, 4 ms, explains the two before as well.
+    assert rank.value(communication.COMM_WAIT_SECONDS, "dp") == pytest.approx(18, abs=1e-5)
+    assert rank.value(communication.COMM_EXPOSED_SECONDS, "dp") == pytest.approx(30)
+    assert not rank.accounting.has_pending()
+
+
+def test_messages_wait_for_what_the_quickest_of_their_size_did_not_need(
+    rank: AccountedRank,
+) -> None:
+    for milliseconds in (5, 5, 5):
+        rank.group.run("send", 1000, milliseconds)
+        rank.group.run("send", 100_000, 4 * milliseconds)
+    rank.report()
+    rank.value(communication.COMM_WAIT_SECONDS, "dp")
+    rank.group.run("send", 100_000, 50)
+    rank.report()
+
+    assert rank.value(communication.COMM_WAIT_SECONDS, "dp") == pytest.approx(30)
+    assert rank.value(communication.COMM_EXPOSED_SECONDS, "dp") == pytest.approx(125)
+
+
+def test_messages_of_ever_new_sizes_do_not_accumulate(rank: AccountedRank) -> None:
+    for size in range(10 * MAX_MESSAGE_SIZES):
+        rank.group.run("send", 1000 + size, 1)
+    rank.report()
+
+    (costs,) = rank.accounting._states[rank.group.rank_set].costs.values()
+    assert len(costs._messages) == MAX_MESSAGE_SIZES
+
+
+def test_a_rooted_call_waits_for_what_the_link_does_not_explain(rank: AccountedRank) -> None:
+    for size, milliseconds in ((1_000, 2), (1_000_000, 10)):
+        for _ in range(3):
+            rank.group.run("all_gather", size, milliseconds)
+    rank.report()
+    rank.match(1, 2, 2, 2, 10, 10, 10)
+    rank.value(communication.COMM_WAIT_SECONDS, "dp")
+    rank.group.run("broadcast", 1_000_000, 40)
+    rank.report()
+    rank.match(7, 39)
+
+    assert rank.value(communication.COMM_WAIT_SECONDS, "dp") == pytest.approx(30, rel=0.01)
+
+
+def test_publishing_often_does_not_make_a_bandwidth_a_sustained_one(
+    rank: AccountedRank,
+) -> None:
+    for size, milliseconds in ((1_000, 2), (1_000_000, 10)):
+        rank.group.run("all_gather", size, milliseconds)
+    rank.report()
+    rank.match(1, 2, 10)
+
+    best = [rank.value(communication.COMM_LINK_BEST_BANDWIDTH, "dp") for _ in range(5)]
+
+    assert best == [0.0] * 5
+
+
+def test_a_group_of_one_reports_nothing_and_all_of_it_is_transfer() -> None:
+    rank = AccountedRank(FakeGroup((0,)))
+    rank.group.run(ms=3)
+
+    report = rank.report()
+
+    assert report is None
+    assert rank.value(communication.COMM_TRANSFER_SECONDS, "dp") == pytest.approx(3)
+    assert not rank.accounting.has_pending()
+
+
+def test_two_backends_of_the_same_ranks_have_links_of_their_own() -> None:
+    fast = FakeGroup((0, 1), backend="nccl")
+    slow = FakeGroup((0, 1), role="world", backend="gloo", rank_set=fast.rank_set)
+    rank = AccountedRank(fast)
+    for size in (1_000_000, 100_000_000):
+        for group, bandwidth in ((fast, 1e11), (slow, 1e8)):
+            group.run("all_gather", size, 1000 * size / 2 / bandwidth)
+    report = rank.report()
+    rank.match(1, *(1000 * report.durations).tolist())
+
+    bandwidth = rank.value(communication.COMM_LINK_BANDWIDTH, fast.rank_set.role) / 1000
+
+    assert bandwidth == pytest.approx(1e11, rel=0.01)
+
+
+def test_calls_from_before_the_watch_are_not_reported() -> None:
+    group = FakeGroup((0, 1))
+    group.run()
+    sequence = CallSequence(group.rank_set, from_now=True)
+    group.run(size=8)
+
+    report = sequence.drain_report()
+
+    assert (report.first_issued, report.first_timed, report.prefix_hash) == (
+        2,
+        2,
+        SequenceHash(since=2, crc=0),
+    )
+    assert sequence.names_in(report) == {
+        signature("all_reduce", "float32", 8): "all_reduce of 8 bytes (float32)"
+    }
+
+
+def test_a_call_in_flight_is_reported_as_issued_and_later_with_its_duration() -> None:
+    group = FakeGroup((0, 1))
+    sequence = CallSequence(group.rank_set, from_now=False)
+    group.run(ms=1)
+    waiting = group.issue("barrier")
+    first = sequence.drain_report()
+    group.settle(waiting, 5)
+    second = sequence.drain_report()
+
+    assert (len(first.signatures), first.durations.tolist()) == (2, [pytest.approx(0.001)])
+    assert (second.first_issued, len(second.signatures)) == (3, 0)
+    assert (second.first_timed, second.durations.tolist()) == (2, [pytest.approx(0.005)])
+
+
+def test_a_call_that_was_not_timed_is_reported_as_such(rank: AccountedRank) -> None:
+    call = rank.group.issue()
+    call.timed = False
+    call.settle()
+
+    assert np.isnan(rank.report().durations).tolist() == [True]
+
+
+def test_messages_are_not_numbered(rank: AccountedRank) -> None:
+    rank.group.run("send")
+    rank.group.run("all_reduce")
+
+    report = rank.report()
+
+    assert (report.first_issued, len(report.signatures), len(report.durations)) == (1, 1, 1)
+
+
+def test_ranks_may_give_an_all_to_all_different_sizes(rank: AccountedRank) -> None:
+    for size in range(50):
+        rank.group.run("all_to_all", size)
+
+    assert len(set(rank.report().signatures.tolist())) == 1
+
+
+def test_calls_lost_because_they_were_too_many_are_counted_and_numbers_stay_right() -> None:
+    rank = AccountedRank(FakeGroup((0, 1)))
+    open_call = rank.group.issue()
+    rank.report()
+    for _ in range(RECENT_CALLS + 10):
+        rank.group.run()
+    rank.group.settle(open_call, 1)
+    before_the_gap, after_it = rank.report(), rank.report()
+    rank.expire(PATIENCE)
+
+    assert (before_the_gap.first_issued, before_the_gap.prefix_hash) == (12, None)
+    assert (before_the_gap.first_timed, len(before_the_gap.durations)) == (1, 1)
+    assert (after_it.first_timed, len(after_it.durations)) == (12, RECENT_CALLS)
+    assert rank.accounting.unmatched == 1
+
+
+def test_durations_on_both_sides_of_a_gap_are_not_one_report() -> None:
+    rank = AccountedRank(FakeGroup((0, 1)))
+    open_call = rank.group.issue()
+    rank.report()
+    for _ in range(RECENT_CALLS):
+        rank.group.run()
+    for _ in range(4):  # lost, as the others' record is full
+        rank.group.rank_set.recent.popleft()
+    rank.group.settle(open_call, 1)
+
+    before, after = rank.report(), rank.report()
+
+    assert (before.first_timed, len(before.durations)) == (1, 1)
+    assert (after.first_timed, len(after.durations)) == (6, RECENT_CALLS - 4)
+
+
+def test_a_call_that_never_settles_does_not_block_the_others() -> None:
+    group = FakeGroup((0, 1))
+    sequence = CallSequence(group.rank_set, from_now=False)
+    group.issue()
+    for _ in range(3):
+        for _ in range(RECENT_CALLS // 2):
+            group.run()
+        sequence.drain_report()
+    group.run()
+
+    report = sequence.drain_report()
+
+    assert report.durations.tolist() == [pytest.approx(0.001)]
+    assert len(sequence._in_flight) == 0
+
+
+def test_ever_new_sizes_do_not_accumulate_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_sequence, "MAX_SIGNATURES", 10)
+    group = FakeGroup((0, 1))
+    sequence = CallSequence(group.rank_set, from_now=False)
+    for size in range(100):
+        group.run(size=4 * size)
+        report = sequence.drain_report()
+        assert len(sequence.names_in(report)) == 1
+
+    assert len(sequence.names) <= 11
+
+
+def test_own_collectives_have_causes_and_say_nothing_of_the_link(rank: AccountedRank) -> None:
+    rank.group.role = "zerowatch"
+    for milliseconds in (10, 4):
+        rank.group.run("all_gather", 80, ms=milliseconds)
+    rank.report()
+
+    rank.match(1, 3, 4)
+
+    assert rank.value(communication.COMM_EXPOSED_SECONDS, "zerowatch") == pytest.approx(14)
+    assert rank.causes() == pytest.approx(
+        {"imbalance": 7, "latency": 7, "redundancy": 0, "bandwidth": 0}, abs=1e-4
+    )
+    assert communication.COMM_LINK_LATENCY not in rank.recorder.snapshot().values

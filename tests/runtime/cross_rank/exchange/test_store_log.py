@@ -1,0 +1,180 @@
+"""Tests of logs in real c10d stores: in order, bounded, and without blocking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from fakes.clock import FakeClock
+from fakes.store_clients import connected
+from torch.distributed import HashStore, PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import Store
+
+from zerowatch.runtime.cross_rank.exchange.store_log import (
+    MAX_ENTRIES,
+    StoreConnection,
+    StoreLogReader,
+    StoreLogWriter,
+)
+
+PATIENCE = 20.0
+
+
+@pytest.fixture(params=["hash", "tcp"])
+def server(request: pytest.FixtureRequest) -> Iterator[Store]:
+    if request.param == "hash":
+        yield HashStore()
+    else:
+        server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), False)
+        yield PrefixStore("zerowatch/0/1", server.clone())
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def store(server: Store, clock: FakeClock) -> StoreConnection:
+    return connected(server, clock)
+
+
+def entries(reader: StoreLogReader) -> list[bytes]:
+    return list(reader.poll(PATIENCE))
+
+
+def test_entries_come_in_order_and_once(store: StoreConnection, clock: FakeClock) -> None:
+    writer, reader = StoreLogWriter(store, "row"), StoreLogReader(store, "row")
+    for entry in (b"one", b"", b"\x00\xff\n"):
+        writer.append(entry)
+
+    first, second = entries(reader), entries(reader)
+
+    assert first == [b"one", b"", b"\x00\xff\n"]
+    assert second == []
+
+
+def test_logs_do_not_mix(store: StoreConnection, clock: FakeClock) -> None:
+    StoreLogWriter(store, "row/1").append(b"mine")
+
+    assert entries(StoreLogReader(store, "row/10")) == []
+
+
+def test_an_absent_entry_does_not_block(store: StoreConnection, clock: FakeClock) -> None:
+    reader = StoreLogReader(store, "row")
+    clock.seconds += 2 * PATIENCE
+
+    assert entries(reader) == []  # to block would end in the store's timeout, which raises
+
+
+def test_the_number_of_keys_stays_bounded(
+    server: Store, store: StoreConnection, clock: FakeClock
+) -> None:
+    writer = StoreLogWriter(store, "row")
+    counts = []
+    for number in range(5 * MAX_ENTRIES):
+        writer.append(str(number).encode())
+        counts.append(server.num_keys())
+
+    assert max(counts) == counts[MAX_ENTRIES] == counts[-1]
+
+
+def test_a_reader_that_paused_for_too_long_goes_on_at_the_latest_entry(
+    store: StoreConnection, clock: FakeClock
+) -> None:
+    writer, reader = StoreLogWriter(store, "row"), StoreLogReader(store, "row")
+    for number in range(2 * MAX_ENTRIES):
+        writer.append(str(number).encode())
+    lost = entries(reader)
+    clock.seconds += PATIENCE + 1
+
+    assert lost == []
+    assert entries(reader) == [str(2 * MAX_ENTRIES - 1).encode()]
+
+
+def test_the_latest_entry_is_checked_only_once_per_patience() -> None:
+    clock, store = FakeClock(), CountingStore()
+    reader = StoreLogReader(connected(store, clock), "row")
+    for _ in range(10):
+        clock.seconds += PATIENCE / 4
+        entries(reader)
+
+    assert [key for key in store.checked if "latest" in key] == ["row/latest"] * 2
+
+
+class CountingStore(HashStore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.checked: list[str] = []
+
+    def check(self, keys: list[str]) -> bool:
+        self.checked += keys
+        return super().check(keys)
+
+
+def test_a_reader_that_is_not_too_far_behind_misses_nothing(
+    store: StoreConnection, clock: FakeClock
+) -> None:
+    writer, reader = StoreLogWriter(store, "row"), StoreLogReader(store, "row")
+    for number in range(MAX_ENTRIES):
+        writer.append(str(number).encode())
+    clock.seconds += 2 * PATIENCE
+
+    assert len(entries(reader)) == MAX_ENTRIES
+    assert entries(reader) == []
+
+
+def test_silence_does_not_count_while_the_store_could_not_be_reached(
+    store: StoreConnection, clock: FakeClock
+) -> None:
+    reader = StoreLogReader(store, "row")
+    clock.seconds += 5
+    store.mark_failed()
+    clock.seconds += 2 * PATIENCE
+    store.open()
+    clock.seconds += 1
+
+    assert reader.silent_seconds() == 1
+
+
+def test_a_log_goes_on_where_the_store_failed_in_between() -> None:
+    failing = FailingStore()
+    writer, reader = (
+        StoreLogWriter(connected(failing), "row"),
+        StoreLogReader(connected(failing), "row"),
+    )
+    writer.append(b"one")
+    found = entries(reader)
+    for entry, refused in ((b"two", "row/1"), (b"three", "row/latest")):
+        failing.refused = refused
+        with pytest.raises(RuntimeError, match="gone"):
+            writer.append(entry)
+    found += entries(reader)
+    failing.refused = ""
+    writer.append(b"four")
+
+    assert found + entries(reader) == [b"one", b"three", b"four"]
+
+
+class FailingStore(HashStore):
+    refused = ""
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        if key == self.refused:
+            raise RuntimeError("gone")
+        super().set(key, value)  # type: ignore[arg-type]
+
+
+def test_silence_is_the_time_since_the_last_entry(store: StoreConnection, clock: FakeClock) -> None:
+    writer, reader = StoreLogWriter(store, "row"), StoreLogReader(store, "row")
+    clock.seconds += 3
+    before = reader.silent_seconds()
+    writer.append(b"entry")
+    clock.seconds += 2
+    entries(reader)
+    clock.seconds += 1
+
+    assert before == 3
+    assert reader.silent_seconds() == 1
+    assert writer.silent_seconds() == 3

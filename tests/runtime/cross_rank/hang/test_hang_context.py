@@ -1,0 +1,252 @@
+"""Tests of `HangContext`: what it reads of collectives and peers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fakes.rank_sets import FakeGroups
+
+from zerowatch.metrics.catalog.labels import OPS, PHASES
+from zerowatch.runtime.collectives.groups import CollectiveCall, RankSet
+from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.cross_rank.exchange.rank_messages import Heartbeat
+from zerowatch.runtime.cross_rank.hang.hang_context import HangContext
+
+MS = 1_000_000
+KEY = RankSet((0, 1)).key
+
+
+class TwoRanks:
+    """A process group as the instrumentation keeps it."""
+
+    role = "dp"
+    busy_until_ns = -(2**63)
+
+    def __init__(self, rank_set: RankSet | None = None) -> None:
+        self.rank_set = rank_set or RankSet((0, 1))
+        self.rank_set.roles = ["dp"]
+
+    def begin(self) -> CollectiveCall:
+        call = CollectiveCall(
+            OPS.index("all_reduce"), self, 4096, torch.float32, PHASES.index("backward")
+        )
+        self.rank_set.issued += 1
+        call.sequence = self.rank_set.issued
+        self.rank_set.recent.append(call)
+        return call
+
+
+class DeviceEvent:
+    """A CUDA event, which no machine without a GPU can record."""
+
+    def __init__(self, *, passed: bool) -> None:
+        self.passed = passed
+
+    def query(self) -> bool:
+        return self.passed
+
+
+class FakeThread:
+    """What the comparison thread has read of the other ranks."""
+
+    def __init__(self, *heartbeats: Heartbeat) -> None:
+        self.peers = {heartbeat.rank: heartbeat for heartbeat in heartbeats}
+        self.others_hang = False
+        self.divergence: str | None = None
+        self.announced: list[bool] = []
+
+    def announce_hang(self, hangs: bool) -> None:
+        self.announced.append(hangs)
+
+
+@pytest.fixture
+def group() -> TwoRanks:
+    return TwoRanks()
+
+
+def context_of(group: TwoRanks, thread: Any = None, **options: Any) -> HangContext:
+    return HangContext(
+        rank=0,
+        groups=FakeGroups([group]),
+        thread=thread or FakeThread(),
+        fail_open=FailOpen(),
+        folder=lambda: None,
+        **options,
+    )
+
+
+def returned(call: CollectiveCall, *, end_ms: int = 7) -> CollectiveCall:
+    call.start_ns, call.issued_ns, call.end_ns = 2 * MS, end_ms * MS, end_ms * MS
+    return call
+
+
+def states(group: TwoRanks) -> list[tuple[int, bool]]:
+    """Return the numbers of the last calls, and whether each is in flight."""
+    return [(call.sequence, call.in_flight) for call in context_of(group).last_calls() or ()]
+
+
+def test_a_call_that_has_not_returned_is_in_flight(group: TwoRanks) -> None:
+    returned(group.begin())
+    group.begin()
+
+    assert states(group) == [(1, False), (2, True)]
+
+
+def test_a_call_skipped_in_a_graph_capture_is_not_in_flight_for_ever(group: TwoRanks) -> None:
+    group.begin()  # was never recorded as returned
+    returned(group.begin())
+
+    assert states(group) == [(1, False), (2, False)]
+
+
+def test_a_call_of_another_group_of_the_same_ranks_does_not_end_one(group: TwoRanks) -> None:
+    group.begin()
+    returned(TwoRanks(group.rank_set).begin())
+
+    assert states(group) == [(1, True), (2, False)]
+
+
+def test_an_asynchronous_call_is_in_flight_until_its_end_is_recorded(group: TwoRanks) -> None:
+    call = returned(group.begin(), end_ms=0)
+
+    before = states(group)
+    call.end_ns = 9 * MS
+
+    assert (before, states(group)) == ([(1, True)], [(1, False)])
+
+
+def test_a_call_on_a_device_is_in_flight_until_its_event_has_passed(group: TwoRanks) -> None:
+    for passed in (True, False):
+        call = returned(group.begin())
+        call.start_event = DeviceEvent(passed=True)
+        call.end_event = DeviceEvent(passed=passed)
+
+    assert states(group) == [(1, False), (2, True)]
+
+
+def test_an_expired_device_call_is_still_in_flight(group: TwoRanks) -> None:
+    call = returned(group.begin())
+    call.start_event, call.end_event = DeviceEvent(passed=True), DeviceEvent(passed=False)
+    call.timed = False
+    call.settle()
+
+    assert states(group) == [(1, True)]
+
+
+def test_the_events_of_a_settled_call_are_not_queried_as_they_are_reused(group: TwoRanks) -> None:
+    call = returned(group.begin())
+    call.start_event = call.end_event = DeviceEvent(passed=False)
+    call.settle()
+
+    assert states(group) == [(1, False)]
+
+
+def test_a_summary_has_all_fields_of_a_call(group: TwoRanks) -> None:
+    returned(group.begin()).settle()
+
+    (call,) = context_of(group).last_calls() or ()
+
+    assert (call.key, call.role, call.sequence) == (group.rank_set.key, "dp", 1)
+    assert (call.op, call.payload_bytes, call.dtype) == ("all_reduce", 4096, "float32")
+    assert (call.phase, call.seconds) == ("backward", pytest.approx(0.005))
+
+
+def test_only_the_last_calls_are_listed_and_all_in_flight(group: TwoRanks) -> None:
+    returned(group.begin(), end_ms=0)
+    for _ in range(500):
+        returned(group.begin())
+
+    lines = states(group)
+
+    assert lines[0] == (1, True)
+    assert [number for number, _ in lines[1:]] == list(range(438, 502))
+
+
+def test_activity_is_when_a_call_was_seen_to_start_or_end(group: TwoRanks) -> None:
+    now = [100]
+    context = context_of(group, now_ns=lambda: now[0])
+    times = [context.last_activity_ns()]
+
+    def check_at(moment: int) -> None:
+        now[0] = moment
+        times.append(context.last_activity_ns())
+
+    check_at(200)
+    call = group.begin()
+    check_at(300)
+    check_at(400)
+    returned(call, end_ms=0)
+    check_at(500)
+    call.end_ns = 5 * MS
+    check_at(600)
+    call.settle()
+    check_at(700)
+    returned(group.begin())
+    check_at(800)
+
+    assert times == [100, 100, 300, 300, 500, 600, 600, 800]
+
+
+def test_peers_are_all_other_ranks_with_a_heartbeat(group: TwoRanks) -> None:
+    heartbeats = [
+        Heartbeat(rank=rank, host="node", age_seconds=3.0, issued={KEY: 5}, pause="eval")
+        for rank in (0, 1)
+    ]
+
+    peers = context_of(group, FakeThread(*heartbeats)).peers()
+
+    assert peers == {1: heartbeats[1]}
+    assert context_of(group, FakeThread(heartbeats[0])).peers() is None
+
+
+def begun(group: TwoRanks) -> None:
+    returned(group.begin())
+    group.begin()
+
+
+def ended(group: TwoRanks) -> None:
+    begun(group)
+    returned(group.rank_set.recent[-1])
+
+
+def in_the_background(group: TwoRanks) -> None:
+    returned(group.begin(), end_ms=0)
+
+
+def before_a_message(group: TwoRanks) -> None:
+    """A message between two members has no number, and may be sent by a thread of its own."""
+    begun(group)
+    message = returned(group.begin())
+    message.sequence = 0
+    group.rank_set.issued -= 1
+
+
+def message_only(group: TwoRanks) -> None:
+    group.begin().sequence = 0
+
+
+IS_WAITING = {begun: True, in_the_background: True, before_a_message: True, ended: False}
+
+
+@pytest.mark.parametrize(("issue", "is_waiting"), [*IS_WAITING.items(), (message_only, False)])
+def test_a_rank_set_waits_while_its_last_numbered_collective_is_in_flight(
+    group: TwoRanks, issue: Any, is_waiting: bool
+) -> None:
+    issue(group)
+
+    (found,) = context_of(group).rank_sets() or ()
+
+    assert (found.members, found.issued) == ((0, 1), group.rank_set.issued)
+    assert found.is_waiting == is_waiting
+
+
+def test_a_hang_and_its_end_are_announced_to_the_others(group: TwoRanks) -> None:
+    thread = FakeThread()
+    context = context_of(group, thread)
+
+    context.announce_hang(True)
+    context.announce_hang(False)
+
+    assert thread.announced == [True, False]

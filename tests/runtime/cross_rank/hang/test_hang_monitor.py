@@ -1,0 +1,151 @@
+"""Tests of `HangMonitor`: a hang is counted, announced, reported and logged, and may abort."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.hangs import CALL, WatchedRank
+
+from zerowatch.metrics.catalog import communication
+from zerowatch.runtime.common.phase_timer import FORWARD
+from zerowatch.runtime.memory.oom.exit_notes import read_exit_notes
+
+
+def test_a_hang_is_counted_announced_reported_and_logged_once(tmp_path: Path, caplog: Any) -> None:
+    rank = WatchedRank(tmp_path)
+
+    rank.pass_seconds(29)
+    early = rank.num_hangs, rank.context.announced[:]
+    rank.pass_seconds(60)
+
+    assert early == (0, [])
+    assert (rank.num_hangs, rank.context.announced, rank.exits) == (1, [True], [])
+    (report,) = tmp_path.iterdir()
+    (line,) = caplog.records
+    said = f"rank 1 has not arrived at {CALL}; it has sent no heartbeat for at least 33 s"
+    assert line.levelno == logging.ERROR
+    assert line.getMessage() == f"training hangs: {said} (report: {report})"
+    assert report.read_text().splitlines()[0] == said
+
+
+def test_a_disabled_monitor_detects_nothing(tmp_path: Path) -> None:
+    rank = WatchedRank(tmp_path, enabled=False)
+
+    rank.pass_seconds(100)
+
+    assert communication.HANGS not in rank.recorder.snapshot().values
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_writable_folder_the_summary_is_logged(tmp_path: Path, caplog: Any) -> None:
+    (tmp_path / "file").touch()
+    rank = WatchedRank(tmp_path / "file" / "run")
+
+    rank.pass_seconds(30)
+
+    (line,) = caplog.messages
+    assert f"rank 1 has not arrived at {CALL}" in line
+    assert "no report: it cannot be written" in line
+    assert rank.num_hangs == 1
+
+
+def test_an_announced_hang_is_reported_but_neither_counted_nor_announced(tmp_path: Path) -> None:
+    rank = WatchedRank(tmp_path, abort=True)
+    rank.pass_seconds(3)
+
+    rank.context.hang_announced = True
+    rank.pass_seconds(20)
+
+    assert (rank.num_hangs, rank.context.announced, rank.exits) == (0, [], [])
+    (report,) = tmp_path.iterdir()
+    assert "another rank announced the hang" in report.read_text()
+
+
+def test_an_announced_hang_that_passes_the_own_limit_is_counted_without_a_second_report(
+    tmp_path: Path,
+) -> None:
+    rank = WatchedRank(tmp_path)
+    rank.pass_seconds(28)
+
+    rank.context.hang_announced = True
+    rank.pass_seconds(40)
+
+    assert (rank.num_hangs, rank.context.announced) == (1, [])
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_abort_ends_the_process_at_a_second_limit(tmp_path: Path) -> None:
+    rank = WatchedRank(tmp_path, abort=True)
+
+    rank.pass_seconds(59)
+    early = rank.exits[:]
+    rank.pass_seconds(1)
+
+    assert (early, rank.exits) == ([], [70])
+    assert len(list(tmp_path.glob("hang-*"))) == 1
+
+
+def test_an_abort_is_noted_for_the_report_at_the_next_start(tmp_path: Path) -> None:
+    rank = WatchedRank(tmp_path, abort=True)
+
+    rank.pass_seconds(60)
+
+    (note,) = read_exit_notes(tmp_path, rank.context.rank, os.getpid())
+    assert "hang.abort" in note.text
+    assert not note.may_be_oom_kill
+
+
+def test_a_rank_that_resumes_is_not_aborted(tmp_path: Path) -> None:
+    rank = WatchedRank(tmp_path, abort=True)
+    rank.pass_seconds(59)
+
+    rank.phase_timer.enter(FORWARD)
+    rank.pass_seconds(29)
+
+    assert (rank.context.announced, rank.exits) == ([True, False], [])
+
+
+def test_a_log_that_blocks_delays_neither_checks_nor_abort(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = threading.Event()
+
+    class Stuck(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            stuck.wait()
+
+    handler = Stuck()
+    logging.getLogger("zerowatch").addHandler(handler)
+    monkeypatch.setattr("zerowatch.runtime.cross_rank.hang.hang_monitor.FLUSH_SECONDS", 0.05)
+    rank = WatchedRank(tmp_path, abort=True)
+    monkeypatch.setattr(rank.watch, "close", lambda: None)
+    try:
+        rank.pass_seconds(60)
+
+        assert rank.exits == [70]
+    finally:
+        logging.getLogger("zerowatch").removeHandler(handler)
+        stuck.set()
+
+
+def test_without_a_thread_for_the_report_a_hang_is_reported_and_aborted_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    rank = WatchedRank(tmp_path, abort=True)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+    rank.pass_seconds(60)
+    rank.phase_timer.enter(FORWARD)
+    rank.pass_seconds(1)
+
+    assert (rank.num_hangs, rank.exits) == (1, [70])
+    assert len(list(tmp_path.iterdir())) == 1
+    assert [line.partition(":")[0] for line in caplog.messages] == ["training hangs", "rank 0"]

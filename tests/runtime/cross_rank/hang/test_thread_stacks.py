@@ -1,0 +1,106 @@
+"""Tests of stacks that show no progress: real ones, and those of torch's compiler."""
+
+from __future__ import annotations
+
+import pdb
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.hangs import run_as
+
+from zerowatch.runtime.cross_rank.hang.thread_stacks import (
+    COMPILERS,
+    python_location,
+    silent_activity,
+    silent_activity_in,
+)
+
+
+def activity_here(thread: int = 1) -> str | None:
+    return silent_activity_in({1: sys._getframe()}, thread)
+
+
+STACKS = [
+    ("/x/torch/_dynamo/convert_frame.py", "_compile", "compilation"),
+    ("/x/torch/_inductor/compile_fx.py", "compile_fx_inner", "compilation"),
+    ("/x/torch/utils/cpp_extension.py", "load", "compilation"),
+    ("/x/triton/compiler/compiler.py", "compile", "compilation"),
+    (threading.__file__, "_shutdown", None),  # not the outermost here
+    # These stay on the stack while what was compiled, or kept from it, runs.
+    ("/x/torch/_inductor/compile_fx.py", "run", None),
+    ("/x/torch/_dynamo/eval_frame.py", "_fn", None),
+    ("/x/my/code.py", "train", None),
+]
+
+
+@pytest.mark.parametrize(("file", "function", "expected"), STACKS)
+def test_only_a_stack_inside_a_compiler_is_compilation(
+    file: str, function: str, expected: str | None
+) -> None:
+    assert run_as(file, function, activity_here) == expected
+
+
+def test_a_debugger_and_a_thread_without_a_stack_are_a_prompt() -> None:
+    assert run_as(pdb.__file__, "interaction", activity_here) == "a prompt"
+    assert activity_here(thread=2) == "a prompt"
+
+
+def frame_of(file: str, function: str) -> Any:
+    """Return a frame with nothing below it, as the outermost of a thread."""
+    names: dict[str, Any] = {}
+    exec(compile(f"def {function}():\n    yield\n", file, "exec"), names)
+    return names[function]().gi_frame
+
+
+def test_joining_threads_at_the_end_of_a_script_is_recognised() -> None:
+    late, other = (frame_of(threading.__file__, name) for name in ("_shutdown", "run"))
+
+    assert silent_activity_in({1: late}, 1) == "the script's end"
+    assert silent_activity_in({1: other}, 1) is None
+
+
+def test_a_backward_pass_compiled_on_another_thread_is_compilation() -> None:
+    training = frame_of("/x/train.py", "main")
+    compiler = frame_of("/x/torch/_inductor/compile_fx.py", "bw_compiler")
+
+    assert silent_activity_in({1: training, 2: compiler}, 1) == "compilation"
+
+
+def test_torch_is_recognised_while_it_compiles_and_not_while_compiled_code_runs() -> None:
+    said = {}
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        said["compiles"] = silent_activity(threading.get_ident())
+        return graph.forward
+
+    @torch.compiler.disable
+    def kept_out(tensor: torch.Tensor) -> torch.Tensor:
+        said["runs"] = silent_activity(threading.get_ident())
+        return tensor
+
+    @torch.compile(backend=backend)
+    def compiled(tensor: torch.Tensor) -> torch.Tensor:
+        return kept_out(tensor + 1) * 2
+
+    compiled(torch.ones(2))
+
+    assert said == {"compiles": "compilation", "runs": None}
+
+
+def test_torch_still_compiles_in_the_listed_files() -> None:
+    packages = Path(torch.__file__).parent.parent
+
+    gone = [file for file in COMPILERS if "torch/" in file and not (packages / file).exists()]
+
+    assert gone == []
+
+
+def test_the_location_is_the_innermost_function_outside_of_the_package() -> None:
+    here = python_location(threading.get_ident())  # asked from inside stacks.py
+
+    assert here.startswith("test_the_location_is_the_innermost_function_outside_of_the_package (")
+    assert python_location(0) == "no Python function"

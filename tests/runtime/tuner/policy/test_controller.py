@@ -1,0 +1,459 @@
+"""The controller: trials, failures, memory pressure, interruptions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from fakes.tuned_job import DONE, START, Job
+
+from zerowatch.metrics.catalog.tuner import TUNER_STATES
+from zerowatch.runtime.tuner.policy.controller import TRANSITIONS
+from zerowatch.runtime.tuner.policy.policy_types import State, SwitchResult, Value
+from zerowatch.runtime.tuner.policy.proposals import HISTORY_REASON
+
+
+def tried(job: Job) -> list[Mapping[str, Value]]:
+    return [dict(decision.proposal.changes) for decision in job.decisions]
+
+
+def test_a_change_that_helps_is_accepted_and_others_are_rolled_back() -> None:
+    job = Job()
+
+    job.run(300)
+
+    assert job.now == {**START, "micro_batch_samples": 8}
+    verdicts = {decision.verdict for decision in job.decisions}
+    assert verdicts == {"accepted", "rolled_back"}
+    assert job.controller.state == "observe"
+
+
+def test_the_states_are_the_label_values_of_the_metric() -> None:
+    assert sorted(State) == sorted(TUNER_STATES)
+    assert set(TRANSITIONS) == set(State)
+
+
+def test_a_transition_that_is_not_in_the_table_is_an_error() -> None:
+    controller = Job().controller
+
+    with pytest.raises(RuntimeError, match="from warmup to trial"):
+        controller._enter(State.TRIAL)
+
+
+def test_a_trial_passes_the_states_in_the_order_of_the_table() -> None:
+    job = Job()
+
+    job.run(300, until=lambda: "cooldown" in job.states)
+
+    accepted = job.states.index("accept")
+    assert job.states[0] == "warmup"
+    assert job.states[accepted - 4 : accepted + 2] == [
+        "propose", "preflight", "applied", "trial", "accept", "cooldown",
+    ]  # fmt: skip
+
+
+def test_the_best_configuration_of_the_history_is_tried_first() -> None:
+    job = Job()
+    job.run(300)
+    ((context, kept),) = job.kept.items()
+    best = {**kept.configuration, "activation_checkpointing": True}
+
+    job.kept[context] = replace(kept, configuration=best)
+    later = Job(after=job)
+    later.run(100, until=lambda: bool(later.decisions))
+
+    assert tried(later)[0] == {"micro_batch_samples": 8, "activation_checkpointing": True}
+    assert later.decisions[0].verdict == "accepted"
+
+
+def test_a_crashed_trial_is_not_tried_by_the_next_job(caplog) -> None:
+    job = Job()
+    job.until_trial()
+
+    later = Job(after=job)
+    later.run(300)
+
+    assert job.trials == [{"micro_batch_samples": 8}]
+    assert {"micro_batch_samples": 8} not in tried(later)
+    assert "an earlier run crashed in a trial of micro_batch_samples=8" in caplog.text
+
+
+def test_a_crashed_trial_of_the_best_configuration_is_not_tried_either() -> None:
+    first = Job()
+    first.run(300)
+    second = Job(after=first)
+    second.until_trial()
+
+    third = Job(after=second)
+    third.run(300)
+
+    assert {"micro_batch_samples": 8} not in tried(third)
+    assert [kept.configuration for kept in third.kept.values()] == [
+        kept.configuration for kept in first.kept.values()
+    ], "a run that measured nothing of it forgets nothing"
+
+
+def test_a_run_that_ends_normally_in_a_trial_did_not_crash() -> None:
+    job = Job()
+    job.until_trial()
+
+    job.controller.close()
+
+    assert not job.trials
+
+
+def test_no_trial_starts_too_late_for_a_verdict() -> None:
+    job = Job(total_steps=20)
+
+    job.run(20)
+
+    assert not job.trials and not job.decisions
+
+
+def test_a_trial_is_rolled_back_after_a_failed_window() -> None:
+    job = Job()
+    job.until_trial()
+
+    job.controller.on_window_failed()
+    request = job.controller.pause_trial()
+    assert request is not None
+    job.carry_out(request)
+    assert job.now == START and not job.trials
+    job.run(300)
+
+    assert tried(job).count({"micro_batch_samples": 8}) == 1
+    assert job.decisions[0].reason == "a window with it ended by an error"
+    denied = {each for kept in job.kept.values() for each in kept.denied}
+    assert ("micro_batch_samples", 8) not in denied, "it may not be to blame"
+
+
+def test_memory_savings_of_a_failed_window_are_kept() -> None:
+    job = Job()
+    job.until_trial()
+    job.now["activation_checkpointing"] = True
+
+    job.controller.on_window_failed()
+
+    request = job.controller.pause_trial()
+    assert request is not None
+    assert request.target == {**START, "activation_checkpointing": True}
+
+
+def test_a_rejected_change_is_saved() -> None:
+    job = Job()
+    job.saving = 1.1
+
+    job.run(300, until=lambda: bool(job.decisions))
+
+    (kept,) = job.kept.values()
+    assert not kept.configuration and not job.trials
+    assert kept.denied == {("micro_batch_samples", 8)}
+
+
+def test_a_change_that_a_rank_refuses_is_not_tried_again() -> None:
+    job = Job()
+    job.answer = lambda request: (
+        DONE
+        if request.target["micro_batch_samples"] == 4
+        else SwitchResult(done=False, refused=True)
+    )
+
+    job.run(300)
+
+    assert tried(job).count({"micro_batch_samples": 8}) == 1
+    assert job.now == START
+    assert job.controller.state == "observe"
+
+
+def test_a_rollback_is_reported_once_all_ranks_have_made_it() -> None:
+    job = Job()
+    job.saving = 1.1
+    reported_while_in_use = []
+
+    for _ in range(100):
+        before, num = dict(job.now), len(job.decisions)
+        job.run(1)
+        if len(job.decisions) > num:
+            reported_while_in_use.append(before != START and job.now != START)
+
+    assert "rolled_back" in {one.verdict for one in job.decisions}
+    assert not any(reported_while_in_use)
+
+
+def test_a_change_that_cannot_be_undone_is_reported_as_in_use() -> None:
+    job = Job()
+    job.answer = lambda request: (
+        DONE if request.checked else SwitchResult(done=False, reason="rank 0: not rebuilt")
+    )
+
+    job.run(200)
+
+    (found,) = job.decisions
+    assert job.now["micro_batch_samples"] == 8
+    assert found.verdict == "not_undone"
+    assert "micro_batch_samples=8" in found.reason
+    assert "rank 0: not rebuilt" in found.reason
+    assert job.configurations[-1] == job.now
+
+
+def test_a_verdict_whose_rollback_fails_is_not_reported_as_rolled_back() -> None:
+    job = Job()
+    job.until_trial()
+    job.answer = lambda _: SwitchResult(done=False, reason="stuck")
+    job.replays = 1
+
+    job.run(3)
+
+    (found,) = job.decisions
+    assert found.verdict == "not_undone"
+    assert found.reason.startswith("memory ran out; training continues with micro_batch_samples=8")
+
+
+def test_a_change_left_on_another_rank_alone_is_reported() -> None:
+    job = Job()
+    job.answer = lambda _: SwitchResult(
+        done=False, reason="rank 0: no", undone=False, left="rank 1: micro_batch_samples=8"
+    )
+
+    job.run(100)
+
+    (found,) = job.decisions
+    assert found.verdict == "not_undone"
+    assert "rank 1: micro_batch_samples=8" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (lambda job: job.controller.freeze(), "stop file"),
+        (lambda job: job.controller.on_user_change(), "the script"),
+        (lambda job: job.controller.close(), "the run ended"),
+    ],
+)
+def test_a_trial_that_is_given_up_is_reported_with_its_reason(end, reason) -> None:
+    job = Job()
+    job.until_trial()
+
+    end(job)
+    job.run(3)
+
+    first = job.decisions[0]
+    assert first.verdict == "interrupted"
+    assert reason in first.reason
+    assert [one.verdict for one in job.decisions].count("interrupted") == 1
+
+
+def test_each_trial_that_starts_ends_with_one_decision() -> None:
+    job = Job()
+
+    for step in range(600):
+        job.pace = 3.0 if step // 97 % 2 else 1.0
+        job.run(1)
+        if step % 151 == 150:
+            job.controller.freeze()
+            job.controller.thaw()
+    job.controller.close()
+
+    assert job.num_trials > 5
+    assert len(job.decisions) == job.num_trials
+
+
+def test_after_two_changes_that_failed_nothing_more_is_tried() -> None:
+    job = Job()
+    job.answer = lambda _: SwitchResult(done=False, reason="rank 1: no")
+
+    job.run(300)
+
+    assert len(job.decisions) == 2
+    assert job.controller.state == "safe_mode"
+    assert job.controller.configuration.pending_switch() is None
+
+
+def test_after_an_incomplete_rollback_nothing_is_changed() -> None:
+    job = Job()
+    job.answer = lambda _: SwitchResult(done=False, reason="rank 1: no", undone=False)
+
+    job.run(100)
+
+    assert len(job.decisions) == 1
+    assert job.controller.state == "safe_mode"
+    assert not job.controller.needs_exchange
+
+
+def test_a_failed_rollback_is_not_repeated() -> None:
+    job = Job()
+    job.answer = lambda request: (
+        DONE if request.checked else SwitchResult(done=False, reason="stuck")
+    )
+
+    job.run(200)
+
+    assert job.controller.state == "safe_mode"
+    assert not job.controller.needs_exchange
+
+
+def test_a_change_that_runs_out_of_memory_is_rolled_back() -> None:
+    job = Job()
+    job.until_trial()
+    job.replays = 1
+
+    job.run(3)
+
+    assert job.decisions[0].reason == "memory ran out"
+    assert job.decisions[0].verdict == "rolled_back"
+    assert job.now == START
+
+
+def test_a_loss_that_jumps_rolls_back_another_rounding() -> None:
+    job = Job()
+    job.run(300, until=lambda: job.now["gradient_compression"] == "int8")
+    job.loss = 2.0
+
+    job.run(3)
+
+    assert "the loss went up" in job.decisions[-1].reason
+
+
+def test_nothing_is_on_trial_at_a_checkpoint() -> None:
+    job = Job()
+    job.until_trial()
+
+    request = job.controller.pause_trial()
+
+    assert request is not None and request.target == START
+    job.carry_out(request)
+    assert job.controller.pause_trial() is None
+    job.run(300)
+    assert job.now["micro_batch_samples"] == 8, "what was left was tried again"
+
+
+def test_a_frozen_tuner_rolls_back_until_it_is_thawed() -> None:
+    job = Job()
+    job.until_trial()
+
+    job.controller.freeze()
+    job.run(100)
+    assert job.now == START
+    assert job.controller.state == "frozen"
+
+    job.controller.thaw()
+    job.run(300)
+    assert job.now["micro_batch_samples"] == 8
+
+
+def test_a_risk_of_oom_is_acted_on_without_a_trial() -> None:
+    job = Job()
+    job.oom_risk = 0.6
+
+    job.run(3, until=lambda: job.now != START)
+
+    assert job.decisions[0].result is None
+    assert job.decisions[0].verdict == "accepted"
+    assert job.now["activation_checkpointing"] or job.now["micro_batch_samples"] != 4
+
+
+def test_a_risk_of_oom_rolls_back_the_trial_first() -> None:
+    job = Job()
+    job.until_trial()
+    job.oom_risk = 0.6
+
+    job.run(2, until=lambda: job.now == START)
+
+    assert job.now == START
+
+
+def test_advice_is_given_once_and_needs_no_exchange() -> None:
+    job = Job(acts=False)
+    job.oom_risk = 0.6
+
+    job.run(200, until=lambda: job.controller.needs_exchange)
+
+    assert not job.controller.needs_exchange
+    assert [decision.verdict for decision in job.decisions] == ["advised"]
+
+
+def test_stale_metrics_start_no_trial() -> None:
+    job = Job()
+    job.is_watched = False
+
+    job.run(200)
+
+    assert not job.decisions
+
+
+def test_low_coverage_starts_no_trial() -> None:
+    job = Job()
+    job.coverage = 0.9
+
+    job.run(200)
+
+    assert not job.decisions
+
+
+def test_the_users_changes_are_known_to_be_good() -> None:
+    job = Job()
+    job.until_trial()
+    job.now = {**START, "activation_checkpointing": True}
+
+    job.controller.on_user_change()
+    job.run(300)
+
+    assert job.now == {**START, "micro_batch_samples": 8, "activation_checkpointing": True}
+
+
+def test_the_configuration_of_a_known_context_is_measured_again() -> None:
+    job = Job()
+    job.saving = 1.0  # nothing is to be had here
+    job.run(300)
+    job.pace, job.saving = 4.0, 0.5
+    job.run(300)
+    assert job.now["micro_batch_samples"] == 8
+    num_before, job.pace = len(job.decisions), 1.0
+
+    job.run(300)
+
+    first = job.decisions[num_before]
+    assert first.proposal.changes == {"micro_batch_samples": START["micro_batch_samples"]}
+    assert first.proposal.why == HISTORY_REASON
+    assert first.verdict == "rolled_back"
+    assert job.now["micro_batch_samples"] == 8
+    job.run(1500)
+    tries = [one.proposal.changes for one in job.decisions[num_before:]]
+    assert tries.count(first.proposal.changes) == 1
+
+
+def test_memory_savings_of_the_recovery_are_not_rolled_back_by_a_trial() -> None:
+    job = Job()
+    job.run(8)
+    job.now["activation_checkpointing"] = True  # by a rank that found no other way
+    job.replays = 1
+    job.run(1)
+    job.replays = 0
+
+    job.run(300)
+
+    assert job.now == {**START, "micro_batch_samples": 8, "activation_checkpointing": True}
+
+
+def test_a_refused_change_is_not_saved_as_rejected() -> None:
+    job = Job()
+    job.answer = lambda request: SwitchResult(done=False, refused=True, reason="no room")
+    job.run(300)
+
+    assert all(not kept.denied for kept in job.kept.values())
+
+
+def test_a_trial_is_discarded_when_the_speed_of_a_changes() -> None:
+    job = Job()
+    job.saving = 0.98
+    job.until_trial()
+    job.run(30, until=lambda: job.now == START)
+    job.pace, num_before = 3.0, len(job.states)
+
+    job.run(24, until=lambda: len(job.states) > num_before)
+
+    assert job.states[num_before:] == ["observe"]
+    assert [one.verdict for one in job.decisions] == ["interrupted"], "that was no verdict"
+    assert "changed its speed" in job.decisions[0].reason
+    assert not job.controller.configuration.is_on_trial

@@ -1,0 +1,128 @@
+"""The observer of steps: lasting shifts of speed, and shares of training time."""
+
+from __future__ import annotations
+
+from math import log
+
+import pytest
+from fakes.noisy_steps import Noise, noisy_steps
+
+from zerowatch.metrics.catalog import communication, overhead, training
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.runtime.tuner.policy.policy_types import StepTime
+from zerowatch.runtime.tuner.policy.step_time_observer import (
+    MIN_BASELINE_STEPS,
+    Cusum,
+    StepTimeObserver,
+)
+
+UNSHIFTED = Noise(drift=0.0, shift=0.0)
+
+
+def detected_after(seed: int, shift: float, at: int = 300) -> tuple[int, str]:
+    """Return after how many steps a shift is detected, and its direction."""
+    cusum = Cusum()
+    for index, seconds in enumerate(noisy_steps(seed, at + 150, UNSHIFTED)):
+        detected = cusum.add(log(seconds * (1 + shift) if index >= at else seconds))
+        if detected:
+            return index - at + 1, detected
+    raise AssertionError("not detected")
+
+
+@pytest.mark.parametrize(
+    ("shift", "within", "detected"),
+    [(0.05, 30, "slower"), (-0.05, 30, "faster"), (0.3, 5, "slower"), (-0.3, 5, "faster")],
+)
+def test_a_lasting_shift_is_detected_soon(shift: float, within: int, detected: str) -> None:
+    found = sorted(detected_after(seed, shift) for seed in range(40))
+
+    assert {said for _, said in found} == {detected}
+    assert 0 < found[20][0] <= within
+
+
+def test_a_shift_right_after_the_baseline_is_detected() -> None:
+    after, detected = detected_after(seed=1, shift=0.1, at=MIN_BASELINE_STEPS + 10)
+
+    assert (0 < after <= 20, detected) == (True, "slower")
+
+
+def test_noise_without_a_shift_rarely_raises_an_alarm() -> None:
+    alarms = 0
+    for seed in range(8):
+        cusum = Cusum()
+        alarms += sum(
+            cusum.add(log(seconds)) is not None for seconds in noisy_steps(seed, 5000, UNSHIFTED)
+        )
+
+    assert alarms <= 3  # of 40,000 steps; one in 10,000 is allowed
+
+
+def test_single_slow_steps_are_not_a_shift() -> None:
+    cusum = Cusum()
+
+    detected = [cusum.add(log(10.0) if step % 20 == 19 else 0.0) for step in range(400)]
+
+    assert set(detected) == {None}
+
+
+def test_after_a_shift_the_new_speed_is_the_baseline() -> None:
+    cusum = Cusum()
+    for _ in range(100):
+        cusum.add(0.0)
+
+    detected = [cusum.add(0.2) for _ in range(300)]
+
+    assert [one for one in detected if one] == ["slower"]
+
+
+class LateCommunication:
+    """Metrics of a job that waits 35 % of its time, which is published every 5 s, 6 s late."""
+
+    RATIO, EVERY, LATE = 0.35, 5.0, 6.0
+
+    def __init__(self) -> None:
+        self.recorder, self._seconds, self._published = Recorder(), 0.0, 0.0
+
+    def train(self, seconds: float) -> None:
+        self._seconds += seconds
+        self.recorder.add(training.PHASE_SECONDS, seconds, "backward")
+        self.recorder.add(communication.COMM_SECONDS, self.RATIO * seconds, "dp")
+        self.recorder.set(overhead.WATCH_LAST_UPDATE_TIMESTAMP, self._seconds)
+        covered = self._seconds // self.EVERY * self.EVERY - self.LATE
+        if covered > self._published:
+            waited = self.RATIO * (covered - self._published)
+            self._published = covered
+            self.recorder.add(communication.COMM_EXPOSED_SECONDS, waited, "dp")
+            self.recorder.add(communication.COMM_CAUSE_SECONDS, waited, "latency")
+
+
+@pytest.mark.parametrize("min_seconds", [0.5, 2.0, 7.0, 20.0])
+def test_shares_of_communication_are_right_over_any_interval(min_seconds: float) -> None:
+    metrics = LateCommunication()
+    observer = StepTimeObserver(metrics.recorder, min_seconds)
+    found = []
+    for number in range(2000):
+        metrics.train(0.1)
+        reading = observer.add(StepTime(number=number, seconds=0.1, samples=1))
+        if reading is not None:
+            found.append(reading)
+
+    assert len(found) >= 5
+    for reading in found[1:]:
+        assert reading.exposed_ratio == pytest.approx(metrics.RATIO, rel=0.15)
+        assert sum(reading.cause_ratios.values()) == pytest.approx(reading.exposed_ratio)
+    assert all(0 <= reading.exposed_ratio <= 1 for reading in found)
+
+
+def test_ranks_that_are_not_compared_are_not_waited_for_again() -> None:
+    metrics = LateCommunication()
+    metrics.EVERY = 1e9
+    observer = StepTimeObserver(metrics.recorder, 2.0)
+    found = []
+    for number in range(1000):
+        metrics.train(0.1)
+        if observer.add(StepTime(number=number, seconds=0.1, samples=1)) is not None:
+            found.append(number)
+
+    assert found[0] < 400
+    assert found[2] - found[1] < 30
