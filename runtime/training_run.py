@@ -343,7 +343,8 @@ class TrainingRun:
         Args:
             folder: Folder that holds only this run's checkpoints, and that all ranks reach.
             client: The caller's own state: numbers, text, tensors, and lists and dicts of these.
-            keep: How many checkpoints to leave, this one included.
+            keep: How many checkpoints to leave, this one included. Those that `load` passed over do
+                not count and are deleted: damaged ones, and any that is newer than the loaded one.
 
         Returns:
             The folder of this checkpoint.

@@ -10,10 +10,11 @@ A checkpoint becomes complete by one rename, and `latest` is updated after that.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,13 +25,16 @@ from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationE
 from ....errors import CheckpointError
 from ....metrics.atomic_file import atomic_write, sync
 
+logger = logging.getLogger(__name__)
+
 LATEST = "latest"
 MANIFEST = "zerowatch.json"
 FORMAT = 2  # version of the manifest's format
 _COMPLETE = re.compile(r"step-(\d{8,})(-\d+)?")
 _CHUNK_BYTES = 2**20
 _MAX_SERIAL = 2**53  # the ranks exchange them as float64
-_PARTIAL = re.compile(rf"\.partial-{_COMPLETE.pattern}")
+_PARTIAL_PREFIX = ".partial-"
+_PARTIAL = re.compile(re.escape(_PARTIAL_PREFIX) + _COMPLETE.pattern)
 _TEMPORARY_LATEST = re.compile(rf"\.{LATEST}\.[0-9a-f]+")
 
 
@@ -43,15 +47,26 @@ class CheckpointFolder:
     def prepare(self) -> None:
         """Create the folder, and remove what killed processes left half written or half deleted.
 
+        What cannot be removed is logged and stays. On NFS a deleted file that a process still has
+        open becomes `.nfs...`, which cannot be deleted (EBUSY), nor can its folder.
+
         Raises:
-            OSError: It cannot be written.
+            OSError: The folder cannot be created or read.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         for entry in self.path.iterdir():
-            if _PARTIAL.fullmatch(entry.name):
-                shutil.rmtree(entry)
-            elif _TEMPORARY_LATEST.fullmatch(entry.name):
-                entry.unlink()
+            try:
+                if _PARTIAL.fullmatch(entry.name):
+                    shutil.rmtree(entry)
+                elif _TEMPORARY_LATEST.fullmatch(entry.name):
+                    entry.unlink()
+            except OSError as error:
+                shutil.rmtree(entry, ignore_errors=True)  # all that can be removed
+                logger.warning(
+                    "the unfinished %s cannot be deleted: %s; the next save tries again",
+                    entry,
+                    error,
+                )
 
     def names(self) -> list[str]:
         """Return the names of complete checkpoints, in no order."""
@@ -106,9 +121,11 @@ class CheckpointFolder:
         """Return the next free repeat number of a step; lower ones may be free too.
 
         Of several checkpoints of one step the first are deleted first, so a count would not do.
+        What `prepare` could not remove takes a number too: a checkpoint must not contain its files.
         """
         first = checkpoint_name(steps, 0)
-        names = [entry.name for entry in self.path.iterdir() if _COMPLETE.fullmatch(entry.name)]
+        entries = [entry.name.removeprefix(_PARTIAL_PREFIX) for entry in self.path.iterdir()]
+        names = [name for name in entries if _COMPLETE.fullmatch(name)]
         later = [
             int(name.removeprefix(f"{first}-")) for name in names if name.startswith(f"{first}-")
         ]
@@ -124,16 +141,15 @@ class CheckpointFolder:
         sync(self.path)
         atomic_write(self.path / LATEST, name, durable=True)
 
-    def remove(self, names: Iterable[str]) -> None:
-        """Delete checkpoints; an interrupted deletion leaves none that looks complete.
+    def remove(self, name: str) -> None:
+        """Delete a checkpoint; an interrupted deletion leaves none that looks complete.
 
         Raises:
-            OSError: The disk fails.
+            OSError: The disk fails, or a file is in use on NFS; `prepare` deletes the rest.
         """
-        for name in names:
-            partial = self.path / partial_name(name)
-            (self.path / name).rename(partial)
-            shutil.rmtree(partial)
+        partial = self.path / partial_name(name)
+        (self.path / name).rename(partial)
+        shutil.rmtree(partial)
 
 
 class Candidate(NamedTuple):
@@ -154,7 +170,7 @@ def checkpoint_name(steps: int, repeat: int) -> str:
 
 def partial_name(name: str) -> str:
     """Return the name of a checkpoint while it is being written."""
-    return f".partial-{name}"
+    return f"{_PARTIAL_PREFIX}{name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

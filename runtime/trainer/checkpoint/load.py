@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,11 +46,14 @@ class FoundCheckpoint:
         manifest: Its manifest. If its engine was rebuilt, `load_checkpoint` needs one of its
             ds config.
         state: State of this rank, except the engine.
+        superseded: Checkpoints of its folder that were written after it, and passed over: they are
+            damaged, or `latest` names an earlier one.
     """
 
     path: Path
     manifest: Manifest
     state: RunState
+    superseded: frozenset[Path] = frozenset()
 
 
 def find_checkpoint(
@@ -94,7 +97,7 @@ def find_checkpoint(
             logger.warning("%s; the earlier checkpoint %s is tried instead", error, agreed.name)
         tried = agreed.name
         found, error = _checked(checkpoints, tried, engine, host_group)
-    return found
+    return found and replace(found, superseded=_later(checkpoints, found))
 
 
 def load_checkpoint(found: FoundCheckpoint, engine: Any, host_group: HostCollectives) -> None:
@@ -170,6 +173,13 @@ def _last(checkpoints: CheckpointFolder) -> Candidate | None:
 def _before(checkpoints: CheckpointFolder, tried: str | None) -> Candidate | None:
     """Return the newest checkpoint before one that is damaged, or before what `latest` names."""
     return checkpoints.newest(before=tried or checkpoints.latest())
+
+
+def _later(checkpoints: CheckpointFolder, found: FoundCheckpoint) -> frozenset[Path]:
+    serials = checkpoints.serials().items()
+    return frozenset(
+        checkpoints.path / name for name, serial in serials if serial > found.manifest.serial
+    )
 
 
 def _agreed(

@@ -49,6 +49,7 @@ class CheckpointManager:
         self._data, self._host_group = data, host_group
         self._plan_file = PlanFile(engine_holder)
         self._is_node_leader = this_process().local_rank == 0
+        self._superseded: set[Path] = set()
         self._written = self._relevant_state()
         window_runner.on_fatal_oom.append(self._record_failure)
 
@@ -68,7 +69,9 @@ class CheckpointManager:
             client=client,
         )
         with holder.optimizer_states_on_device():
-            return save_checkpoint(folder, holder.engine, self._host_group, state, keep)
+            return save_checkpoint(
+                folder, holder.engine, self._host_group, state, keep, self._superseded
+            )
 
     def load(self, folder: str | Path, *, fallback: bool | None) -> RunState | None:
         """Load the last checkpoint, if there is one, and the plan file if it is newer."""
@@ -83,6 +86,7 @@ class CheckpointManager:
                 self._apply_config(found.manifest.config)
             with holder.optimizer_states_on_device():
                 load_checkpoint(found, holder.engine, group)
+            self._superseded = set(found.superseded)
             runner.steps, runner.samples = state.steps, state.samples
             runner.exponent = state.weight_exponent
             self._apply_plan(check_plan(state.micro_batch_plan, found.path))

@@ -152,10 +152,15 @@ def to_serializable(node: Any, path: str) -> Any:
 
 
 def from_serializable(node: Any) -> Any:
-    """Return the original tree, arrays as arrays."""
+    """Return the original tree, arrays as arrays, in memory of its own.
+
+    A tensor that was just read is a mapping of the file, which must be free to be deleted.
+    """
+    if isinstance(node, torch.Tensor):
+        return node.clone()
     if isinstance(node, dict):
         if node.keys() == {_ARRAY}:
-            return node[_ARRAY].numpy()
+            return node[_ARRAY].clone().numpy()
         return {key: from_serializable(child) for key, child in node.items()}
     if isinstance(node, list | tuple):
         return type(node)(from_serializable(child) for child in node)

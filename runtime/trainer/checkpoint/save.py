@@ -40,7 +40,12 @@ class _Numbers(NamedTuple):
 
 
 def save_checkpoint(
-    folder: str | Path, engine: Any, host_group: HostCollectives, state: RunState, keep: int = 2
+    folder: str | Path,
+    engine: Any,
+    host_group: HostCollectives,
+    state: RunState,
+    keep: int = 2,
+    superseded: set[Path] | None = None,
 ) -> Path:
     """Write a checkpoint between two windows, and return its folder; all ranks must call it.
 
@@ -52,6 +57,8 @@ def save_checkpoint(
         host_group: Group of all ranks.
         state: This rank's state of the run, except the engine.
         keep: How many checkpoints to leave, this one included; at least 1.
+        superseded: Checkpoints that the load before passed over (`FoundCheckpoint.superseded`).
+            They do not count, and are deleted; what is deleted is removed from the set.
 
     Raises:
         CheckpointError: `state` holds something that is not plain data, or a rank cannot write.
@@ -81,7 +88,7 @@ def save_checkpoint(
             shutil.rmtree(partial, ignore_errors=True)
         raise
     if is_writer:
-        _prune(checkpoints, keep)
+        _prune(checkpoints, keep, set() if superseded is None else superseded)
     return checkpoints.path / name
 
 
@@ -174,11 +181,22 @@ def _commit(checkpoints: CheckpointFolder, partial: Path, name: str, manifest: M
     logger.info("checkpoint of step %d saved: %s", manifest.steps, checkpoints.path / name)
 
 
-def _prune(checkpoints: CheckpointFolder, keep: int) -> None:
-    """Delete the oldest checkpoints; a failure to do so does not stop training."""
+def _prune(checkpoints: CheckpointFolder, keep: int, superseded: set[Path]) -> None:
+    """Delete superseded checkpoints and the oldest ones; a failure does not stop training.
+
+    A damaged checkpoint is among the superseded ones once a load has found the damage.
+    """
     serials = checkpoints.serials()
-    oldest_first = sorted(serials, key=lambda name: serials[name])
-    try:
-        checkpoints.remove(oldest_first[: -max(1, keep)])
-    except OSError as error:
-        logger.warning("an old checkpoint cannot be deleted: %s; delete it by hand", error)
+    passed_over = {path.name for path in superseded if path.parent == checkpoints.path}
+    oldest_first = sorted(serials.keys() - passed_over, key=lambda name: serials[name])
+    for name in [*sorted(passed_over), *oldest_first[: -max(1, keep)]]:
+        try:
+            checkpoints.remove(name)
+        except OSError as error:
+            logger.warning(
+                "cannot delete the checkpoint %s: %s; the next save tries again",
+                checkpoints.path / name,
+                error,
+            )
+        if not checkpoints.is_complete(name):
+            superseded.discard(checkpoints.path / name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from scripts.launching import SCRIPTS, start
 from scripts.trainer.resume_engine import PlainEngine, SingleRankHostGroup, TwoDisks
 
 from zerowatch.errors import CheckpointError
-from zerowatch.runtime.trainer.checkpoint.folder import file_info
+from zerowatch.runtime.trainer.checkpoint.folder import CheckpointFolder, file_info
 from zerowatch.runtime.trainer.checkpoint.load import (
     FoundCheckpoint,
     find_checkpoint,
@@ -33,13 +35,19 @@ from zerowatch.runtime.trainer.checkpoint.save import save_checkpoint
 ALONE = SingleRankHostGroup()
 
 
-def save(folder: Path, steps: int, engine: PlainEngine | None = None, **state: object) -> Path:
+def save(
+    folder: Path,
+    steps: int,
+    engine: PlainEngine | None = None,
+    *,
+    keep: int = 2,
+    superseded: set[Path] | None = None,
+    **state: object,
+) -> Path:
     plan = {"micro_batch_samples": 4}
     values = {"samples": 8 * steps, "config": {"stage": 2}, "micro_batch_plan": plan, **state}
-    keep = int(str(values.pop("keep", 2)))
-    return save_checkpoint(
-        folder, engine or PlainEngine(), ALONE, RunState(steps=steps, **values), keep
-    )
+    written = RunState(steps=steps, **values)
+    return save_checkpoint(folder, engine or PlainEngine(), ALONE, written, keep, superseded)
 
 
 def load(
@@ -336,6 +344,48 @@ def test_with_fallback_the_last_undamaged_checkpoint_is_loaded_with_a_warning(
     assert "step-00000002 is tried instead" in caplog.text
 
 
+def test_checkpoints_that_a_load_passed_over_do_not_count_and_are_deleted_first(
+    tmp_path: Path,
+) -> None:
+    saved = [save(tmp_path, steps, keep=9) for steps in (5, 10, 20, 30)]
+    flip(saved[2] / "model.pt", 900)
+    (tmp_path / "latest").write_text("step-00000020")  # chosen by hand
+    found = find_checkpoint(tmp_path, PlainEngine(), ALONE, fallback=True)
+    assert found is not None
+    superseded = set(found.superseded)
+
+    save(tmp_path, 20, keep=3, superseded=superseded)
+
+    assert found.path == saved[1]
+    left = ["step-00000005", "step-00000010", "step-00000020-2"]
+    assert names(tmp_path) == ["latest", *left]
+    assert superseded == set()
+
+
+def test_a_damaged_checkpoint_that_cannot_be_deleted_never_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for steps in (10, 20):
+        damaged = save(tmp_path, steps)
+    flip(damaged / "model.pt", 900)
+    found = find_checkpoint(tmp_path, PlainEngine(), ALONE, fallback=True)
+    assert found is not None
+    superseded = set(found.superseded)
+    monkeypatch.setattr(CheckpointFolder, "remove", _busy)
+
+    for steps in (30, 40):
+        save(tmp_path, steps, superseded=superseded)
+    monkeypatch.undo()
+    save(tmp_path, 50, superseded=superseded)
+
+    assert caplog.text.count(f"cannot delete the checkpoint {damaged}") == 2
+    assert names(tmp_path) == ["latest", "step-00000040", "step-00000050"]
+
+
+def _busy(self: CheckpointFolder, name: str) -> None:
+    raise OSError(errno.EBUSY, "busy", str(self.path / name))
+
+
 def test_fallback_takes_no_checkpoint_with_more_steps_than_the_damaged_one(tmp_path: Path) -> None:
     save(tmp_path, 10, keep=3)
     save(tmp_path, 20, keep=3)
@@ -451,6 +501,34 @@ def test_torch_load_and_its_allowed_classes_are_restored_after_a_load(tmp_path: 
         assert set(torch.serialization.get_safe_globals()) == allowed | {np.ndarray}
     assert torch.load is before
     assert set(torch.serialization.get_safe_globals()) == allowed
+
+
+@pytest.mark.parametrize("left", ["step-00000007/.nfs0001", "step-00000008/.nfs0001"])
+def test_files_of_a_removed_checkpoint_that_are_still_in_use_do_not_prevent_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, left: str
+) -> None:
+    in_use = tmp_path / f".partial-{left}"
+    in_use.parent.mkdir()
+    in_use.touch()
+    (in_use.parent / "model.pt").touch()
+    unlink = os.unlink
+
+    def refuse(path: str, *args: Any, **kwargs: Any) -> None:
+        if str(path).endswith(in_use.name):
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        unlink(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+
+    saved = save(tmp_path, 8)
+    loaded = load(tmp_path)
+    monkeypatch.undo()
+    save(tmp_path, 9)
+
+    assert loaded is not None
+    assert not (saved / in_use.name).exists()
+    assert f"{in_use.parent} cannot be deleted" in caplog.text
+    assert names(tmp_path) == ["latest", saved.name, "step-00000009"]
 
 
 def test_what_load_would_refuse_is_not_saved(tmp_path: Path) -> None:

@@ -96,3 +96,4 @@ def test_a_load_that_fails_on_one_rank_fails_on_all_and_an_older_checkpoint_can_
         assert found["older"] == [1, 1, 1]
         assert found["restartable"] == 1
         assert found["trained"] == 6
+        assert found["left"] == ["step-00000001", "step-00000006"]  # not the damaged one

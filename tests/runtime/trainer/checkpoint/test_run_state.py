@@ -69,6 +69,16 @@ def test_tensors_and_arrays_are_read_back_bit_for_bit(tmp_path: Path) -> None:
     assert loaded["none"].shape == ()
 
 
+def test_what_was_read_does_not_need_the_file_any_more(tmp_path: Path) -> None:
+    given = {"weights": torch.arange(5000), "array": np.arange(5000)}
+
+    loaded = after_disk(tmp_path, replace(PLAIN, client=given)).client
+
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert torch.equal(loaded["weights"], given["weights"])
+    assert np.array_equal(loaded["array"], given["array"])
+
+
 def test_only_the_elements_of_a_view_are_written(tmp_path: Path) -> None:
     view = torch.zeros(1_000_000)[:3]
 

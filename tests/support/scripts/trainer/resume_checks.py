@@ -228,6 +228,9 @@ def failed_loads(name: str, folder: Path) -> dict[str, Any]:
     found["not allowed"] = error_of(run.load, saves, fallback=is_failing)
     train(run, batches, STEPS)
     found["trained"] = run.steps
+    run.save(saves)
+    dist.barrier()
+    found["left"] = sorted(path.name for path in saves.glob("step-*"))
     end(run)
     return found
 
