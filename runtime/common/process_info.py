@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
 import socket
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -48,6 +50,18 @@ def this_process() -> ProcessInfo:
 def new_run_id() -> str:
     """Return a unique run id; ids sort by the time of their creation."""
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
+
+
+def launcher_identity() -> str | None:
+    """Return a name of torchrun's agent on this node, equal in all of its attempts; None without.
+
+    The agent makes one folder of a random name for the error files of all attempts:
+    `<folder>/attempt_<n>/<local rank>/error.json`.
+    """
+    attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
+    if not attempt.name.startswith("attempt_"):
+        return None
+    return hashlib.sha256(f"{socket.gethostname()} {attempt.parent}".encode()).hexdigest()[:16]
 
 
 def launcher_may_restart() -> bool:

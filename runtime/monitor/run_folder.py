@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import logging
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from ...metrics.atomic_file import open_to_append
 from ...metrics.settings import MAX_RUN_ID_LENGTH, Settings
 from ...metrics.step_record import StepRecord
-from ..common.process_info import ProcessInfo, launcher_run_id, new_run_id
+from ..common.process_info import ProcessInfo, launcher_identity, launcher_run_id, new_run_id
 from ..common.rank_store import RankStore, TargetDiscovery
 from ..common.report_files import write_or_warn
 from .step_log import StepLog, keeps_every_step, write_settings
@@ -29,6 +31,8 @@ MAX_HELD_RECORDS = 1000
 TARGETS_FILE = "targets.json"
 # Locked by rank 0 of a live run.
 LOCK_FILE = "run.lock"
+# Has a file for each of torchrun's agents of the job, one per node.
+LAUNCHERS_FOLDER = "launchers"
 
 
 class RunFolder:
@@ -48,6 +52,7 @@ class RunFolder:
         self._settings = settings
         self._runs = settings.run_log.folder.absolute()  # a script may change its working folder
         self._process = process
+        self._launcher = launcher_identity()
         self._store = store
         self._targets = targets
         self._log: StepLog | None = None
@@ -140,7 +145,7 @@ class RunFolder:
     def _own_run_id(self) -> str:
         self._has_own_id = True
         if self._settings.run_id is not None:
-            return self._settings.run_id
+            return next(self._own_ids(self._settings.run_id), self._settings.run_id)
         run_id = f"{new_run_id()}-rank{self._process.rank}"
         logger.warning(
             "no run id from rank 0, which may not be monitored. Rank %d writes to %s; set "
@@ -163,6 +168,7 @@ class RunFolder:
             every_step=every_step,
             on_deleted=self._restore_files,
         )
+        self._sign(folder)
         if self._process.rank == 0:
             write_settings(folder, self._settings)
         for record in self._held:
@@ -175,43 +181,65 @@ class RunFolder:
             write_or_warn(self.path / TARGETS_FILE, self._targets_text)
 
     def _restore_files(self) -> None:
-        """Write rank 0's files again, which may have been deleted with its log."""
-        if self._process.rank == 0 and self.path is not None:
+        """Write again what may have been deleted with the log."""
+        if self.path is None:
+            return
+        self._sign(self.path)
+        if self._process.rank == 0:
             self._unlock()
             self._lock_folder(self.path)
             write_settings(self.path, self._settings)
             self._write_targets()
 
     def _claim(self, run_id: str) -> str:
-        """Return the run id, or with a number appended if another live run has it.
+        """Return the run id, or with a number appended if its folder belongs to another run.
 
-        A restart keeps its id, also where the host of the last attempt is gone and a network file
-        system has not yet released its lock.
+        A restart takes the folder of its own job again, even where the host of the last attempt is
+        gone and a network file system has not yet released its lock. It takes no other folder that
+        exists, as another job may restart there too.
         """
         if not self._settings.run_log.enabled:
             return run_id
-        if self._lock_folder(self._runs / run_id) or self._process.attempt > 0:
-            return run_id
-        for number in range(2, MAX_LIVE_RUNS):
-            ending = f"-{number}"
-            other = run_id[: MAX_RUN_ID_LENGTH - len(ending)] + ending
-            if self._lock_folder(self._runs / other):
+        is_restart = self._process.attempt > 0 and self._launcher is not None
+        for own in self._own_ids(run_id):
+            if self._lock_folder(self._runs / own) or is_restart:
+                return own
+        for candidate in _numbered(run_id):
+            folder = self._runs / candidate
+            if (is_restart and folder.exists()) or not self._lock_folder(folder):
+                continue
+            if candidate != run_id:
                 logger.warning(
-                    "run id %s is in use by another live run, which writes to %s. This run is %s; "
+                    "run id %s is in use by another run, which writes to %s. This run is %s; "
                     "give each run an id of its own (ZEROWATCH_RUN_ID), or none.",
                     run_id,
                     self._runs / run_id,
-                    other,
+                    candidate,
                 )
-                return other
+            return candidate
         logger.warning(
-            "run id %s: none of %d folders of this id can be locked, so other live runs may write "
-            "to %s too; give each run an id of its own (ZEROWATCH_RUN_ID).",
+            "run id %s: none of %d folders of this id is free, so other runs may write to %s too; "
+            "give each run an id of its own (ZEROWATCH_RUN_ID).",
             run_id,
             MAX_LIVE_RUNS,
             self._runs / run_id,
         )
         return run_id
+
+    def _own_ids(self, run_id: str) -> Iterator[str]:
+        """Yield the ids, of this one and those numbered, that this launcher's job has claimed."""
+        if self._launcher is None:
+            return
+        for candidate in _numbered(run_id):
+            if (self._runs / candidate / LAUNCHERS_FOLDER / self._launcher).exists():
+                yield candidate
+
+    def _sign(self, folder: Path) -> None:
+        """Name this node's launcher in the folder, so that a restart finds it again."""
+        if self._launcher is not None and self._process.local_rank == 0:
+            with contextlib.suppress(OSError):
+                (folder / LAUNCHERS_FOLDER).mkdir(parents=True, exist_ok=True)
+                (folder / LAUNCHERS_FOLDER / self._launcher).touch()
 
     def _lock_folder(self, folder: Path) -> bool:
         """Return False if a live run holds the folder; lock it, where that is possible."""
@@ -235,3 +263,11 @@ class RunFolder:
         descriptor, self._lock = self._lock, None
         if descriptor is not None:
             os.close(descriptor)
+
+
+def _numbered(run_id: str) -> Iterator[str]:
+    """Yield a run id, and then the same with 2, 3 and so on appended."""
+    yield run_id
+    for number in range(2, MAX_LIVE_RUNS):
+        ending = f"-{number}"
+        yield run_id[: MAX_RUN_ID_LENGTH - len(ending)] + ending

@@ -8,8 +8,9 @@ import logging
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -39,7 +40,7 @@ def open_folder(runs: Path, *, rank: int = 0, attempt: int = 0, run_id: str = RU
 @contextlib.contextmanager
 def live_run(folder: Path) -> Iterator[None]:
     """Another process that holds the lock of a run folder, as a live run does."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     script = (
         f"import fcntl; file = open({str(folder / LOCK_FILE)!r}, 'w');"
         "fcntl.lockf(file, fcntl.LOCK_EX); print(1, flush=True); input()"
@@ -90,14 +91,79 @@ def test_after_the_end_of_a_run_its_id_can_be_used_again(tmp_path: Path) -> None
     assert (folder.run_id, again.run_id) == (RUN_ID, RUN_ID)
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let this process be a rank of one of torchrun's agents, by the agent's log folder."""
+
+    def launched(agent: str) -> None:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/{agent}/attempt_0/0/error.json")
+
+    return launched
+
+
+def claimed(runs: Path, **options: Any) -> str | None:
+    """Return the id of a run that begins and ends."""
+    folder = open_folder(runs, **options)
+    folder.close()
+    return folder.run_id
+
+
 def test_a_restart_keeps_its_id_even_if_the_lock_of_the_last_attempt_is_still_held(
-    tmp_path: Path,
+    tmp_path: Path, launched
+) -> None:
+    launched("first")
+    claimed(tmp_path)
+
+    with live_run(tmp_path / RUN_ID):
+        again = claimed(tmp_path, attempt=1)
+
+    assert again == RUN_ID
+
+
+def test_a_restart_takes_the_folder_of_its_own_job(tmp_path: Path, launched, caplog) -> None:
+    launched("first")
+    with live_run(tmp_path / RUN_ID):
+        launched("second")
+        begun = claimed(tmp_path)
+        while_other_lives = claimed(tmp_path, attempt=1)
+    after_its_end = claimed(tmp_path, attempt=2)
+    launched("first")
+    first_again = claimed(tmp_path, attempt=1)
+
+    assert (begun, while_other_lives, after_its_end) == (f"{RUN_ID}-2",) * 3
+    assert first_again == f"{RUN_ID}-3"  # it had not begun to log
+    assert len(caplog.records) == 2
+
+
+def test_a_second_node_of_a_job_finds_its_folder_as_rank_zero_of_a_restart(
+    tmp_path: Path, launched, monkeypatch
 ) -> None:
     with live_run(tmp_path / RUN_ID):
-        folder = open_folder(tmp_path, attempt=1)
-        folder.close()
+        launched("node-0")
+        first = open_folder(tmp_path)
+        launched("node-1")
+        second = open_folder(tmp_path, rank=1)
+        monkeypatch.setattr(second._store, "get", {"run_id": first.run_id}.get)
+        second.poll()
 
-    assert folder.run_id == RUN_ID
+        restarted = claimed(tmp_path, attempt=1)
+
+    assert restarted == f"{RUN_ID}-2"
+    first.close()
+    second.close()
+
+
+def test_a_rank_that_hears_nothing_of_rank_zero_takes_the_folder_of_its_job(
+    tmp_path: Path, launched
+) -> None:
+    launched("second")
+    with live_run(tmp_path / RUN_ID):
+        begun = claimed(tmp_path)
+        other = open_folder(tmp_path, rank=1)
+        other.append(record(1))
+        other.close()
+
+    assert begun == other.run_id == f"{RUN_ID}-2"
 
 
 def test_other_ranks_take_the_id_of_rank_zero(tmp_path: Path, monkeypatch, caplog) -> None:
