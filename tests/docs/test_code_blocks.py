@@ -19,6 +19,7 @@ import pytest
 import yaml
 from package_tree import ROOT
 from require import program
+from scripts.forked_ranks import start_ranks
 from scripts.launching import ZEROWATCH, start
 
 from zerowatch.__main__ import commands
@@ -103,20 +104,9 @@ def test_a_python_block_runs(block: Block, folder: Path) -> None:
     script = folder / "block.py"
     script.write_text(f"{given_to(block.text)}\n{block.text}")
 
-    done = start(sys.executable, script, cwd=folder, variables=single_rank())
+    done = start_ranks(1, script, cwd=folder, variables={"CUDA_VISIBLE_DEVICES": ""})
 
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-def single_rank() -> dict[str, str]:
-    return {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
 
 
 def given_to(text: str) -> str:

@@ -7,13 +7,12 @@ import os
 import socket
 
 import pytest
+from scripts.forked_ranks import start_ranks
 from scripts.launching import (
     DEEPSPEED,
     SCRIPTS,
-    TORCHRUN,
     TWO_RANKS,
     ZEROWATCH,
-    monitored,
     own_lines,
     start,
     steps_logged,
@@ -39,26 +38,37 @@ TRAINER = (
     ("script", "arguments", "num_steps"),
     [
         ("train_tiny.py", (), 5),
-        ("train_from_import.py", (), 4),
-        ("train_trainer.py", TRAINER, 3),
-        ("train_accelerate.py", (), 8),
+        pytest.param("train_trainer.py", TRAINER, 3, marks=pytest.mark.slow),
+        pytest.param("train_accelerate.py", (), 8, marks=pytest.mark.slow),
     ],
 )
 def test_a_monitored_script_prints_what_it_prints_unmonitored(
     tmp_path, script, arguments, num_steps
 ):
     (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
-    job = (*TWO_RANKS, SCRIPTS / "cli" / script, *arguments)
-    unmonitored = start(TORCHRUN, *job, cwd=tmp_path)
+    job = (SCRIPTS / "cli" / script, *arguments)
+    unmonitored = start_ranks(2, *job, cwd=tmp_path)
     assert unmonitored.returncode == 0, unmonitored.stderr
     assert not (tmp_path / "runs").exists()
 
-    finished = start(ZEROWATCH, "run", *job, cwd=tmp_path)
+    finished = start(ZEROWATCH, "run", *TWO_RANKS, *job, cwd=tmp_path)
 
     assert finished.returncode == 0, finished.stderr
     assert own_lines(finished) == own_lines(unmonitored) != []
     steps = list(range(1, num_steps + 1))
     assert steps_logged(tmp_path) == {"rank-0.jsonl": steps, "rank-1.jsonl": steps}
+
+
+def test_a_script_that_imports_names_from_deepspeed_is_monitored(tmp_path):
+    script = SCRIPTS / "cli" / "train_from_import.py"
+    unmonitored = start_ranks(1, script, cwd=tmp_path)
+
+    # Not forked: what was imported before would be wrapped in place.
+    finished = start(ZEROWATCH, "run", "--standalone", script, cwd=tmp_path)
+
+    assert finished.returncode == 0, finished.stderr
+    assert own_lines(finished) == own_lines(unmonitored) != []
+    assert steps_logged(tmp_path) == {"rank-0.jsonl": [1, 2, 3, 4]}
 
 
 @pytest.fixture
@@ -77,22 +87,15 @@ def test_the_deepspeed_launcher_starts_a_monitored_script_by_module(tmp_path, fr
     assert steps_logged(tmp_path) == {"rank-0.jsonl": steps, "rank-1.jsonl": steps}
 
 
-@pytest.fixture
-def one_rank(free_port):
-    """The variables that a launcher sets for a single rank."""
-    return {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port),
-    }
+def monitored_ranks(num, *arguments, cwd, variables=None):
+    """Run `python -m zerowatch ARGUMENTS` on each rank, as a launcher does."""
+    return start_ranks(num, "-m", "zerowatch", *arguments, cwd=cwd, variables=variables)
 
 
-def test_disabled_monitoring_leaves_no_trace(tmp_path, one_rank):
+def test_disabled_monitoring_leaves_no_trace(tmp_path):
     off = {"ZEROWATCH_ENABLED": "false"}
 
-    finished = monitored(SCRIPTS / "cli" / "train_tiny.py", cwd=tmp_path, **one_rank, **off)
+    finished = monitored_ranks(1, SCRIPTS / "cli" / "train_tiny.py", cwd=tmp_path, variables=off)
 
     assert finished.returncode == 0, finished.stderr
     assert len(own_lines(finished)) == 5
@@ -100,9 +103,9 @@ def test_disabled_monitoring_leaves_no_trace(tmp_path, one_rank):
 
 
 def test_a_missing_ds_config_is_explained_before_deepspeeds_own_error(tmp_path):
-    job = (*TWO_RANKS, SCRIPTS / "cli" / "train_tiny.py", "--deepspeed_config=ds.json")
+    job = (SCRIPTS / "cli" / "train_tiny.py", "--deepspeed_config=ds.json")
 
-    finished = start(ZEROWATCH, "run", *job, cwd=tmp_path)
+    finished = monitored_ranks(2, *job, cwd=tmp_path)
 
     assert finished.returncode == 1
     ours = f"zerowatch: ds.json: no such file in {tmp_path}; check the path given to DeepSpeed"
@@ -113,12 +116,12 @@ def test_a_missing_ds_config_is_explained_before_deepspeeds_own_error(tmp_path):
     assert "attach.py" not in finished.stderr
 
 
-def test_an_unknown_key_is_explained_without_a_frame_of_ours(tmp_path, one_rank):
+def test_an_unknown_key_is_explained_without_a_frame_of_ours(tmp_path):
     ds_config = {"train_batch_size": 4, "zero_optimization": {"stge": 2}}
     (tmp_path / "ds.json").write_text(json.dumps(ds_config))
     given = ("--deepspeed_config", "ds.json")
 
-    finished = monitored(SCRIPTS / "cli" / "train_tiny.py", *given, cwd=tmp_path, **one_rank)
+    finished = monitored_ranks(1, SCRIPTS / "cli" / "train_tiny.py", *given, cwd=tmp_path)
 
     assert finished.returncode == 1
     line = "zerowatch: ds.json: unknown key 'zero_optimization.stge'; did you mean 'stage'?"
@@ -127,7 +130,7 @@ def test_an_unknown_key_is_explained_without_a_frame_of_ours(tmp_path, one_rank)
     assert os.path.join("runtime", "initialize.py") not in finished.stderr
 
 
-def test_a_script_that_catches_the_error_of_its_ds_config_catches_deepspeeds(tmp_path, one_rank):
+def test_a_script_that_catches_the_error_of_its_ds_config_catches_deepspeeds(tmp_path):
     (tmp_path / "careful.py").write_text(
         "import deepspeed, torch\n"
         "deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
@@ -137,17 +140,17 @@ def test_a_script_that_catches_the_error_of_its_ds_config_catches_deepspeeds(tmp
         "    print('out:', type(error).__name__, str(error)[:30])\n"
     )
 
-    finished = monitored("careful.py", cwd=tmp_path, **one_rank)
+    finished = monitored_ranks(1, "careful.py", cwd=tmp_path)
 
     assert finished.returncode == 0, finished.stderr
     assert own_lines(finished) == ["out: ValueError Expected a string path to an e"]
     assert "zerowatch:" not in finished.stderr
 
 
-def test_a_ds_config_that_the_trainer_cannot_read_is_explained(tmp_path, one_rank):
+def test_a_ds_config_that_the_trainer_cannot_read_is_explained(tmp_path):
     job = (SCRIPTS / "cli" / "train_trainer.py", *TRAINER)
 
-    finished = monitored(*job, cwd=tmp_path, **one_rank)
+    finished = monitored_ranks(1, *job, cwd=tmp_path)
 
     assert finished.returncode == 1
     line = f"zerowatch: ds.json: no such file in {tmp_path}; check the path given to DeepSpeed"
@@ -156,11 +159,11 @@ def test_a_ds_config_that_the_trainer_cannot_read_is_explained(tmp_path, one_ran
 
 @pytest.mark.parametrize(("arguments", "num_targets"), [((), 0), (("raise",), 1), (("exit",), 1)])
 def test_a_run_has_targets_after_a_failure_but_not_after_a_normal_end(
-    tmp_path, one_rank, arguments, num_targets
+    tmp_path, arguments, num_targets
 ):
     script = SCRIPTS / "cli" / "end_or_fail.py"
 
-    finished = monitored(script, *arguments, cwd=tmp_path, **one_rank)
+    finished = monitored_ranks(1, script, *arguments, cwd=tmp_path)
 
     assert finished.returncode == bool(arguments), finished.stderr
     (file,) = tmp_path.glob("runs/*/targets.json")

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
+from scripts.forked_ranks import start_ranks
+from scripts.launching import SCRIPTS
 from scripts.memory.async_io import HOW_TO_BUILD, built_extensions
 from scripts.memory.engine_memory_cases import CASES, NVME_CASES
 
@@ -20,7 +21,7 @@ Samples = list[list[dict]]
 def sample(folder: Path, names: list[str] | tuple[str, ...]) -> dict[str, Samples]:
     """Return each rank's samples by case: before and after the update of each of three steps."""
     script = SCRIPTS / "memory" / "engine_memory_checks.py"
-    finished = start(TORCHRUN, *TWO_RANKS, script, folder, *names, cwd=folder)
+    finished = start_ranks(2, script, folder, *names, cwd=folder)
     files = [folder / f"rank-{rank}.json" for rank in range(2)]
     assert all(file.exists() for file in files), finished.stderr[-3000:]
     ranks = [json.loads(file.read_text()) for file in files]

@@ -11,7 +11,8 @@ import pytest
 from fakes.clock import FakeClock
 from fakes.tuner_decisions import CONFIGURATION, OPTIONS, SLOW_LINK, tuner_input
 from replay_decisions import ReplayDifference, parse_line, replay
-from scripts.launching import SCRIPTS, TWO_RANKS, ZEROWATCH, start
+from scripts.forked_ranks import start_ranks
+from scripts.launching import SCRIPTS
 
 from zerowatch.metrics.catalog import tuner
 from zerowatch.metrics.recorder import Recorder
@@ -196,9 +197,9 @@ def test_a_plain_deepspeed_script_is_advised(tmp_path):
         "ZEROWATCH_TUNER_COMM_RATIO_HIGH": "0.02",
         "ZEROWATCH_TUNER_REBUILD": "false",
     }
-    job = (*TWO_RANKS, SCRIPTS / "monitor" / "advised_job.py")
+    script = SCRIPTS / "monitor" / "advised_job.py"
 
-    finished = start(ZEROWATCH, "run", *job, cwd=tmp_path, variables=variables)
+    finished = start_ranks(2, "-m", "zerowatch", script, cwd=tmp_path, variables=variables)
 
     assert finished.returncode == 0, finished.stderr
     (run,) = (tmp_path / "runs").iterdir()

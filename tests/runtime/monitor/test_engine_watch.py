@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import sys
 from pathlib import Path
 
 import pytest
-from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
+from scripts.forked_ranks import start_ranks
+from scripts.launching import SCRIPTS
 
 pytestmark = pytest.mark.jobs
 
@@ -38,7 +38,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     for first in range(0, len(CHECKS), CHECKS_OF_A_JOB):
         chosen = CHECKS[first : first + CHECKS_OF_A_JOB]
-        finished = start(sys.executable, SCRIPT, folder, *chosen, cwd=folder)
+        finished = start_ranks(1, SCRIPT, folder, *chosen, cwd=folder)
         assert finished.returncode == 0, finished.stderr
     return folder
 
@@ -46,7 +46,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_collective_that_was_never_waited_for_does_not_abort_the_exit(tmp_path: Path) -> None:
     script = SCRIPTS / "monitor" / "leave_a_call_open.py"
 
-    finished = start(TORCHRUN, *TWO_RANKS, "-m", "zerowatch", script, cwd=tmp_path)
+    finished = start_ranks(2, "-m", "zerowatch", script, cwd=tmp_path)
 
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("out: leaving") == 2

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from fakes.otlp_collector import Collector, attributes_of
-from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, monitored, own_lines, start
+from scripts.forked_ranks import start_ranks
+from scripts.launching import SCRIPTS, monitored, own_lines
 
 from zerowatch.metrics.catalog.training import RUN_ACTIVE, STEPS
 from zerowatch.runtime.monitor.otel_spans import is_sampled, span_id_of, trace_id_of
@@ -52,13 +53,7 @@ class Job:
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("traced")
-    command = (
-        TORCHRUN,
-        *TWO_RANKS,
-        SCRIPTS / "monitor" / "traced_job.py",
-        folder,
-        f"--key={SECRET}",
-    )
+    script = SCRIPTS / "monitor" / "traced_job.py"
     with Collector() as collector:
         variables = {
             "TORCH_FR_BUFFER_SIZE": "100000",
@@ -68,7 +63,9 @@ def job(tmp_path_factory):
             "ZEROWATCH_OTEL_METRICS": "true",
             "ZEROWATCH_OTEL_LOGS": "true",
         }
-        finished = start(*command, cwd=folder, variables=variables)
+        finished = start_ranks(
+            2, script, folder, f"--key={SECRET}", cwd=folder, variables=variables
+        )
         assert finished.returncode == 0, finished.stderr
         yield Job(folder, collector)
 

@@ -35,33 +35,34 @@ GRACE_SECONDS = 30.0
 
 def start_ranks(
     num: int,
-    script: Path,
-    *arguments: object,
+    *command: object,
     cwd: Path,
     variables: Mapping[str, str] | None = None,
 ) -> Finished:
-    """Run a script on `num` ranks to its end; the output is in order of ranks.
+    """Run `python COMMAND` on `num` ranks to its end; the output is in order of ranks.
 
     Repeats the job once if torch aborts at exit, as `launching.start` does.
     """
     before = set(cwd.iterdir())
-    done = _joined(fork_ranks(num, script, *arguments, cwd=cwd, variables=variables))
+    done = _joined(fork_ranks(num, *command, cwd=cwd, variables=variables))
     if done.returncode == 0 or ABORTED not in done.stderr:
         return done
     clean(cwd, before)
-    return _joined(fork_ranks(num, script, *arguments, cwd=cwd, variables=variables))
+    return _joined(fork_ranks(num, *command, cwd=cwd, variables=variables))
 
 
 def fork_ranks(
     num: int,
-    script: Path,
-    *arguments: object,
+    *command: object,
     cwd: Path,
     variables: Mapping[str, str] | None = None,
     grace_seconds: float = GRACE_SECONDS,
 ) -> list[Finished]:
-    """Run a script on `num` ranks; once one has failed, the others have `grace_seconds` to end."""
-    command, port = [str(part) for part in (script, *arguments)], _free_port()
+    """Run `python COMMAND` on each rank: a script, or `-m` and a module, with their arguments.
+
+    Once a rank has failed, the others have `grace_seconds` to end.
+    """
+    words, port = [str(part) for part in command], _free_port()
     with tempfile.TemporaryDirectory(prefix="zerowatch-ranks-") as name:
         streams = [
             {stream: Path(name, f"{stream}-{rank}") for stream in ("stdout", "stderr")}
@@ -71,7 +72,7 @@ def fork_ranks(
         for rank, server in enumerate(servers):
             server.fork(
                 {
-                    "command": command,
+                    "command": words,
                     "cwd": str(cwd),
                     "environment": environment(**_place(rank, num, port), **(variables or {})),
                     **{stream: str(path) for stream, path in streams[rank].items()},
@@ -87,7 +88,7 @@ def fork_ranks(
             raise
         return [
             Finished(
-                command,
+                words,
                 codes[server],
                 **{stream: path.read_text(errors="replace") for stream, path in each.items()},
             )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import runpy
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -64,7 +65,13 @@ def become(rank: dict[str, Any]) -> None:
     os.chdir(rank["cwd"])
     os.environ.clear()
     os.environ.update(rank["environment"])
-    sys.argv = rank["command"]
+    command = rank["command"]
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        sys.path[0] = rank["cwd"]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = command
     script = Path(sys.argv[0])
     sys.path[0] = str(script.parent)
     module = ModuleType("__main__")
