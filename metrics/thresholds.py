@@ -4,8 +4,8 @@ They are this project's rules of thumb for where to start looking, without a pub
 """
 
 # Share of training time that is exposed communication; above it, tune communication first. It is
-# the limit of the alert ZerowatchCommBottleneck, of dashboards, and of the demo, which
-# applies it to all communication; and the default of the setting tuner.comm_ratio_high.
+# the limit of the alert ZerowatchCommBottleneck, of dashboards and of the demo, and the default of
+# the setting tuner.comm_ratio_high.
 EXPOSED_COMM_RATIO_HIGH = 0.20
 # Share of time in which a device is busy; below it, the device waits for something else.
 DEVICE_UTILIZATION_LOW = 0.70

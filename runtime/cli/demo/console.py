@@ -35,7 +35,7 @@ PLAIN_WIDTH = 100  # of the tables without a terminal
 _PHASES = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt"}
 # Columns of a line; they fit in 80 characters.
 _WIDTHS = {
-    "loss": 6,
+    "loss": 5,
     "samples/s": 9,
     "s/step": 6,
     "data": 4,
@@ -43,7 +43,7 @@ _WIDTHS = {
     "bwd": 4,
     "opt": 4,
     "other": 5,
-    "comm": 4,
+    "exposed": 7,
     "memory": 8,
     "busy": 4,
 }
@@ -222,17 +222,17 @@ def _cells(steps: Summary) -> dict[str, str]:
         "s/step": f"{seconds:.3f}",
         **named,
         "other": format_ratio(steps.ratio(sum(phases.values()))),
-        "comm": format_ratio(steps.comm_ratio),
+        "exposed": format_ratio(steps.exposed_ratio),
         "memory": format_bytes(steps.peak_bytes),
         "busy": format_ratio(steps.utilization_ratio),
     }
 
 
 def _style(column: str, steps: Summary) -> str:
-    comm, busy = steps.comm_ratio, steps.utilization_ratio
+    exposed, busy = steps.exposed_ratio, steps.utilization_ratio
     if column == "loss":
         return "bold green"
-    if column == "comm" and comm is not None and comm > EXPOSED_COMM_RATIO_HIGH:
+    if column == "exposed" and exposed is not None and exposed > EXPOSED_COMM_RATIO_HIGH:
         return "yellow"
     if column == "busy" and busy is not None and busy < DEVICE_UTILIZATION_LOW:
         return "yellow"

@@ -113,10 +113,11 @@ def advise(summary: Summary, *, stage: int) -> list[str]:
 
 
 def _on_communication(summary: Summary, stage: int) -> str | None:
-    ratio = summary.comm_ratio
+    ratio = summary.exposed_ratio
     if ratio is None or ratio <= EXPOSED_COMM_RATIO_HIGH:
         return None
-    problem = f"Communication takes {ratio:.0%} of a step, over {EXPOSED_COMM_RATIO_HIGH:.0%}."
+    limit = EXPOSED_COMM_RATIO_HIGH
+    problem = f"Training waits for communication {ratio:.0%} of its time, over {limit:.0%}."
     if stage == 0:
         return f"{problem} Larger micro-batches do more work for the same bytes."
     less = 2 if stage == 3 else 0

@@ -22,12 +22,13 @@ def step(
     loss: float | None = 5.0,
     samples: int | None = 8,
     comm: float | None = 0.0,
+    exposed: float | None = None,
     peak: float | None = 1e6,
     busy: float | None = 0.5,
     device: str = "cpu",
     **collectives: CollectiveTotals,
 ) -> StepRecord:
-    """One step, by default half forward and half backward."""
+    """One step, by default half forward and half backward, of which no communication overlaps."""
     memory = {} if peak is None else {device: {"peak_allocated": peak}}
     return StepRecord(
         step=number,
@@ -45,7 +46,7 @@ def step(
         skipped=False,
         collectives=collectives,
         comm_seconds=comm,
-        comm_exposed_seconds=comm,
+        comm_exposed_seconds=comm if exposed is None else exposed,
         memory_bytes=memory,
         device_readings={} if busy is None else {device: {"utilization_ratio": busy}},
     )

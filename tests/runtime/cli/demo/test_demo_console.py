@@ -113,14 +113,14 @@ def test_utilization_is_summed_over_ranks_on_cpu_only():
     ("stage", "remedy"),
     [(0, "Larger micro-batches"), (2, "zerowatch demo --stage 0"), (3, "demo --stage 2")],
 )
-def test_advice_for_a_high_communication_ratio_suggests_a_change(stage, remedy):
+def test_advice_for_much_exposed_communication_suggests_a_change(stage, remedy):
     limit = EXPOSED_COMM_RATIO_HIGH
-    too_much = [step(1, seconds=1.0, comm=limit + 0.01, busy=1.0, device="cuda:0")]
-    enough = [step(1, seconds=1.0, comm=limit, busy=1.0, device="cuda:0")]
+    too_much = [step(1, comm=0.9, exposed=limit + 0.01, busy=1.0, device="cuda:0")]
+    enough = [step(1, comm=0.9, exposed=limit, busy=1.0, device="cuda:0")]
 
     first_lines = [advise(summarise(r, num_ranks=2), stage=stage)[0] for r in (too_much, enough)]
 
-    assert first_lines[0].startswith("Communication takes 21% of a step, over 20%.")
+    assert first_lines[0].startswith("Training waits for communication 21% of its time, over 20%.")
     assert remedy in first_lines[0]
     assert first_lines[1].startswith("All figures are within usual limits.")
 
@@ -145,7 +145,8 @@ def test_each_column_of_a_line_has_its_figure(watch):
         seconds=0.5,
         phases={"data": 0.05, "forward": 0.1, "backward": 0.2, "optimizer": 0.1, "other": 0.05},
         loss=5.5451,
-        comm=0.06,
+        comm=0.3,
+        exposed=0.06,
         peak=600 * 2**20,
         busy=0.45,
     )
@@ -164,7 +165,7 @@ def test_each_column_of_a_line_has_its_figure(watch):
         "bwd": "40%",
         "opt": "20%",
         "other": "10%",
-        "comm": "12%",
+        "exposed": "12%",
         "memory": "600MiB",
         "busy": "90%",
     }
@@ -201,6 +202,21 @@ def test_a_terminal_shows_the_current_step_in_colour(watch, monkeypatch):
     redrawn = [line for line in text.split("\r") if "2/100" in line]
     assert len(redrawn) == 1
     assert "\x1b[1;32m" in text
+
+
+def test_exposed_communication_above_its_limit_is_highlighted_and_overlapped_is_not(
+    watch, monkeypatch
+):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    hidden, exposed = (
+        step(1, comm=0.9, exposed=seconds, busy=1.0, device="cuda:0") for seconds in (0.1, 0.9)
+    )
+
+    texts = [console_output(watch, Terminal(), each) for each in (hidden, exposed)]
+
+    assert ["\x1b[33m" in text for text in texts] == [False, True]
 
 
 def test_no_color_is_honoured_on_a_terminal(watch, monkeypatch):
