@@ -126,12 +126,14 @@ CAUSE_RATIO = training_share(comm.COMM_CAUSE_SECONDS, "cause")
 WAIT_RATIO_BY_RANK = training_share(comm.COMM_WAIT_SECONDS, per=("rank",))
 CALLS_PER_STEP = per_step(comm.COLLECTIVE_CALLS, "op")
 COLLECTIVE_BUCKETS = summed_rate(comm.COLLECTIVE_SECONDS, "op", "le", part="_bucket")
+# Limited to 1: the best has lasted three comparisons, the bandwidth is a single estimate. Where
+# latency takes more time than data, the estimate is mostly noise and usually far above the best.
 LINK_BANDWIDTH_RATIO = recorded(
     comm.COMM_LINK_BANDWIDTH,
     "best_ratio",
     lambda timing: (
-        f"{by('min', select(comm.COMM_LINK_BANDWIDTH), 'rank', 'group')}\n"
-        f"/ {by('max', select(comm.COMM_LINK_BEST_BANDWIDTH), 'rank', 'group')}"
+        f"clamp_max(\n{by('min', select(comm.COMM_LINK_BANDWIDTH), 'rank', 'group')}\n"
+        f"/ {by('max', select(comm.COMM_LINK_BEST_BANDWIDTH), 'rank', 'group')},\n1)"
     ),
     "rank",
     "group",

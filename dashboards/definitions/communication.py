@@ -80,8 +80,8 @@ AT_A_GLANCE = sized(
     Stat(
         title="Link bandwidth over its best",
         description="Current bandwidth of the worst rank, divided by the best that this link "
-        "sustained in the run. A low value means that the network is shared, throttled or failing "
-        "over.",
+        "sustained in the run; 100% is at or above it. A low value means that the network is "
+        "shared, throttled or failing over.",
         queries=(Query(by("min", of_ranks(recorded.LINK_BANDWIDTH_RATIO)), "of best"),),
         unit=RATIO,
         thresholds=below(LINK_BANDWIDTH_LOW * 1.5, LINK_BANDWIDTH_LOW),
@@ -188,8 +188,9 @@ LINK = (
         TimeSeries(
             title="Bandwidth of the link",
             description="Bytes per second of the link, estimated from collectives of several "
-            "sizes: the slowest rank now, and the best that any rank sustained. A growing gap "
-            "means that the link became slower.",
+            "sizes: the slowest rank now, and the best that any rank sustained over three "
+            "estimates, which a single one may exceed. A growing gap means that the link became "
+            "slower.",
             queries=(
                 Query(of_run(recorded.LINK_BANDWIDTH), "{{group}} now"),
                 Query(of_run(recorded.LINK_BEST_BANDWIDTH), "{{group}} best"),
@@ -209,8 +210,9 @@ LINK = (
     ),
     TimeSeries(
         title="Links furthest below their best",
-        description="Bandwidth of a link divided by its best in this run, by rank and group. Below "
-        "the line, check the network of that node and who shares it.",
+        description="Bandwidth of a link divided by its best in this run, by rank and group; 100% "
+        "is at or above its best. Below the line, check the network of that node and who shares "
+        "it.",
         queries=(
             Query(
                 worst(recorded.LINK_BANDWIDTH_RATIO, lowest=True, also="group"),

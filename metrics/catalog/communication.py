@@ -79,7 +79,8 @@ COMM_LINK_BANDWIDTH = gauge(
 )
 COMM_LINK_BEST_BANDWIDTH = gauge(
     "comm_link_best_bandwidth_bytes_per_second",
-    "Highest bandwidth sustained over three comparisons since the start.",
+    "Highest bandwidth sustained over three comparisons since the start. The present estimate may "
+    "be above it, as it has not lasted.",
     GROUP,
 )
 COMM_EXPOSED_ERROR_RATIO = gauge(

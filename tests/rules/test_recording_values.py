@@ -53,8 +53,13 @@ CASES = {
         of_rank(0, "zerowatch_comm_link_bandwidth_bytes_per_second", standing(3e8), group="dp")
         | of_rank(
             0, "zerowatch_comm_link_best_bandwidth_bytes_per_second", standing(4e8), group="dp"
+        )
+        # An estimate that has not lasted is above the best.
+        | of_rank(1, "zerowatch_comm_link_bandwidth_bytes_per_second", standing(9e8), group="dp")
+        | of_rank(
+            1, "zerowatch_comm_link_best_bandwidth_bytes_per_second", standing(4e8), group="dp"
         ),
-        {'group="dp", rank="0"': 0.75},
+        {'group="dp", rank="0"': 0.75, 'group="dp", rank="1"': 1},
     ),
     recorded.COVERAGE: (
         of_rank(0, "zerowatch_comm_coverage_ratio", standing(1))
