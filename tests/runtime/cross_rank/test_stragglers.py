@@ -30,13 +30,12 @@ def times_of(
     *, noise: float = 0.0, chance: random.Random | None = None, **slower: float
 ) -> StepTimes:
     """Step times over 20 steps with noise; `slower` has the extra seconds by phase."""
-    drawn = chance or random.Random(0)
     of_median = 1.253 * noise / math.sqrt(20)
     return StepTimes(
         num_steps=20,
         step_seconds=STEP_SECONDS,
         busy_seconds=tuple(
-            BUSY[phase] + slower.get(phase, 0.0) + drawn.gauss(0, of_median)
+            BUSY[phase] + slower.get(phase, 0.0) + (chance.gauss(0, of_median) if chance else 0.0)
             for phase in COMPARED_PHASES
         ),
         deviation_seconds=(0.6745 * noise,) * len(COMPARED_PHASES),
@@ -107,8 +106,8 @@ def test_among_ranks_that_vary_much_the_limit_is_four_deviations() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 64])
-def test_noise_alone_names_no_rank(num_ranks: int) -> None:
-    chance = random.Random(11)
+def test_noise_alone_names_no_rank(num_ranks: int, seed: int) -> None:
+    chance = random.Random(seed)
     detector = StragglerDetector()
 
     named = [
@@ -134,8 +133,10 @@ def uneven_batches(chance: random.Random) -> dict[str, float]:
 class Simulated:
     """Ranks that step and compare their step_times, all with the same kind of noise."""
 
-    def __init__(self, num_ranks: int, noise: Callable[[random.Random], dict[str, float]]) -> None:
-        self._chance, self._noise = random.Random(7), noise
+    def __init__(
+        self, num_ranks: int, noise: Callable[[random.Random], dict[str, float]], seed: int
+    ) -> None:
+        self._chance, self._noise = random.Random(seed), noise
         self._samplers = [StepTimeSampler() for _ in range(num_ranks)]
         self._detector = StragglerDetector()
         self._step(WARM_UP_STEPS, None)
@@ -164,17 +165,19 @@ class Simulated:
     ],
 )
 def test_one_long_step_per_exchange_names_no_rank(
-    num_ranks: int, noise: Callable[[random.Random], dict[str, float]], hours: float
+    num_ranks: int, noise: Callable[[random.Random], dict[str, float]], hours: float, seed: int
 ) -> None:
-    ranks = Simulated(num_ranks, noise)
+    ranks = Simulated(num_ranks, noise, seed)
 
     named = [ranks.exchange(1) for _ in range(round(hours * 720))]
 
     assert not any(named)
 
 
-def test_one_in_five_hundred_that_takes_a_tenth_longer_is_named_at_the_second_exchange() -> None:
-    ranks = Simulated(512, hiccups)
+def test_one_in_five_hundred_that_takes_a_tenth_longer_is_named_at_the_second_exchange(
+    seed: int,
+) -> None:
+    ranks = Simulated(512, hiccups, seed)
     ranks.exchange(MIN_STEPS)
 
     named = [ranks.exchange(MIN_STEPS, slow=300) for _ in range(2)]
@@ -182,8 +185,8 @@ def test_one_in_five_hundred_that_takes_a_tenth_longer_is_named_at_the_second_ex
     assert [[(one.rank, one.phase) for one in each] for each in named] == [[], [(300, "forward")]]
 
 
-def test_of_many_ranks_with_short_medians_the_own_error_is_a_limit_too() -> None:
-    chance = random.Random(3)
+def test_of_many_ranks_with_short_medians_the_own_error_is_a_limit_too(seed: int) -> None:
+    chance = random.Random(seed)
     detector = StragglerDetector()
 
     named = [

@@ -60,8 +60,8 @@ def test_nothing_exposed_has_no_cause() -> None:
     check(split(exposed=0.0), 0.0, 0.0, 0.0, 0.0)
 
 
-def test_causes_are_never_negative_and_add_up_to_what_was_exposed() -> None:
-    chance = random.Random(1)
+def test_causes_are_never_negative_and_add_up_to_what_was_exposed(seed: int) -> None:
+    chance = random.Random(seed)
     for _ in range(500):
         duration = chance.expovariate(100)
         causes = split(

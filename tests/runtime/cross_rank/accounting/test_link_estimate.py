@@ -18,6 +18,7 @@ REPEATS = 40
 
 
 def estimate(
+    seed: int,
     latency: float,
     bandwidth: float,
     *,
@@ -26,7 +27,7 @@ def estimate(
     noise: float = 0.02,
 ) -> LinkEstimate:
     """Feed collectives of all sizes in a random order; some take up to 30 times as long."""
-    chance = random.Random(7)
+    chance = random.Random(seed)
     made = LinkEstimate()
     drawn = [size for size in sizes for _ in range(REPEATS)]
     chance.shuffle(drawn)
@@ -38,24 +39,24 @@ def estimate(
     return made
 
 
-def test_latency_and_bandwidth_are_found_with_a_quarter_of_outliers() -> None:
-    link = estimate(200e-6, 1e9, wild_share=0.25).fit()
+def test_latency_and_bandwidth_are_found_with_a_quarter_of_outliers(seed: int) -> None:
+    link = estimate(seed, 200e-6, 1e9, wild_share=0.25).fit()
 
     assert link is not None
     assert link.latency == pytest.approx(200e-6, rel=0.05)
     assert link.bandwidth == pytest.approx(1e9, rel=0.05)
 
 
-def test_the_latency_is_found_though_nearly_all_time_goes_to_moving_data() -> None:
-    link = estimate(50e-6, 1e8).fit()
+def test_the_latency_is_found_though_nearly_all_time_goes_to_moving_data(seed: int) -> None:
+    link = estimate(seed, 50e-6, 1e8).fit()
 
     assert link is not None
     assert link.latency == pytest.approx(50e-6, rel=0.1)
     assert link.bandwidth == pytest.approx(1e8, rel=0.05)
 
 
-def test_the_latency_is_found_where_it_is_nearly_all_of_the_time() -> None:
-    link = estimate(5e-3, 50e9).fit()
+def test_the_latency_is_found_where_it_is_nearly_all_of_the_time(seed: int) -> None:
+    link = estimate(seed, 5e-3, 50e9).fit()
 
     assert link is not None
     assert link.latency == pytest.approx(5e-3, rel=0.05)
@@ -73,8 +74,8 @@ def test_sizes_may_come_in_any_order() -> None:
     )
 
 
-def test_of_one_size_only_all_is_latency_and_the_bandwidth_is_unknown() -> None:
-    link = estimate(1e-3, 1e9, sizes=(1_000_000,), noise=0.0).fit()
+def test_of_one_size_only_all_is_latency_and_the_bandwidth_is_unknown(seed: int) -> None:
+    link = estimate(seed, 1e-3, 1e9, sizes=(1_000_000,), noise=0.0).fit()
 
     assert link is not None
     assert link.latency == pytest.approx(2e-3)
@@ -109,8 +110,8 @@ def test_without_a_bandwidth_nothing_is_predicted_far_above_the_measured_sizes()
     assert link.seconds(501) is None
 
 
-def test_the_best_bandwidth_is_one_that_was_sustained() -> None:
-    made = estimate(50e-6, 1e8)
+def test_the_best_bandwidth_is_one_that_was_sustained(seed: int) -> None:
+    made = estimate(seed, 50e-6, 1e8)
 
     seen = []
     for _ in range(SUSTAINED_FITS):

@@ -53,8 +53,8 @@ def test_causes_of_a_call_follow_the_formula() -> None:
     )
 
 
-def test_causes_add_up_to_what_was_exposed() -> None:
-    chance = random.Random(2)
+def test_causes_add_up_to_what_was_exposed(seed: int) -> None:
+    chance = random.Random(seed)
     rank = AccountedRank(FakeGroup((0, 1, 2)), volume_ratio=1.5)
     ops = ("all_reduce", "all_gather", "broadcast", "send", "recv", "reduce", "barrier")
     for _ in range(40):

@@ -41,8 +41,8 @@ class CountingStore(HashStore):
 class Job:
     """Some ranks, of which some send heartbeats and some poll."""
 
-    def __init__(self, num_ranks: int) -> None:
-        random.seed(1)
+    def __init__(self, num_ranks: int, seed: int) -> None:
+        random.seed(seed)
         self.clock = FakeClock()
         self.store = CountingStore()
         self.ranks = range(num_ranks)
@@ -67,8 +67,8 @@ class Job:
         return self.tables[seen_by].heartbeats[of].age_seconds
 
 
-def test_heartbeats_are_read_of_ranks_that_have_sent_one() -> None:
-    job = Job(3)
+def test_heartbeats_are_read_of_ranks_that_have_sent_one(seed: int) -> None:
+    job = Job(3, seed)
     job.silent = {2}
 
     job.run(2)
@@ -79,8 +79,8 @@ def test_heartbeats_are_read_of_ranks_that_have_sent_one() -> None:
     }
 
 
-def test_an_age_is_known_at_the_second_read_for_any_host_clocks() -> None:
-    job = Job(3)
+def test_an_age_is_known_at_the_second_read_for_any_host_clocks(seed: int) -> None:
+    job = Job(3, seed)
     job.run(1)
     at_first = job.age(1)
     job.silent = {2}
@@ -91,8 +91,8 @@ def test_an_age_is_known_at_the_second_read_for_any_host_clocks() -> None:
     assert job.age(2) == pytest.approx(30, abs=1.6 * READ_INTERVAL_SECONDS)
 
 
-def test_ages_from_before_the_last_progress_are_discarded() -> None:
-    job = Job(2)
+def test_ages_from_before_the_last_progress_are_discarded(seed: int) -> None:
+    job = Job(2, seed)
     job.run(20)
     job.silent = {1}
     job.clock.seconds += 600
@@ -104,8 +104,8 @@ def test_ages_from_before_the_last_progress_are_discarded() -> None:
     assert job.age(1) is None
 
 
-def test_heartbeats_are_read_every_five_seconds_at_most_and_not_by_all_at_once() -> None:
-    job = Job(8)
+def test_heartbeats_are_read_every_five_seconds_at_most_and_not_by_all_at_once(seed: int) -> None:
+    job = Job(8, seed)
     readings: dict[int, list[float]] = {rank: [] for rank in job.ranks}
     for _ in range(60):
         for rank in job.ranks:
@@ -122,8 +122,10 @@ def test_heartbeats_are_read_every_five_seconds_at_most_and_not_by_all_at_once()
     assert len({tuple(each) for each in readings.values()}) > 4
 
 
-def test_of_many_ranks_each_reads_digests_and_the_first_of_a_block_its_heartbeats() -> None:
-    job = Job(2 * BLOCK_SIZE + 2)
+def test_of_many_ranks_each_reads_digests_and_the_first_of_a_block_its_heartbeats(
+    seed: int,
+) -> None:
+    job = Job(2 * BLOCK_SIZE + 2, seed)
     job.run(12)
     job.store.texts = job.store.checks = 0
 
@@ -136,8 +138,8 @@ def test_of_many_ranks_each_reads_digests_and_the_first_of_a_block_its_heartbeat
     assert {job.age(rank, seen_by=100) for rank in job.ranks} == {0}
 
 
-def test_present_keys_are_not_checked_one_by_one() -> None:
-    job = Job(BLOCK_SIZE)
+def test_present_keys_are_not_checked_one_by_one(seed: int) -> None:
+    job = Job(BLOCK_SIZE, seed)
     job.silent = {5}
     for table in job.tables[:5] + job.tables[6:]:
         table.post({}, None)
@@ -149,8 +151,8 @@ def test_present_keys_are_not_checked_one_by_one() -> None:
     assert job.store.checks < 20
 
 
-def test_a_silent_first_of_a_block_hides_none_of_its_block() -> None:
-    job = Job(2 * BLOCK_SIZE)
+def test_a_silent_first_of_a_block_hides_none_of_its_block(seed: int) -> None:
+    job = Job(2 * BLOCK_SIZE, seed)
     job.run(20)
     job.silent = {BLOCK_SIZE}
 
@@ -161,8 +163,8 @@ def test_a_silent_first_of_a_block_hides_none_of_its_block() -> None:
     assert {job.age(rank, seen_by=3) for rank in job.ranks if rank != BLOCK_SIZE} == {0}
 
 
-def test_a_hang_is_known_while_it_is_announced() -> None:
-    job = Job(2)
+def test_a_hang_is_known_while_it_is_announced(seed: int) -> None:
+    job = Job(2, seed)
     announced = []
     for hangs in (False, True, True, False):
         if hangs:
@@ -175,8 +177,8 @@ def test_a_hang_is_known_while_it_is_announced() -> None:
     assert not job.tables[1].others_hang
 
 
-def test_an_old_announcement_is_ignored() -> None:
-    job = Job(2)
+def test_an_old_announcement_is_ignored(seed: int) -> None:
+    job = Job(2, seed)
     job.tables[0].announce_hang()
 
     job.run(10, 1)

@@ -245,8 +245,8 @@ def test_a_block_that_differs_is_named_rank_by_rank() -> None:
     assert merger.divergence.issued == {0: "a", 1: "a", 2: "a", 3: "b", 4: "b"}
 
 
-def test_merged_blocks_give_the_same_as_all_at_once() -> None:
-    chance = np.random.default_rng(0)
+def test_merged_blocks_give_the_same_as_all_at_once(seed: int) -> None:
+    chance = np.random.default_rng(seed)
     rows = chance.random((6, 50)).astype(np.float32)
     blocks = [merger_of(0, 1, 2), merger_of(3, 4, 5)]
     top = ReportMerger({0: (0, 1, 2), 3: (3, 4, 5)})

@@ -36,14 +36,14 @@ NAMES = {number: f"call {number}" for number in range(CALLS + 1)}
 class Ranks:
     """Many ranks in one process, each with its own side of the store."""
 
-    def __init__(self, num_ranks: int = NUM_RANKS) -> None:
+    def __init__(self, seed: int, num_ranks: int = NUM_RANKS) -> None:
         self.clock = FakeClock()
         self.store = HashStore()
         self.rank_set = RankSet(tuple(range(num_ranks)))
         self.rank_set.roles = ["dp"]
         self.recorders = [Recorder() for _ in range(num_ranks)]
         self.channels = [self.open(rank) for rank in range(num_ranks)]
-        self.durations = np.random.default_rng(0).random((num_ranks, CALLS)).astype(np.float32)
+        self.durations = np.random.default_rng(seed).random((num_ranks, CALLS)).astype(np.float32)
 
     def open(self, rank: int) -> StoreChannel:
         return StoreChannel(
@@ -106,8 +106,8 @@ def test_only_many_members_are_merged_in_blocks() -> None:
     assert len(rank_blocks(range(BLOCK_SIZE))) == BLOCK_SIZE
 
 
-def test_all_of_two_hundred_ranks_get_the_least_durations() -> None:
-    ranks = Ranks()
+def test_all_of_two_hundred_ranks_get_the_least_durations(seed: int) -> None:
+    ranks = Ranks(seed)
     for rank in range(NUM_RANKS):
         ranks.report(rank)
 
@@ -118,8 +118,8 @@ def test_all_of_two_hundred_ranks_get_the_least_durations() -> None:
     assert ranks.failures == []
 
 
-def test_one_diverged_rank_among_two_hundred_is_named_to_all() -> None:
-    ranks = Ranks()
+def test_one_diverged_rank_among_two_hundred_is_named_to_all(seed: int) -> None:
+    ranks = Ranks(seed)
     for rank in range(NUM_RANKS):
         ranks.report(rank, skipping=1 if rank == 77 else None)
 
@@ -132,8 +132,8 @@ def test_one_diverged_rank_among_two_hundred_is_named_to_all() -> None:
     assert named == {rank: [(77,)] for rank in range(NUM_RANKS)}
 
 
-def test_one_slow_rank_among_two_hundred_is_named_at_the_second_exchange() -> None:
-    ranks = Ranks()
+def test_one_slow_rank_among_two_hundred_is_named_at_the_second_exchange(seed: int) -> None:
+    ranks = Ranks(seed)
     named = []
     for _ in range(2):
         for rank in range(NUM_RANKS):
@@ -144,8 +144,10 @@ def test_one_slow_rank_among_two_hundred_is_named_at_the_second_exchange() -> No
     assert named == [set(), {130}]
 
 
-def test_a_silent_rank_is_excluded_and_counted_once(caplog: pytest.LogCaptureFixture) -> None:
-    ranks = Ranks()
+def test_a_silent_rank_is_excluded_and_counted_once(
+    caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    ranks = Ranks(seed)
     waiting, without = [], []
     for received in (waiting, waiting, waiting, without, without):
         for rank in range(NUM_RANKS):
@@ -162,8 +164,8 @@ def test_a_silent_rank_is_excluded_and_counted_once(caplog: pytest.LogCaptureFix
     assert [record.args[0] for record in caplog.records if record.args] == [70]
 
 
-def test_a_rank_that_was_silent_takes_part_again() -> None:
-    ranks = Ranks(3)
+def test_a_rank_that_was_silent_takes_part_again(seed: int) -> None:
+    ranks = Ranks(seed, 3)
     for rank in (0, 1):
         ranks.report(rank)
     ranks.read(2)
@@ -197,8 +199,8 @@ def test_a_rank_that_was_silent_takes_part_again() -> None:
     assert durations_in(received[2]) == [0.5]
 
 
-def test_no_rank_counts_as_silent_while_there_is_nothing_to_report() -> None:
-    ranks = Ranks()
+def test_no_rank_counts_as_silent_while_there_is_nothing_to_report(seed: int) -> None:
+    ranks = Ranks(seed)
     for _ in range(20):
         ranks.clock.seconds += PATIENCE / 4
         for channel in ranks.channels:
@@ -209,8 +211,8 @@ def test_no_rank_counts_as_silent_while_there_is_nothing_to_report() -> None:
     assert max(channel.longest_silence_seconds() for channel in ranks.channels) < PATIENCE
 
 
-def test_the_first_rank_of_a_block_may_be_missing_with_all_its_block() -> None:
-    ranks = Ranks()
+def test_the_first_rank_of_a_block_may_be_missing_with_all_its_block(seed: int) -> None:
+    ranks = Ranks(seed)
     silent = range(64, 128)
     for _ in range(8):
         for rank in range(NUM_RANKS):
@@ -223,8 +225,8 @@ def test_the_first_rank_of_a_block_may_be_missing_with_all_its_block() -> None:
     assert any(result.reference for result in received[199])
 
 
-def test_entries_that_cannot_be_decoded_are_counted_and_skipped() -> None:
-    ranks = Ranks(2)
+def test_entries_that_cannot_be_decoded_are_counted_and_skipped(seed: int) -> None:
+    ranks = Ranks(seed, 2)
     ranks.store.set("report/1/0", b"rubbish")
     ranks.channels[1]._reports._next = 1
     ranks.store.set(f"result/{ranks.rank_set.key}/0", b"rubbish")
@@ -239,8 +241,8 @@ def test_entries_that_cannot_be_decoded_are_counted_and_skipped() -> None:
     assert durations_in(received[0]) == ranks.durations.min(axis=0).tolist()
 
 
-def test_durations_of_one_rank_alone_are_no_comparison() -> None:
-    ranks = Ranks(2)
+def test_durations_of_one_rank_alone_are_no_comparison(seed: int) -> None:
+    ranks = Ranks(seed, 2)
     ranks.read(1)
     ranks.clock.seconds += PATIENCE + 1
     ranks.report(0)

@@ -31,16 +31,16 @@ def round_trip(name: str, values: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return decoded, errors
 
 
-def gradients(num_values: int) -> torch.Tensor:
+def gradients(num_values: int, seed: int) -> torch.Tensor:
     """Return values whose blocks differ in size by up to eight orders of magnitude."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     sizes = torch.logspace(-6, 2, -(-num_values // BLOCK)).repeat_interleave(BLOCK)[:num_values]
     return torch.randn(num_values, generator=generator) * sizes
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_an_error_is_at_most_half_a_step_of_its_block(name: str) -> None:
-    values = gradients(40 * BLOCK)
+def test_an_error_is_at_most_half_a_step_of_its_block(name: str, seed: int) -> None:
+    values = gradients(40 * BLOCK, seed)
 
     decoded, _ = round_trip(name, values)
 
@@ -50,8 +50,8 @@ def test_an_error_is_at_most_half_a_step_of_its_block(name: str) -> None:
     assert (errors <= largest * (HALF_STEP[name] + ROUNDING)).all()
 
 
-def test_int8_rounds_to_the_nearest_code() -> None:
-    values = gradients(8 * BLOCK)
+def test_int8_rounds_to_the_nearest_code(seed: int) -> None:
+    values = gradients(8 * BLOCK, seed)
 
     decoded, _ = round_trip("int8", values)
 
@@ -62,8 +62,8 @@ def test_int8_rounds_to_the_nearest_code() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_decoded_value_plus_error_is_the_value(name: str) -> None:
-    values = gradients(3 * BLOCK + 7)
+def test_decoded_value_plus_error_is_the_value(name: str, seed: int) -> None:
+    values = gradients(3 * BLOCK + 7, seed)
 
     decoded, errors = round_trip(name, values)
 
@@ -72,8 +72,8 @@ def test_decoded_value_plus_error_is_the_value(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp32"])
-def test_unscaled_values_equal_torchs_own_conversion(name: str) -> None:
-    values = gradients(1000)
+def test_unscaled_values_equal_torchs_own_conversion(name: str, seed: int) -> None:
+    values = gradients(1000, seed)
 
     decoded, _ = round_trip(name, values)
 
@@ -94,8 +94,10 @@ def test_the_smallest_and_largest_values_stay_finite(name: str, size: float) -> 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_inf_and_nan_stay_non_finite_and_affect_no_other_block(name: str, bad: float) -> None:
-    values = gradients(3 * BLOCK)
+def test_inf_and_nan_stay_non_finite_and_affect_no_other_block(
+    name: str, bad: float, seed: int
+) -> None:
+    values = gradients(3 * BLOCK, seed)
     values[BLOCK + 5] = bad
 
     decoded, _ = round_trip(name, values)
@@ -106,8 +108,8 @@ def test_inf_and_nan_stay_non_finite_and_affect_no_other_block(name: str, bad: f
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_decode_add_adds_to_a_sum(name: str) -> None:
-    wire_format, values = FORMATS[name], gradients(2 * BLOCK + 3)
+def test_decode_add_adds_to_a_sum(name: str, seed: int) -> None:
+    wire_format, values = FORMATS[name], gradients(2 * BLOCK + 3, seed)
     wire = torch.empty(wire_format.wire_bytes(len(values)), dtype=torch.uint8)
     encode(wire_format, values.clone(), wire)
     decoded, total = torch.empty_like(values), torch.ones_like(values)
@@ -119,8 +121,10 @@ def test_decode_add_adds_to_a_sum(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_with_feedback_the_mean_of_decoded_values_approaches_the_value(name: str) -> None:
-    values, rounds = gradients(4 * BLOCK), 200
+def test_with_feedback_the_mean_of_decoded_values_approaches_the_value(
+    name: str, seed: int
+) -> None:
+    values, rounds = gradients(4 * BLOCK, seed), 200
     residual, total = torch.zeros_like(values), torch.zeros(len(values), dtype=torch.float64)
 
     for _ in range(rounds):

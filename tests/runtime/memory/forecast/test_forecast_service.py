@@ -22,14 +22,14 @@ GIB = 2**30
 class Run:
     """A device whose peaks depend on the lengths of its batches, on a fake clock."""
 
-    def __init__(self, clock: FakeClock, limit_bytes: float = 8 * GIB) -> None:
+    def __init__(self, clock: FakeClock, seed: int, limit_bytes: float = 8 * GIB) -> None:
         self.clock = clock
         self.limit_bytes = limit_bytes
         self.recorder = Recorder()
         self.forecasts = MemoryForecasts(self.recorder)
         self.floor_bytes = 2.0 * GIB
         self.step = 0
-        self._noise = random.Random(7)
+        self._noise = random.Random(seed)
 
     def train(self, num_steps: int, *, growth_bytes: float = 0.0, lengths: range) -> None:
         for _ in range(num_steps):
@@ -67,8 +67,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClock]:
     return fake
 
 
-def test_a_run_far_below_its_limit_has_almost_no_risk(clock: FakeClock) -> None:
-    run = Run(clock)
+def test_a_run_far_below_its_limit_has_almost_no_risk(clock: FakeClock, seed: int) -> None:
+    run = Run(clock, seed)
 
     run.train(80, lengths=SHORT)
 
@@ -79,9 +79,9 @@ def test_a_run_far_below_its_limit_has_almost_no_risk(clock: FakeClock) -> None:
 
 
 def test_a_growing_run_is_warned_about_once_and_early(
-    clock: FakeClock, caplog: pytest.LogCaptureFixture
+    clock: FakeClock, caplog: pytest.LogCaptureFixture, seed: int
 ) -> None:
-    run = Run(clock, limit_bytes=6 * GIB)
+    run = Run(clock, seed, limit_bytes=6 * GIB)
 
     with caplog.at_level(logging.WARNING):
         run.train(80, growth_bytes=30 * MIB, lengths=SHORT)
@@ -95,9 +95,9 @@ def test_a_growing_run_is_warned_about_once_and_early(
 
 
 def test_an_exceeded_budget_is_logged_with_risk_1(
-    clock: FakeClock, caplog: pytest.LogCaptureFixture
+    clock: FakeClock, caplog: pytest.LogCaptureFixture, seed: int
 ) -> None:
-    run = Run(clock)
+    run = Run(clock, seed)
     run.train(80, lengths=SHORT)
 
     run.limit_bytes = 2.1 * GIB
@@ -110,9 +110,9 @@ def test_an_exceeded_budget_is_logged_with_risk_1(
 
 
 def test_a_batch_too_long_is_warned_about_as_it_begins(
-    clock: FakeClock, caplog: pytest.LogCaptureFixture
+    clock: FakeClock, caplog: pytest.LogCaptureFixture, seed: int
 ) -> None:
-    run = Run(clock, limit_bytes=4 * GIB)
+    run = Run(clock, seed, limit_bytes=4 * GIB)
     run.train(80, lengths=SHORT)
 
     with caplog.at_level(logging.WARNING):
@@ -123,8 +123,10 @@ def test_a_batch_too_long_is_warned_about_as_it_begins(
     assert run.forecasts.batch_risk("cuda:0") > 0.5
 
 
-def test_the_highest_batch_risk_since_the_last_update_is_published(clock: FakeClock) -> None:
-    run = Run(clock, limit_bytes=4 * GIB)
+def test_the_highest_batch_risk_since_the_last_update_is_published(
+    clock: FakeClock, seed: int
+) -> None:
+    run = Run(clock, seed, limit_bytes=4 * GIB)
     run.train(80, lengths=SHORT)
 
     run.forecasts.assess_batch(Shape(4, 1800))
@@ -135,8 +137,10 @@ def test_the_highest_batch_risk_since_the_last_update_is_published(clock: FakeCl
     assert run.value(memory.OOM_NEXT_BATCH_RISK) < 0.1
 
 
-def test_the_last_peaks_and_their_predictions_are_available_to_reports(clock: FakeClock) -> None:
-    run = Run(clock)
+def test_the_last_peaks_and_their_predictions_are_available_to_reports(
+    clock: FakeClock, seed: int
+) -> None:
+    run = Run(clock, seed)
 
     run.train(80, lengths=LONG)
 
@@ -146,8 +150,10 @@ def test_the_last_peaks_and_their_predictions_are_available_to_reports(clock: Fa
     assert predictions[-1].predicted_bytes == pytest.approx(peaks[-1].peak_bytes, rel=0.05)
 
 
-def test_a_device_without_a_limit_has_neither_risk_nor_headroom(clock: FakeClock) -> None:
-    run = Run(clock, limit_bytes=float("inf"))
+def test_a_device_without_a_limit_has_neither_risk_nor_headroom(
+    clock: FakeClock, seed: int
+) -> None:
+    run = Run(clock, seed, limit_bytes=float("inf"))
 
     run.train(40, lengths=SHORT)
 
@@ -157,9 +163,9 @@ def test_a_device_without_a_limit_has_neither_risk_nor_headroom(clock: FakeClock
 
 @pytest.mark.parametrize(("limit_bytes", "is_updated"), [(100 * GIB, False), (3.2 * GIB, True)])
 def test_forecasts_are_updated_every_second_only_close_to_the_limit(
-    clock: FakeClock, limit_bytes: float, is_updated: bool
+    clock: FakeClock, limit_bytes: float, is_updated: bool, seed: int
 ) -> None:
-    run = Run(clock, limit_bytes)
+    run = Run(clock, seed, limit_bytes)
     run.train(80, lengths=SHORT)
     clock.seconds += 10
     run.train(1, lengths=SHORT)

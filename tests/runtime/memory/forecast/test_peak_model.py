@@ -32,10 +32,14 @@ def with_scores(shape: Shape) -> float:
 
 
 def series(
-    steps: Sequence[Sequence[Shape]], need: Need, *, leak: float = 0.0, noise: float = 0.0
+    rng: random.Random,
+    steps: Sequence[Sequence[Shape]],
+    need: Need,
+    *,
+    leak: float = 0.0,
+    noise: float = 0.0,
 ) -> list[PeakPoint]:
     """Return the readings of steps of these micro-batches, after a first point for the floor."""
-    rng = random.Random(5)
     points = [point(0, FLOOR, FLOOR, ())]
     for step, shapes in enumerate(steps, start=1):
         before = points[-1].floor_bytes
@@ -55,9 +59,13 @@ def point(step: int, peak: float, floor: float, shapes: tuple[Shape, ...]) -> Pe
     )
 
 
-def lengths(longest: int, count: int = 60) -> list[list[Shape]]:
-    rng = random.Random(3)
+def lengths(rng: random.Random, longest: int, count: int = 60) -> list[list[Shape]]:
     return [[Shape(8, rng.randint(16, longest))] for _ in range(count)]
+
+
+@pytest.fixture
+def rng(seed: int) -> random.Random:
+    return random.Random(seed)
 
 
 def fitted(points: Sequence[PeakPoint]) -> PeakModel:
@@ -68,8 +76,10 @@ def fitted(points: Sequence[PeakPoint]) -> PeakModel:
 
 @pytest.mark.parametrize("need", [per_token, with_scores])
 @pytest.mark.parametrize("longest", [512, 1024, 4096])
-def test_unseen_lengths_are_predicted_from_shorter_ones(need: Need, longest: int) -> None:
-    model = fitted(series(lengths(256), need, noise=0.1 * MIB))
+def test_unseen_lengths_are_predicted_from_shorter_ones(
+    need: Need, longest: int, rng: random.Random
+) -> None:
+    model = fitted(series(rng, lengths(rng, 256), need, noise=0.1 * MIB))
     unseen = Shape(8, longest)
 
     predicted = model.predict([unseen], FLOOR)
@@ -77,58 +87,55 @@ def test_unseen_lengths_are_predicted_from_shorter_ones(need: Need, longest: int
     assert predicted - FLOOR == pytest.approx(need(unseen), rel=0.05)
 
 
-def test_samples_and_lengths_may_both_change() -> None:
-    rng = random.Random(8)
+def test_samples_and_lengths_may_both_change(rng: random.Random) -> None:
     steps = [[Shape(rng.randint(1, 16), rng.randint(16, 512))] for _ in range(80)]
-    model = fitted(series(steps, with_scores, noise=0.1 * MIB))
+    model = fitted(series(rng, steps, with_scores, noise=0.1 * MIB))
 
     for unseen in (Shape(32, 256), Shape(4, 1024), Shape(64, 64)):
         assert model.predict([unseen], 0.0) == pytest.approx(with_scores(unseen), rel=0.03)
 
 
-def test_a_leak_changes_the_floor_and_not_the_rise() -> None:
-    model = fitted(series(lengths(512), with_scores, leak=3 * MIB, noise=0.1 * MIB))
+def test_a_leak_changes_the_floor_and_not_the_rise(rng: random.Random) -> None:
+    model = fitted(series(rng, lengths(rng, 512), with_scores, leak=3 * MIB, noise=0.1 * MIB))
 
     predicted = model.predict([Shape(8, 300)], FLOOR + 1000 * MIB)
 
     assert predicted == pytest.approx(FLOOR + 1000 * MIB + with_scores(Shape(8, 300)), rel=0.002)
 
 
-def test_of_several_micro_batches_the_largest_counts() -> None:
-    rng = random.Random(4)
+def test_of_several_micro_batches_the_largest_counts(rng: random.Random) -> None:
     steps = [[Shape(8, rng.randint(16, 512)) for _ in range(3)] for _ in range(60)]
-    model = fitted(series(steps, with_scores, noise=0.1 * MIB))
+    model = fitted(series(rng, steps, with_scores, noise=0.1 * MIB))
 
     predicted = model.predict([Shape(8, 64), Shape(8, 512), Shape(8, 100)], FLOOR)
 
     assert predicted == pytest.approx(FLOOR + with_scores(Shape(8, 512)), rel=0.005)
 
 
-def test_many_short_samples_can_be_the_largest_micro_batch() -> None:
+def test_many_short_samples_can_be_the_largest_micro_batch(rng: random.Random) -> None:
     def per_sample(shape: Shape) -> float:
         return 4 * MIB * shape.samples
 
-    rng = random.Random(4)
     steps = [[Shape(rng.randint(1, 64), rng.randint(16, 512)) for _ in range(3)] for _ in range(60)]
-    model = fitted(series(steps, per_sample, noise=0.1 * MIB))
+    model = fitted(series(rng, steps, per_sample, noise=0.1 * MIB))
 
     assert model.predict([Shape(64, 16)], 0.0) == pytest.approx(256 * MIB, rel=0.05)
 
 
-def test_short_batches_need_at_least_what_the_optimizer_takes() -> None:
+def test_short_batches_need_at_least_what_the_optimizer_takes(rng: random.Random) -> None:
     def need(shape: Shape) -> float:
         return max(40 * MIB, per_token(shape) - 10 * MIB)
 
-    model = fitted(series(lengths(800), need, noise=0.1 * MIB))
+    model = fitted(series(rng, lengths(rng, 800), need, noise=0.1 * MIB))
 
     for length in (16, 64, 400, 800, 1600):
         predicted = model.predict([Shape(8, length)], FLOOR)
         assert predicted == pytest.approx(FLOOR + need(Shape(8, length)), rel=0.01)
 
 
-def test_a_heap_that_keeps_freed_memory_hides_the_need_of_small_steps() -> None:
+def test_a_heap_that_keeps_freed_memory_hides_the_need_of_small_steps(rng: random.Random) -> None:
     points = [point(0, FLOOR, FLOOR, ())]
-    for step, shapes in enumerate(lengths(512), start=1):
+    for step, shapes in enumerate(lengths(rng, 512), start=1):
         peak = max(points[-1].floor_bytes, FLOOR + with_scores(shapes[0]))
         kept = FLOOR + 0.6 * (peak - FLOOR)  # the top of the heap is returned
         points.append(point(step, peak, max(points[-1].floor_bytes, kept), tuple(shapes)))
@@ -141,11 +148,10 @@ def test_a_heap_that_keeps_freed_memory_hides_the_need_of_small_steps() -> None:
     )
 
 
-def test_a_larger_batch_never_needs_less() -> None:
-    rng = random.Random(6)
+def test_a_larger_batch_never_needs_less(rng: random.Random) -> None:
     for _ in range(50):  # random needs
         steps = [[Shape(rng.randint(1, 9), rng.randint(1, 99))] for _ in range(30)]
-        model = fitted(series(steps, lambda _: rng.expovariate(1e-8)))
+        model = fitted(series(rng, steps, lambda _: rng.expovariate(1e-8)))
 
         small = model.predict([Shape(3, 50)], FLOOR)
 
@@ -153,8 +159,8 @@ def test_a_larger_batch_never_needs_less() -> None:
         assert small <= model.predict([Shape(6, 50)], FLOOR)
 
 
-def test_one_shape_only_gives_its_median_rise() -> None:
-    model = fitted(series([[Shape(8, 256)]] * 30, with_scores, noise=2 * MIB))
+def test_one_shape_only_gives_its_median_rise(rng: random.Random) -> None:
+    model = fitted(series(rng, [[Shape(8, 256)]] * 30, with_scores, noise=2 * MIB))
 
     predicted = model.predict([Shape(8, 256)], FLOOR)
 
@@ -169,16 +175,16 @@ def test_without_shapes_the_typical_rise_is_predicted() -> None:
     )
 
 
-def test_a_step_of_unknown_shape_counts_as_typical() -> None:
-    model = fitted(series(lengths(512), per_token))
+def test_a_step_of_unknown_shape_counts_as_typical(rng: random.Random) -> None:
+    model = fitted(series(rng, lengths(rng, 512), per_token))
 
     typical = model.predict([], FLOOR)
 
     assert model.predict([Shape(8, 150)], FLOOR) < typical < model.predict([Shape(8, 400)], FLOOR)
 
 
-def test_points_of_unknown_shape_among_others_are_ignored() -> None:
-    points = series(lengths(512), with_scores, noise=0.1 * MIB)
+def test_points_of_unknown_shape_among_others_are_ignored(rng: random.Random) -> None:
+    points = series(rng, lengths(rng, 512), with_scores, noise=0.1 * MIB)
     for at in range(0, len(points), 3):
         points[at] = point(at, points[at].peak_bytes, points[at].floor_bytes, ())
 
@@ -187,14 +193,14 @@ def test_points_of_unknown_shape_among_others_are_ignored() -> None:
     assert predicted == pytest.approx(FLOOR + with_scores(Shape(8, 512)), rel=0.005)
 
 
-def test_after_one_shape_only_a_longer_batch_needs_more_per_token() -> None:
-    model = fitted(series([[Shape(8, 256)]] * 30, per_token, noise=0.1 * MIB))
+def test_after_one_shape_only_a_longer_batch_needs_more_per_token(rng: random.Random) -> None:
+    model = fitted(series(rng, [[Shape(8, 256)]] * 30, per_token, noise=0.1 * MIB))
 
     assert model.predict([Shape(8, 512)], 0.0) == pytest.approx(per_token(Shape(8, 512)), rel=0.02)
 
 
-def test_warm_up_and_outliers_do_not_change_the_fit() -> None:
-    points = series(lengths(512), with_scores, noise=0.1 * MIB)
+def test_warm_up_and_outliers_do_not_change_the_fit(rng: random.Random) -> None:
+    points = series(rng, lengths(rng, 512), with_scores, noise=0.1 * MIB)
     for at in (1, 2, 20, 33, 50):
         outlier = points[at]
         points[at] = point(at, outlier.peak_bytes + 400 * MIB, outlier.floor_bytes, outlier.shapes)
@@ -213,8 +219,8 @@ def changed(points: Sequence[PeakPoint], steps: int, need: Need) -> list[PeakPoi
     return [*points[:-steps], *late]
 
 
-def test_an_increased_need_is_learnt_within_ten_steps() -> None:
-    points = series(lengths(512, 200), with_scores, noise=0.1 * MIB)
+def test_an_increased_need_is_learnt_within_ten_steps(rng: random.Random) -> None:
+    points = series(rng, lengths(rng, 512, 200), with_scores, noise=0.1 * MIB)
 
     model = fitted(changed(points, 10, lambda _: 200 * MIB))
 
@@ -223,8 +229,8 @@ def test_an_increased_need_is_learnt_within_ten_steps() -> None:
         assert model.predict([Shape(8, length)], FLOOR) == pytest.approx(expected, rel=0.01)
 
 
-def test_a_changed_need_is_learnt_from_the_steps_after_the_change() -> None:
-    points = series(lengths(512, 200), per_token, noise=0.1 * MIB)
+def test_a_changed_need_is_learnt_from_the_steps_after_the_change(rng: random.Random) -> None:
+    points = series(rng, lengths(rng, 512, 200), per_token, noise=0.1 * MIB)
 
     model = fitted(changed(points, 30, with_scores))
 
@@ -234,8 +240,8 @@ def test_a_changed_need_is_learnt_from_the_steps_after_the_change() -> None:
         assert model.predict([shape], FLOOR) == pytest.approx(expected, rel=0.01)
 
 
-def test_there_is_no_model_from_a_few_points() -> None:
-    points = series(lengths(512), per_token)
+def test_there_is_no_model_from_a_few_points(rng: random.Random) -> None:
+    points = series(rng, lengths(rng, 512), per_token)
 
     assert fit_peaks([]) is None
     assert fit_peaks(points[:4]) is None

@@ -37,8 +37,8 @@ def test_plain_data_is_read_back_with_its_types(tmp_path: Path) -> None:
     assert type(loaded.micro_batch_plan["sizes"]) is tuple
 
 
-def test_random_generators_are_restored(tmp_path: Path) -> None:
-    numpy = np.random.RandomState(3)
+def test_random_generators_are_restored(tmp_path: Path, seed: int) -> None:
+    numpy = np.random.RandomState(seed)
     taken = {
         "python": random.getstate(),
         "numpy": numpy.get_state(),
@@ -54,7 +54,8 @@ def test_random_generators_are_restored(tmp_path: Path) -> None:
     assert (random.random(), numpy.rand(), torch.rand(1)) == drawn
 
 
-def test_tensors_and_arrays_are_read_back_bit_for_bit(tmp_path: Path) -> None:
+def test_tensors_and_arrays_are_read_back_bit_for_bit(tmp_path: Path, seed: int) -> None:
+    torch.manual_seed(seed)
     residual = torch.randn(7, dtype=torch.bfloat16)
     array = np.arange(6, dtype=np.uint32).reshape(2, 3)[:, ::2]
     given = {"residual": residual, "array": array, "scalar": np.float32(0.1), "none": np.zeros(())}

@@ -248,8 +248,6 @@ def test_without_drop_last_an_incomplete_batch_is_divided_in_proportion():
 
 
 def test_loading_does_not_advance_the_scripts_random_numbers():
-    torch.manual_seed(0)
-    random.seed(0)
     before = torch.get_rng_state(), random.getstate()
 
     batches(loader(), 2)

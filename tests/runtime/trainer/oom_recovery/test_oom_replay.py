@@ -71,7 +71,6 @@ class Rank:
         )
         self.fits, self.rank = fits, host_group.rank
         self.asked: list[int] = []
-        self.drawn: list[float] = []
         self.replay = OomReplay(
             engine_source=SimpleNamespace(engine=engine, config={}),
             host_group=host_group,
@@ -82,7 +81,6 @@ class Rank:
 
     def attempt(self, count: int) -> str:
         self.asked.append(count)
-        self.drawn.append(random.Random(0).random())
         if -(-8 // count) > self.fits:
             raise RuntimeError(OUT)
         return f"rank {self.rank}"

@@ -11,8 +11,10 @@ import torch
 from zerowatch.runtime.trainer.oom_recovery.prepare_engine import materialise_optimizer_states
 
 
-def trained(kind: Any, options: dict[str, Any], *, materialised: bool) -> tuple[Any, Any]:
-    torch.manual_seed(0)
+def trained(
+    kind: Any, options: dict[str, Any], seed: int, *, materialised: bool
+) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
     parameters = [torch.randn(3, 2, requires_grad=True), torch.randn(4, requires_grad=True)]
     optimizer = kind(parameters, **options)
     if materialised:
@@ -41,11 +43,11 @@ def trained(kind: Any, options: dict[str, Any], *, materialised: bool) -> tuple[
     ],
 )
 def test_training_is_bitwise_equal_if_states_are_created_before_the_first_step(
-    kind: Any, options: dict[str, Any]
+    kind: Any, options: dict[str, Any], seed: int
 ) -> None:
-    expected, expected_state = trained(kind, options, materialised=False)
+    expected, expected_state = trained(kind, options, seed, materialised=False)
 
-    parameters, state = trained(kind, options, materialised=True)
+    parameters, state = trained(kind, options, seed, materialised=True)
 
     assert all(map(torch.equal, parameters, expected))
     assert str(state) == str(expected_state)

@@ -122,10 +122,10 @@ def test_slight_harm_is_rolled_back_at_the_first_interim_analysis() -> None:
     assert found.upper < -0.01
 
 
-def test_the_recorded_bounds_support_the_reason_of_the_verdict() -> None:
+def test_the_recorded_bounds_support_the_reason_of_the_verdict(seed: int) -> None:
     reasons = set()
-    for seed in range(300):
-        noise, trial = Random(seed), AbComparison(LIVE)
+    for each in range(seed, seed + 300):
+        noise, trial = Random(each), AbComparison(LIVE)
         factor = noise.choice((0.9, 0.97, 1.0, 1.03, 1.1))
         while trial.result is None:
             seconds = noise.gauss(1.0, 0.05)
@@ -133,11 +133,11 @@ def test_the_recorded_bounds_support_the_reason_of_the_verdict() -> None:
         found = trial.result
 
         reasons.add(found.reason)
-        assert found.lower <= found.gain <= found.upper
+        assert found.lower <= found.gain <= found.upper, f"seed {each}"
         if found.reason == "its upper bound shows harm":
-            assert found.upper < min(-0.01, LIVE.min_gain / 2)
+            assert found.upper < min(-0.01, LIVE.min_gain / 2), f"seed {each}"
         elif found.reason == "its upper bound is below the least gain":
-            assert found.upper < LIVE.min_gain
+            assert found.upper < LIVE.min_gain, f"seed {each}"
     assert {"its upper bound shows harm", "its upper bound is below the least gain"} <= reasons
 
 

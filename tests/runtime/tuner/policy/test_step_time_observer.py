@@ -26,32 +26,34 @@ def detected_after(seed: int, shift: float, at: int = 300) -> tuple[int, str]:
         detected = cusum.add(log(seconds * (1 + shift) if index >= at else seconds))
         if detected:
             return index - at + 1, detected
-    raise AssertionError("not detected")
+    raise AssertionError(f"not detected with seed {seed}")
 
 
 @pytest.mark.parametrize(
     ("shift", "within", "detected"),
     [(0.05, 30, "slower"), (-0.05, 30, "faster"), (0.3, 5, "slower"), (-0.3, 5, "faster")],
 )
-def test_a_lasting_shift_is_detected_soon(shift: float, within: int, detected: str) -> None:
-    found = sorted(detected_after(seed, shift) for seed in range(40))
+def test_a_lasting_shift_is_detected_soon(
+    shift: float, within: int, detected: str, seed: int
+) -> None:
+    found = sorted(detected_after(each, shift) for each in range(seed, seed + 40))
 
     assert {said for _, said in found} == {detected}
     assert 0 < found[20][0] <= within
 
 
-def test_a_shift_right_after_the_baseline_is_detected() -> None:
-    after, detected = detected_after(seed=1, shift=0.1, at=MIN_BASELINE_STEPS + 10)
+def test_a_shift_right_after_the_baseline_is_detected(seed: int) -> None:
+    after, detected = detected_after(seed, shift=0.1, at=MIN_BASELINE_STEPS + 10)
 
     assert (0 < after <= 20, detected) == (True, "slower")
 
 
-def test_noise_without_a_shift_rarely_raises_an_alarm() -> None:
+def test_noise_without_a_shift_rarely_raises_an_alarm(seed: int) -> None:
     alarms = 0
-    for seed in range(8):
+    for each in range(seed, seed + 8):
         cusum = Cusum()
         alarms += sum(
-            cusum.add(log(seconds)) is not None for seconds in noisy_steps(seed, 5000, UNSHIFTED)
+            cusum.add(log(seconds)) is not None for seconds in noisy_steps(each, 5000, UNSHIFTED)
         )
 
     assert alarms <= 3  # of 40,000 steps; one in 10,000 is allowed
