@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,21 @@ def imported(node: ast.AST) -> set[str]:
     if isinstance(node, ast.ImportFrom) and node.level == 0:
         return {(node.module or "").partition(".")[0]}
     return set()
+
+
+def test_each_config_that_asks_for_torchs_adam_has_the_reason_above_it() -> None:
+    """Users train with DeepSpeed's own Adam: so does a job, unless the test needs another."""
+    folders = (ROOT / "tests" / "support" / "scripts", ROOT / "runtime" / "cli")
+    places = {
+        f"{file.relative_to(ROOT)}:{number}": above.lstrip().startswith("#")
+        for folder in folders
+        for file in sorted(folder.rglob("*.py"))
+        for number, (above, line) in enumerate(pairwise(file.read_text().splitlines()), start=2)
+        if '"torch_adam"' in line
+    }
+
+    assert places
+    assert [place for place, has_reason in places.items() if not has_reason] == []
 
 
 def test_only_the_console_prints() -> None:

@@ -30,7 +30,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ASSIGNMENT = re.compile(r"\w+=\S*")
 DS_CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
     "zero_optimization": {"stage": 2},
 }
 # What a Python block may use without defining it, as the reader's own script would.

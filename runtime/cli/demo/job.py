@@ -67,8 +67,8 @@ def ds_config(*, steps: int, stage: int) -> dict[str, Any]:
         "gradient_clipping": 1.0,
         "optimizer": {
             "type": "AdamW",
-            # torch's own AdamW: DeepSpeed's is compiled first, which needs a C++ compiler.
             "params": {
+                # DeepSpeed's own AdamW is compiled first, which needs a C++ compiler.
                 "torch_adam": True,
                 "lr": 2e-3,
                 "betas": [0.9, 0.95],

@@ -14,7 +14,7 @@ model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Li
 config = {
     "train_micro_batch_size_per_gpu": 4,
     "zero_optimization": {"stage": 2},
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
 }
 engine, _, _, _ = deepspeed.initialize(
     args=arguments, model=model, config=None if arguments.deepspeed_config else config

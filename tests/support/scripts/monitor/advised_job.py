@@ -19,7 +19,7 @@ config = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": ACCUMULATION,
     "zero_optimization": {"stage": 2},
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
 }
 torch.manual_seed(0)
 layers = [torch.nn.Linear(192, 192) for _ in range(4)]

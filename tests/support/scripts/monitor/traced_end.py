@@ -18,7 +18,7 @@ deepspeed.init_distributed(
 config = {
     "train_micro_batch_size_per_gpu": 4,
     "zero_optimization": {"stage": 2},
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
 }
 model = torch.nn.Linear(8, 1)
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)

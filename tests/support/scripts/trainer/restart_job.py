@@ -30,6 +30,8 @@ CONFIG = {
     "steps_per_print": 10**9,
     # Buckets of one tensor: backward has collectives before its end.
     "zero_optimization": {"stage": 2, "reduce_bucket_size": 10},
+    # Weights are compared bitwise. DeepSpeed's Adam on CPU multiplies the powers of beta from step
+    # to step, but raises them after a load, which gives another last bit.
     "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.01}},
 }
 

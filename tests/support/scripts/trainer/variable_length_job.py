@@ -103,8 +103,7 @@ def ds_config(stage: int) -> dict:
         "train_micro_batch_size_per_gpu": SAMPLES,
         "gradient_clipping": 1.0,
         "steps_per_print": 10**9,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 20_000},
     }
 
