@@ -65,6 +65,7 @@ def become(rank: dict[str, Any]) -> None:
     os.chdir(rank["cwd"])
     os.environ.clear()
     os.environ.update(rank["environment"])
+    name_coverage_context()
     command = rank["command"]
     if command[0] == "-m":
         sys.argv = command[1:]
@@ -78,6 +79,13 @@ def become(rank: dict[str, Any]) -> None:
     module.__file__ = str(script)
     sys.modules["__main__"] = module
     exec(compile(script.read_bytes(), script, "exec"), module.__dict__)
+
+
+def name_coverage_context() -> None:
+    """Attribute what is executed from now on to this rank's test, where coverage is measured."""
+    coverage = sys.modules.get("coverage")
+    if coverage is not None and (current := coverage.Coverage.current()) is not None:
+        current.switch_context(os.environ.get("PYTEST_CURRENT_TEST", ""))
 
 
 if __name__ == "__main__":
