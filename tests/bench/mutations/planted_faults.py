@@ -119,7 +119,7 @@ FAULTS = (
         effect="with two ranks, the one with the higher number is blamed for every divergence",
     ),
     PlantedFault(
-        file="runtime/cross_rank/hang_context.py",
+        file="runtime/cross_rank/hang/hang_context.py",
         kind="wrong unit",
         old="((now_ns if in_flight else call.end_ns) - call.start_ns) / 1e9",
         new="((now_ns if in_flight else call.end_ns) - call.start_ns) / 1e6",
