@@ -42,6 +42,12 @@ COMM_EXPOSED_SECONDS = counter(
     "their causes, some seconds after comm_seconds.",
     GROUP,
 )
+COMM_OWN_EXPOSED_SECONDS = counter(
+    "comm_own_exposed_seconds_total",
+    "The part of comm_exposed_seconds in zerowatch's own collectives, by which the ranks of a "
+    "TrainingRun agree, by the phase in which training waited.",
+    PHASE,
+)
 COMM_WAIT_SECONDS = counter(
     "comm_wait_seconds_total",
     "Seconds of collectives spent waiting for a later rank: measured where the same call was found "
@@ -140,6 +146,7 @@ METRICS = (
     COLLECTIVE_SECONDS,
     COMM_SECONDS,
     COMM_EXPOSED_SECONDS,
+    COMM_OWN_EXPOSED_SECONDS,
     COMM_WAIT_SECONDS,
     COMM_TRANSFER_SECONDS,
     COMM_CAUSE_SECONDS,

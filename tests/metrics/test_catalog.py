@@ -8,7 +8,7 @@ from math import prod
 
 import pytest
 
-from zerowatch.metrics.catalog import CATALOG, overhead, tuner, window
+from zerowatch.metrics.catalog import CATALOG, communication, overhead, tuner, window
 from zerowatch.metrics.catalog.spec import MetricSpec
 
 # What the design promises, written out a second time: dashboards and alerts of users rely on it.
@@ -34,6 +34,7 @@ collective_wire_bytes_total counter op group
 collective_seconds histogram op
 comm_seconds_total counter group
 comm_exposed_seconds_total counter group
+comm_own_exposed_seconds_total counter phase
 comm_wait_seconds_total counter group
 comm_transfer_seconds_total counter group
 comm_cause_seconds_total counter cause
@@ -89,6 +90,8 @@ dead_threads gauge
 PROMISED_VALUES = {
     "group": "dp tp pp ep sp world other zerowatch",
     "phase of phase_seconds_total": "data forward backward optimizer eval checkpoint other",
+    "phase of comm_own_exposed_seconds_total": "data forward backward optimizer eval checkpoint "
+    "other",
     "phase of straggler_score_ratio": "data forward backward optimizer",
     "part of step_time_ratio": "compute comm overlap idle",
     "kind": "measured predicted least",
@@ -234,6 +237,8 @@ def series_of(spec: MetricSpec) -> int:
         return len(spec.labels[0].values) - 1
     if spec is window.COMPRESSION_ERROR:  # one codec at a time
         return 1
+    if spec is communication.COMM_OWN_EXPOSED_SECONDS:  # of a TrainingRun alone
+        return 0
     if not names & {"op", "group"}:
         sizes = (len(label.values) or OPEN_SETS.get(label.name, 1) for label in spec.labels)
         return lines * prod(sizes)

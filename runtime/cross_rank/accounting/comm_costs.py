@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from ....metrics.catalog import communication
-from ....metrics.catalog.labels import OPS, OWN_GROUP
+from ....metrics.catalog.labels import OPS, OWN_GROUP, PHASES
 from ....metrics.recorder import Recorder
 from ...collectives.groups import CollectiveCall, RankSet
 from ...collectives.ops import POINT_TO_POINT
@@ -78,23 +78,36 @@ class ExposedTimeCauses:
 class CostTotals:
     """Seconds since the last publication, by group role and by cause.
 
-    Matched and estimated calls add to all of them, calls with an unknown wait to `exposed` only.
+    Matched and estimated calls add to all of them, calls with an unknown wait to what is exposed
+    only.
+
+    Attributes:
+        own_exposed: Exposed seconds of zerowatch's own calls, by phase.
     """
 
     exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    own_exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     wait: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     transfer: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     causes: ExposedTimeCauses = field(default_factory=ExposedTimeCauses)
 
+    def add_exposed(self, call: CollectiveCall) -> None:
+        """Add the exposed time of a call."""
+        role, seconds = call.group.role, call.exposed_ns / 1e9
+        self.exposed[role] += seconds
+        if role == OWN_GROUP:  # none is asynchronous, so that one phase has all of it
+            self.own_exposed[PHASES[call.phase]] += seconds
+
     def publish(self, recorder: Recorder) -> None:
         """Add to the counters; call this within a commit."""
-        for spec, by_role in (
+        for spec, by_label in (
             (communication.COMM_EXPOSED_SECONDS, self.exposed),
+            (communication.COMM_OWN_EXPOSED_SECONDS, self.own_exposed),
             (communication.COMM_WAIT_SECONDS, self.wait),
             (communication.COMM_TRANSFER_SECONDS, self.transfer),
         ):
-            for role, seconds in by_role.items():
-                recorder.add(spec, seconds, role)
+            for label, seconds in by_label.items():
+                recorder.add(spec, seconds, label)
         causes = self.causes
         if not self.wait:  # a zero would mean that there was no such cause
             return
@@ -158,7 +171,7 @@ class CommCosts:
     def add_exposed_only(self, call: CollectiveCall, totals: CostTotals) -> None:
         """Add an unmatched call whose wait is unknown, as exposed time without a cause."""
         if call.timed:
-            totals.exposed[call.group.role] += call.exposed_ns / 1e9
+            totals.add_exposed(call)
 
     def refit(self) -> None:
         """Estimate the link and the bus bandwidths again, if there are new calls."""
@@ -205,7 +218,7 @@ class CommCosts:
         role, duration, exposed = call.group.role, call.duration_ns / 1e9, call.exposed_ns / 1e9
         totals.wait[role] += wait
         totals.transfer[role] += duration - wait
-        totals.exposed[role] += exposed
+        totals.add_exposed(call)
         totals.causes.add(
             exposed=exposed,
             duration=duration,

@@ -83,7 +83,10 @@ def diagnose(
 def exposed_ratio(
     reading: MetricsDelta, thresholds: Thresholds = DEFAULT_THRESHOLDS
 ) -> float | None:
-    """Return the share of waiting for collectives; None where it is unknown or unreliable."""
+    """Return the share of waiting for collectives; None where it is unknown or unreliable.
+
+    It leaves out the transfer of zerowatch's own collectives, as `MetricsDelta.exposed_ratio` does.
+    """
     if reading.world_size == 1:
         return 0.0
     if reading.coverage is None or reading.coverage < thresholds.coverage_low:
@@ -186,7 +189,7 @@ def _busy_ratio(reading: MetricsDelta, thresholds: Thresholds) -> float | None:
     if exposed is None or "backward" not in reading.phase_ratios:
         return None
     computing = sum(reading.phase_ratios.get(phase, 0.0) for phase in _COMPUTE)
-    return computing + reading.own_exposed_ratio
+    return computing + reading.own_exposed_ratios.get("other", 0.0)
 
 
 def _host(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
@@ -198,10 +201,11 @@ def _host(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
     if exposed is None or exposed > thresholds.comm_ratio_high:
         return
     data = reading.phase_ratios.get("data", 0.0)
-    ratio = max(0.0, reading.phase_ratios.get("other", 0.0) - reading.own_exposed_ratio)
+    waits = reading.own_exposed_ratios.get("other", 0.0)
+    ratio = max(0.0, reading.phase_ratios.get("other", 0.0) - waits)
     busy = reading.device_utilization
     if not reading.on_cpu and busy is not None and busy < thresholds.device_utilization_low:
-        ratio = max(ratio, 1 - busy - exposed - data)
+        ratio = max(ratio, 1 - busy - exposed - reading.own_transfer_ratio - data)
     if ratio > thresholds.host_ratio_high:
         evidence = known_values(
             {

@@ -31,11 +31,15 @@ class MetricsDelta:
         seconds: Training time of the interval.
         steps: Optimizer steps in it.
         phase_ratios: Share of each phase that occurred.
-        exposed_ratio: Waiting for collectives.
-        own_exposed_ratio: The part of it in zerowatch's own collectives, by which the ranks of a
-            TrainingRun agree; nearly all of it is in the phase `other`.
+        exposed_ratio: Waiting for collectives, without `own_transfer_ratio`.
+        own_transfer_ratio: Transfer of zerowatch's own collectives, by which the ranks of a
+            TrainingRun agree. No change of the training's traffic shortens it. Waits for a late
+            rank in them are in `exposed_ratio`, as in any collective.
+        own_exposed_ratios: Waiting in zerowatch's own collectives, by phase. Votes are in forward
+            and backward from ZeRO 2 on, the rest in `other`.
         comm_ratio: Collectives in flight, hidden ones included.
-        cause_ratios: Share of waiting for compared collectives, by cause.
+        cause_ratios: Share of waiting for compared collectives, by cause; without
+            `own_transfer_ratio`.
         coverage: Recorded over issued collectives, the lower of both ends.
         step_wire_bytes: Bytes that this rank sent in a step, without zerowatch's own collectives.
         step_calls: Collectives in a step, without zerowatch's own.
@@ -57,7 +61,8 @@ class MetricsDelta:
     steps: float | None = None
     phase_ratios: Mapping[str, float] = field(default_factory=dict)
     exposed_ratio: float | None = None
-    own_exposed_ratio: float = 0.0
+    own_transfer_ratio: float = 0.0
+    own_exposed_ratios: Mapping[str, float] = field(default_factory=dict)
     comm_ratio: float | None = None
     cause_ratios: Mapping[str, float] = field(default_factory=dict)
     coverage: float | None = None
@@ -91,9 +96,7 @@ def metrics_between(before: Snapshot, after: Snapshot) -> MetricsDelta:
     reading = MetricsDelta(
         seconds=seconds or None,
         steps=interval.increase(training.STEPS),
-        phase_ratios=known_values(
-            {phase: _ratio(each, seconds) for phase, each in counted.items()}
-        ),
+        phase_ratios=_ratios(counted, seconds),
         offload_ratio=_ratio(interval.total_increase(memory.OFFLOAD_SECONDS), seconds),
         tokens_per_sample=_ratio(
             interval.increase(training.TOKENS), interval.increase(training.SAMPLES)
@@ -117,21 +120,25 @@ def _with_communication(reading: MetricsDelta, interval: _Interval) -> MetricsDe
         else interval.increase(communication.COMM_CAUSE_SECONDS, cause)
         for cause in CAUSE.values
     }
-    own = interval.increase(communication.COMM_EXPOSED_SECONDS, OWN_GROUP) or 0.0
+    own_transfer = interval.increase(communication.COMM_TRANSFER_SECONDS, OWN_GROUP) or 0.0
+    if causes["latency"] is not None:  # all of their transfer is
+        own_transfer = min(own_transfer, causes["latency"])
+        causes["latency"] -= own_transfer
+    own_ratio = _ratio(scale * own_transfer, reading.seconds) or 0.0
+    own = {
+        phase: interval.increase(communication.COMM_OWN_EXPOSED_SECONDS, phase)
+        for phase in reading.phase_ratios
+    }
     wire_bytes = interval.total_increase(communication.COLLECTIVE_WIRE_BYTES, but=OWN_GROUP)
     calls = interval.total_increase(communication.COLLECTIVE_CALLS, but=OWN_GROUP)
     group = interval.busiest_group()
     return replace(
         reading,
-        exposed_ratio=None if ratio is None else min(ratio, 1.0),
-        own_exposed_ratio=_ratio(scale * own, reading.seconds) or 0.0,
+        exposed_ratio=None if ratio is None else max(0.0, min(ratio, 1.0) - own_ratio),
+        own_transfer_ratio=own_ratio,
+        own_exposed_ratios=_ratios(own, reading.seconds, scale),
         comm_ratio=_ratio(comm, reading.seconds),
-        cause_ratios=known_values(
-            {
-                name: None if each is None else _ratio(scale * each, reading.seconds)
-                for name, each in causes.items()
-            }
-        ),
+        cause_ratios=_ratios(causes, reading.seconds, scale),
         coverage=interval.lower(communication.COMM_COVERAGE_RATIO),
         step_wire_bytes=_ratio(wire_bytes, reading.steps),
         step_calls=_ratio(calls, reading.steps),
@@ -221,6 +228,14 @@ def _world_size(snapshot: Snapshot) -> int | None:
 
 def _ratio(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole else None
+
+
+def _ratios(
+    parts: Mapping[str, float | None], whole: float | None, scale: float = 1.0
+) -> dict[str, float]:
+    """Return the known parts as shares of a whole, times a factor."""
+    ratios = {name: _ratio(part, whole) for name, part in parts.items()}
+    return {name: scale * ratio for name, ratio in known_values(ratios).items()}
 
 
 def known_values(values: Mapping[str, float | None]) -> dict[str, float]:

@@ -241,7 +241,8 @@ def _hidden(
     if not begins or then.get(ZERO_STAGE.name) != 2:
         return 0.0
     buckets = math.ceil(facts.num_gradients / _number(then, REDUCE_BUCKET_SIZE, _STAGE_0_BUCKET))
-    waits = (reading.exposed_ratio or 0.0) - reading.own_exposed_ratio  # those are not in backward
+    own = sum(each for phase, each in reading.own_exposed_ratios.items() if phase != "backward")
+    waits = (reading.exposed_ratio or 0.0) + reading.own_transfer_ratio - own  # those in backward
     computing = reading.phase_ratios.get("backward", 0.0) - waits
     return min(moving, max(0.0, computing)) * (1 - 1 / buckets)
 

@@ -96,6 +96,10 @@ def test_the_wait_is_of_the_own_group_whose_operations_are_not_counted_as_the_tr
             assert "zerowatch" not in watched["exposed_by_group"]
             assert run["operations"] == watched["operations"]
             own += run["exposed_by_group"]["zerowatch"]
+            assert not watched["own_by_phase"]
+            assert sum(run["own_by_phase"].values()) == pytest.approx(
+                run["exposed_by_group"]["zerowatch"]
+            )
         assert own >= (1 - TOLERANCE) * rank["total delay"]
 
 

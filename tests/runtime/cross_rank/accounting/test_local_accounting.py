@@ -339,6 +339,26 @@ def test_ever_new_sizes_do_not_accumulate_signatures(monkeypatch: pytest.MonkeyP
     assert len(sequence.names) <= 11
 
 
+def test_only_own_collectives_count_as_own(rank: AccountedRank) -> None:
+    rank.group.run(ms=10)
+    rank.report()
+
+    rank.match(1, 3)
+
+    assert communication.COMM_OWN_EXPOSED_SECONDS not in rank.recorder.snapshot().values
+
+
+def test_own_collectives_of_unknown_wait_are_own_too(rank: AccountedRank) -> None:
+    rank.group.role = "zerowatch"
+    rank.group.run("all_gather", 80, ms=10)
+    rank.report()
+
+    rank.clock.seconds += 2 * PATIENCE
+    rank.expire(PATIENCE)
+
+    assert rank.value(communication.COMM_OWN_EXPOSED_SECONDS, "backward") == pytest.approx(10)
+
+
 def test_own_collectives_have_causes_and_say_nothing_of_the_link(rank: AccountedRank) -> None:
     rank.group.role = "zerowatch"
     for milliseconds in (10, 4):
@@ -348,6 +368,7 @@ def test_own_collectives_have_causes_and_say_nothing_of_the_link(rank: Accounted
     rank.match(1, 3, 4)
 
     assert rank.value(communication.COMM_EXPOSED_SECONDS, "zerowatch") == pytest.approx(14)
+    assert rank.value(communication.COMM_OWN_EXPOSED_SECONDS, "backward") == pytest.approx(14)
     assert rank.causes() == pytest.approx(
         {"imbalance": 7, "latency": 7, "redundancy": 0, "bandwidth": 0}, abs=1e-4
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from zerowatch.metrics.catalog import communication, devices, memory, overhead, training
+from zerowatch.metrics.catalog.labels import OWN_GROUP
 from zerowatch.metrics.catalog.tuner import SYMPTOMS
 from zerowatch.metrics.recorder import Recorder, Snapshot
 from zerowatch.runtime.tuner.policy.diagnose import Thresholds, context_of, diagnose
@@ -58,7 +59,7 @@ def phases(**seconds: float) -> dict[str, float]:
                 BUSY,
                 phase_ratios=phases(forward=0.1, backward=0.1, other=0.71),
                 exposed_ratio=0.7,
-                own_exposed_ratio=0.7,
+                own_exposed_ratios={"other": 0.7},
                 cause_ratios={"imbalance": 0.7},
             ),
             ["comm_imbalance", "straggler"],
@@ -69,10 +70,20 @@ def phases(**seconds: float) -> dict[str, float]:
                 BUSY,
                 phase_ratios=phases(other=0.16),
                 exposed_ratio=0.15,
-                own_exposed_ratio=0.15,
+                own_exposed_ratios={"other": 0.15},
             ),
             [],
             id="nor is a wait that is too short for a symptom",
+        ),
+        pytest.param(
+            replace(
+                BUSY,
+                phase_ratios=phases(data=0.09, forward=0.11, backward=0.5, other=0.2),
+                exposed_ratio=0.15,
+                own_exposed_ratios={"backward": 0.15},
+            ),
+            ["device_idle", "host_bound"],
+            id="a vote within backward is in its phase already, and is none of the other time",
         ),
         pytest.param(
             replace(GPU, exposed_ratio=0.2, cause_ratios={"bandwidth": 0.2}),
@@ -242,6 +253,17 @@ class Rank:
             self.recorder.add(training.PHASE_SECONDS, seconds, phase)
         return self
 
+    def votes(self, *, transfer: float, wait: float) -> None:
+        """Add votes within backward: their own transfer, and the wait for another rank."""
+        exposed = transfer + wait
+        self.recorder.add(communication.COMM_SECONDS, exposed, OWN_GROUP)
+        self.recorder.add(communication.COMM_EXPOSED_SECONDS, exposed, OWN_GROUP)
+        self.recorder.add(communication.COMM_OWN_EXPOSED_SECONDS, exposed, "backward")
+        self.recorder.add(communication.COMM_TRANSFER_SECONDS, transfer, OWN_GROUP)
+        self.recorder.add(communication.COMM_WAIT_SECONDS, wait, OWN_GROUP)
+        self.recorder.add(communication.COMM_CAUSE_SECONDS, transfer, "latency")
+        self.recorder.add(communication.COMM_CAUSE_SECONDS, wait, "imbalance")
+
     def waits(self, seconds: float, cause: str, under_way: float | None = None) -> None:
         """Add a wait for collectives."""
         self.recorder.add(communication.COMM_SECONDS, under_way or seconds, "dp")
@@ -271,6 +293,21 @@ def test_ratios_are_those_of_the_interval(rank):
     assert (reading.exposed_ratio, reading.comm_ratio) == pytest.approx((0.4, 0.5))
     assert reading.cause_ratios == pytest.approx({"bandwidth": 0.4, "latency": 0.0})
     assert (reading.tokens_per_sample, reading.world_size) == (64, 2)
+
+
+def test_the_transfer_of_votes_is_no_latency_that_a_knob_reduces(rank):
+    rank.waits(1.0, "latency")
+    before = rank.snapshot()
+
+    rank.trains(forward=2.0, backward=8.0).waits(1.0, "latency")
+    rank.votes(transfer=3.0, wait=0.5)
+    rank.goes_on()
+    reading = metrics_between(before, rank.snapshot())
+
+    assert reading.exposed_ratio == pytest.approx(0.15)
+    assert reading.own_transfer_ratio == pytest.approx(0.3)
+    assert reading.cause_ratios == pytest.approx({"latency": 0.1, "imbalance": 0.05})
+    assert reading.own_exposed_ratios == pytest.approx({"backward": 0.35})
 
 
 def test_time_without_training_does_not_reduce_ratios(rank):

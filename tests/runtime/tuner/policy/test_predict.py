@@ -220,6 +220,25 @@ def test_asynchronous_reduction_hides_behind_backward(stage, bucket, gained):
     assert gain(now, {**now, "asynchronous_reduction": True}, reading) == pytest.approx(gained)
 
 
+def test_nothing_hides_behind_votes_within_backward():
+    """Of 80 % in backward, 50 % wait for gradients and 20 % in votes: 10 % are computation.
+
+    Other 15 % are waits between the windows.
+    """
+    reading = replace(
+        ONE_CAUSE,
+        phase_ratios={"backward": 0.8},
+        exposed_ratio=0.65,
+        own_transfer_ratio=0.2,
+        own_exposed_ratios={"backward": 0.2, "other": 0.15},
+    )
+    now = configuration(2, reduce_bucket_size=3 * ELEMENTS)
+
+    gained = gain(now, {**now, "asynchronous_reduction": True}, reading)
+
+    assert gained == pytest.approx(1 / (1 - 0.1 * 3 / 4) - 1)
+
+
 def test_an_end_of_offloading_saves_its_time():
     offloading = MetricsDelta(offload_ratio=0.2)
     now = configuration(2, offload_optimizer=True)

@@ -156,6 +156,7 @@ def measure_case(
         "scores": by_label(after, communication.STRAGGLER_SCORE),
         "imbalance": after.value(*imbalance) - before.value(*imbalance),
         "exposed_by_group": by_label(after, communication.COMM_EXPOSED_SECONDS),
+        "own_by_phase": by_label(after, communication.COMM_OWN_EXPOSED_SECONDS),
         "coverage": after.value(communication.COMM_COVERAGE_RATIO),
         "unmatched": after.value(communication.EXCHANGE_FAILURES, "unmatched"),
         # The first is left out: it shows the time since the steps before, too.
