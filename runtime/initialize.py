@@ -157,11 +157,11 @@ def initialize(
     if loaded.enabled:
         _process.open_collectives()
         _process.startup.start(initializing=True)
-    _process.fail_open.wrap("ds config", warn_of_misspelt_keys)(ds_config)
+    _process.fail_open.call("ds config", warn_of_misspelt_keys, ds_config)
     with ConfigErrors(ds_config, _process.fail_open, raise_ours=True):
         result: tuple[Any, Any, Any, Any] = original(**given)
     engine = result[0]
-    _process.fail_open.wrap("watch", _maybe_watch)(engine, loaded)
+    _process.fail_open.call("watch", _maybe_watch, engine, loaded)
     handle: WatchHandle = _process.watch or NullWatch()
     engine.watch = handle
     return result
@@ -227,10 +227,10 @@ def wrap_deepspeed(deepspeed: ModuleType) -> None:
         settings = load_settings(ds_block=read_zerowatch_block(config))
         if settings.enabled:
             _process.startup.start(initializing=True)
-        _process.fail_open.wrap("ds config", warn_of_misspelt_keys)(config)
+        _process.fail_open.call("ds config", warn_of_misspelt_keys, config)
         with ConfigErrors(config, _process.fail_open):
             result = original(*args, **kwargs)
-        _process.fail_open.wrap("watch", _maybe_watch)(result[0], settings)
+        _process.fail_open.call("watch", _maybe_watch, result[0], settings)
         return result
 
     watched.zerowatch_original = original  # type: ignore[attr-defined]

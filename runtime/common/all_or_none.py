@@ -89,19 +89,28 @@ def raise_on_all_ranks(host_group: HostCollectives, action: str, state: str) -> 
         state: State after a failure, one sentence at the end of the message.
 
     Raises:
-        CheckpointError: The block raised OSError or CheckpointError on a rank.
+        CheckpointError: The block raised OSError or CheckpointError on this rank, or any exception
+            on another one.
+        Exception: The block raised it on this rank; interrupts and exits are not exchanged.
     """
     failure: Exception | None = None
     try:
         yield
-    except (OSError, CheckpointError) as error:
+    except Exception as error:
         failure = error
-    flags = host_group.all_gather([failure is not None])
+    try:
+        flags = host_group.all_gather([failure is not None])
+        if isinstance(failure, OSError):
+            raise CheckpointError(f"cannot {action}: {failure}. {state}") from failure
+        if failure is not None:
+            raise failure
+    except Exception as error:
+        if failure is None or error is failure or error.__cause__ is failure:
+            raise
+        raise failure from error  # the exchange failed, too; the caller must see its own error
+    finally:
+        failure = None  # a frame that keeps its own exception is in a reference cycle
     failed = [rank for rank, (flag,) in enumerate(flags) if flag]
-    if isinstance(failure, CheckpointError):
-        raise failure  # its message is complete
-    if failure is not None:
-        raise CheckpointError(f"cannot {action}: {failure}. {state}") from failure
     if failed:
         ranks = ", ".join(map(str, failed))
         raise CheckpointError(

@@ -62,6 +62,12 @@ class FailOpen:
         """How many threads ended although nobody has stopped them."""
         return sum(thread.is_dead for thread in list(self._threads))
 
+    def call(
+        self, name: str, body: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T | None:
+        """Call `body` once, as a hook of `wrap` that is not called again."""
+        return self.wrap(name, body, is_retried=False)(*args, **kwargs)
+
     def thread(
         self, name: str, body: Callable[[], object], pause_seconds: float = RESTART_SECONDS
     ) -> MonitoringThread:
@@ -81,33 +87,36 @@ class FailOpen:
         name: str,
         body: Callable[P, T],
         catches: type[BaseException] = Exception,
+        *,
+        is_retried: bool = True,
     ) -> Callable[P, T | None]:
         """Return a function that calls `body`, and returns None from its first exception on.
 
-        After a shortage (`is_shortage`) it returns None for a while only.
+        After a shortage (`is_shortage`) it returns None for a while only, if `is_retried`.
 
         Args:
             name: The value of the `hook` label under which a failure is counted.
             body: The hook. It must not call the training's own code.
             catches: What is caught. BaseException only for what never runs on a thread of the
                 script, whose KeyboardInterrupt and SystemExit must pass.
+            is_retried: False for a hook that must not miss a call, such as a state machine.
         """
-        is_off = is_dropped = is_logged = False
+        is_off = is_dropped = is_short = is_logged = False
         backoff = Backoff(FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, self._now)
 
         def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
-            nonlocal is_off, is_dropped, is_logged
+            nonlocal is_off, is_dropped, is_short, is_logged
             if is_off:
                 if is_dropped or not backoff.is_due:
                     return None
                 is_off = False
             try:
-                return body(*args, **kwargs)
+                result = body(*args, **kwargs)
             except catches as error:  # training continues
-                is_off = is_dropped = True
+                is_off = is_dropped = is_short = True
                 self.failures[name] += 1
                 with contextlib.suppress(Exception):  # logging can fail too, such as without memory
-                    is_dropped = not is_shortage(error)
+                    is_dropped = not (is_retried and is_shortage(error))
                     backoff.start_delay()
                     if is_dropped or not is_logged:
                         is_logged = True
@@ -121,6 +130,10 @@ class FailOpen:
                             exc_info=True,
                         )
                 return None
+            if is_short:
+                is_short = False
+                backoff.reset()
+            return result
 
         return guarded
 

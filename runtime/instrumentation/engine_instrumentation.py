@@ -72,17 +72,17 @@ class EngineInstrumentation:
 
     def discard_window(self) -> None:
         """Drop the micro-batches since the last step."""
-        self._context.fail_open.wrap("discard window", self._engine_hooks.discard_window)()
+        self._context.fail_open.call("discard window", self._engine_hooks.discard_window)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Return a context whose time counts as checkpoint time, not as training or a hang."""
-        wrap, phase_timer = self._context.fail_open.wrap, self._context.phase_timer
-        wrap("suspend", phase_timer.enter)(CHECKPOINT)
+        call, phase_timer = self._context.fail_open.call, self._context.phase_timer
+        call("suspend", phase_timer.enter, CHECKPOINT)
         try:
             yield
         finally:
-            wrap("suspend", phase_timer.leave)()
+            call("suspend", phase_timer.leave)
 
     def restore(self) -> None:
         """Remove the hooks. Safe to call twice."""

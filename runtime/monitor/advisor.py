@@ -48,8 +48,8 @@ class Advisor:
     ) -> None:
         self._context, self._send, self._now = context, send, now
         is_enabled = context.identity.rank == 0 and context.settings.tuner.mode != "off"
-        import_knobs = context.fail_open.wrap("advisor", _import_knobs)
-        self._knobs_class = import_knobs() if is_enabled else None
+        call = context.fail_open.call
+        self._knobs_class = call("advisor", _import_knobs) if is_enabled else None
         self._is_enabled = self._knobs_class is not None
         self._reporter: DecisionReporter | None = None
         self._before: Snapshot | None = None

@@ -80,8 +80,9 @@ class MemoryMonitor:
         self._offload: OffloadTraffic | None = None
         if settings.enabled:
             self._log_devices_without_step_peaks()
-            offload = wrap("offload", OffloadTraffic)
-            self._offload = offload(engine, context.fail_open, context.call_recorder.events)
+            self._offload = context.fail_open.call(
+                "offload", OffloadTraffic, engine, context.fail_open, context.call_recorder.events
+            )
         self._tasks = self._periodic_tasks()
 
     @property
@@ -118,7 +119,7 @@ class MemoryMonitor:
     def rebind_engine(self, engine: Any) -> None:
         """Monitor another engine of the same model; discard the readings of the old one."""
         if self._offload is not None:
-            self._context.fail_open.wrap("offload", self._offload.rebind_engine)(engine)
+            self._context.fail_open.call("offload", self._offload.rebind_engine, engine)
         self._engine_replaced = True
 
     def close_hooks(self) -> None:
@@ -130,9 +131,9 @@ class MemoryMonitor:
     def close(self) -> None:
         """Remove hooks, close probes and files. Safe to call twice."""
         self._closed = True
-        wrap = self._context.fail_open.wrap
+        call = self._context.fail_open.call
         for end in (self.close_hooks, *(probe.close for probe in self._probes), self._leaks.close):
-            wrap("memory", end)()
+            call("memory", end)
         if self._liveness is not None:
             self._liveness.close()
 
@@ -212,8 +213,9 @@ class MemoryMonitor:
         self._liveness.open()
 
     def _baseline(self, engine: Any) -> Mapping[str, float]:
-        wrap = self._context.fail_open.wrap
-        held = wrap("memory categories", bytes_by_category)(engine) or {}
+        held = (
+            self._context.fail_open.call("memory categories", bytes_by_category, engine) or {}
+        )
         readings: Readings = self._reader.sample_step()
         in_use = {device: states.get("allocated", 0.0) for device, states in readings.items()}
         if "cpu" in in_use:

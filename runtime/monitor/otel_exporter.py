@@ -75,9 +75,8 @@ class OtelExporter:
         self._outbox: OtlpQueue | None = None
         self._stop = threading.Event()
         self._thread: MonitoringThread | None = None
-        wrap = context.fail_open.wrap
-        self._trace_held_steps = wrap("traces", self.trace)
-        otlp = wrap("otlp", _open_otlp)(self._settings, self._rank)
+        self._trace_held_steps = context.fail_open.wrap("traces", self.trace)
+        otlp = context.fail_open.call("otlp", _open_otlp, self._settings, self._rank)
         if otlp is not None:
             self._start(otlp, hardware_ids)
 
@@ -136,20 +135,20 @@ class OtelExporter:
         self._outbox = None
 
     def _start(self, otlp: Otlp, hardware_ids: Callable[[], Mapping[str, str]]) -> None:
-        wrap, settings = self._context.fail_open.wrap, self._settings
+        fail_open, settings = self._context.fail_open, self._settings
         self._outbox = OtlpQueue(
             self._context.recorder,
             otlp,
             settings,
             rank=self._rank,
-            hardware_ids=wrap("otlp", hardware_ids)() or {},
+            hardware_ids=fail_open.call("otlp", hardware_ids) or {},
             describe=self._resource,
         )
         if settings.traces:
             self.makes_traces = True
             self._context.phase_timer.record_intervals()
         if settings.logs:
-            self._lines = LogCapture(wrap("log lines", self._add_line))
+            self._lines = LogCapture(fail_open.wrap("log lines", self._add_line))
             self._lines.open()
         self._thread = self._context.fail_open.thread(
             "otlp", partial(self._run, otlp, self._outbox)
@@ -164,14 +163,14 @@ class OtelExporter:
             )
 
     def _run(self, otlp: Otlp, outbox: OtlpQueue) -> None:
-        wrap = self._context.fail_open.wrap
-        flush = wrap("otlp", outbox.flush)
-        wrap("otlp", otlp.own_this_thread)()
+        fail_open = self._context.fail_open
+        flush = fail_open.wrap("otlp", outbox.flush)
+        fail_open.call("otlp", otlp.own_this_thread)
         while not self._stop.wait(FLUSH_SECONDS):
             flush()
             self.cpu_seconds = time.thread_time()
         flush(final=True)
-        wrap("otlp", otlp.close)()
+        fail_open.call("otlp", otlp.close)
 
     def _resource(self) -> Mapping[str, AttributeValue] | None:
         run_id = self._context.run_id()

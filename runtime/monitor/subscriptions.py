@@ -32,6 +32,7 @@ class Subscriptions:
         self._waiting: queue.SimpleQueue[StepRecord | None] = queue.SimpleQueue()
         self._closed = False
         self._thread = fail_open.thread("listener", self._run)
+        self._start = fail_open.wrap("listener thread", self._start_thread)
 
     @property
     def has_listeners(self) -> bool:
@@ -39,20 +40,16 @@ class Subscriptions:
         return bool(self._listeners)
 
     def add(self, listener: Callable[[StepRecord], object]) -> None:
-        """Call `listener` from the next record on.
-
-        Raises:
-            RuntimeError: The system allows no more threads.
-        """
+        """Call `listener` from the next record on; later, if the system allows no more threads."""
         if not self._closed:
-            if not self._thread.was_started:
-                self._thread.start()
             self._listeners.append(self._fail_open.wrap("listener", listener, BaseException))
+            self._start()
 
     def pass_on(self, record: StepRecord) -> None:
         """Queue a record for the listeners. Never blocks."""
         if not self._listeners or self._closed:
             return
+        self._start()
         if self._waiting.qsize() < MAX_WAITING:
             self._waiting.put(record)
             return
@@ -68,9 +65,12 @@ class Subscriptions:
         """Wait for the listeners to get what is queued. Safe to call twice."""
         if self._closed:
             return
+        if self._listeners:
+            self._start()
         self._closed = True
         self._waiting.put(None)
-        if self._thread.join(timeout_seconds):
+        has_ended = self._thread.join(timeout_seconds)
+        if has_ended and (self._thread.was_started or not self._listeners):
             return
         num_lost = 0
         with contextlib.suppress(queue.Empty):
@@ -84,6 +84,10 @@ class Subscriptions:
             timeout_seconds,
             num_lost,
         )
+
+    def _start_thread(self) -> None:
+        if not self._thread.was_started:
+            self._thread.start()
 
     def _run(self) -> None:
         while True:

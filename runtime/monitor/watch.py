@@ -157,7 +157,8 @@ class Watch:
         All listeners share a thread, which they may block: that delays neither training nor
         monitoring. Records that a listener is more than 1024 steps late for, or has not returned
         for 5 s after `close`, are dropped and counted. A listener that raises is counted as a hook
-        failure, logged once and dropped.
+        failure, logged once and dropped; after a shortage of files, threads or disk space it is
+        called again later, without the records of the time between.
 
         Raises:
             TypeError: `listener` cannot be called.
@@ -166,7 +167,7 @@ class Watch:
             raise TypeError(
                 f"Watch.subscribe takes a function of a StepRecord, got {type(listener).__name__}"
             )
-        self.fail_open.wrap("listener", self._subscriptions.add)(listener)
+        self._subscriptions.add(listener)
 
     def subscribe_internal(self, listener: Callable[[StepRecord], object]) -> None:
         """Call a function of zerowatch, which never blocks, on the watch thread with each step."""
@@ -257,7 +258,7 @@ class Watch:
     def _close_parts(self, *parts: Callable[[], object]) -> None:
         """Close parts; one that fails keeps no other open."""
         for close in parts:
-            self.fail_open.wrap("close", close)()
+            self.fail_open.call("close", close)
 
 
 class NullWatch:

@@ -66,7 +66,7 @@ class ControllerRunner:
 
     def __init__(self, controller: Controller, fail_open: FailOpen, stop_file: StopFile) -> None:
         self._controller, self._stop_file = controller, stop_file
-        self._guarded = fail_open.wrap("tuner", self._call)
+        self._guarded = fail_open.wrap("tuner", self._call, is_retried=False)
         self._in_use = controller.configuration.known_good
         self._is_stopped = False
         self._next_poll = 0.0

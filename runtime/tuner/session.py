@@ -322,8 +322,15 @@ def create_tuner_session(
     watch = engine_holder.engine.watch
     session: ActiveTunerSession | None = None
     if watch.is_open and watch.settings.tuner.mode != "off":
-        create = watch.fail_open.wrap("tuner", ActiveTunerSession)
-        session = create(engine_holder, window_runner, host_group, data, watch.settings)
+        session = watch.fail_open.call(
+            "tuner",
+            ActiveTunerSession,
+            engine_holder,
+            window_runner,
+            host_group,
+            data,
+            watch.settings,
+        )
     numerics = host_group.all_gather([-1 if session is None else session.numerics])
     if session is None:
         return NullTunerSession()

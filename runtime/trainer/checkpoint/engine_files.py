@@ -49,10 +49,11 @@ def write_engine(engine: Any, folder: Path, name: str) -> list[Path]:
     """Write this rank's files by DeepSpeed, and return their paths; all ranks must call it.
 
     DeepSpeed ends with a barrier, so a rank that raised before it would leave the others waiting.
-    Errors of the disk are therefore raised only after the barrier.
+    Errors of writing are therefore raised only after the barrier.
 
     Raises:
         OSError: A file cannot be written.
+        Exception: A state cannot be serialized, such as for lack of memory.
         CheckpointError: The configured writer returns before the files are complete.
     """
     if engine.checkpoint_engine.is_decoupled():
@@ -60,7 +61,7 @@ def write_engine(engine: Any, folder: Path, name: str) -> list[Path]:
             "a TrainingRun cannot be saved with an asynchronous checkpoint writer, which returns "
             "before the files are complete; remove `checkpoint.writer` from the ds config"
         )
-    failures: list[OSError] = []
+    failures: list[Exception] = []
     written: list[Path] = []
 
     def recorded(save: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,16 +111,16 @@ def read_engine(engine: Any, folder: Path, name: str, host_group: HostCollective
         engine.optimizer.clip_grad = clip
 
 
-def _deferred(original: Callable[..., Any], failures: list[OSError]) -> Callable[..., Any]:
-    """Return `original` with errors of the disk appended to `failures` instead of raised."""
+def _deferred(original: Callable[..., Any], failures: list[Exception]) -> Callable[..., Any]:
+    """Return `original` with errors appended to `failures` instead of raised."""
 
     def write(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
-        except OSError as error:
-            failures.append(error)
         except RuntimeError as error:  # how torch reports a disk's errors
             failures.append(write_error("a file of the engine", error))
+        except Exception as error:
+            failures.append(error)
         return None
 
     return write

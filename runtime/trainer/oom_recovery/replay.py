@@ -294,12 +294,10 @@ class OomReplay:
             PeerFailedError: This rank ran out of memory, and another one failed otherwise.
         """
         group = self._host_group
-        if self._guard.can_report or all_ranks_failed(
-            dist.distributed_c10d._get_default_store(),
-            f"{self._run}/{self._num_attempts}",
-            rank=group.rank,
-            world_size=group.world_size,
-        ):
+        attempt = f"{self._run}/{self._num_attempts}"
+        if group.world_size > 1:  # also if it can report, as one that cannot waits for this
+            announce_failure(_job_store(), attempt, group.rank)
+        if self._guard.can_report or all_ranks_failed(_job_store(), attempt, group.world_size):
             self._guard.report(vote)
             if vote is Vote.OUT_OF_MEMORY and self._guard.aborted_by is Vote.FAILED:
                 raise_failures(group, None, place)
@@ -407,23 +405,26 @@ def oom_origin(error: BaseException) -> tuple[OomOrigin | None, BaseException | 
     return (OomOrigin.OWN, own[-1]) if own else (OomOrigin.PEER, error)
 
 
+def announce_failure(store: Any, attempt: str, rank: int) -> None:
+    """Write to the c10d store that this rank failed in an attempt, whose name is used once."""
+    store.set(f"{_PREFIX}/{attempt}/{rank}", "")
+
+
 def all_ranks_failed(
-    store: Any, attempt: str, *, rank: int, world_size: int, wait_seconds: float = CONSENSUS_SECONDS
+    store: Any, attempt: str, world_size: int, *, wait_seconds: float = CONSENSUS_SECONDS
 ) -> bool:
     """Return whether all ranks failed in a pass that was not guarded.
 
-    Each rank that failed writes a key to the c10d store and waits for the keys of all others. Ranks
-    that did not fail wait in a collective that this rank will not enter, and cannot be notified. If
-    all failed, as with equal local batches and micro-batches, none is in one.
+    Each rank that failed has announced it. Ranks that did not fail wait in a collective that this
+    rank will not enter, and cannot be notified. If all failed, as with equal local batches and
+    micro-batches, none is in one.
 
     Args:
         store: The store of the default process group.
         attempt: Identifies this attempt, the same on all ranks and used once.
-        rank: This rank.
         world_size: Number of ranks to wait for.
         wait_seconds: How long to wait for the slowest.
     """
-    store.set(f"{_PREFIX}/{attempt}/{rank}", "")
     keys = [f"{_PREFIX}/{attempt}/{each}" for each in range(world_size)]
     deadline = time.monotonic() + wait_seconds
     while not store.check(keys):
@@ -431,6 +432,10 @@ def all_ranks_failed(
             return False
         time.sleep(_POLL_SECONDS)
     return True
+
+
+def _job_store() -> Any:
+    return dist.distributed_c10d._get_default_store()
 
 
 def _give_up(error: BaseException | None, reason: str) -> NoReturn:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import pickle
 
+import pytest
+from fakes.rank_threads import FakeHostGroup, on_ranks
+
+from zerowatch.errors import CheckpointError
 from zerowatch.runtime.common.all_or_none import (
     CollectiveAttempt,
     PeerAttemptError,
     is_peer_failure,
+    raise_on_all_ranks,
 )
 
 
@@ -69,3 +74,59 @@ def test_a_peer_s_failure_is_found_among_causes_even_in_a_cycle(
     first.__cause__, second.__cause__ = second, last or first
 
     assert is_peer_failure(first) is expected
+
+
+ERRORS = [KeyError("x"), pickle.PicklingError("a lambda"), MemoryError(), RecursionError("deep")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_any_exception_on_one_rank_is_raised_there_unchanged_and_on_the_others(
+    error: Exception,
+) -> None:
+    def save(host_group: FakeHostGroup) -> BaseException:
+        with (
+            pytest.raises(Exception) as raised,
+            raise_on_all_ranks(host_group, "save", "Earlier ones stay"),
+        ):
+            if host_group.rank == 1:
+                raise error
+        return raised.value
+
+    first, own, last = on_ranks(3, save)
+
+    assert own is error
+    for peer in (first, last):
+        assert type(peer) is CheckpointError
+        assert str(peer).startswith("cannot save: failed on rank 1, ")
+
+
+def test_an_error_of_the_disk_becomes_a_checkpoint_error_on_all_ranks() -> None:
+    def save(host_group: FakeHostGroup) -> str:
+        with (
+            pytest.raises(CheckpointError) as raised,
+            raise_on_all_ranks(host_group, "save", "Earlier ones stay"),
+        ):
+            if host_group.rank == 1:
+                raise OSError("disk full")
+        return str(raised.value)
+
+    peer, own = on_ranks(2, save)
+
+    assert own == "cannot save: disk full. Earlier ones stay"
+    assert "failed on rank 1" in peer
+
+
+def test_the_block_s_own_exception_is_raised_if_the_exchange_fails_too() -> None:
+    class Broken:
+        def all_gather(self, values: list[bool]) -> None:
+            raise RuntimeError("connection closed by peer")
+
+    with pytest.raises(KeyError, match="x") as raised, raise_on_all_ranks(Broken(), "save", ""):
+        raise KeyError("x")
+
+    assert str(raised.value.__cause__) == "connection closed by peer"
+
+
+def test_an_interrupt_is_not_exchanged() -> None:
+    with pytest.raises(KeyboardInterrupt), raise_on_all_ranks(HostGroupOfTwo(), "save", ""):
+        raise KeyboardInterrupt

@@ -204,3 +204,57 @@ def test_after_a_shortage_another_error_drops_the_hook(caplog) -> None:
     assert errors == []
     assert fail_open.failures == {"mine": 2}
     assert [entry.levelname for entry in caplog.records] == 2 * ["WARNING"]
+
+
+def test_the_delay_starts_from_the_shortest_again_once_a_hook_has_worked() -> None:
+    clock = FakeClock()
+    fail_open = FailOpen(now=clock)
+    short = OSError(errno.EMFILE, "Too many open files")
+    results: list[Exception | str] = [short, short, "works", short, "works again"]
+
+    def body() -> str:
+        result = results.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    guarded = fail_open.wrap("mine", body)
+    returned = []
+    for pause in (0, 1.1, 2.1, 0, 1.1):  # in units of the first delay
+        clock.seconds += pause * FIRST_RETRY_SECONDS
+        returned.append(guarded())
+
+    assert returned == [None, None, "works", None, "works again"]
+
+
+@pytest.mark.parametrize("error", SHORTAGES.values(), ids=SHORTAGES)
+def test_a_hook_that_must_not_miss_a_call_is_dropped_by_a_shortage(error, caplog) -> None:
+    clock = FakeClock()
+    fail_open = FailOpen(now=clock)
+    calls = []
+
+    def body() -> None:
+        calls.append(1)
+        raise error
+
+    guarded = fail_open.wrap("mine", body, is_retried=False)
+    for _ in range(3):
+        guarded()
+        clock.seconds += 10 * FIRST_RETRY_SECONDS
+
+    assert calls == [1]
+    assert "was dropped" in caplog.text
+
+
+def test_a_single_call_returns_its_value_or_none_and_its_failure_is_not_announced_as_a_delay(
+    caplog,
+) -> None:
+    def broken() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    fail_open = FailOpen()
+
+    assert fail_open.call("mine", int, "7") == 7
+    assert fail_open.call("mine", broken) is None
+    assert fail_open.failures == {"mine": 1}
+    assert "called again" not in caplog.text

@@ -7,13 +7,20 @@ import time
 
 import pytest
 
-from zerowatch.runtime.common.fail_open import FailOpen
+from fakes.clock import FakeClock
+
+from zerowatch.runtime.common.fail_open import FIRST_RETRY_SECONDS, FailOpen
 from zerowatch.runtime.monitor.subscriptions import MAX_WAITING, Subscriptions
 
 
 @pytest.fixture
-def fail_open() -> FailOpen:
-    return FailOpen()
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def fail_open(clock: FakeClock) -> FailOpen:
+    return FailOpen(now=clock)
 
 
 @pytest.fixture
@@ -97,3 +104,38 @@ def test_a_listener_may_close_the_subscriptions_itself(subscriptions: Subscripti
     while not subscriptions._closed:
         assert time.monotonic() < end
         time.sleep(0.001)
+
+
+def test_a_listener_that_the_system_had_no_thread_for_gets_every_record_in_order_later(
+    subscriptions: Subscriptions, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        subscriptions.add(seen.append)
+        subscriptions.pass_on(0)
+    subscriptions.pass_on(1)  # too early
+    assert not subscriptions._thread.was_started
+    clock.seconds += 1.1 * FIRST_RETRY_SECONDS
+    subscriptions.pass_on(2)
+    subscriptions.close()
+
+    assert seen == [0, 1, 2]
+    assert subscriptions.dropped == 0
+
+
+def test_records_of_a_listener_that_never_got_a_thread_are_counted_at_the_end(
+    subscriptions: Subscriptions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    subscriptions.add(lambda record: None)
+    for number in range(3):
+        subscriptions.pass_on(number)
+    subscriptions.close()
+
+    assert subscriptions.dropped == 3
+    assert "3 record(s)" in caplog.text
+
+
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

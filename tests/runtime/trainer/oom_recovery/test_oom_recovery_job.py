@@ -123,3 +123,9 @@ def test_an_unguarded_window_without_collectives_is_replayed_if_one_rank_ran_out
         found = rank["one runs out, no votes"]
         assert found["replays"] == 1
         assert found["votes"] >= 2
+
+
+def test_an_unguarded_window_is_replayed_if_the_ranks_ran_out_in_different_places(
+    ends: Found,
+) -> None:
+    assert [rank["in two places, no votes"]["replays"] for rank in ends] == [1, 1]

@@ -35,6 +35,7 @@ from zerowatch.runtime.trainer.oom_recovery.replay import (
     OomOrigin,
     OomReplay,
     all_ranks_failed,
+    announce_failure,
     oom_origin,
 )
 from zerowatch.runtime.trainer.window.window_agreement import LocalBatches
@@ -47,6 +48,7 @@ def aborted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Record the fake engines whose window was aborted."""
     engines: list[Any] = []
     monkeypatch.setattr(replay_module, "abort_window", engines.append)
+    monkeypatch.setattr(replay_module, "_job_store", torch.distributed.HashStore)
     monkeypatch.setattr(
         replay_module, "abort_unsupported_reason", lambda engine: engine.unsupported_reason
     )
@@ -397,7 +399,8 @@ def test_ranks_that_all_ran_out_unguarded_reach_consensus() -> None:
     store = torch.distributed.HashStore()
 
     def ask(host_group: FakeHostGroup) -> bool:
-        return all_ranks_failed(store, "0/7", rank=host_group.rank, world_size=2)
+        announce_failure(store, "0/7", host_group.rank)
+        return all_ranks_failed(store, "0/7", world_size=2)
 
     assert on_ranks(2, ask) == [True, True]
 
@@ -405,4 +408,6 @@ def test_ranks_that_all_ran_out_unguarded_reach_consensus() -> None:
 def test_a_rank_that_ran_out_alone_stops_waiting() -> None:
     store = torch.distributed.HashStore()
 
-    assert not all_ranks_failed(store, "0/7", rank=0, world_size=2, wait_seconds=0.05)
+    announce_failure(store, "0/7", 0)
+
+    assert not all_ranks_failed(store, "0/7", world_size=2, wait_seconds=0.05)

@@ -18,7 +18,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from recovery_cases import ENGINES, Fault
+from recovery_cases import ENGINES, WANTED, Fault, take
 from recovery_matrix import Trained
 
 from zerowatch.runtime.trainer.engine_change import EngineChange
@@ -27,17 +27,23 @@ from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
     GuardSchedule,
     MicroBatchPlanner,
 )
+from zerowatch.runtime.trainer.window.window_agreement import LocalBatches
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 NEVER_ON_ONE = Fault("backward", 1, 0, 0, "one", is_real=False)
 TWO_ON_ALL = Fault("forward", 1, 1, 2, "all", is_real=False)
 TWO_ON_ONE = Fault("forward", 1, 1, 2, "one", is_real=False)
+LATE_ON_ALL = Fault("forward", 2, 1, 2, "all", is_real=False)
 
 
 def unarmed() -> MicroBatchPlanner:
+    """Return a planner whose next window is not guarded."""
     planner = MicroBatchPlanner()
-    planner.guard_schedule, planner._wanted = GuardSchedule(windows_left=0, longest=2**40), 2**40
+    planner.guard_schedule = GuardSchedule(windows_left=0, longest=2**40)
+    planner._largest_requested = WANTED
+    batches = LocalBatches(samples=[1, 1], micro_batch_samples=[WANTED] * 2, length=1)
+    assert not planner.begin_window(batches, guard_requested=False)
     return planner
 
 
@@ -106,6 +112,28 @@ def without_votes(name: str, fault: Fault) -> dict[str, Any]:
     return found
 
 
+def in_two_places(name: str, fault: Fault) -> dict[str, Any]:
+    """Run out of memory without votes: on rank 1 in the model, on rank 0 after it, in the loss."""
+    trained = Trained(ENGINES[name])
+    trained.train(0, None)
+    trained.train(1, None)
+    trained.replay.planner = unarmed()
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        fault, trained.fault = trained.fault, None
+        mean = trained.loss(model, batch)
+        trained.fault = fault
+        if fault is not None and len(trained.attempt) == 1 + fault.micro_batch:
+            take(batch["x"], fault)
+        return mean
+
+    if dist.get_rank() == 0:
+        trained.run._window_runner._loss = loss
+    result = trained.train(2, fault)
+    trained.close()
+    return {"replays": result.replays}
+
+
 def main(folder: Path) -> None:
     logging.disable(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -119,6 +147,7 @@ def main(folder: Path) -> None:
             name: without_votes(name, TWO_ON_ALL) for name in ("stage 2", "stage 3")
         },
         "one runs out, no votes": without_votes("stage 1", TWO_ON_ONE),
+        "in two places, no votes": in_two_places("stage 3, eager prefetching", LATE_ON_ALL),
     }
     (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
 
