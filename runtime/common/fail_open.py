@@ -62,9 +62,7 @@ class FailOpen:
         """How many threads ended although nobody has stopped them."""
         return sum(thread.is_dead for thread in list(self._threads))
 
-    def call(
-        self, name: str, body: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T | None:
+    def call(self, name: str, body: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Call `body` once, as a hook of `wrap` that is not called again."""
         return self.wrap(name, body, is_retried=False)(*args, **kwargs)
 

@@ -213,9 +213,7 @@ class MemoryMonitor:
         self._liveness.open()
 
     def _baseline(self, engine: Any) -> Mapping[str, float]:
-        held = (
-            self._context.fail_open.call("memory categories", bytes_by_category, engine) or {}
-        )
+        held = self._context.fail_open.call("memory categories", bytes_by_category, engine) or {}
         readings: Readings = self._reader.sample_step()
         in_use = {device: states.get("allocated", 0.0) for device, states in readings.items()}
         if "cpu" in in_use:

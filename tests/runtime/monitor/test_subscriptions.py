@@ -6,7 +6,6 @@ import threading
 import time
 
 import pytest
-
 from fakes.clock import FakeClock
 
 from zerowatch.runtime.common.fail_open import FIRST_RETRY_SECONDS, FailOpen
