@@ -169,7 +169,7 @@ FAULTS = (
         effect="after an evaluation, modules that the script froze in eval mode train again",
     ),
     PlantedFault(
-        file="runtime/tuner/policy/search.py",
+        file="runtime/tuner/policy/trial_search.py",
         kind="dropped term",
         old="remaining * expected_gain / (1 + expected_gain) > cost_seconds",
         new="remaining * expected_gain > cost_seconds",
