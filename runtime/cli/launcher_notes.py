@@ -6,6 +6,7 @@ The next start reports the ranks that exited uncleanly, and reads the notes.
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from ..common.fail_open import FailOpen
 from ..memory.oom.exit_notes import ExitNote, write_exit_note
-from ..memory.oom.killed_ranks import markers_by_pid
+from ..memory.oom.killed_ranks import workers_of_host
 
 
 @contextmanager
@@ -52,10 +53,11 @@ def write_notes(runs: Path, pids: Mapping[int, int], failures: Mapping[int, Any]
     """
     first = min(failures, key=lambda rank: failures[rank].timestamp)
     how_first = _how(failures[first].exitcode)
-    left = markers_by_pid(runs)
+    left = workers_of_host(runs, socket.gethostname())
     for rank, pid in pids.items():
-        if pid not in left:
+        if (rank, pid) not in left:
             continue
+        folder, process = left[rank, pid]
         code = failures[rank].exitcode if rank in failures else -signal.SIGTERM
         if rank == first:
             text = f"was the first rank of this host to exit, {how_first}"
@@ -64,7 +66,7 @@ def write_notes(runs: Path, pids: Mapping[int, int], failures: Mapping[int, Any]
         else:
             text = f"exited {_how(code)}, after rank {first} had exited {how_first}"
         note = ExitNote(text=text, may_be_oom_kill=code == -signal.SIGKILL)
-        write_exit_note(left[pid], rank, pid, "launcher", note)
+        write_exit_note(folder, process, "launcher", note)
 
 
 def _how(code: int) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import socket
+import socket
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from ....metrics.step_record import StepRecord
 from ...common.fail_open import FailOpen
 from ...common.phase_timer import PhaseTimer
 from ...memory.oom.exit_notes import ExitNote, write_exit_note
+from ...memory.oom.liveness_file import current_process
 from .expected_pauses import ExpectedPauses
 from .hang_context import HangContext
 from .hang_detector import HangDetector, HangState, ProgressSample
@@ -195,10 +197,11 @@ class HangMonitor:
         """Leave a note for the next start, which reports ranks that exited uncleanly."""
         text = f"ended itself with code {ABORT_EXIT_CODE}, as training hung and hang.abort is set"
         folder = self._context.folder()
-        if folder is not None:
+        process = current_process(self._context.rank, socket.gethostname())
+        if folder is not None and process is not None:
             note = ExitNote(text=text, may_be_oom_kill=False)
             with contextlib.suppress(OSError):
-                write_exit_note(folder, self._context.rank, os.getpid(), "hang", note)
+                write_exit_note(folder, process, "hang", note)
 
     def _log_abort_and_flush(self) -> None:
         rank = self._context.rank

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from .liveness_file import ProcessMarker
+
 FOLDER = "exits"
 _SUFFIX = ".note.json"
 
@@ -28,23 +30,28 @@ class ExitNote:
     may_be_oom_kill: bool
 
 
-def write_exit_note(folder: Path, rank: int, pid: int, author: str, note: ExitNote) -> None:
+def write_exit_note(folder: Path, process: ProcessMarker, author: str, note: ExitNote) -> None:
     """Write a note to a run folder; each author writes one on a process.
 
     Raises:
         OSError: It cannot be written.
     """
     (folder / FOLDER).mkdir(exist_ok=True)
-    path = folder / FOLDER / f"rank-{rank}-{pid}-{author}{_SUFFIX}"
+    path = folder / FOLDER / f"{_prefix(process)}{author}{_SUFFIX}"
     path.write_text(json.dumps(asdict(note)) + "\n")
 
 
-def read_exit_notes(folder: Path, rank: int, pid: int) -> Sequence[ExitNote]:
+def read_exit_notes(folder: Path, process: ProcessMarker) -> Sequence[ExitNote]:
     """Return the readable notes on a process, by author."""
     found = []
-    for path in sorted((folder / FOLDER).glob(f"rank-{rank}-{pid}-*{_SUFFIX}")):
+    for path in sorted((folder / FOLDER).glob(f"{_prefix(process)}*{_SUFFIX}")):
         try:
             found.append(ExitNote(**json.loads(path.read_text())))
         except (OSError, ValueError, TypeError):  # incomplete, or of another version
             continue
     return found
+
+
+def _prefix(process: ProcessMarker) -> str:
+    """Return the first part of the names of a process's notes; a later one may get its id."""
+    return f"rank-{process.rank}-{process.pid}-{process.start_ticks}-"

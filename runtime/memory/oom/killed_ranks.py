@@ -31,6 +31,7 @@ from .liveness_file import (
     boot_id,
     count_oom_kills_in,
     has_exited,
+    pid_namespace,
     read_marker,
 )
 
@@ -224,10 +225,22 @@ def _markers(folder: Path) -> Iterator[tuple[Path, ProcessMarker]]:
             yield path, process
 
 
-def markers_by_pid(runs: Path) -> Mapping[int, Path]:
-    """Return the run folders of the newest runs' liveness files, by process id."""
+def workers_of_host(runs: Path, host: str) -> Mapping[tuple[int, int], tuple[Path, ProcessMarker]]:
+    """Return the newest runs' liveness files whose process ids are valid here.
+
+    Returns:
+        Run folder and marker of each process, by rank and process id; the last of equal ones.
+    """
+    try:
+        here = host, boot_id(), pid_namespace()
+    except OSError:  # no process writes a liveness file then
+        return {}
+    found = [(folder, each) for folder in _newest(runs) for _, each in _markers(folder)]
+    found.sort(key=lambda item: item[1].started_at_unix_seconds)
     return {
-        process.pid: folder for folder in reversed(_newest(runs)) for _, process in _markers(folder)
+        (each.rank, each.pid): (folder, each)
+        for folder, each in found
+        if (each.host, each.boot_id, each.pid_namespace) == here
     }
 
 
@@ -256,7 +269,7 @@ def _report(
     records = read_last_records(
         folder, process.rank, process.started_at_unix_seconds, before_unix_seconds
     )
-    notes = read_exit_notes(folder, process.rank, process.pid)
+    notes = read_exit_notes(folder, process)
     name = f"rank-{process.rank}-{process.pid}-{process.start_ticks}{REPORTED_SUFFIX}"
     try:
         (folder / FOLDER).mkdir(exist_ok=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from fakes.hangs import CALL, WatchedRank
 from zerowatch.metrics.catalog import communication
 from zerowatch.runtime.common.phase_timer import FORWARD
 from zerowatch.runtime.memory.oom.exit_notes import read_exit_notes
+from zerowatch.runtime.memory.oom.liveness_file import current_process
 
 
 def test_a_hang_is_counted_announced_reported_and_logged_once(tmp_path: Path, caplog: Any) -> None:
@@ -95,7 +96,9 @@ def test_an_abort_is_noted_for_the_report_at_the_next_start(tmp_path: Path) -> N
 
     rank.pass_seconds(60)
 
-    (note,) = read_exit_notes(tmp_path, rank.context.rank, os.getpid())
+    process = current_process(rank.context.rank, socket.gethostname())
+    assert process is not None
+    (note,) = read_exit_notes(tmp_path, process)
     assert "hang.abort" in note.text
     assert not note.may_be_oom_kill
 

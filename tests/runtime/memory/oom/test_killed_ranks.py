@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -335,7 +336,7 @@ def test_records_of_the_restarted_rank_are_not_reported(tmp_path: Path) -> None:
 def test_the_report_says_how_a_rank_exited_if_that_was_noted(tmp_path: Path) -> None:
     leave_markers(tmp_path / "one", process(), process(rank=1, pid=2**22 + 2))
     aborted = ExitNote(text="ended itself, as hang.abort is set", may_be_oom_kill=False)
-    write_exit_note(tmp_path / "one", 0, 2**22 + 1, "hang", aborted)
+    write_exit_note(tmp_path / "one", process(), "hang", aborted)
 
     noted, other = detect_killed_ranks(tmp_path, HOST)
 
@@ -347,14 +348,25 @@ def test_the_report_says_how_a_rank_exited_if_that_was_noted(tmp_path: Path) -> 
     assert noted.report.parent == tmp_path / "one" / "exits"
 
 
+def test_a_note_on_an_earlier_process_of_the_same_id_is_not_used(tmp_path: Path) -> None:
+    leave_markers(tmp_path / "one", process(start_ticks=200))
+    aborted = ExitNote(text="ended itself, as hang.abort is set", may_be_oom_kill=False)
+    write_exit_note(tmp_path / "one", process(start_ticks=100), "hang", aborted)
+
+    (killed,) = detect_killed_ranks(tmp_path, HOST)
+
+    assert killed.notes == []
+
+
 def test_the_launcher_notes_which_rank_exited_first(tmp_path: Path) -> None:
-    leave_markers(tmp_path / "one", *(process(rank=rank, pid=100 + rank) for rank in range(4)))
+    host = socket.gethostname()
+    workers = [process(rank=rank, pid=100 + rank, host=host) for rank in range(4)]
+    leave_markers(tmp_path / "one", *workers)
     exits = {2: -signal.SIGKILL, 0: 1, 3: -signal.SIGTERM}
-    failures = {rank: SimpleNamespace(exitcode=code, timestamp=5) for rank, code in exits.items()}
 
-    write_notes(tmp_path, {rank: 100 + rank for rank in range(4)} | {7: 107}, failures)
+    write_notes(tmp_path, {rank: 100 + rank for rank in range(4)} | {7: 107}, failures(exits))
 
-    notes = [read_exit_notes(tmp_path / "one", rank, 100 + rank)[0] for rank in range(4)]
+    notes = [read_exit_notes(tmp_path / "one", worker)[0] for worker in workers]
     assert [note.text for note in notes] == [
         "exited with code 1, after rank 2 had exited by SIGKILL",
         "was ended by the launcher, after rank 2 had exited by SIGKILL",
@@ -362,6 +374,30 @@ def test_the_launcher_notes_which_rank_exited_first(tmp_path: Path) -> None:
         "was ended by the launcher, after rank 2 had exited by SIGKILL",
     ]
     assert [note.may_be_oom_kill for note in notes] == [False, False, True, False]
+
+
+def test_the_launcher_notes_nothing_on_processes_of_others_with_the_same_id(tmp_path: Path) -> None:
+    own = process(host=socket.gethostname(), started_at_unix_seconds=2000.0)
+    others = {
+        "another host": replace(own, host="node-9"),
+        "before a reboot": replace(own, boot_id="another"),
+        "another container": replace(own, pid_namespace="pid:[1]"),
+        "another rank": replace(own, rank=1),
+        "an earlier process": replace(own, start_ticks=1, started_at_unix_seconds=1000.0),
+    }
+    leave_markers(tmp_path / "own", own)
+    for name, each in others.items():
+        leave_markers(tmp_path / name, each)
+
+    write_notes(tmp_path, {0: own.pid}, failures({0: -signal.SIGKILL}))
+
+    assert len(read_exit_notes(tmp_path / "own", own)) == 1
+    assert [folder.parent.name for folder in tmp_path.glob("*/exits")] == ["own"]
+
+
+def failures(exits: dict[int, int]) -> dict[int, SimpleNamespace]:
+    """Exit codes by rank, all in the same second, as torch's agent has them."""
+    return {rank: SimpleNamespace(exitcode=code, timestamp=5) for rank, code in exits.items()}
 
 
 def grown(runs: Path, steps: int, cgroup: Path | None = None) -> subprocess.Popen[str]:
