@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import socket
-import socket
 import sys
 import threading
 import time
