@@ -379,10 +379,10 @@ def test_the_launcher_notes_which_rank_exited_first(tmp_path: Path) -> None:
 def test_the_launcher_notes_nothing_on_processes_of_others_with_the_same_id(tmp_path: Path) -> None:
     own = process(host=socket.gethostname(), started_at_unix_seconds=2000.0)
     others = {
-        "another host": replace(own, host="node-9"),
-        "before a reboot": replace(own, boot_id="another"),
-        "another container": replace(own, pid_namespace="pid:[1]"),
-        "another rank": replace(own, rank=1),
+        "another host": replace(own, host="node-9", started_at_unix_seconds=3000.0),
+        "before a reboot": replace(own, boot_id="another", started_at_unix_seconds=3000.0),
+        "another container": replace(own, pid_namespace="pid:[1]", started_at_unix_seconds=3000.0),
+        "another rank": replace(own, rank=1, started_at_unix_seconds=3000.0),
         "an earlier process": replace(own, start_ticks=1, started_at_unix_seconds=1000.0),
     }
     leave_markers(tmp_path / "own", own)
