@@ -288,8 +288,7 @@ class NativeStack:
         write_if_changed(targets, newest_targets(self._runs))
         rules.mkdir(exist_ok=True)
         for file in (RENDERED / "prometheus").glob("*.yaml"):
-            text = file.read_text().replace(Links().runbook, RUNBOOK.as_uri())
-            (rules / file.name).write_text(text)
+            (rules / file.name).write_text(_native_links(file.read_text()))
         configuration = prometheus_configuration(
             rules=rules,
             targets=targets,
@@ -345,6 +344,12 @@ def prometheus_configuration(*, rules: Path, targets: Path, alertmanager: str) -
             }
         ],
     }
+
+
+def _native_links(rules: str) -> str:
+    """Return a rule file whose alerts link to the runbook of this package, and to no Grafana."""
+    lines = rules.replace(Links().runbook, RUNBOOK.as_uri()).splitlines(keepends=True)
+    return "".join(line for line in lines if not line.lstrip().startswith("dashboard_url:"))
 
 
 def _program(name: str) -> str:

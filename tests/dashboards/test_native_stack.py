@@ -188,13 +188,17 @@ def test_an_alert_reaches_the_alert_log(stack: Stack) -> None:
     )
 
 
-def test_alerts_link_to_the_runbook_of_the_installed_package(stack: Stack) -> None:
+def test_alerts_link_to_the_runbook_of_the_installed_package_and_to_no_dashboard(
+    stack: Stack,
+) -> None:
     groups = stack.ask("rules")["groups"]
 
     alerts = {rule["name"]: rule for group in groups for rule in group["rules"] if "alerts" in rule}
     url = urllib.parse.urlsplit(alerts["ZerowatchRankDown"]["annotations"]["runbook_url"])
     assert url.scheme == "file"
     assert f"## {alerts['ZerowatchRankDown']['name']}" in Path(url.path).read_text()
+    assert alerts
+    assert not any("dashboard_url" in rule["annotations"] for rule in alerts.values())
     assert any(f"runbook       {url.path}" in line for line in stack.run("up").splitlines())
 
 
