@@ -90,14 +90,14 @@ def _attach(arguments: Sequence[str]) -> None:
     script.run()
 
 
-def _exit_with(error: ZerowatchError | click.UsageError, hint: str = "") -> NoReturn:
+def _exit_with(error: ZerowatchError | click.UsageError, advice: str = "") -> NoReturn:
     message = str(error)
     if isinstance(error, click.UsageError):
         message = error.format_message().rstrip(".")
         if message.startswith("No such command") and message.endswith(".py'"):
             message += "; to train a script, write `zerowatch run` before it"
-        hint = f"; see `{error.ctx.command_path} --help`" if error.ctx else ""
-    click.echo(f"zerowatch: {message}{hint}", err=True)
+        advice = f"; see `{error.ctx.command_path} --help`" if error.ctx else ""
+    click.echo(f"zerowatch: {message}{advice}", err=True)
     sys.exit(2)
 
 

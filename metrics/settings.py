@@ -391,8 +391,8 @@ def _settings_error(settings: type[BaseModel], fault: ErrorDetails, origin: str)
     shown = cut(re.sub(r"(?<=://)\S*@", "***@", repr(fault["input"])))
     got = "" if isinstance(fault["input"], dict) else f", got {shown}"
     never = option == "hang.seconds" and fault["type"] in ("finite_number", "less_than_equal")
-    hint = "; to detect no hangs, set hang.enabled=false" if never else ""
-    return SettingsError(f"setting {shown_option} ({origin}): {fault['msg']}{got}{hint}")
+    advice = "; to detect no hangs, set hang.enabled=false" if never else ""
+    return SettingsError(f"setting {shown_option} ({origin}): {fault['msg']}{got}{advice}")
 
 
 def _check_environment_names(settings: type[BaseModel], prefix: str) -> None:
@@ -402,8 +402,8 @@ def _check_environment_names(settings: type[BaseModel], prefix: str) -> None:
     }
     for variable in os.environ:
         if variable.startswith(prefix) and variable not in known:
-            hint = _did_you_mean(variable, known)
-            raise SettingsError(f"environment variable {cut(variable)} is no setting{hint}")
+            advice = _did_you_mean(variable, known)
+            raise SettingsError(f"environment variable {cut(variable)} is no setting{advice}")
 
 
 def _option_names(fields: Mapping[str, FieldInfo], prefix: str = "") -> Iterable[str]:

@@ -124,7 +124,7 @@ class TrainingRun:
                 group,
                 metrics,
                 micro_batch_samples=ds_config[MICRO_BATCH],
-                checkpointed=activation_checkpointing,
+                activation_checkpointing=activation_checkpointing,
             )
             self._engine_holder = undo.enter_context(closing(holder))
             self._window_runner = undo.enter_context(closing(runner))

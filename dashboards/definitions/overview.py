@@ -298,7 +298,7 @@ DETAILS = (
     ),
     Text(
         title="How to read these dashboards",
-        description="Hints that apply to all dashboards.",
+        description="Notes on all dashboards.",
         content="Figures about a whole run are means of the last five minutes. A graph of many "
         "ranks shows those that were worst in the selected time; choose ranks at the top to see "
         "others. Each panel's **(i)** explains how to read it and what to do. Lines across a graph "

@@ -106,8 +106,8 @@ class ConfigReader:
         for key in reader.block:
             if key not in _KNOWN_KEYS:
                 close = difflib.get_close_matches(key, _KNOWN_KEYS, n=1)
-                hint = f"; did you mean {close[0]}?" if close else "; remove it"
-                self.reject(f"zero_optimization.{key} is not a DeepSpeed key{hint}")
+                advice = f"; did you mean {close[0]}?" if close else "; remove it"
+                self.reject(f"zero_optimization.{key} is not a DeepSpeed key{advice}")
         return reader
 
     def stage(self) -> int:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import DsConfigError
-from ..memory.oom.oom_remedies import Layout, LayoutBytes
+from ..memory.oom.predicted_savings import Layout, LayoutBytes
 from .config_reader import STAGES
 from .estimate_step import estimate_step
 from .model_memory import peak_of

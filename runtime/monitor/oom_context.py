@@ -22,7 +22,7 @@ from ..memory.leak_monitor import LeakMonitor
 from ..memory.memory_metrics import MemoryMetrics
 from ..memory.memory_reader import MemoryReader, Readings
 from ..memory.oom.evidence import Limit, OomContext, TrainingSetup
-from ..memory.oom.oom_remedies import Layout, LayoutBytes
+from ..memory.oom.predicted_savings import Layout, LayoutBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,5 +146,5 @@ def training_setup(engine: Any) -> TrainingSetup | None:
         dtype=options.model_dtype or "fp32",
         samples=config["train_micro_batch_size_per_gpu"],
         accumulation=config["gradient_accumulation_steps"],
-        checkpointing=options.activation_checkpointing or None,
+        activation_checkpointing=options.activation_checkpointing or None,
     )

@@ -29,7 +29,7 @@ from ..engine.live_settings.optimizer_state_offload import (
 )
 from ..engine.rebuild.engine_replacement import MakeEngine, UndoneRebuildError, rebuild
 from .engine_change import EngineChange
-from .oom_recovery.escalation import EscalationStep, rebuild_changes
+from .oom_recovery.escalation import MemorySaving, rebuild_changes
 from .run_metrics import RebuildOutcome, RunMetrics
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,8 @@ class Attachment(Protocol):
         """Apply the setting between two windows, and return the undo."""
 
 
-class MemorySaving(Attachment, Protocol):
-    """An attachment that reduces memory use."""
+class OptionalAttachment(Attachment, Protocol):
+    """An attachment that some engines do not support; it saves memory on the others."""
 
     def unsupported_reason(self, engine: Any) -> str | None:
         """Return why it would free no memory on this engine; None if it may."""
@@ -99,8 +99,8 @@ class EngineHolder:
         if chosen is False:
             self.attach(EngineChange.ACTIVATION_CHECKPOINTING, None)
             return
-        checkpointing = ActivationCheckpointing(None if chosen is True else chosen)
-        self.attach(EngineChange.ACTIVATION_CHECKPOINTING, checkpointing)
+        activation_checkpointing = ActivationCheckpointing(None if chosen is True else chosen)
+        self.attach(EngineChange.ACTIVATION_CHECKPOINTING, activation_checkpointing)
 
     def compress(self, kind: str | None, *, asynchronous: bool = False) -> None:
         """Compress gradients from the next window on; None for DeepSpeed's own reduction.
@@ -228,23 +228,23 @@ class EngineHolder:
             for states in self._offloaded():
                 states.offload()
 
-    def escalation_steps(self, chosen: ModuleSelector = None) -> list[EscalationStep]:
-        """Return the steps of the escalation from the present ds config, cheapest first.
+    def memory_savings(self, chosen: ModuleSelector = None) -> list[MemorySaving]:
+        """Return the memory savings from the present ds config; `EscalationPolicy` orders them.
 
         Args:
-            chosen: Modules whose activations the first step checkpoints; None for the default.
+            chosen: Modules for activation checkpointing; None for the default.
         """
         on_host = self.engine.device == torch.device("cpu")
         rebuilds = rebuild_changes(self.config, self._host_group.world_size, on_host=on_host)
-        checkpointing = ActivationCheckpointing(chosen)
-        savings: list[tuple[EngineChange, MemorySaving]] = [
-            (EngineChange.ACTIVATION_CHECKPOINTING, checkpointing),
+        activation_checkpointing = ActivationCheckpointing(chosen)
+        savings: list[tuple[EngineChange, OptionalAttachment]] = [
+            (EngineChange.ACTIVATION_CHECKPOINTING, activation_checkpointing),
             (EngineChange.MINIMAL_BUCKETS, MinimalBuckets()),
             (EngineChange.OPTIMIZER_STATE_OFFLOAD, OptimizerStateOffload()),
         ]
         return [
-            *(_AttachSaving(self, change, saving) for change, saving in savings),
-            *(_Rebuild(self, ds_changes) for ds_changes in rebuilds),
+            *(_AttachedSaving(self, change, saving) for change, saving in savings),
+            *(_RebuildSaving(self, ds_changes) for ds_changes in rebuilds),
         ]
 
     def close(self) -> None:
@@ -252,7 +252,7 @@ class EngineHolder:
         for change in reversed(list(self._attached)):
             self._detach(change)
 
-    def try_attach(self, change: EngineChange, saving: MemorySaving) -> bool:
+    def try_attach(self, change: EngineChange, saving: OptionalAttachment) -> bool:
         """Attach a memory saving; return False if it is attached, unsupported, or fails."""
         if change in self._attached or saving.unsupported_reason(self.engine) is not None:
             return False
@@ -328,20 +328,20 @@ class EngineHolder:
 
 
 @dataclass(frozen=True, slots=True)
-class _AttachSaving:
-    """Escalation step that attaches a memory saving."""
+class _AttachedSaving:
+    """Memory saving that is attached to the engine."""
 
     holder: EngineHolder
     change: EngineChange
-    saving: MemorySaving
+    saving: OptionalAttachment
 
     def apply(self) -> bool:
         return self.holder.try_attach(self.change, self.saving)
 
 
 @dataclass(frozen=True, slots=True)
-class _Rebuild:
-    """Escalation step that rebuilds the engine with changes of the ds config."""
+class _RebuildSaving:
+    """Memory saving by a rebuild with changes of the ds config."""
 
     holder: EngineHolder
     ds_changes: Mapping[str, Any]

@@ -54,7 +54,7 @@ class WindowRunner:
         host_group: Group of all ranks, in which they agree on each window.
         metrics: Recorder of windows, replays and lost time.
         micro_batch_samples: Initial maximum of a micro-batch.
-        checkpointed: Modules whose activations are checkpointed where memory does not suffice.
+        activation_checkpointing: Modules whose activations are recomputed if memory runs out.
 
     Attributes:
         micro_batch_samples: Maximum samples of a micro-batch, as requested now.
@@ -67,7 +67,8 @@ class WindowRunner:
         passes_seconds: Wall time of the last window's forward and backward passes, votes included.
         tuner_status_source: Returns the status of this rank's tuner at the start of each
             window; None without a tuner.
-        checkpointed: Modules to checkpoint when memory does not suffice; None for the default ones.
+        activation_checkpointing: Modules whose activations are recomputed if memory runs out; None
+            for the default ones.
         opened: Agreement on the last window; None if its batch could not be used.
         peak_history: This rank's memory peaks.
     """
@@ -80,13 +81,15 @@ class WindowRunner:
         metrics: RunMetrics,
         *,
         micro_batch_samples: int,
-        checkpointed: ModuleSelector | bool,
+        activation_checkpointing: ModuleSelector | bool,
     ) -> None:
         self.micro_batch_samples = micro_batch_samples
         self.steps = self.samples = self.exponent = 0
         self.passes_seconds = 0.0
         self.on_fatal_oom: list[Callable[[int, int], None]] = []
-        self.checkpointed = None if isinstance(checkpointed, bool) else checkpointed
+        self.activation_checkpointing = (
+            None if isinstance(activation_checkpointing, bool) else activation_checkpointing
+        )
         self.tuner_status_source: TunerStatusSource = no_tuner_status
         self.opened: WindowAgreement | None = None
         self._loss, self._engine_holder = loss, engine_holder
@@ -100,7 +103,9 @@ class WindowRunner:
             host_group=host_group,
             guard=self._guard,
             planner=MicroBatchPlanner(),
-            escalation=EscalationPolicy(engine_holder.escalation_steps(self.checkpointed)),
+            escalation=EscalationPolicy(
+                engine_holder.memory_savings(self.activation_checkpointing)
+            ),
             memory=self.peak_history,
         )
         self.replay.on_window_abort.append(engine_holder.abort_window)

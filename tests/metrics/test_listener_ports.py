@@ -90,7 +90,7 @@ def test_a_strict_port_in_use_disables_serving_and_logs_one_line(make_server, ca
 
 
 @pytest.mark.parametrize(
-    ("settings", "hint"),
+    ("settings", "advice"),
     [
         ({"host": "192.0.2.1"}, "cannot listen on 192.0.2.1:"),
         ({"host": "no-such-host.invalid"}, "cannot listen on no-such-host.invalid:"),
@@ -99,14 +99,14 @@ def test_a_strict_port_in_use_disables_serving_and_logs_one_line(make_server, ca
     ids=["not of this machine", "unknown name", "beyond the last port"],
 )
 def test_an_unusable_address_disables_serving_and_logs_one_line(
-    make_server, caplog, settings, hint
+    make_server, caplog, settings, advice
 ):
     address = make_server(local_rank=1, **settings).start()
 
     assert address is None
     [record] = caplog.records
     assert record.levelname == "ERROR"
-    assert hint in record.message
+    assert advice in record.message
 
 
 def test_targets_have_the_host_name_of_the_setting(make_server):

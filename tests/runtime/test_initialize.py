@@ -36,13 +36,13 @@ def test_a_parameter_that_deepspeed_has_is_passed_on(
     assert engine.given == {"model": 1, "plan": 2}
 
 
-@pytest.mark.parametrize(("name", "hint"), [("plan", "'plan'"), ("setings", "mean 'settings'")])
+@pytest.mark.parametrize(("name", "advice"), [("plan", "'plan'"), ("setings", "mean 'settings'")])
 def test_a_parameter_that_deepspeed_does_not_have_is_named(
-    monkeypatch: pytest.MonkeyPatch, name: str, hint: str
+    monkeypatch: pytest.MonkeyPatch, name: str, advice: str
 ) -> None:
     monkeypatch.setattr("deepspeed.initialize", of_this_version)
 
-    with pytest.raises(TypeError, match=hint) as caught:
+    with pytest.raises(TypeError, match=advice) as caught:
         zerowatch.initialize(model=1, **{name: 2}, settings=OFF)
 
     assert "deepspeed.initialize" in str(caught.value)

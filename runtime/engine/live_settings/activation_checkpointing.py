@@ -40,7 +40,7 @@ _NOT_REENTRANT = {"use_reentrant": False}
 ModuleSelector = type[nn.Module] | str | Sequence[type[nn.Module] | str] | None
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
-_NUM_SUGGESTIONS = 5
+_NUM_CLOSE_MATCHES = 5
 
 
 class ActivationCheckpointing:
@@ -264,8 +264,8 @@ def _no_match_message(model: nn.Module, selector: type[nn.Module] | str) -> str:
     wanted = selector if isinstance(selector, str) else selector.__name__
     names = [name for name, _ in _named(model)]
     known = [*dict.fromkeys(type(module).__name__ for _, module in _named(model)), *names]
-    close = difflib.get_close_matches(wanted, known, n=_NUM_SUGGESTIONS, cutoff=0.5)
-    shown = close or known[:_NUM_SUGGESTIONS]
+    close = difflib.get_close_matches(wanted, known, n=_NUM_CLOSE_MATCHES, cutoff=0.5)
+    shown = close or known[:_NUM_CLOSE_MATCHES]
     kind = "class or module name" if isinstance(selector, str) else "class"
     text = f"no module of {type(model).__name__} has the {kind} {wanted!r}; "
     if not shown:

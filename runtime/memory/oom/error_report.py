@@ -21,7 +21,7 @@ from ...common.report_files import create_first_free, utc_text
 from ..forecast.peak_readings import Shape
 from .evidence import OomContext, OomEvidence, TrainingSetup, collect_evidence, complete_device
 from .oom_error import OomError, find_oom_error
-from .oom_remedies import Remedy, nothing_fits
+from .predicted_savings import PredictedSaving, nothing_fits
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ def report_text(evidence: OomEvidence) -> str:
     """Return the whole report; line 1 is the headline."""
     lines = [headline(evidence), "", *_moment(evidence), "", *_request(evidence), ""]
     lines += [*_memory(evidence), "", *_categories(evidence), "", *_predicted(evidence), ""]
-    lines += [*_peaks(evidence), "", *_remedies(evidence), "", "What to do next:"]
+    lines += [*_peaks(evidence), "", *_predicted_savings(evidence), "", "What to do next:"]
     lines += [f"  {n}. {line}" for n, line in enumerate(advice(evidence), 1)]
     return "\n".join(lines) + "\n"
 
@@ -232,7 +232,7 @@ def advice(evidence: OomEvidence) -> list[str]:
         *_leak_advice(evidence),
         *_other_process_advice(evidence),
         *_worker_advice(evidence),
-        *_remedy_advice(evidence),
+        *_saving_advice(evidence),
         *_fragmentation_advice(evidence),
         *_first_step_advice(evidence),
         *_limit_advice(evidence),
@@ -258,8 +258,10 @@ def _setup(setup: TrainingSetup) -> str:
     parts.append(f"optimizer offload {layout.optimizer}, parameter offload {layout.parameters}")
     if setup.samples and setup.accumulation:
         parts.append(f"{setup.accumulation} micro-batch(es) of {setup.samples} samples a step")
-    if setup.checkpointing is not None:
-        parts.append(f"activation checkpointing {'on' if setup.checkpointing else 'off'}")
+    if setup.activation_checkpointing is not None:
+        parts.append(
+            f"activation checkpointing {'on' if setup.activation_checkpointing else 'off'}"
+        )
     return "; ".join(parts)
 
 
@@ -346,25 +348,25 @@ def _peaks(evidence: OomEvidence) -> Iterator[str]:
         )
 
 
-def _remedies(evidence: OomEvidence) -> Iterator[str]:
-    if evidence.remedies is None:
+def _predicted_savings(evidence: OomEvidence) -> Iterator[str]:
+    if evidence.predicted_savings is None:
         yield "What would have fitted: unknown, as the limit or the memory in use is unknown."
         return
     yield "What would have fitted, each on its own, cheapest first:"
-    for remedy in evidence.remedies:
-        yield f"  {_FITS[remedy.fits]:<12} {_need(remedy):>14}  {remedy.description}"
+    for saving in evidence.predicted_savings:
+        yield f"  {_FITS[saving.fits]:<12} {_need(saving):>14}  {saving.description}"
     if evidence.growth_bytes_per_step:
         yield "  each only for some steps, as the leak continues"
-    if not evidence.remedies:
+    if not evidence.predicted_savings:
         yield "  no estimate: batch shape, memory categories and plan are unknown"
-    elif nothing_fits(evidence.remedies):
+    elif nothing_fits(evidence.predicted_savings):
         yield "  nothing here fits; combine several, or use more ranks"
 
 
-def _need(remedy: Remedy) -> str:
-    if remedy.kind == "unknown":
+def _need(saving: PredictedSaving) -> str:
+    if saving.kind == "unknown":
         return "unknown"
-    return f"{_NEED_PREFIXES[remedy.kind]}{format_bytes(max(0.0, remedy.need_bytes))}"
+    return f"{_NEED_PREFIXES[saving.kind]}{format_bytes(max(0.0, saving.need_bytes))}"
 
 
 def _leak_advice(evidence: OomEvidence) -> Iterator[str]:
@@ -392,18 +394,18 @@ def _worker_advice(evidence: OomEvidence) -> Iterator[str]:
         yield "A data loader worker ran out of memory: use fewer workers or less prefetch_factor."
 
 
-def _remedy_advice(evidence: OomEvidence) -> Iterator[str]:
-    remedy = _best_remedy(evidence.remedies or ())
-    if remedy is not None:
-        yield f"Try {remedy.description}."
+def _saving_advice(evidence: OomEvidence) -> Iterator[str]:
+    saving = _best_saving(evidence.predicted_savings or ())
+    if saving is not None:
+        yield f"Try {saving.description}."
 
 
-def _best_remedy(remedies: Sequence[Remedy]) -> Remedy | None:
-    """Return the cheapest remedy that certainly fits, else the one with the least need."""
-    certain = [each for each in remedies if each.fits == "yes"]
-    likely = [each for each in remedies if each.fits != "no" and each.kind in ("forecast", "guess")]
+def _best_saving(savings: Sequence[PredictedSaving]) -> PredictedSaving | None:
+    """Return the cheapest memory saving that certainly fits, else the one with the least need."""
+    certain = [each for each in savings if each.fits == "yes"]
+    likely = [each for each in savings if each.fits != "no" and each.kind in ("forecast", "guess")]
     least = sorted(likely, key=lambda each: each.need_bytes)
-    bounds = [each for each in remedies if each.fits == "perhaps"]
+    bounds = [each for each in savings if each.fits == "perhaps"]
     return next(iter([*certain, *least, *bounds]), None)
 
 

@@ -18,7 +18,7 @@ from ...common.cgroups import cgroup_folders
 from ...common.format_numbers import format_bytes
 from ..forecast.peak_readings import PeakPoint, PeakPrediction, Shape
 from .oom_error import OomError
-from .oom_remedies import Layout, LayoutBytes, OomCase, Remedy, remedies
+from .predicted_savings import Layout, LayoutBytes, OomCase, PredictedSaving, predicted_savings
 
 Readings = Mapping[str, Mapping[str, float]]
 
@@ -39,7 +39,7 @@ class TrainingSetup:
         dtype: The data type of the model, such as "bf16".
         samples: Configured samples of a micro-batch.
         accumulation: Micro-batches of a step.
-        checkpointing: Whether activations are recomputed; None if unknown.
+        activation_checkpointing: Whether activations are recomputed; None if unknown.
     """
 
     layout: Layout
@@ -47,7 +47,7 @@ class TrainingSetup:
     dtype: str
     samples: int | None = None
     accumulation: int | None = None
-    checkpointing: bool | None = None
+    activation_checkpointing: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +159,7 @@ class OomEvidence:
         predictions: Predictions made for those steps, by step.
         alarm_step: The step after which the current alarm was raised: risk above one half.
         limit: The limit that was exceeded.
-        remedies: Changes with which the step would have fitted; None if unknown.
+        predicted_savings: Memory savings with which the step would have fitted; None if unknown.
         growth_bytes_per_step: Growth not explained by batch sizes; None without a leak.
         setup: Training configuration of this rank.
     """
@@ -180,7 +180,7 @@ class OomEvidence:
     predictions: Mapping[int, PeakPrediction] = field(default_factory=dict)
     alarm_step: int | None = None
     limit: Limit | None = None
-    remedies: Sequence[Remedy] | None = None
+    predicted_savings: Sequence[PredictedSaving] | None = None
     growth_bytes_per_step: float | None = None
     setup: TrainingSetup | None = None
 
@@ -248,7 +248,7 @@ def collect_evidence(rank: int, host: str, error: OomError, context: OomContext)
         growth_bytes_per_step=context.growth_bytes_per_step(device),
         setup=context.setup(),
     )
-    return replace(evidence, remedies=_remedies(evidence, readings, context))
+    return replace(evidence, predicted_savings=_predicted_savings(evidence, readings, context))
 
 
 def complete_device(error: OomError, readings: Readings) -> str:
@@ -275,15 +275,15 @@ def _limit_of(
     return Limit(num_bytes=limit, name=name)
 
 
-def _remedies(
+def _predicted_savings(
     evidence: OomEvidence, readings: Readings, context: OomContext
-) -> list[Remedy] | None:
+) -> list[PredictedSaving] | None:
     """Compute what would have fitted; None if use or limit are unknown."""
     in_use, limit, setup = evidence.in_use_bytes, evidence.limit, evidence.setup
     if in_use is None or limit is None or not math.isfinite(limit.num_bytes):
         return None
     device, host = evidence.device, readings.get("cpu", {})
-    return remedies(
+    return predicted_savings(
         OomCase(
             device=device,
             in_use_bytes=in_use,
@@ -299,7 +299,7 @@ def _remedies(
             planned=context.estimated_layouts(),
             world_size=setup.world_size if setup else 1,
             accumulation=setup.accumulation if setup else None,
-            checkpointing=setup.checkpointing if setup else None,
+            activation_checkpointing=setup.activation_checkpointing if setup else None,
             trains_here=device != "cpu" or len(readings) == 1,
             host_free_bytes=host.get("limit", math.inf) - host.get("allocated", 0.0),
         )

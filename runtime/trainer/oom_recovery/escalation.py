@@ -1,6 +1,9 @@
-"""Memory savings, and the order in which they are applied when not even one sample fits.
+"""The order of what a run changes after an out-of-memory error: `EscalationPolicy.escalate`.
 
-`memory.oom.oom_remedies.remedies` is another list, for the report of an out-of-memory error. It
+Micro-batches become smaller first. If not even one sample fits, memory savings are applied one
+after the other, in `ESCALATION_ORDER`.
+
+`memory.oom.predicted_savings` is another list, for the report of an out-of-memory error. It
 advises the user: it names changes that only a restart makes (allocator settings, shorter samples,
 offload to NVMe), with the predicted bytes of each. This list holds only what a run can apply by
 itself without a change of the result, on the live engine or by a rebuild, in order of cost. A
@@ -14,6 +17,8 @@ from typing import Any, Protocol
 
 from ...common.ds_config import zero_stage
 from ..engine_change import EngineChange
+from ..window.window_agreement import LocalBatches
+from .micro_batch_planner import MicroBatchPlanner
 
 # Memory savings, cheapest first: each reduces throughput more than the one before. The order of
 # the rebuilds within the last one is that of `rebuild_changes`.
@@ -43,8 +48,8 @@ def rebuild_changes(
     return changes
 
 
-class EscalationStep(Protocol):
-    """One step of the escalation, which applies one memory saving."""
+class MemorySaving(Protocol):
+    """A change that lowers the memory of a run, which the run applies itself."""
 
     @property
     def change(self) -> EngineChange:
@@ -60,15 +65,48 @@ class EscalationStep(Protocol):
 
 
 class EscalationPolicy:
-    """Applies the memory savings in order, each once in a run.
+    """Lowers the memory of the next attempt after one that ran out of it.
+
+    Args:
+        savings: Memory savings of the run, in any order; each is applied once in a run.
 
     Attributes:
         applied: Kinds of the memory savings that had an effect, in order.
     """
 
-    def __init__(self, steps: Iterable[EscalationStep] = ()) -> None:
-        self._pending = sorted(steps, key=lambda each: ESCALATION_ORDER.index(each.change))
+    def __init__(self, savings: Iterable[MemorySaving] = ()) -> None:
+        self._pending = sorted(savings, key=lambda each: ESCALATION_ORDER.index(each.change))
         self.applied: list[EngineChange] = []
+
+    def escalate(
+        self,
+        planner: MicroBatchPlanner,
+        local_batches: LocalBatches,
+        *,
+        failing_size: int,
+        next_size: int,
+        all_max: Callable[[int], int],
+    ) -> str | None:
+        """Make the micro-batches smaller, or apply the next memory saving; same on all ranks.
+
+        Args:
+            planner: Planner of the micro-batches.
+            local_batches: Sizes of the local batches of all ranks.
+            failing_size: Samples of a micro-batch that ran out of memory.
+            next_size: Samples to try next; 0 if not even one fits.
+            all_max: Returns the maximum of a value over all ranks.
+
+        Returns:
+            What is different in the next attempt, for log lines; None if nothing is left.
+        """
+        if next_size:
+            planner.on_out_of_memory(local_batches, failing_size, next_size)
+            return f"micro-batches of {planner.limits.bound(local_batches.length)}"
+        change = self.apply_next(all_max)
+        if change is None:
+            return None
+        planner.invalidate()
+        return change.value
 
     def apply_next(self, all_max: Callable[[int], int]) -> EngineChange | None:
         """Apply the next memory saving that has an effect on any rank; None if none is left.
@@ -77,8 +115,8 @@ class EscalationPolicy:
             all_max: Returns the maximum of a value over all ranks.
         """
         while self._pending:
-            step = self._pending.pop(0)
-            if all_max(int(step.apply())):
-                self.applied.append(step.change)
-                return step.change
+            saving = self._pending.pop(0)
+            if all_max(int(saving.apply())):
+                self.applied.append(saving.change)
+                return saving.change
         return None

@@ -2,7 +2,7 @@
 
 Plain data and pure functions, except `PeakHistory`, which records this rank's memory peaks. The
 ranks exchange sizes and lengths first, so their plans are equal. Only the memory measurements
-differ: each rank suggests a size by its own, and the smallest is used.
+differ: each rank computes a size from its own, and the smallest is used.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class MicroBatchPlanner:
         if self.limits.bound(local_batches.length) > before:
             self.guard_schedule = self.guard_schedule.after_change()
 
-    def on_out_of_memory(self, local_batches: LocalBatches, failing: int, suggested: int) -> None:
-        """Record a size that ran out of memory on some rank, and the size suggested instead."""
-        self.limits = self.limits.after_out_of_memory(local_batches.length, failing, suggested)
+    def on_out_of_memory(self, local_batches: LocalBatches, failing: int, next_size: int) -> None:
+        """Record a size that ran out of memory on some rank, and the size to try instead."""
+        self.limits = self.limits.after_out_of_memory(local_batches.length, failing, next_size)
         self.guard_schedule = self.guard_schedule.after_change()
 
     def invalidate(self) -> None:
@@ -110,10 +110,10 @@ class MicroBatchLimits:
         """Return the samples that a micro-batch of this length may hold; UNBOUND if unknown."""
         return min(_up_to(self.bounds, length_bucket(length)), default=UNBOUND)
 
-    def after_out_of_memory(self, length: int, failing: int, suggested: int) -> MicroBatchLimits:
+    def after_out_of_memory(self, length: int, failing: int, next_size: int) -> MicroBatchLimits:
         """Return the limits after a size ran out of memory.
 
-        The bound is the suggested size, or a larger one that fitted before.
+        The bound is the next size, or a larger one that fitted before.
         """
         bucket = length_bucket(length)
         proven = {
@@ -122,7 +122,7 @@ class MicroBatchLimits:
         }
         fitted = [size for each, size in proven.items() if bucket <= each]
         return MicroBatchLimits(
-            bounds={**self.bounds, bucket: max(1, suggested, *fitted)},
+            bounds={**self.bounds, bucket: max(1, next_size, *fitted)},
             failing={**self.failing, bucket: min(failing, self.failing.get(bucket, failing))},
             proven=proven,
             clean={**self.clean, bucket: 0},
@@ -276,10 +276,10 @@ class PeakHistory:
             self._peaks.append(PeakSample(samples=samples, length=length, peak_bytes=peak_bytes))
 
 
-def suggest_size(
+def size_after_oom(
     local_batches: LocalBatches, failing: int, measured: MemoryMeasurements
 ) -> int | None:
-    """Return the size that a rank suggests after it ran out; None after a single sample."""
+    """Return the size to try after this rank ran out of memory; None after a single sample."""
     bucket = length_bucket(local_batches.length)
     alike = [peak for peak in measured.peaks if length_bucket(peak.length) == bucket]
     return smaller_size(failing, alike, measured.limit_bytes)

@@ -33,7 +33,7 @@ from ..window.window_agreement import LocalBatches
 from .abort_window import abort_unsupported_reason, abort_window
 from .collective_guard import CollectiveGuard, PeerOutOfMemory, Vote
 from .escalation import EscalationPolicy
-from .micro_batch_planner import MemoryMeasurements, MicroBatchPlanner, suggest_size
+from .micro_batch_planner import MemoryMeasurements, MicroBatchPlanner, size_after_oom
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class _AttemptReport(NamedTuple):
 
     ran_out: bool
     largest: int  # samples of its largest micro-batch
-    suggested: int  # samples to try next; 0 if not even one fits
+    next_size: int  # samples to try next; 0 if not even one fits
 
 
 class OomReplay:
@@ -86,7 +86,7 @@ class OomReplay:
         host_group: Group of all ranks, in which they agree on the next attempt.
         guard: Guard of the collectives, open on all ranks.
         planner: Planner of the micro-batches of each window.
-        escalation: Order of the memory savings that are applied when not even one sample fits.
+        escalation: What is changed after an attempt that ran out of memory, and in which order.
         memory: Source of this rank's memory measurements; without it, sizes are halved.
 
     Attributes:
@@ -323,24 +323,20 @@ class OomReplay:
         """
         group = self._host_group
         largest = local_batches.largest(count)[group.rank]
-        suggested = suggest_size(local_batches, largest, self._measured()) if ran_out else None
-        own = _AttemptReport(ran_out=ran_out, largest=largest, suggested=suggested or 0)
+        next_size = size_after_oom(local_batches, largest, self._measured()) if ran_out else None
+        own = _AttemptReport(ran_out=ran_out, largest=largest, next_size=next_size or 0)
         reports = [_AttemptReport._make(row) for row in group.all_gather(own).tolist()]
         failed = {rank: report for rank, report in enumerate(reports) if report.ran_out}
         failing = int(min(report.largest for report in failed.values()))
-        size = int(min(report.suggested for report in failed.values()))
+        size = int(min(report.next_size for report in failed.values()))
         ranks = ", ".join(map(str, failed))
         what = f"out of memory on rank {ranks} with micro-batches of {failing}"
-        if size:
-            self.planner.on_out_of_memory(local_batches, failing, size)
-            next_attempt = f"micro-batches of {self.planner.limits.bound(local_batches.length)}"
-        else:
-            change = self._escalation.apply_next(group.all_max)
-            if change is None:
-                applied = "; ".join(each.value for each in self._escalation.applied) or "nothing"
-                _give_up(own_error, f"{what}, with no memory saving left (applied: {applied})")
-            self.planner.invalidate()
-            next_attempt = change.value
+        next_attempt = self._escalation.escalate(
+            self.planner, local_batches, failing_size=failing, next_size=size, all_max=group.all_max
+        )
+        if next_attempt is None:
+            applied = "; ".join(saving.value for saving in self._escalation.applied) or "nothing"
+            _give_up(own_error, f"{what}, with no memory saving left (applied: {applied})")
         self._guard.armed = True
         if group.rank == 0:
             logger.warning("%s: the window is run again with %s", what, next_attempt)

@@ -21,7 +21,7 @@ from ...engine.live_settings.live_setting import LiveSetting
 from ...engine.live_settings.optimizer_state_offload import OptimizerStateOffload
 from ...engine.live_settings.zero_optimizer import total_elements, zero_1_2_optimizer
 from ...trainer.engine_change import EngineChange
-from ...trainer.engine_holder import Attachment, EngineHolder, MemorySaving
+from ...trainer.engine_holder import Attachment, EngineHolder, OptionalAttachment
 from ..policy.knob_registry import (
     ACTIVATION_CHECKPOINTING,
     ASYNCHRONOUS_REDUCTION,
@@ -196,7 +196,7 @@ class AttachmentKnob(SwitchKnob):
         spec: KnobSpec,
         engine_holder: EngineHolder,
         change: EngineChange,
-        attachment: MemorySaving,
+        attachment: OptionalAttachment,
     ) -> None:
         self.spec = spec
         self._engine_holder, self._change, self._attachment = engine_holder, change, attachment
@@ -223,7 +223,7 @@ class AttachmentKnob(SwitchKnob):
 
 
 def attachment_knobs(
-    engine_holder: EngineHolder, checkpointed: ModuleSelector
+    engine_holder: EngineHolder, activation_checkpointing: ModuleSelector
 ) -> list[AttachmentKnob]:
     """Return the knobs of activation checkpointing, of these modules, and of optimizer states."""
     return [
@@ -231,7 +231,7 @@ def attachment_knobs(
             ACTIVATION_CHECKPOINTING,
             engine_holder,
             EngineChange.ACTIVATION_CHECKPOINTING,
-            ActivationCheckpointing(checkpointed),
+            ActivationCheckpointing(activation_checkpointing),
         ),
         AttachmentKnob(
             OPTIMIZER_STATE_OFFLOAD,

@@ -12,7 +12,7 @@ from ...common.ds_config import EngineSource, merged, training_config, zero_stag
 from ...engine.live_settings.zero_optimizer import total_elements
 from ...engine.rebuild.preconditions import unsupported_reason
 from ...estimator.engine_estimate import estimated_layouts
-from ...memory.oom.oom_remedies import Layout
+from ...memory.oom.predicted_savings import Layout
 from ..policy.knob_registry import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SPECS, ZERO_STAGE, KnobSpec
 from ..policy.policy_types import Configuration, Value
 from .engine_knobs import ZERO

@@ -69,7 +69,7 @@ class RunKnobs:
         self._live = deepspeed_knobs(engine_holder)
         micro_batch, *others = data_knobs(window_runner, data)
         self._others: list[WritableKnob] = [
-            *attachment_knobs(engine_holder, window_runner.checkpointed),
+            *attachment_knobs(engine_holder, window_runner.activation_checkpointing),
             micro_batch,
             self._gc,
             *others,

@@ -89,7 +89,7 @@ class Controller:
         self._history = history or SearchHistory()
         self._search = TrialSearch(knobs, facts, options, self._history)
         self._observer = StepTimeObserver(metrics, options.observe_seconds)
-        self._memory_relief = MemoryRelief(self._search, options)
+        self._emergency_savings = EmergencySavings(self._search, options)
         self._loss_guard = LossGuard()
         self.configuration = ConfigurationState(knobs, listener)
         self._trial: Trial | None = None
@@ -139,7 +139,7 @@ class Controller:
         self._step_seconds = step.seconds
         if step.replays:
             self.configuration.adopt_external()  # memory savings of the recovery are kept
-        if self.state is not State.FROZEN and self._memory_relief.is_due(step):
+        if self.state is not State.FROZEN and self._emergency_savings.is_due(step):
             self._free_memory(step)
         elif self._trial is not None:
             self._continue_trial(self._trial, step)
@@ -232,7 +232,7 @@ class Controller:
         if not self._options.acts:
             for trial in self._search.advice(inputs):
                 self._listener.on_decision(trial.decision("advised", trial.proposal.why))
-        elif inputs.symptom(MEMORY_PRESSURE) is None:  # MemoryRelief acts on that
+        elif inputs.symptom(MEMORY_PRESSURE) is None:  # EmergencySavings acts on that
             self._try_next(inputs, step)
 
     def _try_next(self, inputs: TunerInput, step: StepTime) -> None:
@@ -381,7 +381,7 @@ class Controller:
                 self._abort_trial(f"the risk of running out of memory is {step.oom_risk:.0%}")
             self._interrupt_trial(f"the risk of running out of memory is {step.oom_risk:.0%}")
             return
-        decision = self._memory_relief.find(step, self.configuration.known_good)
+        decision = self._emergency_savings.find(step, self.configuration.known_good)
         if decision is not None:
             self._accept(decision)
 
@@ -394,7 +394,7 @@ class Controller:
             self._enter(State.SAFE_MODE)
 
 
-class MemoryRelief:
+class EmergencySavings:
     """Selects changes that free memory before it runs out; they are applied without a trial.
 
     Args:

@@ -132,7 +132,7 @@ class SearchHistory:
         """Record that a change could not be tried in this run; a later run may try it."""
         self._failed.setdefault(self.context, []).append(changes)
 
-    def on_memory_relief(self, values: Configuration) -> None:
+    def on_memory_saving(self, values: Configuration) -> None:
         """Record that values took too much memory.
 
         Those of the best configuration are rejected. Values that the user chose may be tried again,

@@ -185,7 +185,7 @@ class TrialSearch:
         if decision.result is not None:
             self._history.accept(configuration, instead_of=old)
         else:  # not compared with the configuration before
-            self._history.on_memory_relief(old)
+            self._history.on_memory_saving(old)
 
     def _inputs(
         self,

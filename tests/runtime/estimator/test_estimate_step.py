@@ -319,7 +319,7 @@ def test_invalid_batch_sizes_raise(config, words):
         ),
     ],
 )
-def test_an_invalid_configuration_raises_with_key_and_remedy(config, words):
+def test_an_invalid_configuration_raises_with_key_and_advice(config, words):
     with pytest.raises(DsConfigError, match=words):
         read_options(config, stage=2 if "stage" not in str(config) else None, origin="ds.json")
 

@@ -15,7 +15,7 @@ from zerowatch.runtime.memory.oom.evidence import (
     TrainingSetup,
 )
 from zerowatch.runtime.memory.oom.oom_error import OomError, find_oom_error
-from zerowatch.runtime.memory.oom.oom_remedies import Layout, LayoutBytes
+from zerowatch.runtime.memory.oom.predicted_savings import Layout, LayoutBytes
 
 MIB, GIB = 2**20, 2**30
 
@@ -43,7 +43,12 @@ CATEGORIES = {
     "other": 10.0 * MIB,
 }
 SETUP = TrainingSetup(
-    layout=Layout(1), world_size=4, dtype="bf16", samples=8, accumulation=2, checkpointing=False
+    layout=Layout(1),
+    world_size=4,
+    dtype="bf16",
+    samples=8,
+    accumulation=2,
+    activation_checkpointing=False,
 )
 
 

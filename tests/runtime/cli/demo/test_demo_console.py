@@ -110,10 +110,10 @@ def test_utilization_is_summed_over_ranks_on_cpu_only():
 
 
 @pytest.mark.parametrize(
-    ("stage", "remedy"),
+    ("stage", "change"),
     [(0, "Larger micro-batches"), (2, "zerowatch demo --stage 0"), (3, "demo --stage 2")],
 )
-def test_advice_for_much_exposed_communication_suggests_a_change(stage, remedy):
+def test_advice_for_much_exposed_communication_names_a_change(stage, change):
     limit = EXPOSED_COMM_RATIO_HIGH
     too_much = [step(1, comm=0.9, exposed=limit + 0.01, busy=1.0, device="cuda:0")]
     enough = [step(1, comm=0.9, exposed=limit, busy=1.0, device="cuda:0")]
@@ -121,7 +121,7 @@ def test_advice_for_much_exposed_communication_suggests_a_change(stage, remedy):
     first_lines = [advise(summarise(r, num_ranks=2), stage=stage)[0] for r in (too_much, enough)]
 
     assert first_lines[0].startswith("Training waits for communication 21% of its time, over 20%.")
-    assert remedy in first_lines[0]
+    assert change in first_lines[0]
     assert first_lines[1].startswith("All figures are within usual limits.")
 
 

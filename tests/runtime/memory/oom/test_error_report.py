@@ -199,7 +199,7 @@ def test_a_report_ends_with_what_to_do_next(case: str) -> None:
     assert advice.strip().startswith(expected)
 
 
-def test_remedies_are_computed_from_the_context() -> None:
+def test_memory_savings_are_predicted_from_the_context() -> None:
     facts = collect_evidence(0, "node-0", evidence().error, FakeOomContext(None))
 
     text = report_text(facts)

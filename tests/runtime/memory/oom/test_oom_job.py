@@ -210,7 +210,7 @@ def test_a_batch_that_is_too_long_is_predicted_as_it_begins_and_not_before(
     assert any(line.startswith("Predicted: yes, by the risk of this") for line in job.report)
 
 
-def test_the_remedy_for_a_batch_that_is_too_long_is_accurate(
+def test_the_memory_saving_for_a_batch_that_is_too_long_is_accurate(
     jobs: dict[str, JobResult],
 ) -> None:
     """Without a limit this model's peak is 7.8 times nearer to its floor with an eighth of it.

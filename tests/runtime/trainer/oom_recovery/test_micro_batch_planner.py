@@ -16,8 +16,8 @@ from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
     largest_fitting,
     length_bucket,
     needs_guard,
+    size_after_oom,
     smaller_size,
-    suggest_size,
 )
 from zerowatch.runtime.trainer.window.window_agreement import LocalBatches
 
@@ -74,9 +74,11 @@ def test_only_peaks_of_the_same_length_bucket_are_used() -> None:
     local_batches = LocalBatches(samples=[12], micro_batch_samples=[12], length=LENGTH)
     elsewhere = [PeakSample(samples=n, length=2 * LENGTH, peak_bytes=10 + 2 * n) for n in (2, 4)]
 
-    suggested = suggest_size(local_batches, 12, MemoryMeasurements(peaks=elsewhere, limit_bytes=30))
+    next_size = size_after_oom(
+        local_batches, 12, MemoryMeasurements(peaks=elsewhere, limit_bytes=30)
+    )
 
-    assert suggested == 6
+    assert next_size == 6
 
 
 def test_lengths_up_to_a_power_of_two_share_a_bucket() -> None:
@@ -85,15 +87,15 @@ def test_lengths_up_to_a_power_of_two_share_a_bucket() -> None:
 
 
 def test_a_failing_size_bounds_longer_batches_and_not_shorter_ones() -> None:
-    limits = MicroBatchLimits().after_out_of_memory(LENGTH, failing=8, suggested=4)
+    limits = MicroBatchLimits().after_out_of_memory(LENGTH, failing=8, next_size=4)
 
     assert [limits.bound(length) for length in (20, 100, 1000)] == [UNBOUND, 4, 4]
 
 
-def test_a_size_that_fitted_is_preferred_to_a_smaller_suggestion() -> None:
+def test_a_size_that_fitted_is_preferred_to_a_smaller_next_size() -> None:
     limits = MicroBatchLimits().after_success(LENGTH, largest=6)
 
-    limits = limits.after_out_of_memory(LENGTH, failing=8, suggested=4)
+    limits = limits.after_out_of_memory(LENGTH, failing=8, next_size=4)
 
     assert limits.bound(LENGTH) == 6
 
@@ -101,8 +103,8 @@ def test_a_size_that_fitted_is_preferred_to_a_smaller_suggestion() -> None:
 def test_a_size_that_fitted_once_and_fails_now_is_no_longer_proven() -> None:
     limits = MicroBatchLimits().after_success(LENGTH, largest=6)
 
-    limits = limits.after_out_of_memory(LENGTH, failing=6, suggested=3)
-    limits = limits.after_out_of_memory(LENGTH, failing=5, suggested=3)
+    limits = limits.after_out_of_memory(LENGTH, failing=6, next_size=3)
+    limits = limits.after_out_of_memory(LENGTH, failing=5, next_size=3)
 
     assert limits.bound(LENGTH) == 4  # each failure lowers the proven size of 6 by one
 
@@ -121,7 +123,7 @@ def grown(limits: MicroBatchLimits, fits: int, windows: int) -> tuple[MicroBatch
 
 
 def test_sizes_grow_to_the_largest_that_fits_and_no_failing_size_is_tried_twice() -> None:
-    limits = MicroBatchLimits().after_out_of_memory(LENGTH, failing=32, suggested=4)
+    limits = MicroBatchLimits().after_out_of_memory(LENGTH, failing=32, next_size=4)
 
     limits, failed = grown(limits, fits=11, windows=20 * GROW_AFTER)
 
@@ -132,7 +134,7 @@ def test_sizes_grow_to_the_largest_that_fits_and_no_failing_size_is_tried_twice(
 
 
 def test_after_a_change_failing_sizes_are_tried_again() -> None:
-    limits = MicroBatchLimits().after_out_of_memory(LENGTH, failing=5, suggested=4)
+    limits = MicroBatchLimits().after_out_of_memory(LENGTH, failing=5, next_size=4)
     assert grown(limits, fits=100, windows=5 * GROW_AFTER)[0].bound(LENGTH) == 4
 
     limits, _ = grown(limits.invalidated(), fits=100, windows=GROW_AFTER)
@@ -141,7 +143,7 @@ def test_after_a_change_failing_sizes_are_tried_again() -> None:
 
 
 def test_micro_batches_below_the_bound_do_not_raise_it() -> None:
-    limits = MicroBatchLimits().after_out_of_memory(LENGTH, failing=8, suggested=4)
+    limits = MicroBatchLimits().after_out_of_memory(LENGTH, failing=8, next_size=4)
 
     for _ in range(3 * GROW_AFTER):
         limits = limits.after_success(LENGTH, largest=2)
@@ -154,7 +156,7 @@ def test_the_rank_that_needs_the_most_micro_batches_decides() -> None:
     local_batches = LocalBatches(samples=[15, 1], micro_batch_samples=[8, 2], length=LENGTH)
     assert planner.micro_batches(local_batches) == 2
 
-    planner.on_out_of_memory(local_batches, failing=8, suggested=4)
+    planner.on_out_of_memory(local_batches, failing=8, next_size=4)
 
     assert planner.micro_batches(local_batches) == 4
     assert local_batches.largest(4) == [4, 1]

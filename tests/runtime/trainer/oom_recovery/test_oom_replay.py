@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.escalation_step import FakeEscalationStep
+from fakes.memory_saving import FakeMemorySaving
 from fakes.rank_threads import FakeHostGroup, on_ranks
 
 from zerowatch.errors import PeerFailedError
@@ -180,7 +180,7 @@ def test_memory_savings_are_applied_in_order_if_one_sample_does_not_fit() -> Non
             rank.fits = 8
             return change is ESCALATION_ORDER[2]
 
-        steps = [FakeEscalationStep(change, partial(apply, change)) for change in ESCALATION_ORDER]
+        steps = [FakeMemorySaving(change, partial(apply, change)) for change in ESCALATION_ORDER]
         rank.replay._escalation = EscalationPolicy(steps)
         rank.replay.run(local_batches(2), rank.attempt)
         return rank.asked, applied

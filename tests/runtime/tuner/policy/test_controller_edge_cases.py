@@ -91,8 +91,8 @@ def test_the_best_configuration_is_not_restored_if_it_takes_too_much_memory() ->
         job.oom_risk = 0.6 if job.now["micro_batch_samples"] == 8 else 0.0
         job.run(1)
 
-    reliefs = [one for one in job.decisions if "risk of running out" in one.reason]
-    assert len(reliefs) == 1
+    savings = [one for one in job.decisions if "risk of running out" in one.reason]
+    assert len(savings) == 1
     assert job.now["micro_batch_samples"] == 4
 
 

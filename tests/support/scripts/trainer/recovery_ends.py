@@ -70,7 +70,7 @@ def gives_up(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Escalation step that records its call and removes the fault."""
+    """Memory saving that records its call and removes the fault."""
 
     change: EngineChange
     trained: Trained

@@ -1,4 +1,4 @@
-"""Escalation step with a given effect."""
+"""Memory saving with a given effect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zerowatch.runtime.trainer.engine_change import EngineChange
 
 
 @dataclass(frozen=True)
-class FakeEscalationStep:
+class FakeMemorySaving:
     change: EngineChange
     effect: Callable[[], bool]
 

@@ -1,7 +1,7 @@
-"""Computes which changes would have let a step fit that ran out of memory, and what it would need.
+"""Predicts which memory savings would have let a step fit that ran out of memory.
 
 All functions are pure: `evidence.py` gives them an `OomCase`, and `error_report.py` prints the
-`Remedy` list.
+`PredictedSaving` list as advice.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ..forecast.peak_readings import Shape
 Fits = Literal["yes", "barely", "perhaps", "no"]
 Kind = Literal["forecast", "guess", "bound", "unknown"]
 
-# Worst-case error of peak forecasts. A remedy that leaves a smaller margin may not fit.
+# Worst-case error of peak forecasts. A memory saving that leaves a smaller margin may not fit.
 MARGIN_RATIO = 0.05
 # Lengths are rounded down to a multiple of this, for efficient kernels.
 LENGTH_MULTIPLE = 8
-# Remedies that save a smaller share of the need are not listed.
+# Memory savings below this share of the need are not listed.
 MIN_GAIN_RATIO = 0.005
 # Forecasts are fitted to batches that fitted; beyond this factor of their size they are guesses.
 TRUSTED_RATIO = 2.0
@@ -44,8 +44,8 @@ class LayoutBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remedy:
-    """One change, and the memory that the failed step would have needed with it.
+class PredictedSaving:
+    """One memory saving, and the memory that the failed step would have needed with it.
 
     Attributes:
         description: The change.
@@ -64,7 +64,7 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OomCase:
-    """A step that ran out of memory, as input of `remedies`.
+    """A step that ran out of memory, as input of `predicted_savings`.
 
     Attributes:
         device: The name of the device, such as "cuda:0" or "cpu".
@@ -81,7 +81,7 @@ class OomCase:
         planned: Bytes of the model states by layout: the current one and the alternatives.
         world_size: Number of ranks that ZeRO shards over.
         accumulation: Micro-batches of a step.
-        checkpointing: Whether activations are recomputed already; None if unknown.
+        activation_checkpointing: Whether activations are recomputed already; None if unknown.
         trains_here: Whether the model computes on this device; False for a host filled by offloads.
         host_free_bytes: Free memory of the host; infinite if unknown.
     """
@@ -100,7 +100,7 @@ class OomCase:
     planned: Mapping[Layout, LayoutBytes] | None = None
     world_size: int = 1
     accumulation: int | None = None
-    checkpointing: bool | None = None
+    activation_checkpointing: bool | None = None
     trains_here: bool = True
     host_free_bytes: float = math.inf
 
@@ -148,8 +148,8 @@ class OomCase:
         return on_host + (planned.device_bytes if self.trains_here else 0.0)
 
 
-def remedies(case: OomCase) -> list[Remedy]:
-    """Return the remedies, those that cost training the least first.
+def predicted_savings(case: OomCase) -> list[PredictedSaving]:
+    """Return the memory savings that apply to a case, those that cost training the least first.
 
     They are advice for the user's next start. What a TrainingRun applies by itself to the live
     engine is another, shorter list: `trainer.oom_recovery.escalation.ESCALATION_ORDER`. Its
@@ -160,7 +160,7 @@ def remedies(case: OomCase) -> list[Remedy]:
         *_smaller_buckets(case),
         *_other_stages(case, upto=2),  # these send no more than stage 0
         *_smaller_micro_batches(case),
-        *_checkpointing(case),
+        *_activation_checkpointing(case),
         *_other_stages(case, beyond=2),
         *_offloads(case),
         *_shorter_length(case),
@@ -173,8 +173,8 @@ def remedies(case: OomCase) -> list[Remedy]:
     ]
 
 
-def nothing_fits(found: Sequence[Remedy]) -> bool:
-    """Return whether no single remedy fits, not even perhaps."""
+def nothing_fits(found: Sequence[PredictedSaving]) -> bool:
+    """Return whether no single memory saving fits, not even perhaps."""
     return all(each.fits == "no" for each in found)
 
 
@@ -182,7 +182,9 @@ def _num_tokens(shape: Shape) -> int:
     return shape.samples * shape.length
 
 
-def _remedy(case: OomCase, text: str, need_bytes: float, kind: Kind = "forecast") -> Remedy:
+def _saving(
+    case: OomCase, text: str, need_bytes: float, kind: Kind = "forecast"
+) -> PredictedSaving:
     fits: Fits = "yes"
     if kind == "unknown":
         fits = "perhaps"
@@ -192,26 +194,26 @@ def _remedy(case: OomCase, text: str, need_bytes: float, kind: Kind = "forecast"
         fits = "perhaps"
     elif need_bytes > case.limit_bytes * (1 - MARGIN_RATIO):
         fits = "barely"
-    return Remedy(description=text, need_bytes=need_bytes, fits=fits, kind=kind)
+    return PredictedSaving(description=text, need_bytes=need_bytes, fits=fits, kind=kind)
 
 
-def _without_fragmentation(case: OomCase) -> Iterator[Remedy]:
+def _without_fragmentation(case: OomCase) -> Iterator[PredictedSaving]:
     """Yield the allocator setting that avoids fragmentation, if memory is fragmented."""
     if not case.device.startswith("cuda") or not case.unusable_bytes:
         return
     need = case.need_bytes - case.unusable_bytes
     text = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which avoids fragmentation"
-    yield _remedy(case, text, need)
+    yield _saving(case, text, need)
 
 
-def _smaller_buckets(case: OomCase) -> Iterator[Remedy]:
+def _smaller_buckets(case: OomCase) -> Iterator[PredictedSaving]:
     buffers = (case.categories or {}).get("comm_buffers", 0.0)
     if 0.75 * buffers >= MARGIN_RATIO * case.need_bytes:  # less is within the error
         text = "a quarter of reduce_bucket_size (more and smaller collectives)"
-        yield _remedy(case, text, case.need_bytes - 0.75 * buffers)
+        yield _saving(case, text, case.need_bytes - 0.75 * buffers)
 
 
-def _smaller_micro_batches(case: OomCase) -> Iterator[Remedy]:
+def _smaller_micro_batches(case: OomCase) -> Iterator[PredictedSaving]:
     shape = case.shape
     for part, name in ((2, "half"), (4, "a quarter")):
         if shape is None or shape.samples < part:
@@ -224,18 +226,18 @@ def _smaller_micro_batches(case: OomCase) -> Iterator[Remedy]:
         steps = case.accumulation
         count = f"{part * steps} micro-batches" if steps else f"{part} times the micro-batches"
         text = f"{name} the micro-batch, {samples} of {shape.samples} samples, and {count} a step"
-        yield _remedy(case, f"{text} (the global batch stays)", need, kind)
+        yield _saving(case, f"{text} (the global batch stays)", need, kind)
 
 
-def _checkpointing(case: OomCase) -> Iterator[Remedy]:
-    """Yield a lower bound only: the exact need depends on where the model is checkpointed."""
-    if case.checkpointing or not case.activations_bytes:
+def _activation_checkpointing(case: OomCase) -> Iterator[PredictedSaving]:
+    """Yield a lower bound only: the exact need depends on which modules recompute."""
+    if case.activation_checkpointing or not case.activations_bytes:
         return
     text = "activation checkpointing (about a third more compute), at best"
-    yield _remedy(case, text, case.need_bytes - case.activations_bytes, "bound")
+    yield _saving(case, text, case.need_bytes - case.activations_bytes, "bound")
 
 
-def _other_stages(case: OomCase, *, upto: int = 3, beyond: int = 0) -> Iterator[Remedy]:
+def _other_stages(case: OomCase, *, upto: int = 3, beyond: int = 0) -> Iterator[PredictedSaving]:
     layout = case.layout
     if layout is None or case.world_size < 2:
         return
@@ -245,7 +247,7 @@ def _other_stages(case: OomCase, *, upto: int = 3, beyond: int = 0) -> Iterator[
         yield from _changed_layout(case, other_layout, f"ZeRO stage {stage}{cost}")
 
 
-def _offloads(case: OomCase) -> Iterator[Remedy]:
+def _offloads(case: OomCase) -> Iterator[PredictedSaving]:
     layout = case.layout
     if layout is None:
         return
@@ -262,7 +264,7 @@ def _offloads(case: OomCase) -> Iterator[Remedy]:
 _COST = {"cpu": "the optimizer runs on the host", "nvme": "every step reads and writes NVMe"}
 
 
-def _changed_layout(case: OomCase, layout: Layout, text: str) -> Iterator[Remedy]:
+def _changed_layout(case: OomCase, layout: Layout, text: str) -> Iterator[PredictedSaving]:
     """Compare the plans of two layouts: their common errors cancel out."""
     present, changed = case.states_bytes(case.layout), case.states_bytes(layout)
     if present is None or changed is None or not case.planned or not case.layout:
@@ -270,12 +272,14 @@ def _changed_layout(case: OomCase, layout: Layout, text: str) -> Iterator[Remedy
     more_host_bytes = case.planned[layout].host_bytes - case.planned[case.layout].host_bytes
     need = case.need_bytes - (present - changed)
     if case.device != "cpu" and more_host_bytes > case.host_free_bytes:
-        yield Remedy(description=f"{text}: too large for the host", need_bytes=need, fits="no")
+        yield PredictedSaving(
+            description=f"{text}: too large for the host", need_bytes=need, fits="no"
+        )
     else:
-        yield _remedy(case, text, need)
+        yield _saving(case, text, need)
 
 
-def _shorter_length(case: OomCase) -> Iterator[Remedy]:
+def _shorter_length(case: OomCase) -> Iterator[PredictedSaving]:
     """Yield the greatest length that fits, by bisection: peaks grow with the length."""
     shape, goal = case.shape, case.limit_bytes * (1 - MARGIN_RATIO)
     if shape is None or shape.length <= LENGTH_MULTIPLE:
@@ -293,4 +297,4 @@ def _shorter_length(case: OomCase) -> Iterator[Remedy]:
     if fits and need is not None:
         text = f"a maximum length of {shorter.length} instead of {shape.length}"
         kind = case.estimate_kind(shorter)
-        yield _remedy(case, f"{text} (longer samples are cut)", need, kind)
+        yield _saving(case, f"{text} (longer samples are cut)", need, kind)

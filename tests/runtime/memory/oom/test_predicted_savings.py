@@ -1,4 +1,4 @@
-"""Remedies that would have fitted, each against a manual calculation."""
+"""Memory savings that would have fitted, each against a manual calculation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 from fakes.ooms import CATEGORIES, GIB, MIB
 
 from zerowatch.runtime.memory.forecast.peak_readings import Shape
-from zerowatch.runtime.memory.oom.oom_remedies import (
+from zerowatch.runtime.memory.oom.predicted_savings import (
     Layout,
     LayoutBytes,
     OomCase,
-    Remedy,
+    PredictedSaving,
     nothing_fits,
-    remedies,
+    predicted_savings,
 )
 
 # 100 MiB that stay, and 50 KiB for each token.
@@ -39,14 +39,14 @@ def oom_case(**changes: Any) -> OomCase:
         shape=BATCH,
         predict_peak=predict_peak,
         accumulation=2,
-        checkpointing=False,
+        activation_checkpointing=False,
     )
     return replace(case, **changes)
 
 
-def found(case: OomCase, text: str) -> Remedy:
-    (remedy,) = [each for each in remedies(case) if text in each.description]
-    return remedy
+def found(case: OomCase, text: str) -> PredictedSaving:
+    (saving,) = [each for each in predicted_savings(case) if text in each.description]
+    return saving
 
 
 def test_the_need_is_the_largest_known_estimate() -> None:
@@ -61,25 +61,25 @@ def test_the_need_is_the_largest_known_estimate() -> None:
 def test_a_smaller_micro_batch_keeps_the_global_batch_by_accumulation(
     part: str, samples: int, need: int
 ) -> None:
-    remedy = found(oom_case(), f"{part} the micro-batch, {samples} of 8 samples")
+    saving = found(oom_case(), f"{part} the micro-batch, {samples} of 8 samples")
 
-    assert remedy.need_bytes == need * MIB
-    assert remedy.fits == "yes"
-    assert f"{2 * 8 // samples} micro-batches a step (the global batch stays)" in remedy.description
+    assert saving.need_bytes == need * MIB
+    assert saving.fits == "yes"
+    assert f"{2 * 8 // samples} micro-batches a step (the global batch stays)" in saving.description
 
 
 def test_a_micro_batch_of_one_sample_cannot_be_halved() -> None:
     case = oom_case(shape=Shape(1, 16384))
 
-    assert not [each for each in remedies(case) if "the micro-batch" in each.description]
+    assert not [each for each in predicted_savings(case) if "the micro-batch" in each.description]
 
 
 def test_the_greatest_length_that_fits_with_a_margin_is_named() -> None:
-    remedy = found(oom_case(), "a maximum length of")
+    saving = found(oom_case(), "a maximum length of")
 
     # (0.95 * 800 - 100) MiB / 50 KiB / 8 samples, in multiples of 8
-    assert remedy.description.startswith("a maximum length of 1688 instead of 2048")
-    assert remedy.fits == "yes"
+    assert saving.description.startswith("a maximum length of 1688 instead of 2048")
+    assert saving.fits == "yes"
 
 
 def test_leaked_memory_is_needed_with_any_batch() -> None:
@@ -98,7 +98,7 @@ def test_without_a_forecast_activations_scale_with_the_tokens() -> None:
     assert found(looked_at, "half the micro-batch").need_bytes == 650 * MIB
 
 
-def test_no_remedy_needs_less_than_what_is_in_use_between_steps() -> None:
+def test_no_memory_saving_needs_less_than_what_is_in_use_between_steps() -> None:
     case = oom_case(floor_bytes=600.0 * MIB)
 
     assert found(case, "a quarter the micro-batch").need_bytes == 600 * MIB
@@ -115,7 +115,7 @@ def test_estimates_far_beyond_the_batches_that_fitted_are_guesses() -> None:
 
 
 def test_without_forecast_and_categories_smaller_batches_have_no_estimate() -> None:
-    listed = remedies(oom_case(predict_peak=lambda shape: None))
+    listed = predicted_savings(oom_case(predict_peak=lambda shape: None))
 
     assert [each.description.partition(" the micro-batch")[0] for each in listed] == [
         "half",
@@ -127,24 +127,24 @@ def test_without_forecast_and_categories_smaller_batches_have_no_estimate() -> N
 def test_checkpointing_has_only_a_lower_bound() -> None:
     case = oom_case(floor_bytes=450.0 * MIB)
 
-    remedy = found(case, "activation checkpointing")
+    saving = found(case, "activation checkpointing")
 
-    assert (remedy.need_bytes, remedy.fits) == (450 * MIB, "perhaps")
+    assert (saving.need_bytes, saving.fits) == (450 * MIB, "perhaps")
     tight = replace(case, limit_bytes=400.0 * MIB)
     assert found(tight, "activation checkpointing").fits == "no"
-    on = replace(case, checkpointing=True)
-    assert not [each for each in remedies(on) if "checkpointing" in each.description]
+    on = replace(case, activation_checkpointing=True)
+    assert not [each for each in predicted_savings(on) if "checkpointing" in each.description]
 
 
 def test_smaller_buckets_are_listed_if_there_are_buffers() -> None:
-    remedy = found(oom_case(categories=BIG_BUFFERS), "reduce_bucket_size")
+    saving = found(oom_case(categories=BIG_BUFFERS), "reduce_bucket_size")
 
-    assert remedy.need_bytes == (900 - 60) * MIB
-    assert remedy.fits == "no"
+    assert saving.need_bytes == (900 - 60) * MIB
+    assert saving.fits == "no"
 
 
 def test_smaller_buckets_are_not_listed_if_they_save_less_than_the_forecast_error() -> None:
-    listed = remedies(oom_case(categories=CATEGORIES))
+    listed = predicted_savings(oom_case(categories=CATEGORIES))
 
     assert not [each for each in listed if "reduce_bucket_size" in each.description]
 
@@ -156,7 +156,7 @@ def test_avoiding_fragmentation_fits_only_if_the_unusable_bytes_suffice() -> Non
     assert found(some, "expandable_segments").fits == "no"
     assert found(enough, "expandable_segments").fits == "yes"
     on_cpu = replace(enough, device="cpu")
-    assert not [each for each in remedies(on_cpu) if "expandable" in each.description]
+    assert not [each for each in predicted_savings(on_cpu) if "expandable" in each.description]
 
 
 PLANNED = {
@@ -179,10 +179,12 @@ def test_higher_stages_save_the_difference_of_the_plans() -> None:
     assert found(sharded(), "ZeRO stage 3 (1.5").fits == "yes"
 
 
-def test_one_rank_has_no_remedy_by_sharding() -> None:
+def test_one_rank_has_no_memory_saving_by_sharding() -> None:
     alone = replace(sharded(), world_size=1)
 
-    assert not [each for each in remedies(alone) if each.description.startswith("ZeRO stage 2")]
+    assert not [
+        each for each in predicted_savings(alone) if each.description.startswith("ZeRO stage 2")
+    ]
 
 
 def test_offloading_fits_only_if_the_host_has_enough_free_memory() -> None:
@@ -196,10 +198,10 @@ def test_offloading_fits_only_if_the_host_has_enough_free_memory() -> None:
     assert both.description.endswith("too large for the host")
 
 
-def test_on_cpu_offloading_to_the_same_memory_is_no_remedy() -> None:
+def test_on_cpu_offloading_to_the_same_memory_is_no_memory_saving() -> None:
     on_cpu = sharded(device="cpu")
 
-    assert not [each for each in remedies(on_cpu) if "to cpu" in each.description]
+    assert not [each for each in predicted_savings(on_cpu) if "to cpu" in each.description]
     assert found(on_cpu, "ZeRO stage 3 (1.5").need_bytes == 700 * MIB
 
 
@@ -225,10 +227,10 @@ def test_sharding_or_nvme_fits_if_offloads_fill_the_host() -> None:
     assert found(case, "ZeRO stage 3 (1.5").need_bytes == pytest.approx(need - 0.1 * GIB)
 
 
-def test_the_remedy_that_costs_training_least_comes_first() -> None:
+def test_the_memory_saving_that_costs_training_least_comes_first() -> None:
     case = sharded(unusable_bytes=200.0 * MIB, categories=BIG_BUFFERS)
 
-    texts = [each.description.partition(" (")[0] for each in remedies(case)]
+    texts = [each.description.partition(" (")[0] for each in predicted_savings(case)]
 
     assert texts == [
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which avoids fragmentation",
@@ -244,7 +246,7 @@ def test_the_remedy_that_costs_training_least_comes_first() -> None:
     ]
 
 
-def test_a_remedy_too_close_to_the_limit_fits_barely() -> None:
+def test_a_memory_saving_too_close_to_the_limit_fits_barely() -> None:
     case = oom_case(limit_bytes=510.0 * MIB)
 
     assert found(case, "half the micro-batch").fits == "barely"
@@ -254,5 +256,5 @@ def test_a_remedy_too_close_to_the_limit_fits_barely() -> None:
 def test_nothing_may_fit() -> None:
     case = oom_case(limit_bytes=90.0 * MIB)
 
-    assert nothing_fits(remedies(case))
-    assert not nothing_fits(remedies(oom_case()))
+    assert nothing_fits(predicted_savings(case))
+    assert not nothing_fits(predicted_savings(oom_case()))
