@@ -57,14 +57,14 @@ class Recording:
         tests: The tests by pytest's id.
 
     Raises:
-        RuntimeError: There is no recording, or the package has changed since.
+        RuntimeError: There is no recording, or the package or its tests have changed since.
     """
 
     def __init__(self) -> None:
         if not is_current():
             raise RuntimeError(
-                "no tests are recorded for this state of the package; run mutation_check.py "
-                "--record, which takes longer than make test"
+                "no tests are recorded for this state of the package and its tests; run "
+                "mutation_check.py --record, which takes longer than make test"
             )
         tests = json.loads(_TESTS.read_text())
         self.tests = {name: RecordedTest(**test) for name, test in tests.items()}
@@ -111,16 +111,17 @@ def record(arguments: Sequence[str]) -> None:
 
 
 def is_current() -> bool:
-    """Whether the recording is of the present state of the package."""
+    """Whether the recording is of the present state of the package and its tests."""
     return _FINGERPRINT.exists() and _FINGERPRINT.read_text() == fingerprint()
 
 
 def fingerprint() -> str:
-    """Return a hash of the package's source files."""
+    """Return a hash of the source files of the package and its tests, without the benches."""
     digest = hashlib.sha256()
-    for source in SOURCES:
+    for source in (*SOURCES, "tests"):
         for file in sorted((ROOT / source).rglob("*.py")):
-            digest.update(file.read_bytes())
+            if not file.is_relative_to(ROOT / "tests" / "bench"):
+                digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
