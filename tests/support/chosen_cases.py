@@ -37,10 +37,12 @@ def chosen(request: pytest.FixtureRequest, *parameters: str) -> list[Any]:
         request: The fixture's own `request`.
         parameters: Names of the parameters. Of several, the cases are tuples.
     """
-    cases: dict[Any, None] = {}
+    cases: list[Any] = []
     for item in request.session.items:
         values = getattr(getattr(item, "callspec", None), "params", {})
         if item.path == request.path and all(name in values for name in parameters):
-            case = tuple(values[name] for name in parameters)
-            cases[case if len(case) > 1 else case[0]] = None
-    return list(cases)
+            several = tuple(values[name] for name in parameters)
+            case = several if len(several) > 1 else several[0]
+            if case not in cases:
+                cases.append(case)
+    return cases

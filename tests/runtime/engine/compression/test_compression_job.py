@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from chosen_cases import chosen, tiers
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
 
@@ -23,6 +25,7 @@ TWO = (
     "stage 3, to all",
 )
 FOUR = ("stage 0", "stage 2", "stage 2, to each owner", "stage 3")
+QUICK = ("stage 0", "stage 2", "stage 2, to each owner", "stage 3")
 # Relative to how far training moved the weights. Rounding of bf16 weights alone is larger.
 LIMITS = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 5e-3, "int8": 1e-2, "fp8": 3e-2}
 LIMIT_OF_BF16_WEIGHTS = 5e-2
@@ -32,7 +35,7 @@ RATIOS = {"fp32": (0, 0), "fp16": (5e-5, 4e-4), "bf16": (8e-4, 2**-9), "int8": (
 RATIOS["fp8"] = (0.015, 2**-4)
 
 
-def check(folder: Path, num_ranks: int, names: tuple[str, ...]) -> list[dict]:
+def check(folder: Path, num_ranks: int, names: Iterable[str]) -> list[dict]:
     """Run the checks; return the results of each rank."""
     script = SCRIPTS / "engine" / "compression_checks.py"
     finished = start_ranks(num_ranks, script, folder, *names, cwd=folder)
@@ -42,13 +45,19 @@ def check(folder: Path, num_ranks: int, names: tuple[str, ...]) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return check(tmp_path_factory.mktemp("two"), 2, TWO)
+def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    names = [name for name in chosen(request, "name") if name in TWO]
+    return check(tmp_path_factory.mktemp("two"), 2, names)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return check(tmp_path_factory.mktemp("four"), 4, FOUR)
+
+
+def each_of(names: Iterable[str]) -> pytest.MarkDecorator:
+    cases = tiers(names, quick=[name for name in names if name in QUICK])
+    return pytest.mark.parametrize("name", cases)
 
 
 def assert_close_to_fp32(found: dict, name: str) -> None:
@@ -61,7 +70,7 @@ def assert_close_to_fp32(found: dict, name: str) -> None:
         assert low <= found[kind]["ratio"] <= high
 
 
-@pytest.mark.parametrize("name", TWO)
+@each_of(TWO)
 def test_weights_equal_those_of_fp32_within_the_error(two: list[dict], name: str) -> None:
     for rank in two:
         assert_close_to_fp32(rank[name], name)
@@ -74,24 +83,24 @@ def test_on_four_ranks_weights_equal_those_of_fp32_too(four: list[dict], name: s
         assert_close_to_fp32(rank[name], name)
 
 
-@pytest.mark.parametrize("name", THOROUGH)
+@each_of(THOROUGH)
 def test_on_two_ranks_uncompressed_sums_are_bitwise_deepspeeds(two: list[dict], name: str) -> None:
     assert [rank[name]["fp32"]["difference"] for rank in two] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", THOROUGH)
+@each_of(THOROUGH)
 def test_after_an_undo_training_is_as_without_compression(two: list[dict], name: str) -> None:
     for rank in two:
         assert rank[name]["undone"] == {"attributes": True, "weights": True}
 
 
-@pytest.mark.parametrize("name", THOROUGH)
+@each_of(THOROUGH)
 def test_replayed_and_resumed_windows_are_bitwise_the_same(two: list[dict], name: str) -> None:
     for rank in two:
         assert rank[name]["repeated"] == {"replayed": True, "states agree": True, "states": True}
 
 
-@pytest.mark.parametrize("name", ["stage 1", "stage 2", "stage 2, to each owner", "stage 2, bf16"])
+@each_of(("stage 1", "stage 2", "stage 2, to each owner", "stage 2, bf16"))
 def test_asynchronous_sums_are_bitwise_equal_to_synchronous_ones(
     two: list[dict], name: str
 ) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from chosen_cases import chosen, tiers
 from scripts.engine.live_settings_cases import CASES, ON_FOUR_RANKS, Case
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
@@ -30,23 +32,45 @@ REORDER_SUMS = {
 }
 
 
-def results_of(ranks: int, folder) -> list[dict[str, Any]]:
-    finished = start_ranks(ranks, SCRIPTS / "engine" / "live_settings_job.py", folder, cwd=folder)
+def results_of(ranks: int, folder, names: Iterable[str]) -> list[dict[str, Any]]:
+    script = SCRIPTS / "engine" / "live_settings_job.py"
+    finished = start_ranks(ranks, script, folder, *dict.fromkeys(names), cwd=folder)
     assert finished.returncode == 0, finished.stderr[-3000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return results_of(2, tmp_path_factory.mktemp("two"))
+def two_ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    names = [*(case.name for case in chosen(request, "case")), *chosen(request, "name")]
+    return results_of(2, tmp_path_factory.mktemp("two"), names)
 
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return results_of(4, tmp_path_factory.mktemp("four"))
+    names = [case.name for case in ON_FOUR_RANKS]
+    return results_of(4, tmp_path_factory.mktemp("four"), names)
 
 
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# Each setting once, and each stage.
+QUICK = (
+    "stage 0, reduce_bucket_size 500",
+    "stage 1, contiguous_gradients False",
+    "stage 1, use_multi_rank_bucket_allreduce False",
+    "stage 2, overlap_comm True",
+    "stage 2, timers.throughput.synchronized False",
+    "stage 3, reduce_scatter False",
+    "stage 3, prefetch_bucket_size 0",
+    "stage 3, max_live_parameters 0",
+    "stage 3, max_reuse_distance 0",
+    "stage 3, param_persistence_threshold 100000",
+)
+each_case = pytest.mark.parametrize(
+    "case",
+    tiers(CASES, quick=[case for case in CASES if case.name in QUICK]),
+    ids=lambda case: case.name,
+)
 
 
 @pytest.mark.jobs
@@ -88,9 +112,15 @@ def test_the_set_value_and_the_restored_value_read_back(two_ranks, case: Case):
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("value", [0, 10**5])
-def test_persistent_parameters_take_the_predicted_bytes(two_ranks, value: int):
-    found = two_ranks[0][f"stage 3, param_persistence_threshold {value}"]
+@pytest.mark.parametrize(
+    "name",
+    tiers(
+        [f"stage 3, param_persistence_threshold {value}" for value in (0, 10**5)],
+        quick=["stage 3, param_persistence_threshold 100000"],
+    ),
+)
+def test_persistent_parameters_take_the_predicted_bytes(two_ranks, name: str):
+    found = two_ranks[0][name]
 
     kept = found["turned"]["kept_bytes"] - found["untouched"]["kept_bytes"]
 
@@ -100,12 +130,15 @@ def test_persistent_parameters_take_the_predicted_bytes(two_ranks, value: int):
 @pytest.mark.jobs
 @pytest.mark.parametrize(
     ("name", "bytes_more"),
-    [
-        ("stage 1, reduce_bucket_size 500", -4 * 4500),
-        ("stage 2, overlap_comm True", 4 * 5000),
-        ("stage 3, reduce_bucket_size 900", -4 * 4100),
-        ("stage 3, contiguous_gradients False", -4 * 5000),
-    ],
+    tiers(
+        [
+            ("stage 1, reduce_bucket_size 500", -4 * 4500),
+            ("stage 2, overlap_comm True", 4 * 5000),
+            ("stage 3, reduce_bucket_size 900", -4 * 4100),
+            ("stage 3, contiguous_gradients False", -4 * 5000),
+        ],
+        quick=[("stage 2, overlap_comm True", 4 * 5000)],
+    ),
 )
 def test_a_buffer_takes_the_bytes_of_its_elements(two_ranks, name: str, bytes_more: int):
     assert two_ranks[0][name]["memory_bytes"] == bytes_more

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from chosen_cases import chosen, tiers
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
 
@@ -18,28 +19,45 @@ CHECKPOINTED = [
 ]
 OFFLOADED = [*(f"offload, stage {stage}" for stage in range(4)), "offload, BF16_Optimizer"]
 ALL_SAVINGS = ["every saving, stage 3"]
+QUICK = [
+    "checkpointing, stage 0",
+    "checkpointing by pattern, stage 3",
+    "offload, stage 1",
+    "offload, BF16_Optimizer",
+    *ALL_SAVINGS,
+]
+
+
+def each_of(*names: str) -> pytest.MarkDecorator:
+    cases = tiers(names, quick=[name for name in names if name in QUICK])
+    return pytest.mark.parametrize("name", cases)
+
+
 ON = slice(3, 6)
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("switches")
-    finished = start_ranks(2, SCRIPTS / "engine" / "memory_savings_job.py", folder, cwd=folder)
+    script, names = SCRIPTS / "engine" / "memory_savings_job.py", chosen(request, "name")
+    finished = start_ranks(2, script, folder, *names, cwd=folder)
     assert finished.returncode == 0, finished.stderr[-3000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("name", [*CHECKPOINTED, *OFFLOADED])
+@each_of(*CHECKPOINTED, *OFFLOADED)
 def test_each_memory_saving_leaves_weights_bitwise_unchanged(ranks, name: str):
     assert [rank[name]["bitwise"] for rank in ranks] == [True, True]
 
 
-@pytest.mark.parametrize("name", ALL_SAVINGS)
+@each_of(*ALL_SAVINGS)
 def test_all_savings_at_once_only_change_the_order_of_sums(ranks, name: str):
     assert all(rank[name]["difference"] <= 1e-6 for rank in ranks)
 
 
-@pytest.mark.parametrize("name", [*CHECKPOINTED, *ALL_SAVINGS])
+@each_of(*CHECKPOINTED, *ALL_SAVINGS)
 def test_autograd_keeps_less_than_half_while_checkpointing_is_on(ranks, name: str):
     for rank in ranks:
         saved = rank[name]["saved"]
@@ -48,14 +66,14 @@ def test_autograd_keeps_less_than_half_while_checkpointing_is_on(ranks, name: st
         assert set(saved[6:]) == set(saved[:3])
 
 
-@pytest.mark.parametrize("name", [*CHECKPOINTED, *OFFLOADED])
+@each_of(*CHECKPOINTED, *OFFLOADED)
 def test_undo_restores_the_original_forwards_and_step(ranks, name: str):
     for rank in ranks:
         assert rank[name]["forwards_restored"]
         assert rank[name]["step_restored"]
 
 
-@pytest.mark.parametrize("name", OFFLOADED)
+@each_of(*OFFLOADED)
 def test_states_have_no_bytes_on_the_device_between_updates(ranks, name: str):
     for rank in ranks:
         num_offloaded = rank[name]["num_offloaded"]
@@ -64,7 +82,7 @@ def test_states_have_no_bytes_on_the_device_between_updates(ranks, name: str):
         assert set(num_offloaded[:3] + num_offloaded[6:]) == {0}
 
 
-@pytest.mark.parametrize("name", [name for name in OFFLOADED if name != "offload, stage 0"])
+@each_of(*(name for name in OFFLOADED if name != "offload, stage 0"))
 def test_reloaded_states_can_be_read_by_deepspeeds_own_functions(ranks, name: str):
     assert all(rank[name]["state_can_be_read"] for rank in ranks)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chosen_cases import chosen, tiers
 from scripts.engine.rebuild_cases import CASES, DEFAULT_OPTIMIZER, TRANSITIONS
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
@@ -28,23 +29,36 @@ ON_TWO_RANKS = (
     "fp16, stage 2 to 3",
 )
 ON_ONE_RANK = ("stage 0 to 3", "stage 3 to 1", "stage 3 to 3", "config, stage 3 to 3")
-ON_ANY = [
-    *((2, name) for name in ON_TWO_RANKS),
-    *((1, name) for name in ON_ONE_RANK),
+# Each stage left and entered, with states on the host, in 16 bits, with a schedule.
+QUICK = [
+    (2, "stage 0 to 3"),
+    (2, "stage 3 to 1"),
+    (2, "stage 1 to 2"),
+    (2, "stage 2 to 2"),
+    (2, "fp32, default optimizer, stage 0 to 1"),
+    (2, "bf16, default optimizer, stage 2 to 0"),
+    (2, "stage 2, optimizer to the host"),
+    (2, "stage 3, all to the device"),
+    (2, "torch's schedule, stage 3 to 1"),
+    (2, "fp16, stage 2 to 3"),
+    (1, "stage 3 to 3"),
 ]
+ON_ANY = tiers(
+    [*((2, name) for name in ON_TWO_RANKS), *((1, name) for name in ON_ONE_RANK)], quick=QUICK
+)
 FAULTS = "faults"
 
 Results = dict[int, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Return the results of each rank by number of ranks."""
     folder = tmp_path_factory.mktemp("rebuild")
-    return {
-        2: _run(folder / "two", 2, [*ON_TWO_RANKS, FAULTS]),
-        1: _run(folder / "one", 1, ON_ONE_RANK),
-    }
+    names: dict[int, list[str]] = {2: [FAULTS], 1: []}
+    for ranks, name in chosen(request, "ranks", "name"):
+        names[ranks].append(name)
+    return {ranks: _run(folder / str(ranks), ranks, names[ranks]) for ranks in names}
 
 
 def _run(folder: Path, num_ranks: int, names: Any) -> list[dict[str, Any]]:

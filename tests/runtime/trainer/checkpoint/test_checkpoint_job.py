@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from chosen_cases import chosen, tiers
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
 
@@ -16,19 +17,21 @@ ENGINES = (
 )
 
 
+QUICK = ("stage 0", "stage 1, int8", "stage 2", "stage 3, offload", "BF16_Optimizer")
+
+
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder = tmp_path_factory.mktemp("resume")
-    finished = start_ranks(
-        2, SCRIPTS / "trainer" / "resume_checks.py", folder, *ENGINES, cwd=folder
-    )
+    names = chosen(request, "name")
+    finished = start_ranks(2, SCRIPTS / "trainer" / "resume_checks.py", folder, *names, cwd=folder)
     files = [folder / f"rank-{rank}.json" for rank in range(2)]
     assert all(file.exists() for file in files), finished.stderr[-3000:]
     return [json.loads(file.read_text()) for file in files]
 
 
 @pytest.mark.parametrize("who", ["new engine", "same engine"])
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", tiers(ENGINES, quick=QUICK))
 def test_a_run_resumes_from_its_checkpoint_bit_for_bit(
     ranks: list[dict], name: str, who: str
 ) -> None:

@@ -9,13 +9,20 @@ import json
 from pathlib import Path
 
 import pytest
+from chosen_cases import chosen, tiers
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
 from scripts.trainer.recovery_cases import FEW_ALONE, FEW_ENGINES, FEW_FAULTS
 
 pytestmark = pytest.mark.jobs
 
-RUNS = [(2, name) for name in FEW_ENGINES] + [(1, name) for name in FEW_ALONE]
+RUNS = tiers(
+    [(2, name) for name in FEW_ENGINES] + [(1, name) for name in FEW_ALONE],
+    quick=[
+        *((2, name) for name in ("stage 0", "stage 2, overlapping", "stage 3, all on host")),
+        (1, "stage 3, all on host"),
+    ],
+)
 
 Found = list[dict]
 
@@ -35,12 +42,22 @@ def run(world_size: int, folder: Path, script: str, *arguments: str) -> Found:
 
 
 @pytest.fixture(scope="module")
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Found]:
-    def found(world_size: int, *names: str) -> Found:
-        folder = tmp_path_factory.mktemp("matrix")
-        return run(world_size, folder, "recovery_matrix.py", "few", *names)
-
-    return {1: found(1, *FEW_ALONE), 2: found(2)}
+def matrix(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, Found]:
+    names: dict[int, list[str]] = {}
+    for world_size, name in chosen(request, "world_size", "name"):
+        names.setdefault(world_size, []).append(name)
+    return {
+        world_size: run(
+            world_size,
+            tmp_path_factory.mktemp("matrix"),
+            "recovery_matrix.py",
+            "few",
+            *names[world_size],
+        )
+        for world_size in names
+    }
 
 
 @pytest.fixture(scope="module")

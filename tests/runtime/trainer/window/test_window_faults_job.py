@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from chosen_cases import chosen, tiers
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
 
@@ -19,13 +20,18 @@ ERRORS = {
     "no weight": ("BatchError: the weights of this batch add up to 0.0",) * 2,
     "loss is a number": ("TypeError: loss(model, micro_batch) must return", "got float"),
 }
-CASES = [(name, stage) for name in ERRORS for stage in range(4)]
+CASES = tiers(
+    [(name, stage) for name in ERRORS for stage in range(4)],
+    quick=[(name, number % 4) for number, name in enumerate(ERRORS)],
+)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder: Path = tmp_path_factory.mktemp("faults")
-    finished = start_ranks(2, SCRIPTS / "trainer" / "window_faults.py", folder, cwd=folder)
+    names = [f"{name}, stage {stage}" for name, stage in chosen(request, "name", "stage")]
+    script = SCRIPTS / "trainer" / "window_faults.py"
+    finished = start_ranks(2, script, folder, *names, cwd=folder)
     files = [folder / f"rank-{rank}.json" for rank in range(2)]
     assert all(file.exists() for file in files), finished.stderr[-3000:]
     return [json.loads(file.read_text()) for file in files]

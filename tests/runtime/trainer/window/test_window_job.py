@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from chosen_cases import chosen, tiers
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
 
@@ -17,21 +18,29 @@ PLANS = ["three", "ones", "changing"]
 WORLDS = [1, 2, 4]
 
 
+CASES = tiers(
+    [(world, name) for world in WORLDS for name in (FP32 if world == 2 else FP32[:4])],
+    quick=[(1, "stage 0"), *((2, f"stage {stage}") for stage in range(4))],
+)
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, dict]:
+    names: dict[int, list[str]] = {}
+    halves = [(2, name) for name in chosen(request, "name") if name in HALF]
+    for world, name in [*chosen(request, "world", "name"), *halves]:
+        names.setdefault(world, []).append(name)
     found = {}
-    for world in WORLDS:
+    for world in names:
         folder: Path = tmp_path_factory.mktemp(f"windows-{world}")
-        names = FP32 + HALF if world == 2 else FP32[:4]
         finished = start_ranks(
-            world, SCRIPTS / "trainer" / "window_checks.py", folder, *names, cwd=folder
+            world, SCRIPTS / "trainer" / "window_checks.py", folder, *names[world], cwd=folder
         )
         assert (folder / "rank-0.json").exists(), finished.stderr[-3000:]
         found[world] = json.loads((folder / "rank-0.json").read_text())
     return found
-
-
-CASES = [(world, name) for world in WORLDS for name in (FP32 if world == 2 else FP32[:4])]
 
 
 @pytest.mark.parametrize(("world", "name"), CASES)
@@ -51,7 +60,7 @@ def test_token_means_over_uneven_padded_local_batches_equal_float64_arithmetic(f
     assert found[world][name]["tokens, uneven"] <= 1e-6
 
 
-@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize("name", tiers(HALF, quick=["bf16"]))
 def test_splits_in_bfloat16_differ_by_rounding_only(found, name):
     case = found[2][name]
 

@@ -139,6 +139,8 @@ if __name__ == "__main__":
     plain: dict[tuple, torch.Tensor] = {}
     results: dict[str, dict] = {}
     for case in CASES:
+        if case.name not in sys.argv[2:]:
+            continue
         key = (case.stage, case.bf16, case.transformers)
         if key not in plain:
             plain[key] = run(case, is_applied=False)[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -77,18 +77,21 @@ def attempt(run: zerowatch.TrainingRun, batch: Any) -> str:
     return "trained"
 
 
-def main(folder: Path) -> None:
-    """Try all faults at all stages."""
+def main(folder: Path, names: Collection[str]) -> None:
+    """Try the named faults, such as "nan, stage 2"."""
     deepspeed.init_distributed("gloo", verbose=False)
     found: dict[str, Any] = {}
     for stage in STAGES:
+        faults = {name: FAULTS[name] for name in FAULTS if f"{name}, stage {stage}" in names}
+        if not faults:
+            continue
         shares = [share_of(batch, None) for batch in batches()]
         undisturbed = make(stage, loss_of)
         for share in shares:
             undisturbed.train_batch(share)
         expected = weights(undisturbed.engine)
         end(undisturbed)
-        for name, corrupt in FAULTS.items():
+        for name, corrupt in faults.items():
             run = make(stage, loss_of)
             run.train_batch(shares[0])
             is_corrupt = name not in ON_ONE_RANK or dist.get_rank() == 1
@@ -152,4 +155,4 @@ def batch_statistics() -> list[str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])
