@@ -222,7 +222,7 @@ class TunerSettings(Section):
     rebuild: bool = True
     """Whether the engine may be rebuilt, for settings that cannot be changed in a live engine."""
     min_gain: float = Field(default=0.01, gt=0, lt=1)
-    """Least gain of throughput that is worth a change; 0.01 is 1 %. At least 1 %, and 3 % for a
+    """Minimum gain of throughput that is worth a change; 0.01 is 1 %. At least 1 %, and 3 % for a
     rebuild."""
     exploration_ratio: float = Field(default=0.05, ge=0, le=1)
     """Largest share of the training time so far, plus 10 minutes, that trials may cost; 0 for no

@@ -38,7 +38,7 @@ CAUSE_COLORS = {
     "redundancy": "purple",
     "bandwidth": "blue",
 }
-STEP_BYTES_COLORS = {"measured": "blue", "predicted": "yellow", "least": "green"}
+STEP_BYTES_COLORS = {"measured": "blue", "predicted": "yellow", "reference": "green"}
 
 AT_A_GLANCE = sized(
     6,
@@ -261,8 +261,8 @@ PATTERN = (
         TimeSeries(
             title="Bytes of a step on the wire",
             description="Bytes that a rank sends in a step: measured, predicted from the "
-            "configuration, and the reference for its ZeRO stage (`least`): the volume in the ZeRO "
-            "paper. If measured is above predicted, other code communicates too.",
+            "configuration, and the `reference` for its ZeRO stage, the volume in the ZeRO paper. "
+            "If measured is above predicted, other code communicates too.",
             queries=(Query(of_run(recorded.STEP_WIRE_BYTES), "{{kind}}"),),
             unit=BYTES,
             minimum=0,

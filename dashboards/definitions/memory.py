@@ -259,7 +259,7 @@ RANKS_APART = (
         ),
         lowest=True,
         sort_by="Risk",
-        least_first=False,
+        ascending=False,
         width=10,
     ),
     TimeSeries(

@@ -83,7 +83,7 @@ def rank_table(
     """
     first, *others = columns
     worst = f"{'bottomk' if lowest else 'topk'}({TABLE_ROWS}, {first.expression})"
-    options = {"sort_by": first.title, "least_first": lowest, **more}
+    options = {"sort_by": first.title, "ascending": lowest, **more}
     return Table(
         title=title,
         description=description,

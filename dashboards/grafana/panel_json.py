@@ -401,7 +401,7 @@ def _table_transformations(panel: Table) -> list[Json]:
 
 def _table_order(panel: Table) -> list[Json]:
     """Return the column by which the rows are sorted, and the direction."""
-    return [{"displayName": panel.sort_by, "desc": not panel.least_first}] if panel.sort_by else []
+    return [{"displayName": panel.sort_by, "desc": not panel.ascending}] if panel.sort_by else []
 
 
 def _table_overrides(panel: Table) -> list[Json]:

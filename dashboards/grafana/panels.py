@@ -207,13 +207,13 @@ class Table(Panel):
             aggregated by job, run and these labels.
         columns: The columns of values. A single column without a title is not shown.
         sort_by: The heading of the column by which rows are sorted, largest value first.
-        least_first: Whether the smallest value is first instead.
+        ascending: Whether the smallest value is first instead.
     """
 
     labels: Mapping[str, str]
     columns: tuple[Column, ...]
     sort_by: str = ""
-    least_first: bool = False
+    ascending: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

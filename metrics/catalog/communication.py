@@ -102,8 +102,8 @@ STEP_TIME_RATIO = gauge(
 COMM_STEP_WIRE_BYTES = gauge(
     "comm_step_wire_bytes",
     "Wire bytes of a step: measured, predicted from the configuration, and the reference for "
-    "its ZeRO stage (`least`).",
-    Label(name="kind", values=("measured", "predicted", "least")),
+    "its ZeRO stage (`reference`).",
+    Label(name="kind", values=("measured", "predicted", "reference")),
 )
 STRAGGLER_SCORE = gauge(
     "straggler_score_ratio",

@@ -19,7 +19,7 @@ from ...metrics.catalog.labels import OPS
 class WireFormula(Protocol):
     """Returns the bytes that a rank sends per payload byte, for at least two ranks."""
 
-    def __call__(self, backend: str, group_size: int, payload_bytes: int) -> float:
+    def __call__(self, backend: str, group_size: int, payload_bytes: float) -> float:
         """Return bytes sent per payload byte; for operations with a root, the mean over ranks."""
 
 
@@ -91,25 +91,22 @@ class Operation:
 _GLOO_SEGMENT_BYTES = 1 << 20  # gloo's kMaxSegmentSize
 
 
-# The formulas have two copies: `sent_ratio` and `reduce_factor` of tuner/policy/predict.py, which
-# may not import this package (tests/runtime/tuner/policy/test_predict.py compares them), and
-# `least_wire_bytes` of estimator/step_estimate.py, the reference of the volume ratio.
-def _ring_factor(backend: str, group_size: int, payload_bytes: int) -> float:
+def _ring_factor(backend: str, group_size: int, payload_bytes: float) -> float:
     """Return (n-1)/n: a rank sends all parts but its own."""
     return (group_size - 1) / group_size
 
 
-def _all_reduce_factor(backend: str, group_size: int, payload_bytes: int) -> float:
+def _all_reduce_factor(backend: str, group_size: int, payload_bytes: float) -> float:
     """Return 2(n-1)/n: a ring all_reduce is a reduce_scatter and an all_gather."""
     return 2 * (group_size - 1) / group_size
 
 
-def _reduce_scatter_factor(backend: str, group_size: int, payload_bytes: int) -> float:
+def _reduce_scatter_factor(backend: str, group_size: int, payload_bytes: float) -> float:
     """Return (n-1)/n; on gloo the factor of all_reduce, which gloo runs instead."""
     return (2 if backend == "gloo" else 1) * (group_size - 1) / group_size
 
 
-def _reduce_factor(backend: str, group_size: int, payload_bytes: int) -> float:
+def _reduce_factor(backend: str, group_size: int, payload_bytes: float) -> float:
     """Follow gloo/reduce.cc: all but two segments go round the ring, then each part to the root.
 
     Segments are of 1 MiB at most, two or more for each rank, and as many for each.
@@ -121,17 +118,17 @@ def _reduce_factor(backend: str, group_size: int, payload_bytes: int) -> float:
     return 1 - 2 / num_segments + (group_size - 1) / group_size**2
 
 
-def _root_factor(backend: str, group_size: int, payload_bytes: int) -> float:
+def _root_factor(backend: str, group_size: int, payload_bytes: float) -> float:
     """Return (n-1)/n^2: all parts but the root's are sent once, in the mean over n ranks."""
     return (group_size - 1) / group_size / group_size
 
 
-def _whole_payload(backend: str, group_size: int, payload_bytes: int) -> float:
+def _whole_payload(backend: str, group_size: int, payload_bytes: float) -> float:
     """Return 1: a sender sends its payload once."""
     return 1.0
 
 
-def _no_bytes(backend: str, group_size: int, payload_bytes: int) -> float:
+def _no_bytes(backend: str, group_size: int, payload_bytes: float) -> float:
     """Return 0: a receiver sends nothing, and a barrier has no payload."""
     return 0.0
 
@@ -308,7 +305,7 @@ def guarded_methods(guard: Guard) -> tuple[str, ...]:
     return tuple(function.name for function in functions if guard in function.guard)
 
 
-def wire_factor(op: str, backend: str, group_size: int, payload_bytes: int = 0) -> float:
+def wire_factor(op: str, backend: str, group_size: int, payload_bytes: float = 0) -> float:
     """Return the bytes that one rank sends per payload byte.
 
     Args:

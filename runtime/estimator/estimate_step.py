@@ -20,7 +20,7 @@ from .model_memory import ModelPartition, estimate_memory
 from .model_shape import BYTES_OF, ModelShape, Topology
 from .stage_0_to_2_traffic import flat_groups, stage_0_calls, stage_1_and_2_calls
 from .stage_3_traffic import stage_3_step
-from .step_estimate import EstimatedCall, StepEstimate, least_wire_bytes, sum_calls
+from .step_estimate import EstimatedCall, StepEstimate, reference_wire_bytes, sum_calls
 from .zero3_coordinator import TracingError
 
 _PREFETCH_FAILS = "Not exact: DeepSpeed's prefetching fails on this order of modules."
@@ -55,7 +55,7 @@ def estimate_step(
     estimate = StepEstimate(
         stage=options.stage,
         collectives=sum_calls(step.calls, topology.backend),
-        least_wire_bytes=_lower_bound(shard, options, topology, micro_batches),
+        reference_wire_bytes=_lower_bound(shard, options, topology, micro_batches),
         memory=estimate_memory(shard, options, step.partition),
         exact=not reasons,
         assumptions=assumptions(shard, options),
@@ -138,7 +138,7 @@ def _lower_bound(
 ) -> float:
     width = BYTES_OF[options.communication_dtype]
     sent = [p for p in model.parameters if p.is_trained or options.stage == 3]
-    return least_wire_bytes(
+    return reference_wire_bytes(
         options.stage,
         gradient_bytes=model.num_trained * width,
         parameter_bytes=sum(p.numel * BYTES_OF[options.model_dtype or p.dtype] for p in sent),

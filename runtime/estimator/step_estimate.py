@@ -36,7 +36,7 @@ class StepEstimate:
     Attributes:
         stage: ZeRO stage.
         collectives: The collectives that DeepSpeed issues.
-        least_wire_bytes: Reference: the bytes that this stage sends in the ZeRO paper.
+        reference_wire_bytes: Reference: the bytes that this stage sends in the ZeRO paper.
         memory: Bytes of the rank, by category.
         exact: Whether calls and payload bytes equal DeepSpeed's if the assumptions hold. If not, a
             remark names the reason.
@@ -46,7 +46,7 @@ class StepEstimate:
 
     stage: int
     collectives: tuple[EstimatedCollective, ...]
-    least_wire_bytes: float
+    reference_wire_bytes: float
     memory: MemoryEstimate
     exact: bool
     assumptions: tuple[str, ...]
@@ -60,7 +60,7 @@ class StepEstimate:
     @property
     def volume_ratio(self) -> float | None:
         """The wire bytes as a ratio of the reference; None if nothing has to be sent."""
-        return self.wire_bytes / self.least_wire_bytes if self.least_wire_bytes else None
+        return self.wire_bytes / self.reference_wire_bytes if self.reference_wire_bytes else None
 
     def totals(self) -> Mapping[str, CollectiveTotals]:
         """Return the estimated totals by operation, in the form of a `StepRecord`."""
@@ -122,7 +122,7 @@ def sum_calls(calls: Iterable[EstimatedCall], backend: str) -> tuple[EstimatedCo
     )
 
 
-def least_wire_bytes(
+def reference_wire_bytes(
     stage: int, *, gradient_bytes: int, parameter_bytes: int, micro_batches: int, num_ranks: int
 ) -> float:
     """Return the bytes that one rank sends in one step of the ZeRO paper: the ratio's denominator.
@@ -142,7 +142,7 @@ def least_wire_bytes(
         micro_batches: Micro-batches of one step on one rank.
         num_ranks: Data-parallel ranks.
     """
-    sent_ratio = (num_ranks - 1) / num_ranks
+    sent_ratio = wire_factor("all_gather", "nccl", num_ranks)  # f, also of a reduce-scatter
     if stage == 0:
         return 2 * sent_ratio * gradient_bytes
     if stage == 1:

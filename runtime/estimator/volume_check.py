@@ -116,9 +116,11 @@ class WireVolumeCheck:
         with recorder.commit():
             recorder.set(communication.COMM_STEP_WIRE_BYTES, measured, "measured")
             recorder.set(communication.COMM_STEP_WIRE_BYTES, estimate.wire_bytes, "predicted")
-            recorder.set(communication.COMM_STEP_WIRE_BYTES, estimate.least_wire_bytes, "least")
-            if estimate.least_wire_bytes:
-                self._ratio = measured / estimate.least_wire_bytes
+            recorder.set(
+                communication.COMM_STEP_WIRE_BYTES, estimate.reference_wire_bytes, "reference"
+            )
+            if estimate.reference_wire_bytes:
+                self._ratio = measured / estimate.reference_wire_bytes
                 recorder.set(communication.COMM_VOLUME_RATIO, self._ratio)
 
     def _log_differences(self, estimate: StepEstimate, record: StepRecord, measured: float) -> None:

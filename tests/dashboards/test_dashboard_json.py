@@ -147,7 +147,7 @@ def test_a_table_joins_its_queries_by_label_and_names_the_columns():
 
 def test_a_table_can_be_sorted_with_the_smallest_value_first():
     columns = (Column(title="Busy", expression="busy"),)
-    (json,) = drawn(Table(**WORDS, labels={}, columns=columns, sort_by="Busy", least_first=True))
+    (json,) = drawn(Table(**WORDS, labels={}, columns=columns, sort_by="Busy", ascending=True))
 
     assert json["options"]["sortBy"] == [{"displayName": "Busy", "desc": False}]
 

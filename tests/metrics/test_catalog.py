@@ -94,7 +94,7 @@ PROMISED_VALUES = {
     "other",
     "phase of straggler_score_ratio": "data forward backward optimizer",
     "part of step_time_ratio": "compute comm overlap idle",
-    "kind": "measured predicted least",
+    "kind": "measured predicted reference",
     "cause": "latency bandwidth imbalance redundancy",
     "state of memory_bytes": "allocated reserved peak_allocated peak_reserved inactive_split limit",
     "category": "parameters gradients optimizer activations comm_buffers other",

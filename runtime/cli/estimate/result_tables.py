@@ -95,7 +95,7 @@ def _wire_table(
             f"{sum(c.calls for c in estimate.collectives):,}",
             format_bytes(sum(c.payload_bytes for c in estimate.collectives)),
             format_bytes(estimate.wire_bytes),
-            format_bytes(estimate.least_wire_bytes),
+            format_bytes(estimate.reference_wire_bytes),
             ratio,
             style="bold",
         )

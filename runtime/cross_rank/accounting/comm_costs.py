@@ -146,7 +146,7 @@ class CommCosts:
         totals: CostTotals,
         volume_ratio: float | None,
     ) -> None:
-        """Add a call that was found on all ranks; what exceeds its least duration was waiting."""
+        """Add a call of all ranks; what exceeds its shortest duration was waiting."""
         wire_bytes = _wire_bytes(call)
         self.wire_bytes += wire_bytes
         if call.op != UNEVEN:
@@ -247,7 +247,7 @@ def bus_bandwidth(calls: list[tuple[float, float]]) -> float | None:
     half of the largest size count, as small calls show the latency.
 
     Args:
-        calls: Wire bytes of each call, and its least duration over the ranks in seconds.
+        calls: Wire bytes of each call, and its shortest duration over the ranks in seconds.
     """
     largest = max((wire for wire, _ in calls), default=0.0)
     rates = [wire / seconds for wire, seconds in calls if wire >= largest / 2 and seconds > 0]

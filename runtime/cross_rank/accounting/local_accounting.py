@@ -79,7 +79,7 @@ class LocalAccounting:
         return any(state.reported for state in self._states.values())
 
     def match(self, rank_set: RankSet, result: CompareResult) -> None:
-        """Add the costs of the calls whose least duration over the ranks is known now."""
+        """Add the costs of the calls whose shortest duration over the ranks is known now."""
         state = self._states.get(rank_set)
         if state is None:
             return

@@ -95,7 +95,7 @@ class CompareResult:
 
     Attributes:
         first_call: Number of the call that `min_durations` starts with.
-        min_durations: The least duration of each call over the ranks, in seconds.
+        min_durations: The shortest duration of each call over the ranks, in seconds.
         reference: The step times with which each rank's are compared; None if no rank sent any.
         stragglers: The ranks that are slow now.
         divergence: The first divergence, in one result only; None in all others.

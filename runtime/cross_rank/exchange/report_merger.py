@@ -94,7 +94,7 @@ class ReportMerger:
         )
 
     def _drain_durations(self) -> tuple[int, Durations]:
-        """Return the least duration of each call: that of the member that waited least.
+        """Return the shortest duration of each call: that of the member that waited least.
 
         NaN where no member could time it, and from the divergence on.
         """

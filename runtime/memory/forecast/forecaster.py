@@ -210,13 +210,17 @@ class Forecaster:
     def _forecast(self, model: PeakModel, errors: PredictionErrors) -> MemoryForecast:
         last, recent = self._points[-1], self._last(RECENT_POINTS)
         need = last.peak_bytes + last.unusable_bytes
-        least = max(MIN_WIDTH_BYTES, MIN_WIDTH_RATIO * need)
+        min_width = max(MIN_WIDTH_BYTES, MIN_WIDTH_RATIO * need)
         rows = self._rows[max(0, self._num_rows - MAX_POINTS) : self._num_rows]
-        self._fit_trends(rows, least)
+        self._fit_trends(rows, min_width)
         found = predict_recent(model, recent, self._floor.level)
         steps = rows[-len(recent) :, _STEP]
-        shapes = fit_trend(steps, found.peaks, least) if np.ptp(found.peaks) else Trend(level=0.0)
-        tail = fit_tail(np.array(errors.errors), expected=EXPECTED_WIDTH_RATIO * need, least=least)
+        shapes = (
+            fit_trend(steps, found.peaks, min_width) if np.ptp(found.peaks) else Trend(level=0.0)
+        )
+        tail = fit_tail(
+            np.array(errors.errors), expected=EXPECTED_WIDTH_RATIO * need, min_width=min_width
+        )
         self._width = tail.width
         predicted = model.predict(found.largest, last.floor_bytes)
         limit = min(last.limit_bytes, self._reservable)
@@ -248,11 +252,11 @@ class Forecaster:
         self._risks.append((step, risk))
         return sum(risk for _, risk in self._risks) / len(self._risks)
 
-    def _fit_trends(self, rows: Array, least: float) -> None:
+    def _fit_trends(self, rows: Array, min_width: float) -> None:
         steps = rows[:, _STEP]
-        self._floor = fit_trend(steps, rows[:, _FLOOR], least)
+        self._floor = fit_trend(steps, rows[:, _FLOOR], min_width)
         if rows[-1, _UNUSABLE]:
-            self._unusable = fit_trend(steps, rows[:, _UNUSABLE], least)
+            self._unusable = fit_trend(steps, rows[:, _UNUSABLE], min_width)
 
     def _risk(
         self,

@@ -124,30 +124,30 @@ class ErrorTail:
         return self.ranks[above - 1] + part * (self.ranks[above] - self.ranks[above - 1])
 
 
-def fit_tail(errors: Sequence[float] | Array, *, expected: float, least: float) -> ErrorTail:
+def fit_tail(errors: Sequence[float] | Array, *, expected: float, min_width: float) -> ErrorTail:
     """Return the distribution fitted to errors of prediction.
 
     Args:
         errors: Errors of prediction, in bytes.
         expected: Deviation assumed before any error is known, in bytes.
-        least: Lower bound of the deviation, in bytes; readings are quantised.
+        min_width: Lower bound of the deviation, in bytes; readings are quantised.
     """
     known = np.sort(np.asarray(errors, dtype=float))
     count = len(known)
     median, deviation = _median_and_deviation(known)
     variance = (count * deviation**2 + PRIOR_ERRORS * expected**2) / (count + PRIOR_ERRORS)
-    width = max(float(np.sqrt(variance if count < 3 * PRIOR_ERRORS else deviation**2)), least)
+    width = max(float(np.sqrt(variance if count < 3 * PRIOR_ERRORS else deviation**2)), min_width)
     body = median * min(1.0, count / PRIOR_ERRORS) + width * _NORMALS
     if count >= 3 * PRIOR_ERRORS:
         ranks = (np.arange(count) + 0.5) / count
-        found, narrowest = np.interp(_QUANTILES, ranks, known), median + least * _NORMALS
+        found, narrowest = np.interp(_QUANTILES, ranks, known), median + min_width * _NORMALS
         body = np.where(_NORMALS < 0, np.minimum(found, narrowest), np.maximum(found, narrowest))
     threshold = float(body[-1])
     scale, shape = _fit_excesses(known[known > threshold] - threshold, 0.4 * width)
     return ErrorTail(
         errors=tuple(np.maximum.accumulate(body).tolist()),
         ranks=_NORMAL_RANKS,
-        scale=max(scale, 0.4 * least),
+        scale=max(scale, 0.4 * min_width),
         shape=shape,
         width=width,
     )

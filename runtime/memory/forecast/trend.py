@@ -62,40 +62,40 @@ class Trend:
     stepwise: float = 0.0
 
 
-def fit_trend(steps: Array, values: Array, least_noise: float) -> Trend:
+def fit_trend(steps: Array, values: Array, min_noise: float) -> Trend:
     """Return the trend at the end of a series.
 
     Args:
         steps: [n] step numbers, ascending.
         values: [n] one value for each.
-        least_noise: Lower bound of the noise of single readings.
+        min_noise: Lower bound of the noise of single readings.
     """
     count = len(values)
     if count < MIN_POINTS:
-        return Trend(level=upper_median(values[-5:]), noise=least_noise, points=count)
+        return Trend(level=upper_median(values[-5:]), noise=min_noise, points=count)
     lengths = [*(one for one in STRETCHES if 1.3 * one < count), count]
-    memory = _memory_of_differences(values, least_noise)
-    chosen = _longest(steps, values, lengths, least_noise, memory)
+    memory = _memory_of_differences(values, min_noise)
+    chosen = _longest(steps, values, lengths, min_noise, memory)
     if chosen.points >= CERTAIN_POINTS or count < 2 * CERTAIN_POINTS:
         return chosen
     # Growth in chunks looks constant on a short stretch.
     certain = [length for length in lengths if length >= CERTAIN_POINTS]
-    longer = _longest(steps, values, certain, least_noise, memory)
+    longer = _longest(steps, values, certain, min_noise, memory)
     return longer if _is_certain(longer, values) else chosen
 
 
-def fit_line(steps: Array, values: Array, least_noise: float) -> Trend:
+def fit_line(steps: Array, values: Array, min_noise: float) -> Trend:
     """Return the line fitted to all of a series, which has at least `MIN_POINTS` readings."""
-    return _line(steps, values, least_noise, _memory_of_differences(values, least_noise))
+    return _line(steps, values, min_noise, _memory_of_differences(values, min_noise))
 
 
 def _longest(
-    steps: Array, values: Array, lengths: Sequence[int], least_noise: float, memory: float
+    steps: Array, values: Array, lengths: Sequence[int], min_noise: float, memory: float
 ) -> Trend:
     """Return the longest stretch that agrees with all shorter ones."""
     chosen: list[Trend] = []
     for length in lengths:
-        trend = _line(steps[-length:], values[-length:], least_noise, memory)
+        trend = _line(steps[-length:], values[-length:], min_noise, memory)
         if not all(_agree(trend, shorter) for shorter in chosen):
             break
         chosen.append(trend)
@@ -148,7 +148,7 @@ def _memory_of_residuals(residuals: Array, memory: float) -> float:
     return min(max((found + 2 / count) / (1 - 4 / count), 0.0), MAX_MEMORY)
 
 
-def _line(steps: Array, values: Array, least_noise: float, memory: float) -> Trend:
+def _line(steps: Array, values: Array, min_noise: float, memory: float) -> Trend:
     """Fit one line to all readings."""
     count = len(values)
     blocks = min(BLOCKS, count // 2)
@@ -161,7 +161,7 @@ def _line(steps: Array, values: Array, least_noise: float, memory: float) -> Tre
     offsets = centres - steps[-1]
     level = upper_median(medians - slope * offsets)
     residuals = values - level - slope * (steps - steps[-1])
-    noise = max(1.4826 * upper_median(np.abs(residuals)), least_noise)
+    noise = max(1.4826 * upper_median(np.abs(residuals)), min_noise)
     residuals = np.clip(residuals, -CLIPPED_AT * noise, CLIPPED_AT * noise)
     memory = _memory_of_residuals(residuals, memory)
     width = max((float(residuals @ residuals) / count) ** 0.5, noise)
@@ -185,12 +185,12 @@ def _line(steps: Array, values: Array, least_noise: float, memory: float) -> Tre
         slope_deviation=1.1 * slope_variance**0.5,  # medians are less efficient than means
         noise=noise,
         points=count,
-        stepwise=_step_odds(medians, squares, least_noise**2, (1 - kept) / (1 + kept)),
+        stepwise=_step_odds(medians, squares, min_noise**2, (1 - kept) / (1 + kept)),
     )
 
 
 def _step_odds(
-    medians: Array, squares_of_line: float, least_variance: float, independent: float
+    medians: Array, squares_of_line: float, min_variance: float, independent: float
 ) -> float:
     """Return the odds of one step at the best position against a line (Schwarz 1978).
 
@@ -202,7 +202,7 @@ def _step_odds(
     ahead = np.arange(1, count)
     explained = before**2 * (1 / ahead + 1 / (count - ahead))
     squares = float(centred @ centred) - float(explained.max())
-    least = least_variance * count / 4
+    least = min_variance * count / 4
     ratio = (squares_of_line + least) / (max(squares, 0.0) + least)
     return float(ratio ** (independent * count / 2) / count)
 

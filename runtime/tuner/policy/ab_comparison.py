@@ -80,7 +80,7 @@ class TrialDesign:
     Attributes:
         block_steps: Usable steps in a block.
         settle_steps: Steps ignored after each switch.
-        min_gain: Least gain of throughput worth a change, 0.01 for 1 %.
+        min_gain: Minimum gain of throughput worth a change, 0.01 for 1 %.
         alpha: Probability of accepting a knob without effect.
         interim_level: Level of one interim analysis, such that all of them together keep to
             `alpha`.
@@ -212,12 +212,12 @@ class _Pair:
         return log(median_low(self.a) / median_low(self.b))
 
     @property
-    def least(self) -> float:
+    def lowest(self) -> float:
         """Log gain of B's slowest step over A's fastest."""
         return log(min(self.a) / max(self.b))
 
     @property
-    def most(self) -> float:
+    def highest(self) -> float:
         """Log gain of B's fastest step over A's slowest."""
         return log(max(self.a) / min(self.b))
 
@@ -339,7 +339,7 @@ class AbComparison:
         else:
             return ()
         margin = self._noise_margin(needed)
-        is_far_faster = all(pair.least > 0 and pair.difference > margin for pair in latest)
+        is_far_faster = all(pair.lowest > 0 and pair.difference > margin for pair in latest)
         return latest if is_far_faster else ()
 
     def _check_bounds(self) -> None:
@@ -348,11 +348,11 @@ class AbComparison:
         lower, upper = found.lower(design.interim_level), found.upper(FUTILITY_LEVEL)
         verdict: Verdict = "rejected"
         if lower > log1p(design.min_gain / 2) and found.mean > log1p(design.min_gain):
-            verdict, reason = "accepted", "its lower bound is above half the least gain"
+            verdict, reason = "accepted", "its lower bound is above half the minimum gain"
         elif upper < log1p(min(HARM_GAIN, design.min_gain / 2)):
             verdict, reason = "rolled_back", "its upper bound shows harm"
         elif upper < log1p(design.min_gain):
-            reason = "its upper bound is below the least gain"
+            reason = "its upper bound is below the minimum gain"
         elif len(self._pairs) >= design.max_pairs:
             reason = "inconclusive after the maximum of pairs"
         else:
@@ -361,7 +361,7 @@ class AbComparison:
 
     def _end_by_steps(self, verdict: Verdict, pairs: Sequence[_Pair], reason: str) -> None:
         mean = fmean(pair.difference for pair in self._pairs)
-        bounds = min(pair.least for pair in pairs), max(pair.most for pair in pairs)
+        bounds = min(pair.lowest for pair in pairs), max(pair.highest for pair in pairs)
         self._end(verdict, mean, bounds, reason)
 
     def _end(

@@ -24,7 +24,7 @@ class TunerOptions:
         numerics: Strictness of numerics that every change keeps to.
         acts: Whether it changes anything; otherwise it only advises.
         allows_rebuild: Whether the engine may be rebuilt.
-        min_gain: Least gain of throughput worth a change.
+        min_gain: Minimum gain of throughput worth a change.
         exploration_ratio: Largest share of the training time that trials may cost.
         cooldown_steps: Steps after an accepted change without a trial.
         cooldown_seconds: The same in seconds; the shorter of both applies.

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ...collectives.ops import wire_factor
 from .knob_registry import (
     ASYNCHRONOUS_REDUCTION,
     BATCH_SAMPLES,
@@ -29,7 +30,6 @@ from .metrics_delta import MetricsDelta
 from .policy_types import Configuration, JobFacts
 
 _STAGE_0_BUCKET = 500_000_000  # elements; fixed in DeepSpeed at stage 0
-_SEGMENT_BYTES = 1 << 20  # of a segment of gloo's reduce
 # Bytes of a compressed value: its code, and an fp32 scale per block of 256 values.
 _CODE_BYTES = {"bf16": 2.0, "fp16": 2 + 4 / 256, "int8": 1 + 4 / 256, "fp8": 1 + 4 / 256}
 _CHUNK_VALUES = 256 * 1024  # compressed values in one message over gloo
@@ -102,25 +102,6 @@ def num_micro_batches(configuration: Configuration, samples_per_rank: int) -> in
     return max(1, math.ceil(samples_per_rank / max(1, size)))
 
 
-# `sent_ratio` and `reduce_factor` repeat `_ring_factor` and `_reduce_factor` of collectives/ops.py,
-# which this package may not import; tests/runtime/tuner/policy/test_predict.py compares them.
-def sent_ratio(ranks: int) -> float:
-    """Return the ratio of a payload that a rank of a ring sends to other ranks."""
-    return (ranks - 1) / ranks
-
-
-def reduce_factor(backend: str, ranks: int, payload_bytes: float) -> float:
-    """Return wire bytes per payload byte of a reduce to one rank, averaged over ranks."""
-    if ranks < 2:
-        return 0.0
-    if backend != "gloo":
-        return sent_ratio(ranks)
-    # gloo/reduce.cc: all but two segments pass through the ring, then each part to the root.
-    needed = max(math.ceil(payload_bytes / _SEGMENT_BYTES), 2 * ranks)
-    segments = math.ceil(needed / ranks) * ranks
-    return 1 - 2 / segments + (ranks - 1) / ranks**2
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StepTraffic:
     configuration: Configuration
@@ -129,7 +110,7 @@ class _StepTraffic:
     @property
     def sent(self) -> float:
         """Ratio of a payload that a rank sends to other ranks."""
-        return sent_ratio(self.facts.world_size)
+        return wire_factor("all_gather", self.facts.backend, self.facts.world_size)
 
     @property
     def gradients(self) -> float:
@@ -172,7 +153,7 @@ class _StepTraffic:
             return self._all_reduced(self.bucket)
         calls = math.ceil(self.gradients / self.bucket) + ranks - 1
         payload = self.facts.gradient_bytes
-        factor = reduce_factor(self.facts.backend, ranks, payload / calls)
+        factor = wire_factor("reduce", self.facts.backend, ranks, payload / calls)
         return Traffic(wire_bytes=payload * factor, calls=calls)
 
     def _reduced_at_stage_3(self) -> Traffic:

@@ -17,7 +17,7 @@ from zerowatch.runtime.estimator.model_shape import (
     Topology,
 )
 from zerowatch.runtime.estimator.stage_3_traffic import module_visits
-from zerowatch.runtime.estimator.step_estimate import StepEstimate, least_wire_bytes
+from zerowatch.runtime.estimator.step_estimate import StepEstimate, reference_wire_bytes
 from zerowatch.runtime.estimator.typical_model import typical_transformer
 from zerowatch.runtime.estimator.zero3_coordinator import Zero3Coordinator
 
@@ -53,14 +53,14 @@ def remarks(zero: dict, **config: object) -> str:
 
 
 @pytest.mark.parametrize(
-    ("stage", "least"), [(0, 2 * 300), (1, 300 + 150), (2, 4 * 300 + 150), (3, 4 * (300 + 300))]
+    ("stage", "reference"), [(0, 2 * 300), (1, 300 + 150), (2, 4 * 300 + 150), (3, 4 * (300 + 300))]
 )
-def test_the_lower_bound_follows_the_papers_closed_forms(stage, least):
-    actual = least_wire_bytes(
+def test_the_lower_bound_follows_the_papers_closed_forms(stage, reference):
+    actual = reference_wire_bytes(
         stage, gradient_bytes=400, parameter_bytes=200, micro_batches=4, num_ranks=4
     )
 
-    assert actual == pytest.approx(least)
+    assert actual == pytest.approx(reference)
 
 
 @pytest.mark.parametrize(("accumulation", "ratio"), [(1, 1.5), (4, 1.8)])

@@ -89,14 +89,14 @@ def test_false_alarms_are_rare(followed: Sequence[Followed]) -> None:
 def test_the_fitted_tail_is_that_of_the_true_distribution(seed: int) -> None:
     drawn = np.random.default_rng(seed).standard_t(4, 20_000) * 1e6
 
-    tail = fit_tail(drawn[:256], expected=1e6, least=1e3)
+    tail = fit_tail(drawn[:256], expected=1e6, min_width=1e3)
 
     for margin in (0.0, 1e6, 2e6, 5e6):
         assert tail.exceedance(margin) == pytest.approx((drawn > margin).mean(), rel=0.6)
 
 
 def test_the_scalar_and_the_vectorised_tail_agree(seed: int) -> None:
-    tail = fit_tail(np.random.default_rng(seed).normal(0, 1e6, 100), expected=1e6, least=1e3)
+    tail = fit_tail(np.random.default_rng(seed).normal(0, 1e6, 100), expected=1e6, min_width=1e3)
     margins = np.linspace(-8e6, 8e6, 101)
 
     one_by_one = [tail.exceedance(margin) for margin in margins.tolist()]
@@ -107,14 +107,14 @@ def test_the_scalar_and_the_vectorised_tail_agree(seed: int) -> None:
 
 @pytest.mark.parametrize("errors", ([], [0.0], [0.0] * 200, [-5e9, 5e9]))
 def test_no_probability_is_zero_or_one(errors: list[float]) -> None:
-    tail = fit_tail(errors, expected=1e7, least=1e6)
+    tail = fit_tail(errors, expected=1e7, min_width=1e6)
 
     for margin in (-1e12, 0.0, 1e6, 1e12, np.inf):
         assert 0.0 < tail.exceedance(margin) < 1.0
 
 
 def test_with_few_errors_the_expected_width_counts() -> None:
-    few = fit_tail([0.0] * 3, expected=1e7, least=1e5)
-    many = fit_tail([0.0] * 100, expected=1e7, least=1e5)
+    few = fit_tail([0.0] * 3, expected=1e7, min_width=1e5)
+    many = fit_tail([0.0] * 100, expected=1e7, min_width=1e5)
 
     assert few.exceedance(1e7) > 0.05 > many.exceedance(1e7)

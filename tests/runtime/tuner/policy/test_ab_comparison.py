@@ -136,9 +136,9 @@ def test_the_recorded_bounds_support_the_reason_of_the_verdict(seed: int) -> Non
         assert found.lower <= found.gain <= found.upper, f"seed {each}"
         if found.reason == "its upper bound shows harm":
             assert found.upper < min(-0.01, LIVE.min_gain / 2), f"seed {each}"
-        elif found.reason == "its upper bound is below the least gain":
+        elif found.reason == "its upper bound is below the minimum gain":
             assert found.upper < LIVE.min_gain, f"seed {each}"
-    assert {"its upper bound shows harm", "its upper bound is below the least gain"} <= reasons
+    assert {"its upper bound shows harm", "its upper bound is below the minimum gain"} <= reasons
 
 
 def test_an_allowed_loss_is_not_rolled_back() -> None:

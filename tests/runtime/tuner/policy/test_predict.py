@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from zerowatch.runtime.collectives.ops import wire_factor
 from zerowatch.runtime.estimator.estimate_step import estimate_step
 from zerowatch.runtime.estimator.model_shape import (
     ModelShape,
@@ -20,8 +19,6 @@ from zerowatch.runtime.tuner.policy.policy_types import JobFacts
 from zerowatch.runtime.tuner.policy.predict import (
     num_micro_batches,
     predicted_gain,
-    reduce_factor,
-    sent_ratio,
     traffic_of,
 )
 
@@ -253,15 +250,3 @@ def test_an_end_of_offloading_saves_its_time():
 )
 def test_without_figures_nothing_is_predicted(now, reading):
     assert gain(now, {**now, "micro_batch_samples": 16}, reading) is None
-
-
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 64])
-def test_wire_formulas_equal_those_of_collectives(backend, ranks):
-    payloads = [1, 1 << 20, 5_000_000, 1 << 30]
-
-    assert sent_ratio(ranks) == wire_factor("all_gather", backend, ranks)
-    assert 2 * sent_ratio(ranks) == wire_factor("all_reduce", backend, ranks)
-    assert [reduce_factor(backend, ranks, each) for each in payloads] == [
-        wire_factor("reduce", backend, ranks, each) for each in payloads
-    ]

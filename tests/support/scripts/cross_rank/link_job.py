@@ -61,7 +61,7 @@ class Probe:
         self._durations.append(time.perf_counter() - began)
 
     def seconds(self) -> float:
-        """The median, over the calls, of the least duration over the ranks."""
+        """The median, over the calls, of the shortest duration over the ranks."""
         least = torch.tensor(self._durations, dtype=torch.float64)
         self._all_reduce(least, op=dist.ReduceOp.MIN)
         return median(least.tolist())

@@ -52,7 +52,7 @@ def be_quick() -> None:
     proposals.KNOBS = tuple(knob for knob in proposals.KNOBS if knob.name != "python_gc")
     controller_runner.POLL_SECONDS = 0.0
     watch_thread.TICK_SECONDS = 0.05
-    design_of, least_gains = TrialSearch._design, cycle((-0.9, 0.01))
+    design_of, min_gains = TrialSearch._design, cycle((-0.9, 0.01))
 
     def design(*args: Any, **kwargs: Any) -> Any:
         return replace(
@@ -62,7 +62,7 @@ def be_quick() -> None:
             first_interim_pair=2,
             max_pairs=2,
             interim_level=0.5,
-            min_gain=next(least_gains),
+            min_gain=next(min_gains),
         )
 
     TrialSearch._design = design  # type: ignore[method-assign]

@@ -29,7 +29,7 @@ from zerowatch.runtime.tuner.policy.policy_types import Numerics, Proposal, Symp
 from zerowatch.runtime.tuner.policy.proposals import TunerInput
 
 LONGEST = 400  # steps
-ACCEPTED, REFUSED = -0.9, 9.0  # least gains that any trial or no trial reaches
+ACCEPTED, REFUSED = -0.9, 9.0  # minimum gains that any trial or no trial reaches
 SYMPTOM = Symptom(name="comm_redundancy", ratio=0.5, evidence={})
 TUNER = {**SETTINGS["tuner"], "rebuild": True}
 
