@@ -23,6 +23,7 @@ ZEROWATCH_KEY = "zerowatch"
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 MANAGED = "managed_gradient_accumulation"
 
+_STAGES = (0, 1, 2, 3)
 _LARGEST_FILE = 2**20  # bytes; a longer argument file is data, not a configuration
 
 
@@ -178,7 +179,7 @@ def training_config(config: object) -> dict[str, Any]:
         config: A mapping, or the path of a JSON file.
 
     Raises:
-        DsConfigError: It cannot be read, has no micro-batch size, or asks for pipelines.
+        DsConfigError: It cannot be read, has no micro-batch size, or a wrong ZeRO stage.
     """
     if not isinstance(config, Mapping | str | os.PathLike):
         raise DsConfigError(
@@ -191,12 +192,16 @@ def training_config(config: object) -> dict[str, Any]:
         raise DsConfigError(f"{config_origin(config)}: {fault or 'is empty'}")
     ours = copy.deepcopy(dict(given))
     _check_micro_batch(ours, config)
+    try:
+        stage = zero_stage(ours)
+    except DsConfigError as error:
+        raise DsConfigError(f"{config_origin(config)}: {error}") from None
     # DeepSpeed requires that the batch sizes multiply; here the size of each batch decides.
     ours.pop("train_batch_size", None)
     ours["gradient_accumulation_steps"] = 1
     ours[MANAGED] = False
     zero = ours.get("zero_optimization")
-    if isinstance(zero, Mapping) and zero.get("overlap_comm") and int(zero.get("stage", 0)) < 2:
+    if isinstance(zero, Mapping) and zero.get("overlap_comm") and stage < 2:
         # All reduction is in step() then, with nothing to overlap with.
         ours["zero_optimization"] = {**zero, "overlap_comm": False}
         logger.warning(
@@ -204,7 +209,7 @@ def training_config(config: object) -> dict[str, Any]:
             "TrainingRun reduces gradients once per step"
         )
     fp16 = ours.get("fp16")
-    if isinstance(fp16, Mapping) and fp16.get("enabled") and zero_stage(ours) == 0:
+    if isinstance(fp16, Mapping) and fp16.get("enabled") and stage == 0:
         logger.warning(
             "fp16 at ZeRO stage 0: DeepSpeed 0.19 divides gradients by a loss scale that the loss "
             "was not multiplied by, so updates are too small. Use bf16, or stage 1"
@@ -239,6 +244,19 @@ def merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 
 def zero_stage(config: Mapping[str, Any]) -> int:
-    """Return the ZeRO stage that a ds config asks for."""
+    """Return the ZeRO stage that a ds config asks for, as DeepSpeed reads it.
+
+    Raises:
+        DsConfigError: It is none of DeepSpeed's stages.
+    """
     zero = config.get("zero_optimization")
-    return int(zero.get("stage", 0)) if isinstance(zero, Mapping) else 0
+    if not isinstance(zero, Mapping):
+        return 1 if zero is True else 0  # true is an old form of stage 1
+    given = zero.get("stage", 0)
+    try:
+        stage = int(given)
+    except (TypeError, ValueError, OverflowError):
+        stage = None
+    if stage not in _STAGES:
+        raise DsConfigError(f"zero_optimization.stage must be 0, 1, 2 or 3, got {shortened(given)}")
+    return int(stage)

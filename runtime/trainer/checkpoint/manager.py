@@ -149,8 +149,9 @@ class CheckpointManager:
                 self._apply_config(found.config)
             except RebuildError as error:
                 logger.warning(
-                    "training resumes without the engine that the last attempt was rebuilt to: "
-                    "%s; call rebuild to try again",
+                    "the ds config in %s, of the engine that the last attempt was rebuilt to, is "
+                    "ignored: %s; training resumes with the present one, call rebuild to change it",
+                    self._plan_file.path,
                     error,
                 )
             self._apply_plan(found.plan)

@@ -164,6 +164,11 @@ class PlanFile:
             self._write(replace(before, failures=tuple(sorted(failures))))
 
     @property
+    def path(self) -> Path | None:
+        """The file; None without a run folder."""
+        return self._folder and self._folder / NAME
+
+    @property
     def _folder(self) -> Path | None:
         return self._owner.run_folder
 

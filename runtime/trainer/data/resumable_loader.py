@@ -30,6 +30,7 @@ _TORCH_OPTIONS = (
 BATCH_MULTIPLES = (1, 2, 4)  # the learning rate rules are not known to hold beyond
 # The order of samples depends on these: a position is invalid if one of them differs.
 _ORDER_KEYS = ("num_samples", "batch_samples", "seed", "shuffle", "drop_last")
+_MAX_SEED = 2**63 - 1  # of torch's generators
 _END = object()  # marks the end of a stream
 
 
@@ -63,6 +64,7 @@ def resumable_loader(
         ValueError: No batches can be made; the message has the reason.
     """
     _check(options, batch_samples, world_size)
+    _check_order(seed, shuffle, drop_last)
     factory = _TorchdataLoaders(dataset, options)
     if isinstance(dataset, IterableDataset):
         _check_stream(shuffle, splits, drop_last=drop_last)
@@ -70,10 +72,10 @@ def resumable_loader(
         return StreamLoader(
             factory,
             samples=even_split(batch_samples, world_size)[rank],
-            seed=seed,
+            seed=int(seed),
             identity={"rank": rank, "world_size": world_size, "num_workers": num_workers},
         )
-    sampler = _sampler(dataset, batch_samples, seed, shuffle is not False, drop_last)
+    sampler = _sampler(dataset, batch_samples, int(seed), shuffle is not False, drop_last)
     _check_batches(sampler, world_size)
     return ResumableLoader(
         factory, sampler, splits or SplitSchedule(batch_samples, world_size), rank
@@ -366,6 +368,21 @@ def _check(options: Mapping[str, Any], batch_samples: int, world_size: int) -> N
             f"{', '.join(_TORCH_OPTIONS)}"
         )
     check_batch_samples(batch_samples, world_size)
+
+
+def _check_order(seed: Any, shuffle: object, drop_last: object) -> None:
+    is_number = isinstance(seed, Integral) and not isinstance(seed, bool)
+    if not is_number or not 0 <= seed <= _MAX_SEED:
+        raise ValueError(
+            f"seed must be a whole number from 0 to {_MAX_SEED}, the same on all ranks, got "
+            f"{shortened(seed)}"
+        )
+    for name, value, allowed in (
+        ("shuffle", shuffle, (True, False, None)),
+        ("drop_last", drop_last, (True, False)),
+    ):
+        if not any(value is each for each in allowed):
+            raise ValueError(f"{name} must be one of {allowed}, got {shortened(value)}")
 
 
 def check_batch_samples(batch_samples: int, world_size: int) -> None:

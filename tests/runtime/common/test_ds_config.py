@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.config import get_zero_config
 
 from zerowatch.errors import DsConfigError, SettingsError
-from zerowatch.runtime.common.ds_config import read_zerowatch_block, training_config
+from zerowatch.runtime.common.ds_config import read_zerowatch_block, training_config, zero_stage
 from zerowatch.runtime.common.ds_config_errors import explain_config_error, warn_of_misspelt_keys
 
 # DeepSpeed leaves the file that it reads open.
@@ -199,3 +200,21 @@ def test_a_configuration_that_a_training_run_cannot_read_is_explained(ds_json, c
         training_config(config)
 
     assert str(caught.value).startswith(fault)
+
+
+@pytest.mark.parametrize("stage", ["x", [1], None, 7, -1, float("inf")], ids=repr)
+def test_a_zero_stage_that_does_not_exist_is_refused(stage):
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+
+    with pytest.raises(DsConfigError) as caught:
+        training_config(config)
+
+    start = "DeepSpeed configuration: zero_optimization.stage must be 0, 1, 2 or 3, got "
+    assert str(caught.value) == f"{start}{stage!r}"
+
+
+@pytest.mark.parametrize("zero", [{"stage": "2"}, {"stage": 1.0}, {"stage": True}, True, False, {}])
+def test_the_zero_stage_is_read_as_deepspeed_reads_it(zero):
+    expected = get_zero_config({"zero_optimization": zero}).stage
+
+    assert zero_stage({"zero_optimization": zero}) == expected

@@ -9,16 +9,19 @@ from dataclasses import asdict
 from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from scripts.trainer.resume_engine import SingleRankHostGroup
 
+from zerowatch.runtime.trainer.checkpoint.manager import CheckpointManager
 from zerowatch.runtime.trainer.checkpoint.plan_file import (
     Failure,
     MicroBatchPlan,
     PersistedPlan,
     PlanFile,
 )
+from zerowatch.runtime.trainer.engine_holder import EngineHolder
 from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import MicroBatchLimits
 
 ALONE = SingleRankHostGroup()
@@ -191,3 +194,36 @@ def test_the_file_is_plain_json(tmp_path: Path) -> None:
     plan_file(tmp_path).write(PLAN, steps=12)
 
     assert json.loads((tmp_path / "plan.json").read_text()) == json.loads(json.dumps(WRITTEN))
+
+
+NONSENSE: tuple[dict[str, Any], ...] = (
+    {"zero_optimization": {"stage": "x"}},
+    {"zero_optimization": {"stage": 1, "overlap_comm": True}, "train_micro_batch_size_per_gpu": []},
+    {"train_micro_batch_size_per_gpu": "many"},
+)
+
+
+@pytest.mark.parametrize("config", NONSENSE)
+def test_a_ds_config_that_no_engine_can_have_is_ignored_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: dict[str, Any]
+) -> None:
+    plan_file(tmp_path).write(PLAN, steps=3, config=config)
+    given = {"train_micro_batch_size_per_gpu": 4}
+    engine = SimpleNamespace(watch=SimpleNamespace(run_folder=tmp_path), global_rank=0)
+    runner = SimpleNamespace(
+        steps=0,
+        micro_batch_samples=4,
+        replay=SimpleNamespace(planner=SimpleNamespace(limits=MicroBatchLimits())),
+        on_fatal_oom=[],
+    )
+    holder = EngineHolder(engine, given, host_group=ALONE, metrics=None, make_engine=None)
+    manager = CheckpointManager(holder, runner, data=None, host_group=ALONE)
+
+    with caplog.at_level(logging.WARNING):
+        state = manager.load(tmp_path / "no checkpoints yet", fallback=False)
+
+    assert (state, holder.config, holder.is_rebuilt) == (None, given, False)
+    assert runner.micro_batch_samples == 8
+    (line,) = caplog.messages
+    assert str(tmp_path / "plan.json") in line
+    assert "ignored" in line

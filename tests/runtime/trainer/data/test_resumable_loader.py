@@ -291,6 +291,9 @@ def test_the_state_of_other_data_raises_with_the_differing_setting():
         ({"batch_samples": 7, "drop_last": False, "world_size": 2}, "last batch has 1 samples"),
         ({"batch_size": 4}, "batch_size"),
         ({"dataset": object()}, "__len__ and __getitem__.* got object"),
+        *(({"seed": seed}, "seed must be a whole") for seed in ("x", -1, 1.5, None, True, 2**63)),
+        ({"shuffle": "no"}, r"shuffle must be one of .*, got 'no'"),
+        ({"drop_last": 1}, "drop_last must be one of .*, got 1"),
     ],
 )
 def test_invalid_options_raise(options, problem):
