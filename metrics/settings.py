@@ -103,7 +103,7 @@ class RunLogSettings(Section):
     """Folder in which each run gets a folder of its own."""
     segment_bytes: int = Field(default=64 * 2**20, ge=4096)
     """Bytes after which a rank's log file is rotated."""
-    segments: int = Field(default=8, ge=1)
+    max_segments: int = Field(default=8, ge=1)
     """Files kept for each rank, including the current one."""
 
 
@@ -119,7 +119,7 @@ class FlopsSettings(Section):
 class SamplingSettings(Section):
     """How often devices are read."""
 
-    device_seconds: Seconds = Field(default=1.0, gt=0)
+    device_interval_seconds: Seconds = Field(default=1.0, gt=0)
     """Seconds between two readings of a device."""
 
 
@@ -137,7 +137,7 @@ class HangSettings(Section):
 
     enabled: bool = True
     """Whether to detect hangs."""
-    seconds: Seconds = Field(default=30.0, gt=0)
+    timeout_seconds: Seconds = Field(default=30.0, gt=0)
     """Minimum timeout in seconds; the timeout is this, or ten times the median step if longer."""
     abort: bool = False
     """Whether to end the process at twice the limit, so that a launcher can restart it."""
@@ -158,7 +158,7 @@ class MemorySettings(Section):
     """A budget for the GPU, such as 60GiB, if less than what the device has."""
     host_limit_bytes: Bytes | None = Field(default=None, gt=0)
     """A budget for the RSS of this process, if less than what the host allows."""
-    leak_sites: bool = False
+    trace_leaks: bool = False
     """Whether to trace allocations once memory seems to leak; tracing is slow."""
 
 
@@ -203,7 +203,7 @@ class OtelSettings(Section):
     """Whether to send zerowatch's own log lines, and no others."""
     every_steps: int = Field(default=100, ge=1)
     """Trace every n-th step, the same on all ranks; slow steps are traced as well."""
-    metrics_seconds: Seconds = Field(default=15.0, ge=1)
+    metrics_interval_seconds: Seconds = Field(default=15.0, ge=1)
     """Seconds between two exports of the metrics."""
     timeout_seconds: Seconds = Field(default=5.0, gt=0)
     """Timeout of an export; training never waits for one, the end of a run at most 1 s."""
@@ -227,7 +227,7 @@ class TunerSettings(Section):
     exploration_ratio: float = Field(default=0.05, ge=0, le=1)
     """Largest share of the training time so far, plus 10 minutes, that trials may cost; 0 for no
     trials."""
-    observe_seconds: Seconds = Field(default=20.0, gt=0)
+    diagnosis_interval_seconds: Seconds = Field(default=20.0, gt=0)
     """Seconds of training that a diagnosis of a TrainingRun is made from; 30 for any other."""
     cooldown_steps: int = Field(default=200, ge=0)
     """Steps of the cooldown after an accepted change, in which nothing else is tried; fewer if 10
@@ -235,9 +235,9 @@ class TunerSettings(Section):
     total_steps: int | None = Field(default=None, ge=1)
     """Steps of the whole training; a change whose trial would not pay back by then is not tried. If
     not set, the training is assumed to be long."""
-    comm_ratio_high: float = Field(default=EXPOSED_COMM_RATIO_HIGH, gt=0, lt=1)
+    max_exposed_comm_ratio: float = Field(default=EXPOSED_COMM_RATIO_HIGH, gt=0, lt=1)
     """Share of training time that waits for communication, above which it is a symptom."""
-    device_utilization_low: float = Field(default=DEVICE_UTILIZATION_LOW, gt=0, le=1)
+    min_device_utilization_ratio: float = Field(default=DEVICE_UTILIZATION_LOW, gt=0, le=1)
     """A device's busy share below which it is a symptom."""
     stop_file: Path | None = None
     """While this file exists on rank 0's host, nothing is changed and the trial is rolled back;
@@ -390,7 +390,10 @@ def _settings_error(settings: type[BaseModel], fault: ErrorDetails, origin: str)
     # A rejected URL may contain a password.
     shown = cut(re.sub(r"(?<=://)\S*@", "***@", repr(fault["input"])))
     got = "" if isinstance(fault["input"], dict) else f", got {shown}"
-    never = option == "hang.seconds" and fault["type"] in ("finite_number", "less_than_equal")
+    never = option == "hang.timeout_seconds" and fault["type"] in (
+        "finite_number",
+        "less_than_equal",
+    )
     advice = "; to detect no hangs, set hang.enabled=false" if never else ""
     return SettingsError(f"setting {shown_option} ({origin}): {fault['msg']}{got}{advice}")
 

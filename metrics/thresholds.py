@@ -5,7 +5,7 @@ They are this project's rules of thumb for where to start looking, without a pub
 
 # Share of training time that is exposed communication; above it, tune communication first. It is
 # the limit of the alert ZerowatchCommBottleneck, of dashboards and of the demo, and the default of
-# the setting tuner.comm_ratio_high.
+# the setting tuner.max_exposed_comm_ratio.
 EXPOSED_COMM_RATIO_HIGH = 0.20
 # Share of time in which a device is busy; below it, the device waits for something else.
 DEVICE_UTILIZATION_LOW = 0.70

@@ -214,7 +214,7 @@ WHAT_FILLS_IT = (
     TimeSeries(
         title="Leaks per step",
         description="Bytes per step by which memory grows although the batches do not explain it, "
-        "by category. The panel is empty while nothing leaks. With `memory.leak_sites` set, the "
+        "by category. The panel is empty while nothing leaks. With `memory.trace_leaks` set, the "
         "run folder names the lines of code whose memory grows.",
         queries=(Query(of_run(recorded.LEAK), "{{device}} {{category}}"),),
         unit=BYTES,

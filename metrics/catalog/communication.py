@@ -136,7 +136,7 @@ PEER_HEARTBEAT_AGE = gauge(
 )
 HANGS = counter(
     "hangs_total",
-    "Times that this rank made no progress for longer than hang.seconds and ten median steps.",
+    "Times that this rank made no progress for hang.timeout_seconds and for ten median steps.",
 )
 
 METRICS = (

@@ -164,7 +164,7 @@ class OtlpQueue:
             return
         if now < self._metrics_due and not final:
             return
-        self._metrics_due = now + self._settings.metrics_seconds
+        self._metrics_due = now + self._settings.metrics_interval_seconds
         now_ns, snapshot = time.time_ns(), self._recorder.snapshot()
         found = chain(
             families(snapshot, self._rank), hardware_families(snapshot, self._hardware_ids)

@@ -212,7 +212,7 @@ class LeakMonitor:
         if self._tracer is not None and self._tracer.start(on_device=device != "cpu"):
             tracing = ". Tracing its allocation sites now"
         elif self._tracer is None and category == "other":
-            tracing = ". Set memory.leak_sites to trace its allocation sites"
+            tracing = ". Set memory.trace_leaks to trace its allocation sites"
         logger.warning(
             "possible memory leak on %s: +%s per step since step %d, not explained by batch sizes "
             "(category %s)%s",

@@ -113,7 +113,7 @@ def build_watch(
                 recorder,
                 fail_open,
                 device_probes(device_index=device),
-                settings.sampling.device_seconds,
+                settings.sampling.device_interval_seconds,
             ),
             memory=memory,
             cross_rank=cross_rank,

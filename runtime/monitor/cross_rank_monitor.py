@@ -96,7 +96,7 @@ class CrossRankMonitor:
             recorder=context.recorder,
             fail_open=context.fail_open,
             interval_seconds=settings.cross_rank.interval_seconds,
-            stuck_seconds=settings.hang.seconds / 2,
+            stuck_seconds=settings.hang.timeout_seconds / 2,
         )
 
     def _new_hang_monitor(self) -> HangMonitor:

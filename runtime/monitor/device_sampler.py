@@ -25,13 +25,13 @@ class DeviceSampler:
         recorder: Recorder,
         fail_open: FailOpen,
         devices: Sequence[DeviceProbe],
-        device_seconds: float,
+        device_interval_seconds: float,
     ) -> None:
         self.device_readings: Readings = {}
         self._recorder = recorder
         self._devices = {probe.device: fail_open.wrap("device", probe.read) for probe in devices}
         self._probes = devices
-        self._device_seconds = device_seconds
+        self._device_interval_seconds = device_interval_seconds
         self._device_due = 0.0
 
     def read_devices(self) -> None:
@@ -39,7 +39,7 @@ class DeviceSampler:
         now = time.monotonic()
         if now < self._device_due:
             return
-        self._device_due = now + self._device_seconds
+        self._device_due = now + self._device_interval_seconds
         readings = ((device, read()) for device, read in self._devices.items())
         self.device_readings = {device: values for device, values in readings if values}
         with self._recorder.commit():

@@ -60,7 +60,7 @@ class MemoryMonitor:
             context.recorder,
             context.identity.rank,
             context.folder,
-            trace_sites=settings.leak_sites,
+            trace_sites=settings.trace_leaks,
         )
         self._samples: deque[tuple[int, StepMemorySample]] = deque(maxlen=MAX_SAMPLES)
         self.hooks = MemoryHooks(

@@ -143,12 +143,12 @@ class StepLog:
 
     def _rotate(self) -> None:
         """Rename the full file to segment 1 and the others one number up; drop the oldest."""
-        for age in range(self._settings.segments - 1, 0, -1):
+        for age in range(self._settings.max_segments - 1, 0, -1):
             older = self.path.with_suffix(f".{age}.jsonl")
             newer = self.path.with_suffix(f".{age - 1}.jsonl") if age > 1 else self.path
             if newer.exists():
                 newer.replace(older)
-        if self._settings.segments == 1:
+        if self._settings.max_segments == 1:
             self.path.unlink(missing_ok=True)
 
     def _on_error(self, error: OSError) -> None:

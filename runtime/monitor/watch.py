@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...metrics.catalog import training
 from ...metrics.recorder import Recorder, Snapshot
@@ -32,52 +32,6 @@ if TYPE_CHECKING:
     from .run_info import RunInfoPublisher
     from .subscriptions import Subscriptions
     from .watch_thread import WatchThread
-
-
-class WatchHandle(Protocol):
-    """The members of `engine.watch`, whether the engine is watched or not."""
-
-    recorder: Recorder
-
-    @property
-    def run_id(self) -> str | None:
-        """The run id; None while it is unknown."""
-
-    @property
-    def run_folder(self) -> Path | None:
-        """The folder of the run's logs; None while the run has no id, or if none are written."""
-
-    @property
-    def address(self) -> str | None:
-        """The "host:port" at which this rank serves its metrics; None if it does not."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the engine is watched, and `close` was not called."""
-
-    def watches(self, engine: Any) -> bool:
-        """Whether this engine is the watched one."""
-
-    def subscribe(self, listener: Callable[[StepRecord], object]) -> None:
-        """Call `listener` with the record of each step."""
-
-    def subscribe_internal(self, listener: Callable[[StepRecord], object]) -> None:
-        """Call a function of zerowatch on the watch thread with the record of each step."""
-
-    def snapshot(self) -> Snapshot:
-        """Return all values as they are now."""
-
-    def rebind_engine(self, engine: Any) -> None:
-        """Watch another engine of the same run."""
-
-    def discard_window(self) -> None:
-        """Discard the micro-batches since the last step."""
-
-    def suspended(self) -> AbstractContextManager[None]:
-        """Return a context whose time counts as checkpoint time."""
-
-    def close(self) -> None:
-        """Stop watching."""
 
 
 class Watch:
@@ -299,6 +253,10 @@ class NullWatch:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+# What `engine.watch` is, whether the engine is watched or not.
+WatchHandle: TypeAlias = Watch | NullWatch
 
 
 class EngineRef:

@@ -67,11 +67,11 @@ class DecisionReporter:
         self._in_use = dict(configuration)
         self._metrics.set_configuration(configuration)
 
-    def on_start(self, *, numerics: Numerics, observe_seconds: float) -> None:
+    def on_start(self, *, numerics: Numerics, interval_seconds: float) -> None:
         """Log that the tuner is on."""
         logger.info(
             "tuner: on, observing %g s of training before the first diagnosis; numerics %s",
-            observe_seconds,
+            interval_seconds,
             numerics.setting,
         )
 

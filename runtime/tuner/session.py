@@ -221,7 +221,10 @@ class ActiveTunerSession:
         history = open_history(self._engine_holder.engine, self._settings, self._facts.world_size)
         reporter = self._watch.advisor.transfer_reporter(settings.mode)
         if settings.mode == "auto":
-            reporter.on_start(numerics=self.numerics, observe_seconds=settings.observe_seconds)
+            reporter.on_start(
+                numerics=self.numerics,
+                interval_seconds=settings.diagnosis_interval_seconds,
+            )
         controller = Controller(
             self._knobs,
             self._watch,
@@ -232,7 +235,7 @@ class ActiveTunerSession:
                 allows_rebuild=settings.rebuild,
                 min_gain=settings.min_gain,
                 exploration_ratio=settings.exploration_ratio,
-                observe_seconds=settings.observe_seconds,
+                diagnosis_interval_seconds=settings.diagnosis_interval_seconds,
                 cooldown_steps=settings.cooldown_steps,
                 total_steps=settings.total_steps,
                 thresholds=Thresholds.of_settings(self._settings),

@@ -206,7 +206,7 @@ def test_a_gpu_is_also_exported_by_the_hardware_conventions(collector, make_outb
 def test_metrics_are_sent_at_their_interval_and_at_the_end(collector, make_outbox):
     recorder = Recorder()
     recorder.add(STEPS, 4)
-    outbox = make_outbox(recorder, metrics_seconds=60)
+    outbox = make_outbox(recorder, metrics_interval_seconds=60)
 
     for final in (False, False, True):
         outbox.flush(final=final)

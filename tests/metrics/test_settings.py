@@ -63,9 +63,15 @@ def test_sources_are_merged_setting_by_setting(monkeypatch, tmp_path):
         ("ZEROWATCH_RUN_ID", "night-7", None, "run_id", "night-7"),
         ("ZEROWATCH_RUN_LOG_SEGMENT_BYTES", "8192", "run_log", "segment_bytes", 8192),
         ("ZEROWATCH_SERVE_STRICT_PORT", "1", "serve", "strict_port", True),
-        ("ZEROWATCH_SAMPLING_DEVICE_SECONDS", "0.5", "sampling", "device_seconds", 0.5),
+        (
+            "ZEROWATCH_SAMPLING_DEVICE_INTERVAL_SECONDS",
+            "0.5",
+            "sampling",
+            "device_interval_seconds",
+            0.5,
+        ),
         ("ZEROWATCH_TUNER_MODE", "auto", "tuner", "mode", "auto"),
-        ("ZEROWATCH_TUNER_COMM_RATIO_HIGH", "0.3", "tuner", "comm_ratio_high", 0.3),
+        ("ZEROWATCH_TUNER_MAX_EXPOSED_COMM_RATIO", "0.3", "tuner", "max_exposed_comm_ratio", 0.3),
     ],
 )
 def test_settings_of_every_section_have_an_environment_variable(
@@ -228,8 +234,8 @@ def test_an_unknown_numerics_level_is_rejected():
 def test_the_thresholds_of_the_tuner_are_those_of_the_dashboards():
     tuner = load_settings().tuner
 
-    assert tuner.comm_ratio_high == EXPOSED_COMM_RATIO_HIGH
-    assert tuner.device_utilization_low == DEVICE_UTILIZATION_LOW
+    assert tuner.max_exposed_comm_ratio == EXPOSED_COMM_RATIO_HIGH
+    assert tuner.min_device_utilization_ratio == DEVICE_UTILIZATION_LOW
 
 
 def float_options() -> list[str]:
@@ -243,7 +249,7 @@ def float_options() -> list[str]:
 
 
 def test_there_are_options_with_a_fraction():
-    assert {"hang.seconds", "serve.linger_seconds"} <= set(float_options())
+    assert {"hang.timeout_seconds", "serve.linger_seconds"} <= set(float_options())
 
 
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan", "1e400"])
@@ -266,7 +272,7 @@ def test_a_time_beyond_what_a_clock_can_wait_for_is_an_error(option):
 
 
 def test_the_error_about_an_infinite_hang_limit_names_the_switch():
-    assert "hang.enabled=false" in error_of({"hang": {"seconds": float("inf")}})
+    assert "hang.enabled=false" in error_of({"hang": {"timeout_seconds": float("inf")}})
 
 
 def test_a_long_value_is_cut_in_the_message() -> None:

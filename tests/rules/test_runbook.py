@@ -92,7 +92,7 @@ def test_settings_named_in_the_runbook_exist():
     rooms = {name: field.annotation for name, field in Settings.model_fields.items()}
     named = set(re.findall(r"`([a-z]+)\.([a-z_]+)`", TEXT)) - {("metrics", "thresholds")}
 
-    assert ("memory", "leak_sites") in named
+    assert ("memory", "trace_leaks") in named
     assert [
         f"{room}.{option}" for room, option in named if option not in rooms[room].model_fields
     ] == []

@@ -72,8 +72,8 @@ class HangMonitor:
         self._now_ns = now_ns
         self._exit_process = exit_process
         self._training_thread = threading.get_ident()
-        self._detector = HangDetector(settings.seconds)
-        self._limit_seconds = settings.seconds  # as of the last check, for other threads
+        self._detector = HangDetector(settings.timeout_seconds)
+        self._limit_seconds = settings.timeout_seconds  # as of the last check, for other threads
         self._pauses = ExpectedPauses(phase_timer, context)
         self._step = 0
         self._is_announced = False

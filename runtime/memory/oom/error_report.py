@@ -375,7 +375,7 @@ def _leak_advice(evidence: OomEvidence) -> Iterator[str]:
         yield (
             f"Find the leak of {format_bytes(growth)} per step first: all else only delays the "
             "error. Losses, outputs or batches kept in a list hold whole graphs; keep loss.item(). "
-            "memory.leak_sites=true traces where the memory is allocated."
+            "memory.trace_leaks=true traces where the memory is allocated."
         )
 
 

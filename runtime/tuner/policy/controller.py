@@ -88,7 +88,7 @@ class Controller:
         self._options, self._listener = options, listener
         self._history = history or SearchHistory()
         self._search = TrialSearch(knobs, facts, options, self._history)
-        self._observer = StepTimeObserver(metrics, options.observe_seconds)
+        self._observer = StepTimeObserver(metrics, options.diagnosis_interval_seconds)
         self._emergency_savings = EmergencySavings(self._search, options)
         self._loss_guard = LossGuard()
         self.configuration = ConfigurationState(knobs, listener)

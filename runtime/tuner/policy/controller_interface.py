@@ -28,7 +28,7 @@ class TunerOptions:
         exploration_ratio: Largest share of the training time that trials may cost.
         cooldown_steps: Steps after an accepted change without a trial.
         cooldown_seconds: The same in seconds; the shorter of both applies.
-        observe_seconds: Training time that a diagnosis is made from.
+        diagnosis_interval_seconds: Training time that a diagnosis is made from.
         total_steps: Steps of the whole training; None if unknown.
         thresholds: Thresholds of the diagnosis.
     """
@@ -40,7 +40,7 @@ class TunerOptions:
     exploration_ratio: float = _DEFAULTS.exploration_ratio
     cooldown_steps: int = _DEFAULTS.cooldown_steps
     cooldown_seconds: float = 10.0
-    observe_seconds: float = _DEFAULTS.observe_seconds
+    diagnosis_interval_seconds: float = _DEFAULTS.diagnosis_interval_seconds
     total_steps: int | None = None
     thresholds: Thresholds = field(default_factory=Thresholds)
 

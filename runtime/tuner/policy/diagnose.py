@@ -27,8 +27,8 @@ class Thresholds:
     """Values from which on a metric is a symptom; ratios as in a MetricsDelta.
 
     Attributes:
-        comm_ratio_high: Waiting for collectives, all causes together.
-        device_utilization_low: Below it the device is idle.
+        max_exposed_comm_ratio: Waiting for collectives, all causes together.
+        min_device_utilization_ratio: Below it the device is idle.
         data_ratio_high: Loading data.
         host_ratio_high: Time that neither device, nor link, nor data account for.
         oom_risk_high: Probability of running out of memory.
@@ -39,8 +39,8 @@ class Thresholds:
         coverage_low: Below it the figures of communication are not used.
     """
 
-    comm_ratio_high: float = defaults.EXPOSED_COMM_RATIO_HIGH
-    device_utilization_low: float = defaults.DEVICE_UTILIZATION_LOW
+    max_exposed_comm_ratio: float = defaults.EXPOSED_COMM_RATIO_HIGH
+    min_device_utilization_ratio: float = defaults.DEVICE_UTILIZATION_LOW
     data_ratio_high: float = defaults.DATA_RATIO_HIGH
     host_ratio_high: float = defaults.HOST_RATIO_HIGH
     oom_risk_high: float = defaults.OOM_RISK_HIGH
@@ -54,8 +54,8 @@ class Thresholds:
     def of_settings(cls, settings: Settings) -> Thresholds:
         """Return the thresholds as the user set them."""
         return cls(
-            comm_ratio_high=settings.tuner.comm_ratio_high,
-            device_utilization_low=settings.tuner.device_utilization_low,
+            max_exposed_comm_ratio=settings.tuner.max_exposed_comm_ratio,
+            min_device_utilization_ratio=settings.tuner.min_device_utilization_ratio,
         )
 
 
@@ -150,7 +150,7 @@ def _memory(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
 
 def _communication(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
     exposed = exposed_ratio(reading, thresholds)
-    if exposed is None or exposed <= thresholds.comm_ratio_high:
+    if exposed is None or exposed <= thresholds.max_exposed_comm_ratio:
         return
     for cause, ratio in reading.cause_ratios.items():
         if ratio >= MIN_CAUSE_RATIO:
@@ -170,7 +170,7 @@ def _communication(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Sy
 
 def _device(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
     busy = _busy_ratio(reading, thresholds)
-    if busy is not None and busy < thresholds.device_utilization_low:
+    if busy is not None and busy < thresholds.min_device_utilization_ratio:
         name = "computing_ratio" if reading.on_cpu else "device_utilization_ratio"
         evidence = {name: busy}
         yield Symptom(name="device_idle", ratio=1 - busy, evidence=evidence)
@@ -198,13 +198,13 @@ def _host(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
     A TrainingRun's ranks wait for each other outside all phases, too: that is no time of Python's.
     """
     exposed = exposed_ratio(reading, thresholds)
-    if exposed is None or exposed > thresholds.comm_ratio_high:
+    if exposed is None or exposed > thresholds.max_exposed_comm_ratio:
         return
     data = reading.phase_ratios.get("data", 0.0)
     waits = reading.own_exposed_ratios.get("other", 0.0)
     ratio = max(0.0, reading.phase_ratios.get("other", 0.0) - waits)
     busy = reading.device_utilization
-    if not reading.on_cpu and busy is not None and busy < thresholds.device_utilization_low:
+    if not reading.on_cpu and busy is not None and busy < thresholds.min_device_utilization_ratio:
         ratio = max(ratio, 1 - busy - exposed - reading.own_transfer_ratio - data)
     if ratio > thresholds.host_ratio_high:
         evidence = known_values(

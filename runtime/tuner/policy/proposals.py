@@ -161,7 +161,7 @@ def _drop_compression(inputs: TunerInput) -> Iterator[Proposal]:
         return
     slowdown = 1 / (1 + proposal.predicted_gain)
     waits_then = (waits + slowdown - 1) / slowdown
-    if waits_then <= _HYSTERESIS * inputs.thresholds.comm_ratio_high:
+    if waits_then <= _HYSTERESIS * inputs.thresholds.max_exposed_comm_ratio:
         yield replace(proposal, relaxes=True)
 
 

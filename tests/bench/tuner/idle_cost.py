@@ -18,7 +18,7 @@ from bench.rank_processes import run_ranks
 from bench.result_table import Row
 
 GOAL = 0.001  # of a step
-OBSERVE_SECONDS = 20.0  # the default of tuner.observe_seconds
+DIAGNOSIS_INTERVAL_SECONDS = 20.0  # the default of tuner.diagnosis_interval_seconds
 STEP_SECONDS = (0.05, 0.2)
 
 
@@ -26,7 +26,7 @@ def bench(options: Options) -> Iterator[Row]:
     """Yield the tuner's share of steps of either length, and what the parts cost."""
     asked = {
         "step_seconds": STEP_SECONDS,
-        "observe_seconds": 2.0 if options.quick else OBSERVE_SECONDS,
+        "diagnosis_interval_seconds": 2.0 if options.quick else DIAGNOSIS_INTERVAL_SECONDS,
         "seconds": 8.0 if options.quick else 65.0,
         "pairs": 4 if options.quick else 24,
         "block_steps": 5,

@@ -50,7 +50,7 @@ class Meter:
 class Job:
     """Trains on random tokens; a step takes about `seconds`."""
 
-    def __init__(self, seconds: float, observe_seconds: float) -> None:
+    def __init__(self, seconds: float, diagnosis_interval_seconds: float) -> None:
         torch.manual_seed(0)
         model = gpt_training.TinyGpt(WIDTH, LAYERS)
         self.run = zerowatch.TrainingRun(
@@ -67,7 +67,10 @@ class Job:
             settings={
                 "serve": {"enabled": False},
                 "run_log": {"folder": "runs"},
-                "tuner": {"exploration_ratio": 0.0, "observe_seconds": observe_seconds},
+                "tuner": {
+                    "exploration_ratio": 0.0,
+                    "diagnosis_interval_seconds": diagnosis_interval_seconds,
+                },
             },
         )
         self._samples = FIRST_SAMPLES
@@ -174,7 +177,7 @@ def main() -> None:
     gpt_training.meet()
     found: Results = {"gathers": gathers(asked["gathers"]), "off": empty_calls(), "steps": {}}
     for seconds in asked["step_seconds"]:
-        job = Job(seconds, asked["observe_seconds"])
+        job = Job(seconds, asked["diagnosis_interval_seconds"])
         status_source = job.run._window_runner.tuner_status_source
         found["steps"][str(seconds)] = {
             "metered": job.metered(asked["seconds"], job.run._tuner, status_source),

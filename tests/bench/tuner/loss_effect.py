@@ -21,7 +21,9 @@ ASKED: Mapping[str, Any] = {
     "model": {"hidden_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 64},
     "seeds": SEEDS,
     # So that most of these few steps are trained with what it finds.
-    "settings": {"tuner": {"observe_seconds": 2.0, "cooldown_steps": 20, "rebuild": False}},
+    "settings": {
+        "tuner": {"diagnosis_interval_seconds": 2.0, "cooldown_steps": 20, "rebuild": False}
+    },
 }
 TUNED = {"tuner": "auto", "numerics": "statistical"}
 

@@ -234,7 +234,7 @@ def test_a_leak_is_logged_once_with_the_setting_that_traces_it(
     (line,) = (record.message for record in caplog.records)
     assert "leak on cpu: +2" in line
     assert "category other" in line
-    assert "memory.leak_sites" in line
+    assert "memory.trace_leaks" in line
 
 
 def test_with_leak_sites_the_allocations_are_traced_and_written(

@@ -126,7 +126,7 @@ def test_a_run_without_symptoms_gets_no_advice(make_run):
 
 
 def test_thresholds_are_those_of_the_settings(make_run):
-    run = make_run(comm_ratio_high=0.7, device_utilization_low=0.1)
+    run = make_run(max_exposed_comm_ratio=0.7, min_device_utilization_ratio=0.1)
 
     run.later()
 
@@ -194,7 +194,7 @@ def test_nothing_is_advised_once_disabled(make_run):
 def test_a_plain_deepspeed_script_is_advised(tmp_path):
     variables = {
         "ZEROWATCH_CROSS_RANK_INTERVAL_SECONDS": "0.5",
-        "ZEROWATCH_TUNER_COMM_RATIO_HIGH": "0.02",
+        "ZEROWATCH_TUNER_MAX_EXPOSED_COMM_RATIO": "0.02",
         "ZEROWATCH_TUNER_REBUILD": "false",
     }
     script = SCRIPTS / "monitor" / "advised_job.py"

@@ -91,7 +91,7 @@ def test_a_nan_loss_is_null_with_a_flag(tmp_path: Path) -> None:
 
 
 def test_segments_are_rotated_and_the_oldest_dropped(tmp_path: Path) -> None:
-    log = StepLog(tmp_path, IDENTITY, RunLogSettings(segment_bytes=4096, segments=3))
+    log = StepLog(tmp_path, IDENTITY, RunLogSettings(segment_bytes=4096, max_segments=3))
 
     for step in range(60):
         log.append(record(step))
@@ -196,7 +196,7 @@ def test_after_a_rename_the_log_goes_on_under_its_name(tmp_path: Path) -> None:
 
 
 def test_a_truncated_file_counts_as_empty(tmp_path: Path) -> None:
-    log = StepLog(tmp_path, IDENTITY, RunLogSettings(segment_bytes=4096, segments=2))
+    log = StepLog(tmp_path, IDENTITY, RunLogSettings(segment_bytes=4096, max_segments=2))
     for step in range(100):
         log.append(record(step))
         os.truncate(log.path, 0)  # as logrotate does with `copytruncate`

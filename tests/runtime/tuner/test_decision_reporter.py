@@ -184,7 +184,7 @@ def test_an_advisors_symptoms_are_not_logged(tmp_path, caplog):
 
 
 def test_the_start_of_the_tuner_is_logged(reports, caplog):
-    reports.reporter.on_start(numerics=Numerics.BITWISE, observe_seconds=20.0)
+    reports.reporter.on_start(numerics=Numerics.BITWISE, interval_seconds=20.0)
 
     (message,) = caplog.messages
     assert message.startswith("tuner: on, observing 20 s")

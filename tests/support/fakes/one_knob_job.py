@@ -34,7 +34,7 @@ class OneKnobJob:
     Args:
         gain: Gain of throughput with the knob at its new value.
         step_seconds: Time of a step with the old value.
-        observe_seconds: Training time before each diagnosis.
+        interval_seconds: Training time before each diagnosis.
 
     Attributes:
         decisions: Decisions of the controller.
@@ -43,7 +43,7 @@ class OneKnobJob:
         accepted_after: Steps until the first accept; None without one.
     """
 
-    def __init__(self, gain: float, *, step_seconds: float, observe_seconds: float = 2.0) -> None:
+    def __init__(self, gain: float, *, step_seconds: float, interval_seconds: float = 2.0) -> None:
         self.decisions: list[Decision] = []
         self.accepted_after: int | None = None
         self.seconds, self.num_steps = 0.0, 0
@@ -53,7 +53,9 @@ class OneKnobJob:
         self._recorder.set_info(
             training.RUN_INFO, "run", "1", "2.13", "0.19", "gloo", "cpu", "1", "1"
         )
-        options = TunerOptions(numerics=Numerics.BITWISE, observe_seconds=observe_seconds)
+        options = TunerOptions(
+            numerics=Numerics.BITWISE, diagnosis_interval_seconds=interval_seconds
+        )
         facts = JobFacts(world_size=1, backend="gloo", gradient_bytes=1, parameter_bytes=1)
         self.controller = Controller(self, self._recorder, facts, options, self)
 

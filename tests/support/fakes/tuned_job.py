@@ -77,7 +77,7 @@ class Job:
         options = TunerOptions(
             numerics=Numerics.STATISTICAL,
             acts=acts,
-            observe_seconds=4.0,
+            diagnosis_interval_seconds=4.0,
             cooldown_steps=5,
             total_steps=total_steps,
         )

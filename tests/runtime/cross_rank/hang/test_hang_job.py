@@ -21,7 +21,7 @@ pytestmark = pytest.mark.jobs
 
 LIMIT_SECONDS = 5
 QUICKLY = {
-    "ZEROWATCH_HANG_SECONDS": str(LIMIT_SECONDS),
+    "ZEROWATCH_HANG_TIMEOUT_SECONDS": str(LIMIT_SECONDS),
     "ZEROWATCH_CROSS_RANK_INTERVAL_SECONDS": "1",
     "ZEROWATCH_SERVE_LINGER_SECONDS": "0",  # scraped once, it would wait for another
 }

@@ -196,9 +196,9 @@ def test_every_symptom_is_in_the_catalog_and_has_evidence():
 def test_thresholds_are_parameters():
     waits = replace(GPU, exposed_ratio=0.1, cause_ratios={"latency": 0.1}, device_utilization=0.6)
 
-    assert names(waits, Thresholds(comm_ratio_high=0.05, device_utilization_low=0.5)) == [
-        "comm_latency"
-    ]
+    assert names(
+        waits, Thresholds(max_exposed_comm_ratio=0.05, min_device_utilization_ratio=0.5)
+    ) == ["comm_latency"]
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,9 @@ SETTINGS: dict[str, Any] = {
     "cross_rank": {"interval_seconds": 1.0},
     # A budget that is passed at once: so an alert fires, and dashboards show alerts.
     "memory": {"detailed_sample_seconds": 1.0, "host_limit_bytes": "256MiB"},
-    "sampling": {"device_seconds": 0.5},
+    "sampling": {"device_interval_seconds": 0.5},
     "profile": {"every_steps": EVERY_STEPS},
-    "tuner": {"observe_seconds": 2.0},
+    "tuner": {"diagnosis_interval_seconds": 2.0},
 }
 
 

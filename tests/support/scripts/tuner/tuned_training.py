@@ -35,10 +35,10 @@ SETTINGS = {
     "serve": {"enabled": False},
     "cross_rank": {"interval_seconds": 0.1},
     "tuner": {
-        "observe_seconds": 0.1,
+        "diagnosis_interval_seconds": 0.1,
         "cooldown_steps": 5,
         "exploration_ratio": 1.0,
-        "comm_ratio_high": 0.01,
+        "max_exposed_comm_ratio": 0.01,
         "rebuild": False,
     },
 }
