@@ -48,6 +48,7 @@ _KINDS = {
     "host allocator": "torch's allocator of host memory",
     "python": "Python, numpy or C++ in this process",
     "operating system": "the operating system",
+    "unknown": "something that the error does not name",
 }
 
 
@@ -126,7 +127,7 @@ class OomReporter:
             path, reason = self._write(folder, evidence)
         where = f"report: {path}" if path is not None else f"no report: {reason}"
         logger.error("%s (%s)", headline(evidence), where)
-        return replace(error, device=evidence.device)
+        return error if evidence.is_device_unknown else replace(error, device=evidence.device)
 
     def _write(self, folder: Path, evidence: OomEvidence) -> tuple[Path | None, str]:
         try:
@@ -173,13 +174,14 @@ def headline(evidence: OomEvidence) -> str:
     parts = [
         "request size unknown" if requested is None else f"{format_bytes(requested)} requested"
     ]
-    if free is not None:
+    if free is not None and not evidence.is_device_unknown:
         # If more is free than requested, it was freed as the error passed.
         late = " after the error" if requested is not None and free >= requested else ""
         limit = evidence.limit
         of_limit = f" of {format_bytes(limit.num_bytes)} ({limit.name})" if limit else ""
         parts.append(f"{format_bytes(free)} free{late}{of_limit}")
-    return f"out of memory on {evidence.device} in {where}{worker}: {', '.join(parts)}"
+    device = "an unknown device" if evidence.is_device_unknown else evidence.device
+    return f"out of memory on {device} in {where}{worker}: {', '.join(parts)}"
 
 
 def report_text(evidence: OomEvidence) -> str:
@@ -274,7 +276,8 @@ def _request(evidence: OomEvidence) -> Iterator[str]:
 
 def _memory(evidence: OomEvidence) -> Iterator[str]:
     readings, limit = evidence.readings, evidence.limit
-    yield f"Memory of {evidence.device}:"
+    note = ", on which this rank trains" if evidence.is_device_unknown else ""
+    yield f"Memory of {evidence.device}{note}:"
     for state, label in _STATES:
         if state in readings and not (evidence.device == "cpu" and "reserved" in state):
             yield f"  {label}: {_size(readings[state])}"
@@ -427,7 +430,7 @@ def _first_step_advice(evidence: OomEvidence) -> Iterator[str]:
 
 
 def _limit_advice(evidence: OomEvidence) -> Iterator[str]:
-    if evidence.device == "cpu" and evidence.limit:
+    if evidence.error.device == "cpu" and evidence.limit:
         yield f"Or raise the limit, if the machine has more: it is set by {evidence.limit.name}."
 
 

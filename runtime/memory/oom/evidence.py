@@ -17,7 +17,7 @@ from pathlib import Path
 from ...common.cgroups import cgroup_folders
 from ...common.format_numbers import format_bytes
 from ..forecast.peak_readings import PeakPoint, PeakPrediction, Shape
-from .oom_error import OomError
+from .oom_error import UNKNOWN_DEVICE, OomError
 from .predicted_savings import Layout, LayoutBytes, OomCase, PredictedSaving, predicted_savings
 
 Readings = Mapping[str, Mapping[str, float]]
@@ -148,7 +148,8 @@ class OomEvidence:
         step: The last completed step; 0 before the first.
         phase: Phase of the training thread, one of the catalog's phases.
         error: The parsed error.
-        device: The device that ran out of memory, such as "cuda:0" or "cpu".
+        device: The device that ran out of memory, such as "cuda:0" or "cpu"; that of the training
+            if the error names none. The facts below are of it.
         micro_batch: Number of the current micro-batch within its step, from 1.
         readings: Bytes by memory state, and `alloc_retries`, as the error passed. By then only
             memory that no frame of the error's stack holds has been freed.
@@ -183,6 +184,11 @@ class OomEvidence:
     predicted_savings: Sequence[PredictedSaving] | None = None
     growth_bytes_per_step: float | None = None
     setup: TrainingSetup | None = None
+
+    @property
+    def is_device_unknown(self) -> bool:
+        """Whether the error names no device, not even a kind of device."""
+        return self.error.device == UNKNOWN_DEVICE
 
     @property
     def unusable_bytes(self) -> float | None:
@@ -228,6 +234,8 @@ def collect_evidence(rank: int, host: str, error: OomError, context: OomContext)
     """Return all known facts about an error; runs on the thread that raised it."""
     readings = context.readings() or {}
     device = complete_device(error, readings)
+    if device == UNKNOWN_DEVICE:
+        device = training_device(readings)
     evidence = OomEvidence(
         rank=rank,
         host=host,
@@ -249,6 +257,11 @@ def collect_evidence(rank: int, host: str, error: OomError, context: OomContext)
         setup=context.setup(),
     )
     return replace(evidence, predicted_savings=_predicted_savings(evidence, readings, context))
+
+
+def training_device(readings: Readings) -> str:
+    """Return the device on which this rank trains: the one besides the host that is read."""
+    return next((device for device in readings if device != "cpu"), "cpu")
 
 
 def complete_device(error: OomError, readings: Readings) -> str:

@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 # What failed to allocate: torch's allocator of a device; a library on the device that bypasses it;
-# torch's allocator of the host; Python, numpy or C++; the kernel.
-Kind = Literal["device allocator", "device library", "host allocator", "python", "operating system"]
+# torch's allocator of the host; Python, numpy or C++; the kernel; or what the text does not say.
+Kind = Literal[
+    "device allocator", "device library", "host allocator", "python", "operating system", "unknown"
+]
+UNKNOWN_DEVICE = "unknown"  # the text names none
 
 # Errors examined in a chain of causes, and characters examined and kept of a text.
 MAX_CHAIN = 16
@@ -30,9 +33,10 @@ _DEVICE_LIBRARY = re.compile(
     r"|\b(?:CU|HIP)\w{1,40}_ALLOC_FAILED\b"
     r"|\bCUDNN_STATUS_\w{1,40}_ALLOCATION_FAILED\b"
     r"|\b(?:Cuda|HIP) failure (?:\d+ )?'out of memory'"
-    # CUDA's own words for the error, which extensions pass on alone or after a colon.
-    r"|(?im:(?:^|[:\]] ?)(?:error: )?out of memory[.!]?$)"
 )
+# CUDA's own words for the error, which extensions pass on alone or after a colon.
+_BARE = re.compile(r"(?im:(?:^|[:\]] ?)(?:error: )?out of memory[.!]?$)")
+_MAKER = re.compile(r"\b(CUDA|HIP)\b")
 _HOST_ALLOCATOR = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate|not enough) memory"
     r"(?:: you tried to allocate (\d+) bytes)?"
@@ -60,7 +64,8 @@ class OomError:
 
     Attributes:
         kind: The layer that failed to allocate, such as "device allocator".
-        device: The device, such as "cuda:0"; "cuda" if the text has no index; "cpu" for the host.
+        device: The device, such as "cuda:0"; "cuda" if the text has no index; "cpu" for the host;
+            UNKNOWN_DEVICE.
         requested_bytes: Size of the request; for a device rounded to two decimals, as in the text.
         message: The line of the error, without any stack.
         reported_bytes: Other sizes in the text: total, free, in_use, allowed (by
@@ -117,7 +122,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _parse(error: BaseException) -> OomError | None:
     if isinstance(error, MemoryError):
-        return _parse_text(str(error)) or _on_host("python", "MemoryError", None)
+        parsed = _parse_text(str(error))
+        if parsed is None or parsed.device == UNKNOWN_DEVICE:
+            return _on_host("python", str(error) or "MemoryError", None)
+        return parsed
     if isinstance(error, OSError):
         short = error.errno == errno.ENOMEM
         return _on_host("operating system", str(error), None) if short else None
@@ -127,7 +135,7 @@ def _parse(error: BaseException) -> OomError | None:
     if parsed is None and type(error).__name__ == "OutOfMemoryError":
         return OomError(
             kind="device allocator",
-            device="cuda",
+            device=UNKNOWN_DEVICE,
             requested_bytes=None,
             message=str(error)[:MAX_MESSAGE],
         )
@@ -159,6 +167,16 @@ def _parse_line(text: str) -> OomError | None:
     if match := _DEVICE_LIBRARY.search(text):
         maker = "HIP" if "HIP" in match[0] else "CUDA"
         return _on_device("device library", maker, _line_of(match))
+    if match := _BARE.search(text):
+        line = _line_of(match)
+        if named := _MAKER.search(line):
+            return _on_device("device library", named[1], line)
+        return OomError(
+            kind="unknown",
+            device=UNKNOWN_DEVICE,
+            requested_bytes=None,
+            message=line.strip()[:MAX_MESSAGE],
+        )
     if match := _HOST_ALLOCATOR.search(text):
         return _on_host("host allocator", _line_of(match), float(match[1]) if match[1] else None)
     if match := _KERNEL.search(text):

@@ -234,6 +234,23 @@ def test_a_device_without_an_index_is_that_of_this_rank() -> None:
     assert facts.limit == Limit(num_bytes=78.0 * GIB, name="the device, minus other processes")
 
 
+@pytest.mark.parametrize("own", ["cpu", "cuda:2"])
+def test_of_an_error_that_names_no_device_the_device_is_unknown(own: str) -> None:
+    readings = {"cpu": ON_GPU, own: ON_GPU}
+    rank = FakeOomContext(None, readings=lambda: readings, limit=lambda device: None)
+
+    counted = OomReporter(0, rank).on_error(RuntimeError("out of memory"))
+    text = report_text(collect_evidence(0, "node-0", parsed("out of memory"), rank))
+
+    assert counted is not None
+    assert counted.device == "unknown"
+    assert text.startswith("out of memory on an unknown device in ")
+    assert text.partition("\n")[0].endswith(": request size unknown")
+    assert "refused by something that the error does not name:\n  out of memory\n" in text
+    assert f"Memory of {own}, on which this rank trains:\n  in use as the error passed: " in text
+    assert "raise the limit" not in text
+
+
 def test_a_report_and_its_snapshot_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     def dump_snapshot(device: str, path: Path) -> bool:
         path.touch(0o600)

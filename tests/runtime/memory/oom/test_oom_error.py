@@ -56,12 +56,12 @@ TEXTS = {
         "cuda",
         None,
     ),
-    "an extension, in CUDA's words alone": ("out of memory", "device library", "cuda", None),
+    "an extension, in CUDA's words alone": ("out of memory", "unknown", "unknown", None),
     "an extension": ("Triton Error [CUDA]: out of memory", "device library", "cuda", None),
     "an extension, with its place": (
         "kernel.cu:41: Out of memory.\nsee the log",
-        "device library",
-        "cuda",
+        "unknown",
+        "unknown",
         None,
     ),
     "torch's allocator on the host": (ON_CPU, "host allocator", "cpu", 512.0 * MIB),
@@ -119,8 +119,16 @@ def test_torch_s_own_type_is_recognised_with_any_text() -> None:
     parsed = parse_oom_error(torch.OutOfMemoryError("the allocator gives up"))
 
     assert parsed is not None
-    assert (parsed.kind, parsed.device) == ("device allocator", "cuda")
+    assert (parsed.kind, parsed.device) == ("device allocator", "unknown")
     assert parsed.message == "the allocator gives up"
+
+
+def test_a_memory_error_of_python_in_cuda_s_words_is_the_hosts() -> None:
+    parsed = parse_oom_error(MemoryError("out of memory"))
+
+    assert parsed is not None
+    assert (parsed.kind, parsed.device) == ("python", "cpu")
+    assert parsed.message == "out of memory"
 
 
 def test_all_sizes_of_cuda_s_text_are_parsed() -> None:
