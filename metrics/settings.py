@@ -77,7 +77,7 @@ class ServeSettings(Section):
     linger_seconds: Seconds = Field(default=75.0, ge=0)
     """Maximum seconds to wait at exit until regular scrapers have read that the run is over: 1.2
     scrape intervals, only for scrapers seen in the last 3 of their intervals. A single request is
-    not waited for."""
+    not waited for. After Ctrl-C at most 25 s, which a second Ctrl-C ends."""
     tls_certificate: Path | None = None
     """PEM file of the server's certificate; switches HTTPS on."""
     tls_key: Path | None = None

@@ -13,7 +13,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from .collectives.instrument import CollectiveInstrumentation
 from .common.ds_config import read_zerowatch_block
 from .common.ds_config_errors import ConfigErrors, warn_of_misspelt_keys
 from .common.fail_open import FailOpen
+from .common.interrupts import ended_by_next_interrupt, is_interrupt
 from .monitor.console_logging import show_own_lines
 from .monitor.startup_monitor import StartupMonitor
 from .monitor.watch import NullWatch, Watch, WatchHandle
@@ -241,14 +242,20 @@ def close_watch(*, failed: bool) -> None:
     """Close this process's watch for good, and wait for the last scrape if one is due.
 
     Args:
-        failed: Whether the run ends by an exception or a signal; then no scrape is waited for.
+        failed: Whether the run ends by an exception; then no scrape is waited for, unless it is
+            Ctrl-C. A second Ctrl-C ends the waiting.
     """
     _process.startup.stop()
-    if _process.watch is not None:
-        _process.watch.close(failed=failed, at_exit=True)
-    if _process.collectives is not None:
-        _process.collectives.close()
-        _process.collectives.call_recorder.wait_for_completion(COMPLETION_SECONDS)
+    error = sys.exception() or getattr(sys, "last_value", None)
+    interrupted = failed and is_interrupt(error)
+    with ended_by_next_interrupt() if interrupted else nullcontext():
+        if _process.watch is not None:
+            _process.watch.close(
+                failed=failed and not interrupted, interrupted=interrupted, at_exit=True
+            )
+        if _process.collectives is not None:
+            _process.collectives.close()
+            _process.collectives.call_recorder.wait_for_completion(COMPLETION_SECONDS)
 
 
 def _original() -> Callable[..., Any]:

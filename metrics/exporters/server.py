@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 RENDER_SECONDS = 0.5
 # Longest wait for the end of the accepting thread, which ends at once on Linux.
 STOP_SECONDS = 5.0
+# Longest wait for the last scrape after Ctrl-C: torchrun kills the ranks 30 s after it.
+INTERRUPTED_SECONDS = 25.0
 
 
 class ServingThread(Protocol):
@@ -118,19 +120,24 @@ class MetricsServer:
         self._warn_if_public(listener)
         return advertised_address(listener, self._settings.advertise_host)
 
-    def wait_for_final_scrape(self) -> None:
+    def wait_for_final_scrape(self, *, interrupted: bool = False) -> None:
         """After run_active was set to 0, wait until the regular scrapers have read it.
 
         Otherwise Prometheus would not see that the run has ended, and would report a rank down.
+
+        Args:
+            interrupted: Whether Ctrl-C has ended the run, and somebody waits for the process.
         """
         if self._listener is not None and self._recorder.snapshot().value(RUN_ACTIVE) == 0:
             with self._render_lock:
                 self._rendered.clear()  # the next scrape reads the end
             # Rank 0 lists the addresses of all ranks; without them nobody would scrape the others.
             on_all_ranks = self._targets is not None and len(self._targets()) > 1
-            self._scrapes.wait_until_end_was_read(
-                self._settings.linger_seconds, on_all_ranks=on_all_ranks
-            )
+            seconds = self._settings.linger_seconds
+            if interrupted:
+                seconds = min(seconds, INTERRUPTED_SECONDS)
+                self._announce_wait(self._scrapes.patience_seconds(seconds))
+            self._scrapes.wait_until_end_was_read(seconds, on_all_ranks=on_all_ranks)
 
     def close_after_final_scrape(self, before_close: Callable[[], object] = lambda: None) -> None:
         """Close once the final scrape was served, waiting on a thread; at once if none starts.
@@ -162,6 +169,14 @@ class MetricsServer:
             listener.stop()
             self._thread.join(STOP_SECONDS)
         listener.server_close()
+
+    def _announce_wait(self, seconds: float) -> None:
+        if seconds and self._rank == 0:
+            logger.warning(
+                "waiting at most %.0f s until Prometheus has read that the run is over; "
+                "Ctrl-C ends that at once",
+                seconds,
+            )
 
     def _warn_if_public(self, listener: Listener) -> None:
         host = str(listener.server_address[0])

@@ -157,13 +157,16 @@ class Watch:
         """Return all metric values as they are now."""
         return self.recorder.snapshot()
 
-    def close(self, *, failed: bool = False, at_exit: bool = False) -> None:
+    def close(
+        self, *, failed: bool = False, interrupted: bool = False, at_exit: bool = False
+    ) -> None:
         """Remove every hook, write what has arrived, and serve until the last scrape.
 
         Safe to call twice. Returns before the last scrape, except at exit.
 
         Args:
             failed: Whether the run ends by an exception; then no scrape is waited for.
+            interrupted: Whether Ctrl-C has ended the run; then the wait is shorter.
             at_exit: Whether the process ends now; then the last scrape is waited for here.
         """
         # A later call, such as that at exit, may not know of the failure.
@@ -187,9 +190,11 @@ class Watch:
         if self._failed:
             self._server.close()
         elif at_exit:
-            self._server.wait_for_final_scrape()
-            self._withdraw_targets()
-            self._server.close()
+            try:
+                self._server.wait_for_final_scrape(interrupted=interrupted)
+            finally:  # Ctrl-C ends the wait
+                self._withdraw_targets()
+                self._server.close()
         else:
             self._server.close_after_final_scrape(self._withdraw_targets)
 

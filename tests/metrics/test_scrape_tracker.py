@@ -10,6 +10,7 @@ from fakes.scraper import eventually, get
 
 from zerowatch.metrics.catalog.training import RUN_ACTIVE
 from zerowatch.metrics.exporters.scrape_tracker import ScrapeTracker
+from zerowatch.metrics.exporters.server import INTERRUPTED_SECONDS
 from zerowatch.metrics.settings import ServeSettings
 
 # Far more than any scrape takes, on a busy machine too.
@@ -77,6 +78,31 @@ def test_a_request_for_another_page_does_not_end_lingering(make_server, recorder
     visit.join()
 
     assert lingered >= 0.6
+
+
+@pytest.mark.parametrize(("linger_seconds", "expected"), [(75, INTERRUPTED_SECONDS), (9, 9)])
+def test_after_ctrl_c_the_wait_is_shorter_and_announced(
+    make_server, recorder, monkeypatch, caplog, linger_seconds, expected
+):
+    clock, waits = [0.0], []
+    monkeypatch.setattr(
+        ScrapeTracker,
+        "wait_until_end_was_read",
+        lambda self, seconds, on_all_ranks: waits.append(seconds),
+    )
+    server = make_server(linger_seconds=linger_seconds, now=lambda: clock[0])
+    address = server.start()
+    for clock[0] in (0, 30):
+        scrape(address)
+    recorder.set(RUN_ACTIVE, 0)
+
+    server.wait_for_final_scrape()
+    before = caplog.messages[:]
+    server.wait_for_final_scrape(interrupted=True)
+
+    assert waits == [linger_seconds, expected]
+    assert before == []
+    assert f"at most {expected:.0f} s" in caplog.messages[0]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import gc
 import importlib
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -32,7 +33,9 @@ import zerowatch
 import zerowatch.runtime.monitor.build_watch
 from zerowatch.metrics.catalog import communication, overhead, training
 from zerowatch.metrics.step_record import StepRecord
+from zerowatch.runtime import initialize
 from zerowatch.runtime.collectives.ops import OPERATIONS
+from zerowatch.runtime.common import interrupts
 from zerowatch.runtime.instrumentation.engine_hooks import ENGINE_METHODS
 from zerowatch.runtime.monitor.cross_rank_monitor import CrossRankMonitor
 
@@ -558,6 +561,34 @@ def a_part_that_cannot_be_closed_keeps_no_other_open() -> None:
     # Memory closes its hooks first.
     assert watch.snapshot().value(overhead.HOOK_FAILURES, "close") == 3
     assert watch.snapshot().value(training.RUN_ACTIVE) == 0
+
+
+def a_second_ctrl_c_ends_the_wait_for_the_last_scrape_and_the_targets_are_withdrawn() -> None:
+    def wait(**_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("not interrupted")
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupts.PASSED_ON_SECONDS = 0.0
+    folder = Path(os.environ["CHECKPOINTS"])
+    engine = make(watched=False)
+    watch = zerowatch.watch(engine, {"serve": {"port": 0}, "run_log": {"folder": str(folder)}})
+    step(engine)
+    wait_until(
+        lambda: watch.run_folder is not None and (watch.run_folder / "targets.json").exists()
+    )
+    targets = watch.run_folder / "targets.json"
+    before = targets.read_text()
+    initialize._process.watch._server.wait_for_final_scrape = wait
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        initialize.close_watch(failed=True)
+
+    assert watch.address in before
+    assert targets.read_text() == "[]\n"
+    assert watch.snapshot().value(training.RUN_ACTIVE) == 0
+    assert not own_threads()
 
 
 def what_cannot_be_called_is_no_listener() -> None:
