@@ -12,6 +12,7 @@ import warnings
 from typing import Any
 
 import pytest
+from class_source import source_of
 
 from zerowatch.runtime.common.deepspeed_internals import (
     COORDINATOR,
@@ -167,8 +168,8 @@ def is_there(owner: Any, name: str) -> bool:
         return False
     return any(
         name in vars(kind).get("__annotations__", {})
-        or f".{name} = " in inspect.getsource(kind)
-        or f"self.{name}" in inspect.getsource(kind)
+        or f".{name} = " in source_of(kind)
+        or f"self.{name}" in source_of(kind)
         for kind in owner.__mro__
         if kind.__module__.split(".")[0] in ("deepspeed", "torch")
     )

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from class_source import source_of
 
 from zerowatch.runtime.memory.offload import traffic as offload_traffic
 
@@ -76,7 +77,7 @@ def resolve(place: str) -> Any:
 
 
 def source(kind: type) -> str:
-    return "".join(inspect.getsource(k) for k in kind.__mro__ if k.__module__[:4] == "deep")
+    return "".join(source_of(k) for k in kind.__mro__ if k.__module__[:4] == "deep")
 
 
 @pytest.mark.parametrize(("place", "name"), CASES)

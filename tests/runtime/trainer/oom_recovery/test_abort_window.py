@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from class_source import source_of
 
 from zerowatch.errors import ZerowatchError
 from zerowatch.runtime.common.deepspeed_internals import INTERNALS
@@ -35,7 +35,7 @@ def test_deepspeed_still_has_the_internals_that_aborting_a_window_needs(
     place: str, name: str
 ) -> None:
     owner = resolve(place)
-    sources = [inspect.getsource(kind) for kind in owner.__mro__[:-1]]
+    sources = [source_of(kind) for kind in owner.__mro__[:-1]]
 
     set_on_self = any(f"self.{name}" in source or f"{name}:" in source for source in sources)
     assert hasattr(owner, name) or set_on_self, f"{place} has no {name}"
