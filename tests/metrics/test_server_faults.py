@@ -124,7 +124,7 @@ def test_a_server_beyond_its_cpu_budget_accepts_nobody_and_can_be_closed(make_se
     host, port = running.start().rsplit(":", 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuBudget, "pause_seconds", lambda _: 60.0)
-        with socket.create_connection((host, int(port)), timeout=0.5) as client:
+        with socket.create_connection((host, int(port)), timeout=0.1) as client:
             client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
             with pytest.raises(TimeoutError):
                 client.recv(1)
@@ -165,11 +165,12 @@ def drippers():
         yield start
 
 
-def test_dripping_clients_do_not_keep_a_scraper_out(make_server, drippers):
+def test_dripping_clients_do_not_keep_a_scraper_out(make_server, drippers, monkeypatch):
+    monkeypatch.setattr(listener, "CROWDED_TIMEOUT_SECONDS", 0.1)
     address = make_server().start()
     drippers(address, MAX_CLIENTS)
 
-    assert eventually(lambda: answers(address), pause=0.1)
+    assert eventually(lambda: answers(address))
 
 
 def test_a_request_has_one_deadline_however_many_bytes_arrive(make_server, drippers, monkeypatch):
@@ -197,7 +198,10 @@ def test_a_thread_that_cannot_be_started_leaves_its_place_to_the_next_client(
     assert len(caplog.records) == 1
 
 
-def test_without_a_free_descriptor_the_accepting_thread_does_not_spin(make_server, recorder):
+def test_without_a_free_descriptor_the_accepting_thread_does_not_spin(
+    make_server, recorder, monkeypatch
+):
+    monkeypatch.setattr(listener, "ACCEPT_RETRY_SECONDS", 0.1)
     address = make_server().start()
     host, port = address.rsplit(":", 1)
     tries = []
@@ -213,7 +217,7 @@ def test_without_a_free_descriptor_the_accepting_thread_does_not_spin(make_serve
             with socket.create_connection((host, int(port)), timeout=120):
                 assert eventually(lambda: len(tries) > 0)
                 before = len(tries)
-                time.sleep(1)
+                time.sleep(0.3)
                 assert len(tries) - before < 10
         assert waiting.recv(12) == b"HTTP/1.0 200"
 
