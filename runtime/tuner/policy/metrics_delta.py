@@ -37,7 +37,7 @@ class MetricsDelta:
             rank in them are in `exposed_ratio`, as in any collective.
         own_exposed_ratios: Waiting in zerowatch's own collectives, by phase. Votes are in forward
             and backward from ZeRO 2 on, the rest in `other`.
-        comm_ratio: Collectives in flight, hidden ones included.
+        comm_ratio: Collectives in flight, hidden ones included, without zerowatch's own.
         cause_ratios: Share of waiting for compared collectives, by cause; without
             `own_transfer_ratio`.
         coverage: Recorded over issued collectives, the lower of both ends.
@@ -109,6 +109,7 @@ def metrics_between(before: Snapshot, after: Snapshot) -> MetricsDelta:
 def _with_communication(reading: MetricsDelta, interval: _Interval) -> MetricsDelta:
     exposed = interval.total_increase(communication.COMM_EXPOSED_SECONDS)
     comm = interval.total_increase(communication.COMM_SECONDS)
+    training_comm = interval.total_increase(communication.COMM_SECONDS, but=OWN_GROUP)
     if exposed == 0 and comm:
         exposed = None  # no cross-rank comparison fell into the interval, or its thread is dead
     # A publication may contain a little more than the interval.
@@ -137,7 +138,7 @@ def _with_communication(reading: MetricsDelta, interval: _Interval) -> MetricsDe
         exposed_ratio=None if ratio is None else max(0.0, min(ratio, 1.0) - own_ratio),
         own_transfer_ratio=own_ratio,
         own_exposed_ratios=_ratios(own, reading.seconds, scale),
-        comm_ratio=_ratio(comm, reading.seconds),
+        comm_ratio=_ratio(training_comm, reading.seconds),
         cause_ratios=_ratios(causes, reading.seconds, scale),
         coverage=interval.lower(communication.COMM_COVERAGE_RATIO),
         step_wire_bytes=_ratio(wire_bytes, reading.steps),

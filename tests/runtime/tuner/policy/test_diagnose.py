@@ -306,6 +306,7 @@ def test_the_transfer_of_votes_is_no_latency_that_a_knob_reduces(rank):
 
     assert reading.exposed_ratio == pytest.approx(0.15)
     assert reading.own_transfer_ratio == pytest.approx(0.3)
+    assert reading.comm_ratio == pytest.approx(0.1)
     assert reading.cause_ratios == pytest.approx({"latency": 0.1, "imbalance": 0.05})
     assert reading.own_exposed_ratios == pytest.approx({"backward": 0.35})
 
