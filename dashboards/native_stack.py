@@ -101,15 +101,15 @@ class NativeProcesses:
 
     def stop(self) -> int:
         """Stop the recorded processes; return how many still ran. Safe to call twice."""
-        found = [process for child in self.known() if (process := process_of(child))]
-        for process in found:
+        processes = [process for child in self.known() if (process := process_of(child))]
+        for process in processes:
             process.terminate()
-        _, still_running = psutil.wait_procs(found, timeout=STOP_SECONDS)
+        _, still_running = psutil.wait_procs(processes, timeout=STOP_SECONDS)
         for process in still_running:
             process.kill()
         psutil.wait_procs(still_running, timeout=STOP_SECONDS)
         self._record.unlink(missing_ok=True)
-        return len(found)
+        return len(processes)
 
     def log(self, name: str) -> Path:
         """Return the file with the output of the process of that name."""

@@ -131,8 +131,8 @@ class Listener(ThreadingTCPServer):
     def __init__(
         self, host: str, port: int, site: RequestHandler, tls: ssl.SSLContext | None
     ) -> None:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family, _, _, _, address = found[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, _, _, _, address = addresses[0]
         self._site = site
         self._tls = tls
         self._free_clients = threading.BoundedSemaphore(MAX_CLIENTS)

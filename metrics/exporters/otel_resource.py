@@ -34,7 +34,7 @@ def resource_attributes(
 
     The SDK adds OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME, which take precedence.
     """
-    found: dict[str, str | int] = {
+    attributes: dict[str, str | int] = {
         "service.name": "zerowatch",
         "service.version": version("zerowatch"),
         "service.instance.id": f"{run_id}/{rank}",
@@ -47,11 +47,11 @@ def resource_attributes(
         "zerowatch.rank": rank,
     }
     if "KUBERNETES_SERVICE_HOST" in environment and "HOSTNAME" in environment:
-        found["k8s.pod.name"] = environment["HOSTNAME"]
+        attributes["k8s.pod.name"] = environment["HOSTNAME"]
         for variable, attribute in _KUBERNETES.items():
             if environment.get(variable):
-                found[attribute] = environment[variable]
-    return found
+                attributes[attribute] = environment[variable]
+    return attributes
 
 
 def _architecture(machine: str) -> str:

@@ -207,12 +207,12 @@ def hide_our_frames(error: BaseException) -> None:
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:
-        each = pending.pop()
-        if each is None or id(each) in seen:
+        link = pending.pop()
+        if link is None or id(link) in seen:
             continue
-        seen.add(id(each))
-        each.__traceback__ = _without_our_frames(each.__traceback__)
-        pending += (each.__cause__, each.__context__)
+        seen.add(id(link))
+        link.__traceback__ = _without_our_frames(link.__traceback__)
+        pending += (link.__cause__, link.__context__)
     sys.last_traceback = error.__traceback__  # pdb.pm() opens it
 
 

@@ -137,14 +137,14 @@ class TargetDiscovery:
         if not self._missing or not self._backoff.is_due:
             return False
         self._backoff.start_delay()
-        found = {
+        addresses = {
             rank: json.loads(entry)
             for rank in sorted(self._missing)
             if (entry := self._store.get(f"address/{rank}")) is not None
         }
-        self._known.update(found)
-        self._missing -= found.keys()
-        return bool(found)
+        self._known.update(addresses)
+        self._missing -= addresses.keys()
+        return bool(addresses)
 
     def targets(self, run_id: str) -> list[dict[str, object]]:
         """Return the known ranks in Prometheus' http_sd and file_sd form."""

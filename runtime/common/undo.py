@@ -64,14 +64,14 @@ class UndoStack:
         Raises:
             ZerowatchError: One failed, and those before it were undone.
         """
-        made = UndoStack()
+        stack = UndoStack()
         try:
             for change in changes:
-                made.add(change())
+                stack.add(change())
         except FAILURES:
-            made()
+            stack()
             raise
-        self.add(made)
+        self.add(stack)
 
     def __call__(self) -> None:
         """Undo the changes; raise the first error after the others are undone."""

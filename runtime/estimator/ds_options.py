@@ -231,19 +231,19 @@ def _stage_3_options(zero: ConfigReader) -> dict[str, Any]:
 
 
 def _unmodelled(config: Mapping[str, Any]) -> tuple[str, ...]:
-    found = []
+    keys = []
     for path, name in _UNMODELLED:
         value: Any = config
         for key in path:
             value = value.get(key) if isinstance(value, Mapping) else None
         if value not in (None, False, 0):
-            found.append(name)
+            keys.append(name)
     if _optimizer_is(config, "muon"):
-        found.append("the Muon optimizer")
+        keys.append("the Muon optimizer")
     sequence = config.get("sequence_parallel_size", 1)
     if sequence not in (None, 1):
-        found.append("sequence parallelism")
-    return tuple(dict.fromkeys(found))
+        keys.append("sequence parallelism")
+    return tuple(dict.fromkeys(keys))
 
 
 def _optimizer_is(config: Mapping[str, Any], name: str) -> bool:

@@ -107,8 +107,8 @@ def bytes_by_category(engine: Any) -> Held:
     """
     seen: set[int] = set()
     held: dict[str, dict[str, int]] = {}
-    for _, category, found in engine_tensors(engine):
-        for device, size in _new_bytes(found, seen, as_buffers=category == COMM_BUFFERS).items():
+    for _, category, objects in engine_tensors(engine):
+        for device, size in _new_bytes(objects, seen, as_buffers=category == COMM_BUFFERS).items():
             by_category = held.setdefault(str(device), dict.fromkeys(HELD, 0))
             by_category[category] += size
     return held
@@ -119,19 +119,19 @@ def engine_tensors(engine: Any) -> Iterator[tuple[str, str, list[Any]]]:
     parameters, buffers = _parameters_and_buffers(engine.module)
     roots = {"parameters": parameters, "buffers": buffers, "optimizer": [engine.optimizer]}
     for path, (root, *names), category in _SPLIT_PATHS:
-        found = roots[root]
+        objects = roots[root]
         for name in names:
-            found = _attributes(found, name)
-            if not found:
+            objects = _attributes(objects, name)
+            if not objects:
                 break
         else:
-            yield path, category, found
+            yield path, category, objects
 
 
-def _new_bytes(found: list[Any], seen: set[int], *, as_buffers: bool) -> dict[torch.device, int]:
+def _new_bytes(objects: list[Any], seen: set[int], *, as_buffers: bool) -> dict[torch.device, int]:
     """Sum up the storages whose addresses are not in `seen` yet, and add them to it."""
     sums: dict[torch.device, int] = {}
-    for tensor in found:
+    for tensor in objects:
         if not isinstance(tensor, torch.Tensor):  # such as a step count
             continue
         try:

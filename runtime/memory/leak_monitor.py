@@ -41,21 +41,21 @@ MIN_SCORE = 5.0
 # Minimum growth in bytes, relative to the level, and relative to the noise of single readings.
 MIN_GROWTH_BYTES = float(32 << 20)
 MIN_GROWTH_RATIO = 0.002
-MIN_NOISES = 3.0
+MIN_GROWTH_TO_NOISE_RATIO = 3.0
 # RSS of training without a leak creeps by some percent for hundreds of steps, in bursts; the most
 # observed was 7 %. Growth below CREEP_RATIO of the level must be a straight line: more than
-# STRAIGHT_NOISES times the noise of single readings.
+# MIN_STRAIGHT_GROWTH_TO_NOISE_RATIO times the noise of single readings.
 CREEP_RATIO = 0.1
-STRAIGHT_NOISES = 20.0
+MIN_STRAIGHT_GROWTH_TO_NOISE_RATIO = 20.0
 # Maximum odds of one sudden step against a line.
-MAX_STEPWISE = 0.1
+MAX_STEPWISE_ODDS = 0.1
 # Minimum growth of each third relative to an even share, and of the last relative to the first.
 # Otherwise the growth has ended, or slows down as a warm-up does.
-MIN_SHARE = 0.4
-MIN_OF_FIRST = 0.65
+MIN_THIRD_TO_EVEN_RATIO = 0.4
+MIN_LAST_TO_FIRST_THIRD_RATIO = 0.65
 # Minimum growth of the lowest readings relative to the total growth. Otherwise only temporary
 # memory has grown.
-MIN_OF_LOWEST = 0.5
+MIN_LOWEST_GROWTH_RATIO = 0.5
 # Lower bound of the noise of single readings.
 MIN_NOISE_BYTES = float(256 << 10)
 
@@ -91,12 +91,17 @@ def find_leak(steps: Sequence[int], sizes: Sequence[float]) -> Leak | None:
 
 def _is_linear_growth(trend: Trend, growth: float) -> bool:
     """Return whether the growth is linear, and larger than noise or a warm-up explains."""
-    least = max(MIN_GROWTH_BYTES, MIN_GROWTH_RATIO * trend.level, MIN_NOISES * trend.noise)
+    min_growth = max(
+        MIN_GROWTH_BYTES, MIN_GROWTH_RATIO * trend.level, MIN_GROWTH_TO_NOISE_RATIO * trend.noise
+    )
     return (
         trend.slope > MIN_SCORE * trend.slope_deviation
-        and growth > least
-        and (growth > CREEP_RATIO * trend.level or growth > STRAIGHT_NOISES * trend.noise)
-        and trend.stepwise < MAX_STEPWISE
+        and growth > min_growth
+        and (
+            growth > CREEP_RATIO * trend.level
+            or growth > MIN_STRAIGHT_GROWTH_TO_NOISE_RATIO * trend.noise
+        )
+        and trend.stepwise < MAX_STEPWISE_ODDS
     )
 
 
@@ -112,9 +117,9 @@ def _is_sustained(values: Array, first: int, growth: float) -> bool:
     lowest = float(sixths[-1].min() - sixths[0].min())
     highest = float(values[:first].max()) if first else -np.inf
     return bool(
-        thirds.min() > MIN_SHARE * growth / 6
-        and thirds[-1] > MIN_OF_FIRST * thirds[0]
-        and lowest > MIN_OF_LOWEST * growth * 5 / 6
+        thirds.min() > MIN_THIRD_TO_EVEN_RATIO * growth / 6
+        and thirds[-1] > MIN_LAST_TO_FIRST_THIRD_RATIO * thirds[0]
+        and lowest > MIN_LOWEST_GROWTH_RATIO * growth * 5 / 6
         and highest < ends[-1]
     )
 

@@ -203,10 +203,10 @@ class MemoryMonitor:
         if folder is None:
             return
         rank, host = self._context.identity.rank, self._context.identity.host
-        found = detect_killed_ranks(
+        killed_ranks = detect_killed_ranks(
             folder.parent, host, before_unix_seconds=self._began_unix_seconds
         )
-        killed = [each for each in found if each.by_oom_killer]
+        killed = [each for each in killed_ranks if each.by_oom_killer]
         if killed:
             self._context.recorder.add(memory.OOMS, len(killed), "cpu", "killed")
         self._liveness = LivenessFile(folder, rank, host)

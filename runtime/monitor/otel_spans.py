@@ -173,15 +173,15 @@ def _sums(
     one: Mapping[str, AttributeValue], other: Mapping[str, AttributeValue]
 ) -> dict[str, AttributeValue]:
     """Add up the numbers of two calls of one operation; leave out texts that differ."""
-    found: dict[str, AttributeValue] = {}
+    sums: dict[str, AttributeValue] = {}
     for name in [name for name in one if name in other]:
         left, right = one[name], other[name]
         if isinstance(left, str) or isinstance(right, str):
             if left == right:
-                found[name] = left
+                sums[name] = left
         else:
-            found[name] = left + right
-    return found
+            sums[name] = left + right
+    return sums
 
 
 def trace_id_of(run_id: str, step: int) -> int:

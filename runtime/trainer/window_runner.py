@@ -121,7 +121,7 @@ class WindowRunner:
         rng = RngState.capture()
         try:
             attempt = partial(self._attempt, window)
-            replayed = self.replay.run(
+            replayed = self.replay.run_window(
                 local_batches, attempt, guard_requested=opened.guard_requested
             )
             sums = self._sums_of_all_ranks(replayed.outcome)
@@ -162,7 +162,9 @@ class WindowRunner:
             undo.callback(self._leave_stranded_peers)
             undo.callback(RngState.capture().restore)
             engine, loss = self._engine_holder.engine, self._loss
-            sums = self.replay.run_once(partial(evaluate_micro_batches, engine, loss, batch, sizes))
+            sums = self.replay.run_evaluation(
+                partial(evaluate_micro_batches, engine, loss, batch, sizes)
+            )
             undo.pop_all()
         return sums.over_ranks(self._host_group).mean_loss
 

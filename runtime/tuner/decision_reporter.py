@@ -88,12 +88,12 @@ class DecisionReporter:
         self._metrics.set_symptoms(symptoms)
         if self._mode != "auto":
             return
-        found = [symptom for symptom in symptoms if symptom.name != MEMORY_IDLE]
+        problems = [symptom for symptom in symptoms if symptom.name != MEMORY_IDLE]
         over = "" if seconds is None else f" (measured over {seconds:.0f} s of training)"
-        if not found and seconds is not None and _NOTHING not in self._logged:
+        if not problems and seconds is not None and _NOTHING not in self._logged:
             self._logged.add(_NOTHING)
             logger.info("step %d: tuner: nothing holds this run back%s", self._step(), over)
-        elif found and symptoms[0].name not in self._logged:
+        elif problems and symptoms[0].name not in self._logged:
             self._logged.add(symptoms[0].name)
             logger.info(
                 "step %d: %s%s: searching for a change",

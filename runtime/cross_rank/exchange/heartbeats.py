@@ -95,9 +95,9 @@ class HeartbeatTable:
                 self._read_at = now + delay * self._interval_seconds
             if now >= self._read_at:
                 self._read_at = now + random.uniform(1.0, 1.5) * self._interval_seconds
-                found = self._read(sorted(ranks)[:MAX_PEERS])
+                fields_by_rank = self._read(sorted(ranks)[:MAX_PEERS])
                 self.heartbeats = {
-                    rank: self._heartbeat(rank, fields) for rank, fields in found.items()
+                    rank: self._heartbeat(rank, fields) for rank, fields in fields_by_rank.items()
                 }
         self.others_hang = others_hang  # last: its readers need the heartbeats
 
@@ -127,16 +127,18 @@ class HeartbeatTable:
         """Return the fields by rank: from digests, and one by one where a block has none."""
         if len(ranks) <= BLOCK_SIZE:
             return self._read_each(ranks)
-        found = self._read_digests(ranks)
+        fields_by_rank = self._read_digests(ranks)
         if self._is_first_of_block:
             own = self._read_each(range(self._rank, self._rank + BLOCK_SIZE))
             for rank, fields in own.items():
                 fields["age"] = self._age(f"beat/{rank}", fields["count"])
             digest = orjson.dumps([self._next_count(), list(own.items())])
             self._store.set(f"beats/{_block(self._rank)}", zlib.compress(digest, 1))
-            found |= own
-        found |= self._read_each([rank for rank in ranks if rank not in found])
-        return {rank: found[rank] for rank in ranks if found.get(rank) is not None}
+            fields_by_rank |= own
+        fields_by_rank |= self._read_each([rank for rank in ranks if rank not in fields_by_rank])
+        return {
+            rank: fields_by_rank[rank] for rank in ranks if fields_by_rank.get(rank) is not None
+        }
 
     def _read_each(self, ranks: Sequence[int]) -> dict[int, Any]:
         values = self._values([f"beat/{rank}" for rank in ranks])
@@ -148,7 +150,7 @@ class HeartbeatTable:
         The value is None for a rank of such a block without a heartbeat. A digest that does not
         change is ignored, as its writer may be the stuck rank.
         """
-        found: dict[int, Any] = {}
+        fields_by_rank: dict[int, Any] = {}
         blocks = {_block(rank) for rank in ranks}
         if self._is_first_of_block:
             blocks.discard(_block(self._rank))
@@ -157,9 +159,9 @@ class HeartbeatTable:
         for block, key in keys.items():
             count, digest = orjson.loads(zlib.decompress(values[key])) if key in values else (0, [])
             if (self._age(key, count) or 0.0) < MAX_DIGEST_AGE_READS * self._interval_seconds:
-                found |= dict.fromkeys(rank for rank in ranks if _block(rank) == block)
-                found |= dict(digest)
-        return found
+                fields_by_rank |= dict.fromkeys(rank for rank in ranks if _block(rank) == block)
+                fields_by_rank |= dict(digest)
+        return fields_by_rank
 
     def _values(self, keys: Sequence[str]) -> dict[str, bytes]:
         """Return the values of the keys that are present."""

@@ -103,10 +103,10 @@ class ReportMerger:
         if first >= end:
             return first, NO_DURATIONS
         least: Durations = ranges[0].between(first, end).copy()
-        for each in ranges[1:]:
-            np.fmin(least, each.between(first, end), out=least)
-        for each in ranges:
-            each.discard(end)
+        for member_range in ranges[1:]:
+            np.fmin(least, member_range.between(first, end), out=least)
+        for member_range in ranges:
+            member_range.discard(end)
         if self.divergence is not None:
             least[max(0, self.divergence.sequence - first) :] = np.nan
         return first, least

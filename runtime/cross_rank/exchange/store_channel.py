@@ -88,13 +88,13 @@ class StoreChannel:
             rank_sets: This rank's rank sets.
             compared: The rank set over which stragglers are detected.
         """
-        shared = [rank_set for rank_set in rank_sets if rank_set.size > 1]
-        for rank_set in shared:
-            self._coordinators.add(rank_set)
+        shared = [coordinated for coordinated in rank_sets if coordinated.size > 1]
+        for coordinated in shared:
+            self._coordinators.add(coordinated)
         results = self._coordinators.poll(compared)
-        for rank_set in shared:
-            if rank_set.members[0] != self._rank:
-                results += [(rank_set, result) for result in self._read_results(rank_set.key)]
+        for coordinated in shared:
+            if coordinated.members[0] != self._rank:
+                results += [(coordinated, result) for result in self._read_results(coordinated.key)]
         return results
 
     def longest_silence_seconds(self) -> float:
@@ -207,12 +207,14 @@ class CoordinatorReader:
                 empty = RankReport(calls={block.rank_set.key: EMPTY_CALL_REPORT})
                 block.writer.append(encode_report(report or empty))
         results = []
-        for each in self._rank_sets:
-            result = each.coordinator.drain_result(compare_step_times=each.rank_set is compared)
-            if result is not None or self._keep_alive_due(each.writer):
-                each.writer.append(encode_result(result or EMPTY_RESULT))
+        for coordinated in self._rank_sets:
+            result = coordinated.coordinator.drain_result(
+                compare_step_times=coordinated.rank_set is compared
+            )
+            if result is not None or self._keep_alive_due(coordinated.writer):
+                coordinated.writer.append(encode_result(result or EMPTY_RESULT))
             if result is not None:
-                results.append((each.rank_set, result))
+                results.append((coordinated.rank_set, result))
         return results
 
     def longest_silence_seconds(self) -> float:

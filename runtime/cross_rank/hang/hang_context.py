@@ -88,7 +88,7 @@ class HangContext:
     def _last_calls(self) -> list[CallSummary]:
         """Return the last calls of each rank set in the order of issue, and all in flight."""
         now_ns = self._now_ns()
-        found: list[CallSummary] = []
+        summaries: list[CallSummary] = []
         for rank_set in self._groups.rank_sets():
             returned: set[Group] = set()  # groups of which a later call has returned
             calls = []
@@ -98,8 +98,8 @@ class HangContext:
                     returned.add(call.group)
                 if in_flight or index < CALLS_PER_RANK_SET:
                     calls.append(_summarize_call(call, now_ns, in_flight=in_flight))
-            found += reversed(calls)
-        return found
+            summaries += reversed(calls)
+        return summaries
 
     def _divergence(self) -> str | None:
         """Return which ranks diverged from the common sequence of collectives, as a message."""

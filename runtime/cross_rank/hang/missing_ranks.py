@@ -29,20 +29,20 @@ def missing_ranks(evidence: HangEvidence) -> list[MissingRanks]:
     """
     if evidence.peers is None:
         return []
-    found: dict[str, MissingRanks] = {}
+    missing: dict[str, MissingRanks] = {}
     for call in calls_in_flight(evidence):
         rank_set = evidence.rank_sets.get(call.key)
-        if rank_set is None or call.key in found:
+        if rank_set is None or call.key in missing:
             continue
         ranks = _members_behind(rank_set, call, evidence.peers)
         if ranks:
-            found[call.key] = MissingRanks(ranks=ranks, call=call_name(call))
-    return list(found.values())
+            missing[call.key] = MissingRanks(ranks=ranks, call=call_name(call))
+    return list(missing.values())
 
 
 def waiting_ranks(evidence: HangEvidence) -> list[MissingRanks]:
     """Return, for each rank set, the ranks in a collective that this rank has not issued."""
-    found = []
+    waiting = []
     for rank_set in evidence.rank_sets.values():
         ahead = tuple(
             rank
@@ -51,8 +51,8 @@ def waiting_ranks(evidence: HangEvidence) -> list[MissingRanks]:
         )
         if ahead:
             call = f"collective number {rank_set.issued + 1} of group {rank_set.role}"
-            found.append(MissingRanks(ranks=ahead, call=call))
-    return found
+            waiting.append(MissingRanks(ranks=ahead, call=call))
+    return waiting
 
 
 def calls_in_flight(evidence: HangEvidence) -> list[CallSummary]:

@@ -198,15 +198,15 @@ def choose_modules(model: nn.Module, selector: ModuleSelector) -> dict[str, nn.M
     if selector is None:
         return repeated_block(model)
     selectors = [selector] if isinstance(selector, str | type) else list(selector)
-    found: dict[str, nn.Module] = {}
-    for each in selectors:
-        matching = {name: module for name, module in _named(model) if _matches(name, module, each)}
+    chosen_modules: dict[str, nn.Module] = {}
+    for entry in selectors:
+        matching = {name: module for name, module in _named(model) if _matches(name, module, entry)}
         if not matching:
-            raise ZerowatchError(_no_match_message(model, each))
-        found |= matching
-    if not found:
+            raise ZerowatchError(_no_match_message(model, entry))
+        chosen_modules |= matching
+    if not chosen_modules:
         raise ZerowatchError("the choice of modules to checkpoint is empty")
-    return _outermost(found)
+    return _outermost(chosen_modules)
 
 
 def repeated_block(model: nn.Module) -> dict[str, nn.Module]:
@@ -255,9 +255,11 @@ def _matches(name: str, module: nn.Module, selector: type[nn.Module] | str) -> b
     return isinstance(module, selector)
 
 
-def _outermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    inside = {id(inner) for each in found.values() for inner in each.modules() if inner is not each}
-    return {name: each for name, each in found.items() if id(each) not in inside}
+def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    inside = {
+        id(inner) for each in modules.values() for inner in each.modules() if inner is not each
+    }
+    return {name: each for name, each in modules.items() if id(each) not in inside}
 
 
 def _no_match_message(model: nn.Module, selector: type[nn.Module] | str) -> str:

@@ -345,16 +345,16 @@ def _whole_gradient_bucket_size(engine: Any) -> int:
 
 def _set_whole_gradient_bucket_size(engine: Any, elements: int) -> Undo:
     """Set how many elements stage 0 and BF16_Optimizer flatten at once."""
-    made: list[_SizedAllreduce] = []
+    wrappers: list[_SizedAllreduce] = []
 
     def make(original: Callable[..., Any]) -> _SizedAllreduce:
-        made.append(_SizedAllreduce(original, elements))
-        return made[0]
+        wrappers.append(_SizedAllreduce(original, elements))
+        return wrappers[0]
 
     patch = AttributePatch(engine, "allreduce_gradients", make)
 
     def undo() -> None:
-        made[0].elements = None  # in case another wrapper was put on top since
+        wrappers[0].elements = None  # in case another wrapper was put on top since
         patch.restore()
 
     return UndoOnce(undo)

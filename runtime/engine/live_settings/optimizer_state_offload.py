@@ -97,10 +97,10 @@ class OffloadedOptimizerStates:
         engine = self._engine()
         if engine is None or self._is_closed:
             return
-        found = {id(storage): storage for storage in _storages(engine)}
+        storages = {id(storage): storage for storage in _storages(engine)}
         # Buffers of states that a loaded checkpoint has replaced are dropped.
         self._buffers = {
-            key: self._buffers.get(key) or _HostBuffer(storage) for key, storage in found.items()
+            key: self._buffers.get(key) or _HostBuffer(storage) for key, storage in storages.items()
         }
         for buffer in self._buffers.values():
             buffer.fill()
@@ -148,12 +148,12 @@ def _storages(engine: Any) -> list[torch.UntypedStorage]:
     """Return each storage on the device that holds nothing but states and master weights."""
     device = torch.device(get_accelerator().current_device_name())
     used = {id(tensor.untyped_storage()) for tensor in _needed_outside_update(engine)}
-    found = {
+    storages = {
         id(tensor.untyped_storage()): tensor.untyped_storage()
         for tensor in _states(engine)
         if tensor.device == device and tensor.numel() * tensor.element_size() >= _SMALLEST_BYTES
     }
-    return [storage for key, storage in found.items() if key not in used]
+    return [storage for key, storage in storages.items() if key not in used]
 
 
 def _states(engine: Any) -> Iterator[torch.Tensor]:

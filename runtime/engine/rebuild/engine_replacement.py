@@ -80,12 +80,12 @@ def rebuild(
     began, device = perf_counter(), torch.device(engine.device)
     with closing(HostSum(host_group.world_size)) as host_sum, _preserved_rng(device):
         builder = _Builder(engine, snapshot, make_engine, host_sum, host_group)
-        made, error = builder.replace(engine, config)
+        replacement, error = builder.replace(engine, config)
         if error is not None:
             raise _rolled_back(builder, old, error)
     seconds, stages = perf_counter() - began, (zero_stage(config), zero_stage(old))
     logger.info("rebuilt the engine in %.1f s: ZeRO stage %d, was %d", seconds, *stages)
-    return made
+    return replacement
 
 
 class _Builder:
@@ -115,7 +115,7 @@ class _Builder:
 
     def build(self, config: Config) -> tuple[Any, Exception | None]:
         """Return an engine with the restored state, or the error of this rank or of another."""
-        made: list[Any] = []
+        engines: list[Any] = []
         undo_hooks = track_hooks(self._module)
         _synchronize_ids(self._host_group)
         with CollectiveAttempt(self._host_group) as attempt, guarded_collectives(attempt):
@@ -123,12 +123,12 @@ class _Builder:
             partitioned = zero_stage(config) == 3
             _allocate_parameters(self._module, parameters, config, partitioned=partitioned)
             self._reset_client_optimizer()
-            made.append(self._make_engine(self._module, copy.deepcopy(dict(config))))
-            restore_snapshot(made[0], self._snapshot, self._host_sum, attempt)
+            engines.append(self._make_engine(self._module, copy.deepcopy(dict(config))))
+            restore_snapshot(engines[0], self._snapshot, self._host_sum, attempt)
         if attempt.error is None:
-            return made[0], None
-        if made:
-            teardown(made.pop())
+            return engines[0], None
+        if engines:
+            teardown(engines.pop())
         undo_hooks()
         if self._client is not None:
             release_tensors(self._client)

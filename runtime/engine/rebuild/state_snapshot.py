@@ -428,13 +428,13 @@ def _check_optimizer(engine: Any, snapshot: TrainingStateSnapshot) -> None:
         {name for name in members if snapshot.parameters[name].updated}
         for members in snapshot.members
     ]
-    found = [
+    actual = [
         {name for name in members if snapshot.parameters[name].updated}
         for members in group_members(engine)
     ]
-    if found != updated:
+    if actual != updated:
         raise ValueError(
-            f"its optimizer has {len(found)} parameter groups of {[*map(len, found)]} parameters, "
+            f"its optimizer has {len(actual)} groups of {[*map(len, actual)]} parameters, "
             f"and had {len(updated)} of {[*map(len, updated)]}"
         )
 

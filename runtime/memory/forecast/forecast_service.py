@@ -111,8 +111,8 @@ class MemoryForecasts:
         if not self._stale or now < self._update_due:
             return
         self._stale = False
-        found = {device: each.forecast() for device, each in self._forecasters.items()}
-        self.forecasts = {device: forecast for device, forecast in found.items() if forecast}
+        forecasts = {device: each.forecast() for device, each in self._forecasters.items()}
+        self.forecasts = {device: forecast for device, forecast in forecasts.items() if forecast}
         self._harmless = {}
         self.risks = {device: self._risk(device, each) for device, each in self.forecasts.items()}
         if not any(map(_is_near_limit, self.forecasts.values())):

@@ -213,21 +213,23 @@ class Forecaster:
         min_width = max(MIN_WIDTH_BYTES, MIN_WIDTH_RATIO * need)
         rows = self._rows[max(0, self._num_rows - MAX_POINTS) : self._num_rows]
         self._fit_trends(rows, min_width)
-        found = predict_recent(model, recent, self._floor.level)
+        predicted_peaks = predict_recent(model, recent, self._floor.level)
         steps = rows[-len(recent) :, _STEP]
         shapes = (
-            fit_trend(steps, found.peaks, min_width) if np.ptp(found.peaks) else Trend(level=0.0)
+            fit_trend(steps, predicted_peaks.peaks, min_width)
+            if np.ptp(predicted_peaks.peaks)
+            else Trend(level=0.0)
         )
         tail = fit_tail(
             np.array(errors.errors), expected=EXPECTED_WIDTH_RATIO * need, min_width=min_width
         )
         self._width = tail.width
-        predicted = model.predict(found.largest, last.floor_bytes)
+        predicted = model.predict(predicted_peaks.largest, last.floor_bytes)
         limit = min(last.limit_bytes, self._reservable)
         headroom = limit - predicted - last.unusable_bytes
         per_reading = max(float(steps[-1] - steps[0]) / max(len(steps) - 1, 1), 1.0)
         growth = combine_trends((self._floor, self._unusable, shapes), need, per_reading)
-        peaks = found.peaks
+        peaks = predicted_peaks.peaks
         if growing_weight(shapes, need, per_reading) > 0.5:  # such as texts sorted by length
             peaks = extrapolate(steps, peaks, shapes)
         return MemoryForecast(

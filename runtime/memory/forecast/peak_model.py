@@ -43,7 +43,7 @@ ROUNDS = 6
 # The need has changed if at least this many last rises are off by at least this many spreads, all
 # to one side.
 CHANGED_RISES = 8
-FAR_SPREADS = 4.0
+OUTLIER_SPREADS = 4.0
 # A rise this many rises back has half the weight of the last one.
 HALF_LIFE_RISES = 96.0
 # Penalty of each column in the criterion: 1, samples, tokens, token pairs, floor. Of two columns
@@ -336,7 +336,7 @@ def fit_branches(features: Features, *, precision: float) -> Branches:
         spread = upper_median(np.abs(residuals[upper])) + precision / 20
         weights = 1.0 / np.maximum(np.abs(residuals) / spread, 0.5)
     positions = np.flatnonzero(upper | (rises > level + precision))
-    changed = _changed(residuals[positions], max(FAR_SPREADS * spread, precision))
+    changed = _changed(residuals[positions], max(OUTLIER_SPREADS * spread, precision))
     return Branches(
         min_rise=float(level if upper.all() else upper_median(rises[~upper])),
         coefficients=coefficients / scale,
@@ -368,16 +368,18 @@ def _best_subset(columns: Floats, rises: Floats, weights: Floats, precision: flo
     reuses = columns[:, 4].any()
     subsets = _REUSING if reuses else _PLAIN
     systems = gram * subsets.both + subsets.left_out
-    found = np.linalg.solve(systems, (moments * subsets.masks)[..., None])[..., 0]
-    fitted = ((found @ gram - 2 * moments) * found).sum(axis=1)
+    coefficients = np.linalg.solve(systems, (moments * subsets.masks)[..., None])[..., 0]
+    fitted = ((coefficients @ gram - 2 * moments) * coefficients).sum(axis=1)
     squares = np.maximum((weights * rises * rises).sum() / total + fitted, 0.0)
     count = total**2 / (weights * weights).sum()
     penalties = (
-        subsets.penalties if reuses else subsets.penalties + _NEGATIVE_PENALTY * (found[:, 0] < 0)
+        subsets.penalties
+        if reuses
+        else subsets.penalties + _NEGATIVE_PENALTY * (coefficients[:, 0] < 0)
     )
     criterion = np.log(squares + (precision / 4) ** 2) + penalties * np.log(count) / count
-    criterion[(found[:, 1:] < 0).any(axis=1)] = np.inf
-    best: Floats = found[np.argmin(criterion)]
+    criterion[(coefficients[:, 1:] < 0).any(axis=1)] = np.inf
+    best: Floats = coefficients[np.argmin(criterion)]
     return best
 
 
@@ -393,7 +395,9 @@ def _drift(residuals: Floats, spread: float, changed: int) -> float:
     """Return the mean recent residual of the upper branch, shrunk towards 0 if they are few."""
     if changed:
         return upper_median(residuals[-changed:])
-    recent = np.clip(residuals[-_DRIFT_WINDOW:], -FAR_SPREADS * spread, FAR_SPREADS * spread)
+    recent = np.clip(
+        residuals[-_DRIFT_WINDOW:], -OUTLIER_SPREADS * spread, OUTLIER_SPREADS * spread
+    )
     weights = _DRIFT_DECAY ** np.arange(len(recent))[::-1]
     return float((weights * recent).sum() / (weights.sum() + _DRIFT_PRIOR_WEIGHT))
 

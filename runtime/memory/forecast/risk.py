@@ -22,7 +22,7 @@ from .trend import Trend
 Array = npt.NDArray[np.float64]
 
 # Cumulative probability at which the Pareto tail begins.
-BODY = 0.95
+TAIL_START_PROBABILITY = 0.95
 # A dozen errors in the tail do not determine its shape: it is shrunk towards the shape typical of
 # RSS noise, with the weight of this many errors.
 PRIOR_SHAPE = 0.15
@@ -56,7 +56,7 @@ TYPICAL_GROWTH_RATIO = 0.02
 MAX_RISK = 1 - 1e-6
 # Observed frequency of events predicted as certain, on the tuning runs of
 # tests/bench/memory/oom_risk.py: growth may stop, noise may change.
-TRUST = 0.87
+MAX_FORECAST_CONFIDENCE = 0.87
 # Growth is likely to last as long again as it has (Laplace's rule of succession, with a prior of
 # this many steps).
 LASTING_STEPS = 24.0
@@ -87,7 +87,9 @@ class ErrorTail:
         """Return the probability that an error is larger than `margin` bytes."""
         if margin >= self.errors[-1]:
             beyond = (margin - self.errors[-1]) / self.scale
-            survival = (1 - BODY) * float((1 + self.shape * beyond) ** (-1 / self.shape))
+            survival = (1 - TAIL_START_PROBABILITY) * float(
+                (1 + self.shape * beyond) ** (-1 / self.shape)
+            )
         else:
             survival = 1 - self._cumulative(margin)
         return min(max(survival, MIN_PROBABILITY), 1 - MIN_PROBABILITY)
@@ -95,7 +97,7 @@ class ErrorTail:
     def exceedances(self, margins: Array) -> Array:
         """Return `exceedance` of each margin; vectorised."""
         beyond = np.maximum(margins - self.errors[-1], 0) / self.scale
-        tail = (1 - BODY) * (1 + self.shape * beyond) ** (-1 / self.shape)
+        tail = (1 - TAIL_START_PROBABILITY) * (1 + self.shape * beyond) ** (-1 / self.shape)
         body = 1 - np.interp(margins, self.errors, self.ranks)
         below = np.maximum(self.errors[0] - margins, 0) / self.scale
         body = np.where(below > 0, 1 - self.ranks[0] / (1 + below) ** 3, body)
@@ -140,8 +142,10 @@ def fit_tail(errors: Sequence[float] | Array, *, expected: float, min_width: flo
     body = median * min(1.0, count / PRIOR_ERRORS) + width * _NORMALS
     if count >= 3 * PRIOR_ERRORS:
         ranks = (np.arange(count) + 0.5) / count
-        found, narrowest = np.interp(_QUANTILES, ranks, known), median + min_width * _NORMALS
-        body = np.where(_NORMALS < 0, np.minimum(found, narrowest), np.maximum(found, narrowest))
+        quantiles, narrowest = np.interp(_QUANTILES, ranks, known), median + min_width * _NORMALS
+        body = np.where(
+            _NORMALS < 0, np.minimum(quantiles, narrowest), np.maximum(quantiles, narrowest)
+        )
     threshold = float(body[-1])
     scale, shape = _fit_excesses(known[known > threshold] - threshold, 0.4 * width)
     return ErrorTail(
@@ -249,11 +253,11 @@ def risk_ahead(
     steady = float(_exceedance(margins, shares, tail, np.zeros((1, 1)), factor)[0])
     steady *= min(known / STEPS_FOR_PEAKS, 1.0)
     if growth.weight == 0:
-        return TRUST * steady
+        return MAX_FORECAST_CONFIDENCE * steady
     slopes = np.maximum(growth.slope + growth.deviation * _NODES, 0)
     growing = _exceedance(margins, shares, tail, slopes[:, None] * _AHEAD, factor)
     mean = float(growing @ _NODE_WEIGHTS) * min(known / STEPS_FOR_GROWTH, 1.0)
-    return TRUST * ((1 - growth.weight) * steady + growth.weight * mean)
+    return MAX_FORECAST_CONFIDENCE * ((1 - growth.weight) * steady + growth.weight * mean)
 
 
 def _exceedance(

@@ -144,8 +144,8 @@ def _memory_of_residuals(residuals: Array, memory: float) -> float:
     count = len(residuals)
     if count < CERTAIN_POINTS:
         return memory
-    found = float(residuals[1:] @ residuals[:-1]) / max(float(residuals @ residuals), 1e-300)
-    return min(max((found + 2 / count) / (1 - 4 / count), 0.0), MAX_MEMORY)
+    correlation = float(residuals[1:] @ residuals[:-1]) / max(float(residuals @ residuals), 1e-300)
+    return min(max((correlation + 2 / count) / (1 - 4 / count), 0.0), MAX_MEMORY)
 
 
 def _line(steps: Array, values: Array, min_noise: float, memory: float) -> Trend:

@@ -77,10 +77,10 @@ class OomReporter:
         Returns:
             The parsed error, to be counted; None for other errors and for one already reported.
         """
-        found = find_oom_error(error)
-        if found is None or self._is_known(found[0], error, is_end=is_end):
+        oom_error = find_oom_error(error)
+        if oom_error is None or self._is_known(oom_error[0], error, is_end=is_end):
             return None
-        oom = found[1]
+        oom = oom_error[1]
         self._num_reports += 1
         if self._num_reports > MAX_REPORTS:  # the script catches them: a report costs it time
             return replace(oom, device=complete_device(oom, self._context.readings() or {}))

@@ -327,8 +327,8 @@ def host_limit_name(states: Mapping[str, float], root: Path = ROOT) -> str:
         root: Root of the file system, for tests.
     """
     limit = states.get("limit", math.inf)
-    found = [(abs(size - limit), name) for name, size in _candidates(states, root)]
-    distance, name = min(found, default=(math.inf, _UNNAMED))
+    distances = [(abs(size - limit), name) for name, size in _candidates(states, root)]
+    distance, name = min(distances, default=(math.inf, _UNNAMED))
     return name if distance <= _TOLERANCE_BYTES else _UNNAMED
 
 

@@ -43,13 +43,13 @@ def write_exit_note(folder: Path, process: ProcessMarker, author: str, note: Exi
 
 def read_exit_notes(folder: Path, process: ProcessMarker) -> Sequence[ExitNote]:
     """Return the readable notes on a process, by author."""
-    found = []
+    notes = []
     for path in sorted((folder / FOLDER).glob(f"{_prefix(process)}*{_SUFFIX}")):
         try:
-            found.append(ExitNote(**json.loads(path.read_text())))
+            notes.append(ExitNote(**json.loads(path.read_text())))
         except (OSError, ValueError, TypeError):  # incomplete, or of another version
             continue
-    return found
+    return notes
 
 
 def _prefix(process: ProcessMarker) -> str:

@@ -133,7 +133,7 @@ def detect_killed_ranks(
             of the rank that exited; later records are its own.
         root: The root of the file system, for tests.
     """
-    found = []
+    killed_ranks = []
     for folder in _newest(runs):
         dead = [
             (path, process)
@@ -144,8 +144,8 @@ def detect_killed_ranks(
         for path, process in dead:
             killed = _report(folder, path, process, together, before_unix_seconds, root)
             if killed is not None:
-                found.append(killed)
-    return found
+                killed_ranks.append(killed)
+    return killed_ranks
 
 
 def classify_exit(
@@ -235,19 +235,19 @@ def workers_of_host(runs: Path, host: str) -> Mapping[tuple[int, int], tuple[Pat
         here = host, boot_id(), pid_namespace()
     except OSError:  # no process writes a liveness file then
         return {}
-    found = [(folder, each) for folder in _newest(runs) for _, each in _markers(folder)]
-    found.sort(key=lambda item: item[1].started_at_unix_seconds)
+    processes = [(folder, process) for folder in _newest(runs) for _, process in _markers(folder)]
+    processes.sort(key=lambda item: item[1].started_at_unix_seconds)
     return {
-        (each.rank, each.pid): (folder, each)
-        for folder, each in found
-        if (each.host, each.boot_id, each.pid_namespace) == here
+        (process.rank, process.pid): (folder, process)
+        for folder, process in processes
+        if (process.host, process.boot_id, process.pid_namespace) == here
     }
 
 
 def _reported(folder: Path) -> list[ProcessMarker]:
     """Return the processes of a run folder that were reported already, by any rank."""
-    found = map(read_marker, (folder / FOLDER).glob(f"rank-*{REPORTED_SUFFIX}"))
-    return [process for process in found if process is not None]
+    markers = map(read_marker, (folder / FOLDER).glob(f"rank-*{REPORTED_SUFFIX}"))
+    return [process for process in markers if process is not None]
 
 
 def _is_dead(path: Path, process: ProcessMarker, host: str, root: Path) -> bool:
@@ -405,14 +405,14 @@ def _table(records: Sequence[LastRecord]) -> Iterator[str]:
     yield "Last records (host memory; not every step reads it):"
     row = "{:>9} {:>10} {:>10} {:>10} {:>9} {:>7}  {}".format
     yield row("step", "RSS", "peak", "limit", "of limit", "risk", "micro-batches")
-    for each in records:
-        sizes = (each.resident_bytes, each.peak_bytes, each.limit_bytes)
+    for record in records:
+        sizes = (record.resident_bytes, record.peak_bytes, record.limit_bytes)
         yield row(
-            each.step,
+            record.step,
             *("-" if size is None else format_bytes(size) for size in sizes),
-            "-" if each.limit_ratio is None else format_percent(each.limit_ratio, 1),
-            "-" if each.risk_ratio is None else format_percent(each.risk_ratio, 1),
-            format_shapes(each.shapes),
+            "-" if record.limit_ratio is None else format_percent(record.limit_ratio, 1),
+            "-" if record.risk_ratio is None else format_percent(record.risk_ratio, 1),
+            format_shapes(record.shapes),
         )
 
 
@@ -429,12 +429,12 @@ def read_last_records(
     lines = _tail(folder / f"rank-{rank}.jsonl")
     if len(lines) < MAX_RECORDS:  # the log has just rotated
         lines = _tail(folder / f"rank-{rank}.1.jsonl") + lines
-    found = [
+    records = [
         record
         for record in _records(lines)
         if since_unix_seconds <= _ended_at(record) < before_unix_seconds
     ]
-    return [_last_record(record) for record in found[-MAX_RECORDS:]]
+    return [_last_record(record) for record in records[-MAX_RECORDS:]]
 
 
 def _latest(records: Sequence[LastRecord], field: str) -> Any:

@@ -155,7 +155,7 @@ def predicted_savings(case: OomCase) -> list[PredictedSaving]:
     engine is another, shorter list: `trainer.oom_recovery.escalation.ESCALATION_ORDER`. Its
     module docstring has the differences.
     """
-    found = [
+    savings = [
         *_without_fragmentation(case),
         *_smaller_buckets(case),
         *_other_stages(case, upto=2),  # these send no more than stage 0
@@ -167,15 +167,15 @@ def predicted_savings(case: OomCase) -> list[PredictedSaving]:
     ]
     least = MIN_GAIN_RATIO * case.need_bytes
     return [
-        each
-        for each in found
-        if each.kind == "unknown" or case.need_bytes - each.need_bytes >= least
+        saving
+        for saving in savings
+        if saving.kind == "unknown" or case.need_bytes - saving.need_bytes >= least
     ]
 
 
-def nothing_fits(found: Sequence[PredictedSaving]) -> bool:
+def nothing_fits(savings: Sequence[PredictedSaving]) -> bool:
     """Return whether no single memory saving fits, not even perhaps."""
-    return all(each.fits == "no" for each in found)
+    return all(saving.fits == "no" for saving in savings)
 
 
 def _num_tokens(shape: Shape) -> int:

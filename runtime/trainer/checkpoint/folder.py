@@ -80,11 +80,11 @@ class CheckpointFolder:
 
     def serials(self) -> dict[str, int]:
         """Return the serial number of each complete checkpoint whose manifest can be read."""
-        found = {}
+        serials = {}
         for name in self.names():
             with suppress(CheckpointError):
-                found[name] = read_manifest(self.manifest(name)).serial
-        return found
+                serials[name] = read_manifest(self.manifest(name)).serial
+        return serials
 
     def latest(self) -> str | None:
         """Return the name in the file `latest`; None if there is no such file.
@@ -106,12 +106,12 @@ class CheckpointFolder:
         """
         serials = self.serials()
         highest = serials.get(before or "", _MAX_SERIAL)
-        found = [
+        candidates = [
             Candidate(serial, name)
             for name, serial in serials.items()
             if name != before and serial < highest and _steps(name) <= _steps(before)
         ]
-        return max(found, default=None)
+        return max(candidates, default=None)
 
     def manifest(self, name: str) -> Path:
         """Return the path of a checkpoint's manifest."""

@@ -78,14 +78,14 @@ def find_checkpoint(
     """
     checkpoints = CheckpointFolder(Path(folder).absolute())
     action = f"load from {checkpoints.path}"
-    tried, found = None, None
+    tried, checkpoint = None, None
     own, error = _on_all_ranks(host_group, action, lambda: _last(checkpoints))
     if error is None:
         agreed = _agreed(checkpoints, own, host_group)
         if agreed is None:
             return None
         tried = agreed.name
-        found, error = _checked(checkpoints, tried, engine, host_group)
+        checkpoint, error = _checked(checkpoints, tried, engine, host_group)
     while error is not None:
         if not fallback:
             raise error
@@ -96,18 +96,18 @@ def find_checkpoint(
         if host_group.rank == 0:
             logger.warning("%s; the earlier checkpoint %s is tried instead", error, agreed.name)
         tried = agreed.name
-        found, error = _checked(checkpoints, tried, engine, host_group)
-    return found and replace(found, superseded=_later(checkpoints, found))
+        checkpoint, error = _checked(checkpoints, tried, engine, host_group)
+    return checkpoint and replace(checkpoint, superseded=_later(checkpoints, checkpoint))
 
 
-def load_checkpoint(found: FoundCheckpoint, engine: Any, host_group: HostCollectives) -> None:
+def load_checkpoint(checkpoint: FoundCheckpoint, engine: Any, host_group: HostCollectives) -> None:
     """Load a checkpoint into an engine; all ranks must call it.
 
     Weights, optimizer, schedule and the engine's counts are loaded. Gradient clipping stays that of
     the engine's own ds config.
 
     Args:
-        found: The checkpoint.
+        checkpoint: The checkpoint.
         engine: A DeepSpeed engine of the same ds config, on as many ranks.
         host_group: Group of all ranks.
 
@@ -115,7 +115,7 @@ def load_checkpoint(found: FoundCheckpoint, engine: Any, host_group: HostCollect
         CheckpointError: The checkpoint is not of such an engine, or DeepSpeed cannot load it;
             raised on all ranks.
     """
-    path, manifest = found.path, found.manifest
+    path, manifest = checkpoint.path, checkpoint.manifest
     with raise_on_all_ranks(host_group, f"load {path}", NOTHING_LOADED):
         check_engine(path, manifest.engine, engine_info(engine))
     read_engine(engine, path.parent, path.name, host_group)
@@ -175,10 +175,10 @@ def _before(checkpoints: CheckpointFolder, tried: str | None) -> Candidate | Non
     return checkpoints.newest(before=tried or checkpoints.latest())
 
 
-def _later(checkpoints: CheckpointFolder, found: FoundCheckpoint) -> frozenset[Path]:
+def _later(checkpoints: CheckpointFolder, checkpoint: FoundCheckpoint) -> frozenset[Path]:
     serials = checkpoints.serials().items()
     return frozenset(
-        checkpoints.path / name for name, serial in serials if serial > found.manifest.serial
+        checkpoints.path / name for name, serial in serials if serial > checkpoint.manifest.serial
     )
 
 
@@ -207,8 +207,8 @@ def _agreed(
 
 
 def _name_of(checkpoints: CheckpointFolder, serial: int) -> str:
-    for name, found in checkpoints.serials().items():
-        if found == serial:
+    for name, number in checkpoints.serials().items():
+        if number == serial:
             return name
     raise CheckpointError(
         f"{checkpoints.path} lacks checkpoint number {serial}, which other ranks would load; "
@@ -226,10 +226,10 @@ def _checked(
     def check() -> FoundCheckpoint:
         manifest = read_manifest(checkpoints.manifest(name))
         names = sorted(manifest.files)[first::every]
-        check_files(path, {each: manifest.files[each] for each in names})
-        for each in names:
-            if each.endswith(".pt"):
-                load_plain(path / each)
+        check_files(path, {file_name: manifest.files[file_name] for file_name in names})
+        for file_name in names:
+            if file_name.endswith(".pt"):
+                load_plain(path / file_name)
         state = read_rank(path, host_group.rank)
         _check_consistent(path, manifest, state)
         check_plan(state.micro_batch_plan, path)

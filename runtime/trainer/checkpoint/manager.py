@@ -78,18 +78,18 @@ class CheckpointManager:
         holder, runner, group = self._engine_holder, self._window_runner, self._host_group
         own = launcher_may_restart() if fallback is None else fallback
         allowed = bool(group.all_gather([own]).min())  # by all ranks
-        found = find_checkpoint(folder, holder.engine, group, fallback=allowed)
+        checkpoint = find_checkpoint(folder, holder.engine, group, fallback=allowed)
         state = None
-        if found is not None:
-            state = found.state
-            if found.manifest.rebuilt:
-                self._apply_config(found.manifest.config)
+        if checkpoint is not None:
+            state = checkpoint.state
+            if checkpoint.manifest.rebuilt:
+                self._apply_config(checkpoint.manifest.config)
             with holder.optimizer_states_on_device():
-                load_checkpoint(found, holder.engine, group)
-            self._superseded = set(found.superseded)
+                load_checkpoint(checkpoint, holder.engine, group)
+            self._superseded = set(checkpoint.superseded)
             runner.steps, runner.samples = state.steps, state.samples
             runner.exponent = state.weight_exponent
-            self._apply_plan(check_plan(state.micro_batch_plan, found.path))
+            self._apply_plan(check_plan(state.micro_batch_plan, checkpoint.path))
             self._data.load_state_dict(state.data or {})
             if holder.compressor is not None and state.compression is not None:
                 holder.compressor.load_state_dict(state.compression)
@@ -141,12 +141,12 @@ class CheckpointManager:
 
     def _apply_plan_file(self) -> None:
         """Apply what earlier attempts of this run learned after their last checkpoint."""
-        found = self._plan_file.read(self._host_group)
-        if found is None:
+        stored = self._plan_file.read(self._host_group)
+        if stored is None:
             return
-        if found.plan and found.steps >= self._window_runner.steps:
+        if stored.plan and stored.steps >= self._window_runner.steps:
             try:
-                self._apply_config(found.config)
+                self._apply_config(stored.config)
             except RebuildError as error:
                 logger.warning(
                     "the ds config in %s, of the engine that the last attempt was rebuilt to, is "
@@ -154,9 +154,9 @@ class CheckpointManager:
                     self._plan_file.path,
                     error,
                 )
-            self._apply_plan(found.plan)
+            self._apply_plan(stored.plan)
         planner = self._window_runner.replay.planner
-        for failure in found.failures:
+        for failure in stored.failures:
             half = -(-failure.samples // 2)
             planner.limits = planner.limits.after_out_of_memory(
                 failure.length, failure.samples, half

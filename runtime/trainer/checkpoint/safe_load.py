@@ -89,8 +89,8 @@ def _safe() -> Iterator[Any]:
     """Yield the classes and functions that build plain data only."""
     for module, names in CHECKPOINT_CLASSES.items():
         for name in names:
-            found = getattr(importlib.import_module(module), name, None)
-            if found is not None:
-                yield found
+            value = getattr(importlib.import_module(module), name, None)
+            if value is not None:
+                yield value
     yield from (np.dtype, np.ndarray, np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0])
     yield from {type(np.dtype(code)) for code in _NUMPY_NUMBERS}

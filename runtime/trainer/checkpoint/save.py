@@ -144,13 +144,13 @@ def _written_here(
     """
     plain = {name: asdict(info) for name, info in own.items()}
     ranks = map(json.loads, host_group.all_gather_text(json.dumps([is_writer, plain])))
-    found: dict[str, FileInfo] = {}
+    written: dict[str, FileInfo] = {}
     for rank, (starts_folder, files) in enumerate(ranks):
         if starts_folder and rank > host_group.rank:
             break
         if rank >= host_group.rank:
-            found |= {name: FileInfo(**info) for name, info in files.items()}
-    return found
+            written |= {name: FileInfo(**info) for name, info in files.items()}
+    return written
 
 
 def _manifest(

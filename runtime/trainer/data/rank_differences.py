@@ -20,13 +20,13 @@ def rank_differences(host_group: HostCollectives, values: Mapping[str, Any]) -> 
     """
     texts = host_group.all_gather_text(json.dumps(values, default=_plain))
     first, *others = (json.loads(text) for text in texts)
-    found = []
+    differences = []
     for name, value in first.items():
         for rank, other in enumerate(others, start=1):
             if name in other and other[name] != value:
-                found.append(f"{name} is {value} on rank 0 and {other[name]} on rank {rank}")
+                differences.append(f"{name} is {value} on rank 0 and {other[name]} on rank {rank}")
                 break
-    return "; ".join(found) or None
+    return "; ".join(differences) or None
 
 
 def _plain(value: Any) -> Any:

@@ -205,12 +205,12 @@ def _reset_module_hooks(module: Any) -> None:
     # The bottom holds the root of each engine. Entries of other engines must stay.
     while stack and stack[-1] in within and (stack[-1] is not module or stack.count(module) > 1):
         stack.pop()
-    for each in within:
-        each.__dict__.pop("applied_pre_backward_ref_cnt", None)
-        each.ds_grads_remaining = 0
-        getattr(each, "ds_recompute_parameters", set()).clear()
-        if hasattr(each._parameters, "_in_forward"):
-            each._parameters._in_forward = False
+    for submodule in within:
+        submodule.__dict__.pop("applied_pre_backward_ref_cnt", None)
+        submodule.ds_grads_remaining = 0
+        getattr(submodule, "ds_recompute_parameters", set()).clear()
+        if hasattr(submodule._parameters, "_in_forward"):
+            submodule._parameters._in_forward = False
 
 
 def _drop_in_flight(module: Any) -> None:
@@ -235,8 +235,8 @@ def _drop_in_flight(module: Any) -> None:
 def _works(handle: Any) -> Iterator[Any]:
     """Yield the work objects behind one of DeepSpeed's handles; none if nothing was sent."""
     if hasattr(handle, "handles"):  # MultipleAllGatherHandles
-        for each in handle.handles:
-            yield from _works(each)
+        for inner_handle in handle.handles:
+            yield from _works(inner_handle)
         return
     for name in ("allgather_handle", "handle", "_AllGatherHandle__handle"):
         if hasattr(handle, name):

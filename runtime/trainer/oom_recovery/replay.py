@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 
 CONSENSUS_SECONDS = 20.0
 _POLL_SECONDS = 0.02
-_PREFIX = "zerowatch/out_of_memory"
-_TRAIN = "train_batch"
-_RUNS = itertools.count()  # the runs of a process share a store; all ranks make the same
+_STORE_PREFIX = "zerowatch/out_of_memory"
+_TRAIN_BATCH = "train_batch"
+_RUN_NUMBERS = itertools.count()  # the runs of a process share a store; all ranks make the same
 
 T = TypeVar("T")
 
@@ -113,10 +113,10 @@ class OomReplay:
         self.on_error: list[Callable[[BaseException], None]] = []
         self._engine_source, self._host_group, self._guard = engine_source, host_group, guard
         self._escalation, self._memory = escalation or EscalationPolicy(), memory
-        self._run, self._num_attempts = next(_RUNS), 0
+        self._run, self._num_attempts = next(_RUN_NUMBERS), 0
         self.is_stranded = False
 
-    def run(
+    def run_window(
         self,
         local_batches: LocalBatches,
         attempt: Callable[[int], T],
@@ -145,7 +145,7 @@ class OomReplay:
         while True:
             began = perf_counter()
             count = self.planner.micro_batches(local_batches)
-            capture, outcomes = self._run_once(attempt, count)
+            capture, outcomes = self._attempt(attempt, count)
             if capture.origin is None:
                 self.planner.on_success(local_batches, count)
                 return ReplayResult(
@@ -163,7 +163,7 @@ class OomReplay:
             replays += 1
             lost_seconds += perf_counter() - began
 
-    def run_once(self, attempt: Callable[[], T]) -> T:
+    def run_evaluation(self, attempt: Callable[[], T]) -> T:
         """Run an attempt that is not repeated; if it fails on one rank, raise on all.
 
         Raises:
@@ -171,7 +171,7 @@ class OomReplay:
             PeerFailedError: The attempt failed on another rank.
             Exception: It failed on this rank; its own error.
         """
-        capture, outcomes = self._run_once(lambda count: attempt(), 0, "evaluate")
+        capture, outcomes = self._attempt(lambda count: attempt(), 0, "evaluate")
         if capture.origin is None:
             return outcomes[0]
         capture.clear_frames()
@@ -190,12 +190,12 @@ class OomReplay:
         """
         if not self._guard.armed:
             return step()
-        made: list[T] = []
+        outcomes: list[T] = []
         with FailureCapture() as failure, OomCapture() as capture, self._guard.window():
-            made.append(step())
+            outcomes.append(step())
         self._raise_failure(failure.take(), capture, "engine.step()")
         if capture.origin is None:
-            return made[0]
+            return outcomes[0]
         if capture.origin is OomOrigin.OWN:
             self._notify_peers(Vote.OUT_OF_MEMORY, "engine.step()")
         capture.clear_frames()
@@ -205,8 +205,8 @@ class OomReplay:
             "updated. Restart the run from its last checkpoint",
         )
 
-    def _run_once(
-        self, attempt: Callable[[int], T], count: int, place: str = _TRAIN
+    def _attempt(
+        self, attempt: Callable[[int], T], count: int, place: str = _TRAIN_BATCH
     ) -> tuple[OomCapture, list[T]]:
         """Run one attempt; return its outcome in a list, empty where memory ran out.
 
@@ -280,7 +280,7 @@ class OomReplay:
         if capture.origin is OomOrigin.OWN and capture.error is not None:
             for notify in self.on_error:
                 notify(capture.error)
-            reason = self._notify_peers(Vote.OUT_OF_MEMORY, _TRAIN) or reason
+            reason = self._notify_peers(Vote.OUT_OF_MEMORY, _TRAIN_BATCH) or reason
         if reason is not None:
             _give_up(capture.error, f"this window cannot be run again: {reason}")
         gc.collect()  # frees what only reference cycles keep alive
@@ -403,7 +403,7 @@ def oom_origin(error: BaseException) -> tuple[OomOrigin | None, BaseException | 
 
 def announce_failure(store: Any, attempt: str, rank: int) -> None:
     """Write to the c10d store that this rank failed in an attempt, whose name is used once."""
-    store.set(f"{_PREFIX}/{attempt}/{rank}", "")
+    store.set(f"{_STORE_PREFIX}/{attempt}/{rank}", "")
 
 
 def all_ranks_failed(
@@ -421,7 +421,7 @@ def all_ranks_failed(
         world_size: Number of ranks to wait for.
         wait_seconds: How long to wait for the slowest.
     """
-    keys = [f"{_PREFIX}/{attempt}/{each}" for each in range(world_size)]
+    keys = [f"{_STORE_PREFIX}/{attempt}/{each}" for each in range(world_size)]
     deadline = time.monotonic() + wait_seconds
     while not store.check(keys):
         if time.monotonic() > deadline:

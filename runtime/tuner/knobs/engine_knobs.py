@@ -151,10 +151,10 @@ def with_value(config: Mapping[str, Any], spec: KnobSpec, value: Value) -> dict[
     copy = dict(config)
     block = copy
     *path, key = _key_path(spec, config)
-    for each in path:
-        below = block.get(each)
-        block[each] = dict(below) if isinstance(below, Mapping) else {}
-        block = block[each]
+    for part in path:
+        below = block.get(part)
+        block[part] = dict(below) if isinstance(below, Mapping) else {}
+        block = block[part]
     if value is None:
         block.pop(key, None)
     else:

@@ -97,16 +97,16 @@ class KnobSet:
 
     def options(self) -> Mapping[str, Sequence[Value]]:
         """Return the values of each knob that has several; log once why others do not."""
-        found: dict[str, Sequence[Value]] = {}
+        options_by_name: dict[str, Sequence[Value]] = {}
         for name, knob in self._by_name.items():
             reason = knob.unsupported_reason()
             options = () if reason is not None else tuple(knob.options())
             if len(options) > 1:
-                found[name] = options
+                options_by_name[name] = options
             elif name not in self._logged:
                 self._logged.add(name)
                 logger.info("%s is not tuned: %s", name, reason or "it has only one value here")
-        return found
+        return options_by_name
 
     def unsupported_reason(self, target: Configuration) -> str | None:
         """Return why a target has an unknown knob, or changes only unavailable ones; else None."""

@@ -344,10 +344,10 @@ class AbComparison:
 
     def _check_bounds(self) -> None:
         design = self._design
-        found = winsorized_mean([pair.difference for pair in self._pairs])
-        lower, upper = found.lower(design.interim_level), found.upper(FUTILITY_LEVEL)
+        mean = winsorized_mean([pair.difference for pair in self._pairs])
+        lower, upper = mean.lower(design.interim_level), mean.upper(FUTILITY_LEVEL)
         verdict: Verdict = "rejected"
-        if lower > log1p(design.min_gain / 2) and found.mean > log1p(design.min_gain):
+        if lower > log1p(design.min_gain / 2) and mean.mean > log1p(design.min_gain):
             verdict, reason = "accepted", "its lower bound is above half the minimum gain"
         elif upper < log1p(min(HARM_GAIN, design.min_gain / 2)):
             verdict, reason = "rolled_back", "its upper bound shows harm"
@@ -357,7 +357,7 @@ class AbComparison:
             reason = "inconclusive after the maximum of pairs"
         else:
             return
-        self._end(verdict, found.mean, (lower, upper), reason)
+        self._end(verdict, mean.mean, (lower, upper), reason)
 
     def _end_by_steps(self, verdict: Verdict, pairs: Sequence[_Pair], reason: str) -> None:
         mean = fmean(pair.difference for pair in self._pairs)

@@ -341,11 +341,11 @@ class Controller:
         changed = [each for each in in_use if each not in good or good[each] != in_use[each]]
         own = ", ".join(f"{each}={json.dumps(in_use[each])}" for each in changed)
         left = "; ".join(filter(None, (own, result.left))) or "an unknown configuration"
-        found = f"training continues with {left} ({result.reason})"
+        outcome = f"training continues with {left} ({result.reason})"
         for each in kept:
-            reason = f"{each.reason}; {found}" if each.verdict == "rolled_back" else found
+            reason = f"{each.reason}; {outcome}" if each.verdict == "rolled_back" else outcome
             self._listener.on_decision(replace(each, verdict="not_undone", reason=reason))
-        self._enter_safe_mode(found)
+        self._enter_safe_mode(outcome)
 
     def _discard_trial(self) -> None:
         """End what is on trial, without a report."""

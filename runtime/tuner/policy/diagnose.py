@@ -69,7 +69,7 @@ def diagnose(
 
     A missing metric is no symptom; a stale reading has none.
     """
-    found = [
+    symptoms = [
         *_memory(reading, thresholds),
         *_communication(reading, thresholds),
         *_device(reading, thresholds),
@@ -77,7 +77,7 @@ def diagnose(
         *_data(reading, thresholds),
         *_straggler(reading, thresholds),
     ]
-    return tuple(sorted(found, key=_rank))
+    return tuple(sorted(symptoms, key=_rank))
 
 
 def exposed_ratio(

@@ -94,15 +94,15 @@ class HistoryFile:
 
     def load_crashed_trials(self) -> Sequence[Configuration]:
         """Return what was on trial when other runs crashed, and delete their files."""
-        found: list[Configuration] = []
+        crashed: list[Configuration] = []
         for path in self._folder.glob(f"{self._key}.*{TRIAL_SUFFIX}") if self._folder else ():
             owner = path.name[len(self._key) + 1 : -len(TRIAL_SUFFIX)]
             if owner == self._owner or self._processes.has_ended(owner):
                 if changes := self._read(path.name, _parse_trial):
-                    found.append(changes)
+                    crashed.append(changes)
                 with suppress(OSError):
                     path.unlink()
-        return found
+        return crashed
 
     def save(self, context: str, entry: HistoryEntry) -> None:
         """Replace the results of a context."""
@@ -172,11 +172,11 @@ def _parse_trial(data: Any) -> Configuration:
     return _configuration(data["on_trial"])
 
 
-def _configuration(found: Any) -> Configuration:
-    return {str(knob): _value(each) for knob, each in found.items()}
+def _configuration(entry: Any) -> Configuration:
+    return {str(knob): _value(each) for knob, each in entry.items()}
 
 
-def _value(found: Any) -> Value:
-    if found is None or isinstance(found, bool | int | str):
-        return found
-    raise TypeError(f"{found!r} is no value of a knob")
+def _value(entry: Any) -> Value:
+    if entry is None or isinstance(entry, bool | int | str):
+        return entry
+    raise TypeError(f"{entry!r} is no value of a knob")

@@ -89,12 +89,14 @@ def propose(inputs: TunerInput) -> list[Proposal]:
     pressure = inputs.symptom(MEMORY_PRESSURE)
     if pressure is not None:
         return _first_per_knob(_for_symptom(inputs, pressure))
-    found = [
+    proposals = [
         proposal
         for symptom in _actionable_symptoms(inputs)
         for proposal in _worth_trying(_for_symptom(inputs, symptom))
     ]
-    return _dedupe([*_from_history(inputs), *sorted(found, key=_priority), *relaxations(inputs)])
+    return _dedupe(
+        [*_from_history(inputs), *sorted(proposals, key=_priority), *relaxations(inputs)]
+    )
 
 
 def relaxations(inputs: TunerInput) -> list[Proposal]:

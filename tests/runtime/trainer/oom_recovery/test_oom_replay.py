@@ -100,7 +100,7 @@ def alone(**options: Any) -> Rank:
 def test_a_window_that_fits_is_run_once(aborted: list[Any]) -> None:
     rank = alone(fits=8)
 
-    done = rank.replay.run(local_batches(), rank.attempt)
+    done = rank.replay.run_window(local_batches(), rank.attempt)
 
     assert (done.outcome, done.micro_batches, done.replays) == ("rank 0", 1, 0)
     assert done.lost_seconds == 0
@@ -113,7 +113,7 @@ def test_a_window_that_does_not_fit_is_halved_until_it_does(
     rank = alone(fits=2)
 
     with caplog.at_level(logging.WARNING):
-        done = rank.replay.run(local_batches(), rank.attempt)
+        done = rank.replay.run_window(local_batches(), rank.attempt)
 
     assert rank.asked == [1, 2, 4]
     assert (done.micro_batches, done.replays) == (4, 2)
@@ -121,7 +121,7 @@ def test_a_window_that_does_not_fit_is_halved_until_it_does(
     assert len(aborted) == 2
     assert "out of memory on rank 0 with micro-batches of 8" in caplog.messages[0]
     assert "run again with micro-batches of 4" in caplog.messages[0]
-    assert rank.replay.run(local_batches(), rank.attempt).replays == 0
+    assert rank.replay.run_window(local_batches(), rank.attempt).replays == 0
 
 
 def test_measured_peaks_predict_the_fitting_size_in_one_replay() -> None:
@@ -129,7 +129,7 @@ def test_measured_peaks_predict_the_fitting_size_in_one_replay() -> None:
     measurements = MemoryMeasurements(peaks=peaks, limit_bytes=130 / 0.95 + 1)
     rank = alone(fits=3, memory=SimpleNamespace(measured=lambda: measurements))
 
-    rank.replay.run(local_batches(), rank.attempt)
+    rank.replay.run_window(local_batches(), rank.attempt)
 
     assert rank.asked == [1, 3]
 
@@ -144,7 +144,7 @@ def test_random_generators_and_the_scripts_state_are_restored_before_each_attemp
         drawn.append(random.random())
         return rank.attempt(count)
 
-    rank.replay.run(local_batches(), attempt)
+    rank.replay.run_window(local_batches(), attempt)
 
     assert undone == [1, 2]
     assert len(set(drawn)) == 1
@@ -153,7 +153,7 @@ def test_random_generators_and_the_scripts_state_are_restored_before_each_attemp
 def test_all_ranks_use_the_smaller_size_if_one_ran_out() -> None:
     def train(host_group: FakeHostGroup) -> tuple[list[int], int]:
         rank = Rank(host_group, fits=3 if host_group.rank == 1 else 8)
-        done = rank.replay.run(local_batches(2), rank.attempt)
+        done = rank.replay.run_window(local_batches(2), rank.attempt)
         return rank.asked, done.replays
 
     assert on_ranks(2, train) == [([1, 2, 4], 2), ([1, 2, 4], 2)]
@@ -164,7 +164,7 @@ def test_on_error_is_called_with_a_ranks_own_errors_only() -> None:
         rank = Rank(host_group, fits=4 if host_group.rank == 1 else 8)
         errors: list[BaseException] = []
         rank.replay.on_error.append(errors.append)
-        rank.replay.run(local_batches(2), rank.attempt)
+        rank.replay.run_window(local_batches(2), rank.attempt)
         return [str(error) for error in errors]
 
     assert on_ranks(2, train) == [[], [OUT]]
@@ -182,7 +182,7 @@ def test_memory_savings_are_applied_in_order_if_one_sample_does_not_fit() -> Non
 
         steps = [FakeMemorySaving(change, partial(apply, change)) for change in ESCALATION_ORDER]
         rank.replay._escalation = EscalationPolicy(steps)
-        rank.replay.run(local_batches(2), rank.attempt)
+        rank.replay.run_window(local_batches(2), rank.attempt)
         return rank.asked, applied
 
     assert on_ranks(2, train) == [([1, 2, 4, 8, 8], list(ESCALATION_ORDER[:3]))] * 2
@@ -194,7 +194,7 @@ def test_each_rank_raises_its_own_error_with_no_memory_saving_left(
     def train(host_group: FakeHostGroup) -> BaseException:
         rank = Rank(host_group, fits=0 if host_group.rank == 1 else 8)
         with pytest.raises(RuntimeError) as raised:
-            rank.replay.run(local_batches(2), rank.attempt)
+            rank.replay.run_window(local_batches(2), rank.attempt)
         return raised.value
 
     peers, own = on_ranks(2, train)
@@ -212,7 +212,7 @@ def test_other_errors_propagate(aborted: list[Any]) -> None:
         raise ValueError("a bug of the script's")
 
     with pytest.raises(ValueError, match="a bug"):
-        rank.replay.run(local_batches(), attempt)
+        rank.replay.run_window(local_batches(), attempt)
 
     assert aborted == []
 
@@ -227,7 +227,7 @@ def test_another_error_on_one_rank_is_raised_on_all() -> None:
             return rank.attempt(count)
 
         with pytest.raises((ValueError, PeerFailedError)) as raised:
-            rank.replay.run(local_batches(3), attempt)
+            rank.replay.run_window(local_batches(3), attempt)
         return raised.value
 
     first, own, last = on_ranks(3, train)
@@ -250,7 +250,7 @@ def test_another_error_ends_the_window_also_on_ranks_that_ran_out_of_memory() ->
             return rank.attempt(count)
 
         with pytest.raises((ValueError, PeerFailedError)) as raised:
-            rank.replay.run(local_batches(2), attempt)
+            rank.replay.run_window(local_batches(2), attempt)
         return type(raised.value).__name__
 
     assert on_ranks(2, train) == ["PeerFailedError", "ValueError"]
@@ -263,7 +263,7 @@ def test_interrupts_are_not_voted_on() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        rank.replay.run(local_batches(), attempt)
+        rank.replay.run_window(local_batches(), attempt)
 
     assert rank.replay._guard.aborted_by is Vote.OK
 
@@ -278,7 +278,7 @@ def test_a_failing_undo_on_one_rank_is_raised_on_all() -> None:
 
         rank.replay.on_window_abort.append(undo)
         with pytest.raises((KeyError, PeerFailedError)) as raised:
-            rank.replay.run(local_batches(2), rank.attempt)
+            rank.replay.run_window(local_batches(2), rank.attempt)
         return str(raised.value)
 
     peers, own = on_ranks(2, train)
@@ -293,7 +293,7 @@ def test_an_engine_whose_window_cannot_be_aborted_raises_its_own_error(
     rank = alone(fits=2, unsupported_reason="it is a pipeline")
 
     with pytest.raises(RuntimeError, match="can't allocate"):
-        rank.replay.run(local_batches(), rank.attempt)
+        rank.replay.run_window(local_batches(), rank.attempt)
 
     assert aborted == []
     assert "this window cannot be run again: it is a pipeline" in caplog.text
@@ -312,7 +312,7 @@ def test_tensors_in_the_frames_of_an_error_are_freed_before_the_next_attempt() -
 
     gc.disable()
     try:
-        rank.replay.run(local_batches(), attempt)
+        rank.replay.run_window(local_batches(), attempt)
     finally:
         gc.enable()
 
