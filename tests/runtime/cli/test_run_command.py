@@ -11,6 +11,7 @@ import pytest
 import torch.distributed.run
 from scripts.launching import SCRIPTS, TWO_RANKS, ZEROWATCH, own_lines, start
 
+from zerowatch.__main__ import main
 from zerowatch.runtime.cli.run_command import launch
 
 RUN = (ZEROWATCH, "run")
@@ -30,12 +31,19 @@ OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_an_invalid_command_prints_one_line_and_exits_with_code_2(tmp_path, arguments, line):
-    finished = start(*RUN, *arguments, cwd=tmp_path)
+def test_an_invalid_command_prints_one_line_and_exits_with_code_2(
+    tmp_path, monkeypatch, capsys, arguments, line
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["zerowatch", "run", *arguments])
 
-    assert (finished.returncode, finished.stdout) == (2, "")
-    assert finished.stderr.startswith(f"zerowatch: run: {line.format(cwd=tmp_path)}")
-    assert finished.stderr.count("\n") == 1
+    with pytest.raises(SystemExit) as ended:
+        main()
+
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.out) == (2, "")
+    assert printed.err.startswith(f"zerowatch: run: {line.format(cwd=tmp_path)}")
+    assert printed.err.count("\n") == 1
 
 
 def test_help_shows_both_forms_without_importing_torch(tmp_path):

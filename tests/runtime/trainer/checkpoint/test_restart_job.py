@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from chosen_cases import tiers
 from scripts.launching import steps_logged
 from scripts.trainer.run_restart_job import RestartResult, train
 from servers.free_port import free_port
@@ -21,19 +22,21 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RestartResult:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("killed")
-
-
-@pytest.fixture(scope="module")
 def port() -> str:
     return str(free_port())
 
 
-@pytest.fixture(scope="module")
-def killed(folder: Path, port: str) -> RestartResult:
+@pytest.fixture(scope="module", params=tiers([1, 2], quick=[1]), ids="kills={}".format)
+def killed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, port: str
+) -> RestartResult:
     return train(
-        folder, steps=STEPS, save_every=SAVE_EVERY, kills=2, seed=3, ZEROWATCH_SERVE_PORT=port
+        tmp_path_factory.mktemp("killed"),
+        steps=STEPS,
+        save_every=SAVE_EVERY,
+        kills=request.param,
+        seed=3,
+        ZEROWATCH_SERVE_PORT=port,
     )
 
 
@@ -52,25 +55,25 @@ def test_samples_and_weights_equal_those_of_an_uninterrupted_run(
 def test_each_attempt_resumes_from_the_last_checkpoint(killed: RestartResult) -> None:
     resumed = killed.of(0, "resumed")
 
-    assert [event["attempt"] for event in resumed] == [0, 1, 2]
+    assert [event["attempt"] for event in resumed] == list(range(len(killed.kills) + 1))
     for kill, event in zip(killed.kills, resumed[1:], strict=True):
         assert event["step"] % SAVE_EVERY == 0
         assert kill.step is not None
         assert kill.step - SAVE_EVERY <= event["step"] <= kill.step + 1
 
 
-def test_run_id_log_and_ports_stay_the_same(killed: RestartResult, folder: Path, port: str) -> None:
+def test_run_id_log_and_ports_stay_the_same(killed: RestartResult) -> None:
     for rank in (0, 1):
         events = killed.of(rank, "resumed")
         # None on rank 1 until it has read the id of rank 0.
         found = {event["run_id"] for event in events} - {None}
         assert found <= {killed.of(0, "resumed")[0]["run_id"]}
         assert len({event["address"] for event in events}) == 1
-    for steps in steps_logged(folder).values():
+    for steps in steps_logged(killed.folder).values():
         assert set(steps) == set(range(1, STEPS + 1))
-    (log,) = folder.glob("runs/*/rank-0.jsonl")
+    (log,) = killed.folder.glob("runs/*/rank-0.jsonl")
     attempts = {json.loads(line)["attempt"] for line in log.read_text().splitlines() if line}
-    assert attempts == {0, 1, 2}
+    assert attempts == set(range(len(killed.kills) + 1))
 
 
 def test_after_a_fatal_out_of_memory_error_micro_batches_are_smaller(

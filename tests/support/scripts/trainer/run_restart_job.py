@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS, TIMEOUT_SECONDS, TWO_RANKS, ZEROWATCH, environment
 
 POLL_SECONDS = 0.02
@@ -31,8 +32,9 @@ class Kill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartResult:
-    """Outcome of a job: its exit code, the kills, and each rank's events, in order."""
+    """Outcome of a job: its folder, exit code, the kills, and each rank's events, in order."""
 
+    folder: Path
     code: int
     kills: list[Kill]
     events: list[list[dict[str, Any]]]
@@ -64,6 +66,8 @@ def train(
 ) -> RestartResult:
     """Run the job to its end on two ranks, killing one in each of its attempts but the last.
 
+    A job that nothing interrupts is started without a launcher.
+
     Args:
         folder: Empty; of this job.
         steps: Windows to train.
@@ -77,6 +81,13 @@ def train(
     """
     restarts = kills + (full_after is not None)
     numbers = [steps, save_every, *([] if full_after is None else [full_after])]
+    if not restarts:
+        finished = start_ranks(
+            2, SCRIPTS / "trainer" / "restart_job.py", folder, *numbers, cwd=folder
+        )
+        events = [_events(folder, rank) for rank in range(2)]
+        code, text = finished.returncode, finished.stderr
+        return RestartResult(folder=folder, code=code, kills=[], events=events, output=text)
     command = [
         *(ZEROWATCH, "run", *TWO_RANKS, "--max-restarts", str(restarts)),
         *(str(SCRIPTS / "trainer" / "restart_job.py"), str(folder), *map(str, numbers)),
@@ -89,7 +100,9 @@ def train(
             done.append(killer.kill(len(done), moment))
         code = job.wait(timeout=killer.seconds_left())
     events = [_events(folder, rank) for rank in range(2)]
-    return RestartResult(code=code, kills=done, events=events, output=output.read_text())
+    return RestartResult(
+        folder=folder, code=code, kills=done, events=events, output=output.read_text()
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
