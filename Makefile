@@ -15,13 +15,16 @@ SERVERS := promtool:prometheus amtool:prometheus-alertmanager
 demo: $(INSTALLED)
 	.venv/bin/zerowatch demo $(ARGS)
 
-# With ARGS="-n 2 --dist loadfile" two workers of pytest-xdist share the files.
+# The slowest tests, at the end and all in a file.
+REPORTS := --durations=20 --durations-min=2 --junitxml=.build/tests.xml
+
+# Two workers of pytest-xdist: one runs all jobs of ranks. ARGS=-n0 runs everything in one process.
 test: $(INSTALLED) servers
-	$(VENV_PYTHON) -m pytest -m "not slow" $(ARGS)
+	$(VENV_PYTHON) -m pytest -n 2 -m "not slow" $(REPORTS) $(ARGS)
 
 # The slow tests too: before an issue is closed, and before a release.
 test-all: $(INSTALLED) servers
-	$(VENV_PYTHON) -m pytest $(ARGS)
+	$(VENV_PYTHON) -m pytest -n 2 $(REPORTS) $(ARGS)
 
 check: $(INSTALLED) .build/zerowatch
 	.venv/bin/ruff format --check .

@@ -1,11 +1,14 @@
 """Order of the tests, locks of killed jobs, and the seed of tests that draw their data.
 
-Tests of jobs come first, and fail at once if they would wait for the lock of a killed job.
+Tests of jobs come first, and fail at once if they would wait for the lock of a killed job. With
+two workers of pytest-xdist one runs all files of jobs, as two jobs at a time would need four cores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
+from functools import cache
+from typing import Any
 
 import pytest
 from extension_locks import complaint, extensions_root, stale_locks
@@ -33,6 +36,23 @@ def pytest_runtest_makereport(
         command = f".venv/bin/python -m pytest --seed {seed} '{item.nodeid}'"
         report.sections.append(("seed", f"seed {seed}; rerun: {command}"))
     return report
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Return a scheduler like xdist's own for `--dist loadfile`, but with all jobs together."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    @cache
+    def has_jobs(file: str) -> bool:
+        return "pytest.mark.jobs" in config.rootpath.joinpath(file).read_text()
+
+    class JobsTogether(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "jobs" if has_jobs(file) else file
+
+    return JobsTogether(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
