@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ...errors import DsConfigError, RebuildError, ZerowatchError
+from ...errors import DsConfigError, RebuildError
 from ..common.ds_config import merged, training_config, zero_stage
 from ..common.host_group import HostGroup
-from ..common.undo import Undo
+from ..common.undo import FAILURES, Undo
 from ..engine.compression.gradient_compressor import GradientCompressor
 from ..engine.live_settings.activation_checkpointing import ActivationCheckpointing, ModuleSelector
 from ..engine.live_settings.all_settings import MinimalBuckets
@@ -254,11 +254,11 @@ class EngineHolder:
 
     def try_attach(self, change: EngineChange, saving: OptionalAttachment) -> bool:
         """Attach a memory saving; return False if it is attached, unsupported, or fails."""
-        if change in self._attached or saving.unsupported_reason(self.engine) is not None:
-            return False
         try:
+            if change in self._attached or saving.unsupported_reason(self.engine) is not None:
+                return False
             self._attach(change, saving)
-        except (RuntimeError, MemoryError, ZerowatchError) as error:  # on this rank alone, perhaps
+        except FAILURES as error:  # on this rank alone, perhaps
             logger.warning(
                 "memory saving failed on this rank: %s: %s; training goes on, no action is needed",
                 change.value,
@@ -314,7 +314,7 @@ class EngineHolder:
         for change, (attachment, _) in list(self._attached.items()):
             try:
                 self._attach(change, attachment)
-            except (ValueError, RuntimeError, MemoryError, ZerowatchError) as error:
+            except FAILURES as error:
                 # Perhaps on this rank alone: others would wait for it, were it raised.
                 del self._attached[change]
                 if change is EngineChange.GRADIENT_COMPRESSION:

@@ -12,6 +12,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from ...common.deepspeed_internals import missing_for_rebuild
 from ...common.ds_config import zero_stage
 from ...common.ds_config_errors import misspelt_keys, value_fault
+from ...common.undo import FAILURES
 from .optimizer_layout import base_optimizer, layout_of
 from .state_snapshot import ADAMS
 
@@ -166,6 +167,6 @@ def _deepspeed_error(config: Mapping[str, Any]) -> str | None:
     """Return DeepSpeed's own error about the config; None if it accepts it."""
     try:
         DeepSpeedConfig(copy.deepcopy(dict(config)))
-    except (ValueError, AssertionError, TypeError, KeyError, RuntimeError, ImportError) as error:
+    except FAILURES as error:
         return f"DeepSpeed refuses it: {value_fault(error, config) or type(error).__name__}"
     return None

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ....errors import ZerowatchError
 from ...common.ds_config import EngineSource
-from ...common.undo import Undo
+from ...common.undo import FAILURES, Undo
 from ...engine.compression.gradient_compressor import (
     PLAIN,
     GradientCompressor,
@@ -109,11 +109,12 @@ class DeepSpeedKnob(WritableKnob):
         self._was_set_before = self.is_set
         self._changes.clear()
         value = value_in_config(self.spec, self._source.config)
-        if not self.is_set or value is None or self.unsupported_reason() is not None:
+        if not self.is_set or value is None:
             return
         try:
-            self._set(value)
-        except (RuntimeError, MemoryError, ZerowatchError) as error:
+            if self.unsupported_reason() is None:
+                self._set(value)
+        except FAILURES as error:  # on this rank alone, perhaps
             logger.warning("%s is not %r on the new engine: %s", self.name, value, error)
 
     def _set(self, value: Value) -> None:

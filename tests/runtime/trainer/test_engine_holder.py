@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from zerowatch.runtime.common.undo import FAILURES
 from zerowatch.runtime.trainer import engine_holder
 from zerowatch.runtime.trainer.checkpoint.plan_file import PlanFile
 from zerowatch.runtime.trainer.engine_change import EngineChange
@@ -23,7 +24,7 @@ def holder(monkeypatch: pytest.MonkeyPatch) -> EngineHolder:
     return EngineHolder(first, {}, host_group=None, metrics=metrics, make_engine=None)
 
 
-@pytest.mark.parametrize("error", [ValueError, RuntimeError, MemoryError])
+@pytest.mark.parametrize("error", FAILURES)
 def test_an_attachment_that_fails_on_the_new_engine_is_dropped_and_logged(holder, caplog, error):
     first = holder.engine
 
@@ -40,6 +41,23 @@ def test_an_attachment_that_fails_on_the_new_engine_is_dropped_and_logged(holder
     assert holder.engine is not first
     assert holder.attached(EngineChange.OPTIMIZER_STATE_OFFLOAD) is None
     assert EngineChange.OPTIMIZER_STATE_OFFLOAD.value in caplog.text
+    assert "not enough pinned memory" in caplog.text
+
+
+@pytest.mark.parametrize("error", FAILURES)
+def test_a_memory_saving_that_fails_is_not_attached_and_logged(holder, caplog, error):
+    class FailingSaving:
+        def unsupported_reason(self, engine):
+            return None
+
+        def attach(self, engine):
+            raise error("not enough pinned memory")
+
+    change = EngineChange.OPTIMIZER_STATE_OFFLOAD
+
+    assert holder.try_attach(change, FailingSaving()) is False
+    assert holder.attached(change) is None
+    assert change.value in caplog.text
     assert "not enough pinned memory" in caplog.text
 
 

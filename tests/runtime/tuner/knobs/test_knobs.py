@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from zerowatch.errors import ZerowatchError
+from zerowatch.runtime.common.undo import FAILURES
 from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
     UNBOUND,
     MemoryMeasurements,
@@ -17,6 +18,7 @@ from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
 from zerowatch.runtime.trainer.window.window_agreement import LocalBatches
 from zerowatch.runtime.tuner.knobs.data_knobs import MicroBatchKnob, micro_batch_sizes
 from zerowatch.runtime.tuner.knobs.engine_knobs import (
+    DeepSpeedKnob,
     GcKnob,
     powers_of_two,
     value_in_config,
@@ -200,6 +202,29 @@ def test_a_live_value_is_written_to_the_ds_config_for_rebuilds():
     assert timed["timers"] == {"throughput": {"synchronized": False}}
     assert value_in_config(PREFETCH_BUCKET_SIZE, timed) == 9
     assert config["zero_optimization"]["prefetch_bucket_size"] == 7
+
+
+@pytest.mark.parametrize("error", FAILURES)
+def test_a_value_that_a_new_engine_does_not_take_is_logged_and_training_goes_on(caplog, error):
+    def apply(engine: object, value: int):
+        if engine == "new":
+            raise error("no such buffer")
+        return lambda: None
+
+    setting = SimpleNamespace(
+        name="reduce_bucket_size",
+        get=lambda engine: 5,
+        apply=apply,
+        unsupported_reason=lambda engine: None,
+    )
+    source = SimpleNamespace(engine="old", config={"zero_optimization": {"reduce_bucket_size": 9}})
+    knob = DeepSpeedKnob(setting, source)
+    knob.set(9)
+    source.engine = "new"
+
+    knob.on_engine_replaced()
+
+    assert "reduce_bucket_size is not 9 on the new engine: " in caplog.text
 
 
 def test_a_key_that_the_ds_config_did_not_have_is_removed_again():
