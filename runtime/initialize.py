@@ -53,7 +53,7 @@ class _Process:
     startup: StartupMonitor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.startup = StartupMonitor(self.has_stepped, self.fail_open)
+        self.startup = StartupMonitor(self.has_stepped, self.untrained_ns, self.fail_open)
 
     def has_stepped(self) -> bool:
         """Whether the watch has seen a step, or is closed."""
@@ -61,6 +61,10 @@ class _Process:
         if watch is None:
             return False
         return not watch.is_open or bool(watch.snapshot().value(STEPS))
+
+    def untrained_ns(self) -> int:
+        """Return the time of forward passes without a backward since the last step."""
+        return 0 if self.watch is None else self.watch.untrained_ns
 
     def open_collectives(self) -> CollectiveInstrumentation:
         if self.collectives is None:
@@ -296,6 +300,8 @@ def _watch_first(engine: Any, settings: Settings) -> None:
     # By name: this may run before the script imports DeepSpeed's classes.
     trains = type(engine.optimizer).__name__ not in _NO_OPTIMIZERS
     running = _process.watch is not None and _process.watch.is_open
+    if not trains and not running:
+        _process.startup.expect_no_step()
     if trains and (not running or _is_interactive()):
         with ExitStack() as on_failure:
             on_failure.callback(_process.startup.stop)  # nobody would see the first step

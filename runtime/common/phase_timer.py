@@ -72,6 +72,15 @@ class PhaseTimer:
         """Return the time since the last change of phase. May be called on any thread."""
         return (self._now_ns() - self.since_ns) / 1e9
 
+    def untrained_ns(self) -> int:
+        """Return the time of forward passes and evaluations since the last step, for any thread.
+
+        0 from the first backward pass of the step on.
+        """
+        if self.current == BACKWARD or self._totals[BACKWARD]:
+            return 0
+        return self._totals[FORWARD] + self._totals[EVAL]
+
     def drain(self) -> list[int]:
         """Return the nanoseconds of each phase since the last call, in the order of PHASES."""
         self._accrue()

@@ -56,6 +56,11 @@ class EngineInstrumentation:
         """Nanoseconds that the hooks on engines took on the training thread."""
         return self._earlier_ns + self._engine_hooks.cost_ns
 
+    @property
+    def untrained_ns(self) -> int:
+        """Nanoseconds of forward passes and evaluations since the last step, before a backward."""
+        return self._context.phase_timer.untrained_ns()
+
     def rebind_engine(self, engine: Any) -> None:
         """Move the hooks to another engine, between two steps.
 

@@ -30,8 +30,11 @@ _EXTENSION = os.path.join("torch", "utils", "cpp_extension.py")
 class StartupMonitor:
     """Checks on a thread of its own, until the first step, what the main thread waits for.
 
+    An engine that does not train, or of which only forward passes are seen, is not waited for.
+
     Args:
         has_stepped: Whether a step has ended.
+        untrained_ns: Returns the time of forward passes and evaluations; 0 after a backward.
         fail_open: Guards the checks.
         first_seconds: Time before the first check, and between two.
     """
@@ -39,10 +42,12 @@ class StartupMonitor:
     def __init__(
         self,
         has_stepped: Callable[[], bool],
+        untrained_ns: Callable[[], int],
         fail_open: FailOpen,
         first_seconds: float = FIRST_SECONDS,
     ) -> None:
-        self._has_stepped = has_stepped
+        self._has_stepped, self._untrained_ns = has_stepped, untrained_ns
+        self._last_untrained_ns = 0
         self._check = fail_open.wrap("startup", self.check)
         self._seconds = first_seconds
         self._stopped = threading.Event()
@@ -63,16 +68,22 @@ class StartupMonitor:
             except RuntimeError as error:  # the limit of threads
                 logger.info("the start of training is not monitored: %s", error)
 
+    def expect_no_step(self) -> None:
+        """Report only locks from now on, as the engine that was made does not train."""
+        self._is_initializing = False
+
     def stop(self) -> None:
         """Stop checking. Safe to call twice."""
         self._stopped.set()
 
     def check(self, waited_seconds: float) -> None:
         """Log once for each lock, and once in all, where the process is."""
-        lock = awaited_lock()
+        lock, untrained_ns = awaited_lock(), self._untrained_ns()
+        evaluates = untrained_ns > self._last_untrained_ns
+        self._last_untrained_ns = untrained_ns
         if lock is not None:
             self._log_once(str(lock), logging.WARNING, _lock_line(lock), waited_seconds)
-        elif self._is_initializing:
+        elif self._is_initializing and not evaluates:
             self._log_once("", logging.INFO, _place(), waited_seconds)
 
     def _log_once(self, key: str, level: int, line: str, waited_seconds: float) -> None:

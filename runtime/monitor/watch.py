@@ -101,6 +101,11 @@ class Watch:
         """Whether `close` was not called yet."""
         return not self._closed
 
+    @property
+    def untrained_ns(self) -> int:
+        """Nanoseconds of forward passes and evaluations since the last step, before a backward."""
+        return self._instrumentation.untrained_ns
+
     def watches(self, engine: Any) -> bool:
         """Whether this engine is the watched one."""
         return self._engine() is engine

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 import zerowatch
+from zerowatch.metrics.settings import Settings
+from zerowatch.runtime import initialize
 
 OFF = {"enabled": False}
 
@@ -46,3 +48,15 @@ def test_a_parameter_that_deepspeed_does_not_have_is_named(
         zerowatch.initialize(model=1, **{name: 2}, settings=OFF)
 
     assert "deepspeed.initialize" in str(caught.value)
+
+
+def test_no_first_step_is_expected_of_an_engine_without_an_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+    startup = SimpleNamespace(expect_no_step=lambda: calls.append(1))
+    monkeypatch.setattr(initialize, "_process", SimpleNamespace(watch=None, startup=startup))
+
+    initialize._watch_first(SimpleNamespace(optimizer=None), Settings())
+
+    assert calls == [1]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from fakes.scraper import eventually
 from torch.utils.file_baton import FileBaton
 
 from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.monitor import startup_monitor
 from zerowatch.runtime.monitor.startup_monitor import StartupMonitor, awaited_lock
 
 
@@ -39,8 +40,12 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-def monitor(has_stepped: bool = False, seconds: float = 30.0) -> StartupMonitor:
-    return StartupMonitor(lambda: has_stepped, FailOpen(), seconds)
+def monitor(
+    has_stepped: bool = False, seconds: float = 30.0, untrained_ns: Sequence[int] = ()
+) -> StartupMonitor:
+    """Make a monitor; `untrained_ns` is the time of forward passes at each check, then 0."""
+    times = iter(untrained_ns)
+    return StartupMonitor(lambda: has_stepped, lambda: next(times, 0), FailOpen(), seconds)
 
 
 def test_a_stale_lock_is_named_once_with_its_age_and_what_to_do(
@@ -86,6 +91,38 @@ def test_a_long_start_is_reported_with_its_place_if_training_is_initialized(
     assert before == []
     (line,) = log.messages
     assert "before the first step after 30 s: in _place (monitor/startup_monitor.py:" in line
+
+
+def test_nothing_is_logged_while_only_forward_passes_run(log: pytest.LogCaptureFixture) -> None:
+    started = monitor(untrained_ns=[10, 20, 20])
+    started.start(initializing=True)
+
+    for seconds in (30.0, 60.0):
+        started.check(seconds)
+    while_they_run = log.messages[:]
+    started.check(90.0)
+    started.stop()
+
+    assert while_they_run == []
+    assert len(log.messages) == 1
+    assert "after 90 s" in log.messages[0]
+
+
+def test_of_an_engine_that_does_not_train_only_locks_are_reported(
+    lock: Path, log: pytest.LogCaptureFixture
+) -> None:
+    started = monitor()
+    started.start(initializing=True)
+    started.expect_no_step()
+
+    started.check(30.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(startup_monitor, "awaited_lock", lambda: None)
+        started.check(60.0)
+    started.stop()
+
+    assert len(log.messages) == 1
+    assert str(lock) in log.messages[0]
 
 
 def test_nothing_is_logged_after_the_first_step(log: pytest.LogCaptureFixture) -> None:
