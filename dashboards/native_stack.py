@@ -341,6 +341,7 @@ def prometheus_configuration(*, rules: Path, targets: Path, alertmanager: str) -
                 "honor_labels": True,
                 "sample_limit": 20000,
                 "file_sd_configs": [{"files": [str(targets)], "refresh_interval": "5s"}],
+                "relabel_configs": [{"source_labels": ["run"], "target_label": "__param_run"}],
             }
         ],
     }

@@ -13,11 +13,17 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from ...metrics.backoff import Backoff
 from ...metrics.atomic_file import open_to_append
 from ...metrics.settings import MAX_RUN_ID_LENGTH, Settings
 from ...metrics.step_record import StepRecord
 from ..common.process_info import ProcessInfo, launcher_identity, launcher_run_id, new_run_id
-from ..common.rank_store import RankStore, TargetDiscovery
+from ..common.rank_store import (
+    FIRST_POLL_SECONDS,
+    MAX_POLL_SECONDS,
+    RankStore,
+    TargetDiscovery,
+)
 from ..common.report_files import write_or_warn
 from .step_log import StepLog, keeps_every_step, write_settings
 
@@ -59,7 +65,8 @@ class RunFolder:
         self._held: list[StepRecord] = []
         self._lost = 0
         self._since = time.monotonic()
-        self._has_own_id = False
+        self._late_id: str | None = None  # rank 0's, after this rank has chosen one
+        self._late_id_backoff: Backoff | None = None
         self._targets_text: str | None = None
         self._lock: int | None = None
         self.run_id = store.get("run_id")
@@ -87,6 +94,9 @@ class RunFolder:
             self.run_id = self._find_run_id()
             if self.run_id is not None:
                 self._open(self.run_id)
+        elif self._late_id_backoff is not None and self._late_id_backoff.is_due:
+            self._late_id_backoff.start_delay()
+            self._late_id = self._store.get("run_id") or self._late_id
         if self._process.rank != 0:
             self._store.poll()
         if self._process.rank != 0 or not self._settings.serve.enabled:
@@ -110,7 +120,7 @@ class RunFolder:
 
     def serves_run(self, run: str) -> bool:
         """Whether this rank is of that run. Any thread."""
-        return self._has_own_id or run == self.run_id
+        return run in (self.run_id, self._late_id)
 
     def targets(self) -> list[dict[str, object]]:
         """Return the addresses of the ranks' metrics in Prometheus' http_sd form."""
@@ -143,7 +153,7 @@ class RunFolder:
         return run_id
 
     def _own_run_id(self) -> str:
-        self._has_own_id = True
+        self._late_id_backoff = Backoff(FIRST_POLL_SECONDS, MAX_POLL_SECONDS)
         if self._settings.run_id is not None:
             return next(self._own_ids(self._settings.run_id), self._settings.run_id)
         run_id = f"{new_run_id()}-rank{self._process.rank}"

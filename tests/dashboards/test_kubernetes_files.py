@@ -94,7 +94,7 @@ def test_the_pod_monitor_selects_the_pods_and_the_port_of_the_job() -> None:
     assert endpoint["honorLabels"] is True
     ended, *labels = endpoint["relabelings"]
     assert (ended["action"], ended["regex"]) == ("drop", "Succeeded")
-    assert {rule["targetLabel"] for rule in labels} == {"run", "node", "rank"}
+    assert {rule["targetLabel"] for rule in labels} == {"run", "__param_run", "node", "rank"}
 
 
 def test_the_pods_of_the_job_reach_their_master_through_the_service() -> None:

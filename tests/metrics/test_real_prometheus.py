@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 
 import pytest
+import yaml
 from fakes.scraper import eventually
+from package_tree import ROOT
 from servers.prometheus_server import Prometheus
 
 from zerowatch.metrics.catalog.training import RUN_ACTIVE, STEP_SECONDS, STEPS
@@ -23,6 +26,10 @@ scrape_configs:
   - job_name: zerowatch
     honor_labels: true
     http_sd_configs: [{{url: "http://{address}/targets", refresh_interval: 1s}}]
+  - job_name: written by hand
+    honor_labels: true
+    static_configs: [{{targets: ["{address}"], labels: {{run: ended}}}}]
+    relabel_configs: {relabel_configs}
 """
 
 
@@ -32,6 +39,14 @@ def values(prometheus: Prometheus, expression: str) -> dict[tuple[str | None, st
         (series["metric"].get("run"), series["metric"].get("rank")): float(series["value"][1])
         for series in prometheus.series(expression)
     }
+
+
+def documented_rules() -> list[dict]:
+    """Return the relabelling that the guide has for an existing Prometheus."""
+    guide = (ROOT / "docs" / "deployment.md").read_text()
+    block = guide.partition("```yaml\n")[2].partition("```")[0]
+    (scrape,) = yaml.safe_load(block)["scrape_configs"]
+    return scrape["relabel_configs"]
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +66,7 @@ def run():
                 settings=ServeSettings(port=0),
                 targets=None if rank else lambda: targets,
                 make_thread=FailOpen().thread,
+                serves_run="night-7".__eq__,
                 now=lambda: CLOCK_RATE * time.monotonic(),
             )
             closing.callback(server.close)
@@ -63,11 +79,11 @@ def run():
 @pytest.fixture(scope="module")
 def prometheus(run, tmp_path_factory):
     _, _, sd_address = run
-    config = CONFIG.format(address=sd_address)
+    config = CONFIG.format(address=sd_address, relabel_configs=json.dumps(documented_rules()))
     server = Prometheus(tmp_path_factory.mktemp("prometheus"), config)
     with contextlib.closing(server):
         both_up = {("night-7", "0"): 1.0, ("night-7", "1"): 1.0}
-        if not eventually(lambda: values(server, "up") == both_up, pause=0.2):
+        if not eventually(lambda: values(server, 'up{job="zerowatch"}') == both_up, pause=0.2):
             pytest.fail(f"not both ranks are up: {values(server, 'up')}")
         yield server
 
@@ -77,6 +93,13 @@ def test_both_ranks_are_discovered_and_keep_their_rank_label(prometheus):
         ("night-7", "0"): 10,
         ("night-7", "1"): 11,
     }
+
+
+def test_an_address_that_was_written_by_hand_stores_no_other_run_under_its_name(prometheus):
+    refused = eventually(lambda: values(prometheus, 'up{run="ended"}') == {("ended", None): 0.0})
+
+    assert refused
+    assert prometheus.series('{run="ended",__name__=~"zerowatch_.*"}') == []
 
 
 def test_exemplars_are_stored_with_their_trace_id(prometheus):

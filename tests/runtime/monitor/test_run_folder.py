@@ -19,6 +19,7 @@ from fakes.steps import step as record
 from zerowatch.metrics.settings import Settings
 from zerowatch.runtime.common.process_info import ProcessInfo
 from zerowatch.runtime.common.rank_store import RankStore, TargetDiscovery
+from zerowatch.runtime.monitor import run_folder as run_folder_module
 from zerowatch.runtime.monitor.run_folder import LOCK_FILE, RunFolder
 
 RUN_ID = "night-7"
@@ -184,6 +185,21 @@ def test_a_rank_that_rank_zero_never_published_its_id_uses_the_chosen_one(tmp_pa
 
     assert folder.run_id == RUN_ID
     assert steps(tmp_path / RUN_ID / "rank-1.jsonl") == [1]
+
+
+def test_a_rank_that_chose_an_id_serves_that_and_rank_zeros_late_one_only(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(run_folder_module, "RUN_ID_TIMEOUT_SECONDS", -1.0)
+    folder = open_folder(tmp_path, rank=1)
+    folder.poll()
+    before = [folder.serves_run(run) for run in (RUN_ID, "late", "ended")]
+    monkeypatch.setattr(folder._store, "get", {"run_id": "late"}.get)
+    folder.poll()
+
+    assert before == [True, False, False]
+    assert [folder.serves_run(run) for run in (RUN_ID, "late", "ended")] == [True, True, False]
+    folder.close()
 
 
 def test_a_folder_that_was_deleted_is_made_again_with_all_its_files(tmp_path: Path, caplog) -> None:
