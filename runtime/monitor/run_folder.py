@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from ...metrics.backoff import Backoff
 from ...metrics.atomic_file import open_to_append
+from ...metrics.backoff import Backoff
 from ...metrics.settings import MAX_RUN_ID_LENGTH, Settings
 from ...metrics.step_record import StepRecord
 from ..common.process_info import ProcessInfo, launcher_identity, launcher_run_id, new_run_id
