@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 import pytest
+from chosen_cases import chosen, tiers
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS, start
 
@@ -39,10 +40,13 @@ OPERATIONS = (
 
 
 @pytest.fixture(scope="module")
-def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def figures(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("kineto")
+    script, stages = SCRIPTS / "collectives" / "kineto_checks.py", chosen(request, "stage")
 
-    finished = start_ranks(2, SCRIPTS / "collectives" / "kineto_checks.py", folder, cwd=folder)
+    finished = start_ranks(2, script, folder, *stages, cwd=folder)
 
     assert finished.returncode == 0, finished.stderr
     found: dict[str, Any] = json.loads((folder / "figures.json").read_text())
@@ -50,13 +54,16 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def bytes_sent(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[float]]]:
+def bytes_sent(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, dict[str, list[float]]]:
     folder = tmp_path_factory.mktemp("wire")
 
     finished = start(
         sys.executable,
         SCRIPTS / "collectives" / "wire_bytes.py",
         folder / "figures.json",
+        *chosen(request, "ranks"),
         cwd=folder,
     )
 
@@ -67,7 +74,7 @@ def bytes_sent(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, 
     return found
 
 
-@pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
+@pytest.mark.parametrize("stage", tiers(["0", "1", "2", "3"], quick=["3"]))
 def test_comm_seconds_agree_with_the_profiler(stage: str, figures: dict[str, Any]) -> None:
     all_steps = figures["stages"][stage]
     # Where a thread waits for a core, that may be in ours alone: take the quieter half.
@@ -95,7 +102,7 @@ def test_exposed_and_overlapped_agree_with_a_stopwatch(case: str, figures: dict[
     assert abs(overlapped - script_overlapped) <= tolerance, found
 
 
-@pytest.mark.parametrize("ranks", ["2", "4"])
+@pytest.mark.parametrize("ranks", tiers(["2", "4"], quick=["2"]))
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_wire_bytes_agree_with_the_interfaces_counter(
     operation: str, ranks: str, bytes_sent: dict[str, dict[str, list[float]]]

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import pytest
+from chosen_cases import chosen, tiers
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
 
@@ -31,38 +32,52 @@ ROLES = {
         ("all_reduce", "dp", "backward"),
     },
 }
+PIPELINES = (
+    "pipeline",
+    "pipeline_with_evaluation",
+    "pipeline_whose_first_stage_is_slow",
+)
+QUICK = ("pipeline", "experts_apart", "sequence_by_state")
 OF_EVERY_SCHEDULE = {"forward", "backward", "optimizer", "other"}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Seen]]:
+def ranks(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> list[dict[str, Seen]]:
     folder = tmp_path_factory.mktemp("parallel")
+    script, names = SCRIPTS / "collectives" / "parallel_checks.py", chosen(request, "name")
 
-    finished = start_ranks(2, SCRIPTS / "collectives" / "parallel_checks.py", folder, cwd=folder)
+    finished = start_ranks(2, script, folder, *PIPELINES, *names, cwd=folder)
 
     assert finished.returncode == 0, finished.stderr
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def each_of(*names: str) -> pytest.MarkDecorator:
+    quick = [name for name in names if name in QUICK]
+    return pytest.mark.parametrize("name", tiers(names, quick))
 
 
 def calls_of(seen: Seen) -> dict[tuple[str, str, str], int]:
     return {(op, group, phase): count for op, group, phase, count in seen["calls"]}
 
 
-@pytest.mark.parametrize("name", ["pipeline", "tensor_parallel"])
+@each_of("pipeline", "tensor_parallel")
 def test_weights_are_bitwise_equal_with_and_without_a_watch(ranks, name):
     for rank in ranks:
         assert rank[name]["trained"]
         assert rank[name]["bitwise_equal"]
 
 
-@pytest.mark.parametrize("name", ["pipeline", "pipeline_there_and_back", *ROLES])
+@each_of("pipeline", "pipeline_there_and_back", *ROLES)
 def test_every_call_is_covered_and_no_hook_fails(ranks, name):
     for rank in ranks:
         assert set(rank[name]["coverage"]) == {1.0}
         assert rank[name]["failures"] == []
 
 
-@pytest.mark.parametrize("name", ROLES)
+@each_of(*ROLES)
 def test_calls_have_the_role_of_their_group(ranks, name):
     for rank in ranks:
         assert ROLES[name] <= set(calls_of(rank[name]))
@@ -101,7 +116,7 @@ def test_a_pipelines_window_is_known_on_each_stage(ranks):
             assert step["tokens"] == tokens
 
 
-@pytest.mark.parametrize("name", ["pipeline", "pipeline_there_and_back", "one_stage_on_two_ranks"])
+@each_of("pipeline", "pipeline_there_and_back", "one_stage_on_two_ranks")
 def test_a_pipelines_loss_is_what_train_batch_returns(ranks, name):
     for rank in ranks:
         assert [step["loss"] for step in rank[name]["steps"]] == rank[name]["result"]
@@ -142,17 +157,19 @@ def test_a_slow_first_stage_is_time_that_the_second_spends_in_recv(ranks):
     assert slow["exposed"] < 0.05 < waiting["exposed"]
 
 
-def test_micro_batches_that_pass_a_rank_twice_count_once(ranks):
+@each_of("pipeline_there_and_back")
+def test_micro_batches_that_pass_a_rank_twice_count_once(ranks, name):
     for stage, rank in enumerate(ranks):
-        for step in rank["pipeline_there_and_back"]["steps"]:
+        for step in rank[name]["steps"]:
             assert (step["micro_batches"], step["samples"]) == (4, 4 * SAMPLES_EACH)
             assert step["tokens"] == (4 * TOKENS_EACH if stage == 0 else None)
             assert set(step["phase_seconds"]) >= OF_EVERY_SCHEDULE
 
 
-def test_tensor_parallel_ranks_each_count_their_steps(ranks):
+@each_of("tensor_parallel")
+def test_tensor_parallel_ranks_each_count_their_steps(ranks, name):
     for rank in ranks:
-        steps = rank["tensor_parallel"]["steps"]
+        steps = rank[name]["steps"]
         assert [step["step"] for step in steps] == [1, 2, 3, 4]
         for step in steps:
             assert set(step["phase_seconds"]) == OF_EVERY_SCHEDULE
@@ -161,8 +178,9 @@ def test_tensor_parallel_ranks_each_count_their_steps(ranks):
             assert step["comm_exposed_seconds"] > 0
 
 
-def test_messages_sent_in_batches_are_timed_to_the_end_of_their_wait(ranks):
+@each_of("pipeline_there_and_back")
+def test_messages_sent_in_batches_are_timed_to_the_end_of_their_wait(ranks, name):
     for rank in ranks:
-        for step in rank["pipeline_there_and_back"]["steps"]:
+        for step in rank[name]["steps"]:
             assert step["collectives"]["recv"]["seconds"] > 0
             assert step["comm_exposed_seconds"] <= step["comm_seconds"] + 1e-9

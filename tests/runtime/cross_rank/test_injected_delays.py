@@ -7,24 +7,30 @@ import re
 from typing import Any
 
 import pytest
+from chosen_cases import chosen, tiers
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
 
 pytestmark = pytest.mark.jobs
 
 PHASES = ("data", "forward", "backward", "optimizer")
-CONTROLS = 8
+CONTROLS = [f"control {number}" for number in range(8)]
+QUICK = (*PHASES, CONTROLS[0])
 # A rank that had no core for so much of the time was slowed by other processes, not by the job.
 STARVED_RATIO = 0.02
 NAMED = re.compile(r"rank (\d+) is slow in (\w+):")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    """What each rank has seen, case by case: a delay in each phase, then controls without one."""
+def ranks(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> list[dict[str, dict[str, Any]]]:
+    """What each rank has seen by case: a delay in each phase, then controls without one."""
     folder = tmp_path_factory.mktemp("delays")
+    script = SCRIPTS / "cross_rank" / "straggler_job.py"
+    cases = {case for name in ("phase", "control", "case") for case in chosen(request, name)}
 
-    finished = start_ranks(2, SCRIPTS / "cross_rank" / "straggler_job.py", folder, cwd=folder)
+    finished = start_ranks(2, script, folder, *sorted(cases), cwd=folder)
 
     assert finished.returncode == 0, finished.stderr
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
@@ -36,7 +42,7 @@ def named(case: dict[str, Any]) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_only_the_delayed_rank_is_named_with_its_phase(ranks, phase):
-    first, second = (cases[PHASES.index(phase)] for cases in ranks)
+    first, second = (cases[phase] for cases in ranks)
 
     assert set(named(first)) == {("1", phase)}
     assert named(second) == []  # rank 0 logs for both
@@ -44,7 +50,7 @@ def test_only_the_delayed_rank_is_named_with_its_phase(ranks, phase):
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_delayed_rank_is_named_after_two_comparisons(ranks, phase):
-    case = ranks[0][PHASES.index(phase)]
+    case = ranks[0][phase]
 
     # Steps of the first comparison may lie before the delay; two confirm it.
     assert case["comparisons"][0] <= 3
@@ -52,7 +58,7 @@ def test_the_delayed_rank_is_named_after_two_comparisons(ranks, phase):
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_other_rank_has_waited_as_long_as_the_delays(ranks, phase):
-    waiting, delayed = (cases[PHASES.index(phase)] for cases in ranks)
+    waiting, delayed = (cases[phase] for cases in ranks)
 
     # A rank that gets no core is late as well, which the kernel counts.
     slept, starved = delayed["slept"], waiting["starved"] + delayed["starved"]
@@ -63,23 +69,23 @@ def test_the_other_rank_has_waited_as_long_as_the_delays(ranks, phase):
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_only_the_delayed_rank_scores_in_only_that_phase(ranks, phase):
-    first, second = (cases[PHASES.index(phase)]["score"] for cases in ranks)
+    first, second = (cases[phase]["score"] for cases in ranks)
 
     assert max(first.values()) < 0.2
     assert second[phase] > 0.5
     assert max(score for other, score in second.items() if other != phase) < 0.2
 
 
-@pytest.mark.parametrize("control", range(CONTROLS))
+@pytest.mark.parametrize("control", tiers(CONTROLS, QUICK[-1:]))
 def test_no_rank_is_named_where_none_is_delayed(ranks, control):
-    seen = [cases[len(PHASES) + control] for cases in ranks]
+    seen = [cases[control] for cases in ranks]
 
     starved = {rank for rank, case in enumerate(seen) if case["starved_ratio"] > STARVED_RATIO}
     assert {int(rank) for case in seen for rank, _ in named(case)} <= starved
     assert all(len(case["score"]) == len(PHASES) for case in seen)  # they were compared
 
 
-@pytest.mark.parametrize("case", range(len(PHASES) + CONTROLS))
+@pytest.mark.parametrize("case", tiers([*PHASES, *CONTROLS], QUICK))
 def test_causes_add_up_to_what_was_exposed(ranks, case):
     for cases in ranks:
         seen = cases[case]

@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+from chosen_cases import chosen, tiers
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
 
@@ -18,15 +19,20 @@ pytestmark = pytest.mark.jobs
 
 TOLERANCE = 0.05  # of the delay
 CASES = [(late, place) for late in (0, 1) for place in ("data", "script")]
+each_case = pytest.mark.parametrize(
+    ("late", "place"), tiers(CASES, quick=[(0, "data"), (1, "script")])
+)
 
 Found = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[Found]:
     folder = tmp_path_factory.mktemp("late")
+    script = SCRIPTS / "cross_rank" / "late_rank_job.py"
+    cases = [f"{late}:{place}" for late, place in chosen(request, "late", "place") or CASES]
 
-    finished = start_ranks(2, SCRIPTS / "cross_rank" / "late_rank_job.py", folder, cwd=folder)
+    finished = start_ranks(2, script, folder, *cases, cwd=folder)
 
     assert finished.returncode == 0, finished.stderr
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
@@ -47,7 +53,7 @@ def waited(ranks: list[Found], how: str, late: int, place: str) -> float:
     return median(one - other for one, other in both)
 
 
-@pytest.mark.parametrize(("late", "place"), CASES)
+@each_case
 def test_the_other_rank_is_blocked_for_the_delay(ranks, late, place):
     delay = ranks[0]["delay"]
 
@@ -65,7 +71,7 @@ def test_imbalance_is_the_same(ranks):
         assert run > 1 - TOLERANCE
 
 
-@pytest.mark.parametrize(("late", "place"), CASES)
+@each_case
 def test_phases_without_waiting_are_the_same(ranks, late, place):
     for rank in ranks:
         watched, run = (case_of(rank, how, late, place)["busy"] for how in ("watch", "run"))
@@ -73,7 +79,7 @@ def test_phases_without_waiting_are_the_same(ranks, late, place):
         assert run == pytest.approx(watched, abs=TOLERANCE * rank["delay"])
 
 
-@pytest.mark.parametrize(("late", "place"), CASES)
+@each_case
 def test_the_late_rank_has_the_same_score(ranks, late, place):
     for number, rank in enumerate(ranks):
         watched, run = (case_of(rank, how, late, place) for how in ("watch", "run"))
@@ -91,7 +97,7 @@ def test_the_late_rank_has_the_same_score(ranks, late, place):
 def test_the_wait_is_of_the_own_group_whose_operations_are_not_counted_as_the_trainings(ranks):
     for rank in ranks:
         own = 0.0
-        for case in CASES:
+        for case in rank["cases"]:
             watched, run = (case_of(rank, how, *case) for how in ("watch", "run"))
             assert "zerowatch" not in watched["exposed_by_group"]
             assert run["operations"] == watched["operations"]

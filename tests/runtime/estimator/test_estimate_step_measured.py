@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from chosen_cases import chosen, tiers
 from scripts.estimator.traffic_cases import CASES, MODELS, Case, param_groups
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
@@ -23,23 +24,48 @@ pytestmark = pytest.mark.jobs
 
 RUNS = [(ranks, name) for name, case in CASES.items() for ranks in case.ranks]
 BY_COMMAND = [(ranks, name) for ranks, name in RUNS if not CASES[name].groups]
+WITHOUT_TRACE, WITH_TRACE = "2, run order", "3, run order"
+QUICK = [
+    (2, "0"),
+    (2, "1, bf16 over fp32"),
+    (2, "2, reduce per owner"),
+    (2, "2, on cpu"),
+    (2, "2, two groups"),
+    (2, WITHOUT_TRACE),
+    (2, "3, tied"),
+    (2, "3, frozen"),
+    (2, WITH_TRACE),
+    (2, "3, all on cpu"),
+]
 
+Runs = list[tuple[int, str]]
 Totals = dict[str, list[float]]
 
 
+def each_of(runs: Runs) -> pytest.MarkDecorator:
+    quick = [run for run in QUICK if run in runs]
+    return pytest.mark.parametrize(("ranks", "name"), tiers(runs, quick))
+
+
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory) -> dict[int, dict]:
-    return {ranks: measure(ranks, tmp_path_factory.mktemp(f"{ranks}")) for ranks in (2, 4)}
+def measured(tmp_path_factory, request) -> dict[int, dict]:
+    runs = {*chosen(request, "ranks", "name"), (2, WITHOUT_TRACE), (2, WITH_TRACE)}
+    names = {ranks: [name for num, name in sorted(runs) if num == ranks] for ranks in (2, 4)}
+    return {
+        ranks: measure(ranks, tmp_path_factory.mktemp(f"{ranks}"), cases)
+        for ranks, cases in names.items()
+        if cases
+    }
 
 
-def measure(ranks: int, folder: Path) -> dict:
+def measure(ranks: int, folder: Path, names: list[str]) -> dict:
     script, file = SCRIPTS / "estimator" / "measure_traffic.py", folder / "measured.json"
-    finished = start_ranks(ranks, script, file, cwd=folder)
+    finished = start_ranks(ranks, script, file, *names, cwd=folder)
     assert file.exists(), finished.stderr[-3000:]
     return json.loads(file.read_text())
 
 
-@pytest.mark.parametrize(("ranks", "name"), BY_COMMAND)
+@each_of(BY_COMMAND)
 def test_the_command_predicts_what_is_measured(
     measured, ranks, name, tmp_path, monkeypatch, capsys
 ):
@@ -76,14 +102,14 @@ def close_to(totals: Totals) -> dict:
     }
 
 
-@pytest.mark.parametrize(("ranks", "name"), sorted(set(RUNS) - set(BY_COMMAND)))
+@each_of(sorted(set(RUNS) - set(BY_COMMAND)))
 def test_several_param_groups_are_predicted_as_measured(measured, ranks, name):
     estimated = estimate_of(CASES[name], ranks)
 
     assert measured[ranks][name]["steps"] == [close_to(totals_of(estimated))] * 2
 
 
-@pytest.mark.parametrize(("ranks", "name"), [run for run in RUNS if run[1] != "2, run order"])
+@each_of([run for run in RUNS if run[1] != WITHOUT_TRACE])
 def test_a_live_engine_is_estimated_as_measured(measured, ranks, name):
     steps = measured[ranks][name]["steps"]
 
@@ -91,13 +117,13 @@ def test_a_live_engine_is_estimated_as_measured(measured, ranks, name):
 
 
 def test_an_engine_without_a_module_trace_assumes_the_order_of_registration(measured):
-    untraced, traced = measured[2]["2, run order"], measured[2]["3, run order"]
+    untraced, traced = measured[2][WITHOUT_TRACE], measured[2][WITH_TRACE]
 
     assert any("in the order" in assumption for assumption in untraced["engine_assumptions"])
     assert not any("in the order" in assumption for assumption in traced["engine_assumptions"])
 
 
-@pytest.mark.parametrize(("ranks", "name"), RUNS)
+@each_of(RUNS)
 def test_parameters_and_optimizer_use_the_planned_memory(measured, ranks, name):
     case = CASES[name]
 

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from chosen_cases import chosen, tiers
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
 
@@ -22,25 +23,31 @@ EXPECTED = {
     "stage 2, accumulation 4": 1.8,
     "stage 3": 1.0,
 }
+QUICK = ("stage 0", "stage 1, accumulation 4", "stage 2", "stage 3")
+each_case = pytest.mark.parametrize("case", tiers(EXPECTED, QUICK))
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> list[dict[str, Any]]:
+    names = {*chosen(request, "case"), "stage 2", "own collectives"}
     folder = tmp_path_factory.mktemp("volume")
+    script = SCRIPTS / "estimator" / "volume_job.py"
 
-    finished = start_ranks(2, SCRIPTS / "estimator" / "volume_job.py", folder, cwd=folder)
+    finished = start_ranks(2, script, folder, *sorted(names), cwd=folder)
 
     assert finished.returncode == 0, finished.stderr
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("case", EXPECTED)
+@each_case
 def test_the_volume_ratio_is_the_one_of_the_zero_stage(ranks, case):
     for rank in ranks:
         assert rank[case]["ratio"] == pytest.approx(EXPECTED[case], rel=0.02)
 
 
-@pytest.mark.parametrize("case", EXPECTED)
+@each_case
 def test_predicted_wire_bytes_equal_measured_ones(ranks, case):
     for rank in ranks:
         assert rank[case]["wire"]["measured"] == rank[case]["wire"]["predicted"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from chosen_cases import chosen, tiers
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
 from scripts.memory.async_io import HOW_TO_BUILD, built_extensions
@@ -14,11 +16,25 @@ from scripts.memory.engine_memory_cases import CASES, NVME_CASES
 pytestmark = pytest.mark.jobs
 
 IN_MEMORY = [name for name in CASES if name not in NVME_CASES]
+QUICK = (
+    "fp32 stage 0",
+    "fp32 stage 1",
+    "fp16 stage 1, accumulating in fp32",
+    "bf16 stage 2",
+    "bf16 stage 3, within nodes",
+    "fp32 stage 3, optimizer on cpu",
+    "bf16 stage 3, all on nvme",
+)
 
 Samples = list[list[dict]]
 
 
-def sample(folder: Path, names: list[str] | tuple[str, ...]) -> dict[str, Samples]:
+def each_of(names: Iterable[str]) -> pytest.MarkDecorator:
+    listed = list(names)
+    return pytest.mark.parametrize("name", tiers(listed, [n for n in listed if n in QUICK]))
+
+
+def sample(folder: Path, names: list[str]) -> dict[str, Samples]:
     """Return each rank's samples by case: before and after the update of each of three steps."""
     script = SCRIPTS / "memory" / "engine_memory_checks.py"
     finished = start_ranks(2, script, folder, *names, cwd=folder)
@@ -29,15 +45,21 @@ def sample(folder: Path, names: list[str] | tuple[str, ...]) -> dict[str, Sample
 
 
 @pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Samples]:
-    return sample(tmp_path_factory.mktemp("engine_memory"), IN_MEMORY)
+def samples(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Samples]:
+    names = [name for name in chosen(request, "name") if name in IN_MEMORY]
+    return sample(tmp_path_factory.mktemp("engine_memory"), names)
 
 
 @pytest.fixture(scope="module")
-def nvme_samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Samples]:
+def nvme_samples(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Samples]:
     if built_extensions() is None:
         pytest.skip(HOW_TO_BUILD)
-    return sample(tmp_path_factory.mktemp("nvme"), NVME_CASES)
+    names = [name for name in chosen(request, "name") if name in NVME_CASES]
+    return sample(tmp_path_factory.mktemp("nvme"), names)
 
 
 def agree(ranks: Samples) -> None:
@@ -50,12 +72,12 @@ def agree(ranks: Samples) -> None:
             assert sum(held.values()) == one["total"]
 
 
-@pytest.mark.parametrize("name", IN_MEMORY)
+@each_of(IN_MEMORY)
 def test_every_byte_is_in_its_category(samples: dict[str, Samples], name: str) -> None:
     agree(samples[name])
 
 
-@pytest.mark.parametrize("name", NVME_CASES)
+@each_of(NVME_CASES)
 def test_with_nvme_too_every_byte_is_in_its_category(
     nvme_samples: dict[str, Samples], name: str
 ) -> None:

@@ -6,17 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
-from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
+from chosen_cases import tiers
+from scripts.forked_ranks import start_ranks
+from scripts.launching import SCRIPTS
 
 pytestmark = pytest.mark.jobs
 
 MIB = 2**20
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", tiers([0, 1, 2, 3], quick=[2]))
 def test_less_than_a_tenth_of_a_peak_is_other(stage: int, tmp_path: Path) -> None:
     script = SCRIPTS / "memory" / "engine_memory_rss_job.py"
-    job = start(TORCHRUN, *TWO_RANKS, script, tmp_path, f"fp32 stage {stage}", 2, cwd=tmp_path)
+    job = start_ranks(2, script, tmp_path, f"fp32 stage {stage}", 2, cwd=tmp_path)
 
     assert job.returncode == 0, job.stderr[-3000:]
     for rank in range(2):

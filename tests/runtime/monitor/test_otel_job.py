@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fakes.otlp_collector import Collector, attributes_of
 from scripts.forked_ranks import start_ranks
-from scripts.launching import SCRIPTS, monitored, own_lines
+from scripts.launching import SCRIPTS, Finished, own_lines
 
 from zerowatch.metrics.catalog.training import RUN_ACTIVE, STEPS
 from zerowatch.runtime.monitor.otel_spans import is_sampled, span_id_of, trace_id_of
@@ -178,17 +178,17 @@ def test_log_lines_of_zerowatch_are_sent_and_the_scripts_are_not(job):
     assert not any("script's own" in line for line in lines)
 
 
+def train_five_steps(folder, **variables: str) -> Finished:
+    script = SCRIPTS / "monitor" / "traced_end.py"
+    return start_ranks(1, "-m", "zerowatch", script, cwd=folder, variables=variables)
+
+
 def end_of_a_job(folder, **variables: str) -> tuple[float, list[str]]:
     """Train five steps; return the seconds from the last of them to the process's end, and lines.
 
     The last line says whether the SDK was loaded.
     """
-    (folder / "sitecustomize.py").write_text(
-        "import atexit, sys\n"
-        "atexit.register(lambda: print('out:', 'opentelemetry.sdk.trace' in sys.modules))\n"
-    )
-    variables["PYTHONPATH"] = str(folder)
-    finished = monitored(SCRIPTS / "monitor" / "traced_end.py", cwd=folder, **variables)
+    finished = train_five_steps(folder, **variables)
     ended_at = time.time()
     assert finished.returncode == 0, finished.stderr
     assert "hook" not in finished.stderr
@@ -240,14 +240,8 @@ def test_a_dead_collector_costs_the_end_of_a_run_two_seconds_at_most(
 
 
 def test_without_the_extra_one_line_names_it_and_training_goes_on(tmp_path):
-    hidden = tmp_path / "sitecustomize.py"
-    hidden.write_text("import sys; sys.modules['opentelemetry.sdk'] = None\n")
-
-    finished = monitored(
-        SCRIPTS / "monitor" / "traced_end.py",
-        cwd=tmp_path,
-        PYTHONPATH=str(tmp_path),
-        ZEROWATCH_OTEL_ENDPOINT="http://127.0.0.1:4318",
+    finished = train_five_steps(
+        tmp_path, WITHOUT_OTEL="yes", ZEROWATCH_OTEL_ENDPOINT="http://127.0.0.1:4318"
     )
 
     assert finished.returncode == 0, finished.stderr

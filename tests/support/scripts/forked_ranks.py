@@ -16,10 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from scripts.launching import (
     ABORTED,
@@ -38,17 +39,20 @@ def start_ranks(
     *command: object,
     cwd: Path,
     variables: Mapping[str, str] | None = None,
+    first_server: int = 0,
 ) -> Finished:
     """Run `python COMMAND` on `num` ranks to its end; the output is in order of ranks.
 
-    Repeats the job once if torch aborts at exit, as `launching.start` does.
+    Repeats the job once if torch aborts at exit, as `launching.start` does. Jobs that run at the
+    same time need servers of their own.
     """
     before = set(cwd.iterdir())
-    done = _joined(fork_ranks(num, *command, cwd=cwd, variables=variables))
+    options: dict[str, Any] = {"cwd": cwd, "variables": variables, "first_server": first_server}
+    done = _joined(fork_ranks(num, *command, **options))
     if done.returncode == 0 or ABORTED not in done.stderr:
         return done
     clean(cwd, before)
-    return _joined(fork_ranks(num, *command, cwd=cwd, variables=variables))
+    return _joined(fork_ranks(num, *command, **options))
 
 
 def fork_ranks(
@@ -57,18 +61,33 @@ def fork_ranks(
     cwd: Path,
     variables: Mapping[str, str] | None = None,
     grace_seconds: float = GRACE_SECONDS,
+    first_server: int = 0,
 ) -> list[Finished]:
     """Run `python COMMAND` on each rank: a script, or `-m` and a module, with their arguments.
 
     Once a rank has failed, the others have `grace_seconds` to end.
     """
+    options: dict[str, Any] = {"cwd": cwd, "variables": variables, "first_server": first_server}
+    with running_ranks(num, *command, **options) as ranks:
+        return ranks.join(grace_seconds)
+
+
+@contextmanager
+def running_ranks(
+    num: int,
+    *command: object,
+    cwd: Path,
+    variables: Mapping[str, str] | None = None,
+    first_server: int = 0,
+) -> Iterator[RunningRanks]:
+    """Start `python COMMAND` on each rank; ranks that are left at the end are killed."""
     words, port = [str(part) for part in command], _free_port()
     with tempfile.TemporaryDirectory(prefix="zerowatch-ranks-") as name:
         streams = [
             {stream: Path(name, f"{stream}-{rank}") for stream in ("stdout", "stderr")}
             for rank in range(num)
         ]
-        servers = [_server(rank) for rank in range(num)]
+        servers = [_server(first_server + rank) for rank in range(num)]
         for rank, server in enumerate(servers):
             server.fork(
                 {
@@ -79,39 +98,69 @@ def fork_ranks(
                 }
             )
         try:
-            pids = {server: server.answer() for server in servers}
-            codes = _ends(pids, time.monotonic() + TIMEOUT_SECONDS, grace_seconds)
+            ranks = RunningRanks(words, servers, streams)
+            yield ranks
+            ranks.kill()
         except BaseException:  # an interrupt, too, leaves answers that nobody waits for any more
             for server in servers:
                 server.kill()
             _server.cache_clear()
             raise
+
+
+class RunningRanks:
+    """The ranks of a job that runs, as long as nobody has started another one.
+
+    Attributes:
+        pids: Process ids, by rank.
+    """
+
+    def __init__(
+        self, words: list[str], servers: Sequence[_Server], streams: Sequence[Mapping[str, Path]]
+    ) -> None:
+        self.pids = [server.answer() for server in servers]
+        self._words, self._servers, self._streams = words, servers, streams
+        self._codes: dict[_Server, int] = {}
+
+    def codes(self, timeout_seconds: float = 0.0) -> list[int | None]:
+        """Return each rank's exit code, None if it runs; wait for the next one to end."""
+        left = [server for server in self._servers if server not in self._codes]
+        ready = select.select(left, [], [], timeout_seconds)[0] if left else []
+        self._codes |= {server: server.answer() for server in ready}
+        return [self._codes.get(server) for server in self._servers]
+
+    def output(self) -> str:
+        """Return what the ranks have printed so far, in order of ranks."""
+        paths = [path for streams in self._streams for path in streams.values()]
+        return "".join(path.read_text(errors="replace") for path in paths if path.exists())
+
+    def join(self, grace_seconds: float = GRACE_SECONDS) -> list[Finished]:
+        """Wait for all ranks; kill those that are left at the deadline."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        codes = self.codes()
+        while None in codes:
+            if any(codes):
+                deadline = min(deadline, time.monotonic() + grace_seconds)
+            if time.monotonic() >= deadline:
+                self.kill()
+            codes = self.codes(max(0.0, deadline - time.monotonic()))
         return [
             Finished(
-                words,
-                codes[server],
-                **{stream: path.read_text(errors="replace") for stream, path in each.items()},
+                self._words,
+                code,
+                **{stream: path.read_text(errors="replace") for stream, path in streams.items()},
             )
-            for server, each in zip(servers, streams, strict=True)
+            for code, streams in zip(codes, self._streams, strict=True)
         ]
 
-
-def _ends(pids: Mapping[_Server, int], deadline: float, grace_seconds: float) -> dict[_Server, int]:
-    """Wait for all ranks; kill those that are left at the deadline."""
-    codes: dict[_Server, int] = {}
-    while len(codes) < len(pids):
-        left = [server for server in pids if server not in codes]
-        ready, *_ = select.select(left, [], [], max(0.0, deadline - time.monotonic()))
-        for server in ready:
-            codes[server] = server.answer()
-            if codes[server]:
-                deadline = min(deadline, time.monotonic() + grace_seconds)
-        if not ready:
-            for server in left:
+    def kill(self) -> None:
+        """Kill the ranks that are left."""
+        for pid, code in zip(self.pids, self.codes(), strict=True):
+            if code is None:
                 with suppress(ProcessLookupError):  # it has ended just now
-                    os.kill(pids[server], signal.SIGKILL)
-            deadline += TIMEOUT_SECONDS
-    return codes
+                    os.kill(pid, signal.SIGKILL)
+        while None in self.codes(TIMEOUT_SECONDS):
+            continue
 
 
 def _joined(ranks: Sequence[Finished]) -> Finished:

@@ -8,7 +8,9 @@ sets differently, as ranks do that are started by themselves.
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -24,15 +26,27 @@ from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 - and the f
 
 import zerowatch  # noqa: F401
 
+# What an engine, a watch and a TrainingRun import when they start.
+IMPORTS = (
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.op_builder.all_ops",
+    "zerowatch.runtime.monitor.build_watch",
+    "zerowatch.runtime.training_run",
+    "zerowatch.runtime.tuner.knobs.read_only_knobs",
+)
 OPS = ("FusedAdamBuilder", "CPUAdamBuilder")
+MMAP_THRESHOLD, M_MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_", -3  # its name in glibc's malloc.h
 
 
 def prepare() -> None:
-    """Do once what each rank would do again: load DeepSpeed's optimizers, age the imports.
+    """Do once what each rank would do again: import, load DeepSpeed's optimizers, age the imports.
 
-    To load an optimizer takes 2 s of CPU (DeepSpeed starts two programs that describe the
+    These imports take a second and more (300 modules). To load an optimizer takes 2 s of CPU (DeepSpeed starts two programs that describe the
     processor), and a rank's exit 1.3 s, or 0.3 s if the collector leaves the imports alone.
     """
+    for name in IMPORTS:
+        with suppress(ImportError):  # another version of DeepSpeed
+            importlib.import_module(name)
     for name in OPS:
         with suppress(Exception):  # no compiler: a rank that needs it fails with the reason
             deepspeed.accelerator.get_accelerator().create_op_builder(name).load(verbose=False)
@@ -65,6 +79,8 @@ def become(rank: dict[str, Any]) -> None:
     os.chdir(rank["cwd"])
     os.environ.clear()
     os.environ.update(rank["environment"])
+    if MMAP_THRESHOLD in os.environ:  # the C library has read its environment by now
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, int(os.environ[MMAP_THRESHOLD]))
     name_coverage_context()
     command = rank["command"]
     if command[0] == "-m":

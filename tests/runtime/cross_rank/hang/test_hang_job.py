@@ -7,13 +7,11 @@ import re
 import signal
 import time
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
-from scripts.cross_rank.run_hang_job import PATIENCE_SECONDS, Job, running
+from scripts.cross_rank.run_hang_job import Job, running
 
 from zerowatch.metrics.catalog import communication
 
@@ -36,7 +34,7 @@ MISSING_RANK = re.compile(
 class JobResult:
     """What a job left."""
 
-    exit_code: int
+    exit_codes: list[int]
     reports: dict[str, str]
     recorded: dict[str, set[str]]
     seconds: float | None
@@ -51,8 +49,7 @@ def rank_1_is_stuck(folder: Path, script: str = "hang_job.py") -> JobResult:
             job.wait_for_report(rank)
         hangs = hangs_served(job)
         (folder / "resume").touch()
-        code = job.process.wait(PATIENCE_SECONDS)
-        return ended(job, code, hangs=hangs)
+        return ended(job, hangs=hangs)
 
 
 def rank_1_is_stuck_in_a_run(folder: Path) -> JobResult:
@@ -65,22 +62,18 @@ def rank_1_is_stopped(folder: Path) -> JobResult:
         job.wait_for_steps(300)  # by then it has sent heartbeats
         job.signal_rank(1, signal.SIGSTOP)
         stopped_at = time.monotonic()
-        rank_0 = int((folder / "rank-0.pid").read_text())
         job.wait_for_report(0)
         message = "exits with code 70"
-        job.wait_until(lambda: message in (folder / "output").read_text(), message)
+        job.wait_until(lambda: message in job.ranks.output(), message)
         seconds = time.monotonic() - stopped_at
-        # The launcher shall see rank 0 go before it sees what became of rank 1.
-        job.wait_until(lambda: not psutil.pid_exists(rank_0), "the launcher has seen rank 0 go")
+        job.wait_until(lambda: job.ranks.codes()[0] is not None, "rank 0 ends")
         job.signal_rank(1, signal.SIGKILL)
-        return ended(job, job.process.wait(PATIENCE_SECONDS), seconds=seconds, hangs={})
+        return ended(job, seconds=seconds, hangs={})
 
 
-def ended(
-    job: Job, exit_code: int, *, hangs: dict[str, float], seconds: float | None = None
-) -> JobResult:
+def ended(job: Job, *, hangs: dict[str, float], seconds: float | None = None) -> JobResult:
     return JobResult(
-        exit_code=exit_code,
+        exit_codes=[rank.returncode for rank in job.ranks.join()],
         reports={file.name: file.read_text() for file in sorted(job.run.glob("hang-*.txt"))},
         recorded={
             file.name: {each["profiling_name"] for each in json.loads(file.read_text())["entries"]}
@@ -108,16 +101,13 @@ def hangs_served(job: Job) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, JobResult]:
-    """All jobs, side by side: they mostly wait."""
     folder = tmp_path_factory.mktemp("hangs")
     cases = {
         "stuck": rank_1_is_stuck,
         "stopped": rank_1_is_stopped,
         "in a run": rank_1_is_stuck_in_a_run,
     }
-    with ThreadPoolExecutor() as pool:
-        ends = {name: pool.submit(case, folder / name) for name, case in cases.items()}
-        return {name: end.result() for name, end in ends.items()}
+    return {name: case(folder / name) for name, case in cases.items()}
 
 
 def test_every_rank_reports_a_hang_and_the_one_that_detected_it_counts_it(
@@ -164,7 +154,7 @@ def test_a_report_comes_with_a_flight_recorder_dump(jobs: dict[str, JobResult]) 
 def test_training_is_not_touched_and_goes_on_after_a_hang(jobs: dict[str, JobResult]) -> None:
     job = jobs["stuck"]
 
-    assert job.exit_code == 0
+    assert job.exit_codes == [0, 0]
     assert job.steps == {"rank-0.jsonl": 20, "rank-1.jsonl": 20}
 
 
@@ -173,5 +163,5 @@ def test_a_stopped_rank_is_named_and_abort_ends_the_waiting_one(jobs: dict[str, 
 
     assert list(job.reports) == ["hang-rank-0-1.txt"]
     assert MISSING_RANK.fullmatch(job.reports["hang-rank-0-1.txt"].splitlines()[0])
-    assert job.exit_code == 70
+    assert job.exit_codes == [70, -signal.SIGKILL]
     assert job.seconds > 2 * LIMIT_SECONDS

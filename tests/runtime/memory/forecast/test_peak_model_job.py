@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
-from scripts.memory.peaks import GIVES_BACK, Job, median_and_p95, one_step_misses
+from chosen_cases import chosen, tiers
+from scripts.forked_ranks import start_ranks
+from scripts.launching import SCRIPTS
+from scripts.memory.peaks import GIVES_BACK, median_and_p95, one_step_misses, read_series
 
 from zerowatch.runtime.memory.forecast.peak_readings import PeakPoint
 
 pytestmark = pytest.mark.jobs
 
 STEPS = {"fixed": 28, "sorted": 44, "random": 44}
+QUICK = ["random"]
+each_pattern = pytest.mark.parametrize("pattern", tiers(STEPS, QUICK))
 
 
 @pytest.fixture(scope="module")
-def series(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[PeakPoint]]:
+def series(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, list[PeakPoint]]:
     folder = tmp_path_factory.mktemp("peaks")
-    jobs = {
-        pattern: Job.start(folder / f"{pattern}.jsonl", GIVES_BACK, pattern=pattern, steps=steps)
-        for pattern, steps in STEPS.items()
-    }
-    return {pattern: job.points(timeout_seconds=600) for pattern, job in jobs.items()}
+    return {pattern: points(folder, pattern) for pattern in chosen(request, "pattern")}
 
 
-@pytest.mark.parametrize("pattern", STEPS)
+def points(folder: Path, pattern: str) -> list[PeakPoint]:
+    script, file = SCRIPTS / "memory" / "peaks_job.py", folder / f"{pattern}.jsonl"
+    arguments = json.dumps({"pattern": pattern, "steps": STEPS[pattern]})
+    finished = start_ranks(1, script, file, arguments, cwd=folder, variables=GIVES_BACK)
+    assert finished.returncode == 0, finished.stderr
+    return read_series(file)
+
+
+@each_pattern
 def test_next_peaks_are_predicted_within_two_percent_and_six_at_worst(series, pattern):
     median, p95 = median_and_p95([miss.of_peak for miss in one_step_misses(series[pattern])])
 
@@ -30,14 +44,14 @@ def test_next_peaks_are_predicted_within_two_percent_and_six_at_worst(series, pa
     assert p95 < 0.06
 
 
-@pytest.mark.parametrize("pattern", STEPS)
+@each_pattern
 def test_the_rise_of_each_step_is_predicted_within_five_percent(series, pattern):
     median, _ = median_and_p95([miss.of_rise for miss in one_step_misses(series[pattern])])
 
     assert median < 0.05
 
 
-@pytest.mark.parametrize("pattern", ["sorted", "random"])
+@pytest.mark.parametrize("pattern", tiers(["sorted", "random"], QUICK))
 def test_peaks_vary_by_more_than_a_factor_of_1_4(series, pattern):
     peaks = [point.peak_bytes for point in series[pattern][1:]]
 

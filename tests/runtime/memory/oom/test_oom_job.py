@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import re
 import signal
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts.launching import SCRIPTS, Finished, start
+from scripts.forked_ranks import start_ranks
+from scripts.launching import SCRIPTS, Finished
 from scripts.memory.oom_cgroup import memory_cgroup
 
 from zerowatch.runtime.common.format_numbers import format_bytes
@@ -55,20 +55,19 @@ class JobResult:
         return int(found[1] or found[2])
 
 
-def train(folder: Path, *arguments: object) -> Finished:
+def train(folder: Path, *arguments: object, server: int = 0) -> Finished:
     """Run a job of one rank. Heap beyond the threshold is returned: sizes are repeatable."""
     folder.mkdir(exist_ok=True)
     (folder / "store").unlink(missing_ok=True)
     script = SCRIPTS / "memory" / "oom_job.py"
     variables = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
         "MALLOC_MMAP_THRESHOLD_": "131072",
         # The advice of a slow machine may otherwise come between the error and the exit.
         "ZEROWATCH_TUNER_MODE": "off",
     }
-    return start(sys.executable, script, *arguments, cwd=folder, variables=variables)
+    return start_ranks(
+        1, script, *arguments, cwd=folder, variables=variables, first_server=server
+    )
 
 
 def ended(folder: Path, finished: Finished) -> JobResult:
@@ -84,16 +83,19 @@ def ended(folder: Path, finished: Finished) -> JobResult:
     )
 
 
+KINDS = ("leak", "long")
+
+
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, JobResult]:
     """Run both jobs at the same time, as they mostly wait."""
     folder = tmp_path_factory.mktemp("ooms")
     with ThreadPoolExecutor() as pool:
-        ends = {kind: pool.submit(train, folder / kind, kind) for kind in ("leak", "long")}
+        ends = {
+            kind: pool.submit(train, folder / kind, kind, server=server)
+            for server, kind in enumerate(KINDS)
+        }
         return {kind: ended(folder / kind, end.result()) for kind, end in ends.items()}
-
-
-KINDS = ("leak", "long")
 
 
 @pytest.mark.parametrize("kind", KINDS)

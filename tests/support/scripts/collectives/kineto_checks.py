@@ -1,4 +1,4 @@
-"""Measures communication by zerowatch and by Kineto, on two ranks; torchrun runs it with a FOLDER.
+"""Measures communication by zerowatch and by Kineto, on two ranks; as `FOLDER STAGE...`.
 
 Rank 0 writes both results to FOLDER/figures.json. `stages`: each step's comm seconds by the watch
 and by PyTorch's profiler. `blocked`: a collective whose waits this script times itself.
@@ -37,7 +37,7 @@ TENSOR = 1 << 20  # of float32
 
 
 def compare_stages() -> dict[str, list[dict[str, float]]]:
-    return {str(stage): compare_steps(stage) for stage in range(4)}
+    return {stage: compare_steps(int(stage)) for stage in sys.argv[2:]}
 
 
 def compare_steps(stage: int) -> list[dict[str, float]]:

@@ -1,6 +1,6 @@
 """Trains on two ranks with each kind of parallel groups, and writes what was recorded, as JSON.
 
-Run as `torchrun ... parallel_checks.py FOLDER`; each rank leaves FOLDER/rank-R.json.
+`parallel_checks.py FOLDER CHECK...`; each rank leaves FOLDER/rank-R.json.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import zerowatch
 from zerowatch.metrics.catalog import communication, overhead
@@ -218,6 +217,8 @@ def one_stage_on_two_ranks() -> dict:
 
 
 def make_tensor_parallel():
+    from transformers import LlamaConfig, LlamaForCausalLM  # of all checks only this one needs it
+
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -331,7 +332,7 @@ if __name__ == "__main__":
     deepspeed.init_distributed("gloo", verbose=False)
     results = {}
     for check in CHECKS:
-        if len(sys.argv) > 2 and check.__name__ not in sys.argv[2:]:
+        if check.__name__ not in sys.argv[2:]:
             continue
         began = time.perf_counter()
         results[check.__name__] = check()

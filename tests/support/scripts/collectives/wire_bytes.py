@@ -1,4 +1,4 @@
-"""Compares wire bytes with what the network interface counted; run as `wire_bytes.py FILE`.
+"""Compares wire bytes with what the network interface counted; `wire_bytes.py FILE RANKS...`.
 
 The ranks talk in a network of their own, over a loopback interface that carries nothing else. FILE
 gets {ranks: {operation: [bytes by our factors, bytes counted]}}, summed over the ranks, or stays
@@ -116,5 +116,5 @@ if __name__ == "__main__":
     import torch.distributed  # noqa: F401, once, before the forks
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    figures = {ranks: measure(ranks) for ranks in (2, 4)}
+    figures = {ranks: measure(int(ranks)) for ranks in sys.argv[2:]}
     Path(sys.argv[1]).write_text(json.dumps(figures))

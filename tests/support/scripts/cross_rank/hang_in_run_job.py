@@ -34,7 +34,6 @@ class Data(torch.utils.data.Dataset):
             time.sleep(0.05)
 
 
-(FOLDER / f"rank-{RANK}.pid").write_text(str(os.getpid()))
 run = zerowatch.TrainingRun(
     torch.nn.Linear(8, 1),
     config={

@@ -34,7 +34,6 @@ engine, _, _, _ = deepspeed.initialize(
         "steps_per_print": 10**9,
     },
 )
-(FOLDER / f"rank-{RANK}.pid").write_text(str(os.getpid()))
 while not IS_STUCK or engine.global_steps < 20:
     if IS_STUCK and RANK == 1 and engine.global_steps == 10:
         block_training()

@@ -1,7 +1,7 @@
 """Trains with one rank late at each step, under a plain watch and under a TrainingRun.
 
-Usage: late_rank_job.py FOLDER. Each rank is late in turn, by its data and by the script; what each
-watch measured is written as JSON per rank.
+Usage: late_rank_job.py FOLDER RANK:PLACE... Each case is the rank that is late, and where: in its
+data or in the script. What each watch measured is written as JSON per rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 DELAY_SECONDS = 0.25
 BATCH, WIDTH = 4, 16
-CASES = [(late, place) for place in ("data", "script") for late in (0, 1)]
 WARM_UP_STEPS = 4  # in them no rank is late; the first three are not compared
 STEPS = 10  # the ranks compare eight or more
 EXCHANGE_SECONDS = 0.5
@@ -117,15 +116,17 @@ def in_a_training_run(undo: ExitStack) -> tuple[Any, Step]:
     return run.watch, step
 
 
-def measure(make: Callable[[ExitStack], tuple[Any, Step]]) -> dict[str, Any]:
-    """Train with each rank late in turn, in each place; return what the watches measured.
+def measure(
+    make: Callable[[ExitStack], tuple[Any, Step]], cases: Sequence[tuple[int, str]]
+) -> dict[str, Any]:
+    """Train each case; return what the watches measured.
 
     Each case has an engine and a watch of its own, so that no step of another case is in its score.
     """
-    cases = {f"rank {late}, {place}": measure_case(make, late, place) for late, place in CASES}
-    each = list(cases.values())
+    found = {f"rank {late}, {place}": measure_case(make, late, place) for late, place in cases}
+    each = list(found.values())
     return {
-        **cases,
+        **found,
         "imbalance": sum(case["imbalance"] for case in each),
         "coverage": min(case["coverage"] for case in each),
         "unmatched": sum(case["unmatched"] for case in each),
@@ -207,11 +208,14 @@ def wait_for(condition: Callable[[], bool]) -> None:
 if __name__ == "__main__":
     deepspeed.init_distributed("gloo", verbose=False)
     functions = (dist.all_gather, dist.all_reduce, dist.broadcast)
+    cases = [(int(case[0]), case[2:]) for case in sys.argv[2:]]
+    waits = [late for late, _ in cases if late != dist.get_rank()]
     found: dict[str, Any] = {
-        "watch": measure(watched_only),
-        "run": measure(in_a_training_run),
+        "cases": cases,
+        "watch": measure(watched_only, cases),
+        "run": measure(in_a_training_run, cases),
         "delay": DELAY_SECONDS,
-        "total delay": DELAY_SECONDS * STEPS * len(CASES) / 2,
+        "total delay": DELAY_SECONDS * STEPS * len(waits),
     }
     found["restored"] = functions == (dist.all_gather, dist.all_reduce, dist.broadcast)
     Path(sys.argv[1], f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))

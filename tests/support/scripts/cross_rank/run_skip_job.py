@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import threading
 import time
 from pathlib import Path
 
-from scripts.launching import SCRIPTS, TIMEOUT_SECONDS, TORCHRUN, TWO_RANKS, environment
+from scripts.forked_ranks import RunningRanks, running_ranks
+from scripts.launching import SCRIPTS, TIMEOUT_SECONDS
 
 SKIPS = re.compile(r"skipping at (\d+\.\d{3})")
 NAMED = re.compile(r"rank (\d+) diverged from the common sequence of collectives .*")
@@ -31,48 +28,21 @@ class Trial:
         self.named: int | None = None
         self.line = ""
         self.seconds = float("inf")
-        variables = environment(ZEROWATCH_RUN_LOG_ENABLED="false", **more)
-        command = (TORCHRUN, *TWO_RANKS, SCRIPTS / "cross_rank" / "skip_job.py", rank, call, step)
-        job = subprocess.Popen(
-            [str(part) for part in command],
-            cwd=folder,
-            env=variables,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        end_early = threading.Timer(60.0, job.send_signal, [signal.SIGTERM])
-        end_early.start()
-        try:
-            self._read(job, patience_seconds)
-        finally:
-            end_early.cancel()
-            _end(job)
+        command = (SCRIPTS / "cross_rank" / "skip_job.py", rank, call, step)
+        variables = {"ZEROWATCH_RUN_LOG_ENABLED": "false", **more}
+        with running_ranks(2, *command, cwd=folder, variables=variables) as ranks:
+            self._read(ranks, patience_seconds)
 
-    def _read(self, job: subprocess.Popen[str], patience_seconds: float) -> None:
-        skipped_at = 0.0
-        give_up: threading.Timer | None = None
-        for line in job.stderr or ():
-            if (skips := SKIPS.search(line)) and not skipped_at:
+    def _read(self, ranks: RunningRanks, patience_seconds: float) -> None:
+        skipped_at, give_up_at = 0.0, time.time() + TIMEOUT_SECONDS
+        while True:
+            is_running, printed = None in ranks.codes(), ranks.output()
+            if not skipped_at and (skips := SKIPS.search(printed)):
                 skipped_at = float(skips[1])
-                give_up = threading.Timer(patience_seconds, job.send_signal, [signal.SIGTERM])
-                give_up.start()
-            elif found := NAMED.search(line):
+                give_up_at = skipped_at + patience_seconds
+            if found := NAMED.search(printed):
                 self.named, self.line = int(found[1]), found[0]
                 self.seconds = time.time() - skipped_at
-                break
-        if give_up is not None:
-            give_up.cancel()
-
-
-def _end(job: subprocess.Popen[str]) -> None:
-    """End the launcher, which ends its ranks, and the ranks if it does not."""
-    children = Path(f"/proc/{job.pid}/task/{job.pid}/children")
-    ranks = children.read_text().split() if children.exists() else []
-    job.send_signal(signal.SIGTERM)
-    for rank in ranks:  # they hang, so that nothing is lost
-        try:
-            os.kill(int(rank), signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    job.communicate(timeout=TIMEOUT_SECONDS)
+            if found or not is_running or time.time() > give_up_at:
+                return
+            time.sleep(0.02)

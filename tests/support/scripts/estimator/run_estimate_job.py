@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from scripts.launching import SCRIPTS, TORCHRUN, start
+from scripts.forked_ranks import start_ranks
+from scripts.launching import SCRIPTS
 
 from zerowatch.runtime.estimator.ds_options import DsOptions
 from zerowatch.runtime.estimator.estimate_step import estimate_step
@@ -50,8 +50,8 @@ class Compared:
 def compare(names: Sequence[str], model: str, folder: Path) -> Iterator[Compared]:
     """Train these cases on two ranks; the larger rank counts for each quantity."""
     script = SCRIPTS / "estimator" / "estimate_job.py"
-    command = (TORCHRUN, "--standalone", "--nproc-per-node", RANKS, script, folder, model)
-    finished = start(*command, *names, cwd=folder, variables=RETURN_FREED_MEMORY)
+    command = (script, folder, model, *names)
+    finished = start_ranks(RANKS, *command, cwd=folder, variables=RETURN_FREED_MEMORY)
     files = [folder / f"rank-{rank}.json" for rank in range(RANKS)]
     assert all(file.exists() for file in files), finished.stderr[-3000:]
     ranks = [json.loads(file.read_text()) for file in files]
@@ -87,9 +87,7 @@ def compare_activations(names: Sequence[str], folder: Path) -> Iterator[tuple[Co
     """Run each micro-batch; yield the comparison of the trace, and that of the formula."""
     file = folder / "activations.json"
     script = SCRIPTS / "estimator" / "estimate_activations.py"
-    finished = start(
-        sys.executable, script, file, *names, cwd=folder, variables=RETURN_FREED_MEMORY
-    )
+    finished = start_ranks(1, script, file, *names, cwd=folder, variables=RETURN_FREED_MEMORY)
     assert file.exists(), finished.stderr[-3000:]
     for name, read in json.loads(file.read_text()).items():
         build, dtype, samples, tokens = SHAPES[name]

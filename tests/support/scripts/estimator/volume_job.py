@@ -1,4 +1,7 @@
-"""Trains several configurations and writes the measured volume ratios, as JSON per rank."""
+"""Trains several configurations and writes the measured volume ratios, as JSON per rank.
+
+`volume_job.py FOLDER NAME...`
+"""
 
 from __future__ import annotations
 
@@ -129,6 +132,6 @@ def listen() -> list[str]:
 if __name__ == "__main__":
     deepspeed.init_distributed("gloo", verbose=False)
     lines = listen()
-    results = {name: train(name, dict(z), a, lines) for name, (z, a) in CASES.items()}
+    results = {name: train(name, *CASES[name], lines) for name in sys.argv[2:]}
     results["turned"] = change_settings(lines)
     Path(sys.argv[1], f"rank-{dist.get_rank()}.json").write_text(json.dumps(results))

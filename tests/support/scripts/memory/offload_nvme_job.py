@@ -1,6 +1,6 @@
 """Trains at stage 3 with optimizer and parameters on NVMe; writes the bytes moved as JSON per rank.
 
-`offload_nvme_job.py FOLDER EXTENSIONS`. The result also has the files that DeepSpeed leaves in
+`offload_nvme_job.py FOLDER EXTENSIONS NAME...`. The result also has the files that DeepSpeed leaves in
 FOLDER. EXTENSIONS is torch's folder of built extensions: DeepSpeed's op for asynchronous I/O is
 taken from there, as building it takes minutes.
 """
@@ -128,18 +128,18 @@ def major_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, names: list[str]) -> None:
     deepspeed.init_distributed("gloo")
     cases = {
         "optimizer": (False, False),
         "optimizer, pipelined": (False, True),
         "both": (True, False),
     }
-    results = {name: check(folder / name, *case) for name, case in cases.items()}
+    results = {name: check(folder / name, *cases[name]) for name in names}
     (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     use_built_op(Path(sys.argv[2]))
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[3:])

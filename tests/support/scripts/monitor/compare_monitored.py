@@ -1,5 +1,7 @@
 """Trains each configuration without and with monitoring, and writes differences as JSON per rank.
 
+`compare_monitored.py FOLDER NAME...`
+
 What PyTorch's Flight Recorder saw of the watched training is the oracle for calls and bytes.
 """
 
@@ -165,5 +167,5 @@ def fresh_weights() -> list[torch.Tensor]:
 
 if __name__ == "__main__":
     deepspeed.init_distributed("gloo", verbose=False)
-    results = {name: compare(dict(zero)) for name, zero in CONFIGURATIONS.items()}
+    results = {name: compare(dict(CONFIGURATIONS[name])) for name in sys.argv[2:]}
     Path(sys.argv[1], f"rank-{dist.get_rank()}.json").write_text(json.dumps(results))

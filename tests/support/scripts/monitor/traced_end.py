@@ -1,6 +1,11 @@
-"""Trains a tiny monitored model, and reports when it was done, to measure the cost of the exit."""
+"""Trains a tiny monitored model, and reports when it was done, to measure the cost of the exit.
 
+The last line says whether OpenTelemetry's SDK was loaded; WITHOUT_OTEL hides it.
+"""
+
+import atexit
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -9,6 +14,9 @@ import torch
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+atexit.register(lambda: print("out:", "opentelemetry.sdk.trace" in sys.modules))
+if "WITHOUT_OTEL" in os.environ:
+    sys.modules["opentelemetry.sdk"] = None
 torch.manual_seed(0)
 os.environ["LOCAL_RANK"] = "0"
 store = Path("store").absolute()
