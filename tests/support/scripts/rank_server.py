@@ -41,8 +41,9 @@ MMAP_THRESHOLD, M_MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_", -3  # its name in g
 def prepare() -> None:
     """Do once what each rank would do again: import, load DeepSpeed's optimizers, age the imports.
 
-    These imports take a second and more (300 modules). To load an optimizer takes 2 s of CPU (DeepSpeed starts two programs that describe the
-    processor), and a rank's exit 1.3 s, or 0.3 s if the collector leaves the imports alone.
+    The imports are 300 modules and take more than a second. To load an optimizer takes 2 s of CPU
+    (DeepSpeed starts two programs that describe the processor), and a rank's exit 1.3 s, or 0.3 s
+    if the collector leaves the imports alone.
     """
     for name in IMPORTS:
         with suppress(ImportError):  # another version of DeepSpeed

@@ -65,9 +65,7 @@ def train(folder: Path, *arguments: object, server: int = 0) -> Finished:
         # The advice of a slow machine may otherwise come between the error and the exit.
         "ZEROWATCH_TUNER_MODE": "off",
     }
-    return start_ranks(
-        1, script, *arguments, cwd=folder, variables=variables, first_server=server
-    )
+    return start_ranks(1, script, *arguments, cwd=folder, variables=variables, first_server=server)
 
 
 def ended(folder: Path, finished: Finished) -> JobResult:

@@ -1,7 +1,8 @@
 """Delays one rank in one phase after the other, and writes the metrics, as JSON per rank.
 
-Usage: straggler_job.py FOLDER CASE...; a CASE is a phase, or a control. Each case trains a fresh engine until rank 0 has compared the ranks'
-step times some times, however long that takes.
+Usage: straggler_job.py FOLDER CASE...; a CASE is a phase, or a control without a delay. Each case
+trains a fresh engine until rank 0 has compared the ranks' step times some times, however long that
+takes.
 """
 
 from __future__ import annotations
@@ -125,7 +126,9 @@ def make_engine():
 
 
 def batches():
-    return iter(DataLoader(SlowData(torch.ones(BATCH * 10_000, WIDTH)), batch_size=BATCH))
+    return iter(
+        DataLoader(SlowData(torch.ones(1, WIDTH).expand(BATCH * 10_000, -1)), batch_size=BATCH)
+    )
 
 
 def train(engine, num_comparisons: int) -> int:

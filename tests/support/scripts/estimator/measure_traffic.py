@@ -1,4 +1,4 @@
-"""Trains each case and writes the collectives of its last steps; `measure_traffic.py FILE NAME...`."""
+"""Trains each case and writes the collectives of its last steps; run with FILE NAME..."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Trains at stage 3 with optimizer and parameters on NVMe; writes the bytes moved as JSON per rank.
 
-`offload_nvme_job.py FOLDER EXTENSIONS NAME...`. The result also has the files that DeepSpeed leaves in
-FOLDER. EXTENSIONS is torch's folder of built extensions: DeepSpeed's op for asynchronous I/O is
+`offload_nvme_job.py FOLDER EXTENSIONS NAME...`. The result also has the files that DeepSpeed leaves
+in FOLDER. EXTENSIONS is torch's folder of built extensions: DeepSpeed's op for asynchronous I/O is
 taken from there, as building it takes minutes.
 """
 
