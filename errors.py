@@ -11,7 +11,8 @@ ZerowatchError
 `-- CheckpointError     TrainingRun: a checkpoint that cannot be written or loaded
 
 Monitoring never raises during training. `TrainingRun` does, because it is the training loop; after
-each of these errors the run is in the state before the call.
+each of these errors the run is in the state before the call, except a PeerFailedError whose
+`can_continue` is False.
 
 An out-of-memory error that smaller micro-batches cannot avoid is not in this tree. It is raised as
 torch raised it, on other ranks as `PeerOutOfMemory`, a RuntimeError. The run is in the state before
@@ -63,12 +64,16 @@ class NonFiniteLossError(ZerowatchError):
 class PeerFailedError(ZerowatchError):
     """Another rank failed in code of the script, such as the loss; that rank has the error itself.
 
+    All ranks are in the state before the call, unless `can_continue` is False.
+
     Attributes:
         rank: The first rank that failed.
         error_type: Name of that rank's exception class.
         error_text: Its message, cut to 500 characters.
         place: Where it failed, such as "train_batch".
         failed_ranks: All ranks that failed.
+        can_continue: Whether the run may go on. It cannot if the ranks could not leave a pass or
+            an update together: then every later call raises, and the run must be restarted.
     """
 
     def __init__(
@@ -78,20 +83,26 @@ class PeerFailedError(ZerowatchError):
         error_text: str,
         place: str,
         failed_ranks: tuple[int, ...],
+        can_continue: bool = True,
     ) -> None:
-        super().__init__(rank, error_type, error_text, place, failed_ranks)
+        super().__init__(rank, error_type, error_text, place, failed_ranks, can_continue)
         self.rank, self.error_type, self.error_text = rank, error_type, error_text
         self.place, self.failed_ranks = place, failed_ranks
+        self.can_continue = can_continue
 
     def __str__(self) -> str:
         """Return one line with the rank, the place, and the error."""
         others = len(self.failed_ranks) - 1
         more = f" (and {others} more)" if others else ""
         error = f"{self.error_type}: {self.error_text}" if self.error_text else self.error_type
-        return (
-            f"{self.place} failed on rank {self.rank}{more} with {error}. Correct it there; or "
-            "catch this error on all ranks, and the error itself on that rank, to go on"
+        advice = (
+            "Correct it there; or catch this error on all ranks, and the error itself on that "
+            "rank, to go on"
+            if self.can_continue
+            else "The other ranks may have been waiting for it in a collective, so the run has "
+            "ended on all ranks. Restart it from its last checkpoint"
         )
+        return f"{self.place} failed on rank {self.rank}{more} with {error}. {advice}"
 
 
 class RebuildError(ZerowatchError):

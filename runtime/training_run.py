@@ -6,11 +6,12 @@ Terms such as window, local batch, replay and checkpoint are defined in docs/con
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
@@ -25,6 +26,7 @@ from .trainer.checkpoint.manager import CheckpointManager
 from .trainer.data.training_data import TrainingData
 from .trainer.engine_holder import EngineHolder
 from .trainer.oom_recovery.prepare_engine import prepare_engine
+from .trainer.run_end import RunEnd
 from .trainer.run_metrics import RunMetrics
 from .trainer.window.micro_batches import Loss
 from .trainer.window.step_result import StepResult
@@ -32,7 +34,19 @@ from .trainer.window_runner import WindowRunner
 from .tuner.job_facts import warn_of_batch_statistics
 from .tuner.session import create_tuner_session, tuner_settings
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 NumericsName = Literal["bitwise", "reassociation", "statistical", "unrestricted"]
+
+
+def _collective(method: Method) -> Method:
+    """Raise the error of another rank that has ended the run, in place of what follows from it."""
+
+    @functools.wraps(method)
+    def call(run: TrainingRun, *args: Any, **kwargs: Any) -> Any:
+        with run._run_end.call():
+            return method(run, *args, **kwargs)
+
+    return cast(Method, call)
 
 
 class TrainingRun:
@@ -116,6 +130,7 @@ class TrainingRun:
             undo.callback(engine.watch.close)
             prepare_engine(engine)
             self._host_group = group = undo.enter_context(closing(HostGroup()))
+            self._run_end = undo.enter_context(closing(RunEnd(group)))
             metrics = RunMetrics.of_watch(engine.watch)
             holder = EngineHolder(engine, ds_config, group, metrics, factory.create_replacement)
             runner = WindowRunner(
@@ -123,6 +138,7 @@ class TrainingRun:
                 holder,
                 group,
                 metrics,
+                self._run_end,
                 micro_batch_samples=ds_config[MICRO_BATCH],
                 activation_checkpointing=activation_checkpointing,
             )
@@ -135,6 +151,7 @@ class TrainingRun:
             holder.compress(compression)
             self._tuner = create_tuner_session(holder, runner, group, self._data)
             undo.callback(self._tuner.close)
+            self._run_end.start()
             self._undo = undo.pop_all()
         self._client: Any = None
 
@@ -180,6 +197,7 @@ class TrainingRun:
         handle: WatchHandle = self.engine.watch
         return handle
 
+    @_collective
     def train_batch(self, batch: Any) -> StepResult:
         """Make one update from a global batch, of which each rank passes its local batch.
 
@@ -207,10 +225,10 @@ class TrainingRun:
             TypeError: The loss returned neither a mean loss nor (mean loss, weight).
             PeerFailedError: The loss raised an error on another rank, which raises that error
                 itself. The run is in its state before the call on all ranks, and the next call may
-                pass the same batch or another. But an error within a forward of ZeRO 3 or a
-                backward of ZeRO 2 and 3, on some ranks only and after the first windows, strands
-                the other ranks in a collective: then the failed rank logs that the run must be
-                restarted, and its further calls raise.
+                pass the same batch or another. But an error in the update, or within a forward of
+                ZeRO 3 or a backward of ZeRO 2 and 3, on some ranks only and after the first
+                windows, ends the run: `can_continue` is False, later calls raise on all ranks, and
+                the run must be restarted.
 
         Examples:
             >>> result = run.train_batch({"x": x, "y": y})  # [local_batch, 1024], [local_batch]
@@ -231,6 +249,7 @@ class TrainingRun:
         self._tuner.on_window_end(result)
         return result
 
+    @_collective
     def evaluate(self, batch: Any) -> float:
         """Return the mean loss of a batch over all ranks, without gradients, in evaluation mode.
 
@@ -250,6 +269,7 @@ class TrainingRun:
         self._tuner.exclude_step_time()
         return self._window_runner.evaluate(batch)
 
+    @_collective
     def loader(self, dataset: Any, *, batch_samples: int, **options: Any) -> Any:
         """Return a loader of this rank's part of each global batch; checkpoints keep its position.
 
@@ -288,6 +308,7 @@ class TrainingRun:
         self._window_runner.micro_batch_samples = num_samples
         self._tuner.on_user_change()
 
+    @_collective
     def compress(self, compression: str | None, *, asynchronous: bool = False) -> None:
         """Set the format of gradients on the wire from the next window on. Experimental.
 
@@ -302,6 +323,7 @@ class TrainingRun:
         with self._user_change():
             self._engine_holder.compress(compression, asynchronous=asynchronous)
 
+    @_collective
     def checkpoint_activations(self, which: ModuleSelector | bool) -> None:
         """Checkpoint activations from the next window on.
 
@@ -314,6 +336,7 @@ class TrainingRun:
         with self._user_change():
             self._engine_holder.checkpoint_activations(which)
 
+    @_collective
     def rebuild(self, changes: Mapping[str, Any]) -> None:
         """Replace the engine by one of a changed ds config, with its whole training state.
 
@@ -334,6 +357,7 @@ class TrainingRun:
         with self._user_change():
             self._engine_holder.rebuild(changes)
 
+    @_collective
     def save(self, folder: str | Path, *, client: Any = None, keep: int = 2) -> Path:
         """Write a checkpoint between two accumulation windows, completely or not at all.
 
@@ -356,6 +380,7 @@ class TrainingRun:
         self._tuner.stop_trial()
         return self._checkpoints.save(folder, client, keep)
 
+    @_collective
     def load(self, folder: str | Path, *, fallback: bool | None = None) -> int | None:
         """Load the last checkpoint; call it before the first batch, in new and restarted runs.
 

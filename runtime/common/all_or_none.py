@@ -9,6 +9,7 @@ from types import TracebackType
 
 from ...errors import CheckpointError
 from .host_group import HostCollectives
+from .peer_failures import FailureCapture
 
 
 class PeerAttemptError(RuntimeError):
@@ -93,11 +94,9 @@ def raise_on_all_ranks(host_group: HostCollectives, action: str, state: str) -> 
             on another one.
         Exception: The block raised it on this rank; interrupts and exits are not exchanged.
     """
-    failure: Exception | None = None
-    try:
+    with FailureCapture() as capture:
         yield
-    except Exception as error:
-        failure = error
+    failure = capture.take()
     try:
         flags = host_group.all_gather([failure is not None])
         if isinstance(failure, OSError):
@@ -109,7 +108,7 @@ def raise_on_all_ranks(host_group: HostCollectives, action: str, state: str) -> 
             raise
         raise failure from error  # the exchange failed, too; the caller must see its own error
     finally:
-        failure = None  # a frame that keeps its own exception is in a reference cycle
+        failure = None  # see FailureCapture.take
     failed = [rank for rank, (flag,) in enumerate(flags) if flag]
     if failed:
         ranks = ", ".join(map(str, failed))

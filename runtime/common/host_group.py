@@ -40,6 +40,9 @@ class HostCollectives(Protocol):
     def broadcast_text(self, text: str) -> str:
         """Return rank 0's text on every rank."""
 
+    def close(self) -> None:
+        """Leave the group; the other ranks' waits in it end with an error."""
+
 
 def new_host_group() -> Any:
     """Return a new gloo group of all ranks that is marked as zerowatch's own."""

@@ -53,7 +53,7 @@ def raise_failures(host_group: HostCollectives, error: Exception | None, place: 
         PeerFailedError: Only other ranks have one.
     """
     try:
-        own = "" if error is None else json.dumps(_description(error))
+        own = "" if error is None else json.dumps(describe_error(error))
         reports = host_group.all_gather_text(own)
         if error is not None:
             raise error
@@ -69,7 +69,7 @@ def raise_failures(host_group: HostCollectives, error: Exception | None, place: 
         raise PeerFailedError(failed[0], error_type, error_text, place, failed)
 
 
-def _description(error: Exception) -> tuple[str, str]:
+def describe_error(error: BaseException) -> tuple[str, str]:
     """Return an error's type and text, also where its `__str__` fails."""
     text = str(TracebackException(type(error), error, None))
     return type(error).__name__, text[:_MAX_CHARACTERS]

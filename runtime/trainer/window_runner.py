@@ -23,6 +23,7 @@ from .oom_recovery.collective_guard import CollectiveGuard, PeerOutOfMemory
 from .oom_recovery.escalation import EscalationPolicy
 from .oom_recovery.micro_batch_planner import MicroBatchPlanner, PeakHistory
 from .oom_recovery.replay import OomReplay
+from .run_end import RunEnd
 from .run_metrics import RunMetrics
 from .window.micro_batches import (
     Loss,
@@ -53,6 +54,7 @@ class WindowRunner:
         engine_holder: Holder of the engine.
         host_group: Group of all ranks, in which they agree on each window.
         metrics: Recorder of windows, replays and lost time.
+        run_end: Ends the run where the ranks cannot leave a window together.
         micro_batch_samples: Initial maximum of a micro-batch.
         activation_checkpointing: Modules whose activations are recomputed if memory runs out.
 
@@ -79,6 +81,7 @@ class WindowRunner:
         engine_holder: EngineHolder,
         host_group: HostGroup,
         metrics: RunMetrics,
+        run_end: RunEnd,
         *,
         micro_batch_samples: int,
         activation_checkpointing: ModuleSelector | bool,
@@ -107,6 +110,7 @@ class WindowRunner:
                 engine_holder.memory_savings(self.activation_checkpointing)
             ),
             memory=self.peak_history,
+            run_end=run_end,
         )
         self.replay.on_window_abort.append(engine_holder.abort_window)
         self.replay.on_error.append(metrics.ran_out)
@@ -128,7 +132,6 @@ class WindowRunner:
         except BaseException as error:  # an interrupt too: a checkpoint may be written after it
             self._abort(local_batches, error)
             rng.restore()
-            self._leave_stranded_peers()
             raise
         skipped = self._update(local_batches, sums.weight / window.divisor)
         sizes = split_sizes(window.num_samples, replayed.micro_batches)
@@ -159,7 +162,6 @@ class WindowRunner:
         sizes = split_sizes(opened.window.num_samples, micro_batches)
         with ExitStack() as undo:  # also after an interrupt, as training may continue
             undo.callback(self._discard_passes)
-            undo.callback(self._leave_stranded_peers)
             undo.callback(RngState.capture().restore)
             engine, loss = self._engine_holder.engine, self._loss
             sums = self.replay.run_evaluation(
@@ -203,11 +205,6 @@ class WindowRunner:
         self._engine_holder.abort_window()
         self._discard_passes()
         self._record_fatal_oom(local_batches, error)
-
-    def _leave_stranded_peers(self) -> None:
-        """Make later calls on this rank raise, if others wait in a collective that it left."""
-        if self.replay.is_stranded:
-            self._host_group.close()
 
     def _discard_passes(self) -> None:
         """Remove from the engine what unfinished passes left in it."""

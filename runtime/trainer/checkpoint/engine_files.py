@@ -11,6 +11,7 @@ from ....errors import CheckpointError
 from ...common.all_or_none import CollectiveAttempt, is_peer_failure, raise_on_all_ranks
 from ...common.host_group import HostCollectives
 from ...common.patching import AttributePatch
+from ...common.peer_failures import FailureCapture
 from ...engine.rebuild.engine_replacement import guarded_collectives
 from .folder import EngineInfo
 from .run_state import write_error
@@ -115,11 +116,12 @@ def _deferred(original: Callable[..., Any], failures: list[Exception]) -> Callab
     """Return `original` with errors appended to `failures` instead of raised."""
 
     def write(*args: Any, **kwargs: Any) -> Any:
-        try:
+        with FailureCapture() as capture:
             return original(*args, **kwargs)
-        except RuntimeError as error:  # how torch reports a disk's errors
-            failures.append(write_error("a file of the engine", error))
-        except Exception as error:
+        error = capture.take()
+        if isinstance(error, RuntimeError):  # how torch reports a disk's errors
+            error = write_error("a file of the engine", error)
+        if error is not None:
             failures.append(error)
         return None
 

@@ -10,24 +10,21 @@ without the update.
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
-
-import torch.distributed as dist
+from typing import Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 from ...common import accelerator
 from ...common.ds_config import EngineSource
 from ...common.host_group import HostCollectives
 from ...common.peer_failures import FailureCapture, raise_failures
 from ...memory.oom.oom_error import is_caused_by_oom
+from ..run_end import RunEnd, is_communication_error
 from ..window.rng import RngState
 from ..window.window_agreement import LocalBatches
 from .abort_window import abort_unsupported_reason, abort_window
@@ -37,11 +34,7 @@ from .micro_batch_planner import MemoryMeasurements, MicroBatchPlanner, size_aft
 
 logger = logging.getLogger(__name__)
 
-CONSENSUS_SECONDS = 20.0
-_POLL_SECONDS = 0.02
-_STORE_PREFIX = "zerowatch/out_of_memory"
 _TRAIN_BATCH = "train_batch"
-_RUN_NUMBERS = itertools.count()  # the runs of a process share a store; all ranks make the same
 
 T = TypeVar("T")
 
@@ -88,14 +81,13 @@ class OomReplay:
         planner: Planner of the micro-batches of each window.
         escalation: What is changed after an attempt that ran out of memory, and in which order.
         memory: Source of this rank's memory measurements; without it, sizes are halved.
+        run_end: Ends the run where the ranks cannot leave a window together.
 
     Attributes:
         planner: Planner of the micro-batches of each window.
         on_window_abort: Called on all ranks before a window is run again, to undo changes of its
             forward passes to the script's own state.
         on_error: Called with each out-of-memory error of this rank that ended an attempt.
-        is_stranded: Whether other ranks wait in a collective that this one left. No collective of
-            theirs can be entered any more.
     """
 
     def __init__(
@@ -107,14 +99,14 @@ class OomReplay:
         planner: MicroBatchPlanner,
         escalation: EscalationPolicy | None = None,
         memory: MemorySource | None = None,
+        run_end: RunEnd,
     ) -> None:
         self.planner = planner
         self.on_window_abort: list[Callable[[], None]] = []
         self.on_error: list[Callable[[BaseException], None]] = []
         self._engine_source, self._host_group, self._guard = engine_source, host_group, guard
         self._escalation, self._memory = escalation or EscalationPolicy(), memory
-        self._run, self._num_attempts = next(_RUN_NUMBERS), 0
-        self.is_stranded = False
+        self._run_end, self._num_attempts = run_end, 0
 
     def run_window(
         self,
@@ -176,8 +168,8 @@ class OomReplay:
             return outcomes[0]
         capture.clear_frames()
         reason = None
-        if capture.origin is OomOrigin.OWN:
-            reason = self._notify_peers(Vote.OUT_OF_MEMORY, "evaluate")
+        if capture.origin is OomOrigin.OWN and capture.error is not None:
+            reason = self._notify_peers(Vote.OUT_OF_MEMORY, capture.error, "evaluate")
         _give_up(capture.error, reason or "out of memory in an evaluation, which is not repeated")
 
     def update(self, step: Callable[[], T]) -> T:
@@ -186,18 +178,22 @@ class OomReplay:
         Raises:
             RuntimeError: Memory ran out; some weights may be updated and others not. This rank's
                 own error, or PeerOutOfMemory.
-            PeerFailedError: The update failed otherwise on another rank, in a guarded window.
+            PeerFailedError: The update failed otherwise on another rank.
         """
         if not self._guard.armed:
-            return step()
+            try:
+                return step()
+            except Exception as error:
+                self._run_end.end(error, "engine.step()")
+                raise
         outcomes: list[T] = []
         with FailureCapture() as failure, OomCapture() as capture, self._guard.window():
             outcomes.append(step())
         self._raise_failure(failure.take(), capture, "engine.step()")
         if capture.origin is None:
             return outcomes[0]
-        if capture.origin is OomOrigin.OWN:
-            self._notify_peers(Vote.OUT_OF_MEMORY, "engine.step()")
+        if capture.origin is OomOrigin.OWN and capture.error is not None:
+            self._notify_peers(Vote.OUT_OF_MEMORY, capture.error, "engine.step()")
         capture.clear_frames()
         _give_up(
             capture.error,
@@ -249,14 +245,14 @@ class OomReplay:
     def _vote_for_failure(self, own: Exception, place: str) -> None:
         """Make all ranks fail; raises this rank's error where that is not possible."""
         try:
-            if isinstance(own, dist.DistError):  # a vote would fail too, after its timeout
-                raise own
+            if is_communication_error(own) or self._run_end.peer_failure() is not None:
+                raise own  # a vote would fail too
             try:
-                reason = self._notify_peers(Vote.FAILED, place)
+                reason = self._notify_peers(Vote.FAILED, own, place)
             except Exception as vote_error:
+                self._run_end.end(own, place)
                 raise own from vote_error  # the script must see its own error
             if reason is not None:
-                logger.error("%s failed on this rank only: %s", place, reason)
                 raise own
         finally:
             del own
@@ -280,33 +276,30 @@ class OomReplay:
         if capture.origin is OomOrigin.OWN and capture.error is not None:
             for notify in self.on_error:
                 notify(capture.error)
-            reason = self._notify_peers(Vote.OUT_OF_MEMORY, _TRAIN_BATCH) or reason
+            reason = self._notify_peers(Vote.OUT_OF_MEMORY, capture.error, _TRAIN_BATCH) or reason
         if reason is not None:
             _give_up(capture.error, f"this window cannot be run again: {reason}")
         gc.collect()  # frees what only reference cycles keep alive
         abort_window(engine)
         accelerator.current.empty_cache()  # the next attempt needs blocks of other sizes
 
-    def _notify_peers(self, vote: Vote, place: str) -> str | None:
-        """Make sure that no rank waits for this one, which failed; return the reason if one may.
+    def _notify_peers(self, vote: Vote, error: BaseException, place: str) -> str | None:
+        """Make all ranks leave the window; where one may be in a collective, end the run.
+
+        Returns:
+            Why the run has ended; None if it has not.
 
         Raises:
             PeerFailedError: This rank ran out of memory, and another one failed otherwise.
         """
-        group = self._host_group
-        attempt = f"{self._run}/{self._num_attempts}"
-        if group.world_size > 1:  # also if it can report, as one that cannot waits for this
-            announce_failure(_job_store(), attempt, group.rank)
-        if self._guard.can_report or all_ranks_failed(_job_store(), attempt, group.world_size):
+        self._run_end.announce(self._num_attempts)  # also if it can report: one that cannot waits
+        if self._guard.can_report or self._run_end.all_failed(self._num_attempts):
             self._guard.report(vote)
             if vote is Vote.OUT_OF_MEMORY and self._guard.aborted_by is Vote.FAILED:
-                raise_failures(group, None, place)
+                raise_failures(self._host_group, None, place)
             return None
-        self.is_stranded = True
-        return (
-            "the pass was not guarded, and the other ranks wait in a collective of it. Restart the "
-            "run from its last checkpoint"
-        )
+        self._run_end.end(error, place)
+        return "the pass was not guarded, and the other ranks may wait in a collective of it"
 
     def _plan_next_attempt(
         self,
@@ -399,39 +392,6 @@ def oom_origin(error: BaseException) -> tuple[OomOrigin | None, BaseException | 
         return None, None
     own = [link for link in chain if is_caused_by_oom(link)]
     return (OomOrigin.OWN, own[-1]) if own else (OomOrigin.PEER, error)
-
-
-def announce_failure(store: Any, attempt: str, rank: int) -> None:
-    """Write to the c10d store that this rank failed in an attempt, whose name is used once."""
-    store.set(f"{_STORE_PREFIX}/{attempt}/{rank}", "")
-
-
-def all_ranks_failed(
-    store: Any, attempt: str, world_size: int, *, wait_seconds: float = CONSENSUS_SECONDS
-) -> bool:
-    """Return whether all ranks failed in a pass that was not guarded.
-
-    Each rank that failed has announced it. Ranks that did not fail wait in a collective that this
-    rank will not enter, and cannot be notified. If all failed, as with equal local batches and
-    micro-batches, none is in one.
-
-    Args:
-        store: The store of the default process group.
-        attempt: Identifies this attempt, the same on all ranks and used once.
-        world_size: Number of ranks to wait for.
-        wait_seconds: How long to wait for the slowest.
-    """
-    keys = [f"{_STORE_PREFIX}/{attempt}/{each}" for each in range(world_size)]
-    deadline = time.monotonic() + wait_seconds
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
-
-
-def _job_store() -> Any:
-    return dist.distributed_c10d._get_default_store()
 
 
 def _give_up(error: BaseException | None, reason: str) -> NoReturn:

@@ -19,6 +19,7 @@ class FakeHostGroup:
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.world_size = rank, meeting.world_size
         self._meeting = meeting
+        self.is_closed = False
 
     def all_gather(self, values: Sequence[float]) -> np.ndarray:
         return np.array(self._meeting.exchange(self.rank, list(values)), dtype=float)
@@ -29,6 +30,12 @@ class FakeHostGroup:
 
     def all_max(self, value: int) -> int:
         return max(self._meeting.exchange(self.rank, value))
+
+    def broadcast_text(self, text: str) -> str:
+        return self._meeting.exchange(self.rank, text)[0]
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 class Meeting:

@@ -34,10 +34,9 @@ from zerowatch.runtime.trainer.oom_recovery.replay import (
     OomCapture,
     OomOrigin,
     OomReplay,
-    all_ranks_failed,
-    announce_failure,
     oom_origin,
 )
+from zerowatch.runtime.trainer.run_end import RunEnd
 from zerowatch.runtime.trainer.window.window_agreement import LocalBatches
 
 OUT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes."
@@ -48,7 +47,6 @@ def aborted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Record the fake engines whose window was aborted."""
     engines: list[Any] = []
     monkeypatch.setattr(replay_module, "abort_window", engines.append)
-    monkeypatch.setattr(replay_module, "_job_store", torch.distributed.HashStore)
     monkeypatch.setattr(
         replay_module, "abort_unsupported_reason", lambda engine: engine.unsupported_reason
     )
@@ -78,6 +76,7 @@ class Rank:
             host_group=host_group,
             guard=CollectiveGuard(host_group),
             planner=MicroBatchPlanner(),
+            run_end=RunEnd(host_group, torch.distributed.HashStore()),
             **options,
         )
 
@@ -393,21 +392,3 @@ def test_a_capture_keeps_the_traceback_of_an_error_and_frees_its_frames() -> Non
     assert seen[0]() is None
     assert capture.error is not None
     assert capture.error.__traceback__ is not None
-
-
-def test_ranks_that_all_ran_out_unguarded_reach_consensus() -> None:
-    store = torch.distributed.HashStore()
-
-    def ask(host_group: FakeHostGroup) -> bool:
-        announce_failure(store, "0/7", host_group.rank)
-        return all_ranks_failed(store, "0/7", world_size=2)
-
-    assert on_ranks(2, ask) == [True, True]
-
-
-def test_a_rank_that_ran_out_alone_stops_waiting() -> None:
-    store = torch.distributed.HashStore()
-
-    announce_failure(store, "0/7", 0)
-
-    assert not all_ranks_failed(store, "0/7", world_size=2, wait_seconds=0.05)

@@ -12,6 +12,7 @@ from scripts.launching import SCRIPTS
 pytestmark = pytest.mark.jobs
 
 STAGES = ("stage 0", "stage 2", "stage 3")
+ENDS = {"failed update": "KeyError", "failed gather": "RuntimeError"}
 TYPES = {
     "before the model": "ValueError",
     "in an evaluation": "ValueError",
@@ -27,7 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     files = [folder / f"rank-{rank}.json" for rank in range(2)]
     assert all(file.exists() for file in files), finished.stderr[-5000:]
     ranks = [json.loads(file.read_text()) for file in files]
-    assert all(rank.keys() >= set(STAGES) for rank in ranks), finished.stderr[-5000:]
+    assert all(rank.keys() >= {*STAGES, *ENDS} for rank in ranks), finished.stderr[-5000:]
     return ranks
 
 
@@ -41,6 +42,7 @@ def test_a_failed_rank_raises_its_own_error_and_the_others_name_it(found, stage)
         assert error["type"] == expected, name
         assert peer[name]["type"] == "PeerFailedError", name
         assert (peer[name]["rank"], peer[name]["error type"]) == (1, expected)
+        assert peer[name]["can continue"]
         assert expected in peer[name]["text"]
         assert error["text"][:60] in peer[name]["text"]
     assert "a bad sample" in peer["before the model, window 1"]["text"]
@@ -87,3 +89,22 @@ def test_a_position_that_differs_between_ranks_is_refused_on_all(found):
         assert rank["positions"].startswith("CheckpointError: ")
         assert "position" in rank["positions"]
         assert "1 on rank 0 and 2 on rank 1" in rank["positions"]
+
+
+@pytest.mark.parametrize(("case", "error_type"), ENDS.items())
+def test_a_failure_that_the_ranks_cannot_leave_together_ends_the_run_on_all(
+    found, case, error_type
+):
+    peer, own = (rank[case] for rank in found)
+
+    assert [each["type"] for each in own] == [error_type, "ZerowatchError", "ZerowatchError"]
+    assert error_type in own[1]["text"]
+    assert "last checkpoint" in own[1]["text"]
+    # An update without collectives succeeds on the other ranks.
+    ended = [each for each in peer if each["type"] is not None]
+    assert len(ended) >= 2
+    for each in ended:
+        assert each["type"] == "PeerFailedError"
+        assert (each["rank"], each["error type"]) == (1, error_type)
+        assert not each["can continue"]
+        assert "last checkpoint" in each["text"]

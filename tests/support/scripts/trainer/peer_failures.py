@@ -11,6 +11,7 @@ import json
 import logging
 import random
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from window_checks import QUIET, weights
 
 import zerowatch
+from zerowatch.runtime.trainer import run_end
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -103,6 +105,7 @@ class Job:
             found = {"type": type(error).__name__, "text": str(error)}
             if isinstance(error, zerowatch.PeerFailedError):
                 found["rank"], found["error type"] = error.rank, error.error_type
+                found["can continue"] = error.can_continue
         found["counts kept"] = before == (self.run.steps, self.run.samples, self.loader.position)
         self.place = ""
         return found
@@ -180,6 +183,47 @@ def check_positions() -> str:
         job.run.engine.destroy()
 
 
+def outcomes(job: Job, place: str) -> list[dict[str, Any]]:
+    """Return what this rank caught in the window that fails, and in two calls after it."""
+    found = []
+    for _ in range(3):
+        began = time.monotonic()
+        found.append(job.attempt(place, next(job.batches)))
+        found[-1]["seconds"] = time.monotonic() - began
+        place = ""
+    return found
+
+
+def check_failed_update() -> list[dict[str, Any]]:
+    """Fail on rank 1 at the end of an update that is not guarded, after its collectives."""
+    job = Job(ENGINES["stage 0"])
+    update = job.run.engine.step
+
+    def step() -> None:
+        update()
+        raise KeyError("a schedule of the script's own")
+
+    for _ in range(5):
+        job.run.train_batch(next(job.batches))
+    if dist.get_rank() == 1:
+        job.run.engine.step = step
+    found = outcomes(job, "")
+    job.run.close()
+    job.run.engine.destroy()
+    return found
+
+
+def check_failed_gather() -> list[dict[str, Any]]:
+    """Fail on rank 1 in the model, while rank 0 waits for it in a gather.
+
+    It waits until the process of rank 1 has ended, so this is the last check.
+    """
+    job = Job(ENGINES["stage 3"])
+    for _ in range(5):
+        job.run.train_batch(next(job.batches))
+    return outcomes(job, "in the model")
+
+
 def main(folder: Path) -> None:
     """Run all cases."""
     logging.disable(logging.WARNING)
@@ -188,6 +232,8 @@ def main(folder: Path) -> None:
     file = folder / f"rank-{dist.get_rank()}.json"
     checks: dict[str, Callable[[], Any]] = {"loaders": check_loaders, "positions": check_positions}
     checks |= {name: (lambda zero=zero: check_stage(zero)) for name, zero in ENGINES.items()}
+    checks |= {"failed update": check_failed_update, "failed gather": check_failed_gather}
+    run_end.CONSENSUS_SECONDS = 1.0  # how long a failed rank waits for others that failed, too
     for name, check in checks.items():
         faulthandler.dump_traceback_later(WATCHDOG_SECONDS, exit=True)
         found[name] = check()

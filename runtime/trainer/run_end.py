@@ -1,0 +1,258 @@
+"""End of a run on all ranks after one failed where the others may wait for it in a collective.
+
+A rank that fails in a pass that is not guarded, or within the update, can join no vote. If not all
+ranks failed it writes its error to the c10d store and leaves the group of all ranks, which ends the
+others' waits in that group. A thread of each rank polls for such an error. It aborts NCCL's
+collectives. Those of gloo cannot be interrupted: they end when the failed rank's process does, or
+with this process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ...errors import PeerFailedError, ZerowatchError
+from ..common.host_group import HostCollectives
+from ..common.peer_failures import describe_error
+
+logger = logging.getLogger(__name__)
+
+CONSENSUS_SECONDS = 20.0
+_CONSENSUS_POLL_SECONDS = 0.02
+POLL_SECONDS = 1.0
+# After an error of another rank, a call that has not returned for so long ends the process.
+EXIT_SECONDS = 60.0
+_STORE_TIMEOUT_SECONDS = 10.0
+
+
+class RunEnd:
+    """The end of a run by a failure on one rank, on all ranks; made and closed by all of them.
+
+    Args:
+        host_group: Group of all ranks.
+        store: A c10d store; None for the job's.
+        exit_process: Ends this process at once with a code.
+        exit_seconds: After an error of another rank, the longest time that a call may still take.
+    """
+
+    def __init__(
+        self,
+        host_group: HostCollectives,
+        store: Any = None,
+        *,
+        exit_process: Callable[[int], object] = os._exit,
+        exit_seconds: float = EXIT_SECONDS,
+    ) -> None:
+        self._host_group, self._store = host_group, store
+        self._exit_process, self._exit_seconds = exit_process, exit_seconds
+        self._own_error: ZerowatchError | None = None
+        self._peer_error: PeerFailedError | None = None
+        self._num_calls = 0  # that are in progress, one within another
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._is_alone = host_group.world_size == 1
+        if self._is_alone:
+            self._store = None
+            return
+        # torchrun keeps its store when it restarts the processes.
+        self._prefix = f"zerowatch/run_end/{host_group.broadcast_text(secrets.token_hex(8))}"
+        if store is None:
+            self._store = _get_default_store()
+
+    def start(self) -> None:
+        """Start the thread that polls for an error of another rank."""
+        if self._is_alone:
+            return
+        self._thread = threading.Thread(target=self._poll, name="zerowatch-run-end", daemon=True)
+        atexit.register(self.close)  # at exit the thread must not be within the store
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            logger.warning(
+                "a failure on another rank may not end this one's waits: no thread could be "
+                "started (%s); training goes on",
+                error,
+            )
+
+    def close(self) -> None:
+        """Stop the thread, and drop the store. Safe to call twice, and if it was not started."""
+        atexit.unregister(self.close)
+        self._stopped.set()
+        thread = self._thread
+        if thread is not None and thread.ident is not None and thread.is_alive():
+            thread.join(_STORE_TIMEOUT_SECONDS)
+        self._store = None  # closes the thread's connection
+
+    def announce(self, attempt: int) -> None:
+        """Write that this rank failed in an attempt, by its number, the same on all ranks."""
+        if self._store is not None:
+            with suppress(RuntimeError):  # the store's host is gone
+                self._store.set(f"{self._prefix}/{attempt}/{self._host_group.rank}", "")
+
+    def all_failed(self, attempt: int, wait_seconds: float | None = None) -> bool:
+        """Return whether all ranks have announced a failure in this attempt.
+
+        Ranks that did not fail wait in a collective that this rank will not enter. If all failed,
+        as with equal local batches and micro-batches, none is in one.
+
+        Args:
+            attempt: Number of the attempt.
+            wait_seconds: How long to wait for the slowest; None for CONSENSUS_SECONDS.
+        """
+        seconds = CONSENSUS_SECONDS if wait_seconds is None else wait_seconds
+        keys = [f"{self._prefix}/{attempt}/{rank}" for rank in range(self._host_group.world_size)]
+        deadline = time.monotonic() + seconds
+        with suppress(RuntimeError):
+            while not self._store.check(keys):
+                if time.monotonic() > deadline or self.peer_failure() is not None:
+                    return False
+                time.sleep(_CONSENSUS_POLL_SECONDS)
+            return True
+        return False
+
+    def end(self, error: BaseException, place: str) -> None:
+        """End the run on all ranks after an error of this one, which the caller then raises.
+
+        Does nothing if this is the only rank, or if the error only follows from another's.
+
+        Args:
+            error: This rank's error.
+            place: Where it was raised.
+        """
+        if self._is_alone or self._own_error is not None or is_communication_error(error):
+            return
+        if self.peer_failure() is None:
+            rank, (error_type, text) = self._host_group.rank, describe_error(error)
+            with suppress(RuntimeError):
+                notice = json.dumps([rank, error_type, text, place])
+                self._store.compare_set(self._key, "", notice)  # the first one stays
+            logger.error(
+                "%s failed on this rank with %s while other ranks may wait for it in a "
+                "collective: the run has ended on all ranks. Restart it from its last checkpoint",
+                place,
+                error_type,
+            )
+        self._own_error = ZerowatchError(
+            f"this run has ended: {place} failed on this rank with {describe_error(error)[0]} "
+            "while other ranks may wait for it in a collective. Restart it from its last "
+            "checkpoint"
+        )
+        self._host_group.close()  # ends the others' waits in it
+
+    def peer_failure(self) -> PeerFailedError | None:
+        """Return the error of another rank that ended the run, if there is one."""
+        with suppress(RuntimeError):
+            self._read()
+        return self._peer_error
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Raise, in place of an error that follows from it, that of the rank that ended the run.
+
+        Raises:
+            PeerFailedError: Another rank has ended the run.
+            ZerowatchError: This rank has ended it, in an earlier call.
+        """
+        if self._own_error is not None:
+            raise self._own_error
+        self._num_calls += 1
+        try:
+            self._raise_peer_error(None)
+            yield
+            self._raise_peer_error(None)  # an aborted collective of NCCL raises nothing
+        except Exception as error:
+            if self._own_error is None and self.peer_failure() is not None:
+                self._raise_peer_error(error)
+            raise
+        finally:
+            self._num_calls -= 1
+
+    def _read(self) -> None:
+        """Read the error of another rank, if there is one.
+
+        Raises:
+            RuntimeError: The store does not respond.
+        """
+        store = self._store
+        if store is None or self._peer_error is not None or self._own_error is not None:
+            return
+        if store.check([self._key]):
+            rank, error_type, text, place = json.loads(store.get(self._key))
+            if rank != self._host_group.rank:
+                self._peer_error = PeerFailedError(
+                    rank, error_type, text, place, (rank,), can_continue=False
+                )
+
+    @property
+    def _key(self) -> str:
+        return f"{self._prefix}/end"
+
+    def _raise_peer_error(self, cause: Exception | None) -> None:
+        if self._peer_error is not None and self._own_error is None:
+            self._host_group.close()  # others may wait for this rank
+            if cause is self._peer_error:
+                raise cause
+            raise self._peer_error from cause
+
+    def _poll(self) -> None:
+        with suppress(RuntimeError):
+            self._store = _client(self._store)
+            while not self._stopped.wait(POLL_SECONDS) and self._own_error is None:
+                self._read()
+                if self._peer_error is None:
+                    continue
+                logger.error("%s", self._peer_error)
+                _abort_nccl()
+                self._await_call()
+                return
+
+    def _await_call(self) -> None:
+        """Wait until the call in progress has raised; end the process if it does not."""
+        deadline = time.monotonic() + self._exit_seconds
+        while self._num_calls and not self._stopped.wait(min(1.0, self._exit_seconds / 10)):
+            if time.monotonic() > deadline:
+                logger.error(
+                    "rank %d exits with code 1: it has waited %g s in a collective that the "
+                    "failed rank will not enter, and that cannot be interrupted",
+                    self._host_group.rank,
+                    self._exit_seconds,
+                )
+                sys.stdout.flush()
+                sys.stderr.flush()
+                self._exit_process(1)
+                return
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether a collective failed, as it does if another rank's process or group is gone."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
+def _client(store: Any) -> Any:
+    """Return another connection to a store, so that its user delays no other thread."""
+    client = store.clone()
+    client.set_timeout(timedelta(seconds=_STORE_TIMEOUT_SECONDS))
+    return client
+
+
+def _abort_nccl() -> None:
+    """Abort the collectives of all process groups if NCCL has them; gloo's cannot be aborted."""
+    try:
+        if "nccl" in str(dist.get_backend_config()):
+            dist.distributed_c10d._abort_process_group()
+    except (RuntimeError, ValueError, AttributeError) as error:
+        logger.warning("the collectives of this rank could not be aborted: %s", error)

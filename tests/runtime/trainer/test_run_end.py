@@ -1,0 +1,226 @@
+"""End of a run by a failure on one rank; each rank is a thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from fakes.rank_threads import FakeHostGroup, on_ranks
+
+from zerowatch.errors import PeerFailedError, ZerowatchError
+from zerowatch.runtime.trainer import run_end as run_end_module
+from zerowatch.runtime.trainer.run_end import RunEnd
+
+PATIENCE_SECONDS = 120.0  # only ends a test that hangs
+
+
+def run_ends(world_size: int, **options: object) -> list[RunEnd]:
+    """Return the ends of one run on all ranks."""
+    store = torch.distributed.HashStore()
+    return on_ranks(world_size, lambda host_group: RunEnd(host_group, store, **options))
+
+
+def raised_by(body: Callable[[], object]) -> BaseException:
+    with pytest.raises(Exception) as raised:
+        body()
+    return raised.value
+
+
+def call(run_end: RunEnd, body: Callable[[], object] = lambda: None) -> object:
+    with run_end.call():
+        return body()
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_the_failed_rank_raises_its_own_error_and_the_others_one_that_names_it() -> None:
+    first, failed, last = run_ends(3)
+    own = KeyError("labels")
+
+    def fails() -> None:
+        failed.end(own, "engine.step()")
+        raise own
+
+    assert raised_by(lambda: call(failed, fails)) is own
+    for peer in (first, last):
+        error = raised_by(lambda peer=peer: call(peer, lambda: fail(RuntimeError("closed"))))
+        assert isinstance(error, PeerFailedError)
+        assert (error.rank, error.error_type, error.error_text) == (1, "KeyError", "'labels'")
+        assert error.place == "engine.step()"
+        assert not error.can_continue
+        assert "Restart it from its last checkpoint" in str(error)
+        assert str(error.__cause__) == "closed"
+
+
+def test_all_ranks_leave_the_group_and_later_calls_raise() -> None:
+    peer, failed = run_ends(2)
+    failed.end(KeyError("labels"), "train_batch")
+    raised_by(lambda: call(peer, lambda: fail(RuntimeError("closed"))))
+
+    assert failed._host_group.is_closed
+    assert peer._host_group.is_closed
+    later = raised_by(lambda: call(failed))
+    assert type(later) is ZerowatchError
+    assert "train_batch failed on this rank with KeyError" in str(later)
+    assert isinstance(raised_by(lambda: call(peer)), PeerFailedError)
+
+
+def test_errors_in_a_run_that_has_not_ended_are_raised_unchanged() -> None:
+    peer, _ = run_ends(2)
+    error = ValueError("a bad batch")
+
+    assert raised_by(lambda: call(peer, lambda: fail(error))) is error
+    assert call(peer, lambda: 7) == 7
+
+
+def test_the_first_of_two_failures_ends_the_run_and_each_rank_has_its_own() -> None:
+    first, second, peer = run_ends(3)
+    own = ValueError("two")
+    first.end(KeyError("one"), "train_batch")
+
+    def fails() -> None:
+        second.end(own, "train_batch")
+        raise own
+
+    assert raised_by(lambda: call(second, fails)) is own
+    error = raised_by(lambda: call(peer, lambda: fail(RuntimeError("closed"))))
+    assert (error.rank, error.error_type) == (0, "KeyError")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.distributed.DistBackendError("aborted"),
+        RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"),
+    ],
+)
+def test_the_failure_of_a_collective_is_not_taken_for_the_cause(error: Exception) -> None:
+    peer, other = run_ends(2)
+    other.end(error, "train_batch")
+
+    assert peer.peer_failure() is None
+    assert not other._host_group.is_closed
+
+
+def test_runs_on_one_store_are_separate() -> None:
+    store = torch.distributed.HashStore()
+    earlier = on_ranks(2, lambda host_group: RunEnd(host_group, store))
+    later = on_ranks(2, lambda host_group: RunEnd(host_group, store))
+
+    earlier[1].end(KeyError("labels"), "train_batch")
+
+    assert earlier[0].peer_failure() is not None
+    assert later[0].peer_failure() is None
+
+
+def test_a_single_rank_ends_nothing() -> None:
+    (alone,) = run_ends(1)
+    alone.start()
+    alone.announce(1)
+    alone.end(KeyError("labels"), "train_batch")
+
+    assert call(alone, lambda: 7) == 7
+    assert isinstance(raised_by(lambda: call(alone, lambda: fail(KeyError("x")))), KeyError)
+
+
+def test_ranks_that_all_failed_reach_consensus() -> None:
+    store = torch.distributed.HashStore()
+
+    def ask(host_group: FakeHostGroup) -> bool:
+        run_end = RunEnd(host_group, store)
+        run_end.announce(7)
+        return run_end.all_failed(7)
+
+    assert on_ranks(2, ask) == [True, True]
+
+
+def test_a_rank_that_failed_alone_stops_waiting() -> None:
+    run_end, _ = run_ends(2)
+    run_end.announce(7)
+
+    assert not run_end.all_failed(7, wait_seconds=0.05)
+
+
+def test_a_rank_stops_waiting_for_the_others_once_the_run_has_ended() -> None:
+    first, second, _ = run_ends(3)
+    first.end(KeyError("labels"), "train_batch")
+    second.announce(7)
+
+    assert not second.all_failed(7, wait_seconds=PATIENCE_SECONDS)
+
+
+@pytest.fixture
+def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_end_module, "POLL_SECONDS", 0.001)
+
+
+@pytest.mark.usefixtures("short_polls")
+def test_a_call_that_another_rank_s_failure_leaves_waiting_ends_the_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ended, codes = threading.Event(), []
+
+    def exit_process(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    peer, failed = run_ends(2, exit_process=exit_process, exit_seconds=0.01)
+    peer.start()
+
+    def wait() -> None:
+        failed.end(KeyError("labels"), "train_batch")
+        assert ended.wait(PATIENCE_SECONDS)
+
+    assert isinstance(raised_by(lambda: call(peer, wait)), PeerFailedError)
+    assert codes == [1]
+    assert "train_batch failed on rank 1 with KeyError" in caplog.text
+    assert "rank 0 exits with code 1" in caplog.text
+    peer.close()
+
+
+@pytest.mark.usefixtures("short_polls")
+def test_a_process_that_is_in_no_call_is_not_ended() -> None:
+    codes: list[int] = []
+    peer, failed = run_ends(2, exit_process=codes.append, exit_seconds=0.0)
+    peer.start()
+
+    failed.end(KeyError("labels"), "train_batch")
+    wait_until(lambda: not peer._thread.is_alive())
+
+    assert codes == []
+    assert isinstance(raised_by(lambda: call(peer)), PeerFailedError)
+
+
+@pytest.mark.usefixtures("short_polls")
+def test_close_ends_the_thread_and_is_safe_twice() -> None:
+    peer, _ = run_ends(2)
+    peer.start()
+
+    peer.close()
+    peer.close()
+
+    assert not peer._thread.is_alive()
+
+
+@pytest.mark.usefixtures("short_polls")
+def test_the_thread_ends_quietly_once_the_store_is_gone() -> None:
+    class Gone:
+        def clone(self) -> Gone:
+            raise RuntimeError("connection refused")
+
+    peer, _ = on_ranks(2, lambda host_group: RunEnd(host_group, Gone()))
+    peer.start()
+
+    wait_until(lambda: not peer._thread.is_alive())
