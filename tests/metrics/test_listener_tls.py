@@ -123,7 +123,7 @@ def test_a_tls_file_that_is_no_regular_file_is_not_read(
     # On a thread of its own, as a read of the FIFO would never return.
     thread = threading.Thread(target=lambda: started.append(server.start()), daemon=True)
     thread.start()
-    thread.join(30)
+    thread.join(120)
 
     assert started == [None]
     [record] = caplog.records

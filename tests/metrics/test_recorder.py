@@ -122,7 +122,7 @@ def test_a_concurrent_snapshot_contains_a_commit_completely():
         with recorder.commit():
             recorder.add(STEPS, 1)
             halfway.set()
-            read_begun.wait(5)
+            read_begun.wait(120)
             # Time enough to read half a commit; a reader that waits its turn takes longer.
             read_done.wait(0.1)
             recorder.add(SAMPLES, 8)
@@ -135,10 +135,10 @@ def test_a_concurrent_snapshot_contains_a_commit_completely():
 
     writer, reader = threading.Thread(target=write), threading.Thread(target=read)
     writer.start()
-    halfway.wait(5)
+    halfway.wait(120)
     reader.start()
-    writer.join(5)
-    reader.join(5)
+    writer.join(120)
+    reader.join(120)
 
     assert seen == [(1, 8)]
 
