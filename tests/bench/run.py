@@ -31,6 +31,7 @@ from bench.trainer import (
     rebuild_cost,
     repeated_kills,
     uneven_ranks,
+    vote_cost,
 )
 from bench.tuner import idle_cost, link_changes, loss_effect, memory_pressure, simulated_trials
 from bench.tuner_link import fast_links, other_tuners, slow_link
@@ -53,6 +54,7 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "compression": gradient_compression.bench,
     "rebuild": rebuild_cost.bench,
     "restart": repeated_kills.bench,
+    "votes": vote_cost.bench,
     "tuner_simulation": simulated_trials.bench,
     "tuner_cost": idle_cost.bench,
     "tuner_loss": loss_effect.bench,
