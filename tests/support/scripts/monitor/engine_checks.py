@@ -38,11 +38,17 @@ from zerowatch.runtime.collectives.ops import OPERATIONS
 from zerowatch.runtime.common import interrupts
 from zerowatch.runtime.instrumentation.engine_hooks import ENGINE_METHODS
 from zerowatch.runtime.monitor.cross_rank_monitor import CrossRankMonitor
+from zerowatch.runtime.monitor.subscriptions import Subscriptions
+from zerowatch.runtime.monitor.watch_thread import WatchThread
 
 # DeepSpeed imports this with the first engine, and the compiler with it: once, before the forks.
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+# By default a close gives threads five seconds, in which a busy machine may not run them at all.
+for closing in (WatchThread.stop, Subscriptions.close):
+    closing.__defaults__ = (120.0,)
 
 QUIET = {"serve": {"enabled": False}, "run_log": {"enabled": False}}
 
@@ -512,7 +518,7 @@ def steps_that_a_blocked_disk_keeps_are_counted_at_close() -> None:
     watch_thread._append = lambda _: (entered.set(), release.wait())
     for _ in range(5):
         step(engine)
-    assert entered.wait(30)
+    assert entered.wait(120)
     watch_thread.stop(timeout_seconds=0.1)
     engine.watch.close()
 
