@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from scripts.tuner.run_tuner_memory import JobResult, run
 
-pytestmark = pytest.mark.jobs
+# Slow, as its steps wait for samples of memory.
+pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 
 # `make bench ARGS=tuner_memory` has batches that grow as well, and a plain loop, which dies.
 KINDS, ARMS = ("leak",), ("off", "auto")

@@ -120,6 +120,7 @@ def test_after_an_error_of_the_controller_all_ranks_roll_back(two_ranks):
     assert first["same"] and second["same"]
 
 
+@pytest.mark.slow
 def test_under_reassociation_a_tuned_run_is_as_close_as_another_bucket_size(three_ranks):
     first = three_ranks[0]
 
