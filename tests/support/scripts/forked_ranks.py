@@ -1,7 +1,7 @@
 """Starts the ranks of a test job as torchrun does, but forks them from a process with the imports.
 
 On two cores imports take most of a short job: 6 s of each rank, and 2 s of torchrun.
-Tests of a job's start or memory use `launching.start`.
+Tests of a job's start or launcher use `launching.start`.
 """
 
 from __future__ import annotations

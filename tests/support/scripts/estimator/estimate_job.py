@@ -26,7 +26,7 @@ importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-STEPS = 4  # ZeRO-3 prefetches from the fourth on
+STEPS, STAGE_3_STEPS = 2, 4  # ZeRO-3 prefetches from the fourth on
 ALL_CASES = {**CASES, **WITH_ACTIVATIONS}
 
 
@@ -42,7 +42,7 @@ def measure(case: Case, model: str) -> dict[str, int]:
         # Fused, like DeepSpeed's own: torch's other implementation makes copies in its step.
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
         engine = deepspeed.initialize(model=module, optimizer=optimizer, config=case.ds_config)[0]
-        for _ in range(STEPS - 1):
+        for _ in range((STAGE_3_STEPS if case.zero["stage"] == 3 else STEPS) - 1):
             step(engine, case, module.words.num_embeddings)
         read = step(engine, case, module.words.num_embeddings, live)
         read["walked"] = sum(bytes_ for key, bytes_ in storages().items() if key not in before)
