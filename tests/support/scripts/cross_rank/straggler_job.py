@@ -28,7 +28,7 @@ from zerowatch.runtime.cross_rank.stragglers import StragglerDetector
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 DELAY_SECONDS = 0.07  # far more than a rank waits for a core of a busy machine
-EXCHANGE_SECONDS = 0.5
+EXCHANGE_SECONDS = 0.3
 COMPARISONS = 4  # of a case
 SLOW_RANK = 1
 PHASES = ("data", "forward", "backward", "optimizer")
