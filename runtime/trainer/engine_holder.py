@@ -168,7 +168,7 @@ class EngineHolder:
             self.compressor.abort_window()
         else:
             self.compressor.commit_window()
-        self._metrics.compressed(self.compressor.kind, self.compressor.error_ratio)
+        self._metrics.set_compression_error(self.compressor.kind, self.compressor.error_ratio)
 
     def rebuild(self, changes: Mapping[str, Any]) -> None:
         """Replace the engine by one of a changed ds config, with its whole training state.
@@ -200,7 +200,7 @@ class EngineHolder:
                 self._replace_engine(error.engine)
                 raise
             finally:
-                self._metrics.rebuilt(outcome, perf_counter() - began)
+                self._metrics.count_rebuild(outcome, perf_counter() - began)
 
     @contextmanager
     def _detached(self) -> Iterator[None]:

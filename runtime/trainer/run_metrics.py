@@ -44,7 +44,7 @@ class RunMetrics:
         process = this_process()
         return RunMetrics(watch.recorder, process.rank, num_restarts=process.attempt)
 
-    def window_committed(
+    def publish_window(
         self,
         result: StepResult,
         *,
@@ -54,53 +54,53 @@ class RunMetrics:
         device: str,
     ) -> None:
         """Publish a window that was committed."""
-        self.planned(max(result.micro_batches), accumulation_steps)
-        self.shared(own_samples, result.samples)
+        self.set_micro_batch(max(result.micro_batches), accumulation_steps)
+        self.set_batch_share(own_samples, result.samples)
         if result.replays:
-            self.aborted(lost_seconds)
+            self.add_lost_time(lost_seconds)
         for _ in range(self._num_errors):
-            self.survived(device)
+            self.count_survived_oom(device)
         self._num_errors = 0
-        self.committed(result.replays)
+        self.count_committed_window(result.replays)
 
-    def ran_out(self, error: BaseException) -> None:
+    def count_oom(self, error: BaseException) -> None:
         """Count an out-of-memory error of this rank; its window may still succeed."""
         self._num_errors += 1
 
-    def planned(self, micro_batch_samples: int, accumulation_steps: int) -> None:
+    def set_micro_batch(self, micro_batch_samples: int, accumulation_steps: int) -> None:
         """Publish how a window is split: this rank's largest micro-batch, and their number."""
         with self._recorder.commit():
             self._recorder.set(window.MICRO_BATCH_SAMPLES, micro_batch_samples)
             self._shared_recorder.set(window.ACCUMULATION_STEPS, accumulation_steps)
 
-    def shared(self, own_samples: int, global_samples: int) -> None:
+    def set_batch_share(self, own_samples: int, global_samples: int) -> None:
         """Publish the ratio of this rank's local batch to the global batch."""
         self._recorder.set(window.BATCH_SHARE, own_samples / global_samples)
 
-    def aborted(self, seconds: float) -> None:
+    def add_lost_time(self, seconds: float) -> None:
         """Publish the time of failed attempts at a window, cleaning up included."""
         self._shared_recorder.add(window.REPLAY_SECONDS, seconds)
 
-    def survived(self, device: str) -> None:
+    def count_survived_oom(self, device: str) -> None:
         """Publish an out-of-memory error of this rank whose window succeeded in a replay."""
         self._recorder.add(memory.OOMS, 1, device, "replayed")
 
-    def committed(self, num_replays: int) -> None:
+    def count_committed_window(self, num_replays: int) -> None:
         """Publish a window committed after so many replays, usually none."""
         self._shared_recorder.add(window.WINDOW_REPLAYS, num_replays, "committed")
 
-    def gave_up(self) -> None:
+    def count_failed_window(self) -> None:
         """Publish a window that failed after all replays."""
         self._num_errors = 0
         self._shared_recorder.add(window.WINDOW_REPLAYS, 1, "gave_up")
 
-    def rebuilt(self, outcome: RebuildOutcome, seconds: float) -> None:
+    def count_rebuild(self, outcome: RebuildOutcome, seconds: float) -> None:
         """Publish an attempted engine rebuild, and how long training paused for it."""
         with self._shared_recorder.commit():
             self._shared_recorder.add(window.ENGINE_REBUILDS, 1, outcome)
             self._shared_recorder.add(window.ENGINE_REBUILD_SECONDS, seconds)
 
-    def compressed(self, kind: str | None, error_ratio: float | None = None) -> None:
+    def set_compression_error(self, kind: str | None, error_ratio: float | None = None) -> None:
         """Publish the compression error of a window's gradients; None if it is unknown."""
         with self._recorder.commit():
             for other in window.COMPRESSION_FORMATS:

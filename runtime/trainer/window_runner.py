@@ -113,7 +113,7 @@ class WindowRunner:
             run_end=run_end,
         )
         self.replay.on_window_abort.append(engine_holder.abort_window)
-        self.replay.on_error.append(metrics.ran_out)
+        self.replay.on_error.append(metrics.count_oom)
 
     def train(self, batch: Any) -> StepResult:
         """Make one update; see `TrainingRun.train_batch`."""
@@ -146,7 +146,7 @@ class WindowRunner:
             seconds=perf_counter() - began,
         )
         self._commit(result)
-        self._metrics.window_committed(
+        self._metrics.publish_window(
             result,
             own_samples=window.num_samples,
             accumulation_steps=replayed.micro_batches,
@@ -215,7 +215,7 @@ class WindowRunner:
         """Record an out-of-memory error that ends this run; ignores other errors."""
         is_own = is_caused_by_oom(error)
         if is_own or isinstance(error, PeerOutOfMemory):
-            self._metrics.gave_up()
+            self._metrics.count_failed_window()
         if is_own:
             count = self.replay.planner.micro_batches(local_batches)
             samples = local_batches.largest(count)[self._host_group.rank]

@@ -20,7 +20,7 @@ def holder(monkeypatch: pytest.MonkeyPatch) -> EngineHolder:
     watch = SimpleNamespace(suspended=nullcontext, rebind_engine=lambda engine: None)
     first, second = (SimpleNamespace(watch=watch, optimizer=object()) for _ in range(2))
     monkeypatch.setattr(engine_holder, "rebuild", lambda *args, **options: second)
-    metrics = SimpleNamespace(rebuilt=lambda outcome, seconds: None)
+    metrics = SimpleNamespace(count_rebuild=lambda outcome, seconds: None)
     return EngineHolder(first, {}, host_group=None, metrics=metrics, make_engine=None)
 
 

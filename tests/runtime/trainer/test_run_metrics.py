@@ -22,8 +22,8 @@ def test_each_rank_publishes_its_micro_batch_size_and_batch_share():
     recorder = Recorder()
     metrics = RunMetrics(recorder, rank=1)
 
-    metrics.planned(micro_batch_samples=3, accumulation_steps=2)
-    metrics.shared(own_samples=6, global_samples=8)
+    metrics.set_micro_batch(micro_batch_samples=3, accumulation_steps=2)
+    metrics.set_batch_share(own_samples=6, global_samples=8)
 
     snapshot = recorder.snapshot()
     assert snapshot.value(window.MICRO_BATCH_SAMPLES) == 3
@@ -35,11 +35,11 @@ def test_a_window_that_was_replayed_twice_counts_twice():
     recorder = Recorder()
     metrics = RunMetrics(recorder, rank=0)
 
-    metrics.survived("cpu")
-    metrics.aborted(seconds=1.5)
-    metrics.aborted(seconds=0.5)
-    metrics.committed(num_replays=2)
-    metrics.committed(num_replays=0)
+    metrics.count_survived_oom("cpu")
+    metrics.add_lost_time(seconds=1.5)
+    metrics.add_lost_time(seconds=0.5)
+    metrics.count_committed_window(num_replays=2)
+    metrics.count_committed_window(num_replays=0)
 
     snapshot = recorder.snapshot()
     assert snapshot.value(window.WINDOW_REPLAYS, "committed") == 2
@@ -51,8 +51,8 @@ def test_the_rank_that_ran_out_of_memory_counts_it_and_rank_0_the_replay():
     recorder = Recorder()
     metrics = RunMetrics(recorder, rank=1)
 
-    metrics.survived("cpu")
-    metrics.gave_up()
+    metrics.count_survived_oom("cpu")
+    metrics.count_failed_window()
 
     values = recorder.snapshot().values
     assert set(values) == {memory.OOMS}
@@ -62,8 +62,8 @@ def test_a_rebuild_counts_by_its_outcome():
     recorder = Recorder()
     metrics = RunMetrics(recorder, rank=0, num_restarts=3)
 
-    metrics.rebuilt("committed", seconds=2)
-    metrics.rebuilt("refused", seconds=0)
+    metrics.count_rebuild("committed", seconds=2)
+    metrics.count_rebuild("refused", seconds=0)
 
     snapshot = recorder.snapshot()
     assert snapshot.value(window.ENGINE_REBUILDS, "committed") == 1
@@ -76,9 +76,9 @@ def test_only_the_compression_in_use_has_an_error():
     recorder = Recorder()
     metrics = RunMetrics(recorder, rank=0)
 
-    metrics.compressed("bf16", 0.002)
-    metrics.compressed("int8", 0.01)
+    metrics.set_compression_error("bf16", 0.002)
+    metrics.set_compression_error("int8", 0.01)
     assert recorder.snapshot().values[window.COMPRESSION_ERROR] == {("int8",): 0.01}
 
-    metrics.compressed(None)
+    metrics.set_compression_error(None)
     assert recorder.snapshot().values[window.COMPRESSION_ERROR] == {}
