@@ -18,7 +18,7 @@ from ..memory.oom.killed_ranks import workers_of_host
 
 
 @contextmanager
-def noting_exits(runs: Path) -> Iterator[None]:
+def record_worker_exits(runs: Path) -> Iterator[None]:
     """Note the exits of this process's workers, of each attempt, while the context is open.
 
     Args:

@@ -33,14 +33,14 @@ def launch(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from .launcher_notes import noting_exits
+    from .launcher_notes import record_worker_exits
 
     options = _parse(arguments)
     _check(options)
     _set_run_id(options)
     _prepare_restarts(options)
     try:
-        with noting_exits(load_settings().run_log.folder):
+        with record_worker_exits(load_settings().run_log.folder):
             torchrun.main(_monitored_command(arguments, options))
     except ChildFailedError as error:
         error.name = options.training_script  # otherwise torchrun's summary names zerowatch

@@ -150,7 +150,7 @@ class StreamWaitTracker:
             call.stream_wait = wait
 
 
-class Inside(Protocol):
+class ReentryFlag(Protocol):
     """A flag that each thread has for itself: whether it is inside a wrapped function."""
 
     value: bool
@@ -167,7 +167,7 @@ class StreamHooks:
         cost_ns: Nanoseconds that recording took.
     """
 
-    def __init__(self, fail_open: FailOpen, waits: StreamWaitTracker, inside: Inside) -> None:
+    def __init__(self, fail_open: FailOpen, waits: StreamWaitTracker, inside: ReentryFlag) -> None:
         self.cost_ns = 0
         self._inside = inside
         self._open = False

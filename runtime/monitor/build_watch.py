@@ -105,7 +105,7 @@ def build_watch(
         advisor = Advisor(context, otel.send)
         subscriptions = Subscriptions(fail_open)
         undo.callback(subscriptions.close)
-        listeners = [*cross_rank.listeners, subscriptions.pass_on]
+        listeners = [*cross_rank.listeners, subscriptions.enqueue]
         undo.callback(folder.close)
         thread = WatchThread(
             step_metrics=step_metrics,
@@ -132,7 +132,7 @@ def build_watch(
         undo.callback(collectives.close)
         collectives.open_backend(deepspeed_comm.cdb)
         calls.groups.set_roles(role_of, p2p_role)
-        step_metrics.publish_earlier(calls.drain())
+        step_metrics.publish_calls_before_start(calls.drain())
         calls.groups.drain_coverage()
         calls.connect(phase_timer, thread.enqueue, cross_rank.on_collective_error)
         undo.callback(cross_rank.close_hooks)

@@ -61,7 +61,7 @@ class StepMetrics:
                 self._set_latest(records)
                 self._count_flops(steps, sum(record.training_seconds for record in records))
 
-    def publish_earlier(self, batch: CallBatch) -> None:
+    def publish_calls_before_start(self, batch: CallBatch) -> None:
         """Count calls issued before the watch began, such as the broadcast of the weights.
 
         They are in the counters and in no step. They are not timed: some may be running, or wait

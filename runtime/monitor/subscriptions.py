@@ -45,7 +45,7 @@ class Subscriptions:
             self._listeners.append(self._fail_open.wrap("listener", listener, BaseException))
             self._start()
 
-    def pass_on(self, record: StepRecord) -> None:
+    def enqueue(self, record: StepRecord) -> None:
         """Queue a record for the listeners. Never blocks."""
         if not self._listeners or self._closed:
             return

@@ -13,11 +13,11 @@ from ...common.report_files import create_first_free, create_private, utc_text
 from ..exchange.rank_messages import Heartbeat
 from .hang_evidence import CallSummary, HangEvidence
 from .missing_ranks import (
-    by_silence,
     call_name,
     calls_in_flight,
     missing_ranks,
     size_text,
+    sort_by_silence,
     waiting_ranks,
 )
 
@@ -220,7 +220,7 @@ def _silent(ranks: Iterable[int], peers: Mapping[int, Heartbeat]) -> tuple[int, 
     """Return those of the ranks without a recent heartbeat, the longest silent first."""
     return tuple(
         rank
-        for rank in by_silence(ranks, peers)
+        for rank in sort_by_silence(ranks, peers)
         if (peers[rank].age_seconds or 0.0) > SILENT_SECONDS
     )
 

@@ -78,7 +78,7 @@ def size_text(num_bytes: int) -> str:
     return f"{size:.4g} {unit}"
 
 
-def by_silence(ranks: Iterable[int], peers: Mapping[int, Heartbeat]) -> list[int]:
+def sort_by_silence(ranks: Iterable[int], peers: Mapping[int, Heartbeat]) -> list[int]:
     """Sort ranks by the time since their last heartbeat, the longest silent first."""
     return sorted(ranks, key=lambda rank: (-(peers[rank].age_seconds or 0.0), rank))
 
@@ -92,4 +92,4 @@ def _members_behind(
     """
     known = [rank for rank in rank_set.members if rank in peers]
     late = [rank for rank in known if peers[rank].issued.get(rank_set.key, 0) < call.sequence]
-    return tuple(by_silence(late, peers))
+    return tuple(sort_by_silence(late, peers))

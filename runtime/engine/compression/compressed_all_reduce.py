@@ -213,7 +213,7 @@ class InFlightReduction:
         self._in_flight = []
 
 
-def run_all(exchanges: Iterable[CollectiveSteps]) -> None:
+def run_collective_steps(exchanges: Iterable[CollectiveSteps]) -> None:
     """Run exchanges to completion, each started before the earlier ones are waited for."""
     in_flight: list[InFlightExchange] = []
     for steps in exchanges:

@@ -10,7 +10,7 @@ from deepspeed import comm as dist
 
 from ...common.patching import MethodPatches
 from .bucket_compressor import BucketCompressor, ParameterIndex, ParameterNames
-from .compressed_all_reduce import run_all
+from .compressed_all_reduce import run_collective_steps
 
 
 class Stage0Reduction:
@@ -68,7 +68,7 @@ class Stage0Reduction:
             divisor = exchange.num_ranks if self._engine.gradient_average else 1
             values = self._compressor.pack(bucket, spans, divisor)
             result = torch.empty_like(values)
-            run_all(exchange.all_reduce(values, result))
+            run_collective_steps(exchange.all_reduce(values, result))
             self._compressor.keep_errors(values, spans)
             return result.to(bucket[0].dtype)
 

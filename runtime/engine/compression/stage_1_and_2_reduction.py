@@ -22,7 +22,7 @@ from .compressed_all_reduce import (
     InFlightReduction,
     Reduction,
     direct_is_cheaper,
-    run_all,
+    run_collective_steps,
 )
 
 Tensors = Sequence[torch.Tensor]
@@ -178,7 +178,7 @@ class Stage1And2Reduction:
 
     def _run(self, request: ReductionRequest) -> None:
         reduction = self._reduction(request)
-        run_all(reduction.exchanges())
+        run_collective_steps(reduction.exchanges())
         reduction.finish()
 
     def _reduction(self, request: ReductionRequest) -> Reduction:

@@ -11,7 +11,7 @@ from deepspeed import comm as dist
 
 from ...common.patching import MethodPatches
 from .bucket_compressor import BucketCompressor, GradientSpan, ParameterNames
-from .compressed_all_reduce import run_all
+from .compressed_all_reduce import run_collective_steps
 
 _SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 _SCATTER_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads"
@@ -79,7 +79,7 @@ class Stage3Reduction:
         # excludes all other cases.
         spans_of_each = [[span] for span in spans]
         values = self._compressor.pack(partitions, spans_of_each, exchange.num_ranks)
-        run_all(exchange.reduce_scatter(values, sizes))
+        run_collective_steps(exchange.reduce_scatter(values, sizes))
         rank = dist.get_rank(group=group)
         own = values.narrow(0, sum(sizes[:rank]), sizes[rank])
         parts = own.to(self._optimizer.gradient_accumulation_dtype, copy=True)

@@ -65,7 +65,7 @@ class StepTimeObserver:
 
     def __init__(self, metrics: MetricsSource, min_seconds: float) -> None:
         self._metrics, self._min_seconds = metrics, min_seconds
-        self._publications = Publications(metrics)
+        self._snapshots = SnapshotSchedule(metrics)
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self.reset()
 
@@ -90,7 +90,7 @@ class StepTimeObserver:
     def _start_interval(self) -> None:
         self._before: Snapshot | None = None
         self._steps, self._seconds = 0, 0.0
-        self._publications.restart()
+        self._snapshots.restart()
 
     def interrupt(self) -> None:
         """Record that other windows come in between, which are not passed to `add`."""
@@ -108,22 +108,22 @@ class StepTimeObserver:
         if shift is not None:
             self.shift = shift
         if self._before is None:
-            self._before = self._publications.next_snapshot(step.seconds)
+            self._before = self._snapshots.next_snapshot(step.seconds)
             if self._before is not None:
-                self._publications.restart()
+                self._snapshots.restart()
             return None
         self._steps += 1
         self._seconds += step.seconds
         if self._steps < MIN_STEPS or self._seconds < self._min_seconds:
             return None
-        before, after = self._before, self._publications.next_snapshot(step.seconds)
+        before, after = self._before, self._snapshots.next_snapshot(step.seconds)
         if after is None:
             return None
         self._start_interval()
         return metrics_between(before, after)
 
 
-class Publications:
+class SnapshotSchedule:
     """Takes snapshots right after exposed communication was published.
 
     It is published for several seconds of training at once. Between two publications its increase

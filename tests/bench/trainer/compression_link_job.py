@@ -11,7 +11,10 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from zerowatch.runtime.engine.compression.compressed_all_reduce import CompressedAllReduce, run_all
+from zerowatch.runtime.engine.compression.compressed_all_reduce import (
+    CompressedAllReduce,
+    run_collective_steps,
+)
 from zerowatch.runtime.engine.compression.encoding import FORMATS
 from zerowatch.runtime.engine.compression.error_feedback import CompressionError
 
@@ -37,7 +40,7 @@ def arms(values: torch.Tensor) -> dict[str, Arm]:
 
         def run() -> torch.Tensor:
             result = torch.empty_like(values)
-            run_all(exchange.all_reduce(values.clone(), result))
+            run_collective_steps(exchange.all_reduce(values.clone(), result))
             return result
 
         return run

@@ -33,7 +33,7 @@ def test_listeners_have_got_every_record_in_order_after_close(subscriptions: Sub
     subscriptions.add(second.append)
 
     for number in range(100):
-        subscriptions.pass_on(number)
+        subscriptions.enqueue(number)
     subscriptions.close()
 
     assert first == second == list(range(100))
@@ -52,7 +52,7 @@ def test_a_listener_that_raises_anything_is_dropped_and_the_others_go_on(
     subscriptions.add(seen.append)
 
     for number in range(3):
-        subscriptions.pass_on(number)
+        subscriptions.enqueue(number)
     subscriptions.close()
 
     assert seen == [0, 1, 2]
@@ -71,10 +71,10 @@ def test_records_that_a_blocked_listener_never_gets_are_counted_and_logged(
         release.wait()
 
     subscriptions.add(block)
-    subscriptions.pass_on(0)
+    subscriptions.enqueue(0)
     assert entered.wait(30)
     for number in range(MAX_WAITING + 5):
-        subscriptions.pass_on(number)
+        subscriptions.enqueue(number)
     dropped_before = subscriptions.dropped
     subscriptions.close(timeout_seconds=0.01)
     dropped = subscriptions.dropped
@@ -88,7 +88,7 @@ def test_records_that_a_blocked_listener_never_gets_are_counted_and_logged(
 def test_no_thread_is_started_without_a_listener(subscriptions: Subscriptions) -> None:
     before = threading.active_count()
 
-    subscriptions.pass_on(0)
+    subscriptions.enqueue(0)
     subscriptions.close()
 
     assert threading.active_count() == before
@@ -97,7 +97,7 @@ def test_no_thread_is_started_without_a_listener(subscriptions: Subscriptions) -
 def test_a_listener_may_close_the_subscriptions_itself(subscriptions: Subscriptions) -> None:
     subscriptions.add(lambda _: subscriptions.close())
 
-    subscriptions.pass_on(0)
+    subscriptions.enqueue(0)
 
     end = time.monotonic() + 120
     while not subscriptions._closed:
@@ -112,11 +112,11 @@ def test_a_listener_that_the_system_had_no_thread_for_gets_every_record_in_order
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_thread)
         subscriptions.add(seen.append)
-        subscriptions.pass_on(0)
-    subscriptions.pass_on(1)  # too early
+        subscriptions.enqueue(0)
+    subscriptions.enqueue(1)  # too early
     assert not subscriptions._thread.was_started
     clock.seconds += 1.1 * FIRST_RETRY_SECONDS
-    subscriptions.pass_on(2)
+    subscriptions.enqueue(2)
     subscriptions.close()
 
     assert seen == [0, 1, 2]
@@ -129,7 +129,7 @@ def test_records_of_a_listener_that_never_got_a_thread_are_counted_at_the_end(
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     subscriptions.add(lambda record: None)
     for number in range(3):
-        subscriptions.pass_on(number)
+        subscriptions.enqueue(number)
     subscriptions.close()
 
     assert subscriptions.dropped == 3

@@ -14,7 +14,7 @@ from zerowatch.runtime.engine.compression.compressed_all_reduce import (
     chunks,
     direct_is_cheaper,
     even_sizes,
-    run_all,
+    run_collective_steps,
 )
 from zerowatch.runtime.engine.compression.encoding import BLOCK
 from zerowatch.runtime.engine.compression.error_feedback import CompressionError, Residuals
@@ -144,7 +144,7 @@ def two_phases(log: list[str], name: str):
 def test_the_next_exchange_starts_before_the_last_is_waited_for() -> None:
     log: list[str] = []
 
-    run_all(two_phases(log, name) for name in "abc")
+    run_collective_steps(two_phases(log, name) for name in "abc")
 
     assert log.index("start b1") < log.index("wait a1")
     assert log.index("start c1") < log.index("wait b1")

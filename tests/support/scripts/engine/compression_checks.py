@@ -27,7 +27,7 @@ from compression_engine import (
 import zerowatch
 from zerowatch.metrics.catalog import communication
 from zerowatch.runtime.engine.compression import compressed_all_reduce
-from zerowatch.runtime.engine.compression.compressed_all_reduce import run_all
+from zerowatch.runtime.engine.compression.compressed_all_reduce import run_collective_steps
 from zerowatch.runtime.engine.compression.encoding import FORMATS
 from zerowatch.runtime.engine.compression.error_feedback import CompressionError
 from zerowatch.runtime.engine.compression.gradient_compressor import GradientCompressor
@@ -196,12 +196,12 @@ def conserved() -> dict[str, float]:
         expected = values.double()
         dist.all_reduce(expected)
         errors, result = values.clone(), torch.empty(total)
-        run_all(exchange.all_reduce(errors, result))
+        run_collective_steps(exchange.all_reduce(errors, result))
         lost = errors.double()
         dist.all_reduce(lost)
         scattered = values.clone()
         sizes = [total // 3, 0, total - total // 3, 0][:world] if world > 2 else [0, total]
-        run_all(exchange.reduce_scatter(scattered, sizes))
+        run_collective_steps(exchange.reduce_scatter(scattered, sizes))
         scattered_sum = scattered.double()
         dist.all_reduce(scattered_sum)  # each rank's sums, and the errors of the others
         largest = float(expected.abs().max())
