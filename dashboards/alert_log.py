@@ -100,7 +100,7 @@ class AlertLog(ThreadingHTTPServer):
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         self.address_family = family
         self.num_alerts = 0
-        super().__init__((host, port), _Handler)
+        super().__init__((host, port), _AlertHandler)
 
     def print_alerts(self, message: bytes) -> None:
         """Print the alerts of a message.
@@ -120,7 +120,7 @@ class AlertLog(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _AlertHandler(BaseHTTPRequestHandler):
     server: AlertLog
     timeout = CLIENT_TIMEOUT_SECONDS
 

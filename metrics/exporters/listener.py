@@ -141,7 +141,7 @@ class Listener(ThreadingTCPServer):
         self._stopping = threading.Event()
         self._cpu_budget = CpuBudget()
         self._accounted_seconds = 0.0
-        super().__init__(address, _Handler)  # type: ignore[arg-type]  # typeshed knows only IPv4
+        super().__init__(address, _RequestHandler)  # type: ignore[arg-type]  # typeshed knows only IPv4
 
     @property
     def is_secured(self) -> bool:
@@ -260,7 +260,7 @@ class Listener(ThreadingTCPServer):
             request.sendall(_FAILED)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _RequestHandler(BaseHTTPRequestHandler):
     """One request; the connection ends with the response, so that no thread waits for the next."""
 
     server: Listener

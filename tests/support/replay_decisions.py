@@ -109,7 +109,7 @@ def _parse_inputs(data: Mapping[str, Any]) -> TunerInput:
         "numerics": Numerics(data["numerics"]),
         "symptoms": tuple(Symptom(**symptom) for symptom in data["symptoms"]),
         "reading": MetricsDelta(**data["reading"]),
-        "denied": frozenset((knob, value) for knob, value in data["denied"]),
+        "excluded": frozenset((knob, value) for knob, value in data["excluded"]),
         "thresholds": Thresholds(**data["thresholds"]),
     }
     return TunerInput(**values)

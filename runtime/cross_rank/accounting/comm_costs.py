@@ -204,7 +204,7 @@ class CommCosts:
             return duration
         if self.link is None:
             return duration if wire_bytes else 0.0  # without data, only waiting takes long
-        seconds = self.link.seconds(wire_bytes)
+        seconds = self.link.transfer_seconds(wire_bytes)
         return duration if seconds is None else seconds
 
     def _add(

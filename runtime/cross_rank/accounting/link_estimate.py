@@ -37,7 +37,7 @@ class Link:
     bandwidth: float | None
     largest_bytes: float
 
-    def seconds(self, wire_bytes: float) -> float | None:
+    def transfer_seconds(self, wire_bytes: float) -> float | None:
         """Return the duration of a collective whose members all arrive at once.
 
         None if unknown: the size is far above all measured ones, and there is no bandwidth.

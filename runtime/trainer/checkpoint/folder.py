@@ -32,7 +32,7 @@ MANIFEST = "zerowatch.json"
 FORMAT = 2  # version of the manifest's format
 _COMPLETE = re.compile(r"step-(\d{8,})(-\d+)?")
 _CHUNK_BYTES = 2**20
-_MAX_SERIAL = 2**53  # the ranks exchange them as float64
+_MAX_SAVE_NUMBER = 2**53  # the ranks exchange them as float64
 _PARTIAL_PREFIX = ".partial-"
 _PARTIAL = re.compile(re.escape(_PARTIAL_PREFIX) + _COMPLETE.pattern)
 _TEMPORARY_LATEST = re.compile(rf"\.{LATEST}\.[0-9a-f]+")
@@ -78,13 +78,13 @@ class CheckpointFolder:
         """Return whether there is a complete checkpoint of that name."""
         return _COMPLETE.fullmatch(name) is not None and self.manifest(name).is_file()
 
-    def serials(self) -> dict[str, int]:
-        """Return the serial number of each complete checkpoint whose manifest can be read."""
-        serials = {}
+    def save_numbers(self) -> dict[str, int]:
+        """Return the save number of each complete checkpoint whose manifest can be read."""
+        save_numbers = {}
         for name in self.names():
             with suppress(CheckpointError):
-                serials[name] = read_manifest(self.manifest(name)).serial
-        return serials
+                save_numbers[name] = read_manifest(self.manifest(name)).serial
+        return save_numbers
 
     def latest(self) -> str | None:
         """Return the name in the file `latest`; None if there is no such file.
@@ -98,18 +98,18 @@ class CheckpointFolder:
             return None
 
     def newest(self, before: str | None = None) -> Candidate | None:
-        """Return the checkpoint with the highest serial number; None if there is none.
+        """Return the checkpoint with the highest save number; None if there is none.
 
         Args:
             before: Name of a checkpoint; then only earlier ones count, which have no more steps.
-                If its manifest cannot be read, its serial number is unknown.
+                If its manifest cannot be read, its save number is unknown.
         """
-        serials = self.serials()
-        highest = serials.get(before or "", _MAX_SERIAL)
+        save_numbers = self.save_numbers()
+        limit = save_numbers.get(before or "", _MAX_SAVE_NUMBER)
         candidates = [
-            Candidate(serial, name)
-            for name, serial in serials.items()
-            if name != before and serial < highest and _steps(name) <= _steps(before)
+            Candidate(save_number, name)
+            for name, save_number in save_numbers.items()
+            if name != before and save_number < limit and _steps(name) <= _steps(before)
         ]
         return max(candidates, default=None)
 
@@ -153,9 +153,9 @@ class CheckpointFolder:
 
 
 class Candidate(NamedTuple):
-    """A checkpoint that may be loaded: its serial number and its name."""
+    """A checkpoint that may be loaded: its save number and its name."""
 
-    serial: int
+    save_number: int
     name: str
 
 
@@ -211,7 +211,7 @@ class Manifest:
     """Manifest of a checkpoint: the contents of its file `zerowatch.json`.
 
     Attributes:
-        serial: Number that increases with each checkpoint, even if an older one is loaded between.
+        serial: The save number: increases with each checkpoint, even if an older one is loaded.
         steps: Windows committed.
         samples: Samples committed, of all ranks together.
         micro_steps: DeepSpeed's own count of micro-batches.
@@ -223,7 +223,7 @@ class Manifest:
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
 
-    serial: Annotated[int, Field(gt=0, lt=_MAX_SERIAL)]
+    serial: Annotated[int, Field(gt=0, lt=_MAX_SAVE_NUMBER)]
     steps: NonNegativeInt
     samples: NonNegativeInt
     micro_steps: NonNegativeInt
@@ -364,7 +364,7 @@ def recovery_hint(folder: Path) -> str:
 def _steps(name: str | None) -> int:
     """Return the steps in a checkpoint's name; no limit for another name."""
     match = _COMPLETE.fullmatch(name or "")
-    return int(match[1]) if match else _MAX_SERIAL
+    return int(match[1]) if match else _MAX_SAVE_NUMBER
 
 
 def _wrong_files(folder: Path, files: Mapping[str, FileInfo]) -> Iterator[str]:

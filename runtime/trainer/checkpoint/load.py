@@ -176,9 +176,11 @@ def _before(checkpoints: CheckpointFolder, tried: str | None) -> Candidate | Non
 
 
 def _later(checkpoints: CheckpointFolder, checkpoint: FoundCheckpoint) -> frozenset[Path]:
-    serials = checkpoints.serials().items()
+    save_numbers = checkpoints.save_numbers().items()
     return frozenset(
-        checkpoints.path / name for name, serial in serials if serial > checkpoint.manifest.serial
+        checkpoints.path / name
+        for name, save_number in save_numbers
+        if save_number > checkpoint.manifest.serial
     )
 
 
@@ -192,26 +194,26 @@ def _agreed(
     Raises:
         CheckpointError: No checkpoint is on all ranks.
     """
-    serials = host_group.all_gather([own.serial if own else 0])[:, 0]
-    common = int(serials.min())
+    save_numbers = host_group.all_gather([own.save_number if own else 0])[:, 0]
+    common = int(save_numbers.min())
     with raise_on_all_ranks(host_group, f"load from {checkpoints.path}", NOTHING_LOADED):
-        if common == 0 and serials.max() > 0:
-            ranks = ", ".join(str(rank) for rank in np.flatnonzero(serials == 0))
+        if common == 0 and save_numbers.max() > 0:
+            ranks = ", ".join(str(rank) for rank in np.flatnonzero(save_numbers == 0))
             raise CheckpointError(
                 f"rank {ranks} finds no undamaged checkpoint in {checkpoints.path}, and other "
                 "ranks do: use a folder that all ranks share"
             )
-        if own is not None and common != own.serial:
+        if own is not None and common != own.save_number:
             return Candidate(common, _name_of(checkpoints, common))
     return own
 
 
-def _name_of(checkpoints: CheckpointFolder, serial: int) -> str:
-    for name, number in checkpoints.serials().items():
-        if number == serial:
+def _name_of(checkpoints: CheckpointFolder, save_number: int) -> str:
+    for name, other in checkpoints.save_numbers().items():
+        if other == save_number:
             return name
     raise CheckpointError(
-        f"{checkpoints.path} lacks checkpoint number {serial}, which other ranks would load; "
+        f"{checkpoints.path} lacks checkpoint number {save_number}, which other ranks would load; "
         "copy it here, or use a folder that all ranks share"
     )
 

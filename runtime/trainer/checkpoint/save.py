@@ -33,9 +33,9 @@ UNHARMED = "Earlier checkpoints are unchanged, and training may go on"
 
 
 class _Numbers(NamedTuple):
-    """Numbers of a checkpoint: its serial number, and how many others have the same step."""
+    """Numbers of a checkpoint: its save number, and how many others have the same step."""
 
-    serial: int = 0
+    save_number: int = 0
     repeat: int = 0
 
 
@@ -105,8 +105,8 @@ def _agreed_numbers(
     with raise_on_all_ranks(host_group, what, UNHARMED):
         if is_writer:
             checkpoints.prepare()
-            serial = 1 + max(checkpoints.serials().values(), default=0)
-            own = _Numbers(serial, checkpoints.next_repeat(steps))
+            save_number = 1 + max(checkpoints.save_numbers().values(), default=0)
+            own = _Numbers(save_number, checkpoints.next_repeat(steps))
     return _Numbers._make(map(int, host_group.all_gather(own).max(axis=0)))
 
 
@@ -162,7 +162,7 @@ def _manifest(
 ) -> Manifest:
     names = {str(path.relative_to(partial)): path for path in sorted(_files(partial))}
     return Manifest(
-        serial=numbers.serial,
+        serial=numbers.save_number,
         steps=state.steps,
         samples=state.samples,
         micro_steps=int(engine.micro_steps),
@@ -186,9 +186,9 @@ def _prune(checkpoints: CheckpointFolder, keep: int, superseded: set[Path]) -> N
 
     A damaged checkpoint is among the superseded ones once a load has found the damage.
     """
-    serials = checkpoints.serials()
+    save_numbers = checkpoints.save_numbers()
     passed_over = {path.name for path in superseded if path.parent == checkpoints.path}
-    oldest_first = sorted(serials.keys() - passed_over, key=lambda name: serials[name])
+    oldest_first = sorted(save_numbers.keys() - passed_over, key=lambda name: save_numbers[name])
     for name in [*sorted(passed_over), *oldest_first[: -max(1, keep)]]:
         try:
             checkpoints.remove(name)

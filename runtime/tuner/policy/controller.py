@@ -230,7 +230,7 @@ class Controller:
         is_known = exposed_ratio(reading, self._options.thresholds) is not None
         self._listener.on_diagnosis(inputs.symptoms, reading.seconds if is_known else None)
         if not self._options.acts:
-            for trial in self._search.advice(inputs):
+            for trial in self._search.proposals_to_advise(inputs):
                 self._listener.on_decision(trial.decision("advised", trial.proposal.why))
         elif inputs.symptom(MEMORY_PRESSURE) is None:  # EmergencySavings acts on that
             self._try_next(inputs, step)

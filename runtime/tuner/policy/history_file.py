@@ -26,7 +26,7 @@ TRIAL_SUFFIX = ".trial.json"  # of the file with what is on trial in one process
 T = TypeVar("T")
 
 # Knobs with values that are not to be tried.
-Denied = frozenset[tuple[str, Value]]
+ExcludedValues = frozenset[tuple[str, Value]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +35,11 @@ class HistoryEntry:
 
     Attributes:
         configuration: The best one, complete; empty if none is known.
-        denied: Knobs with values that did not help, or did harm.
+        excluded: Knobs with values that did not help, or did harm.
     """
 
     configuration: Configuration
-    denied: Denied
+    excluded: ExcludedValues
 
 
 def is_within(changes: Configuration, configuration: Configuration) -> bool:
@@ -148,7 +148,7 @@ class HistoryFile:
 
 def _text(contexts: Mapping[str, HistoryEntry]) -> str:
     plain = {
-        name: {"configuration": each.configuration, "denied": sorted(each.denied, key=repr)}
+        name: {"configuration": each.configuration, "excluded": sorted(each.excluded, key=repr)}
         for name, each in contexts.items()
     }
     return _json({"schema": SCHEMA_VERSION, "contexts": plain})
@@ -162,7 +162,7 @@ def _parse_entries(data: Any) -> dict[str, HistoryEntry]:
     return {
         str(name): HistoryEntry(
             configuration=_configuration(entry["configuration"]),
-            denied=frozenset((str(knob), _value(each)) for knob, each in entry["denied"]),
+            excluded=frozenset((str(knob), _value(each)) for knob, each in entry["excluded"]),
         )
         for name, entry in data["contexts"].items()
     }

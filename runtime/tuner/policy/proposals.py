@@ -54,7 +54,7 @@ class TunerInput:
         symptoms: The diagnosis, most urgent first.
         reading: The metrics that the diagnosis is made from.
         samples_per_rank: Samples of one rank in a window.
-        denied: Knobs with values that did not help in this context, including those that were in
+        excluded: Knobs with values that did not help in this context, including those that were in
             use before something better was found.
         remembered: The complete configuration that was best in this context; None if unknown.
         thresholds: Thresholds of the diagnosis.
@@ -69,7 +69,7 @@ class TunerInput:
     symptoms: Sequence[Symptom]
     reading: MetricsDelta
     samples_per_rank: int
-    denied: Collection[tuple[str, Value]] = ()
+    excluded: Collection[tuple[str, Value]] = ()
     remembered: Configuration | None = None
     thresholds: Thresholds = DEFAULT_THRESHOLDS
     context: str = ""
@@ -154,7 +154,7 @@ def _drop_compression(inputs: TunerInput) -> Iterator[Proposal]:
     waits = exposed_ratio(inputs.reading, inputs.thresholds)
     if waits is None or inputs.configuration.get(knob) is None:
         return
-    if (knob, None) in inputs.denied or None not in inputs.options.get(knob, ()):
+    if (knob, None) in inputs.excluded or None not in inputs.options.get(knob, ()):
         return
     symptom = _bandwidth_symptom(inputs)
     why = f"waiting for communication takes {waits:.0%} of the time, no compression is needed"
@@ -215,7 +215,7 @@ def _required_numerics(inputs: TunerInput, changes: Configuration) -> Numerics |
 
 def _untried_values(inputs: TunerInput, spec: KnobSpec, trigger: Trigger) -> list[Value]:
     values = _candidate_values(inputs, spec, trigger)
-    return [value for value in values if (spec.name, value) not in inputs.denied]
+    return [value for value in values if (spec.name, value) not in inputs.excluded]
 
 
 def _gain(inputs: TunerInput, changes: Configuration) -> float | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from .diagnose import adjacent_contexts, context_of
-from .history_file import Denied, HistoryEntry, is_within
+from .history_file import ExcludedValues, HistoryEntry, is_within
 from .metrics_delta import MetricsDelta
 from .policy_types import Configuration, Value
 
@@ -61,7 +61,7 @@ class SearchHistory:
         self._best = {
             context: each.configuration for context, each in entries.items() if each.configuration
         }
-        self._rejected = {context: set(each.denied) for context, each in entries.items()}
+        self._rejected = {context: set(each.excluded) for context, each in entries.items()}
         # Of this run only: never measured, for example because memory did not suffice.
         self._failed: dict[str, list[Configuration]] = {}
         self._crashed_trials = crashed_trials
@@ -78,7 +78,7 @@ class SearchHistory:
         return best
 
     @property
-    def denied(self) -> Denied:
+    def excluded(self) -> ExcludedValues:
         """Knobs with values that are not to be tried."""
         failed = (_first_knob(each) for each in self._failed_here)
         return frozenset(self._rejected.get(self.context, ())).union(*failed)
@@ -171,12 +171,12 @@ class SearchHistory:
     def _save(self) -> None:
         entry = HistoryEntry(
             configuration=self._best.get(self.context, {}),
-            denied=frozenset(self._rejected.get(self.context, ())),
+            excluded=frozenset(self._rejected.get(self.context, ())),
         )
         self._store.save(self.context, entry)
 
 
-def _first_knob(changes: Configuration, *, of_several: bool = True) -> Denied:
+def _first_knob(changes: Configuration, *, of_several: bool = True) -> ExcludedValues:
     """Return the first knob with its value; nothing of several knobs if `of_several` is False."""
     is_sure = of_several or len(changes) == 1
     return frozenset(list(changes.items())[:1] if is_sure else ())

@@ -123,7 +123,7 @@ class TrialSearch:
         )
         reading = MetricsDelta(oom_risk=step.oom_risk)
         inputs = self._inputs(reading, (symptom,), step, configuration)
-        return replace(inputs, denied=frozenset(self._failed))
+        return replace(inputs, excluded=frozenset(self._failed))
 
     def memory_savings(self, inputs: TunerInput) -> Iterator[Trial]:
         """Yield the changes that free memory and that this rank supports; they need no trial."""
@@ -132,7 +132,7 @@ class TrialSearch:
             if self._knobs.unsupported_reason(trial.after) is None:
                 yield trial
 
-    def advice(self, inputs: TunerInput) -> Iterator[Trial]:
+    def proposals_to_advise(self, inputs: TunerInput) -> Iterator[Trial]:
         """Yield the first proposal that this rank supports, unless it was advised before."""
         for proposal in propose(inputs):
             trial = Trial(proposal, inputs, self._design(proposal, 1.0))
@@ -153,7 +153,7 @@ class TrialSearch:
             baseline: Present step times.
         """
         step_seconds = baseline.seconds_per_sample * step.samples
-        now = replace(inputs, denied=self._history.denied, remembered=self._history.best)
+        now = replace(inputs, excluded=self._history.excluded, remembered=self._history.best)
         for proposal in propose(now):
             design = self._design(proposal, step_seconds, baseline)
             if self._is_worth_it(proposal, design, step_seconds, step.number):
@@ -203,7 +203,7 @@ class TrialSearch:
             symptoms=symptoms,
             reading=reading,
             samples_per_rank=-(-step.samples // self._facts.world_size),
-            denied=self._history.denied,
+            excluded=self._history.excluded,
             remembered=self._history.best,
             context=self._history.context,
             thresholds=self._options.thresholds,

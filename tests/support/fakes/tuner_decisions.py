@@ -56,7 +56,7 @@ def tuner_input(**changes: Any) -> TunerInput:
         symptoms=diagnose(SLOW_LINK),
         reading=SLOW_LINK,
         samples_per_rank=16,
-        denied=frozenset({("gradient_compression", None), ("gradient_compression", "int8")}),
+        excluded=frozenset({("gradient_compression", None), ("gradient_compression", "int8")}),
     )
     return replace(default, **changes)
 

@@ -100,14 +100,14 @@ def test_nothing_is_known_before_the_first_collective() -> None:
 def test_a_link_predicts_how_long_a_collective_takes() -> None:
     link = Link(latency=1e-3, bandwidth=1e6, largest_bytes=100)
 
-    assert link.seconds(500) == pytest.approx(1.5e-3)
+    assert link.transfer_seconds(500) == pytest.approx(1.5e-3)
 
 
 def test_without_a_bandwidth_nothing_is_predicted_far_above_the_measured_sizes() -> None:
     link = Link(latency=1e-3, bandwidth=None, largest_bytes=250)
 
-    assert link.seconds(500) == pytest.approx(1e-3)
-    assert link.seconds(501) is None
+    assert link.transfer_seconds(500) == pytest.approx(1e-3)
+    assert link.transfer_seconds(501) is None
 
 
 def test_the_best_bandwidth_is_one_that_was_sustained(seed: int) -> None:

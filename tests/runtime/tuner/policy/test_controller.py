@@ -124,8 +124,8 @@ def test_a_trial_is_rolled_back_after_a_failed_window() -> None:
 
     assert tried(job).count({"micro_batch_samples": 8}) == 1
     assert job.decisions[0].reason == "a window with it ended by an error"
-    denied = {each for kept in job.kept.values() for each in kept.denied}
-    assert ("micro_batch_samples", 8) not in denied, "it may not be to blame"
+    excluded = {each for kept in job.kept.values() for each in kept.excluded}
+    assert ("micro_batch_samples", 8) not in excluded, "it may not be to blame"
 
 
 def test_memory_savings_of_a_failed_window_are_kept() -> None:
@@ -148,7 +148,7 @@ def test_a_rejected_change_is_saved() -> None:
 
     (kept,) = job.kept.values()
     assert not kept.configuration and not job.trials
-    assert kept.denied == {("micro_batch_samples", 8)}
+    assert kept.excluded == {("micro_batch_samples", 8)}
 
 
 def test_a_change_that_a_rank_refuses_is_not_tried_again() -> None:
@@ -441,7 +441,7 @@ def test_a_refused_change_is_not_saved_as_rejected() -> None:
     job.answer = lambda request: SwitchResult(done=False, refused=True, reason="no room")
     job.run(300)
 
-    assert all(not kept.denied for kept in job.kept.values())
+    assert all(not kept.excluded for kept in job.kept.values())
 
 
 def test_a_trial_is_discarded_when_the_speed_of_a_changes() -> None:

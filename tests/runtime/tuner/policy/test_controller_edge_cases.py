@@ -71,7 +71,7 @@ def test_a_change_under_memory_pressure_is_tried_once() -> None:
 def test_a_rejected_value_may_still_save_memory() -> None:
     job = Job()
     job.run(300)
-    assert job.now["micro_batch_samples"] == 8, "after which 4 is denied, as slower"
+    assert job.now["micro_batch_samples"] == 8, "after which 4 is excluded, as slower"
     job.now = {**job.now, "activation_checkpointing": True}
     job.controller.on_user_change()
     job.oom_risk = 0.6

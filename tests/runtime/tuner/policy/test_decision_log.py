@@ -36,7 +36,7 @@ def test_a_decision_and_all_it_was_made_from_can_be_read_back(tmp_path, seconds_
     assert tuple(read.times) == tuple(found.times)
     assert read.inputs.reading == found.inputs.reading
     assert read.inputs.facts == found.inputs.facts
-    assert read.inputs.denied == found.inputs.denied
+    assert read.inputs.excluded == found.inputs.excluded
     assert read.inputs.symptoms == found.inputs.symptoms
 
 

@@ -14,9 +14,9 @@ from zerowatch.runtime.tuner.policy.history_file import (
 )
 
 CONFIGURATION = {"micro_batch_samples": 16, "gradient_compression": None, "overlap_comm": True}
-DENIED = frozenset({("gradient_compression", None), ("gradient_compression", "int8")})
+EXCLUDED = frozenset({("gradient_compression", None), ("gradient_compression", "int8")})
 
-NOTHING = HistoryEntry(configuration={}, denied=frozenset())
+NOTHING = HistoryEntry(configuration={}, excluded=frozenset())
 
 
 class FakeProcesses:
@@ -38,7 +38,7 @@ def test_the_best_configuration_is_saved_by_job_and_context(tmp_path):
         job_fingerprint({"parameters": 1, "world": 2}),
         job_fingerprint({"parameters": 2, "world": 2}),
     )
-    found = HistoryEntry(configuration=CONFIGURATION, denied=DENIED)
+    found = HistoryEntry(configuration=CONFIGURATION, excluded=EXCLUDED)
 
     history(tmp_path / "tuner", key).save("slow link", found)
     history(tmp_path / "tuner", key).save("fast link", NOTHING)
@@ -111,7 +111,7 @@ def test_a_finished_trial_leaves_no_file(tmp_path):
         '{"schema": 0}',
         '{"schema": 1}',
         '{"schema": 1, "contexts": {"a": 1}}',
-        '{"schema": 1, "contexts": {"a": {"configuration": {"k": []}, "denied": []}}}',
+        '{"schema": 1, "contexts": {"a": {"configuration": {"k": []}, "excluded": []}}}',
     ],
 )
 def test_a_damaged_history_is_ignored_with_a_warning(tmp_path, caplog, text):

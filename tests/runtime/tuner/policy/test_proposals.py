@@ -156,11 +156,11 @@ def test_latency_proposes_larger_buckets_and_no_smaller_ones():
     assert of_knob(tuner_input(MANY_CALLS), "reduce_bucket_size") == [1 << 24]
 
 
-def test_denied_values_are_not_proposed():
-    denied = tuner_input(denied={("micro_batch_samples", 16), ("reduce_bucket_size", 1 << 20)})
+def test_excluded_values_are_not_proposed():
+    excluded = tuner_input(excluded={("micro_batch_samples", 16), ("reduce_bucket_size", 1 << 20)})
 
-    assert of_knob(denied, "micro_batch_samples") == [8, 6]
-    assert of_knob(denied, "reduce_bucket_size") == [1 << 24]
+    assert of_knob(excluded, "micro_batch_samples") == [8, 6]
+    assert of_knob(excluded, "reduce_bucket_size") == [1 << 24]
 
 
 def test_values_that_are_no_option_are_not_proposed():
@@ -289,8 +289,8 @@ class TestMemoryPressure:
 
         assert [*order[-1]] == ["reduce_bucket_size"]
 
-    def test_continues_below_denied_values(self):
-        given = tuner_input(SHORT_OF_MEMORY, denied={("micro_batch_samples", 2)})
+    def test_continues_below_excluded_values(self):
+        given = tuner_input(SHORT_OF_MEMORY, excluded={("micro_batch_samples", 2)})
 
         assert tried(given)[0] == {"micro_batch_samples": 1}
 
@@ -431,10 +431,10 @@ class TestRelaxations:
     def test_compression_stays_without_figures(self):
         assert tried(self.given(replace(BUSY, coverage=0.5))) == []
 
-    def test_compression_stays_if_its_end_is_denied(self):
+    def test_compression_stays_if_its_end_is_excluded(self):
         fast = replace(BUSY, exposed_ratio=0.01, comm_ratio=0.01, cause_ratios={"bandwidth": 0.01})
 
-        assert tried(self.given(fast, denied={("gradient_compression", None)})) == []
+        assert tried(self.given(fast, excluded={("gradient_compression", None)})) == []
 
     def test_checkpointing_ends_with_idle_memory(self):
         given = tuner_input(

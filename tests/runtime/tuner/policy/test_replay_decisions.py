@@ -67,9 +67,9 @@ def test_other_symptoms_are_a_difference():
 
 def test_another_proposal_is_a_difference():
     record = record_of(decision())
-    denied = frozenset({("micro_batch_samples", 16)})
+    excluded = frozenset({("micro_batch_samples", 16)})
 
-    found = replay(replace(record, inputs=replace(record.inputs, denied=denied)))
+    found = replay(replace(record, inputs=replace(record.inputs, excluded=excluded)))
 
     assert found.proposal == "micro_batch_samples 4 -> 8"
 

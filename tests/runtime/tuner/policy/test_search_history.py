@@ -24,7 +24,7 @@ def test_without_an_accepted_change_the_configuration_used_in_a_context_is_its_b
     history.enter_context(FAST, COMPRESSED)
 
     assert history.best == PLAIN
-    assert history.denied == frozenset()
+    assert history.excluded == frozenset()
 
 
 def test_an_accepted_change_is_remembered_when_the_context_changes() -> None:
@@ -51,31 +51,31 @@ def test_a_rejected_best_configuration_is_dropped() -> None:
 
 def test_of_the_knobs_of_a_best_configuration_none_is_rejected_alone() -> None:
     both = {"micro_batch_samples": 8, "gradient_compression": "int8"}
-    history = SearchHistory({NEAR: HistoryEntry(configuration=both, denied=frozenset())})
+    history = SearchHistory({NEAR: HistoryEntry(configuration=both, excluded=frozenset())})
     history.enter_context(FAST, PLAIN)
 
     history.reject(both)
 
     assert history.best is None
-    assert history.denied == frozenset()
+    assert history.excluded == frozenset()
 
 
 def test_a_change_that_could_not_be_tried_is_not_saved_as_rejected() -> None:
     store = FakeStore()
     history = SearchHistory(
-        {NEAR: HistoryEntry(configuration=COMPRESSED, denied=frozenset())}, store=store
+        {NEAR: HistoryEntry(configuration=COMPRESSED, excluded=frozenset())}, store=store
     )
     history.enter_context(FAST, PLAIN)
 
     history.mark_failed(COMPRESSED)
     history.accept({"micro_batch_samples": 8}, instead_of={"micro_batch_samples": 4})
 
-    assert history.denied == {("gradient_compression", "int8"), ("micro_batch_samples", 4)}
-    assert store.entry.denied == {("micro_batch_samples", 4)}
+    assert history.excluded == {("gradient_compression", "int8"), ("micro_batch_samples", 4)}
+    assert store.entry.excluded == {("micro_batch_samples", 4)}
 
 
 def test_the_best_of_an_adjacent_context_is_tried_once() -> None:
-    history = SearchHistory({NEAR: HistoryEntry(configuration=COMPRESSED, denied=frozenset())})
+    history = SearchHistory({NEAR: HistoryEntry(configuration=COMPRESSED, excluded=frozenset())})
 
     history.enter_context(replace(FAST, link_bandwidth=5e8), PLAIN)
     assert history.best == COMPRESSED
@@ -88,7 +88,7 @@ def test_the_best_of_an_adjacent_context_is_tried_once() -> None:
 def test_the_best_of_an_adjacent_context_is_not_saved() -> None:
     store = FakeStore()
     history = SearchHistory(
-        {NEAR: HistoryEntry(configuration=COMPRESSED, denied=frozenset())}, store=store
+        {NEAR: HistoryEntry(configuration=COMPRESSED, excluded=frozenset())}, store=store
     )
     history.enter_context(replace(FAST, link_bandwidth=5e8), PLAIN)
 
@@ -101,8 +101,8 @@ def test_the_context_itself_precedes_an_adjacent_one() -> None:
     faster = replace(FAST, link_bandwidth=5e8)
     history = SearchHistory(
         {
-            NEAR: HistoryEntry(configuration=COMPRESSED, denied=frozenset()),
-            context_of(faster): HistoryEntry(configuration=PLAIN, denied=frozenset()),
+            NEAR: HistoryEntry(configuration=COMPRESSED, excluded=frozenset()),
+            context_of(faster): HistoryEntry(configuration=PLAIN, excluded=frozenset()),
         }
     )
 
@@ -112,7 +112,7 @@ def test_the_context_itself_precedes_an_adjacent_one() -> None:
 
 
 def test_a_far_slower_link_is_not_adjacent() -> None:
-    history = SearchHistory({NEAR: HistoryEntry(configuration=COMPRESSED, denied=frozenset())})
+    history = SearchHistory({NEAR: HistoryEntry(configuration=COMPRESSED, excluded=frozenset())})
 
     history.enter_context(SLOW, PLAIN)
 
@@ -124,7 +124,7 @@ def test_a_crashed_trial_is_excluded_in_every_context() -> None:
 
     for reading in (FAST, SLOW):
         history.enter_context(reading, PLAIN)
-        assert history.denied == {("gradient_compression", "int8")}
+        assert history.excluded == {("gradient_compression", "int8")}
 
 
 class FakeStore:
