@@ -84,8 +84,8 @@ def _find_after(
     finder: PostImportFinder, name: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
     following = dropwhile(lambda each: each is not finder, list(sys.meta_path))
-    for each in islice(following, 1, None):
-        find = getattr(each, "find_spec", None)
+    for later_finder in islice(following, 1, None):
+        find = getattr(later_finder, "find_spec", None)
         spec: ModuleSpec | None = find(name, path, target) if find else None
         if spec is not None:
             return spec

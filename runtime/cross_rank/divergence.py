@@ -33,8 +33,8 @@ class Divergence:
             {issued for rank, issued in self.issued.items() if rank not in self.diverged}
         )
         if not others:
-            each = "; ".join(f"rank {rank} {issued}" for rank, issued in self.issued.items())
-            return f"the ranks issue different collectives from {at} on: {each}"
+            calls = "; ".join(f"rank {rank} {issued}" for rank, issued in self.issued.items())
+            return f"the ranks issue different collectives from {at} on: {calls}"
         return (
             f"{_ranks(self.diverged)} diverged from the common sequence of collectives at {at}: "
             f"issued {' or '.join(own)}, where the others issued {' or '.join(others)}"

@@ -57,12 +57,12 @@ def trace_activations(
     try:
         with _without_tracebacks(), FakeTensorMode(allow_non_fake_inputs=True):
             fake = _fake_copy(module, _DTYPES[dtype])
-            one, two = (_peak(fake, size, tokens) for size in (samples, 2 * samples))
+            peak, doubled_peak = (_peak(fake, size, tokens) for size in (samples, 2 * samples))
     except _PASS_ERRORS as error:
         reason = " ".join(str(error).split())[:200].rstrip(".")
         raise UnknownActivationsError(f"{type(error).__name__}: {reason}") from error
-    sample_bytes = max(0, two - one) // samples
-    fixed_bytes = one - samples * sample_bytes
+    sample_bytes = max(0, doubled_peak - peak) // samples
+    fixed_bytes = peak - samples * sample_bytes
     return Activations(tokens=tokens, sample_bytes=sample_bytes, fixed_bytes=fixed_bytes)
 
 

@@ -289,7 +289,7 @@ def _comparable(step: FinishedStep) -> Sequence[CollectiveCall]:
 
 def _examples(step: FinishedStep, spans: Sequence[Span]) -> list[Example]:
     """Return exemplars for the histograms; the script's own span of the step has precedence."""
-    found = [
+    examples = [
         Example(
             spec=communication.COLLECTIVE_SECONDS,
             labels=(str(span.attributes["zerowatch.op"]),),
@@ -300,5 +300,5 @@ def _examples(step: FinishedStep, spans: Sequence[Span]) -> list[Example]:
     ]
     if step.raw.trace is None:
         seconds = step.record.training_seconds
-        found.append(Example(spec=training.STEP_SECONDS, labels=(), value=seconds))
-    return found
+        examples.append(Example(spec=training.STEP_SECONDS, labels=(), value=seconds))
+    return examples

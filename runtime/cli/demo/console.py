@@ -358,10 +358,10 @@ def _why_no_change(tuner: TunerOutcome) -> str:
     worst = max(set(symptoms) - {MEMORY_IDLE}, key=lambda name: symptoms[name])
     if not symptoms[worst]:
         return "no bottleneck was found"
-    found = f"{worst} at {format_ratio(symptoms[worst])}"
+    bottleneck = f"{worst} at {format_ratio(symptoms[worst])}"
     if symptoms.get(MEMORY_PRESSURE):
-        return f"{found}; nothing is tried while memory is short"
-    return f"{found}; the run was too short to test a change"
+        return f"{bottleneck}; nothing is tried while memory is short"
+    return f"{bottleneck}; the run was too short to test a change"
 
 
 def _table(title: str, first_column: str, *number_columns: str) -> Table:

@@ -126,10 +126,10 @@ def _read_config(config_file: str) -> Mapping[str, Any]:
 def _warn_of_misspelt_keys(config: Mapping[str, Any], config_file: str) -> None:
     from ...common.ds_config_errors import misspelt_keys
 
-    found = [f"{key!r} (did you mean {meant!r}?)" for key, meant in misspelt_keys(config)]
-    if found:
+    hints = [f"{key!r} (did you mean {meant!r}?)" for key, meant in misspelt_keys(config)]
+    if hints:
         click.echo(
-            f"zerowatch: {config_file}: DeepSpeed ignores unknown keys: {', '.join(found)}",
+            f"zerowatch: {config_file}: DeepSpeed ignores unknown keys: {', '.join(hints)}",
             err=True,
         )
 

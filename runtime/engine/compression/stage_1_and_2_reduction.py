@@ -256,16 +256,16 @@ class ReductionRequest:
             sums: Sums of all slices, flat; those of other ranks' slices are ignored.
         """
         rank = dist.get_rank(group=self.group)
-        for one, part in zip(self.slices, sums.split(self.lengths), strict=True):
-            if one.target.device.type == accelerator.current.kind:
+        for slice_, values in zip(self.slices, sums.split(self.lengths), strict=True):
+            if slice_.target.device.type == accelerator.current.kind:
                 # DeepSpeed may free it while this stream still uses it.
-                one.target.record_stream(accelerator.current.current_stream())
-            if one.owner not in (None, rank):
+                slice_.target.record_stream(accelerator.current.current_stream())
+            if slice_.owner not in (None, rank):
                 continue
-            rounded = part.to(self.dtype)
-            if one.output is not None:
-                one.output.add_(rounded.view(one.output.shape).to(one.output.dtype))
-            one.target.copy_(rounded.view(one.target.shape))
+            rounded = values.to(self.dtype)
+            if slice_.output is not None:
+                slice_.output.add_(rounded.view(slice_.output.shape).to(slice_.output.dtype))
+            slice_.target.copy_(rounded.view(slice_.target.shape))
 
 
 class _PlainReduction:

@@ -174,9 +174,9 @@ def _not_rebuilt(error: Exception) -> RebuildError:
     reason = str(error)
     if isinstance(error, PeerAttemptError):
         reason = "another rank refused, whose error has the reason"
-    found = RebuildError(f"the engine was not rebuilt: {reason}")
-    found.__cause__ = None if isinstance(error, RebuildError) else error
-    return found
+    refusal = RebuildError(f"the engine was not rebuilt: {reason}")
+    refusal.__cause__ = None if isinstance(error, RebuildError) else error
+    return refusal
 
 
 def _rolled_back(builder: _Builder, old: Config, error: Exception) -> UndoneRebuildError:

@@ -421,9 +421,9 @@ def _write(tensor: torch.Tensor, piece: ParamSlice, whole: torch.Tensor) -> None
 
 
 def _check_optimizer(engine: Any, snapshot: TrainingStateSnapshot) -> None:
-    made, before = type(base_optimizer(engine.optimizer)), snapshot.optimizer
-    if made is not before and not {made.__name__, before.__name__} <= ADAMS:
-        raise ValueError(f"its optimizer is {made.__name__}, and was {before.__name__}")
+    new_type, old_type = type(base_optimizer(engine.optimizer)), snapshot.optimizer
+    if new_type is not old_type and not {new_type.__name__, old_type.__name__} <= ADAMS:
+        raise ValueError(f"its optimizer is {new_type.__name__}, and was {old_type.__name__}")
     updated = [
         {name for name in members if snapshot.parameters[name].updated}
         for members in snapshot.members
@@ -484,9 +484,9 @@ def _restore_options(optimizer: Any, snapshot: TrainingStateSnapshot) -> None:
     base = base_optimizer(optimizer)
     same = type(base) is snapshot.optimizer
     others = [getattr(optimizer, "backup_optimizer", None)]
-    for each in [base, *(other for other in others if other is not None)]:
-        for group, options in zip(each.param_groups, snapshot.options, strict=True):
-            wanted = options if same and each is base else options.keys() & group.keys()
+    for torch_optimizer in [base, *(other for other in others if other is not None)]:
+        for group, options in zip(torch_optimizer.param_groups, snapshot.options, strict=True):
+            wanted = options if same and torch_optimizer is base else options.keys() & group.keys()
             group.update({key: copy.deepcopy(options[key]) for key in wanted})
     if not same:
         _convert_update_counts(base)

@@ -31,8 +31,8 @@ def num_samples(batch: Any) -> int:
             "without any; pass what your DataLoader yields"
         )
     if len(set(lengths.values())) > 1:
-        found = ", ".join(f"{name or 'it'} has {length}" for name, length in lengths.items())
-        raise BatchError(f"the leaves of a batch must have one row per sample, but {found}")
+        per_leaf = ", ".join(f"{name or 'it'} has {length}" for name, length in lengths.items())
+        raise BatchError(f"the leaves of a batch must have one row per sample, but {per_leaf}")
     (length,) = set(lengths.values())
     if length == 0:
         raise BatchError(

@@ -342,9 +342,11 @@ class Controller:
         own = ", ".join(f"{each}={json.dumps(in_use[each])}" for each in changed)
         left = "; ".join(filter(None, (own, result.left))) or "an unknown configuration"
         outcome = f"training continues with {left} ({result.reason})"
-        for each in kept:
-            reason = f"{each.reason}; {outcome}" if each.verdict == "rolled_back" else outcome
-            self._listener.on_decision(replace(each, verdict="not_undone", reason=reason))
+        for decision in kept:
+            reason = (
+                f"{decision.reason}; {outcome}" if decision.verdict == "rolled_back" else outcome
+            )
+            self._listener.on_decision(replace(decision, verdict="not_undone", reason=reason))
         self._enter_safe_mode(outcome)
 
     def _discard_trial(self) -> None:

@@ -142,8 +142,8 @@ FAULTS = (
     PlantedFault(
         file="runtime/engine/compression/stage_1_and_2_reduction.py",
         kind="wrong call",
-        old="one.output.add_(rounded.view(one.output.shape).to(one.output.dtype))",
-        new="one.output.copy_(rounded.view(one.output.shape).to(one.output.dtype))",
+        old="slice_.output.add_(rounded.view(slice_.output.shape).to(slice_.output.dtype))",
+        new="slice_.output.copy_(rounded.view(slice_.output.shape).to(slice_.output.dtype))",
         effect="with compression and fp32 accumulation, only the last micro-batch trains",
     ),
     PlantedFault(
