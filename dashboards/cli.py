@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import CommandLineError
-from .alert_log import printable
+from .stack.alert_log import printable
 
 if TYPE_CHECKING:
-    from .native_stack import NativeStack
+    from .stack.native_stack import NativeStack
 
 RENDERED = Path(__file__).resolve().parent / "rendered"
 _native = click.option(
@@ -90,7 +90,7 @@ def up(native: bool, without_trainer: bool, gpu: bool) -> None:
     if native:
         _print_lines(_native_stack().up())
         return
-    from .compose_stack import up as compose_up
+    from .stack.compose_stack import up as compose_up
 
     _print_lines(compose_up(with_trainer=not without_trainer, gpu=gpu))
 
@@ -107,7 +107,7 @@ def down(native: bool, volumes: bool) -> None:
     if native:
         _print_lines(_native_stack().down())
         return
-    from .compose_stack import down as compose_down
+    from .stack.compose_stack import down as compose_down
 
     with _native_hint("down"):
         compose_down(volumes=volumes)
@@ -120,7 +120,7 @@ def status(native: bool) -> None:
     if native:
         _print_lines(_native_stack().status())
         return
-    from .compose_stack import status as compose_status
+    from .stack.compose_stack import status as compose_status
 
     with _native_hint("status"):
         _print_lines(compose_status())
@@ -132,7 +132,7 @@ def _native_hint(command: str) -> Iterator[None]:
     try:
         yield
     except CommandLineError as error:
-        from .native_stack import STATE_FOLDER
+        from .stack.native_stack import STATE_FOLDER
 
         if not STATE_FOLDER.is_dir():
             raise
@@ -143,7 +143,7 @@ def _native_hint(command: str) -> Iterator[None]:
 
 def _native_stack() -> NativeStack:
     from ..metrics.settings import load_settings
-    from .native_stack import NativeStack
+    from .stack.native_stack import NativeStack
 
     return NativeStack(load_settings().run_log.folder)
 

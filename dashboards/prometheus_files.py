@@ -7,11 +7,11 @@ from typing import Any
 
 import yaml
 
-from .alert_log import COMPOSE_URL
 from .alerts import alerts
 from .alerts.alert import Alert, InhibitRule, Links
 from .promql import IDENTITY
 from .recording_rules import GROUPS
+from .stack.alert_log import COMPOSE_URL
 from .timing import MINUTE, Timing
 
 NOTE = (

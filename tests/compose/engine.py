@@ -16,7 +16,7 @@ from typing import Any
 
 from servers.free_port import free_port
 
-from zerowatch.dashboards.compose_stack import compose_program
+from zerowatch.dashboards.stack.compose_stack import compose_program
 
 VARIABLES = (
     "GRAFANA_PORT",

@@ -15,7 +15,7 @@ from compose.engine import compose_program
 from package_tree import ROOT
 from require import program
 
-from zerowatch.dashboards import stack_ports
+from zerowatch.dashboards.stack import stack_ports
 from zerowatch.metrics.settings import Settings
 
 DOCKER = ROOT / "docker"

@@ -111,7 +111,7 @@ def test_control_characters_in_names_of_runs_do_not_reach_the_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hostile = "run a\x1b]0;title\x07\x1b[2J\x9b31m\rrank 0: up"
-    monkeypatch.setattr("zerowatch.dashboards.compose_stack.status", lambda: [hostile])
+    monkeypatch.setattr("zerowatch.dashboards.stack.compose_stack.status", lambda: [hostile])
 
     done = CliRunner().invoke(stack, ["status"])
 

@@ -136,7 +136,7 @@ def alerting(folder: Path, timing: Timing, targets: Sequence[str]) -> Iterator[M
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     log = folder / "alerts.log"
-    receiver = (sys.executable, "-m", "zerowatch.dashboards.alert_log", "--port", log_port)
+    receiver = (sys.executable, "-m", "zerowatch.dashboards.stack.alert_log", "--port", log_port)
     server = (
         binary,
         f"--config.file={folder / 'alertmanager/alertmanager.yml'}",

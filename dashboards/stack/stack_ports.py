@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CommandLineError
+from ...errors import CommandLineError
 from .alert_log import DEFAULT_PORT
 
 LOOPBACK = "127.0.0.1"
-DOCKER_FOLDER = Path(__file__).resolve().parent.parent / "docker"
+DOCKER_FOLDER = Path(__file__).resolve().parents[2] / "docker"
 ENV_FILE = DOCKER_FOLDER / ".env"
 
 

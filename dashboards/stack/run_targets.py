@@ -1,6 +1,6 @@
 """Writes the file_sd file by which Prometheus finds the ranks of the runs on this machine.
 
-    python -m zerowatch.dashboards.run_targets --runs runs --to targets.json
+    python -m zerowatch.dashboards.stack.run_targets --runs runs --to targets.json
 
 Each run folder contains a targets.json. A run that ends normally empties it; one that was killed
 does not. The next run usually serves on the same ports, so two files may name the same address:
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..metrics.atomic_file import atomic_write
+from ...metrics.atomic_file import atomic_write
 
 POLL_SECONDS = 2.0
 # Ranks end some seconds apart, and each is scraped once more at its end. An address is therefore
@@ -94,7 +94,9 @@ def write_if_changed(file: Path, targets: Targets) -> None:
 
 def main() -> None:
     """Update the file every two seconds until the process is terminated."""
-    parser = argparse.ArgumentParser(prog="zerowatch.dashboards.run_targets", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="zerowatch.dashboards.stack.run_targets", description=__doc__
+    )
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--to", type=Path, required=True)
     options = parser.parse_args()

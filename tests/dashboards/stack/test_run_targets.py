@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fakes.clock import FakeClock
 
-from zerowatch.dashboards.run_targets import (
+from zerowatch.dashboards.stack.run_targets import (
     WITHDRAWN_SECONDS,
     RunTargets,
     newest_targets,

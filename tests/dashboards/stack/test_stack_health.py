@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zerowatch.dashboards.stack_health import RUNBOOK, alert_lines, rule_lines, target_lines
+from zerowatch.dashboards.stack.stack_health import RUNBOOK, alert_lines, rule_lines, target_lines
 
 NO_RUN = "no run yet"
 

@@ -20,8 +20,8 @@ from fakes.scraper import eventually
 from require import program
 from servers.free_port import free_port
 
-from zerowatch.dashboards import native_stack
-from zerowatch.dashboards.native_stack import (
+from zerowatch.dashboards.stack import native_stack
+from zerowatch.dashboards.stack.native_stack import (
     Child,
     NativeStack,
     process_of,

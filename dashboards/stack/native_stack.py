@@ -19,16 +19,16 @@ from typing import Any
 
 import psutil
 
-from ..errors import CommandLineError
+from ...errors import CommandLineError
+from ..alerts.alert import Links
 from . import stack_ports
 from .alert_log import COMPOSE_URL
-from .alerts.alert import Links
 from .run_targets import newest_targets, write_if_changed
 from .stack_health import JOB, RUNBOOK, answers, health_lines
 from .stack_ports import LOOPBACK, Port, chosen, port_settings, refuse_taken
 
 STATE_FOLDER = Path(".zerowatch-stack")
-RENDERED = Path(__file__).resolve().parent / "rendered"
+RENDERED = Path(__file__).resolve().parent.parent / "rendered"
 READY_SECONDS = 30.0
 # The file names of each program, in Debian and in its own releases, and the Debian package.
 _PROGRAMS = {
@@ -265,11 +265,11 @@ class NativeStack:
                 "--cluster.listen-address=",  # a single Alertmanager, without peers
             ],
             "alert-log": [
-                *(*module, "zerowatch.dashboards.alert_log"),
+                *(*module, "zerowatch.dashboards.stack.alert_log"),
                 f"--port={self._alert_log.number}",
             ],
             "run-targets": [
-                *(*module, "zerowatch.dashboards.run_targets"),
+                *(*module, "zerowatch.dashboards.stack.run_targets"),
                 *("--runs", str(self._runs), "--to", str(folder / "targets.json")),
             ],
         }

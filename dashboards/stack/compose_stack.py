@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..errors import CommandLineError
+from ...errors import CommandLineError
 from . import stack_ports
 from .stack_health import RUNBOOK, health_lines
 from .stack_ports import DOCKER_FOLDER, Port, chosen, port_settings, refuse_taken

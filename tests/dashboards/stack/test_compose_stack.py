@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from servers.free_port import free_port
 
-from zerowatch.dashboards import compose_stack as stack
-from zerowatch.dashboards import stack_ports
+from zerowatch.dashboards.stack import compose_stack as stack
+from zerowatch.dashboards.stack import stack_ports
 from zerowatch.errors import CommandLineError
 
 # A docker that notes what it was asked, and answers by the files beside it.

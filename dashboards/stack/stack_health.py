@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..metrics.catalog.training import RUN_ACTIVE
-from .promql import select
+from ...metrics.catalog.training import RUN_ACTIVE
+from ..promql import select
 
 JOB = "zerowatch"
 TIMEOUT_SECONDS = 5.0
-RUNBOOK = Path(__file__).resolve().parent / "runbook.md"
+RUNBOOK = Path(__file__).resolve().parent.parent / "runbook.md"
 # Selects the ranks that ended normally. Prometheus keeps targets that it got by HTTP until another
 # run has the same addresses, and reports them as down.
 ENDED = f"last_over_time({select(RUN_ACTIVE)}[1d]) == 0"

@@ -17,7 +17,7 @@ from fakes.scraper import eventually
 from package_tree import ROOT
 from servers.free_port import free_port
 
-from zerowatch.dashboards.alert_log import alert_line
+from zerowatch.dashboards.stack.alert_log import alert_line
 
 FIRING = {
     "status": "firing",
@@ -44,7 +44,7 @@ class Log:
     def __init__(self, output: Path) -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}/"
         self._output = output
-        file = str(ROOT / "dashboards" / "alert_log.py")
+        file = str(ROOT / "dashboards" / "stack" / "alert_log.py")
         self._errors = output.with_suffix(".errors")
         with output.open("w") as written, self._errors.open("w") as errors:
             self.process = subprocess.Popen(
@@ -192,7 +192,7 @@ def test_a_port_in_use_is_reported_in_one_line(log: Log) -> None:
     port = log.url.rstrip("/").rpartition(":")[2]
 
     second = subprocess.run(
-        [sys.executable, "-m", "zerowatch.dashboards.alert_log", "--port", port],
+        [sys.executable, "-m", "zerowatch.dashboards.stack.alert_log", "--port", port],
         capture_output=True,
         text=True,
     )

@@ -1,6 +1,6 @@
 """A webhook receiver for Alertmanager that prints each alert as one line.
 
-    python -m zerowatch.dashboards.alert_log --port 9099
+    python -m zerowatch.dashboards.stack.alert_log --port 9099
 
 It imports only the standard library, because compose runs this file in a plain Python image.
 """
@@ -156,7 +156,9 @@ class _AlertHandler(BaseHTTPRequestHandler):
 
 def main() -> None:
     """Run the server until the process is terminated."""
-    parser = argparse.ArgumentParser(prog="zerowatch.dashboards.alert_log", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="zerowatch.dashboards.stack.alert_log", description=__doc__
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
     options = parser.parse_args()

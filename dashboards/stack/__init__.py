@@ -1,0 +1,1 @@
+"""The monitoring stack on this machine, in containers or without them: `zerowatch stack`."""
