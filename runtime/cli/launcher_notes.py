@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..common.exit_notes import ExitNote, write_exit_note
 from ..common.fail_open import FailOpen
-from ..memory.oom.exit_notes import ExitNote, write_exit_note
 from ..memory.oom.killed_ranks import workers_of_host
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...metrics.catalog import memory
 from ...metrics.settings import MemorySettings
+from ..common.liveness_file import LivenessFile
 from ..devices.libc_memory import free_heap_bytes
 from ..devices.memory_probes import MemoryProbe
 from ..instrumentation.memory_hooks import MemoryHooks
@@ -25,7 +26,6 @@ from ..memory.memory_reader import MemoryReader, Readings
 from ..memory.offload.traffic import OffloadTraffic
 from ..memory.oom.error_report import OomReporter
 from ..memory.oom.killed_ranks import detect_killed_ranks
-from ..memory.oom.liveness_file import LivenessFile
 from ..memory.oom.oom_error import is_caused_by_oom
 from ..memory.step_sample import StepMemorySample
 from .oom_context import EngineOomContext, MemoryParts

@@ -21,10 +21,10 @@ from ....metrics.catalog.labels import PHASES
 from ....metrics.recorder import Recorder
 from ....metrics.settings import HangSettings
 from ....metrics.step_record import StepRecord
+from ...common.exit_notes import ExitNote, write_exit_note
 from ...common.fail_open import FailOpen
+from ...common.liveness_file import current_process
 from ...common.phase_timer import PhaseTimer
-from ...memory.oom.exit_notes import ExitNote, write_exit_note
-from ...memory.oom.liveness_file import current_process
 from .expected_pauses import ExpectedPauses
 from .hang_context import HangContext
 from .hang_detector import HangDetector, HangState, ProgressSample

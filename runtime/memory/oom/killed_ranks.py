@@ -18,12 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ....metrics.thresholds import OOM_RISK_HIGH
+from ...common.exit_notes import FOLDER, ExitNote, read_exit_notes
 from ...common.format_numbers import format_bytes
-from ...common.report_files import create_first_free, utc_text
-from ..forecast.peak_readings import Shape
-from .error_report import format_percent, format_shapes
-from .exit_notes import FOLDER, ExitNote, read_exit_notes
-from .liveness_file import (
+from ...common.liveness_file import (
     ROOT,
     SUFFIX,
     OomKillCounts,
@@ -34,6 +31,9 @@ from .liveness_file import (
     pid_namespace,
     read_marker,
 )
+from ...common.report_files import create_first_free, utc_text
+from ..forecast.peak_readings import Shape
+from .error_report import format_percent, format_shapes
 
 logger = logging.getLogger(__name__)
 

@@ -84,7 +84,7 @@ FAULTS = (
         effect="of calls that share one wait, some exposed time counts twice",
     ),
     PlantedFault(
-        file="runtime/memory/oom/liveness_file.py",
+        file="runtime/common/liveness_file.py",
         kind="off-by-one",
         old="int(after_name[19])",
         new="int(after_name[20])",

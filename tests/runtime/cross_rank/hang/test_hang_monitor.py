@@ -12,9 +12,9 @@ import pytest
 from fakes.hangs import CALL, WatchedRank
 
 from zerowatch.metrics.catalog import communication
+from zerowatch.runtime.common.exit_notes import read_exit_notes
+from zerowatch.runtime.common.liveness_file import current_process
 from zerowatch.runtime.common.phase_timer import FORWARD
-from zerowatch.runtime.memory.oom.exit_notes import read_exit_notes
-from zerowatch.runtime.memory.oom.liveness_file import current_process
 
 
 def test_a_hang_is_counted_announced_reported_and_logged_once(tmp_path: Path, caplog: Any) -> None:

@@ -20,14 +20,8 @@ from scripts.launching import SCRIPTS
 from scripts.memory.oom_cgroup import memory_cgroup
 
 from zerowatch.runtime.cli.launcher_notes import write_notes
-from zerowatch.runtime.memory.oom.exit_notes import ExitNote, read_exit_notes, write_exit_note
-from zerowatch.runtime.memory.oom.killed_ranks import (
-    ExitCause,
-    LastRecord,
-    classify_exit,
-    detect_killed_ranks,
-)
-from zerowatch.runtime.memory.oom.liveness_file import (
+from zerowatch.runtime.common.exit_notes import ExitNote, read_exit_notes, write_exit_note
+from zerowatch.runtime.common.liveness_file import (
     LivenessFile,
     OomKillCounts,
     ProcessMarker,
@@ -35,6 +29,12 @@ from zerowatch.runtime.memory.oom.liveness_file import (
     current_process,
     has_exited,
     read_marker,
+)
+from zerowatch.runtime.memory.oom.killed_ranks import (
+    ExitCause,
+    LastRecord,
+    classify_exit,
+    detect_killed_ranks,
 )
 
 MIB = 2**20

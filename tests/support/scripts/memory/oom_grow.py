@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from fakes.steps import step
 
 from zerowatch.metrics.settings import RunLogSettings
+from zerowatch.runtime.common.liveness_file import LivenessFile
 from zerowatch.runtime.devices.host_memory import HostMemory
-from zerowatch.runtime.memory.oom.liveness_file import LivenessFile
 from zerowatch.runtime.monitor.step_log import StepLog
 
 for cgroup in sys.argv[4:]:

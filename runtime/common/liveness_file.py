@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ...common.cgroups import cgroup_folders
+from .cgroups import cgroup_folders
 
 logger = logging.getLogger(__name__)
 
