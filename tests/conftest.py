@@ -13,6 +13,13 @@ from typing import Any
 import pytest
 from extension_locks import complaint, extensions_root, stale_locks
 
+# Files whose jobs are mostly the start of processes; they balance the two workers.
+BESIDE_JOBS = (
+    "tests/docs/test_code_blocks.py",
+    "tests/runtime/cli/demo/test_demo.py",
+    "tests/runtime/cli/test_run_command.py",
+)
+
 
 # Not a variable ZEROWATCH_...: one that is no setting is an error.
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,7 +52,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     @cache
     def has_jobs(file: str) -> bool:
-        return "pytest.mark.jobs" in config.rootpath.joinpath(file).read_text()
+        return (
+            file not in BESIDE_JOBS
+            and "pytest.mark.jobs" in config.rootpath.joinpath(file).read_text()
+        )
 
     class JobsTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:

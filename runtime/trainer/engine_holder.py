@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...errors import DsConfigError, RebuildError
+from ...errors import DsConfigError
 from ..common.ds_config import merged, training_config, zero_stage
 from ..common.host_group import HostGroup
 from ..common.undo import FAILURES, Undo
@@ -281,10 +281,11 @@ class EngineHolder:
 
     def _merged_config(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the ds config with changes, in which the run still ends its windows."""
+        config = merged(self.config, changes)
         try:
-            return training_config(merged(self.config, changes))
-        except DsConfigError as error:
-            raise RebuildError(f"the engine was not rebuilt: {error}") from error
+            return training_config(config)
+        except DsConfigError:
+            return config  # which `rebuild` refuses on all ranks, if one of them has it
 
     def _build_replacement(self, config: Mapping[str, Any]) -> Any:
         with self._watch.suspended():

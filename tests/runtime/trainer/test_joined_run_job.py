@@ -40,7 +40,8 @@ def test_metrics_continue_over_rebuilds_and_count_them(found):
 def test_an_unknown_stage_is_rejected_on_all_ranks_without_effect(found):
     for rank in found:
         (error,) = rank["rebuilt"]["errors"]
-        assert error.startswith("the engine was not rebuilt: DeepSpeed refuses it")
+        assert error.startswith("the engine was not rebuilt: ")
+        assert "stage must be 0, 1, 2 or 3, got 7" in error
 
 
 def test_compression_and_activation_checkpointing_are_attached_to_the_new_engine(found):

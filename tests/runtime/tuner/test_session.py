@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fakes.rank_threads import on_ranks
 
+from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.tuner import session
 from zerowatch.runtime.tuner.policy.policy_types import Numerics
 from zerowatch.runtime.tuner.session import ReportedOomRisk
@@ -62,7 +63,7 @@ def test_all_ranks_are_tuned_or_none_is(
         watch = SimpleNamespace(
             is_open=watched[host_group.rank],
             settings=SimpleNamespace(tuner=tuner),
-            fail_open=SimpleNamespace(wrap=lambda _, body: body),
+            fail_open=FailOpen(),
         )
         changes: Any = SimpleNamespace(engine=SimpleNamespace(watch=watch))
         parts: Any = None
