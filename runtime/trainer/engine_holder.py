@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...errors import DsConfigError
+from ...errors import DsConfigError, RebuildError
 from ..common.ds_config import merged, training_config, zero_stage
 from ..common.host_group import HostGroup
 from ..common.undo import FAILURES, Undo
