@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from .errors import DsConfigError as DsConfigError
     from .errors import NonFiniteLossError as NonFiniteLossError
     from .errors import PeerFailedError as PeerFailedError
+    from .errors import PeerOutOfMemoryError as PeerOutOfMemoryError
     from .errors import RebuildError as RebuildError
     from .errors import SettingsError as SettingsError
     from .errors import ZerowatchError as ZerowatchError
     from .metrics.settings import Settings as Settings
     from .metrics.step_record import StepRecord as StepRecord
-    from .runtime.initialize import initialize as initialize
-    from .runtime.initialize import watch as watch
+    from .runtime.entry_points import initialize as initialize
+    from .runtime.entry_points import watch as watch
     from .runtime.monitor.watch import Watch as Watch
     from .runtime.trainer.window.step_result import StepResult as StepResult
     from .runtime.training_run import TrainingRun as TrainingRun
@@ -35,6 +36,7 @@ _MODULES = {
     "DsConfigError": "errors",
     "NonFiniteLossError": "errors",
     "PeerFailedError": "errors",
+    "PeerOutOfMemoryError": "errors",
     "RebuildError": "errors",
     "Settings": "metrics.settings",
     "SettingsError": "errors",
@@ -43,8 +45,8 @@ _MODULES = {
     "TrainingRun": "runtime.training_run",
     "Watch": "runtime.monitor.watch",
     "ZerowatchError": "errors",
-    "initialize": "runtime.initialize",
-    "watch": "runtime.initialize",
+    "initialize": "runtime.entry_points",
+    "watch": "runtime.entry_points",
 }
 __all__ = [
     "BatchError",
@@ -53,6 +55,7 @@ __all__ = [
     "DsConfigError",
     "NonFiniteLossError",
     "PeerFailedError",
+    "PeerOutOfMemoryError",
     "RebuildError",
     "Settings",
     "SettingsError",

@@ -1,23 +1,23 @@
 """Exceptions that zerowatch raises for its callers.
 
 ZerowatchError
-|-- SettingsError       a setting has a bad value; raised at start-up
-|-- DsConfigError       the DeepSpeed configuration is missing, not JSON or has an unknown key
-|-- CommandLineError    the command line asks for something that cannot be done
-|-- BatchError          TrainingRun: a batch that cannot be trained on; nothing was changed
-|-- NonFiniteLossError  TrainingRun: a loss is nan or inf; no update was made from the batch
-|-- PeerFailedError     TrainingRun: the script's own code failed on another rank
-|-- RebuildError        TrainingRun: the engine was not rebuilt; training continues as before
-`-- CheckpointError     TrainingRun: a checkpoint that cannot be written or loaded
+|-- SettingsError         a setting has a bad value; raised at start-up
+|-- DsConfigError         the DeepSpeed configuration is missing, not JSON or has an unknown key
+|-- CommandLineError      the command line asks for something that cannot be done
+|-- BatchError            TrainingRun: a batch that cannot be trained on; nothing was changed
+|-- NonFiniteLossError    TrainingRun: a loss is nan or inf; no update was made from the batch
+|-- PeerFailedError       TrainingRun: the script's own code failed on another rank
+|-- PeerOutOfMemoryError  TrainingRun: memory ran out on another rank; a RuntimeError too
+|-- RebuildError          TrainingRun: the engine was not rebuilt; training continues as before
+`-- CheckpointError       TrainingRun: a checkpoint that cannot be written or loaded
 
 Monitoring never raises during training. `TrainingRun` does, because it is the training loop; after
 each of these errors the run is in the state before the call, except a PeerFailedError whose
 `can_continue` is False.
 
-An out-of-memory error that smaller micro-batches cannot avoid is not in this tree. It is raised as
-torch raised it, on other ranks as `PeerOutOfMemory`, a RuntimeError. The run is in the state before
-the call then too, unless memory ran out within the optimizer's update: then restart the run from
-its last checkpoint.
+An out-of-memory error that smaller micro-batches cannot avoid is raised as torch raised it, on
+other ranks as `PeerOutOfMemoryError`. The run is in the state before the call then too, unless
+memory ran out within the optimizer's update: then restart the run from its last checkpoint.
 """
 
 MAX_SHOWN = 200  # characters of a value in a message
@@ -103,6 +103,10 @@ class PeerFailedError(ZerowatchError):
             "ended on all ranks. Restart it from its last checkpoint"
         )
         return f"{self.place} failed on rank {self.rank}{more} with {error}. {advice}"
+
+
+class PeerOutOfMemoryError(ZerowatchError, RuntimeError):
+    """Another rank ran out of memory; that rank has torch's error itself."""
 
 
 class RebuildError(ZerowatchError):

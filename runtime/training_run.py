@@ -20,7 +20,7 @@ from .common.ds_config import MICRO_BATCH, training_config, zero_stage
 from .common.host_group import HostGroup
 from .engine.compression.gradient_compressor import check_kind
 from .engine.live_settings.activation_checkpointing import ModuleSelector
-from .initialize import initialize, initialize_unwatched
+from .entry_points import initialize, initialize_unwatched
 from .monitor.watch import NullWatch, WatchHandle
 from .trainer.checkpoint.manager import CheckpointManager
 from .trainer.data.training_data import TrainingData
@@ -153,7 +153,7 @@ class TrainingRun:
             undo.callback(self._tuner.close)
             self._run_end.start()
             self._undo = undo.pop_all()
-        self._client: Any = None
+        self._client_state: Any = None
 
     @property
     def engine(self) -> Any:
@@ -181,9 +181,9 @@ class TrainingRun:
         return self._window_runner.micro_batch_samples
 
     @property
-    def client(self) -> Any:
-        """The `client` that was passed to `save`, of the checkpoint that was loaded; else None."""
-        return self._client
+    def client_state(self) -> Any:
+        """The `client_state` given to `save`, of the checkpoint that was loaded; else None."""
+        return self._client_state
 
     @property
     def module(self) -> torch.nn.Module:
@@ -220,8 +220,9 @@ class TrainingRun:
                 before the call. Not raised under fp16's dynamic loss scale, where the step is
                 skipped.
             RuntimeError: Memory does not hold even one sample at a time; on other ranks
-                PeerOutOfMemory, a RuntimeError too. The run is in its state before the call, unless
-                memory ran out within the update itself: then restart it from its last checkpoint.
+                PeerOutOfMemoryError, a RuntimeError too. The run is in its state before the call,
+                unless memory ran out within the update itself: then restart it from its last
+                checkpoint.
             TypeError: The loss returned neither a mean loss nor (mean loss, weight).
             PeerFailedError: The loss raised an error on another rank, which raises that error
                 itself. The run is in its state before the call on all ranks, and the next call may
@@ -304,7 +305,7 @@ class TrainingRun:
                 "num_samples of a micro-batch must be a whole number, 1 or more, got "
                 f"{shortened(num_samples)}"
             )
-        self._tuner.stop_trial()
+        self._tuner.pause_trial()
         self._window_runner.micro_batch_samples = num_samples
         self._tuner.on_user_change()
 
@@ -358,7 +359,7 @@ class TrainingRun:
             self._engine_holder.rebuild(changes)
 
     @_collective
-    def save(self, folder: str | Path, *, client: Any = None, keep: int = 2) -> Path:
+    def save(self, folder: str | Path, *, client_state: Any = None, keep: int = 2) -> Path:
         """Write a checkpoint between two accumulation windows, completely or not at all.
 
         Besides the engine it holds the micro-batch plan, the random generators, the position in
@@ -366,7 +367,7 @@ class TrainingRun:
 
         Args:
             folder: Folder that holds only this run's checkpoints, and that all ranks reach.
-            client: The caller's own state: numbers, text, tensors, and lists and dicts of these.
+            client_state: The caller's own: numbers, text, tensors, and lists and dicts of these.
             keep: How many checkpoints to leave, this one included. Those that `load` passed over do
                 not count and are deleted: damaged ones, and any that is newer than the loaded one.
 
@@ -377,8 +378,8 @@ class TrainingRun:
             CheckpointError: It cannot be written; raised on all ranks. Earlier checkpoints are
                 unchanged, and training may go on.
         """
-        self._tuner.stop_trial()
-        return self._checkpoints.save(folder, client, keep)
+        self._tuner.pause_trial()
+        return self._checkpoints.save(folder, client_state, keep)
 
     @_collective
     def load(self, folder: str | Path, *, fallback: bool | None = None) -> int | None:
@@ -396,7 +397,7 @@ class TrainingRun:
 
         Returns:
             The step after which training resumes; None where there is no checkpoint yet. The
-            caller's own state is in `client`.
+            caller's own state is in `client_state`.
 
         Raises:
             CheckpointError: The checkpoint is damaged, or of another model or number of ranks, or
@@ -404,10 +405,10 @@ class TrainingRun:
                 ranks. Another one may be loaded then.
             RebuildError: The engine that it was saved from cannot be built here.
         """
-        self._tuner.stop_trial()
+        self._tuner.pause_trial()
         state = self._checkpoints.load(folder, fallback=fallback)
         self._tuner.on_user_change()
-        self._client = None if state is None else state.client
+        self._client_state = None if state is None else state.client_state
         return None if state is None else state.steps
 
     def on_window_abort(self, undo: Callable[[], None]) -> None:
@@ -426,7 +427,7 @@ class TrainingRun:
     @contextmanager
     def _user_change(self) -> Iterator[None]:
         """Stop the tuner's trial, if any, before a change by the caller in the block."""
-        self._tuner.stop_trial()
+        self._tuner.pause_trial()
         yield
         self._window_runner.replay.planner.invalidate()
         self._tuner.on_user_change()

@@ -11,7 +11,7 @@ from .spec import Label, counter, gauge, histogram
 COLLECTIVE_CALLS = counter(
     "collective_calls_total",
     "Collective operations issued by this rank. Those of the group zerowatch are its own, by which "
-    "the ranks of a TrainingRun agree; no plan or volume counts them.",
+    "the ranks of a TrainingRun agree; estimates and comm_volume_ratio do not count them.",
     OP,
     GROUP,
     PHASE,

@@ -126,12 +126,12 @@ def _attach_on_import(fail_open: FailOpen) -> None:
     """Attach monitoring when the script imports torch and deepspeed."""
 
     def on_torch(torch: ModuleType) -> None:
-        from ..initialize import instrument_torch
+        from ..entry_points import instrument_torch
 
         instrument_torch()
 
     def on_deepspeed(deepspeed: ModuleType) -> None:
-        from ..initialize import wrap_deepspeed
+        from ..entry_points import wrap_deepspeed
 
         wrap_deepspeed(deepspeed)
 
@@ -197,9 +197,9 @@ def _explanation(error: BaseException) -> str | None:
 
 
 def _close_failed() -> None:
-    initialize = sys.modules.get("zerowatch.runtime.initialize")
-    if initialize is not None:  # None if the script never imported torch
-        initialize.close_watch(failed=True)
+    entry_points = sys.modules.get("zerowatch.runtime.entry_points")
+    if entry_points is not None:  # None if the script never imported torch
+        entry_points.close_watch(failed=True)
 
 
 def hide_our_frames(error: BaseException) -> None:

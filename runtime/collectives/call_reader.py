@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...metrics.catalog.labels import OPS
-from .ops import OPERATIONS, Function, Operation
+from .collective_table import OPERATIONS, Function, Operation
 
 Getter = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 _SEND = OPS.index("send")
@@ -23,8 +23,8 @@ class CallReader:
     Attributes:
         group: Returns the process group.
         payloads: Returns (index in OPS, bytes, dtype) of each operation that the call issues.
-        payload_times_group_size: As in the operation's row in `ops.py`. It and the following fields
-            are copied from there because each call reads them.
+        payload_times_group_size: As in the operation's row in `collective_table.py`. It and the
+            following fields are copied from there because each call reads them.
         use_group_sequence: As in the function's row.
         has_future: As in the function's row.
         point_to_point: As in the operation's row.
@@ -75,7 +75,7 @@ def call_reader(row: Operation, function: Function, parameters: Sequence[str]) -
     if row.payload and not spellings and not function.is_p2p_batch:
         raise ValueError(
             f"none of {row.payload} is among {tuple(parameters)}; "
-            "add this version's spelling to runtime/collectives/ops.py"
+            "add this version's spelling to runtime/collectives/collective_table.py"
         )
     return CallReader(
         group=_batch_group if function.is_p2p_batch else _getter(parameters, "group"),

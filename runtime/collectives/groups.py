@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from ...metrics.catalog.labels import GROUPS, OPS
 from ..common import accelerator
-from .ops import WIRE_BY_PAYLOAD, wire_factor
+from .collective_table import WIRE_BY_PAYLOAD, wire_factor
 
 if TYPE_CHECKING:
     from ..common.accelerator import Event
@@ -134,7 +134,7 @@ class CollectiveCall:
     Attributes:
         op: The index of its operation in OPS.
         group: The process group.
-        payload_bytes: Bytes by nccl-tests' convention; see `ops.Operation`.
+        payload_bytes: Bytes by nccl-tests' convention; see `collective_table.Operation`.
         dtype: The data type of the payload; None without a payload.
         phase: The phase in which it was issued, an index of PHASES.
         sequence: Its number, from 1 on, among the calls that all members of the rank set issue. 0

@@ -72,7 +72,7 @@ class PhaseTimer:
         """Return the time since the last change of phase. May be called on any thread."""
         return (self._now_ns() - self.since_ns) / 1e9
 
-    def untrained_ns(self) -> int:
+    def forward_only_ns(self) -> int:
         """Return the time of forward passes and evaluations since the last step, for any thread.
 
         0 from the first backward pass of the step on.

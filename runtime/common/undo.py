@@ -87,7 +87,7 @@ class UndoStack:
             raise errors[0]
 
 
-def all_or_none(changes: Iterable[Callable[[], Undo]]) -> Undo:
+def apply_all(changes: Iterable[Callable[[], Undo]]) -> Undo:
     """Make changes one after the other, and return the undo of all; none is left if one fails."""
     undo = UndoStack()
     undo.do(changes)

@@ -19,7 +19,7 @@ from ..collectives.groups import Groups, RankSet
 from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer
 from ..common.rank_store import StoreClientFactory
-from .accounting.local_accounting import LocalAccounting
+from .accounting.rank_comm_costs import RankCommCosts
 from .exchange.rank_messages import CompareResult, Heartbeat, RankReport
 from .exchange.store_channel import PATIENCE_EXCHANGES, StoreChannel
 from .exchange.store_log import StoreConnection
@@ -91,7 +91,7 @@ class ComparisonThread:
         self._patience_seconds = PATIENCE_EXCHANGES * interval_seconds
         self._stuck_seconds = stuck_seconds
         self._now = now
-        self._accounting = LocalAccounting(groups, recorder, now)
+        self._accounting = RankCommCosts(groups, recorder, now)
         self._reporter = CompareReporter(recorder, rank, now)
         self._connection = None if clients is None else StoreConnection(clients, now)
         self._channel: StoreChannel | None = None

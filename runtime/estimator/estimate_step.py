@@ -55,7 +55,7 @@ def estimate_step(
     estimate = StepEstimate(
         stage=options.stage,
         collectives=sum_calls(step.calls, topology.backend),
-        reference_wire_bytes=_lower_bound(shard, options, topology, micro_batches),
+        reference_wire_bytes=_reference_bytes(shard, options, topology, micro_batches),
         memory=estimate_memory(shard, options, step.partition),
         exact=not reasons,
         assumptions=assumptions(shard, options),
@@ -133,7 +133,7 @@ def _simulate_stage_3(
     return _SimulatedStep(calls=step.calls, partition=partition, inexact_reasons=reasons)
 
 
-def _lower_bound(
+def _reference_bytes(
     model: ModelShape, options: DsOptions, topology: Topology, micro_batches: int
 ) -> float:
     width = BYTES_OF[options.communication_dtype]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ...metrics.step_record import CollectiveTotals
-from ..collectives.ops import wire_factor
+from ..collectives.collective_table import wire_factor
 from .model_memory import MemoryEstimate
 from .model_shape import BYTES_OF
 

@@ -57,9 +57,9 @@ class EngineInstrumentation:
         return self._earlier_ns + self._engine_hooks.cost_ns
 
     @property
-    def untrained_ns(self) -> int:
+    def forward_only_ns(self) -> int:
         """Nanoseconds of forward passes and evaluations since the last step, before a backward."""
-        return self._context.phase_timer.untrained_ns()
+        return self._context.phase_timer.forward_only_ns()
 
     def rebind_engine(self, engine: Any) -> None:
         """Move the hooks to another engine, between two steps.
@@ -80,14 +80,14 @@ class EngineInstrumentation:
         self._context.fail_open.call("discard window", self._engine_hooks.discard_window)
 
     @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def checkpoint_phase(self) -> Iterator[None]:
         """Return a context whose time counts as checkpoint time, not as training or a hang."""
         call, phase_timer = self._context.fail_open.call, self._context.phase_timer
-        call("suspend", phase_timer.enter, CHECKPOINT)
+        call("checkpoint phase", phase_timer.enter, CHECKPOINT)
         try:
             yield
         finally:
-            call("suspend", phase_timer.leave)
+            call("checkpoint phase", phase_timer.leave)
 
     def restore(self) -> None:
         """Remove the hooks. Safe to call twice."""

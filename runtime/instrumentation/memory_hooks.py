@@ -16,7 +16,7 @@ from ...metrics.catalog.labels import PHASES
 from ..common.fail_open import FailOpen
 from ..common.phase_timer import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, PhaseTimer
 from ..devices.libc_memory import free_heap_bytes
-from ..memory.categories import Held, larger_of
+from ..memory.categories import EngineBytes, elementwise_max
 from ..memory.engine_memory import bytes_by_category
 from ..memory.forecast.forecast_service import MemoryForecasts
 from ..memory.forecast.peak_readings import Shape
@@ -86,8 +86,8 @@ class MemoryHooks:
         self._on_phase_end = fail_open.wrap("memory phases", self._read_phase)
         self._pass_readings_left = self._other_readings_left = 0
         self._phase_peaks: dict[str, dict[str, float]] = {}
-        self._held_in_backward: Held | None = None
-        self._held_before: Held | None = None
+        self._held_in_backward: EngineBytes | None = None
+        self._held_before: EngineBytes | None = None
         self._detail_cost_seconds = 0.0
 
     def rebind_engine(self, engine: Any) -> None:
@@ -131,7 +131,7 @@ class MemoryHooks:
         self._pass_readings_left = max(self._pass_readings_left, READINGS_OF_UPDATE)
         held = self._sum_tensors(engine)
         if held is not None and self._held_in_backward is not None:
-            held = larger_of(self._held_in_backward, held)
+            held = elementwise_max(self._held_in_backward, held)
         self._held_before = held
 
     def on_step_end(self) -> StepMemorySample | None:
@@ -182,7 +182,7 @@ class MemoryHooks:
             heap_free_bytes=self._timed(free_heap_bytes),
         )
 
-    def _sum_tensors(self, engine: Any) -> Held | None:
+    def _sum_tensors(self, engine: Any) -> EngineBytes | None:
         return self._timed(lambda: self._bytes_by_category(engine))
 
     def _timed(self, read: Callable[[], T]) -> T:

@@ -12,9 +12,9 @@ ACTIVATIONS = "activations"
 OTHER = "other"
 
 # Categories of tensors that the engine holds; the others are computed as remainders.
-HELD = (PARAMETERS, GRADIENTS, OPTIMIZER, COMM_BUFFERS)
-# Bytes of the held categories, by device and category.
-Held = Mapping[str, Mapping[str, int]]
+ENGINE_CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, COMM_BUFFERS)
+# Bytes of these categories, by device and category.
+EngineBytes = Mapping[str, Mapping[str, int]]
 # Categories that may be incomplete at the peak, most likely first.
 _REDUCIBLE = (OTHER, COMM_BUFFERS, GRADIENTS)
 
@@ -22,7 +22,7 @@ _REDUCIBLE = (OTHER, COMM_BUFFERS, GRADIENTS)
 def categories_at_peak(
     before_step: Mapping[str, int],
     after_step: Mapping[str, int],
-    floor_bytes: float,
+    between_steps_bytes: float,
     peak_bytes: float,
     baseline_bytes: float,
 ) -> dict[str, float]:
@@ -33,7 +33,7 @@ def categories_at_peak(
     - parameters: those after the step. optimizer: the same, except in the step that creates its
       states, which do not exist yet at the peak
     - gradients and comm_buffers: the larger of the two moments, as they are temporary
-    - other = floor - baseline - everything that the engine holds after the step
+    - other = bytes between steps - baseline - everything that the engine holds after the step
     - activations: the remainder, including all that lives only within a pass
 
     If the others exceed peak - baseline, some of them did not exist at the peak: other,
@@ -42,8 +42,8 @@ def categories_at_peak(
     Args:
         before_step: Bytes by category before the optimizer step, with gradients; may be empty.
         after_step: Bytes by category after it.
-        floor_bytes: Bytes in use after the step. On CPU, RSS minus the free heap of the C library
-            (`free_heap_bytes`), as the next pass allocates from that.
+        between_steps_bytes: Bytes in use after the step. On CPU, RSS minus the free heap of the C
+            library (`free_heap_bytes`), as the next pass allocates from that.
         peak_bytes: Peak during forward and backward.
         baseline_bytes: Bytes in use for anything but training, see `baseline`.
     """
@@ -55,7 +55,7 @@ def categories_at_peak(
         GRADIENTS: _larger(before_step, after_step, GRADIENTS),
         OPTIMIZER: float(optimizer),
         COMM_BUFFERS: _larger(before_step, after_step, COMM_BUFFERS),
-        OTHER: max(0.0, floor_bytes - baseline_bytes - held),
+        OTHER: max(0.0, between_steps_bytes - baseline_bytes - held),
     }
     remainder = peak_bytes - baseline_bytes - sum(bytes_of.values())
     return {**_reduce(bytes_of, -remainder), ACTIVATIONS: max(0.0, remainder)}
@@ -75,7 +75,7 @@ def baseline(device: str, in_use_bytes: float, held: Mapping[str, int]) -> float
     return max(0.0, in_use_bytes - sum(held.values())) if device == "cpu" else 0.0
 
 
-def larger_of(one: Held, other: Held) -> dict[str, dict[str, int]]:
+def elementwise_max(one: EngineBytes, other: EngineBytes) -> dict[str, dict[str, int]]:
     """Return the larger bytes of two samples of an engine, for each device and category.
 
     Under ZeRO-1 and 2 the reduction buckets exist only until the backward pass ends: a sample taken

@@ -27,7 +27,14 @@ from typing import Any
 import torch
 
 from ..devices.libc_memory import resident_bytes
-from .categories import COMM_BUFFERS, GRADIENTS, HELD, OPTIMIZER, PARAMETERS, Held
+from .categories import (
+    COMM_BUFFERS,
+    ENGINE_CATEGORIES,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    EngineBytes,
+)
 
 _IN_FLIGHT = (
     "optimizer.parameter_offload.param_coordinator"
@@ -99,7 +106,7 @@ _EMPTY: Mapping[str, Any] = {}
 _CPU = torch.device("cpu")
 
 
-def bytes_by_category(engine: Any) -> Held:
+def bytes_by_category(engine: Any) -> EngineBytes:
     """Return the bytes an engine holds, by device ("cpu", "cuda:0") and category.
 
     Args:
@@ -109,7 +116,7 @@ def bytes_by_category(engine: Any) -> Held:
     held: dict[str, dict[str, int]] = {}
     for _, category, objects in engine_tensors(engine):
         for device, size in _new_bytes(objects, seen, as_buffers=category == COMM_BUFFERS).items():
-            by_category = held.setdefault(str(device), dict.fromkeys(HELD, 0))
+            by_category = held.setdefault(str(device), dict.fromkeys(ENGINE_CATEGORIES, 0))
             by_category[category] += size
     return held
 

@@ -163,7 +163,7 @@ class LeakMonitor:
         """Add the readings at the end of a step, by device."""
         for device, point in points.items():
             state = self._devices.setdefault(device, _DeviceState())
-            state.points.append((point.step, point.floor_bytes))
+            state.points.append((point.step, point.between_steps_bytes))
 
     def add_categories(self, step: int, categories: Mapping[str, Mapping[str, float]]) -> None:
         """Add the categories of a step that was sampled in detail, by device."""

@@ -72,7 +72,8 @@ class MemoryMetrics:
         categories = categories_at_peak(
             detail.held_before.get(device, {}),
             detail.held_after.get(device, {}),
-            floor_bytes=states["allocated"] - (detail.heap_free_bytes if device == "cpu" else 0),
+            between_steps_bytes=states["allocated"]
+            - (detail.heap_free_bytes if device == "cpu" else 0),
             peak_bytes=max(passes),
             baseline_bytes=self._baseline_bytes.get(device, 0.0),
         )

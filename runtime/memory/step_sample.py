@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .categories import Held
+from .categories import EngineBytes
 from .forecast.peak_readings import PeakPoint, Shape
 from .memory_reader import Reading, Readings
 
@@ -23,8 +23,8 @@ class DetailedSample:
     """
 
     phase_peaks: Mapping[str, Mapping[str, float]]
-    held_before: Held
-    held_after: Held
+    held_before: EngineBytes
+    held_after: EngineBytes
     heap_free_bytes: int
 
 
@@ -71,10 +71,10 @@ def _point(step: int, states: Reading, shapes: tuple[Shape, ...]) -> PeakPoint:
     return PeakPoint(
         step=step,
         peak_bytes=peak,
-        floor_bytes=states["allocated"],
+        between_steps_bytes=states["allocated"],
         limit_bytes=states.get("limit", float("inf")),
         reserved_bytes=states.get("peak_reserved", peak),
-        unusable_bytes=states.get("unusable", 0.0),
+        fragmented_bytes=states.get("unusable", 0.0),
         retries=states.get("alloc_retries", 0.0),
         shapes=shapes,
     )

@@ -112,7 +112,7 @@ class Advisor:
                 self._advised.add(advice)
                 reporter.on_decision(
                     Decision(
-                        proposal=proposal, inputs=inputs, verdict="advised", reason=proposal.why
+                        proposal=proposal, inputs=inputs, verdict="advised", reason=proposal.reason
                     )
                 )
             seen.add(group)

@@ -25,7 +25,7 @@ from ..instrumentation.engine_instrumentation import EngineInstrumentation
 from ..instrumentation.flops import flops_counter, publish_peak
 from ..instrumentation.watch_context import WatchContext
 from .advisor import Advisor
-from .cross_rank_monitor import CrossRankMonitor
+from .comparison_monitor import ComparisonMonitor
 from .device_sampler import DeviceSampler
 from .memory_monitor import MemoryMonitor
 from .otel_exporter import OtelExporter
@@ -99,13 +99,13 @@ def build_watch(
             undo.callback(probe.close)
         memory = MemoryMonitor(context, engine, probes)
         undo.callback(memory.close)
-        cross_rank = CrossRankMonitor(context)
+        comparison = ComparisonMonitor(context)
         otel = OtelExporter(context, partial(hardware_ids, device_index=device))
         undo.callback(otel.close)
         advisor = Advisor(context, otel.send)
         subscriptions = Subscriptions(fail_open)
         undo.callback(subscriptions.close)
-        listeners = [*cross_rank.listeners, subscriptions.enqueue]
+        listeners = [*comparison.listeners, subscriptions.enqueue]
         undo.callback(folder.close)
         thread = WatchThread(
             step_metrics=step_metrics,
@@ -116,7 +116,7 @@ def build_watch(
                 settings.sampling.device_interval_seconds,
             ),
             memory=memory,
-            cross_rank=cross_rank,
+            comparison=comparison,
             folder=folder,
             otel=otel,
             events=calls.events,
@@ -134,10 +134,10 @@ def build_watch(
         calls.groups.set_roles(role_of, p2p_role)
         step_metrics.publish_calls_before_start(calls.drain())
         calls.groups.drain_coverage()
-        calls.connect(phase_timer, thread.enqueue, cross_rank.on_collective_error)
-        undo.callback(cross_rank.close_hooks)
+        calls.connect(phase_timer, thread.enqueue, comparison.on_collective_error)
+        undo.callback(comparison.close_hooks)
         instrumentation = EngineInstrumentation(
-            context, engine, memory.hooks, thread.enqueue, cross_rank.profiler
+            context, engine, memory.hooks, thread.enqueue, comparison.profiler
         )
         undo.callback(instrumentation.restore)
 
@@ -147,7 +147,7 @@ def build_watch(
             instrumentation=instrumentation,
             memory=memory,
             thread=thread,
-            cross_rank=cross_rank,
+            comparison=comparison,
             otel=otel,
             folder=folder,
             subscriptions=subscriptions,
@@ -167,20 +167,20 @@ def build_watch(
             collectives=collectives,
             instrumentation=instrumentation,
             memory=memory,
-            cross_rank=cross_rank,
+            comparison=comparison,
             otel=otel,
             advisor=advisor,
             thread=thread,
         )
         thread.start(
             {
-                **cross_rank.periodic_tasks,
+                **comparison.periodic_tasks,
                 "memory": memory.publish,
                 "advisor": advisor.poll,
                 "run folder": run_info.poll,
                 "overhead": overhead.publish,
             }
         )
-        cross_rank.start()
+        comparison.start()
         undo.pop_all()
     return watch

@@ -9,7 +9,7 @@ from ...metrics.catalog import overhead, training
 from ..collectives.instrument import CollectiveInstrumentation
 from ..instrumentation.engine_instrumentation import EngineInstrumentation
 from ..instrumentation.watch_context import WatchContext
-from .cross_rank_monitor import CrossRankMonitor
+from .comparison_monitor import ComparisonMonitor
 from .memory_monitor import MemoryMonitor
 from .otel_exporter import OtelExporter
 from .run_folder import RunFolder
@@ -28,14 +28,14 @@ class OverheadMetrics:
         instrumentation: EngineInstrumentation,
         memory: MemoryMonitor,
         thread: WatchThread,
-        cross_rank: CrossRankMonitor,
+        comparison: ComparisonMonitor,
         otel: OtelExporter,
         folder: RunFolder,
         subscriptions: Subscriptions,
     ) -> None:
         self._context = context
         self._collectives, self._instrumentation = collectives, instrumentation
-        self._memory, self._thread, self._cross_rank = memory, thread, cross_rank
+        self._memory, self._thread, self._comparison = memory, thread, comparison
         self._otel, self._folder, self._subscriptions = otel, folder, subscriptions
         context.recorder.set_function(
             overhead.DEAD_THREADS, lambda: context.fail_open.num_dead_threads
@@ -61,7 +61,7 @@ class OverheadMetrics:
             "hooks": (self._instrumentation.cost_ns + self._memory.cost_ns) / 1e9,
             "collectives": self._collectives.total_cost_ns / 1e9,
             "watch_thread": self._thread.cpu_seconds,
-            "cross_rank_thread": self._cross_rank.cpu_seconds,
+            "cross_rank_thread": self._comparison.cpu_seconds,
         }
         return seconds | ({"otlp_thread": self._otel.cpu_seconds} if self._otel.is_on else {})
 

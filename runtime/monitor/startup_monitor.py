@@ -34,7 +34,7 @@ class StartupMonitor:
 
     Args:
         has_stepped: Whether a step has ended.
-        untrained_ns: Returns the time of forward passes and evaluations; 0 after a backward.
+        forward_only_ns: Returns the time of forward passes and evaluations; 0 after a backward.
         fail_open: Guards the checks.
         first_seconds: Time before the first check, and between two.
     """
@@ -42,12 +42,12 @@ class StartupMonitor:
     def __init__(
         self,
         has_stepped: Callable[[], bool],
-        untrained_ns: Callable[[], int],
+        forward_only_ns: Callable[[], int],
         fail_open: FailOpen,
         first_seconds: float = FIRST_SECONDS,
     ) -> None:
-        self._has_stepped, self._untrained_ns = has_stepped, untrained_ns
-        self._last_untrained_ns = 0
+        self._has_stepped, self._forward_only_ns = has_stepped, forward_only_ns
+        self._last_forward_only_ns = 0
         self._check = fail_open.wrap("startup", self.check)
         self._seconds = first_seconds
         self._stopped = threading.Event()
@@ -78,9 +78,9 @@ class StartupMonitor:
 
     def check(self, waited_seconds: float) -> None:
         """Log once for each lock, and once in all, where the process is."""
-        lock, untrained_ns = awaited_lock(), self._untrained_ns()
-        evaluates = untrained_ns > self._last_untrained_ns
-        self._last_untrained_ns = untrained_ns
+        lock, forward_only_ns = awaited_lock(), self._forward_only_ns()
+        evaluates = forward_only_ns > self._last_forward_only_ns
+        self._last_forward_only_ns = forward_only_ns
         if lock is not None:
             self._log_once(str(lock), logging.WARNING, _lock_line(lock), waited_seconds)
         elif self._is_initializing and not evaluates:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..collectives.instrument import CollectiveInstrumentation
     from ..instrumentation.engine_instrumentation import EngineInstrumentation
     from .advisor import Advisor
-    from .cross_rank_monitor import CrossRankMonitor
+    from .comparison_monitor import ComparisonMonitor
     from .memory_monitor import MemoryMonitor
     from .otel_exporter import OtelExporter
     from .overhead_metrics import OverheadMetrics
@@ -69,7 +69,7 @@ class Watch:
         collectives: CollectiveInstrumentation,
         instrumentation: EngineInstrumentation,
         memory: MemoryMonitor,
-        cross_rank: CrossRankMonitor,
+        comparison: ComparisonMonitor,
         otel: OtelExporter,
         advisor: Advisor,
         thread: WatchThread,
@@ -79,7 +79,7 @@ class Watch:
         self._engine, self._listeners, self._subscriptions = engine, listeners, subscriptions
         self._server, self._folder, self._run_info = server, folder, run_info
         self._collectives, self._instrumentation = collectives, instrumentation
-        self._memory, self._cross_rank = memory, cross_rank
+        self._memory, self._comparison = memory, comparison
         self._otel, self._thread = otel, thread
         self._withdraw_targets = fail_open.wrap("run folder", folder.withdraw_targets)
         self._publish_overhead = fail_open.wrap("overhead", overhead.publish)
@@ -102,9 +102,9 @@ class Watch:
         return not self._closed
 
     @property
-    def untrained_ns(self) -> int:
+    def forward_only_ns(self) -> int:
         """Nanoseconds of forward passes and evaluations since the last step, before a backward."""
-        return self._instrumentation.untrained_ns
+        return self._instrumentation.forward_only_ns
 
     def watches(self, engine: Any) -> bool:
         """Whether this engine is the watched one."""
@@ -147,16 +147,16 @@ class Watch:
             return
         self._instrumentation.rebind_engine(engine)
         self._memory.rebind_engine(engine)
-        self._cross_rank.rebind_engine(engine)
+        self._comparison.rebind_engine(engine)
         self._run_info.rebind_engine()
 
     def discard_window(self) -> None:
         """Discard the micro-batches since the last step: they are run again, or dropped."""
         self._instrumentation.discard_window()
 
-    def suspended(self) -> AbstractContextManager[None]:
+    def checkpoint_phase(self) -> AbstractContextManager[None]:
         """Return a context whose time counts as checkpoint time, such as a rebuild's."""
-        return self._instrumentation.suspended()
+        return self._instrumentation.checkpoint_phase()
 
     def snapshot(self) -> Snapshot:
         """Return all metric values as they are now."""
@@ -186,7 +186,7 @@ class Watch:
                 lambda: self._thread.enqueue(self._collectives.call_recorder.drain()),
                 self._thread.stop,
                 self._subscriptions.close,
-                self._cross_rank.stop,
+                self._comparison.stop,
                 self._memory.close,
             )
             self.recorder.set(training.RUN_ACTIVE, 0)
@@ -207,7 +207,7 @@ class Watch:
         """Deactivate the watch in a forked child: close the sockets, touch no thread."""
         self._closed = True
         self._server.close()
-        self._cross_rank.forget_hooks()
+        self._comparison.forget_hooks()
         self._otel.close_after_fork()
         self._close_hooks()
 
@@ -215,7 +215,7 @@ class Watch:
         self._close_parts(
             self._instrumentation.restore,
             self._memory.close_hooks,
-            self._cross_rank.close_hooks,
+            self._comparison.close_hooks,
             self._collectives.close,
         )
 
@@ -257,7 +257,7 @@ class NullWatch:
     def discard_window(self) -> None:
         """Do nothing."""
 
-    def suspended(self) -> AbstractContextManager[None]:
+    def checkpoint_phase(self) -> AbstractContextManager[None]:
         """Return a context in which nothing is counted."""
         return nullcontext()
 

@@ -24,7 +24,7 @@ from ..collectives.totals import PeriodTotals, StepCommTotals
 from ..common import accelerator
 from ..common.fail_open import FailOpen
 from ..instrumentation.raw_step import RawStep
-from .cross_rank_monitor import CrossRankMonitor
+from .comparison_monitor import ComparisonMonitor
 from .device_sampler import DeviceSampler
 from .memory_monitor import MemoryMonitor
 from .otel_exporter import OtelExporter
@@ -59,7 +59,7 @@ class WatchThread:
         step_metrics: Turns steps into metrics.
         sampler: Reads the devices.
         memory: Gets each step's memory sample; returns the risk by device.
-        cross_rank: Gets each step's time by phase.
+        comparison: Gets each step's time by phase.
         folder: Writes each step's record as soon as it is complete.
         otel: Gets the steps of each second with their calls, if it makes traces.
         events: Gets back the device events that were read.
@@ -80,7 +80,7 @@ class WatchThread:
         step_metrics: StepMetrics,
         sampler: DeviceSampler,
         memory: MemoryMonitor,
-        cross_rank: CrossRankMonitor,
+        comparison: ComparisonMonitor,
         folder: RunFolder,
         otel: OtelExporter,
         events: EventPool,
@@ -94,7 +94,7 @@ class WatchThread:
         self._add_memory_sample = fail_open.wrap("memory", memory.add_step)
         self._events = events
         self._append = fail_open.wrap("run log", folder.append)
-        self._add_step_times = fail_open.wrap("step times", cross_rank.add_step_times)
+        self._add_step_times = fail_open.wrap("step times", comparison.add_step_times)
         self._listeners = listeners
         self._trace = fail_open.wrap("traces", otel.trace) if otel.makes_traces else None
         self._on_device = on_device

@@ -288,7 +288,7 @@ class EngineHolder:
             return config  # which `rebuild` refuses on all ranks, if one of them has it
 
     def _build_replacement(self, config: Mapping[str, Any]) -> Any:
-        with self._watch.suspended():
+        with self._watch.checkpoint_phase():
             return rebuild(
                 self.engine, config, make_engine=self._make_engine, host_group=self._host_group
             )

@@ -14,12 +14,13 @@ from typing import Any
 
 from deepspeed.comm import comm as deepspeed_comm
 
+from ...errors import PeerOutOfMemoryError
 from ..common.host_group import HostGroup
 from ..engine.live_settings.activation_checkpointing import ModuleSelector
 from ..memory.oom.oom_error import is_caused_by_oom
 from .engine_holder import EngineHolder
 from .oom_recovery.abort_window import abort_unsupported_reason, abort_window
-from .oom_recovery.collective_guard import CollectiveGuard, PeerOutOfMemory
+from .oom_recovery.collective_guard import CollectiveGuard
 from .oom_recovery.escalation import EscalationPolicy
 from .oom_recovery.micro_batch_planner import MicroBatchPlanner, PeakHistory
 from .oom_recovery.replay import OomReplay
@@ -214,7 +215,7 @@ class WindowRunner:
     def _record_fatal_oom(self, local_batches: LocalBatches, error: BaseException) -> None:
         """Record an out-of-memory error that ends this run; ignores other errors."""
         is_own = is_caused_by_oom(error)
-        if is_own or isinstance(error, PeerOutOfMemory):
+        if is_own or isinstance(error, PeerOutOfMemoryError):
             self._metrics.count_failed_window()
         if is_own:
             count = self.replay.planner.micro_batches(local_batches)

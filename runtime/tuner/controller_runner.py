@@ -90,16 +90,16 @@ class ControllerRunner:
         self._flush()
         self._guarded(self._controller.on_window_failed)
 
-    def next_switch(self, *, stop_trial: bool = False) -> SwitchRequest | None:
+    def next_switch(self, *, pause_trial: bool = False) -> SwitchRequest | None:
         """Return the switch that all ranks are to make; None if there is none.
 
         Args:
-            stop_trial: Whether what is on trial must be taken out of use, e.g. for a checkpoint.
+            pause_trial: Whether what is on trial must be taken out of use, e.g. for a checkpoint.
         """
         self._flush()
         next_switch = (
             self._controller.pause_trial
-            if stop_trial
+            if pause_trial
             else self._controller.configuration.pending_switch
         )
         answer = self._guarded(lambda: (next_switch(),))  # in a tuple: None is an error
@@ -115,7 +115,7 @@ class ControllerRunner:
             self._in_use = request.target
         elif not request.checked:  # a failed rollback is not repeated
             self._in_use = self._controller.configuration.known_good
-        if request.why == _OWN_FAILURE:  # the controller reports nothing any more
+        if request.reason == _OWN_FAILURE:  # the controller reports nothing any more
             _log_rollback(result)
         self._guarded(lambda: self._controller.on_switched(request, result))
         self._sync_state()
@@ -154,7 +154,7 @@ class ControllerRunner:
     @property
     def _rollback_switch(self) -> SwitchRequest:
         known_good = self._controller.configuration.known_good
-        return SwitchRequest(target=known_good, why=_OWN_FAILURE, checked=False)
+        return SwitchRequest(target=known_good, reason=_OWN_FAILURE, checked=False)
 
     def _call(self, function: Callable[[], T]) -> T:
         return function()
@@ -177,7 +177,7 @@ def _log_rollback(result: SwitchResult) -> None:
     if result.done:
         logger.warning("trial rolled back on all ranks: %s", _OWN_FAILURE)
     else:
-        left = f"; left: {result.left}" if result.left else ""
+        left = f"; left: {result.remaining_changes}" if result.remaining_changes else ""
         logger.error(
             "trial could not be undone, training continues with it (%s%s)", result.reason, left
         )

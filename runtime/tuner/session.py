@@ -48,7 +48,7 @@ class TunerSession(Protocol):
     def on_window_end(self, result: StepResult) -> None:
         """Handle a committed window."""
 
-    def stop_trial(self) -> None:
+    def pause_trial(self) -> None:
         """Roll back what is on trial, e.g. before a checkpoint."""
 
     def exclude_step_time(self) -> None:
@@ -75,7 +75,7 @@ class NullTunerSession:
     def on_window_end(self, result: StepResult) -> None:
         """Do nothing."""
 
-    def stop_trial(self) -> None:
+    def pause_trial(self) -> None:
         """Do nothing."""
 
     def exclude_step_time(self) -> None:
@@ -135,7 +135,7 @@ class ActiveTunerSession:
         if self._is_in_window:
             self._on_window_failed()
             if self.is_on_trial:  # it may be the cause, and the next window would fail too
-                self._switch_all_ranks(stop_trial=True)
+                self._switch_all_ranks(pause_trial=True)
             self.exclude_step_time()
         self._is_in_window = True
 
@@ -163,13 +163,13 @@ class ActiveTunerSession:
                 self._runner.on_window_end(step)
         self._last_end = now
         if opened.tuner_statuses[0].exchanges_switch_request:
-            self._switch_all_ranks(stop_trial=False)
+            self._switch_all_ranks(pause_trial=False)
 
-    def stop_trial(self) -> None:
+    def pause_trial(self) -> None:
         """Roll back what is on trial, and exclude what follows from step times."""
         if self._is_in_window:
             self._on_window_failed()
-        self._switch_all_ranks(stop_trial=True)
+        self._switch_all_ranks(pause_trial=True)
         self.exclude_step_time()
 
     def exclude_step_time(self) -> None:
@@ -199,10 +199,10 @@ class ActiveTunerSession:
             is_on_trial=runner is not None and runner.is_on_trial,
         )
 
-    def _switch_all_ranks(self, *, stop_trial: bool) -> None:
+    def _switch_all_ranks(self, *, pause_trial: bool) -> None:
         request: SwitchRequest | None = None
         if self._runner is not None:
-            request = self._runner.next_switch(stop_trial=stop_trial)
+            request = self._runner.next_switch(pause_trial=pause_trial)
         applied = switch_all_ranks(self._host_group, self._knobs, request)
         if applied is not None:
             self._oom_risk.invalidate(now=self._engine_holder.engine.global_steps)

@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from ...errors import ZerowatchError
-from ..common.all_or_none import is_peer_failure
+from ..common.collective_attempt import is_peer_failure
 from ..common.host_group import HostCollectives
 from ..common.undo import FAILURES, Undo
 from .policy.policy_types import Configuration, KnobSetter, SwitchRequest, SwitchResult
@@ -75,19 +75,21 @@ def apply_switch(
             return SwitchResult(done=True, seconds=clock() - began)
         transaction.undo()
         undone = not host_group.all_max(int(not transaction.is_as_before))
-        left = "" if undone else "; ".join(_gather(transaction.left, host_group))
+        changes = "" if undone else "; ".join(_gather(transaction.remaining_changes, host_group))
     except (RuntimeError, ZerowatchError):
         transaction.undo()
         raise
     if not undone:
-        logger.error("rollback incomplete after: %s; left: %s", failure.reason, left or "unknown")
+        logger.error(
+            "rollback incomplete after: %s; left: %s", failure.reason, changes or "unknown"
+        )
     return SwitchResult(
         done=False,
         reason=failure.reason,
         seconds=clock() - began,
         refused=failure.refused,
         undone=undone,
-        left=left,
+        remaining_changes=changes,
     )
 
 
@@ -156,7 +158,7 @@ class _RankTransaction:
         return same and not self._undo_failed
 
     @property
-    def left(self) -> str:
+    def remaining_changes(self) -> str:
         """What this rank reads back that is not as before, as text."""
         try:
             now, before = dict(self._knobs.values()), self._before or {}
@@ -173,7 +175,7 @@ class _RankTransaction:
             self.fault = Fault.OTHER_RANK if is_peer_failure(error) else Fault.THIS_RANK
         if self.problem is not None:
             self.fault = self.fault or Fault.THIS_RANK
-            logger.warning("%s: %s failed: %s", self._request.why, phase, self.problem)
+            logger.warning("%s: %s failed: %s", self._request.reason, phase, self.problem)
 
 
 class _Failure(NamedTuple):
@@ -212,7 +214,7 @@ def _to_json(request: SwitchRequest | None) -> str:
     if request is None:
         return json.dumps(None)
     return json.dumps(
-        {"target": dict(request.target), "why": request.why, "checked": request.checked}
+        {"target": dict(request.target), "reason": request.reason, "checked": request.checked}
     )
 
 

@@ -63,10 +63,10 @@ def parse_line(line: bytes) -> RecordedDecision:
     data = orjson.loads(line)
     if data["schema"] != SCHEMA_VERSION:
         raise ValueError(f"schema {data['schema']} is not {SCHEMA_VERSION}")
-    design = data["plan"]
+    design = data["design"]
     return RecordedDecision(
         decision=_parse_decision(data),
-        inputs=_parse_inputs(data["situation"]),
+        inputs=_parse_inputs(data["inputs"]),
         design=None if design is None else _parse_design(design),
         times=data["times"],
     )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...common import accelerator
-from ...initialize import close_watch
+from ...entry_points import close_watch
 from ...monitor.watch import WatchHandle
 from ...training_run import TrainingRun
 from .console import DemoConsole

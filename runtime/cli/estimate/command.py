@@ -172,7 +172,7 @@ def _as_json(
         "parameters": model.num_parameters,
         "trained_parameters": model.num_trained,
         "batch": {**asdict(batch), "activation_bytes": activation_bytes},
-        "plans": [
+        "estimates": [
             {
                 **asdict(estimate),
                 "wire_bytes": estimate.wire_bytes,

@@ -9,8 +9,8 @@ from statistics import median
 from ....metrics.catalog import communication
 from ....metrics.catalog.labels import OPS, OWN_GROUP, PHASES
 from ....metrics.recorder import Recorder
+from ...collectives.collective_table import POINT_TO_POINT
 from ...collectives.groups import CollectiveCall, RankSet
-from ...collectives.ops import POINT_TO_POINT
 from .call_sequence import UNEVEN
 from .link_estimate import Link, LinkEstimate
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ....errors import ZerowatchError
 from ...common.deepspeed_internals import clear_release_cache
-from ...common.undo import Undo, UndoOnce, all_or_none, own_attributes, restore_attributes
+from ...common.undo import Undo, UndoOnce, apply_all, own_attributes, restore_attributes
 from .zero_optimizer import synchronize_device, total_elements, zero_3_optimizer
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class ActivationCheckpointing:
         changes: list[Callable[[], Undo]] = [partial(self._switch_on, engine.module)]
         if zero_3_optimizer(engine) is not None:
             changes.append(_clear_release_cache)
-        return all_or_none(changes)
+        return apply_all(changes)
 
     def _switch_on(self, model: nn.Module) -> Undo:
         if self._modules is None and _has_own_switch(model):
@@ -90,7 +90,7 @@ class ActivationCheckpointing:
             return _enable_own_switch(model)
         modules = choose_modules(model, self._modules)
         logger.info("activation checkpointing on for %s", ", ".join(modules))
-        return all_or_none(partial(checkpoint_forward, module) for module in modules.values())
+        return apply_all(partial(checkpoint_forward, module) for module in modules.values())
 
 
 def _clear_release_cache() -> Undo:

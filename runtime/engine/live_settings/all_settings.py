@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ...common.deepspeed_internals import ENGINE, missing_reason
-from ...common.undo import Undo, all_or_none, set_attributes
+from ...common.undo import Undo, apply_all, set_attributes
 from .bucket_settings import (
     CONTIGUOUS_GRADIENTS_SETTING,
     MULTI_RANK_BUCKET_ALLREDUCE_SETTING,
@@ -79,7 +79,7 @@ class MinimalBuckets:
 
     def attach(self, engine: Any) -> Undo:
         """Lower the sizes between two windows, and return the undo."""
-        return all_or_none(
+        return apply_all(
             partial(setting.apply, engine, minimum) for setting, minimum in _to_lower(engine)
         )
 

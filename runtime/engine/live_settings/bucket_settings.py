@@ -26,7 +26,7 @@ from ...common.deepspeed_internals import (
     missing_reason,
 )
 from ...common.patching import AttributePatch
-from ...common.undo import FAILURES, Undo, UndoOnce, all_or_none, chain, set_attributes
+from ...common.undo import FAILURES, Undo, UndoOnce, apply_all, chain, set_attributes
 from .live_setting import LiveSetting, SettingValue
 from .zero_optimizer import (
     largest_itemsize,
@@ -71,7 +71,7 @@ class _ReduceBucketSize(LiveSetting):
         changes = [partial(set_attributes, zero, reduce_bucket_size=value)]
         if zero_3_optimizer(engine) is not None:
             changes.append(partial(_resize_buffers, zero, value))
-        return all_or_none(changes)
+        return apply_all(changes)
 
     def _is_consistent(self, engine: Any, value: SettingValue) -> bool:
         zero_3 = zero_3_optimizer(engine)
@@ -236,7 +236,7 @@ class _OverlapComm(LiveSetting):
         reduce_stream = accelerator.Stream() if value else accelerator.default_stream()
         gather_stream = accelerator.Stream() if value else accelerator.default_stream()
         offload, coordinator = zero_3.parameter_offload, param_coordinator(zero_3)
-        return all_or_none(
+        return apply_all(
             [
                 partial(set_attributes, zero_3, reduce_and_partition_stream=reduce_stream),
                 partial(set_attributes, offload, **{_ALLGATHER_STREAM: gather_stream}),

@@ -15,9 +15,9 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init
 
 from ....errors import RebuildError
-from ...collectives.ops import Guard, guarded_methods
+from ...collectives.collective_table import Guard, guarded_methods
 from ...common import accelerator
-from ...common.all_or_none import CollectiveAttempt, PeerAttemptError
+from ...common.collective_attempt import CollectiveAttempt, PeerAttemptError
 from ...common.ds_config import zero_stage
 from ...common.host_group import HostCollectives
 from ...common.patching import PatchSet

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...common.all_or_none import CollectiveAttempt
+from ...common.collective_attempt import CollectiveAttempt
 from ...common.host_group import new_host_group
 from .optimizer_layout import (
     OptimizerTensor,

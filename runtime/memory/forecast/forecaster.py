@@ -54,7 +54,7 @@ _RECORD_EXCESSES = np.array((0.25, 0.75, 1.75))
 # Peaks that differ from the largest by less than this share of their rise count as equal to it.
 _SAME_RATIO = 1e-3
 # Columns of the table of readings.
-_STEP, _FLOOR, _UNUSABLE = range(3)
+_STEP, _FLOOR, _FRAGMENTED = range(3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +74,9 @@ class MemoryForecast:
         error_ratio: Median absolute error of the last predictions, relative to the observed peak.
         limit_bytes: The current limit, or what was reserved at the allocator's last retry; infinite
             without either.
-        model: Predicts a peak from micro-batches and floor.
-        floor_bytes: Memory in use before the next step.
-        unusable_bytes: Memory lost to fragmentation in the next step.
+        model: Predicts a peak from micro-batches and the memory in use between steps.
+        between_steps_bytes: Memory in use before the next step.
+        fragmented_bytes: Memory lost to fragmentation in the next step.
         tail: Distribution of the errors of predicting the next step.
     """
 
@@ -88,20 +88,20 @@ class MemoryForecast:
     error_ratio: float
     limit_bytes: float
     model: PeakModel
-    floor_bytes: float
-    unusable_bytes: float
+    between_steps_bytes: float
+    fragmented_bytes: float
     tail: ErrorTail
 
     def predict_peak(self, shape: Shape) -> float:
         """Return the median peak of a step of this micro-batch, in bytes."""
-        return self.model.predict((shape,), self.floor_bytes)
+        return self.model.predict((shape,), self.between_steps_bytes)
 
     def batch_risk(self, shape: Shape) -> float:
         """Return the probability that this micro-batch exceeds the limit if it runs next."""
         if self.limit_bytes == inf:
             return 0.0
         predicted = self.predict_peak(shape)
-        margin = self.limit_bytes - self.unusable_bytes - predicted
+        margin = self.limit_bytes - self.fragmented_bytes - predicted
         further = predicted - self.predicted_peak_bytes
         if further > 0:
             margin *= self.tail.width / (self.tail.width + EXTRAPOLATION_RATIO * further)
@@ -129,7 +129,7 @@ class Forecaster:
         self._reservable = inf
         self._since_retry = 0
         # As of the last forecast:
-        self._floor = self._unusable = Trend(level=0.0)
+        self._floor = self._fragmented = Trend(level=0.0)
         self._width = inf
         self._risks: deque[tuple[int, float]] = deque()
 
@@ -146,7 +146,7 @@ class Forecaster:
         if self._num_rows == len(self._rows):
             self._rows[:MAX_POINTS] = self._rows[MAX_POINTS:]
             self._num_rows = MAX_POINTS
-        self._rows[self._num_rows] = (point.step, point.floor_bytes, point.unusable_bytes)
+        self._rows[self._num_rows] = (point.step, point.between_steps_bytes, point.fragmented_bytes)
         self._num_rows += 1
         self._since_fit += 1
 
@@ -209,7 +209,7 @@ class Forecaster:
 
     def _forecast(self, model: PeakModel, errors: PredictionErrors) -> MemoryForecast:
         last, recent = self._points[-1], self._last(RECENT_POINTS)
-        need = last.peak_bytes + last.unusable_bytes
+        need = last.peak_bytes + last.fragmented_bytes
         min_width = max(MIN_WIDTH_BYTES, MIN_WIDTH_RATIO * need)
         rows = self._rows[max(0, self._num_rows - MAX_POINTS) : self._num_rows]
         self._fit_trends(rows, min_width)
@@ -224,11 +224,11 @@ class Forecaster:
             np.array(errors.errors), expected=EXPECTED_WIDTH_RATIO * need, min_width=min_width
         )
         self._width = tail.width
-        predicted = model.predict(predicted_peaks.largest, last.floor_bytes)
+        predicted = model.predict(predicted_peaks.largest, last.between_steps_bytes)
         limit = min(last.limit_bytes, self._reservable)
-        headroom = limit - predicted - last.unusable_bytes
+        headroom = limit - predicted - last.fragmented_bytes
         per_reading = max(float(steps[-1] - steps[0]) / max(len(steps) - 1, 1), 1.0)
-        growth = combine_trends((self._floor, self._unusable, shapes), need, per_reading)
+        growth = combine_trends((self._floor, self._fragmented, shapes), need, per_reading)
         peaks = predicted_peaks.peaks
         if growing_weight(shapes, need, per_reading) > 0.5:  # such as texts sorted by length
             peaks = extrapolate(steps, peaks, shapes)
@@ -241,8 +241,8 @@ class Forecaster:
             error_ratio=float(np.median(self._ratios)) if self._ratios else 0.0,
             limit_bytes=limit,
             model=model,
-            floor_bytes=last.floor_bytes,
-            unusable_bytes=last.unusable_bytes,
+            between_steps_bytes=last.between_steps_bytes,
+            fragmented_bytes=last.fragmented_bytes,
             tail=tail,
         )
 
@@ -257,8 +257,8 @@ class Forecaster:
     def _fit_trends(self, rows: Array, min_width: float) -> None:
         steps = rows[:, _STEP]
         self._floor = fit_trend(steps, rows[:, _FLOOR], min_width)
-        if rows[-1, _UNUSABLE]:
-            self._unusable = fit_trend(steps, rows[:, _UNUSABLE], min_width)
+        if rows[-1, _FRAGMENTED]:
+            self._fragmented = fit_trend(steps, rows[:, _FRAGMENTED], min_width)
 
     def _risk(
         self,
@@ -272,9 +272,9 @@ class Forecaster:
         if limit == inf:
             return 0.0
         values, shares = add_records(peaks, self._floor.level)
-        tail = tail.widened(float(np.hypot(self._floor.noise, self._unusable.noise)))
+        tail = tail.widened(float(np.hypot(self._floor.noise, self._fragmented.noise)))
         return risk_ahead(
-            limit - self._unusable.level - values,
+            limit - self._fragmented.level - values,
             shares,
             tail,
             growth,
@@ -288,7 +288,7 @@ class PredictionErrors:
     """Records the prediction errors of one model, on the readings it was fitted to and later ones.
 
     Attributes:
-        errors: Observed minus predicted peak, in bytes, unusable memory included. Memory that
+        errors: Observed minus predicted peak, in bytes, fragmented memory included. Memory that
             appeared in a step and stayed is growth of the floor, not an error of the peak.
         margins: Limit minus predicted peak, in bytes.
     """
@@ -302,14 +302,14 @@ class PredictionErrors:
 
     def add(self, before: PeakPoint, point: PeakPoint) -> float:
         """Add a reading and its predecessor; return the predicted peak in bytes."""
-        predicted = self._model.predict(point.shapes, before.floor_bytes)
+        predicted = self._model.predict(point.shapes, before.between_steps_bytes)
         error = point.peak_bytes - predicted
-        if error > 0 and point.floor_bytes > before.floor_bytes:
-            since = point.peak_bytes - self._model.predict(point.shapes, point.floor_bytes)
+        if error > 0 and point.between_steps_bytes > before.between_steps_bytes:
+            since = point.peak_bytes - self._model.predict(point.shapes, point.between_steps_bytes)
             error = max(since, 0.0)
-        error += point.unusable_bytes - before.unusable_bytes
+        error += point.fragmented_bytes - before.fragmented_bytes
         self.errors.append(error)
-        needed = point.peak_bytes + point.unusable_bytes
+        needed = point.peak_bytes + point.fragmented_bytes
         self.margins.append(point.limit_bytes - needed + error)
         return predicted
 
@@ -328,13 +328,13 @@ class RecentPeaks:
 
 
 def predict_recent(
-    model: PeakModel, points: Sequence[PeakPoint], floor_bytes: float
+    model: PeakModel, points: Sequence[PeakPoint], between_steps_bytes: float
 ) -> RecentPeaks:
     """Predict the peak of each reading from today's floor; distinct shapes are predicted once."""
     known: dict[tuple[Shape, ...], float] = {}
     for point in points:
         if point.shapes not in known:
-            known[point.shapes] = model.predict(point.shapes, floor_bytes)
+            known[point.shapes] = model.predict(point.shapes, between_steps_bytes)
     return RecentPeaks(
         peaks=np.array([known[point.shapes] for point in points]),
         largest=max(known, key=lambda shapes: known[shapes]),
@@ -348,7 +348,7 @@ def extrapolate(steps: Array, peaks: Array, trend: Trend) -> Array:
     return grown
 
 
-def add_records(peaks: Array, floor_bytes: float) -> tuple[Array, Array]:
+def add_records(peaks: Array, between_steps_bytes: float) -> tuple[Array, Array]:
     """Return possible peaks and their probabilities: those observed, and some larger.
 
     By symmetry the last of N + 1 peaks is the maximum with probability 1 / (N + 1). If the maximum
@@ -357,7 +357,7 @@ def add_records(peaks: Array, floor_bytes: float) -> tuple[Array, Array]:
     """
     values, counts = np.unique(peaks, return_counts=True)
     total = len(peaks)
-    at_maximum = values >= values[-1] - _SAME_RATIO * (values[-1] - floor_bytes)
+    at_maximum = values >= values[-1] - _SAME_RATIO * (values[-1] - between_steps_bytes)
     repeats = int(counts[at_maximum].sum())
     record = 10.0 ** (1 - repeats) / (total + 1)
     if len(values) < 4 or repeats > 3:

@@ -97,13 +97,15 @@ class PeakModel:
     reused_ratio: float
     typical_need: float
 
-    def predict(self, shapes: Sequence[Shape], floor_bytes: float) -> float:
-        """Return the median peak of a step of these micro-batches that starts at `floor_bytes`.
+    def predict(self, shapes: Sequence[Shape], between_steps_bytes: float) -> float:
+        """Return the median peak of a step that starts at `between_steps_bytes`.
 
         Takes 1 to 2 us; also called on the training thread.
         """
         need = max([self._need(shape) for shape in shapes]) if shapes else self.typical_need
-        return floor_bytes + max(self.min_rise, need - self.reused_ratio * floor_bytes)
+        return between_steps_bytes + max(
+            self.min_rise, need - self.reused_ratio * between_steps_bytes
+        )
 
     def _need(self, shape: Shape) -> float:
         per_token = self.per_token + self.per_token_pair * shape.length
@@ -233,9 +235,9 @@ def read_features(points: Sequence[PeakPoint]) -> Features:
     if len(known) >= min(MIN_KNOWN, len(pairs)):
         pairs = known
     shapes = [after.shapes if pairs is known else _UNKNOWN for _, after in pairs]
-    levels = [(before.floor_bytes, after.peak_bytes) for before, after in pairs]
+    levels = [(before.between_steps_bytes, after.peak_bytes) for before, after in pairs]
     floors, peaks = np.array(levels, dtype=float).reshape(-1, 2).T
-    reference = points[-1].floor_bytes if points else 0.0
+    reference = points[-1].between_steps_bytes if points else 0.0
     candidates = _candidate_columns(shapes, reference - floors)
     return Features(
         rises=np.maximum(peaks - floors, 0.0),  # the peak is read before the floor

@@ -23,20 +23,20 @@ class PeakPoint:
     Attributes:
         step: The step that has just ended.
         peak_bytes: Peak since the previous reading (CPU: RSS; CUDA: allocated).
-        floor_bytes: Bytes in use now, between steps.
+        between_steps_bytes: Bytes in use now, between steps.
         limit_bytes: Upper bound of `peak_bytes`, as known now; infinite without a limit.
         reserved_bytes: Bytes reserved for this process at its peak (CUDA: reserved; CPU: the peak).
-        unusable_bytes: Bytes reserved in blocks too small to serve a large request.
+        fragmented_bytes: Bytes reserved in blocks too small to serve a large request.
         retries: Total times the allocator freed its cache and retried.
         shapes: Distinct micro-batches since the previous reading; empty if unknown.
     """
 
     step: int
     peak_bytes: float
-    floor_bytes: float
+    between_steps_bytes: float
     limit_bytes: float
     reserved_bytes: float
-    unusable_bytes: float = 0.0
+    fragmented_bytes: float = 0.0
     retries: float = 0.0
     shapes: tuple[Shape, ...] = ()
 

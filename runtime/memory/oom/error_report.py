@@ -111,7 +111,7 @@ class OomReporter:
         return any(id(link) == known_head for link in inner)
 
     def _report_minimal(self, error: OomError) -> OomError:
-        """Report only facts that need no memory, as the planner's tables may not fit."""
+        """Report only facts that need no memory, as the estimator's tables may not fit."""
         try:
             return self._report(error, _MinimalContext(self._context))
         except MemoryError:
@@ -287,9 +287,9 @@ def _memory(evidence: OomEvidence) -> Iterator[str]:
         yield f"  limit: {_size(limit.num_bytes)}, set by {limit.name}"
     else:
         yield "  limit: unknown"
-    unusable = evidence.unusable_bytes
-    if evidence.device != "cpu" and unusable is not None:
-        yield f"  reserved in blocks too small for this request (fragmentation): {_size(unusable)}"
+    fragmented = evidence.fragmented_bytes
+    if evidence.device != "cpu" and fragmented is not None:
+        yield f"  reserved in blocks too small for this request (fragmentation): {_size(fragmented)}"
     if "alloc_retries" in readings:
         yield f"  allocator retries after freeing its cache: {readings['alloc_retries']:.0f}"
     if evidence.growth_bytes_per_step:
@@ -413,10 +413,10 @@ def _best_saving(savings: Sequence[PredictedSaving]) -> PredictedSaving | None:
 
 
 def _fragmentation_advice(evidence: OomEvidence) -> Iterator[str]:
-    unusable, requested = evidence.unusable_bytes, evidence.error.requested_bytes
-    if evidence.device != "cpu" and unusable and requested and unusable >= requested:
+    fragmented, requested = evidence.fragmented_bytes, evidence.error.requested_bytes
+    if evidence.device != "cpu" and fragmented and requested and fragmented >= requested:
         yield (
-            f"{format_bytes(unusable)} were reserved and unusable (fragmentation); "
+            f"{format_bytes(fragmented)} were reserved and unusable (fragmentation); "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids most of it."
         )
 

@@ -191,7 +191,7 @@ class OomEvidence:
         return self.error.device == UNKNOWN_DEVICE
 
     @property
-    def unusable_bytes(self) -> float | None:
+    def fragmented_bytes(self) -> float | None:
         """The reserved bytes in blocks too small for the request, by the error or by a reading."""
         reported = self.error.reported_bytes.get("reserved_unallocated")
         return self.readings.get("unusable") if reported is None else reported
@@ -302,8 +302,8 @@ def _predicted_savings(
             in_use_bytes=in_use,
             requested_bytes=evidence.error.requested_bytes or 0.0,
             limit_bytes=limit.num_bytes,
-            unusable_bytes=evidence.unusable_bytes or 0.0,
-            floor_bytes=evidence.peaks[-1].floor_bytes if evidence.peaks else None,
+            fragmented_bytes=evidence.fragmented_bytes or 0.0,
+            between_steps_bytes=evidence.peaks[-1].between_steps_bytes if evidence.peaks else None,
             shape=evidence.shape,
             largest_tokens=evidence.largest_tokens,
             predict_peak=partial(context.predict_peak, device),

@@ -55,7 +55,7 @@ class ExitCause(Enum):
     """The reason why a process exited; the value is the text in reports."""
 
     OOM_KILLER = "was killed by the kernel's OOM killer"
-    PROBABLY = "was probably killed by the kernel's OOM killer"
+    PROBABLY_OOM_KILLER = "was probably killed by the kernel's OOM killer"
     UNKNOWN = "exited uncleanly; whether it ran out of memory is unknown"
     OTHERWISE = (
         "exited uncleanly, not by the kernel's OOM killer: by a signal such as SIGKILL or "
@@ -115,7 +115,7 @@ class KilledRank:
     @property
     def by_oom_killer(self) -> bool:
         """Whether the kernel's OOM killer killed it, certainly or probably."""
-        return self.finding.cause in (ExitCause.OOM_KILLER, ExitCause.PROBABLY)
+        return self.finding.cause in (ExitCause.OOM_KILLER, ExitCause.PROBABLY_OOM_KILLER)
 
 
 def detect_killed_ranks(
@@ -176,7 +176,7 @@ def classify_exit(
         return _by_cgroup(cgroup, host, died_together)
     if host:
         reason = f"it has killed {host} process(es) on this host since, in an unknown cgroup"
-        return ExitFinding(cause=ExitCause.PROBABLY, reason=reason)
+        return ExitFinding(cause=ExitCause.PROBABLY_OOM_KILLER, reason=reason)
     if host == 0:
         reason = "it has killed no process on this host since"
         return ExitFinding(cause=ExitCause.OTHERWISE, reason=reason)
@@ -189,7 +189,7 @@ def _by_cgroup(kills: int, on_host: int | None, died_together: int) -> ExitFindi
         return ExitFinding(cause=ExitCause.OOM_KILLER, reason=reason)
     if kills:
         reason = f"{reason}, and {died_together} ranks exited together: this one or another"
-        return ExitFinding(cause=ExitCause.PROBABLY, reason=reason)
+        return ExitFinding(cause=ExitCause.PROBABLY_OOM_KILLER, reason=reason)
     elsewhere = f", but {on_host} elsewhere on this host" if on_host else ""
     reason = f"it has killed no process in this rank's memory cgroup since{elsewhere}"
     return ExitFinding(cause=ExitCause.OTHERWISE, reason=reason)
@@ -201,7 +201,7 @@ def _by_readings(prefix: str, limit_ratio: float | None, risk_ratio: float | Non
         signs.append(f"its last peak was {100 * limit_ratio:.0f} % of the limit")
     if risk_ratio is not None and risk_ratio > OOM_RISK_HIGH:
         signs.append(f"its last risk was {100 * risk_ratio:.0f} %")
-    cause = ExitCause.PROBABLY if signs else ExitCause.UNKNOWN
+    cause = ExitCause.PROBABLY_OOM_KILLER if signs else ExitCause.UNKNOWN
     return ExitFinding(cause=cause, reason=f"{prefix}; " + (" and ".join(signs) or "no sign of it"))
 
 
@@ -292,7 +292,7 @@ def _report(
     if notes and not any(note.may_be_oom_kill for note in notes):
         reason = "its exit is known, and was none by SIGKILL"
         finding = ExitFinding(cause=ExitCause.OTHERWISE, reason=reason)
-    is_oom = finding.cause in (ExitCause.OOM_KILLER, ExitCause.PROBABLY)
+    is_oom = finding.cause in (ExitCause.OOM_KILLER, ExitCause.PROBABLY_OOM_KILLER)
     text = _report_text(process, finding, notes, records)
     report = _write(folder / ("oom" if is_oom else FOLDER), process.rank, text)
     # Most unclean exits are signals sent by launchers, which need no warning.
@@ -342,7 +342,10 @@ _OUT_OF_MEMORY_ADVICE = (
 )
 _ADVICE = {
     ExitCause.OOM_KILLER: _OUT_OF_MEMORY_ADVICE,
-    ExitCause.PROBABLY: (*_OUT_OF_MEMORY_ADVICE, "Check there whether it names this process id."),
+    ExitCause.PROBABLY_OOM_KILLER: (
+        *_OUT_OF_MEMORY_ADVICE,
+        "Check there whether it names this process id.",
+    ),
     ExitCause.UNKNOWN: ("Check the logs of the machine and of the scheduler at that time.",),
     ExitCause.OTHERWISE: (
         "Check the launcher's and the scheduler's logs for a signal (time limit, preemption, "

@@ -71,8 +71,8 @@ class OomCase:
         in_use_bytes: Bytes in use when the request failed, comparable with the limit.
         requested_bytes: Size of the request; 0 if unknown.
         limit_bytes: Upper bound of memory in use.
-        unusable_bytes: Bytes reserved in blocks too small for the request (fragmentation).
-        floor_bytes: Bytes in use between the last steps; None if unknown.
+        fragmented_bytes: Bytes reserved in blocks too small for the request (fragmentation).
+        between_steps_bytes: Bytes in use between the last steps; None if unknown.
         shape: The current micro-batch; None if unknown.
         largest_tokens: Tokens of the largest recent micro-batch that fitted; None if unknown.
         predict_peak: Returns the predicted peak of a micro-batch shape; None if unknown.
@@ -90,8 +90,8 @@ class OomCase:
     in_use_bytes: float
     requested_bytes: float
     limit_bytes: float
-    unusable_bytes: float = 0.0
-    floor_bytes: float | None = None
+    fragmented_bytes: float = 0.0
+    between_steps_bytes: float | None = None
     shape: Shape | None = None
     largest_tokens: int | None = None
     predict_peak: Callable[[Shape], float | None] = lambda shape: None
@@ -121,7 +121,7 @@ class OomCase:
         other_peak, own_peak = self.predict_peak(shape), self.predict_peak(self.shape)
         if other_peak is not None and own_peak is not None:
             need = self.need_bytes - max(0.0, own_peak - other_peak)
-            return need if self.floor_bytes is None else max(need, self.floor_bytes)
+            return need if self.between_steps_bytes is None else max(need, self.between_steps_bytes)
         if not self.activations_bytes:
             return None
         ratio = _num_tokens(shape) / max(1, _num_tokens(self.shape))
@@ -135,8 +135,8 @@ class OomCase:
     @property
     def activations_bytes(self) -> float:
         """The bytes of activations in that step, as far as known."""
-        if self.floor_bytes is not None:
-            return max(0.0, self.need_bytes - self.floor_bytes)
+        if self.between_steps_bytes is not None:
+            return max(0.0, self.need_bytes - self.between_steps_bytes)
         return (self.categories or {}).get("activations", 0.0)
 
     def states_bytes(self, layout: Layout | None) -> float | None:
@@ -199,9 +199,9 @@ def _saving(
 
 def _without_fragmentation(case: OomCase) -> Iterator[PredictedSaving]:
     """Yield the allocator setting that avoids fragmentation, if memory is fragmented."""
-    if not case.device.startswith("cuda") or not case.unusable_bytes:
+    if not case.device.startswith("cuda") or not case.fragmented_bytes:
         return
-    need = case.need_bytes - case.unusable_bytes
+    need = case.need_bytes - case.fragmented_bytes
     text = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which avoids fragmentation"
     yield _saving(case, text, need)
 

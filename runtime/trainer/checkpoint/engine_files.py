@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import CheckpointError
-from ...common.all_or_none import CollectiveAttempt, is_peer_failure, raise_on_all_ranks
+from ...common.collective_attempt import CollectiveAttempt, is_peer_failure, raise_on_all_ranks
 from ...common.host_group import HostCollectives
 from ...common.patching import AttributePatch
 from ...common.peer_failures import FailureCapture

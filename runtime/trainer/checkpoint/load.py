@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ....errors import CheckpointError
-from ...common.all_or_none import raise_on_all_ranks
+from ...common.collective_attempt import raise_on_all_ranks
 from ...common.host_group import HostCollectives
 from .engine_files import engine_info, is_writer_rank, read_engine
 from .folder import (

@@ -53,7 +53,7 @@ class CheckpointManager:
         self._written = self._relevant_state()
         window_runner.on_fatal_oom.append(self._record_failure)
 
-    def save(self, folder: str | Path, client: Any, keep: int) -> Path:
+    def save(self, folder: str | Path, client_state: Any, keep: int) -> Path:
         """Write a checkpoint; see `TrainingRun.save`."""
         holder, runner = self._engine_holder, self._window_runner
         state = RunState(
@@ -66,7 +66,7 @@ class CheckpointManager:
             rng=asdict(RngState.capture()),
             data=self._data.state_dict(),
             compression=holder.compressor.state_dict() if holder.compressor else None,
-            client=client,
+            client_state=client_state,
         )
         with holder.optimizer_states_on_device():
             return save_checkpoint(

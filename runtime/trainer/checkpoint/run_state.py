@@ -39,7 +39,7 @@ class RunState:
         rng: Python's, numpy's and torch's generators of this rank.
         data: This rank's position in its data: a loader's `state_dict()`.
         compression: Residuals of gradient compression on this rank.
-        client: The caller's own state.
+        client_state: The caller's own state.
     """
 
     steps: int
@@ -51,7 +51,7 @@ class RunState:
     rng: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] | None = None
     compression: Mapping[str, Any] | None = field(default=None, metadata={"key": "codec"})
-    client: Any = None
+    client_state: Any = None
 
     def to_plain(self) -> dict[str, Any]:
         """Return a serializable copy on the host.

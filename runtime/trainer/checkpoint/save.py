@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ....errors import CheckpointError
 from ....metrics.atomic_file import atomic_write, sync
-from ...common.all_or_none import raise_on_all_ranks
+from ...common.collective_attempt import raise_on_all_ranks
 from ...common.host_group import HostCollectives
 from .engine_files import engine_info, is_writer_rank, write_engine
 from .folder import (

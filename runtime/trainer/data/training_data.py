@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from ....errors import CheckpointError
 from ....metrics.step_record import StepRecord
-from ...common.all_or_none import raise_on_all_ranks
+from ...common.collective_attempt import raise_on_all_ranks
 from ...common.host_group import HostGroup
 from ...common.patching import AttributePatch
 from ...common.peer_failures import FailureCapture, raise_failures

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from ...collectives.ops import Guard, guarded_methods
+from ....errors import PeerOutOfMemoryError
+from ...collectives.collective_table import Guard, guarded_methods
 from ...common.host_group import HostCollectives
 from ...common.patching import PatchSet
 from ...memory.oom.oom_error import is_caused_by_oom
@@ -38,10 +39,6 @@ class Vote(IntEnum):
 
 class WindowAborted(RuntimeError):
     """Raised within a window, to leave it because another rank failed."""
-
-
-class PeerOutOfMemory(WindowAborted):
-    """Raised on a rank that aborts its window because another rank ran out of memory."""
 
 
 class _GuardedCall(threading.local):
@@ -90,7 +87,7 @@ class CollectiveGuard:
                 window is one pass.
 
         Raises:
-            PeerOutOfMemory: A rank ran out since the last vote.
+            PeerOutOfMemoryError: A rank ran out since the last vote.
             WindowAborted: A rank failed otherwise since the last vote.
         """
         self._window_thread = threading.get_ident()
@@ -129,10 +126,10 @@ class CollectiveGuard:
         if self.aborted_by:
             raise self._aborted()
 
-    def _aborted(self) -> WindowAborted:
+    def _aborted(self) -> WindowAborted | PeerOutOfMemoryError:
         if self.aborted_by is Vote.FAILED:
             return WindowAborted("another rank failed in this window")
-        return PeerOutOfMemory("another rank ran out of memory in this window")
+        return PeerOutOfMemoryError("another rank ran out of memory in this window")
 
     def _exchange_vote(self, vote: int) -> int:
         """Return the highest vote of all ranks."""
@@ -149,7 +146,7 @@ class CollectiveGuard:
         if self.aborted_by:
             raise self._aborted()
         if unwinds:
-            raise PeerOutOfMemory("this rank ran out of memory in this window")
+            raise PeerOutOfMemoryError("this rank ran out of memory in this window")
         if self.armed:
             probe_workspace(args, kwargs)
         elif self._is_in_pass:

@@ -19,6 +19,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
+from ....errors import PeerOutOfMemoryError
 from ...common import accelerator
 from ...common.ds_config import EngineSource
 from ...common.host_group import HostCollectives
@@ -28,7 +29,7 @@ from ..run_end import RunEnd, is_communication_error
 from ..window.rng import RngState
 from ..window.window_agreement import LocalBatches
 from .abort_window import abort_unsupported_reason, abort_window
-from .collective_guard import CollectiveGuard, PeerOutOfMemory, Vote
+from .collective_guard import CollectiveGuard, Vote
 from .escalation import EscalationPolicy
 from .micro_batch_planner import MemoryMeasurements, MicroBatchPlanner, size_after_oom
 
@@ -123,7 +124,7 @@ class OomReplay:
             guard_requested: Whether any rank's memory is changed or low.
 
         Raises:
-            PeerOutOfMemory: Another rank's memory does not hold even one sample.
+            PeerOutOfMemoryError: Another rank's memory does not hold even one sample.
             PeerFailedError: An attempt, or a function of `on_window_abort`, failed on another rank.
             RuntimeError: This rank's memory does not hold even one sample; its own error.
             Exception: An attempt, or a function of `on_window_abort`, failed on this rank.
@@ -159,7 +160,7 @@ class OomReplay:
         """Run an attempt that is not repeated; if it fails on one rank, raise on all.
 
         Raises:
-            PeerOutOfMemory: Another rank ran out of memory.
+            PeerOutOfMemoryError: Another rank ran out of memory.
             PeerFailedError: The attempt failed on another rank.
             Exception: It failed on this rank; its own error.
         """
@@ -177,7 +178,7 @@ class OomReplay:
 
         Raises:
             RuntimeError: Memory ran out; some weights may be updated and others not. This rank's
-                own error, or PeerOutOfMemory.
+                own error, or PeerOutOfMemoryError.
             PeerFailedError: The update failed otherwise on another rank.
         """
         if not self._guard.armed:
@@ -268,7 +269,8 @@ class OomReplay:
         """Notify the other ranks, and free what the attempt held.
 
         Raises:
-            RuntimeError: The window cannot be aborted: this rank's own error, or PeerOutOfMemory.
+            RuntimeError: The window cannot be aborted: this rank's own error, or
+                PeerOutOfMemoryError.
         """
         engine = self._engine_source.engine
         capture.clear_frames()
@@ -312,7 +314,7 @@ class OomReplay:
         """Agree on what is different in the next attempt.
 
         Raises:
-            RuntimeError: No memory saving is left: this rank's own error, or PeerOutOfMemory.
+            RuntimeError: No memory saving is left: this rank's own error, or PeerOutOfMemoryError.
         """
         group = self._host_group
         largest = local_batches.largest(count)[group.rank]
@@ -380,25 +382,26 @@ class OomCapture:
 def oom_origin(error: BaseException) -> tuple[OomOrigin | None, BaseException | None]:
     """Return whose memory ran out and the error that shows it; (None, None) for other errors.
 
-    While a window is aborted, one more collective may be called, and raises PeerOutOfMemory over
-    this rank's own error. Other errors may be raised over a PeerOutOfMemory too.
+    While a window is aborted, one more collective may be called, and raises
+    PeerOutOfMemoryError over this rank's own error. Other errors may be raised over a
+    PeerOutOfMemoryError too.
     """
     if not isinstance(error, Exception):  # an interrupt propagates
         return None, None
     if is_caused_by_oom(error):
         return OomOrigin.OWN, error
     chain = _chain(error)
-    if not any(isinstance(link, PeerOutOfMemory) for link in chain):
+    if not any(isinstance(link, PeerOutOfMemoryError) for link in chain):
         return None, None
     own = [link for link in chain if is_caused_by_oom(link)]
     return (OomOrigin.OWN, own[-1]) if own else (OomOrigin.PEER, error)
 
 
 def _give_up(error: BaseException | None, reason: str) -> NoReturn:
-    """Log the reason, and raise this rank's own error, or PeerOutOfMemory."""
+    """Log the reason, and raise this rank's own error, or PeerOutOfMemoryError."""
     logger.error("%s", reason)
     if error is None:
-        raise PeerOutOfMemory(f"{reason}. See the error of that rank")
+        raise PeerOutOfMemoryError(f"{reason}. See the error of that rank")
     raise error
 
 

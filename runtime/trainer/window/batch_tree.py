@@ -36,7 +36,7 @@ def num_samples(batch: Any) -> int:
     (length,) = set(lengths.values())
     if length == 0:
         raise BatchError(
-            "this rank's share of the batch is empty; every rank needs at least one sample. "
+            "this rank's local batch is empty; every rank needs at least one sample. "
             "Drop the last, incomplete batch of an epoch (drop_last=True)"
         )
     return length

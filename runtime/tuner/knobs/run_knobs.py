@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ....errors import ZerowatchError
-from ...common.all_or_none import CollectiveAttempt
+from ...common.collective_attempt import CollectiveAttempt
 from ...common.host_group import HostCollectives
 from ...common.undo import Undo, UndoStack
 from ...trainer.data.training_data import TrainingData

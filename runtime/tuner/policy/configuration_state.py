@@ -21,12 +21,12 @@ class ConfigurationState:
         known_good: Configuration that the job uses without a trial.
         in_use: Configuration that all ranks use now.
         wanted: Configuration that the next switch leads to.
-        why: What it is wanted for, as half a sentence for messages.
+        reason: What it is wanted for, as half a sentence for messages.
     """
 
     def __init__(self, knobs: KnobSetter, listener: TunerListener) -> None:
         self._knobs, self._listener = knobs, listener
-        self.why = ""
+        self.reason = ""
         self.known_good: Configuration
         self.in_use: Configuration
         self.wanted: Configuration
@@ -47,16 +47,16 @@ class ConfigurationState:
         """Whether the job uses something not known to be good."""
         return self.in_use != self.known_good
 
-    def request(self, wanted: Configuration, why: str) -> None:
+    def request(self, wanted: Configuration, reason: str) -> None:
         """Set the wanted configuration."""
-        self.wanted, self.why = wanted, why
+        self.wanted, self.reason = wanted, reason
 
     def pending_switch(self) -> SwitchRequest | None:
         """Return the switch to the wanted configuration; None if it is in use."""
         if self.is_settled:
             return None
         return SwitchRequest(
-            target=self.wanted, why=self.why, checked=self.wanted != self.known_good
+            target=self.wanted, reason=self.reason, checked=self.wanted != self.known_good
         )
 
     def on_applied(self, target: Configuration) -> None:
@@ -110,7 +110,7 @@ class PendingAccept:
     def start(self, decision: Decision) -> None:
         """Request the accepted configuration."""
         self._decision = decision
-        self._configuration.request(decision.target, decision.proposal.why)
+        self._configuration.request(decision.target, decision.proposal.reason)
 
     def complete(self) -> bool:
         """Commit the configuration if the job uses it; return whether it does."""

@@ -231,7 +231,7 @@ class Controller:
         self._listener.on_diagnosis(inputs.symptoms, reading.seconds if is_known else None)
         if not self._options.acts:
             for trial in self._search.proposals_to_advise(inputs):
-                self._listener.on_decision(trial.decision("advised", trial.proposal.why))
+                self._listener.on_decision(trial.decision("advised", trial.proposal.reason))
         elif inputs.symptom(MEMORY_PRESSURE) is None:  # EmergencySavings acts on that
             self._try_next(inputs, step)
 
@@ -248,7 +248,7 @@ class Controller:
             if reason is None:
                 self._history.on_trial_start(trial.proposal.changes)
                 self._listener.on_trial(trial.proposal, trial.before)
-                self.configuration.request(trial.wanted, trial.proposal.why)
+                self.configuration.request(trial.wanted, trial.proposal.reason)
                 return
             self._abort_trial(reason)
         self._inputs = None
@@ -340,7 +340,9 @@ class Controller:
         in_use = self.configuration.in_use
         changed = [each for each in in_use if each not in good or good[each] != in_use[each]]
         own = ", ".join(f"{each}={json.dumps(in_use[each])}" for each in changed)
-        left = "; ".join(filter(None, (own, result.left))) or "an unknown configuration"
+        left = (
+            "; ".join(filter(None, (own, result.remaining_changes))) or "an unknown configuration"
+        )
         outcome = f"training continues with {left} ({result.reason})"
         for decision in kept:
             reason = (

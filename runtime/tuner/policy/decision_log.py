@@ -183,8 +183,8 @@ def decision_line(record: DecisionRecord, decision: Decision) -> bytes:
         "schema": SCHEMA_VERSION,
         "knob": record.knob,
         **values,
-        "situation": decision.inputs,
-        "plan": None if decision.design is None else _design_values(decision.design),
+        "inputs": decision.inputs,
+        "design": None if decision.design is None else _design_values(decision.design),
         "times": decision.times,
     }
     return orjson.dumps(line, default=_sorted_set) + b"\n"

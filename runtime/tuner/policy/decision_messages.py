@@ -40,11 +40,11 @@ def format_decision(record: DecisionRecord) -> str:
     head = f"step {record.step}: {format_symptom(record.symptom)}: {changes}"
     verdict = _VERDICTS[record.verdict]
     if record.gain is not None:
-        why = f", {record.reason}" if record.verdict != "accepted" and record.reason else ""
-        return f"{head} made training {_measured(record)}: {verdict}{why}"
+        reason = f", {record.reason}" if record.verdict != "accepted" and record.reason else ""
+        return f"{head} made training {_measured(record)}: {verdict}{reason}"
     if record.verdict == "advised":
-        why = f" ({record.reason})" if record.reason else ""
-        return f"{head}{why} {_prediction(record)}; {verdict}"
+        reason = f" ({record.reason})" if record.reason else ""
+        return f"{head}{reason} {_prediction(record)}; {verdict}"
     return f"{head}: {verdict}, {record.reason}" if record.reason else f"{head}: {verdict}"
 
 
@@ -58,7 +58,9 @@ def format_symptom(symptom: Symptom) -> str:
 
 def format_trial(proposal: Proposal, configuration: Configuration) -> str:
     """Return the log line of a trial that starts: its changes, and why they are tried."""
-    return f"trying {format_changes(changes_of(configuration, proposal.changes))} ({proposal.why})"
+    return (
+        f"trying {format_changes(changes_of(configuration, proposal.changes))} ({proposal.reason})"
+    )
 
 
 def format_changes(changes: Iterable[Change]) -> str:

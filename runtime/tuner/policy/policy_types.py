@@ -141,7 +141,7 @@ class Proposal:
         apply_mode: Whether the engine has to be rebuilt.
         numerics: The strictest numerics that allow it.
         predicted_gain: Predicted gain of throughput, 0.5 for half as much again; None if unknown.
-        why: What it is for, as half a sentence for messages.
+        reason: What it is for, as half a sentence for messages.
         relaxes: Whether it undoes a measure that is no longer needed, so that it need not gain.
     """
 
@@ -150,7 +150,7 @@ class Proposal:
     apply_mode: ApplyMode
     numerics: Numerics
     predicted_gain: float | None
-    why: str
+    reason: str
     relaxes: bool = False
 
 
@@ -184,12 +184,12 @@ class SwitchRequest:
 
     Attributes:
         target: The complete configuration.
-        why: What it is for, as half a sentence for messages.
+        reason: What it is for, as half a sentence for messages.
         checked: Whether each rank first checks its memory; not when rolling back.
     """
 
     target: Configuration
-    why: str
+    reason: str
     checked: bool = True
 
 
@@ -204,7 +204,7 @@ class SwitchResult:
         refused: Whether a rank refused before anything was changed, e.g. for lack of memory.
         undone: Whether, after a failure, all ranks are verified to be as before. If not, nothing
             may be changed any more.
-        left: What differs from before on each rank, as text; "" if nothing does.
+        remaining_changes: What differs from before on each rank, as text; "" if nothing does.
     """
 
     done: bool
@@ -212,7 +212,7 @@ class SwitchResult:
     seconds: float = 0.0
     refused: bool = False
     undone: bool = True
-    left: str = ""
+    remaining_changes: str = ""
 
 
 class KnobSetter(Protocol):

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...collectives.ops import wire_factor
+from ...collectives.collective_table import wire_factor
 from .knob_registry import (
     ASYNCHRONOUS_REDUCTION,
     BATCH_SAMPLES,

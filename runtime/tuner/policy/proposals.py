@@ -43,7 +43,7 @@ _HYSTERESIS = 0.5  # of the threshold of waiting, so that compression is not swi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunerInput:
-    """The data that proposals are derived from; serialized as `situation` in `decisions.jsonl`.
+    """The data that proposals are derived from; serialized as `inputs` in `decisions.jsonl`.
 
     Attributes:
         configuration: The complete configuration in use, known to work.
@@ -157,8 +157,8 @@ def _drop_compression(inputs: TunerInput) -> Iterator[Proposal]:
     if (knob, None) in inputs.excluded or None not in inputs.options.get(knob, ()):
         return
     symptom = _bandwidth_symptom(inputs)
-    why = f"waiting for communication takes {waits:.0%} of the time, no compression is needed"
-    proposal = _proposal(inputs, {knob: None}, symptom, why)
+    reason = f"waiting for communication takes {waits:.0%} of the time, no compression is needed"
+    proposal = _proposal(inputs, {knob: None}, symptom, reason)
     if proposal is None or proposal.predicted_gain is None:
         return
     slowdown = 1 / (1 + proposal.predicted_gain)
@@ -175,7 +175,7 @@ def _spend_memory(inputs: TunerInput) -> Iterator[Proposal]:
 
 
 def _proposal(
-    inputs: TunerInput, changes: Configuration, symptom: Symptom, why: str
+    inputs: TunerInput, changes: Configuration, symptom: Symptom, reason: str
 ) -> Proposal | None:
     """Return a proposal with the partners of its changes; None if not possible or not allowed."""
     whole = _with_partners(inputs.configuration, changes)
@@ -199,7 +199,7 @@ def _proposal(
         apply_mode="rebuild" if rebuilds else "live",
         numerics=numerics,
         predicted_gain=_gain(inputs, whole),
-        why=why,
+        reason=reason,
     )
 
 

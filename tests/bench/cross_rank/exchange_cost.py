@@ -22,11 +22,11 @@ from torch.distributed import TCPStore
 from zerowatch.metrics.catalog.labels import OPS, PHASES
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import CrossRankSettings
+from zerowatch.runtime.collectives.collective_table import wire_factor
 from zerowatch.runtime.collectives.groups import CollectiveCall, RankSet
-from zerowatch.runtime.collectives.ops import wire_factor
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import PhaseTimer
-from zerowatch.runtime.cross_rank.accounting.local_accounting import LocalAccounting
+from zerowatch.runtime.cross_rank.accounting.rank_comm_costs import RankCommCosts
 from zerowatch.runtime.cross_rank.comparison_thread import POLLS_PER_EXCHANGE, ComparisonThread
 from zerowatch.runtime.cross_rank.exchange.coordinator import Coordinator, rank_blocks
 from zerowatch.runtime.cross_rank.exchange.rank_messages import (
@@ -141,7 +141,7 @@ class Thousand:
         }
         self._over_blocks = Coordinator(rank_set, self._blocks)
         self._over_all = Coordinator(rank_set, {rank: (rank,) for rank in members})
-        self._accounting = LocalAccounting(SimulatedGroups(self._group), Recorder())
+        self._accounting = RankCommCosts(SimulatedGroups(self._group), Recorder())
 
     def exchange(self) -> None:
         """Let all report, and measure what one rank of each kind does about it."""

@@ -60,7 +60,7 @@ def forecast(run: Run) -> Forecast:
 def over_threshold(run: Run) -> Array:
     """Return 1 where the last reading is over the threshold, and 0 elsewhere."""
     over = [
-        float(point.peak_bytes + point.unusable_bytes >= THRESHOLD * point.limit_bytes)
+        float(point.peak_bytes + point.fragmented_bytes >= THRESHOLD * point.limit_bytes)
         for point in run.points
     ]
     return _each_step(run, np.array(over))
@@ -69,7 +69,7 @@ def over_threshold(run: Run) -> Array:
 def along_line(run: Run) -> Array:
     """Return the risk by a straight line through the last readings."""
     steps = np.array([point.step for point in run.points], dtype=float)
-    needs = np.array([point.peak_bytes + point.unusable_bytes for point in run.points])
+    needs = np.array([point.peak_bytes + point.fragmented_bytes for point in run.points])
     limit = run.points[0].limit_bytes
     risks = np.zeros(len(steps))
     ahead = np.arange(1, HORIZON + 1, 7) + 3.0

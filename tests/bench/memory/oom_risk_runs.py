@@ -257,10 +257,10 @@ def _read(parts: Parts, limit: float, kind: str, seed: int, random: np.random.Ge
             PeakPoint(
                 step=first + every - 1,
                 peak_bytes=float(parts.peak[steps].max()),
-                floor_bytes=float(parts.floor[first + every - 1]),
+                between_steps_bytes=float(parts.floor[first + every - 1]),
                 limit_bytes=limit,
                 reserved_bytes=reserved if parts.flavour == "gpu" else needed,
-                unusable_bytes=float(parts.unusable[first + every - 1]),
+                fragmented_bytes=float(parts.unusable[first + every - 1]),
                 retries=float(retries) if parts.flavour == "gpu" else 0.0,
                 shapes=tuple(dict.fromkeys(shapes[steps])),
             )

@@ -11,7 +11,7 @@ from bench import gpt_training
 from bench.monitoring_cost import step_overhead_job
 from bench.monitoring_cost.own_threads import cpu_seconds, own_threads
 
-from zerowatch.runtime.initialize import watch
+from zerowatch.runtime.entry_points import watch
 
 SETTINGS: dict[str, Any] = {"serve": {"port": 0}, "run_log": {"folder": "runs"}}
 

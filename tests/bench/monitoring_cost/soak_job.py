@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def start_watch(job: gpt_training.Training) -> Any:
-    from zerowatch.runtime.initialize import watch
+    from zerowatch.runtime.entry_points import watch
 
     return watch(job.engine, {"serve": {"port": 0}})
 

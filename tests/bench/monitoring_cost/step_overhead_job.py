@@ -23,7 +23,7 @@ def off(engine: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(engine: Any) -> Iterator[None]:
-    from zerowatch.runtime.initialize import watch
+    from zerowatch.runtime.entry_points import watch
 
     opened = watch(engine, SETTINGS)
     yield

@@ -13,7 +13,7 @@ from bench import gpt_training
 from bench.monitoring_cost.own_threads import cpu_seconds, ended_threads_seconds, own_threads
 
 from zerowatch.metrics.catalog.overhead import WATCH_SECONDS
-from zerowatch.runtime.initialize import watch
+from zerowatch.runtime.entry_points import watch
 
 HERE = Path(__file__).parent
 

@@ -127,7 +127,7 @@ def test_an_unknown_key_is_explained_without_a_frame_of_ours(tmp_path):
     line = "zerowatch: ds.json: unknown key 'zero_optimization.stge'; did you mean 'stage'?"
     assert line in finished.stderr.splitlines()
     assert "1 validation error for DeepSpeedZeroConfig" in finished.stderr
-    assert os.path.join("runtime", "initialize.py") not in finished.stderr
+    assert os.path.join("runtime", "entry_points.py") not in finished.stderr
 
 
 def test_a_script_that_catches_the_error_of_its_ds_config_catches_deepspeeds(tmp_path):

@@ -6,9 +6,9 @@ import pytest
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
 from zerowatch.runtime.collectives.call_batch import CallBatch
+from zerowatch.runtime.collectives.collective_table import wire_factor
 from zerowatch.runtime.collectives.comm_time import CommTime, CommTimeCounter, IntervalUnion
 from zerowatch.runtime.collectives.groups import CollectiveCall
-from zerowatch.runtime.collectives.ops import wire_factor
 from zerowatch.runtime.collectives.totals import PeriodTotals, StepCommTotals
 
 MS = 1_000_000

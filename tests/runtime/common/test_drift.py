@@ -221,7 +221,7 @@ def test_the_top_level_keys_are_those_that_deepspeed_reads() -> None:
 
 
 def test_deepspeeds_backend_takes_the_parameters_that_are_read() -> None:
-    ops = importlib.import_module("zerowatch.runtime.collectives.ops")
+    ops = importlib.import_module("zerowatch.runtime.collectives.collective_table")
     backend = resolve("deepspeed.comm.torch:TorchBackend")
 
     for function in (function for row in ops.OPERATIONS for function in row.functions):
@@ -236,7 +236,7 @@ def test_deepspeeds_backend_takes_the_parameters_that_are_read() -> None:
 
 def test_torchs_functions_take_parameters_that_can_be_read() -> None:
     call_reader = importlib.import_module("zerowatch.runtime.collectives.call_reader")
-    ops = importlib.import_module("zerowatch.runtime.collectives.ops")
+    ops = importlib.import_module("zerowatch.runtime.collectives.collective_table")
     c10d = resolve(C10D)
 
     for row in ops.OPERATIONS:
@@ -249,6 +249,6 @@ def test_torchs_functions_take_parameters_that_can_be_read() -> None:
 
 def test_each_value_of_the_label_op_has_a_row_in_order() -> None:
     labels = importlib.import_module("zerowatch.metrics.catalog.labels")
-    ops = importlib.import_module("zerowatch.runtime.collectives.ops")
+    ops = importlib.import_module("zerowatch.runtime.collectives.collective_table")
 
     assert tuple(row.label for row in ops.OPERATIONS) == labels.OPS

@@ -69,15 +69,15 @@ def test_take_restarts_the_totals_within_the_current_phase() -> None:
 def test_forward_passes_are_without_training_until_a_backward_begins():
     clock = iter(range(0, 1000, 10))
     timer = PhaseTimer(now_ns=lambda: next(clock))
-    seen = [timer.untrained_ns()]
+    seen = [timer.forward_only_ns()]
 
     for phase in (FORWARD, EVAL):
         timer.enter(phase)
         timer.leave()
-        seen.append(timer.untrained_ns())
+        seen.append(timer.forward_only_ns())
     timer.enter(BACKWARD)
-    seen.append(timer.untrained_ns())
+    seen.append(timer.forward_only_ns())
     timer.leave()
-    seen.append(timer.untrained_ns())
+    seen.append(timer.forward_only_ns())
 
     assert seen == [0, 10, 20, 0, 0]

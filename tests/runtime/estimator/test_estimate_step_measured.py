@@ -80,7 +80,7 @@ def test_the_command_predicts_what_is_measured(
     with pytest.raises(SystemExit):
         main()
 
-    (estimated,) = json.loads(capsys.readouterr().out)["plans"]
+    (estimated,) = json.loads(capsys.readouterr().out)["estimates"]
     assert estimated["exact"]
     assert measured[ranks][name]["steps"] == [close_to(summed(estimated["collectives"]))] * 2
 

@@ -12,7 +12,7 @@ import torch
 
 from zerowatch.metrics.catalog.memory import MEMORY_CATEGORIES
 from zerowatch.runtime.devices.libc_memory import free_heap_bytes, resident_bytes
-from zerowatch.runtime.memory.categories import baseline, categories_at_peak, larger_of
+from zerowatch.runtime.memory.categories import baseline, categories_at_peak, elementwise_max
 from zerowatch.runtime.memory.engine_memory import bytes_by_category
 
 MIB = 2**20
@@ -144,7 +144,11 @@ AFTER = {"parameters": 100, "gradients": 10, "optimizer": 200, "comm_buffers": 3
 
 def test_categories_add_up_to_the_peak_above_the_baseline() -> None:
     categories = categories_at_peak(
-        BEFORE, AFTER, floor_bytes=1000 + 340 + 25, peak_bytes=1000 + 500, baseline_bytes=1000
+        BEFORE,
+        AFTER,
+        between_steps_bytes=1000 + 340 + 25,
+        peak_bytes=1000 + 500,
+        baseline_bytes=1000,
     )
 
     assert categories == {
@@ -199,11 +203,11 @@ def test_the_baseline_excludes_the_engine_and_is_zero_on_a_gpu() -> None:
     assert baseline("cuda:0", 1000.0, BEFORE) == 0
 
 
-def test_of_two_samples_the_larger_of_each_category_counts() -> None:
+def test_of_two_samples_the_larger_bytes_of_each_category_count() -> None:
     in_backward = {"cpu": {"gradients": 1, "comm_buffers": 9}, "cuda:0": {"gradients": 5}}
     before_step = {"cpu": {"gradients": 4, "comm_buffers": 0}, "cuda:1": {"gradients": 6}}
 
-    assert larger_of(in_backward, before_step) == {
+    assert elementwise_max(in_backward, before_step) == {
         "cpu": {"gradients": 4, "comm_buffers": 9},
         "cuda:0": {"gradients": 5},
         "cuda:1": {"gradients": 6},

@@ -154,21 +154,21 @@ class Run:
         self.recorder = Recorder()
         self.monitor = LeakMonitor(self.recorder, 0, lambda: folder, trace_sites=trace_sites)
         self.step = 0
-        self.floor_bytes = 1000.0 * MIB
+        self.between_steps_bytes = 1000.0 * MIB
         self.sizes = {"gradients": 50.0 * MIB, "other": 100.0 * MIB, "activations": 0.0}
         self._noise = random.Random(seed)
 
     def train(self, num_steps: int, *, growth_bytes: float, category: str = "other") -> None:
         for _ in range(num_steps):
             self.step += 1
-            self.floor_bytes += growth_bytes
+            self.between_steps_bytes += growth_bytes
             self.sizes[category] += growth_bytes
             self.sizes["activations"] = self._noise.uniform(0, 500) * MIB
-            floor = self.floor_bytes + self._noise.gauss(0, MIB / 4)
+            floor = self.between_steps_bytes + self._noise.gauss(0, MIB / 4)
             point = PeakPoint(
                 step=self.step,
                 peak_bytes=floor + 100 * MIB,
-                floor_bytes=floor,
+                between_steps_bytes=floor,
                 limit_bytes=1e12,
                 reserved_bytes=floor,
             )

@@ -19,6 +19,6 @@ def test_missing_states_have_defaults() -> None:
 
     point = StepMemorySample(readings={"cpu": states}, shapes=()).points(3)["cpu"]
 
-    assert (point.step, point.peak_bytes, point.floor_bytes) == (3, 5.0, 5.0)
+    assert (point.step, point.peak_bytes, point.between_steps_bytes) == (3, 5.0, 5.0)
     assert point.limit_bytes == float("inf")
     assert point.reserved_bytes == 5.0

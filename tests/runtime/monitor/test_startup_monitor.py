@@ -41,10 +41,10 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 def monitor(
-    has_stepped: bool = False, seconds: float = 30.0, untrained_ns: Sequence[int] = ()
+    has_stepped: bool = False, seconds: float = 30.0, forward_only_ns: Sequence[int] = ()
 ) -> StartupMonitor:
-    """Make a monitor; `untrained_ns` is the time of forward passes at each check, then 0."""
-    times = iter(untrained_ns)
+    """Make a monitor; `forward_only_ns` is the time of forward passes at each check, then 0."""
+    times = iter(forward_only_ns)
     return StartupMonitor(lambda: has_stepped, lambda: next(times, 0), FailOpen(), seconds)
 
 
@@ -94,7 +94,7 @@ def test_a_long_start_is_reported_with_its_place_if_training_is_initialized(
 
 
 def test_nothing_is_logged_while_only_forward_passes_run(log: pytest.LogCaptureFixture) -> None:
-    started = monitor(untrained_ns=[10, 20, 20])
+    started = monitor(forward_only_ns=[10, 20, 20])
     started.start(initializing=True)
 
     for seconds in (30.0, 60.0):

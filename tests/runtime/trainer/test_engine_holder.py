@@ -17,7 +17,7 @@ from zerowatch.runtime.trainer.engine_holder import EngineHolder
 
 @pytest.fixture
 def holder(monkeypatch: pytest.MonkeyPatch) -> EngineHolder:
-    watch = SimpleNamespace(suspended=nullcontext, rebind_engine=lambda engine: None)
+    watch = SimpleNamespace(checkpoint_phase=nullcontext, rebind_engine=lambda engine: None)
     first, second = (SimpleNamespace(watch=watch, optimizer=object()) for _ in range(2))
     monkeypatch.setattr(engine_holder, "rebuild", lambda *args, **options: second)
     metrics = SimpleNamespace(count_rebuild=lambda outcome, seconds: None)

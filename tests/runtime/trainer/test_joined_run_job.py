@@ -71,7 +71,7 @@ def test_samples_of_windows_that_were_replayed_or_aborted_are_counted_once(found
 def test_with_no_memory_saving_left_each_rank_raises_and_may_go_on(found):
     first, second = (rank["starved for good"] for rank in found)
 
-    assert first["errors"][0].startswith("PeerOutOfMemory: out of memory on rank 1")
+    assert first["errors"][0].startswith("PeerOutOfMemoryError: out of memory on rank 1")
     assert second["errors"][0].startswith(
         "RuntimeError: DefaultCPUAllocator: can't allocate memory"
     )
@@ -86,6 +86,6 @@ def test_a_rebuilt_run_is_loaded_by_a_run_of_the_first_configuration(found):
     for rank in found:
         assert rank["saved"]["stage"] == 3
         assert rank["saved"]["difference"] <= 1e-6
-        assert rank["saved"]["client"] == {"note": "mine"}
+        assert rank["saved"]["client_state"] == {"note": "mine"}
         assert rank["saved"]["loaded"] == 2
         assert rank["saved"]["samples"] == ALL_SAMPLES

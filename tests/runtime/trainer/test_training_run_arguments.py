@@ -48,7 +48,7 @@ def test_a_wrong_argument_is_named_before_the_engine_is_built(
     parts: tuple[str, ...],
 ) -> None:
     monkeypatch.setattr(training_run, "prepare_engine", engine_was_built)
-    monkeypatch.setattr("zerowatch.runtime.initialize._original", lambda: engine_was_built)
+    monkeypatch.setattr("zerowatch.runtime.entry_points._original", lambda: engine_was_built)
     right = {
         "model": torch.nn.Linear(1, 1),
         "config": {"train_micro_batch_size_per_gpu": 1},

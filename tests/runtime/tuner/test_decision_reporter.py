@@ -101,7 +101,7 @@ def test_the_start_of_a_trial_is_logged_with_its_reason(reports, caplog):
     reports.reporter.on_trial(found.proposal, found.inputs.configuration)
 
     assert caplog.messages == [
-        f"step 41: trying micro_batch_samples 4 -> 16 ({found.proposal.why})"
+        f"step 41: trying micro_batch_samples 4 -> 16 ({found.proposal.reason})"
     ]
 
 

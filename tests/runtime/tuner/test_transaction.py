@@ -10,7 +10,7 @@ import pytest
 from fakes.rank_threads import FakeHostGroup, on_ranks
 
 from zerowatch.errors import ZerowatchError
-from zerowatch.runtime.common.all_or_none import PeerAttemptError
+from zerowatch.runtime.common.collective_attempt import PeerAttemptError
 from zerowatch.runtime.common.undo import UndoStack
 from zerowatch.runtime.tuner.policy.policy_types import SwitchRequest, SwitchResult
 from zerowatch.runtime.tuner.transaction import apply_switch, switch_all_ranks
@@ -85,7 +85,7 @@ def exchange(knobs: list[FakeKnobs], request: SwitchRequest | None) -> list[Any]
 
 
 def request(**changes: Any) -> SwitchRequest:
-    return SwitchRequest(target=TARGET, why="a test", **changes)
+    return SwitchRequest(target=TARGET, reason="a test", **changes)
 
 
 def test_a_request_of_rank_0_is_applied_on_all_ranks():
@@ -164,7 +164,9 @@ def test_all_ranks_learn_that_one_could_not_undo():
     ended = exchange(knobs, request())
 
     assert [each[1].undone for each in ended] == [False, False]
-    assert {each[1].left for each in ended} == {'rank 0: bucket=200, codec="int8", overlap=true'}
+    assert {each[1].remaining_changes for each in ended} == {
+        'rank 0: bucket=200, codec="int8", overlap=true'
+    }
     assert knobs[1].current == BEFORE
 
 
@@ -240,7 +242,7 @@ def test_a_rank_that_fails_without_a_reason_fails_like_any_other() -> None:
         knobs = SimpleNamespace(
             values=dict, unsupported_reason=lambda _: "" if host_group.rank else None
         )
-        return apply_switch(SwitchRequest(target={}, why="test"), cast(Any, knobs), host_group)
+        return apply_switch(SwitchRequest(target={}, reason="test"), cast(Any, knobs), host_group)
 
     for result in on_ranks(2, rank):
         assert not result.done

@@ -9,7 +9,7 @@ from fakes.rank_sets import FakeGroup, FakeGroups
 from zerowatch.metrics.catalog import communication
 from zerowatch.metrics.catalog.spec import MetricSpec
 from zerowatch.metrics.recorder import Recorder
-from zerowatch.runtime.cross_rank.accounting.local_accounting import LocalAccounting
+from zerowatch.runtime.cross_rank.accounting.rank_comm_costs import RankCommCosts
 from zerowatch.runtime.cross_rank.exchange.rank_messages import CallReport, CompareResult
 
 PATIENCE = 20.0
@@ -26,7 +26,7 @@ class AccountedRank:
         self.recorder = Recorder()
         self.clock = FakeClock()
         self.is_compared = True
-        self.accounting = LocalAccounting(FakeGroups([group]), self.recorder, self.clock)
+        self.accounting = RankCommCosts(FakeGroups([group]), self.recorder, self.clock)
         self.accounting.volume_ratio = volume_ratio
 
     def report(self) -> CallReport | None:

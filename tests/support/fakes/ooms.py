@@ -62,7 +62,7 @@ def point(step: int, peak_bytes: float, **changes: Any) -> PeakPoint:
     fields = {
         "step": step,
         "peak_bytes": peak_bytes,
-        "floor_bytes": 450.0 * MIB,
+        "between_steps_bytes": 450.0 * MIB,
         "limit_bytes": 1.0 * GIB,
         "reserved_bytes": peak_bytes,
         "shapes": (Shape(8, 512),),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
+from zerowatch.runtime.collectives.collective_table import wire_factor
 from zerowatch.runtime.collectives.groups import CollectiveCall, RankSet
-from zerowatch.runtime.collectives.ops import wire_factor
 
 MS = 1_000_000
 POINT_TO_POINT = ("send", "recv")

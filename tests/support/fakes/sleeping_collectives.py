@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from zerowatch.metrics.catalog.labels import OPS
 from zerowatch.runtime.collectives.call_batch import CallBatch
+from zerowatch.runtime.collectives.collective_table import wire_factor
 from zerowatch.runtime.collectives.comm_time import CommTimeCounter
 from zerowatch.runtime.collectives.groups import RankSet
 from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
-from zerowatch.runtime.collectives.ops import wire_factor
 from zerowatch.runtime.collectives.totals import StepCommTotals
 from zerowatch.runtime.common.fail_open import FailOpen
 

@@ -66,7 +66,7 @@ def decision(seconds_after: float | None = 0.03, **changes: Any) -> Decision:
     inputs = tuner_input(**changes)
     proposal = propose(inputs)[0]
     if seconds_after is None:
-        return Decision(proposal=proposal, inputs=inputs, verdict="advised", reason=proposal.why)
+        return Decision(proposal=proposal, inputs=inputs, verdict="advised", reason=proposal.reason)
     design = design_trial(2.0, number=1, apply_mode=proposal.apply_mode, settle_steps=2)
     trial, times = AbComparison(design), []
     while trial.result is None:

@@ -94,9 +94,9 @@ def test_json_has_the_same_plans(estimate, ds_json):
 
     written = json.loads(out)
     assert written["parameters"] == 7_000_000_000
-    assert [one["stage"] for one in written["plans"]] == [0, 1, 2, 3]
-    assert written["plans"][2]["volume_ratio"] == pytest.approx(1.8, rel=1e-3)
-    assert written["plans"][2]["memory"]["device_bytes"]["parameters"] == pytest.approx(1.4e10)
+    assert [one["stage"] for one in written["estimates"]] == [0, 1, 2, 3]
+    assert written["estimates"][2]["volume_ratio"] == pytest.approx(1.8, rel=1e-3)
+    assert written["estimates"][2]["memory"]["device_bytes"]["parameters"] == pytest.approx(1.4e10)
 
 
 def test_the_shapes_of_a_real_model_make_the_estimate_exact(estimate, ds_json):
@@ -231,7 +231,7 @@ def test_a_million_micro_batches_are_multiplied_not_repeated(estimate, tmp_path,
     def planned(accumulation: int) -> list[dict[str, object]]:
         file.write_text(json.dumps({**DS_CONFIG, "gradient_accumulation_steps": accumulation}))
         out = estimate(file, *SIZE, "--stage", stage, "--json")[1]
-        return json.loads(out)["plans"][0]["collectives"]
+        return json.loads(out)["estimates"][0]["collectives"]
 
     one, million = planned(1), planned(1_000_000)
 

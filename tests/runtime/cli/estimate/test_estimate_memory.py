@@ -41,7 +41,7 @@ def words(out: str) -> str:
 
 
 def estimates(out: str) -> list[dict]:
-    return json.loads(out)["plans"]
+    return json.loads(out)["estimates"]
 
 
 def test_without_a_sequence_activations_are_not_included(estimate):

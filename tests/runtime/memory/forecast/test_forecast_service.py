@@ -27,7 +27,7 @@ class Run:
         self.limit_bytes = limit_bytes
         self.recorder = Recorder()
         self.forecasts = MemoryForecasts(self.recorder)
-        self.floor_bytes = 2.0 * GIB
+        self.between_steps_bytes = 2.0 * GIB
         self.step = 0
         self._noise = random.Random(seed)
 
@@ -36,14 +36,14 @@ class Run:
             self.step += 1
             shape = Shape(4, self._noise.choice(lengths))
             self.forecasts.assess_batch(shape)
-            peak = self.floor_bytes + shape.length * 2 * MIB + self._noise.gauss(0, 2 * MIB)
-            self.floor_bytes += growth_bytes
+            peak = self.between_steps_bytes + shape.length * 2 * MIB + self._noise.gauss(0, 2 * MIB)
+            self.between_steps_bytes += growth_bytes
             self.forecasts.add(
                 {
                     "cuda:0": PeakPoint(
                         step=self.step,
                         peak_bytes=peak,
-                        floor_bytes=self.floor_bytes,
+                        between_steps_bytes=self.between_steps_bytes,
                         limit_bytes=self.limit_bytes,
                         reserved_bytes=peak,
                         shapes=(shape,),

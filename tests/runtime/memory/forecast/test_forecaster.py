@@ -26,17 +26,17 @@ def point(
     floor: float = FLOOR,
     per_token: float = PER_TOKEN,
     limit: float = 16 * GIB,
-    unusable: float = 0.0,
+    fragmented: float = 0.0,
     reserved: float = 12 * GIB,
     retries: float = 0.0,
 ) -> PeakPoint:
     return PeakPoint(
         step=step,
         peak_bytes=floor + per_token * shape.samples * shape.length,
-        floor_bytes=floor,
+        between_steps_bytes=floor,
         limit_bytes=limit,
         reserved_bytes=reserved,
-        unusable_bytes=unusable,
+        fragmented_bytes=fragmented,
         retries=retries,
         shapes=(shape,),
     )
@@ -157,7 +157,7 @@ def test_growing_fragmentation_counts_like_a_leak() -> None:
     limit = FLOOR + PER_TOKEN * 512 + 230 * slope
 
     forecast = forecast_after(
-        point(step, unusable=slope * step, limit=limit) for step in range(201)
+        point(step, fragmented=slope * step, limit=limit) for step in range(201)
     )
 
     assert forecast.eta_steps == pytest.approx(30, abs=3)
@@ -226,7 +226,7 @@ def test_readings_without_shapes_are_predicted_by_their_level() -> None:
         PeakPoint(
             step=step,
             peak_bytes=10 * GIB,
-            floor_bytes=FLOOR,
+            between_steps_bytes=FLOOR,
             limit_bytes=16 * GIB,
             reserved_bytes=10 * GIB,
         )

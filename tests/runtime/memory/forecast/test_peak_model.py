@@ -42,7 +42,7 @@ def series(
     """Return the readings of steps of these micro-batches, after a first point for the floor."""
     points = [point(0, FLOOR, FLOOR, ())]
     for step, shapes in enumerate(steps, start=1):
-        before = points[-1].floor_bytes
+        before = points[-1].between_steps_bytes
         peak = before + max(map(need, shapes)) + noise * rng.gauss(0, 1)
         points.append(point(step, peak, before + leak, tuple(shapes)))
     return points
@@ -52,7 +52,7 @@ def point(step: int, peak: float, floor: float, shapes: tuple[Shape, ...]) -> Pe
     return PeakPoint(
         step=step,
         peak_bytes=peak,
-        floor_bytes=floor,
+        between_steps_bytes=floor,
         limit_bytes=math.inf,
         reserved_bytes=peak,
         shapes=shapes,
@@ -136,11 +136,11 @@ def test_short_batches_need_at_least_what_the_optimizer_takes(rng: random.Random
 def test_a_heap_that_keeps_freed_memory_hides_the_need_of_small_steps(rng: random.Random) -> None:
     points = [point(0, FLOOR, FLOOR, ())]
     for step, shapes in enumerate(lengths(rng, 512), start=1):
-        peak = max(points[-1].floor_bytes, FLOOR + with_scores(shapes[0]))
+        peak = max(points[-1].between_steps_bytes, FLOOR + with_scores(shapes[0]))
         kept = FLOOR + 0.6 * (peak - FLOOR)  # the top of the heap is returned
-        points.append(point(step, peak, max(points[-1].floor_bytes, kept), tuple(shapes)))
+        points.append(point(step, peak, max(points[-1].between_steps_bytes, kept), tuple(shapes)))
     model = fitted(points)
-    high = points[-1].floor_bytes
+    high = points[-1].between_steps_bytes
 
     assert model.predict([Shape(8, 50)], high) == pytest.approx(high, rel=0.001)
     assert model.predict([Shape(8, 512)], high) == pytest.approx(
@@ -186,7 +186,7 @@ def test_a_step_of_unknown_shape_counts_as_typical(rng: random.Random) -> None:
 def test_points_of_unknown_shape_among_others_are_ignored(rng: random.Random) -> None:
     points = series(rng, lengths(rng, 512), with_scores, noise=0.1 * MIB)
     for at in range(0, len(points), 3):
-        points[at] = point(at, points[at].peak_bytes, points[at].floor_bytes, ())
+        points[at] = point(at, points[at].peak_bytes, points[at].between_steps_bytes, ())
 
     predicted = fitted(points).predict([Shape(8, 512)], FLOOR)
 
@@ -203,7 +203,9 @@ def test_warm_up_and_outliers_do_not_change_the_fit(rng: random.Random) -> None:
     points = series(rng, lengths(rng, 512), with_scores, noise=0.1 * MIB)
     for at in (1, 2, 20, 33, 50):
         outlier = points[at]
-        points[at] = point(at, outlier.peak_bytes + 400 * MIB, outlier.floor_bytes, outlier.shapes)
+        points[at] = point(
+            at, outlier.peak_bytes + 400 * MIB, outlier.between_steps_bytes, outlier.shapes
+        )
 
     predicted = fitted(points).predict([Shape(8, 512)], FLOOR)
 
@@ -213,7 +215,7 @@ def test_warm_up_and_outliers_do_not_change_the_fit(rng: random.Random) -> None:
 def changed(points: Sequence[PeakPoint], steps: int, need: Need) -> list[PeakPoint]:
     """Return the points with `need` added to each of the last steps."""
     late = [
-        point(p.step, p.peak_bytes + max(map(need, p.shapes)), p.floor_bytes, p.shapes)
+        point(p.step, p.peak_bytes + max(map(need, p.shapes)), p.between_steps_bytes, p.shapes)
         for p in points[-steps:]
     ]
     return [*points[:-steps], *late]

@@ -75,7 +75,7 @@ CAUSES: dict[str, tuple[dict[str, Any], ExitCause, str]] = {
     ),
     "its cgroup counts one more for two ranks": (
         {"now": now(cgroup=2, host=4), "died_together": 2},
-        ExitCause.PROBABLY,
+        ExitCause.PROBABLY_OOM_KILLER,
         "it has killed 1 process(es) of this rank's memory cgroup since, and 2 ranks exited "
         "together: this one or another",
     ),
@@ -86,7 +86,7 @@ CAUSES: dict[str, tuple[dict[str, Any], ExitCause, str]] = {
     ),
     "the cgroup is gone": (
         {"now": now(cgroup=None, cgroup_inode=None, host=5)},
-        ExitCause.PROBABLY,
+        ExitCause.PROBABLY_OOM_KILLER,
         "it has killed 2 process(es) on this host since, in an unknown cgroup",
     ),
     "the cgroup was created again": (
@@ -101,7 +101,7 @@ CAUSES: dict[str, tuple[dict[str, Any], ExitCause, str]] = {
     ),
     "another boot, and it was near its limit": (
         {"now": OomKillCounts(), "same_boot": False, "limit_ratio": 0.95, "risk_ratio": 0.8},
-        ExitCause.PROBABLY,
+        ExitCause.PROBABLY_OOM_KILLER,
         "the machine has rebooted since; its last peak was 95 % of the limit and its last "
         "risk was 80 %",
     ),

@@ -89,7 +89,7 @@ def test_leaked_memory_is_needed_with_any_batch() -> None:
 
 
 def test_without_a_forecast_activations_scale_with_the_tokens() -> None:
-    case = oom_case(predict_peak=lambda shape: None, floor_bytes=450.0 * MIB)
+    case = oom_case(predict_peak=lambda shape: None, between_steps_bytes=450.0 * MIB)
     looked_at = oom_case(predict_peak=lambda shape: None, categories=CATEGORIES)
 
     # 850 MiB were needed: 450 in use between steps, and 400 of activations.
@@ -99,7 +99,7 @@ def test_without_a_forecast_activations_scale_with_the_tokens() -> None:
 
 
 def test_no_memory_saving_needs_less_than_what_is_in_use_between_steps() -> None:
-    case = oom_case(floor_bytes=600.0 * MIB)
+    case = oom_case(between_steps_bytes=600.0 * MIB)
 
     assert found(case, "a quarter the micro-batch").need_bytes == 600 * MIB
 
@@ -125,7 +125,7 @@ def test_without_forecast_and_categories_smaller_batches_have_no_estimate() -> N
 
 
 def test_checkpointing_has_only_a_lower_bound() -> None:
-    case = oom_case(floor_bytes=450.0 * MIB)
+    case = oom_case(between_steps_bytes=450.0 * MIB)
 
     saving = found(case, "activation checkpointing")
 
@@ -149,9 +149,9 @@ def test_smaller_buckets_are_not_listed_if_they_save_less_than_the_forecast_erro
     assert not [each for each in listed if "reduce_bucket_size" in each.description]
 
 
-def test_avoiding_fragmentation_fits_only_if_the_unusable_bytes_suffice() -> None:
-    some = oom_case(unusable_bytes=50.0 * MIB)
-    enough = oom_case(unusable_bytes=200.0 * MIB)
+def test_avoiding_fragmentation_fits_only_if_the_fragmented_bytes_suffice() -> None:
+    some = oom_case(fragmented_bytes=50.0 * MIB)
+    enough = oom_case(fragmented_bytes=200.0 * MIB)
 
     assert found(some, "expandable_segments").fits == "no"
     assert found(enough, "expandable_segments").fits == "yes"
@@ -228,7 +228,7 @@ def test_sharding_or_nvme_fits_if_offloads_fill_the_host() -> None:
 
 
 def test_the_memory_saving_that_costs_training_least_comes_first() -> None:
-    case = sharded(unusable_bytes=200.0 * MIB, categories=BIG_BUFFERS)
+    case = sharded(fragmented_bytes=200.0 * MIB, categories=BIG_BUFFERS)
 
     texts = [each.description.partition(" (")[0] for each in predicted_savings(case)]
 

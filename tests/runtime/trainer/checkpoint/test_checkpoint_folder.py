@@ -113,14 +113,14 @@ def test_an_older_checkpoint_that_was_loaded_is_kept_until_the_next_is_complete(
     (tmp_path / "latest").write_text("step-00000010\n")
 
     loaded = load(tmp_path)
-    save(tmp_path, 20, client="again", keep=1)
+    save(tmp_path, 20, client_state="again", keep=1)
 
     assert loaded is not None
     assert loaded.steps == 10
     assert names(tmp_path) == ["latest", "step-00000020-2"]
     again = load(tmp_path)
     assert again is not None
-    assert again.client == "again"
+    assert again.client_state == "again"
 
 
 def test_several_checkpoints_of_one_step_have_different_names(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_the_manifest_lists_all_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.pt", "optimizer.pt", "zerowatch-rank-00000.pt"])
 def test_a_changed_byte_in_any_file_raises_with_the_files_name(tmp_path: Path, name: str) -> None:
-    file = save(tmp_path, 1, client=torch.zeros(1000)) / name
+    file = save(tmp_path, 1, client_state=torch.zeros(1000)) / name
     flip(file, file.stat().st_size // 2)
 
     with pytest.raises(CheckpointError, match=rf"is damaged: {name} has changed .*fallback=True"):

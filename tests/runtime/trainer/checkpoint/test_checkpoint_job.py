@@ -77,7 +77,7 @@ def test_loading_keeps_the_gradient_clipping_of_the_ds_config(ranks: list[dict])
 def test_state_that_cannot_be_saved_or_loaded_raises_on_every_rank(ranks: list[dict]) -> None:
     errors = [rank["refusals"] for rank in ranks]
 
-    assert all("client is of type builtins.type" in each["object"] for each in errors)
+    assert all("client_state is of type builtins.type" in each["object"] for each in errors)
     assert all("with 1 as ZeRO stage, this run has 2" in each["stage"] for each in errors)
     damaged = "zerowatch-rank-00001.pt has changed since it was written"
     assert sorted(damaged in each["damaged"] for each in errors) == [False, True]

@@ -29,7 +29,9 @@ def after_disk(folder: Path, state: RunState) -> RunState:
 
 def test_plain_data_is_read_back_with_its_types(tmp_path: Path) -> None:
     plan = {"micro_batch_samples": 4, "failed": {128: 8, 256: 4}, "sizes": (3, 3, 2)}
-    state = replace(PLAIN, micro_batch_plan=plan, weight_exponent=-3, client=[None, b"x", 1.5])
+    state = replace(
+        PLAIN, micro_batch_plan=plan, weight_exponent=-3, client_state=[None, b"x", 1.5]
+    )
 
     loaded = after_disk(tmp_path, state)
 
@@ -73,7 +75,7 @@ def test_tensors_and_arrays_are_read_back_bit_for_bit(tmp_path: Path, seed: int)
 def test_what_was_read_does_not_need_the_file_any_more(tmp_path: Path) -> None:
     given = {"weights": torch.arange(5000), "array": np.arange(5000)}
 
-    loaded = after_disk(tmp_path, replace(PLAIN, client=given)).client
+    loaded = after_disk(tmp_path, replace(PLAIN, client_state=given)).client_state
 
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
     assert torch.equal(loaded["weights"], given["weights"])
@@ -83,7 +85,7 @@ def test_what_was_read_does_not_need_the_file_any_more(tmp_path: Path) -> None:
 def test_only_the_elements_of_a_view_are_written(tmp_path: Path) -> None:
     view = torch.zeros(1_000_000)[:3]
 
-    write_rank(tmp_path, 0, replace(PLAIN, client={"view": view}))
+    write_rank(tmp_path, 0, replace(PLAIN, client_state={"view": view}))
 
     assert rank_file(tmp_path, 0).stat().st_size < 10_000
 

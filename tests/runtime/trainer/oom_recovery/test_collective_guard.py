@@ -14,7 +14,7 @@ from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.trainer.oom_recovery.collective_guard import (
     CollectiveGuard,
-    PeerOutOfMemory,
+    PeerOutOfMemoryError,
     Vote,
     probe_workspace,
 )
@@ -188,7 +188,7 @@ def test_a_rank_raises_instead_of_issuing_a_collective_if_its_peer_ran_out(
 ) -> None:
     votes.others = 1
 
-    with pytest.raises(PeerOutOfMemory), guard.window():
+    with pytest.raises(PeerOutOfMemoryError), guard.window():
         backend.all_reduce()
 
     assert backend.issued == []
@@ -200,10 +200,10 @@ def test_a_window_is_aborted_even_if_the_script_caught_the_error(
 ) -> None:
     votes.others = 1
 
-    with pytest.raises(PeerOutOfMemory), guard.window():
-        with pytest.raises(PeerOutOfMemory):
+    with pytest.raises(PeerOutOfMemoryError), guard.window():
+        with pytest.raises(PeerOutOfMemoryError):
             backend.all_reduce()
-        with pytest.raises(PeerOutOfMemory):
+        with pytest.raises(PeerOutOfMemoryError):
             backend.all_reduce()
 
     assert backend.issued == []
@@ -217,10 +217,10 @@ def test_autograd_propagates_the_error_unchanged(
     weight = torch.ones(3, requires_grad=True)
     weight.register_hook(lambda _: backend.all_reduce() and None)
 
-    with pytest.raises(PeerOutOfMemory) as raised, guard.window():
+    with pytest.raises(PeerOutOfMemoryError) as raised, guard.window():
         weight.sum().backward()
 
-    assert type(raised.value) is PeerOutOfMemory
+    assert type(raised.value) is PeerOutOfMemoryError
 
 
 def test_no_collective_is_issued_while_an_out_of_memory_error_propagates(
@@ -329,7 +329,7 @@ def test_probing_the_workspace_raises_where_memory_does_not_suffice() -> None:
 def test_a_rank_that_runs_out_while_it_aborts_a_window_holds_no_vote():
     votes = Votes(others=1)
     guard = CollectiveGuard(votes)
-    with pytest.raises(PeerOutOfMemory), guard.window():
+    with pytest.raises(PeerOutOfMemoryError), guard.window():
         pass
 
     guard.report(Vote.OUT_OF_MEMORY)

@@ -108,7 +108,7 @@ def test_each_rank_raises_and_the_run_is_unchanged_with_no_memory_saving_left(
 ) -> None:
     peer, own = (rank["gives up"][name] for rank in ends)
 
-    assert peer["type"] == "PeerOutOfMemory"
+    assert peer["type"] == "PeerOutOfMemoryError"
     assert "no memory saving left" in peer["text"]
     assert own["type"] == "RuntimeError"
     assert "DefaultCPUAllocator" in own["text"]

@@ -21,7 +21,7 @@ from zerowatch.runtime.trainer.engine_change import EngineChange
 from zerowatch.runtime.trainer.oom_recovery import replay as replay_module
 from zerowatch.runtime.trainer.oom_recovery.collective_guard import (
     CollectiveGuard,
-    PeerOutOfMemory,
+    PeerOutOfMemoryError,
     Vote,
 )
 from zerowatch.runtime.trainer.oom_recovery.escalation import ESCALATION_ORDER, EscalationPolicy
@@ -198,7 +198,7 @@ def test_each_rank_raises_its_own_error_with_no_memory_saving_left(
 
     peers, own = on_ranks(2, train)
 
-    assert type(peers) is PeerOutOfMemory
+    assert type(peers) is PeerOutOfMemoryError
     assert "out of memory on rank 1 with micro-batches of 1" in str(peers)
     assert "no memory saving left" in str(peers)
     assert (type(own), str(own)) == (RuntimeError, OUT)
@@ -333,7 +333,7 @@ def test_an_update_that_runs_out_of_memory_raises_and_is_not_repeated(
             rank.replay.update(step)
         return type(raised.value).__name__
 
-    assert on_ranks(2, train) == ["PeerOutOfMemory", "RuntimeError"]
+    assert on_ranks(2, train) == ["PeerOutOfMemoryError", "RuntimeError"]
     assert "out of memory within engine.step()" in caplog.text
 
 
@@ -356,11 +356,11 @@ def test_an_out_of_memory_error_is_found_in_the_chain_of_later_errors() -> None:
         try:
             raise RuntimeError(OUT)
         except RuntimeError:
-            raise PeerOutOfMemory("during cleanup")  # noqa: B904
+            raise PeerOutOfMemoryError("during cleanup")  # noqa: B904
 
     def peers() -> None:
         try:
-            raise PeerOutOfMemory("a vote")
+            raise PeerOutOfMemoryError("a vote")
         except RuntimeError as error:
             raise ValueError("a later error") from error
 

@@ -65,7 +65,7 @@ def test_the_padded_length_is_the_largest_second_dimension():
     [
         ({"ids": torch.zeros(8, 2), "labels": torch.zeros(7)}, "ids has 8, labels has 7"),
         ([torch.zeros(2), {"x": torch.zeros(3)}], "[0] has 2, [1].x has 3"),
-        ({"ids": torch.zeros(0, 5)}, "share of the batch is empty"),
+        ({"ids": torch.zeros(0, 5)}, "local batch is empty"),
         ({"text": "words"}, "got dict without any"),
         (None, "got NoneType without any"),
     ],

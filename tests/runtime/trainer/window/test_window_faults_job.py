@@ -13,9 +13,9 @@ from scripts.launching import SCRIPTS
 pytestmark = pytest.mark.jobs
 
 ERRORS = {
-    "lengths differ": ("BatchError: the share of rank 1", "labels has 7"),
-    "empty": ("BatchError: the share of rank 1", "share of the batch is empty"),
-    "no tensors": ("BatchError: the share of rank 1", "got NoneType without any"),
+    "lengths differ": ("BatchError: the local batch of rank 1", "labels has 7"),
+    "empty": ("BatchError: the local batch of rank 1", "local batch is empty"),
+    "no tensors": ("BatchError: the local batch of rank 1", "got NoneType without any"),
     "nan": ("NonFiniteLossError: the loss of step 2 is nan",) * 2,
     "no weight": ("BatchError: the weights of this batch add up to 0.0",) * 2,
     "loss is a number": ("TypeError: loss(model, micro_batch) must return", "got float"),

@@ -213,7 +213,10 @@ def test_a_verdict_whose_rollback_fails_is_not_reported_as_rolled_back() -> None
 def test_a_change_left_on_another_rank_alone_is_reported() -> None:
     job = Job()
     job.answer = lambda _: SwitchResult(
-        done=False, reason="rank 0: no", undone=False, left="rank 1: micro_batch_samples=8"
+        done=False,
+        reason="rank 0: no",
+        undone=False,
+        remaining_changes="rank 1: micro_batch_samples=8",
     )
 
     job.run(100)
@@ -415,7 +418,7 @@ def test_the_configuration_of_a_known_context_is_measured_again() -> None:
 
     first = job.decisions[num_before]
     assert first.proposal.changes == {"micro_batch_samples": START["micro_batch_samples"]}
-    assert first.proposal.why == HISTORY_REASON
+    assert first.proposal.reason == HISTORY_REASON
     assert first.verdict == "rolled_back"
     assert job.now["micro_batch_samples"] == 8
     job.run(1500)

@@ -97,7 +97,7 @@ def test_without_a_run_folder_nothing_is_written():
 
 
 @pytest.mark.parametrize(
-    "line", [b"", b"{}", b"[]", b'{"schema": 2}', b'{"schema": 1, "plan": 3}', b'{"schema": 1']
+    "line", [b"", b"{}", b"[]", b'{"schema": 2}', b'{"schema": 1, "design": 3}', b'{"schema": 1']
 )
 def test_a_damaged_line_raises_a_parse_error(line):
     with pytest.raises(PARSE_ERRORS):

@@ -131,7 +131,7 @@ def test_the_gain_is_predicted():
         REASSOCIATION,
         "comm_bandwidth",
     )
-    assert first.why == SPECS["micro_batch_samples"].description
+    assert first.reason == SPECS["micro_batch_samples"].description
 
 
 @pytest.mark.parametrize("stage", [0, 1])

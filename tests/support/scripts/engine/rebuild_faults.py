@@ -18,7 +18,7 @@ from zerowatch.errors import RebuildError
 from zerowatch.metrics.catalog import CATALOG, communication, overhead, training
 from zerowatch.runtime.common.host_group import HostGroup
 from zerowatch.runtime.engine.rebuild.engine_replacement import UndoneRebuildError, rebuild
-from zerowatch.runtime.initialize import watch
+from zerowatch.runtime.entry_points import watch
 
 BEFORE, AFTER = 3, 3
 
@@ -137,7 +137,7 @@ def watched(host_group: HostGroup) -> dict[str, Any]:
     run.steps(BEFORE)
     before = _settled(opened, BEFORE)
     old = weakref.ref(run.engine)
-    with opened.suspended():
+    with opened.checkpoint_phase():
         run.engine = rebuild(
             run.engine, run.config_of(case.new), make_engine=run.make_engine, host_group=host_group
         )

@@ -17,8 +17,8 @@ from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToMo
 from deepspeed.utils import groups
 from traffic_cases import CASES, MODELS, TOKENS, WIDTH, Case, param_groups
 
+from zerowatch.runtime.entry_points import watch
 from zerowatch.runtime.estimator.engine_estimate import estimate_of_engine
-from zerowatch.runtime.initialize import watch
 
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 # Compiling this op takes a minute on a new machine, and only inference uses it.

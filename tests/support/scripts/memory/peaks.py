@@ -109,8 +109,8 @@ def _miss(
     model: PeakModel | None, before: PeakPoint, after: PeakPoint, known: Sequence[PeakPoint]
 ) -> PredictionMiss:
     assert model is not None
-    missed = model.predict(after.shapes, before.floor_bytes) - after.peak_bytes
-    lowest = min(point.floor_bytes for point in known)
+    missed = model.predict(after.shapes, before.between_steps_bytes) - after.peak_bytes
+    lowest = min(point.between_steps_bytes for point in known)
     return PredictionMiss(
         of_peak=missed / after.peak_bytes,
         of_rise=missed / max(after.peak_bytes - lowest, 1.0),
@@ -121,7 +121,7 @@ def _point(record: dict) -> PeakPoint:
     return PeakPoint(
         step=record["step"],
         peak_bytes=record["peak"],
-        floor_bytes=record["floor"],
+        between_steps_bytes=record["floor"],
         limit_bytes=math.inf,
         reserved_bytes=record["peak"],
         shapes=tuple(Shape(*sizes) for sizes in record["shapes"]),

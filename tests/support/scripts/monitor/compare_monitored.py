@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from zerowatch.metrics.catalog import communication
-from zerowatch.runtime.initialize import watch
+from zerowatch.runtime.entry_points import watch
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -33,11 +33,11 @@ import zerowatch
 import zerowatch.runtime.monitor.build_watch
 from zerowatch.metrics.catalog import communication, overhead, training
 from zerowatch.metrics.step_record import StepRecord
-from zerowatch.runtime import initialize
-from zerowatch.runtime.collectives.ops import OPERATIONS
+from zerowatch.runtime import entry_points
+from zerowatch.runtime.collectives.collective_table import OPERATIONS
 from zerowatch.runtime.common import interrupts
 from zerowatch.runtime.instrumentation.engine_hooks import ENGINE_METHODS
-from zerowatch.runtime.monitor.cross_rank_monitor import CrossRankMonitor
+from zerowatch.runtime.monitor.comparison_monitor import ComparisonMonitor
 from zerowatch.runtime.monitor.subscriptions import Subscriptions
 from zerowatch.runtime.monitor.watch_thread import WatchThread
 
@@ -455,7 +455,7 @@ def a_watch_whose_comparison_thread_cannot_start_leaves_no_thread() -> None:
     def refuse(_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    CrossRankMonitor.start = refuse
+    ComparisonMonitor.start = refuse
     engine = make()
     step(engine)
 
@@ -536,7 +536,7 @@ def a_watch_thread_that_is_interrupted_starts_over() -> None:
         [thread] = [thread for thread in threading.enumerate() if thread.name == name]
         target = ctypes.c_ulong(thread.ident)
         assert ctypes.pythonapi.PyThreadState_SetAsyncExc(target, ctypes.py_object(SystemExit)) == 1
-    failures = zerowatch.runtime.initialize._process.fail_open.failures
+    failures = zerowatch.runtime.entry_points._process.fail_open.failures
     wait_until(lambda: failures.total() == 2)
     step(engine)
     wait_until(lambda: len(records) == 2)
@@ -585,11 +585,11 @@ def a_second_ctrl_c_ends_the_wait_for_the_last_scrape_and_the_targets_are_withdr
     )
     targets = watch.run_folder / "targets.json"
     before = targets.read_text()
-    initialize._process.watch._server.wait_for_final_scrape = wait
+    entry_points._process.watch._server.wait_for_final_scrape = wait
     try:
         raise KeyboardInterrupt
     except KeyboardInterrupt:
-        initialize.close_watch(failed=True)
+        entry_points.close_watch(failed=True)
 
     assert watch.address in before
     assert targets.read_text() == "[]\n"

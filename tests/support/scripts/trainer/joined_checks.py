@@ -146,15 +146,15 @@ def saved_and_loaded(folder: Path) -> Found:
     for batch in batches()[:2]:
         run.train_batch(share_of(batch, None))
     run.rebuild({"zero_optimization": {"stage": 3}})
-    run.save(folder / "saves", client={"note": "mine"})
+    run.save(folder / "saves", client_state={"note": "mine"})
     end(run)
     again = make(folder, 1)
     loaded = again.load(folder / "saves")
-    client = again.client
+    client_state = again.client_state
     for batch in batches()[2:]:
         again.train_batch(share_of(batch, None))
     outcome = weights(again.engine)
-    return {**end(again), "difference": outcome, "client": client, "loaded": loaded}
+    return {**end(again), "difference": outcome, "client_state": client_state, "loaded": loaded}
 
 
 def main(folder: Path) -> None:

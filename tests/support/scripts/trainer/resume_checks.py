@@ -141,7 +141,7 @@ def outcome(run: zerowatch.TrainingRun, losses: list[float]) -> dict[str, Any]:
 def resume(run: zerowatch.TrainingRun, saves: Path) -> dict[str, Any]:
     """Load the checkpoint and train to the end."""
     run.load(saves)
-    return outcome(run, train(run, Batches(run.client), STEPS))
+    return outcome(run, train(run, Batches(run.client_state), STEPS))
 
 
 def check(name: str, folder: Path) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def check(name: str, folder: Path) -> dict[str, Any]:
     run, batches = new_run(name, seed=0), Batches()
     begun = [run.load(saves), run.steps]
     train(run, batches, STEPS // 2)
-    path = run.save(saves, client=batches.position)
+    path = run.save(saves, client_state=batches.position)
     found = {"saved": path.name, "begun": begun}
     found["through"] = outcome(run, train(run, batches, STEPS))
     found["same engine"] = resume(run, saves)
@@ -168,7 +168,7 @@ def rebuilt(folder: Path) -> dict[str, Any]:
     train(run, batches, 1)
     run.rebuild({"zero_optimization": {"stage": 3}})
     train(run, batches, STEPS // 2)
-    run.save(saves, client=batches.position)
+    run.save(saves, client_state=batches.position)
     found: dict[str, Any] = {"through": outcome(run, train(run, batches, STEPS))}
     end(run)
     run = new_run("stage 1", seed=1)
@@ -185,7 +185,7 @@ def refusals(folder: Path) -> dict[str, str]:
     train(run, batches, 1)
     run.save(saves)
     train(run, batches, 2)
-    found = {"object": error_of(run.save, saves, client=object)}
+    found = {"object": error_of(run.save, saves, client_state=object)}
     with full_disk_on_rank(1):
         found["full disk"] = error_of(run.save, saves)
     found["left"] = " ".join(sorted(path.name for path in saves.iterdir() if path.is_dir()))
@@ -211,7 +211,7 @@ def failed_loads(name: str, folder: Path) -> dict[str, Any]:
     run, batches = new_run(name, seed=0), Batches()
     for step in (1, 2):
         train(run, batches, step)
-        newest = run.save(saves, client=step)
+        newest = run.save(saves, client_state=step)
     found = {}
     with unreadable_files(run.engine) if is_failing else nullcontext():
         found["unreadable"] = error_of(run.load, saves)
@@ -222,7 +222,7 @@ def failed_loads(name: str, folder: Path) -> dict[str, Any]:
         file.write_bytes(data)
     dist.barrier()
     found["damaged"] = error_of(run.load, saves)
-    found["older"] = [run.load(saves, fallback=True), run.client, run.steps]
+    found["older"] = [run.load(saves, fallback=True), run.client_state, run.steps]
     os.environ["TORCHELASTIC_MAX_RESTARTS"] = "2"  # as `zerowatch run --max-restarts 2` sets it
     found["restartable"] = run.load(saves)
     del os.environ["TORCHELASTIC_MAX_RESTARTS"]

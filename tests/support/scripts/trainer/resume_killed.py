@@ -46,7 +46,7 @@ def save(engine: PlainEngine, folder: Path) -> None:
         samples=8 * steps,
         config={},
         micro_batch_plan={"micro_batch_samples": 4},
-        client={"step": steps},
+        client_state={"step": steps},
     )
     save_checkpoint(folder, engine, SingleRankHostGroup(), state)
 
@@ -61,7 +61,7 @@ def found_in(folder: Path, killed_at: str) -> dict:
     state = found_checkpoint.state
     found = {
         "killed_at": killed_at.replace(str(folder), ""),
-        "steps": [state.steps, state.client["step"], engine.global_steps],
+        "steps": [state.steps, state.client_state["step"], engine.global_steps],
         "weight": engine.module.weight.data.mean().item(),
     }
     save(engine, folder)

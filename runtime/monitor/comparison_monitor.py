@@ -16,7 +16,7 @@ from ..instrumentation.profiled_steps import ProfiledSteps
 from ..instrumentation.watch_context import WatchContext
 
 
-class CrossRankMonitor:
+class ComparisonMonitor:
     """Runs the comparison with other ranks, hang detection and the profiler of one watch.
 
     Constructed on the training thread.

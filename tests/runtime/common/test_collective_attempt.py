@@ -8,7 +8,7 @@ import pytest
 from fakes.rank_threads import FakeHostGroup, on_ranks
 
 from zerowatch.errors import CheckpointError
-from zerowatch.runtime.common.all_or_none import (
+from zerowatch.runtime.common.collective_attempt import (
     CollectiveAttempt,
     PeerAttemptError,
     is_peer_failure,

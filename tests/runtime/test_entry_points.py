@@ -10,7 +10,7 @@ import pytest
 
 import zerowatch
 from zerowatch.metrics.settings import Settings
-from zerowatch.runtime import initialize
+from zerowatch.runtime import entry_points
 
 OFF = {"enabled": False}
 
@@ -55,8 +55,8 @@ def test_no_first_step_is_expected_of_an_engine_without_an_optimizer(
 ) -> None:
     calls = []
     startup = SimpleNamespace(expect_no_step=lambda: calls.append(1))
-    monkeypatch.setattr(initialize, "_process", SimpleNamespace(watch=None, startup=startup))
+    monkeypatch.setattr(entry_points, "_process", SimpleNamespace(watch=None, startup=startup))
 
-    initialize._watch_first(SimpleNamespace(optimizer=None), Settings())
+    entry_points._watch_first(SimpleNamespace(optimizer=None), Settings())
 
     assert calls == [1]

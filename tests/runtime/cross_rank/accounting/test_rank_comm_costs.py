@@ -1,4 +1,4 @@
-"""Tests of `LocalAccounting`: a rank's reports and costs, against sums computed by hand."""
+"""Tests of `RankCommCosts`: a rank's reports and costs, against sums computed by hand."""
 
 from __future__ import annotations
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from ....metrics.catalog import communication
 from ....metrics.catalog.labels import OPS, OWN_GROUP
 from ....metrics.recorder import Recorder
+from ...collectives.collective_table import SYMMETRIC
 from ...collectives.groups import CollectiveCall, Groups, RankSet
-from ...collectives.ops import SYMMETRIC
 from ..exchange.rank_messages import CallReport, CompareResult
 from .call_sequence import CallSequence
 from .comm_costs import CommCosts, CostTotals
 
 
-class LocalAccounting:
+class RankCommCosts:
     """Adds up the costs of this rank's collectives, from its construction on.
 
     A call is matched if the same call was found on all ranks of its rank set, so that its wait is

@@ -53,7 +53,7 @@ class _Process:
     startup: StartupMonitor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.startup = StartupMonitor(self.has_stepped, self.untrained_ns, self.fail_open)
+        self.startup = StartupMonitor(self.has_stepped, self.forward_only_ns, self.fail_open)
 
     def has_stepped(self) -> bool:
         """Whether the watch has seen a step, or is closed."""
@@ -62,9 +62,9 @@ class _Process:
             return False
         return not watch.is_open or bool(watch.snapshot().value(STEPS))
 
-    def untrained_ns(self) -> int:
+    def forward_only_ns(self) -> int:
         """Return the time of forward passes without a backward since the last step."""
-        return 0 if self.watch is None else self.watch.untrained_ns
+        return 0 if self.watch is None else self.watch.forward_only_ns
 
     def open_collectives(self) -> CollectiveInstrumentation:
         if self.collectives is None:
