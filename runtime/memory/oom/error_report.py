@@ -289,7 +289,8 @@ def _memory(evidence: OomEvidence) -> Iterator[str]:
         yield "  limit: unknown"
     fragmented = evidence.fragmented_bytes
     if evidence.device != "cpu" and fragmented is not None:
-        yield f"  reserved in blocks too small for this request (fragmentation): {_size(fragmented)}"
+        size = _size(fragmented)
+        yield f"  reserved in blocks too small for this request (fragmentation): {size}"
     if "alloc_retries" in readings:
         yield f"  allocator retries after freeing its cache: {readings['alloc_retries']:.0f}"
     if evidence.growth_bytes_per_step:
