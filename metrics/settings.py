@@ -399,7 +399,7 @@ def _settings_error(settings: type[BaseModel], fault: ErrorDetails, origin: str)
 
 
 def _check_environment_names(settings: type[BaseModel], prefix: str) -> None:
-    """Reject a misspelt variable with our prefix, which pydantic-settings ignores."""
+    """Reject a misspelled variable with our prefix, which pydantic-settings ignores."""
     known = {
         prefix + name.replace(".", "_").upper() for name in _option_names(settings.model_fields)
     }

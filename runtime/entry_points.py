@@ -22,7 +22,7 @@ from ..metrics.catalog.training import STEPS
 from ..metrics.settings import Settings, load_settings
 from .collectives.instrument import CollectiveInstrumentation
 from .common.ds_config import read_zerowatch_block
-from .common.ds_config_errors import ConfigErrors, warn_of_misspelt_keys
+from .common.ds_config_errors import ConfigErrors, warn_of_misspelled_keys
 from .common.fail_open import FailOpen
 from .common.interrupts import ended_by_next_interrupt, is_interrupt
 from .monitor.console_logging import show_own_lines
@@ -162,7 +162,7 @@ def initialize(
     if loaded.enabled:
         _process.open_collectives()
         _process.startup.start(initializing=True)
-    _process.fail_open.call("ds config", warn_of_misspelt_keys, ds_config)
+    _process.fail_open.call("ds config", warn_of_misspelled_keys, ds_config)
     with ConfigErrors(ds_config, _process.fail_open, raise_ours=True):
         result: tuple[Any, Any, Any, Any] = original(**given)
     engine = result[0]
@@ -232,7 +232,7 @@ def wrap_deepspeed(deepspeed: ModuleType) -> None:
         settings = load_settings(ds_block=read_zerowatch_block(config))
         if settings.enabled:
             _process.startup.start(initializing=True)
-        _process.fail_open.call("ds config", warn_of_misspelt_keys, config)
+        _process.fail_open.call("ds config", warn_of_misspelled_keys, config)
         with ConfigErrors(config, _process.fail_open):
             result = original(*args, **kwargs)
         _process.fail_open.call("watch", _maybe_watch, result[0], settings)

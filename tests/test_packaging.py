@@ -103,16 +103,16 @@ def test_every_dependency_is_pinned() -> None:
         for requirement in chain(
             project["dependencies"], *project["optional-dependencies"].values()
         )
-        if normalised(requirement) != project["name"]  # an extra that takes in others
+        if normalized(requirement) != project["name"]  # an extra that takes in others
     ]
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
 
-    pinned = {normalised(line) for line in constraints if "==" in line}
+    pinned = {normalized(line) for line in constraints if "==" in line}
 
-    assert {normalised(line) for line in required} <= pinned
+    assert {normalized(line) for line in required} <= pinned
 
 
-def normalised(requirement: str) -> str:
+def normalized(requirement: str) -> str:
     """Spell the name in a requirement as PEP 503 does."""
     name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -21,7 +21,7 @@ from ..grafana.panels import (
 from ..promql import rate, where
 from .queries import FIRST_RANK, WINDOW, quantile
 
-# The colour of each phase, by its legend, so that a phase looks the same on every dashboard.
+# The color of each phase, by its legend, so that a phase looks the same on every dashboard.
 PHASE_COLORS = {
     "forward": "blue",
     "backward": "purple",

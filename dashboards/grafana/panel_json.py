@@ -311,7 +311,7 @@ def _defaults(panel: Panel) -> Json:
 
 
 def _color_overrides(panel: Panel) -> list[Json]:
-    """Return the overrides that give series their fixed colours."""
+    """Return the overrides that give series their fixed colors."""
     return [
         _override(legend, {"color": {"mode": "fixed", "fixedColor": color}})
         for legend, color in sorted(panel.colors.items())
@@ -326,7 +326,7 @@ def _override(name: str, properties: Json) -> Json:
 
 
 def _value_mappings(named: Iterable[Named]) -> list[Json]:
-    """Return the texts and colours shown in place of values."""
+    """Return the texts and colors shown in place of values."""
     options = {
         str(name.value): {"text": name.text, "color": name.color, "index": index}
         for index, name in enumerate(named)
@@ -405,7 +405,7 @@ def _table_order(panel: Table) -> list[Json]:
 
 
 def _table_overrides(panel: Table) -> list[Json]:
-    """Return the unit and colours of each column."""
+    """Return the unit and colors of each column."""
     return [
         _override(column.title, _column_options(column)) for column in panel.columns if column.title
     ]

@@ -21,7 +21,7 @@ CELSIUS = "celsius"
 HERTZ = "hertz"
 PLAIN = "none"  # numbers are shown as they are
 
-# The colours of values.
+# The colors of values.
 GOOD = "green"
 WARNING = "orange"
 BAD = "red"
@@ -30,14 +30,14 @@ NEUTRAL = "text"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A colour and the lowest value that has it; None as the value is minus infinity."""
+    """A color and the lowest value that has it; None as the value is minus infinity."""
 
     color: str
     value: float | None = None
 
 
 def above(limit: float, worse: float | None = None) -> tuple[Step, ...]:
-    """Return the colours of a value that should be low.
+    """Return the colors of a value that should be low.
 
     Green below `limit`, red from `limit` on. If `worse` is given: orange from `limit` on, red from
     `worse` on.
@@ -48,7 +48,7 @@ def above(limit: float, worse: float | None = None) -> tuple[Step, ...]:
 
 
 def below(limit: float, worse: float | None = None) -> tuple[Step, ...]:
-    """Return the colours of a value that should be high.
+    """Return the colors of a value that should be high.
 
     Green from `limit` on, red below. If `worse` is given: orange below `limit`, red below `worse`.
     """
@@ -63,7 +63,7 @@ ANY_IS_BAD = above(1)  # for a count that should stay 0
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A text and a colour that are shown in place of a value."""
+    """A text and a color that are shown in place of a value."""
 
     value: int
     text: str
@@ -101,11 +101,11 @@ class Panel:
         unit: One of the units at the top of this module.
         width: Width in columns; a dashboard has 24.
         height: Height in rows of about 38 pixels.
-        thresholds: Colours by value, the lowest first. A time series draws the values as lines.
+        thresholds: Colors by value, the lowest first. A time series draws the values as lines.
         minimum: Lower end of the scale; None fits it to the values.
         maximum: Upper end of the scale; None fits it to the values.
         decimals: Digits after the decimal point; None lets Grafana choose.
-        colors: Fixed colours of series, by their legend.
+        colors: Fixed colors of series, by their legend.
         empty: The text shown if there is no data; in a table also in each empty cell.
         dashboard: The uid of a dashboard with details, to which the title links.
     """
@@ -145,7 +145,7 @@ class Stat(Panel):
     Attributes:
         plain: Whether to leave out the small graph behind the figure.
         named: Texts shown in place of values.
-        color: What takes the colour of the threshold: the figure, the background or nothing.
+        color: What takes the color of the threshold: the figure, the background or nothing.
     """
 
     plain: bool = False
@@ -170,10 +170,10 @@ class Heatmap(Panel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTimeline(Panel):
-    """A horizontal band over time for each series, coloured by its value.
+    """A horizontal band over time for each series, colored by its value.
 
     Attributes:
-        named: The text and colour of each value.
+        named: The text and color of each value.
     """
 
     named: tuple[Named, ...] = ()
@@ -187,7 +187,7 @@ class Column:
         title: The heading of the column.
         expression: PromQL that gives one value for each row.
         unit: The unit of the values.
-        thresholds: Colours of the values, the lowest first.
+        thresholds: Colors of the values, the lowest first.
         decimals: Digits after the decimal point; None lets Grafana choose.
     """
 

@@ -48,7 +48,7 @@ LAST_ACTIVITY_TIMESTAMP = gauge(
     "last_activity_timestamp_seconds", "Unix time of the last progress in training."
 )
 FLOPS = counter("flops_total", "Floating point operations that the model needs, on this rank.")
-MFU = gauge("mfu_ratio", "Model FLOPs utilisation: FLOP/s of the model over the device's peak.")
+MFU = gauge("mfu_ratio", "Model FLOPs utilization: FLOP/s of the model over the device's peak.")
 PEAK_FLOPS = gauge(
     "device_peak_flops_per_second",
     "Peak FLOP/s of the device, from a table or measured.",

@@ -83,7 +83,7 @@ class _ScriptFile:
 
     @classmethod
     def read(cls, name: str, arguments: list[str]) -> _ScriptFile:
-        path = os.path.join(os.getcwd(), name)  # not normalised, like python's own `__file__`
+        path = os.path.join(os.getcwd(), name)  # not normalized, like python's own `__file__`
         try:
             with open(path, "rb") as file:
                 source = file.read()

@@ -110,7 +110,7 @@ def _group_from(mpu: Any, getter: str) -> Any:
     try:
         return getattr(mpu, getter)()
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError):
-        return None  # not initialised: each raises its own error
+        return None  # not initialized: each raises its own error
 
 
 def _role_in_model(group: dist.ProcessGroup) -> str:

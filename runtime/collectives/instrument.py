@@ -56,7 +56,7 @@ class CollectiveInstrumentation:
 
     @property
     def total_cost_ns(self) -> int:
-        """Nanoseconds spent on recording calls, waits, and the synchronisation of streams."""
+        """Nanoseconds spent on recording calls, waits, and the synchronization of streams."""
         return self.cost_ns + self._stream_hooks.cost_ns
 
     def open(self) -> None:

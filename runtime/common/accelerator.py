@@ -3,8 +3,8 @@
 `current` is the kind of accelerator in use. `CudaAccelerator` serves NVIDIA and, as torch's CUDA,
 AMD (ROCm). Another kind needs a class with the members of `Accelerator`, assigned to `current`
 here, and a memory probe in `devices/memory_probes.py`. A row in `devices/device_probes.py` adds
-utilisation and power, `devices/peak_flops.py` the peak FLOP/s. `training_device_index` also needs
-DeepSpeed's accelerator to be of that kind. Importing this module initialises no device.
+utilization and power, `devices/peak_flops.py` the peak FLOP/s. `training_device_index` also needs
+DeepSpeed's accelerator to be of that kind. Importing this module initializes no device.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Accelerator(Protocol):
     def memory_stats(self, index: int) -> dict[str, Any]:
         """Return the allocator's statistics, nested as torch.cuda.memory_stats_as_nested_dict's.
 
-        Empty before the device is initialised.
+        Empty before the device is initialized.
         """
 
     def memory_info(self, index: int) -> tuple[int, int]:
@@ -111,7 +111,7 @@ class Accelerator(Protocol):
         """Return the fraction of the device's memory that this process may use, 0 to 1."""
 
     def empty_cache(self) -> None:
-        """Return the allocator's free blocks to the device. May wait: cudaFree synchronises."""
+        """Return the allocator's free blocks to the device. May wait: cudaFree synchronizes."""
 
     def start_memory_history(self, max_entries: int) -> bool:
         """Record the stack of each allocation; return False if the script does so already."""
@@ -212,7 +212,7 @@ class CudaAccelerator:
         return float(get_fraction(index)) if get_fraction else 1.0
 
     def empty_cache(self) -> None:
-        """Return the allocator's free blocks to the GPU; nothing before CUDA is initialised."""
+        """Return the allocator's free blocks to the GPU; nothing before CUDA is initialized."""
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 

@@ -143,9 +143,9 @@ class ConfigErrors(AbstractContextManager[None]):
             raise DsConfigError(explanation) from error
 
 
-def warn_of_misspelt_keys(config: object) -> None:
+def warn_of_misspelled_keys(config: object) -> None:
     """Log a warning for each top-level key that is nearly one of DeepSpeed's."""
-    for key, meant in misspelt_keys(read_config(config)):
+    for key, meant in misspelled_keys(read_config(config)):
         logger.warning(
             "%s: DeepSpeed does not know the key %r and ignores it; did you mean %r?",
             config_origin(config),
@@ -154,7 +154,7 @@ def warn_of_misspelt_keys(config: object) -> None:
         )
 
 
-def misspelt_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def misspelled_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each top-level key that is nearly one of DeepSpeed's, with that one."""
     for key in config:
         close = difflib.get_close_matches(key, TOP_LEVEL_KEYS, n=1, cutoff=_SIMILARITY)

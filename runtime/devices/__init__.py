@@ -1,4 +1,4 @@
-"""Readings of devices: utilisation, power, peak FLOP/s, and the bytes of device and host memory.
+"""Readings of devices: utilization, power, peak FLOP/s, and the bytes of device and host memory.
 
 This package reads a device, the kernel or the C library, and interprets nothing. What fills the
 memory, and when it runs out, is computed in `runtime/memory/`; `runtime/monitor/device_sampler.py`

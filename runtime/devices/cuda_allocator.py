@@ -38,7 +38,7 @@ class MemoryStats(Protocol):
         """Return whether the device is in use."""
 
     def memory_stats(self, index: int, /) -> dict[str, Any]:
-        """Return the allocator's statistics, nested; empty before the device is initialised."""
+        """Return the allocator's statistics, nested; empty before the device is initialized."""
 
     def memory_info(self, index: int, /) -> tuple[int, int]:
         """Return the free and total bytes of the device, over all processes."""
@@ -48,7 +48,7 @@ class MemoryStats(Protocol):
 
 
 class CudaMemory:
-    """Reads the allocator's counters of one device, without synchronising with it.
+    """Reads the allocator's counters of one device, without synchronizing with it.
 
     With `peaks`, a peak is that since the last reading. Without, it is that since the start of the
     process or the script's last reset of the peak counters.

@@ -1,6 +1,6 @@
 """The protocol of device probes, and the choice of this machine's probe by kind of device.
 
-A device probe reads utilisation, power, temperature and link traffic; `memory_probes.py` has the
+A device probe reads utilization, power, temperature and link traffic; `memory_probes.py` has the
 probes of memory. This module also returns a device's peak FLOP/s and its hardware id.
 """
 
@@ -20,7 +20,7 @@ _PROBES = {"cuda": nvml_device}
 
 
 class DeviceProbe(Protocol):
-    """Reads utilisation, power and other state of one device.
+    """Reads utilization, power and other state of one device.
 
     Attributes:
         device: The name of the device, such as "cuda:0" or "cpu".

@@ -1,4 +1,4 @@
-"""Reads an NVIDIA GPU by NVML: utilisation, power, temperature, clock, energy and traffic."""
+"""Reads an NVIDIA GPU by NVML: utilization, power, temperature, clock, energy and traffic."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _find_handle(nvml: Any, device_index: int, *, uuid: str | None, variable: st
     """Return NVML's handle of a CUDA device, or None if there is none.
 
     Args:
-        nvml: The module pynvml, initialised.
+        nvml: The module pynvml, initialized.
         device_index: torch's index.
         uuid: The device's UUID by CUDA, without a prefix, if CUDA is available. It takes
             precedence: it does not depend on the order in which CUDA numbers devices.
@@ -259,7 +259,7 @@ def _sm_active(nvml: Any, handle: Any, cleanup: ExitStack) -> Source:
     GPM has this from Hopper on, and may reserve it to administrators.
 
     Args:
-        nvml: The module pynvml, initialised.
+        nvml: The module pynvml, initialized.
         handle: The device.
         cleanup: Frees GPM's samples when it closes.
     """

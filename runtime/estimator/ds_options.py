@@ -22,8 +22,8 @@ _DTYPES = {
 }  # fmt: skip
 _NO_LIMIT = 2**63 - 1
 
-# Features whose collectives or memory are not modelled, by the key that enables them.
-_UNMODELLED: tuple[tuple[tuple[str, ...], str], ...] = (
+# Features whose collectives or memory are not modeled, by the key that enables them.
+_UNMODELED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("expert_parallel", "enabled"), "expert parallelism"),
     (("torch_autocast", "enabled"), "torch_autocast"),
     (("compile", "deepcompile"), "DeepCompile"),
@@ -47,7 +47,7 @@ class DsOptions:
         model_dtype: Data type of parameters in training; None where neither fp16 nor bf16 is
             enabled, so that parameters keep their own.
         set_keys: Keys of zero_optimization that the configuration sets.
-        unmodelled: Enabled features that the estimate does not model.
+        unmodeled: Enabled features that the estimate does not model.
     """
 
     stage: int
@@ -85,7 +85,7 @@ class DsOptions:
     offload_optimizer_ratio: float = 1.0
     offload_param: str = "none"
     set_keys: frozenset[str] = frozenset()
-    unmodelled: tuple[str, ...] = ()
+    unmodeled: tuple[str, ...] = ()
 
     @property
     def mixed_precision(self) -> bool:
@@ -145,7 +145,7 @@ def options_from(reader: ConfigReader, stage: int) -> DsOptions:
         activation_checkpointing="activation_checkpointing" in reader.block,
         managed_accumulation=reader.flag("managed_gradient_accumulation", True),
         set_keys=frozenset(reader.zero().block),
-        unmodelled=_unmodelled(reader.block),
+        unmodeled=_unmodeled(reader.block),
     )
 
 
@@ -230,9 +230,9 @@ def _stage_3_options(zero: ConfigReader) -> dict[str, Any]:
     }
 
 
-def _unmodelled(config: Mapping[str, Any]) -> tuple[str, ...]:
+def _unmodeled(config: Mapping[str, Any]) -> tuple[str, ...]:
     keys = []
-    for path, name in _UNMODELLED:
+    for path, name in _UNMODELED:
         value: Any = config
         for key in path:
             value = value.get(key) if isinstance(value, Mapping) else None

@@ -39,7 +39,7 @@ def estimate_of_engine(engine: Any, micro_batches: int | None = None) -> StepEst
 
     Raises:
         DsConfigError: Its configuration cannot be estimated, for example because of values that
-            only its initialisation fills in.
+            only its initialization fills in.
     """
     topology = _topology(engine)
     estimate = estimate_step(
@@ -124,9 +124,9 @@ def _with_offload(config: Mapping[str, Any], optimizer: str, parameters: str) ->
 
 def _inexact_reasons(engine: Any, ranks: int) -> Iterable[str]:
     if dist.get_world_size() != ranks:
-        yield "Not exact: only the collectives of data parallelism are modelled."
+        yield "Not exact: only the collectives of data parallelism are modeled."
     if getattr(engine, "has_moe_layers", False):
-        yield "Not exact: mixtures of experts are not modelled."
+        yield "Not exact: mixtures of experts are not modeled."
 
 
 def _traced_modules(engine: Any) -> Sequence[nn.Module]:

@@ -21,8 +21,8 @@ _NOTABLY_LESS = 0.99
 
 def inexact_reasons(model: ModelShape, options: DsOptions, topology: Topology) -> list[str]:
     """Return a sentence for each feature that makes the estimate inexact."""
-    reasons = [f"{feature} is on, which is not modelled" for feature in options.unmodelled]
-    reasons += model.unmodelled + (model.unmodelled_in_stage_3 if options.stage == 3 else ())
+    reasons = [f"{feature} is on, which is not modeled" for feature in options.unmodeled]
+    reasons += model.unmodeled + (model.unmodeled_in_stage_3 if options.stage == 3 else ())
     if options.stage == 3 and (model.recomputes or options.activation_checkpointing):
         reasons.append(
             "activation checkpointing is on, which gathers parameters once more in backward"
@@ -35,7 +35,7 @@ def inexact_reasons(model: ModelShape, options: DsOptions, topology: Topology) -
     if topology.tensor_parallel > 1 or topology.pipeline_parallel > 1:
         reasons.append(
             "parameters are divided evenly over tensor and pipeline ranks, whose own collectives "
-            "are not modelled"
+            "are not modeled"
         )
     return [f"Not exact: {reason}." for reason in reasons]
 

@@ -76,8 +76,8 @@ class ModelShape:
         root: The module tree; siblings are in forward order if `order_known`.
         order_known: Whether forward order was observed; otherwise it is that of registration.
         recomputes: Whether activations are recomputed in backward; None if unknown.
-        unmodelled: Features of the model that the estimate does not model, as sentences.
-        unmodelled_in_stage_3: Features that the estimate of stage 3 does not model, as sentences.
+        unmodeled: Features of the model that the estimate does not model, as sentences.
+        unmodeled_in_stage_3: Features that the estimate of stage 3 does not model, as sentences.
         is_synthetic: Whether only the number of parameters is real, and their shapes are typical.
     """
 
@@ -85,8 +85,8 @@ class ModelShape:
     root: ModuleShape
     order_known: bool = False
     recomputes: bool | None = None
-    unmodelled: tuple[str, ...] = ()
-    unmodelled_in_stage_3: tuple[str, ...] = ()
+    unmodeled: tuple[str, ...] = ()
+    unmodeled_in_stage_3: tuple[str, ...] = ()
     is_synthetic: bool = False
 
     @property

@@ -64,8 +64,8 @@ def read_model_shape(
         root=_TreeReader(indices, order).read("", module),
         order_known=order is not None,
         recomputes=recomputes or None,
-        unmodelled=tuple(_unmodelled(module)),
-        unmodelled_in_stage_3=tuple(_unmodelled_in_stage_3(module)),
+        unmodeled=tuple(_unmodeled(module)),
+        unmodeled_in_stage_3=tuple(_unmodeled_in_stage_3(module)),
     )
 
 
@@ -120,13 +120,13 @@ def _gradient_order(module: nn.Module) -> Literal["registered", "reversed", "lin
     return "registered" if isinstance(module, _WEIGHT_FIRST) else "reversed"
 
 
-def _unmodelled(module: nn.Module) -> Iterator[str]:
+def _unmodeled(module: nn.Module) -> Iterator[str]:
     if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse for m in module.modules()):
         yield "gradients of sparse embeddings are counted as dense"
 
 
-def _unmodelled_in_stage_3(module: nn.Module) -> Iterator[str]:
-    """Yield the features of a model that ZeRO-3 handles in ways that are not modelled."""
+def _unmodeled_in_stage_3(module: nn.Module) -> Iterator[str]:
+    """Yield the features of a model that ZeRO-3 handles in ways that are not modeled."""
     modules = list(module.modules())
     if any(isinstance(m, nn.MultiheadAttention) for m in modules):
         yield "MultiheadAttention uses its out_proj without calling it"

@@ -31,7 +31,7 @@ NEGLIGIBLE_RATIO = 0.01
 Totals = Mapping[str, CollectiveTotals]
 
 # DeepSpeed's methods that are patched while gradients are compressed, or while stage 0 reduces
-# them in buckets of another size. Neither is modelled.
+# them in buckets of another size. Neither is modeled.
 _PATCHED_METHODS = (
     "allreduce_gradients",
     "allreduce_bucket",

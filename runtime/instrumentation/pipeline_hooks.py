@@ -17,7 +17,7 @@ from .batch_shape import BatchShape, batch_shape
 INSTRUCTION_MAP = "_INSTRUCTION_MAP"
 
 # By the name of the class, as not every version of DeepSpeed has all of them. Waiting for a
-# neighbour belongs to the pass that needs or produced the message. Others stay in the phase of
+# neighbor belongs to the pass that needs or produced the message. Others stay in the phase of
 # `train_batch`, such as CommitP2P, which sends for both passes at once.
 PHASE_OF_INSTRUCTION: Mapping[str, int] = {
     "LoadMicroBatch": DATA,

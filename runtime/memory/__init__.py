@@ -1,6 +1,6 @@
 """What fills the memory of a rank: categories, leaks, forecasts, errors, and offload traffic.
 
-The bytes themselves are read by `runtime/devices/`. Neighbours:
+The bytes themselves are read by `runtime/devices/`. Neighbors:
 
 - `runtime/instrumentation/memory_hooks.py` samples memory on the training thread
 - `runtime/monitor/memory_monitor.py` runs this package's parts on the watch thread

@@ -58,12 +58,12 @@ def model_traits(model: torch.nn.Module, *, loss_decomposable: bool = True) -> M
 
 
 def warn_of_batch_statistics(model: torch.nn.Module) -> None:
-    """Warn of modules that normalise over the samples of a micro-batch."""
+    """Warn of modules that normalize over the samples of a micro-batch."""
     names = [name for name, module in model.named_modules() if _is_batch_norm(module)]
     if names:
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         logger.warning(
-            "%s%s normalise over the samples of a micro-batch: the micro-batch size changes their "
+            "%s%s normalize over the samples of a micro-batch: the micro-batch size changes their "
             "output, and a replayed window updates their running statistics twice. Use LayerNorm "
             "or GroupNorm, or keep micro-batches as they are",
             ", ".join(names[:MAX_NAMED]),

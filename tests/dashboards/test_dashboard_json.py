@@ -183,7 +183,7 @@ def test_a_table_with_an_untitled_column_hides_its_values():
     assert json["transformations"][1]["options"]["excludeByName"]["Value"] is True
 
 
-def test_values_can_be_shown_as_texts_and_series_in_fixed_colours():
+def test_values_can_be_shown_as_texts_and_series_in_fixed_colors():
     states, lines = drawn(
         StateTimeline(**WORDS, queries=(QUERY,), named=(Named(1, "on", "blue"),)),
         TimeSeries(**WORDS, queries=(QUERY,), colors={"up": "blue"}),

@@ -32,10 +32,12 @@ def test_all_dashboards_match_the_types_of_a_grafana_release(release):
 
 
 FAULTS = {
-    "a misspelt key of the dashboard": lambda page: misspell(page, "graphTooltip"),
+    "a misspelled key of the dashboard": lambda page: misspell(page, "graphTooltip"),
     "a text as schema version": lambda page: page.update(schemaVersion="39"),
-    "a misspelt key of a panel": lambda page: misspell(first(page, "stat"), "fieldConfig"),
-    "a misspelt key of a grid position": lambda page: misspell(first(page, "stat")["gridPos"], "w"),
+    "a misspelled key of a panel": lambda page: misspell(first(page, "stat"), "fieldConfig"),
+    "a misspelled key of a grid position": lambda page: misspell(
+        first(page, "stat")["gridPos"], "w"
+    ),
     "an unknown calculation's place": lambda page: first(page, "bargauge")["options"].update(
         calcs=["mean"]
     ),
@@ -58,7 +60,7 @@ FAULTS = {
     "an unknown kind of variable": lambda page: page["templating"]["list"][1].update(
         type="queries"
     ),
-    "a misspelt key of an annotation": lambda page: misspell(
+    "a misspelled key of an annotation": lambda page: misspell(
         page["annotations"]["list"][1], "iconColor"
     ),
     "an unknown kind of link": lambda page: page["links"][0].update(type="dashboard"),

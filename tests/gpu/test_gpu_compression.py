@@ -1,4 +1,4 @@
-"""Compressed values on a real GPU: equal bytes as on the host, and no device synchronisation."""
+"""Compressed values on a real GPU: equal bytes as on the host, and no device synchronization."""
 
 from __future__ import annotations
 

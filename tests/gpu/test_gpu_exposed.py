@@ -77,7 +77,7 @@ compute, side = torch.cuda.current_stream(), torch.cuda.Stream()
 
 def expect(exposed_ms, comm_ms):
     batch = collectives.call_recorder.drain()
-    while not batch.settled():  # a synchronisation would be a wait that counts
+    while not batch.settled():  # a synchronization would be a wait that counts
         time.sleep(0.001)
     batch.read_events(collectives.call_recorder.events)
     step = StepCommTotals()

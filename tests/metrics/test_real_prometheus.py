@@ -42,7 +42,7 @@ def values(prometheus: Prometheus, expression: str) -> dict[tuple[str | None, st
 
 
 def documented_rules() -> list[dict]:
-    """Return the relabelling that the guide has for an existing Prometheus."""
+    """Return the relabeling that the guide has for an existing Prometheus."""
     guide = (ROOT / "docs" / "deployment.md").read_text()
     block = guide.partition("```yaml\n")[2].partition("```")[0]
     (scrape,) = yaml.safe_load(block)["scrape_configs"]

@@ -91,7 +91,7 @@ def test_an_empty_environment_variable_is_ignored(monkeypatch):
     assert load_settings() == Settings()
 
 
-def test_a_misspelt_setting_is_reported_with_its_source_and_a_suggestion():
+def test_a_misspelled_setting_is_reported_with_its_source_and_a_suggestion():
     message = error_of({"serve": {"prot": 1}})
 
     assert message == (
@@ -99,7 +99,7 @@ def test_a_misspelt_setting_is_reported_with_its_source_and_a_suggestion():
     )
 
 
-def test_a_misspelt_section_is_reported_with_a_suggestion():
+def test_a_misspelled_section_is_reported_with_a_suggestion():
     message = error_of(None, {"serv": {"port": 1}})
 
     assert message == (
@@ -112,7 +112,7 @@ def test_an_unknown_setting_without_a_close_match_gets_no_suggestion():
     assert error_of({"xyzzy": 1}) == "setting 'xyzzy' (call argument) does not exist"
 
 
-def test_a_misspelt_environment_variable_is_reported_with_a_suggestion(monkeypatch):
+def test_a_misspelled_environment_variable_is_reported_with_a_suggestion(monkeypatch):
     monkeypatch.setenv("ZEROWATCH_SERVE_PROT", "1")
 
     assert error_of() == (

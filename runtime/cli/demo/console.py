@@ -23,7 +23,7 @@ from ....metrics.thresholds import DEVICE_UTILIZATION_LOW, EXPOSED_COMM_RATIO_HI
 from ...common.format_numbers import UNKNOWN, format_bytes, format_ratio
 from ...tuner.policy.diagnose import MEMORY_IDLE, MEMORY_PRESSURE
 from .launch_ranks import display_path
-from .summary import Summary, advise, summarise
+from .summary import Summary, advise, summarize
 
 if TYPE_CHECKING:
     from ...monitor.watch import WatchHandle
@@ -95,7 +95,7 @@ class DemoConsole:
         if not self._records:
             self._out.print("No step was recorded; the log above has the reason.")
             return
-        summary = summarise(self._records, num_ranks=self._num_ranks)
+        summary = summarize(self._records, num_ranks=self._num_ranks)
         folder = self._watch.run_folder
         snapshot = self._watch.snapshot()
         states = _by_label(snapshot, TUNER_STATE)
@@ -164,7 +164,7 @@ class DemoConsole:
         return step == 1 or step % every == 0 or step == self._num_steps
 
     def _draw(self, step: int, *, end: str) -> None:
-        since_last = summarise(self._records[self._num_printed :], num_ranks=self._num_ranks)
+        since_last = summarize(self._records[self._num_printed :], num_ranks=self._num_ranks)
         line = step_line(since_last, step=step, num_steps=self._num_steps)
         self._out.print(line, end=end, soft_wrap=not self._is_terminal, no_wrap=True)
         self._drawn_at = time.monotonic()

@@ -75,7 +75,7 @@ class ByteGpt(nn.Module):
         )
         self.final_norm = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, self.config.vocab_size, bias=False)
-        self._initialise()
+        self._initialize()
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the mean cross-entropy in nats per byte.
@@ -91,7 +91,7 @@ class ByteGpt(nn.Module):
         logits = self.head(self.final_norm(x))
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 std = _INITIAL_STD.get(name.split(".")[-2], self.config.hidden_size**-0.5)

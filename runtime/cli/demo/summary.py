@@ -65,7 +65,7 @@ class Summary:
         return None if self.comm_seconds is None else self.ratio(self.comm_seconds)
 
 
-def summarise(records: Sequence[StepRecord], *, num_ranks: int) -> Summary:
+def summarize(records: Sequence[StepRecord], *, num_ranks: int) -> Summary:
     """Sum up the records of one rank, at least one.
 
     Args:

@@ -88,7 +88,7 @@ def estimate(
     from .inputs import MemoryOptions, read_batch, read_model
 
     config = _read_config(config_file)
-    _warn_of_misspelt_keys(config, config_file)
+    _warn_of_misspelled_keys(config, config_file)
     configured_stage = ConfigReader(config, config_file).stage()
     model = read_model(size, model_name)
     topology = _topology(config, world, tp, pp, backend)
@@ -123,10 +123,10 @@ def _read_config(config_file: str) -> Mapping[str, Any]:
     return config
 
 
-def _warn_of_misspelt_keys(config: Mapping[str, Any], config_file: str) -> None:
-    from ...common.ds_config_errors import misspelt_keys
+def _warn_of_misspelled_keys(config: Mapping[str, Any], config_file: str) -> None:
+    from ...common.ds_config_errors import misspelled_keys
 
-    hints = [f"{key!r} (did you mean {meant!r}?)" for key, meant in misspelt_keys(config)]
+    hints = [f"{key!r} (did you mean {meant!r}?)" for key, meant in misspelled_keys(config)]
     if hints:
         click.echo(
             f"zerowatch: {config_file}: DeepSpeed ignores unknown keys: {', '.join(hints)}",

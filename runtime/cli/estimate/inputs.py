@@ -25,7 +25,7 @@ _BYTE_UNITS = {
     for letter, power in (("K", 1), ("M", 2), ("G", 3), ("T", 4))
     for unit, size in ((f"{letter}B", 1000**power), (f"{letter}IB", 1024**power))
 }
-_NOT_MODELLED = "not modelled with tensor or pipeline parallelism"
+_NOT_MODELED = "not modeled with tensor or pipeline parallelism"
 # Errors of code that builds a model; any other error shows its traceback.
 _BUILD_ERRORS = (
     ArithmeticError,
@@ -189,7 +189,7 @@ def read_batch(
     if given.sequence is None:
         return RankBatch(micro_batches=steps, limit_bytes=limit)
     samples = given.micro_batch or _samples(config, topology, steps)
-    activations, unknown = None, _NOT_MODELLED
+    activations, unknown = None, _NOT_MODELED
     if topology.tensor_parallel * topology.pipeline_parallel == 1:
         activations, unknown = _activations(model, config, samples, given.sequence, origin)
     return RankBatch(

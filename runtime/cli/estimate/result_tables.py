@@ -35,7 +35,7 @@ class Heading:
 
 
 def print_estimates(estimates: Sequence[StepEstimate], heading: Heading, file: TextIO) -> None:
-    """Print the estimates: with colours on a terminal, as plain aligned text elsewhere."""
+    """Print the estimates: with colors on a terminal, as plain aligned text elsewhere."""
     if file.isatty():
         _print(Console(file=file, highlight=False), box.SIMPLE_HEAD, estimates, heading)
         return

@@ -113,7 +113,7 @@ class _ReduceScatter(LiveSetting):
         if zero_3 is not None and not zero_3.contiguous_gradients:
             return "without contiguous gradients stage 3 always scatters"
         if zero_3 is not None and (zero.use_muon or zero.all2all_process_group is not None):
-            return "Muon and quantised gradients require the present value"
+            return "Muon and quantized gradients require the present value"
         return None
 
     def get(self, engine: Any) -> bool:

@@ -11,7 +11,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from ...common.deepspeed_internals import missing_for_rebuild
 from ...common.ds_config import zero_stage
-from ...common.ds_config_errors import misspelt_keys, value_fault
+from ...common.ds_config_errors import misspelled_keys, value_fault
 from ...common.undo import FAILURES
 from .optimizer_layout import base_optimizer, layout_of
 from .state_snapshot import ADAMS
@@ -118,7 +118,7 @@ def _change_problems(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator
         if (old.get(key) or {}) != (new.get(key) or {}):
             yield f"{key!r} differs; a rebuild keeps precision, optimizer and scheduler"
     added = {key: None for key in new if key not in old}
-    for key, meant in misspelt_keys(added) if added else ():
+    for key, meant in misspelled_keys(added) if added else ():
         yield f"DeepSpeed does not know the key {key!r}; did you mean {meant!r}?"
     zero = zero_block(new)
     secondary = int(zero.get("zero_hpz_partition_size", 1) or 1)

@@ -5,7 +5,7 @@ returns the result as a `PeakModel`.
 
 The regression has two branches: a step's rise of memory over its floor (the bytes in use between
 steps) is the larger of a constant, common to all steps, and a sum over columns that describe its
-largest micro-batch. It minimises absolute deviations by reweighting (Huber's weights with a small
+largest micro-batch. It minimizes absolute deviations by reweighting (Huber's weights with a small
 corner), with coefficients not below zero; the Bayesian information criterion (Schwarz 1978) selects
 the columns. Steps on the lower branch carry no information on the upper one and are excluded from
 it, as in Powell's censored least absolute deviations (1984), fitted iteratively (Buchinsky 1994).

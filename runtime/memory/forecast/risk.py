@@ -4,7 +4,7 @@
 `risk_ahead` computes the probability from both.
 
 Up to the 95th percentile, the distribution of errors is that of the errors themselves. Beyond it
-lies a generalised Pareto distribution (Pickands 1975), fitted by probability-weighted moments
+lies a generalized Pareto distribution (Pickands 1975), fitted by probability-weighted moments
 (Hosking and Wallis 1987).
 """
 
@@ -72,7 +72,7 @@ class ErrorTail:
     Attributes:
         errors: Errors at the quantiles `ranks`, both ascending; the last is the tail's threshold.
         ranks: Cumulative probability at each of `errors`.
-        scale: Scale of the generalised Pareto distribution beyond the threshold, bytes.
+        scale: Scale of the generalized Pareto distribution beyond the threshold, bytes.
         shape: Shape of that distribution; 0 is an exponential tail, 0.5 has infinite variance.
         width: Standard deviation of the body, bytes.
     """
@@ -95,7 +95,7 @@ class ErrorTail:
         return min(max(survival, MIN_PROBABILITY), 1 - MIN_PROBABILITY)
 
     def exceedances(self, margins: Array) -> Array:
-        """Return `exceedance` of each margin; vectorised."""
+        """Return `exceedance` of each margin; vectorized."""
         beyond = np.maximum(margins - self.errors[-1], 0) / self.scale
         tail = (1 - TAIL_START_PROBABILITY) * (1 + self.shape * beyond) ** (-1 / self.shape)
         body = 1 - np.interp(margins, self.errors, self.ranks)
@@ -132,7 +132,7 @@ def fit_tail(errors: Sequence[float] | Array, *, expected: float, min_width: flo
     Args:
         errors: Errors of prediction, in bytes.
         expected: Deviation assumed before any error is known, in bytes.
-        min_width: Lower bound of the deviation, in bytes; readings are quantised.
+        min_width: Lower bound of the deviation, in bytes; readings are quantized.
     """
     known = np.sort(np.asarray(errors, dtype=float))
     count = len(known)

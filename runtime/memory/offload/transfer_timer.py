@@ -1,4 +1,4 @@
-"""Adds up the bytes and seconds of transfers by direction, without synchronising the device.
+"""Adds up the bytes and seconds of transfers by direction, without synchronizing the device.
 
 A transfer inside another interrupts it, so that no time counts twice. The time of a transfer is
 split over its directions in proportion to their bytes.

@@ -53,7 +53,7 @@ _KINDS = {
 
 
 class OomReporter:
-    """Recognises and reports the out-of-memory errors of one rank, on the training thread.
+    """Recognizes and reports the out-of-memory errors of one rank, on the training thread.
 
     Lack of memory or disk space raises nothing; other failures are left to `FailOpen`.
     """

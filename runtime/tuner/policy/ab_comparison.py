@@ -161,7 +161,7 @@ def variant_sequence(*, starts_with: Variant, few_switches: bool) -> Iterator[Va
     """Yield the variant of each block, without end; two consecutive blocks are a pair of both.
 
     The order within pairs follows the Thue-Morse sequence, so that neither linear nor quadratic
-    drift nor anything periodic favours a variant. With few switches pairs alternate between A B and
+    drift nor anything periodic favors a variant. With few switches pairs alternate between A B and
     B A, which cancels linear drift only, but switches once per pair.
     """
     other: Variant = "A" if starts_with == "B" else "B"
@@ -183,7 +183,7 @@ class TrialResult:
             its gain is too small or uncertain.
         gain: Throughput of B over A, minus 1; the mean of all pairs.
         lower: Lower bound of the gain, at the level of acceptance; after an early end, by the least
-            favourable single steps of A and B.
+            favorable single steps of A and B.
         upper: Upper bound of the gain, at the level of a futile trial, by which such a one ends.
         pairs: Compared pairs of blocks.
         steps: Steps of the trial.

@@ -67,7 +67,7 @@ class ModelTraits:
 
     Attributes:
         dropout: It draws random numbers, so other micro-batches get other masks.
-        batch_statistics: It normalises over the samples of a micro-batch.
+        batch_statistics: It normalizes over the samples of a micro-batch.
         expert_capacity: Its experts take a limited number of tokens of a micro-batch and drop the
             rest.
         loss_decomposable: The loss of a batch is the weighted mean of its parts' losses. It is not

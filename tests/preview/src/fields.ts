@@ -1,4 +1,4 @@
-// Gives values their unit, colours and words, as a panel's field configuration says.
+// Gives values their unit, colors and words, as a panel's field configuration says.
 
 import {
   DataFrame,

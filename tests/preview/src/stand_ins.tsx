@@ -126,7 +126,7 @@ function orange(strength: number): string {
   return `hsl(${35 - 20 * strength}, 90%, ${15 + 45 * strength}%)`;
 }
 
-/** A state timeline: a band for each series, in the colour of each value. */
+/** A state timeline: a band for each series, in the color of each value. */
 export function States({
   frames,
   theme,

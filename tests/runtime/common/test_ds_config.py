@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.config import get_zero_config
 
 from zerowatch.errors import DsConfigError, SettingsError
 from zerowatch.runtime.common.ds_config import read_zerowatch_block, training_config, zero_stage
-from zerowatch.runtime.common.ds_config_errors import explain_config_error, warn_of_misspelt_keys
+from zerowatch.runtime.common.ds_config_errors import explain_config_error, warn_of_misspelled_keys
 
 # DeepSpeed leaves the file that it reads open.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -161,10 +161,10 @@ def test_a_block_that_is_not_an_object_is_a_wrong_setting():
         read_zerowatch_block({"zerowatch": 5})
 
 
-def test_a_misspelt_top_level_key_is_logged_with_a_suggestion(ds_json, caplog):
+def test_a_misspelled_top_level_key_is_logged_with_a_suggestion(ds_json, caplog):
     path = ds_json({"train_batch_size": 1, "zero_optimisation": {"stage": 2}, "my_own": 1})
 
-    warn_of_misspelt_keys(path)
+    warn_of_misspelled_keys(path)
 
     assert [entry.getMessage() for entry in caplog.records] == [
         "ds.json: DeepSpeed does not know the key 'zero_optimisation' and ignores it; "
@@ -175,7 +175,7 @@ def test_a_misspelt_top_level_key_is_logged_with_a_suggestion(ds_json, caplog):
 def test_keys_of_deepspeed_and_ours_are_not_logged(ds_json, caplog):
     keys = ("zero_optimization", "bf16", "gradient_clipping", "flops_profiler", "zerowatch")
 
-    warn_of_misspelt_keys(ds_json({key: {} for key in keys}))
+    warn_of_misspelled_keys(ds_json({key: {} for key in keys}))
 
     assert caplog.records == []
 

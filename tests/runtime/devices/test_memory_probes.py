@@ -195,7 +195,7 @@ def test_a_smaller_limit_of_a_parent_cgroup_is_read(tmp_path: Path) -> None:
 def test_the_limit_of_a_sibling_cgroup_is_ignored(tmp_path: Path) -> None:
     root = machine(tmp_path, "0::/job\n")
     cgroup_limit(root, "job", "memory.max", "max")
-    cgroup_limit(root, "neighbour", "memory.max", 2**30)
+    cgroup_limit(root, "neighbor", "memory.max", 2**30)
 
     assert limit_of(root) == 16 * 2**30
 
@@ -271,7 +271,7 @@ def test_the_limit_is_read_from_the_driver_every_ten_seconds_only() -> None:
     assert calls == [1, 1, 1, 2]
 
 
-def test_a_gpu_not_yet_in_use_reads_nothing_and_is_not_initialised() -> None:
+def test_a_gpu_not_yet_in_use_reads_nothing_and_is_not_initialized() -> None:
     cuda = FakeCudaMemory(free=30, total=80)
     cuda.initialized = False
 

@@ -1,4 +1,4 @@
-"""Estimates of a step, against closed forms and the behaviour of DeepSpeed's source."""
+"""Estimates of a step, against closed forms and the behavior of DeepSpeed's source."""
 
 from __future__ import annotations
 

@@ -74,4 +74,4 @@ def test_batch_statistics_are_warned_of_by_name(caplog):
     with caplog.at_level(logging.WARNING):
         warn_of_batch_statistics(model)
 
-    assert "1 normalise over the samples of a micro-batch" in caplog.text
+    assert "1 normalize over the samples of a micro-batch" in caplog.text

@@ -71,8 +71,8 @@ def place_faults(dashboard: Json) -> Iterator[str]:
     for index, (title, place) in enumerate(placed):
         if place["x"] < 0 or place["x"] + place["w"] > COLUMNS:
             yield f"{title}: leaves the grid"
-        for other, neighbour in placed[index + 1 :]:
-            if overlap(place, neighbour):
+        for other, neighbor in placed[index + 1 :]:
+            if overlap(place, neighbor):
                 yield f"{title}: lies over {other}"
 
 

@@ -14,7 +14,7 @@ from zerowatch.metrics.catalog.tuner import TUNER_DECISIONS, TUNER_STATE, TUNER_
 from zerowatch.metrics.recorder import Snapshot
 from zerowatch.metrics.thresholds import DEVICE_UTILIZATION_LOW, EXPOSED_COMM_RATIO_HIGH
 from zerowatch.runtime.cli.demo.console import DemoConsole
-from zerowatch.runtime.cli.demo.summary import advise, summarise
+from zerowatch.runtime.cli.demo.summary import advise, summarize
 
 
 class Terminal(io.StringIO):
@@ -67,7 +67,7 @@ def test_a_summary_is_the_sum_of_its_steps():
         step(3, seconds=1.0, loss=3.5, all_gather=collective(calls=1, seconds=None), peak=7e6),
     ]
 
-    summary = summarise(records, num_ranks=2)
+    summary = summarize(records, num_ranks=2)
 
     assert summary.training_seconds == pytest.approx(5.0)
     assert sum(summary.phase_seconds.values()) == pytest.approx(5.0)
@@ -84,7 +84,7 @@ def test_a_summary_is_the_sum_of_its_steps():
 def test_evaluation_and_checkpoints_are_excluded_from_a_summary():
     records = [step(1, seconds=2.0, phases={"forward": 1.0, "eval": 0.7, "checkpoint": 0.3})]
 
-    summary = summarise(records, num_ranks=1)
+    summary = summarize(records, num_ranks=1)
 
     assert summary.training_seconds == pytest.approx(1.0)
     assert summary.phase_seconds == {"forward": 1.0}
@@ -93,7 +93,7 @@ def test_evaluation_and_checkpoints_are_excluded_from_a_summary():
 def test_figures_that_were_never_measured_are_none():
     records = [step(1, seconds=1.0, loss=None, samples=None, peak=None, comm=None, busy=None)]
 
-    summary = summarise(records, num_ranks=2)
+    summary = summarize(records, num_ranks=2)
 
     assert summary.samples_per_second is None
     assert (summary.first_loss, summary.last_loss, summary.peak_bytes) == (None, None, None)
@@ -104,7 +104,7 @@ def test_utilization_is_summed_over_ranks_on_cpu_only():
     on_cpu = [step(1, seconds=1.0, busy=0.4, device="cpu")]
     on_gpu = [step(1, seconds=1.0, busy=0.4, device="cuda:1")]
 
-    ratios = [summarise(run, num_ranks=2).utilization_ratio for run in (on_cpu, on_gpu)]
+    ratios = [summarize(run, num_ranks=2).utilization_ratio for run in (on_cpu, on_gpu)]
 
     assert ratios == [0.8, 0.4]
 
@@ -118,7 +118,7 @@ def test_advice_for_much_exposed_communication_names_a_change(stage, change):
     too_much = [step(1, comm=0.9, exposed=limit + 0.01, busy=1.0, device="cuda:0")]
     enough = [step(1, comm=0.9, exposed=limit, busy=1.0, device="cuda:0")]
 
-    first_lines = [advise(summarise(r, num_ranks=2), stage=stage)[0] for r in (too_much, enough)]
+    first_lines = [advise(summarize(r, num_ranks=2), stage=stage)[0] for r in (too_much, enough)]
 
     assert first_lines[0].startswith("Training waits for communication 21% of its time, over 20%.")
     assert change in first_lines[0]
@@ -130,7 +130,7 @@ def test_advice_for_a_low_device_utilization_has_its_likely_cause():
     waiting = step(1, phases={"data": 0.5, "forward": 0.5}, busy=idle, device="cuda:0")
     small = step(1, phases={"data": 0.01, "forward": 0.99}, busy=idle, device="cuda:0")
 
-    lines = [advise(summarise([run], num_ranks=1), stage=2) for run in (waiting, small)]
+    lines = [advise(summarize([run], num_ranks=1), stage=2) for run in (waiting, small)]
 
     assert "cuda:0 is 60% busy, under 70%" in lines[0][0]
     assert "DataLoader" in lines[0][0]
@@ -183,7 +183,7 @@ def test_a_file_gets_few_plain_lines(watch):
     assert "\x1b" not in text
 
 
-def test_a_file_with_forced_colour_gets_no_redrawn_lines(watch, monkeypatch):
+def test_a_file_with_forced_color_gets_no_redrawn_lines(watch, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
 
     text = console_output(watch, io.StringIO(), *[step(number) for number in range(1, 101)])
@@ -191,7 +191,7 @@ def test_a_file_with_forced_colour_gets_no_redrawn_lines(watch, monkeypatch):
     assert "\r" not in text
 
 
-def test_a_terminal_shows_the_current_step_in_colour(watch, monkeypatch):
+def test_a_terminal_shows_the_current_step_in_color(watch, monkeypatch):
     monkeypatch.setattr("zerowatch.runtime.cli.demo.console.REDRAW_SECONDS", 0.0)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
@@ -219,7 +219,7 @@ def test_exposed_communication_above_its_limit_is_highlighted_and_overlapped_is_
     assert ["\x1b[33m" in text for text in texts] == [False, True]
 
 
-def test_no_color_is_honoured_on_a_terminal(watch, monkeypatch):
+def test_no_color_is_honored_on_a_terminal(watch, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("NO_COLOR", "1")
 

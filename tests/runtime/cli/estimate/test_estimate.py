@@ -75,7 +75,7 @@ def test_a_size_alone_is_estimated_as_a_typical_transformer(estimate, ds_json):
     assert "Not exact: parameter shapes" in " ".join(out.split())
 
 
-def test_plain_output_has_no_colours_and_fits_in_a_hundred_columns(estimate, ds_json):
+def test_plain_output_has_no_colors_and_fits_in_a_hundred_columns(estimate, ds_json):
     _, out, _ = estimate(ds_json, *SIZE, "--backend", "gloo")
 
     assert "\x1b" not in out
@@ -257,7 +257,7 @@ def test_a_missing_file_prints_one_line_and_exits_with_code_2(estimate, tmp_path
     assert_error(estimate(tmp_path / "none.json", *SIZE), "cannot be read")
 
 
-def test_misspelt_keys_are_named_in_one_line_before_the_estimate(estimate, tmp_path):
+def test_misspelled_keys_are_named_in_one_line_before_the_estimate(estimate, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({**DS_CONFIG, "gradient_cliping": 1.0, "zero_optimisation": {}}))
 

@@ -128,7 +128,7 @@ def test_a_model_that_takes_no_token_ids_has_a_plan_without_activations(estimate
 def test_activations_with_tensor_parallelism_are_unknown(estimate):
     _, out, _ = estimate(*SIZE, "--tp", 2, "--sequence", 128)
 
-    assert "Activations are unknown: not modelled with tensor or pipeline" in words(out)
+    assert "Activations are unknown: not modeled with tensor or pipeline" in words(out)
 
 
 @pytest.mark.parametrize("config", [{}, {"offload_optimizer": {"device": "nvme"}}])

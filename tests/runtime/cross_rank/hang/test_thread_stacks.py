@@ -56,7 +56,7 @@ def frame_of(file: str, function: str) -> Any:
     return names[function]().gi_frame
 
 
-def test_joining_threads_at_the_end_of_a_script_is_recognised() -> None:
+def test_joining_threads_at_the_end_of_a_script_is_recognized() -> None:
     late, other = (frame_of(threading.__file__, name) for name in ("_shutdown", "run"))
 
     assert silent_activity_in({1: late}, 1) == "the script's end"

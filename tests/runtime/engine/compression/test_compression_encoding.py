@@ -15,7 +15,7 @@ from zerowatch.runtime.engine.compression.encoding import (
 )
 
 SCALED = [name for name, wire_format in FORMATS.items() if wire_format.is_scaled]
-# Half the distance of two neighbouring codes, over the largest value of the block.
+# Half the distance of two neighboring codes, over the largest value of the block.
 HALF_STEP = {"int8": 0.5 / 127, "fp8": 16 / 448, "fp16": 2.0**-12}
 ROUNDING = 2e-7  # float32's own, in the scale and its product
 

@@ -200,7 +200,7 @@ def test_an_allocator_retry_bounds_the_limit_by_what_is_reserved() -> None:
     assert forecast.limit_bytes == 9.6 * GIB
 
 
-def test_a_changed_need_per_token_is_learnt_within_a_few_readings() -> None:
+def test_a_changed_need_per_token_is_learned_within_a_few_readings() -> None:
     before = [point(step, varied(step)) for step in range(200)]
     after = [point(step, varied(step), per_token=2 * PER_TOKEN) for step in range(200, 216)]
 

@@ -221,7 +221,7 @@ def changed(points: Sequence[PeakPoint], steps: int, need: Need) -> list[PeakPoi
     return [*points[:-steps], *late]
 
 
-def test_an_increased_need_is_learnt_within_ten_steps(rng: random.Random) -> None:
+def test_an_increased_need_is_learned_within_ten_steps(rng: random.Random) -> None:
     points = series(rng, lengths(rng, 512, 200), with_scores, noise=0.1 * MIB)
 
     model = fitted(changed(points, 10, lambda _: 200 * MIB))
@@ -231,7 +231,7 @@ def test_an_increased_need_is_learnt_within_ten_steps(rng: random.Random) -> Non
         assert model.predict([Shape(8, length)], FLOOR) == pytest.approx(expected, rel=0.01)
 
 
-def test_a_changed_need_is_learnt_from_the_steps_after_the_change(rng: random.Random) -> None:
+def test_a_changed_need_is_learned_from_the_steps_after_the_change(rng: random.Random) -> None:
     points = series(rng, lengths(rng, 512, 200), per_token, noise=0.1 * MIB)
 
     model = fitted(changed(points, 30, with_scores))

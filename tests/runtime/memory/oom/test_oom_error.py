@@ -191,7 +191,7 @@ REAL: dict[str, tuple[Callable[[], object], str, float | None]] = {
 
 
 @pytest.mark.parametrize("case", REAL)
-def test_real_errors_on_cpu_are_recognised(case: str, little_room: None) -> None:
+def test_real_errors_on_cpu_are_recognized(case: str, little_room: None) -> None:
     body, kind, requested = REAL[case]
 
     with pytest.raises((RuntimeError, MemoryError)) as raised:

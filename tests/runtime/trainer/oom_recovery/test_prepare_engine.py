@@ -12,12 +12,12 @@ from zerowatch.runtime.trainer.oom_recovery.prepare_engine import materialise_op
 
 
 def trained(
-    kind: Any, options: dict[str, Any], seed: int, *, materialised: bool
+    kind: Any, options: dict[str, Any], seed: int, *, materialized: bool
 ) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     parameters = [torch.randn(3, 2, requires_grad=True), torch.randn(4, requires_grad=True)]
     optimizer = kind(parameters, **options)
-    if materialised:
+    if materialized:
         engine = SimpleNamespace(optimizer=optimizer, basic_optimizer=optimizer)
         assert materialise_optimizer_states(engine) is None
         assert all(optimizer.state[parameter] for parameter in parameters)
@@ -45,9 +45,9 @@ def trained(
 def test_training_is_bitwise_equal_if_states_are_created_before_the_first_step(
     kind: Any, options: dict[str, Any], seed: int
 ) -> None:
-    expected, expected_state = trained(kind, options, seed, materialised=False)
+    expected, expected_state = trained(kind, options, seed, materialized=False)
 
-    parameters, state = trained(kind, options, seed, materialised=True)
+    parameters, state = trained(kind, options, seed, materialized=True)
 
     assert all(map(torch.equal, parameters, expected))
     assert str(state) == str(expected_state)

@@ -72,4 +72,4 @@ def test_a_wrong_argument_is_named_with_what_is_allowed(found, call, parts):
 def test_a_model_with_batch_statistics_is_logged(found):
     (message,) = found[0]["batch statistics"]
 
-    assert message.startswith("1 normalise over the samples of a micro-batch")
+    assert message.startswith("1 normalize over the samples of a micro-batch")

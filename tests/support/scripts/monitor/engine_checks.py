@@ -1,7 +1,7 @@
 """Checks of a monitored engine; run as `engine_checks.py FOLDER`, or with a check's name behind it.
 
 They need DeepSpeed in the process, which pytest's own process is kept free of. Each runs in a fork
-of this one, made before anything was initialised, and leaves its output in FOLDER/NAME.txt and its
+of this one, made before anything was initialized, and leaves its output in FOLDER/NAME.txt and its
 exit status in FOLDER/NAME.status.
 """
 

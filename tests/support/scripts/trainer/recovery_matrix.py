@@ -155,7 +155,7 @@ def with_faults(options: dict[str, Any], faults: Sequence[Fault]) -> tuple[dict,
         trained.train(window, None)
     window = WARM_UP
     for fault in faults:
-        trained.replay.planner = MicroBatchPlanner()  # as if nothing had been learnt yet
+        trained.replay.planner = MicroBatchPlanner()  # as if nothing had been learned yet
         began = time.perf_counter()
         result = trained.train(window, fault)
         found["windows"].append(
