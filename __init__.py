@@ -1,4 +1,6 @@
-"""Monitoring, out-of-memory recovery and tuning for DeepSpeed ZeRO training.
+"""Monitoring-first training runtime for DeepSpeed.
+
+It exports step times, collectives and memory of every rank to Prometheus and OpenTelemetry.
 
 Stability: monitoring (`initialize`, `watch`, `Watch`, `StepRecord`, `Settings`) is stable,
 `TrainingRun` and `StepResult` are beta, tuner and gradient compression are experimental.
