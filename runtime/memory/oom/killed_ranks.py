@@ -429,15 +429,33 @@ def read_last_records(
     before_unix_seconds: float = math.inf,
 ) -> list[LastRecord]:
     """Return the last records of a rank in the step log, within a period."""
-    lines = _tail(folder / f"rank-{rank}.jsonl")
-    if len(lines) < MAX_RECORDS:  # the log has just rotated
-        lines = _tail(folder / f"rank-{rank}.1.jsonl") + lines
-    records = [
-        record
-        for record in _records(lines)
-        if since_unix_seconds <= _ended_at(record) < before_unix_seconds
-    ]
+    records: list[Mapping[str, Any]] = []
+    for name in (f"rank-{rank}.jsonl", f"rank-{rank}.1.jsonl"):  # the log may have just rotated
+        if len(records) < MAX_RECORDS:
+            records = [
+                *_records_between(folder / name, since_unix_seconds, before_unix_seconds),
+                *records,
+            ]
     return [_last_record(record) for record in records[-MAX_RECORDS:]]
+
+
+def _records_between(
+    path: Path, since_unix_seconds: float, before_unix_seconds: float
+) -> list[Mapping[str, Any]]:
+    """Return the last records of a period; a restarted rank may have written many after them."""
+    num_bytes = _TAIL_BYTES
+    while True:
+        lines, is_whole = _tail(path, num_bytes)
+        records = list(_records(lines))
+        of_period = [
+            record
+            for record in records
+            if since_unix_seconds <= _ended_at(record) < before_unix_seconds
+        ]
+        has_earlier = bool(records) and _ended_at(records[0]) < since_unix_seconds
+        if is_whole or has_earlier or len(of_period) >= MAX_RECORDS:
+            return of_period
+        num_bytes *= 4
 
 
 def _latest(records: Sequence[LastRecord], field: str) -> Any:
@@ -446,15 +464,16 @@ def _latest(records: Sequence[LastRecord], field: str) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _tail(path: Path) -> list[bytes]:
+def _tail(path: Path, num_bytes: int) -> tuple[list[bytes], bool]:
+    """Return the complete lines at a file's end, and whether they are all."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
-            file.seek(max(0, size - _TAIL_BYTES))
+            file.seek(max(0, size - num_bytes))
             lines = file.read().splitlines()
     except OSError:
-        return []
-    return lines[1:] if size > _TAIL_BYTES else lines  # the first is incomplete
+        return [], True
+    return (lines[1:], False) if size > num_bytes else (lines, True)  # the first is incomplete
 
 
 def _records(lines: Sequence[bytes]) -> Iterator[Mapping[str, Any]]:

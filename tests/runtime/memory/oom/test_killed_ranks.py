@@ -333,6 +333,22 @@ def test_records_of_the_restarted_rank_are_not_reported(tmp_path: Path) -> None:
     assert [each.step for each in killed.records] == [41, 42]
 
 
+def test_many_records_of_the_restarted_rank_do_not_hide_the_last_ones(tmp_path: Path) -> None:
+    """A report may come late, and steps may be short."""
+    leave_markers(tmp_path / "one", process())
+    times = {7: 1010.0, 8: 1011.0} | {step: 1031.0 + step for step in range(9, 2000)}
+    records = [
+        {"step": step, "ended_at_unix_seconds": at, "memory_bytes": {}, "padding": "x" * 1000}
+        for step, at in times.items()
+    ]
+    lines = "\n".join(json.dumps(record) for record in records)
+    (tmp_path / "one" / "rank-0.jsonl").write_text(lines + "\n")
+
+    (killed,) = detect_killed_ranks(tmp_path, HOST, before_unix_seconds=1030.0)
+
+    assert [each.step for each in killed.records] == [7, 8]
+
+
 def test_the_report_says_how_a_rank_exited_if_that_was_noted(tmp_path: Path) -> None:
     leave_markers(tmp_path / "one", process(), process(rank=1, pid=2**22 + 2))
     aborted = ExitNote(text="ended itself, as hang.abort is set", may_be_oom_kill=False)
