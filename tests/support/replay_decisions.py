@@ -10,7 +10,6 @@ import orjson
 
 from zerowatch.runtime.tuner.policy.ab_comparison import AbComparison, TrialDesign, TrialResult
 from zerowatch.runtime.tuner.policy.decision_log import (
-    DESIGN_KEYS,
     SCHEMA_VERSION,
     Change,
     DecisionRecord,
@@ -96,9 +95,7 @@ def _parse_decision(data: Mapping[str, Any]) -> DecisionRecord:
 
 
 def _parse_design(data: Mapping[str, Any]) -> TrialDesign:
-    names = {key: name for name, key in DESIGN_KEYS.items()}
-    values = {names.get(key, key): value for key, value in data.items()}
-    return TrialDesign(**{**values, "initial_a_block": tuple(values["initial_a_block"])})
+    return TrialDesign(**{**data, "initial_a_block": tuple(data["initial_a_block"])})
 
 
 def _parse_inputs(data: Mapping[str, Any]) -> TunerInput:

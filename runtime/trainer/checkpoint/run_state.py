@@ -50,7 +50,7 @@ class RunState:
     weight_exponent: int = 0
     rng: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] | None = None
-    compression: Mapping[str, Any] | None = field(default=None, metadata={"key": "codec"})
+    compression: Mapping[str, Any] | None = None
     client_state: Any = None
 
     def to_plain(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class RunState:
         Raises:
             CheckpointError: It holds something that is not plain data.
         """
-        return {key: to_serializable(getattr(self, name), key) for name, key in _KEYS.items()}
+        return {name: to_serializable(getattr(self, name), name) for name in _FIELDS}
 
     @staticmethod
     def from_plain(values: Any) -> RunState:
@@ -68,7 +68,7 @@ class RunState:
         Raises:
             CheckpointError: It was written by another version.
         """
-        keys = set(_KEYS.values())
+        keys = set(_FIELDS)
         if not isinstance(values, dict):
             raise CheckpointError("it is of another program")
         if values.keys() != keys:
@@ -77,10 +77,10 @@ class RunState:
                 f"it was written by another version of zerowatch, which differs in {odd}; "
                 "load it with that version"
             )
-        return RunState(**{name: from_serializable(values[key]) for name, key in _KEYS.items()})
+        return RunState(**{name: from_serializable(values[name]) for name in _FIELDS})
 
 
-_KEYS = {each.name: each.metadata.get("key", each.name) for each in fields(RunState)}
+_FIELDS = [each.name for each in fields(RunState)]
 
 
 def rank_file(checkpoint: Path, rank: int) -> Path:

@@ -150,6 +150,4 @@ def _raise_if_unusable(problem: BatchError | None, reports: Sequence[_RankReport
     unusable = [str(rank) for rank, report in enumerate(reports) if report.is_unusable]
     if unusable:
         ranks = ", ".join(unusable)
-        raise BatchError(
-            f"the local batch of rank {ranks} cannot be trained on; see the error there"
-        )
+        raise BatchError(f"the local batch of rank {ranks} cannot be trained on; see its error")

@@ -15,7 +15,6 @@ from pathlib import Path
 import orjson
 
 from ....metrics.atomic_file import open_to_append
-from .ab_comparison import TrialDesign
 from .diagnose import context_of
 from .policy_types import Configuration, Mode, Numerics, Symptom, Value, Verdict
 from .trial import Decision
@@ -24,14 +23,6 @@ logger = logging.getLogger(__name__)
 
 DECISIONS_FILE = "decisions.jsonl"
 SCHEMA_VERSION = 1
-# Keys of a `TrialDesign` in the file, where they differ from the names of its fields.
-DESIGN_KEYS = {
-    "interim_level": "look_level",
-    "first_interim_pair": "first_look",
-    "early_accept_log_ratio": "overwhelming",
-    "first_pair_accept_log_ratio": "overwhelming_at_once",
-    "initial_a_block": "lead",
-}
 SEVERAL = "several"  # stands for the knob's name where several knobs change
 
 
@@ -184,16 +175,10 @@ def decision_line(record: DecisionRecord, decision: Decision) -> bytes:
         "knob": record.knob,
         **values,
         "inputs": decision.inputs,
-        "design": None if decision.design is None else _design_values(decision.design),
+        "design": decision.design,
         "times": decision.times,
     }
     return orjson.dumps(line, default=_sorted_set) + b"\n"
-
-
-def _design_values(design: TrialDesign) -> dict[str, object]:
-    return {
-        DESIGN_KEYS.get(one.name, one.name): getattr(design, one.name) for one in fields(design)
-    }
 
 
 def _sorted_set(values: object) -> list[object]:
