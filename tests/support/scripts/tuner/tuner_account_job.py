@@ -87,7 +87,7 @@ class Director:
                 apply_mode=SPECS[self.current.knob].apply_mode,
                 numerics=Numerics.REASSOCIATION,
                 predicted_gain=1.0,
-                why="the script asks for it",
+                reason="the script asks for it",
             )
 
     def before_step(self) -> None:

@@ -149,7 +149,7 @@ def matrix(stage: int) -> Results:
         if dist.get_world_size() > 2 and name not in ON_THREE_RANKS:
             continue
         before = state(run, knobs)
-        request = SwitchRequest(target=target_of(knobs, rebuild=rebuild), why=name)
+        request = SwitchRequest(target=target_of(knobs, rebuild=rebuild), reason=name)
         with ExitStack() as patches:
             if dist.get_rank() == dist.get_world_size() - 1:
                 patches.enter_context(fault(run, knobs))
@@ -179,7 +179,7 @@ def death(stage: int, when: str) -> Results:
         die_at(knobs, when)
     before = state(run, knobs)
     began = time.monotonic()
-    request = SwitchRequest(target=target_of(knobs, rebuild=when == "rebuilt"), why="a death")
+    request = SwitchRequest(target=target_of(knobs, rebuild=when == "rebuilt"), reason="a death")
     try:
         exchanged = switch_all_ranks(run._host_group, knobs, request)
         raised = f"none: {exchanged}"

@@ -37,7 +37,7 @@ INEXACT = {
 
 def request(run: Any, knobs: RunKnobs, target: Configuration, *, checked: bool = True) -> Results:
     """Exchange a switch request; return how it ended."""
-    wanted = SwitchRequest(target=target, why="a test", checked=checked)
+    wanted = SwitchRequest(target=target, reason="a test", checked=checked)
     own = wanted if run._host_group.rank == 0 else None
     exchanged = switch_all_ranks(run._host_group, knobs, own)
     assert exchanged is not None
