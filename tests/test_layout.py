@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
@@ -122,3 +123,35 @@ def test_only_the_console_prints() -> None:
     ]
 
     assert prints == []
+
+
+def test_each_module_is_named_in_a_test_file() -> None:
+    """The tests of a module are found by a search of tests/ for its name."""
+    tests = {file: file.read_text() for file in (ROOT / "tests").rglob("test_*.py")}
+    named = {file.name.removeprefix("test_") for file in tests}
+    for text in tests.values():
+        named |= set(re.findall(r"[\w/]+\.py\b", text))
+        named |= {module_file for node in ast.walk(ast.parse(text)) for module_file in loaded(node)}
+
+    modules = {file for file in package_files() if file.parts[0] in ("runtime", "metrics")}
+    unnamed = [
+        file.as_posix()
+        for file in sorted(modules)
+        if any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in parsed(file).body)
+        and named.isdisjoint(endings(file))
+    ]
+
+    assert unnamed == []
+
+
+def loaded(node: ast.AST) -> Iterator[str]:
+    """Yield the files of our modules that an import statement may load."""
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("zerowatch."):
+        folder = str(node.module).partition(".")[2].replace(".", "/")
+        yield f"{folder}.py"
+        yield from (f"{folder}/{alias.name}.py" for alias in node.names)
+
+
+def endings(file: Path) -> set[str]:
+    """Return the ways to write a file's path: its name, with its folder, and so on."""
+    return {"/".join(file.parts[start:]) for start in range(len(file.parts))}

@@ -1,4 +1,7 @@
-"""Tests of the time for which collectives block training on CPU, by a fake clock."""
+"""Tests of the time for which collectives block training on CPU, by a fake clock.
+
+Covers `call_reader.py` and `call_recorder.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests of the time for which collectives block the compute stream, on a fake device."""
+"""Tests of the time for which collectives block the compute stream, on a fake device.
+
+Covers `call_recorder.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Code sections that all ranks complete or none, with a fake host group."""
+"""Code sections that all ranks complete or none, with a fake host group.
+
+Covers `host_group.py`.
+"""
 
 from __future__ import annotations
 

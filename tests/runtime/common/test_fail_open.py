@@ -1,3 +1,8 @@
+"""Tests of `FailOpen`: hooks that raise are dropped or retried, threads that raise start over.
+
+Covers `backoff.py`.
+"""
+
 from __future__ import annotations
 
 import ctypes

@@ -1,3 +1,5 @@
+"""Tests of patches: what was wrapped is restored to the very same object."""
+
 from __future__ import annotations
 
 import gc

@@ -1,3 +1,5 @@
+"""Tests of `PhaseTimer`: time by phase, by a fake clock."""
+
 from __future__ import annotations
 
 from zerowatch.metrics.catalog.labels import PHASES

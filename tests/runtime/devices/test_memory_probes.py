@@ -1,4 +1,7 @@
-"""Memory probes: the host's against real allocations and limits, CUDA's over a fake."""
+"""Memory probes: the host's against real allocations and limits, CUDA's over a fake.
+
+Covers `cgroups.py`.
+"""
 
 from __future__ import annotations
 

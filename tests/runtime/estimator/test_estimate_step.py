@@ -1,4 +1,7 @@
-"""Estimates of a step, against closed forms and the behavior of DeepSpeed's source."""
+"""Estimates of a step, against closed forms and the behavior of DeepSpeed's source.
+
+Covers `config_reader.py` and `estimate_remarks.py`.
+"""
 
 from __future__ import annotations
 

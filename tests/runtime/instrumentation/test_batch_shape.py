@@ -1,3 +1,5 @@
+"""Tests of the sizes that are read from a batch: samples, tokens, sequence length."""
+
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,13 @@
-"""Tests of a watch on a real engine: patches are restored, and records are right."""
+"""Tests of a watch on a real engine: patches are restored, and records are right.
+
+Covers `comparison_monitor.py`, `device_sampler.py`, `device_scalar.py`,
+`engine_instrumentation.py`, `memory_monitor.py`, `overhead_metrics.py`, `raw_step.py`,
+`watch_context.py` and `watch_thread.py`.
+
+Covers `comparison_monitor.py`, `device_sampler.py`, `device_scalar.py`,
+`engine_instrumentation.py`, `memory_monitor.py`, `overhead_metrics.py`, `raw_step.py`,
+`watch_context.py` and `watch_thread.py`.
+"""
 
 from __future__ import annotations
 

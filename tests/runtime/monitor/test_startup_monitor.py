@@ -1,4 +1,7 @@
-"""Where a job is that takes no first step: at a lock of torch's extensions, or elsewhere."""
+"""Where a job is that takes no first step: at a lock of torch's extensions, or elsewhere.
+
+Covers `console_logging.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The demo: its training data, its model, and a short run."""
+"""The demo: its training data, its model, and a short run.
+
+Covers `demo/job.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Output and errors of the command `estimate`."""
+"""Output and errors of the command `estimate`.
+
+Covers `estimate/command.py` and `estimate/inputs.py`.
+"""
 
 from __future__ import annotations
 

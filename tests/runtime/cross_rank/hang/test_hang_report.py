@@ -1,4 +1,7 @@
-"""Tests of the report of a hang, from constructed data and with real stacks."""
+"""Tests of the report of a hang, from constructed data and with real stacks.
+
+Covers `missing_ranks.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Gradient compression on real engines of all ZeRO stages, on two and on four ranks."""
+"""Gradient compression on real engines of all ZeRO stages, on two and on four ranks.
+
+Covers `async_reducer.py`, `stage_0_reduction.py`, `stage_1_and_2_reduction.py` and
+`stage_3_reduction.py`.
+
+Covers `async_reducer.py`, `stage_0_reduction.py`, `stage_1_and_2_reduction.py` and
+`stage_3_reduction.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Live settings: each is set at window 3 and undone at window 6, on two and four ranks."""
+"""Live settings: each is set at window 3 and undone at window 6, on two and four ranks.
+
+Covers `live_setting.py`, `prefetch_settings.py` and `zero_optimizer.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Memory savings on a running engine: activation checkpointing, optimizer offload, all at once."""
+"""Memory savings on a running engine: activation checkpointing, optimizer offload, all at once.
+
+Covers `optimizer_state_offload.py`.
+"""
 
 from __future__ import annotations
 

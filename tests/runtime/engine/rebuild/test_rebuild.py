@@ -1,4 +1,7 @@
-"""Rebuilds in the middle of training, compared with training without a rebuild."""
+"""Rebuilds in the middle of training, compared with training without a rebuild.
+
+Covers `engine_replacement.py`, `preconditions.py` and `state_snapshot.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Forecasts of synthetic series with a known answer."""
+"""Forecasts of synthetic series with a known answer.
+
+Covers `trend.py`.
+"""
 
 from __future__ import annotations
 

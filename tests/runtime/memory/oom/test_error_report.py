@@ -1,4 +1,7 @@
-"""Content of out-of-memory reports, also when they are written while no memory is left."""
+"""Content of out-of-memory reports, also when they are written while no memory is left.
+
+Covers `report_files.py`.
+"""
 
 from __future__ import annotations
 

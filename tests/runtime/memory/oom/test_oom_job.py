@@ -1,6 +1,8 @@
 """Real jobs that run out of memory on CPU: predicted, reported, and ended by their own error.
 
 Two run under RLIMIT_AS. A third is killed by the kernel, which the next start of a job reports.
+
+Covers `oom_context.py`.
 """
 
 from __future__ import annotations

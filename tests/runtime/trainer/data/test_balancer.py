@@ -1,4 +1,7 @@
-"""Load balancing: the split follows speed, agrees on all ranks, and changes only for a gain."""
+"""Load balancing: the split follows speed, agrees on all ranks, and changes only for a gain.
+
+Covers `rank_differences.py`.
+"""
 
 from __future__ import annotations
 

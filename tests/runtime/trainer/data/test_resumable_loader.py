@@ -1,4 +1,7 @@
-"""Resumable loader: each sample once, in an order that does not depend on ranks or workers."""
+"""Resumable loader: each sample once, in an order that does not depend on ranks or workers.
+
+Covers `batch_sampler.py`.
+"""
 
 from __future__ import annotations
 

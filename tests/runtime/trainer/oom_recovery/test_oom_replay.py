@@ -1,4 +1,7 @@
-"""Replay of windows until they fit in memory; each rank is a thread."""
+"""Replay of windows until they fit in memory; each rank is a thread.
+
+Covers `rng.py`.
+"""
 
 from __future__ import annotations
 

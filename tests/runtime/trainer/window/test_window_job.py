@@ -1,4 +1,7 @@
-"""The update does not depend on how a batch is split into micro-batches, on 1, 2 and 4 ranks."""
+"""The update does not depend on how a batch is split into micro-batches, on 1, 2 and 4 ranks.
+
+Covers `step_result.py` and `window_runner.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Every knob of a real run on two ranks: set, read back, restored."""
+"""Every knob of a real run on two ranks: set, read back, restored.
+
+Covers `knob.py` and `layout_knobs.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The controller: trials, failures, memory pressure, interruptions."""
+"""The controller: trials, failures, memory pressure, interruptions.
+
+Covers `trial.py`.
+"""
 
 from __future__ import annotations
 
