@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from ...metrics.step_record import StepRecord
+from ..collectives.groups import CollectiveCall
 from ..common.accelerator import training_device_index
 from ..common.rank_store import StoreClientFactory
 from ..cross_rank.comparison_thread import ComparisonThread
@@ -24,10 +26,6 @@ class ComparisonMonitor:
     Attributes:
         listeners: Functions called with the record of each step, on the watch thread.
         periodic_tasks: Functions called on the watch thread each second.
-        rebind_engine: Function to call with the new engine after a rebuild.
-        on_collective_error: Function to call with a collective that raised.
-        add_step_times: Function to call with each step's nanoseconds by phase, and the nanoseconds
-            of them in which training was blocked.
         profiler: Profiles some steps; None for none.
     """
 
@@ -37,7 +35,7 @@ class ComparisonMonitor:
         self._volume_check = WireVolumeCheck(
             context.engine(), recorder, fail_open, logs_differences=context.identity.rank == 0
         )
-        self.rebind_engine = fail_open.wrap("volume", self._volume_check.rebind_engine)
+        self._rebind_volume_check = fail_open.wrap("volume", self._volume_check.rebind_engine)
         self._thread = self._new_thread()
         self._hang_monitor = self._new_hang_monitor()
         self._thread.expected_pause = self._hang_monitor.expected_pause
@@ -49,11 +47,9 @@ class ComparisonMonitor:
         if self.profiler is not None:
             self.listeners.append(fail_open.wrap("profile", self.profiler.compare))
         self.periodic_tasks: Mapping[str, Callable[[], object]] = {"hang": self._hang_monitor.check}
-        analyzer = CollectiveErrorAnalyzer(context.identity.rank, recorder, self._thread)
-        self.on_collective_error = analyzer.analyze
+        self._analyzer = CollectiveErrorAnalyzer(context.identity.rank, recorder, self._thread)
         # On CUDA the host runs ahead of the device, so its phases do not show which rank is slow.
-        on_cpu = training_device_index() is None
-        self.add_step_times = self._thread.step_times.add if on_cpu else _ignore_step_times
+        self._compares_step_times = training_device_index() is None
 
     @property
     def cpu_seconds(self) -> float:
@@ -63,6 +59,19 @@ class ComparisonMonitor:
     def start(self) -> None:
         """Start the comparison thread."""
         self._thread.start()
+
+    def rebind_engine(self, engine: Any) -> None:
+        """Continue with the new engine after a rebuild."""
+        self._rebind_volume_check(engine)
+
+    def on_collective_error(self, failed: CollectiveCall) -> None:
+        """Log the likely cause of the first collective that raised."""
+        self._analyzer.analyze(failed)
+
+    def add_step_times(self, phase_ns: Sequence[int], blocked_ns: Sequence[int]) -> None:
+        """Add a step: nanoseconds in each of PHASES, and how many of them were blocked."""
+        if self._compares_step_times:
+            self._thread.step_times.add(phase_ns, blocked_ns)
 
     def forget_hooks(self) -> None:
         """Drop the profiler in a forked child: it belongs to the parent."""
@@ -125,7 +134,3 @@ class ComparisonMonitor:
         on_device = training_device_index() is not None
         recorder = self._context.recorder
         return ProfiledSteps(every_steps, recorder, on_device=on_device) if every_steps else None
-
-
-def _ignore_step_times(phase_ns: Sequence[int], blocked_ns: Sequence[int]) -> None:
-    """Do nothing, where step times are not comparable between ranks."""

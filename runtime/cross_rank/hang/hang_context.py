@@ -48,45 +48,81 @@ class HangContext:
         now_ns: Callable[[], int] = perf_counter_ns,
     ) -> None:
         self.rank = rank
-        self.folder = folder
+        self._folder = folder
         self._groups = groups
         self._thread = thread
         self._now_ns = now_ns
         self._seen: list[tuple[int, bool, bool]] = []
         self._changed_ns = 0
-        self.is_training = fail_open.wrap("hang training mode", is_training)
-        self.last_activity_ns = fail_open.wrap("hang activity", self._last_activity_ns)
-        self.peers = fail_open.wrap("hang peers", self._peers)
-        self.rank_sets = fail_open.wrap("hang groups", self._rank_sets)
-        self.last_calls = fail_open.wrap("hang calls", self._last_calls)
-        self.divergence = fail_open.wrap("hang divergence", self._divergence)
-        self.flight_recorder_dump = fail_open.wrap("flight recorder", flight_recorder_dump)
-        self.others_hang = fail_open.wrap("hang notice", self._others_hang)
-        self.announce_hang = fail_open.wrap("hang notice", thread.announce_hang)
+        self._is_training_hook = fail_open.wrap("hang training mode", is_training)
+        self._last_activity_ns_hook = fail_open.wrap("hang activity", self._find_last_activity_ns)
+        self._peers_hook = fail_open.wrap("hang peers", self._find_peers)
+        self._rank_sets_hook = fail_open.wrap("hang groups", self._summarize_rank_sets)
+        self._last_calls_hook = fail_open.wrap("hang calls", self._summarize_last_calls)
+        self._divergence_hook = fail_open.wrap("hang divergence", lambda: thread.divergence)
+        self._flight_recorder_dump_hook = fail_open.wrap("flight recorder", flight_recorder_dump)
+        self._others_hang_hook = fail_open.wrap("hang notice", lambda: thread.others_hang)
+        self._announce_hang_hook = fail_open.wrap("hang notice", thread.announce_hang)
 
-    def _last_activity_ns(self) -> int:
+    def folder(self) -> Path | None:
+        """Return the run folder; None until there is one."""
+        return self._folder()
+
+    def is_training(self) -> bool | None:
+        """Return whether the monitored module is in training mode."""
+        return self._is_training_hook()
+
+    def last_activity_ns(self) -> int | None:
         """Return when a collective was last observed to start or end.
 
         The time is as precise as this method is called often: it compares the state with that of
         its last call, so that recording a collective has no extra cost.
         """
+        return self._last_activity_ns_hook()
+
+    def peers(self) -> Mapping[int, Heartbeat] | None:
+        """Return the last heartbeats of the other ranks; None if there are none."""
+        return self._peers_hook()
+
+    def rank_sets(self) -> list[RankSetSummary] | None:
+        """Return this rank's rank sets."""
+        return self._rank_sets_hook()
+
+    def last_calls(self) -> list[CallSummary] | None:
+        """Return the last calls of each rank set in the order of issue, and all in flight."""
+        return self._last_calls_hook()
+
+    def divergence(self) -> str | None:
+        """Return which ranks diverged from the common sequence of collectives, as a message."""
+        return self._divergence_hook()
+
+    def flight_recorder_dump(self) -> bytes | None:
+        """Return torch's own record of collectives as JSON; None if there is none."""
+        return self._flight_recorder_dump_hook()
+
+    def others_hang(self) -> bool | None:
+        """Return whether another rank announces a hang."""
+        return self._others_hang_hook()
+
+    def announce_hang(self, hangs: bool) -> None:
+        """Announce to the other ranks that training hangs, or that it goes on."""
+        self._announce_hang_hook(hangs)
+
+    def _find_last_activity_ns(self) -> int:
         seen = [_progress(rank_set) for rank_set in self._groups.rank_sets()]
         if seen != self._seen:
             self._seen = seen
             self._changed_ns = self._now_ns()
         return self._changed_ns
 
-    def _peers(self) -> Mapping[int, Heartbeat] | None:
-        """Return the last heartbeats of the other ranks; None if there are none."""
+    def _find_peers(self) -> Mapping[int, Heartbeat] | None:
         peers = self._thread.peers
         return {rank: beat for rank, beat in peers.items() if rank != self.rank} or None
 
-    def _rank_sets(self) -> list[RankSetSummary]:
-        """Return this rank's rank sets."""
+    def _summarize_rank_sets(self) -> list[RankSetSummary]:
         return [_summarize_rank_set(rank_set) for rank_set in self._groups.rank_sets()]
 
-    def _last_calls(self) -> list[CallSummary]:
-        """Return the last calls of each rank set in the order of issue, and all in flight."""
+    def _summarize_last_calls(self) -> list[CallSummary]:
         now_ns = self._now_ns()
         summaries: list[CallSummary] = []
         for rank_set in self._groups.rank_sets():
@@ -100,14 +136,6 @@ class HangContext:
                     calls.append(_summarize_call(call, now_ns, in_flight=in_flight))
             summaries += reversed(calls)
         return summaries
-
-    def _divergence(self) -> str | None:
-        """Return which ranks diverged from the common sequence of collectives, as a message."""
-        return self._thread.divergence
-
-    def _others_hang(self) -> bool:
-        """Whether another rank announces a hang."""
-        return self._thread.others_hang
 
 
 def flight_recorder_dump() -> bytes | None:
