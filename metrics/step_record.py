@@ -42,7 +42,7 @@ class StepRecord:
     and length; `oom_risk_ratio` is by device, as last computed. `comm_seconds` is the length of
     the union of all collectives' intervals, `comm_exposed_seconds` the part of it in which training
     could do nothing else, and `comm_exposed_phase_seconds` that part by phase. `collectives` leaves
-    out those by which zerowatch itself lets the ranks agree; the seconds include them.
+    out zerowatch's own collectives (votes); the seconds include them.
 
     Examples:
         >>> engine.watch.subscribe(lambda record: print(record.step, record.phase_seconds))

@@ -10,8 +10,8 @@ from .spec import Label, counter, gauge, histogram
 
 COLLECTIVE_CALLS = counter(
     "collective_calls_total",
-    "Collective operations issued by this rank. Those of the group zerowatch are its own, by which "
-    "the ranks of a TrainingRun agree; estimates and comm_volume_ratio do not count them.",
+    "Collective operations issued by this rank. Those of the group zerowatch are zerowatch's own "
+    "(votes); estimates and comm_volume_ratio do not count them.",
     OP,
     GROUP,
     PHASE,

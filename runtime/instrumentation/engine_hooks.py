@@ -295,7 +295,7 @@ def extract_loss(output: Any) -> ScalarOrPending:
 
 
 def _no_output() -> None:
-    """Return None, as a dead weak reference does."""
+    """Return None: a stand-in for the weak reference to an output that is no tensor."""
 
 
 def _weak_output(output: Any) -> Callable[[], Any]:

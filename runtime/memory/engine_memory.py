@@ -176,7 +176,7 @@ def _attributes(owners: list[Any], name: str) -> list[Any]:
 
 
 def _parameters_and_buffers(module: torch.nn.Module) -> tuple[list[Any], list[Any]]:
-    """Return parameters and buffers; a shared one may come more than once.
+    """Return parameters and buffers. One that several modules share may be listed several times.
 
     Reads `__dict__` directly, as `Module.parameters` takes three times as long.
     """

@@ -1,6 +1,6 @@
-"""Follows the calls that this rank issues on one rank set, and reports them once each.
+"""Follows the calls that this rank issues on one rank set, and reports each call once.
 
-It reads the recent calls that the instrumentation keeps. It runs on the comparison thread.
+It reads the instrumentation's record of recent calls, on the comparison thread.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class CallSequence:
         rank_set: The rank set.
         names: The readable form of each signature.
         unmatched: Calls that are reported and wait for a result, in order.
-        unreported: Settled calls that are not reported: without a number, such as send, or dropped.
-        lost: Whether calls were dropped since this was last reset, as they were too many.
+        unreported: Settled calls that are never reported: calls without a sequence number, such as
+            send, and dropped calls.
+        lost: Whether calls were missed or dropped, as there were too many. Its reader resets it.
     """
 
     def __init__(self, rank_set: RankSet, *, from_now: bool) -> None:
@@ -68,7 +69,7 @@ class CallSequence:
             self._defer(self._deferred.popleft())
 
     def drain_report(self) -> CallReport:
-        """Return what is new: signatures of issued calls, durations of settled ones."""
+        """Return a report of new calls: signatures of issued calls, durations of settled ones."""
         self.poll()
         prefix_hash, signatures = self._prefix_hash, np.array(self._issued, np.uint32)
         self._prefix_hash = None if prefix_hash is None else prefix_hash.extended(signatures)
@@ -90,7 +91,7 @@ class CallSequence:
         return report
 
     def names_in(self, report: CallReport) -> dict[int, str]:
-        """Return what the signatures of a report stand for."""
+        """Return the readable form of each signature in a report."""
         return {one: self.names[one] for one in set(report.signatures.tolist())}
 
     def _skip_recent(self) -> None:
@@ -110,7 +111,7 @@ class CallSequence:
         return new
 
     def _since_last_seen(self, recent: deque[CollectiveCall]) -> tuple[list[CollectiveCall], bool]:
-        """Return the calls since the last poll, and whether none is missing before them."""
+        """Return the calls since the last poll, and whether the record still has all of them."""
         new: list[CollectiveCall] = []
         for call in reversed(recent):
             if call is self._last_seen:
@@ -129,7 +130,7 @@ class CallSequence:
         self._issued.append(self._signature(call))
 
     def _advance(self) -> None:
-        """Sort the calls that have settled into those to report, in order, and local ones."""
+        """Move settled calls, in order, to those to report. Defer calls without a number."""
         while self._in_flight and (self._in_flight[0].settled or not self._in_flight[0].sequence):
             call = self._in_flight.popleft()
             if call.sequence:
@@ -143,7 +144,7 @@ class CallSequence:
         self._defer(calls.popleft())
 
     def _defer(self, call: CollectiveCall) -> None:
-        """Count a call as not reported, once it has settled."""
+        """Add a call to `unreported` once it has settled."""
         if call.settled:
             self.unreported.append(call)
             return
@@ -153,7 +154,7 @@ class CallSequence:
             self.lost = True
 
     def _drain_settled(self) -> list[CollectiveCall]:
-        """Return the settled calls with contiguous numbers."""
+        """Remove and return the settled calls up to the first gap in their numbers."""
         settled: list[CollectiveCall] = []
         while self._settled:
             if settled and self._settled[0].sequence != settled[-1].sequence + 1:

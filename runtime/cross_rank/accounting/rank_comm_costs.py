@@ -1,4 +1,4 @@
-"""Reports this rank's collectives to the comparison, and adds up what they cost on this rank."""
+"""Reports this rank's collectives for comparison with other ranks, and adds up their costs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class RankCommCosts:
 
     Attributes:
         volume_ratio: Wire bytes of a step over the reference volume; None while unknown.
-        unmatched: Times that calls could not be matched: no result came, calls were lost, or the
-            ranks had diverged.
+        unmatched: How often calls could not be matched, because no result came, calls were lost,
+            or the ranks had diverged.
     """
 
     def __init__(
@@ -59,7 +59,11 @@ class RankCommCosts:
             self._add_unreported(state, is_compared=is_compared)
 
     def drain_reports(self, *, is_compared: bool) -> tuple[dict[str, CallReport], dict[int, str]]:
-        """Return what is new, by the rank set's key, and what its signatures stand for."""
+        """Return the calls that were not reported yet, and the names of their signatures.
+
+        Returns:
+            A report by the key of each rank set, and the readable form of each signature in them.
+        """
         reports: dict[str, CallReport] = {}
         names: dict[int, str] = {}
         for rank_set in self._groups.rank_sets():
@@ -79,7 +83,10 @@ class RankCommCosts:
         return any(state.reported for state in self._states.values())
 
     def match(self, rank_set: RankSet, result: CompareResult) -> None:
-        """Add the costs of the calls whose shortest duration over the ranks is known now."""
+        """Add the costs of the calls that a result of the comparison covers.
+
+        The result has the shortest duration of each call over all ranks.
+        """
         state = self._states.get(rank_set)
         if state is None:
             return
@@ -106,7 +113,10 @@ class RankCommCosts:
             state.reported.popleft()
 
     def expire(self, patience_seconds: float, *, is_compared: bool) -> None:
-        """Add calls without a result for so long as unmatched; with 0 s, that is no failure."""
+        """Add reported calls as unmatched if no result came within `patience_seconds`.
+
+        Late results are counted as a failure, unless `patience_seconds` is 0.
+        """
         before = self._now() - patience_seconds
         for state in self._states.values():
             end = 0
@@ -122,7 +132,7 @@ class RankCommCosts:
             state.sequence.lost = False
 
     def publish(self) -> None:
-        """Write what was added since the last call; call this within a commit."""
+        """Publish the costs added since the last call. The caller opens the commit."""
         totals, self._totals = self._totals, CostTotals()
         by_role: dict[str, CommCosts] = {}  # of several, the one that sent the most
         for state in self._states.values():
@@ -173,11 +183,11 @@ class _RankSetState:
     """One rank set: its calls, their costs, and which of them were reported when.
 
     Attributes:
-        is_matching: Whether the members' calls match: the last result held durations. It did not
-            where there is no other rank to compare with, or the ranks have diverged.
-        costs: The costs of each backend, as each has a link of its own; and whether they are those
-            of zerowatch's own collectives.
-        reported: When calls were reported, and the number after the last of them.
+        is_matching: Whether the calls of all members match. False after a result without
+            durations: no other rank was compared, or the ranks have diverged.
+        costs: The costs by backend, and by whether the calls are zerowatch's own collectives. Each
+            backend has a link of its own.
+        reported: The time of each report, and the number after the last call in it.
     """
 
     def __init__(self, sequence: CallSequence) -> None:

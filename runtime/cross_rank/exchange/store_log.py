@@ -1,6 +1,6 @@
-"""Access to the c10d store: a connection that is opened again after a failure, and logs in it.
+"""Access to the c10d store: a connection that reopens after a failure, and logs kept in the store.
 
-Nothing here waits for another rank. Reading an absent key would, so keys are checked first.
+Nothing here waits for another rank. Reading an absent key would wait, so each key is checked first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_ENTRIES = 16
 
 
 class StoreConnection:
-    """A client of the store for one thread; only `set_timeout` may be called on others.
+    """A client of the store for one thread. Only `set_timeout` may be called from other threads.
 
     Args:
         clients: Makes clients.
@@ -52,28 +52,31 @@ class StoreConnection:
         return self._client is not None
 
     def open(self) -> None:
-        """Connect, unless that is done, it failed a short while ago, or it is unknown where to."""
+        """Connect, unless a client is open.
+
+        Does nothing until the delay after a failure is over, or if the store's address is unknown.
+        """
         if self._client is None and self._backoff.is_due:
             self._client = self._clients.connect()
             self.opened_at = self.opened_at if self._client is None else self.now()
 
     def has_moved(self) -> bool:
-        """Whether the ranks use another namespace of the store by now."""
+        """Whether the ranks have changed to another namespace of the store."""
         return self._clients.moved()
 
     def mark_failed(self) -> None:
-        """Drop the client, and connect again some time later."""
+        """Drop the client. `open` connects again after a delay."""
         if self.is_open and self.now() - self.opened_at > MAX_RETRY_SECONDS:
             self._backoff.reset()
         self._client = None
         self._backoff.start_delay()
 
     def close(self) -> None:
-        """Drop the client; it may be opened again at once."""
+        """Drop the client. `open` may connect again at once."""
         self._client = None
 
     def close_for_good(self) -> None:
-        """Drop the client and its network connection; it must not be opened again."""
+        """Drop the client and close its network connection. It must not be opened again."""
         self._client = None
         self._clients.close()
 
@@ -158,8 +161,8 @@ class StoreLogReader:
     def poll(self, patience_seconds: float) -> Iterator[bytes]:
         """Yield the new entries.
 
-        After a silence of `patience_seconds`, go on at the latest entry: this rank may have paused
-        while entries were appended and deleted.
+        If there was none for `patience_seconds`, skip to the latest entry: the next ones may have
+        been deleted while this rank paused.
         """
         yield from self._read_new()
         if self.silent_seconds() > patience_seconds:
@@ -167,7 +170,7 @@ class StoreLogReader:
             yield from self._read_new()
 
     def silent_seconds(self) -> float:
-        """Return the seconds since the last entry was read, while the store responded."""
+        """Return the seconds since the last entry was read, or since the store was last opened."""
         return self._store.now() - max(self._last_read, self._store.opened_at)
 
     def _read_new(self) -> Iterator[bytes]:

@@ -41,7 +41,7 @@ class CallSummary:
         phase: The phase it was issued in.
         in_flight: Whether it has not ended.
         seconds: The duration, or the time in flight so far; None if unknown.
-        is_own: Whether zerowatch itself issued it, so that the ranks of a TrainingRun agree.
+        is_own: Whether it is one of zerowatch's own collectives (votes of a TrainingRun).
     """
 
     key: str

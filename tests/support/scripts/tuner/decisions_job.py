@@ -1,6 +1,6 @@
 """Decisions of each kind in a real run, and after each what every rank's engine uses.
 
-`tuner_account_job.py FOLDER`, two ranks; rank r writes FOLDER/rank-r.json. What is tried and how a
+`decisions_job.py FOLDER`, two ranks; rank r writes FOLDER/rank-r.json. What is tried and how a
 trial ends is scripted, so that nothing depends on measured times.
 """
 

@@ -1,4 +1,4 @@
-"""What the tuner says is what the engines do: each kind of decision, on two real ranks."""
+"""The tuner's decision records, compared with the settings of the engines on two real ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ STAGES = [0, 0, 0, 0, 0, 1]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
-    folder = tmp_path_factory.mktemp("account")
-    ended = run_apart("tuner/tuner_account_job.py", folder, world_size=2)
+    folder = tmp_path_factory.mktemp("decisions")
+    ended = run_apart("tuner/decisions_job.py", folder, world_size=2)
     assert all(rank.report for rank in ended), ended[0].output_tail
     return [rank.report for rank in ended]
 
