@@ -92,7 +92,7 @@ class RequestHandler:
 
 
 class CpuBudget:
-    """Paces the accepting of clients, so that however many come training keeps its processor.
+    """Limits the rate at which clients are accepted, so that training keeps its CPU time.
 
     Args:
         now: A monotonic clock, in seconds.
@@ -161,7 +161,7 @@ class Listener(ThreadingTCPServer):
             self.service_actions()
 
     def stop(self) -> None:
-        """Let `serve` return at once; any thread may call it."""
+        """Make `serve` return at once. Any thread may call this."""
         self._stopping.set()
         # Wakes the accepting thread, which otherwise polls.
         with contextlib.suppress(OSError):
@@ -205,7 +205,7 @@ class Listener(ThreadingTCPServer):
             self._spend(time.thread_time())  # the thread did nothing else
 
     def close_request(self, request: Any) -> None:
-        """Close a connection, which from now on nobody else may close."""
+        """Close a connection. The caller must be the only one that closes it from now on."""
         with self._clients_lock:
             self._client_starts.pop(request, None)
         super().close_request(request)
@@ -261,7 +261,7 @@ class Listener(ThreadingTCPServer):
 
 
 class _RequestHandler(BaseHTTPRequestHandler):
-    """One request; the connection ends with the response, so that no thread waits for the next."""
+    """Handles one request per connection, so that no thread waits for a second request."""
 
     server: Listener
     timeout = CLIENT_TIMEOUT_SECONDS

@@ -55,7 +55,7 @@ class CircuitBreaker:
         self._backoff.reset()
 
     def failed(self) -> None:
-        """Count a failure; from the third in a row on, each starts a pause, twice as long."""
+        """Count a failure. From the third in a row on, each starts a pause; pauses double."""
         self._failures += 1
         if self._failures >= FAILURES_ALLOWED:
             self._backoff.start_delay()

@@ -140,7 +140,7 @@ class MetricsServer:
             self._scrapes.wait_until_end_was_read(seconds, on_all_ranks=on_all_ranks)
 
     def close_after_final_scrape(self, before_close: Callable[[], object] = lambda: None) -> None:
-        """Close once the final scrape was served, waiting on a thread; at once if none starts.
+        """Close after the final scrape, on a thread. Close at once if no thread can be started.
 
         Args:
             before_close: Called after the final scrape.

@@ -36,7 +36,7 @@ class CommTimeCounter:
         self._by_group: dict[str, IntervalUnion] = {}
 
     def measure(self, batch: CallBatch) -> CommTime:
-        """Settle the calls of a batch whose events were read; return the time that they add."""
+        """Settle the calls of a batch whose events were read. Return the time they add."""
         if batch.anchor is not None:
             self._all, self._by_group = IntervalUnion(), {}
             for call in batch.calls:

@@ -57,7 +57,7 @@ class StreamWaitTracker:
         self._recorded.clear()
 
     def drops_in_capture(self, num_calls: int) -> bool:
-        """Return whether a graph is being captured on the current stream; count what that drops."""
+        """Return whether the current stream captures a graph. Count its calls as dropped."""
         capturing = self._is_capturing()
         self.dropped_in_capture += num_calls * capturing
         return capturing

@@ -59,7 +59,7 @@ class FailOpen:
 
     @property
     def num_dead_threads(self) -> int:
-        """How many threads ended although nobody has stopped them."""
+        """The number of threads that ended without having been stopped."""
         return sum(thread.is_dead for thread in list(self._threads))
 
     def call(self, name: str, body: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -198,9 +198,9 @@ class MonitoringThread:
         self._thread.start()
 
     def join(self, timeout_seconds: float) -> bool:
-        """Wait for the end of the body, which was asked to end; return whether it came.
+        """Wait for the body, which was asked to end. Return whether it has ended in time.
 
-        It has come if the thread never ran, or if it is the caller's own.
+        Returns True if the thread never ran, or if it is the caller's own.
         """
         self._stopped.set()
         if not self._thread.is_alive() or self._thread is threading.current_thread():

@@ -23,7 +23,7 @@ GROUP_DESCRIPTION = OWN_GROUP
 
 
 class HostCollectives(Protocol):
-    """Interface of collectives of small host values; all ranks call the same one at one point."""
+    """Interface of collectives of small host values. All ranks make the same calls in order."""
 
     rank: int
     world_size: int

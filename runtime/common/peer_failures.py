@@ -41,7 +41,7 @@ class FailureCapture:
 
 
 def raise_failures(host_group: HostCollectives, error: Exception | None, place: str) -> None:
-    """Exchange the errors of all ranks; return if there is none. All ranks must call it.
+    """Exchange the errors of all ranks, and raise if there is one. All ranks must call it.
 
     Args:
         host_group: Group of all ranks.

@@ -210,7 +210,7 @@ class StoreClientFactory:
         self._client, self._is_waiting = None, False
 
     def _new_client(self) -> Store:
-        """Clone the last client, as its timeout, unlike that of the job's store, is short."""
+        """Clone the last client, or first the job's store, whose timeout is long."""
         if self._client is not None:
             self._client.set_timeout(timedelta(seconds=CONNECT_TIMEOUT_SECONDS))
         client: Store = (self._client or self._default()).clone()  # type: ignore[attr-defined]

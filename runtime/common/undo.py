@@ -88,7 +88,7 @@ class UndoStack:
 
 
 def apply_all(changes: Iterable[Callable[[], Undo]]) -> Undo:
-    """Make changes one after the other, and return the undo of all; none is left if one fails."""
+    """Make changes one after the other, and return the undo of all. If one fails, undo all."""
     undo = UndoStack()
     undo.do(changes)
     return undo

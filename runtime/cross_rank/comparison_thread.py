@@ -186,7 +186,7 @@ class ComparisonThread:
         return self._now() - connection.opened_at < self._patience_seconds
 
     def _connect_once(self) -> None:
-        """Connect if that is due; after a failure, the channel's logs continue where they were."""
+        """Connect if due. After a failure, the channel's logs continue where they ended."""
         connection = self._connection
         if connection is None or self._stopping or connection.is_open:
             return
@@ -231,7 +231,7 @@ class ComparisonThread:
             self._accounting.publish()
 
     def _leave_old_namespace(self) -> None:
-        """Start over if the ranks use another namespace of the store by now."""
+        """Start over if the ranks have changed to another namespace of the store."""
         connection = self._connection
         if connection is None or not connection.is_open:
             return

@@ -82,7 +82,7 @@ class CollectiveErrorAnalyzer:
         self._done = False
 
     def analyze(self, failed: CollectiveCall) -> None:
-        """Log the likely cause of the first error; later errors follow from it."""
+        """Log the likely cause of the first error. Later errors are its consequences."""
         if self._done:
             return
         self._done = True

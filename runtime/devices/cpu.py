@@ -80,7 +80,7 @@ class CpuDevice:
 
 
 def _is_affordable(name: str, read: Callable[[], float | None]) -> bool:
-    """Try a reading twice, the first time cold; return whether it has a value and is cheap."""
+    """Time a second call of a reading. Return whether it gives a value and is cheap."""
     try:
         read()
         started = time.perf_counter()

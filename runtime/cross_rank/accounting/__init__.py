@@ -1,1 +1,1 @@
-"""The calls of this rank: their sequence, and what they cost."""
+"""The collectives of this rank: their sequence and their costs."""

@@ -99,7 +99,7 @@ class CostTotals:
             self.own_exposed[PHASES[call.phase]] += seconds
 
     def publish(self, recorder: Recorder) -> None:
-        """Add to the counters; call this within a commit."""
+        """Add to the counters. The caller opens the commit."""
         for spec, by_label in (
             (communication.COMM_EXPOSED_SECONDS, self.exposed),
             (communication.COMM_OWN_EXPOSED_SECONDS, self.own_exposed),
@@ -186,7 +186,7 @@ class CommCosts:
                 self._bus_bandwidths[op] = bandwidth
 
     def publish(self, recorder: Recorder) -> None:
-        """Set the gauges of the link; call this within a commit."""
+        """Set the gauges of the link. The caller opens the commit."""
         role = self.rank_set.role
         if self.link is not None:
             recorder.set(communication.COMM_LINK_LATENCY, self.link.latency, role)
@@ -255,7 +255,7 @@ def bus_bandwidth(calls: list[tuple[float, float]]) -> float | None:
 
 
 def _wire_bytes(call: CollectiveCall) -> float:
-    """Return the bytes that pass this rank; the receiver of a message waits for as many."""
+    """Return the wire bytes of a call on this rank; for a receiver, those that it receives."""
     if OPS[call.op] in POINT_TO_POINT:
         return call.payload_bytes
     return call.payload_bytes * call.group.wire_factor(call.op, call.payload_bytes)

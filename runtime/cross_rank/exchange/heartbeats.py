@@ -102,7 +102,7 @@ class HeartbeatTable:
         self.others_hang = others_hang  # last: its readers need the heartbeats
 
     def clear(self) -> None:
-        """Discard what was read, as training makes progress: ages are measured from scratch."""
+        """Discard the heartbeats read so far, because training makes progress again."""
         self.heartbeats, self.others_hang = {}, False
         self._read_at, self._seen = None, {}
         self._announcement = self._announced_at = None

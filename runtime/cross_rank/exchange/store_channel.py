@@ -123,7 +123,7 @@ class StoreChannel:
         self._heartbeats.poll(ranks, is_stuck=is_stuck)
 
     def clear_heartbeats(self) -> None:
-        """Discard what was read of heartbeats, as training makes progress."""
+        """Discard the heartbeats read so far, because training makes progress again."""
         self._heartbeats.clear()
 
     def announce_hang(self) -> None:
@@ -218,7 +218,7 @@ class CoordinatorReader:
         return results
 
     def longest_silence_seconds(self) -> float:
-        """Return the seconds since a report of the rank that has been silent longest; 0 if none."""
+        """Return the longest time since the last report of a rank, in seconds; 0 without ranks."""
         silences = (
             source.reader.silent_seconds()
             for name, source in self._sources.items()

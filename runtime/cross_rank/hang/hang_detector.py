@@ -89,7 +89,7 @@ class HangDetector:
         self._limit_seconds = None
 
     def update(self, sample: ProgressSample, is_busy: Callable[[], bool]) -> HangState:
-        """Add a sample; they come about a second apart.
+        """Add a sample. The caller adds about one per second.
 
         Args:
             sample: The sample.
@@ -112,7 +112,7 @@ class HangDetector:
         return HangState.UNCHANGED
 
     def _advance(self, sample: ProgressSample) -> bool:
-        """Move on to this sample; return whether there was progress since the one before."""
+        """Store the sample, and return whether there was progress since the previous one."""
         gap_ns = sample.now_ns - self._sampled_ns if self._sampled_ns else 0
         self._sampled_ns = sample.now_ns
         if gap_ns > MAX_GAP_NS:

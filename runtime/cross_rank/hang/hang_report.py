@@ -84,7 +84,7 @@ def summary(evidence: HangEvidence) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Format ranks, such as "ranks 1, 2"; of many only the first."""
+    """Format ranks, such as "ranks 1, 2". Of many ranks only the first are listed."""
     named = ", ".join(map(str, ranks[:MAX_NAMED]))
     more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"

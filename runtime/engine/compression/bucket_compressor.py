@@ -36,7 +36,7 @@ class ParameterIndex:
     """Index from memory addresses to the parameters whose gradients are about to be reduced."""
 
     def __init__(self, gradients: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
-        """Index gradients by address; they are contiguous, and must not move meanwhile."""
+        """Index contiguous gradients by address. They must not move while the index is in use."""
         self._gradients = sorted(
             (gradient.data_ptr(), gradient.numel(), name)
             for name, gradient in gradients

@@ -207,7 +207,7 @@ class InFlightReduction:
         self._reduction.finish()
 
     def discard(self) -> None:
-        """Wait for what is in flight, and discard the results."""
+        """Wait for the collectives in flight, and discard their results."""
         for exchange in self._in_flight:
             exchange.discard()
         self._in_flight = []

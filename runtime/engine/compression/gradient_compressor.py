@@ -174,7 +174,7 @@ class GradientCompressor:
         return self._residuals.state_dict() if self._residuals is not None else {}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load what `state_dict` returned on this rank; between two windows."""
+        """Load a state that `state_dict` returned on this rank. Call it between two windows."""
         if self._residuals is not None:
             self._residuals.load_state_dict(state)
 
