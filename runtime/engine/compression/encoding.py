@@ -37,7 +37,7 @@ class WireFormat:
         return self.max_code > 0
 
     def wire_bytes(self, num_values: int) -> int:
-        """Return the encoded bytes of a number of values. Scaled ones are padded to whole blocks."""
+        """Return the encoded bytes of some values. Scaled values are padded to whole blocks."""
         if not self.is_scaled:
             return num_values * self.dtype.itemsize
         num_blocks = -(-num_values // BLOCK)
