@@ -134,7 +134,10 @@ class ReportMerger:
         return first, prefix_hash, common
 
     def _compare_hashes(self, first: int) -> SequenceHash | None:
-        """Return the hash of the calls before number `first`. Others have diverged."""
+        """Return the hash of the calls before number `first`.
+
+        Members whose own hash differs have diverged.
+        """
         hashes = {
             name: member.prefix_hash
             for name, member in self._members.items()

@@ -40,7 +40,7 @@ def error_of(error: type[BaseException], *arguments: object, cause: BaseExceptio
         (None, False),
     ],
 )
-def test_ctrl_c_is_recognised_also_behind_the_exit_of_a_script_that_has_caught_it(error, expected):
+def test_ctrl_c_is_recognized_also_behind_the_exit_of_a_script_that_has_caught_it(error, expected):
     assert is_interrupt(error) is expected
 
 

@@ -70,7 +70,7 @@ def test_a_backward_pass_compiled_on_another_thread_is_compilation() -> None:
     assert silent_activity_in({1: training, 2: compiler}, 1) == "compilation"
 
 
-def test_torch_is_recognised_while_it_compiles_and_not_while_compiled_code_runs() -> None:
+def test_torch_is_recognized_while_it_compiles_and_not_while_compiled_code_runs() -> None:
     said = {}
 
     def backend(graph: Any, inputs: Any) -> Any:

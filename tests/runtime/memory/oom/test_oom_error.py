@@ -115,7 +115,7 @@ def test_of_many_lines_the_line_of_the_error_is_kept() -> None:
     assert parsed.message == ON_CPU
 
 
-def test_torch_s_own_type_is_recognised_with_any_text() -> None:
+def test_torch_s_own_type_is_recognized_with_any_text() -> None:
     parsed = parse_oom_error(torch.OutOfMemoryError("the allocator gives up"))
 
     assert parsed is not None
