@@ -95,7 +95,7 @@ def test_the_fitted_tail_is_that_of_the_true_distribution(seed: int) -> None:
         assert tail.exceedance(margin) == pytest.approx((drawn > margin).mean(), rel=0.6)
 
 
-def test_the_scalar_and_the_vectorised_tail_agree(seed: int) -> None:
+def test_the_scalar_and_the_vectorized_tail_agree(seed: int) -> None:
     tail = fit_tail(np.random.default_rng(seed).normal(0, 1e6, 100), expected=1e6, min_width=1e3)
     margins = np.linspace(-8e6, 8e6, 101)
 
