@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ...errors import DsConfigError, RebuildError
+from ...errors import RebuildError
+from ..common.collective_attempt import CollectiveAttempt
 from ..common.ds_config import merged, training_config, zero_stage
 from ..common.host_group import HostGroup
 from ..common.undo import FAILURES, Undo
@@ -27,7 +28,12 @@ from ..engine.live_settings.optimizer_state_offload import (
     OffloadedOptimizerStates,
     OptimizerStateOffload,
 )
-from ..engine.rebuild.engine_replacement import MakeEngine, UndoneRebuildError, rebuild
+from ..engine.rebuild.engine_replacement import (
+    MakeEngine,
+    UndoneRebuildError,
+    not_rebuilt,
+    rebuild,
+)
 from .engine_change import EngineChange
 from .oom_recovery.escalation import MemorySaving, rebuild_changes
 from .run_metrics import RebuildOutcome, RunMetrics
@@ -179,7 +185,12 @@ class EngineHolder:
         Raises:
             RebuildError: Nothing has changed; training goes on.
         """
-        self.rebuild_as(self._merged_config(changes))
+        with CollectiveAttempt(self._host_group) as attempt:
+            config = self._merged_config(changes)
+        if attempt.error is not None:
+            self._metrics.count_rebuild("refused", 0.0)
+            raise not_rebuilt(attempt.error)
+        self.rebuild_as(config)
 
     def rebuild_as(self, config: Mapping[str, Any]) -> None:
         """Replace the engine by one of a complete ds config, as `config` holds it.
@@ -281,11 +292,7 @@ class EngineHolder:
 
     def _merged_config(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the ds config with changes, in which the run still ends its windows."""
-        config = merged(self.config, changes)
-        try:
-            return training_config(config)
-        except DsConfigError:
-            return config  # which `rebuild` refuses on all ranks, if one of them has it
+        return training_config(merged(self.config, changes))
 
     def _build_replacement(self, config: Mapping[str, Any]) -> Any:
         with self._watch.checkpoint_phase():

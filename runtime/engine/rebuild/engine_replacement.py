@@ -76,7 +76,7 @@ def rebuild(
     with CollectiveAttempt(host_group) as check:
         snapshot = _checked_snapshot(engine, old, config, host_group)
     if check.error is not None:
-        raise _not_rebuilt(check.error)
+        raise not_rebuilt(check.error)
     began, device = perf_counter(), torch.device(engine.device)
     with closing(HostSum(host_group.world_size)) as host_sum, _preserved_rng(device):
         builder = _Builder(engine, snapshot, make_engine, host_sum, host_group)
@@ -170,7 +170,8 @@ def _checked_snapshot(
     return snapshot
 
 
-def _not_rebuilt(error: Exception) -> RebuildError:
+def not_rebuilt(error: Exception) -> RebuildError:
+    """Return the error of a rebuild that was refused before anything changed."""
     reason = str(error)
     if isinstance(error, PeerAttemptError):
         reason = "another rank refused, whose error has the reason"

@@ -216,7 +216,8 @@ def test_a_ds_config_that_no_engine_can_have_is_ignored_with_one_line(
         replay=SimpleNamespace(planner=SimpleNamespace(limits=MicroBatchLimits())),
         on_fatal_oom=[],
     )
-    holder = EngineHolder(engine, given, host_group=ALONE, metrics=None, make_engine=None)
+    metrics = SimpleNamespace(count_rebuild=lambda *_: None)
+    holder = EngineHolder(engine, given, host_group=ALONE, metrics=metrics, make_engine=None)
     manager = CheckpointManager(holder, runner, data=None, host_group=ALONE)
 
     with caplog.at_level(logging.WARNING):
