@@ -33,15 +33,22 @@ def test_two_rebuilds_do_not_change_the_training(found):
 def test_metrics_continue_over_rebuilds_and_count_them(found):
     first = found[0]["rebuilt"]
 
-    assert (first["rebuilt"], first["refused"], first["published steps"]) == (2, 1, 4)
+    assert (first["rebuilt"], first["refused"], first["published steps"]) == (2, 2, 4)
     assert found[1]["rebuilt"]["published steps"] == 4
 
 
 def test_an_unknown_stage_is_rejected_on_all_ranks_without_effect(found):
     for rank in found:
-        (error,) = rank["rebuilt"]["errors"]
+        error = rank["rebuilt"]["errors"][0]
         assert error.startswith("the engine was not rebuilt: ")
         assert "stage must be 0, 1, 2 or 3, got 7" in error
+
+
+def test_a_wrong_rebuild_on_one_rank_is_rejected_on_all(found):
+    peer, own = (rank["rebuilt"]["errors"][1] for rank in found)
+
+    assert "another rank refused" in peer
+    assert "stage must be 0, 1, 2 or 3, got 7" in own
 
 
 def test_compression_and_activation_checkpointing_are_attached_to_the_new_engine(found):
