@@ -149,12 +149,21 @@ def test_a_single_request_is_not_waited_for():
     assert scraped([0.0], [(0, "curl", 1)]).patience_seconds(75) == 0
 
 
-def test_after_a_single_request_a_server_closes_at_once(make_server, recorder):
+def test_after_a_single_request_a_server_closes_at_once(make_server, recorder, monkeypatch):
     server = make_server(linger_seconds=LINGER_SECONDS)
     scrape(server.start())
     recorder.set(RUN_ACTIVE, 0)
+    patience = []
+    patience_seconds = ScrapeTracker.patience_seconds
 
-    assert seconds_of(server.wait_for_final_scrape) < LINGER_SECONDS
+    def record(tracker: ScrapeTracker, max_seconds: float) -> float:
+        patience.append(patience_seconds(tracker, max_seconds))
+        return patience[-1]
+
+    monkeypatch.setattr(ScrapeTracker, "patience_seconds", record)
+    server.wait_for_final_scrape()
+
+    assert patience == [0.0]
 
 
 def scraped(clock: list[float], visits: list[tuple[float, str, float]]) -> ScrapeTracker:

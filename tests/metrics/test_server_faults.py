@@ -135,6 +135,24 @@ def test_a_server_beyond_its_cpu_budget_accepts_nobody_and_can_be_closed(make_se
     assert not closing.is_alive()
 
 
+def test_the_cpu_time_of_serving_is_spent_from_the_budget(make_server, monkeypatch):
+    rendering_seconds, spent = 0.1, []
+
+    def render_slowly(*arguments):
+        start = time.thread_time()
+        while time.thread_time() - start < rendering_seconds:
+            pass
+        return exposition(*arguments)
+
+    exposition = server.exposition
+    monkeypatch.setattr(server, "exposition", render_slowly)
+    monkeypatch.setattr(CpuBudget, "spend", lambda _, cpu_seconds: spent.append(cpu_seconds))
+
+    get(make_server().start())
+
+    assert eventually(lambda: max(spent, default=0) >= rendering_seconds)
+
+
 def drip(client: socket.socket, stop: threading.Event) -> None:
     """Send a request that never ends, one header at a time."""
     with contextlib.suppress(OSError):

@@ -57,6 +57,15 @@ def live_run(folder: Path) -> Iterator[None]:
             other.kill()
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether another process finds a run folder locked; a process never conflicts with itself."""
+    lock = f"open({str(folder / LOCK_FILE)!r}, 'w')"
+    script = f"import fcntl; fcntl.lockf({lock}, fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    other = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert other.returncode == 0 or b"BlockingIOError" in other.stderr, other.stderr
+    return other.returncode != 0
+
+
 def test_a_second_live_run_of_one_id_gets_another_id_and_a_warning(tmp_path: Path, caplog) -> None:
     with live_run(tmp_path / RUN_ID):
         folder = open_folder(tmp_path)
@@ -85,11 +94,12 @@ def test_after_the_end_of_a_run_its_id_can_be_used_again(tmp_path: Path) -> None
         pass
 
     folder = open_folder(tmp_path)
+    folder.poll()
+    assert folder.run_id == RUN_ID
+    assert is_locked(tmp_path / RUN_ID)
     folder.close()
-    again = open_folder(tmp_path)
-    again.close()
 
-    assert (folder.run_id, again.run_id) == (RUN_ID, RUN_ID)
+    assert not is_locked(tmp_path / RUN_ID)
 
 
 @pytest.fixture

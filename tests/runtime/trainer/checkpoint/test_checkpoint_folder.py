@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
@@ -273,6 +274,30 @@ def test_all_ranks_raise_if_one_cannot_write(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="failed on rank 0"):
         save_checkpoint(tmp_path, PlainEngine(), others, RunState(steps=1, samples=8, config={}))
+
+
+class OtherRankFails(SingleRankHostGroup):
+    """Host group of one rank of two; the other fails while DeepSpeed reads its files."""
+
+    rank = 1
+    world_size = 2
+    failed = 0.0
+
+    def all_max(self, value: int) -> int:
+        self.failed = 1.0
+        return 1
+
+    def all_gather(self, values: Sequence[float]) -> Any:
+        return np.array([[self.failed] * len(values), values], dtype=float)
+
+
+def test_all_ranks_raise_if_deepspeed_cannot_read_the_files_of_one(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    found = find_checkpoint(tmp_path, PlainEngine(), ALONE)
+    assert found is not None
+
+    with pytest.raises(CheckpointError, match="failed on rank 0, whose error has the reason"):
+        load_checkpoint(found, PlainEngine(), OtherRankFails())
 
 
 def test_nodes_with_local_disks_one_checkpoint_apart_load_the_earlier_one(tmp_path: Path) -> None:
