@@ -38,11 +38,19 @@ def test_a_rank_that_was_never_scraped_does_not_linger(make_server, recorder):
     assert seconds_of(server.wait_for_final_scrape) < LINGER_SECONDS
 
 
-def test_a_rank_that_is_still_training_does_not_linger(make_server):
-    server = make_server(linger_seconds=LINGER_SECONDS)
-    scrape(server.start())
+def test_a_rank_that_is_still_training_does_not_linger(make_server, monkeypatch):
+    clock, waits = [0.0], []
+    monkeypatch.setattr(
+        ScrapeTracker, "wait_until_end_was_read", lambda *_, **__: waits.append(clock[0])
+    )
+    server = make_server(linger_seconds=LINGER_SECONDS, now=lambda: clock[0])
+    address = server.start()
+    for clock[0] in (0, 30):
+        scrape(address)
 
-    assert seconds_of(server.wait_for_final_scrape) < LINGER_SECONDS
+    server.wait_for_final_scrape()
+
+    assert not waits
 
 
 def test_lingering_ends_as_soon_as_a_scrape_has_read_the_end(make_server, recorder):
