@@ -1,1 +1,1 @@
-"""Monitoring, training loop and tuner of a DeepSpeed run."""
+"""Monitors, trains and tunes a DeepSpeed run."""

@@ -1,4 +1,4 @@
-"""The public entry points `initialize` and `watch`, and the state of this process behind them.
+"""Implements the entry points `initialize` and `watch`, and holds this process's state of them.
 
 A process has one instrumentation of its collectives and one watch on its run. DeepSpeed is imported
 inside functions only, so that a script can be attached to before it imports DeepSpeed.

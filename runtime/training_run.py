@@ -1,4 +1,4 @@
-"""Training loop that owns the engine: each global batch becomes exactly one update.
+"""Trains a model in a loop that owns the engine: each global batch becomes exactly one update.
 
 Terms such as window, local batch, replay and checkpoint are defined in docs/concepts.md.
 """
@@ -50,7 +50,7 @@ def _collective(method: Method) -> Method:
 
 
 class TrainingRun:
-    """Training of a model by global batches; owns the DeepSpeed engine and its micro-batches.
+    """Trains a model by global batches; owns the DeepSpeed engine and chooses its micro-batches.
 
     Stability: beta. The tuner and compression arguments are experimental.
 
@@ -464,7 +464,7 @@ def _check_arguments(
 
 
 class _EngineFactory:
-    """Factory of the run's engines: the first one, and its replacements.
+    """Builds the run's first engine, and the engines that replace it.
 
     Args:
         optimizer: The caller's optimizer, or a callable that takes parameters and returns one; None

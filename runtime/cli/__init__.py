@@ -1,1 +1,1 @@
-"""Command line: the commands `run`, `estimate` and `demo`, and attaching to a script."""
+"""Implements the commands `run`, `estimate` and `demo`, and attaches to a script."""

@@ -1,4 +1,4 @@
-"""`python -m zerowatch script.py`: runs a script as python does, with monitoring attached.
+"""Runs a script as python does, with monitoring attached: `python -m zerowatch script.py`.
 
 The script runs as under plain python, in a `__main__` module of its own. That module stays in
 `sys.modules` after the script has ended, because pickles, worker processes, threads and exit

@@ -1,4 +1,4 @@
-"""Command-line definitions of `run` and `demo`; their implementations are imported on use."""
+"""Defines the command lines of `run` and `demo`; their implementations are imported on use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Import hook: calls back once, right after the first import of a named top-level module.
+"""Calls back once, right after the first import of a named top-level module.
 
 wrapt's import hooks are not used: they stay in `sys.meta_path` and wrap the loader for good.
 """
@@ -18,7 +18,7 @@ ImportCallback = Callable[[ModuleType], object]
 
 
 class PostImportFinder:
-    """Finder at the front of `sys.meta_path`, until every callback was called.
+    """Finds modules at the front of `sys.meta_path`, until every callback was called.
 
     It returns the spec and the loader that the other finders return. Only `exec_module` of that
     loader instance is wrapped, and it is restored before the module's first line runs.

@@ -1,4 +1,4 @@
-"""The command `zerowatch run`: torchrun that starts each rank's script by `python -m zerowatch`."""
+"""Runs `zerowatch run`: torchrun that starts each rank's script by `python -m zerowatch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch of recorded calls, which the training thread passes to the watch thread.
+"""Defines a batch of recorded calls, which the training thread passes to the watch thread.
 
 Calls on a device are timed by events, which the watch thread reads once they have passed.
 """

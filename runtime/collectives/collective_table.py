@@ -1,4 +1,4 @@
-"""The table of collectives: the functions, payload and wire bytes of each operation.
+"""Lists the collectives: the functions, payload and wire bytes of each operation.
 
 One row is one operation, as metrics label it; it lists the functions of torch and DeepSpeed that
 issue it. All other lists of collectives in the package are read from here. To add a function,
@@ -24,7 +24,7 @@ class WireFormula(Protocol):
 
 
 class Guard(Flag):
-    """The situations in which all ranks agree by a vote before they call a function."""
+    """Lists the situations in which all ranks vote before they call a function."""
 
     NONE = 0
     OOM = auto()  # in a window that may run out of memory: trainer/oom_recovery

@@ -1,4 +1,4 @@
-"""Time in communication: the time in which at least one collective runs."""
+"""Measures time in communication: the time in which at least one collective runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool of timing events of the accelerator, which mark moments on its streams."""
+"""Pools timing events of the accelerator, which mark moments on its streams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ POOL_SIZE = 4096
 
 
 class EventPool:
-    """A pool of timing events, which are recorded again after they were read. It never waits.
+    """Lends timing events, and reuses an event after it was read. No method waits.
 
     Attributes:
         disabled: Whether no events are to be recorded, because they cannot be read.

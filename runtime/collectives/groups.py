@@ -1,4 +1,4 @@
-"""The record of a collective, and of the process group and the set of ranks that it runs on."""
+"""Records collectives, process groups, and the sets of ranks that collectives run on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RECENT_CALLS = 8192
 
 
 class RankSet:
-    """A set of global ranks, with the calls of all process groups that have exactly these ranks.
+    """Holds a set of global ranks, and the calls of all process groups of exactly these ranks.
 
     All members issue these calls in one order, over all groups together. DeepSpeed clones the world
     group, so that a missing call is found only if the calls of both groups are compared together.
@@ -59,7 +59,7 @@ class RankSet:
 
 
 class Group:
-    """The record of one process group.
+    """Records one process group.
 
     Attributes:
         backend: The name of its backend, such as "nccl".
@@ -111,7 +111,7 @@ class Group:
 
 
 class StreamWait:
-    """A point on the compute stream at which it begins to wait for one or more calls.
+    """Marks where the compute stream begins to wait for one or more calls.
 
     Attributes:
         event: The event recorded there.
@@ -126,7 +126,7 @@ class StreamWait:
 
 
 class CollectiveCall:
-    """One collective on one rank.
+    """Records one collective on one rank.
 
     Times are of `time.perf_counter_ns`; with events they are nanoseconds before the batch's anchor,
     and it is the compute stream that is blocked or waits.
@@ -217,7 +217,7 @@ class CollectiveCall:
 
 
 class Groups:
-    """The records of the process groups seen so far, which are referenced weakly."""
+    """Records the process groups seen so far, by weak references."""
 
     def __init__(self) -> None:
         self._role_of: RoleOf = _unknown_role

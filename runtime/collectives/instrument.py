@@ -25,7 +25,7 @@ from .stream_waits import StreamHooks
 
 
 class _InsideCall(threading.local):
-    """Whether this thread is inside a wrapped call already."""
+    """Holds whether this thread is inside a wrapped call already."""
 
     value = False
 

@@ -151,7 +151,7 @@ class StreamWaitTracker:
 
 
 class ReentryFlag(Protocol):
-    """A flag that each thread has for itself: whether it is inside a wrapped function."""
+    """Holds, for each thread apart, whether the thread is inside a wrapped function."""
 
     value: bool
 

@@ -1,4 +1,4 @@
-"""The accelerator of this process: the only module that names torch.cuda.
+"""Accesses the accelerator of this process; the only module that names torch.cuda.
 
 `current` is the kind of accelerator in use. `CudaAccelerator` serves NVIDIA and, as torch's CUDA,
 AMD (ROCm). Another kind needs a class with the members of `Accelerator`, assigned to `current`
@@ -24,14 +24,14 @@ _CAPTURE_MODE_RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 
 class Stream(Protocol):
-    """Queue of work on the device, with the methods of `torch.cuda.Stream` that are used."""
+    """Queues work on the device; has the methods of `torch.cuda.Stream` that are used."""
 
     def synchronize(self) -> None:
         """Wait on the host until all work in the queue is done."""
 
 
 class Event(Protocol):
-    """Mark in a stream, with the methods of `torch.cuda.Event` that are used."""
+    """Marks a moment in a stream; has the methods of `torch.cuda.Event` that are used."""
 
     def record(self, stream: Any = None) -> None:
         """Set the mark at the end of a stream, by default of the current one."""
@@ -44,7 +44,7 @@ class Event(Protocol):
 
 
 class Accelerator(Protocol):
-    """One kind of accelerator. No method but `empty_cache` waits for the device.
+    """Accesses one kind of accelerator. No method but `empty_cache` waits for the device.
 
     Attributes:
         kind: torch's type of device, such as "cuda".
@@ -130,7 +130,7 @@ class Accelerator(Protocol):
 
 
 class CudaAccelerator:
-    """NVIDIA and AMD GPUs, through torch.cuda.
+    """Accesses NVIDIA and AMD GPUs through torch.cuda.
 
     `current_stream` and `is_capturing` run for each collective; to save a call they are torch's own
     functions. The other methods call torch's function by its name.

@@ -1,4 +1,4 @@
-"""Code sections that all ranks complete or none: a failure on one rank is raised on all ranks."""
+"""Runs code sections that all ranks complete or none: a failure on one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_peer_failure(error: BaseException) -> bool:
 
 
 class CollectiveAttempt:
-    """Code section that all ranks enter: use it in a `with` statement, then read `error`.
+    """Runs a code section on all ranks: use it in a `with` statement, then read `error`.
 
     It catches exceptions, so that the caller can undo on every rank what was begun. In the section,
     `check_peers` must be called before a collective, which a failed rank would not enter.

@@ -1,4 +1,4 @@
-"""Table of DeepSpeed's internals: private names that several packages read or patch.
+"""Lists DeepSpeed's internals: private names that several packages read or patch.
 
 Check it when DeepSpeed is upgraded. The tests called `test_*drift.py` look up each name in the
 installed DeepSpeed; they also have names that only one module uses, that are only written, or that

@@ -10,7 +10,7 @@ from . import accelerator
 
 
 class PendingScalar:
-    """Scalar that is being copied from a device to the host. No method waits for the copy."""
+    """Copies a scalar from a device to the host. No method waits for the copy."""
 
     __slots__ = ("_copy", "_done")
 

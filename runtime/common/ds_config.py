@@ -1,4 +1,4 @@
-"""DeepSpeed configurations: read as the user gives them, and adapted to a TrainingRun.
+"""Reads DeepSpeed configurations as the user gives them, and adapts them to a TrainingRun.
 
 A configuration is given as a path, a dict or base64 text, as deepspeed.initialize accepts it.
 """
@@ -28,7 +28,7 @@ _LARGEST_FILE = 2**20  # bytes; a longer argument file is data, not a configurat
 
 
 class EngineSource(Protocol):
-    """Source of a run's present engine and its ds config; a rebuild replaces both."""
+    """Supplies a run's present engine and its ds config; a rebuild replaces both."""
 
     @property
     def engine(self) -> Any:

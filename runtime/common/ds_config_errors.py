@@ -113,7 +113,7 @@ _BLOCKS = ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler", "comms
 
 
 class ConfigErrors(AbstractContextManager[None]):
-    """Context manager that explains configuration errors; all errors are still raised."""
+    """Explains configuration errors in a `with` block; all errors are still raised."""
 
     def __init__(self, config: object, fail_open: FailOpen, *, raise_ours: bool = False) -> None:
         """Prepare for one call of deepspeed.initialize.

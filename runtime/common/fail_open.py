@@ -1,4 +1,4 @@
-"""Fail-open hooks and threads: no error of monitoring reaches the training.
+"""Wraps hooks and threads to fail open: no error of monitoring reaches the training.
 
 A hook that raises is counted, logged and disabled; if it ran short of descriptors, threads or disk
 space, which passes, it is called again later. A thread whose work raises is counted, logged
@@ -154,7 +154,7 @@ def is_shortage(error: BaseException) -> bool:
 
 
 class MonitoringThread:
-    """A daemon thread that starts over if its work raises, `SystemExit` included.
+    """Runs a daemon thread that starts over if its work raises, `SystemExit` included.
 
     It ends after MAX_RESTARTS restarts.
 

@@ -23,7 +23,7 @@ GROUP_DESCRIPTION = OWN_GROUP
 
 
 class HostCollectives(Protocol):
-    """Interface of collectives of small host values. All ranks make the same calls in order."""
+    """Exchanges small host values by collectives. All ranks make the same calls in order."""
 
     rank: int
     world_size: int
@@ -50,7 +50,7 @@ def new_host_group() -> Any:
 
 
 class HostGroup:
-    """A gloo group of all ranks. All ranks construct it at the same point, like any process group.
+    """Owns a gloo group of all ranks. All ranks construct it at the same point of the program.
 
     Attributes:
         rank: The rank of this process in the job.

@@ -1,4 +1,4 @@
-"""Ctrl-C at the end of a process: how to recognize it, and to survive its repetition."""
+"""Recognizes Ctrl-C at the end of a process, and survives its repetition."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class ProcessMarker:
 
 
 class LivenessFile:
-    """The file `rank-<r>.alive.json` of this process. Disk errors are logged, not raised."""
+    """Writes the file `rank-<r>.alive.json` of this process. Disk errors are logged, not raised."""
 
     def __init__(self, folder: Path, rank: int, host: str, root: Path = ROOT) -> None:
         self._path = folder / f"rank-{rank}{SUFFIX}"

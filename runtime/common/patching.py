@@ -19,7 +19,7 @@ _ABSENT = object()
 
 
 class AttributePatch:
-    """Wrapper of one attribute of a module, class or instance, until `restore` is called.
+    """Wraps one attribute of a module, class or instance, until `restore` is called.
 
     It has only weak references to the owner and to bound methods, so that an engine can be freed.
     """
@@ -79,7 +79,7 @@ class PatchSet:
 
 
 class MethodPatches:
-    """Replaced methods of one object, until `close` is called.
+    """Replaces methods of one object, until `close` is called.
 
     After that, a replacement that another wrapper still calls passes the call to the original.
     """

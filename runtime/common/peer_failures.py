@@ -13,7 +13,7 @@ _MAX_CHARACTERS = 500
 
 
 class FailureCapture:
-    """Context manager that suppresses exceptions and keeps them; interrupts and exits propagate."""
+    """Suppresses exceptions in a `with` block and keeps them; interrupts and exits propagate."""
 
     def __init__(self) -> None:
         self._error: Exception | None = None

@@ -17,7 +17,7 @@ PhaseInterval = tuple[int, int, int]  # phase, start and end in nanoseconds
 
 
 class PhaseTimer:
-    """Stack of phases; time is attributed to the innermost one, beginning with the first phase.
+    """Attributes time to the innermost phase of a stack, beginning with the first phase.
 
     Used on the training thread. `current` may be read on any thread: it labels collectives, some of
     which autograd's threads issue.

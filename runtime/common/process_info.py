@@ -1,4 +1,4 @@
-"""Information about this process: its rank and host, its restarts, and the id of the run."""
+"""Describes this process: its rank and host, its restarts, and the id of the run."""
 
 from __future__ import annotations
 

@@ -219,7 +219,8 @@ class StoreClientFactory:
 
 
 class StoreNamespace:
-    """Prefix of the ranks' keys: the token of rank 0, which other ranks read from the store.
+    """Agrees on the prefix of the ranks' keys: rank 0's token, which other ranks read from the
+    store.
 
     Raises:
         RuntimeError: The store does not respond; raised by every method.

@@ -1,4 +1,4 @@
-"""Reversible changes: each returns an `Undo`, which restores the state before the change.
+"""Defines reversible changes: each returns an `Undo`, which restores the state before.
 
 An `Undo` restores the very same objects, and does nothing when it is called again.
 """
@@ -49,7 +49,7 @@ class UndoOnce:
 
 
 class UndoStack:
-    """Stack of undos, called in reverse order; an undo that fails does not stop the others."""
+    """Calls undos in reverse order; the remaining undos are called even if one fails."""
 
     def __init__(self) -> None:
         self._undos: list[Undo] = []

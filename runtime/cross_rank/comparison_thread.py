@@ -1,4 +1,4 @@
-"""The thread on which the ranks compare their collectives and step times, over the c10d store.
+"""Compares the ranks' collectives and step times on a thread, over the c10d store.
 
 It never waits for another rank: it writes its own reports, and reads what others have written.
 While the store fails, nothing is compared, and the store is tried again from time to time.

@@ -30,7 +30,7 @@ _STATES = (
 
 
 class MemoryStats(Protocol):
-    """The members of `Accelerator` that `CudaMemory` needs."""
+    """Lists the members of `Accelerator` that `CudaMemory` needs."""
 
     kind: str
 

@@ -1,4 +1,4 @@
-"""The protocol of device probes, and the choice of this machine's probe by kind of device.
+"""Defines the protocol of device probes, and chooses this machine's probe by kind of device.
 
 A device probe reads utilization, power, temperature and link traffic; `memory_probes.py` has the
 probes of memory. This module also returns a device's peak FLOP/s and its hardware id.

@@ -23,7 +23,7 @@ _MIN_BYTES = 2**20
 
 
 class _MallocInfo(ctypes.Structure):
-    """`struct mallinfo2` of malloc.h."""
+    """Mirrors `struct mallinfo2` of malloc.h."""
 
     _fields_ = [
         (name, ctypes.c_size_t)

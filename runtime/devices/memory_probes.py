@@ -1,4 +1,4 @@
-"""The protocol of memory probes, and the choice of this machine's probes by kind of device.
+"""Defines the protocol of memory probes, and chooses this machine's probes by kind of device.
 
 A memory probe reads bytes from a device's allocator or from the kernel. What the bytes are used for
 is computed in `runtime/memory/`.

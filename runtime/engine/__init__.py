@@ -1,1 +1,1 @@
-"""Reversible changes to a running DeepSpeed engine: settings, gradient compression, rebuild."""
+"""Changes a running DeepSpeed engine reversibly: settings, gradient compression, rebuild."""

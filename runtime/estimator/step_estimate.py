@@ -1,4 +1,4 @@
-"""The estimated collectives, bytes and memory of one step, and the reference for its bytes."""
+"""Defines the estimated collectives, bytes and memory of one step, and the reference bytes."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def _candidates(output: Any) -> Iterable[torch.Tensor]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """A context that counts the bytes of live storages, as a device's allocator does.
+    """Counts the bytes of live storages in a `with` block, as a device's allocator does.
 
     Storages that existed before are not counted, nor those on the meta device. Fake tensors count
     with their size.

@@ -1,4 +1,4 @@
-"""The measurements of a step that the training thread enqueues, and the record made of them."""
+"""Makes a step's record from the measurements that the training thread enqueues."""
 
 from __future__ import annotations
 

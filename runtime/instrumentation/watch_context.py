@@ -1,4 +1,4 @@
-"""The objects that several parts of one watch use, such as settings and recorder."""
+"""Holds the objects that several parts of one watch use, such as settings and recorder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fills the memory of a rank: categories, leaks, forecasts, errors, and offload traffic.
+"""Explains what fills a rank's memory: categories, leaks, forecasts, errors, offload traffic.
 
 The bytes themselves are read by `runtime/devices/`. Neighbors:
 

@@ -1,4 +1,4 @@
-"""The categories of memory, and how a step's peak is divided into them."""
+"""Divides a step's memory peak into categories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory sample that the training thread takes at the end of a step, as plain data."""
+"""Defines the memory sample that the training thread takes at the end of a step."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ CLOSE_SECONDS = 5.0
 
 
 class Subscriptions:
-    """The listeners of one watch. They share a thread, which starts with the first of them.
+    """Calls the listeners of one watch on a shared thread, which starts with the first listener.
 
     Attributes:
         dropped: Records that listeners were too slow for.

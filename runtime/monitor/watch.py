@@ -1,4 +1,4 @@
-"""The monitoring of one engine, and the object that replaces it where monitoring is off.
+"""Monitors one engine, or does nothing where monitoring is off.
 
 `build_watch.py` makes a watch from its parts. This module does not import DeepSpeed, so that
 `zerowatch.initialize` can be imported before the script imports DeepSpeed.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """Monitoring of one engine until `close`. Stability: stable.
+    """Monitors one engine until `close`. Stability: stable.
 
     `zerowatch.initialize` and `zerowatch.watch` make it; it is also `engine.watch`.
 
@@ -270,7 +270,7 @@ WatchHandle: TypeAlias = Watch | NullWatch
 
 
 class EngineRef:
-    """A weak reference to the watched engine, which a rebuild replaces."""
+    """Refers weakly to the watched engine, which a rebuild replaces."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = weakref.ref(engine)

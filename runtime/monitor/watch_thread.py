@@ -1,4 +1,4 @@
-"""The watch thread, which completes steps, writes them to the run log, and publishes metrics.
+"""Runs the watch thread, which completes steps, writes them to the run log, publishes metrics.
 
 It takes batches of calls and raw steps from the training thread in order, and waits neither for the
 device nor for other ranks. Most work is done once a second for all steps of that second: with cold

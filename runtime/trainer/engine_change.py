@@ -1,4 +1,4 @@
-"""The kinds of changes that a run makes to its engine."""
+"""Defines the kinds of changes that a run makes to its engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holder of a run's engine and of its attachments, such as compression and memory savings.
+"""Holds a run's engine and its attachments, such as compression and memory savings.
 
 A rebuild replaces the engine and keeps the attachments. All ranks make the same calls between the
 same two windows.
@@ -42,21 +42,21 @@ logger = logging.getLogger(__name__)
 
 
 class Attachment(Protocol):
-    """A setting that can be attached to an engine, and to the engine that replaces it."""
+    """Sets something on an engine, and again on the engine that replaces it."""
 
     def attach(self, engine: Any) -> Undo:
         """Apply the setting between two windows, and return the undo."""
 
 
 class OptionalAttachment(Attachment, Protocol):
-    """An attachment that some engines do not support; it saves memory on the others."""
+    """Saves memory on the engines that support it."""
 
     def unsupported_reason(self, engine: Any) -> str | None:
         """Return why it would free no memory on this engine; None if it may."""
 
 
 class EngineHolder:
-    """Engine of a run, and the attachments to it.
+    """Holds a run's engine, replaces it, and moves its attachments to the new engine.
 
     Args:
         engine: The first engine; its watch moves to later ones.

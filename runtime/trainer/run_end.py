@@ -1,10 +1,10 @@
-"""End of a run on all ranks after one failed where the others may wait for it in a collective.
+"""Ends a run on all ranks after one rank failed while others may wait for it in a collective.
 
-A rank that fails in a pass that is not guarded, or within the update, can join no vote. If not all
-ranks failed it writes its error to the c10d store and leaves the group of all ranks, which ends the
-others' waits in that group. A thread of each rank polls for such an error. It aborts NCCL's
-collectives. Those of gloo cannot be interrupted: they end when the failed rank's process does, or
-with this process.
+A rank that fails in an unguarded pass, or within the update, can join no vote. If not all ranks
+failed, the failed rank writes its error to the c10d store. It then leaves the group of all ranks,
+which ends the other ranks' waits in that group. A thread of each rank polls the store for the error
+of another rank, and aborts NCCL's collectives. Collectives of gloo cannot be interrupted: they end
+when the failed rank's process ends, or with this process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _STORE_TIMEOUT_SECONDS = 10.0
 
 
 class RunEnd:
-    """The end of a run by a failure on one rank, on all ranks; made and closed by all of them.
+    """Ends the run on all ranks after a failure on one rank. All ranks must create and close it.
 
     Args:
         host_group: Group of all ranks.
@@ -61,7 +61,7 @@ class RunEnd:
         self._exit_process, self._exit_seconds = exit_process, exit_seconds
         self._own_error: ZerowatchError | None = None
         self._peer_error: PeerFailedError | None = None
-        self._num_calls = 0  # that are in progress, one within another
+        self._num_calls = 0  # calls in progress, one within another
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_alone = host_group.world_size == 1

@@ -1,4 +1,4 @@
-"""Execution of a run's accumulation windows, each of which makes one update.
+"""Runs accumulation windows, each of which makes one update.
 
 All ranks open a window, replay it until it fits in memory, and commit it once. This lies outside
 `trainer.window`, which oom_recovery imports, because it imports both.

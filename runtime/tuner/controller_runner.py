@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class StopFile:
-    """The file that pauses the tuner while it exists.
+    """Pauses the tuner while a certain file exists.
 
     Args:
         path: Path that the user set; None for `tuner.stop` in the run folder.

@@ -31,7 +31,7 @@ _NUMBERS = {"bf16": 16, "fp16": 16, "int8": 8, "fp8": 8, "automatic": 0}
 
 
 class DecisionReporter:
-    """The listener that publishes the events of a controller, or the diagnoses of the advisor.
+    """Publishes the events of a controller, or the diagnoses of the advisor.
 
     Only one of the two uses it at a time.
 

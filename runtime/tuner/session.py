@@ -1,4 +1,4 @@
-"""The tuner of a TrainingRun: rank 0 decides, all ranks set their knobs between two windows."""
+"""Tunes a TrainingRun: rank 0 decides, and all ranks set their knobs between two windows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STALE_SECONDS = 30.0  # without an update, after which the OOM risk counts as 0
 
 
 class TunerSession(Protocol):
-    """The tuner of one run; every rank makes the same calls at the same steps."""
+    """Tunes one run; every rank makes the same calls at the same steps."""
 
     @property
     def is_on_trial(self) -> bool:
@@ -62,7 +62,7 @@ class TunerSession(Protocol):
 
 
 class NullTunerSession:
-    """The session of a run that is not tuned, or not monitored."""
+    """Does nothing, for a run that is not tuned or not monitored."""
 
     @property
     def is_on_trial(self) -> bool:
@@ -89,7 +89,7 @@ class NullTunerSession:
 
 
 class ActiveTunerSession:
-    """The session of a run that is tuned, on one rank.
+    """Tunes a run on one rank.
 
     Args:
         engine_holder: Holder of the run's engine, which the knobs change.
@@ -120,7 +120,7 @@ class ActiveTunerSession:
         self._create_runner = self._watch.fail_open.wrap("tuner", self._new_runner)
         self._oom_risk = ReportedOomRisk()
         self._last_end: float | None = None
-        self._is_in_window = False  # or the last one did not end
+        self._is_in_window = False  # or the last window did not end
         window_runner.tuner_status_source = self._status
         self._watch.subscribe_internal(self._on_record)
 
@@ -254,7 +254,7 @@ class ActiveTunerSession:
 
 
 class ReportedOomRisk:
-    """The latest OOM risk of this rank, unless it is outdated; updated by the watch thread."""
+    """Holds this rank's latest OOM risk, unless it is outdated; the watch thread updates it."""
 
     def __init__(self) -> None:
         self._step, self._risk, self._updated_at = 0, 0.0, 0.0

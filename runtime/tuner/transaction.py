@@ -51,7 +51,8 @@ def switch_all_ranks(
         The request and its result; None if there was no request.
 
     Raises:
-        RuntimeError: Another rank is gone. This rank is as before, unless that took the others.
+        RuntimeError: Another rank is gone. This rank's change is undone, unless the undo needs the
+        lost rank.
     """
     text = host_group.broadcast_text(_to_json(request) if host_group.rank == 0 else "")
     received = _from_json(text)
@@ -94,7 +95,7 @@ def apply_switch(
 
 
 class _RankTransaction:
-    """One rank's part of a transaction; it raises nothing.
+    """Applies or undoes one rank's part of a transaction; raises nothing.
 
     Attributes:
         problem: What failed on this rank; None if nothing did.

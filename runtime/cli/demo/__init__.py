@@ -1,1 +1,1 @@
-"""The command `zerowatch demo`: trains a byte-level GPT on the source of the standard library."""
+"""Implements `zerowatch demo`: trains a byte-level GPT on the source of the standard library."""

@@ -1,4 +1,4 @@
-"""Console output of the demo on rank 0: addresses, a line every few steps, and summary tables."""
+"""Prints the demo's output on rank 0: addresses, a line every few steps, and summary tables."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class DemoConsole:
 
 
 class _Output(Console):
-    """Console that stops printing when its pipe is closed, so that training continues."""
+    """Stops printing when its pipe is closed, so that training continues."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

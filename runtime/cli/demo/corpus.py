@@ -1,4 +1,4 @@
-"""Training data of the demo: the source of this Python's standard library, as byte sequences.
+"""Loads the demo's training data: the source of this Python's standard library, as bytes.
 
 Every machine has this text, so the demo downloads nothing.
 """
@@ -29,7 +29,7 @@ MAX_BYTES = 8 * 2**20  # ten times what the demo reads, and still loaded quickly
 
 
 class NextByteSequences(Dataset[dict[str, torch.Tensor]]):
-    """Dataset of consecutive sequences of a text; the label of each byte is the next byte."""
+    """Splits a text into consecutive sequences; the label of each byte is the next byte."""
 
     def __init__(self, text: torch.Tensor, length: int) -> None:
         self._text = text

@@ -1,4 +1,4 @@
-"""Training script of the demo, which each rank runs: a TrainingRun, its loader, and a loop.
+"""Trains the demo's model on each rank: a TrainingRun, its loader, and a loop.
 
 It is also an example: apart from the console, a training loop needs nothing else.
 """

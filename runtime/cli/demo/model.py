@@ -1,4 +1,4 @@
-"""Model of the demo: a small byte-level GPT in plain torch."""
+"""Defines the demo's model: a small byte-level GPT in plain torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GptConfig:
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer: causal self-attention, then an MLP."""
+    """Applies one pre-norm transformer layer: causal self-attention, then an MLP."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class ByteGpt(nn.Module):
-    """Byte-level GPT; its forward returns the loss, as DeepSpeed's engine expects."""
+    """Predicts the next byte; its forward returns the loss, as DeepSpeed's engine expects."""
 
     def __init__(self, config: GptConfig | None = None) -> None:
         super().__init__()

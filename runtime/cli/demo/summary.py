@@ -1,4 +1,4 @@
-"""Summary of the records of several steps, and advice on what to try next."""
+"""Summarizes the records of several steps, and advises what to try next."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The command `zerowatch estimate`: communication and memory of a ds config, before it runs."""
+"""Estimates communication and memory of a ds config before it runs: `zerowatch estimate`."""

@@ -1,4 +1,4 @@
-"""The command `estimate`: communication and memory of a DeepSpeed configuration before it runs."""
+"""Runs the command `estimate`: communication and memory of a ds config before it runs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The collectives of this rank: their sequence and their costs."""
+"""Tracks the collectives of this rank: their sequence and their costs."""

@@ -21,7 +21,7 @@ MAX_SIGNATURES = 4096
 
 
 class CallSequence:
-    """The calls of one rank set on this rank, from being issued to being compared.
+    """Holds the calls of one rank set on this rank, from the issue of a call to its comparison.
 
     Args:
         rank_set: The rank set.

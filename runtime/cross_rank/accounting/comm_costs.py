@@ -1,4 +1,4 @@
-"""The time that this rank's collectives cost: exposed, waiting, transfer, and its causes."""
+"""Measures the time that this rank's collectives cost: exposed, waiting, transfer, and causes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .link_estimate import Link, LinkEstimate
 
 # Point-to-point messages of one size, of which the fastest is taken as the transfer time.
 RECENT_MESSAGES = 64
-# Message sizes of which that is known; the size that was used least recently is dropped.
+# Most message sizes that are tracked; the least recently used size is dropped.
 MAX_MESSAGE_SIZES = 32
 
 

@@ -180,7 +180,7 @@ class RankCommCosts:
 
 
 class _RankSetState:
-    """One rank set: its calls, their costs, and which of them were reported when.
+    """Holds the calls of one rank set, the costs of these calls, and when each was reported.
 
     Attributes:
         is_matching: Whether the calls of all members match. False after a result without

@@ -1,4 +1,4 @@
-"""The messages that ranks exchange over the c10d store, and their encoding.
+"""Defines and encodes the messages that ranks exchange over the c10d store.
 
 A call on one rank corresponds to the call with the same rank set key and number on another rank.
 """

@@ -197,7 +197,7 @@ class ReportMerger:
 
 
 class NumberedRange:
-    """The latest contiguous run of numbered values, which arrive in pieces.
+    """Holds the latest contiguous run of numbered values, which arrive in pieces.
 
     Attributes:
         first: Number of the first value.
@@ -238,7 +238,7 @@ class NumberedRange:
 
 
 class _MemberState:
-    """What one member has reported and the merger has not used yet.
+    """Holds what one member has reported and the merger has not used yet.
 
     Attributes:
         timed: Durations.

@@ -32,7 +32,7 @@ PATIENCE_EXCHANGES = 4
 
 
 class StoreChannel:
-    """The connection of one rank to the others: it sends reports, and reads results and heartbeats.
+    """Connects one rank to the other ranks: sends reports, and reads results and heartbeats.
 
     Args:
         store: The connection.

@@ -22,7 +22,7 @@ MAX_ENTRIES = 16
 
 
 class StoreConnection:
-    """A client of the store for one thread. Only `set_timeout` may be called from other threads.
+    """Connects one thread to the store. Only `set_timeout` may be called from other threads.
 
     Args:
         clients: Makes clients.

@@ -1,4 +1,4 @@
-"""The data of a hang report: the state of a rank, of its peers and of its collectives."""
+"""Defines the data of a hang report: the state of a rank, of its peers and of its collectives."""
 
 from __future__ import annotations
 

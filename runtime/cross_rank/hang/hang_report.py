@@ -1,4 +1,4 @@
-"""The report of a hang: which ranks are missing at which collective, and all threads' stacks."""
+"""Reports a hang: which ranks are missing at which collective, and all threads' stacks."""
 
 from __future__ import annotations
 

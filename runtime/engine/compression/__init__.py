@@ -1,1 +1,1 @@
-"""Gradient compression: gradients are encoded in fewer bytes while the ranks sum them."""
+"""Compresses gradients: encodes them in fewer bytes while the ranks sum them."""

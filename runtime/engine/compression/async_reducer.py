@@ -24,7 +24,7 @@ MAX_IN_FLIGHT = 4
 
 
 class GradientIndex(Protocol):
-    """Index of the gradients that are about to be reduced."""
+    """Finds the gradients that are about to be reduced."""
 
     def update(self, dtypes: Iterable[torch.dtype]) -> None:
         """Index the present gradients of the buckets of these dtypes."""

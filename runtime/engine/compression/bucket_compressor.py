@@ -1,4 +1,4 @@
-"""Packing of gradients into flat float32 buffers, with the residuals of earlier windows added."""
+"""Packs gradients into flat float32 buffers, and adds the residuals of earlier windows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GradientSpan(NamedTuple):
 
 
 class ParameterIndex:
-    """Index from memory addresses to the parameters whose gradients are about to be reduced."""
+    """Maps memory addresses to the parameters whose gradients are about to be reduced."""
 
     def __init__(self, gradients: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
         """Index contiguous gradients by address. They must not move while the index is in use."""

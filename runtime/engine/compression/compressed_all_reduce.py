@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-reduce of compressed values, as steps that can overlap.
+"""Reduce-scatters and all-reduces compressed values, in steps that can overlap.
 
 Reduce-scatter phase: each rank sends every other rank the values that rank sums (all-to-all), and
 adds what it receives in float32 to its own values, which are never compressed. All-gather phase: it
@@ -155,7 +155,7 @@ def _chunk_values(values: torch.Tensor) -> int | None:
 
 
 class Reduction(Protocol):
-    """Interface of the reduction of one bucket, which takes one or more exchanges."""
+    """Reduces one bucket, in one or more exchanges."""
 
     def exchanges(self) -> Iterable[CollectiveSteps]:
         """Return the exchanges to run."""
@@ -165,7 +165,7 @@ class Reduction(Protocol):
 
 
 class InFlightExchange:
-    """Exchange whose collectives run one after the other, each started by `advance`."""
+    """Runs the collectives of an exchange one after another, each started by `advance`."""
 
     def __init__(self, steps: CollectiveSteps) -> None:
         """Start the first collective."""
@@ -189,7 +189,7 @@ class InFlightExchange:
 
 
 class InFlightReduction:
-    """Reduction of one bucket whose exchanges run at the same time."""
+    """Reduces one bucket by exchanges that run at the same time."""
 
     def __init__(self, reduction: Reduction) -> None:
         """Start all exchanges of the reduction."""

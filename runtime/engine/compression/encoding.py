@@ -1,4 +1,4 @@
-"""Wire formats of compressed gradients: size, encoding and decoding of each format."""
+"""Defines the wire formats of compressed gradients: size, encoding and decoding of each format."""
 
 from __future__ import annotations
 

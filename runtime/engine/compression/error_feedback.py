@@ -1,4 +1,4 @@
-"""Error feedback: compression errors are measured, and added to the next gradients."""
+"""Measures compression errors, and adds them to the next gradients (error feedback)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...common.device_scalar import ScalarOrPending, read, scalar
 
 
 class Residuals:
-    """Compression errors by parameter name, which are added to the gradients of the next window.
+    """Holds compression errors by parameter name, to be added to the gradients of the next window.
 
     A window works on a copy: `commit` keeps it, `discard` drops it, and a window that is run again
     starts from the same residuals. The two copies are as large as the gradients: together 8 bytes
@@ -61,7 +61,8 @@ class Residuals:
 
 
 class CompressionError:
-    """Relative compression error of a window: norm of its errors over the norm of its gradients.
+    """Computes a window's relative compression error: norm of the errors over norm of the
+    gradients.
 
     Squares are summed on the device, without waiting for it.
     """

@@ -1,4 +1,4 @@
-"""Gradient compression of a DeepSpeed engine: attaches to it, and keeps the error feedback."""
+"""Attaches gradient compression to a DeepSpeed engine, and keeps the error feedback."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_kind(kind: str) -> None:
 
 
 class ReductionPatch(Protocol):
-    """Patch of the methods by which one kind of engine reduces its gradients."""
+    """Patches the methods by which one kind of engine reduces its gradients."""
 
     def close(self) -> None:
         """Restore the original methods."""

@@ -1,4 +1,4 @@
-"""Compressed gradient reduction where whole gradients are all-reduced: ZeRO 0, BF16_Optimizer."""
+"""Compresses the reduction where whole gradients are all-reduced: ZeRO 0, BF16_Optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .compressed_all_reduce import run_collective_steps
 
 
 class Stage0Reduction:
-    """Patch of the gradient all-reduce in `engine.step()`, which compresses it."""
+    """Patches the gradient all-reduce in `engine.step()` by a compressed one."""
 
     def __init__(self, engine: Any, compressor: BucketCompressor, names: ParameterNames) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""Compressed or asynchronous gradient reduction of ZeRO 1 and 2.
+"""Compresses the gradient reduction of ZeRO 1 and 2, or makes it asynchronous.
 
 DeepSpeed decides what a bucket contains and which rank owns which slice; only the summation of the
 slices is replaced. Nothing is averaged twice: if DeepSpeed has divided already, the divisor is 1.
@@ -29,7 +29,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Stage1And2Reduction:
-    """Patch of the optimizer's bucket reduction: compressed, asynchronous, or both."""
+    """Patches the optimizer's bucket reduction: compressed, asynchronous, or both."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class ReductionRequest:
 
 
 class _PlainReduction:
-    """Uncompressed reduction by the collective that DeepSpeed itself would use."""
+    """Reduces without compression, by the collective that DeepSpeed itself would use."""
 
     def __init__(self, request: ReductionRequest) -> None:
         self._request = request
@@ -306,7 +306,7 @@ def _compressed_reduction(
 
 
 class _PackedRequest:
-    """Reduction request whose gradients are packed in one buffer, and its all-reduce."""
+    """Holds a reduction request whose gradients are packed in one buffer, and its all-reduce."""
 
     def __init__(
         self, request: ReductionRequest, compressor: BucketCompressor, index: ParameterIndex
@@ -333,7 +333,7 @@ class _PackedRequest:
 
 
 class _ReductionToAll:
-    """Compressed reduction whose sums all ranks receive: an all-reduce."""
+    """Reduces with compression; all ranks receive the sums, as in an all-reduce."""
 
     def __init__(self, packed: _PackedRequest) -> None:
         self._packed = packed
@@ -348,7 +348,7 @@ class _ReductionToAll:
 
 
 class _ReductionToOwners:
-    """Compressed reduction whose sums only their owners receive; slices are ordered by owner."""
+    """Reduces with compression; each owner receives the sums of its slices, ordered by owner."""
 
     def __init__(self, packed: _PackedRequest, sizes: list[int]) -> None:
         self._packed, self._sizes = packed, sizes

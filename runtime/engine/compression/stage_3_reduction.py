@@ -1,4 +1,4 @@
-"""Compressed gradient reduction of ZeRO 3: each rank receives the sums of its partitions only."""
+"""Compresses the gradient reduction of ZeRO 3: each rank receives only its partitions' sums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SCATTER_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads"
 
 
 class Stage3Reduction:
-    """Patch that compresses the reduce-scatter, and the all-reduce that can replace it."""
+    """Patches the reduce-scatter, and the all-reduce that can replace it, by compressed ones."""
 
     def __init__(self, optimizer: Any, compressor: BucketCompressor, names: ParameterNames) -> None:
         self._optimizer = optimizer

@@ -1,1 +1,3 @@
-"""Live settings: values of a running engine that can be changed between windows, and undone."""
+"""Changes settings of a running engine between windows (live settings); each change can be
+undone.
+"""

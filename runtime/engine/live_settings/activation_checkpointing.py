@@ -1,4 +1,4 @@
-"""Activation checkpointing of a running engine, which can be switched on and off between windows.
+"""Switches activation checkpointing of a running engine on and off between windows.
 
 A Hugging Face model is switched by its own methods, unless modules are selected. In any other model
 the selected modules get a forward that is recomputed in backward, with the same random numbers.
@@ -44,7 +44,7 @@ _NUM_CLOSE_MATCHES = 5
 
 
 class ActivationCheckpointing:
-    """Setting with which an engine recomputes activations in backward instead of keeping them.
+    """Makes an engine recompute activations in backward instead of keeping them.
 
     Args:
         modules: A class or its name, a pattern of module names such as "blocks.*", or several of

@@ -1,4 +1,4 @@
-"""Table of all live settings, and `MinimalBuckets`, which sets several to their minimum at once."""
+"""Lists all live settings; `MinimalBuckets` sets several settings to their minimum at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .zero_optimizer import num_elements
 
 
 class _TimerSynchronized(LiveSetting):
-    """Whether DeepSpeed's throughput timer waits for the device, twice in each micro-batch."""
+    """Sets whether DeepSpeed's throughput timer waits for the device, twice in each micro-batch."""
 
     name = "timers.throughput.synchronized"
 
@@ -71,7 +71,7 @@ NO_PREFETCH: Mapping[LiveSetting, int] = {
 
 
 class MinimalBuckets:
-    """Setting with which an engine keeps its gradient and parameter buffers to a minimum."""
+    """Sets an engine's gradient and parameter buffers to their minimum."""
 
     def unsupported_reason(self, engine: Any) -> str | None:
         """Return why smaller buffers would free no memory on this engine; None if they may."""

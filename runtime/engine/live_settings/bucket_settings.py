@@ -1,4 +1,4 @@
-"""Live settings of gradient reduction, for every ZeRO stage: buckets, buffers, collective, stream.
+"""Sets gradient reduction live, for every ZeRO stage: buckets, buffers, collective, stream.
 
 Stages 1 and 2 allocate their buffers in each backward pass; stage 3 keeps one, which is resized.
 Stage 0 and BF16_Optimizer have no setting for the bucket size, only a default argument. They copy
@@ -43,7 +43,7 @@ _REDUCIBLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class _ReduceBucketSize(LiveSetting):
-    """Number of gradient elements that are reduced in one collective."""
+    """Sets the number of gradient elements that are reduced in one collective."""
 
     name = "reduce_bucket_size"
     minimum = 1
@@ -92,7 +92,7 @@ class _ReduceBucketSize(LiveSetting):
 
 
 class _ReduceScatter(LiveSetting):
-    """Whether gradients are reduced to the ranks that own them, instead of all-reduced."""
+    """Sets whether gradients are reduced to the ranks that own them, instead of all-reduced."""
 
     name = "reduce_scatter"
 
@@ -124,7 +124,7 @@ class _ReduceScatter(LiveSetting):
 
 
 class _MultiRankBucketAllreduce(LiveSetting):
-    """Whether stages 1 and 2 all-reduce a bucket that several ranks own parts of."""
+    """Sets whether stages 1 and 2 all-reduce a bucket that several ranks own parts of."""
 
     name = "use_multi_rank_bucket_allreduce"
 
@@ -145,7 +145,7 @@ class _MultiRankBucketAllreduce(LiveSetting):
 
 
 class _ContiguousGradients(LiveSetting):
-    """Whether gradients are copied to a contiguous buffer before they are reduced."""
+    """Sets whether gradients are copied to a contiguous buffer before they are reduced."""
 
     name = "contiguous_gradients"
 
@@ -196,7 +196,7 @@ class _ContiguousGradients(LiveSetting):
 
 
 class _OverlapComm(LiveSetting):
-    """Whether gradients are reduced on another stream while backward continues."""
+    """Sets whether gradients are reduced on another stream while backward continues."""
 
     name = "overlap_comm"
 
@@ -320,7 +320,7 @@ def _num_buffers(zero: Any) -> int:
 
 
 class _SizedAllreduce:
-    """Replacement for `engine.allreduce_gradients` that passes a bucket size; inert without one.
+    """Replaces `engine.allreduce_gradients` to pass a bucket size; inert without a size.
 
     Slots, since `AttributePatch` copies the original's attributes over those of the replacement.
     """

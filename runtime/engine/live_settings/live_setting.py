@@ -1,4 +1,4 @@
-"""Base class of live settings: engine attributes that can be read, changed and restored."""
+"""Defines the base class of live settings: engine attributes to read, change and restore."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SettingValue = int | bool
 
 
 class LiveSetting(ABC):
-    """One setting of a live engine; all ranks set it between `step()` and the next forward.
+    """Sets one value of a live engine; all ranks set it between `step()` and the next forward.
 
     Attributes:
         name: The key in the ds config, without its `stage3_` prefix.

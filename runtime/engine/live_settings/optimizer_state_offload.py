@@ -1,4 +1,4 @@
-"""Offload of optimizer states: they are kept in host memory, except during the update.
+"""Offloads optimizer states: keeps them in host memory, except during the update.
 
 The states are needed in `step()` only. Between two updates their storages on the device are emptied
 and the bytes are kept on the host: 8 of the 12 bytes that Adam keeps per parameter, and the 4 of
@@ -34,7 +34,7 @@ _SMALLEST_BYTES = 4096  # step counts and other scalars are not worth a copy
 
 
 class OptimizerStateOffload:
-    """Setting with which an engine keeps its optimizer states on the host between updates."""
+    """Makes an engine keep its optimizer states on the host between updates."""
 
     def unsupported_reason(self, engine: Any) -> str | None:
         """Return why the states cannot be offloaded, or would free nothing; None if they can."""
@@ -65,7 +65,7 @@ class OptimizerStateOffload:
 
 
 class OffloadedOptimizerStates:
-    """Undo of the offload: the optimizer states of one engine are offloaded until this is called.
+    """Undoes the offload: one engine's optimizer states are offloaded until this is called.
 
     Works on any device; on a CPU it only takes time.
     """
@@ -119,7 +119,7 @@ class OffloadedOptimizerStates:
 
 
 class _HostBuffer:
-    """Copy of a storage in host memory."""
+    """Copies a storage to host memory and back."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage

@@ -1,4 +1,4 @@
-"""Live settings of ZeRO 3's parameter gathering: prefetch, live parameters, reuse, persistence.
+"""Sets ZeRO 3's parameter gathering live: prefetch, live parameters, reuse, persistence.
 
 A new prefetch size or reuse distance takes effect in the next forward, once DeepSpeed has traced
 the order of the modules twice. Fewer persistent parameters can mean more or fewer gathers: the
@@ -31,7 +31,7 @@ from .zero_optimizer import (
 
 
 class _CoordinatorSetting(LiveSetting):
-    """Setting of a number of elements that the parameter coordinator has as a private attribute.
+    """Sets a number of elements that the parameter coordinator has as a private attribute.
 
     Attributes:
         private_name: The attribute, as spelled in the class's own source.
@@ -57,7 +57,7 @@ class _CoordinatorSetting(LiveSetting):
 
 
 class _PrefetchBucketSize(_CoordinatorSetting):
-    """Number of parameter elements that ZeRO 3 gathers ahead of their use."""
+    """Sets the number of parameter elements that ZeRO 3 gathers ahead of their use."""
 
     name = "prefetch_bucket_size"
     private_name = "__prefetch_bucket_sz"
@@ -70,21 +70,21 @@ class _PrefetchBucketSize(_CoordinatorSetting):
 
 
 class _MaxLiveParameters(_CoordinatorSetting):
-    """Number of gathered parameter elements above which ZeRO 3 releases parameters."""
+    """Sets the number of gathered parameter elements above which ZeRO 3 releases parameters."""
 
     name = "max_live_parameters"
     private_name = "__max_n_available_params"
 
 
 class _MaxReuseDistance(_CoordinatorSetting):
-    """Number of elements within which a parameter that is used again is not released."""
+    """Sets the number of elements within which a parameter that is used again is not released."""
 
     name = "max_reuse_distance"
     private_name = "__max_reuse_dist_in_numel"
 
 
 class _ParamPersistenceThreshold(LiveSetting):
-    """Size in elements up to which ZeRO 3 keeps a parameter gathered on all ranks."""
+    """Sets the size in elements up to which ZeRO 3 keeps a parameter gathered on all ranks."""
 
     name = "param_persistence_threshold"
     minimum = 0

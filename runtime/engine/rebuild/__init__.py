@@ -1,1 +1,1 @@
-"""Engine rebuild: replaces a running engine by one with another ds config, and keeps its state."""
+"""Replaces a running engine by an engine with another ds config, and keeps the training state."""

@@ -238,7 +238,7 @@ def _synchronize_ids(host_group: HostCollectives) -> None:
 
 
 class _SingleParameter(torch.nn.Module):
-    """Module with one parameter, so that parameters can be partitioned one at a time."""
+    """Wraps one parameter as a module, so that parameters can be partitioned one at a time."""
 
     def __init__(self, parameter: torch.nn.Parameter) -> None:
         super().__init__()

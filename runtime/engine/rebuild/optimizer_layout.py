@@ -1,4 +1,4 @@
-"""Layout of the master weights in each of DeepSpeed's optimizers, as parts of named parameters."""
+"""Describes the master weights in each of DeepSpeed's optimizers as parts of named parameters."""
 
 from __future__ import annotations
 

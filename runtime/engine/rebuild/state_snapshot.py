@@ -1,4 +1,4 @@
-"""Snapshot of an engine's training state on the host, and its restoration in another engine.
+"""Copies an engine's training state to the host, and restores it in another engine.
 
 Each rank copies its part of every parameter; the parts are assembled parameter by parameter.
 """

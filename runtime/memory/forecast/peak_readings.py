@@ -1,4 +1,4 @@
-"""One step's memory reading, its micro-batch shapes, and its prediction, as plain data."""
+"""Defines one step's memory reading, its micro-batch shapes, and its prediction, as plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probability that a peak of the next steps exceeds the memory limit.
+"""Estimates the probability that a peak of the next steps exceeds the memory limit.
 
 `fit_tail` describes the errors of peak prediction, `combine_trends` the growth of memory, and
 `risk_ahead` computes the probability from both.

@@ -1,4 +1,4 @@
-"""Evidence of an out-of-memory error, as plain data, and the context of the run that it comes from.
+"""Collects the evidence of an out-of-memory error from the context of the run, as plain data.
 
 `collect_evidence` queries an `OomContext` and returns an `OomEvidence`. Nothing here imports torch
 or reads an engine: implementations of `OomContext` do. `host_limit_name` reads files of /proc and

@@ -1,4 +1,4 @@
-"""Out-of-memory errors, recognized by type name and text, without importing torch.
+"""Recognizes out-of-memory errors by type name and text, without importing torch.
 
 The texts are those of torch 2.13: c10/core/impl/alloc_cpu.cpp, c10/cuda/CUDACachingAllocator.cpp,
 ATen/cuda/Exceptions.h, ProcessGroupNCCL; and Python's and numpy's own.

@@ -1,4 +1,4 @@
-"""Folder of a run's checkpoints, each of which is complete or absent, and their manifests.
+"""Manages the folder of a run's checkpoints; each checkpoint is complete or absent.
 
     FOLDER/latest                    name of the checkpoint to load; DeepSpeed's tools read it too
     FOLDER/step-00000012/            a complete checkpoint, described by zerowatch.json in it
@@ -39,7 +39,7 @@ _TEMPORARY_LATEST = re.compile(rf"\.{LATEST}\.[0-9a-f]+")
 
 
 class CheckpointFolder:
-    """Folder of checkpoints; nothing is written before the first call that writes."""
+    """Lists, commits and deletes the checkpoints in a folder, which the first write creates."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Loading of a run's last checkpoint: all ranks agree on one, check its files, and read them."""
+"""Loads a run's last checkpoint: all ranks agree on it, check its files, and read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plan.json` of a run folder: the micro-batch plan that a restarted run starts from.
+"""Reads and writes `plan.json`, the micro-batch plan that a restarted run starts from.
 
 Checkpoints are rare, and the plan changes when memory runs out, which may end the process. So each
 change is written at once, and a process that ends by an out-of-memory error adds the failure.
@@ -101,7 +101,7 @@ def check_plan(values: Mapping[str, Any], checkpoint: Path) -> MicroBatchPlan:
 
 
 class RunFolderOwner(Protocol):
-    """Owner of a run folder."""
+    """Supplies the run folder, which may be created after training started."""
 
     @property
     def run_folder(self) -> Path | None:
@@ -109,7 +109,7 @@ class RunFolderOwner(Protocol):
 
 
 class PlanFile:
-    """Plan file of a run folder, one per node if folders are not shared; logs errors of the disk.
+    """Reads and writes the plan file of a run folder, and logs errors of the disk.
 
     Args:
         owner: Owner of the run folder, which it may get late; without one nothing is written.

@@ -1,4 +1,4 @@
-"""State of one rank of a run, except its engine, in one file of a checkpoint.
+"""Reads and writes one rank's state of a run, except its engine, as one file of a checkpoint.
 
 Numbers, text, tensors and arrays, in dicts, lists and tuples; no objects. A saved object would have
 to be unpickled, which runs code and breaks with the code's next version.

@@ -1,4 +1,4 @@
-"""Reading of torch's files without running code from them.
+"""Reads torch's files without running code from them.
 
 A pickled object is built by calling what its file names, so a file could run anything. torch's
 `weights_only` reads tensors and plain data, and refuses every other global. DeepSpeed reads its

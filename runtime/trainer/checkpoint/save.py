@@ -1,4 +1,4 @@
-"""Writing of a checkpoint: each rank writes its files, then one rename makes all of them valid."""
+"""Writes a checkpoint: each rank writes its files, then one rename makes all files valid."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Data of a TrainingRun: resumable loaders, and load balancing for ranks of unequal speed."""
+"""Loads a TrainingRun's data, and balances the load of ranks of unequal speed."""

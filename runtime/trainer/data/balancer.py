@@ -1,4 +1,4 @@
-"""Load balancing: a split of the global batch that follows the measured speeds of the ranks."""
+"""Balances the load: splits the global batch in proportion to the ranks' measured speeds."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ class BusyTime:
 
 
 class SplitTrial:
-    """Trial of one change of the split at a time; in the same state on all ranks.
+    """Tries one change of the split at a time; its state is the same on all ranks.
 
     Attributes:
         is_running: Whether a change is being evaluated.

@@ -1,4 +1,4 @@
-"""Sampler of global batches, whose order depends on seed and epoch only."""
+"""Samples global batches, in an order that depends on seed and epoch only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Split of a global batch over the ranks: how many of its samples each rank trains on.
+"""Splits a global batch over the ranks: how many of its samples each rank trains on.
 
 The split may change from one batch to the next, so that ranks of unequal speed end together.
 """
@@ -81,14 +81,14 @@ def resized_split(split: Sequence[int], num_samples: int) -> BatchSplit:
 
 
 class SplitSource(Protocol):
-    """Source of the split of each batch."""
+    """Supplies the split of each batch."""
 
     def split_at(self, index: int) -> Sequence[int]:
         """Return the split of a batch: the samples of each rank."""
 
 
 class SplitSchedule:
-    """Split of each batch by its index, the same on all ranks.
+    """Records the split of each batch by the batch's index, the same on all ranks.
 
     Attributes:
         next_index: First batch whose split this rank has not read yet.

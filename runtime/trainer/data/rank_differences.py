@@ -1,4 +1,4 @@
-"""Comparison of the ranks' data: differing datasets or orders would lose or repeat samples."""
+"""Compares the ranks' data: differing datasets or orders would lose or repeat samples."""
 
 from __future__ import annotations
 

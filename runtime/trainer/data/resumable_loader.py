@@ -1,4 +1,4 @@
-"""Resumable data loaders of this rank's local batches, from a dataset with a length or a stream."""
+"""Loads this rank's local batches from a dataset or a stream, from a position that can be saved."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def resumable_loader(
 
 
 class LoaderFactory(Protocol):
-    """Factory of torch data loaders over one dataset."""
+    """Makes torch data loaders over one dataset."""
 
     def create(self, **options: Any) -> Any:
         """Return a loader with these options of torch's DataLoader besides the common ones."""

@@ -1,4 +1,4 @@
-"""Data of a TrainingRun: its loader, batch size, split over the ranks, and learning-rate scaling.
+"""Manages a TrainingRun's data: loader, batch size, split over ranks, learning-rate scaling.
 
 The learning rate is scaled with the batch size, during each update only. For SGD the rule is
 linear: Goyal et al. 2017, "Accurate, Large Minibatch SGD". For Adam and its variants it is the
@@ -36,7 +36,7 @@ _SQUARE_ROOT = ("adam", "lamb", "rmsprop", "adagrad")
 
 
 class TrainingData:
-    """Loader of a run, with its load balancing, batch size and position.
+    """Manages a run's loader, with its load balancing, batch size and position.
 
     Args:
         host_group: Group of all ranks.
@@ -287,7 +287,7 @@ class TrainingData:
 
 
 class BatchSource(Protocol):
-    """Source of batches whose size may change."""
+    """Supplies batches whose size may change."""
 
     @property
     def batch_ratio(self) -> float:
@@ -295,7 +295,7 @@ class BatchSource(Protocol):
 
 
 class BatchLearningRate:
-    """Engine attachment that scales the learning rate of each update with the batch size."""
+    """Scales the learning rate of each update with the batch size; an attachment of the engine."""
 
     def __init__(self, source: BatchSource) -> None:
         self._source = source

@@ -1,1 +1,1 @@
-"""Recovery from out-of-memory errors: the window is aborted, split again, and replayed."""
+"""Recovers from out-of-memory errors: aborts the window, splits its batch again, and replays it."""

@@ -1,4 +1,4 @@
-"""Abort of an accumulation window: removal of its gradients and other state from the engine.
+"""Aborts an accumulation window: removes its gradients and other state from the engine.
 
 Weights, optimizer state, loss scale and random generators are not touched. Call it between calls of
 the engine, on all ranks, after the exception that ended the window has been released.

@@ -42,7 +42,7 @@ class WindowAborted(RuntimeError):
 
 
 class _GuardedCall(threading.local):
-    """Whether this thread is in a guarded call already."""
+    """Holds whether this thread is in a guarded call already."""
 
     is_active = False
 

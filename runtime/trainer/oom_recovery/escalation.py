@@ -1,4 +1,4 @@
-"""The order of what a run changes after an out-of-memory error: `EscalationPolicy.escalate`.
+"""Decides what a run changes after an out-of-memory error, in `EscalationPolicy.escalate`.
 
 Micro-batches become smaller first. If not even one sample fits, memory savings are applied one
 after the other, in `ESCALATION_ORDER`.
@@ -49,7 +49,7 @@ def rebuild_changes(
 
 
 class MemorySaving(Protocol):
-    """A change that lowers the memory of a run, which the run applies itself."""
+    """Lowers the memory of a run by one change, which the run applies itself."""
 
     @property
     def change(self) -> EngineChange:

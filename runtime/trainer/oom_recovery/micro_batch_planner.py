@@ -1,4 +1,4 @@
-"""Sizes of micro-batches after out-of-memory errors, and when collectives are guarded.
+"""Decides the sizes of micro-batches after out-of-memory errors, and when to guard collectives.
 
 Plain data and pure functions, except `PeakHistory`, which records this rank's memory peaks. The
 ranks exchange sizes and lengths first, so their plans are equal. Only the memory measurements
@@ -238,7 +238,7 @@ class MemoryMeasurements:
 
 
 class PeakHistory:
-    """Memory peaks of the last steps, recorded on the watch thread; empty without monitoring.
+    """Records the memory peaks of the last steps on the watch thread; empty without monitoring.
 
     Args:
         watch: The watch on the engine.

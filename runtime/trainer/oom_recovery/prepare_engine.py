@@ -1,4 +1,4 @@
-"""Preparation of a new engine for recovery from out-of-memory errors.
+"""Prepares a new engine for recovery from out-of-memory errors.
 
 Optimizer state is created before the first step, so that an error occurs at the start.
 

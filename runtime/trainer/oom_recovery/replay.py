@@ -1,4 +1,4 @@
-"""Replay of a window after an out-of-memory error, with smaller micro-batches or memory savings.
+"""Replays a window after an out-of-memory error, with smaller micro-batches or memory savings.
 
 Any other error of the script's code ends the window on all ranks.
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class MemorySource(Protocol):
-    """Source of a rank's memory measurements."""
+    """Measures the memory of this rank."""
 
     def measured(self) -> MemoryMeasurements:
         """Return the peaks so far, and the limit."""
@@ -294,7 +294,7 @@ class OomReplay:
         Raises:
             PeerFailedError: This rank ran out of memory, and another one failed otherwise.
         """
-        self._run_end.announce(self._num_attempts)  # also if it can report: one that cannot waits
+        self._run_end.announce(self._num_attempts)  # a rank that cannot report waits for this
         if self._guard.can_report or self._run_end.all_failed(self._num_attempts):
             self._guard.report(vote)
             if vote is Vote.OUT_OF_MEMORY and self._guard.aborted_by is Vote.FAILED:
@@ -350,7 +350,7 @@ class OomOrigin(Enum):
 
 
 class OomCapture:
-    """Context manager that suppresses out-of-memory errors and keeps them; other errors propagate.
+    """Suppresses out-of-memory errors in a `with` block and keeps them; other errors propagate.
 
     Attributes:
         error: The error that ended the block; None if none did.

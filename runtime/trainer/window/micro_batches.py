@@ -1,4 +1,4 @@
-"""Forward, backward and update of a window: micro-batches, their weighted losses, the gradients."""
+"""Runs forward, backward and update of a window, with weighted losses of its micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State of all random generators that a forward pass may draw from."""
+"""Saves and restores the random generators that a forward pass may draw from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Result of one training step."""
+"""Defines the result of one training step."""
 
 from __future__ import annotations
 

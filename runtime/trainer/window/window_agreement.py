@@ -1,4 +1,4 @@
-"""Start of an accumulation window: the ranks exchange the sizes of their local batches.
+"""Starts an accumulation window: the ranks exchange the sizes of their local batches.
 
 The same gather carries the status of each rank's tuner. "Window" is defined in docs/concepts.md.
 """

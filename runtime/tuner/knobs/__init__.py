@@ -1,1 +1,1 @@
-"""The settings that the tuner changes (knobs): classes that read, set and restore them."""
+"""Reads, sets and restores the settings that the tuner changes (knobs)."""

@@ -79,7 +79,7 @@ class EngineMicroBatchKnob(ReadableKnob):
 
 
 class LoadBalanceKnob(SwitchKnob):
-    """Whether samples are distributed by the ranks' measured speeds.
+    """Switches the distribution of samples by the ranks' measured speeds.
 
     No sample is lost or repeated. Local batches change a window later, after prefetched ones.
     """

@@ -44,7 +44,7 @@ SMALLEST_PART = 64
 
 
 class DeepSpeedKnob(WritableKnob):
-    """A live setting of DeepSpeed; the engine may be another one after a rebuild.
+    """Sets a live setting of DeepSpeed, also on the engine of a later rebuild.
 
     Args:
         setting: Reads and sets it on an engine.
@@ -183,7 +183,7 @@ def _key_path(spec: KnobSpec, config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class AttachmentKnob(SwitchKnob):
-    """A switch for one attachment of an engine; a rebuild attaches it again.
+    """Switches one attachment of an engine; a rebuild attaches it again.
 
     Args:
         spec: The knob's data.
@@ -244,7 +244,7 @@ def attachment_knobs(
 
 
 class EngineCheckpointingKnob(SwitchKnob):
-    """Activation checkpointing of a script's own model; can only be advised, not set."""
+    """Reads activation checkpointing of a script's own model; can only be advised, not set."""
 
     spec = ACTIVATION_CHECKPOINTING
 
@@ -335,7 +335,7 @@ def set_compressor(
 
 
 class CompressionKnob(ReadableKnob):
-    """Data type of gradients on the wire; set by `set_compressor`."""
+    """Reads the data type of gradients on the wire; set by `set_compressor`."""
 
     spec = GRADIENT_COMPRESSION
 
@@ -367,7 +367,7 @@ class CompressionKnob(ReadableKnob):
 
 
 class AsyncReductionKnob(ReadableKnob):
-    """Whether ZeRO 1 and 2 reduce gradients during backward; set by `set_compressor`."""
+    """Reads whether ZeRO 1 and 2 reduce gradients during backward; set by `set_compressor`."""
 
     spec = ASYNCHRONOUS_REDUCTION
 
@@ -402,7 +402,7 @@ _ALL = 2  # collects all generations
 
 
 class GcKnob(WritableKnob):
-    """When Python collects garbage: automatically, or between two windows.
+    """Sets when Python collects garbage: automatically, or between two windows.
 
     Between windows: existing objects are frozen, automatic collection is disabled, and each window
     is followed by a collection.

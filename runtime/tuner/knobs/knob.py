@@ -1,4 +1,4 @@
-"""Base classes of the setters of one knob on one rank, and the set of all knobs of a job."""
+"""Defines the base classes of knobs on one rank, and the set of all knobs of a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReadableKnob(ABC):
-    """One knob on this rank, read-only.
+    """Reads one knob on this rank.
 
     Attributes:
         spec: The knob's data.
@@ -50,7 +50,7 @@ class ReadableKnob(ABC):
 
 
 class WritableKnob(ReadableKnob):
-    """One knob on this rank that is set independently of others."""
+    """Reads and sets one knob on this rank, independently of other knobs."""
 
     @abstractmethod
     def set(self, value: Value) -> Undo:
@@ -64,7 +64,7 @@ class WritableKnob(ReadableKnob):
 
 
 class SwitchKnob(WritableKnob):
-    """A knob that is on or off."""
+    """Switches a knob on or off."""
 
     def options(self) -> Sequence[Value]:
         """Return both values."""
@@ -85,7 +85,7 @@ class SwitchKnob(WritableKnob):
 
 
 class KnobSet:
-    """All knobs of a job on this rank."""
+    """Reads and sets all knobs of a job on this rank."""
 
     def __init__(self, knobs: Sequence[ReadableKnob]) -> None:
         self._by_name = {knob.name: knob for knob in knobs}

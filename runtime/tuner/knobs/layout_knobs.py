@@ -25,7 +25,7 @@ _SNAPSHOT_BYTES = 12  # per parameter: weights and Adam's two states, in fp32
 
 
 class ZeroLayouts:
-    """The layouts of the training state that this job could have.
+    """Lists the layouts of the training state that this job could have.
 
     Args:
         source: Source of the engine in use and its ds config.
@@ -115,7 +115,7 @@ class ZeroLayouts:
 
 
 class ZeroLayoutKnob(ReadableKnob):
-    """One part of the layout; set by a rebuild with `ZeroLayouts.changed_config`."""
+    """Reads one part of the layout; set by a rebuild with `ZeroLayouts.changed_config`."""
 
     def __init__(self, spec: KnobSpec, layouts: ZeroLayouts) -> None:
         self.spec = spec

@@ -1,4 +1,4 @@
-"""The knobs of an engine whose training loop is the script's own: read-only, for advice."""
+"""Reads the knobs of an engine whose training loop is the script's own, for advice."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ReadOnlyKnobs:
 
 
 class _WeakEngine:
-    """Weak reference to an engine."""
+    """Refers to an engine without keeping it alive."""
 
     def __init__(self, engine: Any) -> None:
         self._reference = weakref.ref(engine)

@@ -1,4 +1,4 @@
-"""The knobs of a TrainingRun, set together between two windows; every change has an undo."""
+"""Sets the knobs of a TrainingRun together between two windows; every change can be undone."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The tuner's decisions: diagnosis, proposals, trials and the state machine, on plain data only."""
+"""Decides for the tuner: diagnosis, proposals, trials and state machine, on plain data only."""

@@ -1,4 +1,4 @@
-"""Sequential A/B test of two configurations: its design, its statistics, and its result.
+"""Compares two configurations by a sequential A/B test: its design, statistics and result.
 
 Both configurations take turns in blocks of steps, and pairs of blocks are compared. The module does
 not depend on what the configurations are. A block's time is its lower median, which spikes do not
@@ -184,10 +184,9 @@ class TrialResult:
         gain: Throughput of B over A, minus 1; the mean of all pairs.
         lower: Lower bound of the gain, at the level of acceptance; after an early end, by the least
             favorable single steps of A and B.
-        upper: Upper bound of the gain, at the level of a futile trial, by which such a one ends.
-        pairs: Compared pairs of blocks.
-        steps: Steps of the trial.
-        reason: Why the trial ended, as half a sentence.
+        upper: Upper bound of the gain, at the level at which a trial ends as futile. pairs:
+        Compared pairs of blocks. steps: Steps of the trial. reason: Why the trial ended, as half a
+        sentence.
     """
 
     verdict: Verdict

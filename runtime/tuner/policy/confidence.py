@@ -1,4 +1,4 @@
-"""Confidence bounds of the mean of a few noisy differences.
+"""Computes confidence bounds of the mean of a few noisy differences.
 
 Disturbed blocks are outliers, so the mean is winsorized, with the standard error of Tukey and
 McLaughlin. In 20,000 simulated trials without effect (`tests/bench/tuner/simulated_trials.py`)

@@ -1,4 +1,4 @@
-"""The configurations of a job: in use, wanted, and known to be good."""
+"""Tracks the configurations of a job: in use, wanted, and known to be good."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ class ConfigurationState:
 
 
 class PendingAccept:
-    """An accepted configuration, from the verdict until all ranks use it; at most one at a time.
+    """Holds an accepted configuration from the verdict until all ranks use it; at most one at a
+    time.
 
     Args:
         configuration: Configurations of the job.

@@ -1,4 +1,4 @@
-"""The tuner's state machine, run by rank 0: decides what to change, and whether it stays.
+"""Runs the tuner's state machine on rank 0: decides what to change, and whether a change stays.
 
 It changes no knob itself. After each step it updates its state: `needs_exchange` is true where
 the ranks have to exchange a switch request after the next step, and `configuration` has the

@@ -1,4 +1,4 @@
-"""Interface of the controller: the limits that the user sets, and the listener of its events."""
+"""Defines the controller's interface: the limits that the user sets, and the event listener."""
 
 from __future__ import annotations
 

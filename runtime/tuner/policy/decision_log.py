@@ -1,4 +1,4 @@
-"""The tuner's decisions as flat records, and their file `runs/<run_id>/decisions.jsonl`.
+"""Writes the tuner's decisions as flat records to `runs/<run_id>/decisions.jsonl`.
 
 The file has one JSON object per line, whose schema is `decision_line`. Raise SCHEMA_VERSION for a
 change that an older reader would misread.

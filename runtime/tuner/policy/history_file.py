@@ -1,4 +1,4 @@
-"""The search history on disk: one JSON file per job, which its next run reads."""
+"""Keeps the search history on disk: one JSON file per job, which the job's next run reads."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class HostProcesses:
 
 
 class HistoryFile:
-    """The history of one job. After a disk error the history is lost; nothing is raised.
+    """Reads and writes the history of one job. After a disk error the history is lost; nothing is
+    raised.
 
     Args:
         folder: Folder of the files; None for no history.

@@ -1,4 +1,4 @@
-"""Every knob of the tuner as data, and which numerics a change of it needs.
+"""Lists every knob of the tuner as data, with the numerics that a change of the knob needs.
 
 A new knob takes a KnobSpec here, and a class in `tuner/knobs/` that reads and sets it, added to the
 list that its file returns (such as `attachment_knobs`) or to `RunKnobs`. To have it advised in

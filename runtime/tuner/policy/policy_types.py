@@ -1,4 +1,4 @@
-"""Plain data that the tuner's parts exchange, and the interface to the knobs."""
+"""Defines the plain data that the tuner's parts exchange, and the interface to the knobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traffic of a configuration in closed form, and the gain that a change of it predicts. Pure.
+"""Computes a configuration's traffic in closed form, and predicts the gain of a change. Pure.
 
 Bytes and calls follow DeepSpeed 0.19.8 with ring algorithms. runtime/estimator computes them to the
 byte from a model's shape; here only total sizes are known, enough to rank proposals.

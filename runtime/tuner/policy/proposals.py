@@ -1,4 +1,4 @@
-"""Which changes to try against the symptoms, and in which order. Pure.
+"""Proposes which changes to try against the symptoms, and in which order. Pure.
 
 Nothing is proposed that the numerics setting forbids, that cannot be set in this job, or that was
 rejected in this context before.

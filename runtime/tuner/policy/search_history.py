@@ -1,4 +1,4 @@
-"""What trials have shown, by context: the best configuration, and changes that did not help."""
+"""Records what trials showed, by context: the best configuration, and changes that did not help."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NullHistoryStore:
 
 
 class SearchHistory:
-    """The history of one job; its properties refer to the present context.
+    """Records the trials of one job; its properties refer to the present context.
 
     Args:
         entries: Results of earlier runs, by context.

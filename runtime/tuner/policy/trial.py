@@ -1,4 +1,4 @@
-"""The trial of one proposal against the configuration in use, and the decision that ends it."""
+"""Tries one proposal against the configuration in use, and decides when and how the trial ends."""
 
 from __future__ import annotations
 
