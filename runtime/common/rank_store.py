@@ -219,8 +219,7 @@ class StoreClientFactory:
 
 
 class StoreNamespace:
-    """Agrees on the prefix of the ranks' keys: rank 0's token, which other ranks read from the
-    store.
+    """Agrees on the prefix of the ranks' keys: a token that rank 0 writes to the store.
 
     Raises:
         RuntimeError: The store does not respond; raised by every method.

@@ -61,8 +61,7 @@ class Residuals:
 
 
 class CompressionError:
-    """Computes a window's relative compression error: norm of the errors over norm of the
-    gradients.
+    """Computes a window's relative compression error: norm of errors over norm of gradients.
 
     Squares are summed on the device, without waiting for it.
     """

@@ -1,3 +1,1 @@
-"""Changes settings of a running engine between windows (live settings); each change can be
-undone.
-"""
+"""Changes settings of a running engine between windows, and undoes the changes."""

@@ -88,8 +88,7 @@ class ConfigurationState:
 
 
 class PendingAccept:
-    """Holds an accepted configuration from the verdict until all ranks use it; at most one at a
-    time.
+    """Holds at most one accepted configuration, from the verdict until all ranks use it.
 
     Args:
         configuration: Configurations of the job.

@@ -73,13 +73,11 @@ class HostProcesses:
 
 
 class HistoryFile:
-    """Reads and writes the history of one job. After a disk error the history is lost; nothing is
-    raised.
+    """Reads and writes the history of one job; disk errors lose the history and are not raised.
 
     Args:
-        folder: Folder of the files; None for no history.
-        key: Fingerprint of the job.
-        processes: Names this process, and finds those that have ended.
+        folder: Folder of the files; None for no history. key: Fingerprint of the job. processes:
+        Names this process, and finds processes that have ended.
     """
 
     def __init__(
