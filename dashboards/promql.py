@@ -1,4 +1,4 @@
-"""Functions that write PromQL expressions about the metrics of the catalog.
+"""Writes PromQL expressions about the metrics of the catalog.
 
 All expressions keep the labels job and run, so that the series of different runs are never mixed. A
 matcher is PromQL text such as `phase="data"`.

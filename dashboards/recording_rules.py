@@ -26,7 +26,7 @@ TRAINING_PHASES = 'phase!~"eval|checkpoint"'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingRule:
-    """A recording rule: an expression that Prometheus evaluates and stores under a new name.
+    """An expression that Prometheus evaluates and stores under a new name.
 
     Attributes:
         name: The name of the stored series, level:metric:operations.

@@ -1,4 +1,4 @@
-"""The time ranges and intervals of recording rules and alerts."""
+"""Defines the time ranges and intervals of recording rules and alerts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNITS = ((86_400_000, "d"), (3_600_000, "h"), (60_000, "m"), (1000, "s"), (1, "
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Writes the ranges and intervals of rules as Prometheus durations, multiplied by `scale`.
+    """The ranges and intervals of rules as Prometheus durations, multiplied by `scale`.
 
     Args:
         scale: 1 in the shipped rules. Tests of the same rules use less: with 1/30, five minutes

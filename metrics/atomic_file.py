@@ -1,4 +1,4 @@
-"""Atomic writing of small files, and appending to logs; neither follows a symbolic link."""
+"""Writes small files atomically, and appends to logs, without following symbolic links."""
 
 from __future__ import annotations
 

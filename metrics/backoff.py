@@ -1,4 +1,4 @@
-"""Exponential backoff after failures."""
+"""Computes delays between attempts that double after each failure."""
 
 from __future__ import annotations
 

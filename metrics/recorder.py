@@ -1,4 +1,4 @@
-"""The current value of every time series of this rank.
+"""Holds the current value of every time series of this rank.
 
 The monitoring threads write to one `Recorder`, which is safe to use from any thread. Exporters read
 a `Snapshot`, a copy of all values at one moment. Writes inside `with recorder.commit():` become
@@ -21,7 +21,7 @@ LabelValues = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exemplar:
-    """One observation with labels under which it can be found elsewhere, such as a trace id."""
+    """An observation with labels that identify it elsewhere, such as a trace id."""
 
     labels: Mapping[str, str]
     value: float

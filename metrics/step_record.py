@@ -1,4 +1,4 @@
-"""The record of one step: a line of the run log, and the argument of step listeners.
+"""Defines the record of a step: a line of the run log, and the argument of step listeners.
 
 This file defines the schema of `runs/<run_id>/rank-<r>.jsonl`. Increase SCHEMA_VERSION with each
 change that an older reader would misunderstand.

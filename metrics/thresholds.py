@@ -1,6 +1,7 @@
-"""The values from which a measurement is a problem, used by advice, dashboards and alerts.
+"""Defines the values from which a measurement is a problem.
 
-They are this project's rules of thumb for where to start looking, without a published source.
+Advice, dashboards and alerts use these values. They are rules of thumb of this project for where
+to start looking, without a published source.
 """
 
 # Share of training time that is exposed communication; above it, tune communication first. It is

@@ -1,4 +1,4 @@
-"""Rules on the code that no linter knows: what may be in which file only."""
+"""Tests of rules on the code that linters do not cover: what is allowed in one file only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is installed: the whole package and nothing else, and what importing it drags in."""
+"""Tests of the installed package: its files, and the modules that its import loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data of an alert: expression, duration, texts, labels, and the alerts that it inhibits."""
+"""Defines the data of an alert: expression, duration, texts, labels and inhibited alerts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InhibitRule:
-    """Which other alerts an alert inhibits while it fires, because they are consequences of it.
+    """The alerts that a firing alert inhibits, because they are its consequences.
 
     Attributes:
         alerts: The names of the inhibited alerts; empty means all others.

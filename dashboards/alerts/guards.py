@@ -1,4 +1,4 @@
-"""PromQL conditions that prevent false alarms, added to the expressions of several alerts."""
+"""Adds PromQL conditions that prevent false alarms to the expressions of alerts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PromQL for the run and the ranks that are chosen at the top of a dashboard."""
+"""Selects series of the run and the ranks that are chosen at the top of a dashboard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dashboard as plain data: rows of panels, each row under a heading."""
+"""Defines a dashboard as plain data: rows of panels, each row under a heading."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dashboard:
-    """One Grafana dashboard.
+    """Rows of panels that answer one question.
 
     Attributes:
         name: The name of its module, from which its uid is derived.

@@ -1,4 +1,4 @@
-"""Conversion of a dashboard to the JSON that Grafana 11 to 13 reads from a folder.
+"""Converts a dashboard to the JSON that Grafana 11 to 13 reads from a folder.
 
 Adds what all dashboards have in common: the variables at the top, annotations and links.
 """

@@ -1,4 +1,4 @@
-"""Removal of obsolete keys from the JSON that grafanalib generates.
+"""Removes obsolete keys from the JSON that grafanalib generates.
 
 grafanalib 0.7.1 was written for older versions of Grafana. Current versions accept its obsolete
 keys without an error, but the dashboard changes: for example, each graph has at most 100 points.

@@ -1,4 +1,4 @@
-"""Conversion of each kind of panel to Grafana's JSON.
+"""Converts each kind of panel to Grafana's JSON.
 
 The gauge, bar gauge, heatmap and table of grafanalib 0.7.1 are those of Grafana 6, and current
 Grafana ignores their options. The options of these panels are therefore written here, on top of

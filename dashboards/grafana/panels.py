@@ -1,4 +1,4 @@
-"""The kinds of panel as plain data, with their queries, units and thresholds.
+"""Defines the kinds of panel as plain data, with their queries, units and thresholds.
 
 `panel_json.py` converts them to the JSON that Grafana reads.
 """
@@ -218,6 +218,6 @@ class Table(Panel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text(Panel):
-    """A text in markdown."""
+    """Static markdown, without a query."""
 
     content: str

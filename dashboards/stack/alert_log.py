@@ -1,4 +1,4 @@
-"""A webhook receiver for Alertmanager that prints each alert as one line.
+"""Receives the webhook messages of Alertmanager and prints each alert as one line.
 
     python -m zerowatch.dashboards.stack.alert_log --port 9099
 
@@ -86,7 +86,7 @@ def printable(text: str) -> str:
 
 
 class AlertLog(ThreadingHTTPServer):
-    """The HTTP server: POST prints the alerts of a message, GET returns how many were printed.
+    """An HTTP server: POST prints the alerts of a message, GET returns the number printed.
 
     It listens as soon as it is created.
 

@@ -1,4 +1,4 @@
-"""The stack in containers: runs `docker compose` with the files in docker/."""
+"""Runs the stack in containers, by `docker compose` with the files in docker/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stack without containers: Prometheus and Alertmanager from PATH, with the same rules.
+"""Runs the stack without containers: Prometheus and Alertmanager from PATH, with the same rules.
 
 The processes run in the background and monitor the runs of the working directory. Everything they
 write is in its folder `.zerowatch-stack`. Grafana and Tempo are not part of this stack.

@@ -42,7 +42,7 @@ def newest_targets(runs: Path) -> Targets:
 
 
 class RunTargets:
-    """The targets of all runs, with those that were withdrawn a moment ago.
+    """The targets of all runs, including targets that were withdrawn a moment ago.
 
     Args:
         runs: The folder of run folders.

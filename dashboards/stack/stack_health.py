@@ -1,4 +1,4 @@
-"""The state of a running Prometheus and Alertmanager: reachable ranks, failing rules, alerts."""
+"""Reports the state of a running stack: reachable ranks, failing rules, firing alerts."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _order(target: Mapping[str, Any]) -> tuple[str, int, str]:
 
 
 def rule_lines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Say how many rules there are, and which of them cannot be evaluated."""
+    """Return the number of rules, and a line for each rule that cannot be evaluated."""
     rules = [rule for group in groups for rule in group["rules"]]
     failed = [rule for rule in rules if rule["health"] == "err"]
     failures = [f"rule {rule['name']} fails: {rule.get('lastError', '')}" for rule in failed]

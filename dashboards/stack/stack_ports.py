@@ -1,4 +1,4 @@
-"""The ports of the stack on this machine, and the variables that change them."""
+"""Chooses the ports of the stack on this machine, by variables that change the defaults."""
 
 from __future__ import annotations
 

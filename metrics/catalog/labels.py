@@ -1,4 +1,4 @@
-"""The labels that several metrics share, with the values that each may have."""
+"""Defines the labels that several metrics share, and the values that each label may have."""
 
 from __future__ import annotations
 

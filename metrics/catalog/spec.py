@@ -1,4 +1,4 @@
-"""The description of a metric as plain data: name, kind, labels and help text."""
+"""Describes a metric as plain data: name, kind, labels and help text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MetricSpec:
-    """One metric of the catalog.
+    """The name, kind, help text and labels of one metric.
 
     Two specs are equal only if they are the same object: the recorder uses them as dictionary keys.
 

@@ -1,1 +1,1 @@
-"""Exporters: HTTP for Prometheus, OTLP. Each library is used in one file."""
+"""Exports metrics over HTTP for Prometheus, and by OTLP. Each library is used in one file."""

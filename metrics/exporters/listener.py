@@ -1,8 +1,8 @@
-"""The HTTP listener: serves a few clients at a time, one thread each.
+"""Serves a few HTTP clients at a time, one thread each.
 
-Our own, because http.server's counts no CPU time, performs the TLS handshake on the accepting
-thread, and has no limit of clients. A client that is slow, disconnects or is refused never disturbs
-training, and writes no line to the log.
+The server of http.server is not enough: it counts no CPU time, performs the TLS handshake on the
+accepting thread, and does not limit the number of clients. A client that
+is slow, disconnects or is refused never disturbs training, and writes no line to the log.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Listener(ThreadingTCPServer):
         return client, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve the client on a thread, or close the connection if none can be had."""
+        """Serve the client on a thread, or close the connection if no thread is available."""
         if not self._take_thread():
             self._site.failed(None)
             self.shutdown_request(request)
@@ -211,7 +211,7 @@ class Listener(ThreadingTCPServer):
         super().close_request(request)
 
     def _take_thread(self) -> bool:
-        """Return whether the client may have a thread, if need be that of an old client."""
+        """Return whether the client may have a thread, if necessary the thread of an old client."""
         if self._free_clients.acquire(blocking=False):
             return True
         with self._clients_lock:

@@ -11,7 +11,7 @@ OWN_LOGGER = "zerowatch"
 
 
 class LogCapture(logging.Handler):
-    """Passes on each record of zerowatch's loggers, from `open` until `close`.
+    """Passes each record of zerowatch's loggers to `take`, from `open` until `close`.
 
     Args:
         take: Gets each record, on the thread that logs it. It must not raise.

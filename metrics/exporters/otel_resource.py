@@ -1,4 +1,4 @@
-"""OpenTelemetry's environment variables, and this process as a resource by its conventions."""
+"""Reads OpenTelemetry's variables, and describes this process as a resource."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_standard_endpoint(environment: Mapping[str, str]) -> bool:
 def resource_attributes(
     environment: Mapping[str, str], *, run_id: str, rank: int, host: str
 ) -> dict[str, str | int]:
-    """Describe this process; never by its command line, which may hold secrets.
+    """Describe this process, without its command line, which may contain secrets.
 
     The SDK adds OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME, which take precedence.
     """

@@ -62,7 +62,7 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 class Otlp:
-    """The exporters of one process. All methods are called on one thread, the sender's.
+    """The OTLP exporters of one process. All methods are called on the sender's thread.
 
     Args:
         endpoint: Base URL; None takes it from OpenTelemetry's own variables. Headers, certificates

@@ -1,4 +1,4 @@
-"""A snapshot as OTLP metrics: each under its own name, and those of GPUs also as hw.*.
+"""Converts a snapshot to OTLP metrics: all by their own names, GPU metrics also as hw.*.
 
 The names are those of /metrics, so that a query means the same everywhere.
 """
@@ -98,7 +98,7 @@ def _named(spec: MetricSpec, labels: tuple[str, ...], rank: int) -> dict[str, st
 
 @dataclass(frozen=True, slots=True)
 class _Hardware:
-    """A metric of the conventions, and the metric of ours that it is read from.
+    """A metric of the conventions, and the zerowatch metric that provides its value.
 
     `labels` selects series by the labels after the device.
     """

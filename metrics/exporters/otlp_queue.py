@@ -1,7 +1,7 @@
-"""The queue of traces, log lines and metrics to be sent by OTLP: bounded, sent in small batches.
+"""Queues traces, log lines and metrics for OTLP, and sends them in small batches.
 
-Filled on any thread and emptied on one. What does not fit or cannot be sent is dropped and counted;
-training never waits.
+Any thread may fill the queue, and a single thread empties it. Data that does not fit or cannot be
+sent is dropped and counted. Training never waits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SERIES_AT_ONCE = 48
 
 
 class CircuitBreaker:
-    """Allows tries less and less often after three failures in a row."""
+    """Allows fewer and fewer attempts after three failures in a row."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._failures = 0
@@ -46,7 +46,7 @@ class CircuitBreaker:
 
     @property
     def is_closed(self) -> bool:
-        """Whether to try: there were less than three failures, or the pause is over."""
+        """Whether an attempt is allowed: fewer than three failures, or the pause is over."""
         return self._backoff.is_due
 
     def succeeded(self) -> None:
@@ -62,7 +62,7 @@ class CircuitBreaker:
 
 
 class OtlpQueue:
-    """The traces, log lines and metrics of one rank.
+    """A bounded queue of one rank's traces and log lines, sent together with its metrics.
 
     Args:
         recorder: The metrics to send; counts failures.

@@ -1,4 +1,4 @@
-"""A snapshot as Prometheus or OpenMetrics text; the only file that imports prometheus_client."""
+"""Renders a snapshot as text by prometheus_client, which no other file imports."""
 
 from __future__ import annotations
 

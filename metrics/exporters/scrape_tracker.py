@@ -1,4 +1,4 @@
-"""Recent scrapes by client: whether a rank that ends should wait for one more, and how long."""
+"""Tracks scrapes by client, to decide how long an ending rank waits for the last one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Client:
 
 
 class ScrapeTracker:
-    """Tracks the last scrapes of each client, to know who has yet to read that the run is over.
+    """The last scrapes of each client, and which clients have not read the end of the run.
 
     Each Prometheus must read that the run is over, or it reports the rank as down. A single
     request, such as from a browser, neither starts, ends nor extends the wait.

@@ -37,10 +37,10 @@ class ServingThread(Protocol):
     """A thread that starts over if its work raises."""
 
     def start(self) -> None:
-        """Start it; raise RuntimeError if the system allows no more threads."""
+        """Start the thread; raise RuntimeError if the system allows no more threads."""
 
     def join(self, timeout_seconds: float) -> bool:
-        """Wait for the end of its work, which was asked to end."""
+        """Wait until the work has ended. The caller has already asked it to end."""
 
 
 class MetricsServer:

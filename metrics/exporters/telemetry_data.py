@@ -1,4 +1,4 @@
-"""The data exported by OTLP: traces of steps, log lines, and metric families.
+"""Defines the data exported by OTLP: traces of steps, log lines, and metric families.
 
 Times are Unix nanoseconds, ids the integers that OpenTelemetry writes in hexadecimal.
 """
@@ -51,7 +51,7 @@ class StepTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLine:
-    """One of our own log lines; ids are 0 if it belongs to no trace. `level` is logging's."""
+    """A log line of zerowatch. `level` is logging's; ids are 0 if the line has no trace."""
 
     unix_ns: int
     level: int
@@ -71,7 +71,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A metric in OTLP's terms. `bounds` are a histogram's; units are those of UCUM."""
+    """A metric in OTLP's terms, with UCUM units. `bounds` are the bounds of a histogram."""
 
     name: str
     kind: Literal["counter", "updowncounter", "gauge", "histogram"]

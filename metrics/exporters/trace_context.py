@@ -1,4 +1,4 @@
-"""The active trace of the user's own code, without importing opentelemetry for them."""
+"""Finds the active trace of the user's own code, without importing opentelemetry."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m compose.compose_up
 
-Services whose image is neither here nor to be had are left out, and named.
+A service is left out and named if its image is neither present nor available.
 """
 
 from __future__ import annotations

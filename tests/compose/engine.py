@@ -1,4 +1,4 @@
-"""A compose project for the time of a test, and queries to its servers."""
+"""Starts a compose project for the time of a test, and queries its servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of lingering: how long a rank waits at its end for the last scrapes."""
+"""Tests of the wait for the last scrapes: how long a rank that ends keeps serving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Series as Prometheus would have scraped them from a run, in the notation of promtool.
+"""Builds series as Prometheus would have scraped them from a run, in promtool's notation.
 
 A stretch is (minutes, value): a counter grows by that value per second, a gauge stands at it.
 """

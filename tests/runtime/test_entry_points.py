@@ -1,4 +1,4 @@
-"""Keyword arguments of `zerowatch.initialize` that only another version of DeepSpeed has."""
+"""Tests of arguments of `zerowatch.initialize` that only another DeepSpeed version has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Source of a class, read once: to find it, Python parses the whole module each time."""
+"""Reads the source of a class once, because Python parses the whole module each time."""
 
 from __future__ import annotations
 

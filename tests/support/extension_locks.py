@@ -1,4 +1,4 @@
-"""Locks that killed jobs have left in torch's folder of built extensions: they stop every job."""
+"""Finds locks of killed jobs in torch's folder of built extensions, which block every job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package's own files, found on disk: everything under a folder with __init__.py."""
+"""Finds the package's own files on disk: everything under a folder with __init__.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a PromQL expression: the series that it reads, and its comparisons."""
+"""Parses a PromQL expression: the series that it reads, and its comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zerowatch run`: torchrun's options and ranks, with the script's own exit code."""
+"""Tests of `zerowatch run`: torchrun's options, the ranks, and the script's exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code sections that all ranks complete or none, with a fake host group.
+"""Tests of code that all ranks complete or no rank completes, with a fake host group.
 
 Covers `host_group.py`.
 """

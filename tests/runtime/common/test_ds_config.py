@@ -1,4 +1,4 @@
-"""Explanations of a DeepSpeed configuration that DeepSpeed refuses."""
+"""Tests of the messages about a DeepSpeed configuration that DeepSpeed rejects."""
 
 from __future__ import annotations
 

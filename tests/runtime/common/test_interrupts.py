@@ -1,4 +1,4 @@
-"""Ctrl-C at the end of a process: recognized, passed on by a launcher, and repeated."""
+"""Tests of Ctrl-C at the end of a process: recognized, passed on by a launcher, repeated."""
 
 from __future__ import annotations
 

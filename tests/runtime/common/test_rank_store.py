@@ -1,4 +1,4 @@
-"""Exchange of run id and targets in a store that earlier attempts of the job have used."""
+"""Tests of the run id and targets in a store that earlier attempts of the job have used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device probes: the CPU's against the kernel's accounts, NVML's over a fake."""
+"""Tests of device probes: the CPU probe against the kernel's figures, NVML with a fake."""
 
 from __future__ import annotations
 

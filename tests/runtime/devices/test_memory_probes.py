@@ -1,4 +1,4 @@
-"""Memory probes: the host's against real allocations and limits, CUDA's over a fake.
+"""Tests of memory probes: the host against real allocations and limits, CUDA with a fake.
 
 Covers `cgroups.py`.
 """

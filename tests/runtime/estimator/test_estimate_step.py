@@ -1,4 +1,4 @@
-"""Estimates of a step, against closed forms and the behavior of DeepSpeed's source.
+"""Tests of the estimate of a step, against closed forms and DeepSpeed's source.
 
 Covers `config_reader.py` and `estimate_remarks.py`.
 """

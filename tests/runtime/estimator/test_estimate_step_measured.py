@@ -1,4 +1,4 @@
-"""Estimates against the collectives of real engines: calls, payload and wire bytes per step."""
+"""Tests of estimated calls, payload and wire bytes against the collectives of real engines."""
 
 from __future__ import annotations
 

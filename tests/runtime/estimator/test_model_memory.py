@@ -1,4 +1,4 @@
-"""Estimated memory, activations and peaks, against closed forms and DeepSpeed's source."""
+"""Tests of estimated memory, activations and peaks, against closed forms."""
 
 from __future__ import annotations
 

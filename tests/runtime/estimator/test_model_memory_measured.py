@@ -1,4 +1,4 @@
-"""Estimated memory against real engines of two ranks, and against real passes."""
+"""Tests of estimated memory against real engines of two ranks, and real passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wire bytes of a step, against the lower bound of its ZeRO stage: a real job of two ranks."""
+"""Tests of the wire bytes of a step against the reference of its ZeRO stage, in a real job."""
 
 from __future__ import annotations
 

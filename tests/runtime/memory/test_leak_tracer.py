@@ -1,4 +1,4 @@
-"""Allocation sites of a leak: the Python lines and the tensors that grow."""
+"""Tests of the allocation sites of a leak: the Python lines and the tensors that grow."""
 
 from __future__ import annotations
 

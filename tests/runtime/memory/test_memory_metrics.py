@@ -1,4 +1,4 @@
-"""Metrics from memory readings: states, fragmentation, phases, categories and recent peaks."""
+"""Tests of memory metrics: states, fragmentation, phases, categories and recent peaks."""
 
 from __future__ import annotations
 

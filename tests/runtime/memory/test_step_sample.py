@@ -1,4 +1,4 @@
-"""The input of the forecasts from a step's sample."""
+"""Tests of the input of the forecasts, which is read from a step's sample."""
 
 from __future__ import annotations
 

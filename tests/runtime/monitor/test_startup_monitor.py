@@ -1,4 +1,4 @@
-"""Where a job is that takes no first step: at a lock of torch's extensions, or elsewhere.
+"""Tests of the message about a job without a first step: a lock of torch, or another reason.
 
 Covers `console_logging.py`.
 """

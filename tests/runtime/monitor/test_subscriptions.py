@@ -1,4 +1,4 @@
-"""Listeners of a watch: slow ones, blocked ones, and ones that raise."""
+"""Tests of listeners of a watch: slow listeners, blocked listeners, and listeners that raise."""
 
 from __future__ import annotations
 

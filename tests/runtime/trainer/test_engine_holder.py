@@ -1,4 +1,4 @@
-"""Holder of a run's engine: attachments move to the engine that replaces it."""
+"""Tests of `EngineHolder`: attachments move to the engine that replaces the old engine."""
 
 from __future__ import annotations
 

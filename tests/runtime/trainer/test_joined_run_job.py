@@ -1,4 +1,4 @@
-"""A TrainingRun changed in several ways while it trains: engine, compression, memory."""
+"""Tests of a TrainingRun with several changes during training: engine, compression, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""End of a run by a failure on one rank; each rank is a thread."""
+"""Tests of the end of a run by a failure on one rank; each rank is a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of a TrainingRun's windows; those shared by all ranks are published by rank 0."""
+"""Tests of the metrics of windows; rank 0 publishes the metrics that all ranks share."""
 
 from __future__ import annotations
 

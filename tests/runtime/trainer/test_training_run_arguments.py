@@ -1,4 +1,4 @@
-"""Arguments of TrainingRun that are wrong: an error that names them, before the engine is built."""
+"""Tests of wrong arguments: an error names them before the engine is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner of the controller: its stop file, and its end by an error."""
+"""Tests of the runner of the controller: its stop file, and its end by an error."""
 
 from __future__ import annotations
 

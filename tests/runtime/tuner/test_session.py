@@ -1,4 +1,4 @@
-"""The tuner's session: on all ranks or on none, and the OOM risk that it reports."""
+"""Tests of the tuner's session: on all ranks or on none, and the OOM risk that it reports."""
 
 from __future__ import annotations
 

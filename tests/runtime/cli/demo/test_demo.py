@@ -1,4 +1,4 @@
-"""The demo: its training data, its model, and a short run.
+"""Tests of the demo: its training data, its model, and a short run.
 
 Covers `demo/job.py`.
 """

@@ -1,4 +1,4 @@
-"""Console output of the demo: summary of steps, lines on terminals and in files, and advice."""
+"""Tests of the demo's console output: summary of steps, lines and advice."""
 
 from __future__ import annotations
 

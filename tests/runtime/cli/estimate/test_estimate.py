@@ -1,4 +1,4 @@
-"""Output and errors of the command `estimate`.
+"""Tests of the command `estimate`: output and errors.
 
 Covers `estimate/command.py` and `estimate/inputs.py`.
 """

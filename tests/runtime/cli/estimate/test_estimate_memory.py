@@ -1,4 +1,4 @@
-"""Memory in the output of `estimate`: activations, the peak, and the micro-batch that fits."""
+"""Tests of the memory that `estimate` prints: activations, peak, largest micro-batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of gradient compression on one process: sizes, index, residuals, overlapped exchanges."""
+"""Tests of gradient compression in one process: sizes, index, residuals, overlap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wire formats of gradient compression: encoding and decoding, compared with float64."""
+"""Tests of the wire formats of gradient compression, compared with float64."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Gradient compression on real engines of all ZeRO stages, on two and on four ranks.
-
-Covers `async_reducer.py`, `stage_0_reduction.py`, `stage_1_and_2_reduction.py` and
-`stage_3_reduction.py`.
+"""Tests of gradient compression on real engines of all ZeRO stages, on two and four ranks.
 
 Covers `async_reducer.py`, `stage_0_reduction.py`, `stage_1_and_2_reduction.py` and
 `stage_3_reduction.py`.

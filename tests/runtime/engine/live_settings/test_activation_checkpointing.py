@@ -1,4 +1,4 @@
-"""Selection of modules to checkpoint, and their forward with and without checkpointing."""
+"""Tests of activation checkpointing: selected modules, and their forward with and without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live settings: each is set at window 3 and undone at window 6, on two and four ranks.
+"""Tests of live settings: each is set at window 3 and undone at window 6, on 2 and 4 ranks.
 
 Covers `live_setting.py`, `prefetch_settings.py` and `zero_optimizer.py`.
 """

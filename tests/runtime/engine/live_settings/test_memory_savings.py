@@ -1,4 +1,4 @@
-"""Memory savings on a running engine: activation checkpointing, optimizer offload, all at once.
+"""Tests of memory savings on a running engine: single savings, and all at once.
 
 Covers `optimizer_state_offload.py`.
 """

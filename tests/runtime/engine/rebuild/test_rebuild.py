@@ -1,4 +1,4 @@
-"""Rebuilds in the middle of training, compared with training without a rebuild.
+"""Tests of rebuilds in the middle of training, compared with training without a rebuild.
 
 Covers `engine_replacement.py`, `preconditions.py` and `state_snapshot.py`.
 """

@@ -1,4 +1,4 @@
-"""Teardown of a module for a rebuild, and the partitions of a tensor; no engine is needed."""
+"""Tests of the teardown of a module for a rebuild, and of the partitions of a tensor."""
 
 from __future__ import annotations
 

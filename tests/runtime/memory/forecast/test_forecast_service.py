@@ -1,4 +1,4 @@
-"""Forecasts during a run: published metrics, warnings, and data for out-of-memory reports."""
+"""Tests of forecasts during a run: metrics, warnings, and data for out-of-memory reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forecasts of synthetic series with a known answer.
+"""Tests of forecasts of synthetic series with a known answer.
 
 Covers `trend.py`.
 """

@@ -1,4 +1,4 @@
-"""The peak model on synthetic needs that it must recover, and on recorded runs."""
+"""Tests of the peak model on synthetic data with a known answer, and on recorded runs."""
 
 from __future__ import annotations
 

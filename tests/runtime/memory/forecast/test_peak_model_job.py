@@ -1,4 +1,4 @@
-"""Peaks of real training on CPU, predicted one step ahead from the steps before."""
+"""Tests of peaks of real training on CPU, predicted one step ahead."""
 
 from __future__ import annotations
 

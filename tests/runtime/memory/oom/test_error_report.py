@@ -1,4 +1,4 @@
-"""Content of out-of-memory reports, also when they are written while no memory is left.
+"""Tests of out-of-memory reports, also when they are written while no memory is left.
 
 Covers `report_files.py`.
 """

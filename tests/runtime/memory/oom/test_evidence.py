@@ -1,4 +1,4 @@
-"""The name of the host's limit, with a fake /proc and with the real one."""
+"""Tests of the name of the host's limit, with a fake /proc and with the real /proc."""
 
 from __future__ import annotations
 

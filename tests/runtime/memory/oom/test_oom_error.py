@@ -1,4 +1,4 @@
-"""Parsing of out-of-memory errors: texts of CUDA, and real errors on CPU."""
+"""Tests of the parsing of out-of-memory errors: texts of CUDA, and real errors on CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory savings that would have fitted, each against a manual calculation."""
+"""Tests of predicted savings, each against a manual calculation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folder of checkpoints: each checkpoint is complete or absent, even if the process is killed."""
+"""Tests of the checkpoint folder: a checkpoint is complete or absent, even after a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of real engines on two ranks: a resumed run is bitwise equal to a continuous one."""
+"""Tests of checkpoints of real engines: a resumed run is bitwise equal to a continuous run."""
 
 from __future__ import annotations
 

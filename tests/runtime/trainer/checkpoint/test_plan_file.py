@@ -1,4 +1,4 @@
-"""Plan file of a run: the plan in use, and the failures that ended earlier processes."""
+"""Tests of the plan file: the plan in use, and the failures that ended earlier processes."""
 
 from __future__ import annotations
 

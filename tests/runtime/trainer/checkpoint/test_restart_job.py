@@ -1,4 +1,4 @@
-"""`zerowatch run --max-restarts`: kills at random moments do not change the training."""
+"""Tests of `zerowatch run --max-restarts`: random kills do not change the training."""
 
 from __future__ import annotations
 

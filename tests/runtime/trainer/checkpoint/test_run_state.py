@@ -1,4 +1,4 @@
-"""A rank's file in a checkpoint: plain data is read back unchanged, other objects raise."""
+"""Tests of a rank's file in a checkpoint: plain data is read back, other objects raise."""
 
 from __future__ import annotations
 

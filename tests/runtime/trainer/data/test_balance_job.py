@@ -1,4 +1,4 @@
-"""Load balancing of a slow rank: uneven local batches, and the weights of an even split."""
+"""Tests of load balancing with a slow rank: uneven local batches, the same weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load balancing: the split follows speed, agrees on all ranks, and changes only for a gain.
+"""Tests of the batch split: it follows speed, agrees on all ranks, changes only for a gain.
 
 Covers `rank_differences.py`.
 """

@@ -1,4 +1,4 @@
-"""Resumable loader: each sample once, in an order that does not depend on ranks or workers.
+"""Tests of the loader: each sample once, in an order independent of ranks and workers.
 
 Covers `batch_sampler.py`.
 """

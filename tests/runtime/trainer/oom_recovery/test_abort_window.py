@@ -1,4 +1,4 @@
-"""Which engines support the abort of a window, and the DeepSpeed internals that it uses."""
+"""Tests of the abort of a window: supported engines, and DeepSpeed internals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guard of collectives: no rank enters a collective that an out-of-memory rank will not enter."""
+"""Tests of the guard: no rank enters a collective that a failed rank will not enter."""
 
 from __future__ import annotations
 

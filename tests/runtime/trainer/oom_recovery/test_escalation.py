@@ -1,4 +1,4 @@
-"""Order in which memory savings are applied."""
+"""Tests of the order in which memory savings are applied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes of micro-batches after out-of-memory errors, and when collectives are guarded."""
+"""Tests of micro-batch sizes after out-of-memory errors, and of when the guard is on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Out-of-memory errors in real engines: training equals a run with the smaller size from the start.
+"""Tests of out-of-memory errors in real engines: equal to a run with the smaller size.
 
 A sample of the cases; `make bench-oom` runs all of them.
 """

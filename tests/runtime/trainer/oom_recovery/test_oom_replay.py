@@ -1,4 +1,4 @@
-"""Replay of windows until they fit in memory; each rank is a thread.
+"""Tests of the replay of windows until they fit in memory; each rank is a thread.
 
 Covers `rng.py`.
 """

@@ -1,4 +1,4 @@
-"""Failures of the script's code on one rank: an error on every rank, and the run goes on."""
+"""Tests of script errors on one rank: every rank raises an error, and the run continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer states created before the first step."""
+"""Tests of optimizer states that are created before the first step."""
 
 from __future__ import annotations
 

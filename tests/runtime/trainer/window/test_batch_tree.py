@@ -1,4 +1,4 @@
-"""Batches as trees: their samples, their rows, and the errors of unusable ones."""
+"""Tests of batches as trees: samples, rows, and the errors of unusable batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Split of samples into micro-batches, and the exponent of their weights."""
+"""Tests of the split of samples into micro-batches, and of the exponent of their weights."""
 
 from __future__ import annotations
 

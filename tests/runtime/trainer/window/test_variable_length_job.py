@@ -1,4 +1,4 @@
-"""Batches of changing length under a limit of address space, in which a plain loop fails."""
+"""Tests of variable-length batches under a memory limit at which a plain loop fails."""
 
 from __future__ import annotations
 

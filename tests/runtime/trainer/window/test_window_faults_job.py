@@ -1,4 +1,4 @@
-"""Batches that cannot be trained on: an error on every rank, and no effect on the training."""
+"""Tests of unusable batches: an error on every rank, and no effect on the training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of the knobs: candidate sizes, memory checks, cached plans, garbage collection."""
+"""Tests of parts of the knobs: candidate sizes, memory checks, cached plans, gc."""
 
 from __future__ import annotations
 

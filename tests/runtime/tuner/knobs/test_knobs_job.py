@@ -1,4 +1,4 @@
-"""Every knob of a real run on two ranks: set, read back, restored.
+"""Tests of every knob in a real run on two ranks: set, read back, restored.
 
 Covers `knob.py` and `layout_knobs.py`.
 """

@@ -1,4 +1,4 @@
-"""The A/B test of a trial: sequence of variants, steps that are not measured, early ends."""
+"""Tests of the A/B test of a trial: order of variants, unmeasured steps, early ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verdicts of A/B tests in simulated training; with few sessions, so the bounds are loose.
+"""Tests of the verdicts of A/B tests in simulated training, with loose bounds.
 
 `tests/bench/tuner/simulated_trials.py` has the figures.
 """

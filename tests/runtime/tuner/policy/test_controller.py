@@ -1,4 +1,4 @@
-"""The controller: trials, failures, memory pressure, interruptions.
+"""Tests of the controller: trials, failures, memory pressure, interruptions.
 
 Covers `trial.py`.
 """

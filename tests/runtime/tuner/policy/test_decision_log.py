@@ -1,4 +1,4 @@
-"""The decision log: complete lines that can be read back, and no error from the disk."""
+"""Tests of the decision log: complete lines that can be read back, no error from the disk."""
 
 from __future__ import annotations
 

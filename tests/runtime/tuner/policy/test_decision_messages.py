@@ -1,4 +1,4 @@
-"""Decisions, symptoms and changes as text for the log."""
+"""Tests of the log texts of decisions, symptoms and changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The diagnosis: metrics of an interval of training, and the symptoms found in them."""
+"""Tests of the diagnosis: metrics of an interval of training, and their symptoms."""
 
 from __future__ import annotations
 

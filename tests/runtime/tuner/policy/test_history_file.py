@@ -1,4 +1,4 @@
-"""The search history on disk: saved by job and context, and robust against damaged files."""
+"""Tests of the history file: saved by job and context, robust against damaged files."""
 
 from __future__ import annotations
 

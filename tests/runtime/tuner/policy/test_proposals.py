@@ -1,4 +1,4 @@
-"""Which changes are proposed against the symptoms, and in which order."""
+"""Tests of the changes that are proposed against the symptoms, and of their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search history by context."""
+"""Tests of the search history by context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The budget of trials, and whether a trial pays back its cost."""
+"""Tests of the budget of trials, and of whether a trial pays back its cost."""
 
 from __future__ import annotations
 
