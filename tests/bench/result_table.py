@@ -1,4 +1,4 @@
-"""Results of a bench as rows of a printed table."""
+"""Prints the results of a bench as rows of a table."""
 
 from __future__ import annotations
 

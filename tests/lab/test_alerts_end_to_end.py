@@ -1,4 +1,4 @@
-"""Alerts of a real run, from the fault to Alertmanager: raised in time, with what is needed, ended.
+"""Tests of alerts from the fault to Alertmanager: raised in time, complete, and resolved.
 
 Two hosts, a real Prometheus and a real Alertmanager; the shipped rules with windows a thirtieth as
 long. All faults happen to one run, so that it takes two minutes and not ten.

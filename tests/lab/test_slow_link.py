@@ -1,4 +1,4 @@
-"""What the exchange makes of a link that is slow, and of one that is fast."""
+"""Tests of the figures of the cross-rank exchange on a slow link and on a fast link."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""CPU time of one cross-rank exchange on a rank of a thousand, and on a rank of two.
+"""Measures the CPU time of one cross-rank exchange, with a thousand ranks and with two.
 
-A thousand simulated ranks report 200 calls each, of 20 sizes. CPU time of this thread, without any
-store but for the last rows, where two ranks share a real one. Rank 0 does all of the first three
-rows, each at another look.
+A thousand simulated ranks report 200 calls each, of 20 sizes. The bench measures the CPU time of
+its own thread. In the last rows two ranks share a real store; the other rows use no store. Rank 0
+does the work of the first three rows, each in a different look.
 """
 
 from __future__ import annotations

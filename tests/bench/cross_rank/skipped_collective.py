@@ -1,4 +1,4 @@
-"""Twenty jobs in which a rank skips a collective: how soon it is named, by default settings."""
+"""Measures how soon a rank that skips a collective is named, in twenty jobs."""
 
 from __future__ import annotations
 

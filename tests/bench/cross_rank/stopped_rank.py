@@ -1,4 +1,4 @@
-"""Jobs in which one rank is stopped: how soon a report names it, by default settings."""
+"""Measures how soon a report names a stopped rank, with the default settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generated runs followed by three rules, and what can be counted on them."""
+"""Follows generated runs with three forecasting rules, and counts the outcomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of generated runs: noise, lengths, blocks, bursts."""
+"""Generates the parts of runs: noise, lengths, blocks, bursts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of forecasts: Brier score, reliability, false alarms, lead time."""
+"""Computes scores of forecasts: Brier score, reliability, false alarms, lead time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real training on CPU: the error of each step's peak RSS predicted from the steps before.
+"""Measures the error of each step's predicted peak RSS in real training on CPU.
 
 Three patterns of lengths, under glibc's default allocator and under one that gives memory back.
 """

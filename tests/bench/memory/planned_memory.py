@@ -1,4 +1,4 @@
-"""Estimated memory against the memory of real engines of two ranks."""
+"""Compares estimated memory with the memory of real engines on two ranks."""
 
 from __future__ import annotations
 

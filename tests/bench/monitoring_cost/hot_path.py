@@ -1,4 +1,4 @@
-"""Time that recording adds to one collective, measured around fakes that do nothing."""
+"""Measures the time that recording adds to one collective, around fakes that do nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cost of OTLP without a collector that answers: of a step, and of zerowatch's threads."""
+"""Measures the cost of OTLP without a working collector: of a step, and of the threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU time of zerowatch's own threads, from the kernel's counters.
+"""Reads the CPU time of zerowatch's own threads from the kernel's counters.
 
 As a script it polls the threads of another process and prints the longest stretch of CPU time that
 one of them got between two polls, in seconds: `own_threads.py pid tid...`, until stdin closes.

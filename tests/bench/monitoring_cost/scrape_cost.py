@@ -1,4 +1,4 @@
-"""Cost of a scrape of the full catalog on the rank that answers, with the real HTTP server."""
+"""Measures the cost of a scrape of the full catalog on the rank that serves it."""
 
 from __future__ import annotations
 

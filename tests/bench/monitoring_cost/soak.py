@@ -1,4 +1,4 @@
-"""Ten thousand tiny steps: memory growth with monitoring, compared with a run without it."""
+"""Measures memory growth over ten thousand tiny steps, with and without monitoring."""
 
 from __future__ import annotations
 

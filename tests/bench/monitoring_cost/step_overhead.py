@@ -1,4 +1,4 @@
-"""Overhead of monitoring on a step, compared with DeepSpeed's comms_logger and torch.profiler.
+"""Measures the overhead of monitoring on a step, against comms_logger and torch.profiler.
 
 Arms are interleaved in one process per rank. Each arm's block is compared with the mean of the two
 unmonitored blocks of its round; the two compared with each other show the noise floor. Wall time is

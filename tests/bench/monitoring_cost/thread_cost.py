@@ -1,4 +1,4 @@
-"""CPU time of zerowatch's threads in a real run that is scraped, from the kernel's counters."""
+"""Measures the CPU time of zerowatch's threads in a real run that is scraped."""
 
 from __future__ import annotations
 

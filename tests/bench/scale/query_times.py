@@ -1,4 +1,4 @@
-"""Time of Prometheus for Grafana's queries: query by query, and a dashboard at a time."""
+"""Measures Prometheus' time for Grafana's queries: by query, and by dashboard."""
 
 from __future__ import annotations
 

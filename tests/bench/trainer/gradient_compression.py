@@ -1,4 +1,4 @@
-"""Gradient compression: time of all-reduces on a slow link, and effect on the loss."""
+"""Measures gradient compression: all-reduces on a slow link, and the effect on the loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of changing length where memory is short: plain DeepSpeed compared with a TrainingRun."""
+"""Compares plain DeepSpeed with a TrainingRun on batches of changing length in little memory."""
 
 from __future__ import annotations
 

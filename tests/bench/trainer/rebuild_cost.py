@@ -1,4 +1,4 @@
-"""Time and memory of engine rebuilds: all 16 transitions of stages, and offload both ways.
+"""Measures time and memory of engine rebuilds: all 16 transitions of stages, and offload.
 
 The host memory of a rebuild is its peak RSS less the larger of what was in use before and after it:
 what is needed for a while, in addition to the engines. The bench compares it with the states that

@@ -1,4 +1,4 @@
-"""Ranks killed at random moments, with restarts; compares the end with a run without kills."""
+"""Kills ranks at random moments, restarts them, and compares with a run without kills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Throughput of two ranks, one slowed, with shares by speed against even ones.
+"""Measures the throughput of two ranks, one slowed, with shares by speed and even shares.
 
 One run finds its shares; then blocks of windows of both kinds take turns, in the same engine.
 Asleep, the slow rank leaves the cores alone; at work it computes for so much CPU time of its own.

@@ -1,4 +1,4 @@
-"""One of two ranks, the second one slow: windows of even shares against those the run found."""
+"""Runs one of two unequal ranks: windows with even shares, and with shares by speed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Cost of the votes before collectives, by which a TrainingRun's ranks agree that none has failed.
+"""Measures the cost of the votes of a TrainingRun's ranks before collectives.
 
-Blocks of windows with and without votes take turns; two ranks on one machine. The goal is that of
-monitoring. A guarded window, as long as memory is in doubt, has no goal: it votes before each
+Blocks of windows with and without votes alternate, on two ranks of one machine. The goal is the
+same as for monitoring. A guarded window has no goal: while memory is in doubt, a vote precedes each
 collective.
 """
 

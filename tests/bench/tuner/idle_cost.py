@@ -1,9 +1,9 @@
-"""Cost of the tuner in a run in which it finds nothing to do, and in one where it is off.
+"""Measures the cost of a tuner that finds nothing to do, against a run without a tuner.
 
-The cost counted is that on rank 0's training thread, around the tuner's four calls of a window,
-looks at the metrics included, as often as by default. Its CPU time counts: wall time includes the
-machine's other work. The same calls of a tuner that is off are measured likewise, after a
-step's arithmetic has emptied the caches: what the clocks take then is no cost of the tuner.
+The bench measures the tuner's four calls of a window on rank 0's training thread. They include the
+readings of the metrics, as often as by default. CPU time is measured, because wall time includes
+other work of the machine. The same calls are measured with the tuner off, after a step's arithmetic
+has emptied the caches. The time that the clocks themselves take is thereby known.
 """
 
 from __future__ import annotations

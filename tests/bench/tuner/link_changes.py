@@ -1,4 +1,4 @@
-"""The tuner on a link that becomes slow in the middle of a run, and fast again.
+"""Runs the tuner on a link that becomes slow in the middle of a run, and fast again.
 
 Sequences are longer than in slow_link.py, and the run starts from what is best there without other
 roundings. On this machine 8 bits are some per cent faster at 2 Gbit/s too, as they cost hardly any

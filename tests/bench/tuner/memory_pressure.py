@@ -1,4 +1,4 @@
-"""Memory pressure: how often memory runs out without a tuner, and with one that may act."""
+"""Counts how often memory runs out without a tuner, and with a tuner that may act."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other rules to decide on a change, on the same step times as a trial."""
+"""Decides on a change by other rules than the tuner's, on the same step times."""
 
 from __future__ import annotations
 

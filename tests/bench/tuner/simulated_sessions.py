@@ -1,4 +1,4 @@
-"""Trials of several knobs in a row, and whole sessions of a controller with one knob."""
+"""Simulates trials of several knobs in a row, and whole sessions with one knob."""
 
 from __future__ import annotations
 

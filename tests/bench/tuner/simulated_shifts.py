@@ -1,4 +1,4 @@
-"""Delay and false alarms of the detection of a lasting change of speed."""
+"""Simulates the detection of a lasting change of speed: delay and false alarms."""
 
 from __future__ import annotations
 

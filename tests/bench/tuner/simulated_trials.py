@@ -1,4 +1,4 @@
-"""Results of trials in simulated training, compared with two simpler rules.
+"""Simulates trials, and compares their results with two simpler rules.
 
 Step times carry correlated noise (2 %), a slow wave (3 %), level shifts (8 % for 100 steps) and
 spikes (1.3 to 2 times, 2 % of steps). The trial's constants were swept on other seeds.

@@ -1,4 +1,4 @@
-"""The tuner on faster links, where little can be gained; its result must not be slower."""
+"""Runs the tuner on faster links, with little to gain; its result must not be slower."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other tuners that choose the configuration, on the same slow link."""
+"""Lets other tuners choose the configuration, on the same slow link."""
 
 from __future__ import annotations
 

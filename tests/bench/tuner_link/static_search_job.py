@@ -1,4 +1,4 @@
-"""One rank that walks through configurations on one live engine, and reports each.
+"""Measures a list of configurations on one live engine, and reports each result.
 
 It is asked for {"visits": [configuration], "settle_steps": n, "steps": n}.
 """

@@ -1,4 +1,4 @@
-"""One rank that trains while the tuner works; then what that found is compared with others.
+"""Trains one rank with the tuner, then compares the tuned configuration with others.
 
 It is asked for {"tuner": keywords of TrainingRun, "settings": the tuner's, "seconds": how long to
 train, "rivals": {name: configuration}, "rounds", "settle_steps", "steps": of the comparison,
