@@ -106,12 +106,12 @@ class RunEnd:
     def all_failed(self, attempt: int, wait_seconds: float | None = None) -> bool:
         """Return whether all ranks have announced a failure in this attempt.
 
-        Ranks that did not fail wait in a collective that this rank will not enter. If all failed,
-        as with equal local batches and micro-batches, none is in one.
+        Ranks that did not fail wait in a collective that this rank will not enter. If all ranks
+        failed, as with equal local batches and micro-batches, no rank is in a collective.
 
         Args:
             attempt: Number of the attempt.
-            wait_seconds: How long to wait for the slowest; None for CONSENSUS_SECONDS.
+            wait_seconds: How long to wait for the slowest rank; None for CONSENSUS_SECONDS.
         """
         seconds = CONSENSUS_SECONDS if wait_seconds is None else wait_seconds
         keys = [f"{self._prefix}/{attempt}/{rank}" for rank in range(self._host_group.world_size)]
@@ -125,9 +125,9 @@ class RunEnd:
         return False
 
     def end(self, error: BaseException, place: str) -> None:
-        """End the run on all ranks after an error of this one, which the caller then raises.
+        """End the run on all ranks after an error of this rank, which the caller then raises.
 
-        Does nothing if this is the only rank, or if the error only follows from another's.
+        Does nothing if this is the only rank, or if an error of another rank caused this error.
 
         Args:
             error: This rank's error.
@@ -161,11 +161,11 @@ class RunEnd:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Raise, in place of an error that follows from it, that of the rank that ended the run.
+        """Raise the error of the rank that ended the run in place of an error that follows from it.
 
         Raises:
             PeerFailedError: Another rank has ended the run.
-            ZerowatchError: This rank has ended it, in an earlier call.
+            ZerowatchError: This rank has ended the run, in an earlier call.
         """
         if self._own_error is not None:
             raise self._own_error
@@ -221,7 +221,7 @@ class RunEnd:
                 return
 
     def _await_call(self) -> None:
-        """Wait until the call in progress has raised; end the process if it does not."""
+        """Wait until the call in progress has raised; if none is raised, end the process."""
         deadline = time.monotonic() + self._exit_seconds
         while self._num_calls and not self._stopped.wait(min(1.0, self._exit_seconds / 10)):
             if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
 """Runs accumulation windows, each of which makes one update.
 
-All ranks open a window, replay it until it fits in memory, and commit it once. This lies outside
-`trainer.window`, which oom_recovery imports, because it imports both.
+All ranks open a window, replay it until it fits in memory, and commit it once. This module imports
+oom_recovery, which imports `trainer.window`, so it lies outside both.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 MAX_NAMED = 3  # modules named in a warning
 
-# DeepSpeed's, tutel's, megablocks', and those of transformers, such as MixtralSparseMoeBlock.
+# Classes of DeepSpeed, tutel, megablocks and transformers, such as MixtralSparseMoeBlock.
 _EXPERTS = re.compile(r"MoE|MOE|Moe(?![a-z])|Experts|TopKGate|SwitchTransformers")
 
 
@@ -41,8 +41,8 @@ def job_facts(engine: Any) -> JobFacts:
 def model_traits(model: torch.nn.Module, *, loss_decomposable: bool = True) -> ModelTraits:
     """Return what a model's modules and their attributes show.
 
-    Code of a module beyond these is not inspected. Experts count with or without a capacity: most
-    have one, and the others add a loss over all tokens that they get.
+    Code of a module beyond these is not inspected. Experts count with or without a capacity. Most
+    have a capacity; experts without a capacity add a loss over all tokens that they get.
 
     Args:
         model: The model.

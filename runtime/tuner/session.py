@@ -276,7 +276,7 @@ class ReportedOomRisk:
         self._invalid_until, self._risk = now, 0.0
 
     def current(self, *, now: int, seconds: float) -> float:
-        """Return the risk after step `now`; 0 where it is no longer updated.
+        """Return the risk after step `now`; 0 where the risk is no longer updated.
 
         Args:
             now: Number of the last step.

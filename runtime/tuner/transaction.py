@@ -26,7 +26,7 @@ REASON_BYTES = 300  # of the reason that a rank sends to the others
 
 
 class Fault(IntEnum):
-    """The rank that made a phase fail on this rank; of all ranks' values the largest counts."""
+    """The rank that made a phase fail on this rank; the largest value of all ranks counts."""
 
     NONE = 0
     OTHER_RANK = 1
@@ -44,7 +44,7 @@ def switch_all_ranks(
     Args:
         host_group: Connects all ranks.
         knobs: Knobs of this rank.
-        request: Request of rank 0, if it has one; that of other ranks is ignored.
+        request: Rank 0's request, if there is one; requests of other ranks are ignored.
         clock: Seconds of a monotonic clock.
 
     Returns:
@@ -99,7 +99,7 @@ class _RankTransaction:
 
     Attributes:
         problem: What failed on this rank; None if nothing did.
-        fault: Whose fault that is.
+        fault: Which rank caused the problem.
     """
 
     def __init__(self, request: SwitchRequest, knobs: KnobSetter) -> None:
@@ -187,7 +187,7 @@ class _Failure(NamedTuple):
 
 
 def _run(transaction: _RankTransaction, host_group: HostCollectives) -> _Failure | None:
-    """Run the phases until one fails on some rank; return None if none failed."""
+    """Run the phases until a phase fails on some rank; return None if no phase failed."""
     for phase in (transaction.check, transaction.apply, transaction.verify):
         phase()
         fault = host_group.all_max(transaction.fault)

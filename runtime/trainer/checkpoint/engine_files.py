@@ -17,8 +17,8 @@ from .folder import EngineInfo
 from .run_state import write_error
 from .safe_load import plain_data_only
 
-# Method that copies a script into the checkpoint. It is wrapped too: if it raised on a full disk,
-# the other ranks would wait at the barrier.
+# Method that copies a script into the checkpoint. The method is wrapped too: if it raised on a full
+# disk, the other ranks would wait at the barrier.
 _COPY = "_copy_recovery_script"
 
 PARTLY_LOADED = "The engine may be partly loaded: load another checkpoint before training goes on"
@@ -89,11 +89,11 @@ def write_engine(engine: Any, folder: Path, name: str) -> list[Path]:
 def read_engine(engine: Any, folder: Path, name: str, host_group: HostCollectives) -> None:
     """Read this rank's files by DeepSpeed; all ranks must call it. No code in them is run.
 
-    DeepSpeed calls collectives meanwhile. A vote precedes each, so that a rank that fails leaves no
-    other waiting.
+    DeepSpeed calls collectives meanwhile. A vote precedes each collective, so that no rank waits
+    for a rank that failed.
 
     Raises:
-        CheckpointError: DeepSpeed cannot load them on this rank or another.
+        CheckpointError: DeepSpeed cannot load the files on this rank or another.
     """
     clip = getattr(engine.optimizer, "clip_grad", None)
     path = None

@@ -101,8 +101,8 @@ class CheckpointFolder:
         """Return the checkpoint with the highest save number; None if there is none.
 
         Args:
-            before: Name of a checkpoint; then only earlier ones count, which have no more steps.
-                If its manifest cannot be read, its save number is unknown.
+            before: Name of a checkpoint; then only earlier checkpoints count, which have no more
+                steps. If the manifest of `before` cannot be read, its save number is unknown.
         """
         save_numbers = self.save_numbers()
         limit = save_numbers.get(before or "", _MAX_SAVE_NUMBER)
@@ -118,10 +118,11 @@ class CheckpointFolder:
         return self.path / name / MANIFEST
 
     def next_repeat(self, steps: int) -> int:
-        """Return the next free repeat number of a step; lower ones may be free too.
+        """Return the next free repeat number of a step; lower numbers may be free too.
 
-        Of several checkpoints of one step the first are deleted first, so a count would not do.
-        What `prepare` could not remove takes a number too: a checkpoint must not contain its files.
+        The number of checkpoints of the step is no free number, because the first of them are
+        deleted first. A folder that `prepare` could not remove takes a number too: a checkpoint
+        must not contain its files.
         """
         first = checkpoint_name(steps, 0)
         entries = [entry.name.removeprefix(_PARTIAL_PREFIX) for entry in self.path.iterdir()]
@@ -135,14 +136,14 @@ class CheckpointFolder:
         """Make a partial checkpoint complete and the latest; its files must be on the disk.
 
         Raises:
-            OSError: The disk fails; the checkpoint that was the latest still is.
+            OSError: The disk fails; the latest checkpoint stays the latest.
         """
         (self.path / partial_name(name)).rename(self.path / name)
         sync(self.path)
         atomic_write(self.path / LATEST, name, durable=True)
 
     def remove(self, name: str) -> None:
-        """Delete a checkpoint; an interrupted deletion leaves none that looks complete.
+        """Delete a checkpoint; after an interrupted deletion the checkpoint does not look complete.
 
         Raises:
             OSError: The disk fails, or a file is in use on NFS; `prepare` deletes the rest.
@@ -160,11 +161,11 @@ class Candidate(NamedTuple):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint has lost or changed bytes; an earlier one may be whole."""
+    """A checkpoint has lost or changed bytes; an earlier checkpoint may be whole."""
 
 
 def checkpoint_name(steps: int, repeat: int) -> str:
-    """Return the name of a checkpoint; `repeat` distinguishes those of the same step."""
+    """Return the name of a checkpoint; `repeat` distinguishes checkpoints of the same step."""
     return f"step-{steps:08d}" + (f"-{repeat + 1}" if repeat else "")
 
 
@@ -185,13 +186,13 @@ class FileInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """Properties in which an engine must equal the one that the checkpoint was written from.
+    """Properties in which an engine must equal the engine that the checkpoint was written from.
 
     Attributes:
         zero_stage: 0 to 3.
         world_size: Number of ranks.
         data_parallel_size: Ranks over which the optimizer's state is sharded.
-        optimizer: Types of DeepSpeed's optimizer and of the one that it wraps.
+        optimizer: Types of DeepSpeed's optimizer and of the optimizer that it wraps.
         dtypes: Dtypes of the model and of accumulated gradients.
         parameters: Full shape of each parameter, by its name.
     """
@@ -273,7 +274,7 @@ _MANIFEST = TypeAdapter(Manifest)
 
 
 def first_line(error: Exception) -> str:
-    """Return an error as one line; of pydantic's the first wrong field."""
+    """Return an error as one line; for a pydantic error, the first wrong field."""
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
@@ -315,7 +316,7 @@ def check_engine(folder: Path, saved: EngineInfo, now: EngineInfo) -> None:
     """Check that a checkpoint can be loaded into an engine.
 
     Raises:
-        CheckpointError: It cannot; the message says what to do.
+        CheckpointError: The checkpoint does not match the engine; the message says what to do.
     """
     differences = [
         (saved.world_size, now.world_size, "rank(s)", _SAME_RANKS),

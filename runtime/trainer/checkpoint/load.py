@@ -68,13 +68,14 @@ def find_checkpoint(
         folder: Folder that was passed to `save_checkpoint`.
         engine: The engine, of which only the place of its files is used.
         host_group: Group of all ranks.
-        fallback: Whether to take the last undamaged one before it if it is damaged.
+        fallback: Whether to take the last undamaged checkpoint before the last one if that is
+            damaged.
 
     Returns:
         The checkpoint, the same on all ranks; None where no checkpoint was saved yet.
 
     Raises:
-        CheckpointError: It is damaged, or holds objects; raised on all ranks.
+        CheckpointError: The checkpoint is damaged, or holds objects; raised on all ranks.
     """
     checkpoints = CheckpointFolder(Path(folder).absolute())
     action = f"load from {checkpoints.path}"
@@ -150,7 +151,7 @@ def _on_all_ranks(
 
 
 def _last(checkpoints: CheckpointFolder) -> Candidate | None:
-    """Return the checkpoint that `latest` names; without that file the newest one."""
+    """Return the checkpoint that `latest` names; without that file, the newest checkpoint."""
     name = checkpoints.latest()
     if name is None:
         newest = checkpoints.newest()
@@ -171,7 +172,7 @@ def _last(checkpoints: CheckpointFolder) -> Candidate | None:
 
 
 def _before(checkpoints: CheckpointFolder, tried: str | None) -> Candidate | None:
-    """Return the newest checkpoint before one that is damaged, or before what `latest` names."""
+    """Return the newest checkpoint before a damaged checkpoint, or before the name in `latest`."""
     return checkpoints.newest(before=tried or checkpoints.latest())
 
 
@@ -189,7 +190,8 @@ def _agreed(
 ) -> Candidate | None:
     """Return the checkpoint that all ranks have.
 
-    A crash may leave nodes with local disks one checkpoint apart; then it is the earlier one.
+    A crash may leave nodes with local disks one checkpoint apart. Then the earlier checkpoint is
+    returned.
 
     Raises:
         CheckpointError: No checkpoint is on all ranks.
@@ -241,7 +243,7 @@ def _checked(
 
 
 def _share(engine: Any, host_group: HostCollectives) -> tuple[int, int]:
-    """Return this rank's position among those that see the same folder, and their number."""
+    """Return this rank's position among the ranks that see the same folder, and their number."""
     starts_folder = host_group.all_gather([is_writer_rank(engine)])[:, 0] > 0
     starts = [0, *np.flatnonzero(starts_folder), len(starts_folder)]
     first = max(start for start in starts if start <= host_group.rank)

@@ -66,9 +66,9 @@ class PersistedPlan:
 
     Attributes:
         steps: Windows committed when the plan was written.
-        plan: How windows are split; None if a process ended before one was written.
+        plan: How windows are split; None if a process ended before a plan was written.
         config: The ds config in use, if the engine was rebuilt.
-        failures: Failures since the plan was written, which it does not account for.
+        failures: Failures since the plan was written, which the plan does not account for.
         format: Version of the file's format.
     """
 
@@ -89,7 +89,7 @@ def check_plan(values: Mapping[str, Any], checkpoint: Path) -> MicroBatchPlan:
     """Return the plan in a checkpoint.
 
     Raises:
-        CheckpointError: It is of another version of zerowatch.
+        CheckpointError: The plan is of another version of zerowatch.
     """
     try:
         return _PLAN.validate_python(values)
@@ -112,7 +112,7 @@ class PlanFile:
     """Reads and writes the plan file of a run folder, and logs errors of the disk.
 
     Args:
-        owner: Owner of the run folder, which it may get late; without one nothing is written.
+        owner: Supplies the run folder; without a folder nothing is written.
     """
 
     def __init__(self, owner: RunFolderOwner) -> None:
@@ -153,7 +153,7 @@ class PlanFile:
             self._write(PersistedPlan(steps=steps, plan=plan, config=config, failures=new))
 
     def add_failure(self, *, length: int, samples: int) -> None:
-        """Record a micro-batch that does not fit, before this process ends by it.
+        """Record a micro-batch that does not fit, before its out-of-memory error ends this process.
 
         Args:
             length: Sequence length of the batch, as agreed on between the ranks.
@@ -174,7 +174,7 @@ class PlanFile:
 
     @contextmanager
     def _locked(self) -> Iterator[PersistedPlan]:
-        """Lock the file against other ranks; briefly, as a process that is ending must not wait."""
+        """Lock the file against other ranks; wait only briefly, so that a process can end."""
         if self._folder is None:
             yield PersistedPlan()
             return

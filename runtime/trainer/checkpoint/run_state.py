@@ -31,7 +31,7 @@ class RunState:
     Attributes:
         steps: Windows committed.
         samples: Samples committed, of all ranks together.
-        config: The ds config in use; not the caller's after an engine was rebuilt.
+        config: The ds config in use; after a rebuild it differs from the caller's ds config.
         rebuilt: Whether the engine was rebuilt.
         micro_batch_plan: Samples per micro-batch, the failing sizes by length, and all other state
             that decides how the next window is split.

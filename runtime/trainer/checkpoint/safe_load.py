@@ -1,8 +1,8 @@
 """Reads torch's files without running code from them.
 
-A pickled object is built by calling what its file names, so a file could run anything. torch's
-`weights_only` reads tensors and plain data, and refuses every other global. DeepSpeed reads its
-files without it, so `torch.load` is wrapped while DeepSpeed loads.
+A pickled object is built by calling the functions that its file names, so a file could run any
+code. torch's `weights_only` reads tensors and plain data, and refuses every other global. DeepSpeed
+reads its files without it, so `torch.load` is wrapped while DeepSpeed loads.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def load_plain(path: Path) -> Any:
     """
     try:
         with plain_data_only():
-            # Only torch's zip files can be mapped, not those of its older format.
+            # Only torch's zip files can be mapped, not files of its older format.
             return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
     except Exception as error:
         raise _refusal(path, error) from error

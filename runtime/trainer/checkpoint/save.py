@@ -58,7 +58,8 @@ def save_checkpoint(
         state: This rank's state of the run, except the engine.
         keep: How many checkpoints to leave, this one included; at least 1.
         superseded: Checkpoints that the load before passed over (`FoundCheckpoint.superseded`).
-            They do not count, and are deleted; what is deleted is removed from the set.
+            Superseded checkpoints do not count toward `keep`. They are deleted, and removed from
+            the set.
 
     Raises:
         CheckpointError: `state` holds something that is not plain data, or a rank cannot write.

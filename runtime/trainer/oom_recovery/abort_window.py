@@ -177,8 +177,8 @@ def _abort_stage_3(engine: Any) -> None:
     """Put every parameter back into its partition, and drop the partitions of gradients.
 
     Ranks may be at different points between two collectives. So all state that decides what is
-    gathered next is reset: no parameter stays gathered, the trace is recorded again, and results
-    derived from it are cleared.
+    gathered next is reset. No parameter stays gathered, the trace is recorded again, and results
+    derived from the trace are cleared.
     """
     optimizer, module = engine.optimizer, engine.module
     coordinator = optimizer.parameter_offload.get_param_coordinator()

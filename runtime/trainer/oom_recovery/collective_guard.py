@@ -1,8 +1,8 @@
-"""Votes before collectives, so that none is entered that a failed rank will not enter.
+"""Votes before collectives, so that no rank enters a collective that a failed rank will not enter.
 
 While armed, all ranks vote before each collective of the training; otherwise, before the first
 collective of each forward and each backward. A rank that ran out of memory, or whose loss raised an
-error, joins the vote that the others are about to hold, and they raise instead of issuing the
+error, joins the next vote of the other ranks. All ranks then raise instead of issuing the
 collective. No rank is left waiting, and no communicator is left half used. All ranks must issue the
 same collectives in the same order, as ZeRO, tensor and sequence parallelism do, and pipeline stages
 do not.
@@ -107,16 +107,16 @@ class CollectiveGuard:
 
     @property
     def can_report(self) -> bool:
-        """Whether the other ranks hold a vote before any collective that this one will not enter.
+        """Whether the other ranks vote before any collective that this rank will not enter.
 
         In a pass that is not guarded they may be in a collective already.
         """
         return self.armed or self._is_single_rank or not self._is_in_pass
 
     def report(self, vote: Vote) -> None:
-        """Join the next vote of the other ranks as one that failed; sets `aborted_by`.
+        """Join the next vote of the other ranks as a failed rank; sets `aborted_by`.
 
-        Once the window is aborted they hold none: this rank failed while it aborted the window.
+        Once the window is aborted, the other ranks hold no vote: this rank failed in the abort.
         """
         if not self.aborted_by:
             self.aborted_by = Vote(self._exchange_vote(vote))
@@ -188,9 +188,9 @@ class CollectiveGuard:
 def probe_workspace(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Allocate what a collective on these tensors may need, and free it at once.
 
-    gloo allocates within its calls: a copy of the input to reduce and scatter, the flat output of
-    a gather, segments of a ring. Where that fails it is too late: the other ranks are in the call.
-    On devices nothing is done: NCCL has its buffers since its first call.
+    gloo allocates within its calls: a copy of the input to reduce and scatter, the flat output of a
+    gather, segments of a ring. An allocation that fails there fails too late: the other ranks are
+    in the call. On devices nothing is done: NCCL allocates its buffers in its first call.
 
     Raises:
         RuntimeError: Memory does not suffice; the same error as the collective's own would be.

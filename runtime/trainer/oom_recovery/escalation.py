@@ -3,11 +3,11 @@
 Micro-batches become smaller first. If not even one sample fits, memory savings are applied one
 after the other, in `ESCALATION_ORDER`.
 
-`memory.oom.predicted_savings` is another list, for the report of an out-of-memory error. It
-advises the user: it names changes that only a restart makes (allocator settings, shorter samples,
-offload to NVMe), with the predicted bytes of each. This list holds only what a run can apply by
-itself without a change of the result, on the live engine or by a rebuild, in order of cost. A
-memory saving that is added to one may belong in the other too.
+`memory.oom.predicted_savings` is another list, for the report of an out-of-memory error. That list
+advises the user: it names changes that need a restart (allocator settings, shorter samples, offload
+to NVMe), with the predicted bytes of each. `ESCALATION_ORDER` holds only changes that a run can
+apply by itself, in order of cost, and that leave the result unchanged. A memory saving that is
+added to one list may belong in the other list too.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..engine_change import EngineChange
 from ..window.window_agreement import LocalBatches
 from .micro_batch_planner import MicroBatchPlanner
 
-# Memory savings, cheapest first: each reduces throughput more than the one before. The order of
-# the rebuilds within the last one is that of `rebuild_changes`.
+# Memory savings, cheapest first: each reduces throughput more than the saving before. The last
+# saving is several rebuilds, in the order of `rebuild_changes`.
 ESCALATION_ORDER = (
     EngineChange.ACTIVATION_CHECKPOINTING,
     EngineChange.MINIMAL_BUCKETS,
@@ -35,8 +35,8 @@ def rebuild_changes(
 ) -> list[dict[str, Any]]:
     """Return the rebuilds of the escalation as changes to a ds config.
 
-    Each needs less device memory than the one before. A higher stage saves nothing on one rank.
-    Offloading saves nothing if training runs on the host.
+    Each rebuild needs less device memory than the rebuild before. A higher stage saves nothing on
+    one rank. Offloading saves nothing if training runs on the host.
     """
     stage = zero_stage(config)
     stages = [higher for higher in (2, 3) if higher > stage and world_size > 1]
@@ -59,13 +59,13 @@ class MemorySaving(Protocol):
         """Apply the memory saving on this rank; all ranks call it together.
 
         Returns:
-            Whether anything changed. A memory saving that is not possible here returns False and
-            does not raise.
+            Whether anything changed. A memory saving that is not possible on this engine returns
+            False and does not raise.
         """
 
 
 class EscalationPolicy:
-    """Lowers the memory of the next attempt after one that ran out of it.
+    """Lowers the memory of the next attempt after an attempt ran out of memory.
 
     Args:
         savings: Memory savings of the run, in any order; each is applied once in a run.

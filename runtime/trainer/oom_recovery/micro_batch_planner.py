@@ -164,8 +164,8 @@ class MicroBatchLimits:
 class GuardSchedule:
     """Decides in which windows the ranks vote before each collective.
 
-    They do while an out-of-memory error is likely. A new schedule, as after a start or restart, is
-    armed, because no size is known to fit yet.
+    The ranks vote while an out-of-memory error is likely. A new schedule is armed, because no size
+    is known to fit yet.
 
     Attributes:
         windows_left: Successful windows until the guard is disarmed; 0 while it is.
@@ -288,10 +288,11 @@ def size_after_oom(
 def smaller_size(
     failing: int, peaks: Sequence[PeakSample], limit_bytes: float | None
 ) -> int | None:
-    """Return the size to try after one that ran out of memory; None if that was a single sample.
+    """Return the size to try after a size ran out of memory; None after a single sample.
 
-    It is the largest that fits by a line through the peaks, if there are peaks of two sizes or
-    more; otherwise half the failing size, rounded up. It is always below the failing size.
+    With peaks of two sizes or more, the result is the largest size that fits by a line through the
+    peaks. Otherwise it is half the failing size, rounded up. The result is always below the failing
+    size.
     """
     if failing <= 1:
         return None
@@ -304,7 +305,7 @@ def smaller_size(
 def largest_fitting(peaks: Sequence[PeakSample], limit_bytes: float) -> int | None:
     """Return the largest size with a + b * size under the limit; None without such a line.
 
-    The line is the least squares one, lifted to lie on or above every measured peak. 0 if not even
+    The line is the least squares line, lifted to lie on or above every measured peak. 0 if not even
     one sample is expected to fit.
     """
     if len({peak.samples for peak in peaks}) < 2:

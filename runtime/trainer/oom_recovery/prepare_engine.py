@@ -2,8 +2,8 @@
 
 Optimizer state is created before the first step, so that an error occurs at the start.
 
-Adam and similar optimizers create theirs in their first step. An error there occurs after some
-weights were updated, and such a step cannot be repeated.
+Adam and similar optimizers create their state in the first step. An error in that step occurs after
+some weights were updated, so the step cannot be repeated.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class ReplayResult(Generic[T]):
     Attributes:
         outcome: Return value of the successful attempt.
         micro_batches: Into how many micro-batches it was split.
-        replays: Failed attempts before it.
-        lost_seconds: Time of those attempts, and of cleaning up after them.
+        replays: Failed attempts before the successful attempt.
+        lost_seconds: Time of the failed attempts, and of cleaning up after them.
     """
 
     outcome: T
@@ -65,7 +65,7 @@ class ReplayResult(Generic[T]):
 
 
 class _AttemptReport(NamedTuple):
-    """Report that each rank sends to the others after a failed attempt."""
+    """What each rank reports to the other ranks after a failed attempt."""
 
     ran_out: bool
     largest: int  # samples of its largest micro-batch
@@ -81,7 +81,7 @@ class OomReplay:
         guard: Guard of the collectives, open on all ranks.
         planner: Planner of the micro-batches of each window.
         escalation: What is changed after an attempt that ran out of memory, and in which order.
-        memory: Source of this rank's memory measurements; without it, sizes are halved.
+        memory: Measures this rank's memory; without it, sizes are halved.
         run_end: Ends the run where the ranks cannot leave a window together.
 
     Attributes:
@@ -126,7 +126,7 @@ class OomReplay:
         Raises:
             PeerOutOfMemoryError: Another rank's memory does not hold even one sample.
             PeerFailedError: An attempt, or a function of `on_window_abort`, failed on another rank.
-            RuntimeError: This rank's memory does not hold even one sample; its own error.
+            RuntimeError: This rank's memory does not hold even one sample; this rank's own error.
             Exception: An attempt, or a function of `on_window_abort`, failed on this rank.
         """
         self._guard.armed = self.planner.begin_window(
@@ -157,12 +157,12 @@ class OomReplay:
             lost_seconds += perf_counter() - began
 
     def run_evaluation(self, attempt: Callable[[], T]) -> T:
-        """Run an attempt that is not repeated; if it fails on one rank, raise on all.
+        """Run an attempt that is not repeated; if a rank fails, raise on all ranks.
 
         Raises:
             PeerOutOfMemoryError: Another rank ran out of memory.
             PeerFailedError: The attempt failed on another rank.
-            Exception: It failed on this rank; its own error.
+            Exception: The attempt failed on this rank; this rank's own error.
         """
         capture, outcomes = self._attempt(lambda count: attempt(), 0, "evaluate")
         if capture.origin is None:
@@ -208,8 +208,8 @@ class OomReplay:
         """Run one attempt; return its outcome in a list, empty where memory ran out.
 
         Raises:
-            PeerFailedError: It failed otherwise, on another rank.
-            Exception: It failed otherwise, on this rank.
+            PeerFailedError: The attempt failed for another reason, on another rank.
+            Exception: The attempt failed for another reason, on this rank.
         """
         self._num_attempts += 1
         outcomes: list[T] = []
@@ -222,11 +222,11 @@ class OomReplay:
         return capture, outcomes
 
     def _raise_failure(self, error: Exception | None, capture: OomCapture, place: str) -> None:
-        """Raise on all ranks if an attempt failed on any, other than by lack of memory.
+        """Raise on all ranks if an attempt failed on any rank, except for lack of memory.
 
         Args:
             error: This rank's error, unless it is about memory.
-            capture: What this rank's memory errors are kept in.
+            capture: Holds this rank's memory errors.
             place: What was attempted.
         """
         guard = self._guard
@@ -244,7 +244,7 @@ class OomReplay:
             own = error = None  # see FailureCapture.take
 
     def _vote_for_failure(self, own: Exception, place: str) -> None:
-        """Make all ranks fail; raises this rank's error where that is not possible."""
+        """Make all ranks fail; where a vote is not possible, raise this rank's error."""
         try:
             if is_communication_error(own) or self._run_end.peer_failure() is not None:
                 raise own  # a vote would fail too
@@ -259,7 +259,7 @@ class OomReplay:
             del own
 
     def _undo_forward_passes(self) -> None:
-        """Call the functions of `on_window_abort`; raise on all ranks if one raises."""
+        """Call the functions of `on_window_abort`; raise on all ranks if a function raises."""
         with FailureCapture() as failure:
             for undo in self.on_window_abort:
                 undo()
@@ -286,13 +286,14 @@ class OomReplay:
         accelerator.current.empty_cache()  # the next attempt needs blocks of other sizes
 
     def _notify_peers(self, vote: Vote, error: BaseException, place: str) -> str | None:
-        """Make all ranks leave the window; where one may be in a collective, end the run.
+        """Make all ranks leave the window; where a rank may be in a collective, end the run.
 
         Returns:
-            Why the run has ended; None if it has not.
+            Why the run has ended; None if the run continues.
 
         Raises:
-            PeerFailedError: This rank ran out of memory, and another one failed otherwise.
+            PeerFailedError: This rank ran out of memory, and another rank failed for another
+                reason.
         """
         self._run_end.announce(self._num_attempts)  # a rank that cannot report waits for this
         if self._guard.can_report or self._run_end.all_failed(self._num_attempts):
@@ -343,7 +344,7 @@ class OomReplay:
 
 
 class OomOrigin(Enum):
-    """The rank whose memory ran out: this one, or another."""
+    """The rank whose memory ran out: this rank, or another rank."""
 
     OWN = "own"
     PEER = "peer"
@@ -382,9 +383,8 @@ class OomCapture:
 def oom_origin(error: BaseException) -> tuple[OomOrigin | None, BaseException | None]:
     """Return whose memory ran out and the error that shows it; (None, None) for other errors.
 
-    While a window is aborted, one more collective may be called, and raises
-    PeerOutOfMemoryError over this rank's own error. Other errors may be raised over a
-    PeerOutOfMemoryError too.
+    While a window is aborted, one more collective may be called. It raises PeerOutOfMemoryError
+    over this rank's own error. Other errors may be raised over a PeerOutOfMemoryError too.
     """
     if not isinstance(error, Exception):  # an interrupt propagates
         return None, None

@@ -22,7 +22,7 @@ def num_samples(batch: Any) -> int:
     """Return how many samples a batch holds.
 
     Raises:
-        BatchError: It has no tensors or no rows, or its leaves differ in length.
+        BatchError: The batch has no tensors or no rows, or its leaves differ in length.
     """
     lengths = {name: len(leaf) for name, leaf in _leaves(batch, "")}
     if not lengths:
@@ -43,7 +43,7 @@ def num_samples(batch: Any) -> int:
 
 
 def max_length(batch: Any) -> int:
-    """Return the largest second dimension, the padded length of token ids; 1 without one."""
+    """Return the largest second dimension, the padded length of token ids; 1 if no leaf has two."""
     return max(
         (int(leaf.shape[1]) for _, leaf in _leaves(batch, "") if len(leaf.shape) > 1), default=1
     )

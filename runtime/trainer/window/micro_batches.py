@@ -62,7 +62,7 @@ class LossSums(NamedTuple):
         return self.weighted_loss / self.weight
 
     def over_ranks(self, host_group: HostGroup) -> LossSums:
-        """Return the sums of all ranks; every one must call this.
+        """Return the sums of all ranks; every rank must call this.
 
         Raises:
             BatchError: The weights of the batch add up to 0 or less; raised on all ranks.
@@ -156,7 +156,8 @@ def loss_and_weight(
     """Return mean loss and weight from the caller's loss; the default weight is `num_samples`.
 
     Raises:
-        TypeError: It is neither a mean loss nor (mean loss, weight), or the weight is no number.
+        TypeError: The loss function returned neither a mean loss nor (mean loss, weight), or the
+            weight is no number.
     """
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     mean, weight = returned if is_pair else (returned, num_samples)
@@ -181,11 +182,11 @@ def loss_and_weight(
 def divide_and_step(engine: Any, divisor: float) -> None:
     """Call `engine.step()` as if every gradient of the window were `divisor` times smaller.
 
-    The divisor is known only once all weights of the window are. ZeRO's optimizers divide by their
-    loss scale as they update, on whichever device and tier the gradients then are, and clip by the
-    norm so divided. So a factor on that scale applies to gradients and norm. The others keep the
-    gradients where they can be divided at once. So do those of stage 0 in 16 bits: their `step`
-    ignores that scale and uses another.
+    The divisor is known only once all weights of the window are known. ZeRO's optimizers divide by
+    their loss scale as they update, wherever the gradients are, and clip by the divided norm. So a
+    factor on the loss scale applies to gradients and norm. All other optimizers keep the gradients
+    where they can be divided at once. The optimizers of stage 0 in 16 bits are among these: their
+    `step` ignores that loss scale and uses another.
     """
     with ExitStack() as undo:
         if divisor != 1.0:
@@ -197,7 +198,7 @@ def weight_exponent(weight: float, num_samples: float) -> int:
     """Return the k for which 2^k is closest to the weight of a sample.
 
     Gradients are accumulated over num_samples * 2^k and divided by the true weight at the end. A
-    power of two keeps their size near that of a mean, and changes no bit of their mantissas.
+    power of two keeps the gradients near the size of a mean, and changes no bit of their mantissas.
     """
     return round(float(torch.log2(torch.tensor(weight / num_samples, dtype=torch.float64))))
 

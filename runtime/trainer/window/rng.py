@@ -20,8 +20,8 @@ class RngState:
         python: State of `random`.
         numpy: State of numpy's global generator; None where numpy is not imported.
         host: State of torch's CPU generator.
-        cuda: State of the current accelerator device's generator; empty where none is in use.
-            Checkpoints hold it under this name.
+        cuda: State of the current accelerator device's generator; empty where no accelerator is in
+            use. Checkpoints hold the state under this name.
     """
 
     python: tuple[Any, ...]

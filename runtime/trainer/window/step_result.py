@@ -12,12 +12,12 @@ class StepResult:
     Attributes:
         step: Number of this step, from 1; skipped steps count.
         loss: Mean loss of the batch before the update, over all micro-batches and ranks, weighted;
-            the same on all ranks. On a skipped step it is still that of the forward passes, and nan
-            or inf where those overflowed too.
+            the same on all ranks. On a skipped step it is the loss of the forward passes, nan or
+            inf where these overflowed too.
         samples: Samples of all ranks.
         weight: Sum of the weights of all ranks; equals `samples` where the loss returns no weight.
         micro_batches: Samples of each micro-batch on this rank.
-        replays: Attempts that ran out of memory, on any rank, before the one that succeeded.
+        replays: Attempts that ran out of memory, on any rank, before the successful attempt.
         skipped: Whether no update was made, because fp16 gradients overflowed.
         seconds: Wall time of the call, replays included.
 

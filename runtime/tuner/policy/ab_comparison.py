@@ -182,11 +182,12 @@ class TrialResult:
         verdict: "accepted" where B is faster, "rolled_back" where it does harm, else "rejected":
             its gain is too small or uncertain.
         gain: Throughput of B over A, minus 1; the mean of all pairs.
-        lower: Lower bound of the gain, at the level of acceptance; after an early end, by the least
-            favorable single steps of A and B.
-        upper: Upper bound of the gain, at the level at which a trial ends as futile. pairs:
-        Compared pairs of blocks. steps: Steps of the trial. reason: Why the trial ended, as half a
-        sentence.
+        lower: Lower bound of the gain, at the level of acceptance. After an early end, the bound
+            follows from the least favorable single steps of A and B.
+        upper: Upper bound of the gain, at the level at which a trial ends as futile.
+        pairs: Compared pairs of blocks.
+        steps: Steps of the trial.
+        reason: Why the trial ended, as half a sentence.
     """
 
     verdict: Verdict

@@ -52,7 +52,7 @@ class ConfigurationState:
         self.wanted, self.reason = wanted, reason
 
     def pending_switch(self) -> SwitchRequest | None:
-        """Return the switch to the wanted configuration; None if it is in use."""
+        """Return the switch to the wanted configuration; None if that configuration is in use."""
         if self.is_settled:
             return None
         return SwitchRequest(
@@ -79,7 +79,7 @@ class ConfigurationState:
     def commit(self) -> None:
         """Treat the configuration in use as known to be good.
 
-        A rebuilt engine may have other knobs; values of knobs that are gone are kept for a
+        A rebuilt engine may have other knobs. Values of knobs that it lacks are kept for a
         rollback.
         """
         self.wanted = {**self.in_use, **self._knobs.values()}
@@ -135,7 +135,7 @@ class PendingAccept:
             self._drop("rejected", f"it could not be set: {reason}")
 
     def drain(self) -> Decision | None:
-        """Return the decision, which is no longer pending then; None if none is."""
+        """Return the pending decision, and clear it; None if no decision is pending."""
         decision, self._decision = self._decision, None
         return decision
 

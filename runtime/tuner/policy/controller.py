@@ -1,8 +1,8 @@
 """Runs the tuner's state machine on rank 0: decides what to change, and whether a change stays.
 
-It changes no knob itself. After each step it updates its state: `needs_exchange` is true where
-the ranks have to exchange a switch request after the next step, and `configuration` has the
-request. Pure but for the metrics that it reads.
+The controller changes no knob itself. After each step it updates its state: `needs_exchange` is
+true where the ranks have to exchange a switch request after the next step, and `configuration` has
+the request. Pure but for the metrics that it reads.
 """
 
 from __future__ import annotations
@@ -454,7 +454,7 @@ class LossGuard:
             self._losses.append(loss)
 
     def check(self, proposal: Proposal, step: StepTime) -> str | None:
-        """Return why a change must be rolled back after a step with it; None if it may stay."""
+        """Return why a change must be rolled back after a step; None if it may stay."""
         if step.replays:
             return "memory ran out"
         if proposal.numerics >= Numerics.STATISTICAL and self._is_too_high(step.loss):

@@ -64,8 +64,8 @@ class TunerListener(Protocol):
 
         Args:
             symptoms: The symptoms found.
-            seconds: Training time that it was made from; None where a figure was missing, so that
-                no symptom does not mean that there is none.
+            seconds: Training time that the diagnosis was made from. None where a figure was
+                missing: a symptom may then exist although none was found.
         """
 
     def on_trial(self, proposal: Proposal, configuration: Configuration) -> None:

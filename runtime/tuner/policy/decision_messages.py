@@ -30,7 +30,7 @@ _MIN_PREDICTION = 0.01  # predictions cover bytes and calls only; smaller ones a
 _NO_GAIN = 0.0005  # smaller gains are reported as none
 _FACTOR_FROM = 0.5  # larger gains are reported as a factor
 
-# A ds config of which only changed values are given, before and after.
+# Only the changed values of a ds config, before and after.
 _Tree: TypeAlias = dict[str, "_Tree | tuple[Value, Value]"]
 
 
@@ -108,7 +108,7 @@ def _interval(gain: float, lower: float, upper: float) -> str:
 
 
 def _prediction(record: DecisionRecord) -> str:
-    """Return the predicted gain as text; "may help" where it is unknown or small."""
+    """Return the predicted gain as text; "may help" where the gain is unknown or small."""
     if record.predicted_gain is None or abs(record.predicted_gain) < _MIN_PREDICTION:
         return "may help"
     return f"would make training about {format_gain(record.predicted_gain, digits=0)}"

@@ -85,7 +85,8 @@ def exposed_ratio(
 ) -> float | None:
     """Return the share of waiting for collectives; None where it is unknown or unreliable.
 
-    It leaves out the transfer of zerowatch's own collectives, as `MetricsDelta.exposed_ratio` does.
+    The share leaves out the transfer of zerowatch's own collectives, like
+    `MetricsDelta.exposed_ratio`.
     """
     if reading.world_size == 1:
         return 0.0
@@ -101,7 +102,7 @@ def context_of(reading: MetricsDelta, near: MetricsDelta | None = None) -> str:
 
     Args:
         reading: Metrics of the context.
-        near: An earlier reading. Its figures are kept until the new ones are well away from them,
+        near: An earlier reading. The figures in the name are kept until new figures differ clearly,
             so that the name does not alternate.
     """
     before = near or reading

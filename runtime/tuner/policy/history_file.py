@@ -76,8 +76,9 @@ class HistoryFile:
     """Reads and writes the history of one job; disk errors lose the history and are not raised.
 
     Args:
-        folder: Folder of the files; None for no history. key: Fingerprint of the job. processes:
-        Names this process, and finds processes that have ended.
+        folder: Folder of the files; None for no history.
+        key: Fingerprint of the job.
+        processes: Names this process, and finds processes that have ended.
     """
 
     def __init__(

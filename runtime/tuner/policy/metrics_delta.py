@@ -32,8 +32,8 @@ class MetricsDelta:
         steps: Optimizer steps in it.
         phase_ratios: Share of each phase that occurred.
         exposed_ratio: Waiting for collectives, without `own_transfer_ratio`.
-        own_transfer_ratio: Transfer of zerowatch's own collectives, by which the ranks of a
-            TrainingRun agree. No change of the training's traffic shortens it. Waits for a late
+        own_transfer_ratio: Transfer of zerowatch's own collectives, such as the votes of a
+            TrainingRun's ranks. No change of the training's traffic shortens it. Waits for a late
             rank in them are in `exposed_ratio`, as in any collective.
         own_exposed_ratios: Waiting in zerowatch's own collectives, by phase. Votes are in forward
             and backward from ZeRO 2 on, the rest in `other`.
@@ -176,20 +176,20 @@ class _Interval:
     after: Snapshot
 
     def increase(self, spec: MetricSpec, *labels: str) -> float | None:
-        """Return the increase of a counter; None if it is missing or was reset."""
+        """Return the increase of a counter; None if the counter is missing or was reset."""
         end = self.after.value(spec, *labels)
         increase = -1.0 if end is None else end - (self.before.value(spec, *labels) or 0.0)
         return increase if increase >= 0 else None
 
     def total_increase(self, spec: MetricSpec, *, but: str | None = None) -> float | None:
-        """Return the increase of a counter, summed over its series but those with a label value."""
+        """Return the increase of a counter, summed over series without the label value `but`."""
         series = [labels for labels in self.after.values.get(spec, {}) if but not in labels]
         parts = [self.increase(spec, *labels) for labels in series]
         known = [part for part in parts if part is not None]
         return sum(known) if known else None
 
     def busiest_group(self) -> str:
-        """Return the group that sent most bytes; "" if none sent any."""
+        """Return the group that sent most bytes; "" if no group sent any."""
         sent: dict[str, float] = {}
         spec = communication.COLLECTIVE_WIRE_BYTES
         for op, group in self.after.values.get(spec, {}):
@@ -198,11 +198,11 @@ class _Interval:
         return max(sent, key=lambda group: sent[group], default="")
 
     def lower(self, spec: MetricSpec) -> float | None:
-        """Return the lower of a gauge's values at both ends; None if it has none at the end."""
+        """Return the lower of a gauge's values at both ends; None without a value at the end."""
         return min(self._both(spec), default=None)
 
     def mean(self, spec: MetricSpec, *labels: str) -> float | None:
-        """Return the mean of a gauge's values at both ends; None if it has none at the end."""
+        """Return the mean of a gauge's values at both ends; None without a value at the end."""
         both = self._both(spec, *labels)
         return fmean(both) if both else None
 

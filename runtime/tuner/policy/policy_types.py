@@ -27,7 +27,7 @@ Verdict = Literal["accepted", "rolled_back", "rejected", "interrupted", "not_und
 
 
 class Numerics(IntEnum):
-    """How a change may affect the numbers; each value allows what those before it allow."""
+    """How a change may affect the numbers; each value also allows what the earlier values allow."""
 
     BITWISE = 0
     REASSOCIATION = 1  # sums in another order
@@ -66,8 +66,8 @@ class ModelTraits:
     """Properties of a model that make a split batch differ from the whole batch.
 
     Attributes:
-        dropout: It draws random numbers, so other micro-batches get other masks.
-        batch_statistics: It normalizes over the samples of a micro-batch.
+        dropout: The model draws random numbers, so other micro-batches get other masks.
+        batch_statistics: The model normalizes over the samples of a micro-batch.
         expert_capacity: Its experts take a limited number of tokens of a micro-batch and drop the
             rest.
         loss_decomposable: The loss of a batch is the weighted mean of its parts' losses. It is not
@@ -117,7 +117,7 @@ class JobFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Symptom:
-    """One thing that slows the job down or endangers it.
+    """A cause that slows the job down or endangers it.
 
     Attributes:
         name: One of SYMPTOMS in `metrics/catalog/tuner.py`.

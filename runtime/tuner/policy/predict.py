@@ -1,7 +1,7 @@
 """Computes a configuration's traffic in closed form, and predicts the gain of a change. Pure.
 
-Bytes and calls follow DeepSpeed 0.19.8 with ring algorithms. runtime/estimator computes them to the
-byte from a model's shape; here only total sizes are known, enough to rank proposals.
+Bytes and calls follow DeepSpeed 0.19.8 with ring algorithms. runtime/estimator computes exact bytes
+from a model's shape. This module has only total sizes, enough to rank proposals.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def predicted_gain(
 ) -> float | None:
     """Return the predicted gain of throughput; None without a ZeRO stage or without causes.
 
-    Waiting for bandwidth and redundancy scales with the bytes, waiting for latency with the calls;
-    the rest stays, so the host time of compression is not included. Where bytes increase, hidden
-    communication is assumed to become exposed.
+    Waiting for bandwidth and redundancy scales with the bytes, waiting for latency with the calls.
+    All other time stays, so the host time of compression is not included. Where bytes increase,
+    hidden communication is assumed to become exposed.
 
     Args:
         now: The complete configuration that the reading belongs to.
@@ -145,7 +145,7 @@ class _StepTraffic:
         ranks, scatters = self.facts.world_size, self._is_on(REDUCE_SCATTER)
         multi_rank = self._is_on(MULTI_RANK_BUCKET_ALLREDUCE)
         if self._code_bytes() is not None:
-            # A bucket is sent directly to its owners where no rank owns most of it.
+            # A bucket is sent directly to its owners where no rank owns most of the bucket.
             is_spread = multi_rank and self.bucket >= self.gradients / 2
             is_direct = scatters and (ranks == 2 or is_spread)
             return self._compressed(self.bucket, phases=1 if is_direct else 2)

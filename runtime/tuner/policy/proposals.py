@@ -254,7 +254,10 @@ def _worth_trying(proposals: Iterable[Proposal]) -> Iterator[Proposal]:
 
 
 def _priority(proposal: Proposal) -> tuple[float, bool, Numerics]:
-    """Return the sort key: gain, then cost and safety. Unpredicted ones keep the order of KNOBS."""
+    """Return the sort key: gain, then cost and safety.
+
+    Proposals without a prediction keep the order of KNOBS.
+    """
     gain = proposal.predicted_gain
     if gain is None:
         return 0.0, proposal.apply_mode == "rebuild", Numerics.BITWISE
@@ -268,7 +271,7 @@ def _priority(proposal: Proposal) -> tuple[float, bool, Numerics]:
 
 
 def _dedupe(proposals: Iterable[Proposal]) -> list[Proposal]:
-    """Return proposals without those that change the same as an earlier one."""
+    """Drop each proposal that makes the same changes as an earlier proposal."""
     firsts: dict[frozenset[tuple[str, Value]], Proposal] = {}
     for proposal in proposals:
         firsts.setdefault(frozenset(proposal.changes.items()), proposal)
@@ -319,7 +322,7 @@ def _candidate_values(inputs: TunerInput, spec: KnobSpec, trigger: Trigger) -> l
 
 
 def _with_partners(configuration: Configuration, changes: Configuration) -> dict[str, Value]:
-    """Return changes with those of other knobs that they need.
+    """Return changes, and the changes of other knobs that they need.
 
     Knobs without effect in the resulting configuration are switched off.
     """

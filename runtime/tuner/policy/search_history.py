@@ -71,7 +71,7 @@ class SearchHistory:
 
     @property
     def best(self) -> Configuration | None:
-        """The best configuration, or the only one ever used; None if unknown or failed."""
+        """The best configuration, or the only one in use so far; None if unknown or failed."""
         best = self._known_best
         if best is None or any(is_within(each, best) for each in self._failed_here):
             return None
@@ -117,8 +117,8 @@ class SearchHistory:
     def reject(self, changes: Configuration) -> None:
         """Record that a change did not help, or did harm.
 
-        The first knob is blamed, the others are its partners; but none of several if the changes
-        were those to the best configuration.
+        The first knob is rejected; all other knobs are its partners. If several changes led to the
+        best configuration, no single knob is rejected.
         """
         was_best = is_within(changes, self._known_best or {})
         if was_best:
@@ -135,8 +135,8 @@ class SearchHistory:
     def on_memory_saving(self, values: Configuration) -> None:
         """Record that values took too much memory.
 
-        Those of the best configuration are rejected. Values that the user chose may be tried again,
-        once.
+        The changes of the best configuration are rejected. Values that the user chose may be tried
+        again, once.
         """
         if values and is_within(values, self.best or {}):
             self.reject(values)
@@ -155,7 +155,8 @@ class SearchHistory:
 
     @property
     def _known_best(self) -> Configuration | None:
-        """The best configuration here; in an unknown context, that of an adjacent one.
+        """The best configuration in this context; in an unknown context, the best of an adjacent
+        context.
 
         The measured bandwidth of an unshared link differs by a factor of two between runs.
         """

@@ -17,7 +17,7 @@ from .policy_types import StepTime
 
 MIN_STEPS = 3  # of an interval of metrics
 RECENT_STEPS = 20  # of the baseline
-# The log of an outlier differs from that of the median by more than both.
+# The log of an outlier differs from the log of the median by more than both limits.
 OUTLIER_LOG_RATIO = log(1.3)
 OUTLIER_DEVIATIONS = 5.0  # standard deviations
 NORMAL = 1.4826  # standard deviations per median absolute deviation of a normal distribution
@@ -71,7 +71,7 @@ class StepTimeObserver:
 
     @property
     def baseline(self) -> Baseline | None:
-        """Times of recent steps; None before the first."""
+        """Times of recent steps; None before the first step."""
         if not self._recent:
             return None
         middle = median(self._recent)
@@ -126,8 +126,8 @@ class StepTimeObserver:
 class SnapshotSchedule:
     """Takes snapshots right after exposed communication was published.
 
-    It is published for several seconds of training at once. Between two publications its increase
-    is that of the training time between them, however short that is.
+    A snapshot is published for several seconds of training at once. Between two publications its
+    increase is that of the training time between them, however short that is.
 
     Args:
         metrics: Metrics of this rank.
