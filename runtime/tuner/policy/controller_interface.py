@@ -65,7 +65,7 @@ class TunerListener(Protocol):
         Args:
             symptoms: The symptoms found.
             seconds: Training time that the diagnosis was made from. None where a figure was
-                missing: a symptom may then exist although none was found.
+                missing, so that symptoms may have been overlooked.
         """
 
     def on_trial(self, proposal: Proposal, configuration: Configuration) -> None:

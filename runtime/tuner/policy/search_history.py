@@ -155,8 +155,7 @@ class SearchHistory:
 
     @property
     def _known_best(self) -> Configuration | None:
-        """The best configuration in this context; in an unknown context, the best of an adjacent
-        context.
+        """The best configuration in this context; in an unknown context, of an adjacent one.
 
         The measured bandwidth of an unshared link differs by a factor of two between runs.
         """
