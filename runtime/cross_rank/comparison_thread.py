@@ -1,6 +1,6 @@
 """Compares the ranks' collectives and step times on a thread, over the c10d store.
 
-It never waits for another rank: it writes its own reports, and reads what others have written.
+The thread never waits for another rank: it writes its own reports, and reads reports that exist.
 While the store fails, nothing is compared, and the store is tried again from time to time.
 """
 
@@ -32,8 +32,8 @@ POLLS_PER_EXCHANGE = 5
 MAX_POLL_INTERVAL_SECONDS = 2.0
 # Longest wait for results at the end of a run.
 CLOSING_SECONDS = 1.0
-# A rank without progress for so long reads whether another one announces a hang: that one may find
-# it earlier, as the limits differ.
+# A rank without progress for so long reads whether another rank announces a hang. As limits differ,
+# the other rank may find the hang earlier.
 IDLE_SECONDS_BEFORE_HEARTBEATS = 5.0
 # At most one log line per rank and phase in this time; what changed meanwhile is logged then.
 SECONDS_BETWEEN_LINES = 600.0
@@ -106,7 +106,7 @@ class ComparisonThread:
 
     @property
     def peers(self) -> Mapping[int, Heartbeat]:
-        """The others' last heartbeats, by rank; read only while training makes no progress."""
+        """Last heartbeats of other ranks, by rank; read only while training makes no progress."""
         channel = self._open_channel
         return {} if channel is None else channel.peers
 
@@ -143,7 +143,7 @@ class ComparisonThread:
             time.sleep(0.005)
 
     def announce_hang(self, hangs: bool) -> None:
-        """Announce to the others, from the next poll on, whether this rank hangs."""
+        """Announce to the other ranks, from the next poll on, whether this rank hangs."""
         self._hangs = hangs
 
     def _run(self) -> None:

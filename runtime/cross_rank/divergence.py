@@ -53,9 +53,9 @@ def parse_divergence(fields: Mapping[str, Any]) -> Divergence:
 def diverged_ranks(values: Mapping[int, int], history: Sequence[int]) -> tuple[int, ...]:
     """Return the members that left the common sequence at one call.
 
-    The majority is right. Without a majority, as with two members, the call is right that has
-    followed the longest run of the same calls before: a step issues what the step before it issued.
-    If that is a tie, all members are returned.
+    The majority is right. Without a majority, as with two members, the right call is the call that
+    followed the longest run of equal calls before. A step issues the same calls as the step before
+    it. If that is a tie, all members are returned.
 
     Args:
         values: The signature of the call, by member.

@@ -16,7 +16,7 @@ from ..exchange.rank_messages import MAX_PENDING_VALUES, CallReport, SequenceHas
 # The operation whose size may differ between members, so that the size on one rank does not explain
 # the duration on another.
 UNEVEN = OPS.index("all_to_all")
-# Signatures that are cached: a job whose sizes change all the time has new ones all the time.
+# Most signatures that are cached: a job whose sizes keep changing keeps adding signatures.
 MAX_SIGNATURES = 4096
 
 
@@ -130,7 +130,7 @@ class CallSequence:
         self._issued.append(self._signature(call))
 
     def _advance(self) -> None:
-        """Move settled calls, in order, to those to report. Defer calls without a number."""
+        """Move settled calls, in order, to the calls to report. Defer calls without a number."""
         while self._in_flight and (self._in_flight[0].settled or not self._in_flight[0].sequence):
             call = self._in_flight.popleft()
             if call.sequence:

@@ -14,7 +14,7 @@ from ...collectives.groups import CollectiveCall, RankSet
 from .call_sequence import UNEVEN
 from .link_estimate import Link, LinkEstimate
 
-# Point-to-point messages of one size, of which the fastest is taken as the transfer time.
+# Recent point-to-point messages of one size; the duration of the fastest is the transfer time.
 RECENT_MESSAGES = 64
 # Most message sizes that are tracked; the least recently used size is dropped.
 MAX_MESSAGE_SIZES = 32
@@ -255,7 +255,7 @@ def bus_bandwidth(calls: list[tuple[float, float]]) -> float | None:
 
 
 def _wire_bytes(call: CollectiveCall) -> float:
-    """Return the wire bytes of a call on this rank; for a receiver, those that it receives."""
+    """Return the wire bytes of a call on this rank; for a receiver, the received bytes."""
     if OPS[call.op] in POINT_TO_POINT:
         return call.payload_bytes
     return call.payload_bytes * call.group.wire_factor(call.op, call.payload_bytes)

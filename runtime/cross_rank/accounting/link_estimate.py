@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
-# Sizes that are kept; the one that was used least recently is dropped.
+# Most sizes that are kept; the least recently used size is dropped.
 MAX_SIZES = 32
 # The last durations that are kept of each size.
 DURATIONS_PER_SIZE = 64

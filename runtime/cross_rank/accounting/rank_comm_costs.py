@@ -52,7 +52,7 @@ class RankCommCosts:
         }
 
     def poll(self, *, is_compared: bool) -> None:
-        """Read new calls, so that none is lost before it is reported."""
+        """Read new calls, so that no call is lost before its report."""
         for rank_set in self._groups.rank_sets():
             state = self._state(rank_set)
             state.sequence.poll()

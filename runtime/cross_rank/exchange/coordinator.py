@@ -23,7 +23,7 @@ from ..stragglers import (
 from .rank_messages import EMPTY_CALL_REPORT, NO_DURATIONS, CompareResult, RankReport
 from .report_merger import ReportMerger
 
-# Ranks whose reports are merged by the first of them.
+# Ranks whose reports the first rank of the block merges.
 BLOCK_SIZE = 64
 # A rank without step times, while another one has sent some more often than this, is left out.
 MAX_MISSED_STEP_TIMES = 4
