@@ -150,7 +150,7 @@ def test_slow_clients_use_a_limited_number_of_threads(make_server, recorder):
             slow_clients.enter_context(socket.create_connection((host, int(port)), timeout=60))
         with socket.create_connection((host, int(port)), timeout=60) as one_too_many:
             assert one_too_many.recv(1) == b""
-        assert len(serving_threads()) == MAX_CLIENTS + 1
+        assert eventually(lambda: len(serving_threads()) == MAX_CLIENTS + 1)  # others may end late
 
     assert recorder.snapshot().value(EXPORTER_FAILURES, "prometheus") == 1
     assert eventually(lambda: serving_threads() == ["zerowatch-http"])
