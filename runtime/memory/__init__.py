@@ -1,6 +1,6 @@
-"""Explains what fills a rank's memory: categories, leaks, forecasts, errors, offload traffic.
+"""Explains what fills the memory of a rank, and finds leaks and out-of-memory risks.
 
-The bytes themselves are read by `runtime/devices/`. Neighbors:
+`runtime/devices/` reads the bytes. Related modules:
 
 - `runtime/instrumentation/memory_hooks.py` samples memory on the training thread
 - `runtime/monitor/memory_monitor.py` runs this package's parts on the watch thread

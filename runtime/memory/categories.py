@@ -11,9 +11,9 @@ COMM_BUFFERS = "comm_buffers"
 ACTIVATIONS = "activations"
 OTHER = "other"
 
-# Categories of tensors that the engine holds; the others are computed as remainders.
+# Categories of tensors that the engine holds. The bytes of the other categories are remainders.
 ENGINE_CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, COMM_BUFFERS)
-# Bytes of these categories, by device and category.
+# Bytes of the ENGINE_CATEGORIES, by device and category.
 EngineBytes = Mapping[str, Mapping[str, int]]
 # Categories that may be incomplete at the peak, most likely first.
 _REDUCIBLE = (OTHER, COMM_BUFFERS, GRADIENTS)
@@ -28,24 +28,28 @@ def categories_at_peak(
 ) -> dict[str, float]:
     """Return the bytes of every category at the peak of forward and backward, on one device.
 
-    They add up to peak - baseline, and none is below 0:
+    The categories add up to peak - baseline, and no category is below 0:
 
-    - parameters: those after the step. optimizer: the same, except in the step that creates its
-      states, which do not exist yet at the peak
-    - gradients and comm_buffers: the larger of the two moments, as they are temporary
-    - other = bytes between steps - baseline - everything that the engine holds after the step
-    - activations: the remainder, including all that lives only within a pass
+    - parameters: bytes after the optimizer step.
+    - optimizer: bytes after the optimizer step. The step that creates the optimizer states is an
+      exception, because these states do not exist yet at the peak.
+    - gradients and comm_buffers: the larger of the bytes before and after the optimizer step,
+      because these tensors are temporary.
+    - other: bytes between steps - baseline - all bytes that the engine holds after the step.
+    - activations: the remainder. It includes all memory that exists only within a pass.
 
-    If the others exceed peak - baseline, some of them did not exist at the peak: other,
-    comm_buffers and gradients are reduced, in this order. Parameters and optimizer never are.
+    If the categories besides activations exceed peak - baseline, some of their memory did not exist
+    at the peak. In this case other, comm_buffers and gradients are reduced, in this order.
+    Parameters and optimizer are never reduced.
 
     Args:
-        before_step: Bytes by category before the optimizer step, with gradients; may be empty.
-        after_step: Bytes by category after it.
+        before_step: Bytes by category before the optimizer step, when gradients exist. May be
+            empty.
+        after_step: Bytes by category after the optimizer step.
         between_steps_bytes: Bytes in use after the step. On CPU, RSS minus the free heap of the C
-            library (`free_heap_bytes`), as the next pass allocates from that.
+            library (`free_heap_bytes`), because the next pass allocates from this heap.
         peak_bytes: Peak during forward and backward.
-        baseline_bytes: Bytes in use for anything but training, see `baseline`.
+        baseline_bytes: Bytes in use for other purposes than training, see `baseline`.
     """
     before_step = before_step or after_step
     held = float(sum(after_step.values()))
@@ -64,13 +68,14 @@ def categories_at_peak(
 def baseline(device: str, in_use_bytes: float, held: Mapping[str, int]) -> float:
     """Return the bytes in use on a device that do not belong to training.
 
-    On the host: interpreter, libraries, and what the script holds besides the engine when the
-    watch starts. On a GPU: 0, as only the allocator's own count is read.
+    On the host, this is the memory of the interpreter, of libraries, and of objects that the script
+    holds besides the engine when the watch starts. On a GPU, the baseline is 0, because only the
+    allocator's own count is read.
 
     Args:
         device: "cpu" or "cuda:0".
-        in_use_bytes: RSS at that moment, minus the free heap of the C library.
-        held: Bytes of the engine by category on that device at that moment.
+        in_use_bytes: RSS minus the free heap of the C library, when the watch starts.
+        held: Bytes that the engine holds on this device at the same time, by category.
     """
     return max(0.0, in_use_bytes - sum(held.values())) if device == "cpu" else 0.0
 
@@ -78,8 +83,9 @@ def baseline(device: str, in_use_bytes: float, held: Mapping[str, int]) -> float
 def elementwise_max(one: EngineBytes, other: EngineBytes) -> dict[str, dict[str, int]]:
     """Return the larger bytes of two samples of an engine, for each device and category.
 
-    Under ZeRO-1 and 2 the reduction buckets exist only until the backward pass ends: a sample taken
-    as `_backward_epilogue` begins has them, one taken before the optimizer step does not.
+    Under ZeRO-1 and 2 the reduction buckets exist only until the backward pass ends. A sample that
+    is taken when `_backward_epilogue` begins contains them, and a sample that is taken before the
+    optimizer step does not.
     """
     return {
         device: {
@@ -93,7 +99,7 @@ def elementwise_max(one: EngineBytes, other: EngineBytes) -> dict[str, dict[str,
 
 
 def _reduce(bytes_of: Mapping[str, float], excess: float) -> dict[str, float]:
-    """Subtract the excess from the reducible categories, as far as they suffice."""
+    """Subtract the excess from the reducible categories, but not below 0."""
     reduced = dict(bytes_of)
     for category in _REDUCIBLE:
         if excess > 0:

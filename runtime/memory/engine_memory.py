@@ -1,21 +1,23 @@
 """Sums the tensors that a DeepSpeed engine holds, in bytes by device and category.
 
-This runs on the training thread between two phases. It computes, copies, gathers and waits for
-nothing, and keeps no tensor. A storage counts once and in full, however many tensors view it. On
-CPU a buffer counts only its pages that were ever written (`devices/libc_memory.py`).
+This code runs on the training thread between two phases. It does not compute, copy, gather
+parameters or wait, and keeps no tensor. A storage counts once and in full, even if several tensors
+view it. An exception is a buffer on CPU: only the pages that were ever written count
+(`devices/libc_memory.py`).
 
 A path in the table of tensors consists of attributes, from one of three roots: the module's
-`parameters`, its `buffers`, and the engine's `optimizer`. It visits every element of a list, tuple
-or dict on the way; a number selects one element of a list. Only an object's own `__dict__` is read,
-so no property runs and nothing is created. Missing names, as most are under any one ZeRO stage, are
-skipped.
+`parameters`, its `buffers`, and the engine's `optimizer`. If an attribute is a list, tuple or dict,
+the path continues from each element. A number selects one element of a list. Only the `__dict__` of
+an object is read, so no property runs and nothing is created. Missing names are skipped. Under any
+one ZeRO stage most names are missing.
 
 The order of the table decides the category of a storage that has several names; the first match
-counts. Buffers come first: they stay for the next step, with any content.
+counts. Buffers come first, because they stay for the next step with any content.
 Parameters come before the optimizer: under stage 0 in fp32, and with fp32 weights under stage 3,
 the optimizer updates the same tensors that the model computes with.
 
-Not in the table: tensors of ZenFlow, SuperOffload and DeepCompile, the pipeline's activations.
+The table contains neither the tensors of ZenFlow, SuperOffload and DeepCompile nor the activations
+of a pipeline.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ TENSOR_PATHS: tuple[tuple[str, str], ...] = (
     ("optimizer.fp32_partitioned_groups_flat.grad", GRADIENTS),  # stage 3
     ("optimizer.grad_partitions_flat_buffer", GRADIENTS),
     ("optimizer.lp_grad_partitions_flat_pin_buffers", GRADIENTS),
-    # Remainders too short for NVMe, each of which keeps its whole fp32 gradient alive.
+    # Remainders that are too short for NVMe. Each keeps its whole fp32 gradient alive.
     ("optimizer.optimizer_swapper.swap_params_info.unswapped_gradients", GRADIENTS),
     ("optimizer.inf_or_nan_tracker", GRADIENTS),
     ("optimizer._global_grad_norm", GRADIENTS),
@@ -107,7 +109,7 @@ _CPU = torch.device("cpu")
 
 
 def bytes_by_category(engine: Any) -> EngineBytes:
-    """Return the bytes an engine holds, by device ("cpu", "cuda:0") and category.
+    """Return the bytes that an engine holds, by device ("cpu", "cuda:0") and category.
 
     Args:
         engine: A DeepSpeed engine of any ZeRO stage, with or without an optimizer.
@@ -122,7 +124,7 @@ def bytes_by_category(engine: Any) -> EngineBytes:
 
 
 def engine_tensors(engine: Any) -> Iterator[tuple[str, str, list[Any]]]:
-    """Yield path, category and the objects found there, tensors and others, in table order."""
+    """Yield each path of the table, its category and the objects found at the path."""
     parameters, buffers = _parameters_and_buffers(engine.module)
     roots = {"parameters": parameters, "buffers": buffers, "optimizer": [engine.optimizer]}
     for path, (root, *names), category in _SPLIT_PATHS:
@@ -136,7 +138,7 @@ def engine_tensors(engine: Any) -> Iterator[tuple[str, str, list[Any]]]:
 
 
 def _new_bytes(objects: list[Any], seen: set[int], *, as_buffers: bool) -> dict[torch.device, int]:
-    """Sum up the storages whose addresses are not in `seen` yet, and add them to it."""
+    """Sum up the storages whose addresses are not in `seen`, and add the addresses to `seen`."""
     sums: dict[torch.device, int] = {}
     for tensor in objects:
         if not isinstance(tensor, torch.Tensor):  # such as a step count
@@ -145,7 +147,7 @@ def _new_bytes(objects: list[Any], seen: set[int], *, as_buffers: bool) -> dict[
             storage = tensor.untyped_storage()
             address = storage.data_ptr()
         except (NotImplementedError, RuntimeError):
-            # A sparse gradient has separate storages, a tensor without data has none.
+            # A sparse gradient has several storages. A tensor without data has no storage.
             parts = _new_bytes(_sparse_parts(tensor), seen, as_buffers=as_buffers)
             for device, size in parts.items():
                 sums[device] = sums.get(device, 0) + size
@@ -165,7 +167,7 @@ def _sparse_parts(tensor: torch.Tensor) -> list[Any]:
 
 
 def _attributes(owners: list[Any], name: str) -> list[Any]:
-    """Return the attribute of each owner, flattened."""
+    """Return the values of an attribute of each owner as a flat list."""
     if name.isdigit():
         return owners[int(name) : int(name) + 1]
     if name == "grad":  # a property of tensors in C, not in their __dict__
@@ -176,16 +178,16 @@ def _attributes(owners: list[Any], name: str) -> list[Any]:
 
 
 def _parameters_and_buffers(module: torch.nn.Module) -> tuple[list[Any], list[Any]]:
-    """Return parameters and buffers. One that several modules share may be listed several times.
+    """Return parameters and buffers. Shared parameters may be listed several times.
 
-    Reads `__dict__` directly, as `Module.parameters` takes three times as long.
+    This function reads `__dict__` directly, because `Module.parameters` takes three times as long.
     """
     parameters: list[Any] = []
     buffers: list[Any] = []
     pending, seen = [module], {id(module)}
     while pending:
         own = pending.pop().__dict__
-        # `values` and never an item: stage 3 gathers a parameter when its item is read.
+        # Use `values` rather than items: stage 3 gathers a parameter when its item is read.
         parameters.extend(own["_parameters"].values())
         buffers.extend(own["_buffers"].values())
         for child in own["_modules"].values():
@@ -196,7 +198,7 @@ def _parameters_and_buffers(module: torch.nn.Module) -> tuple[list[Any], list[An
 
 
 def _flatten(values: list[Any]) -> list[Any]:
-    """Replace containers by their elements, and drop None."""
+    """Replace containers by their elements, and remove None."""
     flat: list[Any] = []
     pending = values
     while pending:

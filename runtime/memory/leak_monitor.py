@@ -1,8 +1,9 @@
-"""Detects memory leaks during a run: growth that batch sizes do not explain, and its category.
+"""Detects memory leaks during a run, and finds the category of memory that grows.
 
-`find_leak` looks for steady growth in a series of readings. `LeakMonitor` applies it to the memory
-in use between steps, which does not depend on the batch, publishes what it finds, and starts
-`LeakTracer` (`leak_tracer.py`) to find the allocation sites.
+A leak is growth that batch sizes do not explain. `find_leak` looks for steady growth in a series of
+readings. `LeakMonitor` applies `find_leak` to the memory in use between steps, which does not
+depend on the batch. It publishes the leaks, and starts `LeakTracer` (`leak_tracer.py`) to find the
+allocation sites.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ logger = logging.getLogger(__name__)
 Array = npt.NDArray[np.float64]
 CategorySamples = deque[tuple[int, Mapping[str, float]]]
 
-# Readings kept of each device, time between checks, and detailed samples kept.
+# Maximum readings kept for each device, time between checks, and maximum detailed samples kept.
 MAX_POINTS = 512
 CHECK_SECONDS = 10.0
 MAX_CATEGORY_SAMPLES = 256
 
-# Growth over fewer readings may be a warm-up, or a cache that fills.
+# Minimum readings of a leak. Growth over fewer readings may be a warm-up or a cache that fills.
 MIN_READINGS = 160
 # Minimum slope, in standard deviations.
 MIN_SCORE = 5.0
@@ -42,19 +43,19 @@ MIN_SCORE = 5.0
 MIN_GROWTH_BYTES = float(32 << 20)
 MIN_GROWTH_RATIO = 0.002
 MIN_GROWTH_TO_NOISE_RATIO = 3.0
-# RSS of training without a leak creeps by some percent for hundreds of steps, in bursts; the most
-# observed was 7 %. Growth below CREEP_RATIO of the level must be a straight line: more than
-# MIN_STRAIGHT_GROWTH_TO_NOISE_RATIO times the noise of single readings.
+# Without a leak, the RSS of training creeps up in bursts, by some percent over hundreds of steps.
+# The largest observed creep was 7 %. Growth below CREEP_RATIO of the level must be a straight line:
+# it must exceed MIN_STRAIGHT_GROWTH_TO_NOISE_RATIO times the noise of single readings.
 CREEP_RATIO = 0.1
 MIN_STRAIGHT_GROWTH_TO_NOISE_RATIO = 20.0
 # Maximum odds of one sudden step against a line.
 MAX_STEPWISE_ODDS = 0.1
-# Minimum growth of each third relative to an even share, and of the last relative to the first.
-# Otherwise the growth has ended, or slows down as a warm-up does.
+# Minimum growth of each third relative to an even share, and of the last third relative to the
+# first third. If a third grows less, the growth has ended, or slows down as in a warm-up.
 MIN_THIRD_TO_EVEN_RATIO = 0.4
 MIN_LAST_TO_FIRST_THIRD_RATIO = 0.65
-# Minimum growth of the lowest readings relative to the total growth. Otherwise only temporary
-# memory has grown.
+# Minimum growth of the lowest readings relative to the total growth. If the lowest readings grow
+# less, only temporary memory has grown.
 MIN_LOWEST_GROWTH_RATIO = 0.5
 # Lower bound of the noise of single readings.
 MIN_NOISE_BYTES = float(256 << 10)
@@ -62,14 +63,14 @@ MIN_NOISE_BYTES = float(256 << 10)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leak:
-    """The steady growth of a series; `since_step` is the first step of the linear part."""
+    """The steady growth of a series. `since_step` is the first step of the linear part."""
 
     bytes_per_step: float
     since_step: int
 
 
 def find_leak(steps: Sequence[int], sizes: Sequence[float]) -> Leak | None:
-    """Return the leak at the end of a series; None without growth, or if it is too recent.
+    """Return the leak at the end of a series, or None if there is no growth or a recent one.
 
     Args:
         steps: Step numbers, ascending.
@@ -90,7 +91,7 @@ def find_leak(steps: Sequence[int], sizes: Sequence[float]) -> Leak | None:
 
 
 def _is_linear_growth(trend: Trend, growth: float) -> bool:
-    """Return whether the growth is linear, and larger than noise or a warm-up explains."""
+    """Return whether growth is linear, and too large to be noise or a warm-up."""
     min_growth = max(
         MIN_GROWTH_BYTES, MIN_GROWTH_RATIO * trend.level, MIN_GROWTH_TO_NOISE_RATIO * trend.noise
     )
@@ -108,7 +109,7 @@ def _is_linear_growth(trend: Trend, growth: float) -> bool:
 def _is_sustained(values: Array, first: int, growth: float) -> bool:
     """Return whether all parts of the stretch grew, and no earlier value was as high.
 
-    Memory that was freed once is expected to be freed again.
+    If an earlier value was as high, memory was freed once, so it will probably be freed again.
     """
     stretch = values[first:]
     sixths = np.array_split(stretch, 6)
@@ -136,7 +137,7 @@ class _DeviceState:
 
 
 class LeakMonitor:
-    """Checks each device's memory for leaks, publishes and logs them; used on the watch thread."""
+    """Finds, publishes and logs memory leaks on each device. Used on the watch thread."""
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class LeakMonitor:
         Args:
             recorder: Receives the metric values.
             rank: This rank.
-            folder: Returns the run folder; None while there is none.
+            folder: Returns the run folder, or None before it exists.
             trace_sites: Whether to trace allocations once a leak is found.
         """
         self._recorder = recorder
@@ -171,7 +172,7 @@ class LeakMonitor:
             self._devices.setdefault(device, _DeviceState()).categories.append((step, sizes))
 
     def reset(self) -> None:
-        """Discard all readings: the engine was replaced, and holds another amount of memory."""
+        """Discard all readings, because a new engine holds another amount of memory."""
         for state in self._devices.values():
             state.points.clear()
             state.categories.clear()
@@ -189,12 +190,12 @@ class LeakMonitor:
             self._publish(device, state, find_leak(steps, floors))
 
     def growth_bytes_per_step(self, device: str) -> float | None:
-        """Return the growth of a device's memory; None without a leak."""
+        """Return how fast the memory of a device grows, or None without a leak."""
         state = self._devices.get(device)
         return None if state is None else state.growth_bytes_per_step
 
     def close(self) -> None:
-        """Write the findings of a running trace, and stop it. Safe to call twice."""
+        """Write the findings of a running trace and stop the trace. Safe to call twice."""
         if self._tracer is not None:
             self._tracer.close()
 
@@ -230,7 +231,7 @@ class LeakMonitor:
 
 
 def _growing_category(samples: CategorySamples, since_step: int) -> str:
-    """Return the category with the largest growth since a step, activations left out."""
+    """Return the category, other than activations, with the largest growth since a step."""
     since = [sizes for step, sizes in samples if step >= since_step]
     if len(since) < 2:
         return "other"

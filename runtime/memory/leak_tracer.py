@@ -1,8 +1,8 @@
-"""Traces where leaking memory is allocated. It runs only on request, as tracing is slow.
+"""Traces where leaking memory is allocated. Tracing is slow, and runs only on request.
 
-On the host, tracemalloc finds the Python lines whose objects grow, and the garbage collector the
-tensors that grow in number; Python does not account for a tensor's own memory. On CUDA, torch's
-memory history is recorded for its viewer.
+On the host, tracemalloc finds the Python lines whose objects grow. Python does not count the memory
+of tensors, so the garbage collector's list of objects shows which tensors grow in number. On CUDA,
+torch's memory history is recorded for torch's memory viewer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LeakTracer:
         self._done = False
 
     def start(self, *, on_device: bool) -> bool:
-        """Start tracing; return False if it ran already, or if the script uses tracemalloc."""
+        """Start tracing. Return False if it has run before, or if the script uses tracemalloc."""
         if self._done or self._baseline is not None or tracemalloc.is_tracing():
             return False
         self._started_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""Publishes memory readings and categories as metrics; a peak stays visible for a minute."""
+"""Publishes memory readings and categories as metrics. A peak stays visible for a minute."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ class MemoryMetrics:
 
 
 class SlidingMax:
-    """Keeps the maximum of the values of the last minute, so that no scrape misses a peak.
+    """Keeps the maximum value of the last minute, so that no scrape misses a peak.
 
-    Keeps, in descending order, the values that may still become the maximum.
+    It stores the values that may still become the maximum, in descending order.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:

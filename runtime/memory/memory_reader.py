@@ -13,10 +13,10 @@ _PEAKS = ("peak_allocated", "peak_reserved")
 
 
 class MemoryReader:
-    """Reads all probes at once; no caller's reading hides a peak from the others.
+    """Reads all probes at once, so that a reading by one caller hides no peak from another.
 
-    A probe's peak covers the time since its last reading, whoever asked for it. So the reader keeps
-    the maximum since the last step, and since the last change of phase.
+    The peak of a probe covers the time since the last reading by any caller. The reader therefore
+    keeps the maximum since the last step, and the maximum since the last change of phase.
 
     Thread-safe. A reading takes 0.02 ms, and 0.1 ms with cold caches.
 
@@ -30,8 +30,8 @@ class MemoryReader:
         """Create a reader.
 
         Args:
-            probes: Functions that read a device, by device; they return None after a failure.
-            budgets: Configured limits by device, in bytes; they only lower a limit.
+            probes: Functions that read a device, by device. They return None after a failure.
+            budgets: Configured limits by device, in bytes. A budget can only lower a limit.
         """
         self._probes = probes
         self.budgets = budgets
@@ -46,7 +46,7 @@ class MemoryReader:
         return time.monotonic() - self._read_at
 
     def read(self) -> Readings:
-        """Return bytes by device and state; peaks are those since the previous reading."""
+        """Return bytes by device and state. Peaks cover the time since the previous reading."""
         with self._lock:
             return self._read()
 

@@ -16,10 +16,10 @@ class DetailedSample:
 
     Attributes:
         phase_peaks: Peak bytes by device and phase.
-        held_before: Bytes held by the engine, by device and category: the larger of two moments,
-            the end of the first backward pass and the start of the optimizer step.
-        held_after: Bytes held after the optimizer step.
-        heap_free_bytes: Freed memory that the C library's heap kept at that time.
+        held_before: Bytes held by the engine, by device and category. The larger value of two
+            moments: the end of the first backward pass and the start of the optimizer step.
+        held_after: Bytes held by the engine after the optimizer step.
+        heap_free_bytes: Freed memory that the C library's heap kept after the optimizer step.
     """
 
     phase_peaks: Mapping[str, Mapping[str, float]]
@@ -33,10 +33,10 @@ class StepMemorySample:
     """The readings of all devices at the end of a step.
 
     Attributes:
-        readings: Bytes by device and state; peaks are those since the previous sample.
-        shapes: Distinct micro-batches since the previous sample.
-        trained_only: Whether there was neither evaluation nor a checkpoint since then.
-        detail: Phases and categories, for the steps that are sampled in detail.
+        readings: Bytes by device and state. Peaks cover the time since the previous sample.
+        shapes: Distinct micro-batch shapes since the previous sample.
+        trained_only: Whether neither an evaluation nor a checkpoint ran since the previous sample.
+        detail: Phases and categories, if the step was sampled in detail.
     """
 
     readings: Readings
@@ -55,7 +55,7 @@ class StepMemorySample:
 
 
 def largest_shapes(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
-    """Return the micro-batches that no other one equals or exceeds in both samples and length."""
+    """Return the shapes that no other shape equals or exceeds in both samples and length."""
     if len(shapes) < 2:
         return shapes
     ordered = sorted(shapes, key=lambda shape: (shape.samples, shape.length), reverse=True)

@@ -1,5 +1,5 @@
 """Predicts peak memory and the risk of running out, as pure functions of recorded readings.
 
-`forecast_service.py` applies them during a run: it publishes and warns. Reports of errors that did
-happen are in `runtime/memory/oom/`.
+`forecast_service.py` calls these functions during a run, publishes the forecasts and logs warnings.
+`runtime/memory/oom/` reports the errors that have happened.
 """

@@ -17,18 +17,19 @@ from .peak_readings import PeakPoint, PeakPrediction, Shape
 
 logger = logging.getLogger(__name__)
 
-# A forecast takes 1 to 2 ms, and all threads of the watch may take 3 ms a second. It is updated
-# every second only close to the limit, by steps or by bytes.
+# A forecast is updated every second only if it is near the limit, and otherwise after this time.
+# Computing a forecast takes 1 to 2 ms, and all threads of the watch may take 3 ms per second.
 FAR_SECONDS = 5.0
-# A forecast is near the limit if it is this close in steps, or in bytes relative to the limit.
+# A forecast is near the limit if fewer than NEAR_STEPS steps remain, or if the headroom is below
+# this share of the limit.
 NEAR_STEPS = 500
 NEAR_RATIO = 0.3
-# After a warning, the risk must fall below this value before the next one.
+# After a warning, the risk must fall below this value before the next warning is logged.
 REARM_RISK = 0.3
-# Warnings about single batches are at least this far apart: a script may catch the errors and
-# continue with such batches.
+# Minimum time between two warnings about single batches. A script may catch out-of-memory errors
+# and continue with batches that are as large.
 BATCH_ALARM_SECONDS = 60.0
-# Below this risk a shape is not assessed again with the same forecast.
+# If the risk of a shape is below this value, the shape is not assessed again until a new forecast.
 HARMLESS_RISK = 0.01
 LAST_PEAKS = 20
 
@@ -40,8 +41,9 @@ class MemoryForecasts:
 
     Attributes:
         risks: The current risk by device.
-        forecasts: The current forecast by device; replaced as a whole, so any thread may read it.
-        alarm_steps: The first step of the current alarm by device; None without an alarm.
+        forecasts: The current forecast by device. The mapping is replaced as a whole, so any thread
+            may read it.
+        alarm_steps: The first step of the current alarm by device, or None without an alarm.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -67,7 +69,7 @@ class MemoryForecasts:
             self._stale = True
 
     def reset(self) -> None:
-        """Discard all readings: the engine was replaced, and needs another amount of memory."""
+        """Discard all readings, because a new engine needs another amount of memory."""
         self._forecasters.clear()
         self.forecasts, self.risks = {}, {}
         self._harmless = {}
@@ -81,18 +83,18 @@ class MemoryForecasts:
         return [prediction for _, prediction in list(self._last.get(device, ()))]
 
     def predict_peak(self, device: str, shape: Shape) -> float | None:
-        """Return the median peak with this micro-batch, in bytes; None without a forecast."""
+        """Return the median peak of this micro-batch in bytes, or None without a forecast."""
         forecast = self.forecasts.get(device)
         return None if forecast is None else forecast.predict_peak(shape)
 
     def batch_risk(self, device: str) -> float | None:
-        """Return the risk of the current micro-batch, as assessed when it began."""
+        """Return the risk of the current micro-batch, computed when the micro-batch began."""
         return self._batch_risk.get(device)
 
     def assess_batch(self, shape: Shape) -> None:
-        """Compute the risk of a micro-batch that begins, and warn if it is high."""
+        """Compute the risk of a micro-batch that is about to run, and warn if the risk is high."""
         harmless = self._harmless
-        if shape in harmless:  # most batches are alike
+        if shape in harmless:  # most batches have the same shape
             self._batch_risk = harmless[shape]
             return
         self._batch_risk = risks = {}
@@ -106,7 +108,7 @@ class MemoryForecasts:
             harmless[shape] = risks
 
     def update(self) -> None:
-        """Compute and publish new forecasts, if there are new readings and the time has come."""
+        """Compute and publish new forecasts if new readings exist and an update is due."""
         now = time.monotonic()
         if not self._stale or now < self._update_due:
             return
@@ -126,7 +128,7 @@ class MemoryForecasts:
             self._warn(device, forecast)
 
     def _prediction_of(self, device: str, point: PeakPoint) -> PeakPrediction:
-        """Return the prediction that the forecast before a reading made for it."""
+        """Return the prediction for a reading, made by the forecast before this reading."""
         predictions = [self.predict_peak(device, shape) for shape in point.shapes]
         known = [predicted for predicted in predictions if predicted is not None]
         return PeakPrediction(
@@ -136,7 +138,7 @@ class MemoryForecasts:
         )
 
     def _risk(self, device: str, forecast: MemoryForecast) -> float:
-        """Return the risk; 1 if the limit was exceeded already, as a budget can be."""
+        """Return the risk. It is 1 if memory already exceeds the limit, as it can with a budget."""
         last, _ = self._last[device][-1]
         return 1.0 if last.peak_bytes > last.limit_bytes else forecast.risk_ratio
 
@@ -150,7 +152,7 @@ class MemoryForecasts:
             recorder.set(memory.MEMORY_HEADROOM, forecast.headroom_bytes, device)
 
     def _warn(self, device: str, forecast: MemoryForecast) -> None:
-        """Log that memory is likely to run out; not again until the risk was low in between."""
+        """Log once that memory is likely to run out, until the risk has been low again."""
         risk = self.risks[device]
         if risk < REARM_RISK:
             self.alarm_steps[device] = None
@@ -173,7 +175,7 @@ class MemoryForecasts:
     def _warn_of_batch(
         self, device: str, shape: Shape, forecast: MemoryForecast, risk: float
     ) -> None:
-        """Log on the training thread, at once: the kernel may kill this process next."""
+        """Log at once, on the training thread, because the kernel may soon kill this process."""
         now = time.monotonic()
         if now < self._batch_alarm_due:
             return

@@ -22,36 +22,40 @@ from .trend import Trend, fit_trend
 
 Array = npt.NDArray[np.float64]
 
-# Readings kept: all, those whose micro-batches are expected to come again, errors of prediction,
-# and relative errors for the published median.
+# Maximum values kept, in this order: readings; recent readings, whose micro-batches are expected to
+# come again; errors of prediction; relative errors for the published median.
 MAX_POINTS = 512
 RECENT_POINTS = 200
 MAX_ERRORS = 192
 MAX_RATIOS = 256
-# Readings that a model is fitted to.
+# Number of readings that a model is fitted to.
 FITTED_POINTS = 256
-# The first steps are unlike the rest: optimizer states appear, kernels are chosen.
+# The first readings are skipped. In the first steps optimizer states are created and kernels are
+# chosen, so their memory differs from later steps.
 WARM_UP_POINTS = 3
-# The published risk is the mean over this many steps.
+# The published risk is the mean of the risks of this many steps.
 SMOOTHING_STEPS = 20
-# A model is fitted again after this many new readings, or this share of all, if that is more.
+# A model is fitted again after this many new readings, or after this share of all readings if the
+# share is larger.
 REFIT_AFTER = 8
 REFIT_SHARE = 0.1
-# A regime change: this many consecutive readings are off by this many widths, all to one side.
+# The regime has changed if this many consecutive readings differ from the predictions by this many
+# widths, all in the same direction.
 REGIME_POINTS = 4
 REGIME_WIDTHS = 8.0
-# Least width of the errors, in bytes and relative to the need. CUDA's allocator reserves in blocks
-# of 2 MiB; RSS fluctuates by as much.
+# Minimum width of the errors, in bytes and relative to the need. CUDA's allocator reserves blocks
+# of 2 MiB, and RSS fluctuates by a similar amount.
 MIN_WIDTH_BYTES = float(1 << 20)
 MIN_WIDTH_RATIO = 2e-4
-# Width assumed before any error is known, relative to the need.
+# Width of the errors that is assumed before any error is known, relative to the need.
 EXPECTED_WIDTH_RATIO = 0.01
-# Extra prediction error for a batch larger than any observed: this share of its additional need.
+# If a batch is larger than any observed batch, this share of its additional need is added to the
+# prediction error.
 EXTRAPOLATION_RATIO = 0.05
-# Distance of the next record from the largest of N values, in mean excesses of the upper tenth;
-# the three are equally likely.
+# Possible distances of the next record from the largest of N values, in mean excesses of the upper
+# tenth. The three distances are equally likely.
 _RECORD_EXCESSES = np.array((0.25, 0.75, 1.75))
-# Peaks that differ from the largest by less than this share of their rise count as equal to it.
+# A peak counts as equal to the largest peak if they differ by less than this share of the rise.
 _SAME_RATIO = 1e-3
 # Columns of the table of readings.
 _STEP, _FLOOR, _FRAGMENTED = range(3)
@@ -61,19 +65,20 @@ _STEP, _FLOOR, _FRAGMENTED = range(3)
 class MemoryForecast:
     """The forecast of one device's memory after a given step.
 
-    Its methods are cheap enough for the training thread and use no device.
+    Its methods are cheap enough for the training thread, and do not access a device.
 
     Attributes:
-        step: The last step that it is based on.
-        predicted_peak_bytes: Median of the next step's peak, for the largest micro-batch of the
-            last 200 readings.
-        headroom_bytes: Limit minus that peak and minus fragmented memory; infinite without a limit.
+        step: The last step that the forecast is based on.
+        predicted_peak_bytes: The median peak of the next step, if its micro-batch is the largest of
+            the last 200 readings.
+        headroom_bytes: Limit minus `predicted_peak_bytes` and minus fragmented memory. Infinite
+            without a limit.
         risk_ratio: Probability that a peak within the next 50 steps exceeds the limit, averaged
-            over the last 20 steps; at most 0.87, as the forecast itself may be wrong.
-        eta_steps: Steps until the median peak exceeds the limit; infinite without growth.
+            over the last 20 steps. It is at most 0.87, because the forecast itself may be wrong.
+        eta_steps: Steps until the median peak exceeds the limit. Infinite without growth.
         error_ratio: Median absolute error of the last predictions, relative to the observed peak.
-        limit_bytes: The current limit, or what was reserved at the allocator's last retry; infinite
-            without either.
+        limit_bytes: The current limit, or the reserved bytes at the allocator's last retry.
+            Infinite if neither is known.
         model: Predicts a peak from micro-batches and the memory in use between steps.
         between_steps_bytes: Memory in use before the next step.
         fragmented_bytes: Memory lost to fragmentation in the next step.
@@ -93,7 +98,7 @@ class MemoryForecast:
     tail: ErrorTail
 
     def predict_peak(self, shape: Shape) -> float:
-        """Return the median peak of a step of this micro-batch, in bytes."""
+        """Return the median peak, in bytes, of a step with this micro-batch."""
         return self.model.predict((shape,), self.between_steps_bytes)
 
     def batch_risk(self, shape: Shape) -> float:
@@ -124,17 +129,17 @@ class Forecaster:
         self._since_fit = 0
         self._warm_up = WARM_UP_POINTS
         self._model: PeakModel | None = None
-        self._errors: PredictionErrors | None = None  # of this model
+        self._errors: PredictionErrors | None = None  # of the current model
         self._ratios: deque[float] = deque(maxlen=MAX_RATIOS)
         self._reservable = inf
         self._since_retry = 0
-        # As of the last forecast:
+        # State of the last forecast:
         self._floor = self._fragmented = Trend(level=0.0)
         self._width = inf
         self._risks: deque[tuple[int, float]] = deque()
 
     def add(self, point: PeakPoint) -> None:
-        """Add a reading, and record the error of its prediction."""
+        """Add a reading, and record the error of the prediction that was made for this reading."""
         if self._warm_up > 0:
             self._warm_up -= 1
             return
@@ -151,7 +156,7 @@ class Forecaster:
         self._since_fit += 1
 
     def forecast(self) -> MemoryForecast | None:
-        """Return a forecast from all readings; None while they are too few."""
+        """Return a forecast based on all readings, or None if there are too few readings."""
         count = len(self._points)
         due = max(min(REFIT_AFTER, count // 4), REFIT_SHARE * count, 1)
         if self._since_fit >= due or self._has_regime_changed():
@@ -161,7 +166,7 @@ class Forecaster:
         return self._forecast(self._model, self._errors)
 
     def _update_reservable(self, point: PeakPoint) -> None:
-        """After an allocator retry, take the reserved bytes as the limit, also if it is higher."""
+        """After an allocator retry, use the reserved bytes as the limit, even if higher."""
         self._since_retry += 1
         if self._points and point.retries > self._points[-1].retries:
             self._since_retry = 0
@@ -181,7 +186,7 @@ class Forecaster:
             self._restart()
 
     def _has_regime_changed(self) -> bool:
-        """Return whether the last readings are all far off the model, and to the same side."""
+        """Return whether all of the last readings are far from the model, on the same side."""
         if self._errors is None or len(self._points) < 3 * REGIME_POINTS:
             return False
         last = list(self._errors.errors)[-REGIME_POINTS:]
@@ -189,7 +194,7 @@ class Forecaster:
         return min(last) > far or max(last) < -far
 
     def _restart(self) -> None:
-        """Restart from the last few readings; the old model serves until they yield one."""
+        """Keep only the last few readings. The old model is used until they give a new one."""
         kept = self._last(REGIME_POINTS + 1)
         self._risks.clear()
         self._points.clear()
@@ -247,7 +252,7 @@ class Forecaster:
         )
 
     def _smoothed(self, risk: float) -> float:
-        """Return the mean risk of the last SMOOTHING_STEPS, so that one outlier raises no alarm."""
+        """Return the mean risk of the last SMOOTHING_STEPS, so one outlier raises no alarm."""
         step = self._points[-1].step
         while self._risks and self._risks[0][0] <= step - SMOOTHING_STEPS:
             self._risks.popleft()
@@ -285,11 +290,11 @@ class Forecaster:
 
 
 class PredictionErrors:
-    """Records the prediction errors of one model, on the readings it was fitted to and later ones.
+    """Records the prediction errors of one model, for all readings since the first fitted one.
 
     Attributes:
-        errors: Observed minus predicted peak, in bytes, fragmented memory included. Memory that
-            appeared in a step and stayed is growth of the floor, not an error of the peak.
+        errors: Observed minus predicted peak in bytes, including fragmented memory. Memory that
+            appeared in a step and stayed counts as growth of the floor, not as an error.
         margins: Limit minus predicted peak, in bytes.
     """
 
@@ -301,7 +306,7 @@ class PredictionErrors:
             self.add(before, point)
 
     def add(self, before: PeakPoint, point: PeakPoint) -> float:
-        """Add a reading and its predecessor; return the predicted peak in bytes."""
+        """Add a reading and its predecessor. Return the predicted peak of the reading in bytes."""
         predicted = self._model.predict(point.shapes, before.between_steps_bytes)
         error = point.peak_bytes - predicted
         if error > 0 and point.between_steps_bytes > before.between_steps_bytes:
@@ -316,7 +321,7 @@ class PredictionErrors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecentPeaks:
-    """The peaks that recent micro-batches would have if they ran now, in bytes.
+    """The peaks, in bytes, that recent micro-batches would have if they ran now.
 
     Attributes:
         peaks: The peak of each reading.
@@ -330,7 +335,7 @@ class RecentPeaks:
 def predict_recent(
     model: PeakModel, points: Sequence[PeakPoint], between_steps_bytes: float
 ) -> RecentPeaks:
-    """Predict the peak of each reading from today's floor; distinct shapes are predicted once."""
+    """Predict the peak of each reading from the current floor. Predict each shape only once."""
     known: dict[tuple[Shape, ...], float] = {}
     for point in points:
         if point.shapes not in known:
@@ -342,18 +347,18 @@ def predict_recent(
 
 
 def extrapolate(steps: Array, peaks: Array, trend: Trend) -> Array:
-    """Return the peaks that a trend covers, each moved along the trend to the last step."""
+    """Return the peaks that a trend covers. Each peak is moved along the trend to the last step."""
     stretch = slice(-trend.points, None)
     grown: Array = peaks[stretch] + trend.slope * (steps[-1] - steps[stretch])
     return grown
 
 
 def add_records(peaks: Array, between_steps_bytes: float) -> tuple[Array, Array]:
-    """Return possible peaks and their probabilities: those observed, and some larger.
+    """Return possible peaks and their probabilities: the observed peaks, and some larger peaks.
 
-    By symmetry the last of N + 1 peaks is the maximum with probability 1 / (N + 1). If the maximum
-    was reached several times, lengths are capped or have few values. Then no larger one is
-    expected.
+    By symmetry, the last of N + 1 peaks is the maximum with probability 1 / (N + 1). If several
+    peaks are equal to the maximum, lengths are capped or have few values. In this case no larger
+    peak is expected.
     """
     values, counts = np.unique(peaks, return_counts=True)
     total = len(peaks)
@@ -370,7 +375,7 @@ def add_records(peaks: Array, between_steps_bytes: float) -> tuple[Array, Array]
 
 
 def _eta(headroom: float, growth: Growth) -> float:
-    """Return the steps until the median peak exceeds the limit; infinite without growth."""
+    """Return the steps until the median peak exceeds the limit, or infinity without growth."""
     if headroom <= 0:
         return 0.0
     return headroom / growth.slope if growth.weight > 0.5 and growth.slope > 0 else inf

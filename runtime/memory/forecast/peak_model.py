@@ -1,14 +1,18 @@
 """Predicts the peak memory of a step from its micro-batches and the memory in use before it.
 
-`read_features` makes regression columns of the readings, `fit_branches` fits them, and `fit_peaks`
-returns the result as a `PeakModel`.
+`read_features` converts the readings to regression columns, `fit_branches` fits the regression, and
+`fit_peaks` returns the result as a `PeakModel`.
 
-The regression has two branches: a step's rise of memory over its floor (the bytes in use between
-steps) is the larger of a constant, common to all steps, and a sum over columns that describe its
-largest micro-batch. It minimizes absolute deviations by reweighting (Huber's weights with a small
-corner), with coefficients not below zero; the Bayesian information criterion (Schwarz 1978) selects
-the columns. Steps on the lower branch carry no information on the upper one and are excluded from
-it, as in Powell's censored least absolute deviations (1984), fitted iteratively (Buchinsky 1994).
+The floor of a step is the bytes in use between steps, and the rise is the peak minus the floor. The
+regression has two branches, and the rise is the larger of the two. The lower branch is a constant
+that is common to all steps. The upper branch is a sum over columns that describe the largest
+micro-batch of the step.
+
+The fit minimizes absolute deviations by reweighting (Huber's weights with a small corner), and
+keeps coefficients at zero or above. The Bayesian information criterion (Schwarz 1978) selects the
+columns. Steps on the lower branch contain no information about the upper branch, so they are
+excluded from its fit, as in Powell's censored least absolute deviations (1984). This fit is
+iterative (Buchinsky 1994).
 """
 
 from __future__ import annotations
@@ -25,68 +29,73 @@ from .trend import upper_median
 
 Floats = npt.NDArray[np.float64]
 
-# Resolution of a peak, as a share of it: the kernel counts RSS in batches per thread, and
-# allocators round.
+# Resolution of a peak, relative to the peak. It is limited because the kernel counts RSS in batches
+# per thread, and because allocators round sizes.
 RESOLUTION_RATIO = 0.002
-# Readings with known shapes below which readings with unknown shapes are used too.
+# If fewer readings than this have known shapes, readings with unknown shapes are used too.
 MIN_KNOWN = 8
 _UNKNOWN = (Shape(0, 0),)
 
-# Number of last rises that are fitted, and the least number for a model.
+# Maximum number of recent rises that are fitted, and the minimum number for a model.
 MAX_RISES = 256
 MIN_RISES = 4
-# After a change, this many new readings are fitted separately; fewer only shift the old fit.
+# After a change, at least this many new readings are fitted separately. Fewer new readings only
+# shift the old fit.
 MIN_NEW_RISES = 24
 
-# Iterations of the reweighted fit.
+# Number of iterations of the reweighted fit.
 ROUNDS = 6
-# The need has changed if at least this many last rises are off by at least this many spreads, all
-# to one side.
+# The need has changed if at least this many of the last rises differ from the fit by at least this
+# many spreads, all in the same direction.
 CHANGED_RISES = 8
 OUTLIER_SPREADS = 4.0
-# A rise this many rises back has half the weight of the last one.
+# A rise has half the weight of the last rise if it is this many rises older.
 HALF_LIFE_RISES = 96.0
-# Penalty of each column in the criterion: 1, samples, tokens, token pairs, floor. Of two columns
-# that explain the same, the one with the larger penalty is dropped: tokens for a single shape, and
-# tokens rather than their pairs for two lengths. The floor is free: it is used only if it matters.
+# Penalty of each column in the criterion, in this order: 1, samples, tokens, token pairs, floor. If
+# two columns explain the rises equally well, the column with the larger penalty is dropped. For a
+# single shape, tokens are used. For two lengths, tokens are used rather than token pairs. The floor
+# has no penalty, as it is used only if it matters.
 _PENALTIES = np.array([2.1, 2.2, 2.0, 2.5, 0.0])
-# Penalty of a negative constant, which a step that first frees memory has. That is rare. Assumed
-# wrongly it flattens the curve: short lengths alone often look so if needs grow with length^2.
+# Penalty of a negative constant. The constant is rarely negative: only a step that first frees
+# memory has a negative constant. A wrong negative constant flattens the curve: if the need grows
+# with length^2, readings of short lengths alone often suggest a negative constant.
 _NEGATIVE_PENALTY = 8.0
-_RIDGE = 1e-9  # added to the normal equations, for collinear columns
+_RIDGE = 1e-9  # added to the normal equations, because columns may be collinear
 # Quantiles of the rises that are tried as the level of the lower branch.
 _QUANTILES = (0.0, 0.05, 0.15, 0.3, 0.5, 0.7)
-# A branch with fewer rises is fitted to all of them.
+# If a branch has fewer rises than this, it is fitted to the rises of both branches.
 _MIN_ON_A_BRANCH = 5
-# Freed memory that the allocator keeps shows as steps without a rise; the floor is a column only if
-# at least this share of the steps has none.
+# If the allocator keeps freed memory, some steps have no rise. The floor is a column only if at
+# least this share of the steps has no rise.
 _MIN_SHARE_WITHOUT_RISE = 0.1
-# Recent drift: residuals averaged, weight of each relative to its successor, and the weight of a
-# prior drift of zero.
+# Estimate of the recent drift: the number of residuals that are averaged, the weight of each
+# residual relative to the next residual, and the weight of a prior drift of zero.
 _DRIFT_WINDOW = 12
 _DRIFT_DECAY = 0.6
 _DRIFT_PRIOR_WEIGHT = 0.5
-# All subsets of the four columns besides the first or the last one.
+# All subsets of four columns. The fifth column is the first or the last one.
 _FOUR_COLUMN_MASKS = list(itertools.product((0.0, 1.0), repeat=4))
-# Readings on either side of a floor that show whether memory given back is allocated again.
+# Number of readings on each side of a floor. They show whether freed memory is allocated again.
 _HEAP_WINDOW = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakModel:
-    """Predicts a peak as floor plus rise, where the rise is the larger of two terms. All in bytes.
+    """Predicts a peak in bytes as floor plus rise, where the rise is the larger of two terms.
 
-    One term is common to all steps, such as the optimizer's buffers. The other is the activations
-    of the largest micro-batch: per sample, per token, and per pair of tokens where attention keeps
-    its scores. An allocator that keeps freed memory (as glibc's heap, visible in RSS) serves
-    activations from it, so that the rise is smaller, the higher the floor.
+    The first term is common to all steps, such as the optimizer's buffers. The second term is the
+    activations of the largest micro-batch. It grows with the number of samples and of tokens, and
+    also with the number of token pairs if attention keeps its scores.
+
+    Some allocators keep freed memory and use it for new activations. An example is glibc's heap,
+    whose effect is visible in RSS. With such an allocator, a higher floor leads to a smaller rise.
 
     Attributes:
-        min_rise: Rise common to all steps.
-        constant, per_sample, per_token, per_token_pair: Need of a micro-batch; only the constant
-            can be negative, so a larger micro-batch never needs less.
-        reused_ratio: Share of the floor that can serve a micro-batch: 0 on CUDA.
-        typical_need: Median need, used for micro-batches of unknown shape.
+        min_rise: The rise that is common to all steps.
+        constant, per_sample, per_token, per_token_pair: Coefficients of the need of a micro-batch.
+            Only the constant can be negative, so a larger micro-batch never needs less memory.
+        reused_ratio: Share of the floor that a micro-batch can reuse. 0 on CUDA.
+        typical_need: The median need, which is used for micro-batches of unknown shape.
     """
 
     min_rise: float
@@ -100,7 +109,7 @@ class PeakModel:
     def predict(self, shapes: Sequence[Shape], between_steps_bytes: float) -> float:
         """Return the median peak of a step that starts at `between_steps_bytes`.
 
-        Takes 1 to 2 us; also called on the training thread.
+        The call takes 1 to 2 us. The training thread also makes this call.
         """
         need = max([self._need(shape) for shape in shapes]) if shapes else self.typical_need
         return between_steps_bytes + max(
@@ -114,10 +123,10 @@ class PeakModel:
 
 
 def fit_peaks(points: Sequence[PeakPoint]) -> PeakModel | None:
-    """Fit the model to readings in the order of their steps; return None if they are too few.
+    """Fit the model to readings in the order of their steps, or return None if too few.
 
-    Uses the last MAX_RISES rises, recent ones with more weight. Takes less than 1 ms, and twice
-    that after a change.
+    The fit uses the last MAX_RISES rises, and gives more weight to recent rises. It takes less than
+    1 ms, and less than 2 ms after a change.
     """
     features = read_features(points[-MAX_RISES - 1 :])
     if len(features.rises) < MIN_RISES:
@@ -145,8 +154,9 @@ def fit_peaks(points: Sequence[PeakPoint]) -> PeakModel | None:
 def heap_floor(floors: Floats, peaks: Floats) -> float:
     """Return the largest height, in bytes, of the peaks on both sides of a floor above it.
 
-    A heap that keeps freed memory can only return what a step has freed, so this is a lower bound
-    of what a step allocates. Memory freed for good, or leaked, has no such peak on one side.
+    A heap that keeps freed memory can only return memory that a step has freed. The height is
+    therefore a lower bound of the bytes that a step allocates. Memory that was freed for good, or
+    that was leaked, has no such peak on one side.
 
     Args:
         floors: [n] bytes in use before each step.
@@ -159,7 +169,7 @@ def heap_floor(floors: Floats, peaks: Floats) -> float:
 
 
 def _running_max(peaks: Floats) -> Floats:
-    """Return the maximum of each peak and the `_HEAP_WINDOW` - 1 that follow it."""
+    """Return for each peak the maximum of this peak and the next `_HEAP_WINDOW` - 1 peaks."""
     padded = np.concatenate((peaks, np.full(_HEAP_WINDOW - 1, -np.inf)))
     highest: Floats = np.lib.stride_tricks.sliding_window_view(padded, _HEAP_WINDOW).max(axis=1)
     return highest
@@ -168,8 +178,8 @@ def _running_max(peaks: Floats) -> Floats:
 def _attribute_to_tokens(constant: float, features: Features) -> tuple[float, float]:
     """Split a constant into a fixed part and a part per token, for readings of one shape.
 
-    A heap that keeps freed memory hides the latter in most steps. The need of this shape is
-    unchanged.
+    A heap that keeps freed memory hides the part per token in most steps. The split does not change
+    the need of this shape.
     """
     tokens = float(features.columns[-1, 2])
     if not tokens:
@@ -181,14 +191,15 @@ def _attribute_to_tokens(constant: float, features: Features) -> tuple[float, fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Features:
-    """The regression's input: rises over the floor of each step, and five columns to explain them.
+    """The input of the regression: the rise of each step, and five columns that explain it.
 
     Attributes:
         rises: [n] rises in bytes.
-        columns: [n, 5]: 1, samples, tokens, token pairs, `reference_floor` minus the floor before
-            in bytes. For a step of several micro-batches, those of the largest.
-        candidates: [n, micro-batches, 5]: the columns of each micro-batch; None if all points have
-            one.
+        columns: [n, 5]: 1, samples, tokens, token pairs, and `reference_floor` minus the floor
+            before the step in bytes. If a step has several micro-batches, the columns describe the
+            largest micro-batch.
+        candidates: [n, micro-batches, 5]: the columns of each micro-batch. None if all points have
+            one micro-batch.
         reference_floor: The last floor.
         typical_peak: The median peak.
     """
@@ -201,7 +212,7 @@ class Features:
 
     @property
     def floors(self) -> Floats:
-        """The [n] floors in bytes, one before each step."""
+        """The [n] floors in bytes: one floor for each step."""
         floors: Floats = self.reference_floor - self.columns[:, 4]
         return floors
 
@@ -211,7 +222,7 @@ class Features:
         return self.candidates is None and not np.ptp(self.columns[:, 1:4], axis=0).any()
 
     def columns_of_largest(self, coefficients: Floats) -> Floats:
-        """Return the columns of the micro-batch of each step that needs most, by coefficients."""
+        """Return the columns of the micro-batch that needs most, for each step."""
         if self.candidates is None:
             return self.columns
         largest = np.argmax(self.candidates @ coefficients, axis=1)
@@ -229,7 +240,7 @@ class Features:
 
 
 def read_features(points: Sequence[PeakPoint]) -> Features:
-    """Return the features of readings with known shapes; of all readings if these are too few."""
+    """Return the features of readings with known shapes, or of all readings if too few."""
     pairs = list(itertools.pairwise(points))
     known = [pair for pair in pairs if pair[1].shapes]
     if len(known) >= min(MIN_KNOWN, len(pairs)):
@@ -240,7 +251,7 @@ def read_features(points: Sequence[PeakPoint]) -> Features:
     reference = points[-1].between_steps_bytes if points else 0.0
     candidates = _candidate_columns(shapes, reference - floors)
     return Features(
-        rises=np.maximum(peaks - floors, 0.0),  # the peak is read before the floor
+        rises=np.maximum(peaks - floors, 0.0),  # a floor, read later, may be higher
         columns=candidates[:, 0],
         candidates=candidates if candidates.shape[1] > 1 else None,
         reference_floor=reference,
@@ -249,7 +260,7 @@ def read_features(points: Sequence[PeakPoint]) -> Features:
 
 
 def _candidate_columns(rows: Sequence[tuple[Shape, ...]], floor_deficits: Floats) -> Floats:
-    """Return [n, k, 5]: k = 1 if all points have one micro-batch, else the candidates."""
+    """Return columns of shape [n, k, 5]. If all points have one micro-batch, k is 1."""
     sizes = [(shape.samples, shape.length) for row in rows for shape in row]
     samples, lengths = np.array(sizes, dtype=float).reshape(-1, 2).T
     if len(sizes) == len(rows):
@@ -269,9 +280,9 @@ def _candidate_columns(rows: Sequence[tuple[Shape, ...]], floor_deficits: Floats
 def _largest(
     counts: npt.NDArray[np.intp], samples: Floats, lengths: Floats
 ) -> npt.NDArray[np.intp]:
-    """Return, for each point, its micro-batches that are largest by each of four measures.
+    """Return, for each point, the largest micro-batch by each of four measures.
 
-    The first measure lies between tokens and token pairs: the best guess before a fit.
+    The first measure lies between tokens and token pairs. It is the best guess before a fit.
     """
     starts = np.cumsum(counts) - counts
     tokens = samples * lengths
@@ -285,12 +296,12 @@ def _largest(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branches:
-    """The fitted branches: the lower is a constant, the upper a sum over columns plus a drift.
+    """The two fitted branches: the lower is a constant, the upper a sum of columns plus a drift.
 
     Attributes:
-        typical_need: Median of the upper branch, without its floor term.
-        changed: Number of last rises that all lie far off the upper branch, to one side: the need
-            has changed. 0 below CHANGED_RISES.
+        typical_need: Median of the upper branch without the floor term.
+        changed: Number of consecutive last rises that are all far above or all far below the upper
+            branch, which means that the need has changed. 0 if there are fewer than CHANGED_RISES.
     """
 
     min_rise: float
@@ -318,7 +329,7 @@ _PLAIN = _Subsets([(*rest, 0.0) for rest in _FOUR_COLUMN_MASKS[1:]])
 
 
 def fit_branches(features: Features, *, precision: float) -> Branches:
-    """Fit both branches of the regression; differences below `precision` bytes count as noise."""
+    """Fit both branches of the regression. Differences below `precision` bytes count as noise."""
     rises = features.rises
     columns, scale = _scaled(features, precision)
     levels = np.sort(rises)[[int(q * (len(rises) - 1)) for q in _QUANTILES]]
@@ -349,7 +360,7 @@ def fit_branches(features: Features, *, precision: float) -> Branches:
 
 
 def _scaled(features: Features, precision: float) -> tuple[Floats, Floats]:
-    """Return the columns scaled to about 1; constant ones are zero."""
+    """Return the scaled columns and the scales. Constant columns are set to zero."""
     columns = features.columns
     scale = np.abs(columns).max(axis=0)
     dropped = np.ptp(columns, axis=0) == 0
@@ -363,7 +374,7 @@ def _scaled(features: Features, precision: float) -> tuple[Floats, Floats]:
 
 
 def _best_subset(columns: Floats, rises: Floats, weights: Floats, precision: float) -> Floats:
-    """Return the least squares coefficients of the subset of columns with the best criterion."""
+    """Return the least squares coefficients of the columns that the criterion selects."""
     total = weights.sum()
     weighted = columns * (weights / total)[:, None]
     gram, moments = weighted.T @ columns, weighted.T @ rises
@@ -386,7 +397,7 @@ def _best_subset(columns: Floats, rises: Floats, weights: Floats, precision: flo
 
 
 def _changed(residuals: Floats, far: float) -> int:
-    """Return how many of the last residuals are far to one side; 0 below CHANGED_RISES."""
+    """Return how many of the last residuals are far off on one side, or 0 below CHANGED_RISES."""
     interrupted = np.abs(residuals) < far
     interrupted |= np.signbit(residuals) != np.signbit(residuals[-1:])
     run = int(np.argmax(interrupted[::-1])) if interrupted.any() else len(residuals)
@@ -394,7 +405,7 @@ def _changed(residuals: Floats, far: float) -> int:
 
 
 def _drift(residuals: Floats, spread: float, changed: int) -> float:
-    """Return the mean recent residual of the upper branch, shrunk towards 0 if they are few."""
+    """Return the mean recent residual of the upper branch. Few residuals shrink it towards 0."""
     if changed:
         return upper_median(residuals[-changed:])
     recent = np.clip(

@@ -9,7 +9,8 @@ from typing import NamedTuple
 class Shape(NamedTuple):
     """The size of one micro-batch: number of samples, and tokens per sample, padding included.
 
-    `length` is the token count of the longest sample; for data without tokens, elements per sample.
+    `length` is the token count of the longest sample. If data has no tokens, it is the number of
+    elements per sample.
     """
 
     samples: int
@@ -18,17 +19,17 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakPoint:
-    """One reading at the end of a step; it covers all steps since the previous reading.
+    """One reading at the end of a step. It covers all steps since the previous reading.
 
     Attributes:
         step: The step that has just ended.
-        peak_bytes: Peak since the previous reading (CPU: RSS; CUDA: allocated).
+        peak_bytes: Peak since the previous reading: RSS on CPU, allocated bytes on CUDA.
         between_steps_bytes: Bytes in use now, between steps.
-        limit_bytes: Upper bound of `peak_bytes`, as known now; infinite without a limit.
-        reserved_bytes: Bytes reserved for this process at its peak (CUDA: reserved; CPU: the peak).
+        limit_bytes: Current upper bound of `peak_bytes`, or infinity without a limit.
+        reserved_bytes: Bytes reserved for this process at its peak. On CPU, the peak itself.
         fragmented_bytes: Bytes reserved in blocks too small to serve a large request.
-        retries: Total times the allocator freed its cache and retried.
-        shapes: Distinct micro-batches since the previous reading; empty if unknown.
+        retries: How often the allocator has freed its cache and retried so far.
+        shapes: Distinct micro-batch shapes since the previous reading. Empty if unknown.
     """
 
     step: int
@@ -43,7 +44,7 @@ class PeakPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakPrediction:
-    """The prediction made before a step: its peak, and the risk within the next 50 steps."""
+    """A prediction made before a step: the peak, and the risk within the next 50 steps."""
 
     step: int
     predicted_bytes: float | None

@@ -1,11 +1,11 @@
 """Estimates the probability that a peak of the next steps exceeds the memory limit.
 
-`fit_tail` describes the errors of peak prediction, `combine_trends` the growth of memory, and
-`risk_ahead` computes the probability from both.
+`fit_tail` describes the errors of peak prediction, and `combine_trends` describes the growth of
+memory. `risk_ahead` computes the probability from both.
 
-Up to the 95th percentile, the distribution of errors is that of the errors themselves. Beyond it
-lies a generalized Pareto distribution (Pickands 1975), fitted by probability-weighted moments
-(Hosking and Wallis 1987).
+Up to the 95th percentile, the empirical distribution of the errors is used. Above this percentile,
+the distribution is a generalized Pareto distribution (Pickands 1975), fitted by
+probability-weighted moments (Hosking and Wallis 1987).
 """
 
 from __future__ import annotations
@@ -23,44 +23,47 @@ Array = npt.NDArray[np.float64]
 
 # Cumulative probability at which the Pareto tail begins.
 TAIL_START_PROBABILITY = 0.95
-# A dozen errors in the tail do not determine its shape: it is shrunk towards the shape typical of
-# RSS noise, with the weight of this many errors.
+# A dozen errors in the tail do not determine its shape. The shape is therefore shrunk towards the
+# typical shape of RSS noise, which has the weight of this many errors.
 PRIOR_SHAPE = 0.15
 PRIOR_EXCESSES = 20
-# Bounds of the shape: 0 is an exponential tail, 0.5 has infinite variance.
+# Bounds of the shape. A tail of shape 0 is exponential, and a tail of shape 0.5 has infinite
+# variance.
 MIN_SHAPE = 0.0
 MAX_SHAPE = 0.5
-# With fewer errors than this, the width is shrunk towards the expected one.
+# If there are fewer errors than this, the width is shrunk towards the expected width.
 PRIOR_ERRORS = 10
 MIN_PROBABILITY = 1e-9
-# Quantiles of the normal distribution, used while errors are too few for an empirical body.
+# Quantiles of the normal distribution. They are used if there are too few errors for an empirical
+# distribution.
 _NORMAL_BODY = (-1.96, -1.44, -1.15, -0.84, -0.52, -0.25, 0.0, 0.25, 0.52, 0.84, 1.15, 1.44, 1.645)
 _NORMAL_RANKS = (0.025, 0.075, 0.125, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.875, 0.925, 0.95)
 _MEDIAN = _NORMAL_RANKS.index(0.5)
 _NORMALS = np.array(_NORMAL_BODY)
 _QUANTILES = np.array(_NORMAL_RANKS)
 
-# The published risk is that of this many steps ahead.
+# The published risk covers this many steps ahead.
 HORIZON_STEPS = 50
 # The horizon is evaluated in this many parts, each at its midpoint.
 _PARTS = 8
 _AHEAD = (np.arange(_PARTS) + 0.5) * HORIZON_STEPS / _PARTS
-# Gauss-Hermite quadrature of a normal distribution by five points.
+# Gauss-Hermite quadrature of a normal distribution with five points.
 _NODES = np.array((-2.857, -1.356, 0.0, 1.356, 2.857))
 _NODE_WEIGHTS = np.array((0.01126, 0.22208, 0.53332, 0.22208, 0.01126))
-# Prior odds against growth.
+# Prior odds that memory does not grow.
 NO_GROWTH_ODDS = 10.0
-# Typical growth within the horizon, relative to the need.
+# Typical growth of memory within the horizon, relative to the need.
 TYPICAL_GROWTH_RATIO = 0.02
 # Upper bound of the probability that one reading exceeds the limit.
 MAX_RISK = 1 - 1e-6
-# Observed frequency of events predicted as certain, on the tuning runs of
-# tests/bench/memory/oom_risk.py: growth may stop, noise may change.
+# Events that were predicted as certain occurred with this frequency in the tuning runs of
+# tests/bench/memory/oom_risk.py. The frequency is below 1 because growth may stop and noise may
+# change.
 MAX_FORECAST_CONFIDENCE = 0.87
-# Growth is likely to last as long again as it has (Laplace's rule of succession, with a prior of
-# this many steps).
+# Growth is likely to last for as many steps as it has lasted so far (Laplace's rule of succession,
+# with a prior of this many steps).
 LASTING_STEPS = 24.0
-# Steps needed for full confidence in the largest peaks, and in growth.
+# Number of steps needed for full confidence in the largest peaks, and in growth.
 STEPS_FOR_PEAKS = 150.0
 STEPS_FOR_GROWTH = 40.0
 
@@ -70,11 +73,13 @@ class ErrorTail:
     """The distribution of prediction errors (observed minus predicted peak), in bytes.
 
     Attributes:
-        errors: Errors at the quantiles `ranks`, both ascending; the last is the tail's threshold.
+        errors: Errors at the quantiles `ranks`, ascending. The last error is the threshold at which
+            the tail begins.
         ranks: Cumulative probability at each of `errors`.
-        scale: Scale of the generalized Pareto distribution beyond the threshold, bytes.
-        shape: Shape of that distribution; 0 is an exponential tail, 0.5 has infinite variance.
-        width: Standard deviation of the body, bytes.
+        scale: Scale, in bytes, of the generalized Pareto distribution above the threshold.
+        shape: Shape of the generalized Pareto distribution. 0 is an exponential tail, and 0.5 has
+            infinite variance.
+        width: Standard deviation, in bytes, of the distribution below the threshold.
     """
 
     errors: tuple[float, ...]
@@ -95,7 +100,7 @@ class ErrorTail:
         return min(max(survival, MIN_PROBABILITY), 1 - MIN_PROBABILITY)
 
     def exceedances(self, margins: Array) -> Array:
-        """Return `exceedance` of each margin; vectorized."""
+        """Return `exceedance` of each margin, computed with array operations."""
         beyond = np.maximum(margins - self.errors[-1], 0) / self.scale
         tail = (1 - TAIL_START_PROBABILITY) * (1 + self.shape * beyond) ** (-1 / self.shape)
         body = 1 - np.interp(margins, self.errors, self.ranks)
@@ -105,7 +110,7 @@ class ErrorTail:
         return np.clip(survival, MIN_PROBABILITY, 1 - MIN_PROBABILITY)
 
     def widened(self, noise: float) -> ErrorTail:
-        """Return the distribution of the sum with independent noise of this deviation, in bytes."""
+        """Return the distribution of error plus independent noise of this deviation in bytes."""
         factor = float(np.hypot(self.width, noise)) / self.width
         median = self.errors[_MEDIAN]
         return ErrorTail(
@@ -127,12 +132,12 @@ class ErrorTail:
 
 
 def fit_tail(errors: Sequence[float] | Array, *, expected: float, min_width: float) -> ErrorTail:
-    """Return the distribution fitted to errors of prediction.
+    """Fit a distribution to errors of prediction.
 
     Args:
         errors: Errors of prediction, in bytes.
-        expected: Deviation assumed before any error is known, in bytes.
-        min_width: Lower bound of the deviation, in bytes; readings are quantized.
+        expected: Deviation in bytes that is assumed before any error is known.
+        min_width: Lower bound of the deviation in bytes, because readings are quantized.
     """
     known = np.sort(np.asarray(errors, dtype=float))
     count = len(known)
@@ -158,7 +163,7 @@ def fit_tail(errors: Sequence[float] | Array, *, expected: float, min_width: flo
 
 
 def _median_and_deviation(known: Array) -> tuple[float, float]:
-    """Return the median and a robust deviation: the wider of two, so that no tail is missed."""
+    """Return the median and the larger of two robust deviations, so that no tail is missed."""
     if len(known) == 0:
         return 0.0, 0.0
     low, lower, median, higher, high = np.quantile(known, (0.05, 0.25, 0.5, 0.75, 0.95)).tolist()
@@ -166,7 +171,7 @@ def _median_and_deviation(known: Array) -> tuple[float, float]:
 
 
 def _fit_excesses(excesses: Array, expected_scale: float) -> tuple[float, float]:
-    """Fit scale and shape to the excesses over the threshold, shrunk towards the prior."""
+    """Fit scale and shape to the excesses over the threshold, and shrink them to the prior."""
     count = len(excesses)
     weight = count / (count + PRIOR_EXCESSES)
     if count < 5:
@@ -185,7 +190,7 @@ def _fit_excesses(excesses: Array, expected_scale: float) -> tuple[float, float]
 class Growth:
     """The growth of the needed memory per step, in bytes, with its standard deviation.
 
-    `weight` is the probability that it grows at all.
+    `weight` is the probability that the needed memory grows at all.
     """
 
     slope: float = 0.0
@@ -196,14 +201,14 @@ class Growth:
 def growing_weight(trend: Trend, need: float, per_reading: float) -> float:
     """Return the probability that a series grows.
 
-    By Bayes' rule: a slope of exactly zero against one drawn from a normal distribution of typical
-    growth.
+    Bayes' rule compares two hypotheses: a slope of exactly zero, and a slope drawn from a normal
+    distribution of typical growth.
     """
     if trend.slope_deviation <= 0 or trend.slope <= 0:
         return 0.0
     freedom = max(min(trend.points // 2, 16) - 2, 1)
     score = trend.slope / trend.slope_deviation
-    # Student's t, as the deviation is itself an estimate.
+    # Student's t is used because the deviation is itself an estimate.
     evidence = 0.5 * (freedom + 1) * np.log1p(score**2 / freedom)
     typical = TYPICAL_GROWTH_RATIO * need / HORIZON_STEPS
     penalty = 0.5 * np.log1p((typical / trend.slope_deviation) ** 2)
@@ -214,7 +219,7 @@ def growing_weight(trend: Trend, need: float, per_reading: float) -> float:
 
 
 def combine_trends(trends: Sequence[Trend], need: float, per_reading: float) -> Growth:
-    """Return the total growth of the needed memory from the trends of its parts."""
+    """Return the total growth of the needed memory, given the trends of its parts."""
     weights = [growing_weight(trend, need, per_reading) for trend in trends]
     weight = 1 - float(np.prod([1 - each for each in weights]))
     if weight < 1e-3:
@@ -238,15 +243,15 @@ def risk_ahead(
     """Return the probability that a peak within the horizon exceeds the limit.
 
     Args:
-        margins: [k] limit minus predicted peak of each kind of reading, bytes.
+        margins: [k] limit minus predicted peak, in bytes, of each kind of reading.
         shares: [k] probability of each kind.
         tail: Distribution of prediction errors.
         growth: Growth of the need.
         per_reading: Steps between readings.
-        survived: Expected number of past readings above the limit, by the same model. None was, so
-            the model is too pessimistic. An unknown factor on it is assumed to be exponentially
-            distributed around 1. Given none of `survived`, its expectation is
-            1 / (1 + survived).
+        survived: Number of past readings that the same model expects above the limit. In fact no
+            reading was above it, so the model is too pessimistic. The true number is assumed to be
+            `survived` times an unknown factor, which is exponentially distributed with mean 1.
+            Given that no reading was above the limit, the expected factor is 1 / (1 + survived).
         known: Number of steps that the model is based on.
     """
     factor = HORIZON_STEPS / per_reading / (1 + survived)

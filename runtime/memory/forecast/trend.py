@@ -1,10 +1,12 @@
-"""Fits the recent linear trend of a series: a robust slope, its deviation, and its length.
+"""Fits the recent linear trend of a series: a robust slope, its deviation and its duration.
 
-A line is fitted by Theil and Sen's median of slopes, over block medians, so that single outliers
-are not taken for a trend. Of several stretches that end now, the longest that agrees with all
-shorter ones is chosen (Lepski's rule): the start of a leak, a jump, or a plateau ends the stretch.
-Autocorrelated noise looks like a trend on a short stretch. Its memory is estimated from the
-correlation of differences, as of a first-order autoregression.
+A line is fitted to medians of blocks by Theil and Sen's median of slopes. Single outliers therefore
+do not look like a trend. Several stretches that end at the last reading are compared. The longest
+stretch that agrees with all shorter stretches is chosen (Lepski's rule). The chosen stretch does
+not reach back beyond the start of a leak, a jump or a plateau.
+
+Autocorrelated noise looks like a trend on a short stretch. The autocorrelation is estimated from
+the correlation of differences, as for a first-order autoregression.
 """
 
 from __future__ import annotations
@@ -18,24 +20,27 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int_]
-# A shorter series has no trend, only a level.
+# For a shorter series only a level is computed, without a trend.
 MIN_POINTS = 12
 # Lengths of the stretches that are compared, in readings.
 STRETCHES = (16, 32, 64, 128, 256, 512)
 # A line is fitted to the medians of at most this many blocks of readings.
 BLOCKS = 16
-# Slopes or levels of two stretches disagree if they differ by more than DISAGREEMENT deviations,
-# plus ESTIMATE_SLACK divided by the readings of the shorter, whose deviation is itself an estimate.
+# The slopes or levels of two stretches disagree if they differ by more than DISAGREEMENT deviations
+# plus a slack. The slack is ESTIMATE_SLACK divided by the readings of the shorter stretch, because
+# the deviation of this stretch is itself an estimate.
 DISAGREEMENT = 3.0
 ESTIMATE_SLACK = 24.0
-# Differences are clipped at this many deviations: jumps are rare.
+# Differences are clipped at this many deviations, because jumps are rare.
 CLIPPED_AT = 5.0
 # Upper bound of the estimated autocorrelation of the noise.
 MAX_MEMORY = 0.98
-# A stretch of this length has a reliable noise estimate; a longer and noisier one is not a line.
+# A stretch of this length has a reliable noise estimate. A longer stretch with more noise is not a
+# line.
 CERTAIN_POINTS = 48
 MAX_NOISE_RATIO = 1.4
-# Minimum slope, in deviations, and maximum odds of a step, of a line that is certain.
+# A line is certain if its slope is at least this many deviations, and if the odds of a sudden step
+# are at most this large.
 CERTAIN_SCORE = 6.0
 CERTAIN_STEPWISE = 0.1
 
@@ -47,10 +52,10 @@ class Trend:
     Attributes:
         level: Value at the last reading.
         slope: Growth per step.
-        level_deviation, slope_deviation: Standard deviations of the two.
+        level_deviation, slope_deviation: Standard deviations of `level` and `slope`.
         noise: Standard deviation of single readings around the line.
-        points: Number of readings it is fitted to.
-        stepwise: Odds of one sudden step against the line.
+        points: Number of readings that the line is fitted to.
+        stepwise: Odds that the series has one sudden step rather than the slope of the line.
     """
 
     level: float
@@ -67,7 +72,7 @@ def fit_trend(steps: Array, values: Array, min_noise: float) -> Trend:
 
     Args:
         steps: [n] step numbers, ascending.
-        values: [n] one value for each.
+        values: [n] one value for each step.
         min_noise: Lower bound of the noise of single readings.
     """
     count = len(values)
@@ -78,21 +83,21 @@ def fit_trend(steps: Array, values: Array, min_noise: float) -> Trend:
     chosen = _longest(steps, values, lengths, min_noise, memory)
     if chosen.points >= CERTAIN_POINTS or count < 2 * CERTAIN_POINTS:
         return chosen
-    # Growth in chunks looks constant on a short stretch.
+    # On a short stretch, growth in chunks looks constant.
     certain = [length for length in lengths if length >= CERTAIN_POINTS]
     longer = _longest(steps, values, certain, min_noise, memory)
     return longer if _is_certain(longer, values) else chosen
 
 
 def fit_line(steps: Array, values: Array, min_noise: float) -> Trend:
-    """Return the line fitted to all of a series, which has at least `MIN_POINTS` readings."""
+    """Return the line fitted to a whole series of at least `MIN_POINTS` readings."""
     return _line(steps, values, min_noise, _memory_of_differences(values, min_noise))
 
 
 def _longest(
     steps: Array, values: Array, lengths: Sequence[int], min_noise: float, memory: float
 ) -> Trend:
-    """Return the longest stretch that agrees with all shorter ones."""
+    """Return the longest stretch that agrees with all shorter stretches."""
     chosen: list[Trend] = []
     for length in lengths:
         trend = _line(steps[-length:], values[-length:], min_noise, memory)
@@ -103,7 +108,7 @@ def _longest(
 
 
 def _is_certain(trend: Trend, values: Array) -> bool:
-    """Return whether a line is certain, and the last readings still lie on it."""
+    """Return whether a line is certain, and whether the last readings still lie on the line."""
     off = abs(upper_median(values[-9:]) - trend.level)
     return (
         trend.slope > CERTAIN_SCORE * trend.slope_deviation
@@ -124,22 +129,23 @@ def _agree(longer: Trend, shorter: Trend) -> bool:
 
 
 def _memory_of_differences(values: Array, least: float) -> float:
-    """Return the autocorrelation of a series' noise per reading; a steady slope has no effect."""
+    """Return the autocorrelation of the noise per reading. A steady slope has no effect."""
     differences = np.diff(values)
     differences -= upper_median(differences)
     typical = max(1.4826 * upper_median(np.abs(differences)), least)
     clipped = np.clip(differences, -CLIPPED_AT * typical, CLIPPED_AT * typical)
     squares = float(clipped @ clipped)
-    if squares < len(clipped) * least**2:  # all below the resolution
+    if squares < len(clipped) * least**2:  # all differences are below the resolution
         return 0.0
     correlation = float(clipped[1:] @ clipped[:-1]) / squares
     return min(max(1 + 2 * correlation, 0.0), MAX_MEMORY)
 
 
 def _memory_of_residuals(residuals: Array, memory: float) -> float:
-    """Return the autocorrelation from the residuals of a line: more precise on a long stretch.
+    """Return the autocorrelation of the residuals of a line. It is precise on a long stretch.
 
-    Fitting a line removes (2 + 4 memory) / n of it (Marriott and Pope 1954).
+    Fitting a line lowers the autocorrelation by (2 + 4 memory) / n (Marriott and Pope 1954). The
+    function corrects for this.
     """
     count = len(residuals)
     if count < CERTAIN_POINTS:
@@ -192,7 +198,7 @@ def _line(steps: Array, values: Array, min_noise: float, memory: float) -> Trend
 def _step_odds(
     medians: Array, squares_of_line: float, min_variance: float, independent: float
 ) -> float:
-    """Return the odds of one step at the best position against a line (Schwarz 1978).
+    """Return the odds of one step, at its best position, against a line (Schwarz 1978).
 
     `independent` is the effective share of independent values.
     """
@@ -208,7 +214,7 @@ def _step_odds(
 
 
 def upper_median(values: Array) -> float:
-    """Return the upper median; np.median takes five times as long on short series."""
+    """Return the upper median. On short series np.median takes five times as long."""
     return float(np.partition(values, len(values) // 2)[len(values) // 2])
 
 

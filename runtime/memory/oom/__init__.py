@@ -1,5 +1,5 @@
-"""Reports of out-of-memory errors: evidence, changes that would have fitted, killed ranks.
+"""Reports out-of-memory errors, with advice on how to avoid them, and ranks that were killed.
 
-This package only reports; `runtime/trainer/oom_recovery/` lets a TrainingRun continue after an
-error. The risk of an error that has not happened is in `runtime/memory/forecast/`.
+This package only reports errors. `runtime/trainer/oom_recovery/` lets a TrainingRun continue after
+an error, and `runtime/memory/forecast/` predicts the risk of an error before it happens.
 """

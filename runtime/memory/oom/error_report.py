@@ -1,8 +1,8 @@
-"""Reports each out-of-memory error that passes through the engine: when, what, and what to do.
+"""Reports each out-of-memory error that passes through the engine, and advises what to do.
 
 `OomReporter` runs on the thread that raised the error, once per error, and does not change the
-error. A report has a headline, the evidence and advice, on one page. Memory is short while it is
-written, so it is built line by line, without large allocations.
+error. A report has a headline, the evidence and advice, on one page. Memory is short while a report
+is written. The report is therefore built line by line, without large allocations.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from .predicted_savings import PredictedSaving, nothing_fits
 
 logger = logging.getLogger(__name__)
 
-# Reports that a rank writes at most in a run.
+# Maximum number of reports that a rank writes in one run.
 MAX_REPORTS = 5
-# Rows of the table of peaks, and micro-batch shapes in one of its cells.
+# Maximum rows in the table of peaks, and maximum micro-batch shapes in one cell of this table.
 MAX_PEAKS = 20
 MAX_SHAPES = 3
-# A report takes 0.3 MiB, and Python allocates by 1 MiB. At this size the reserve is a separate
-# mapping, which returns to the kernel at once.
+# Memory that is set aside and freed before a report is written. A report needs 0.3 MiB, and Python
+# allocates in steps of 1 MiB. A reserve of this size is a separate mapping, so the kernel gets its
+# memory back as soon as the reserve is freed.
 RESERVE_BYTES = 4 * 2**20
 VIEWER = "https://pytorch.org/memory_viz"
 _FITS = {"yes": "fits", "barely": "fits barely", "perhaps": "may fit", "no": "does not fit"}
@@ -55,7 +56,7 @@ _KINDS = {
 class OomReporter:
     """Recognizes and reports the out-of-memory errors of one rank, on the training thread.
 
-    Lack of memory or disk space raises nothing; other failures are left to `FailOpen`.
+    A lack of memory or disk space raises no exception here. `FailOpen` handles other failures.
     """
 
     def __init__(self, rank: int, context: OomContext) -> None:
@@ -64,25 +65,26 @@ class OomReporter:
         self._host = socket.gethostname()
         self._reserve: bytearray | None = bytearray(RESERVE_BYTES)
         self._num_reports = 0
-        # Addresses of the last error, of its traceback and of the traceback's innermost link.
+        # Addresses of the last error, of the head of its traceback and of the innermost link.
         self._last = (0, 0, 0)
 
     def on_error(self, error: BaseException, *, is_end: bool = False) -> OomError | None:
-        """Report an error if it is out of memory and was not reported on its way up.
+        """Report an out-of-memory error, unless it was reported further down the stack.
 
         Args:
-            error: The error that passes now.
-            is_end: Whether the error ends the run; its traceback may have been shortened.
+            error: The error that currently passes through the engine.
+            is_end: Whether the error ends the run. In this case its traceback may be shortened.
 
         Returns:
-            The parsed error, to be counted; None for other errors and for one already reported.
+            The parsed error, which the caller counts. None if the error is not an out-of-memory
+            error, or if it was reported already.
         """
         oom_error = find_oom_error(error)
         if oom_error is None or self._is_known(oom_error[0], error, is_end=is_end):
             return None
         oom = oom_error[1]
         self._num_reports += 1
-        if self._num_reports > MAX_REPORTS:  # the script catches them: a report costs it time
+        if self._num_reports > MAX_REPORTS:  # the script catches the errors
             return replace(oom, device=complete_device(oom, self._context.readings() or {}))
         self._reserve = None
         try:
@@ -93,11 +95,12 @@ class OomReporter:
         return oom
 
     def _is_known(self, error: BaseException, passing: BaseException, *, is_end: bool) -> bool:
-        """Return whether an error was seen further down the stack.
+        """Return whether `on_error` has already seen this error further down the stack.
 
-        No reference to the error is kept, as it holds tensors. An error's traceback grows at its
-        head on the way up. Another error may get the same address later, but its traceback does not
-        contain the same links.
+        The reporter remembers addresses instead of the error, because a reference to the error
+        would keep tensors alive. While an error passes up the stack, new links are added at the
+        head of its traceback. A later error may get the same address as an earlier one, but the
+        traceback of the later error does not contain the links of the earlier traceback.
         """
         head = error.__traceback__
         known, known_head, known_end = self._last
@@ -111,7 +114,7 @@ class OomReporter:
         return any(id(link) == known_head for link in inner)
 
     def _report_minimal(self, error: OomError) -> OomError:
-        """Report only facts that need no memory, as the estimator's tables may not fit."""
+        """Report only the facts that need no memory: the estimator's tables may not fit."""
         try:
             return self._report(error, _MinimalContext(self._context))
         except MemoryError:
@@ -119,7 +122,7 @@ class OomReporter:
             return error
 
     def _report(self, error: OomError, context: OomContext) -> OomError:
-        """Write and log a report; return the error with its complete device."""
+        """Write and log a report. Return the error, with the index of its device filled in."""
         evidence = collect_evidence(self._rank, self._host, error, context)
         path, reason = None, "no run folder is written"
         folder = self._context.folder()
@@ -139,12 +142,12 @@ class OomReporter:
     def _restore_reserve(self) -> None:
         try:
             self._reserve = bytearray(RESERVE_BYTES)
-        except MemoryError:  # the next report has none
+        except MemoryError:  # the next report is written without a reserve
             self._reserve = None
 
 
 class _MinimalContext(OomContext):
-    """Limits another context to the facts that need no memory."""
+    """Provides only those facts of another context that need no memory to compute."""
 
     def __init__(self, context: OomContext) -> None:
         self._context = context
@@ -166,7 +169,7 @@ def _links(traceback: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def headline(evidence: OomEvidence) -> str:
-    """Return one line: device, phase and step, requested and free bytes, limit."""
+    """Return one line with the device, phase, step, requested bytes, free bytes and limit."""
     requested, free = evidence.error.requested_bytes, evidence.free_bytes
     micro_batch = f", micro-batch {evidence.micro_batch}" if evidence.micro_batch else ""
     where = f"{evidence.phase} of step {evidence.step + 1}{micro_batch}"
@@ -175,7 +178,7 @@ def headline(evidence: OomEvidence) -> str:
         "request size unknown" if requested is None else f"{format_bytes(requested)} requested"
     ]
     if free is not None and not evidence.is_device_unknown:
-        # If more is free than requested, it was freed as the error passed.
+        # If more bytes are free than were requested, they were freed after the request failed.
         late = " after the error" if requested is not None and free >= requested else ""
         limit = evidence.limit
         of_limit = f" of {format_bytes(limit.num_bytes)} ({limit.name})" if limit else ""
@@ -185,7 +188,7 @@ def headline(evidence: OomEvidence) -> str:
 
 
 def report_text(evidence: OomEvidence) -> str:
-    """Return the whole report; line 1 is the headline."""
+    """Return the whole report. Its first line is the headline."""
     lines = [headline(evidence), "", *_moment(evidence), "", *_request(evidence), ""]
     lines += [*_memory(evidence), "", *_categories(evidence), "", *_predicted(evidence), ""]
     lines += [*_peaks(evidence), "", *_predicted_savings(evidence), "", "What to do next:"]
@@ -196,17 +199,17 @@ def report_text(evidence: OomEvidence) -> str:
 def write_report(
     folder: Path, evidence: OomEvidence, context: OomContext | None = None
 ) -> Path | None:
-    """Write `oom/rank-<r>-<n>.txt`, and next to it torch's memory snapshot if possible.
+    """Write `oom/rank-<r>-<n>.txt` and, if possible, torch's memory snapshot next to it.
 
-    Both files have mode 0600. A run keeps at most MAX_REPORTS reports of a rank.
+    Both files have mode 0600. A rank writes at most MAX_REPORTS reports in one run.
 
     Args:
         folder: The run folder.
-        evidence: Content of the report.
-        context: Writes the snapshot; None for none.
+        evidence: The content of the report.
+        context: Writes the snapshot. If None, no snapshot is written.
 
     Returns:
-        The report's path; None if the rank has written MAX_REPORTS already.
+        The path of the report, or None if the rank has already written MAX_REPORTS reports.
 
     Raises:
         OSError: The folder cannot be written.
@@ -229,7 +232,7 @@ def write_report(
 
 
 def advice(evidence: OomEvidence) -> list[str]:
-    """Return sentences on what to do, the most likely to help first; never empty."""
+    """Return at least one sentence of advice. The most promising advice comes first."""
     return [
         *_leak_advice(evidence),
         *_other_process_advice(evidence),
@@ -405,7 +408,7 @@ def _saving_advice(evidence: OomEvidence) -> Iterator[str]:
 
 
 def _best_saving(savings: Sequence[PredictedSaving]) -> PredictedSaving | None:
-    """Return the cheapest memory saving that certainly fits, else the one with the least need."""
+    """Return the cheapest saving that certainly fits, else the saving with the smallest need."""
     certain = [each for each in savings if each.fits == "yes"]
     likely = [each for each in savings if each.fits != "no" and each.kind in ("forecast", "guess")]
     least = sorted(likely, key=lambda each: each.need_bytes)
@@ -445,19 +448,19 @@ def _batch_advice(evidence: OomEvidence) -> Iterator[str]:
 
 
 def format_percent(part: float, whole: float) -> str:
-    """Format a ratio in percent; "-" without a finite whole."""
+    """Format `part / whole` in percent. Return "-" if `whole` is unknown or infinite."""
     if not whole or not math.isfinite(whole):
         return "-"
     return f"{100 * part / whole:.0f} %"
 
 
 def format_shape(shape: Shape) -> str:
-    """Format the size of a micro-batch as samples x length."""
+    """Format the size of a micro-batch as `samples x length`."""
     return f"{shape.samples} x {shape.length}"
 
 
 def format_shapes(shapes: Sequence[Shape]) -> str:
-    """Format the MAX_SHAPES largest of several micro-batches."""
+    """Format the sizes of the MAX_SHAPES largest micro-batches."""
     largest = sorted(shapes, key=lambda each: -each.samples * each.length)[:MAX_SHAPES]
     more = f" and {len(shapes) - MAX_SHAPES} more" if len(shapes) > MAX_SHAPES else ""
     return ", ".join(map(format_shape, largest)) + more or "-"

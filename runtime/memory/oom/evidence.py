@@ -1,8 +1,8 @@
 """Collects the evidence of an out-of-memory error from the context of the run, as plain data.
 
-`collect_evidence` queries an `OomContext` and returns an `OomEvidence`. Nothing here imports torch
-or reads an engine: implementations of `OomContext` do. `host_limit_name` reads files of /proc and
-of cgroups.
+`collect_evidence` queries an `OomContext` and returns an `OomEvidence`. This module does not import
+torch and does not read an engine. Only the implementations of `OomContext` do so. `host_limit_name`
+reads files of /proc and of cgroups.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from .predicted_savings import Layout, LayoutBytes, OomCase, PredictedSaving, pr
 Readings = Mapping[str, Mapping[str, float]]
 
 ROOT = Path("/")
-# Readings are taken at slightly different times; limits of different kinds are further apart.
+# A limit that differs from a reading by less than this counts as the limit of the reading. Readings
+# are taken at slightly different times, and limits of different kinds differ by more than this.
 _TOLERANCE_BYTES = 2**20
 _CGROUP_FILES = ("memory.max", "memory.limit_in_bytes")  # version 2 and 1
 _UNNAMED = "an unknown limit"
@@ -31,14 +32,14 @@ _UNNAMED = "an unknown limit"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
-    """The training configuration of this rank, as far as it decides memory.
+    """The part of this rank's training configuration that determines its memory use.
 
     Attributes:
-        layout: ZeRO stage and offloads.
-        world_size: Number of ranks that ZeRO shards over.
+        layout: ZeRO stage and offload targets.
+        world_size: Number of ranks among which ZeRO divides the model states.
         dtype: The data type of the model, such as "bf16".
-        samples: Configured samples of a micro-batch.
-        accumulation: Micro-batches of a step.
+        samples: Configured number of samples per micro-batch.
+        accumulation: Number of micro-batches per step.
         activation_checkpointing: Whether activations are recomputed; None if unknown.
     """
 
@@ -52,9 +53,9 @@ class TrainingSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """The upper bound of memory in use, comparable with peaks.
+    """The upper bound of the memory in use, which can be compared with peaks.
 
-    `name` is where the limit is set, such as "RLIMIT_AS" or "the memory cgroup /train".
+    `name` says where the limit is set, such as "RLIMIT_AS" or "the memory cgroup /train".
     """
 
     num_bytes: float
@@ -62,14 +63,14 @@ class Limit:
 
 
 class OomContext:
-    """Provides the state of the run when memory runs out; queried on the training thread.
+    """Provides the state of the run when memory runs out. It is queried on the training thread.
 
-    Methods neither block nor log. They return None if a fact is unknown, as all methods of this
-    base class do. A `device` is a name such as "cuda:0" or "cpu".
+    Its methods neither block nor log. They return None if a fact is unknown. All methods of this
+    base class return None. A `device` is a name such as "cuda:0" or "cpu".
     """
 
     def folder(self) -> Path | None:
-        """Return the run folder, once there is one."""
+        """Return the run folder, or None before it exists."""
         return None
 
     def step(self) -> int | None:
@@ -81,27 +82,27 @@ class OomContext:
         return None
 
     def readings(self) -> Readings | None:
-        """Read all devices: bytes by device and memory state, and `alloc_retries`."""
+        """Read all devices. Return bytes by memory state, and `alloc_retries`, of each device."""
         return None
 
     def micro_batch(self) -> int | None:
-        """Return the number of the current micro-batch within its step, from 1."""
+        """Return the number of the current micro-batch within its step, counted from 1."""
         return None
 
     def shape(self) -> Shape | None:
-        """Return the shape of the current micro-batch, or of the last one."""
+        """Return the shape of the current micro-batch, or else of the last micro-batch."""
         return None
 
     def batch_risk(self, device: str) -> float | None:
-        """Return the risk of the current micro-batch on a device, as assessed when it began."""
+        """Return the risk of the current micro-batch, computed when the micro-batch began."""
         return None
 
     def categories(self, device: str) -> Mapping[str, float] | None:
-        """Return bytes by category at the peak of the last detailed sample."""
+        """Return the bytes of each category at the peak of the last detailed sample."""
         return None
 
     def peaks(self, device: str) -> Sequence[PeakPoint] | None:
-        """Return the last readings at the end of a step, latest last."""
+        """Return the readings at the ends of the last steps, oldest first."""
         return None
 
     def predictions(self, device: str) -> Sequence[PeakPrediction] | None:
@@ -113,11 +114,11 @@ class OomContext:
         return None
 
     def limit(self, device: str) -> Limit | None:
-        """Return the configured limit, if that is the one in effect."""
+        """Return the configured limit, or None if another limit is in effect."""
         return None
 
     def growth_bytes_per_step(self, device: str) -> float | None:
-        """Return the growth of a device's memory by a leak; None without a leak."""
+        """Return how fast a leak makes the memory of a device grow, or None without a leak."""
         return None
 
     def setup(self) -> TrainingSetup | None:
@@ -129,39 +130,42 @@ class OomContext:
         return None
 
     def estimated_layouts(self) -> Mapping[Layout, LayoutBytes] | None:
-        """Return the size of model states under the present layout and all possible ones."""
+        """Return the size of the model states under the current and every possible layout."""
         return None
 
     def dump_snapshot(self, device: str, path: Path) -> bool | None:
-        """Write torch's memory snapshot of a device to a path; return whether it was written."""
+        """Write torch's memory snapshot of a device. Return whether it was written."""
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OomEvidence:
-    """All known facts about one out-of-memory error: the content of its report.
+    """All known facts about one out-of-memory error. They are the content of its report.
 
     Attributes:
         rank: This rank.
         host: This machine.
         at_unix_seconds: The time at which the error passed.
-        step: The last completed step; 0 before the first.
-        phase: Phase of the training thread, one of the catalog's phases.
+        step: The last completed step. 0 if no step has completed.
+        phase: Phase of the training thread, which is one of the phases in the catalog.
         error: The parsed error.
-        device: The device that ran out of memory, such as "cuda:0" or "cpu"; that of the training
-            if the error names none. The facts below are of it.
-        micro_batch: Number of the current micro-batch within its step, from 1.
-        readings: Bytes by memory state, and `alloc_retries`, as the error passed. By then only
-            memory that no frame of the error's stack holds has been freed.
+        device: The device that ran out of memory, such as "cuda:0" or "cpu". If the error names no
+            device, the device that this rank trains on. The facts below describe this device.
+        micro_batch: Number of the current micro-batch within its step, counted from 1.
+        readings: Bytes by memory state, and `alloc_retries`, when the error reached the engine.
+            Memory that a frame of the error's stack holds has not been freed at this time.
         categories: Bytes by category at the peak of the last detailed sample.
         shape: Shape of the current micro-batch.
-        batch_risk_ratio: The risk of that micro-batch, as assessed when it began.
-        peaks: The last readings at the end of a step, latest last.
-        predictions: Predictions made for those steps, by step.
-        alarm_step: The step after which the current alarm was raised: risk above one half.
+        batch_risk_ratio: The risk of the current micro-batch, computed when it began.
+        peaks: The readings at the ends of the last steps, oldest first.
+        predictions: The predictions made for the steps of `peaks`, by step.
+        alarm_step: The step after which the risk rose above one half, which raised the current
+            alarm.
         limit: The limit that was exceeded.
-        predicted_savings: Memory savings with which the step would have fitted; None if unknown.
-        growth_bytes_per_step: Growth not explained by batch sizes; None without a leak.
+        predicted_savings: Memory savings, and what the step would have needed with each. None if
+            they are unknown.
+        growth_bytes_per_step: Growth of memory that batch sizes do not explain. None without a
+            leak.
         setup: Training configuration of this rank.
     """
 
@@ -187,22 +191,22 @@ class OomEvidence:
 
     @property
     def is_device_unknown(self) -> bool:
-        """Whether the error names no device, not even a kind of device."""
+        """Whether the error names neither a device nor a kind of device."""
         return self.error.device == UNKNOWN_DEVICE
 
     @property
     def fragmented_bytes(self) -> float | None:
-        """The reserved bytes in blocks too small for the request, by the error or by a reading."""
+        """The reserved bytes in blocks too small for the request, from the error or a reading."""
         reported = self.error.reported_bytes.get("reserved_unallocated")
         return self.readings.get("unusable") if reported is None else reported
 
     @property
     def in_use_bytes(self) -> float | None:
-        """The bytes in use as the request failed, comparable with the limit.
+        """The bytes in use when the request failed, which can be compared with the limit.
 
-        The error's text reports them for that moment. A reading comes later, when much memory is
-        free again; but a peak above all earlier ones is that of this step. On CUDA the limit
-        applies to reserved memory.
+        The text of the error reports these bytes, if it reports any. A reading is taken later, when
+        much memory is free again. A peak above all earlier peaks, however, must have occurred in
+        this step. On CUDA the limit applies to reserved memory.
         """
         reported = self.error.reported_bytes
         if "allocated" in reported:
@@ -216,7 +220,7 @@ class OomEvidence:
 
     @property
     def free_bytes(self) -> float | None:
-        """The bytes left below the limit, or those the device reported as free, if fewer."""
+        """The bytes left below the limit, or the free bytes of the device if they are fewer."""
         reported, in_use = self.error.reported_bytes.get("free"), self.in_use_bytes
         free = [] if reported is None else [reported]
         if in_use is not None and self.limit and math.isfinite(self.limit.num_bytes):
@@ -225,13 +229,13 @@ class OomEvidence:
 
     @property
     def largest_tokens(self) -> int | None:
-        """The tokens of the largest micro-batch of the last steps; None if unknown."""
+        """The tokens of the largest micro-batch of the last steps, or None if unknown."""
         shapes = (shape for point in self.peaks for shape in point.shapes)
         return max((shape.samples * shape.length for shape in shapes), default=None)
 
 
 def collect_evidence(rank: int, host: str, error: OomError, context: OomContext) -> OomEvidence:
-    """Return all known facts about an error; runs on the thread that raised it."""
+    """Return all known facts about an error. Runs on the thread that raised the error."""
     readings = context.readings() or {}
     device = complete_device(error, readings)
     if device == UNKNOWN_DEVICE:
@@ -260,12 +264,12 @@ def collect_evidence(rank: int, host: str, error: OomError, context: OomContext)
 
 
 def training_device(readings: Readings) -> str:
-    """Return the device on which this rank trains: the one besides the host that is read."""
+    """Return the device on which this rank trains: the device besides the host, else the host."""
     return next((device for device in readings if device != "cpu"), "cpu")
 
 
 def complete_device(error: OomError, readings: Readings) -> str:
-    """Return the device of an error, with the index of this rank's device if the error has none."""
+    """Return the device of an error. A missing index is filled in from this rank's device."""
     if error.device in readings or error.device == "cpu":
         return error.device
     own = (device for device in readings if device.startswith(error.device.partition(":")[0]))
@@ -291,7 +295,7 @@ def _limit_of(
 def _predicted_savings(
     evidence: OomEvidence, readings: Readings, context: OomContext
 ) -> list[PredictedSaving] | None:
-    """Compute what would have fitted; None if use or limit are unknown."""
+    """Compute the savings, or return None if the bytes in use or the limit are unknown."""
     in_use, limit, setup = evidence.in_use_bytes, evidence.limit, evidence.setup
     if in_use is None or limit is None or not math.isfinite(limit.num_bytes):
         return None
@@ -320,11 +324,11 @@ def _predicted_savings(
 
 
 def host_limit_name(states: Mapping[str, float], root: Path = ROOT) -> str:
-    """Return the name of the host's limit that a reading was computed from.
+    """Return the name of the host limit that determined the limit in a reading.
 
     Args:
-        states: Bytes by state: allocated, reserved and limit.
-        root: Root of the file system, for tests.
+        states: The bytes of the states allocated, reserved and limit.
+        root: Root of the file system. Tests set another root.
     """
     limit = states.get("limit", math.inf)
     distances = [(abs(size - limit), name) for name, size in _candidates(states, root)]
@@ -333,7 +337,7 @@ def host_limit_name(states: Mapping[str, float], root: Path = ROOT) -> str:
 
 
 def _candidates(states: Mapping[str, float], root: Path) -> Iterator[tuple[str, float]]:
-    """Yield each limit as the RSS at which it is reached, as `devices/host_memory.py` does."""
+    """Yield each limit and the RSS at which it is reached, as `devices/host_memory.py` does."""
     resident, virtual = states.get("allocated", 0.0), states.get("reserved", 0.0)
     limits = _limits(root / "proc/self/limits")
     data = _kilobytes(root / "proc/self/status", "VmData:")
@@ -351,7 +355,7 @@ def _candidates(states: Mapping[str, float], root: Path) -> Iterator[tuple[str, 
 
 
 def _limits(path: Path) -> Mapping[str, float]:
-    """Read soft limits by name; proc_pid_limits(5) has columns of 26 and 21 characters."""
+    """Read soft limits by name. The columns of proc_pid_limits(5) are 26 and 21 wide."""
     lines = _text(path).splitlines()
     soft = {line[:26].strip(): line[26:47].strip() for line in lines}
     return {name: float(size) for name, size in soft.items() if size.isdigit()}

@@ -1,7 +1,8 @@
-"""Finds ranks of this host that exited uncleanly, at the next start, and reports the likely cause.
+"""Finds ranks of this host that exited uncleanly in an earlier run, and reports the likely cause.
 
-Such a rank has left its liveness file and its step log. Several ranks may search at the same time:
-the one that moves the liveness file away reports it.
+The search takes place at the next start. A rank that exited uncleanly has left its liveness file
+and its step log. Several ranks may search at the same time. The rank that moves the liveness file
+away writes the report.
 """
 
 from __future__ import annotations
@@ -37,22 +38,23 @@ from .error_report import format_percent, format_shapes
 
 logger = logging.getLogger(__name__)
 
-# Only the newest runs are searched; that takes 0.1 ms a run.
+# Only this many of the newest runs are searched. The search takes 0.1 ms per run.
 MAX_RUNS = 100
-# Ending of a liveness file that was moved away, next to its report.
+# A reported liveness file is moved next to its report. Its new name has this ending.
 REPORTED_SUFFIX = ".life.json"
-# Ranks of one launch start within this time of each other.
+# The ranks of one launch all start within this time.
 LAUNCH_SECONDS = 600.0
-# A last peak this close to its limit makes it likely that the next step exceeded it.
+# If the last peak was above this share of the limit, the next step has likely exceeded the limit.
 NEAR_LIMIT_RATIO = 0.9
-# Records of the step log in a report.
+# Maximum number of step log records in a report.
 MAX_RECORDS = 20
-# Some hundred lines; a line is about 1 KiB, more with many devices or collectives.
+# Bytes that are first read from the end of the step log. They hold a few hundred lines: a line is
+# about 1 KiB long, and longer with many devices or collectives.
 _TAIL_BYTES = 256 * 1024
 
 
 class ExitCause(Enum):
-    """The reason why a process exited; the value is the text in reports."""
+    """The reason why a process exited. The value is the text in reports."""
 
     OOM_KILLER = "was killed by the kernel's OOM killer"
     PROBABLY_OOM_KILLER = "was probably killed by the kernel's OOM killer"
@@ -65,7 +67,7 @@ class ExitCause(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitFinding:
-    """The likely cause of an exit, and the evidence for it."""
+    """The likely cause of an exit, and the evidence for this cause."""
 
     cause: ExitCause
     reason: str
@@ -73,7 +75,7 @@ class ExitFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastRecord:
-    """The host memory in one record of the step log; None for values that the record lacks."""
+    """The host memory in one record of the step log. Values that are not recorded are None."""
 
     step: int
     ended_at_unix_seconds: float
@@ -85,7 +87,7 @@ class LastRecord:
 
     @property
     def limit_ratio(self) -> float | None:
-        """The peak as a ratio of the limit."""
+        """The peak divided by the limit."""
         peak = self.resident_bytes if self.peak_bytes is None else self.peak_bytes
         if peak is None or not self.limit_bytes or not math.isfinite(self.limit_bytes):
             return None
@@ -99,10 +101,10 @@ class KilledRank:
     Attributes:
         folder: The run folder of the rank.
         process: The process.
-        finding: Why it exited.
-        notes: How it exited, as noted by itself or by its launcher.
-        records: The last step records of the rank, latest last.
-        report: Path of the report; None if the folder cannot be written.
+        finding: The likely cause of the exit.
+        notes: Notes on the exit, written by the process itself or by its launcher.
+        records: The last step records of the rank, oldest first.
+        report: Path of the report. None if the folder cannot be written.
     """
 
     folder: Path
@@ -114,24 +116,24 @@ class KilledRank:
 
     @property
     def by_oom_killer(self) -> bool:
-        """Whether the kernel's OOM killer killed it, certainly or probably."""
+        """Whether the kernel's OOM killer certainly or probably killed the process."""
         return self.finding.cause in (ExitCause.OOM_KILLER, ExitCause.PROBABLY_OOM_KILLER)
 
 
 def detect_killed_ranks(
     runs: Path, host: str, *, before_unix_seconds: float = math.inf, root: Path = ROOT
 ) -> list[KilledRank]:
-    """Find, report and log ranks that exited uncleanly and were not reported yet.
+    """Find the ranks that exited uncleanly and were not reported yet. Report and log them.
 
-    Call it before this process writes its own liveness file, and not on the training thread: it
-    reads and writes files. Never raises on disk errors.
+    Call this function before the current process writes its own liveness file. Do not call it on
+    the training thread, because it reads and writes files. It does not raise disk errors.
 
     Args:
         runs: The folder that contains all run folders.
-        host: This machine's name; ranks of other hosts are left to those.
-        before_unix_seconds: When this process began to monitor. A restarted rank appends to the log
-            of the rank that exited; later records are its own.
-        root: The root of the file system, for tests.
+        host: The name of this machine. Each host reports its own ranks only.
+        before_unix_seconds: When the current process began to monitor. A restarted rank appends to
+            the step log of the rank that exited, so later records belong to the restarted rank.
+        root: The root of the file system. Tests set another root.
     """
     killed_ranks = []
     for folder in _newest(runs):
@@ -157,16 +159,17 @@ def classify_exit(
     limit_ratio: float | None = None,
     risk_ratio: float | None = None,
 ) -> ExitFinding:
-    """Classify an exit by the kernel's counters, or without these by the last readings.
+    """Classify an exit by the kernel's counters, or by the last readings without counters.
 
     Args:
-        process: The process, with the counters at its start.
-        same_boot: Whether the machine has not rebooted since; counters start at 0 then.
-        now: The current counters, of the same cgroup.
-        died_together: Ranks of this run and cgroup that exited uncleanly, this one included: a
-            launcher kills the others when one is gone.
-        limit_ratio: The last peak over its limit.
-        risk_ratio: The last risk of running out of memory.
+        process: The process, with the values that the counters had at its start.
+        same_boot: Whether the machine has run without a reboot since the process started. A reboot
+            resets the counters to 0.
+        now: The current counters of the same cgroup.
+        died_together: Number of ranks of this run and cgroup that exited uncleanly, including this
+            rank. If one rank exits, its launcher kills the remaining ranks.
+        limit_ratio: The last peak divided by the limit.
+        risk_ratio: The last predicted risk of running out of memory.
     """
     then = process.kills
     if not same_boot:
@@ -229,11 +232,12 @@ def workers_of_host(runs: Path, host: str) -> Mapping[tuple[int, int], tuple[Pat
     """Return the newest runs' liveness files whose process ids are valid here.
 
     Returns:
-        Run folder and marker of each process, by rank and process id; the last of equal ones.
+        Run folder and marker of each process, by rank and process id. Of several markers with the
+        same rank and process id, the last one is kept.
     """
     try:
         here = host, boot_id(), pid_namespace()
-    except OSError:  # no process writes a liveness file then
+    except OSError:  # without this file, no process writes a liveness file
         return {}
     processes = [(folder, process) for folder in _newest(runs) for _, process in _markers(folder)]
     processes.sort(key=lambda item: item[1].started_at_unix_seconds)
@@ -245,7 +249,7 @@ def workers_of_host(runs: Path, host: str) -> Mapping[tuple[int, int], tuple[Pat
 
 
 def _reported(folder: Path) -> list[ProcessMarker]:
-    """Return the processes of a run folder that were reported already, by any rank."""
+    """Return the processes of a run folder that any rank has already reported."""
     markers = map(read_marker, (folder / FOLDER).glob(f"rank-*{REPORTED_SUFFIX}"))
     return [process for process in markers if process is not None]
 
@@ -265,7 +269,7 @@ def _report(
     before_unix_seconds: float,
     root: Path,
 ) -> KilledRank | None:
-    """Move the liveness file away, classify, write and log; None if another rank was faster."""
+    """Report one rank, or return None if another rank has moved the liveness file away."""
     records = read_last_records(
         folder, process.rank, process.started_at_unix_seconds, before_unix_seconds
     )
@@ -295,7 +299,7 @@ def _report(
     is_oom = finding.cause in (ExitCause.OOM_KILLER, ExitCause.PROBABLY_OOM_KILLER)
     text = _report_text(process, finding, notes, records)
     report = _write(folder / ("oom" if is_oom else FOLDER), process.rank, text)
-    # Most unclean exits are signals sent by launchers, which need no warning.
+    # Most unclean exits are caused by signals from launchers. They need no warning.
     level = logging.INFO if finding.cause is ExitCause.OTHERWISE else logging.WARNING
     where = f"report: {report}" if report else "no report could be written"
     headline = _headline(process, finding, notes, records)
@@ -360,7 +364,7 @@ def _headline(
     notes: Sequence[ExitNote],
     records: Sequence[LastRecord],
 ) -> str:
-    """Return one line: rank, cause, last step and last memory reading."""
+    """Return one line with the rank, the cause, the last step and the last memory reading."""
     is_noted = notes and finding.cause in (ExitCause.OTHERWISE, ExitCause.UNKNOWN)
     cause = notes[0].text if is_noted else finding.cause.value
     step = f"after step {records[-1].step}" if records else "before its first record"
@@ -373,7 +377,7 @@ def _report_text(
     notes: Sequence[ExitNote],
     records: Sequence[LastRecord],
 ) -> str:
-    """Return the whole report; line 1 is the headline."""
+    """Return the whole report. Its first line is the headline."""
     started = utc_text(process.started_at_unix_seconds)
     lines = [_headline(process, finding, notes, records), ""]
     lines += [f"rank {process.rank} on {process.host}, process {process.pid}, started {started}"]
@@ -428,7 +432,7 @@ def read_last_records(
     since_unix_seconds: float,
     before_unix_seconds: float = math.inf,
 ) -> list[LastRecord]:
-    """Return the last records of a rank in the step log, within a period."""
+    """Return the last records of a rank within a period of its step log."""
     records: list[Mapping[str, Any]] = []
     for name in (f"rank-{rank}.jsonl", f"rank-{rank}.1.jsonl"):  # the log may have just rotated
         if len(records) < MAX_RECORDS:
@@ -442,7 +446,7 @@ def read_last_records(
 def _records_between(
     path: Path, since_unix_seconds: float, before_unix_seconds: float
 ) -> list[Mapping[str, Any]]:
-    """Return the last records of a period; a restarted rank may have written many after them."""
+    """Return the last records of a period. A restarted rank may have added many later ones."""
     num_bytes = _TAIL_BYTES
     while True:
         lines, is_whole = _tail(path, num_bytes)
@@ -459,13 +463,13 @@ def _records_between(
 
 
 def _latest(records: Sequence[LastRecord], field: str) -> Any:
-    """Return the last value of a field that is not None; not every step reads memory."""
+    """Return the last value of a field that is not None: some steps do not read memory."""
     values = (getattr(record, field) for record in reversed(records))
     return next((value for value in values if value is not None), None)
 
 
 def _tail(path: Path, num_bytes: int) -> tuple[list[bytes], bool]:
-    """Return the complete lines at a file's end, and whether they are all."""
+    """Return the complete lines at the end of a file, and whether they are the whole file."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -473,14 +477,14 @@ def _tail(path: Path, num_bytes: int) -> tuple[list[bytes], bool]:
             lines = file.read().splitlines()
     except OSError:
         return [], True
-    return (lines[1:], False) if size > num_bytes else (lines, True)  # the first is incomplete
+    return (lines[1:], False) if size > num_bytes else (lines, True)  # line 0 is cut off
 
 
 def _records(lines: Sequence[bytes]) -> Iterator[Mapping[str, Any]]:
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:  # an incomplete line of a killed writer
+        except ValueError:  # the writer was killed within this line
             continue
         if isinstance(record, dict) and "step" in record:
             yield record

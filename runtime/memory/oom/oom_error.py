@@ -1,7 +1,7 @@
 """Recognizes out-of-memory errors by type name and text, without importing torch.
 
-The texts are those of torch 2.13: c10/core/impl/alloc_cpu.cpp, c10/cuda/CUDACachingAllocator.cpp,
-ATen/cuda/Exceptions.h, ProcessGroupNCCL; and Python's and numpy's own.
+The texts are those of torch 2.13 (c10/core/impl/alloc_cpu.cpp, c10/cuda/CUDACachingAllocator.cpp,
+ATen/cuda/Exceptions.h and ProcessGroupNCCL), of Python and of numpy.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-# What failed to allocate: torch's allocator of a device; a library on the device that bypasses it;
-# torch's allocator of the host; Python, numpy or C++; the kernel; or what the text does not say.
+# The layer that failed to allocate, in this order: torch's allocator of a device; a library that
+# bypasses this allocator on the device; torch's allocator of the host; Python, numpy or C++; the
+# kernel; a layer that the text does not name.
 Kind = Literal[
     "device allocator", "device library", "host allocator", "python", "operating system", "unknown"
 ]
-UNKNOWN_DEVICE = "unknown"  # the text names none
+UNKNOWN_DEVICE = "unknown"  # the text names no device
 
-# Errors examined in a chain of causes, and characters examined and kept of a text.
+# Maximum errors examined in a chain of causes, and characters examined and kept of a text.
 MAX_CHAIN = 16
 MAX_TEXT = 100_000
 MAX_MESSAGE = 1000
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
-# None starts with a wildcard: matching would take quadratic time in the length of the text.
+# No pattern starts with a wildcard, because matching would then take quadratic time.
 _DEVICE_ALLOCATOR = re.compile(r"\b(CUDA|HIP|XPU|NPU) out of memory\b")
 _DEVICE_LIBRARY = re.compile(
     r"\b(?:CUDA|HIP)(?: driver)? error: out of memory"
@@ -34,7 +35,7 @@ _DEVICE_LIBRARY = re.compile(
     r"|\bCUDNN_STATUS_\w{1,40}_ALLOCATION_FAILED\b"
     r"|\b(?:Cuda|HIP) failure (?:\d+ )?'out of memory'"
 )
-# CUDA's own words for the error, which extensions pass on alone or after a colon.
+# CUDA's own text for the error. Extensions pass this text on, alone or after a colon.
 _BARE = re.compile(r"(?im:(?:^|[:\]] ?)(?:error: )?out of memory[.!]?$)")
 _MAKER = re.compile(r"\b(CUDA|HIP)\b")
 _HOST_ALLOCATOR = re.compile(
@@ -43,7 +44,8 @@ _HOST_ALLOCATOR = re.compile(
 )
 _ARRAY = re.compile(r"Unable to allocate (\d+(?:\.\d+)?) (bytes|[KMGTP]iB)")
 _PYTHON = re.compile(r"std::bad_alloc|\bMemoryError\b")
-# Not every "Cannot allocate memory": network libraries report it for the limit on locked memory.
+# The text must name mmap: network libraries also report "Cannot allocate memory" if the limit on
+# locked memory is exceeded.
 _KERNEL = re.compile(r"\bunable to mmap (\d+) bytes\b[^\n]*\bCannot allocate memory\b")
 _REQUEST = re.compile(rf"Tried to allocate {_SIZE}")
 _INDEX = re.compile(r"\bGPU (\d+) has a total capacity")
@@ -64,13 +66,14 @@ class OomError:
 
     Attributes:
         kind: The layer that failed to allocate, such as "device allocator".
-        device: The device, such as "cuda:0"; "cuda" if the text has no index; "cpu" for the host;
-            UNKNOWN_DEVICE.
-        requested_bytes: Size of the request; for a device rounded to two decimals, as in the text.
-        message: The line of the error, without any stack.
+        device: The device, such as "cuda:0", or "cuda" if the text has no index. "cpu" for the
+            host, and UNKNOWN_DEVICE if the text names no device.
+        requested_bytes: Size of the request. For a device, the text gives this size with two
+            decimals only.
+        message: The line that describes the error, without a stack.
         reported_bytes: Other sizes in the text: total, free, in_use, allowed (by
             `set_per_process_memory_fraction`), allocated, reserved_unallocated.
-        worker: The process in which it was raised, if not this one.
+        worker: The process that raised the error, if it was not the current process.
     """
 
     kind: Kind
@@ -82,7 +85,7 @@ class OomError:
 
 
 def find_oom_error(error: BaseException) -> tuple[BaseException, OomError] | None:
-    """Return the first out-of-memory error in a chain of errors, and its content."""
+    """Return the first out-of-memory error in a chain of errors, and its parsed content."""
     for link in _chain(error):
         parsed = _parse(link)
         if parsed is not None:
@@ -91,9 +94,10 @@ def find_oom_error(error: BaseException) -> tuple[BaseException, OomError] | Non
 
 
 def is_caused_by_oom(error: BaseException) -> bool:
-    """Return whether an error is out of memory, or raised `from` one that is.
+    """Return whether an error is an out-of-memory error, or was raised `from` one.
 
-    An error raised while another was handled (`__context__`) does not count.
+    Only `__cause__` is followed. An error that was raised while an out-of-memory error was being
+    handled (`__context__`) does not count.
     """
     link: BaseException | None = error
     for _ in range(MAX_CHAIN):  # causes may form a cycle
@@ -106,7 +110,7 @@ def is_caused_by_oom(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, then its causes, contexts and group members."""
+    """Yield an error, followed by its causes, its contexts and the members of its group."""
     waiting, seen = [error], 0
     while waiting and seen < MAX_CHAIN:
         link = waiting.pop(0)
@@ -145,7 +149,7 @@ def _parse(error: BaseException) -> OomError | None:
 def _parse_text(text: str) -> OomError | None:
     """Parse the text of an error, which may contain the stack of another process."""
     worker = _WORKER.match(text)
-    # The last line of a stack is the error; the lines before are source code.
+    # The last line of a stack describes the error. The lines before it show source code.
     parsed = _parse_line(text.rstrip().rpartition("\n")[2] if worker else text)
     if parsed is None or worker is None:
         return parsed
@@ -161,7 +165,7 @@ def _parse_text(text: str) -> OomError | None:
 
 def _parse_line(text: str) -> OomError | None:
     if match := _DEVICE_ALLOCATOR.search(text):
-        # The script or the launcher may have wrapped the rest over some lines.
+        # The script or the launcher may have wrapped the rest of the message over several lines.
         rest = text[match.start() : match.start() + MAX_MESSAGE].replace("\n", " ")
         return _on_device("device allocator", match[1], rest)
     if match := _DEVICE_LIBRARY.search(text):
@@ -196,7 +200,7 @@ def _line_of(match: re.Match[str]) -> str:
 
 def _on_device(kind: Kind, maker: str, text: str) -> OomError:
     request, index = _REQUEST.search(text), _INDEX.search(text)
-    name = "cuda" if maker == "HIP" else maker.lower()  # torch uses this name for AMD devices too
+    name = "cuda" if maker == "HIP" else maker.lower()  # torch also calls AMD devices cuda
     sizes = {what: pattern.search(text) for what, pattern in _REPORTED.items()}
     return OomError(
         kind=kind,

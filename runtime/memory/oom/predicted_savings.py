@@ -1,7 +1,7 @@
 """Predicts which memory savings would have let a step fit that ran out of memory.
 
-All functions are pure: `evidence.py` gives them an `OomCase`, and `error_report.py` prints the
-`PredictedSaving` list as advice.
+All functions are pure. `evidence.py` passes an `OomCase` to `predicted_savings`, and
+`error_report.py` prints the returned `PredictedSaving` list as advice.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from ..forecast.peak_readings import Shape
 Fits = Literal["yes", "barely", "perhaps", "no"]
 Kind = Literal["forecast", "guess", "bound", "unknown"]
 
-# Worst-case error of peak forecasts. A memory saving that leaves a smaller margin may not fit.
+# Worst-case error of peak forecasts, relative to the peak. A memory saving that leaves a smaller
+# margin below the limit may not fit.
 MARGIN_RATIO = 0.05
-# Lengths are rounded down to a multiple of this, for efficient kernels.
+# Proposed lengths are rounded down to a multiple of this number, so that kernels stay efficient.
 LENGTH_MULTIPLE = 8
-# Memory savings below this share of the need are not listed.
+# Memory savings below this share of the needed bytes are not listed.
 MIN_GAIN_RATIO = 0.005
-# Forecasts are fitted to batches that fitted; beyond this factor of their size they are guesses.
+# Forecasts are fitted to batches that did not run out of memory. For a batch that is larger than
+# the largest of them by more than this factor, a forecast is only a guess.
 TRUSTED_RATIO = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The placement of model states: ZeRO stage, and offload targets "none", "cpu" or "nvme"."""
+    """The placement of model states: the ZeRO stage, and the targets "none", "cpu" or "nvme"."""
 
     stage: int
     optimizer: str = "none"
@@ -49,9 +51,9 @@ class PredictedSaving:
 
     Attributes:
         description: The change.
-        need_bytes: Predicted peak with it.
-        fits: Whether that is within the limit: "barely" if the margin is smaller than the error of
-            forecasts, "perhaps" if `need_bytes` is not a forecast.
+        need_bytes: The predicted peak with this change.
+        fits: Whether the predicted peak is within the limit: "barely" if the margin is smaller than
+            the error of forecasts, "perhaps" if `need_bytes` is not a forecast.
         kind: Whether `need_bytes` is a forecast, a guess from much smaller batches, a lower bound,
             or unknown.
     """
@@ -64,26 +66,27 @@ class PredictedSaving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OomCase:
-    """A step that ran out of memory, as input of `predicted_savings`.
+    """A step that ran out of memory. It is the input of `predicted_savings`.
 
     Attributes:
         device: The name of the device, such as "cuda:0" or "cpu".
-        in_use_bytes: Bytes in use when the request failed, comparable with the limit.
-        requested_bytes: Size of the request; 0 if unknown.
-        limit_bytes: Upper bound of memory in use.
+        in_use_bytes: Bytes in use when the request failed, which can be compared with the limit.
+        requested_bytes: Size of the request, or 0 if unknown.
+        limit_bytes: Upper bound of the memory in use.
         fragmented_bytes: Bytes reserved in blocks too small for the request (fragmentation).
-        between_steps_bytes: Bytes in use between the last steps; None if unknown.
-        shape: The current micro-batch; None if unknown.
-        largest_tokens: Tokens of the largest recent micro-batch that fitted; None if unknown.
-        predict_peak: Returns the predicted peak of a micro-batch shape; None if unknown.
+        between_steps_bytes: Bytes in use between the last steps, or None if unknown.
+        shape: The shape of the current micro-batch, or None if unknown.
+        largest_tokens: Tokens of the largest recent micro-batch that fitted, or None if unknown.
+        predict_peak: Returns the predicted peak of a micro-batch shape, or None if unknown.
         categories: Bytes by category at the last peak.
-        layout: ZeRO stage and offloads.
-        planned: Bytes of the model states by layout: the current one and the alternatives.
-        world_size: Number of ranks that ZeRO shards over.
-        accumulation: Micro-batches of a step.
-        activation_checkpointing: Whether activations are recomputed already; None if unknown.
-        trains_here: Whether the model computes on this device; False for a host filled by offloads.
-        host_free_bytes: Free memory of the host; infinite if unknown.
+        layout: ZeRO stage and offload targets.
+        planned: Bytes of the model states under the current layout and each alternative layout.
+        world_size: Number of ranks among which ZeRO divides the model states.
+        accumulation: Number of micro-batches per step.
+        activation_checkpointing: Whether activations are recomputed already. None if unknown.
+        trains_here: Whether the model computes on this device. False for a host that only holds
+            offloaded data.
+        host_free_bytes: Free memory of the host, or infinity if unknown.
     """
 
     device: str
@@ -106,16 +109,17 @@ class OomCase:
 
     @property
     def need_bytes(self) -> float:
-        """The least bytes that the step needed; later requests may have needed more.
+        """A lower bound of the bytes that the step needed.
 
-        It exceeds the limit, even if less is in use by the time of the reading.
+        Requests that would have come later may have needed more. The bound is always above the
+        limit, even if less memory was in use by the time of the reading.
         """
         need = max(self.limit_bytes, self.in_use_bytes + self.requested_bytes)
         expected = None if self.shape is None else self.predict_peak(self.shape)
         return need if expected is None else max(need, expected)
 
     def need_bytes_with(self, shape: Shape) -> float | None:
-        """Return the need with another micro-batch; None if it cannot be estimated."""
+        """Return the bytes needed with another micro-batch, or None if they are unknown."""
         if self.shape is None:
             return None
         other_peak, own_peak = self.predict_peak(shape), self.predict_peak(self.shape)
@@ -134,13 +138,13 @@ class OomCase:
 
     @property
     def activations_bytes(self) -> float:
-        """The bytes of activations in that step, as far as known."""
+        """The known bytes of activations in the step."""
         if self.between_steps_bytes is not None:
             return max(0.0, self.need_bytes - self.between_steps_bytes)
         return (self.categories or {}).get("activations", 0.0)
 
     def states_bytes(self, layout: Layout | None) -> float | None:
-        """Return the model states planned in this memory under a layout; None if not planned."""
+        """Return the planned bytes of model states on this device, or None without a plan."""
         planned = self.planned.get(layout) if self.planned and layout else None
         if planned is None:
             return None
@@ -149,16 +153,16 @@ class OomCase:
 
 
 def predicted_savings(case: OomCase) -> list[PredictedSaving]:
-    """Return the memory savings that apply to a case, those that cost training the least first.
+    """Return the memory savings that apply to a case, starting with the least costly for training.
 
-    They are advice for the user's next start. What a TrainingRun applies by itself to the live
-    engine is another, shorter list: `trainer.oom_recovery.escalation.ESCALATION_ORDER`. Its
-    module docstring has the differences.
+    The savings are advice for the next start by the user. A TrainingRun applies a shorter list,
+    `trainer.oom_recovery.escalation.ESCALATION_ORDER`, to the live engine by itself. The docstring
+    of that module describes the differences.
     """
     savings = [
         *_without_fragmentation(case),
         *_smaller_buckets(case),
-        *_other_stages(case, upto=2),  # these send no more than stage 0
+        *_other_stages(case, upto=2),  # stages 1 and 2 send no more bytes than stage 0
         *_smaller_micro_batches(case),
         *_activation_checkpointing(case),
         *_other_stages(case, beyond=2),
@@ -174,7 +178,7 @@ def predicted_savings(case: OomCase) -> list[PredictedSaving]:
 
 
 def nothing_fits(savings: Sequence[PredictedSaving]) -> bool:
-    """Return whether no single memory saving fits, not even perhaps."""
+    """Return whether none of the memory savings can fit on its own."""
     return all(saving.fits == "no" for saving in savings)
 
 
@@ -208,7 +212,7 @@ def _without_fragmentation(case: OomCase) -> Iterator[PredictedSaving]:
 
 def _smaller_buckets(case: OomCase) -> Iterator[PredictedSaving]:
     buffers = (case.categories or {}).get("comm_buffers", 0.0)
-    if 0.75 * buffers >= MARGIN_RATIO * case.need_bytes:  # less is within the error
+    if 0.75 * buffers >= MARGIN_RATIO * case.need_bytes:  # a smaller saving is within the error
         text = "a quarter of reduce_bucket_size (more and smaller collectives)"
         yield _saving(case, text, case.need_bytes - 0.75 * buffers)
 
@@ -230,7 +234,7 @@ def _smaller_micro_batches(case: OomCase) -> Iterator[PredictedSaving]:
 
 
 def _activation_checkpointing(case: OomCase) -> Iterator[PredictedSaving]:
-    """Yield a lower bound only: the exact need depends on which modules recompute."""
+    """Yield a lower bound only, as the need depends on which modules recompute."""
     if case.activation_checkpointing or not case.activations_bytes:
         return
     text = "activation checkpointing (about a third more compute), at best"
@@ -265,7 +269,7 @@ _COST = {"cpu": "the optimizer runs on the host", "nvme": "every step reads and 
 
 
 def _changed_layout(case: OomCase, layout: Layout, text: str) -> Iterator[PredictedSaving]:
-    """Compare the plans of two layouts: their common errors cancel out."""
+    """Yield the change to a layout. The difference of two plans cancels their common errors."""
     present, changed = case.states_bytes(case.layout), case.states_bytes(layout)
     if present is None or changed is None or not case.planned or not case.layout:
         return
@@ -280,7 +284,7 @@ def _changed_layout(case: OomCase, layout: Layout, text: str) -> Iterator[Predic
 
 
 def _shorter_length(case: OomCase) -> Iterator[PredictedSaving]:
-    """Yield the greatest length that fits, by bisection: peaks grow with the length."""
+    """Yield the greatest length that fits. Bisection finds it, as peaks grow with length."""
     shape, goal = case.shape, case.limit_bytes * (1 - MARGIN_RATIO)
     if shape is None or shape.length <= LENGTH_MULTIPLE:
         return
