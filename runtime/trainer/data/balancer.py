@@ -13,13 +13,13 @@ from ...common.host_group import HostCollectives
 from .batch_split import BatchSplit, SplitSchedule, even_split, fastest_split, gain
 
 EVERY_WINDOWS = 8  # windows between exchanges; the median of fewer windows is too noisy
-MIN_GAIN = 0.05  # least speedup; hosts vary by a few per cent from one minute to the next
+MIN_GAIN = 0.05  # least speedup for a change: a host's speed varies by a few per cent anyway
 NEW_WEIGHT = 0.5  # weight of the newest measurement in the moving average
-WARM_UP_WINDOWS = 3  # not measured: memory is allocated, traces recorded, code compiled
+WARM_UP_WINDOWS = 3  # windows not measured, in which memory is allocated and code compiled
 _MAX_WINDOWS = 256  # measurements to keep
-_RECENT_WINDOWS = 32  # used for the median; older ones may be outdated
-_MIN_TRIAL_GAIN = 0.02  # least reduction of a window's wall time; less is noise
-_FIRST_PAUSE = 16  # exchanges without a change after a reverted one; doubled each time
+_RECENT_WINDOWS = 32  # windows used for the median; older measurements may be outdated
+_MIN_TRIAL_GAIN = 0.02  # least reduction of a window's wall time; a smaller reduction is noise
+_FIRST_PAUSE = 16  # exchanges without a change after a reverted change; doubled each time
 _LONGEST_PAUSE = 1024  # exchanges
 
 
@@ -31,8 +31,8 @@ class EndedWindow:
         index: Index of the window's batch in the order of the data.
         step: Number of the window's step, as in `BusyTime.add_blocked`.
         num_samples: Samples of this rank.
-        passes_seconds: Wall time of its forward and backward passes on this rank; None if not
-            representative, as after a replay.
+        passes_seconds: Wall time of the window's forward and backward passes on this rank; None if
+            the time is not representative, for example after a replay.
         seconds: Wall time since the previous window.
         max_samples: Largest local batch of this rank.
     """
@@ -46,14 +46,14 @@ class EndedWindow:
 
 
 class Balancer:
-    """Measures the speed of this rank and, together with all others, changes the split schedule.
+    """Measures the speed of this rank and, together with all other ranks, changes the split.
 
-    Every rank calls `on_window_end` after each window, so that all exchange measurements at the
-    same window and compute the same split. A split that does not make windows faster, for
-    example because more micro-batches need more communication, is reverted.
+    Every rank calls `on_window_end` after each window. So all ranks exchange measurements after the
+    same window and compute the same split. If a new split does not make windows faster, for
+    example because more micro-batches need more communication, it is reverted.
 
-    While the split stays even, `measure` is called instead; `start` and `stop` switch between the
-    two.
+    While the split has to stay even, the ranks call `measure` instead of `on_window_end`. They call
+    `start` to begin balancing and `stop` to return to the even split.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Balancer:
         self._host_group = host_group
         self._num_windows = 0
         self._seconds: list[float] = []
-        self._measured = math.nan  # until a newer value is known
+        self._measured = math.nan  # used until a newer value is known
         self._sample_seconds: tuple[float, ...] = ()
         self._trial = SplitTrial()
 
@@ -75,9 +75,10 @@ class Balancer:
             self.busy_time.add(window.step, window.num_samples, window.passes_seconds)
 
     def start(self) -> BatchSplit | None:
-        """Change the split by the measurements so far; return the new one, None if it stays even.
+        """Change the split by the measurements so far.
 
-        The caller evaluates whether it helps.
+        Returns the new split, or None if the split stays even. The caller evaluates whether the new
+        split makes windows faster.
         """
         self.reset_times()
         gathered = self._host_group.all_gather([self._newest(), self.schedule.next_index]).tolist()
@@ -103,7 +104,7 @@ class Balancer:
         return even
 
     def reset_times(self) -> None:
-        """Drop window times, as later windows are not comparable with earlier ones."""
+        """Drop window times, because later windows are not comparable with earlier windows."""
         self._seconds, self._trial = [], SplitTrial()
 
     def on_window_end(self, window: EndedWindow) -> BatchSplit | None:
@@ -130,7 +131,7 @@ class Balancer:
         return {**self.schedule.state_dict(), "sample_seconds": list(self._sample_seconds)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved schedule; that of other ranks or batch sizes is ignored."""
+        """Load a saved schedule, unless the number of ranks or the batch size differs."""
         self._trial = SplitTrial()
         if self.schedule.load_state_dict(state):
             self._sample_seconds = tuple(state["sample_seconds"])
@@ -173,7 +174,7 @@ def better_split(
 
 def _all_known(measured: Sequence[float]) -> bool:
     """Return whether every rank has a measurement."""
-    return all(each > 0 for each in measured)  # nan is not
+    return all(each > 0 for each in measured)  # nan > 0 is False
 
 
 def smoothed(before: Sequence[float], measured: Sequence[float]) -> tuple[float, ...]:
@@ -199,11 +200,14 @@ class BusyTime:
         self._blocked: deque[tuple[int, float]] = deque(maxlen=_MAX_WINDOWS)
 
     def add(self, step: int, num_samples: int, seconds: float) -> None:
-        """Add a window: this rank's samples, and wall time of its forward and backward passes."""
+        """Add a window: this rank's samples, and the wall time of forward and backward passes."""
         self._windows.append((step, num_samples, seconds))
 
     def add_blocked(self, step: int, seconds: float) -> None:
-        """Add the time for which collectives blocked training in these passes. On any thread."""
+        """Add the time for which collectives blocked training in a window's passes.
+
+        May be called on any thread.
+        """
         self._blocked.append((step, seconds))
 
     def drain(self) -> float | None:
@@ -219,7 +223,7 @@ class BusyTime:
         return median(max(seconds, 0.0) / samples for samples, seconds in recent)
 
     def _drain_unblocked(self) -> list[tuple[int, float]]:
-        """Return windows with a known blocked time; later ones are kept until theirs is known."""
+        """Return the windows whose blocked time is known, and keep later windows for the future."""
         blocked = dict(self._blocked.popleft() for _ in range(len(self._blocked)))
         if not blocked:
             return []
@@ -266,9 +270,10 @@ class SplitTrial:
         self._before, self._from_index, self._seconds_before = before, from_index, seconds
 
     def revert_to(self, first_index: int, seconds: float) -> BatchSplit | None:
-        """Evaluate windows from a batch on; return the split to go back to, None to keep this one.
+        """Evaluate the trial with windows from this batch on.
 
-        Windows that started before the change are not evaluated.
+        Returns the split to go back to, or None to keep the present split. Windows that started
+        before the change are not evaluated.
         """
         if first_index < self._from_index:
             return None

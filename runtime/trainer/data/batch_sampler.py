@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-# Size changes to keep: more than can lie between the batch of a checkpoint and one loaded ahead.
+# Number of size changes to keep. Between the batch of a checkpoint and a batch that is loaded ahead
+# there are always fewer changes.
 MAX_RESIZES = 64
 
 
@@ -33,17 +34,17 @@ class BatchStart(NamedTuple):
 class GlobalBatchSampler:
     """Samples of each global batch, by its index over all epochs.
 
-    The batch size can change: the next batch starts after the last sample of the previous one. The
-    order does not depend on the number of ranks, the split or the workers, so that a run resumed
-    with others of them trains on the same batches.
+    The batch size can change. Each batch starts after the last sample of the previous batch. The
+    order does not depend on the number of ranks, the split or the workers. So a run that is resumed
+    with another number of ranks or workers trains on the same batches.
 
     Args:
         num_samples: Samples of the dataset.
         batch_samples: Initial samples of a global batch.
         seed: 0 or larger.
-        shuffle: Whether each epoch is shuffled; otherwise the order is the dataset's.
-        drop_last: Whether an incomplete last batch of an epoch is dropped; otherwise it is
-            smaller.
+        shuffle: Whether each epoch is shuffled; otherwise samples come in the order of the dataset.
+        drop_last: Whether an incomplete last batch of an epoch is dropped; otherwise the last batch
+            may be smaller.
 
     Attributes:
         next_index: First batch whose samples this rank has not read yet.
@@ -81,7 +82,7 @@ class GlobalBatchSampler:
         return self.batch_samples if self.drop_last or not rest else rest
 
     def samples(self, index: int) -> list[int]:
-        """Return the dataset indices of a batch; they cannot change any more."""
+        """Return the dataset indices of a batch. After this call they cannot change."""
         self.next_index = max(self.next_index, index + 1)
         _, epoch, first, size = self.start_of(index)
         if self.shuffle and epoch != self._epoch:
@@ -91,7 +92,7 @@ class GlobalBatchSampler:
         return samples
 
     def start_of(self, index: int) -> BatchStart:
-        """Return the start of a batch; the last one of an epoch may be smaller than its size."""
+        """Return the start of a batch; the last batch of an epoch may be smaller than others."""
         start = self._starts[max(0, bisect_right(self._starts, index, key=itemgetter(0)) - 1)]
         number, size = index - start.batch, start.samples
         in_this_epoch = self._batches_in(self.num_samples - start.first, size)
@@ -101,7 +102,7 @@ class GlobalBatchSampler:
         return BatchStart(index, start.epoch + 1 + further, number * size, size)
 
     def resize(self, from_index: int, batch_samples: int) -> None:
-        """Change the batch size from a batch on, which starts where it would have started anyway.
+        """Change the size of a batch and all later batches. The start of this batch stays the same.
 
         Raises:
             ValueError: The batch was read already, or is larger than an epoch.
@@ -125,7 +126,7 @@ class GlobalBatchSampler:
         return [list(start) for start in self._starts]
 
     def load_state_dict(self, state: Iterable[Iterable[int]], position: int) -> None:
-        """Load size changes; no batch from that position on was read yet."""
+        """Load size changes. Batches from this position on count as not read yet."""
         self._starts = [BatchStart(*map(int, each)) for each in state]
         self.next_index = position
 

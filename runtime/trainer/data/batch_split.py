@@ -1,6 +1,6 @@
 """Splits a global batch over the ranks: how many of its samples each rank trains on.
 
-The split may change from one batch to the next, so that ranks of unequal speed end together.
+The split may change from one batch to the next, so that ranks of unequal speed finish together.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Protocol
 
-# Changes to keep: more than can lie between the batch of a checkpoint and one loaded ahead.
+# Number of changes to keep. Between the batch of a checkpoint and a batch that is loaded ahead,
+# there are always fewer changes.
 MAX_CHANGES = 64
 
 BatchSplit = tuple[int, ...]  # samples of each rank's local batch; they add up to the batch
@@ -26,10 +27,10 @@ def even_split(num_samples: int, num_ranks: int) -> BatchSplit:
 def fastest_split(
     num_samples: int, sample_seconds: Sequence[float], max_samples: Sequence[float] | None = None
 ) -> BatchSplit:
-    """Return the split with which the slowest rank ends earliest; every rank gets a sample.
+    """Return the split with which the last rank finishes earliest; every rank gets a sample.
 
-    Each sample goes to the rank that would end first with it. That is optimal if a rank's time is
-    its samples times its seconds per sample.
+    Each sample is given to the rank that would finish first with this sample added. This is optimal
+    if a rank's time is its number of samples times its seconds per sample.
 
     Args:
         num_samples: Samples of the batch.
@@ -37,7 +38,8 @@ def fastest_split(
         max_samples: Largest local batch of each rank; by default there are no limits.
 
     Raises:
-        ValueError: The batch has fewer samples than ranks, or exceeds their limits.
+        ValueError: The batch has fewer samples than there are ranks, or more than `max_samples`
+            allows.
     """
     num_ranks = len(sample_seconds)
     limits = [float("inf")] * num_ranks if max_samples is None else max_samples
@@ -70,7 +72,7 @@ def gain(now: Sequence[int], other: Sequence[int], sample_seconds: Sequence[floa
 
 
 def resized_split(split: Sequence[int], num_samples: int) -> BatchSplit:
-    """Return the split of another number of samples in the same proportion, at least 1 per rank.
+    """Return a split of `num_samples` in the proportions of `split`, at least 1 sample per rank.
 
     Raises:
         ValueError: There are fewer samples than ranks.
@@ -115,7 +117,8 @@ class SplitSchedule:
         """Use another split from a batch on.
 
         Raises:
-            ValueError: The split of that batch was read already, or this one does not fit it.
+            ValueError: The split of that batch was read already, or the new split does not fit the
+                batch.
         """
         if from_index < self.next_index:
             raise ValueError(
@@ -133,7 +136,7 @@ class SplitSchedule:
         return {"changes": [[index, list(split)] for index, split in self._changes]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Load saved changes; those of another number of ranks or another batch size are ignored.
+        """Load saved changes, unless the number of ranks or the batch size differs.
 
         Returns:
             Whether the changes were loaded.

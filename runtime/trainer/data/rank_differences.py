@@ -10,9 +10,9 @@ from ...common.host_group import HostCollectives
 
 
 def rank_differences(host_group: HostCollectives, values: Mapping[str, Any]) -> str | None:
-    """Return which values differ between the ranks, the same text on all; None if none does.
+    """Return a text that names the values that differ between the ranks; None if all are equal.
 
-    All ranks must call it.
+    All ranks must call this function. All ranks get the same text.
 
     Args:
         host_group: Group of all ranks.

@@ -27,10 +27,10 @@ _TORCH_OPTIONS = (
     "worker_init_fn",
     "multiprocessing_context",
 )
-BATCH_MULTIPLES = (1, 2, 4)  # the learning rate rules are not known to hold beyond
-# The order of samples depends on these: a position is invalid if one of them differs.
+BATCH_MULTIPLES = (1, 2, 4)  # the learning rate rules are not known to hold for larger ones
+# The order of samples depends on these values. A saved position is invalid if any of them differs.
 _ORDER_KEYS = ("num_samples", "batch_samples", "seed", "shuffle", "drop_last")
-_MAX_SEED = 2**63 - 1  # of torch's generators
+_MAX_SEED = 2**63 - 1  # the largest seed of torch's generators
 _END = object()  # marks the end of a stream
 
 
@@ -52,16 +52,16 @@ def resumable_loader(
         dataset: Dataset with `__len__` and `__getitem__`, or an IterableDataset (`StreamLoader`).
         batch_samples: Samples of a global batch, over all ranks.
         rank: Index of this rank among those that share the data.
-        world_size: Number of these ranks.
+        world_size: Number of ranks that share the data.
         seed: Seed of the order of samples, 0 or larger; the same on all ranks.
         shuffle: Whether each epoch is shuffled; by default yes.
-        drop_last: Whether an incomplete batch at the end of an epoch is dropped; otherwise it is
-            smaller, with at least one sample per rank.
+        drop_last: Whether an incomplete batch at the end of an epoch is dropped. Otherwise the
+            batch is smaller, with at least one sample per rank.
         splits: Source of each batch's split over the ranks; by default even.
         options: Further options of torch's DataLoader, such as collate_fn and num_workers.
 
     Raises:
-        ValueError: No batches can be made; the message has the reason.
+        ValueError: No batches can be made; the message says why.
     """
     _check(options, batch_samples, world_size)
     _check_order(seed, shuffle, drop_last)
@@ -86,17 +86,19 @@ class LoaderFactory(Protocol):
     """Makes torch data loaders over one dataset."""
 
     def create(self, **options: Any) -> Any:
-        """Return a loader with these options of torch's DataLoader besides the common ones."""
+        """Return a loader with these options of torch's DataLoader and the common options."""
 
 
 class ResumableLoader:
     """Loads this rank's part of each global batch, in an order that is the same on every rank.
 
-    `for batch in loader` yields the rest of an epoch, the next loop the next epoch; `forever()`
-    continues over epochs. Random transforms in workers are not reproduced after a restart.
+    `for batch in loader` yields the rest of an epoch, and the next loop yields the next epoch.
+    `forever()` continues over epochs. Random transforms in workers are not reproduced after a
+    restart.
 
     Attributes:
-        position: Global batches yielded so far, over all epochs: the index of the next.
+        position: Global batches yielded so far, over all epochs. This is also the index of the next
+            batch.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class ResumableLoader:
 
     @property
     def batch_samples(self) -> int:
-        """Samples of a global batch after the last change; batches loaded ahead may differ."""
+        """Samples of a global batch after the last change; batches loaded before may differ."""
         return self._sampler.latest_samples
 
     @property
@@ -135,31 +137,31 @@ class ResumableLoader:
 
     @property
     def batch_ratio(self) -> float:
-        """Size of the last batch yielded over the initial one."""
+        """Size of the last batch yielded, divided by the initial batch size."""
         return (
             self._sampler.start_of(max(0, self.position - 1)).samples / self._sampler.batch_samples
         )
 
     @property
     def is_resized(self) -> bool:
-        """Whether the ratio may differ from 1 for any batch."""
+        """Whether `batch_ratio` may differ from 1 for any batch."""
         return self._sampler.has_changed
 
     @property
     def next_index(self) -> int:
-        """First batch that this rank has not made yet; batches loaded ahead are made."""
+        """Index of the first batch that this rank has not made yet, not even ahead of its use."""
         return max(self.position, self._sampler.next_index)
 
     @property
     def order_settings(self) -> dict[str, Any]:
-        """What the order of samples depends on, by name; the same on all ranks."""
+        """Values that the order of samples depends on, by name; the same on all ranks."""
         return {name: getattr(self._sampler, name) for name in _ORDER_KEYS}
 
     def resize(self, from_index: int, batch_samples: int) -> None:
-        """Change the batch size from a batch that no rank has made yet; all ranks must call it.
+        """Change the size of this batch and all later batches. All ranks must call this.
 
         Raises:
-            ValueError: This rank has made it, or there are fewer samples.
+            ValueError: This rank has made the batch already, or the dataset has fewer samples.
         """
         self._sampler.resize(from_index, batch_samples)
 
@@ -175,9 +177,9 @@ class ResumableLoader:
             yield self._next()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: the batches yielded, without those that workers loaded ahead.
+        """Return the position: the number of batches yielded, without batches loaded ahead.
 
-        It is equal on all ranks, and valid for other numbers of ranks and workers too.
+        The position is equal on all ranks. It is valid for other numbers of ranks and workers too.
         """
         return {
             "position": self.position,
@@ -219,8 +221,9 @@ class ResumableLoader:
         # A separate generator: the script's, which dropout draws from, is not advanced.
         seeds = np.random.SeedSequence((self._sampler.seed, self._rank, self.position))
         generator = torch.Generator().manual_seed(int(seeds.generate_state(1)[0]))
-        # No reference to this object: workers stop when the last reference to their iterator is
-        # dropped. In a cycle that would happen at a garbage collection, perhaps in a fork.
+        # Workers stop when the last reference to their iterator is dropped. The generator must not
+        # refer to this object: in a reference cycle the workers would stop only at a garbage
+        # collection, which may happen in a forked process.
         samples = _samples_of_rank(self._rank, self._sampler, self._splits, self.position)
         loader = self._factory.create(batch_sampler=samples, generator=generator)
         batches: Iterator[Any] = iter(loader)
@@ -228,15 +231,16 @@ class ResumableLoader:
 
 
 class StreamLoader:
-    """Loads batches of this rank's own stream; torchdata keeps its position.
+    """Loads batches of this rank's own stream. torchdata saves and restores its position.
 
-    The position is exact if the dataset or its iterator has `state_dict` and `load_state_dict`;
-    otherwise torchdata reads the stream again up to it. The dataset decides which rank and worker
-    reads which samples, and must yield equally many batches on all ranks. An incomplete batch at
-    the end of a stream is dropped; with workers, one per worker.
+    If the dataset or its iterator has `state_dict` and `load_state_dict`, the position is restored
+    directly. Otherwise torchdata reads the stream again up to the position. The dataset decides
+    which rank and which worker reads which samples, and must yield the same number of batches on
+    all ranks. An incomplete batch at the end of the stream is dropped. With workers this may be one
+    batch per worker.
 
-    `for batch in loader` yields the rest of a pass through the stream; `forever()` starts again at
-    its end.
+    `for batch in loader` yields the rest of a pass through the stream. `forever()` starts again at
+    the end of the stream.
 
     Attributes:
         position: Batches yielded so far.
@@ -257,7 +261,7 @@ class StreamLoader:
             factory: Factory of torch data loaders over the dataset.
             samples: Samples of this rank's batches.
             seed: Seed of the workers.
-            identity: Values that must be unchanged where a saved position is loaded.
+            identity: Values that must be the same when a saved position is loaded.
         """
         self.position = self.epoch = 0
         self._factory = factory
@@ -282,7 +286,7 @@ class StreamLoader:
         """Yield batches without end.
 
         Raises:
-            ValueError: The stream has no batch.
+            ValueError: The stream has no batches.
         """
         while True:
             is_first_pass, before = self._loader is None, self.position
@@ -304,7 +308,8 @@ class StreamLoader:
         """Continue after the last batch that was yielded when the state was saved.
 
         Raises:
-            CheckpointError: It was saved on another rank, or with other ranks, workers or batches.
+            CheckpointError: The state was saved on another rank, or with another number of ranks or
+                workers or another batch size.
         """
         for name, value in self._identity.items():
             if state.get(name) != value:
@@ -389,7 +394,7 @@ def check_batch_samples(batch_samples: int, world_size: int) -> None:
     """Check the samples of a global batch.
 
     Raises:
-        ValueError: They are not a whole number, or fewer than ranks.
+        ValueError: The number is not a whole number, or is smaller than the number of ranks.
     """
     is_count = isinstance(batch_samples, Integral) and not isinstance(batch_samples, bool)
     if not is_count or batch_samples < world_size:

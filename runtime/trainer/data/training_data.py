@@ -40,17 +40,18 @@ class TrainingData:
 
     Args:
         host_group: Group of all ranks.
-        engine_holder: Holder of the engine, whose watch reports how long collectives blocked.
-        balance: Whether the split of batches follows the speeds of the ranks at first; otherwise it
-            is even.
+        engine_holder: Holder of the engine. The engine's watch reports for how long collectives
+            blocked training.
+        balance: Whether the split of batches initially follows the speeds of the ranks; otherwise
+            the split is even.
 
     Attributes:
         balances: Whether the split of batches follows the speeds of the ranks.
         batch_samples: Samples of a batch over all ranks; 0 without a loader.
 
-    All ranks may set both between two windows, to the same values. At the end of the next window
-    they agree on the first batch that a change applies to. Before that another rank may fail, and
-    the change may be undone.
+    Between two windows all ranks may set both attributes, to the same values. At the end of the
+    next window the ranks agree on the first batch that the change applies to. Until then the change
+    may be undone, for example if another rank fails.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class TrainingData:
         return self._no_sampler_reason()
 
     def batch_sizes(self) -> Sequence[int]:
-        """Return the allowed batch sizes; none for batches that the loader does not size."""
+        """Return the allowed batch sizes; empty if the run's loader does not choose the size."""
         return self._loader.batch_sizes if isinstance(self._loader, ResumableLoader) else ()
 
     def loader(
@@ -96,8 +97,8 @@ class TrainingData:
     ) -> ResumableLoader | StreamLoader:
         """Return a new loader of the run's data, at the loaded position if there is one.
 
-        It replaces an earlier one. Options are those of `resumable_loader`. All ranks must call
-        this.
+        The new loader replaces an earlier loader. `options` are the options of `resumable_loader`.
+        All ranks must call this.
 
         Raises:
             ValueError: No batches can be made, or the data differs between the ranks.
@@ -134,8 +135,9 @@ class TrainingData:
         Args:
             step: Number of the window's step in the engine.
             num_samples: Samples of this rank.
-            seconds: Wall time of its forward and backward passes; None if not representative.
-            collectives_inside: Whether the passes contain communication, as from stage 2 on.
+            seconds: Wall time of the window's forward and backward passes; None if the time is not
+                representative.
+            collectives_inside: Whether the passes contain communication, as in ZeRO 2 and 3.
         """
         now, before = perf_counter(), self._last_end
         self._last_end = now
@@ -163,11 +165,13 @@ class TrainingData:
         return {"data": self._loader.state_dict(), "shares": balancer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the loader to a saved position, now or when it is made. All ranks must call this.
+        """Set the loader to a saved position, now or when the loader is made.
+
+        All ranks must call this.
 
         Raises:
-            CheckpointError: The position is of other data, cannot be loaded, or differs between
-                the ranks; raised on all ranks.
+            CheckpointError: The position was saved with other data, cannot be loaded, or differs
+                between the ranks; raised on all ranks.
         """
         if self._loader is None:
             self._loaded = state
@@ -180,7 +184,7 @@ class TrainingData:
             # Otherwise all ranks continue with an even split from that batch.
             if self._balancer is not None and self.balances and state["shares"] is not None:
                 self._balancer.load_state_dict(state["shares"])
-        self._loaded = None  # not before: after a refusal another loader may get the position
+        self._loaded = None  # keep it if the load fails, for another loader
 
     def close(self) -> None:
         """Stop the loader's workers. Safe to call twice."""
@@ -188,10 +192,10 @@ class TrainingData:
             self._loader.close()
 
     def _check_same_data(self, loader: ResumableLoader | StreamLoader, batch_samples: int) -> None:
-        """Raise on all ranks if the loader is not the same on all.
+        """Raise an error on all ranks if the loaders of the ranks differ.
 
-        Samples are not compared: reading them may be slow, draw random numbers, or open files
-        before workers are forked.
+        Samples are not compared, because reading samples may be slow, draw random numbers, or open
+        files before workers are forked.
         """
         has_length = isinstance(loader, ResumableLoader)
         values = {
@@ -211,7 +215,7 @@ class TrainingData:
     def _load_position(
         self, loader: ResumableLoader | StreamLoader, state: Mapping[str, Any]
     ) -> None:
-        """Load a position; raise on all ranks if it fails on one or differs between them."""
+        """Load a position; raise on all ranks if a rank fails or the positions differ."""
         action = "load the position in the data"
         with raise_on_all_ranks(self._host_group, action, "Restart from another checkpoint"):
             with FailureCapture() as failure:
@@ -238,7 +242,7 @@ class TrainingData:
         return "each rank reads a stream" if isinstance(self._loader, StreamLoader) else None
 
     def _resize(self, loader: ResumableLoader) -> None:
-        """Apply a requested batch size, from the first batch that no rank has made.
+        """Apply a requested batch size from the first batch that no rank has made yet.
 
         The split keeps its proportions.
         """
@@ -265,7 +269,7 @@ class TrainingData:
         return self._loader.batch_ratio if isinstance(self._loader, ResumableLoader) else 1.0
 
     def _new_split(self, balancer: Balancer, window: EndedWindow) -> BatchSplit | None:
-        """Add a window; return the new split of later batches if it changes."""
+        """Add a window; return the new split of later batches, or None if it stays the same."""
         if self._is_balancing and self.balances:
             return balancer.on_window_end(window)
         balancer.measure(window)
@@ -279,7 +283,7 @@ class TrainingData:
         return Balancer(schedule, self._host_group, BusyTime())
 
     def _add_record(self, record: StepRecord) -> None:
-        """Add, on the watch thread, how long collectives, votes too, blocked a step's passes."""
+        """Add how long collectives and votes blocked a step's passes. Runs on the watch thread."""
         if self._balancer is not None:
             exposed = record.comm_exposed_phase_seconds
             seconds = exposed.get("forward", 0.0) + exposed.get("backward", 0.0)
@@ -326,7 +330,7 @@ class BatchLearningRate:
 
         def undo() -> None:
             nonlocal is_on
-            is_on = False  # in case another wrapper was put on top since
+            is_on = False  # in case another wrapper now wraps this one
             patch.restore()
 
         return undo
