@@ -1,4 +1,5 @@
 """Checkpoints of a TrainingRun: each is complete or absent, and a resumed run is bitwise equal.
 
-Except by rounding with DeepSpeed's Adam on CPU, whose powers of beta depend on earlier steps.
+With DeepSpeed's Adam on the CPU a resumed run may differ by rounding errors, because its powers of
+beta depend on earlier steps.
 """

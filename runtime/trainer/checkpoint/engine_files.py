@@ -17,8 +17,8 @@ from .folder import EngineInfo
 from .run_state import write_error
 from .safe_load import plain_data_only
 
-# Method that copies a script into the checkpoint. The method is wrapped too: if it raised on a full
-# disk, the other ranks would wait at the barrier.
+# Method that copies a script into the checkpoint. The method is wrapped too. Otherwise an error on
+# a full disk would leave the other ranks waiting at the barrier.
 _COPY = "_copy_recovery_script"
 
 PARTLY_LOADED = "The engine may be partly loaded: load another checkpoint before training goes on"
@@ -49,8 +49,8 @@ def is_writer_rank(engine: Any) -> bool:
 def write_engine(engine: Any, folder: Path, name: str) -> list[Path]:
     """Write this rank's files by DeepSpeed, and return their paths; all ranks must call it.
 
-    DeepSpeed ends with a barrier, so a rank that raised before it would leave the others waiting.
-    Errors of writing are therefore raised only after the barrier.
+    DeepSpeed ends the save with a barrier. If a rank raised an error before the barrier, the other
+    ranks would wait forever. So this function raises write errors only after the barrier.
 
     Raises:
         OSError: A file cannot be written.
@@ -87,10 +87,10 @@ def write_engine(engine: Any, folder: Path, name: str) -> list[Path]:
 
 
 def read_engine(engine: Any, folder: Path, name: str, host_group: HostCollectives) -> None:
-    """Read this rank's files by DeepSpeed; all ranks must call it. No code in them is run.
+    """Read this rank's files by DeepSpeed. No code in the files is run. All ranks must call this.
 
-    DeepSpeed calls collectives meanwhile. A vote precedes each collective, so that no rank waits
-    for a rank that failed.
+    DeepSpeed calls collectives during the load. The ranks vote before each collective, so that no
+    rank waits for a rank that failed.
 
     Raises:
         CheckpointError: DeepSpeed cannot load the files on this rank or another.
@@ -108,7 +108,7 @@ def read_engine(engine: Any, folder: Path, name: str, host_group: HostCollective
             ) from error
         if error is None and path is None:
             raise CheckpointError(f"DeepSpeed finds nothing to load in {folder / name}")
-    if clip is not None:  # the ds config's value; loading replaced it by the file's
+    if clip is not None:  # restore the ds config's value, which the load replaced
         engine.optimizer.clip_grad = clip
 
 
@@ -119,7 +119,7 @@ def _deferred(original: Callable[..., Any], failures: list[Exception]) -> Callab
         with FailureCapture() as capture:
             return original(*args, **kwargs)
         error = capture.take()
-        if isinstance(error, RuntimeError):  # how torch reports a disk's errors
+        if isinstance(error, RuntimeError):  # torch reports disk errors as RuntimeError
             error = write_error("a file of the engine", error)
         if error is not None:
             failures.append(error)

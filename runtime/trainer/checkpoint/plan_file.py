@@ -52,7 +52,7 @@ class MicroBatchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Failure:
-    """A micro-batch that ended a process: so many samples of that length ran out of memory."""
+    """Samples and length of a micro-batch that ran out of memory and ended a process."""
 
     __pydantic_config__: ClassVar = _STRICT
 
@@ -121,9 +121,9 @@ class PlanFile:
         self._warned = False
 
     def read(self, host_group: HostCollectives) -> PersistedPlan | None:
-        """Return the newest plan of any rank, with all failures; the same on all ranks.
+        """Return the newest plan of any rank with the failures of all ranks, the same on all ranks.
 
-        Plans that are written from now on are assumed to account for those failures.
+        Plans that are written after this call are assumed to take these failures into account.
 
         Args:
             host_group: Group of all ranks; every rank must call this.

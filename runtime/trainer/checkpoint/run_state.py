@@ -1,7 +1,8 @@
 """Reads and writes one rank's state of a run, except its engine, as one file of a checkpoint.
 
-Numbers, text, tensors and arrays, in dicts, lists and tuples; no objects. A saved object would have
-to be unpickled, which runs code and breaks with the code's next version.
+The file holds numbers, text, tensors and arrays, in dicts, lists and tuples, but no other objects.
+To load any other object, Python would have to unpickle it. This runs code, and breaks when the
+class changes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class RunState:
         rebuilt: Whether the engine was rebuilt.
         micro_batch_plan: Samples per micro-batch, the failing sizes by length, and all other state
             that decides how the next window is split.
-        weight_exponent: The power of two over which gradients are accumulated.
+        weight_exponent: `WindowRunner.exponent`: exponent of the power of two closest to the mean
+            weight of a sample.
         rng: Python's, numpy's and torch's generators of this rank.
         data: This rank's position in its data: a loader's `state_dict()`.
         compression: Residuals of gradient compression on this rank.
@@ -99,7 +101,7 @@ def write_rank(checkpoint: Path, rank: int, state: RunState) -> None:
     path = rank_file(checkpoint, rank)
     try:
         torch.save(state.to_plain(), path)
-    except RuntimeError as error:  # how torch reports a disk's errors
+    except RuntimeError as error:  # torch reports disk errors as RuntimeError
         raise write_error(path, error) from error
 
 
@@ -133,7 +135,7 @@ def to_serializable(node: Any, path: str) -> Any:
         CheckpointError: It holds an object that is not plain data.
     """
     if isinstance(node, torch.Tensor):
-        return node.detach().cpu().clone()  # of a view the whole storage would be written
+        return node.detach().cpu().clone()  # for a view, torch would write the whole storage
     if isinstance(node, np.generic):
         return to_serializable(node.item(), path)
     if isinstance(node, np.ndarray) and node.dtype.kind in _NUMERIC:
@@ -152,9 +154,9 @@ def to_serializable(node: Any, path: str) -> Any:
 
 
 def from_serializable(node: Any) -> Any:
-    """Return the original tree, arrays as arrays, in memory of its own.
+    """Return the original tree with copies of its tensors and arrays.
 
-    A tensor that was just read is a mapping of the file, which must be free to be deleted.
+    A tensor that was just read is mapped from the file. The copy allows the file to be deleted.
     """
     if isinstance(node, torch.Tensor):
         return node.clone()

@@ -1,8 +1,8 @@
 """Reads torch's files without running code from them.
 
-A pickled object is built by calling the functions that its file names, so a file could run any
-code. torch's `weights_only` reads tensors and plain data, and refuses every other global. DeepSpeed
-reads its files without it, so `torch.load` is wrapped while DeepSpeed loads.
+To build a pickled object, Python calls the functions that the file names, so a file could run any
+code. With `weights_only`, torch reads tensors and plain data, and refuses every other global.
+DeepSpeed reads its files without `weights_only`, so `torch.load` is wrapped while DeepSpeed loads.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _NUMPY_NUMBERS = "?bhilqBHILQefdg"  # codes of numpy's dtypes
 
 @contextmanager
 def plain_data_only() -> Iterator[None]:
-    """Let `torch.load` on this thread build nothing but plain data, whatever its caller asks for.
+    """Let `torch.load` on this thread build plain data only, whatever its caller requests.
 
-    Allowed are also the classes that DeepSpeed's own files need, numbers and arrays of numpy, and
-    what the script has allowed by `torch.serialization.add_safe_globals`. The list is restored.
+    Numpy's numbers and arrays, the classes that DeepSpeed's own files need, and the classes that
+    the script has allowed by `torch.serialization.add_safe_globals` are allowed too. The list of
+    allowed classes is restored at the end of the `with` block.
     """
     own_thread = threading.get_ident()
 
