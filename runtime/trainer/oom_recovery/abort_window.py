@@ -1,7 +1,8 @@
 """Aborts an accumulation window: removes its gradients and other state from the engine.
 
-Weights, optimizer state, loss scale and random generators are not touched. Call it between calls of
-the engine, on all ranks, after the exception that ended the window has been released.
+Weights, optimizer state, loss scale and random generators are not touched. All ranks call
+`abort_window` between two calls of the engine, after they have released the exception that ended
+the window.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _INTERNALS = INTERNALS["trainer/oom_recovery"]
 def abort_window(engine: Any) -> None:
     """Drop the gradients and all other state of the micro-batches since the last `engine.step()`.
 
-    Waits for the device, and for collectives in flight, which all ranks have issued.
+    Waits for the device, and for the collectives in flight. All ranks must have issued these.
 
     Raises:
         ZerowatchError: The engine is of a kind whose windows cannot be aborted completely.
@@ -103,7 +104,7 @@ def _abort_engine(engine: Any) -> None:
     engine._manual_backward_expected = False
     engine._running_engine_step = False
     for timer in engine.timers.get_timers().values():
-        timer.started_, timer.start_event = False, None  # else its next start is refused
+        timer.started_, timer.start_event = False, None  # or its next start is refused
     engine.tput_timer.started = False
     profiler = getattr(engine, "flops_profiler", None)
     if profiler is not None:
@@ -137,7 +138,7 @@ def _abort_stage_1_and_2(engine: Any) -> None:
     else:
         for partition in optimizer.single_partition_of_fp32_groups:
             partition.grad = None
-    optimizer.zero_grad(set_to_none=True)  # grad_accum as well
+    optimizer.zero_grad(set_to_none=True)  # clears grad_accum too
 
 
 def _empty_buckets(optimizer: Any) -> None:
@@ -163,7 +164,7 @@ def _drop_partitions(optimizer: Any) -> None:
 
 
 def _drop_offloaded(optimizer: Any) -> None:
-    """Zero the gradients on the host: a parameter's next gradient may be added to them."""
+    """Zero the gradients on the host, because DeepSpeed may add the next gradients to them."""
     optimizer.reset_cpu_buffers()  # waits for copies to the host
     optimizer._offload_accumulated_param_ids = set()
     for gradient in optimizer.accumulated_grads_in_cpu.values():
@@ -176,9 +177,9 @@ def _drop_offloaded(optimizer: Any) -> None:
 def _abort_stage_3(engine: Any) -> None:
     """Put every parameter back into its partition, and drop the partitions of gradients.
 
-    Ranks may be at different points between two collectives. So all state that decides what is
-    gathered next is reset. No parameter stays gathered, the trace is recorded again, and results
-    derived from the trace are cleared.
+    The ranks may be at different points between two collectives. So all state that decides which
+    parameters are gathered next is reset. No parameter stays gathered, the trace of the modules is
+    recorded again, and results derived from the trace are cleared.
     """
     optimizer, module = engine.optimizer, engine.module
     coordinator = optimizer.parameter_offload.get_param_coordinator()
@@ -191,18 +192,18 @@ def _abort_stage_3(engine: Any) -> None:
         coordinator._invalidate_trace()
     coordinator.release_and_reset_all(module)
     for parameter in module.parameters():
-        parameter.ds_secondary_tensor = None  # hpZ's copy, which only some ranks may have yet
+        parameter.ds_secondary_tensor = None  # hpZ's copy; some ranks may not have one
     clear_release_cache()
     _drop_gradients(optimizer)
 
 
 def _reset_module_hooks(module: Any) -> None:
-    """Undo what the hooks recorded of unfinished forwards and of backwards not yet begun."""
+    """Reset what hooks recorded in unfinished forwards and for backwards that did not begin."""
     from deepspeed.runtime.zero import parameter_offload
 
     stack = parameter_offload.FWD_MODULE_STACK
     within = set(module.modules())
-    # The bottom holds the root of each engine. Entries of other engines must stay.
+    # The bottom of the stack holds each engine's root module. Other engines' entries must stay.
     while stack and stack[-1] in within and (stack[-1] is not module or stack.count(module) > 1):
         stack.pop()
     for submodule in within:
@@ -214,10 +215,10 @@ def _reset_module_hooks(module: Any) -> None:
 
 
 def _drop_in_flight(module: Any) -> None:
-    """Wait for all-gathers in flight, and free what they gathered.
+    """Wait for all-gathers in flight, and free the gathered parameters.
 
-    DeepSpeed's own wait would first assemble the parameters, which takes memory. A parameter may
-    have the status INFLIGHT and no handle: its collective was never issued.
+    DeepSpeed's own wait would first assemble the parameters, which takes memory. If a parameter has
+    the status INFLIGHT but no handle, its collective was never issued.
     """
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 
@@ -267,7 +268,7 @@ def _drop_gradients(optimizer: Any) -> None:
         optimizer.reset_cpu_buffers()
     for group in optimizer.fp16_groups:
         for parameter in group:
-            parameter.grad = None  # before zero_grad(), which needs streams that a CPU lacks
+            parameter.grad = None  # first, as zero_grad() needs streams and a CPU has none
     optimizer.zero_grad(set_to_none=True)
 
 

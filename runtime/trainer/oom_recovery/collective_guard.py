@@ -1,11 +1,13 @@
 """Votes before collectives, so that no rank enters a collective that a failed rank will not enter.
 
-While armed, all ranks vote before each collective of the training; otherwise, before the first
-collective of each forward and each backward. A rank that ran out of memory, or whose loss raised an
-error, joins the next vote of the other ranks. All ranks then raise instead of issuing the
-collective. No rank is left waiting, and no communicator is left half used. All ranks must issue the
-same collectives in the same order, as ZeRO, tensor and sequence parallelism do, and pipeline stages
-do not.
+While the guard is armed, all ranks vote before each collective of the training. While it is not
+armed, they vote only before the first collective of each forward and each backward. A rank that ran
+out of memory, or whose loss raised an error, joins the next vote of the other ranks. All ranks then
+raise an error instead of issuing the collective. So no rank waits for a rank that failed, and every
+communicator can still be used.
+
+All ranks must issue the same collectives in the same order. ZeRO, tensor parallelism and sequence
+parallelism do so, but pipeline stages do not.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _WORKSPACE_COPIES = 2  # one copy of the tensor, and one for the segments of glo
 
 
 class Vote(IntEnum):
-    """How a rank's window goes on; the highest vote of all ranks decides for all."""
+    """State of a rank's window. The highest vote of any rank decides for all ranks."""
 
     OK = 0
     OUT_OF_MEMORY = 1
@@ -38,7 +40,7 @@ class Vote(IntEnum):
 
 
 class WindowAborted(RuntimeError):
-    """Raised within a window, to leave it because another rank failed."""
+    """Raised to leave a window because another rank failed."""
 
 
 class _GuardedCall(threading.local):
@@ -48,12 +50,14 @@ class _GuardedCall(threading.local):
 
 
 class CollectiveGuard:
-    """Wraps the collectives of DeepSpeed's backend so that ranks vote first; `close` restores them.
+    """Wraps the collectives of DeepSpeed's backend so that the ranks vote before a collective.
+
+    `close` restores the collectives.
 
     Attributes:
-        armed: Whether each collective within a window is voted on. Change it between windows only,
-            on all ranks.
-        aborted_by: The vote that ended the last window; OK if none did.
+        armed: Whether the ranks vote before each collective within a window. Change it between two
+            windows, on all ranks.
+        aborted_by: The vote that ended the last window; OK if no vote ended it.
     """
 
     def __init__(self, host_group: HostCollectives) -> None:
@@ -74,21 +78,23 @@ class CollectiveGuard:
         self._patches.add_existing(backend, guarded_methods(Guard.OOM), self._wrapper)
 
     def close(self) -> None:
-        """Restore the methods. Wrappers that others wrapped over become pass-throughs."""
+        """Restore the methods. A wrapper that other code has wrapped becomes a pass-through."""
         self.armed = False
         self._patches.restore()
 
     @contextmanager
     def window(self, engine: Any = None) -> Iterator[None]:
-        """Guard the collectives of this thread and its autograd threads; ends with a vote.
+        """Guard the collectives of this thread and its autograd threads in the `with` block.
+
+        The block ends with a vote.
 
         Args:
-            engine: DeepSpeed's engine, whose `forward` and `backward` end passes. Without it a
-                window is one pass.
+            engine: DeepSpeed's engine. Each call of its `forward` or `backward` ends a pass.
+                Without an engine the whole window is one pass.
 
         Raises:
-            PeerOutOfMemoryError: A rank ran out since the last vote.
-            WindowAborted: A rank failed otherwise since the last vote.
+            PeerOutOfMemoryError: A rank ran out of memory since the last vote.
+            WindowAborted: A rank failed for another reason since the last vote.
         """
         self._window_thread = threading.get_ident()
         self._outer_exception = sys.exception()
@@ -109,14 +115,14 @@ class CollectiveGuard:
     def can_report(self) -> bool:
         """Whether the other ranks vote before any collective that this rank will not enter.
 
-        In a pass that is not guarded they may be in a collective already.
+        If the pass is not guarded, the other ranks may be in such a collective already.
         """
         return self.armed or self._is_single_rank or not self._is_in_pass
 
     def report(self, vote: Vote) -> None:
-        """Join the next vote of the other ranks as a failed rank; sets `aborted_by`.
+        """Join the next vote of the other ranks as a failed rank, and set `aborted_by`.
 
-        Once the window is aborted, the other ranks hold no vote: this rank failed in the abort.
+        Do nothing if the window was aborted before, because the other ranks do not vote any more.
         """
         if not self.aborted_by:
             self.aborted_by = Vote(self._exchange_vote(vote))
@@ -136,7 +142,7 @@ class CollectiveGuard:
         return vote if self._is_single_rank else self._host_group.all_max(vote)
 
     def _before_collective(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Vote, unless an error is ending the window already."""
+        """Vote, unless an error of this rank or a vote is ending the window already."""
         current = sys.exception()
         unwinds = (
             current is not None
@@ -155,7 +161,7 @@ class CollectiveGuard:
         self._is_in_pass = True
 
     def _is_guarded(self) -> bool:
-        """Return whether this thread works on the window: itself, or as one of autograd's."""
+        """Return whether this thread runs the window or is an autograd thread of the window."""
         if self._window_thread is None or self._call.is_active:
             return False
         is_own = threading.get_ident() == self._window_thread
@@ -186,14 +192,15 @@ class CollectiveGuard:
 
 
 def probe_workspace(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Allocate what a collective on these tensors may need, and free it at once.
+    """Allocate the memory that a collective on these tensors may need, and free it at once.
 
-    gloo allocates within its calls: a copy of the input to reduce and scatter, the flat output of a
-    gather, segments of a ring. An allocation that fails there fails too late: the other ranks are
-    in the call. On devices nothing is done: NCCL allocates its buffers in its first call.
+    gloo allocates memory within its calls: a copy of the input of a reduce or scatter, the flat
+    output of a gather, the segments of a ring. If such an allocation fails, it is too late, because
+    the other ranks are in the call. This function does nothing for tensors on a device, because
+    NCCL allocates its buffers in its first call.
 
     Raises:
-        RuntimeError: Memory does not suffice; the same error as the collective's own would be.
+        RuntimeError: There is not enough memory. The collective would raise the same error.
     """
     on_host = [each for each in _tensors((*args, *kwargs.values())) if each.device.type == "cpu"]
     if on_host:

@@ -20,8 +20,8 @@ from ..engine_change import EngineChange
 from ..window.window_agreement import LocalBatches
 from .micro_batch_planner import MicroBatchPlanner
 
-# Memory savings, cheapest first: each reduces throughput more than the saving before. The last
-# saving is several rebuilds, in the order of `rebuild_changes`.
+# Memory savings, cheapest first: each saving reduces throughput more than the one before it. The
+# last saving stands for several rebuilds, in the order of `rebuild_changes`.
 ESCALATION_ORDER = (
     EngineChange.ACTIVATION_CHECKPOINTING,
     EngineChange.MINIMAL_BUCKETS,
@@ -35,8 +35,8 @@ def rebuild_changes(
 ) -> list[dict[str, Any]]:
     """Return the rebuilds of the escalation as changes to a ds config.
 
-    Each rebuild needs less device memory than the rebuild before. A higher stage saves nothing on
-    one rank. Offloading saves nothing if training runs on the host.
+    Each rebuild needs less device memory than the rebuild before it. With one rank, a higher stage
+    saves nothing. If training runs on the host, offloading saves nothing.
     """
     stage = zero_stage(config)
     stages = [higher for higher in (2, 3) if higher > stage and world_size > 1]
@@ -87,17 +87,17 @@ class EscalationPolicy:
         next_size: int,
         all_max: Callable[[int], int],
     ) -> str | None:
-        """Make the micro-batches smaller, or apply the next memory saving; same on all ranks.
+        """Make the micro-batches smaller, or apply the next memory saving, the same on all ranks.
 
         Args:
             planner: Planner of the micro-batches.
             local_batches: Sizes of the local batches of all ranks.
             failing_size: Samples of a micro-batch that ran out of memory.
-            next_size: Samples to try next; 0 if not even one fits.
+            next_size: Samples to try next; 0 if not even one sample fits.
             all_max: Returns the maximum of a value over all ranks.
 
         Returns:
-            What is different in the next attempt, for log lines; None if nothing is left.
+            Description of the change, for log lines; None if no memory saving is left.
         """
         if next_size:
             planner.on_out_of_memory(local_batches, failing_size, next_size)
@@ -109,7 +109,9 @@ class EscalationPolicy:
         return change.value
 
     def apply_next(self, all_max: Callable[[int], int]) -> EngineChange | None:
-        """Apply the next memory saving that has an effect on any rank; None if none is left.
+        """Apply the next memory saving that has an effect on any rank, and return its kind.
+
+        Returns None if no memory saving is left.
 
         Args:
             all_max: Returns the maximum of a value over all ranks.

@@ -1,8 +1,9 @@
 """Decides the sizes of micro-batches after out-of-memory errors, and when to guard collectives.
 
-Plain data and pure functions, except `PeakHistory`, which records this rank's memory peaks. The
-ranks exchange sizes and lengths first, so their plans are equal. Only the memory measurements
-differ: each rank computes a size from its own, and the smallest is used.
+The module consists of plain data and pure functions, except `PeakHistory`, which records this
+rank's memory peaks. The ranks exchange sizes and lengths first, so their plans are equal. Only the
+memory measurements differ between ranks. Each rank computes a size from its own measurements, and
+all ranks use the smallest size.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ....metrics.step_record import StepRecord
 from ....metrics.thresholds import MEMORY_HEADROOM_LOW
 from ..window.window_agreement import LocalBatches
 
-SAFETY_RATIO = 0.95  # part of the limit that is used, as a prediction is never exact
+SAFETY_RATIO = 0.95  # part of the memory limit to plan with, since predictions are not exact
 GROW_AFTER = 20  # successful windows at the bound before a larger size is tried
 UNBOUND = 2**62  # samples; stands for no bound
 CLEAN_WINDOWS = 3  # successful windows before the guard is disarmed
@@ -44,12 +45,13 @@ class MicroBatchPlanner:
         self._largest_requested = 0
 
     def begin_window(self, local_batches: LocalBatches, *, guard_requested: bool) -> bool:
-        """Return whether the window is guarded; `guard_requested` if any rank requests it."""
+        """Return whether to guard the window; `guard_requested` is whether any rank asks for it."""
         wants_more, self._largest_requested = (
             max(local_batches.micro_batch_samples) > self._largest_requested,
             max(local_batches.micro_batch_samples),
         )
-        # Lengths of one bucket differ in memory: where a size ever ran out, another may.
+        # Lengths of one bucket need different memory. If a size failed before in a bucket, a
+        # smaller size may fail at a longer length of that bucket.
         failed_before = any(
             each <= length_bucket(local_batches.length) for each in self.limits.failing
         )
@@ -59,13 +61,13 @@ class MicroBatchPlanner:
         return self.guard_schedule.is_armed
 
     def micro_batches(self, local_batches: LocalBatches) -> int:
-        """Return into how many micro-batches every rank splits its local batch."""
+        """Return the number of micro-batches into which every rank splits its local batch."""
         bound = self.limits.bound(local_batches.length)
         pairs = zip(local_batches.samples, local_batches.micro_batch_samples, strict=True)
         return max(-(-samples // min(wanted, bound)) for samples, wanted in pairs)
 
     def on_success(self, local_batches: LocalBatches, micro_batches: int) -> None:
-        """Record a window that fitted on all ranks."""
+        """Record a window that fitted in memory on all ranks."""
         before = self.limits.bound(local_batches.length)
         self.limits = self.limits.after_success(
             local_batches.length, max(local_batches.largest(micro_batches))
@@ -80,7 +82,7 @@ class MicroBatchPlanner:
         self.guard_schedule = self.guard_schedule.after_change()
 
     def invalidate(self) -> None:
-        """Drop what was learned, except the bounds, after a change in memory use."""
+        """Forget which sizes fit or fail, but keep the bounds, after a change in memory use."""
         self.limits = self.limits.invalidated()
         self.guard_schedule = self.guard_schedule.after_change()
 
@@ -89,8 +91,8 @@ class MicroBatchPlanner:
 class MicroBatchLimits:
     """Sizes of micro-batches that fit or fail, in samples, by sequence length.
 
-    Lengths up to the next power of two share a bucket. A size that failed at one length is assumed
-    to fail at all longer ones. A size that fitted is assumed to fit at all shorter ones.
+    Lengths up to the same power of two share a bucket. A size that failed at one length is assumed
+    to fail at all longer lengths. A size that fitted is assumed to fit at all shorter lengths.
 
     Attributes:
         bounds: Maximum size to use, by bucket.
@@ -107,13 +109,13 @@ class MicroBatchLimits:
     clean: ByBucket = field(default_factory=dict)
 
     def bound(self, length: int) -> int:
-        """Return the samples that a micro-batch of this length may hold; UNBOUND if unknown."""
+        """Return the maximum samples of a micro-batch of this length; UNBOUND if none is known."""
         return min(_up_to(self.bounds, length_bucket(length)), default=UNBOUND)
 
     def after_out_of_memory(self, length: int, failing: int, next_size: int) -> MicroBatchLimits:
         """Return the limits after a size ran out of memory.
 
-        The bound is the next size, or a larger one that fitted before.
+        The new bound is the next size to try, or a larger size that fitted before.
         """
         bucket = length_bucket(length)
         proven = {
@@ -129,7 +131,9 @@ class MicroBatchLimits:
         )
 
     def after_success(self, length: int, largest: int) -> MicroBatchLimits:
-        """Return the limits after a window succeeded; after `GROW_AFTER` of them the bound grows.
+        """Return the limits after a window succeeded.
+
+        The bound grows after `GROW_AFTER` such windows.
 
         Args:
             length: The longest sequence of all ranks.
@@ -138,7 +142,7 @@ class MicroBatchLimits:
         bucket, bound = length_bucket(length), self.bound(length)
         proven = max(largest, self.proven.get(bucket, 0))
         known = replace(self, proven={**self.proven, bucket: proven})
-        if largest < bound:  # the batch was small, so it is no evidence about the bound
+        if largest < bound:  # a small batch does not show whether the bound fits
             return known
         count = min(GROW_AFTER, self.clean.get(bucket, 0) + 1)
         larger = self._larger(length) if count == GROW_AFTER else bound
@@ -151,11 +155,15 @@ class MicroBatchLimits:
         return replace(known, bounds=bounds, clean={**self.clean, bucket: 0})
 
     def invalidated(self) -> MicroBatchLimits:
-        """Return the limits after a change in memory use: the bounds, to grow from."""
+        """Return the limits after a change in memory use. Only the bounds are kept."""
         return MicroBatchLimits(bounds=self.bounds)
 
     def _larger(self, length: int) -> int:
-        """Return half the way up to the smallest failing size; twice the bound if none failed."""
+        """Return the next larger bound to try.
+
+        This is the middle between the bound and the smallest failing size, or twice the bound if no
+        size failed.
+        """
         bound, failed = self.bound(length), _up_to(self.failing, length_bucket(length))
         return (bound + min(failed)) // 2 if failed else 2 * bound
 
@@ -168,8 +176,8 @@ class GuardSchedule:
     is known to fit yet.
 
     Attributes:
-        windows_left: Successful windows until the guard is disarmed; 0 while it is.
-        longest: The longest sequence of any successful window; 0 before the first.
+        windows_left: Successful windows until the guard is disarmed; 0 while it is disarmed.
+        longest: Longest sequence in any successful window; 0 before the first successful window.
     """
 
     windows_left: int = CLEAN_WINDOWS
@@ -181,11 +189,11 @@ class GuardSchedule:
         return self.windows_left > 0
 
     def next_window(self, *, longest: int, requested: bool) -> GuardSchedule:
-        """Return the schedule for a window about to begin.
+        """Return the schedule for a window that is about to begin.
 
         Args:
-            longest: Length of its longest sequence over all ranks.
-            requested: Whether a rank requests the guard.
+            longest: Length of the window's longest sequence over all ranks.
+            requested: Whether any rank requests the guard.
         """
         if requested or longest > self.longest:
             return replace(self, windows_left=CLEAN_WINDOWS)
@@ -198,15 +206,15 @@ class GuardSchedule:
         )
 
     def after_change(self) -> GuardSchedule:
-        """Return the schedule after anything that changes memory use, such as another size."""
+        """Return the schedule after a change of memory use, such as a new micro-batch size."""
         return replace(self, windows_left=CLEAN_WINDOWS)
 
 
 def needs_guard(*, headroom_bytes: float | None, limit_bytes: float | None) -> bool:
-    """Return whether a rank requests the guard, by its own memory.
+    """Return whether a rank requests the guard because its own memory is low.
 
     Args:
-        headroom_bytes: Limit less the predicted next peak; None while it is unknown.
+        headroom_bytes: Memory limit minus the predicted next peak; None while unknown.
         limit_bytes: Limit of the process, or of torch on the device; None without a limit.
     """
     if headroom_bytes is None or not limit_bytes:
@@ -231,7 +239,7 @@ class PeakSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryMeasurements:
-    """Memory peaks of a rank's last steps, and its limit in bytes; None without a limit."""
+    """Memory peaks of a rank's last steps, and its memory limit; None means no limit."""
 
     peaks: Sequence[PeakSample]
     limit_bytes: float | None
@@ -242,7 +250,7 @@ class PeakHistory:
 
     Args:
         watch: The watch on the engine.
-        device: The device that is trained on, such as "cuda:0".
+        device: The training device, such as "cuda:0".
     """
 
     def __init__(self, watch: Any, device: str) -> None:
@@ -279,7 +287,7 @@ class PeakHistory:
 def size_after_oom(
     local_batches: LocalBatches, failing: int, measured: MemoryMeasurements
 ) -> int | None:
-    """Return the size to try after this rank ran out of memory; None after a single sample."""
+    """Return the size to try after this rank ran out of memory; None if one sample failed."""
     bucket = length_bucket(local_batches.length)
     alike = [peak for peak in measured.peaks if length_bucket(peak.length) == bucket]
     return smaller_size(failing, alike, measured.limit_bytes)
@@ -288,11 +296,11 @@ def size_after_oom(
 def smaller_size(
     failing: int, peaks: Sequence[PeakSample], limit_bytes: float | None
 ) -> int | None:
-    """Return the size to try after a size ran out of memory; None after a single sample.
+    """Return the size to try after a size ran out of memory; None if one sample failed.
 
-    With peaks of two sizes or more, the result is the largest size that fits by a line through the
-    peaks. Otherwise it is half the failing size, rounded up. The result is always below the failing
-    size.
+    If peaks of at least two sizes are known, a line through the peaks predicts the memory of each
+    size, and the result is the largest size that fits. Otherwise the result is half the failing
+    size, rounded up. The result is always below the failing size.
     """
     if failing <= 1:
         return None
@@ -303,10 +311,11 @@ def smaller_size(
 
 
 def largest_fitting(peaks: Sequence[PeakSample], limit_bytes: float) -> int | None:
-    """Return the largest size with a + b * size under the limit; None without such a line.
+    """Return the largest size whose predicted peak is under the limit.
 
-    The line is the least squares line, lifted to lie on or above every measured peak. 0 if not even
-    one sample is expected to fit.
+    The predicted peak is a + b * size. This is the least squares line through the measured peaks,
+    lifted so that no measured peak is above the line. The result is 0 if not even one sample is
+    expected to fit, and None if no line can be computed.
     """
     if len({peak.samples for peak in peaks}) < 2:
         return None

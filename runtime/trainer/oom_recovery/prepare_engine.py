@@ -1,9 +1,8 @@
 """Prepares a new engine for recovery from out-of-memory errors.
 
-Optimizer state is created before the first step, so that an error occurs at the start.
-
-Adam and similar optimizers create their state in the first step. An error in that step occurs after
-some weights were updated, so the step cannot be repeated.
+Adam and similar optimizers create their state in the first step. If memory runs out in that step,
+some weights have been updated already, so the step cannot be repeated. This module creates the
+state before the first step, so that such an error is raised at the start of the run.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_engine(engine: Any) -> None:
-    """Prepare a new engine for recovery from out-of-memory errors; log what is not possible."""
+    """Prepare a new engine for recovery from out-of-memory errors; log a warning if it fails."""
     reason = abort_unsupported_reason(engine)
     if reason is not None:
         logger.warning("out-of-memory errors will end this run: %s", reason)
@@ -33,13 +32,14 @@ def prepare_engine(engine: Any) -> None:
 def materialise_optimizer_states(engine: Any) -> str | None:
     """Create the state that the first `engine.step()` would create, with the same values.
 
-    Supported are torch's own optimizers, except SGD's momentum, and DeepSpeed's Adam and Lion.
+    This works for torch's own optimizers, except SGD with momentum, and for DeepSpeed's Adam and
+    Lion.
 
     Returns:
-        Why no state was created; None if it was.
+        Why the state was not created; None if it was created.
 
     Raises:
-        RuntimeError: Memory does not suffice; training could not have begun either.
+        RuntimeError: There is not enough memory for the state, so the first step would fail too.
     """
     if getattr(engine.optimizer, "swap_optimizer", False):
         return "its state is on NVMe"
@@ -56,7 +56,7 @@ def materialise_optimizer_states(engine: Any) -> str | None:
 
 
 def _updated_tensors(engine: Any) -> Iterator[tuple[Any, dict[str, Any], torch.Tensor]]:
-    """Yield each tensor that is updated on this rank, with its optimizer and parameter group."""
+    """Yield the optimizer, the parameter group and the tensor of each update on this rank."""
     zero, basic = engine.optimizer, engine.basic_optimizer
     partitions = getattr(zero, "fp32_partitioned_groups_flat", None)
     if partitions is None:
@@ -84,7 +84,7 @@ def _create_torch_state(optimizer: Any, group: dict[str, Any], parameter: torch.
     """Call the optimizer's own method, which creates state for parameters with a gradient."""
     lists: list[list[Any]] = [[] for _ in inspect.signature(optimizer._init_group).parameters][1:]
     gradient = parameter.grad
-    # One expanded element: a gradient of full size might not fit in addition to the state.
+    # Expand one element, because a full gradient might not fit in memory together with the state.
     parameter.grad = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand_as(
         parameter
     )

@@ -53,7 +53,7 @@ class ReplayResult(Generic[T]):
 
     Attributes:
         outcome: Return value of the successful attempt.
-        micro_batches: Into how many micro-batches it was split.
+        micro_batches: Number of micro-batches that the window was split into.
         replays: Failed attempts before the successful attempt.
         lost_seconds: Time of the failed attempts, and of cleaning up after them.
     """
@@ -65,30 +65,31 @@ class ReplayResult(Generic[T]):
 
 
 class _AttemptReport(NamedTuple):
-    """What each rank reports to the other ranks after a failed attempt."""
+    """Report of a rank to the other ranks after a failed attempt."""
 
     ran_out: bool
-    largest: int  # samples of its largest micro-batch
-    next_size: int  # samples to try next; 0 if not even one fits
+    largest: int  # samples of the rank's largest micro-batch
+    next_size: int  # samples to try next; 0 if not even one sample fits
 
 
 class OomReplay:
-    """Runs a window, and runs it again in smaller micro-batches where memory runs out.
+    """Runs a window. If memory runs out, runs the window again in smaller micro-batches.
 
     Args:
         engine_source: Source of the engine, which a rebuild replaces.
         host_group: Group of all ranks, in which they agree on the next attempt.
         guard: Guard of the collectives, open on all ranks.
         planner: Planner of the micro-batches of each window.
-        escalation: What is changed after an attempt that ran out of memory, and in which order.
-        memory: Measures this rank's memory; without it, sizes are halved.
-        run_end: Ends the run where the ranks cannot leave a window together.
+        escalation: Decides the change after an attempt that ran out of memory.
+        memory: Measures this rank's memory. Without it, each new size is half the failing size.
+        run_end: Ends the run if the ranks cannot leave a window together.
 
     Attributes:
         planner: Planner of the micro-batches of each window.
-        on_window_abort: Called on all ranks before a window is run again, to undo changes of its
-            forward passes to the script's own state.
-        on_error: Called with each out-of-memory error of this rank that ended an attempt.
+        on_window_abort: Functions to call on all ranks before a window is run again. They undo
+            changes that the window's forward passes made to the script's own state.
+        on_error: Functions to call with each out-of-memory error of this rank that ended an
+            attempt.
     """
 
     def __init__(
@@ -120,13 +121,15 @@ class OomReplay:
 
         Args:
             local_batches: Sizes of the local batches of all ranks.
-            attempt: Runs the window, split into that many micro-batches, without the update.
-            guard_requested: Whether any rank's memory is changed or low.
+            attempt: Called with a number of micro-batches. Runs the window, split into this number
+                of micro-batches, without the update.
+            guard_requested: Whether any rank requests the guard, because its memory use has changed
+                or its memory is low.
 
         Raises:
-            PeerOutOfMemoryError: Another rank's memory does not hold even one sample.
+            PeerOutOfMemoryError: Not even one sample fits in another rank's memory.
             PeerFailedError: An attempt, or a function of `on_window_abort`, failed on another rank.
-            RuntimeError: This rank's memory does not hold even one sample; this rank's own error.
+            RuntimeError: Not even one sample fits in this rank's memory; this rank's own error.
             Exception: An attempt, or a function of `on_window_abort`, failed on this rank.
         """
         self._guard.armed = self.planner.begin_window(
@@ -174,12 +177,12 @@ class OomReplay:
         _give_up(capture.error, reason or "out of memory in an evaluation, which is not repeated")
 
     def update(self, step: Callable[[], T]) -> T:
-        """Make the update of a successful window; the other ranks are notified if it fails.
+        """Make the update of a successful window. If the update fails, notify the other ranks.
 
         Raises:
-            RuntimeError: Memory ran out; some weights may be updated and others not. This rank's
-                own error, or PeerOutOfMemoryError.
-            PeerFailedError: The update failed otherwise on another rank.
+            RuntimeError: Memory ran out, and possibly only some weights were updated. This is the
+                rank's own error, or PeerOutOfMemoryError.
+            PeerFailedError: The update failed on another rank for another reason.
         """
         if not self._guard.armed:
             try:
@@ -205,7 +208,7 @@ class OomReplay:
     def _attempt(
         self, attempt: Callable[[int], T], count: int, place: str = _TRAIN_BATCH
     ) -> tuple[OomCapture, list[T]]:
-        """Run one attempt; return its outcome in a list, empty where memory ran out.
+        """Run one attempt; return its outcome in a list, which is empty if memory ran out.
 
         Raises:
             PeerFailedError: The attempt failed for another reason, on another rank.
@@ -222,16 +225,16 @@ class OomReplay:
         return capture, outcomes
 
     def _raise_failure(self, error: Exception | None, capture: OomCapture, place: str) -> None:
-        """Raise on all ranks if an attempt failed on any rank, except for lack of memory.
+        """Raise an error on all ranks if any rank failed for a reason other than memory.
 
         Args:
-            error: This rank's error, unless it is about memory.
-            capture: Holds this rank's memory errors.
-            place: What was attempted.
+            error: This rank's error; None if this rank did not fail or ran out of memory.
+            capture: Capture of this rank's out-of-memory errors.
+            place: Name of the call that failed, such as "train_batch".
         """
         guard = self._guard
         if error is not None and guard.aborted_by is Vote.OUT_OF_MEMORY:
-            # The script raised it in place of the error that ends the window.
+            # The script caught the error that ends the window, and raised this error instead.
             capture.origin, capture.error = OomOrigin.PEER, error
             return
         own = None if guard.aborted_by else error
@@ -244,7 +247,7 @@ class OomReplay:
             own = error = None  # see FailureCapture.take
 
     def _vote_for_failure(self, own: Exception, place: str) -> None:
-        """Make all ranks fail; where a vote is not possible, raise this rank's error."""
+        """Vote that all ranks leave the window; raise this rank's error if it cannot vote."""
         try:
             if is_communication_error(own) or self._run_end.peer_failure() is not None:
                 raise own  # a vote would fail too
@@ -252,24 +255,24 @@ class OomReplay:
                 reason = self._notify_peers(Vote.FAILED, own, place)
             except Exception as vote_error:
                 self._run_end.end(own, place)
-                raise own from vote_error  # the script must see its own error
+                raise own from vote_error  # the script gets its own error
             if reason is not None:
                 raise own
         finally:
             del own
 
     def _undo_forward_passes(self) -> None:
-        """Call the functions of `on_window_abort`; raise on all ranks if a function raises."""
+        """Call the functions of `on_window_abort`; raise on all ranks if any of them raises."""
         with FailureCapture() as failure:
             for undo in self.on_window_abort:
                 undo()
         raise_failures(self._host_group, failure.take(), "a function of on_window_abort")
 
     def _abort(self, capture: OomCapture) -> None:
-        """Notify the other ranks, and free what the attempt held.
+        """Notify the other ranks, and free the memory of the attempt.
 
         Raises:
-            RuntimeError: The window cannot be aborted: this rank's own error, or
+            RuntimeError: The window cannot be aborted. This is the rank's own error, or
                 PeerOutOfMemoryError.
         """
         engine = self._engine_source.engine
@@ -281,12 +284,12 @@ class OomReplay:
             reason = self._notify_peers(Vote.OUT_OF_MEMORY, capture.error, _TRAIN_BATCH) or reason
         if reason is not None:
             _give_up(capture.error, f"this window cannot be run again: {reason}")
-        gc.collect()  # frees what only reference cycles keep alive
+        gc.collect()  # frees tensors in reference cycles
         abort_window(engine)
         accelerator.current.empty_cache()  # the next attempt needs blocks of other sizes
 
     def _notify_peers(self, vote: Vote, error: BaseException, place: str) -> str | None:
-        """Make all ranks leave the window; where a rank may be in a collective, end the run.
+        """Make all ranks leave the window. If a rank may be in a collective, end the run.
 
         Returns:
             Why the run has ended; None if the run continues.
@@ -312,10 +315,11 @@ class OomReplay:
         ran_out: bool,
         own_error: BaseException | None,
     ) -> None:
-        """Agree on what is different in the next attempt.
+        """Agree with the other ranks on the change before the next attempt, and make the change.
 
         Raises:
-            RuntimeError: No memory saving is left: this rank's own error, or PeerOutOfMemoryError.
+            RuntimeError: No memory saving is left. This is the rank's own out-of-memory error, or
+                PeerOutOfMemoryError.
         """
         group = self._host_group
         largest = local_batches.largest(count)[group.rank]
@@ -351,11 +355,11 @@ class OomOrigin(Enum):
 
 
 class OomCapture:
-    """Suppresses out-of-memory errors in a `with` block and keeps them; other errors propagate.
+    """Suppresses and keeps an out-of-memory error of a `with` block; other errors propagate.
 
     Attributes:
-        error: The error that ended the block; None if none did.
-        origin: The rank whose memory ran out; None if none did.
+        error: The error that ended the block; None if the block ended without an error.
+        origin: The rank whose memory ran out; None if no rank ran out of memory.
     """
 
     def __init__(self) -> None:
@@ -369,22 +373,23 @@ class OomCapture:
     def __exit__(
         self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """Suppress an error that is about memory."""
+        """Suppress an out-of-memory error."""
         if error is not None:
             self.origin, self.error = oom_origin(error)
         return self.origin is not None
 
     def clear_frames(self) -> None:
-        """Free what the frames of the error hold; its traceback stays readable."""
+        """Free the local variables in the error's frames; its traceback stays readable."""
         for link in _chain(self.error):
             traceback.clear_frames(link.__traceback__)
 
 
 def oom_origin(error: BaseException) -> tuple[OomOrigin | None, BaseException | None]:
-    """Return whose memory ran out and the error that shows it; (None, None) for other errors.
+    """Return whose memory ran out, and the error that shows it; (None, None) for other errors.
 
-    While a window is aborted, one more collective may be called. It raises PeerOutOfMemoryError
-    over this rank's own error. Other errors may be raised over a PeerOutOfMemoryError too.
+    An out-of-memory error may be a cause or context of `error`. For example, a collective that is
+    called while this rank's own error propagates raises PeerOutOfMemoryError on top of that error.
+    The script's code may also raise another error on top of a PeerOutOfMemoryError.
     """
     if not isinstance(error, Exception):  # an interrupt propagates
         return None, None

@@ -43,7 +43,10 @@ def num_samples(batch: Any) -> int:
 
 
 def max_length(batch: Any) -> int:
-    """Return the largest second dimension, the padded length of token ids; 1 if no leaf has two."""
+    """Return the largest second dimension, which is the padded length if the batch has token ids.
+
+    Returns 1 if no leaf has two dimensions.
+    """
     return max(
         (int(leaf.shape[1]) for _, leaf in _leaves(batch, "") if len(leaf.shape) > 1), default=1
     )

@@ -25,11 +25,12 @@ class Window:
 
     Attributes:
         batch: This rank's local batch, as the caller passed it.
-        num_samples: Samples in it.
+        num_samples: Samples in the local batch.
         total_samples: Samples of all ranks.
         world_size: Number of ranks.
-        exponent: The gradients are accumulated over total_samples * 2^exponent.
-        longest: Largest second dimension over the ranks; padded length of token ids.
+        exponent: Each gradient is divided by total_samples * 2^exponent when it is accumulated; see
+            `weight_exponent`.
+        longest: Largest second dimension of any rank's batch: the padded length of token ids.
     """
 
     batch: Any
@@ -41,7 +42,7 @@ class Window:
 
     @property
     def divisor(self) -> float:
-        """Divisor of a gradient with weight 1."""
+        """Divisor of the gradient of a micro-batch with weight 1 when it is accumulated."""
         return self.total_samples * 2.0**self.exponent
 
 
@@ -68,7 +69,7 @@ class LossSums(NamedTuple):
             BatchError: The weights of the batch add up to 0 or less; raised on all ranks.
         """
         weight, weighted_loss = host_group.all_gather(self).sum(axis=0).tolist()
-        if isfinite(weight) and weight <= 0:  # check_finite rejects the others
+        if isfinite(weight) and weight <= 0:  # check_finite rejects nan and inf
             raise BatchError(
                 f"the weights of this batch add up to {weight}, so it has nothing to train on; "
                 "drop batches without targets"
@@ -80,8 +81,8 @@ class LossSums(NamedTuple):
 
         Args:
             step: The number of the update.
-            overflow_is_skipped: Whether the engine itself skips an update by a loss that is not
-                finite, as fp16's dynamic loss scale does.
+            overflow_is_skipped: Whether the engine itself skips the update if the loss is not
+                finite, as it does with fp16's dynamic loss scale.
 
         Raises:
             NonFiniteLossError: The loss or a weight is nan or inf.
@@ -96,9 +97,9 @@ class LossSums(NamedTuple):
 
 
 def split_sizes(num_samples: int, count: int) -> tuple[int, ...]:
-    """Split samples into `count` micro-batches as evenly as possible, larger ones first.
+    """Return the sizes of `count` micro-batches, as even as possible, the larger sizes first.
 
-    If there are fewer samples than micro-batches the last ones are 0.
+    If there are fewer samples than micro-batches, the last sizes are 0.
     """
     size, larger = divmod(num_samples, count)
     return (size + 1,) * larger + (size,) * (count - larger)
@@ -107,14 +108,14 @@ def split_sizes(num_samples: int, count: int) -> tuple[int, ...]:
 def train_micro_batches(engine: Any, loss: Loss, window: Window, sizes: Sequence[int]) -> LossSums:
     """Run forward and backward of every micro-batch, so that the gradients add up over the window.
 
-    A micro-batch of size 0 runs on one sample with weight 0: the ranks must call the same
-    collectives. Losses are read once, after the last backward.
+    A micro-batch of size 0 runs on one sample with weight 0, because all ranks must call the same
+    collectives. The losses are read once, after the last backward.
 
     Args:
         engine: A DeepSpeed engine with `managed_gradient_accumulation` off.
         loss: The caller's loss function.
         window: The window to train on.
-        sizes: Samples of each micro-batch; they add up to the window's.
+        sizes: Samples of each micro-batch. The sum is the number of samples of the local batch.
     """
     losses = _LossAccumulator()
     start = 0
@@ -123,7 +124,7 @@ def train_micro_batches(engine: Any, loss: Loss, window: Window, sizes: Sequence
         mean, weight = loss_and_weight(loss(engine, micro_batch), size)
         weight = weight if size else 0.0
         scale = weight * (window.world_size / window.divisor)
-        if isinstance(scale, torch.Tensor):  # else the product would take the weight's dtype
+        if isinstance(scale, torch.Tensor):  # keeps the product in the dtype of the loss
             scale = scale.to(mean.dtype)
         engine.backward(mean * scale, scale_wrt_gas=False)
         losses.add(mean.detach(), weight)
@@ -132,7 +133,7 @@ def train_micro_batches(engine: Any, loss: Loss, window: Window, sizes: Sequence
 
 
 def evaluate_micro_batches(engine: Any, loss: Loss, batch: Any, sizes: Sequence[int]) -> LossSums:
-    """Run forward only, in evaluation mode; restores the mode of each module."""
+    """Run only the forward of every micro-batch, in evaluation mode; restore each module's mode."""
     losses = _LossAccumulator()
     modes = [(module, module.training) for module in engine.module.modules()]
     engine.eval()
@@ -153,11 +154,13 @@ def evaluate_micro_batches(engine: Any, loss: Loss, batch: Any, sizes: Sequence[
 def loss_and_weight(
     returned: Any, num_samples: int, *, needs_gradient: bool = True
 ) -> tuple[torch.Tensor, Any]:
-    """Return mean loss and weight from the caller's loss; the default weight is `num_samples`.
+    """Return the mean loss and the weight that the caller's loss function returned.
+
+    If it returned no weight, the weight is `num_samples`.
 
     Raises:
         TypeError: The loss function returned neither a mean loss nor (mean loss, weight), or the
-            weight is no number.
+            weight is not a number.
     """
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     mean, weight = returned if is_pair else (returned, num_samples)
@@ -182,11 +185,11 @@ def loss_and_weight(
 def divide_and_step(engine: Any, divisor: float) -> None:
     """Call `engine.step()` as if every gradient of the window were `divisor` times smaller.
 
-    The divisor is known only once all weights of the window are known. ZeRO's optimizers divide by
-    their loss scale as they update, wherever the gradients are, and clip by the divided norm. So a
-    factor on the loss scale applies to gradients and norm. All other optimizers keep the gradients
-    where they can be divided at once. The optimizers of stage 0 in 16 bits are among these: their
-    `step` ignores that loss scale and uses another.
+    The divisor is known only after all weights of the window are known. ZeRO's optimizers divide
+    the gradients by their loss scale during the update, on the device or on the host, and clip by
+    the divided norm. So this function multiplies the loss scale by the divisor. For all other
+    optimizers it divides the gradients directly. This includes the 16-bit optimizers of stage 0,
+    whose `step` uses another loss scale.
     """
     with ExitStack() as undo:
         if divisor != 1.0:
@@ -195,16 +198,17 @@ def divide_and_step(engine: Any, divisor: float) -> None:
 
 
 def weight_exponent(weight: float, num_samples: float) -> int:
-    """Return the k for which 2^k is closest to the weight of a sample.
+    """Return the k for which 2^k is closest to the mean weight of a sample.
 
-    Gradients are accumulated over num_samples * 2^k and divided by the true weight at the end. A
-    power of two keeps the gradients near the size of a mean, and changes no bit of their mantissas.
+    During accumulation, gradients are divided by num_samples * 2^k. The correction to the true
+    weight is made at the end. With this k the accumulated gradients are about as large as the
+    gradients of a mean loss. A power of two changes no bit of their mantissas.
     """
     return round(float(torch.log2(torch.tensor(weight / num_samples, dtype=torch.float64))))
 
 
 class _LossAccumulator:
-    """Sums of weights and losses, kept on their device and read at the end in one transfer."""
+    """Adds up weights and losses on their device, and reads the sums at the end in one transfer."""
 
     def __init__(self) -> None:
         self._pairs: list[torch.Tensor] = []

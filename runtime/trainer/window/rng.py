@@ -18,10 +18,10 @@ class RngState:
 
     Attributes:
         python: State of `random`.
-        numpy: State of numpy's global generator; None where numpy is not imported.
+        numpy: State of numpy's global generator; None if numpy is not imported.
         host: State of torch's CPU generator.
-        cuda: State of the current accelerator device's generator; empty where no accelerator is in
-            use. Checkpoints hold the state under this name.
+        cuda: State of the generator of the current accelerator device; empty if no accelerator is
+            in use. The name is a key in checkpoints, for every kind of accelerator.
     """
 
     python: tuple[Any, ...]

@@ -11,11 +11,11 @@ class StepResult:
 
     Attributes:
         step: Number of this step, from 1; skipped steps count.
-        loss: Mean loss of the batch before the update, over all micro-batches and ranks, weighted;
-            the same on all ranks. On a skipped step it is the loss of the forward passes, nan or
-            inf where these overflowed too.
+        loss: Weighted mean loss of the batch before the update, over all micro-batches and ranks;
+            the same on all ranks. On a skipped step it may be nan or inf, if the forward passes
+            overflowed too.
         samples: Samples of all ranks.
-        weight: Sum of the weights of all ranks; equals `samples` where the loss returns no weight.
+        weight: Sum of the weights of all ranks; equals `samples` if the loss returns no weight.
         micro_batches: Samples of each micro-batch on this rank.
         replays: Attempts that ran out of memory, on any rank, before the successful attempt.
         skipped: Whether no update was made, because fp16 gradients overflowed.

@@ -44,7 +44,7 @@ class LocalBatches:
 
     Attributes:
         samples: Samples of each rank's local batch.
-        micro_batch_samples: Maximum samples per micro-batch that each rank is configured with.
+        micro_batch_samples: Each rank's requested maximum size of a micro-batch, in samples.
         length: The longest sequence of all ranks.
     """
 
@@ -76,7 +76,7 @@ class WindowAgreement:
 
 
 class _RankReport(NamedTuple):
-    """What each rank reports of its local batch."""
+    """Report of a rank about its local batch."""
 
     is_unusable: bool
     samples: int
@@ -101,15 +101,16 @@ def open_window(
         batch: This rank's local batch.
         micro_batch_samples: Maximum samples of this rank's micro-batches.
         exponent: Exponent of the divisor of gradients, the same on all ranks; see `Window`.
-        requests_guard: Whether this rank's memory is low.
-        tuner_status: Status of this rank's tuner; given on all ranks or on none.
+        requests_guard: Whether this rank requests the guard, because its memory is low.
+        tuner_status: Status of this rank's tuner. Either all ranks pass a status or no rank does.
 
     Raises:
         BatchError: A rank's local batch cannot be trained on; raised on all ranks.
     """
     problem, samples, length = _measure(batch)
     own = _RankReport(problem is not None, samples, micro_batch_samples, length, requests_guard)
-    # Plain lists: the caches are cold here, and each numpy call on so little data takes 20 us.
+    # Use plain lists. The caches are cold here, and even on this little data a numpy call takes
+    # 20 us.
     rows: list[list[float]] = host_group.all_gather([*own, *(tuner_status or ())]).tolist()
     reports = [_RankReport._make(row[: len(own)]) for row in rows]
     _raise_if_unusable(problem, reports)
@@ -136,7 +137,7 @@ def open_window(
 
 
 def _measure(batch: Any) -> tuple[BatchError | None, int, int]:
-    """Return the error if a batch cannot be used, else None; its samples and its length."""
+    """Return the error of an unusable batch or None, the number of samples, and the length."""
     try:
         return None, num_samples(batch), max_length(batch)
     except BatchError as problem:
@@ -144,7 +145,7 @@ def _measure(batch: Any) -> tuple[BatchError | None, int, int]:
 
 
 def _raise_if_unusable(problem: BatchError | None, reports: Sequence[_RankReport]) -> None:
-    """Raise this rank's own error, or one that names the ranks with an unusable local batch."""
+    """Raise this rank's own error, or an error that names the ranks with unusable batches."""
     if problem is not None:
         raise problem
     unusable = [str(rank) for rank, report in enumerate(reports) if report.is_unusable]
