@@ -8,7 +8,7 @@ from enum import Enum
 class EngineChange(Enum):
     """Kind of a change, on the live engine or by a rebuild; the value is its name in log lines.
 
-    `EngineHolder` keeps the attachments of an engine by this key. The members in
+    `EngineHolder` keeps at most one attachment for each kind. The kinds that are listed in
     `oom_recovery.escalation.ESCALATION_ORDER` are memory savings.
     """
 

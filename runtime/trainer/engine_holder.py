@@ -1,7 +1,7 @@
 """Holds a run's engine and its attachments, such as compression and memory savings.
 
-A rebuild replaces the engine and keeps the attachments. All ranks make the same calls between the
-same two windows.
+A rebuild replaces the engine and keeps the attachments. All ranks must make the same calls between
+the same two windows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class Attachment(Protocol):
-    """Sets something on an engine, and again on the engine that replaces it."""
+    """Changes an engine, and makes the same change to an engine that replaces it."""
 
     def attach(self, engine: Any) -> Undo:
         """Apply the setting between two windows, and return the undo."""
@@ -52,14 +52,14 @@ class OptionalAttachment(Attachment, Protocol):
     """Saves memory on the engines that support it."""
 
     def unsupported_reason(self, engine: Any) -> str | None:
-        """Return why it would free no memory on this engine; None if it may."""
+        """Return why attaching it to this engine would free no memory; None if it may free some."""
 
 
 class EngineHolder:
     """Holds a run's engine, replaces it, and moves its attachments to the new engine.
 
     Args:
-        engine: The first engine; its watch moves to later ones.
+        engine: The first engine. Its watch moves to the engines that replace it.
         config: The first engine's ds config.
         host_group: Group of all ranks, in which they vote on rebuilds.
         metrics: Recorder of rebuilds and compression.
@@ -69,9 +69,9 @@ class EngineHolder:
         engine: The engine in use.
         config: The ds config in use.
         compressor: Compressor of the gradients; None without compression.
-        is_rebuilt: Whether this is no longer the first engine.
-        on_engine_replaced: Called once the engine is replaced, before anything is attached to the
-            new one.
+        is_rebuilt: Whether the first engine has been replaced.
+        on_engine_replaced: Functions to call when the engine has been replaced, before attachments
+            are attached to the new engine.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class EngineHolder:
 
     @property
     def run_folder(self) -> Path | None:
-        """Run folder of the engine's present watch; the caller may open another watch on it."""
+        """Run folder of the engine's watch. It changes if the caller opens another watch."""
         folder: Path | None = self.engine.watch.run_folder
         return folder
 
@@ -112,7 +112,7 @@ class EngineHolder:
         """Compress gradients from the next window on; None for DeepSpeed's own reduction.
 
         Raises:
-            ValueError: There is no such kind, or this engine's gradients are not accessible.
+            ValueError: The kind does not exist, or this engine's gradients are not accessible.
         """
         compressor = None
         if kind is not None or asynchronous:
@@ -126,19 +126,21 @@ class EngineHolder:
         """Replace the compressor of gradients; None detaches it.
 
         Raises:
-            ValueError: The engine's gradients are not accessible; the previous compressor stays.
+            ValueError: The engine's gradients are not accessible. The previous compressor stays in
+                use.
         """
         self.attach(EngineChange.GRADIENT_COMPRESSION, compressor)
         self.compressor = compressor
 
     def attached(self, change: EngineChange) -> Attachment | None:
-        """Return what is attached to the engine for a change; None if nothing is."""
+        """Return the engine's attachment for a kind of change; None if there is no attachment."""
         return self._attached[change][0] if change in self._attached else None
 
     def attach(self, change: EngineChange, attachment: Attachment | None) -> None:
-        """Replace what is attached to the engine for a change; None only detaches.
+        """Replace the engine's attachment for a kind of change.
 
-        If the new one raises, the previous one is attached again and the error is re-raised.
+        None detaches the previous attachment without a replacement. If attaching the new attachment
+        raises an error, the previous attachment is attached again and the error is re-raised.
         """
         before = self.attached(change)
         self._detach(change)
@@ -159,7 +161,7 @@ class EngineHolder:
             self.compressor.begin_window(unit)
 
     def abort_window(self) -> None:
-        """Discard a window in compressor and watch, and offload optimizer states again."""
+        """Discard the window in the compressor and the watch, and offload optimizer states."""
         self._watch.discard_window()
         if self.compressor is not None:
             self.compressor.abort_window()
@@ -167,7 +169,10 @@ class EngineHolder:
             states.offload()
 
     def commit_window(self, *, skipped: bool) -> None:
-        """Commit the compressor's window, or discard it if skipped; publish its error."""
+        """Commit the compressor's window, or discard it if the step was skipped.
+
+        Publishes the window's compression error.
+        """
         if self.compressor is None:
             return
         if skipped:
@@ -177,13 +182,13 @@ class EngineHolder:
         self._metrics.set_compression_error(self.compressor.kind, self.compressor.error_ratio)
 
     def rebuild(self, changes: Mapping[str, Any]) -> None:
-        """Replace the engine by one of a changed ds config, with its whole training state.
+        """Replace the engine by an engine with a changed ds config and the same training state.
 
         Args:
-            changes: The changed keys of the ds config, nested as in it.
+            changes: The keys of the ds config to change, nested as in the ds config.
 
         Raises:
-            RebuildError: Nothing has changed; training goes on.
+            RebuildError: The new engine cannot be built. Training can continue as before.
         """
         with CollectiveAttempt(self._host_group) as attempt:
             config = self._merged_config(changes)
@@ -193,10 +198,10 @@ class EngineHolder:
         self.rebuild_as(config)
 
     def rebuild_as(self, config: Mapping[str, Any]) -> None:
-        """Replace the engine by one of a complete ds config, as `config` holds it.
+        """Replace the engine by an engine with this complete ds config.
 
         Raises:
-            RebuildError: Nothing has changed; training goes on.
+            RebuildError: The new engine cannot be built. Training can continue as before.
         """
         began = perf_counter()
         outcome: RebuildOutcome = "refused"
@@ -215,13 +220,13 @@ class EngineHolder:
 
     @contextmanager
     def _detached(self) -> Iterator[None]:
-        """Detach everything during the block, then attach it to the engine of that moment."""
+        """Detach everything during the block, then attach it to the engine in use by then."""
         try:
             for _, undo in reversed(self._attached.values()):
                 undo()
             yield
         finally:
-            if self.engine.optimizer is not None:  # else no engine could be built at all
+            if self.engine.optimizer is not None:  # None if no engine could be built
                 self._reattach_all()
 
     def reload_optimizer_states(self) -> None:
@@ -231,7 +236,7 @@ class EngineHolder:
 
     @contextmanager
     def optimizer_states_on_device(self) -> Iterator[None]:
-        """Keep optimizer states on the device during the block, in which they may be read."""
+        """Keep optimizer states on the device during the block, so that they can be read."""
         self.reload_optimizer_states()
         try:
             yield
@@ -240,7 +245,7 @@ class EngineHolder:
                 states.offload()
 
     def memory_savings(self, chosen: ModuleSelector = None) -> list[MemorySaving]:
-        """Return the memory savings from the present ds config; `EscalationPolicy` orders them.
+        """Return the memory savings that the ds config still allows, in no particular order.
 
         Args:
             chosen: Modules for activation checkpointing; None for the default.
@@ -264,12 +269,15 @@ class EngineHolder:
             self._detach(change)
 
     def try_attach(self, change: EngineChange, saving: OptionalAttachment) -> bool:
-        """Attach a memory saving; return False if it is attached, unsupported, or fails."""
+        """Attach a memory saving, and return whether this succeeded.
+
+        It does not succeed if the saving is attached already, is unsupported, or raises an error.
+        """
         try:
             if change in self._attached or saving.unsupported_reason(self.engine) is not None:
                 return False
             self._attach(change, saving)
-        except FAILURES as error:  # on this rank alone, perhaps
+        except FAILURES as error:  # possibly on this rank only
             logger.warning(
                 "memory saving failed on this rank: %s: %s; training goes on, no action is needed",
                 change.value,
@@ -279,10 +287,13 @@ class EngineHolder:
         return True
 
     def try_rebuild(self, changes: Mapping[str, Any]) -> bool:
-        """Rebuild with changes of the ds config; return False if it is outdated or fails."""
+        """Rebuild with changes of the ds config, and return whether this succeeded.
+
+        It does not succeed if the changes are outdated or the rebuild fails.
+        """
         config = merged(self.config, changes)
         if config == self.config or zero_stage(config) < zero_stage(self.config):
-            return False  # it was rebuilt since these were listed
+            return False  # the engine was rebuilt after these changes were listed
         try:
             self.rebuild(changes)
         except RebuildError as error:
@@ -291,7 +302,7 @@ class EngineHolder:
         return True
 
     def _merged_config(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the ds config with changes, in which the run still ends its windows."""
+        """Return the ds config with these changes, in which the run still controls its windows."""
         return training_config(merged(self.config, changes))
 
     def _build_replacement(self, config: Mapping[str, Any]) -> Any:
@@ -318,12 +329,12 @@ class EngineHolder:
             self._attached.pop(change)[1]()
 
     def _reattach_all(self) -> None:
-        """Attach to this engine what the last one had, as far as this one supports it."""
+        """Attach the attachments of the previous engine to this engine, if it supports them."""
         for change, (attachment, _) in list(self._attached.items()):
             try:
                 self._attach(change, attachment)
             except FAILURES as error:
-                # Perhaps on this rank alone: others would wait for it, were it raised.
+                # Do not raise: if only this rank failed, the other ranks would wait for it.
                 del self._attached[change]
                 if change is EngineChange.GRADIENT_COMPRESSION:
                     self.compressor = None

@@ -1,10 +1,12 @@
 """Ends a run on all ranks after one rank failed while others may wait for it in a collective.
 
-A rank that fails in an unguarded pass, or within the update, can join no vote. If not all ranks
-failed, the failed rank writes its error to the c10d store. It then leaves the group of all ranks,
-which ends the other ranks' waits in that group. A thread of each rank polls the store for the error
-of another rank, and aborts NCCL's collectives. Collectives of gloo cannot be interrupted: they end
-when the failed rank's process ends, or with this process.
+A rank that fails in an unguarded pass or within the update cannot join a vote, because the other
+ranks do not hold one. If not all ranks failed, the failed rank writes its error to the c10d store.
+It then leaves the group of all ranks, so that a rank that waits in this group gets an error.
+
+A thread of each rank polls the store. When it finds the error of another rank, it aborts NCCL's
+collectives. A collective of gloo cannot be aborted. It ends when the failed rank's process ends, or
+when this process ends.
 """
 
 from __future__ import annotations
@@ -34,19 +36,22 @@ logger = logging.getLogger(__name__)
 CONSENSUS_SECONDS = 20.0
 _CONSENSUS_POLL_SECONDS = 0.02
 POLL_SECONDS = 1.0
-# After an error of another rank, a call that has not returned for so long ends the process.
+# If a call has not returned this long after another rank's error, this process exits.
 EXIT_SECONDS = 60.0
 _STORE_TIMEOUT_SECONDS = 10.0
 
 
 class RunEnd:
-    """Ends the run on all ranks after a failure on one rank. All ranks must create and close it.
+    """Ends the run on all ranks after a failure on one rank.
+
+    All ranks must create a RunEnd and close it.
 
     Args:
         host_group: Group of all ranks.
-        store: A c10d store; None for the job's.
-        exit_process: Ends this process at once with a code.
-        exit_seconds: After an error of another rank, the longest time that a call may still take.
+        store: A c10d store; None for the store of the job.
+        exit_process: Function that ends this process at once with an exit code.
+        exit_seconds: How long a call may still take after another rank's error, before this process
+            exits.
     """
 
     def __init__(
@@ -61,14 +66,14 @@ class RunEnd:
         self._exit_process, self._exit_seconds = exit_process, exit_seconds
         self._own_error: ZerowatchError | None = None
         self._peer_error: PeerFailedError | None = None
-        self._num_calls = 0  # calls in progress, one within another
+        self._num_calls = 0  # depth of nested calls in progress
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_alone = host_group.world_size == 1
         if self._is_alone:
             self._store = None
             return
-        # torchrun keeps its store when it restarts the processes.
+        # torchrun keeps its store when it restarts the processes, so each run needs its own prefix.
         self._prefix = f"zerowatch/run_end/{host_group.broadcast_text(secrets.token_hex(8))}"
         if store is None:
             self._store = _get_default_store()
@@ -78,7 +83,7 @@ class RunEnd:
         if self._is_alone:
             return
         self._thread = threading.Thread(target=self._poll, name="zerowatch-run-end", daemon=True)
-        atexit.register(self.close)  # at exit the thread must not be within the store
+        atexit.register(self.close)  # the thread must not use the store at exit
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -89,7 +94,7 @@ class RunEnd:
             )
 
     def close(self) -> None:
-        """Stop the thread, and drop the store. Safe to call twice, and if it was not started."""
+        """Stop the thread and drop the store. Safe to call twice, and without a `start`."""
         atexit.unregister(self.close)
         self._stopped.set()
         thread = self._thread
@@ -98,19 +103,20 @@ class RunEnd:
         self._store = None  # closes the thread's connection
 
     def announce(self, attempt: int) -> None:
-        """Write that this rank failed in an attempt, by its number, the same on all ranks."""
+        """Tell the other ranks that this rank failed in the attempt with this number."""
         if self._store is not None:
             with suppress(RuntimeError):  # the store's host is gone
                 self._store.set(f"{self._prefix}/{attempt}/{self._host_group.rank}", "")
 
     def all_failed(self, attempt: int, wait_seconds: float | None = None) -> bool:
-        """Return whether all ranks have announced a failure in this attempt.
+        """Wait briefly, and return whether all ranks have announced a failure in this attempt.
 
-        Ranks that did not fail wait in a collective that this rank will not enter. If all ranks
-        failed, as with equal local batches and micro-batches, no rank is in a collective.
+        A rank that did not fail may wait in a collective that this rank will not enter. But if the
+        local batches and micro-batches are equal, usually all ranks fail at the same point. Then no
+        rank is in a collective.
 
         Args:
-            attempt: Number of the attempt.
+            attempt: Number of the attempt, the same on all ranks.
             wait_seconds: How long to wait for the slowest rank; None for CONSENSUS_SECONDS.
         """
         seconds = CONSENSUS_SECONDS if wait_seconds is None else wait_seconds
@@ -125,13 +131,14 @@ class RunEnd:
         return False
 
     def end(self, error: BaseException, place: str) -> None:
-        """End the run on all ranks after an error of this rank, which the caller then raises.
+        """End the run on all ranks after an error of this rank.
 
-        Does nothing if this is the only rank, or if an error of another rank caused this error.
+        The caller then raises the error. This method does nothing if the run has only one rank, or
+        if an error of another rank caused this error.
 
         Args:
             error: This rank's error.
-            place: Where it was raised.
+            place: Name of the function in which the error was raised.
         """
         if self._is_alone or self._own_error is not None or is_communication_error(error):
             return
@@ -139,7 +146,7 @@ class RunEnd:
             rank, (error_type, text) = self._host_group.rank, describe_error(error)
             with suppress(RuntimeError):
                 notice = json.dumps([rank, error_type, text, place])
-                self._store.compare_set(self._key, "", notice)  # the first one stays
+                self._store.compare_set(self._key, "", notice)  # keeps an earlier notice
             logger.error(
                 "%s failed on this rank with %s while other ranks may wait for it in a "
                 "collective: the run has ended on all ranks. Restart it from its last checkpoint",
@@ -151,21 +158,24 @@ class RunEnd:
             "while other ranks may wait for it in a collective. Restart it from its last "
             "checkpoint"
         )
-        self._host_group.close()  # ends the others' waits in it
+        self._host_group.close()  # raises an error on ranks that wait in this group
 
     def peer_failure(self) -> PeerFailedError | None:
-        """Return the error of another rank that ended the run, if there is one."""
+        """Return the error of the other rank that ended the run; None if no other rank did."""
         with suppress(RuntimeError):
             self._read()
         return self._peer_error
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Raise the error of the rank that ended the run in place of an error that follows from it.
+        """If another rank's failure has ended the run, raise that failure.
+
+        The failure replaces any error that it caused on this rank, such as an error of a
+        collective.
 
         Raises:
             PeerFailedError: Another rank has ended the run.
-            ZerowatchError: This rank has ended the run, in an earlier call.
+            ZerowatchError: This rank has ended the run in an earlier call.
         """
         if self._own_error is not None:
             raise self._own_error
@@ -173,7 +183,7 @@ class RunEnd:
         try:
             self._raise_peer_error(None)
             yield
-            self._raise_peer_error(None)  # an aborted collective of NCCL raises nothing
+            self._raise_peer_error(None)  # an aborted NCCL collective raises nothing
         except Exception as error:
             if self._own_error is None and self.peer_failure() is not None:
                 self._raise_peer_error(error)
@@ -182,7 +192,7 @@ class RunEnd:
             self._num_calls -= 1
 
     def _read(self) -> None:
-        """Read the error of another rank, if there is one.
+        """Read another rank's error from the store, if the store has one.
 
         Raises:
             RuntimeError: The store does not respond.
@@ -203,7 +213,7 @@ class RunEnd:
 
     def _raise_peer_error(self, cause: Exception | None) -> None:
         if self._peer_error is not None and self._own_error is None:
-            self._host_group.close()  # others may wait for this rank
+            self._host_group.close()  # other ranks may wait for this rank
             if cause is self._peer_error:
                 raise cause
             raise self._peer_error from cause
@@ -221,7 +231,7 @@ class RunEnd:
                 return
 
     def _await_call(self) -> None:
-        """Wait until the call in progress has raised; if none is raised, end the process."""
+        """Wait until the call in progress has ended; exit the process if that takes too long."""
         deadline = time.monotonic() + self._exit_seconds
         while self._num_calls and not self._stopped.wait(min(1.0, self._exit_seconds / 10)):
             if time.monotonic() > deadline:
@@ -238,19 +248,19 @@ class RunEnd:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether a collective failed, as it does if another rank's process or group is gone."""
+    """Return whether a collective raised this error, as it does after another rank has left."""
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def _client(store: Any) -> Any:
-    """Return another connection to a store, so that its user delays no other thread."""
+    """Return a new connection to a store, so that its requests do not delay other threads."""
     client = store.clone()
     client.set_timeout(timedelta(seconds=_STORE_TIMEOUT_SECONDS))
     return client
 
 
 def _abort_nccl() -> None:
-    """Abort the collectives of all process groups if NCCL has them; gloo's cannot be aborted."""
+    """Abort NCCL's collectives in all process groups; gloo's collectives cannot be aborted."""
     try:
         if "nccl" in str(dist.get_backend_config()):
             dist.distributed_c10d._abort_process_group()

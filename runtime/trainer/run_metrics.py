@@ -26,10 +26,8 @@ class RunMetrics:
     def __init__(self, recorder: Recorder, rank: int, *, num_restarts: int = 0) -> None:
         self._num_errors = 0
         self._recorder = recorder
-        self._shared_recorder = recorder if rank == 0 else Recorder()  # its values are not read
-        with (
-            recorder.commit()
-        ):  # counters start at 0, so that the first event is seen as an increase
+        self._shared_recorder = recorder if rank == 0 else Recorder()  # its values are never read
+        with recorder.commit():  # start counters at 0, so that the first event is an increase
             for outcome in window.REPLAY_OUTCOMES:
                 self._shared_recorder.add(window.WINDOW_REPLAYS, 0, outcome)
             for outcome in window.REBUILD_OUTCOMES:
@@ -40,7 +38,7 @@ class RunMetrics:
 
     @staticmethod
     def of_watch(watch: Any) -> RunMetrics:
-        """Return metrics that are served by a watch."""
+        """Return metrics that the watch serves."""
         process = this_process()
         return RunMetrics(watch.recorder, process.rank, num_restarts=process.attempt)
 
@@ -68,7 +66,7 @@ class RunMetrics:
         self._num_errors += 1
 
     def set_micro_batch(self, micro_batch_samples: int, accumulation_steps: int) -> None:
-        """Publish how a window is split: this rank's largest micro-batch, and their number."""
+        """Publish this rank's largest micro-batch and the number of micro-batches of a window."""
         with self._recorder.commit():
             self._recorder.set(window.MICRO_BATCH_SAMPLES, micro_batch_samples)
             self._shared_recorder.set(window.ACCUMULATION_STEPS, accumulation_steps)
@@ -78,7 +76,7 @@ class RunMetrics:
         self._recorder.set(window.BATCH_SHARE, own_samples / global_samples)
 
     def add_lost_time(self, seconds: float) -> None:
-        """Publish the time of failed attempts at a window, cleaning up included."""
+        """Publish the time of a window's failed attempts, including the cleanup after them."""
         self._shared_recorder.add(window.REPLAY_SECONDS, seconds)
 
     def count_survived_oom(self, device: str) -> None:
@@ -86,7 +84,7 @@ class RunMetrics:
         self._recorder.add(memory.OOMS, 1, device, "replayed")
 
     def count_committed_window(self, num_replays: int) -> None:
-        """Publish a window committed after so many replays, usually none."""
+        """Publish a window that was committed after this number of replays, usually 0."""
         self._shared_recorder.add(window.WINDOW_REPLAYS, num_replays, "committed")
 
     def count_failed_window(self) -> None:

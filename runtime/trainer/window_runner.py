@@ -1,7 +1,8 @@
 """Runs accumulation windows, each of which makes one update.
 
-All ranks open a window, replay it until it fits in memory, and commit it once. This module imports
-oom_recovery, which imports `trainer.window`, so it lies outside both.
+All ranks open a window, replay it until it fits in memory, and commit it once. This module lies
+outside the packages `oom_recovery` and `window`, because it imports both and `oom_recovery` imports
+`window`.
 """
 
 from __future__ import annotations
@@ -55,24 +56,25 @@ class WindowRunner:
         engine_holder: Holder of the engine.
         host_group: Group of all ranks, in which they agree on each window.
         metrics: Recorder of windows, replays and lost time.
-        run_end: Ends the run where the ranks cannot leave a window together.
-        micro_batch_samples: Initial maximum of a micro-batch.
+        run_end: Ends the run if the ranks cannot leave a window together.
+        micro_batch_samples: Initial maximum size of a micro-batch, in samples.
         activation_checkpointing: Modules whose activations are recomputed if memory runs out.
 
     Attributes:
-        micro_batch_samples: Maximum samples of a micro-batch, as requested now.
+        micro_batch_samples: Requested maximum size of a micro-batch, in samples.
         steps: Windows committed so far.
         samples: Samples committed so far, over all ranks.
-        exponent: Accumulated gradients are divided by the samples times 2 to this power.
+        exponent: Exponent of the power of two closest to the mean weight of a sample, by the last
+            window in which samples had weights; 0 before such a window. See `weight_exponent`.
         replay: Replay of windows in which memory runs out.
-        on_fatal_oom: Called with length and samples of a micro-batch that does not fit in this
-            rank's memory after all memory savings.
-        passes_seconds: Wall time of the last window's forward and backward passes, votes included.
-        tuner_status_source: Returns the status of this rank's tuner at the start of each
-            window; None without a tuner.
+        on_fatal_oom: Functions to call with the length and the samples of a micro-batch that does
+            not fit in this rank's memory after all memory savings.
+        passes_seconds: Wall time of the last window's forward and backward passes, including votes.
+        tuner_status_source: Function that returns the status of this rank's tuner at the start of
+            each window, or None in a run without a tuner.
         activation_checkpointing: Modules whose activations are recomputed if memory runs out; None
-            for the default ones.
-        opened: Agreement on the last window; None if its batch could not be used.
+            for the default modules.
+        opened: What the ranks agreed on for the last window; None if its batch could not be used.
         peak_history: This rank's memory peaks.
     """
 
@@ -101,7 +103,7 @@ class WindowRunner:
         engine = engine_holder.engine
         self.peak_history = PeakHistory(engine.watch, str(engine.device))
         self._guard = CollectiveGuard(host_group)
-        self._guard.open(deepspeed_comm.cdb)  # wraps over the instrumentation of collectives
+        self._guard.open(deepspeed_comm.cdb)  # outside the instrumentation of collectives
         self.replay = OomReplay(
             engine_source=engine_holder,
             host_group=host_group,
@@ -130,7 +132,7 @@ class WindowRunner:
                 local_batches, attempt, guard_requested=opened.guard_requested
             )
             sums = self._sums_of_all_ranks(replayed.outcome)
-        except BaseException as error:  # an interrupt too: a checkpoint may be written after it
+        except BaseException as error:  # BaseException: a script may save after Ctrl-C
             self._abort(local_batches, error)
             rng.restore()
             raise
@@ -161,7 +163,7 @@ class WindowRunner:
         opened = open_window(self._host_group, batch, micro_batch_samples=self.micro_batch_samples)
         micro_batches = self.replay.planner.micro_batches(opened.local_batches)
         sizes = split_sizes(opened.window.num_samples, micro_batches)
-        with ExitStack() as undo:  # also after an interrupt, as training may continue
+        with ExitStack() as undo:  # runs after Ctrl-C too: training may continue
             undo.callback(self._discard_passes)
             undo.callback(RngState.capture().restore)
             engine, loss = self._engine_holder.engine, self._loss
@@ -190,30 +192,30 @@ class WindowRunner:
         sizes = split_sizes(window.num_samples, num_micro_batches)
         sums = train_micro_batches(self._engine_holder.engine, self._loss, window, sizes)
         self.passes_seconds = perf_counter() - began
-        # Before the update, because an out-of-memory error within the update cannot be undone.
+        # Reload before the update, because an out-of-memory error in the update cannot be undone.
         self._engine_holder.reload_optimizer_states()
         return sums
 
     def _sums_of_all_ranks(self, own: LossSums) -> LossSums:
-        """Return the sums of all ranks; raises where they allow no update."""
+        """Return the sums of all ranks; raise an error if no update can be made from them."""
         sums, engine = own.over_ranks(self._host_group), self._engine_holder.engine
         overflow_is_skipped = engine.fp16_enabled() and engine.dynamic_loss_scale()
         sums.check_finite(self.steps + 1, overflow_is_skipped=overflow_is_skipped)
         return sums
 
     def _abort(self, local_batches: LocalBatches, error: BaseException) -> None:
-        """Restore the run to its state before this window."""
+        """Restore the state before this window, and record the error if it is out of memory."""
         self._engine_holder.abort_window()
         self._discard_passes()
         self._record_fatal_oom(local_batches, error)
 
     def _discard_passes(self) -> None:
-        """Remove from the engine what unfinished passes left in it."""
+        """Remove the gradients and other state of unfinished passes from the engine."""
         if abort_unsupported_reason(self._engine_holder.engine) is None:
             abort_window(self._engine_holder.engine)
 
     def _record_fatal_oom(self, local_batches: LocalBatches, error: BaseException) -> None:
-        """Record an out-of-memory error that ends this run; ignores other errors."""
+        """Record the error if it is an out-of-memory error, which ends the run."""
         is_own = is_caused_by_oom(error)
         if is_own or isinstance(error, PeerOutOfMemoryError):
             self._metrics.count_failed_window()
@@ -224,7 +226,7 @@ class WindowRunner:
                 record(local_batches.length, samples)
 
     def _update(self, local_batches: LocalBatches, divisor: float) -> bool:
-        """Make the update; return whether it was skipped, as fp16 gradients overflowed."""
+        """Make the update; return whether it was skipped because fp16 gradients overflowed."""
         engine = self._engine_holder.engine
         skipped_before: int = engine.skipped_steps
         try:
