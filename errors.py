@@ -15,16 +15,17 @@ Monitoring never raises during training. `TrainingRun` does, because it is the t
 each of these errors the run is in the state before the call, except a PeerFailedError whose
 `can_continue` is False.
 
-An out-of-memory error that smaller micro-batches cannot avoid is raised as torch raised it, on
-other ranks as `PeerOutOfMemoryError`. The run is in the state before the call then too, unless
-memory ran out within the optimizer's update: then restart the run from its last checkpoint.
+If smaller micro-batches cannot avoid an out-of-memory error, the rank that ran out of memory raises
+torch's error, and the other ranks raise `PeerOutOfMemoryError`. The run is in the state before the
+call in this case too, unless memory ran out within the optimizer's update. Then restart the run
+from its last checkpoint.
 """
 
 MAX_SHOWN = 200  # characters of a value in a message
 
 
 def shortened(value: object) -> str:
-    """Return the representation of a value for a message; a long one is cut."""
+    """Return the representation of a value for a message, cut if it is long."""
     try:
         text = repr(value)
     except RecursionError:
@@ -33,7 +34,7 @@ def shortened(value: object) -> str:
 
 
 def cut(text: str) -> str:
-    """Return a text for a message; a long one is cut."""
+    """Return a text for a message, cut if it is long."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text):,} characters)"
 
 
@@ -62,18 +63,20 @@ class NonFiniteLossError(ZerowatchError):
 
 
 class PeerFailedError(ZerowatchError):
-    """Another rank failed in code of the script, such as the loss; that rank has the error itself.
+    """Another rank failed in code of the script, such as the loss.
 
-    All ranks are in the state before the call, unless `can_continue` is False.
+    The rank that failed raises the script's own error. All ranks are in the state before the call,
+    unless `can_continue` is False.
 
     Attributes:
         rank: The first rank that failed.
         error_type: Name of that rank's exception class.
-        error_text: Its message, cut to 500 characters.
-        place: Where it failed, such as "train_batch".
+        error_text: Message of that exception, cut to 500 characters.
+        place: Call in which that rank failed, such as "train_batch".
         failed_ranks: All ranks that failed.
-        can_continue: Whether the run may go on. It cannot if the ranks could not leave a pass or
-            an update together: then every later call raises, and the run must be restarted.
+        can_continue: Whether the run can continue. It cannot continue if the ranks could not leave
+            a pass or an update together. Then every later call raises an error, and the run must
+            be restarted.
     """
 
     def __init__(
@@ -106,11 +109,11 @@ class PeerFailedError(ZerowatchError):
 
 
 class PeerOutOfMemoryError(ZerowatchError, RuntimeError):
-    """Another rank ran out of memory; that rank has torch's error itself."""
+    """Another rank ran out of memory. That rank raises torch's own error."""
 
 
 class RebuildError(ZerowatchError):
-    """The engine was not rebuilt; training continues as before."""
+    """The engine was not rebuilt. Training can continue as before."""
 
 
 class CheckpointError(ZerowatchError):

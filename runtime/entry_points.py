@@ -1,4 +1,4 @@
-"""Implements the entry points `initialize` and `watch`, and holds this process's state of them.
+"""Implements the entry points `initialize` and `watch`, and holds their state in this process.
 
 A process has one instrumentation of its collectives and one watch on its run. DeepSpeed is imported
 inside functions only, so that a script can be attached to before it imports DeepSpeed.
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     import torch
     from torch.optim.lr_scheduler import LRScheduler
 
-# How long a process waits at exit for collectives that were never waited for; the backend waits
-# for them in any case.
+# How long a process waits at exit for collectives that the script never waited for. The backend
+# waits for these collectives in any case.
 COMPLETION_SECONDS = 60.0
 # DeepSpeed's default of `distributed_port`.
 DISTRIBUTED_PORT = 29500
@@ -56,7 +56,7 @@ class _Process:
         self.startup = StartupMonitor(self.has_stepped, self.forward_only_ns, self.fail_open)
 
     def has_stepped(self) -> bool:
-        """Whether the watch has seen a step, or is closed."""
+        """Return whether the watch has seen a step or is closed."""
         watch = self.watch
         if watch is None:
             return False
@@ -114,15 +114,16 @@ def initialize(
     Args:
         args: An object with `local_rank` and `deepspeed_config`; not needed with `config`.
         model: The module to train.
-        optimizer: An optimizer, or a function of the parameters that returns one. By default the
-            one of the configuration.
+        optimizer: An optimizer, or a function of the parameters that returns an optimizer. By
+            default the optimizer of the configuration.
         model_parameters: The parameters to optimize, or parameter groups.
         training_data: A dataset, for which DeepSpeed makes a data loader.
-        lr_scheduler: A scheduler, or a function of the optimizer that returns one.
+        lr_scheduler: A scheduler, or a function of the optimizer that returns a scheduler.
         distributed_port: Port of rank 0 for torch.distributed.
         mpu: A model parallelism unit, such as Megatron-LM's.
-        dist_init_required: Whether to initialize torch.distributed; by default if it is not yet.
-        collate_fn: Merges samples of `training_data` to a micro-batch.
+        dist_init_required: Whether to initialize torch.distributed. By default it is initialized if
+            that has not been done yet.
+        collate_fn: Merges samples of `training_data` into a micro-batch.
         config: The DeepSpeed configuration, as a path or a dict.
         mesh_param: Sizes of the data and sequence parallel dimensions of a device mesh.
         config_params: Older name of `config`.
@@ -137,7 +138,7 @@ def initialize(
     Raises:
         SettingsError: A setting is wrong.
         DsConfigError: DeepSpeed refuses its configuration; its own error is the cause.
-        TypeError: `kwargs` has one that deepspeed.initialize does not have.
+        TypeError: `kwargs` has a parameter that deepspeed.initialize does not have.
     """
     original = _original()
     _check_keywords(original, kwargs)
@@ -204,7 +205,7 @@ def watch(engine: Any, settings: Mapping[str, Any] | None = None) -> Watch:
 
 
 def initialize_unwatched(**kwargs: Any) -> Any:
-    """Call deepspeed.initialize for an engine that an open watch is rebound to later.
+    """Call deepspeed.initialize without a watch; an open watch can move to the engine later.
 
     Raises:
         DsConfigError: DeepSpeed refuses its configuration.
@@ -243,11 +244,11 @@ def wrap_deepspeed(deepspeed: ModuleType) -> None:
 
 
 def close_watch(*, failed: bool) -> None:
-    """Close this process's watch for good, and wait for the last scrape if one is due.
+    """Close this process's watch for good, and wait for the last scrape if a scrape is due.
 
     Args:
-        failed: Whether the run ends by an exception; then no scrape is waited for, unless it is
-            Ctrl-C. A second Ctrl-C ends the waiting.
+        failed: Whether the run ends by an exception. After an exception other than Ctrl-C, the
+            process does not wait for a scrape. A second Ctrl-C ends the wait.
     """
     _process.startup.stop()
     error = sys.exception() or getattr(sys, "last_value", None)
@@ -263,7 +264,7 @@ def close_watch(*, failed: bool) -> None:
 
 
 def _original() -> Callable[..., Any]:
-    """Return deepspeed.initialize without our wrapper; wrappers of others stay."""
+    """Return deepspeed.initialize without zerowatch's wrapper; other wrappers stay."""
     import deepspeed
 
     found: Callable[..., Any] = deepspeed.initialize
@@ -274,7 +275,7 @@ def _check_keywords(original: Callable[..., Any], keywords: Mapping[str, Any]) -
     """Check that deepspeed.initialize has these parameters.
 
     Raises:
-        TypeError: It does not have one of them.
+        TypeError: deepspeed.initialize does not have one of the parameters.
     """
     parameters = inspect.signature(original).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
@@ -296,15 +297,15 @@ def _maybe_watch(engine: Any, settings: Settings) -> None:
 
 
 def _watch_first(engine: Any, settings: Settings) -> None:
-    """Watch the first engine that trains; in a notebook, the newest."""
-    # By name: this may run before the script imports DeepSpeed's classes.
+    """Watch the first engine that trains; in a notebook, the newest engine."""
+    # Compare names of classes, because the script may not have imported DeepSpeed's classes yet.
     trains = type(engine.optimizer).__name__ not in _NO_OPTIMIZERS
     running = _process.watch is not None and _process.watch.is_open
     if not trains and not running:
         _process.startup.expect_no_step()
     if trains and (not running or _is_interactive()):
         with ExitStack() as on_failure:
-            on_failure.callback(_process.startup.stop)  # nobody would see the first step
+            on_failure.callback(_process.startup.stop)  # without a watch no first step is seen
             _open_watch(engine, settings)
             on_failure.pop_all()
 
@@ -326,12 +327,12 @@ def _open_watch(engine: Any, settings: Settings) -> Watch:
 
 
 def _close_at_exit() -> None:
-    # The interpreter sets it for an uncaught exception before it runs exit handlers.
+    # After an uncaught exception the interpreter sets last_value before it runs exit handlers.
     close_watch(failed=hasattr(sys, "last_value"))
 
 
 def _close_after_fork() -> None:
-    """In a forked child: drop everything, so that the child does not keep the parent's port."""
+    """Drop all state in a forked child, so that the child does not keep the parent's port."""
     if _process.watch is not None:
         _process.watch.close_after_fork()
     if _process.collectives is not None:
@@ -345,10 +346,10 @@ def _is_interactive() -> bool:
 def _config_given(
     original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> object:
-    """Return the ds config among deepspeed.initialize's arguments, found as DeepSpeed does."""
+    """Return the ds config from deepspeed.initialize's arguments, as DeepSpeed finds it."""
     try:
         given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
-    except TypeError:  # DeepSpeed raises for them
+    except TypeError:  # DeepSpeed raises an error for these arguments
         return None
     for name in ("config", "config_params"):
         if given.get(name) is not None:

@@ -39,7 +39,7 @@ NumericsName = Literal["bitwise", "reassociation", "statistical", "unrestricted"
 
 
 def _collective(method: Method) -> Method:
-    """Raise the error of another rank that has ended the run, in place of what follows from it."""
+    """If another rank's failure has ended the run, raise it instead of any error it caused here."""
 
     @functools.wraps(method)
     def call(run: TrainingRun, *args: Any, **kwargs: Any) -> Any:
@@ -54,9 +54,9 @@ class TrainingRun:
 
     Stability: beta. The tuner and compression arguments are experimental.
 
-    Each call of `train_batch` makes one update from one global batch, however it is split into
-    micro-batches. Where memory runs out, the batch is run again in smaller micro-batches. All ranks
-    must make the same calls in the same order.
+    Each call of `train_batch` makes one update from one global batch, however the batch is split
+    into micro-batches. If memory runs out, the batch is run again in smaller micro-batches. All
+    ranks must make the same calls in the same order.
 
     Args:
         model: A torch module; the same on all ranks.
@@ -67,27 +67,31 @@ class TrainingRun:
             - `model` is DeepSpeed's engine. `micro_batch` is a part of the batch on the engine's
               device: tensors of shape `[n, ...]`, n at least 1, nested as in the batch.
             - The mean loss is a tensor of one element, shape `[]` or `[1]`, of any floating dtype
-              (best float32), with a gradient. It must be finite even where the weight is 0.
-            - The weight is a 0-d tensor or a number; by default it is n. With the number of target
-              tokens as the weight, token means are exact across micro-batches and ranks.
-            - A micro-batch may be run with its weight ignored, so that all ranks run equally many.
+              (preferably float32), with a gradient. It must be finite even if the weight is 0.
+            - The weight is a 0-d tensor or a number; by default it is n. If the weight is the
+              number of target tokens, the loss is the exact mean over the tokens of all
+              micro-batches and ranks.
+            - All ranks must run the same number of micro-batches. A rank with too few samples runs
+              `loss` on an extra micro-batch and ignores the returned weight.
         optimizer: A torch optimizer on the model's parameters, or a callable that takes parameters
-            and returns one. By default that of the ds config.
-        lr_scheduler: An LR scheduler for `deepspeed.initialize`. By default that of the ds config.
+            and returns an optimizer. By default the optimizer of the ds config.
+        lr_scheduler: An LR scheduler for `deepspeed.initialize`. By default the scheduler of the ds
+            config.
         settings: Settings, nested as in zerowatch.toml.
-        balance: Whether ranks get samples of `loader`'s batches in proportion to their measured
-            speed, so that they end together. By default all get equally many.
-        compression: Format of gradients on the wire: None as DeepSpeed sends them, or "bf16",
-            "fp16", "int8", "fp8". These change the numbers; the rounding errors of the 8-bit
-            formats are added to the next window's gradients. Experimental.
+        balance: Whether each rank gets samples of `loader`'s batches in proportion to its measured
+            speed, so that all ranks finish together. By default all ranks get the same number.
+        compression: Format in which gradients are sent: "bf16", "fp16", "int8" or "fp8", or None
+            for DeepSpeed's own format. Compression rounds the gradients. The rounding errors of the
+            8-bit formats are added to the next window's gradients. Experimental.
         activation_checkpointing: True for the model's own switch or its repeated block; or a class,
             its name, a pattern of module names such as "blocks.*", or several of these.
-        tuner: "off"; "advise", which reports what would make training faster; or "auto", which
-            tries it on the run and keeps what helps. By default the setting `tuner.mode`.
+        tuner: "off"; "advise" to report changes that would make training faster; or "auto" to try
+            these changes on the run and keep the changes that help. By default the setting
+            `tuner.mode`. Experimental.
+        numerics: What the tuner may change in the computed numbers: "bitwise" changes nothing,
+            "reassociation" changes the order of sums, "statistical" also the rounding, and
+            "unrestricted" also the batch size. By default the setting `tuner.numerics`.
             Experimental.
-        numerics: What the tuner may change in the numbers: "bitwise" nothing, "reassociation" the
-            order of sums, "statistical" also the rounding, "unrestricted" also the batch size. By
-            default the setting `tuner.numerics`. Experimental.
 
     Raises:
         DsConfigError: The ds config cannot be used.
@@ -126,7 +130,7 @@ class TrainingRun:
         factory = _EngineFactory(optimizer, lr_scheduler)
         engine = factory.create_initial(model, ds_config, tuner_settings(settings, tuner, numerics))
         warn_of_batch_statistics(model)
-        with ExitStack() as undo:  # what is open already is closed if a later part fails
+        with ExitStack() as undo:  # closes the opened parts if a later part fails
             undo.callback(engine.watch.close)
             prepare_engine(engine)
             self._host_group = group = undo.enter_context(closing(HostGroup()))
@@ -157,7 +161,7 @@ class TrainingRun:
 
     @property
     def engine(self) -> Any:
-        """DeepSpeed's engine; another one after `rebuild`."""
+        """DeepSpeed's engine; `rebuild` replaces it by a new engine."""
         return self._engine_holder.engine
 
     @property
@@ -167,7 +171,7 @@ class TrainingRun:
 
     @property
     def steps(self) -> int:
-        """Steps completed so far, skipped ones included; a loaded checkpoint's count too."""
+        """Steps completed so far, including skipped steps and the steps of a loaded checkpoint."""
         return self._window_runner.steps
 
     @property
@@ -177,12 +181,12 @@ class TrainingRun:
 
     @property
     def micro_batch_samples(self) -> int:
-        """Maximum samples of a micro-batch, as requested; where memory ran out, fewer are used."""
+        """Requested maximum samples of a micro-batch; fewer are used after memory ran out."""
         return self._window_runner.micro_batch_samples
 
     @property
     def client_state(self) -> Any:
-        """The `client_state` given to `save`, of the checkpoint that was loaded; else None."""
+        """The `client_state` in the loaded checkpoint; None if no checkpoint was loaded."""
         return self._client_state
 
     @property
@@ -193,22 +197,22 @@ class TrainingRun:
 
     @property
     def watch(self) -> WatchHandle:
-        """The watch on the engine; one that does nothing if monitoring is off."""
+        """The watch on the engine. If monitoring is off, its methods do nothing."""
         handle: WatchHandle = self.engine.watch
         return handle
 
     @_collective
     def train_batch(self, batch: Any) -> StepResult:
-        """Make one update from a global batch, of which each rank passes its local batch.
+        """Make one update from a global batch. Each rank passes its local batch.
 
-        The update is that of the whole batch in one piece, however it is split over the ranks and
-        into micro-batches.
+        The update is the same as an update from the whole batch at once, however the batch is split
+        over the ranks and into micro-batches.
 
         Args:
             batch: Mappings and sequences of tensors or numpy arrays of shape `[local_batch, ...]`,
                 any dtype, on any device. local_batch may differ between ranks. Other leaves, such
                 as numbers, text and 0-d tensors, are passed to the loss as they are. Do not modify
-                it before this returns.
+                the batch before this method returns.
 
         Returns:
             The step's number, mean loss, micro-batches and time; see `StepResult`.
@@ -217,19 +221,19 @@ class TrainingRun:
             BatchError: A rank's local batch cannot be trained on, or all weights are 0; raised on
                 all ranks. The run is in its state before the call.
             NonFiniteLossError: The loss is nan or inf; raised on all ranks. The run is in its state
-                before the call. Not raised under fp16's dynamic loss scale, where the step is
-                skipped.
-            RuntimeError: Memory does not hold even one sample at a time; on other ranks
-                PeerOutOfMemoryError, a RuntimeError too. The run is in its state before the call,
-                unless memory ran out within the update itself: then restart it from its last
-                checkpoint.
+                before the call. With fp16's dynamic loss scale this error is not raised: the step
+                is skipped instead.
+            RuntimeError: Not even one sample fits in this rank's memory. The other ranks raise
+                PeerOutOfMemoryError, a subclass of RuntimeError. The run is in its state before the
+                call, unless memory ran out within the update itself. In that case restart the run
+                from its last checkpoint.
             TypeError: The loss returned neither a mean loss nor (mean loss, weight).
-            PeerFailedError: The loss raised an error on another rank, which raises that error
-                itself. The run is in its state before the call on all ranks, and the next call may
-                pass the same batch or another. But an error in the update, or within a forward of
-                ZeRO 3 or a backward of ZeRO 2 and 3, on some ranks only and after the first
-                windows, ends the run: `can_continue` is False, later calls raise on all ranks, and
-                the run must be restarted.
+            PeerFailedError: The loss raised an error on another rank. That rank raises the error
+                itself. All ranks are in their state before the call, and the next call may pass the
+                same batch or another batch. Some errors end the run instead: an error in the
+                update, in a forward of ZeRO 3, or in a backward of ZeRO 2 or 3, if it occurs on
+                some ranks only and after the first windows. Then `can_continue` is False, later
+                calls raise on all ranks, and the run must be restarted.
 
         Examples:
             >>> result = run.train_batch({"x": x, "y": y})  # [local_batch, 1024], [local_batch]
@@ -244,7 +248,7 @@ class TrainingRun:
             seconds=None if result.replays else self._window_runner.passes_seconds,
             collectives_inside=zero_stage(self.config) > 1,
         )
-        # During a trial, a restart would begin with the configuration on trial.
+        # Files written during a trial would contain the tuner's trial configuration.
         if not self._tuner.is_on_trial:
             self._checkpoints.on_window_end()
         self._tuner.on_window_end(result)
@@ -258,13 +262,13 @@ class TrainingRun:
             batch: This rank's local batch, in the form that `train_batch` takes.
 
         Returns:
-            The weighted mean loss, the same on all ranks; nan or inf where the loss is. Modules are
-            back in the mode that they were in.
+            The weighted mean loss, the same on all ranks. It is nan or inf if the loss of a
+            micro-batch is. Each module is in its previous mode again.
 
         Raises:
             BatchError: A rank's local batch cannot be used, or all weights are 0; raised on all
                 ranks.
-            RuntimeError: Memory ran out; nothing is run again in smaller micro-batches.
+            RuntimeError: Memory ran out. An evaluation is not run again in smaller micro-batches.
             PeerFailedError: The loss raised an error on another rank; see `train_batch`.
         """
         self._tuner.exclude_step_time()
@@ -272,21 +276,24 @@ class TrainingRun:
 
     @_collective
     def loader(self, dataset: Any, *, batch_samples: int, **options: Any) -> Any:
-        """Return a loader of this rank's part of each global batch; checkpoints keep its position.
+        """Return a loader of this rank's part of each global batch.
+
+        Checkpoints save the loader's position.
 
         Args:
-            dataset: With `__len__` and `__getitem__`, or an IterableDataset.
+            dataset: A dataset with `__len__` and `__getitem__`, or an IterableDataset.
             batch_samples: Samples of a global batch, over all ranks.
-            options: seed, shuffle, drop_last, and of torch's DataLoader collate_fn, num_workers,
-                prefetch_factor, pin_memory, timeout, worker_init_fn, multiprocessing_context.
+            options: seed, shuffle and drop_last. Also these options of torch's DataLoader:
+                collate_fn, num_workers, prefetch_factor, pin_memory, timeout, worker_init_fn and
+                multiprocessing_context.
 
         Returns:
             An iterable of batches, one epoch per iteration. Leaves have the shape
             `[local_batch, ...]`.
 
         Raises:
-            ValueError: The arguments make no batches, or the length of the dataset or an option
-                differs between the ranks; then it is raised on all ranks.
+            ValueError: No batches can be made with these arguments. Or the length of the dataset,
+                or an option, differs between the ranks; in this case all ranks raise the error.
             PeerFailedError: Another rank cannot make the loader.
         """
         return self._data.loader(dataset, batch_samples=batch_samples, **options)
@@ -294,7 +301,8 @@ class TrainingRun:
     def set_micro_batch(self, num_samples: int) -> None:
         """Set the maximum samples of a micro-batch from the next batch on.
 
-        Ranks may differ; the one that needs the most micro-batches decides how many there are.
+        The ranks may set different values. All ranks then run as many micro-batches as the rank
+        that needs the most.
 
         Raises:
             BatchError: `num_samples` is not a whole number of at least 1. Nothing has changed.
@@ -311,15 +319,15 @@ class TrainingRun:
 
     @_collective
     def compress(self, compression: str | None, *, asynchronous: bool = False) -> None:
-        """Set the format of gradients on the wire from the next window on. Experimental.
+        """Set the format in which gradients are sent from the next window on. Experimental.
 
         Args:
             compression: Format, as in the constructor; None for DeepSpeed's own reduction.
             asynchronous: Whether ZeRO 1 and 2 continue with backward while gradients are reduced.
 
         Raises:
-            ValueError: There is no such format, or it is not possible with this engine. The
-                previous format stays.
+            ValueError: The format does not exist, or this engine does not support it. The previous
+                format stays in use.
         """
         with self._user_change():
             self._engine_holder.compress(compression, asynchronous=asynchronous)
@@ -329,23 +337,23 @@ class TrainingRun:
         """Checkpoint activations from the next window on.
 
         Args:
-            which: Modules, as in the constructor; False checkpoints none.
+            which: Modules, as in the constructor; False turns activation checkpointing off.
 
         Raises:
-            ZerowatchError: `which` selects no module. The previous choice stays.
+            ZerowatchError: `which` selects no module. The previous choice stays in use.
         """
         with self._user_change():
             self._engine_holder.checkpoint_activations(which)
 
     @_collective
     def rebuild(self, changes: Mapping[str, Any]) -> None:
-        """Replace the engine by one of a changed ds config, with its whole training state.
+        """Replace the engine by an engine with a changed ds config and the same training state.
 
         Args:
-            changes: The changed keys of the ds config, nested as in it.
+            changes: The keys of the ds config to change, nested as in the ds config.
 
         Raises:
-            RebuildError: The new engine cannot be built. Nothing has changed; training goes on.
+            RebuildError: The new engine cannot be built. Training can continue as before.
 
         Examples:
             >>> run.rebuild({"zero_optimization": {"stage": 3}})
@@ -362,48 +370,51 @@ class TrainingRun:
     def save(self, folder: str | Path, *, client_state: Any = None, keep: int = 2) -> Path:
         """Write a checkpoint between two accumulation windows, completely or not at all.
 
-        Besides the engine it holds the micro-batch plan, the random generators, the position in
-        `loader`'s data, the residuals of compression, and the counts of steps and samples.
+        Besides the engine's state, a checkpoint holds the micro-batch plan, the random generators,
+        the position in `loader`'s data, the residuals of compression, and the counts of steps and
+        samples.
 
         Args:
-            folder: Folder that holds only this run's checkpoints, and that all ranks reach.
-            client_state: The caller's own: numbers, text, tensors, and lists and dicts of these.
-            keep: How many checkpoints to leave, this one included. Those that `load` passed over do
-                not count and are deleted: damaged ones, and any that is newer than the loaded one.
+            folder: Folder that all ranks can access and that holds only this run's checkpoints.
+            client_state: The caller's own state: numbers, text, tensors, and lists and dicts of
+                these.
+            keep: How many checkpoints to keep, including this one. Checkpoints that `load` passed
+                over do not count and are deleted. These are damaged checkpoints, and checkpoints
+                newer than the loaded one.
 
         Returns:
             The folder of this checkpoint.
 
         Raises:
-            CheckpointError: It cannot be written; raised on all ranks. Earlier checkpoints are
-                unchanged, and training may go on.
+            CheckpointError: The checkpoint cannot be written; raised on all ranks. Earlier
+                checkpoints are unchanged, and training can continue.
         """
         self._tuner.pause_trial()
         return self._checkpoints.save(folder, client_state, keep)
 
     @_collective
     def load(self, folder: str | Path, *, fallback: bool | None = None) -> int | None:
-        """Load the last checkpoint; call it before the first batch, in new and restarted runs.
+        """Load the last checkpoint. Call this before the first batch, in new and restarted runs.
 
-        All files are checked first: about 0.8 s per GiB, divided among the ranks. No code in them
-        is run: a checkpoint that holds more than plain data is refused. A run that was restarted
-        after a failure also loads the micro-batch sizes that failed.
+        All files are checked first. The check takes about 0.8 s per GiB, divided among the ranks.
+        No code in the files is run: a checkpoint that holds more than plain data is refused. A run
+        that was restarted after a failure also loads the micro-batch sizes that failed.
 
         Args:
             folder: Folder that was passed to `save`.
-            fallback: Whether to load the last undamaged checkpoint before it if the last one is
-                damaged, with a warning. By default only if the launcher restarts the job, as
-                `zerowatch run --max-restarts` does. All ranks must allow it.
+            fallback: If the last checkpoint is damaged, whether to log a warning and load the last
+                undamaged checkpoint before it. By default this is done only if the launcher
+                restarts the job, as `zerowatch run --max-restarts` does. All ranks must allow it.
 
         Returns:
-            The step after which training resumes; None where there is no checkpoint yet. The
-            caller's own state is in `client_state`.
+            The step after which training resumes; None if there is no checkpoint yet. The caller's
+            own state is in `client_state`.
 
         Raises:
-            CheckpointError: The checkpoint is damaged, or of another model or number of ranks, or
-                holds objects, or positions in the data differ between the ranks; raised on all
-                ranks. Another one may be loaded then.
-            RebuildError: The engine that it was saved from cannot be built here.
+            CheckpointError: The checkpoint is damaged, was saved from another model or with another
+                number of ranks, or holds objects. Or the positions in the data differ between the
+                ranks. Raised on all ranks; the caller may then load another checkpoint.
+            RebuildError: The engine that the checkpoint was saved from cannot be built here.
         """
         self._tuner.pause_trial()
         state = self._checkpoints.load(folder, fallback=fallback)
@@ -414,19 +425,20 @@ class TrainingRun:
     def on_window_abort(self, undo: Callable[[], None]) -> None:
         """Register a function to call on all ranks before a window is run again.
 
-        Forward passes of the window may have run before memory ran out. `undo` reverts what they
-        did to the script's own state, such as running means or counts. If it raises on one rank,
-        `train_batch` raises on all, PeerFailedError on the others.
+        Forward passes of the window may have run before memory ran out. `undo` reverts the changes
+        that these passes made to the script's own state, such as running means or counts. If `undo`
+        raises an error on one rank, `train_batch` raises it there, and PeerFailedError on the other
+        ranks.
         """
         self._window_runner.replay.on_window_abort.append(undo)
 
     def close(self) -> None:
-        """Close the watch and free what the run holds. Safe to call twice."""
+        """Close the watch and free the run's resources. Safe to call twice."""
         self._undo.close()
 
     @contextmanager
     def _user_change(self) -> Iterator[None]:
-        """Stop the tuner's trial, if any, before a change by the caller in the block."""
+        """Pause the tuner's trial while the caller changes the run in the `with` block."""
         self._tuner.pause_trial()
         yield
         self._window_runner.replay.planner.invalidate()
@@ -440,7 +452,7 @@ def _check_arguments(
     compression: str | None,
     activation_checkpointing: object,
 ) -> None:
-    """Check arguments whose errors would otherwise come late, or from deep within.
+    """Check arguments whose errors would otherwise be raised late or in internal functions.
 
     Raises:
         TypeError: An argument has a wrong type.
@@ -467,9 +479,9 @@ class _EngineFactory:
     """Builds the run's first engine, and the engines that replace it.
 
     Args:
-        optimizer: The caller's optimizer, or a callable that takes parameters and returns one; None
-            for that of the ds config.
-        lr_scheduler: The caller's scheduler; None for that of the ds config.
+        optimizer: The caller's optimizer, or a callable that takes parameters and returns an
+            optimizer; None for the optimizer of the ds config.
+        lr_scheduler: The caller's scheduler; None for the scheduler of the ds config.
     """
 
     def __init__(self, optimizer: Any, lr_scheduler: Any) -> None:
@@ -481,7 +493,7 @@ class _EngineFactory:
         config: Mapping[str, Any],
         settings: Mapping[str, Any] | None,
     ) -> Any:
-        """Return an engine with a watch, unless another run's watch is open.
+        """Return an engine with a watch. The watch does nothing if another run's watch is open.
 
         Raises:
             DsConfigError: DeepSpeed refuses its configuration.
@@ -494,7 +506,7 @@ class _EngineFactory:
             settings=settings,
             **self._options,
         )[0]
-        if not engine.watch.watches(engine):  # another run's, which is not ours to move or close
+        if not engine.watch.watches(engine):  # another run owns it
             engine.watch = NullWatch()
         return engine
 
