@@ -1,6 +1,6 @@
 """Follows the calls that this rank issues on one rank set, and reports each call once.
 
-It reads the instrumentation's record of recent calls, on the comparison thread.
+The comparison thread runs this module. It reads the instrumentation's record of recent calls.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from ....metrics.catalog.labels import OPS
 from ...collectives.groups import RECENT_CALLS, CollectiveCall, RankSet
 from ..exchange.rank_messages import MAX_PENDING_VALUES, CallReport, SequenceHash, signature
 
-# The operation whose size may differ between members, so that the size on one rank does not explain
-# the duration on another.
+# The operation whose size may differ between members. The size on one rank therefore does not
+# explain the duration on another rank.
 UNEVEN = OPS.index("all_to_all")
-# Most signatures that are cached: a job whose sizes keep changing keeps adding signatures.
+# Maximum number of cached signatures. Without a limit, a job whose sizes keep changing would add
+# signatures forever.
 MAX_SIGNATURES = 4096
 
 
@@ -31,9 +32,10 @@ class CallSequence:
         rank_set: The rank set.
         names: The readable form of each signature.
         unmatched: Calls that are reported and wait for a result, in order.
-        unreported: Settled calls that are never reported: calls without a sequence number, such as
-            send, and dropped calls.
-        lost: Whether calls were missed or dropped, as there were too many. Its reader resets it.
+        unreported: Settled calls that are never reported. These are calls without a sequence
+            number, such as send, and dropped calls.
+        lost: Whether calls were missed or dropped because there were too many. The code that reads
+            this flag resets it.
     """
 
     def __init__(self, rank_set: RankSet, *, from_now: bool) -> None:
@@ -60,7 +62,8 @@ class CallSequence:
             if call.sequence:
                 self._add_signature(call)
         self._advance()
-        while len(self._in_flight) > RECENT_CALLS:  # a call that never settles must not block all
+        # A call that never settles must not block the calls after it.
+        while len(self._in_flight) > RECENT_CALLS:
             self._drop_first(self._in_flight)
             self._advance()
         while len(self._settled) > MAX_PENDING_VALUES:  # the receiver would not keep more
@@ -69,7 +72,10 @@ class CallSequence:
             self._defer(self._deferred.popleft())
 
     def drain_report(self) -> CallReport:
-        """Return a report of new calls: signatures of issued calls, durations of settled ones."""
+        """Return a report with the signatures of newly issued calls.
+
+        The report also has the durations of newly settled calls.
+        """
         self.poll()
         prefix_hash, signatures = self._prefix_hash, np.array(self._issued, np.uint32)
         self._prefix_hash = None if prefix_hash is None else prefix_hash.extended(signatures)
@@ -103,7 +109,7 @@ class CallSequence:
     def _new_calls(self) -> list[CollectiveCall]:
         try:
             new, is_complete = self._since_last_seen(self.rank_set.recent)
-        except RuntimeError:  # another call was recorded meanwhile; copying is atomic
+        except RuntimeError:  # another thread recorded a call meanwhile; a copy is atomic
             new, is_complete = self._since_last_seen(self.rank_set.recent.copy())
         self.lost |= not is_complete
         if new:
@@ -111,7 +117,7 @@ class CallSequence:
         return new
 
     def _since_last_seen(self, recent: deque[CollectiveCall]) -> tuple[list[CollectiveCall], bool]:
-        """Return the calls since the last poll, and whether the record still has all of them."""
+        """Return the calls since the last poll, and whether the record still held all of them."""
         new: list[CollectiveCall] = []
         for call in reversed(recent):
             if call is self._last_seen:
@@ -130,7 +136,7 @@ class CallSequence:
         self._issued.append(self._signature(call))
 
     def _advance(self) -> None:
-        """Move settled calls, in order, to the calls to report. Defer calls without a number."""
+        """Move settled calls, in order, to `_settled`. Defer calls without a number."""
         while self._in_flight and (self._in_flight[0].settled or not self._in_flight[0].sequence):
             call = self._in_flight.popleft()
             if call.sequence:
@@ -139,7 +145,7 @@ class CallSequence:
                 self._defer(call)
 
     def _drop_first(self, calls: deque[CollectiveCall]) -> None:
-        """Exclude the first of these calls from the comparison; its cost still counts."""
+        """Exclude the first of these calls from the comparison. Its cost is still counted."""
         self.lost = True
         self._defer(calls.popleft())
 

@@ -1,4 +1,4 @@
-"""Measures the time that this rank's collectives cost: exposed, waiting, transfer, and causes."""
+"""Adds up the exposed, waiting and transfer time of this rank's collectives, and its causes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from ...collectives.groups import CollectiveCall, RankSet
 from .call_sequence import UNEVEN
 from .link_estimate import Link, LinkEstimate
 
-# Recent point-to-point messages of one size; the duration of the fastest is the transfer time.
+# Number of recent point-to-point messages that are kept of each size. The duration of the fastest
+# message is taken as the transfer time of that size.
 RECENT_MESSAGES = 64
-# Most message sizes that are tracked; the least recently used size is dropped.
+# Maximum number of message sizes that are tracked. The least recently used size is dropped.
 MAX_MESSAGE_SIZES = 32
 
 
@@ -24,12 +25,13 @@ MAX_MESSAGE_SIZES = 32
 class ExposedTimeCauses:
     """The exposed communication time of several collectives, in seconds, split by cause.
 
-    Exposed time is the time in which a collective blocks training. The four causes add up to it.
-    A wait that overlaps with compute is hidden, and so has no cause here.
+    Exposed time is the time in which a collective blocks training. The four causes add up to the
+    exposed time. A wait that overlaps with compute is hidden, and is not counted for any cause.
 
     Attributes:
-        imbalance: Waiting for ranks that arrived later, and other time that is no transfer.
-        latency: Transfer up to the link's base latency, or of a collective without data.
+        imbalance: Waiting for ranks that arrived later, and other time without a transfer.
+        latency: The part of each transfer up to the link's base latency. For a collective without
+            data, the whole transfer.
         redundancy: Transfer of data that an optimal communication pattern would not send.
         bandwidth: The rest of the transfer.
     """
@@ -51,18 +53,18 @@ class ExposedTimeCauses:
     ) -> None:
         """Split the exposed time of one collective, and add the parts.
 
-        Exposed time that the transfer does not explain is imbalance. Of the exposed transfer, the
-        base latency comes first. Of the rest, the fraction 1 - 1/V is redundancy, where V is the
-        volume ratio, and what remains is bandwidth.
+        Exposed time that the transfer does not explain counts as imbalance. The exposed transfer
+        counts as latency up to the base latency. If V is the volume ratio, the fraction 1 - 1/V of
+        the remaining transfer counts as redundancy. The remainder counts as bandwidth.
 
         Args:
             exposed: Seconds in which the collective blocked training.
             duration: Seconds that the collective took on this rank.
-            wait: Seconds of `duration` in which this rank waited for a later one.
-            base_latency: Seconds that a collective takes on this link without any data.
-            volume_ratio: Bytes sent per step over the reference volume; None while unknown.
-            moves_data: Whether the collective moves data. Without data, as in a barrier, all of
-                the transfer is latency, even above the base latency.
+            wait: Seconds of `duration` in which this rank waited for a rank that arrived later.
+            base_latency: Seconds that a collective without data takes on this link.
+            volume_ratio: Bytes sent per step, divided by the reference volume. None while unknown.
+            moves_data: Whether the collective moves data. If it does not, like a barrier, the
+                whole transfer counts as latency, even the part above the base latency.
         """
         transfer = min(exposed, duration - wait)
         latency = min(transfer, base_latency) if moves_data else transfer
@@ -78,11 +80,15 @@ class ExposedTimeCauses:
 class CostTotals:
     """Seconds since the last publication, by group role and by cause.
 
-    Matched and estimated calls add to all of them, calls with an unknown wait to what is exposed
-    only.
+    A matched or estimated call is added to every total. A call whose wait is unknown is added to
+    the exposed time only.
 
     Attributes:
+        exposed: Seconds in which calls blocked training, by group role.
         own_exposed: Exposed seconds of zerowatch's own calls, by phase.
+        wait: Seconds in which this rank waited for other ranks, by group role.
+        transfer: The other seconds of the calls, by group role.
+        causes: The exposed seconds of all group roles, split by cause.
     """
 
     exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -95,11 +101,11 @@ class CostTotals:
         """Add the exposed time of a call."""
         role, seconds = call.group.role, call.exposed_ns / 1e9
         self.exposed[role] += seconds
-        if role == OWN_GROUP:  # none is asynchronous, so that one phase has all of it
+        if role == OWN_GROUP:  # these calls are synchronous, so the time is all in one phase
             self.own_exposed[PHASES[call.phase]] += seconds
 
     def publish(self, recorder: Recorder) -> None:
-        """Add to the counters. The caller opens the commit."""
+        """Add the totals to the counters. The caller opens the commit."""
         for spec, by_label in (
             (communication.COMM_EXPOSED_SECONDS, self.exposed),
             (communication.COMM_OWN_EXPOSED_SECONDS, self.own_exposed),
@@ -109,7 +115,9 @@ class CostTotals:
             for label, seconds in by_label.items():
                 recorder.add(spec, seconds, label)
         causes = self.causes
-        if not self.wait:  # a zero would mean that there was no such cause
+        # Without any known wait the causes are unknown. Publishing 0 would claim that there were no
+        # exposed seconds of any cause.
+        if not self.wait:
             return
         for cause, seconds in (
             ("imbalance", causes.imbalance),
@@ -125,8 +133,10 @@ class CommCosts:
 
     Attributes:
         rank_set: The rank set.
-        link: Latency and bandwidth by the calls so far; None before the first.
-        wire_bytes: Bytes sent so far, which decide what backend's link is published for a role.
+        link: Latency and bandwidth, estimated from the calls so far. None before the first
+            estimate.
+        wire_bytes: Bytes sent so far. If a role uses several backends, only the link of the backend
+            that has sent the most bytes is published.
     """
 
     def __init__(self, rank_set: RankSet) -> None:
@@ -146,7 +156,17 @@ class CommCosts:
         totals: CostTotals,
         volume_ratio: float | None,
     ) -> None:
-        """Add a call of all ranks; what exceeds its shortest duration was waiting."""
+        """Add a call that was found on all ranks.
+
+        The shortest duration over the ranks is taken as the time of the transfer. The rest of this
+        rank's duration is its wait.
+
+        Args:
+            call: The call on this rank.
+            min_seconds: The shortest duration of the call over all ranks.
+            totals: Receives the costs.
+            volume_ratio: Bytes sent per step, divided by the reference volume. None while unknown.
+        """
         wire_bytes = _wire_bytes(call)
         self.wire_bytes += wire_bytes
         if call.op != UNEVEN:
@@ -159,7 +179,10 @@ class CommCosts:
     def add_estimated(
         self, call: CollectiveCall, totals: CostTotals, volume_ratio: float | None
     ) -> None:
-        """Add an unmatched call; its wait is estimated as the time that the link cannot explain."""
+        """Add an unmatched call, whose wait is estimated.
+
+        The wait is this rank's duration minus the transfer time that the link estimate gives.
+        """
         if not call.timed:
             return
         if OPS[call.op] in POINT_TO_POINT:
@@ -169,7 +192,7 @@ class CommCosts:
         self._add(call, wire_bytes, wait, totals, volume_ratio)
 
     def add_exposed_only(self, call: CollectiveCall, totals: CostTotals) -> None:
-        """Add an unmatched call whose wait is unknown, as exposed time without a cause."""
+        """Add the exposed time of an unmatched call. Its wait and causes stay unknown."""
         if call.timed:
             totals.add_exposed(call)
 
@@ -199,11 +222,14 @@ class CommCosts:
             recorder.set(communication.COMM_BUS_BANDWIDTH, bandwidth, OPS[op], role)
 
     def _transfer_seconds(self, wire_bytes: float, duration: float) -> float:
-        """Return how much of its duration a call needs if all members arrive at once."""
+        """Return the seconds that a call needs if all members arrive at the same time.
+
+        The whole duration is returned if the transfer time cannot be estimated.
+        """
         if self.rank_set.size == 1:
             return duration
         if self.link is None:
-            return duration if wire_bytes else 0.0  # without data, only waiting takes long
+            return duration if wire_bytes else 0.0  # a call without data takes long only by waiting
         seconds = self.link.transfer_seconds(wire_bytes)
         return duration if seconds is None else seconds
 
@@ -225,12 +251,12 @@ class CommCosts:
             wait=wait,
             base_latency=self.link.latency if self.link else 0.0,
             volume_ratio=volume_ratio,
-            # zerowatch's own move a few bytes, which no ZeRO stage needs.
+            # zerowatch's own calls move a few bytes that do not belong to any ZeRO stage.
             moves_data=wire_bytes > 0 and role != OWN_GROUP,
         )
 
     def _add_message(self, call: CollectiveCall) -> None:
-        """Give the link estimate the fastest of the recent messages of this size."""
+        """Add the shortest duration of the recent messages of this size to the link estimate."""
         recent = self._messages.setdefault(call.payload_bytes, deque(maxlen=RECENT_MESSAGES))
         self._messages.move_to_end(call.payload_bytes)
         if len(self._messages) > MAX_MESSAGE_SIZES:
@@ -243,11 +269,11 @@ class CommCosts:
 def bus_bandwidth(calls: list[tuple[float, float]]) -> float | None:
     """Return the bus bandwidth in bytes per second; None if no call moved any bytes.
 
-    It is the median over the calls, so that one lost packet does not count. Only calls of at least
-    half of the largest size count, as small calls show the latency.
+    The result is the median over the calls, so one lost packet does not change it. Calls smaller
+    than half of the largest call are left out, because they mostly show the latency.
 
     Args:
-        calls: Wire bytes of each call, and its shortest duration over the ranks in seconds.
+        calls: The wire bytes of each call, and its shortest duration over the ranks in seconds.
     """
     largest = max((wire for wire, _ in calls), default=0.0)
     rates = [wire / seconds for wire, seconds in calls if wire >= largest / 2 and seconds > 0]
@@ -255,7 +281,7 @@ def bus_bandwidth(calls: list[tuple[float, float]]) -> float | None:
 
 
 def _wire_bytes(call: CollectiveCall) -> float:
-    """Return the wire bytes of a call on this rank; for a receiver, the received bytes."""
+    """Return the wire bytes of a call on this rank. For a receive, return the received bytes."""
     if OPS[call.op] in POINT_TO_POINT:
         return call.payload_bytes
     return call.payload_bytes * call.group.wire_factor(call.op, call.payload_bytes)

@@ -7,19 +7,21 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
-# Most sizes that are kept; the least recently used size is dropped.
+# Maximum number of sizes that are kept. The least recently used size is dropped.
 MAX_SIZES = 32
-# The last durations that are kept of each size.
+# Number of recent durations that are kept for each size.
 DURATIONS_PER_SIZE = 64
-# Two sizes show a bandwidth only if they differ clearly, else noise is divided by almost nothing.
+# Two sizes are compared only if the larger size is at least this multiple of the smaller size.
+# The slope between closer sizes would be the noise divided by a small difference.
 MIN_SIZE_RATIO = 2.0
-# Successive fits over which a bandwidth must last to count as sustained.
+# Number of successive fits over which a bandwidth must last to count as sustained.
 SUSTAINED_FITS = 3
-# Calls so small that their bytes do not matter: 16 KiB take 16 us at 1 GB/s, a call some hundred.
+# A call of at most this size is tiny: its bytes hardly change its duration. 16 KiB take 16 us at
+# 1 GB/s, while a call takes some hundred microseconds.
 TINY_BYTES = 16384
-# Tiny calls from which on their median is the latency.
+# Minimum number of tiny calls. With fewer calls, their median is not used as the latency.
 MIN_TINY_CALLS = 5
-# The last tiny calls that are kept.
+# Number of recent tiny calls that are kept.
 MAX_TINY_CALLS = 256
 
 
@@ -28,8 +30,8 @@ class Link:
     """The estimated link of a group, in terms of wire bytes.
 
     Attributes:
-        latency: Seconds of a call without data.
-        bandwidth: Bytes per second; None while no two sizes differ in duration.
+        latency: Seconds that a call without data takes.
+        bandwidth: Bytes per second. None as long as larger calls do not take longer.
         largest_bytes: The largest size that was measured.
     """
 
@@ -38,9 +40,10 @@ class Link:
     largest_bytes: float
 
     def transfer_seconds(self, wire_bytes: float) -> float | None:
-        """Return the duration of a collective whose members all arrive at once.
+        """Return the duration of a collective whose members all arrive at the same time.
 
-        None if unknown: the size is far above all measured ones, and there is no bandwidth.
+        The duration is None if the bandwidth is unknown and the size is far above all measured
+        sizes.
         """
         if self.bandwidth:
             return self.latency + wire_bytes / self.bandwidth
@@ -50,15 +53,16 @@ class Link:
 class LinkEstimate:
     """Fits duration = latency + wire bytes / bandwidth to the recent collectives of one group.
 
-    Durations must not include waiting: add the least over the ranks. The fit is a Theil-Sen
-    estimate (Sen 1968, doi 10.1080/01621459.1968.10480934) over the median duration of each size,
-    which is robust against a quarter of outliers. Pairs of sizes are weighted by their distance.
-    The latency is the median of tiny calls where there are any, else the intercept of the fit.
+    Durations must not include waiting, so the caller adds the shortest duration over the ranks. The
+    fit is a Theil-Sen estimate (Sen 1968, doi 10.1080/01621459.1968.10480934) over the median
+    duration of each size. It is robust as long as at most a quarter of the sizes are outliers.
+    Pairs of sizes are weighted by their distance. The latency is the median duration of tiny calls
+    if there are enough of them, else the intercept of the fit.
 
     Attributes:
-        best_bandwidth: The highest bandwidth sustained so far, in bytes per second: over
-            SUSTAINED_FITS fits, in each of which the largest call spent most of its time moving
-            data.
+        best_bandwidth: The highest bandwidth sustained so far, in bytes per second. A bandwidth is
+            sustained if SUSTAINED_FITS fits reached it. Only fits count in which the largest call
+            spent most of its time moving data.
     """
 
     def __init__(self) -> None:
@@ -68,7 +72,12 @@ class LinkEstimate:
         self._tiny: deque[tuple[int, float]] = deque(maxlen=MAX_TINY_CALLS)  # bytes, seconds
 
     def add(self, wire_bytes: float, seconds: float) -> None:
-        """Add a collective: bytes that a rank sent, and its duration in seconds."""
+        """Add a collective.
+
+        Args:
+            wire_bytes: Bytes that one rank sent.
+            seconds: Duration of the collective, without waiting.
+        """
         size = round(wire_bytes)
         if size <= TINY_BYTES:
             self._tiny.append((size, seconds))
@@ -87,11 +96,13 @@ class LinkEstimate:
             return None
         slope, largest = _slope(points), max(self._durations)
         if slope is None:
-            # One size, or none slower than another: the whole duration of the smallest is latency.
+            # There is only one size, or larger sizes do not take longer. Then the whole duration of
+            # the smallest size counts as latency.
             latency = self._tiny_latency(0.0) or min(points)[1]
             return Link(latency=latency, bandwidth=None, largest_bytes=largest)
         latency = self._tiny_latency(slope) or _intercept(points, slope)
-        if slope * largest > latency:  # else noise could pass for any bandwidth
+        # If the latency dominates even the largest call, the slope is mostly noise.
+        if slope * largest > latency:
             self._clear.append(1 / slope)
             if len(self._clear) == SUSTAINED_FITS:
                 self.best_bandwidth = max(self.best_bandwidth or 0.0, min(self._clear))
@@ -103,14 +114,21 @@ class LinkEstimate:
 
 
 def _intercept(points: list[tuple[int, float]], slope: float) -> float:
-    """Return the seconds that bytes do not explain, by the small calls if there are any."""
+    """Return the seconds that a call takes besides moving its bytes.
+
+    Only small calls are used if there are any. A call is small if moving its bytes takes less time
+    than the rest of the call.
+    """
     left = [seconds - slope * size for size, seconds in points]
     small = [rest for (size, _), rest in zip(points, left, strict=True) if slope * size < rest]
     return max(0.0, median(small or left))
 
 
 def _slope(points: list[tuple[int, float]]) -> float | None:
-    """Return seconds per byte: the median slope over pairs, weighted by their distance."""
+    """Return the seconds per byte; None if larger sizes do not take longer.
+
+    The result is the median slope over the pairs of sizes, weighted by the distance of each pair.
+    """
     slopes = sorted(
         ((b[1] - a[1]) / (b[0] - a[0]), float(b[0] - a[0]))
         for a, b in combinations(sorted(points), 2)

@@ -18,13 +18,12 @@ from .comm_costs import CommCosts, CostTotals
 
 
 class RankCommCosts:
-    """Adds up the costs of this rank's collectives, from its construction on.
+    """Adds up the costs of the collectives that this rank issues after this object was made.
 
-    A call is matched if the same call was found on all ranks of its rank set, so that its wait is
-    measured. The wait of any other call is estimated from the link, as long as the ranks are
-    compared and their calls match. Otherwise it is unknown, and the call counts as exposed only.
-
-    The argument `is_compared` is whether the ranks are compared at all.
+    A call is matched if the same call was found on all ranks of its rank set. The wait of a matched
+    call is measured. The wait of any other call is estimated from the link, as long as the ranks
+    are compared and their calls match. Otherwise the wait is unknown, and only the exposed time of
+    the call is added.
 
     Args:
         groups: The process groups seen so far.
@@ -32,9 +31,9 @@ class RankCommCosts:
         now: A monotonic clock, in seconds.
 
     Attributes:
-        volume_ratio: Wire bytes of a step over the reference volume; None while unknown.
-        unmatched: How often calls could not be matched, because no result came, calls were lost,
-            or the ranks had diverged.
+        volume_ratio: Wire bytes of a step, divided by the reference volume. None while unknown.
+        unmatched: How often calls could not be matched. The reason may be that no result came,
+            that calls were lost, or that the ranks had diverged.
     """
 
     def __init__(
@@ -52,7 +51,11 @@ class RankCommCosts:
         }
 
     def poll(self, *, is_compared: bool) -> None:
-        """Read new calls, so that no call is lost before its report."""
+        """Read new calls, so that no call is lost before its report.
+
+        Args:
+            is_compared: Whether the ranks are compared at all.
+        """
         for rank_set in self._groups.rank_sets():
             state = self._state(rank_set)
             state.sequence.poll()
@@ -61,8 +64,12 @@ class RankCommCosts:
     def drain_reports(self, *, is_compared: bool) -> tuple[dict[str, CallReport], dict[int, str]]:
         """Return the calls that were not reported yet, and the names of their signatures.
 
+        Args:
+            is_compared: Whether the ranks are compared at all.
+
         Returns:
-            A report by the key of each rank set, and the readable form of each signature in them.
+            One report for each rank set, by the key of the rank set. The second value holds the
+            readable form of each signature in the reports.
         """
         reports: dict[str, CallReport] = {}
         names: dict[int, str] = {}
@@ -85,7 +92,9 @@ class RankCommCosts:
     def match(self, rank_set: RankSet, result: CompareResult) -> None:
         """Add the costs of the calls that a result of the comparison covers.
 
-        The result has the shortest duration of each call over all ranks.
+        Args:
+            rank_set: The rank set of the calls.
+            result: Holds the shortest duration of each call over all ranks.
         """
         state = self._states.get(rank_set)
         if state is None:
@@ -97,7 +106,8 @@ class RankCommCosts:
             call = unmatched.popleft()
             at = call.sequence - result.first_call
             min_seconds = float(result.min_durations[at]) if at >= 0 else math.nan
-            if at >= 0 and call.timed:  # a result includes this rank's own duration at least
+            # A result with other ranks would have a duration: at least the one of this rank.
+            if at >= 0 and call.timed:
                 state.is_matching = not math.isnan(min_seconds)
                 failed |= not state.is_matching
             if math.isnan(min_seconds) or not _has_counterparts(call):
@@ -106,7 +116,7 @@ class RankCommCosts:
                 costs = state.costs_of(call)
                 costs.add_matched(call, min_seconds, self._totals, self.volume_ratio)
         self.unmatched += failed
-        for call, is_matching in rest:  # last, as the calls above show what the link can do
+        for call, is_matching in rest:  # last, because the matched calls improve the link estimate
             state.costs_of(call).refit()
             self._add_unmatched(state, call, is_compared=is_matching)
         while state.reported and not (unmatched and unmatched[0].sequence < state.reported[0][1]):
@@ -115,7 +125,11 @@ class RankCommCosts:
     def expire(self, patience_seconds: float, *, is_compared: bool) -> None:
         """Add reported calls as unmatched if no result came within `patience_seconds`.
 
-        Late results are counted as a failure, unless `patience_seconds` is 0.
+        A late result is counted as a failure, unless `patience_seconds` is 0.
+
+        Args:
+            patience_seconds: Maximum time between a report and its result.
+            is_compared: Whether the ranks are compared at all.
         """
         before = self._now() - patience_seconds
         for state in self._states.values():
@@ -134,13 +148,13 @@ class RankCommCosts:
     def publish(self) -> None:
         """Publish the costs added since the last call. The caller opens the commit."""
         totals, self._totals = self._totals, CostTotals()
-        by_role: dict[str, CommCosts] = {}  # of several, the one that sent the most
+        by_role: dict[str, CommCosts] = {}  # for each role, the costs with the most wire bytes
         for state in self._states.values():
             role = state.sequence.rank_set.role
             for (_, is_own), costs in state.costs.items():
                 costs.refit()
                 if is_own:
-                    continue  # a few bytes say nothing about the training's link
+                    continue  # the few bytes of zerowatch do not show the link that training has
                 if role not in by_role or costs.wire_bytes > by_role[role].wire_bytes:
                     by_role[role] = costs
         totals.publish(self._recorder)
@@ -149,7 +163,7 @@ class RankCommCosts:
         self._recorder.set(communication.EXCHANGE_FAILURES, self.unmatched, "unmatched")
 
     def issued(self) -> Mapping[str, int]:
-        """Return the number of the last call issued, by the rank set's key."""
+        """Return the number of the last call that was issued on each rank set, by its key."""
         return {rank_set.key: rank_set.issued for rank_set in self._groups.rank_sets()}
 
     def _state(self, rank_set: RankSet) -> _RankSetState:
@@ -158,7 +172,7 @@ class RankCommCosts:
         return self._states[rank_set]
 
     def _add_unreported(self, state: _RankSetState, *, is_compared: bool) -> None:
-        """Add the calls that are not reported to the comparison."""
+        """Add the costs of the calls that are never reported to the other ranks."""
         sequence = state.sequence
         calls = sequence.unreported
         if sequence.rank_set.size == 1:
@@ -171,7 +185,7 @@ class RankCommCosts:
     def _add_unmatched(
         self, state: _RankSetState, call: CollectiveCall, *, is_compared: bool
     ) -> None:
-        """Estimate the wait of a call that was not matched, or count it as exposed only."""
+        """Estimate the wait of an unmatched call if possible, else add its exposed time only."""
         costs = state.costs_of(call)
         if state.sequence.rank_set.size == 1 or is_compared:
             costs.add_estimated(call, self._totals, self.volume_ratio)
@@ -183,10 +197,10 @@ class _RankSetState:
     """Holds the calls of one rank set, the costs of these calls, and when each was reported.
 
     Attributes:
-        is_matching: Whether the calls of all members match. False after a result without
-            durations: no other rank was compared, or the ranks have diverged.
+        is_matching: Whether the calls of all members match. False after a result without durations,
+            which means that no other rank was compared or that the ranks have diverged.
         costs: The costs by backend, and by whether the calls are zerowatch's own collectives. Each
-            backend has a link of its own.
+            entry has its own link estimate.
         reported: The time of each report, and the number after the last call in it.
     """
 
