@@ -1,6 +1,7 @@
 """Defines a batch of recorded calls, which the training thread passes to the watch thread.
 
-Calls on a device are timed by events, which the watch thread reads once they have passed.
+Calls on a device are timed by events. The watch thread reads an event once the device has passed
+it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from .groups import CollectiveCall, StreamWait
 if TYPE_CHECKING:
     from ..common.accelerator import Event
 
-# A time after all others, in nanoseconds, for a wait that the compute stream has not begun although
-# the call has ended.
+# A time in nanoseconds that is later than any other. It stands for the start of a wait if the call
+# has ended and the compute stream has not begun to wait.
 _NOT_REACHED = 2**63
 
 
@@ -25,15 +26,16 @@ class CallBatch:
 
     Attributes:
         calls: The calls.
-        anchor: An event recorded when the batch was drained. Device times are measured against it:
-            elapsed times are float32 and lose precision over hours. None without device calls.
+        anchor: An event recorded when the batch was drained; None if the batch has no device calls.
+            Device times are measured relative to the anchor, because elapsed times are float32 and
+            would lose precision over hours.
     """
 
     calls: list[CollectiveCall]
     anchor: Event | None = None
 
     def settled(self) -> bool:
-        """Return whether every call has ended and can be read. Never waits."""
+        """Return whether every call has ended and can be read. This method never waits."""
         if self.anchor is not None and not self.anchor.query():
             return False
         for call in self.calls:  # a plain loop: this runs for every step
@@ -44,7 +46,8 @@ class CallBatch:
     def read_events(self, events: EventPool) -> None:
         """Set the times of calls timed by events, in nanoseconds relative to the anchor.
 
-        The events are then released to the pool. Does nothing until the anchor has passed.
+        The events are then released to the pool. This method does nothing until the device has
+        passed the anchor.
         """
         anchor = self.anchor
         if anchor is None or not anchor.query():
@@ -61,16 +64,17 @@ class CallBatch:
             events.release(call.end_event)
             wait = call.stream_wait
             if wait is not None:
-                call.wait_ns = _wait_start(call, wait, waited_until, anchor) or 1  # 0 is no wait
+                # 0 would mean that nothing waited for the call, so 1 is used instead.
+                call.wait_ns = _wait_start(call, wait, waited_until, anchor) or 1
                 wait.num_calls -= 1
                 if not wait.num_calls:
                     events.release(wait.event)
         events.release(anchor)
 
     def discard(self) -> int:
-        """Mark all calls as settled and not timed; return their number.
+        """Mark all calls as settled and not timed, and return their number.
 
-        For a batch that is dropped, so that nothing waits for the end of its calls.
+        This is used for a batch that is dropped, so that nothing waits for the end of its calls.
         """
         for call in self.calls:
             call.timed = False
@@ -78,7 +82,7 @@ class CallBatch:
         return len(self.calls)
 
     def expire(self) -> int:
-        """Mark the calls that cannot be read as not timed; return their number."""
+        """Mark the calls that cannot be read as not timed, and return their number."""
         no_anchor = self.anchor is not None and not self.anchor.query()
         late = 0
         for call in self.calls:
@@ -103,10 +107,10 @@ def _time(event: Event, anchor: Event) -> int:
 def _wait_start(
     call: CollectiveCall, wait: StreamWait, waited_until: dict[StreamWait, int], anchor: Event
 ) -> int:
-    """Return when the compute stream had only this call left to wait for.
+    """Return the time from which on a wait of the compute stream counts for this call.
 
-    Several calls may share one wait; each instant of it is counted for one call only.
-    `waited_until` holds the time up to which each wait is counted.
+    Several calls may share one wait, and each instant of the wait counts for one call only.
+    `waited_until` holds the time up to which each wait has been counted so far.
     """
     if wait not in waited_until:
         waited_until[wait] = _time(wait.event, anchor) if wait.event.query() else _NOT_REACHED

@@ -23,11 +23,11 @@ class CallReader:
     Attributes:
         group: Returns the process group.
         payloads: Returns (index in OPS, bytes, dtype) of each operation that the call issues.
-        payload_times_group_size: As in the operation's row in `collective_table.py`. It and the
-            following fields are copied from there because each call reads them.
-        use_group_sequence: As in the function's row.
-        has_future: As in the function's row.
-        point_to_point: As in the operation's row.
+        payload_times_group_size: Copied from `collective_table.Operation`, like the following
+            fields, because each call reads them.
+        use_group_sequence: Copied from `collective_table.Function`.
+        has_future: Copied from `collective_table.Function`.
+        point_to_point: Copied from `collective_table.Operation`.
     """
 
     group: Getter
@@ -44,7 +44,8 @@ def torch_readers(
     """Yield the readers of torch's functions, by name.
 
     Args:
-        parameters_of: Returns a function's parameters in order; None where torch has no such one.
+        parameters_of: Returns the parameters of a function in order, or None if this version of
+            torch does not have the function.
 
     Raises:
         ValueError: See `call_reader`.
@@ -68,8 +69,8 @@ def call_reader(row: Operation, function: Function, parameters: Sequence[str]) -
     """Make the reader of one function from the names of its parameters, in order.
 
     Raises:
-        ValueError: No parameter holds the payload: this version of torch or DeepSpeed has another
-            spelling.
+        ValueError: None of the parameters is known to hold the payload. This version of torch or
+            DeepSpeed spells the parameter differently.
     """
     spellings = [name for name in row.payload if name in parameters]
     if row.payload and not spellings and not function.is_p2p_batch:
@@ -92,9 +93,9 @@ def call_reader(row: Operation, function: Function, parameters: Sequence[str]) -
 
 
 def payload_bytes(value: Any) -> int:
-    """Sum the bytes of a tensor, or of nested lists of tensors; anything else is 0."""
+    """Return the bytes of a tensor or of nested lists of tensors, or 0 for any other value."""
     if isinstance(value, torch.Tensor):
-        # A sparse tensor has no `nbytes`: count the dense one that it stands for.
+        # A sparse tensor does not have `nbytes`, so the bytes of its dense form are counted.
         return value.numel() * value.element_size() if value.is_sparse else value.nbytes
     if isinstance(value, list | tuple):
         return sum(map(payload_bytes, value))
@@ -102,14 +103,14 @@ def payload_bytes(value: Any) -> int:
 
 
 def payload_dtype(value: Any) -> torch.dtype | None:
-    """Return the dtype of a tensor, or of the first in nested lists of tensors."""
+    """Return the dtype of a tensor, or of the first tensor in nested lists."""
     while isinstance(value, list | tuple) and value:
         value = value[0]
     return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def _getter(parameters: Sequence[str], name: str) -> Getter:
-    """Read one parameter, positional or by name; None where it is left out."""
+    """Return a function that reads one argument, which is None if the caller left it out."""
     if name not in parameters:
         return lambda args, kwargs: None
     place = parameters.index(name)
@@ -124,7 +125,7 @@ def _payloads(op: int, parameters: Sequence[str], spellings: Sequence[str]) -> G
 
     def payloads(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         value = args[place] if len(args) > place else kwargs.get(name)
-        if type(value) is torch.Tensor and not value.is_sparse:  # nearly always: the fast path
+        if type(value) is torch.Tensor and not value.is_sparse:  # the fast path for most calls
             return ((op, value.nbytes, value.dtype),)
         return ((op, payload_bytes(value), payload_dtype(value)),)
 

@@ -1,6 +1,6 @@
-"""Records each collective: its group, payload and dtype before it runs, and its times.
+"""Records the group, payload, dtype and times of each collective.
 
-This is the hot path of monitoring: it runs on the training thread for every collective.
+This is the hot path of monitoring, because it runs on the training thread for every collective.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .event_pool import EventPool
 from .groups import CollectiveCall, Groups, sequence_number
 from .stream_waits import StreamWaitTracker
 
-# Calls after which a batch is passed on, even if the step has not ended.
+# Number of calls after which a batch is passed on, even if the step has not ended.
 BATCH_CALLS = 4096
 _NO_WORK: tuple[Callable[[], Any], None] = (lambda: None, None)
 
@@ -35,9 +35,9 @@ class CallRecorder:
 
     Attributes:
         groups: The process groups seen so far.
-        events: The pool of timing events; read ones are released to it.
+        events: The pool of timing events. Events that were read are released to this pool.
         stream_waits: Tracks the calls that the compute stream waits for.
-        dropped_calls: Calls lost because no batch was accepted.
+        dropped_calls: Number of calls that were lost because nothing received their batch.
     """
 
     def __init__(self) -> None:
@@ -51,16 +51,18 @@ class CallRecorder:
         self._on_batch: Callable[[CallBatch], None] | None = None
         self._on_failed: Callable[[CollectiveCall], None] | None = None
         self._training_thread = get_ident()
-        # The call of each asynchronous handle under way, by the handle's id.
+        # The call of each asynchronous handle that has not ended, by the handle's id.
         self._works: dict[int, tuple[Callable[[], Any], CollectiveCall | None]] = {}
-        # The same for handles without a future, one of which may stand for several messages.
+        # The calls of each handle without a future, by the handle's id. One such handle may stand
+        # for several messages.
         self._messages: dict[int, list[CollectiveCall]] = {}
-        # torch keeps this very dict for the life of the process; it is empty outside such blocks.
+        # torch keeps this dict object for the life of the process. The dict is empty unless a
+        # coalescing block is open.
         self._coalescing: Mapping[dist.ProcessGroup, list[Any]] = c10d._world.pg_coalesce_state
 
     @property
     def dropped_in_capture(self) -> int:
-        """Calls, and waits for calls, left out because a graph was being captured."""
+        """Number of calls and waits that were left out because a graph was being captured."""
         return self.stream_waits.dropped_in_capture
 
     def connect(
@@ -69,12 +71,12 @@ class CallRecorder:
         on_batch: Callable[[CallBatch], None] | None,
         on_failed: Callable[[CollectiveCall], None] | None = None,
     ) -> None:
-        """Tag calls with the timer's phase from now on; this thread becomes the training thread.
+        """Tag calls with the timer's phase from now on. This thread becomes the training thread.
 
         Args:
             phase_timer: The phases of training.
             on_batch: Called with each full batch.
-            on_failed: Called with a call that raised, before the exception goes on.
+            on_failed: Called with a call that raised, before the exception reaches the caller.
         """
         self._on_failed = on_failed
         self._phase_timer = phase_timer
@@ -85,7 +87,7 @@ class CallRecorder:
         self.stream_waits.connect(phase_timer)
 
     def drain(self) -> CallBatch:
-        """Return the calls recorded since the last time."""
+        """Return the calls recorded since the last drain."""
         calls, self._calls = self._calls, []
         on_device = any(call.start_event is not None for call in calls)
         return CallBatch(calls, self.events.record() if on_device else None)
@@ -93,13 +95,13 @@ class CallRecorder:
     def on_call(
         self, reader: CallReader, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> list[CollectiveCall] | None:
-        """Read the arguments, before the original runs and may change them."""
+        """Read the arguments of a call, before the original function runs and may change them."""
         process_group = reader.group(args, kwargs)
         if process_group is None:
             process_group = c10d.GroupMember.WORLD
         group = self.groups.find(process_group, point_to_point=reader.point_to_point)
         if group is None:
-            return None  # this rank is no member, or the original will raise
+            return None  # this rank is not a member, or the original function will raise
         phase = OTHER if self._phase_timer is None else self._phase_timer.current
         calls = [
             CollectiveCall(op, group, size, dtype, phase)
@@ -133,7 +135,7 @@ class CallRecorder:
         started_ns: int,
         ended_ns: int,
     ) -> None:
-        """Record the end of the calls, or have it recorded when an asynchronous operation ends."""
+        """Record the end of the calls. For asynchronous calls, arrange to record their end."""
         if reader.use_group_sequence:
             group = calls[0].group
             process_group = group.reference()
@@ -155,7 +157,8 @@ class CallRecorder:
             elif call.timed:
                 self._under_way.add(call)
                 key = id(work)
-                # On a device it is looked up after the end, which the host does not see.
+                # The host does not see when a call on a device ends. Such a call is looked up by
+                # its handle even after its end, until the handle is deleted.
                 forget = partial(self._forget, key) if on_device else None
                 self._works[key] = (weakref.ref(work, forget), call)
                 work.get_future().add_done_callback(
@@ -164,7 +167,11 @@ class CallRecorder:
         self._add(calls)
 
     def on_wait_start(self, work: Any) -> CollectiveCall | None:
-        """Record that this thread begins to wait for an asynchronous call; return it if known."""
+        """Record that this thread begins to wait for an asynchronous call.
+
+        Returns:
+            The call; None if the call is unknown.
+        """
         for message in self._messages.get(id(work), ()):
             self._record_wait(message)
         reference, call = self._works.pop(id(work), _NO_WORK)
@@ -174,26 +181,27 @@ class CallRecorder:
         return call
 
     def on_wait_end(self, work: Any) -> None:
-        """Record the end of a wait: the only sign that a handle without a future has ended."""
+        """Record the end of a wait, which is when a handle without a future is known to end."""
         before: CollectiveCall | None = None
         for call in self._messages.pop(id(work), ()):
-            if call.settled:  # it was read already
+            if call.settled:  # the call was read already
                 continue
             if before is not None and call.wait_ns:
-                call.wait_ns = before.end_ns  # each instant of the wait belongs to one of them
+                call.wait_ns = before.end_ns  # each instant of the wait counts for one call only
             self._mark_end(call, perf_counter_ns())
             call.timed = True
             before = call
 
     def on_error(self, call: CollectiveCall) -> None:
-        """Report a call that raised, unless it was refused before it was issued.
+        """Report a call that raised, unless the group refused the call before it was issued.
 
-        A call that Ctrl-C or the end of the script interrupts is no failure of another rank.
+        A call that was interrupted by Ctrl-C or by the end of the script is not reported, because
+        no other rank has failed.
         """
         group = call.group
         issued = group.num_issued()
         if issued is not None and issued < group.recorded:
-            group.recorded = issued  # its arguments were wrong, and the group never saw it
+            group.recorded = issued  # the arguments were wrong, so the group never saw the call
             if call.sequence == group.rank_set.issued:
                 group.rank_set.issued -= 1
             call.sequence = 0
@@ -203,9 +211,10 @@ class CallRecorder:
             self._on_failed(call)
 
     def wait_for_completion(self, timeout_seconds: float) -> None:
-        """Wait until no asynchronous call is under way, before the interpreter ends.
+        """Wait until all asynchronous calls have ended, before the interpreter ends.
 
-        A backend's thread that ran our callback after that would abort the process.
+        If a backend's thread ran our callback after the interpreter has ended, the process would
+        abort.
         """
         deadline = time.monotonic() + timeout_seconds
         while self._under_way and time.monotonic() < deadline:
@@ -219,12 +228,12 @@ class CallRecorder:
             call.wait_ns = perf_counter_ns()
 
     def _keep_handles(self, calls: list[CollectiveCall], works: Any, started_ns: int) -> None:
-        """Record messages, whose end is known only if the script waits for it within the step."""
+        """Record messages. Their end is known only if the script waits for it within the step."""
         for call in calls:
             call.start_ns = call.issued_ns = started_ns
             call.timed = False
         handles = works if isinstance(works, list) else [works]
-        # A batch has a handle for each message, or one for all of them.
+        # A batch returns one handle for each message, or one handle for all messages.
         calls_of = [[call] for call in calls] if len(handles) == len(calls) else [calls]
         for handle, messages in zip(handles, calls_of, strict=False):
             if hasattr(handle, "wait"):
@@ -246,9 +255,9 @@ class CallRecorder:
             self._on_batch(batch)
 
     def _in_common_order(self) -> bool:
-        """Return whether all ranks issue this thread's calls in one order.
+        """Return whether all ranks issue the calls of this thread in the same order.
 
-        True on the training thread and on autograd threads, which Python did not start. User
+        This is so on the training thread and on autograd threads, which Python did not start. User
         threads, such as asynchronous checkpointing, may interleave collectives in any order.
         """
         return get_ident() == self._training_thread or isinstance(
@@ -267,14 +276,21 @@ class CallRecorder:
     def _record_coalesced(
         self, calls: list[CollectiveCall], process_group: dist.ProcessGroup
     ) -> None:
-        """Record calls of a coalescing block: it is issued when it ends, and counts once."""
+        """Record calls of a coalescing block.
+
+        torch issues the whole block when it ends, and the group counts the block as one call.
+        """
         if not self._coalescing[process_group]:
             calls[0].group.recorded += 1
         for call in calls:
             call.timed = False
 
     def _mark_start(self, calls: list[CollectiveCall]) -> bool:
-        """Mark the start on the issuing stream; return False while a graph is captured there."""
+        """Mark the start of the calls on the current stream.
+
+        Returns:
+            False if the stream is capturing a graph, so that the calls cannot be timed.
+        """
         if self.stream_waits.drops_in_capture(len(calls)):
             return False
         for call in calls:

@@ -1,9 +1,10 @@
 """Lists the collectives: the functions, payload and wire bytes of each operation.
 
-One row is one operation, as metrics label it; it lists the functions of torch and DeepSpeed that
-issue it. All other lists of collectives in the package are read from here. To add a function,
-extend its row; for a new operation, add a row and its label to `metrics/catalog/labels.py`, and the
-bytes that it sends to `docs/concepts.md`. Plain data: no torch.
+Each row is one operation, as metrics label it. The row lists the functions of torch and DeepSpeed
+that issue the operation. All other lists of collectives in the package are read from this table. To
+add a function, extend the row of its operation. To add an operation, add a row here, a label to
+`metrics/catalog/labels.py`, and the bytes that the operation sends to `docs/concepts.md`. The table
+is plain data and does not import torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class WireFormula(Protocol):
     """Returns the bytes that a rank sends per payload byte, for at least two ranks."""
 
     def __call__(self, backend: str, group_size: int, payload_bytes: float) -> float:
-        """Return bytes sent per payload byte; for operations with a root, the mean over ranks."""
+        """Return bytes sent per payload byte. If the operation has a root, return their mean."""
 
 
 class Guard(Flag):
@@ -39,13 +40,14 @@ class Function:
     Attributes:
         name: Its name in torch.distributed, and as a method of DeepSpeed's backend object.
         in_torch: Whether torch's function is wrapped.
-        backend_parameters: Its parameters as a method of DeepSpeed's backend object, if that is
-            wrapped too: DeepSpeed hides them behind (*args, **kwargs).
+        backend_parameters: The parameters of the method of DeepSpeed's backend object. They are
+            listed here because DeepSpeed hides them behind (*args, **kwargs). None if the method is
+            not wrapped.
         guard: Situations in which all ranks vote before they enter the method.
-        use_group_sequence: Whether the process group counts more than one per call, by backend and
-            size, so that its own sequence number must be read.
+        use_group_sequence: Whether the process group may count a call as more than one, depending
+            on backend and size. The group's own sequence number is then read.
         has_future: Whether the handle has a future that shows when the operation ended.
-        is_p2p_batch: Whether it takes a list of `P2POp`.
+        is_p2p_batch: Whether the function takes a list of `P2POp`.
     """
 
     name: str
@@ -61,21 +63,23 @@ class Function:
 class Operation:
     """One row of the table: an operation, as the metrics label it.
 
-    Payload bytes follow nccl-tests' convention (PERFORMANCE.md there): all_gather counts its whole
-    output, reduce_scatter its whole input, the others the tensor that they are given.
+    Payload bytes follow the convention of nccl-tests (see its PERFORMANCE.md). The payload of
+    all_gather is its whole output, and the payload of reduce_scatter is its whole input. The
+    payload of any other operation is the tensor that the caller passes.
 
     Attributes:
         label: The value of the label `op`.
         functions: The functions that issue it.
         wire_formula: Bytes sent per payload byte.
         wire_by_payload: Whether the formula depends on the payload.
-        payload: Parameters that may hold the payload, by spelling; the first that a function has
-            is read. Empty: no payload.
-        payload_times_group_size: Whether that tensor is one of group-size equal parts.
-        symmetric: Whether all members send and receive alike, so that the shortest duration over
-            the ranks is the time of the transfer.
-        point_to_point: Whether only two ranks take part. Such calls have no sequence number that is
-            common to the group.
+        payload: Names of the parameters that may hold the payload. The first parameter that a
+            function has is read. Empty if the operation does not have a payload.
+        payload_times_group_size: Whether the payload is the tensor of this parameter times the
+            group size.
+        symmetric: Whether all members send and receive the same amount. The shortest duration over
+            the ranks is then the time of the transfer.
+        point_to_point: Whether only two ranks take part. These calls do not have a sequence number
+            that is common to the group.
     """
 
     label: str
@@ -92,24 +96,25 @@ _GLOO_SEGMENT_BYTES = 1 << 20  # gloo's kMaxSegmentSize
 
 
 def _ring_factor(backend: str, group_size: int, payload_bytes: float) -> float:
-    """Return (n-1)/n: a rank sends all parts but its own."""
+    """Return (n-1)/n, because a rank sends all parts except its own."""
     return (group_size - 1) / group_size
 
 
 def _all_reduce_factor(backend: str, group_size: int, payload_bytes: float) -> float:
-    """Return 2(n-1)/n: a ring all_reduce is a reduce_scatter and an all_gather."""
+    """Return 2(n-1)/n, because a ring all_reduce is a reduce_scatter and an all_gather."""
     return 2 * (group_size - 1) / group_size
 
 
 def _reduce_scatter_factor(backend: str, group_size: int, payload_bytes: float) -> float:
-    """Return (n-1)/n; on gloo the factor of all_reduce, which gloo runs instead."""
+    """Return (n-1)/n, or 2(n-1)/n on gloo, which runs an all_reduce instead."""
     return (2 if backend == "gloo" else 1) * (group_size - 1) / group_size
 
 
 def _reduce_factor(backend: str, group_size: int, payload_bytes: float) -> float:
-    """Follow gloo/reduce.cc: all but two segments go round the ring, then each part to the root.
+    """Return (n-1)/n, or on gloo the factor that follows from gloo/reduce.cc.
 
-    Segments are of 1 MiB at most, two or more for each rank, and as many for each.
+    gloo sends all segments but two round the ring. Each rank then sends its part to the root. A
+    segment has at most 1 MiB. All ranks have the same number of segments, at least two.
     """
     if backend != "gloo":
         return _ring_factor(backend, group_size, payload_bytes)
@@ -119,17 +124,17 @@ def _reduce_factor(backend: str, group_size: int, payload_bytes: float) -> float
 
 
 def _root_factor(backend: str, group_size: int, payload_bytes: float) -> float:
-    """Return (n-1)/n^2: all parts but the root's are sent once, in the mean over n ranks."""
+    """Return (n-1)/n^2, because all parts except the root's are sent once by n ranks in total."""
     return (group_size - 1) / group_size / group_size
 
 
 def _whole_payload(backend: str, group_size: int, payload_bytes: float) -> float:
-    """Return 1: a sender sends its payload once."""
+    """Return 1, because a sender sends its payload once."""
     return 1.0
 
 
 def _no_bytes(backend: str, group_size: int, payload_bytes: float) -> float:
-    """Return 0: a receiver sends nothing, and a barrier has no payload."""
+    """Return 0, because a receiver does not send anything, and a barrier has no payload."""
     return 0.0
 
 
@@ -138,9 +143,9 @@ _ALL_GATHER_PARAMETERS = ("output_tensor", "input_tensor", "group", "async_op")
 # Ring algorithms send 2(n-1)/n of the payload for all_reduce and (n-1)/n for its halves
 # (nccl-tests, PERFORMANCE.md).
 #
-# A method of DeepSpeed's backend object is wrapped only where torch's function does not show the
-# call. The backend captures all_gather_into_tensor and reduce_scatter_tensor when it is made. isend
-# and irecv cannot be wrapped in torch: its P2POp compares them by identity.
+# A method of DeepSpeed's backend object is wrapped only if a wrapper of torch's function would not
+# see the call. The backend captures all_gather_into_tensor and reduce_scatter_tensor when it is
+# made. isend and irecv cannot be wrapped in torch, because its P2POp compares them by identity.
 OPERATIONS: tuple[Operation, ...] = (
     Operation(
         label="all_reduce",
@@ -230,7 +235,8 @@ OPERATIONS: tuple[Operation, ...] = (
         wire_formula=_root_factor,
         functions=(Function(name="scatter"),),
     ),
-    # gloo counts messages in a group's sequence number, and NCCL need not: the group is asked.
+    # gloo counts messages in a group's sequence number. NCCL may not, so the number is read from
+    # the group.
     Operation(
         label="send",
         payload=("tensor",),
@@ -246,7 +252,7 @@ OPERATIONS: tuple[Operation, ...] = (
                 use_group_sequence=True,
                 has_future=False,
             ),
-            # One call, many sends and receives; torch issues them by its own isend and irecv.
+            # One call has many sends and receives, which torch issues by its own isend and irecv.
             Function(
                 name="batch_isend_irecv",
                 guard=Guard.NONE,
@@ -284,7 +290,7 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
 )
 
-# All ranks enter these too. They issue the collectives above, which are recorded.
+# All ranks enter these functions too. They issue the collectives above, which are recorded.
 COMPOSED: tuple[Function, ...] = (
     Function(name="all_gather_object"),
     Function(name="broadcast_object_list"),
@@ -295,7 +301,7 @@ SYMMETRIC = frozenset(row.label for row in OPERATIONS if row.symmetric)
 POINT_TO_POINT = frozenset(row.label for row in OPERATIONS if row.point_to_point)
 
 _BY_LABEL = {row.label: row for row in OPERATIONS}
-# By place in OPS, as a call holds its operation.
+# Indices in OPS, because a call holds its operation as an index.
 WIRE_BY_PAYLOAD = frozenset(OPS.index(row.label) for row in OPERATIONS if row.wire_by_payload)
 
 
@@ -311,8 +317,8 @@ def wire_factor(op: str, backend: str, group_size: int, payload_bytes: float = 0
     Args:
         op: The operation's label.
         backend: The process group's backend, such as "nccl".
-        group_size: Ranks in the process group; one rank sends nothing.
-        payload_bytes: Needed for gloo's reduce only.
+        group_size: Ranks in the process group. A group of one rank does not send anything.
+        payload_bytes: Bytes of the payload. Only the factor of gloo's reduce depends on them.
     """
     if group_size < 2:
         return 0.0

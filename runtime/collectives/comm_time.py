@@ -1,4 +1,4 @@
-"""Measures time in communication: the time in which at least one collective runs."""
+"""Measures communication time, which is the time in which at least one collective runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BEFORE_ALL = -(2**63)
 
 @dataclass(frozen=True, slots=True)
 class CommTime:
-    """Seconds in which at least one call of a batch ran and no call of an earlier batch did.
+    """Seconds in which a call of a batch ran and no call of an earlier batch did.
 
     Attributes:
         seconds: The seconds over all calls.
@@ -25,10 +25,11 @@ class CommTime:
 
 
 class CommTimeCounter:
-    """Measures the communication time of successive batches; overlapping time counts once.
+    """Measures the communication time of successive batches. Overlapping time counts once.
 
-    The times of a batch timed by events are relative to its own anchor. They cannot be compared
-    with those of the next batch, so that time in which calls of both run counts twice.
+    There is one exception. If a batch is timed by events, its times are relative to its own anchor,
+    and cannot be compared with the times of another batch. Time in which calls of two such batches
+    overlap counts twice.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class CommTimeCounter:
         self._by_group: dict[str, IntervalUnion] = {}
 
     def measure(self, batch: CallBatch) -> CommTime:
-        """Settle the calls of a batch whose events were read. Return the time they add."""
+        """Settle the calls of a batch whose events were read, and return the time they add."""
         if batch.anchor is not None:
             self._all, self._by_group = IntervalUnion(), {}
             for call in batch.calls:

@@ -7,7 +7,7 @@ from collections import deque
 from ..common import accelerator
 from ..common.accelerator import Event, Stream
 
-# Unused events that are kept.
+# Maximum number of unused events that are kept.
 POOL_SIZE = 4096
 
 
@@ -15,14 +15,14 @@ class EventPool:
     """Lends timing events, and reuses an event after it was read. No method waits.
 
     Attributes:
-        disabled: Whether no events are to be recorded, because they cannot be read.
+        disabled: True if callers must not record events, because events cannot be read.
     """
 
     def __init__(self) -> None:
         self.disabled = False
         self._free: deque[Event] = deque(maxlen=POOL_SIZE)
         self._make = accelerator.current.Event
-        self._record = self._make.record  # as it is before `StreamHooks` wraps it
+        self._record = self._make.record  # the original method, before `StreamHooks` wraps it
 
     def record(self, stream: Stream | None = None) -> Event:
         """Mark this moment on a stream, by default on the current one."""
@@ -34,5 +34,5 @@ class EventPool:
         return event
 
     def release(self, event: Event) -> None:
-        """Return a read event to the pool."""
+        """Return an event to the pool after it was read."""
         self._free.append(event)

@@ -22,8 +22,8 @@ class _RoleHolders(NamedTuple):
     mesh_dimension: str | None = None  # of DeepSpeed's device mesh
 
 
-# Groups are compared by identity: those of several roles may have the same ranks. The first role
-# that holds a group names it.
+# Groups are compared by identity, because groups of different roles may have the same ranks. If
+# several roles hold a group, the first of these roles is used.
 _ROLES = (
     _RoleHolders(
         role="tp",
@@ -63,8 +63,8 @@ _SEQUENCE_STATE = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
 def role_of(group: dist.ProcessGroup) -> str:
     """Return dp, tp, pp, ep, sp, world, zerowatch or other.
 
-    torch's device mesh uses the world group itself for a dimension of all ranks; it then has the
-    role of that dimension for every caller.
+    If a dimension of torch's device mesh contains all ranks, the mesh uses the world group itself
+    for this dimension. The world group then has the role of the dimension, for every caller.
     """
     if group.group_desc == GROUP_DESCRIPTION:
         return OWN_GROUP
@@ -104,19 +104,20 @@ def _mpus() -> Iterable[Any]:
 
 
 def _group_from(mpu: Any, getter: str) -> Any:
-    """Call an mpu's getter; None if it has no such group."""
+    """Return the group from an mpu's getter; None if the mpu does not have the group."""
     if not hasattr(mpu, getter):
         return None
     try:
         return getattr(mpu, getter)()
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError):
-        return None  # not initialized: each raises its own error
+        return None  # the group is not initialized; each mpu raises a different error
 
 
 def _role_in_model(group: dist.ProcessGroup) -> str:
-    """Return the role of a group within one copy of the model, such as that of tied weights.
+    """Return the role of a group within one copy of the model, such as a group of tied weights.
 
-    An mpu's model parallel group spans stages and tensor slices; its role is pp.
+    The model parallel group of an mpu spans pipeline stages and tensor slices. Its role is pp if
+    there are several stages.
     """
     stages = _group_from(registry.mpu, "get_pipe_parallel_group")
     stages = stages or _group_from(registry.mpu, "get_pipeline_model_parallel_group")

@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from ..common.accelerator import Event
 
 RoleOf = Callable[[ProcessGroup], str]
-# The last calls of a rank set that are kept, to compare ranks and for hang reports. DeepSpeed
-# issues up to some hundreds a step.
+# Number of recent calls that are kept for each rank set, to compare ranks and for hang reports.
+# DeepSpeed issues up to some hundred calls per step.
 RECENT_CALLS = 8192
 
 
 class RankSet:
     """Holds a set of global ranks, and the calls of all process groups of exactly these ranks.
 
-    All members issue these calls in one order, over all groups together. DeepSpeed clones the world
-    group, so that a missing call is found only if the calls of both groups are compared together.
+    All members issue the calls of all these groups in the same order. DeepSpeed clones the world
+    group, so a missing call is found only if the calls of both groups are compared together.
 
     Attributes:
         members: The ranks, in the groups' order.
-        key: Identifies the rank set; the same on all members.
+        key: Identifies the rank set. All members have the same key.
         recent: The last calls, in the order in which they were issued.
         issued: Number of the last call that was numbered, from 1 on; 0 before the first.
         roles: The roles of its process groups.
@@ -64,11 +64,11 @@ class Group:
     Attributes:
         backend: The name of its backend, such as "nccl".
         on_device: Whether its collectives run on the accelerator's streams, timed by events.
-        recorded: Calls recorded, in units of the group's own sequence number, since it was
-            `seen_from`.
-        point_to_point: A second record, of messages between two members. They do not queue with the
-            group's collectives, and may serve another role.
-        busy_until_ns: When its last settled call ended.
+        recorded: Number of recorded calls, in units of the group's own sequence number. Counting
+            starts at the sequence number `seen_from`.
+        point_to_point: A second record for messages between two members. Messages do not queue with
+            the group's collectives, and may have another role.
+        busy_until_ns: The time when its last settled call ended.
     """
 
     __slots__ = (
@@ -99,13 +99,13 @@ class Group:
         self._wire_factors = [wire_factor(op, self.backend, self.size) for op in OPS]
 
     def wire_factor(self, op: int, payload_bytes: int) -> float:
-        """Return the bytes sent per payload byte for an operation, given by its place in OPS."""
+        """Return the bytes sent per payload byte. The operation is given by its index in OPS."""
         if op in WIRE_BY_PAYLOAD:
             return wire_factor(OPS[op], self.backend, self.size, payload_bytes)
         return self._wire_factors[op]
 
     def num_issued(self) -> int | None:
-        """Return how many calls the group counted since it was first seen; None once it is gone."""
+        """Return how many calls the group counted since it was first seen; None if deleted."""
         group = self.reference()
         return None if group is None else sequence_number(group) - self.seen_from
 
@@ -114,7 +114,7 @@ class StreamWait:
     """Marks where the compute stream begins to wait for one or more calls.
 
     Attributes:
-        event: The event recorded there.
+        event: The event recorded at that point on the compute stream.
         num_calls: Number of calls in this wait whose times have not been read yet.
     """
 
@@ -128,26 +128,28 @@ class StreamWait:
 class CollectiveCall:
     """Records one collective on one rank.
 
-    Times are of `time.perf_counter_ns`; with events they are nanoseconds before the batch's anchor,
-    and it is the compute stream that is blocked or waits.
+    Times are read from `time.perf_counter_ns`. For a call that is timed by events, times are
+    nanoseconds relative to the batch's anchor, and "training" below means the compute stream.
 
     Attributes:
         op: The index of its operation in OPS.
         group: The process group.
         payload_bytes: Bytes by nccl-tests' convention; see `collective_table.Operation`.
         dtype: The data type of the payload; None without a payload.
-        phase: The phase in which it was issued, an index of PHASES.
-        sequence: Its number, from 1 on, among the calls that all members of the rank set issue. 0
-            for a point-to-point call, and for a call from a thread whose order differs between
-            ranks.
-        start_ns: When it was issued.
-        end_ns: When it ended; 0 until then.
-        issued_ns: When the call returned to a training thread that it blocked, else `start_ns`.
-        wait_ns: When training first waited for it; 0 if it did not.
+        phase: The phase in which the call was issued, as an index of PHASES.
+        sequence: The number of the call, from 1 on, among the calls that all members of the rank
+            set issue. 0 for a point-to-point call, and for a call from a thread whose order of
+            calls differs between ranks.
+        start_ns: When the call was issued.
+        end_ns: When the call ended; 0 until then.
+        issued_ns: When the call returned, if it blocked training. Otherwise `start_ns`.
+        wait_ns: When training first waited for the call; 0 if training did not wait.
         wait_phase: The phase of that wait.
-        timed: Whether its end can be read.
-        start_event: The event at its start, if it runs on a stream; `end_event` is at its end.
-        stream_wait: The point at which the compute stream began to wait for it; None if it did not.
+        timed: Whether the end of the call can be read.
+        start_event: The event at the start of the call, if the call runs on a stream. `end_event`
+            is the event at its end.
+        stream_wait: The point at which the compute stream began to wait for the call; None if the
+            stream did not wait.
         settled: Whether `settle` has set `duration_ns`, `exposed_ns` and `wait_exposed_ns`.
     """
 
@@ -190,7 +192,8 @@ class CollectiveCall:
         self.start_event: Event | None = None
         self.end_event: Event | None = None
         self.stream_wait: StreamWait | None = None
-        # The rest is set when the call returns or settles: this constructor is on the hot path.
+        # This constructor is on the hot path. The other attributes are set when the call returns or
+        # settles.
         self.issued_ns: int
         self.wait_phase: int
         self.duration_ns: int
@@ -198,11 +201,11 @@ class CollectiveCall:
         self.wait_exposed_ns: int
 
     def settle(self) -> None:
-        """Compute how long it took and for how much of that training was blocked.
+        """Compute how long the call took, and how much of this time it blocked training.
 
-        `duration_ns` runs from the issue, or from the end of the group's previous call if that is
-        later: a group runs one call after the other. `wait_exposed_ns` is the part of `exposed_ns`
-        that passed in `wait()`.
+        A group runs one call after the other. `duration_ns` therefore begins at the issue of the
+        call or at the end of the group's previous call, whichever is later. `exposed_ns` is the
+        time in which training was blocked, and `wait_exposed_ns` is the part spent in `wait()`.
         """
         self.duration_ns = self.exposed_ns = self.wait_exposed_ns = 0
         if self.timed:
@@ -230,7 +233,9 @@ class Groups:
         return list(self._rank_sets.values())
 
     def find(self, group: object, *, point_to_point: bool = False) -> Group | None:
-        """Return the record of a group, made the first time; None if it is no process group.
+        """Return the record of a process group, or None for any other object.
+
+        The record is made at the first call.
 
         Args:
             group: The argument `group` of a call.
@@ -246,7 +251,7 @@ class Groups:
         return self._point_to_point(known) if point_to_point else known
 
     def set_roles(self, role_of: RoleOf, p2p_role_of: RoleOf) -> None:
-        """Set how roles are found, also for the groups seen already.
+        """Set how roles are found. The roles of the groups seen so far are found again.
 
         Args:
             role_of: Returns the role of a group's collectives.
@@ -262,10 +267,10 @@ class Groups:
         self._label_rank_sets()
 
     def drain_coverage(self) -> float | None:
-        """Return the lowest coverage of a group since the last call; None if no group issued any.
+        """Return the lowest coverage of any group since the last drain; None without calls.
 
-        The coverage of a group is 1 - max(0, counted - recorded) / counted, where the group itself
-        has counted the calls.
+        The coverage of a group is 1 - max(0, counted - recorded) / counted. `counted` is the number
+        of calls that the group itself has counted.
         """
         ratios = []
         for key, known in list(self._known.items()):
@@ -275,7 +280,7 @@ class Groups:
             elif counted > 0:
                 recorded, known.recorded = known.recorded, 0
                 messages = known.point_to_point
-                if messages is not None:  # gloo counts these too
+                if messages is not None:  # gloo counts messages too
                     recorded, messages.recorded = recorded + messages.recorded, 0
                 ratios.append(1 - max(0, counted - recorded) / counted)
                 known.seen_from += counted
@@ -298,7 +303,7 @@ class Groups:
 
 
 def sequence_number(group: ProcessGroup) -> int:
-    """Return how many operations a group has issued, those that bypass Python included."""
+    """Return how many operations a group has issued, including operations not from Python."""
     number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     return number
 
@@ -308,7 +313,7 @@ def _unknown_role(group: ProcessGroup) -> str:
 
 
 def _backend_name(group: ProcessGroup) -> str:
-    """Return the backend that serves the accelerator's tensors, or the CPU's without one."""
+    """Return the backend for the accelerator's tensors, or else the backend for CPU tensors."""
     device = accelerator.current
     try:
         kind = device.kind if device.is_available() else "cpu"

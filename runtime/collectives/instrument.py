@@ -1,7 +1,8 @@
 """Wraps every collective that Python code issues, and records the calls.
 
-It wraps the functions of `torch.distributed` and, for what these do not show, methods of
-DeepSpeed's backend object. A nested call counts once.
+It wraps the functions of `torch.distributed`. For calls that do not pass through these functions,
+it wraps methods of DeepSpeed's backend object. If a wrapped function calls another wrapped
+function, only the outer call is recorded.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .stream_waits import StreamHooks
 
 
 class _InsideCall(threading.local):
-    """Holds whether this thread is inside a wrapped call already."""
+    """Holds, for each thread, whether the thread is inside a wrapped call."""
 
     value = False
 
@@ -60,7 +61,7 @@ class CollectiveInstrumentation:
         return self.cost_ns + self._stream_hooks.cost_ns
 
     def open(self) -> None:
-        """Wrap torch's functions, under both names by which callers reach them."""
+        """Wrap torch's functions in both modules through which callers reach them."""
         if self._open:
             return
         self._open = True
@@ -74,7 +75,7 @@ class CollectiveInstrumentation:
         self._stream_hooks.open()
 
     def open_backend(self, backend: Any) -> None:
-        """Wrap the methods of DeepSpeed's backend object; another one replaces the first."""
+        """Wrap the methods of DeepSpeed's backend object. A new object replaces the previous."""
         if backend is self._backend or not self._open:
             return
         self._backend = backend
@@ -83,7 +84,7 @@ class CollectiveInstrumentation:
                 self._patches.add(backend, name, partial(self._wrapper, reader))
 
     def close(self) -> None:
-        """Restore every name; wrappers that others keep become pass-throughs."""
+        """Restore the original functions. Wrappers that callers still hold just call them."""
         self._open = False
         self._stream_hooks.close()
         self._patches.restore()
@@ -105,7 +106,7 @@ class CollectiveInstrumentation:
         on_error = self._on_error
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling():  # must come first: else torch.compile(fullgraph=True) breaks
+            if is_compiling():  # must come first, or torch.compile(fullgraph=True) breaks
                 return original(*args, **kwargs)
             if inside.value or not self._open:
                 return original(*args, **kwargs)
@@ -155,7 +156,7 @@ class CollectiveInstrumentation:
 
 
 def _parameters_in_torch(name: str) -> Sequence[str] | None:
-    function = getattr(c10d, name, None)  # not every version has all
+    function = getattr(c10d, name, None)  # some versions of torch lack some functions
     return None if function is None else list(inspect.signature(function).parameters)
 
 

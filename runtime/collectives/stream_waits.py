@@ -1,7 +1,8 @@
 """Finds which collectives the compute stream waits for, and when that wait begins.
 
-A call that is issued or waited for on another stream does not block the compute stream by itself.
-That stream then carries the call, until the compute stream or the host waits for the stream.
+A call may be issued or waited for on a stream other than the compute stream. Such a call does not
+block the compute stream by itself. The other stream carries the call until the compute stream or
+the host waits for that stream.
 `StreamWaitTracker` records which stream carries which calls. `StreamHooks` wraps the functions by
 which streams and the host wait.
 """
@@ -24,15 +25,16 @@ from ..common.phase_timer import OTHER, PhaseTimer
 from .event_pool import EventPool
 from .groups import CollectiveCall, StreamWait
 
-# Calls that a stream carries while nothing waits for it; older ones have probably ended.
+# Maximum number of calls that a stream carries. Older calls have probably ended.
 MAX_CARRIED = 512
 
 
 class StreamWaitTracker:
-    """Records an event on the compute stream wherever it begins to wait for calls.
+    """Records an event on the compute stream at each point where it begins to wait for calls.
 
     Attributes:
-        dropped_in_capture: Calls, and waits for calls, left out because a graph was captured.
+        dropped_in_capture: Number of calls and waits that were left out because a graph was being
+            captured.
     """
 
     def __init__(self, events: EventPool) -> None:
@@ -57,15 +59,16 @@ class StreamWaitTracker:
         self._recorded.clear()
 
     def drops_in_capture(self, num_calls: int) -> bool:
-        """Return whether the current stream captures a graph. Count its calls as dropped."""
+        """Return whether the current stream captures a graph. If so, count the calls as dropped."""
         capturing = self._is_capturing()
         self.dropped_in_capture += num_calls * capturing
         return capturing
 
     def blocks_compute(self, calls: Iterable[CollectiveCall]) -> bool:
-        """Return whether synchronous calls were issued on the compute stream, which waits for them.
+        """Return whether synchronous calls block the compute stream.
 
-        Else the current stream carries them.
+        Calls that are issued on the compute stream block it. If the current stream is another
+        stream, that stream carries the calls.
         """
         stream = self._current_stream()
         if self._compute is None:
@@ -80,7 +83,7 @@ class StreamWaitTracker:
         self._awaited(self._current_stream(), (call,))
 
     def on_stream_wait(self, waiting: Stream, stream: Stream) -> None:
-        """Record that a stream is about to wait for all work queued on another."""
+        """Record that a stream is about to wait for all work queued on another stream."""
         carried = self._carried.get(self._handle_of(stream))
         if carried:
             self._awaited(waiting, carried)
@@ -88,7 +91,7 @@ class StreamWaitTracker:
                 carried.clear()
 
     def on_event_record(self, event: Event, stream: Stream | None = None) -> None:
-        """Record that an event marks this moment on a stream, by default on the current one."""
+        """Record that an event marks this moment on a stream, by default the current stream."""
         if not self._carried:
             return
         carried = self._carried.get(self._handle_of(stream or self._current_stream()))
@@ -104,9 +107,10 @@ class StreamWaitTracker:
             self._awaited(stream or self._current_stream(), carried)
 
     def on_stream_sync(self, stream: Stream) -> None:
-        """Record that the host is about to wait for a stream, and so queues no compute meanwhile.
+        """Record that the host is about to wait for a stream.
 
-        The device reaches an event on the compute stream once that stream has no more work.
+        The host does not queue any compute while it waits. An event is recorded on the compute
+        stream, and the device reaches the event once the compute stream has run out of work.
         """
         carried = self._carried.get(self._handle_of(stream))
         if carried and stream != self._compute:
@@ -134,11 +138,11 @@ class StreamWaitTracker:
         carried.extend(calls)
 
     def _mark_wait(self, calls: Iterable[CollectiveCall]) -> None:
-        """Mark this moment on the compute stream, for calls that it did not wait for before."""
-        # Calls that have settled ended long before the host came here: nothing waits for them.
+        """Mark this moment on the compute stream for the calls that it has not waited for yet."""
+        # Settled calls ended long before this moment, so the stream does not wait for them.
         blocking = [
             call
-            for call in list(calls)  # other threads may add to them
+            for call in list(calls)  # a copy, because other threads may add calls
             if call.stream_wait is None and not call.settled and call.start_event is not None
         ]
         if not blocking or self._compute is None or self.drops_in_capture(len(blocking)):
@@ -151,7 +155,7 @@ class StreamWaitTracker:
 
 
 class ReentryFlag(Protocol):
-    """Holds, for each thread apart, whether the thread is inside a wrapped function."""
+    """Holds, for each thread, whether the thread is inside a wrapped function."""
 
     value: bool
 
@@ -159,9 +163,9 @@ class ReentryFlag(Protocol):
 class StreamHooks:
     """Wraps the functions by which streams and the host wait, from `open` until `close`.
 
-    `open` does nothing where torch was built without the accelerator. Waits and events from C++ or
-    from `torch.accelerator` are not seen. A wrapper only calls the original function while the
-    hooks are closed, and within another wrapped function.
+    `open` does nothing if torch was built without the accelerator. Waits and events from C++ or
+    from `torch.accelerator` are not seen. While the hooks are closed, or inside another wrapped
+    function, a wrapper just calls the original function.
 
     Attributes:
         cost_ns: Nanoseconds that recording took.

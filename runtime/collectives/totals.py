@@ -1,4 +1,4 @@
-"""Sums over settled calls: those of a step for its record, those of a second for the metrics."""
+"""Adds up settled calls, by step for the step's record and by period for the metrics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PeriodTotals:
     """Sums over the calls between two publications of the metrics.
 
     Attributes:
-        comm_seconds: Length of the union of the calls' intervals, by group role.
+        comm_seconds: Seconds in which at least one call ran, by group role.
     """
 
     def __init__(self) -> None:
@@ -66,14 +66,14 @@ class _StepOpTotals:
 
 
 class StepCommTotals:
-    """Sums over the calls of one step, for its record.
+    """Sums over the calls of one step, for the step's record.
 
-    The times are those of all calls. The sums by operation leave out zerowatch's own, so that they
-    can be compared with the plan of an engine.
+    The times include all calls. The sums by operation leave out zerowatch's own calls, so that the
+    sums can be compared with the plan of an engine.
 
     Attributes:
-        seconds: Length of the union of all calls' intervals.
-        blocked_ns: Nanoseconds in which calls blocked training, by place in PHASES.
+        seconds: Seconds in which at least one call ran.
+        blocked_ns: Nanoseconds in which calls blocked training, by index in PHASES.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class StepCommTotals:
                 sums.duration_ns += call.end_ns - call.start_ns
 
     def totals(self) -> dict[str, CollectiveTotals]:
-        """Return the sums by operation; seconds are None where no call could be timed."""
+        """Return the sums by operation. Seconds are None if no call could be timed."""
         return {
             OPS[op]: CollectiveTotals(
                 calls=sums.calls,
