@@ -1,4 +1,4 @@
-"""Runs the controller on rank 0 such that its errors never reach training; reads the stop file."""
+"""Runs the controller on rank 0, so that its errors never reach training. Reads the stop file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .policy.policy_types import StepTime, SwitchRequest, SwitchResult
 logger = logging.getLogger(__name__)
 
 _OWN_FAILURE = "the tuner itself failed"
-POLL_SECONDS = 1.0  # between two batches of windows, and two checks of the stop file
+POLL_SECONDS = 1.0  # time between two batches of windows, and between two checks of the stop file
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class StopFile:
         return self._path or (None if folder is None else folder / "tuner.stop")
 
     def exists(self) -> bool | None:
-        """Whether the file exists; None if the disk does not allow to find out."""
+        """Whether the file exists; None if a disk error prevents the check."""
         path = self.path
         try:
             return path is not None and path.exists()
@@ -49,10 +49,10 @@ class StopFile:
 
 
 class ControllerRunner:
-    """Runs the controller; after its first error all ranks roll back to the known good values.
+    """Runs the controller. After its first error, all ranks roll back to the known good values.
 
-    Code that runs only once per window finds cold CPU caches, and takes ten times as long. So
-    without a trial, windows are buffered and passed to the controller about once a second.
+    Code that runs only once per window finds cold CPU caches, and takes ten times as long. If there
+    is no trial, windows are therefore buffered, and passed to the controller about once a second.
 
     Args:
         controller: The run's controller.
@@ -91,10 +91,11 @@ class ControllerRunner:
         self._guarded(self._controller.on_window_failed)
 
     def next_switch(self, *, pause_trial: bool = False) -> SwitchRequest | None:
-        """Return the switch that all ranks are to make; None if there is none.
+        """Return the switch that all ranks have to make; None if nothing has to be switched.
 
         Args:
-            pause_trial: Whether what is on trial must be taken out of use, e.g. for a checkpoint.
+            pause_trial: Whether the configuration on trial must be taken out of use, e.g. for a
+                checkpoint.
         """
         self._flush()
         next_switch = (

@@ -32,7 +32,7 @@ from .transaction import switch_all_ranks
 
 logger = logging.getLogger(__name__)
 
-STALE_SECONDS = 30.0  # without an update, after which the OOM risk counts as 0
+STALE_SECONDS = 30.0  # an OOM risk that is not updated for this long counts as 0
 
 
 class TunerSession(Protocol):
@@ -49,7 +49,7 @@ class TunerSession(Protocol):
         """Handle a committed window."""
 
     def pause_trial(self) -> None:
-        """Roll back what is on trial, e.g. before a checkpoint."""
+        """Roll back the configuration on trial, e.g. before a checkpoint."""
 
     def exclude_step_time(self) -> None:
         """Record that something other than training falls into the next step's time."""
@@ -116,11 +116,11 @@ class ActiveTunerSession:
         self._watch = engine_holder.engine.watch
         self._knobs = RunKnobs(engine_holder, window_runner, host_group, data)
         self._facts = job_facts(engine_holder.engine)
-        self._runner: ControllerRunner | None = None  # on other ranks it stays None
+        self._runner: ControllerRunner | None = None  # stays None on all ranks but rank 0
         self._create_runner = self._watch.fail_open.wrap("tuner", self._new_runner)
         self._oom_risk = ReportedOomRisk()
         self._last_end: float | None = None
-        self._is_in_window = False  # or the last window did not end
+        self._is_in_window = False  # still True at the start of a window if the last one failed
         window_runner.tuner_status_source = self._status
         self._watch.subscribe_internal(self._on_record)
 
@@ -131,10 +131,11 @@ class ActiveTunerSession:
         return opened is not None and any(each.is_on_trial for each in opened.tuner_statuses[:1])
 
     def on_window_start(self) -> None:
-        """Roll back what is on trial if the last window failed, as it may be the cause."""
+        """Roll back the configuration on trial if the last window failed."""
         if self._is_in_window:
             self._on_window_failed()
-            if self.is_on_trial:  # it may be the cause, and the next window would fail too
+            # The configuration may have caused the failure. The next window would then fail too.
+            if self.is_on_trial:
                 self._switch_all_ranks(pause_trial=True)
             self.exclude_step_time()
         self._is_in_window = True
@@ -157,7 +158,7 @@ class ActiveTunerSession:
                 replays=result.replays,
                 loss=result.loss if math.isfinite(result.loss) else None,
             )
-            if self._runner is None:  # only now the options of all knobs are known
+            if self._runner is None:  # the options of all knobs are known only after a window
                 self._runner = self._create_runner()
             if self._runner is not None:
                 self._runner.on_window_end(step)
@@ -166,7 +167,7 @@ class ActiveTunerSession:
             self._switch_all_ranks(pause_trial=False)
 
     def pause_trial(self) -> None:
-        """Roll back what is on trial, and exclude what follows from step times."""
+        """Roll back the configuration on trial, and exclude the next step's time."""
         if self._is_in_window:
             self._on_window_failed()
         self._switch_all_ranks(pause_trial=True)
@@ -185,13 +186,14 @@ class ActiveTunerSession:
 
     def close(self) -> None:
         """Release the knobs. Safe to call twice."""
-        if self._runner is not None and not self._is_in_window:  # else a trial may end the run
+        # If a window failed, the trial may have ended the run, and must count as crashed.
+        if self._runner is not None and not self._is_in_window:
             self._runner.close()
         self._window_runner.tuner_status_source = no_tuner_status
         self._knobs.close()
 
     def _status(self) -> TunerStatus:
-        """Return what this rank sends to all ranks at the start of a window."""
+        """Return the status that this rank sends to all ranks at the start of a window."""
         runner, step = self._runner, self._engine_holder.engine.global_steps
         return TunerStatus(
             exchanges_switch_request=runner is not None and runner.needs_exchange,
@@ -211,7 +213,7 @@ class ActiveTunerSession:
         self._last_end = perf_counter()
 
     def _on_window_failed(self) -> None:
-        """Handle a window that ended by an error, on all ranks, after it was opened."""
+        """Handle a window that ended with an error. An unopened window is not reported."""
         self._is_in_window = False
         if self._runner is not None and self._window_runner.opened is not None:
             self._runner.on_window_failed()
@@ -254,14 +256,14 @@ class ActiveTunerSession:
 
 
 class ReportedOomRisk:
-    """Holds this rank's latest OOM risk, unless it is outdated; the watch thread updates it."""
+    """Holds this rank's latest OOM risk. The watch thread updates the risk."""
 
     def __init__(self) -> None:
         self._step, self._risk, self._updated_at = 0, 0.0, 0.0
         self._invalid_until = -1
 
     def update(self, *, step: int, risk: float, seconds: float = 0.0) -> None:
-        """Set the risk of a step; ignored for steps before the last invalidation.
+        """Set the risk of a step. Steps up to the last invalidation are ignored.
 
         Args:
             step: Number of the step.
@@ -276,7 +278,7 @@ class ReportedOomRisk:
         self._invalid_until, self._risk = now, 0.0
 
     def current(self, *, now: int, seconds: float) -> float:
-        """Return the risk after step `now`; 0 where the risk is no longer updated.
+        """Return the risk after step `now`, or 0 if the risk is no longer updated.
 
         Args:
             now: Number of the last step.
@@ -289,7 +291,7 @@ class ReportedOomRisk:
 def open_history(engine: Any, settings: Settings, world_size: int) -> HistoryFile:
     """Return the history of the job that a DeepSpeed engine runs on `world_size` ranks.
 
-    The job's fingerprint covers what must be the same for verdicts to hold in a later run.
+    The job's fingerprint covers all facts that a later run must share if the verdicts are to hold.
     """
     named = engine.module.named_parameters()
     key = job_fingerprint(
@@ -349,7 +351,7 @@ def tuner_settings(
 ) -> Mapping[str, Any]:
     """Return the caller's settings, with its arguments `tuner` and `numerics` added.
 
-    Settings of a wrong type are returned as they are; `load_settings` refuses them.
+    Settings of a wrong type are returned unchanged, and `load_settings` refuses them later.
     """
     given = {} if settings is None else settings
     if not isinstance(given, Mapping) or not isinstance(given.get("tuner", {}), Mapping):

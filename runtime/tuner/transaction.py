@@ -1,6 +1,7 @@
-"""Applies a switch request on all ranks or on none; after any failure every rank rolls back.
+"""Applies a switch request on all ranks or on none. After any failure, every rank rolls back.
 
-Each phase that a rank may fail at ends in a vote: no rank continues where another one failed.
+A rank may fail in each phase. Each phase therefore ends with a vote of all ranks, and no rank
+continues if any rank has failed.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
-REASON_BYTES = 300  # of the reason that a rank sends to the others
+REASON_BYTES = 300  # maximum length of the reason that a rank sends to the other ranks
 
 
 class Fault(IntEnum):
-    """The rank that made a phase fail on this rank; the largest value of all ranks counts."""
+    """Which rank made a phase fail on this rank. The largest value over all ranks is used."""
 
     NONE = 0
     OTHER_RANK = 1
@@ -39,20 +40,20 @@ def switch_all_ranks(
     request: SwitchRequest | None,
     clock: Clock = perf_counter,
 ) -> tuple[SwitchRequest, SwitchResult] | None:
-    """Apply rank 0's request on all ranks; each calls this between the same two windows.
+    """Apply rank 0's request on all ranks. All ranks call this between the same two windows.
 
     Args:
         host_group: Connects all ranks.
         knobs: Knobs of this rank.
-        request: Rank 0's request, if there is one; requests of other ranks are ignored.
-        clock: Seconds of a monotonic clock.
+        request: Rank 0's request, or None. The argument is ignored on other ranks.
+        clock: Returns the seconds of a monotonic clock.
 
     Returns:
         The request and its result; None if there was no request.
 
     Raises:
-        RuntimeError: Another rank is gone. This rank's change is undone, unless the undo needs the
-        lost rank.
+        RuntimeError: Another rank is lost. This rank's change is undone, unless the undo needs the
+            lost rank.
     """
     text = host_group.broadcast_text(_to_json(request) if host_group.rank == 0 else "")
     received = _from_json(text)
@@ -67,7 +68,7 @@ def apply_switch(
     host_group: HostCollectives,
     clock: Clock = perf_counter,
 ) -> SwitchResult:
-    """Apply a switch request on all ranks, or leave all as they were; see `switch_all_ranks`."""
+    """Apply a switch request on all ranks, or on none. See `switch_all_ranks`."""
     began = clock()
     transaction = _RankTransaction(request, knobs)
     try:
@@ -95,10 +96,10 @@ def apply_switch(
 
 
 class _RankTransaction:
-    """Applies or undoes one rank's part of a transaction; raises nothing.
+    """Applies or undoes one rank's part of a transaction. Failures are recorded, not raised.
 
     Attributes:
-        problem: What failed on this rank; None if nothing did.
+        problem: The failure on this rank, as text. None if nothing failed.
         fault: Which rank caused the problem.
     """
 
@@ -138,7 +139,7 @@ class _RankTransaction:
         self._attempt("verify", verify)
 
     def undo(self) -> None:
-        """Restore the values before, at the first call."""
+        """Restore the values from before the switch. Later calls do nothing."""
         undo, self._undo = self._undo, None
         if undo is None:
             return
@@ -160,7 +161,7 @@ class _RankTransaction:
 
     @property
     def remaining_changes(self) -> str:
-        """What this rank reads back that is not as before, as text."""
+        """The knobs whose values differ from those before the switch, as text."""
         try:
             now, before = dict(self._knobs.values()), self._before or {}
         except FAILURES:
@@ -180,7 +181,7 @@ class _RankTransaction:
 
 
 class _Failure(NamedTuple):
-    """Why a switch failed, and whether a rank refused it before anything was changed."""
+    """Why a switch failed, and whether a rank refused the switch before anything was changed."""
 
     reason: str
     refused: bool
@@ -200,7 +201,7 @@ def _run(transaction: _RankTransaction, host_group: HostCollectives) -> _Failure
 
 
 def _gather(own: str, host_group: HostCollectives) -> list[str]:
-    """Return the texts of all ranks that give one, each with its rank."""
+    """Return the non-empty texts of all ranks, each prefixed with the rank's number."""
     own = own.encode()[:REASON_BYTES].decode(errors="ignore")
     texts = host_group.all_gather_text(own, REASON_BYTES)
     return [f"rank {rank}: {each.strip()}" for rank, each in enumerate(texts) if each.strip()]

@@ -1,15 +1,17 @@
 """Compares two configurations by a sequential A/B test: its design, statistics and result.
 
-Both configurations take turns in blocks of steps, and pairs of blocks are compared. The module does
-not depend on what the configurations are. A block's time is its lower median, which spikes do not
-move. A pair's difference is the log of A's time over B's, so it is positive where B is faster.
-Confidence bounds are computed after each pair: an interim analysis.
+The two configurations take turns in blocks of steps. Two consecutive blocks, one of each
+configuration, form a pair. The module does not depend on what the configurations are. The time of a
+block is the lower median of its steps, so that spikes do not change it. The difference of a pair is
+log(time of A / time of B), which is positive if B is faster. After each pair, an interim analysis
+computes confidence bounds of the mean difference.
 
-The constants were swept on simulated training (`tests/bench/tuner/simulated_trials.py`, with seeds
-other than those it reports). Step times are correlated over about ten steps, so distant blocks
-differ although nothing changed: many short blocks show more than few long ones. In 360 steps, one
-trial in blocks of 4 finds 97 of 100 gains of 3 %, with 3 false accepts in 1,000 trials; in blocks
-of 10 it finds 94, with 13. docs/trust.md reports sessions with a single trial each, on other seeds.
+The constants were chosen on simulated training (`tests/bench/tuner/simulated_trials.py`, with seeds
+other than those that it reports). Step times are correlated over about ten steps, so distant blocks
+differ even if nothing changed. Many short blocks therefore show more than a few long blocks. In 360
+steps, a trial with blocks of 4 steps finds 97 of 100 gains of 3 %, with 3 false accepts in 1,000
+trials. With blocks of 10 steps, it finds 94 gains, with 13 false accepts. docs/trust.md reports
+sessions with a single trial each, on other seeds.
 """
 
 from __future__ import annotations
@@ -27,49 +29,52 @@ from .policy_types import ApplyMode, Verdict
 # A is the configuration in use, B the proposed one.
 Variant = Literal["A", "B"]
 
-# Probability of one or more false accepts in a session, for any number of trials.
+# Maximum probability of one or more false accepts in a session, for any number of trials.
 SESSION_ALPHA = 0.05
-# The first trials, the most promising ones, have equal parts of SESSION_ALPHA; the parts of later
-# ones fall with the square of the trial's number.
+# The first trials are the most promising, and have equal parts of SESSION_ALPHA. The parts of later
+# trials fall with the square of the trial's number.
 EVEN_TRIALS = 5
-# The sum of all parts, in units of a first trial's. 0.18133 is the sum of 1/k^2 from k = 6 on.
+# The sum of all parts, if the part of the first trial is 1. 0.18133 is the sum of 1/k^2 for k >= 6.
 SUM_OF_PARTS = EVEN_TRIALS + EVEN_TRIALS**2 * 0.18133
 
 # Live changes.
-BLOCK_SECONDS = 2.0  # wanted length of a block
+BLOCK_SECONDS = 2.0  # intended length of a block
 MIN_BLOCK_STEPS = 2
 MAX_BLOCK_STEPS = 4
-LIVE_PAIRS = 32  # after so many pairs of blocks an inconclusive trial ends
+LIVE_PAIRS = 32  # pairs of blocks after which an inconclusive trial ends
 MIN_MEASURED_LIVE_GAIN = 0.01
-# In simulation, all interim analyses of a trial together falsely accept a knob without effect with
-# twice the level of one. So one has half of the trial's alpha.
+# In simulation, a trial's false-accept rate is twice the level of one interim analysis. Each
+# analysis therefore uses half of the trial's alpha.
 LIVE_LEVEL_RATIO = 0.5
 
-# Changes with a rebuild. It takes seconds, so blocks are longer, and small gains are not searched
-# for.
+# Changes with a rebuild. A rebuild takes seconds, so blocks are longer, and small gains are not
+# searched for.
 REBUILD_BLOCK_SECONDS = 10.0
 MIN_REBUILD_STEPS = 4
 MAX_REBUILD_STEPS = 10
 REBUILD_PAIRS = 8
 MIN_MEASURED_REBUILD_GAIN = 0.03
-# An accept requires a mean gain of 3 % besides the lower bound, which a knob without effect rarely
-# shows. In simulation false accepts of a trial are at most a fifth of the level of one analysis, so
-# the level may be four times the trial's alpha.
+# An accept requires a mean gain of 3 % besides the lower bound. A knob without effect rarely shows
+# such a gain. In simulation, a trial's false-accept rate is at most a fifth of the level of one
+# interim analysis. The level may therefore be four times the trial's alpha.
 REBUILD_LEVEL_RATIO = 4.0
 
-# Harm ends a trial early: two pairs slower by HARM, or RUNAWAY_STEPS consecutive steps of B that
-# are all slower than A's slowest by RUNAWAY. Fewer steps may all be spikes.
+# A trial ends early if B is slower by HARM in two pairs. It also ends early if RUNAWAY_STEPS
+# consecutive steps of B are all slower than A's slowest step by RUNAWAY. Fewer steps could all be
+# spikes.
 HARM = log(1.15)  # log ratio of step times
 RUNAWAY = log(1.5)  # log ratio of step times
 RUNAWAY_STEPS = 3
-# HARM and RUNAWAY are raised to so many standard deviations of a step before the trial.
+# A log ratio ends a trial early only if it is also above this multiple of the noise. The noise is
+# the standard deviation of the log of step times before the trial.
 NOISE_DEVIATIONS = 4.0
-HARM_GAIN = -0.01  # an upper bound below it shows harm
+HARM_GAIN = -0.01  # an upper bound of the gain below this value shows harm
 MAX_PAUSES = 3  # pauses within one block, after which a trial is aborted
 MAX_UNUSABLE = 50  # consecutive unusable steps, after which a trial is aborted
-# Level of the upper bound below which a trial ends for futility. A wrong end costs a gain and does
-# no harm. In simulation, a knob without effect takes half the steps of a level of 0.02, and one
-# more of 100 gains of 3 % is missed.
+# Level of the upper bound of the gain. A trial ends as futile if this bound is below the minimum
+# gain. A trial that ends wrongly misses a gain, but does not do harm. In simulation, a knob without
+# effect takes half as many steps as with a level of 0.02, and one more of 100 gains of 3 % is
+# missed.
 FUTILITY_LEVEL = 0.1
 
 
@@ -80,21 +85,22 @@ class TrialDesign:
     Attributes:
         block_steps: Usable steps in a block.
         settle_steps: Steps ignored after each switch.
-        min_gain: Minimum gain of throughput worth a change, 0.01 for 1 %.
-        alpha: Probability of accepting a knob without effect.
-        interim_level: Level of one interim analysis, such that all of them together keep to
-            `alpha`.
+        min_gain: Minimum gain of throughput that is worth a change; 0.01 means 1 %.
+        alpha: Maximum probability of accepting a knob without effect.
+        interim_level: Level of one interim analysis. It is chosen so that the analyses of a trial
+            together accept a knob without effect with a probability of at most `alpha`.
         first_interim_pair: Number of the pair after which the first interim analysis is made.
         max_pairs: Pairs after which an inconclusive trial ends.
-        few_switches: Whether switches are expensive, so that there is only one per pair.
-        starts_with: The variant of the first block, in use when the trial starts.
-        early_accept_log_ratio: Log ratio of step times that two consecutive pairs must show for an
-            early accept, with each step of B faster than each of A.
-        first_pair_accept_log_ratio: The same for the first pair; None where one pair is not enough.
-        noise: Standard deviation of the log of step times before the trial. Only what exceeds it
-            ends a trial early.
+        few_switches: Whether switches are expensive, so that there is only one switch per pair.
+        starts_with: The variant of the first block, which is in use when the trial starts.
+        early_accept_log_ratio: Log ratio of step times that two consecutive pairs must exceed for
+            an early accept. In addition, each step of B must be faster than each step of A.
+        first_pair_accept_log_ratio: Log ratio that the first pair must exceed for an early accept
+            without a second pair. None if one pair is never enough.
+        noise: Standard deviation of the log of step times before the trial. A log ratio ends a
+            trial early only if it also exceeds NOISE_DEVIATIONS times this noise.
         initial_a_block: Seconds per sample of the steps right before the trial, used as the first
-            block of A; empty where something came in between.
+            block of A. Empty if these steps cannot be used.
     """
 
     block_steps: int
@@ -119,9 +125,9 @@ def design_trial(
 
     Args:
         step_seconds: Usual time of a step, above 0.
-        number: 1 + the session's trials that accepted nothing. A trial that accepts passes its
-            alpha on to the next one (online fallback procedure: Tian and Ramdas 2021,
-            https://arxiv.org/abs/1910.04900).
+        number: 1 + the number of the session's trials that did not accept a change. A trial that
+            accepts a change passes its alpha on to the next trial (online fallback procedure: Tian
+            and Ramdas 2021, https://arxiv.org/abs/1910.04900).
         apply_mode: Whether the change needs a rebuild.
         settle_steps: Steps ignored after each switch.
     """
@@ -153,16 +159,20 @@ def design_trial(
 
 
 def trial_alpha(number: int) -> float:
-    """Return a trial's part of `SESSION_ALPHA`; the parts of all trials sum to less than it."""
+    """Return a trial's part of `SESSION_ALPHA`.
+
+    The parts of all trials together do not exceed `SESSION_ALPHA`.
+    """
     return SESSION_ALPHA / SUM_OF_PARTS * min(1.0, (EVEN_TRIALS / number) ** 2)
 
 
 def variant_sequence(*, starts_with: Variant, few_switches: bool) -> Iterator[Variant]:
-    """Yield the variant of each block, without end; two consecutive blocks are a pair of both.
+    """Yield the variant of each block, without end.
 
-    The order within pairs follows the Thue-Morse sequence, so that neither linear nor quadratic
-    drift nor anything periodic favors a variant. With few switches pairs alternate between A B and
-    B A, which cancels linear drift only, but switches once per pair.
+    Every two blocks form a pair, with one block of each variant. The order within the pairs follows
+    the Thue-Morse sequence, so that linear drift, quadratic drift and periodic changes do not favor
+    a variant. With `few_switches`, the pairs alternate between A B and B A. This order needs only
+    one switch per pair, but cancels linear drift only.
     """
     other: Variant = "A" if starts_with == "B" else "B"
     for pair in count():
@@ -176,17 +186,18 @@ def _steps(wanted: float, least: int, most: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResult:
-    """What a trial measured, and the verdict that follows from it.
+    """The measurements and the verdict of a trial.
 
     Attributes:
-        verdict: "accepted" where B is faster, "rolled_back" where it does harm, else "rejected":
-            its gain is too small or uncertain.
-        gain: Throughput of B over A, minus 1; the mean of all pairs.
-        lower: Lower bound of the gain, at the level of acceptance. After an early end, the bound
-            follows from the least favorable single steps of A and B.
-        upper: Upper bound of the gain, at the level at which a trial ends as futile.
-        pairs: Compared pairs of blocks.
-        steps: Steps of the trial.
+        verdict: "accepted" if B is faster, "rolled_back" if B does harm, else "rejected". A change
+            is rejected if its gain is too small or uncertain.
+        gain: Throughput of B divided by throughput of A, minus 1. It is the mean over all pairs.
+        lower: Lower bound of the gain, at the level of an interim analysis. After an early end, the
+            bound compares B's slowest step with A's fastest step.
+        upper: Upper bound of the gain, at FUTILITY_LEVEL. After an early end, the bound compares
+            B's fastest step with A's slowest step.
+        pairs: Number of compared pairs of blocks.
+        steps: Number of steps of the trial.
         reason: Why the trial ended, as half a sentence.
     """
 
@@ -201,24 +212,24 @@ class TrialResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
-    """A block of A and a block of B: seconds per sample of their steps."""
+    """A block of A and a block of B, each as the seconds per sample of its steps."""
 
     a: Sequence[float]
     b: Sequence[float]
 
     @property
     def difference(self) -> float:
-        """Log of A's time over B's."""
+        """Log of A's time divided by B's time."""
         return log(median_low(self.a) / median_low(self.b))
 
     @property
     def lowest(self) -> float:
-        """Log gain of B's slowest step over A's fastest."""
+        """Log gain if B's slowest step is compared with A's fastest step."""
         return log(min(self.a) / max(self.b))
 
     @property
     def highest(self) -> float:
-        """Log gain of B's fastest step over A's slowest."""
+        """Log gain if B's fastest step is compared with A's slowest step."""
         return log(max(self.a) / min(self.b))
 
 
@@ -226,7 +237,7 @@ class AbComparison:
     """Chooses the variant of the next step, and ends the trial as soon as the data allow.
 
     Attributes:
-        variant: Variant of the next step; once there is a result, of the last one.
+        variant: Variant of the next step. Once there is a result, the variant of the last step.
         result: The result; None while the trial runs.
     """
 
@@ -237,7 +248,7 @@ class AbComparison:
             starts_with=design.starts_with, few_switches=design.few_switches
         )
         self.variant: Variant = next(self._sequence)
-        # A is in use already; B has to settle.
+        # A is in use already, so only B has to settle.
         self._unsettled = design.settle_steps if self.variant == "B" else 0
         self._block: list[float] = []  # seconds per sample of the steps of the current block
         self._last: dict[Variant, Sequence[float]] = {}  # the latest complete block of each variant
@@ -252,7 +263,7 @@ class AbComparison:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether it is interrupted too often to come to a result."""
+        """Whether the trial is interrupted too often to come to a result."""
         return self._pauses >= MAX_PAUSES or self._unusable >= MAX_UNUSABLE
 
     @property
@@ -262,7 +273,7 @@ class AbComparison:
 
     @property
     def may_end_block(self) -> bool:
-        """Whether the next step, if usable, ends a block."""
+        """Whether the next step ends a block if the step is usable."""
         if self.result or self._unsettled:
             return False
         length = len(self._block) + 1
@@ -270,13 +281,13 @@ class AbComparison:
         return is_full or (length >= RUNAWAY_STEPS and self._is_runaway())
 
     def pause(self) -> None:
-        """Discard the current block, because something else comes in between."""
+        """Discard the current block, because the trial is interrupted, e.g. by a checkpoint."""
         self._block = []
         self._unsettled = self._design.settle_steps
         self._pauses += 1
 
     def add(self, seconds_per_sample: float | None) -> None:
-        """Add the next step's time; None and values of 0 or less are unusable."""
+        """Add the next step's time. None, infinity, and values of 0 or less are unusable."""
         if self.result:
             return
         self._steps += 1
@@ -300,7 +311,7 @@ class AbComparison:
         return log(min(self._block) / max(self._last["A"])) > self._noise_margin(RUNAWAY)
 
     def _noise_margin(self, ratio: float) -> float:
-        """Return the larger one of a log ratio and of what exceeds the noise."""
+        """Return `ratio`, or NOISE_DEVIATIONS times the noise if that is larger."""
         return max(ratio, NOISE_DEVIATIONS * self._design.noise)
 
     def _stop_runaway(self) -> None:
@@ -330,7 +341,7 @@ class AbComparison:
             self._check_bounds()
 
     def _early_accept(self) -> Sequence[_Pair]:
-        """Return the latest pairs if they suffice for an accept without statistics; else none."""
+        """Return the latest pairs if they suffice for an early accept, else an empty sequence."""
         design = self._design
         if len(self._pairs) > 1:
             needed, latest = design.early_accept_log_ratio, self._pairs[-2:]

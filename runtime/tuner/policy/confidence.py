@@ -1,10 +1,10 @@
 """Computes confidence bounds of the mean of a few noisy differences.
 
 Disturbed blocks are outliers, so the mean is winsorized, with the standard error of Tukey and
-McLaughlin. In 20,000 simulated trials without effect (`tests/bench/tuner/simulated_trials.py`)
-Student's quantiles hold to 7 % down to a level of 0.001; the plain error of the winsorized values
-is two fifths too small. Fewer than 8 values are not winsorized: too few would be left, and outliers
-then widen the plain error, which is conservative.
+McLaughlin. In 20,000 simulated trials without effect (`tests/bench/tuner/simulated_trials.py`),
+Student's quantiles hold to 7 % down to a level of 0.001. The plain standard error of the winsorized
+values would be two fifths too small. Fewer than 8 values are not winsorized, because too few values
+would be left. Outliers then widen the plain standard error, which is conservative.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from functools import lru_cache
 from math import atan, cos, inf, pi, sin, sqrt
 from statistics import fmean, stdev
 
-WINSORIZED_FROM = 8  # values; fewer are not winsorized
-WINSORIZED_ONE_OF = 8  # at each end, one value of so many is winsorized
-MIN_ERROR = 1e-4  # for differences that are equal by chance or by a coarse clock
+WINSORIZED_FROM = 8  # fewer values than this are not winsorized
+WINSORIZED_ONE_OF = 8  # at each end, one of this many values is winsorized
+# Minimum standard error. Differences may all be equal by chance or because of a coarse clock.
+MIN_ERROR = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from .trial_search import TrialSearch
 
 
 class ConfigurationState:
-    """Tracks three configurations of one job; each is complete.
+    """Tracks three configurations of one job. Each configuration has every knob.
 
     Args:
         knobs: Knobs of rank 0, which are read but not set.
@@ -21,7 +21,7 @@ class ConfigurationState:
         known_good: Configuration that the job uses without a trial.
         in_use: Configuration that all ranks use now.
         wanted: Configuration that the next switch leads to.
-        reason: What it is wanted for, as half a sentence for messages.
+        reason: Why this configuration is wanted, as half a sentence for messages.
     """
 
     def __init__(self, knobs: KnobSetter, listener: TunerListener) -> None:
@@ -39,12 +39,12 @@ class ConfigurationState:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the job uses what is wanted."""
+        """Whether the job uses the wanted configuration."""
         return self.wanted == self.in_use
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether the job uses something not known to be good."""
+        """Whether the job uses a configuration that is not known to be good."""
         return self.in_use != self.known_good
 
     def request(self, wanted: Configuration, reason: str) -> None:
@@ -79,8 +79,8 @@ class ConfigurationState:
     def commit(self) -> None:
         """Treat the configuration in use as known to be good.
 
-        A rebuilt engine may have other knobs. Values of knobs that it lacks are kept for a
-        rollback.
+        A rebuilt engine may have other knobs than the engine before. Values of knobs that the new
+        engine lacks are kept for a rollback.
         """
         self.wanted = {**self.in_use, **self._knobs.values()}
         self.known_good = self.wanted
@@ -128,7 +128,8 @@ class PendingAccept:
 
         Args:
             reason: Why not, as half a sentence.
-            refused: Whether a rank refused it before anything was changed; then only for this run.
+            refused: Whether a rank refused the configuration before anything was changed. If so,
+                the configuration is rejected for this run only.
         """
         if self._decision is not None:
             self._search.on_failed(self._decision.proposal.changes, refused=refused)

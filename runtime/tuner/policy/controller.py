@@ -1,8 +1,9 @@
 """Runs the tuner's state machine on rank 0: decides what to change, and whether a change stays.
 
-The controller changes no knob itself. After each step it updates its state: `needs_exchange` is
-true where the ranks have to exchange a switch request after the next step, and `configuration` has
-the request. Pure but for the metrics that it reads.
+The controller does not change any knob itself. After each step, it updates two properties.
+`needs_exchange` is true if the ranks have to exchange a switch request after the next step, and
+`configuration` holds that request. The controller has no other input than its arguments and the
+metrics that it reads.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from .trial_search import TrialSearch
 logger = logging.getLogger(__name__)
 
 SETTLE_STEPS = 2  # steps that are not measured after a rollback
-MAX_FAILURES = 2  # failed changes, after which the tuner enters safe mode
-MEMORY_FREED_STEPS = 5  # steps after memory was freed, until the forecast includes it
+MAX_FAILURES = 2  # number of failed changes after which the tuner enters safe mode
+MEMORY_FREED_STEPS = 5  # steps until the forecast takes freed memory into account
 
-# From each state the states that may follow. An accepted memory saving needs no trial, so ACCEPT
-# may follow WARMUP, OBSERVE and COOLDOWN too.
+# The states that may follow each state. An accepted memory saving does not need a trial, so ACCEPT
+# may also follow WARMUP, OBSERVE and COOLDOWN.
 TRANSITIONS: Mapping[State, frozenset[State]] = {
     State.WARMUP: frozenset({State.OBSERVE, State.ACCEPT}),
     State.OBSERVE: frozenset({State.PROPOSE, State.ACCEPT, State.SAFE_MODE, State.FROZEN}),
@@ -57,11 +58,11 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
     State.SAFE_MODE: frozenset({State.FROZEN}),
     State.FROZEN: frozenset({State.OBSERVE, State.SAFE_MODE}),
 }
-_INACTIVE = (State.FROZEN, State.SAFE_MODE)  # nothing is tried
+_INACTIVE = (State.FROZEN, State.SAFE_MODE)  # states in which nothing is tried
 
 
 class Controller:
-    """Diagnoses one run, starts trials, and decides by their results; on rank 0 only.
+    """Diagnoses one run, starts trials, and decides by their results. Exists on rank 0 only.
 
     Args:
         knobs: Knobs of rank 0, which are read but not set.
@@ -72,7 +73,7 @@ class Controller:
         history: History of earlier runs of this job.
 
     Attributes:
-        configuration: Configurations in use, wanted and known to be good.
+        configuration: The configurations that are in use, wanted, and known to be good.
         state: One of the keys of TRANSITIONS.
     """
 
@@ -94,8 +95,10 @@ class Controller:
         self.configuration = ConfigurationState(knobs, listener)
         self._trial: Trial | None = None
         self._pending_accept = PendingAccept(self.configuration, self._search, listener)
-        self._unreported: list[Decision] = []  # until what they undo is out of use on all ranks
-        self._inputs: TunerInput | None = None  # of the last proposals, from which more may follow
+        # Decisions against changes are reported once no rank uses these changes any more.
+        self._unreported: list[Decision] = []
+        # The inputs of the last proposals. More proposals may follow from the same inputs.
+        self._inputs: TunerInput | None = None
         self._num_failures, self._step_seconds = 0, 1.0
         self._num_settling = 0  # steps to skip
         self._num_idle = WARMUP_STEPS  # steps until something is tried
@@ -104,7 +107,7 @@ class Controller:
 
     @property
     def accepts_batches(self) -> bool:
-        """Whether steps may be passed later and several at once, because nothing is on trial."""
+        """Whether steps may be passed late and in batches, because nothing is on trial."""
         return self._trial is None and self.configuration.is_settled
 
     @property
@@ -138,7 +141,7 @@ class Controller:
         self._search.budget.elapse(step.seconds)
         self._step_seconds = step.seconds
         if step.replays:
-            self.configuration.adopt_external()  # memory savings of the recovery are kept
+            self.configuration.adopt_external()  # keep what the out-of-memory recovery changed
         if self.state is not State.FROZEN and self._emergency_savings.is_due(step):
             self._free_memory(step)
         elif self._trial is not None:
@@ -148,16 +151,17 @@ class Controller:
             self._observe(step)
 
     def on_window_failed(self) -> None:
-        """Handle a step that ended by an error: roll back what was on trial in it."""
+        """Handle a step that ended with an error. A configuration on trial is rolled back."""
         if self.configuration.is_on_trial:
             self._abort_trial("a window with it ended by an error")
         self.configuration.adopt_external()
 
     def pause_trial(self) -> SwitchRequest | None:
-        """Return the switch that takes a proposal out of use for now, e.g. for a checkpoint."""
+        """Return the switch that interrupts a trial for now, e.g. for a checkpoint."""
         if self._trial is not None:
             self._trial.pause()
-        if not self._pending_accept.is_pending:  # an accepted configuration is set now
+        # If an accepted configuration is pending, the switch sets that configuration instead.
+        if not self._pending_accept.is_pending:
             self.configuration.wanted = self.configuration.known_good
         return self.configuration.pending_switch()
 
@@ -169,7 +173,7 @@ class Controller:
         self._restart_observation()
 
     def freeze(self) -> None:
-        """Roll back what is on trial, and try nothing until `thaw`."""
+        """Roll back the configuration on trial, and do not try anything until `thaw`."""
         if self.state is not State.FROZEN:
             self._interrupt_trial("the stop file exists")
             self._enter(State.FROZEN)
@@ -195,7 +199,7 @@ class Controller:
         self._listener.on_state(state)
 
     def _restart_observation(self) -> None:
-        """Observe the job from the start, if anything may be tried."""
+        """Discard all observations. Observe the job again, unless the state is inactive."""
         self._inputs = None
         self._observer.reset()
         if self.state not in _INACTIVE:
@@ -220,7 +224,7 @@ class Controller:
             return
         elif self.state is not State.OBSERVE:  # warm-up or cooldown is over
             self._restart_observation()
-        elif self._inputs is not None:  # of the last trial, which changed nothing
+        elif self._inputs is not None:  # the last trial did not change anything
             self._try_next(self._inputs, step)
         elif reading is not None:
             self._diagnose(reading, step)
@@ -232,7 +236,7 @@ class Controller:
         if not self._options.acts:
             for trial in self._search.proposals_to_advise(inputs):
                 self._listener.on_decision(trial.decision("advised", trial.proposal.reason))
-        elif inputs.symptom(MEMORY_PRESSURE) is None:  # EmergencySavings acts on that
+        elif inputs.symptom(MEMORY_PRESSURE) is None:  # EmergencySavings handles memory pressure
             self._try_next(inputs, step)
 
     def _try_next(self, inputs: TunerInput, step: StepTime) -> None:
@@ -242,7 +246,7 @@ class Controller:
             return
         self._enter(State.PROPOSE)
         for trial, reason in self._search.trials(inputs, step, baseline):
-            self._enter(State.PROPOSE)  # again, after a refused one
+            self._enter(State.PROPOSE)  # again, because a refused trial has left this state
             self._enter(State.PREFLIGHT)
             self._trial = trial
             if reason is None:
@@ -258,7 +262,7 @@ class Controller:
         """Handle a step of a trial."""
         if trial.is_stalled:
             self._abort_trial("too few consecutive windows could be measured")
-        elif self.configuration.in_use != trial.wanted:  # it was paused
+        elif self.configuration.in_use != trial.wanted:  # the trial was paused
             self.configuration.wanted = trial.wanted
         else:
             self._search.budget.spend(trial.add(step, self._observer.baseline))
@@ -280,7 +284,7 @@ class Controller:
                 end(trial.decision(result.verdict, result.reason))
 
     def _abort_trial(self, reason: str, *, failed: bool = False) -> None:
-        """End a trial that could not be started, or must not continue."""
+        """End a trial that could not be started or must not continue."""
         if self._trial is None:
             return
         decision = self._trial.abort_decision(reason, in_use=self.configuration.in_use)
@@ -294,7 +298,7 @@ class Controller:
             self._enter_safe_mode(f"{self._num_failures} changes failed, the last one: {reason}")
 
     def _reject(self, decision: Decision) -> None:
-        """End a trial with a verdict against the change, which is saved in the history."""
+        """End a trial with a verdict against its change. The verdict is saved in the history."""
         self._history.reject(decision.proposal.changes)
         self._roll_back(decision)
 
@@ -306,7 +310,7 @@ class Controller:
         self._report_undone()
 
     def _interrupt_trial(self, reason: str) -> None:
-        """End what is on trial without a verdict on it; it may be tried again.
+        """End the trial without a verdict. Its change may be tried again.
 
         Args:
             reason: Why, as half a sentence.
@@ -328,7 +332,7 @@ class Controller:
             self._listener.on_decision(decision)
 
     def _keep_what_is_left(self, result: SwitchResult) -> None:
-        """Keep a configuration that could not be undone, report it, and try nothing more."""
+        """Keep a configuration that could not be undone, report it, and enter safe mode."""
         trial, good = self._trial, self.configuration.known_good
         pending = self._pending_accept.drain()
         kept = [*self._unreported, *([] if pending is None else [pending])]
@@ -352,7 +356,7 @@ class Controller:
         self._enter_safe_mode(outcome)
 
     def _discard_trial(self) -> None:
-        """End what is on trial, without a report."""
+        """End the trial without a report."""
         self._observer.interrupt()
         self._history.on_trial_end()
         self._search.num_fruitless += self._trial is not None and self._trial.has_started
@@ -379,9 +383,13 @@ class Controller:
             self._enter(State.COOLDOWN)
 
     def _free_memory(self, step: StepTime) -> None:
-        """Act on a risk of running out of memory: first roll back what is on trial."""
+        """Act on a risk of running out of memory.
+
+        If a change is on trial or about to be set, it is rolled back. A memory saving is applied
+        only if the risk is high again later.
+        """
         if self._trial is not None or self._pending_accept.is_pending:
-            if self.state in (State.APPLIED, State.TRIAL):  # it may be the cause
+            if self.state in (State.APPLIED, State.TRIAL):  # the change may be the cause
                 self._abort_trial(f"the risk of running out of memory is {step.oom_risk:.0%}")
             self._interrupt_trial(f"the risk of running out of memory is {step.oom_risk:.0%}")
             return
@@ -390,7 +398,7 @@ class Controller:
             self._accept(decision)
 
     def _enter_safe_mode(self, reason: str) -> None:
-        """Try nothing more in this run; only act on a risk of running out of memory."""
+        """Stop all trials in this run. Only a risk of running out of memory is still handled."""
         self._interrupt_trial(reason)
         logger.warning("tuner in safe mode, nothing more is tried in this run: %s", reason)
         self._num_failures = MAX_FAILURES
@@ -399,7 +407,7 @@ class Controller:
 
 
 class EmergencySavings:
-    """Selects changes that free memory before it runs out; they are applied without a trial.
+    """Selects changes that free memory before it runs out. These changes do not need a trial.
 
     Args:
         search: Finds possible changes.
@@ -440,10 +448,12 @@ class EmergencySavings:
 class LossGuard:
     """Detects a loss far above its recent range, which a change of rounding may cause."""
 
-    MAX_LOSSES = 50  # steps whose losses are the recent range
-    MIN_LOSSES = 10  # with fewer losses nothing is detected
-    MAX_DEVIATIONS = 6.0  # standard deviations
-    MIN_SPREAD = 0.01  # of the loss, so that a constant loss has no outliers
+    MAX_LOSSES = 50  # number of recent steps whose losses are the recent range
+    MIN_LOSSES = 10  # with fewer losses, nothing is detected
+    MAX_DEVIATIONS = 6.0  # standard deviations above the median that are still accepted
+    # Minimum standard deviation, as a share of the loss. Without this minimum, any change of a
+    # constant loss would be an outlier.
+    MIN_SPREAD = 0.01
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=self.MAX_LOSSES)

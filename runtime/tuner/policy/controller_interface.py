@@ -11,8 +11,8 @@ from .diagnose import Thresholds
 from .policy_types import Configuration, Numerics, Proposal, State, Symptom
 from .trial import Decision
 
-WARMUP_STEPS = 5  # before the first diagnosis, in a TrainingRun and in any other run
-MIN_COOLDOWN_STEPS = 5  # without a trial after an accepted change, however long a step takes
+WARMUP_STEPS = 5  # steps before the first diagnosis, in a TrainingRun and in any other run
+MIN_COOLDOWN_STEPS = 5  # steps without a trial after an accepted change, however long a step is
 _DEFAULTS = TunerSettings()
 
 
@@ -22,12 +22,13 @@ class TunerOptions:
 
     Attributes:
         numerics: Strictness of numerics that every change keeps to.
-        acts: Whether it changes anything; otherwise it only advises.
+        acts: Whether the tuner changes anything. If not, the tuner only advises.
         allows_rebuild: Whether the engine may be rebuilt.
         min_gain: Minimum gain of throughput worth a change.
         exploration_ratio: Largest share of the training time that trials may cost.
         cooldown_steps: Steps after an accepted change without a trial.
-        cooldown_seconds: The same in seconds; the shorter of both applies.
+        cooldown_seconds: Seconds after an accepted change without a trial. The shorter one of
+            `cooldown_steps` and `cooldown_seconds` applies.
         diagnosis_interval_seconds: Training time that a diagnosis is made from.
         total_steps: Steps of the whole training; None if unknown.
         thresholds: Thresholds of the diagnosis.
@@ -45,7 +46,11 @@ class TunerOptions:
     thresholds: Thresholds = field(default_factory=Thresholds)
 
     def cooldown(self, step_seconds: float) -> int:
-        """Return the windows of that length without a trial after an accepted change."""
+        """Return the number of windows without a trial after an accepted change.
+
+        Args:
+            step_seconds: Duration of one window.
+        """
         steps = round(self.cooldown_seconds / max(step_seconds, 1e-9))
         return min(self.cooldown_steps, max(MIN_COOLDOWN_STEPS, steps))
 

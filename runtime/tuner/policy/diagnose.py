@@ -13,8 +13,10 @@ from ....metrics.settings import Settings
 from .metrics_delta import MetricsDelta, known_values
 from .policy_types import Symptom
 
-MIN_CAUSE_RATIO = 0.02  # of training time; a smaller cause is not worth a trial
-_CONTEXT_HYSTERESIS = 0.75  # in powers of two; rounding alone changes at half of one
+MIN_CAUSE_RATIO = 0.02  # share of training time; a smaller cause is not worth a trial
+# A figure of a context must change by this many powers of two before its rounded value changes.
+# Without hysteresis, the rounded value would change at 0.5.
+_CONTEXT_HYSTERESIS = 0.75
 _COMPUTE = ("forward", "backward", "optimizer")
 # Names of symptoms, as in SYMPTOMS of `metrics/catalog/tuner.py`.
 MEMORY_PRESSURE = "memory_pressure"
@@ -67,7 +69,7 @@ def diagnose(
 ) -> tuple[Symptom, ...]:
     """Return the symptoms: memory pressure first, then by share of time, idle memory last.
 
-    A missing metric is no symptom; a stale reading has none.
+    A missing metric does not give a symptom. A stale reading does not give any symptoms.
     """
     symptoms = [
         *_memory(reading, thresholds),
@@ -83,7 +85,7 @@ def diagnose(
 def exposed_ratio(
     reading: MetricsDelta, thresholds: Thresholds = DEFAULT_THRESHOLDS
 ) -> float | None:
-    """Return the share of waiting for collectives; None where it is unknown or unreliable.
+    """Return the share of waiting for collectives; None if it is unknown or unreliable.
 
     The share leaves out the transfer of zerowatch's own collectives, like
     `MetricsDelta.exposed_ratio`.
@@ -113,7 +115,7 @@ def context_of(reading: MetricsDelta, near: MetricsDelta | None = None) -> str:
 
 
 def adjacent_contexts(context: str) -> Sequence[str]:
-    """Return the names of contexts that differ only in a link half or twice as fast."""
+    """Return the names of the contexts whose link is half or twice as fast, all else equal."""
     known = re.match(r"(link 2\^)(-?\d+)(.*)", context)
     if known is None:
         return ()
@@ -180,9 +182,9 @@ def _device(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
 def _busy_ratio(reading: MetricsDelta, thresholds: Thresholds) -> float | None:
     """Return the busy share of the training device.
 
-    On a CPU: the share of time in which the training thread computes, or waits for collectives,
-    which has its own symptoms. The number of busy cores says little there, it follows the number of
-    threads.
+    On a CPU, this is the share of time in which the training thread computes or waits for
+    collectives. Waiting for collectives has its own symptoms. The number of busy cores is not used,
+    because it depends on the number of threads.
     """
     if not reading.on_cpu:
         return reading.device_utilization
@@ -194,9 +196,10 @@ def _busy_ratio(reading: MetricsDelta, thresholds: Thresholds) -> float | None:
 
 
 def _host(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
-    """Find a job that waits for Python; on a CPU only time outside all phases shows it.
+    """Find a job that waits for Python. On a CPU, only time outside all phases shows this wait.
 
-    A TrainingRun's ranks wait for each other outside all phases, too: that is no time of Python's.
+    The ranks of a TrainingRun also wait for each other outside all phases. This wait is not counted
+    as time of Python.
     """
     exposed = exposed_ratio(reading, thresholds)
     if exposed is None or exposed > thresholds.max_exposed_comm_ratio:
@@ -226,7 +229,10 @@ def _data(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
 
 
 def _straggler(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
-    """Find a slow rank: this one by its score, another by the time that this one waits for it."""
+    """Find a slow rank.
+
+    If this rank is slow, its score shows it. If another rank is slow, this rank waits for it.
+    """
     score = reading.straggler_score
     waits = None
     if exposed_ratio(reading, thresholds) is not None:

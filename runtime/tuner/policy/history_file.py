@@ -20,8 +20,8 @@ from .policy_types import Configuration, Value
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
-MAX_CONTEXTS = 16  # of one job; the oldest are dropped
-TRIAL_SUFFIX = ".trial.json"  # of the file with what is on trial in one process
+MAX_CONTEXTS = 16  # contexts that are kept of one job; the oldest contexts are dropped
+TRIAL_SUFFIX = ".trial.json"  # ends the name of the file with the changes that a process is trying
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class HistoryEntry:
     """Results of a job in one context.
 
     Attributes:
-        configuration: The best one, complete; empty if none is known.
+        configuration: The best configuration, with every knob. Empty if unknown.
         excluded: Knobs with values that did not help, or did harm.
     """
 
@@ -50,7 +50,7 @@ def is_within(changes: Configuration, configuration: Configuration) -> bool:
 
 
 def job_fingerprint(facts: Mapping[str, object]) -> str:
-    """Return a short name of a job: equal for equal facts, such as shapes, ranks, versions."""
+    """Return a short name of a job. Jobs with equal facts, such as shapes, have equal names."""
     text = orjson.dumps(facts, option=orjson.OPT_SORT_KEYS, default=str)
     return hashlib.sha256(text).hexdigest()[:16]
 
@@ -67,13 +67,16 @@ class HostProcesses:
         self.own_name = f"{self._host}-{os.getpid()}"
 
     def has_ended(self, name: str) -> bool:
-        """Whether a process has ended; assumed on other hosts, e.g. after a container's restart."""
+        """Whether a process has ended.
+
+        A process on another host is assumed to have ended, e.g. after a container was restarted.
+        """
         host, _, pid = name.rpartition("-")
         return host != self._host or not Path("/proc", pid).exists()
 
 
 class HistoryFile:
-    """Reads and writes the history of one job; disk errors lose the history and are not raised.
+    """Reads and writes the history of one job. Disk errors are not raised, but lose the history.
 
     Args:
         folder: Folder of the files; None for no history.
@@ -89,11 +92,11 @@ class HistoryFile:
         self._owner = self._processes.own_name
 
     def load(self) -> Mapping[str, HistoryEntry]:
-        """Return the results by context; none if the file is missing or damaged."""
+        """Return the results by context; empty if the file is missing or damaged."""
         return self._read(f"{self._key}.json", _parse_entries) or {}
 
     def load_crashed_trials(self) -> Sequence[Configuration]:
-        """Return what was on trial when other runs crashed, and delete their files."""
+        """Return the changes that were on trial when other runs crashed, and delete their files."""
         crashed: list[Configuration] = []
         for path in self._folder.glob(f"{self._key}.*{TRIAL_SUFFIX}") if self._folder else ():
             owner = path.name[len(self._key) + 1 : -len(TRIAL_SUFFIX)]
@@ -111,7 +114,7 @@ class HistoryFile:
         self._write(f"{self._key}.json", _text(dict(list(entries.items())[-MAX_CONTEXTS:])))
 
     def save_trial(self, changes: Configuration) -> None:
-        """Record what is on trial; delete the record if that is empty."""
+        """Record the changes that are on trial. Delete the record if there are no changes."""
         name = f"{self._key}.{self._owner}{TRIAL_SUFFIX}"
         if changes:
             self._write(name, _json({"schema": SCHEMA_VERSION, "on_trial": changes}))

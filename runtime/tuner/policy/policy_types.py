@@ -198,13 +198,14 @@ class SwitchResult:
     """Whether all ranks have switched; the same on all ranks.
 
     Attributes:
-        done: Whether all ranks use the target; otherwise all use what they used before.
+        done: Whether all ranks use the target. If not, see `undone`.
         reason: Reason for a failure, from the first rank that failed.
         seconds: Time for which training was paused.
         refused: Whether a rank refused before anything was changed, e.g. for lack of memory.
-        undone: Whether, after a failure, all ranks are verified to be as before. If not, nothing
+        undone: Whether, after a failure, all ranks were verified to be as before. If not, nothing
             may be changed any more.
-        remaining_changes: What differs from before on each rank, as text; "" if nothing does.
+        remaining_changes: The values on each rank that differ from those before, as text. Empty if
+            there are none.
     """
 
     done: bool

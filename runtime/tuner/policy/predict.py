@@ -30,7 +30,8 @@ from .metrics_delta import MetricsDelta
 from .policy_types import Configuration, JobFacts
 
 _STAGE_0_BUCKET = 500_000_000  # elements; fixed in DeepSpeed at stage 0
-# Bytes of a compressed value: its code, and an fp32 scale per block of 256 values.
+# Bytes of a compressed value: the code of the value, and its share of an fp32 scale, which a block
+# of 256 values has in common.
 _CODE_BYTES = {"bf16": 2.0, "fp16": 2 + 4 / 256, "int8": 1 + 4 / 256, "fp8": 1 + 4 / 256}
 _CHUNK_VALUES = 256 * 1024  # compressed values in one message over gloo
 
@@ -52,9 +53,9 @@ def predicted_gain(
 ) -> float | None:
     """Return the predicted gain of throughput; None without a ZeRO stage or without causes.
 
-    Waiting for bandwidth and redundancy scales with the bytes, waiting for latency with the calls.
-    All other time stays, so the host time of compression is not included. Where bytes increase,
-    hidden communication is assumed to become exposed.
+    Waiting for bandwidth and redundancy is assumed to scale with the bytes, and waiting for latency
+    with the calls. All other time is assumed to stay the same, so the host time of compression is
+    not included. If bytes increase, hidden communication is assumed to become exposed.
 
     Args:
         now: The complete configuration that the reading belongs to.
@@ -85,7 +86,7 @@ def predicted_gain(
 def traffic_of(
     configuration: Configuration, facts: JobFacts, samples_per_rank: int
 ) -> Traffic | None:
-    """Return what a rank sends in a step; None where the configuration has no ZeRO stage."""
+    """Return the traffic of a rank in a step; None if the configuration has no ZeRO stage."""
     stage = configuration.get(ZERO_STAGE.name)
     if stage is None:
         return None
@@ -97,7 +98,7 @@ def traffic_of(
 
 
 def num_micro_batches(configuration: Configuration, samples_per_rank: int) -> int:
-    """Return the number of micro-batches of a window of so many samples."""
+    """Return the number of micro-batches of a window with `samples_per_rank` samples."""
     size = _number(configuration, MICRO_BATCH_SAMPLES, samples_per_rank)
     return max(1, math.ceil(samples_per_rank / max(1, size)))
 
@@ -109,7 +110,7 @@ class _StepTraffic:
 
     @property
     def sent(self) -> float:
-        """Ratio of a payload that a rank sends to other ranks."""
+        """Share of a payload that a rank sends to other ranks."""
         return wire_factor("all_gather", self.facts.backend, self.facts.world_size)
 
     @property
@@ -145,7 +146,7 @@ class _StepTraffic:
         ranks, scatters = self.facts.world_size, self._is_on(REDUCE_SCATTER)
         multi_rank = self._is_on(MULTI_RANK_BUCKET_ALLREDUCE)
         if self._code_bytes() is not None:
-            # A bucket is sent directly to its owners where no rank owns most of the bucket.
+            # A bucket is sent directly to its owners if no rank owns most of the bucket.
             is_spread = multi_rank and self.bucket >= self.gradients / 2
             is_direct = scatters and (ranks == 2 or is_spread)
             return self._compressed(self.bucket, phases=1 if is_direct else 2)
@@ -185,8 +186,8 @@ class _StepTraffic:
     def _gathers_per_micro_batch(self) -> float:
         """Return how often a micro-batch of ZeRO 3 gathers all parameters.
 
-        Once in forward and once in backward, except those within the reuse distance: the last of
-        forward are the first of backward.
+        Parameters are gathered once in forward and once in backward. Parameters within the reuse
+        distance are gathered only once, because backward begins with the last ones of forward.
         """
         distance = _number(self.configuration, MAX_REUSE_DISTANCE, 1_000_000_000)
         return 2 - min(1.0, distance / max(1.0, 2 * self.facts.num_parameters))
@@ -215,7 +216,7 @@ def _hidden(
 ) -> float:
     """Return the share of time that asynchronous reduction will hide behind backward.
 
-    At ZeRO 2 only; ZeRO 1 reduces after backward. Nothing hides the last bucket.
+    Only ZeRO 2 hides any, because ZeRO 1 reduces after backward. The last bucket is never hidden.
     """
     knob = ASYNCHRONOUS_REDUCTION.name
     begins = then.get(knob) and not now.get(knob)

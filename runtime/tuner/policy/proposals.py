@@ -1,7 +1,7 @@
 """Proposes which changes to try against the symptoms, and in which order. Pure.
 
-Nothing is proposed that the numerics setting forbids, that cannot be set in this job, or that was
-rejected in this context before.
+A change is not proposed if the numerics setting forbids it, if it cannot be set in this job, or if
+it was rejected in this context before.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class TunerInput:
         symptoms: The diagnosis, most urgent first.
         reading: The metrics that the diagnosis is made from.
         samples_per_rank: Samples of one rank in a window.
-        excluded: Knobs with values that did not help in this context, including those that were in
-            use before something better was found.
+        excluded: Knobs with values that did not help in this context. This includes values that
+            were in use before a better value was found.
         remembered: The complete configuration that was best in this context; None if unknown.
         thresholds: Thresholds of the diagnosis.
         context: Name of the context; "" if unknown.
@@ -80,11 +80,12 @@ class TunerInput:
 
 
 def propose(inputs: TunerInput) -> list[Proposal]:
-    """Return what to try, the most promising first.
+    """Return the changes to try, the most promising first.
 
-    Under memory pressure: only what frees memory, one proposal per knob; it need not gain.
-    Otherwise: the best configuration of the history; what is predicted to gain; what only a trial
-    can decide; and what is no longer needed.
+    Under memory pressure, these are only changes that free memory, one per knob. They need not make
+    training faster. Otherwise, the result has the best configuration of the history, changes with a
+    predicted gain, changes that only a trial can judge, and the undoing of measures that are no
+    longer needed.
     """
     pressure = inputs.symptom(MEMORY_PRESSURE)
     if pressure is not None:
@@ -100,18 +101,18 @@ def propose(inputs: TunerInput) -> list[Proposal]:
 
 
 def relaxations(inputs: TunerInput) -> list[Proposal]:
-    """Return what undoes a costly change whose reason is gone, and what spends idle memory."""
+    """Return proposals to undo costly changes whose reason is gone, or to use idle memory."""
     return [*_drop_compression(inputs), *_spend_memory(inputs)]
 
 
 def _actionable_symptoms(inputs: TunerInput) -> Iterator[Symptom]:
-    """Yield the symptoms to act on; idle memory only together with another one."""
+    """Yield the symptoms to act on. Idle memory is one of them only if there is another symptom."""
     others = [one for one in inputs.symptoms if one.name != MEMORY_IDLE]
     return iter(inputs.symptoms if others else ())
 
 
 def _for_symptom(inputs: TunerInput, symptom: Symptom) -> Iterator[Proposal]:
-    """Yield what may help against a symptom, in the order of KNOBS."""
+    """Yield the proposals that may help against a symptom, in the order of KNOBS."""
     for spec in KNOBS:
         trigger = spec.triggers.get(symptom.name)
         if trigger is None or spec.name not in inputs.configuration:
@@ -128,7 +129,8 @@ def _for_symptom(inputs: TunerInput, symptom: Symptom) -> Iterator[Proposal]:
 def _from_history(inputs: TunerInput) -> Iterator[Proposal]:
     """Yield the change to the best configuration of this context, as one proposal.
 
-    It was measured before, so a live one is tried even where a loss is predicted.
+    This configuration was measured before. If the change does not need a rebuild, it is therefore
+    tried even if a loss is predicted.
     """
     changes = {
         knob: value
@@ -168,7 +170,7 @@ def _drop_compression(inputs: TunerInput) -> Iterator[Proposal]:
 
 
 def _spend_memory(inputs: TunerInput) -> Iterator[Proposal]:
-    """Yield what takes memory and saves time."""
+    """Yield proposals that use more memory to save time."""
     idle = inputs.symptom(MEMORY_IDLE)
     if idle is not None and inputs.symptom(MEMORY_PRESSURE) is None:
         yield from _worth_trying(_for_symptom(inputs, idle))
@@ -209,7 +211,8 @@ def _required_numerics(inputs: TunerInput, changes: Configuration) -> Numerics |
     if numerics is None or not reorders_sums:
         return numerics
     if inputs.configuration.get(GRADIENT_COMPRESSION.name):
-        return max(numerics, Numerics.REASSOCIATION)  # buckets decide what is rounded together
+        # The bucket size decides which values are rounded together.
+        return max(numerics, Numerics.REASSOCIATION)
     return numerics
 
 
@@ -233,9 +236,10 @@ def _gain(inputs: TunerInput, changes: Configuration) -> float | None:
 
 
 def _worth_trying(proposals: Iterable[Proposal]) -> Iterator[Proposal]:
-    """Yield proposals that are worth a trial; small predictions are dropped from live ones.
+    """Yield proposals that are worth a trial. A small prediction is removed from a live proposal.
 
-    Most knobs have effects beyond the predicted ones, so a small prediction is no reason against.
+    Most knobs also have effects that are not predicted. A small prediction is therefore not a
+    reason against a trial.
     """
     for proposal in proposals:
         gain = proposal.predicted_gain
@@ -337,7 +341,7 @@ def _with_partners(configuration: Configuration, changes: Configuration) -> dict
 
 
 def _in_several_buckets(inputs: TunerInput, changes: Configuration) -> dict[str, Value]:
-    """Return changes with a smaller bucket where they need several buckets to have an effect."""
+    """Return changes, with a smaller bucket if the changes need several buckets to have effect."""
     bucket = inputs.configuration.get(REDUCE_BUCKET_SIZE.name)
     limit = inputs.facts.num_gradients
     needs_several = any(
@@ -373,7 +377,10 @@ def _larger(
 
 
 def _fewer_micro_batches(now: int, larger: Sequence[int], samples: int) -> list[int]:
-    """Return the largest size first; of sizes with equal numbers of micro-batches the smallest."""
+    """Return one size for each number of micro-batches, the largest size first.
+
+    If several sizes give the same number of micro-batches, the smallest of them is returned.
+    """
     sizes: dict[int, int] = {}
     for size in larger:
         sizes.setdefault(math.ceil(samples / size), size)

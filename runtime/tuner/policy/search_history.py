@@ -21,7 +21,7 @@ class HistoryStore(Protocol):
         """Replace the results of a context."""
 
     def save_trial(self, changes: Configuration, /) -> None:
-        """Record what is on trial; an empty mapping if nothing is."""
+        """Record the changes that are on trial. The mapping is empty if there is no trial."""
 
 
 class NullHistoryStore:
@@ -35,11 +35,12 @@ class NullHistoryStore:
 
 
 class SearchHistory:
-    """Records the trials of one job; its properties refer to the present context.
+    """Records the trials of one job. Its properties refer to the present context.
 
     Args:
         entries: Results of earlier runs, by context.
-        crashed_trials: What was on trial when earlier runs crashed; not tried in this run.
+        crashed_trials: Changes that were on trial when earlier runs crashed. They are not tried in
+            this run.
         store: Keeps the results.
 
     Attributes:
@@ -62,7 +63,8 @@ class SearchHistory:
             context: each.configuration for context, each in entries.items() if each.configuration
         }
         self._rejected = {context: set(each.excluded) for context, each in entries.items()}
-        # Of this run only: never measured, for example because memory did not suffice.
+        # Changes that could not be measured in this run, for example because memory did not
+        # suffice. They are not saved.
         self._failed: dict[str, list[Configuration]] = {}
         self._crashed_trials = crashed_trials
         for changes in crashed_trials:
@@ -107,7 +109,12 @@ class SearchHistory:
             self._store.save_trial({})
 
     def accept(self, configuration: Configuration, instead_of: Mapping[str, Value]) -> None:
-        """Record that a configuration is better than one with other values of some knobs."""
+        """Record that a configuration is better than the same one with other values.
+
+        Args:
+            configuration: The accepted configuration.
+            instead_of: The values that the accepted configuration replaces, by knob.
+        """
         self._num_shifts = 0
         self._best[self.context] = configuration
         self._rejected.setdefault(self.context, set()).update(instead_of.items())
@@ -117,8 +124,8 @@ class SearchHistory:
     def reject(self, changes: Configuration) -> None:
         """Record that a change did not help, or did harm.
 
-        The first knob is rejected; all other knobs are its partners. If several changes led to the
-        best configuration, no single knob is rejected.
+        The value of the first knob is rejected, because all other knobs are its partners. If the
+        changes restore the best configuration with several knobs, no single knob is rejected.
         """
         was_best = is_within(changes, self._known_best or {})
         if was_best:
@@ -144,8 +151,8 @@ class SearchHistory:
     def on_speed_shift(self, speed: str) -> None:
         """Allow rejected changes again, because steps became e.g. "slower".
 
-        With alternating speeds everything would be tried again and again. So only the 1st, 2nd,
-        4th, 8th... shift since the last accepted change has an effect.
+        If speeds alternated, every change would be tried again and again. Only the 1st, 2nd, 4th,
+        8th... shift since the last accepted change therefore has an effect.
         """
         logger.info("step times have become %s: rejected changes may be tried again", speed)
         self._num_shifts += 1
@@ -155,9 +162,10 @@ class SearchHistory:
 
     @property
     def _known_best(self) -> Configuration | None:
-        """The best configuration in this context; in an unknown context, of an adjacent one.
+        """The best configuration in this context, or in an adjacent one if this one is unknown.
 
-        The measured bandwidth of an unshared link differs by a factor of two between runs.
+        An adjacent context is used because the measured bandwidth of a link that is not shared
+        differs by a factor of two between runs.
         """
         if self.context in self._best or self.context in self._rejected:
             return self._best.get(self.context)
@@ -177,6 +185,9 @@ class SearchHistory:
 
 
 def _first_knob(changes: Configuration, *, of_several: bool = True) -> ExcludedValues:
-    """Return the first knob with its value; nothing of several knobs if `of_several` is False."""
+    """Return the first knob with its value.
+
+    If there are several knobs and `of_several` is False, return an empty set.
+    """
     is_sure = of_several or len(changes) == 1
     return frozenset(list(changes.items())[:1] if is_sure else ())

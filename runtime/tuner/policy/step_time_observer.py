@@ -15,8 +15,8 @@ from ....metrics.recorder import Snapshot
 from .metrics_delta import MetricsDelta, metrics_between
 from .policy_types import StepTime
 
-MIN_STEPS = 3  # of an interval of metrics
-RECENT_STEPS = 20  # of the baseline
+MIN_STEPS = 3  # minimum number of steps in an interval of metrics
+RECENT_STEPS = 20  # number of recent steps that are the baseline
 # The log of an outlier differs from the log of the median by more than both limits.
 OUTLIER_LOG_RATIO = log(1.3)
 OUTLIER_DEVIATIONS = 5.0  # standard deviations
@@ -57,10 +57,10 @@ class StepTimeObserver:
 
     Args:
         metrics: Metrics of this rank.
-        min_seconds: Least length of an interval.
+        min_seconds: Minimum length of an interval.
 
     Attributes:
-        shift: Whether steps have become "slower" or "faster" since `reset`; None if neither.
+        shift: "slower" or "faster" if the speed of steps has shifted since `reset`, else None.
     """
 
     def __init__(self, metrics: MetricsSource, min_seconds: float) -> None:
@@ -93,11 +93,11 @@ class StepTimeObserver:
         self._snapshots.restart()
 
     def interrupt(self) -> None:
-        """Record that other windows come in between, which are not passed to `add`."""
+        """Record that the following windows are not passed to `add`, e.g. those of a trial."""
         self._num_consecutive = 0
 
     def add(self, step: StepTime) -> MetricsDelta | None:
-        """Add a window; return the metrics of the interval once it is long enough."""
+        """Add a window. Return the metrics of the interval if it is long enough, else None."""
         if not step.usable or not step.samples:
             self._num_consecutive = 0
             return None
@@ -126,19 +126,19 @@ class StepTimeObserver:
 class SnapshotSchedule:
     """Takes snapshots right after exposed communication was published.
 
-    A snapshot is published for several seconds of training at once. Between two publications its
-    increase is that of the training time between them, however short that is.
+    Exposed communication is published for several seconds of training at once. The increase between
+    two publications belongs to exactly the training time between them, however short that time is.
 
     Args:
         metrics: Metrics of this rank.
     """
 
-    CHECK_SECONDS = 0.5  # of training between two looks at the metrics
+    CHECK_SECONDS = 0.5  # seconds of training between two checks of the metrics
     MAX_SECONDS = 15.0  # of training, after which the ranks are taken not to be compared
 
     def __init__(self, metrics: MetricsSource) -> None:
         self._metrics = metrics
-        self._has_none = False  # they never came
+        self._has_none = False  # True if no publication came within MAX_SECONDS
         self.restart()
 
     def restart(self) -> None:
@@ -172,18 +172,21 @@ class SnapshotSchedule:
         return snapshot
 
 
-# The constants of the detector were swept on simulated steps (tests/bench/tuner/simulated_trials).
-# How well the baseline is known counts more than the deviation of one step: a baseline of 20 steps
-# has ten times the false alarms of one that continues to grow. Noise that is correlated from step
-# to step, as that of the simulated steps is, sums up about six times as fast as independent noise.
+# The constants of the detector were chosen on simulated steps (tests/bench/tuner/simulated_trials).
+# A well-known baseline matters more than the deviation of one step. With a baseline of 20 steps,
+# there are ten times as many false alarms as with a baseline that continues to grow. The noise of
+# the simulated steps is correlated from step to step. Such noise sums up about six times as fast as
+# independent noise.
 MIN_BASELINE_STEPS = 20
 MAX_BASELINE_STEPS = 200
-# Below, deviations and their sums are of the log of a step's time.
-ALLOWANCE = 0.025  # subtracted from each deviation: half the smallest shift to detect
+# All deviations and sums below refer to the log of a step's time.
+ALLOWANCE = 0.025  # half the smallest shift to detect; it is subtracted from each deviation
 ALARM = 0.5  # the sum of deviations that is reported as a shift
-SUSPICION = 0.1  # the sum above which the baseline stops growing, not to include the shift itself
-USUAL_NOISE = 0.04  # of the log of a step's time; steps of noisier machines are weighted less
-MAX_DEVIATION = 0.15  # of a single step, so that spikes alone are no shift
+# The sum of deviations above which the baseline stops growing, so that it does not include the
+# shift itself.
+SUSPICION = 0.1
+USUAL_NOISE = 0.04  # the usual standard deviation; steps of noisier machines are weighted less
+MAX_DEVIATION = 0.15  # limit for the deviation of one step, so that spikes alone are not a shift
 
 
 class Cusum:
@@ -195,7 +198,7 @@ class Cusum:
         self._scale = 1.0
 
     def add(self, log_seconds: float) -> Shift | None:
-        """Add the log of a step's seconds, or seconds per sample; return the shift detected."""
+        """Add the log of a step's time. Return the shift if one is detected, else None."""
         num = len(self._baseline)
         if num >= MIN_BASELINE_STEPS:
             deviation = (log_seconds - self._baseline[num // 2]) * self._scale

@@ -22,9 +22,9 @@ class Decision:
         inputs: What the proposal was derived from.
         verdict: The verdict.
         reason: Why, as half a sentence.
-        result: Result of the trial; None without a trial, or where it was aborted.
-        design: Design of the trial; None where no trial was started.
-        times: Seconds per sample of each step of the trial in order; None for unusable ones.
+        result: Result of the trial. None if there was no trial, or if the trial was aborted.
+        design: Design of the trial. None if no trial was started.
+        times: Seconds per sample of each step of the trial in order. None for unusable steps.
         cost_seconds: Training time that the trial cost.
     """
 
@@ -73,12 +73,12 @@ class Trial:
 
     @property
     def is_invalidated(self) -> bool:
-        """Whether A itself has changed its speed, so that the context is another one."""
+        """Whether A itself has changed its speed, so that the context has changed."""
         return self._num_outliers >= SHIFTED_STEPS
 
     @property
     def has_started(self) -> bool:
-        """Whether a step was run for it."""
+        """Whether a step of the trial was run."""
         return bool(self._times)
 
     @property
@@ -88,7 +88,7 @@ class Trial:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether it is interrupted too often to come to a result."""
+        """Whether the trial is interrupted too often to come to a result."""
         return self._comparison.is_stalled
 
     @property
@@ -97,11 +97,11 @@ class Trial:
         return self._comparison.result
 
     def pause(self) -> None:
-        """Discard the current block, because something else comes in between."""
+        """Discard the current block, because the trial is interrupted, e.g. by a checkpoint."""
         self._comparison.pause()
 
     def add(self, step: StepTime, baseline: Baseline | None) -> float:
-        """Add a step that was run as wanted; return the seconds that it cost.
+        """Add a step that was run with the wanted configuration. Return the seconds that it cost.
 
         Args:
             step: The step.
@@ -125,7 +125,8 @@ class Trial:
 
         Args:
             reason: Why, as half a sentence.
-            in_use: The configuration in use: if it is the proposed one, it has to be rolled back.
+            in_use: The configuration in use. If the proposed configuration is in use, it has to be
+                rolled back.
         """
         return self.decision("rolled_back" if in_use == self.after else "rejected", reason)
 

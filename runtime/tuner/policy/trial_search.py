@@ -17,10 +17,12 @@ from .search_history import SearchHistory
 from .step_time_observer import Baseline
 from .trial import Decision, Trial
 
-UNPREDICTED_GAIN = 0.03  # assumed of a change without a prediction
-MAX_RELAXED_LOSS = 0.02  # of speed, allowed for undoing a measure that is no longer needed
-ASSUMED_LOSS = 0.15  # of speed in the windows of a trial, before its result is known
-GRANT_SECONDS = 600.0  # counts as trained at the start, where a gain pays longest
+UNPREDICTED_GAIN = 0.03  # assumed gain of a change without a prediction
+MAX_RELAXED_LOSS = 0.02  # loss of speed that may result from undoing an unneeded measure
+ASSUMED_LOSS = 0.15  # loss of speed that is assumed for the windows of a trial in advance
+# Training time that counts as spent before the first step. Trials at the start are worth most,
+# because their gains pay for the longest time.
+GRANT_SECONDS = 600.0
 
 
 class ExplorationBudget:
@@ -42,20 +44,20 @@ class ExplorationBudget:
 
     @property
     def left_seconds(self) -> float:
-        """Seconds that may still be spent; negative where trials cost more than expected."""
+        """Seconds that may still be spent. Negative if trials cost more than expected."""
         allowed = self._ratio * (self._elapsed_seconds + self._grant_seconds)
         return allowed - self.spent_seconds
 
     def elapse(self, seconds: float) -> None:
-        """Add training time, whether or not in a trial."""
+        """Add training time, inside or outside of a trial."""
         self._elapsed_seconds += seconds
 
     def spend(self, seconds: float) -> None:
-        """Charge a pause, or the time that a step on trial took longer; ignore negative values."""
+        """Charge a pause, or the extra time of a step on trial. Negative values are ignored."""
         self.spent_seconds += max(0.0, seconds)
 
     def allows(self, expected_cost_seconds: float) -> bool:
-        """Whether a trial of that expected cost is within the budget."""
+        """Whether a trial with this expected cost is within the budget."""
         return expected_cost_seconds <= self.left_seconds
 
 
@@ -64,7 +66,8 @@ def pays_back(expected_gain: float, remaining_seconds: float | None, cost_second
 
     Args:
         expected_gain: Gain of throughput, 0.5 for half as much again.
-        remaining_seconds: Training time left at today's speed; None, unknown, counts as infinite.
+        remaining_seconds: Training time left at the present speed. None if unknown, which counts
+            as infinite.
         cost_seconds: Training time that the trial costs.
     """
     remaining = inf if remaining_seconds is None else remaining_seconds - cost_seconds
@@ -97,7 +100,7 @@ class TrialSearch:
         self.num_fruitless = 0
         self.rebuild_seconds = 0.0
         self._advised: list[Configuration] = []
-        # Under memory pressure a value may be slower; only failures exclude it.
+        # Under memory pressure, a value may be slower. Only values that failed are excluded.
         self._failed: set[tuple[str, Value]] = set()
         self._knobs, self._facts, self._options, self._history = knobs, facts, options, history
 
@@ -126,7 +129,7 @@ class TrialSearch:
         return replace(inputs, excluded=frozenset(self._failed))
 
     def memory_savings(self, inputs: TunerInput) -> Iterator[Trial]:
-        """Yield the changes that free memory and that this rank supports; they need no trial."""
+        """Yield changes that free memory and that this rank supports. They do not need a trial."""
         for proposal in propose(inputs):
             trial = Trial(proposal, inputs, self._design(proposal, 1.0))
             if self._knobs.unsupported_reason(trial.after) is None:
@@ -168,9 +171,9 @@ class TrialSearch:
             self.rebuild_seconds = seconds
 
     def on_failed(self, changes: Configuration, *, refused: bool) -> None:
-        """Record that a change could not be made; of several knobs the first one is blamed.
+        """Record that a change could not be made. If it has several knobs, the first is blamed.
 
-        A later run may try again what a rank refused, for example for lack of memory.
+        If a rank refused the change, for example for lack of memory, a later run may try it again.
         """
         if refused:
             self._history.mark_failed(changes)
