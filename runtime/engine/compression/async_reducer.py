@@ -1,9 +1,9 @@
 """Asynchronous reduction of the gradient buckets of ZeRO 1 and 2, overlapped with backward.
 
-DeepSpeed reduces a bucket and uses its sums in one method. Here the reduction starts as soon as the
-bucket is full, and the sums are used once they have arrived: the state of the bucket is saved, and
-restored for DeepSpeed's own method, in which the reduction is then skipped. All buckets of a
-backward pass are complete before DeepSpeed reads the sums.
+DeepSpeed reduces a bucket and uses its sums in one method. The reducer of this module starts the
+reduction as soon as the bucket is full, and saves the state of the bucket. When the sums have
+arrived, it restores the state and calls DeepSpeed's own method, which then uses the sums without
+another reduction. All buckets of a backward pass are complete before DeepSpeed reads the sums.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from ...common.patching import MethodPatches
 from .compressed_all_reduce import InFlightReduction
 
-# A bucket in flight takes the memory of a full one even if it is nearly empty, because a gradient
-# that does not fit into the rest of the bucket launches the reduction of what it holds.
+# A bucket in flight takes the memory of a full bucket even if it is nearly empty: if the next
+# gradient does not fit into the rest of the bucket, the reduction of the bucket is launched early.
 MAX_IN_FLIGHT = 4
 
 
@@ -35,8 +35,9 @@ class InFlightBucket:
     """State of a bucket whose reduction has been started but not yet used by DeepSpeed.
 
     Attributes:
-        num_behind: Elements whose reduction was started after this bucket's. After one full bucket
-            the first phase of its reduction is completed, after two its whole reduction.
+        num_behind: Elements whose reduction was started after this bucket's reduction. When these
+            make one full bucket, the first phase of this bucket's reduction is completed. When they
+            make two full buckets, the whole reduction is completed.
     """
 
     dtype: torch.dtype
@@ -53,7 +54,7 @@ class AsyncBucketReducer:
     """Starts the reduction of full buckets, and completes them in the same order.
 
     Attributes:
-        is_launching: Whether a bucket's reductions are being started; they are passed to `add`.
+        is_launching: Whether a bucket's reductions are being started and passed to `add`.
     """
 
     def __init__(self, optimizer: Any, patches: MethodPatches, index: GradientIndex) -> None:
@@ -138,7 +139,7 @@ class AsyncBucketReducer:
         self._in_flight.append(launched)
 
     def _age(self, earlier: InFlightBucket, num_elements: int) -> None:
-        """Count elements launched after a bucket, and start its second phase when it is due."""
+        """Count elements launched after a bucket, and start its second phase when that is due."""
         before, bucketful = earlier.num_behind, self._optimizer.reduce_bucket_size
         earlier.num_behind += num_elements
         if before < bucketful <= earlier.num_behind:

@@ -45,10 +45,10 @@ class ParameterIndex:
         self._addresses = [address for address, *_ in self._gradients]
 
     def spans_of(self, tensor: torch.Tensor) -> list[GradientSpan]:
-        """Return the gradient spans that a contiguous tensor consists of, in its order.
+        """Return the gradient spans that a contiguous tensor consists of, in the tensor's order.
 
         Raises:
-            LookupError: Part of it belongs to no indexed gradient.
+            LookupError: Part of the tensor does not belong to an indexed gradient.
         """
         address, left = tensor.data_ptr(), tensor.numel()
         spans = []
@@ -70,7 +70,7 @@ class BucketCompressor:
 
     Attributes:
         gradient_scale: Factor by which this window's gradients are multiplied. Residuals are kept
-            without it, so that windows with different factors can be combined.
+            without this factor, so that they fit a window with another factor.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class BucketCompressor:
 
         Args:
             gradients: Parts of gradients.
-            spans: For each of them the parameters it belongs to.
-            divisor: Divisor that turns their sum over the ranks into an average.
+            spans: The gradient spans that each part consists of.
+            divisor: Divisor that turns the sum over the ranks into an average.
         """
         total = sum(gradient.numel() for gradient in gradients)
         values = torch.empty(total, dtype=torch.float32, device=gradients[0].device)
@@ -114,7 +114,7 @@ class BucketCompressor:
         return values
 
     def keep_errors(self, errors: torch.Tensor, spans: Sequence[Sequence[GradientSpan]]) -> None:
-        """Keep errors as residuals; those that are not finite become 0."""
+        """Keep errors as residuals; an error that is not finite becomes 0."""
         if self._residuals is None:
             return
         errors.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,13 +1,15 @@
 """Reduce-scatters and all-reduces compressed values, in steps that can overlap.
 
-Reduce-scatter phase: each rank sends every other rank the values that rank sums (all-to-all), and
-adds what it receives in float32 to its own values, which are never compressed. All-gather phase: it
-sends its sums to all ranks, and every rank uses the decoded ones, so that all have equal values.
-Codes and scales share one buffer, so that each phase is one collective.
+A compressed all-reduce has two phases, and each rank owns one part of the values.
 
-An exchange is a generator that starts a collective, yields its handle, and continues once that has
-completed. Several exchanges overlap: while the bytes of one are in flight, the next is encoded. All
-ranks run the same steps in the same order, whichever completes first.
+In the reduce-scatter phase, each rank sends the other owners' parts to their owners (all-to-all).
+The owner adds the received values in float32 to its own values, which are never compressed. In the
+all-gather phase, each owner sends its sums to all ranks. Every rank uses the decoded sums, so that
+all ranks have equal values. Codes and scales share one buffer, so each phase is one collective.
+
+An exchange is a generator that starts a collective, yields its handle, and continues after the
+collective has completed. Several exchanges overlap: while the bytes of one exchange are in flight,
+the next exchange is encoded. All ranks run the same steps in the same order.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from .encoding import BLOCK, WireFormat, decode, decode_add, encode
 from .error_feedback import CompressionError
 
 # Values of a rank's part in one message between CPUs: 256 KB of int8. Two messages in flight keep a
-# link of 200 Mbit/s full. With one, gloo sends first one way, then the other, and a third to half
-# of the link stays idle (measured).
+# link of 200 Mbit/s busy. With one message, gloo sends in one direction and then in the other, and
+# a third to half of the link stays idle (measured).
 CHUNK_VALUES = 1024 * BLOCK
 
 Span = tuple[int, int]
@@ -51,7 +53,7 @@ class CompressedAllReduce:
     ) -> Iterator[CollectiveSteps]:
         """Yield the exchanges after which this rank's part of `values` is the sum over the ranks.
 
-        The other parts end as the errors of what was sent.
+        The other parts of `values` then hold the compression errors of the sent values.
 
         Args:
             values: float32, one dimension: the ranks' parts one after the other.
@@ -61,9 +63,10 @@ class CompressedAllReduce:
             yield self._reduce_scatter_phase(values, spans)
 
     def all_reduce(self, values: torch.Tensor, result: torch.Tensor) -> Iterator[CollectiveSteps]:
-        """Yield the exchanges after which `result` is the sum over the ranks, on all of them.
+        """Yield the exchanges after which `result` is the sum over the ranks, on every rank.
 
-        `values` end as the errors of what this rank sent: its own values, and of its part the sum.
+        `values` then hold the compression errors of what this rank sent. In its own part this is
+        the error of the sum, in the other parts the error of its own values.
         """
         for spans in chunks(even_sizes(len(values), self.num_ranks), _chunk_values(values)):
             yield self._two_phase(values, result, spans)
@@ -119,10 +122,11 @@ def even_sizes(num_values: int, num_ranks: int) -> list[int]:
 
 
 def direct_is_cheaper(sizes: Sequence[int]) -> bool:
-    """Whether sums should go directly to their owners, instead of an all-reduce in two phases.
+    """Return whether to send sums directly to their owners, instead of a two-phase all-reduce.
 
-    Directly, a rank receives its part from all others: cheap if the parts are of similar size,
-    expensive if one rank owns most of the bucket. In two phases a rank sends an equal part twice.
+    In a direct reduction, each owner receives its part from all other ranks. This is cheap if the
+    parts are of similar size, and expensive if one rank owns most of the bucket. In two phases each
+    rank sums a part of equal size, which is sent twice.
 
     Args:
         sizes: Number of values whose sum each rank needs.
@@ -137,7 +141,7 @@ def chunks(sizes: Sequence[int], chunk_values: int | None) -> Iterator[list[Span
 
     Args:
         sizes: Number of values of each rank; the ranks' values follow each other.
-        chunk_values: Values of a rank per message; None for all in one.
+        chunk_values: Values of a rank per message; None to send all values in one message.
     """
     starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
     largest = max(sizes)
@@ -150,7 +154,7 @@ def chunks(sizes: Sequence[int], chunk_values: int | None) -> Iterator[list[Span
 
 
 def _chunk_values(values: torch.Tensor) -> int | None:
-    """Return the values per message; no limit on a GPU: NCCL splits messages itself."""
+    """Return the values per message; None on a GPU, because NCCL splits messages itself."""
     return CHUNK_VALUES if values.device.type == "cpu" else None
 
 
@@ -173,7 +177,7 @@ class InFlightExchange:
         self._work = next(steps, None)
 
     def advance(self) -> bool:
-        """Wait for the present collective and start the next; return whether there is a next."""
+        """Wait for the present collective and start the next; return whether one was started."""
         if self._work is None:
             return False
         self._work.wait()
@@ -197,7 +201,7 @@ class InFlightReduction:
         self._in_flight = [InFlightExchange(steps) for steps in reduction.exchanges()]
 
     def advance(self) -> None:
-        """Wait for the present collective of each exchange, and start their next ones."""
+        """Wait for the present collective of each exchange, and start its next collective."""
         self._in_flight = [exchange for exchange in self._in_flight if exchange.advance()]
 
     def complete(self) -> None:

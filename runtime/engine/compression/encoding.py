@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-# Measured on normal values as int8: blocks of 128, 256, 512 err by 0.65, 0.70, 0.74 % of them
-# and their scales add 3.1, 1.6, 0.8 % to the bytes.
+# Values per block. Measured on normally distributed values as int8: with blocks of 128, 256 and 512
+# values the error is 0.65, 0.70 and 0.74 %, and the scales add 3.1, 1.6 and 0.8 % to the bytes.
 BLOCK = 256
 # bf16 scales, rounded up, would save 0.8 % of the bytes for 0.5 % more error: no net gain.
 SCALE_DTYPE = torch.float32
@@ -23,7 +23,7 @@ class WireFormat:
 
     Attributes:
         dtype: Type of one encoded value.
-        max_code: Code to which the largest value of a block is scaled; 0 leaves values unscaled.
+        max_code: Code to which the largest value of a block is scaled; 0 if values are not scaled.
         feedback: Whether the error is large enough to need error feedback by default.
     """
 
@@ -57,12 +57,13 @@ FORMATS: dict[str, WireFormat] = {
 def encode(wire_format: WireFormat, values: torch.Tensor, wire: torch.Tensor) -> None:
     """Encode values, and replace them by the encoding error.
 
-    A block with inf or nan decodes to inf and nan throughout, since it has no scale; its errors
-    are nan.
+    A block that contains inf or nan has no valid scale. All its values decode to inf or nan, and
+    all its errors are nan.
 
     Args:
         wire_format: The wire format of the values.
-        values: float32, one dimension; ends as values - decoded values.
+        values: float32, one dimension. After the call it holds the original minus the decoded
+            values.
         wire: uint8, `wire_format.wire_bytes(len(values))` long.
     """
     if not wire_format.is_scaled:
@@ -112,7 +113,10 @@ def _decoded(wire_format: WireFormat, wire: torch.Tensor) -> torch.Tensor:
 
 
 def to_float32(codes: torch.Tensor) -> torch.Tensor:
-    """Convert codes to float32; fp8 on CPUs by its bits, as torch's conversion takes 3 ns each."""
+    """Convert codes to float32.
+
+    On CPUs, fp8 is converted by shifting bits, because torch's conversion takes 3 ns per value.
+    """
     if codes.dtype != torch.float8_e4m3fn or codes.device.type != "cpu":
         return codes.to(torch.float32)
     # Shift e4m3's sign, exponent and mantissa to float32's, then correct the exponent's bias.

@@ -13,9 +13,10 @@ from ...common.device_scalar import ScalarOrPending, read, scalar
 class Residuals:
     """Holds compression errors by parameter name, to be added to the gradients of the next window.
 
-    A window works on a copy: `commit` keeps it, `discard` drops it, and a window that is run again
-    starts from the same residuals. The two copies are as large as the gradients: together 8 bytes
-    per parameter in fp32 and 4 in bf16, on every rank at any ZeRO stage.
+    A window works on a copy of the residuals. `commit` keeps the copy, and `discard` drops it, so
+    that a window that is run again starts from the same residuals. Each of the two copies has as
+    many values as the gradients. Together they take 8 bytes per parameter in fp32 and 4 bytes in
+    bf16, on every rank at any ZeRO stage.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -94,6 +95,6 @@ class CompressionError:
         self._values_squared = self._errors_squared = None
 
     def ratio(self) -> float | None:
-        """Return the last window's ratio; None if not yet known, or gradients were not finite."""
+        """Return the last window's ratio; None if unknown or if gradients were not finite."""
         last = read(self._last)
         return last if last is not None and math.isfinite(last) else None

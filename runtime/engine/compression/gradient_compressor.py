@@ -35,7 +35,7 @@ def check_kind(kind: str) -> None:
     """Check the name of a wire format.
 
     Raises:
-        ValueError: There is no such format.
+        ValueError: The format does not exist.
     """
     if kind not in KINDS:
         raise ValueError(f"compression must be one of {', '.join(KINDS)}, got {kind!r}")
@@ -96,9 +96,9 @@ class GradientCompressor:
     def attach(self, engine: Any) -> Undo:
         """Compress an engine's gradients until the returned function is called.
 
-        On a single rank nothing is sent and nothing changes. Until undone this keeps the engine
-        alive. Residuals outlive the undo: the compressor can then be attached to another engine of
-        the same model, of any stage.
+        On a single rank nothing is sent and nothing changes. The compressor keeps the engine alive
+        until the undo. The residuals stay after the undo, so that the compressor can be attached to
+        another engine of the same model, of any ZeRO stage.
 
         Raises:
             ValueError: The engine is not supported, or the compressor is attached already.
@@ -139,8 +139,8 @@ class GradientCompressor:
         """Start a window from the committed residuals.
 
         Args:
-            gradient_scale: Factor in this window's gradients, without fp16's loss scale. Only its
-                ratio to that of other windows matters.
+            gradient_scale: Factor in this window's gradients, without fp16's loss scale. Only the
+                ratio between the factors of different windows matters.
         """
         self.abort_window()
         if self._compressor is not None:
@@ -162,10 +162,11 @@ class GradientCompressor:
 
     @property
     def error_ratio(self) -> float | None:
-        """Norm of this rank's compression errors in the last window, over the norm of what it sent.
+        """Norm of this rank's compression errors in the last window over the norm of sent values.
 
-        None before the first window, without compression, after gradients that were not finite, and
-        on a GPU until the value has been copied, which is not waited for.
+        The value is None before the first window, without compression, and after gradients that
+        were not finite. On a GPU it is also None until it has been copied to the host. Reading it
+        does not wait for the copy.
         """
         return self._error.ratio()
 
@@ -198,7 +199,7 @@ def reducer_class(engine: Any) -> str:
 def unsupported_reason(engine: Any, *, asynchronous: bool) -> str | None:
     """Return why an engine's gradients cannot be compressed; None if they can.
 
-    Either they would be summed wrongly, or the combination was never tested.
+    The reason is that they would be summed wrongly, or that the combination was never tested.
     """
     reducer = reducer_class(engine)
     owner = engine if reducer == ENGINE else engine.optimizer

@@ -1,4 +1,4 @@
-"""Compresses the reduction where whole gradients are all-reduced: ZeRO 0, BF16_Optimizer."""
+"""Compresses the all-reduce of whole gradients, for ZeRO 0 and BF16_Optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .compressed_all_reduce import run_collective_steps
 
 
 class Stage0Reduction:
-    """Patches the gradient all-reduce in `engine.step()` by a compressed one."""
+    """Replaces the gradient all-reduce in `engine.step()` by a compressed all-reduce."""
 
     def __init__(self, engine: Any, compressor: BucketCompressor, names: ParameterNames) -> None:
         self._engine = engine
@@ -48,7 +48,7 @@ class Stage0Reduction:
         return reduce
 
     def _in_flat_groups(self, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the gradients within BF16_Optimizer's flat ones, and the padding at their ends."""
+        """Yield the gradients in BF16_Optimizer's flat gradients, and the padding at their ends."""
         for group, flat in enumerate(optimizer.fp32_groups_gradients_flat):
             parameters = optimizer.bf16_groups[group]
             gradients = optimizer.fp32_groups_gradients[group]

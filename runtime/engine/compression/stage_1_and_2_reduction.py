@@ -1,7 +1,7 @@
 """Compresses the gradient reduction of ZeRO 1 and 2, or makes it asynchronous.
 
-DeepSpeed decides what a bucket contains and which rank owns which slice; only the summation of the
-slices is replaced. Nothing is averaged twice: if DeepSpeed has divided already, the divisor is 1.
+DeepSpeed decides what a bucket contains and which rank owns which slice. Only the summation of the
+slices is replaced. If DeepSpeed has divided the gradients already, the divisor is 1.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class Slice:
     Attributes:
         source: This rank's gradient.
         target: Tensor to which the sum is written.
-        owner: Rank of the group that needs the sum; None if all do.
+        owner: Rank in the group that needs the sum; None if all ranks need it.
         output: Tensor to which the sum is also added, if DeepSpeed accumulates in another dtype.
     """
 
@@ -253,12 +253,12 @@ class ReductionRequest:
         """Write the sums to the slices that this rank needs.
 
         Args:
-            sums: Sums of all slices, flat; those of other ranks' slices are ignored.
+            sums: Sums of all slices, flat. The sums of other ranks' slices are ignored.
         """
         rank = dist.get_rank(group=self.group)
         for slice_, values in zip(self.slices, sums.split(self.lengths), strict=True):
             if slice_.target.device.type == accelerator.current.kind:
-                # DeepSpeed may free it while this stream still uses it.
+                # DeepSpeed may free the target while this stream still uses it.
                 slice_.target.record_stream(accelerator.current.current_stream())
             if slice_.owner not in (None, rank):
                 continue
@@ -296,7 +296,7 @@ class _PlainReduction:
 def _compressed_reduction(
     request: ReductionRequest, compressor: BucketCompressor, index: ParameterIndex
 ) -> Reduction:
-    """Return a reduction to the owners where that is cheaper, else to all ranks."""
+    """Return a reduction to the owners if that is cheaper, else to all ranks."""
     ordered = sorted(request.slices, key=lambda one: -1 if one.owner is None else one.owner)
     packed = _PackedRequest(replace(request, slices=ordered), compressor, index)
     sizes = packed.sizes_of_owners()
@@ -319,7 +319,7 @@ class _PackedRequest:
         self.values = compressor.pack(sources, self._spans, request.divisor)
 
     def keep_errors(self) -> None:
-        """Keep what `values` hold after the exchange as residuals."""
+        """Keep the errors that `values` hold after the exchange as residuals."""
         self._compressor.keep_errors(self.values, self._spans)
 
     def sizes_of_owners(self) -> list[int] | None:
@@ -366,7 +366,7 @@ class _ReductionToOwners:
 
 
 def _single_owner(owner: int | frozenset[int]) -> int:
-    """Return the rank that owns a slice; only Muon, which is unsupported, has several."""
+    """Return the rank that owns a slice. Only Muon has several owners, and is not supported."""
     (only,) = owner if isinstance(owner, frozenset) else (owner,)
     return only
 

@@ -18,7 +18,7 @@ _SCATTER_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads"
 
 
 class Stage3Reduction:
-    """Patches the reduce-scatter, and the all-reduce that can replace it, by compressed ones."""
+    """Replaces stage 3's reduce-scatter or all-reduce of gradients by a compressed reduction."""
 
     def __init__(self, optimizer: Any, compressor: BucketCompressor, names: ParameterNames) -> None:
         self._optimizer = optimizer
