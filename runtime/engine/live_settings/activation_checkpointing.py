@@ -2,7 +2,7 @@
 
 A Hugging Face model is switched by its own methods, unless modules are selected. In any other model
 the selected modules get a forward that is recomputed in backward, with the same random numbers.
-ZeRO 3 traces the new order of modules by itself; that takes two windows without prefetch.
+ZeRO 3 traces the new order of modules by itself, which takes two windows without prefetch.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def _clear_release_cache() -> Undo:
 def checkpoint_forward(module: nn.Module) -> Undo:
     """Wrap `forward` of this instance to keep only its input while training with gradients.
 
-    The replacement is a method, so that a copy of the module runs its own forward, and a pickled
-    module comes back with the original one.
+    The replacement is a method. So a copy of the module runs its own forward, and a pickled module
+    is loaded with its original forward.
     """
     before = own_attributes(module, ["forward"])
     original = module.forward
@@ -122,7 +122,7 @@ def checkpoint_forward(module: nn.Module) -> Undo:
 
     def undo() -> None:
         nonlocal is_on
-        is_on = False  # in case another wrapper was put on top since
+        is_on = False  # in case another wrapper now wraps this one
         if vars(module).get("forward") is ours:
             restore_attributes(module, before)
 
@@ -137,7 +137,10 @@ def _contexts(
 
 @contextlib.contextmanager
 def _copied_statistics(module: nn.Module) -> Iterator[None]:
-    """Let recomputation update copies of running statistics: they include this batch already."""
+    """Let recomputation update copies of the running statistics.
+
+    The original statistics include this batch already.
+    """
     own = [(each, dict(each._buffers)) for each in module.modules() if isinstance(each, _NormBase)]
     for norm, buffers in own:
         for name, buffer in buffers.items():
@@ -161,7 +164,7 @@ def _is_on(model: nn.Module) -> bool:
 
 
 def _enable_own_switch(model: Any) -> Undo:
-    """Switch on without reentrant autograd, and return what restores flags and hooks."""
+    """Switch checkpointing on without reentrant autograd; the undo restores flags and hooks."""
     flags = [(module, own_attributes(module, _FLAGS)) for module in model.modules()]
     hooks = own_attributes(model, _HOOKS)
     if hasattr(model, "activation_checkpointing_enable"):  # the older name warns from 5.23 on
@@ -190,7 +193,7 @@ def _handles(attributes: dict[str, object], known: tuple[Any, ...] = ()) -> tupl
 
 
 def choose_modules(model: nn.Module, selector: ModuleSelector) -> dict[str, nn.Module]:
-    """Return the selected modules by name, without modules nested in another selected one.
+    """Return the selected modules by name, without modules nested in other selected modules.
 
     Raises:
         ZerowatchError: No module of the model matches.
@@ -210,10 +213,10 @@ def choose_modules(model: nn.Module, selector: ModuleSelector) -> dict[str, nn.M
 
 
 def repeated_block(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated blocks: the container of equal modules with the most parameters.
+    """Return the modules of the container of equal modules that has the most parameters.
 
     Raises:
-        ZerowatchError: The model repeats no block, or single layers only.
+        ZerowatchError: The model does not repeat a block, or repeats only single layers.
     """
     candidates = [
         {f"{name}.{key}".lstrip("."): each for key, each in container.named_children()}
@@ -226,7 +229,7 @@ def repeated_block(model: nn.Module) -> dict[str, nn.Module]:
             "blocks; select the modules to checkpoint by a class or a pattern of names such as "
             '"blocks.*"'
         )
-    return max(candidates, key=_size)  # of equals the first, which is the outermost
+    return max(candidates, key=_size)  # the first of equal ones: the outermost
 
 
 def _size(blocks: dict[str, nn.Module]) -> int:
@@ -239,13 +242,16 @@ def _repeats_a_block(container: nn.Module) -> bool:
 
 
 def _is_single_layer(container: nn.Module) -> bool:
-    """Whether the children are torch's own layers: checkpointed, each still keeps its input."""
+    """Return whether the children are torch's own layers.
+
+    Checkpointing a single layer saves little, because the layer still keeps its input.
+    """
     child = next(container.children())
     return type(child).__module__.startswith("torch.nn.") and not any(child.children())
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules except the model itself: recomputing all of it saves nothing."""
+    """Yield all modules except the model, because recomputing the whole model saves nothing."""
     return ((name, module) for name, module in model.named_modules() if name)
 
 

@@ -61,7 +61,8 @@ LIVE_SETTINGS: tuple[LiveSetting, ...] = (
     TIMER_SYNCHRONIZED_SETTING,
 )
 
-# ZeRO 3 then gathers each module's parameters when it runs, and releases them after it.
+# With these values ZeRO 3 gathers a module's parameters when the module runs, and then releases
+# them.
 NO_PREFETCH: Mapping[LiveSetting, int] = {
     PREFETCH_BUCKET_SIZE_SETTING: 0,
     MAX_LIVE_PARAMETERS_SETTING: 0,
@@ -85,7 +86,7 @@ class MinimalBuckets:
 
 
 def _to_lower(engine: Any) -> list[tuple[LiveSetting, int]]:
-    """Return the settings that are above their minimum, with that minimum."""
+    """Return the settings whose value is above their minimum, with the minimum."""
     prefetching = [
         (setting, minimum)
         for setting, minimum in NO_PREFETCH.items()
@@ -98,5 +99,5 @@ def _to_lower(engine: Any) -> list[tuple[LiveSetting, int]]:
 
 
 def _smallest_useful_bucket(engine: Any) -> int:
-    """Return the size of the largest gradient: it is reduced alone in a smaller bucket anyway."""
+    """Return the size of the largest gradient, which a smaller bucket could not split anyway."""
     return max((num_elements(each) for each in engine.module.parameters()), default=1)

@@ -1,9 +1,9 @@
 """Sets gradient reduction live, for every ZeRO stage: buckets, buffers, collective, stream.
 
-Stages 1 and 2 allocate their buffers in each backward pass; stage 3 keeps one, which is resized.
-Stage 0 and BF16_Optimizer have no setting for the bucket size, only a default argument. They copy
-up to 500 million elements of gradients to one flat buffer for an all-reduce, which can double the
-memory of the gradients. `engine.allreduce_gradients` is wrapped to pass another size.
+Stages 1 and 2 allocate their buffers in each backward pass. Stage 3 keeps its buffers, so these are
+resized. Stage 0 and BF16_Optimizer have no setting for the bucket size, only a default argument.
+They copy up to 500 million elements of gradients to one flat buffer for an all-reduce, which can
+double the memory of the gradients. `engine.allreduce_gradients` is wrapped to pass another size.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _ReduceScatter(LiveSetting):
     name = "reduce_scatter"
 
     def unsupported_reason(self, engine: Any) -> str | None:
-        """Return why reduce_scatter cannot be on; these are DeepSpeed's own checks at start-up."""
+        """Return why reduce_scatter cannot be on; DeepSpeed makes the same checks at start-up."""
         zero_1_2, zero_3 = zero_1_2_optimizer(engine), zero_3_optimizer(engine)
         zero = zero_1_2 or zero_3
         if zero is None:
@@ -171,7 +171,7 @@ class _ContiguousGradients(LiveSetting):
             return set_attributes(zero_1_2, contiguous_gradients=value)
         undo_flag = set_attributes(zero_3, contiguous_gradients=value)
         size = engine.optimizer.reduce_bucket_size if value else None
-        # The undo restores the flag first: it decides whether buffers are allocated.
+        # The undo restores the flag first, because the flag decides whether buffers are allocated.
         try:
             return chain([_resize_buffers(zero_3, size), undo_flag])
         except FAILURES:
@@ -189,7 +189,7 @@ class _ContiguousGradients(LiveSetting):
         if value == zero.contiguous_gradients:
             return 0
         if zero_1_2_optimizer(engine) is not None:
-            return None  # what is flattened instead depends on the order of gradients
+            return None  # the flattened size depends on the order of gradients
         dtypes: list[torch.dtype] = list(zero.ipg_buckets)
         num_bytes = int(zero.reduce_bucket_size) * sum(dtype.itemsize for dtype in dtypes)
         return num_bytes if value else -num_bytes
@@ -273,9 +273,10 @@ def _missing_hooks(zero_1_2: Any) -> str | None:
 
 
 def _resize_buffers(zero_3: Any, elements: int | None) -> Undo:
-    """Resize the bucket buffers of ZeRO 3, or drop them for None; frees the old ones first.
+    """Resize the bucket buffers of ZeRO 3, or drop the buffers if `elements` is None.
 
-    If memory does not suffice, buffers of the old sizes are allocated again.
+    The old buffers are freed first. If there is not enough memory for the new buffers, buffers of
+    the old sizes are allocated again.
     """
     before = {
         dtype: None if bucket.buffer is None else bucket.buffer.numel()
@@ -315,14 +316,15 @@ def _element_bytes(zero: Any) -> int | None:
 
 
 def _num_buffers(zero: Any) -> int:
-    """Return the buffers per bucket: with overlap_comm stages 1 and 2 use two in turn."""
+    """Return the buffers per bucket: with overlap_comm, stages 1 and 2 alternate between two."""
     return 2 if getattr(zero, "overlap_comm", False) else 1
 
 
 class _SizedAllreduce:
-    """Replaces `engine.allreduce_gradients` to pass a bucket size; inert without a size.
+    """Replaces `engine.allreduce_gradients` to pass a bucket size; does nothing without a size.
 
-    Slots, since `AttributePatch` copies the original's attributes over those of the replacement.
+    The class uses slots, because `AttributePatch` copies the attributes of the original to the
+    replacement and could overwrite an attribute of this class.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_original", "elements")
@@ -354,14 +356,14 @@ def _set_whole_gradient_bucket_size(engine: Any, elements: int) -> Undo:
     patch = AttributePatch(engine, "allreduce_gradients", make)
 
     def undo() -> None:
-        wrappers[0].elements = None  # in case another wrapper was put on top since
+        wrappers[0].elements = None  # in case another wrapper now wraps this one
         patch.restore()
 
     return UndoOnce(undo)
 
 
 def _patches(engine: Any) -> Iterator[_SizedAllreduce]:
-    """Yield our replacements, the outermost first, also below wrappers of others."""
+    """Yield zerowatch's replacements, the outermost first, also inside other code's wrappers."""
     function = engine.allreduce_gradients
     while function is not None:
         if isinstance(function, _SizedAllreduce):

@@ -32,7 +32,7 @@ class LiveSetting(ABC):
         """Return the present value on an engine that has the setting."""
 
     def apply(self, engine: Any, value: SettingValue) -> Undo:
-        """Set the value and return the undo, which restores exactly what was there.
+        """Set the value and return the undo, which restores exactly the previous state.
 
         Raises:
             ZerowatchError: The engine does not have the setting, or the value is not allowed.
@@ -52,7 +52,8 @@ class LiveSetting(ABC):
     def memory_bytes(self, engine: Any, value: SettingValue) -> int | None:
         """Return the change in buffer bytes from the present value to this one.
 
-        Negative if the buffers shrink, None if not known. Temporary copies come on top.
+        The result is negative if the buffers shrink, and None if it is not known. It does not
+        include temporary copies.
         """
         if self.unsupported_reason(engine) is not None:
             return None

@@ -1,10 +1,10 @@
 """Offloads optimizer states: keeps them in host memory, except during the update.
 
 The states are needed in `step()` only. Between two updates their storages on the device are emptied
-and the bytes are kept on the host: 8 of the 12 bytes that Adam keeps per parameter, and the 4 of
-the master weights, at the price of two copies per step. The tensors stay the same objects with the
-same views, so this works with any optimizer and ZeRO stage. `engine.offload_states` replaces the
-tensors, and under ZeRO 3 supports FusedAdam only.
+and the bytes are kept on the host. With Adam these are 12 bytes per parameter: 8 bytes of moments
+and 4 bytes of master weights. The price is two copies per step. The tensors stay the same objects
+with the same views, so this works with any optimizer and ZeRO stage. DeepSpeed's own
+`engine.offload_states` replaces the tensors, and under ZeRO 3 supports FusedAdam only.
 
 The tensors must not be read while they are offloaded. Undo the setting, or call `reload`, before
 anything but training: saving, loading, rebuilding, `safe_get_full_*`.
@@ -37,7 +37,7 @@ class OptimizerStateOffload:
     """Makes an engine keep its optimizer states on the host between updates."""
 
     def unsupported_reason(self, engine: Any) -> str | None:
-        """Return why the states cannot be offloaded, or would free nothing; None if they can."""
+        """Return why offloading is not possible or would free no memory; None if it is useful."""
         if get_accelerator().device_name() == "cpu":
             return "the device's memory is the host's own, so nothing would be freed"
         missing = missing_reason(engine, ENGINE, "basic_optimizer")
@@ -56,7 +56,7 @@ class OptimizerStateOffload:
         """Offload the states except during each update; the returned object is the undo.
 
         Raises:
-            ZerowatchError: They cannot be offloaded, for the `unsupported_reason`.
+            ZerowatchError: The states cannot be offloaded; the message has `unsupported_reason`.
         """
         reason = self.unsupported_reason(engine)
         if reason is not None:
@@ -74,7 +74,7 @@ class OffloadedOptimizerStates:
         self._engine = weakref.ref(engine)
         self._buffers: dict[int, _HostBuffer] = {}
         self._is_closed = False
-        self.offload()  # first: if it fails nothing is patched
+        self.offload()  # before the patch, in case it fails
         self._patch = AttributePatch(engine.optimizer, "step", self._reload_for)
 
     def __call__(self) -> None:
@@ -164,7 +164,7 @@ def _states(engine: Any) -> Iterator[torch.Tensor]:
 
 
 def _needed_outside_update(engine: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of forward and backward: fp32 under stage 0 shares their storages."""
+    """Yield the tensors of forward and backward. In fp32, stage 0 shares their storages."""
     for parameter in engine.module.parameters():
         held = (parameter, parameter.grad, getattr(parameter, "ds_tensor", None))
         yield from (tensor for tensor in held if tensor is not None)

@@ -1,8 +1,8 @@
 """Sets ZeRO 3's parameter gathering live: prefetch, live parameters, reuse, persistence.
 
 A new prefetch size or reuse distance takes effect in the next forward, once DeepSpeed has traced
-the order of the modules twice. Fewer persistent parameters can mean more or fewer gathers: the
-persistent ones are gathered one by one after each update.
+the order of the modules twice. Fewer persistent parameters can mean more or fewer gathers, because
+the persistent parameters are gathered one by one after each update.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _PrefetchBucketSize(_CoordinatorSetting):
     private_name = "__prefetch_bucket_sz"
 
     def _memory_bytes(self, engine: Any, value: SettingValue) -> int | None:
-        """Return at most the whole model: no more can be prefetched."""
+        """Return the change in bytes; at most the whole model can be prefetched."""
         parameters = list(engine.module.parameters())
         total = total_elements(parameters)
         return (min(value, total) - min(self.get(engine), total)) * largest_itemsize(parameters)

@@ -42,5 +42,5 @@ def param_coordinator(zero_3: Any) -> Any:
 
 
 def synchronize_device() -> None:
-    """Wait until the device is idle, so that no collective reads what is about to change."""
+    """Wait until the device is idle, so that no collective reads a buffer that will change."""
     get_accelerator().synchronize()
