@@ -1,4 +1,4 @@
-"""Replaces an engine, within its process, by one with another ds config and the same state."""
+"""Replaces an engine in its process by an engine with another ds config and the same state."""
 
 from __future__ import annotations
 
@@ -54,23 +54,24 @@ class UndoneRebuildError(RebuildError):
 def rebuild(
     engine: Any, config: Config, *, make_engine: MakeEngine, host_group: HostCollectives
 ) -> Any:
-    """Replace a running engine by one with another ds config, and return it.
+    """Replace a running engine by an engine with another ds config, and return the new engine.
 
-    All ranks call it at the same time, between two windows, with the same config. The module and
-    its parameters stay the same objects. An optimizer and an LR scheduler that the caller made are
+    All ranks must call this between the same two windows, with the same config. The module and its
+    parameters stay the same objects. An optimizer and an LR scheduler that the caller made are
     passed to DeepSpeed again, the optimizer without its state. All training state of the old engine
     is copied to the new one. The old engine has no tensors afterwards, even if the caller holds it.
 
     Args:
         engine: A DeepSpeed engine of any ZeRO stage, with states on the device or the host.
-        config: The new ds config. Precision, optimizer and scheduler must be those of the old one.
+        config: The new ds config. Precision, optimizer and scheduler must be as in the old ds
+            config.
         make_engine: Function that calls deepspeed.initialize with a module and a ds config, as for
             the first engine.
         host_group: Group of all ranks.
 
     Raises:
         RebuildError: The rebuild is not supported; nothing has changed.
-        UndoneRebuildError: The new engine could not be made; its `engine` is to be used instead.
+        UndoneRebuildError: The new engine could not be made. Use the error's `engine` instead.
     """
     old = _config_of(engine)
     with CollectiveAttempt(host_group) as check:
@@ -107,14 +108,14 @@ class _Builder:
         self._host_group = host_group
 
     def replace(self, engine: Any, config: Config) -> tuple[Any, Exception | None]:
-        """Remove an engine, build another, and return what `build` returns."""
+        """Remove an engine, build another engine, and return the result of `build`."""
         with CollectiveAttempt(self._host_group) as ending:
             teardown(engine)
             strip_module(self._module)
         return (None, ending.error) if ending.error is not None else self.build(config)
 
     def build(self, config: Config) -> tuple[Any, Exception | None]:
-        """Return an engine with the restored state, or the error of this rank or of another."""
+        """Return an engine with the restored state, or the error of this or another rank."""
         engines: list[Any] = []
         undo_hooks = track_hooks(self._module)
         _synchronize_ids(self._host_group)
@@ -181,7 +182,7 @@ def not_rebuilt(error: Exception) -> RebuildError:
 
 
 def _rolled_back(builder: _Builder, old: Config, error: Exception) -> UndoneRebuildError:
-    """Build an engine with the old ds config; an error in that ends the training."""
+    """Build an engine with the old ds config. If that fails too, the training ends."""
     again, failed = builder.build(old)
     if failed is not None:
         raise failed
@@ -229,8 +230,9 @@ def guarded_collectives(attempt: CollectiveAttempt) -> Iterator[None]:
 def _synchronize_ids(host_group: HostCollectives) -> None:
     """Make all ranks number modules and parameters from the same number.
 
-    DeepSpeed numbers them through all engines of a process, and refuses to train if the ranks
-    differ. They do after one rank got further than others with an engine that failed.
+    DeepSpeed numbers modules and parameters across all engines of a process, and refuses to train
+    if the numbers differ between ranks. They differ if one rank got further than other ranks in
+    building an engine that failed.
     """
     Init.param_id = host_group.all_max(Init.param_id)
     (count,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
@@ -252,10 +254,10 @@ def _allocate_parameters(
     *,
     partitioned: bool,
 ) -> None:
-    """Allocate zeros for each parameter; for stage 3 one at a time, and partition it at once.
+    """Allocate zeros for each parameter. For stage 3, partition each parameter at once.
 
-    No rank then holds the whole model. The values are restored later: DeepSpeed would broadcast
-    those of a model that it partitions itself, only to have them overwritten.
+    So no rank holds the whole model in stage 3. The values are restored later. If DeepSpeed
+    partitioned the model itself, it would broadcast values that are overwritten anyway.
     """
     first: Any = None
     for name, parameter in module.named_parameters():

@@ -35,9 +35,9 @@ class OptimizerTensor:
     Attributes:
         state: The optimizer's whole state, in which this tensor is a key.
         group: Index of the parameter group.
-        members: Names of the parameters that are flattened into it, over all ranks.
+        members: Names of the parameters that are flattened into the tensor, over all ranks.
         pieces: Parts of these parameters on this rank.
-        replicated: Whether it is equal on all ranks.
+        replicated: Whether the tensor is equal on all ranks.
     """
 
     tensor: torch.Tensor
@@ -53,12 +53,12 @@ Layout = list[OptimizerTensor]
 
 
 def parameter_names(module: torch.nn.Module) -> dict[int, str]:
-    """Return the name of each parameter by its id(); of a tied parameter the first name."""
+    """Return the name of each parameter by its id(). A tied parameter has its first name."""
     return {id(parameter): name for name, parameter in module.named_parameters()}
 
 
 def base_optimizer(optimizer: Any) -> Any:
-    """Return the torch optimizer within one of DeepSpeed's, or the optimizer itself."""
+    """Return the torch optimizer that a DeepSpeed optimizer wraps, or the optimizer itself."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
@@ -81,7 +81,7 @@ def layout_of(engine: Any) -> Layout:
 def group_members(engine: Any) -> list[tuple[str, ...]]:
     """Return the parameter names of each group of the base optimizer, in its order.
 
-    Frozen parameters are included only where DeepSpeed keeps them, at stage 0 in fp32.
+    Frozen parameters are included only if DeepSpeed keeps them, as it does at stage 0 in fp32.
     """
     names = parameter_names(engine.module)
     groups = base_optimizer(engine.optimizer).param_groups
@@ -163,7 +163,10 @@ def _stage_3(optimizer: Any, names: Names) -> Iterator[OptimizerTensor]:
 
 
 def _stage_3_optimizer(optimizer: Any, number: int) -> Any:
-    """Return the optimizer of a sub-group: with an offload ratio below 1 some are on the device."""
+    """Return the optimizer of a sub-group.
+
+    With an offload ratio below 1, some sub-groups are updated on the device.
+    """
     devices = getattr(optimizer, "subgroup_to_device", None)
     on_host = devices is None or devices[number] == "cpu"
     return optimizer.optimizer if on_host else optimizer.backup_optimizer
@@ -210,7 +213,7 @@ def _flat(
     """Describe this rank's part of a flattened parameter group.
 
     Args:
-        optimizer: DeepSpeed's.
+        optimizer: DeepSpeed's optimizer.
         group: Index of the group.
         flat: This rank's part.
         rows: Name, offset in the group and elements of each parameter.

@@ -16,7 +16,8 @@ from ...common.undo import FAILURES
 from .optimizer_layout import base_optimizer, layout_of
 from .state_snapshot import ADAMS
 
-# A change of these would change the training itself, or leave state that fits no new tensor.
+# A change of these blocks would change the training itself, or leave state that does not fit the
+# new tensors.
 KEPT_BLOCKS = (
     "fp16",
     "bf16",
@@ -132,7 +133,8 @@ def _change_problems(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator
     ):
         yield "zero_optimization.overlap_comm needs stage 2 or 3 where the caller ends windows"
     if _is_on(new, "fp16") and (zero_stage(old) == 0) != (zero_stage(new) == 0):
-        # DeepSpeed 0.19.8: only ZeRO's optimizers scale the loss, all divide by the scale.
+        # In DeepSpeed 0.19.8, only ZeRO's optimizers scale the loss, but all optimizers divide by
+        # the scale.
         yield "in fp16 DeepSpeed's stage 0 has gradients of another size than the other stages"
     in_fp32 = str((new.get("data_types") or {}).get("grad_accum_dtype")) == "fp32"
     if zero_stage(new) == 0 and in_fp32 and any(_is_on(new, key) for key in _16_BITS):

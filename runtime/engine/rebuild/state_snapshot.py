@@ -1,6 +1,7 @@
 """Copies an engine's training state to the host, and restores it in another engine.
 
-Each rank copies its part of every parameter; the parts are assembled parameter by parameter.
+Each rank copies its part of every parameter. The restore assembles the parts parameter by
+parameter.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from .optimizer_layout import (
     rank_partition,
 )
 
-# Where torch-like optimizers count their updates. For a parameter of one element only the name
-# distinguishes it from a state with one number per weight.
+# Names of the states in which torch-like optimizers count their updates. For a parameter of one
+# element, only the name distinguishes the count from a state with one number per weight.
 _UPDATE_COUNTS = ("step",)
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 # State of a dynamic loss scale; two classes have most of these in common.
@@ -35,8 +36,8 @@ _OVERRIDES = ("custom_loss_scaler", "external_loss_scale")
 # count is then a number or a tensor.
 _DEEPSPEED_ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
 ADAMS = frozenset({*_DEEPSPEED_ADAMS, "Adam", "AdamW"})
-# These have one update count for all tensors of a group: that of the last tensor with a gradient.
-# The counts of the other tensors stay as they are.
+# These optimizers have one update count for all tensors of a group. They keep the count in the last
+# tensor with a gradient, and do not update the counts of the other tensors.
 _COUNTING_IN_LAST_TENSOR = ("FusedAdam", "FusedLion")
 
 
@@ -117,7 +118,7 @@ def take_snapshot(engine: Any, rank: int, world_size: int) -> TrainingStateSnaps
 
     Raises:
         LookupError: The optimizer is of an unknown kind.
-        ValueError: It has a state that is neither one number per weight nor a scalar.
+        ValueError: The optimizer has a state that is neither one number per weight nor a scalar.
     """
     parameters = {
         name: _describe(parameter) for name, parameter in engine.module.named_parameters()
@@ -175,10 +176,10 @@ def _copy_updated(
 def split_state(
     holder: OptimizerTensor,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the optimizer states of a tensor: those with one number per weight, and the others.
+    """Return the tensor's states with one number per weight, and its other optimizer states.
 
     Raises:
-        ValueError: A state has another size, so that it cannot be split along the weights.
+        ValueError: A state cannot be split along the weights, because it has another size.
     """
     tensors, scalars = {}, {}
     for key, value in holder.state.get(holder.tensor, {}).items():
@@ -234,9 +235,9 @@ def _copy(tensor: torch.Tensor, piece: ParamSlice) -> HostSlice:
 
 
 def unequal_members(snapshot: TrainingStateSnapshot) -> str | None:
-    """Return a parameter with another number of updates than its group; None if there is none.
+    """Return a parameter whose number of updates differs from its group's; None if all agree.
 
-    The optimizer has one update count for all weights that are flattened together.
+    The optimizer has only one update count for all weights that are flattened together.
     """
     if _counts_in_last_tensor(snapshot):
         return None
@@ -315,7 +316,7 @@ def restore_snapshot(
     """Restore all training state in an engine. All ranks must call it at the same time.
 
     Raises:
-        ValueError: Its optimizer has other parameters or states than the old one had.
+        ValueError: The optimizer's parameters or states differ from those of the old optimizer.
         PeerAttemptError: Another rank has failed.
     """
     layout = layout_of(engine)
@@ -340,16 +341,16 @@ def restore_snapshot(
 class HostSum:
     """Sums of tensors over the ranks on the host, to assemble a tensor from the ranks' parts.
 
-    Uses its own gloo group, so that no device queue is waited for.
+    The sums use a gloo group of their own, so that they do not wait for a device queue.
     """
 
     def __init__(self, world_size: int) -> None:
         self._group = new_host_group() if world_size > 1 else None
 
     def add_up(self, parts: torch.Tensor) -> None:
-        """Sum a tensor in place, bit for bit; on each element at most one rank is not zero."""
+        """Sum a tensor in place, bit for bit. At most one rank has a nonzero value per element."""
         if self._group is not None:
-            # As integers: adding zero would turn -0.0 into 0.0.
+            # Sum the bits as integers, because adding 0.0 to -0.0 would give 0.0.
             dtype = {4: torch.int32, 8: torch.int64}.get(parts.element_size(), torch.uint8)
             dist.all_reduce(parts.view(dtype), group=self._group)
 
@@ -459,7 +460,7 @@ def _make_states(layout: list[OptimizerTensor], snapshot: TrainingStateSnapshot)
 def _scalars(
     optimizer_tensor: OptimizerTensor, known: ParamSnapshot, snapshot: TrainingStateSnapshot
 ) -> Mapping[str, Any]:
-    """Return the scalar states of a tensor, of which `known` is a member with states."""
+    """Return the scalar states of a tensor; `known` is a parameter in the tensor with states."""
     is_whole_parameter = optimizer_tensor.replicated and len(optimizer_tensor.members) == 1
     if is_whole_parameter or not _counts_in_last_tensor(snapshot):
         return known.scalars
@@ -493,7 +494,7 @@ def _restore_options(optimizer: Any, snapshot: TrainingStateSnapshot) -> None:
 
 
 def _convert_update_counts(base: Any) -> None:
-    """Convert Adam's update count to a number for DeepSpeed's own classes, else to a tensor."""
+    """Convert Adam's update count: to a number for DeepSpeed's own classes, else to a tensor."""
     as_number = type(base).__name__ in _DEEPSPEED_ADAMS
     for own in base.state.values():
         if "step" in own:

@@ -1,7 +1,7 @@
 """Removes an engine: frees its tensors, and removes DeepSpeed's attributes from its module.
 
-An attribute that stays would make the next engine silently wrong: parameters would have methods of
-the old partitioning, and autograd functions would gather with the old coordinator.
+If an attribute stayed, the next engine would be wrong without an error: parameters would have
+methods of the old partitioning, and autograd functions would gather with the old coordinator.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ _MODULE_ATTRIBUTES = (
     "ds_recompute_parameters",
     "ds_inflight_param_registry",
 )
-# A script may have registered parameters that one module uses and another owns; those stay.
+# A script may have registered parameters that one module uses and another module owns. These
+# registrations stay.
 _EXTERNAL = ("_external_params", "ds_external_parameters", "all_parameters")
 _HOOKS = (
     "_forward_hooks",
@@ -99,7 +100,7 @@ def forget_module(module: torch.nn.Module) -> None:
 
 
 def _clear(engine: Any, optimizer: Any) -> None:
-    """Drop the tensors of the engine and its optimizer, as callers may hold these for a while."""
+    """Drop the tensors of the engine and its optimizer, because callers may keep both objects."""
     for name in ("optimizer", "basic_optimizer", "lr_scheduler"):
         setattr(engine, name, None)
     base = base_optimizer(optimizer)
@@ -117,7 +118,7 @@ def release_tensors(base: Any) -> None:
 
 
 def _clear_release_cache() -> None:
-    """Clear the cache of stage 3's coordinators: it keeps them and their engines alive."""
+    """Clear a cache that keeps stage 3's coordinators and their engines alive."""
     cached = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
     for cell in cached.__closure__ or ():
         if hasattr(cell.cell_contents, "cache_clear"):
@@ -127,14 +128,14 @@ def _clear_release_cache() -> None:
 
 
 def _drop_secondary_group() -> None:
-    """Destroy the group of secondary partitions; the next engine makes its own if needed."""
+    """Destroy the group of secondary partitions; the next engine makes a new group if needed."""
     group, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, None
     if group is not None and group is not dist.group.WORLD:
         dist.destroy_process_group(group)
 
 
 def _restore_linear() -> None:
-    """Restore torch's linear, which stage 3 replaces by one that rounds differently."""
+    """Restore torch's linear, which stage 3 replaces by a function that rounds differently."""
     kind = partition_parameters.InsertPostInitMethodToModuleSubClasses
     if torch.nn.functional.linear is partition_parameters.zero3_linear_wrap:
         torch.nn.functional.linear = kind.linear_bk
@@ -143,8 +144,8 @@ def _restore_linear() -> None:
 def strip_module(module: torch.nn.Module) -> None:
     """Remove DeepSpeed's attributes from a module after a teardown; its parameters stay.
 
-    A partitioned parameter has its shape back without memory: its weights read as zeros and must
-    not be written until memory is allocated. The weights must be kept elsewhere.
+    A partitioned parameter gets its full shape back, but no memory. Its weights read as zeros and
+    must not be written until memory is allocated. The caller must keep a copy of the weights.
     """
     for part in module.modules():
         _strip_module(part)
