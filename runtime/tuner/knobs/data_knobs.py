@@ -15,7 +15,7 @@ from .knob import ReadableKnob, SwitchKnob, WritableKnob
 
 
 def data_knobs(window_runner: WindowRunner, data: TrainingData | None) -> list[WritableKnob]:
-    """Return the data knobs of a TrainingRun; without `data` that of the micro-batch only."""
+    """Return the data knobs of a TrainingRun. Without `data`, only the micro-batch is a knob."""
     micro_batch = MicroBatchKnob(window_runner)
     return [micro_batch, *([] if data is None else [LoadBalanceKnob(data), GlobalBatchKnob(data)])]
 
@@ -29,14 +29,14 @@ class MicroBatchKnob(WritableKnob):
         self._window_runner = window_runner
 
     def unsupported_reason(self) -> str | None:
-        """Return why the size is fixed: one size for all ranks would undo the user's sizes."""
+        """Return why the size is fixed, which is that ranks were given different sizes."""
         opened = self._window_runner.opened
         if opened is not None and len(set(opened.local_batches.micro_batch_samples)) > 1:
             return "ranks were given different sizes"
         return None
 
     def get(self) -> int:
-        """Return the requested samples; after out-of-memory errors fewer are used."""
+        """Return the requested size. The size in use is smaller after out-of-memory errors."""
         return self._window_runner.micro_batch_samples
 
     def options(self) -> Sequence[Value]:
@@ -81,7 +81,8 @@ class EngineMicroBatchKnob(ReadableKnob):
 class LoadBalanceKnob(SwitchKnob):
     """Switches the distribution of samples by the ranks' measured speeds.
 
-    No sample is lost or repeated. Local batches change a window later, after prefetched ones.
+    No sample is lost or repeated. Local batches change one window later, because the next batches
+    have been prefetched already.
     """
 
     spec = BALANCE
@@ -107,9 +108,10 @@ class LoadBalanceKnob(SwitchKnob):
 
 
 class GlobalBatchKnob(WritableKnob):
-    """Samples of the global batch of the run's loader; the learning rate is scaled with it.
+    """Samples of the global batch of the run's loader. The learning rate is scaled with the size.
 
-    No sample is lost or repeated. The size changes a window later, after prefetched batches.
+    No sample is lost or repeated. The size changes one window later, because the next batches have
+    been prefetched already.
     """
 
     spec = BATCH_SAMPLES
@@ -133,7 +135,7 @@ class GlobalBatchKnob(WritableKnob):
         """Set it.
 
         Raises:
-            ZerowatchError: The value is none of the options.
+            ZerowatchError: The value is not one of the options.
         """
         if not isinstance(value, int) or value not in self.options():
             raise ZerowatchError(f"{self.name} is one of {list(self.options())}, got {value!r}")
@@ -156,7 +158,7 @@ def micro_batch_sizes(local_batch: int, now: int) -> tuple[int, ...]:
 
     Args:
         local_batch: The most samples that a rank has in a window; 0 if unknown.
-        now: The size in use; may be larger than the local batch.
+        now: The size in use, which may be larger than the local batch.
     """
     sizes = {now}
     count = 1

@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 ZERO = "zero_optimization"
 _STAGE_3 = "stage3_"  # DeepSpeed accepts its keys with and without this prefix
-# The smallest useful size is this part of the model: with smaller ones there are so many calls that
-# latency dominates on any link.
+# The smallest useful size is the size of the model divided by this number. Smaller sizes cause so
+# many calls that latency dominates on any link.
 SMALLEST_PART = 64
 
 
@@ -54,14 +54,14 @@ class DeepSpeedKnob(WritableKnob):
     def __init__(self, setting: LiveSetting, source: EngineSource) -> None:
         self.spec = SPECS[setting.name]
         self._setting, self._source = setting, source
-        # A change back undoes the last change instead of adding another patch, so that the
-        # alternations of a trial do not accumulate.
+        # Setting the previous value undoes the last change instead of adding another patch. The
+        # alternating changes of a trial therefore do not accumulate.
         self._changes: list[tuple[Value, Undo]] = []
         self._was_set_before = False
 
     @property
     def is_set(self) -> bool:
-        """Whether its value was set here, on this engine or on a previous one."""
+        """Whether this knob has set its value, on this engine or on a previous engine."""
         return self._was_set_before or bool(self._changes)
 
     def unsupported_reason(self) -> str | None:
@@ -81,7 +81,7 @@ class DeepSpeedKnob(WritableKnob):
         return powers_of_two(elements, int(self.get() or 0), with_zero=with_zero)
 
     def set(self, value: Value) -> Undo:
-        """Set it; the undo does nothing if the setting is gone by then."""
+        """Set the value. The undo does nothing if the engine no longer has the setting."""
         before = self.get()
         self._set(value)
 
@@ -96,15 +96,15 @@ class DeepSpeedKnob(WritableKnob):
         return isinstance(value, int) and self._setting.is_applied(self._source.engine, value)
 
     def memory_bytes(self, value: Value) -> int | None:
-        """Return the bytes that buffers of this value need more."""
+        """Return the additional bytes that buffers need with this value."""
         if not isinstance(value, int):
             return None
         return self._setting.memory_bytes(self._source.engine, value)
 
     def on_engine_replaced(self) -> None:
-        """Apply the ds config's value to a new engine, if it was set here.
+        """Apply the ds config's value to a new engine, if this knob has set the value.
 
-        DeepSpeed does so by itself, except for settings without a key at stage 0.
+        DeepSpeed applies the value by itself, except for settings without a key at stage 0.
         """
         self._was_set_before = self.is_set
         self._changes.clear()
@@ -137,9 +137,9 @@ def powers_of_two(total: int, now: int, *, with_zero: bool = False) -> tuple[int
     """Return powers of two from a part of the total up to all of it, and the value in use.
 
     Args:
-        total: Elements at most used at once; larger values have the same effect.
+        total: Maximum number of elements used at once. Larger values have the same effect.
         now: The value in use.
-        with_zero: Whether 0 is useful, too.
+        with_zero: Whether 0 is a useful value too.
     """
     top = 1 << max(0, total - 1).bit_length()
     parts = [1 << power for power in range(SMALLEST_PART.bit_length())]
@@ -148,7 +148,7 @@ def powers_of_two(total: int, now: int, *, with_zero: bool = False) -> tuple[int
 
 
 def with_value(config: Mapping[str, Any], spec: KnobSpec, value: Value) -> dict[str, Any]:
-    """Return a copy of a ds config with a knob's value; None removes its key."""
+    """Return a copy of a ds config with a knob's value. A value of None removes the key."""
     copy = dict(config)
     block = copy
     *path, key = _key_path(spec, config)
@@ -164,7 +164,7 @@ def with_value(config: Mapping[str, Any], spec: KnobSpec, value: Value) -> dict[
 
 
 def value_in_config(spec: KnobSpec, config: Mapping[str, Any]) -> Value:
-    """Return a knob's value in a ds config; None if it has none."""
+    """Return a knob's value in a ds config; None if the config does not have the value."""
     found: Any = config
     for key in _key_path(spec, config):
         if not isinstance(found, Mapping) or key not in found:
@@ -183,7 +183,7 @@ def _key_path(spec: KnobSpec, config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class AttachmentKnob(SwitchKnob):
-    """Switches one attachment of an engine; a rebuild attaches it again.
+    """Switches one attachment of an engine. A rebuild attaches it again.
 
     Args:
         spec: The knob's data.
@@ -203,7 +203,7 @@ class AttachmentKnob(SwitchKnob):
         self._engine_holder, self._change, self._attachment = engine_holder, change, attachment
 
     def unsupported_reason(self) -> str | None:
-        """Return why it cannot be attached; None where it is on."""
+        """Return why the setting cannot be attached; None if it is attached."""
         if self.get():
             return None
         return self._attachment.unsupported_reason(self._engine_holder.engine)
@@ -244,7 +244,7 @@ def attachment_knobs(
 
 
 class EngineCheckpointingKnob(SwitchKnob):
-    """Reads activation checkpointing of a script's own model; can only be advised, not set."""
+    """Reads activation checkpointing of a script's own model, which can only be advised."""
 
     spec = ACTIVATION_CHECKPOINTING
 
@@ -252,11 +252,11 @@ class EngineCheckpointingKnob(SwitchKnob):
         self._source = source
 
     def unsupported_reason(self) -> str | None:
-        """Return why it cannot be switched on, such as that it is on."""
+        """Return why checkpointing cannot be switched on, e.g. because it is on already."""
         return ActivationCheckpointing().unsupported_reason(self._source.engine)
 
     def get(self) -> bool:
-        """Return False: where it is on, the knob is not available."""
+        """Return False, because the knob is not available if checkpointing is on."""
         return False
 
     def _switch(self, *, on: bool) -> Undo:
@@ -264,9 +264,9 @@ class EngineCheckpointingKnob(SwitchKnob):
 
 
 def restore_attachments(engine_holder: EngineHolder) -> Undo:
-    """Return the undo that attaches what is attached now.
+    """Return an undo that restores the present attachments.
 
-    An engine in between may not support an attachment, and drops it.
+    An engine in between may not support an attachment. Such an engine drops the attachment.
     """
     compressor = engine_holder.compressor
     changes = (
@@ -320,10 +320,10 @@ def detach_compressor(engine_holder: EngineHolder) -> Undo:
 def set_compressor(
     engine_holder: EngineHolder, config: CompressorConfig, previous: GradientCompressor | None
 ) -> Undo:
-    """Compress gradients as configured: by the previous compressor if it has that configuration.
+    """Compress gradients as configured. Reuse the previous compressor if it has that config.
 
     Raises:
-        ValueError: This engine's gradients are not accessible; the compressor is unchanged.
+        ValueError: This engine's gradients are not accessible. The compressor is unchanged.
     """
     before = engine_holder.compressor
     if config == compressor_config(previous):
@@ -335,7 +335,7 @@ def set_compressor(
 
 
 class CompressionKnob(ReadableKnob):
-    """Reads the data type of gradients on the wire; set by `set_compressor`."""
+    """Reads the data type of gradients on the wire, which `set_compressor` sets."""
 
     spec = GRADIENT_COMPRESSION
 
@@ -355,19 +355,19 @@ class CompressionKnob(ReadableKnob):
         return compressor_config(self._engine_holder.compressor).kind
 
     def options(self) -> Sequence[Value]:
-        """Return all data types, and the one in use if it is another."""
+        """Return all data types of the knob, and the data type in use."""
         now = self.get()
         return (None, *COMPRESSIONS, *([now] if now not in (None, *COMPRESSIONS) else []))
 
     def memory_bytes(self, value: Value) -> int:
-        """Return the change in bytes of residuals."""
+        """Return the additional bytes that the residuals need with this value."""
         elements = total_elements(self._engine_holder.engine.module.parameters())
         more = (value in _WITH_ERROR_FEEDBACK) - (self.get() in _WITH_ERROR_FEEDBACK)
         return more * _RESIDUAL_BYTES * elements
 
 
 class AsyncReductionKnob(ReadableKnob):
-    """Reads whether ZeRO 1 and 2 reduce gradients during backward; set by `set_compressor`."""
+    """Reads whether ZeRO 1 and 2 reduce gradients during backward. `set_compressor` sets it."""
 
     spec = ASYNCHRONOUS_REDUCTION
 
@@ -387,7 +387,7 @@ class AsyncReductionKnob(ReadableKnob):
         return compressor_config(self._engine_holder.compressor).asynchronous
 
     def options(self) -> Sequence[Value]:
-        """Return both values; only False where another setting (overlap_comm) prevents it."""
+        """Return both values, or only False if another setting (overlap_comm) prevents True."""
         engine = self._engine_holder.engine
         is_possible = self.get() or unsupported_reason(engine, asynchronous=True) is None
         return (False, True) if is_possible else (False,)
@@ -396,7 +396,7 @@ class AsyncReductionKnob(ReadableKnob):
 # Values of the knob python_gc.
 AUTOMATIC = "automatic"
 BETWEEN_STEPS = "between_steps"
-FULL_EVERY_WINDOWS = 100  # windows per full collection; after others only young objects
+FULL_EVERY_WINDOWS = 100  # windows per full collection; other windows collect young objects only
 _YOUNG = 1  # collects generations 0 and 1
 _ALL = 2  # collects all generations
 
@@ -404,8 +404,8 @@ _ALL = 2  # collects all generations
 class GcKnob(WritableKnob):
     """Sets when Python collects garbage: automatically, or between two windows.
 
-    Between windows: existing objects are frozen, automatic collection is disabled, and each window
-    is followed by a collection.
+    To collect between windows, the knob freezes existing objects, disables automatic collection,
+    and runs a collection after each window.
     """
 
     spec = PYTHON_GC
@@ -415,7 +415,7 @@ class GcKnob(WritableKnob):
         self._windows = 0
 
     def unsupported_reason(self) -> str | None:
-        """Return why it cannot be set: the script disabled the collector."""
+        """Return why the knob cannot be set, which is that the script disabled the collector."""
         return None if self._is_ours or gc.isenabled() else "the script has disabled it"
 
     def get(self) -> str:
@@ -439,11 +439,11 @@ class GcKnob(WritableKnob):
         return lambda: self._set(before == BETWEEN_STEPS)
 
     def memory_bytes(self, value: Value) -> int:
-        """Return 0: the garbage of a window is small."""
+        """Return 0, because the garbage of a window is small."""
         return 0
 
     def on_window_end(self) -> None:
-        """Collect the garbage of a window, if set to."""
+        """Collect the garbage of a window if the knob is set to collect between windows."""
         if not self._is_ours:
             return
         self._windows += 1

@@ -29,7 +29,7 @@ class ReadableKnob(ABC):
         return self.spec.name
 
     def unsupported_reason(self) -> str | None:
-        """Return why this job does not have the knob at present; None if it has."""
+        """Return why this job does not have the knob at present; None if the job has it."""
         return None
 
     @abstractmethod
@@ -45,7 +45,7 @@ class ReadableKnob(ABC):
         return value == self.get()
 
     def memory_bytes(self, value: Value) -> int | None:
-        """Return the bytes that a value needs more than the one in use; None if unknown."""
+        """Return the bytes that a value needs beyond the value in use; None if unknown."""
         return None
 
 
@@ -56,7 +56,8 @@ class WritableKnob(ReadableKnob):
     def set(self, value: Value) -> Undo:
         """Set the value on this rank, and return the undo.
 
-        Every rank sets it alike, between two windows. One rank may fail, so nothing is agreed here.
+        Every rank sets the same value between two windows. A single rank may fail, so this method
+        must not communicate with other ranks.
 
         Raises:
             ZerowatchError: Nothing was changed.
@@ -74,7 +75,7 @@ class SwitchKnob(WritableKnob):
         """Switch it, and return the undo.
 
         Raises:
-            ZerowatchError: It is not a switch position, or cannot be switched.
+            ZerowatchError: The value is neither True nor False, or the knob cannot be switched.
         """
         if not isinstance(value, bool):
             raise ZerowatchError(f"{self.name} is True or False, got {value!r}")
@@ -96,7 +97,7 @@ class KnobSet:
         return {knob.name: knob.get() for knob in self._available()}
 
     def options(self) -> Mapping[str, Sequence[Value]]:
-        """Return the values of each knob that has several; log once why others do not."""
+        """Return the values of each knob with several values. Log once why others are fixed."""
         options_by_name: dict[str, Sequence[Value]] = {}
         for name, knob in self._by_name.items():
             reason = knob.unsupported_reason()
@@ -127,7 +128,7 @@ class KnobSet:
         )
 
     def memory_bytes(self, target: Configuration) -> int:
-        """Return the bytes that a target needs more, as far as known."""
+        """Return the additional bytes that a target needs, as far as they are known."""
         return sum(
             knob.memory_bytes(target[knob.name]) or 0
             for knob in self._available()

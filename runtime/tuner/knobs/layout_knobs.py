@@ -39,7 +39,7 @@ class ZeroLayouts:
         self._reasons: dict[tuple[Any, ...], str | None] = {}
 
     def on_engine_replaced(self) -> None:
-        """Check again what is supported, because the engine is another one."""
+        """Check again which layouts are supported, because the engine was replaced."""
         self._reasons.clear()
 
     @property
@@ -84,7 +84,7 @@ class ZeroLayouts:
         return self._reasons[key]
 
     def memory_bytes(self, target: Configuration) -> int | None:
-        """Return the bytes that a layout needs more on the training device; None if unknown."""
+        """Return the additional bytes of a layout on the training device; None if unknown."""
         now = self.now()
         try:
             planned = estimated_layouts(self._source.engine)
@@ -115,14 +115,14 @@ class ZeroLayouts:
 
 
 class ZeroLayoutKnob(ReadableKnob):
-    """Reads one part of the layout; set by a rebuild with `ZeroLayouts.changed_config`."""
+    """Reads one part of the layout. A rebuild with `ZeroLayouts.changed_config` sets it."""
 
     def __init__(self, spec: KnobSpec, layouts: ZeroLayouts) -> None:
         self.spec = spec
         self._layouts = layouts
 
     def unsupported_reason(self) -> str | None:
-        """Return why the stage has no effect; offloads are always available, to be removed."""
+        """Return why the stage has no effect; None for an offload, which can always be removed."""
         if self.name == STAGE and self._layouts.world_size == 1:
             return "a single rank has nothing to partition"
         return None
@@ -132,11 +132,11 @@ class ZeroLayoutKnob(ReadableKnob):
         return self._layouts.now()[self.name]
 
     def is_applied(self, value: Value) -> bool:
-        """Whether the ds config has the value, and the engine its stage."""
+        """Whether the ds config has the value, and the engine has the stage of the ds config."""
         return value == self.get() and self._layouts.is_engine_as_configured()
 
     def options(self) -> Sequence[Value]:
-        """Return the values with an effect that a rebuild supports, and the one in use."""
+        """Return the value in use, and all values with an effect that a rebuild supports."""
         domain = self.spec.domain
         values = domain if isinstance(domain, tuple) else ()
         return [value for value in values if value == self.get() or self._is_useful(value)]

@@ -16,7 +16,8 @@ from ...trainer.oom_recovery.micro_batch_planner import (
 from ..policy.knob_registry import SPECS
 from ..policy.policy_types import Configuration
 
-# Of the limit: running out of memory costs more than a change that is not made.
+# Share of the memory limit that a change may use. The rest is a margin, because running out of
+# memory costs more than leaving out a change.
 USED_RATIO = 0.92
 _RECENT_PEAKS = 20
 
@@ -42,14 +43,14 @@ def exceeds_free(measured: MemoryMeasurements, *, extra_bytes: int, length: int)
 def exceeds_fit(
     measured: MemoryMeasurements, *, samples: int, extra_bytes: int, length: int, bound: int
 ) -> str | None:
-    """Return a reason if peaks show that micro-batches of that size do not fit; else None.
+    """Return a reason if peaks show that micro-batches of this size do not fit; else None.
 
     Args:
         measured: Memory peaks of this rank, and its limit.
         samples: Samples of a micro-batch on this rank.
         extra_bytes: Bytes that the change needs apart from the micro-batch.
         length: Length of the longest batch so far.
-        bound: Samples of that length that have not run out of memory.
+        bound: Samples of this length that have not run out of memory.
     """
     if samples > bound:
         return f"micro-batches of more than {bound} ran out of memory before"

@@ -41,7 +41,7 @@ ApplyChange = Callable[[], Undo]  # makes a change, and returns its undo
 
 
 class RunKnobs:
-    """Reads and sets all knobs of one run on this rank; every rank makes the same calls.
+    """Reads and sets all knobs of one run on this rank. Every rank makes the same calls.
 
     Args:
         engine_holder: Rebuilds the engine, and attaches settings to it.
@@ -50,7 +50,8 @@ class RunKnobs:
         data: Training data, whose batch size and load balance are knobs; None for no such knobs.
 
     Attributes:
-        host_oom_risk: Probability that this host runs out of memory soon, 0 to 1; to be updated.
+        host_oom_risk: Probability that this host runs out of memory soon, from 0 to 1. The owner of
+            this object keeps it up to date.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class RunKnobs:
         return reason or self._exceeds_memory(target, layout_bytes or 0)
 
     def apply(self, target: Configuration) -> Undo:
-        """Set what differs, and return what restores exactly the values before.
+        """Set the knobs that differ, and return an undo that restores exactly the values before.
 
         Knobs that the engine does not have, or no longer has after a rebuild, are ignored. A
         rebuild succeeds on all ranks or on none.
@@ -135,7 +136,7 @@ class RunKnobs:
         return self._knobs.all_applied(checked)
 
     def on_window_end(self) -> None:
-        """Collect garbage between two windows, where the knob python_gc asks for it."""
+        """Collect garbage between two windows if the knob python_gc is set to do so."""
         self._gc.on_window_end()
 
     def close(self) -> None:
@@ -143,9 +144,10 @@ class RunKnobs:
         self._gc.close()
 
     def _unchanged_live(self, target: Configuration, now: Configuration) -> frozenset[str]:
-        """Return live settings that were never set here; a rebuild takes them from the ds config.
+        """Return live settings that no knob has set, which a rebuild takes from the ds config.
 
-        At stage 0 the bucket size reads as 500 million elements. At other stages it would be used.
+        At stage 0, the bucket size reads as 500 million elements. If this value were set after a
+        rebuild, other stages would use it.
         """
         return frozenset(
             knob.name
@@ -154,7 +156,7 @@ class RunKnobs:
         )
 
     def _rebuild(self, config: Mapping[str, Any], target: Configuration, undo: UndoStack) -> None:
-        """Rebuild the engine and set the other knobs on it; on all ranks or on none."""
+        """Rebuild the engine and set the other knobs on it, on all ranks or on none."""
         engine_holder = self._engine_holder
         with CollectiveAttempt(self._host_group) as ready:
             engine_holder.reload_optimizer_states()  # memory may run out on one rank alone
@@ -200,7 +202,7 @@ class RunKnobs:
     def _compressor_config(
         self, target: Configuration, before: CompressorConfig
     ) -> CompressorConfig:
-        """Return the compressor's configuration of a target; as before where it has none."""
+        """Return the compressor's configuration of a target, with missing values from `before`."""
         wanted = [
             target.get(knob.name, now) if knob.unsupported_reason() is None else without
             for knob, now, without in zip(self._compression, before, NO_COMPRESSOR, strict=True)

@@ -1,11 +1,11 @@
 """Lists every knob of the tuner as data, with the numerics that a change of the knob needs.
 
-A new knob takes a KnobSpec here, and a class in `tuner/knobs/` that reads and sets it, added to the
-list that its file returns (such as `attachment_knobs`) or to `RunKnobs`. To have it advised in
-plain runs too, add it to `ReadOnlyKnobs`. A live setting of DeepSpeed's engine takes a row in
-`engine/live_settings/all_settings.py` instead of the class. `test_knobs_job.py` lists the knobs
-that each stage has. The order of KNOBS is the order in which knobs are proposed where predictions
-do not decide.
+To add a knob, add a KnobSpec here, and a class in `tuner/knobs/` that reads and sets the knob. Add
+the class to the list that its file returns (such as `attachment_knobs`) or to `RunKnobs`. If the
+knob is to be advised in plain runs too, add it to `ReadOnlyKnobs`. A live setting of DeepSpeed's
+engine needs a row in `engine/live_settings/all_settings.py` instead of the class.
+`test_knobs_job.py` lists the knobs that each stage has. If predictions do not decide, knobs are
+proposed in the order of KNOBS.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Literal
 
 from .policy_types import ApplyMode, JobFacts, Numerics, Value
 
-# How to change a knob against a symptom: a larger number, a smaller one, or either as the trial
-# shows; or the values to try, the most promising first.
+# How to change a knob against a symptom. It is a direction, where "either" leaves the direction to
+# the trial, or the values to try, the most promising first.
 Trigger = Literal["up", "down", "either"] | tuple[Value, ...]
 # A domain that is not enumerated: which numbers are useful, ascending.
 Rule = Literal["whole numbers from 1", "powers of two", "powers of two, and 0"]
@@ -27,7 +27,7 @@ Saturation = Literal["num_gradients", "num_parameters", "2 x num_parameters"]
 # micro-batches that they give.
 Stepping = Literal["factor", "all", "micro_batches"]
 
-EXACT_RANKS = 2  # a sum of two is the same in either order
+EXACT_RANKS = 2  # the sum of two values is the same in either order
 
 _COMM = ("comm_bandwidth", "comm_redundancy", "comm_latency")
 _BYTES = ("comm_bandwidth", "comm_redundancy")
@@ -42,28 +42,29 @@ class KnobSpec:
         name: Name in configurations, metrics and messages.
         numerics: The strictest numerics that allow a change in a plain job; see
             `required_numerics`.
-        domain: All values in order, or a rule where there are too many to list.
+        domain: All values in order, or a rule if there are too many values to list.
         triggers: Direction or values of a change, by symptom that it may help against.
         description: What it sets, as half a sentence for messages.
         ds_key: Path in a ds config; None if it has none.
         advice: What to write into a script, with a {value}; None if the ds config is enough.
         apply_mode: Whether the engine has to be rebuilt.
-        device_only: Whether it has no effect where the CPU trains.
-        settle_steps: Steps after a change whose times are not representative: memory is allocated
-            again in one, and one more; ZeRO 3 records its trace again, which takes three.
+        device_only: Whether it has no effect if the CPU trains.
+        settle_steps: Steps after a change whose times are not representative. Memory is allocated
+            again in one step, and one more step is left out. ZeRO 3 records its trace again, which
+            takes three steps.
         reorders_sums: Whether it changes the order in which ranks' gradients are summed.
         splits_batch: Whether it changes which samples are in a micro-batch together.
         stepping: Rule by which candidates follow from the value in use.
-        step_factor: The factor for stepping "factor"; half of it moves a step's time by less than a
-            trial can measure.
+        step_factor: The factor for stepping "factor". Half of this factor would change the step
+            time by less than a trial can measure.
         saturation: The size above which larger values have the same effect; None if there is none.
         buffer_is_preallocated: Whether its size is allocated at once, used or not.
-        zero_stages: ZeRO stages where it has an effect; None among them: where the stage is no knob
-            of the job. At other stages it is switched off.
+        zero_stages: ZeRO stages at which it has an effect. At other stages it is switched off. None
+            in this list stands for a job in which the stage is not a knob.
         brings_zero_stage: The ZeRO stage to switch to along with it.
-        excluded_by: Name of another knob; while that one is on, this one has no effect.
-        needs_several_buckets: Whether one bucket of all gradients makes it useless: that is sent
-            only when backward has ended.
+        excluded_by: Name of another knob. While the other knob is on, this knob has no effect.
+        needs_several_buckets: Whether it is useless if one bucket holds all gradients, because this
+            bucket is sent only when backward has ended.
         moves_to_host: Whether it moves state to the host.
         memory_neutral: Whether micro-batches fit as before after a change.
         fully_predicted: Whether it helps against communication only as predicted.
@@ -189,7 +190,8 @@ MAX_REUSE_DISTANCE = KnobSpec(
     description="distance of the next use up to which a parameter stays gathered",
     saturation="2 x num_parameters",
 )
-# Larger is not always faster: what stays is gathered after each step, one call each.
+# A larger value is not always faster. Each parameter that stays resident is gathered after each
+# step, by a call of its own.
 PARAM_PERSISTENCE_THRESHOLD = KnobSpec(
     name="param_persistence_threshold",
     numerics=Numerics.BITWISE,

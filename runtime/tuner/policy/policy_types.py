@@ -70,8 +70,8 @@ class ModelTraits:
         batch_statistics: The model normalizes over the samples of a micro-batch.
         expert_capacity: Its experts take a limited number of tokens of a micro-batch and drop the
             rest.
-        loss_decomposable: The loss of a batch is the weighted mean of its parts' losses. It is not
-            where samples are compared with each other. Only the user knows.
+        loss_decomposable: The loss of a batch is the weighted mean of its parts' losses. This does
+            not hold if samples are compared with each other. Only the user knows this property.
     """
 
     dropout: bool = False
@@ -142,7 +142,8 @@ class Proposal:
         numerics: The strictest numerics that allow it.
         predicted_gain: Predicted gain of throughput, 0.5 for half as much again; None if unknown.
         reason: What it is for, as half a sentence for messages.
-        relaxes: Whether it undoes a measure that is no longer needed, so that it need not gain.
+        relaxes: Whether it undoes a measure that is no longer needed. Such a change need not make
+            training faster.
     """
 
     changes: Configuration
@@ -162,11 +163,11 @@ class StepTime:
         number: Number of the step.
         seconds: Wall time since the end of the previous step, data loading included.
         samples: Samples of the step on all ranks.
-        usable: False where something other than training fell into it: a checkpoint, an
-            evaluation, a change, a replay.
+        usable: Whether the step's time contains only training. False if it contains a checkpoint,
+            an evaluation, a change or a replay.
         oom_risk: Highest OOM risk of any rank, 0 to 1.
-        replays: Attempts at it that ran out of memory.
-        loss: Mean over all ranks; None where unknown or not finite.
+        replays: Number of attempts at the step that ran out of memory.
+        loss: Mean loss over all ranks; None if unknown or not finite.
     """
 
     number: int
@@ -185,7 +186,7 @@ class SwitchRequest:
     Attributes:
         target: The complete configuration.
         reason: What it is for, as half a sentence for messages.
-        checked: Whether each rank first checks its memory; not when rolling back.
+        checked: Whether each rank first checks its memory. False for a rollback.
     """
 
     target: Configuration
@@ -229,7 +230,7 @@ class KnobSetter(Protocol):
         """Return why this rank should not use a configuration, e.g. its memory; else None."""
 
     def apply(self, target: Configuration) -> Callable[[], None]:
-        """Set what differs, and return what restores exactly the values before.
+        """Set the knobs that differ, and return an undo that restores exactly the values before.
 
         Raises:
             ZerowatchError: Nothing was changed.

@@ -34,11 +34,14 @@ from .predict import predicted_gain
 
 MIN_PREDICTED_GAIN = 0.01  # a trial cannot distinguish a smaller gain from noise
 MIN_PREDICTED_REBUILD_GAIN = 0.05  # a rebuild takes time and memory, and may fail
-_REBUILD_FACTOR = 1.15  # a rebuild must be predicted to be that much faster than a live change
-_EQUAL_GAINS = 0.02  # predictions that differ by less rank equal
-_CERTAIN_LOSS = -0.15  # more than effects that are not predicted, such as overlap, may make up for
+_REBUILD_FACTOR = 1.15  # predicted speed that a rebuild must have, relative to a live change
+_EQUAL_GAINS = 0.02  # predicted gains that differ by less than this rank equal
+# A predicted loss that effects without a prediction, such as overlap, cannot make up for.
+_CERTAIN_LOSS = -0.15
 HISTORY_REASON = "the best configuration in this context before"
-_HYSTERESIS = 0.5  # of the threshold of waiting, so that compression is not switched back and forth
+# Compression is dropped only if waiting stays below this share of the threshold of waiting, so that
+# compression is not switched on and off repeatedly.
+_HYSTERESIS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
