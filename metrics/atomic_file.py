@@ -13,17 +13,17 @@ def atomic_write(path: Path, text: str, *, mode: int = 0o644, durable: bool = Fa
     """Replace the content of a file by renaming a complete temporary file.
 
     Args:
-        path: The file; its folder is created if missing.
-        text: The whole content.
-        mode: Permissions of a new file.
-        durable: Whether to return only when the content would survive a power failure.
+        path: The file. Its folder is created if missing.
+        text: The complete new content.
+        mode: The permissions of a new file.
+        durable: Whether to return only after the content would survive a power failure.
 
     Raises:
-        OSError: The file cannot be written; the old one is unchanged.
+        OSError: The file cannot be written. The old file is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Exclusive: a link that another user has put there would otherwise be followed.
+    # O_EXCL, because a link that another user has created under this name would be followed.
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with open(descriptor, "w") as file:
@@ -43,7 +43,7 @@ def open_to_append(path: Path) -> int:
     """Open a file for appending and reading, create it if missing, and return its descriptor.
 
     Raises:
-        OSError: It cannot be opened, or is a symbolic link or no regular file.
+        OSError: The file cannot be opened, is a symbolic link, or is not a regular file.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     try:

@@ -24,14 +24,14 @@ class Backoff:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next attempt may start: no delay has begun, or the last one is over."""
+        """Whether the next attempt may start: no delay has begun, or the last delay is over."""
         return self._now() >= self._due
 
     def start_delay(self) -> None:
-        """Start a delay after a failure; the next delay will be twice as long."""
+        """Start a delay after a failure. The next delay will be twice as long."""
         self._due = self._now() + self._delay_seconds
         self._delay_seconds = min(2 * self._delay_seconds, self._max_seconds)
 
     def reset(self) -> None:
-        """Make the next delay the shortest again; a running delay does not change."""
+        """Reset the next delay to `first_seconds`. A delay that has begun does not change."""
         self._delay_seconds = self._first_seconds

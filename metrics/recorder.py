@@ -30,7 +30,7 @@ class Exemplar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """The state of a histogram: a count and exemplar per bucket, the last one above all bounds."""
+    """The state of a histogram: a count and an exemplar per bucket. The last bucket is +Inf."""
 
     counts: tuple[int, ...]
     sum: float
@@ -53,11 +53,11 @@ class Snapshot:
     distributions: Mapping[MetricSpec, Mapping[LabelValues, Distribution]]
 
     def value(self, spec: MetricSpec, *labels: str) -> float | None:
-        """Return the value of one series, or None if it has none."""
+        """Return the value of one series, or None if the series has no value."""
         return self.values.get(spec, {}).get(labels)
 
     def total(self, spec: MetricSpec) -> float:
-        """Return the sum over all series of a metric, 0 if there is none."""
+        """Return the sum over all series of a metric, or 0 if the metric has no series."""
         return sum(self.values.get(spec, {}).values())
 
     def distribution(self, spec: MetricSpec, *labels: str) -> Distribution | None:
@@ -66,7 +66,7 @@ class Snapshot:
 
 
 class _Histogram:
-    """A histogram that observations are added to; `Distribution` is its read-only copy."""
+    """A histogram that accepts observations. `Distribution` is its read-only copy."""
 
     __slots__ = ("bounds", "counts", "exemplars", "sum")
 
@@ -90,7 +90,7 @@ class _Histogram:
 
 
 class Recorder:
-    """Holds the current value of every series of this process; safe to use from any thread.
+    """Holds the current value of every series of this process. Safe to use from any thread.
 
     Examples:
         >>> recorder = Recorder()
@@ -100,29 +100,29 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        # Re-entrant, so that single writes are allowed inside a commit.
+        # The lock is re-entrant, so a thread can write single values inside a commit.
         self._lock = threading.RLock()
         self._values: dict[MetricSpec, dict[LabelValues, float]] = {}
         self._histograms: dict[MetricSpec, dict[LabelValues, _Histogram]] = {}
         self._functions: dict[tuple[MetricSpec, LabelValues], Callable[[], float]] = {}
 
     def commit(self) -> AbstractContextManager[object]:
-        """Return a context manager, inside which several writes become visible together."""
+        """Return a context manager. All writes inside the context become visible together."""
         return self._lock
 
     def set(self, spec: MetricSpec, value: float, *labels: str) -> None:
-        """Set a gauge, or a counter whose total is known, to `value`."""
+        """Set a gauge to `value`. Also sets a counter, if the caller knows its total."""
         with self._lock:
             self._series(spec, labels)[labels] = value
 
     def set_function(self, spec: MetricSpec, function: Callable[[], float], *labels: str) -> None:
-        """Call `function`, which must not raise, for the value of a gauge in each snapshot."""
+        """Take a gauge's value from `function` in each snapshot. `function` must not raise."""
         with self._lock:
             _check_labels(spec, labels)
             self._functions[spec, labels] = function
 
     def add(self, spec: MetricSpec, amount: float, *labels: str) -> None:
-        """Increase a counter by `amount`, which is not negative."""
+        """Increase a counter by `amount`, which must not be negative."""
         with self._lock:
             series = self._series(spec, labels)
             series[labels] = series.get(labels, 0.0) + amount
@@ -150,8 +150,8 @@ class Recorder:
         Args:
             spec: The histogram.
             value: The observation, in the metric's unit.
-            labels: The values of the metric's labels, in their order.
-            exemplar: Labels under which this observation can be found, such as a trace id.
+            labels: The values of the metric's labels, in the order of the labels.
+            exemplar: Labels that identify the observation elsewhere, such as a trace id.
         """
         with self._lock:
             known = self._histograms.get(spec, {}).get(labels)
@@ -162,7 +162,7 @@ class Recorder:
             known.observe(value, exemplar)
 
     def add_exemplar(self, spec: MetricSpec, *labels: str, exemplar: Exemplar) -> None:
-        """Attach an exemplar to an earlier observation; ignored if its bucket is empty."""
+        """Attach an exemplar to an earlier observation. Does nothing if its bucket is empty."""
         with self._lock:
             known = self._histograms.get(spec, {}).get(labels)
             index = bisect_left(spec.buckets, exemplar.value)
@@ -170,7 +170,7 @@ class Recorder:
                 known.exemplars[index] = exemplar
 
     def snapshot(self) -> Snapshot:
-        """Return a copy of all values, which contains each commit completely or not at all."""
+        """Return a copy of all values. The copy contains each commit completely or not at all."""
         with self._lock:
             values = {spec: dict(series) for spec, series in self._values.items()}
             for (spec, labels), function in self._functions.items():
@@ -192,7 +192,7 @@ class Recorder:
 
 
 def _check_labels(spec: MetricSpec, labels: LabelValues) -> None:
-    """Raise an error if the labels of a new series do not fit its spec; called once per series."""
+    """Raise an error if the labels of a new series do not fit its spec. Called once per series."""
     if len(labels) != len(spec.labels):
         raise ValueError(f"{spec.name} takes labels {spec.label_names}, got {labels}")
     for label, value in zip(spec.labels, labels, strict=True):

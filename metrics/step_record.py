@@ -1,7 +1,7 @@
-"""Defines the record of a step: a line of the run log, and the argument of step listeners.
+"""Defines the record of a step, which is a line of the run log and the argument of listeners.
 
-This file defines the schema of `runs/<run_id>/rank-<r>.jsonl`. Increase SCHEMA_VERSION with each
-change that an older reader would misunderstand.
+This file defines the schema of `runs/<run_id>/rank-<r>.jsonl`. If an older reader would
+misunderstand a change, increase SCHEMA_VERSION.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ class CollectiveTotals:
     Attributes:
         calls: The number of calls.
         payload_bytes: The payload of all calls, in bytes.
-        wire_bytes: The bytes that this rank sent for them.
-        seconds: The time from issue to completion, summed over calls; None if none was timed.
+        wire_bytes: The bytes that this rank sent for these calls.
+        seconds: The time from issue to completion, summed over the calls. None if no call was
+            timed.
     """
 
     calls: int
@@ -35,14 +36,19 @@ class CollectiveTotals:
 class StepRecord:
     """One optimizer step of one rank. An unknown value is None, or absent from its mapping.
 
-    `seconds` is the wall time since the step before, all phases included; `phase_seconds` adds up
-    to it. `memory_bytes` and `device_readings` are keyed by device, then by state or reading
-    (units in the keys' catalog metrics). The peaks in `memory_bytes` are those since the record
-    before that has any, and `micro_batch_shapes` the distinct micro-batches since then, as samples
-    and length; `oom_risk_ratio` is by device, as last computed. `comm_seconds` is the length of
-    the union of all collectives' intervals, `comm_exposed_seconds` the part of it in which training
-    could do nothing else, and `comm_exposed_phase_seconds` that part by phase. `collectives` leaves
-    out zerowatch's own collectives (votes); the seconds include them.
+    Time: `seconds` is the wall time since the previous step, including all phases. The values of
+    `phase_seconds` add up to `seconds`.
+
+    Memory and devices: `memory_bytes` and `device_readings` are keyed by device, then by state or
+    reading. The catalog metric of a key states its unit. The peaks in `memory_bytes`
+    cover the time since the previous record with peaks. `micro_batch_shapes` are the distinct
+    micro-batches since that record, each as samples and length. `oom_risk_ratio` is the last
+    computed risk by device.
+
+    Communication: `comm_seconds` is the length of the union of the intervals of all collectives.
+    `comm_exposed_seconds` is the part of `comm_seconds` in which training could do nothing else.
+    `comm_exposed_phase_seconds` divides this part by phase. `collectives` does not contain
+    zerowatch's own collectives (votes), but the seconds include them.
 
     Examples:
         >>> engine.watch.subscribe(lambda record: print(record.step, record.phase_seconds))
@@ -80,8 +86,8 @@ class StepRecord:
 class LineWriter:
     """Converts records to lines of JSON, including the newline.
 
-    It uses orjson, because the json module takes five times as long and this runs for every step.
-    NaN and infinity are written as null.
+    It uses orjson, because it runs for every step and the json module takes five times as long. NaN
+    and infinity are written as null.
 
     Args:
         identity: The fields of every line: rank, host, attempt and world_size.

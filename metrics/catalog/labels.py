@@ -17,7 +17,7 @@ OPS = (
     "recv",
     "barrier",
 )
-# The group of zerowatch's own collectives: the votes and exchanges of a TrainingRun.
+# The name of the group of zerowatch's own collectives: votes and exchanges of a TrainingRun.
 OWN_GROUP = "zerowatch"
 GROUPS = ("dp", "tp", "pp", "ep", "sp", "world", "other", OWN_GROUP)
 PHASES = ("data", "forward", "backward", "optimizer", "eval", "checkpoint", "other")

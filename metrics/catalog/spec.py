@@ -13,7 +13,7 @@ PREFIX = "zerowatch_"
 class Label:
     """The name of a label and the values that it may have.
 
-    An empty tuple means that the few values are known only at run time, such as devices.
+    If the tuple is empty, the values are known only at run time, such as devices. They are few.
     """
 
     name: str
@@ -31,7 +31,7 @@ class MetricSpec:
         kind: The type of the metric.
         help: The help text that is exported.
         labels: The labels, without `rank`, which the exporter adds to every series.
-        buckets: For a histogram the upper bounds in the metric's unit, ascending, without +Inf.
+        buckets: The upper bounds of a histogram in the metric's unit, ascending, without +Inf.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""Exports metrics over HTTP for Prometheus, and by OTLP. Each library is used in one file."""
+"""Exports metrics over HTTP for Prometheus, and by OTLP. Only one file imports each library."""

@@ -1,8 +1,8 @@
-"""Serves a few HTTP clients at a time, one thread each.
+"""Serves a few HTTP clients at a time, each on its own thread.
 
-The server of http.server is not enough: it counts no CPU time, performs the TLS handshake on the
-accepting thread, and does not limit the number of clients. A client that
-is slow, disconnects or is refused never disturbs training, and writes no line to the log.
+The server of `http.server` is not enough. It does not measure CPU time, it performs the TLS
+handshake on the accepting thread, and it does not limit the number of clients. With this server, a
+client that is slow, disconnects or is refused never disturbs training and causes no log line.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from ..settings import ServeSettings
 
 logger = logging.getLogger(__name__)
 
-# Time for a whole request and its response, after which the connection is closed.
+# Longest time for a whole request and its response. Then the connection is closed.
 CLIENT_TIMEOUT_SECONDS = 5.0
 MAX_CLIENTS = 8
-# With all threads in use a new client takes the place of the oldest one that is this old. A scrape
-# is done in milliseconds.
+# If all threads are in use, a new client replaces the oldest client, provided that the oldest one
+# was accepted at least this long ago. A scrape takes milliseconds.
 CROWDED_TIMEOUT_SECONDS = 1.0
 # Longest wait for the thread of a client whose connection was closed.
 THREAD_END_SECONDS = 0.5
-# Delay after an accept that failed for lack of descriptors or memory: the client stays in the
-# queue, and accepting would be tried again at once, for ever.
+# Delay after `accept` has failed for lack of descriptors or memory. The client stays in the queue,
+# so without a delay the loop would retry at once, forever.
 ACCEPT_RETRY_SECONDS = 0.5
-# Prometheus and compatible scrapers send it with each scrape.
+# Prometheus and compatible scrapers send this header with each scrape.
 SCRAPE_TIMEOUT = "X-Prometheus-Scrape-Timeout-Seconds"
 
-# Interval at which the accepting thread closes the connections that are over time. Off Linux,
-# closing the listener cannot wake that thread, and waits as long.
+# Interval at which the accepting thread closes overdue connections. On systems other than Linux,
+# `stop` cannot wake the accepting thread, so closing the listener takes up to this long.
 POLL_SECONDS = 2.0
 
-# Share of one core that serving may take in the long run, and CPU seconds that it may take at once.
-# A scrape takes some milliseconds.
+# CPU_SHARE is the share of one core that serving may use in the long run. CPU_BURST_SECONDS is the
+# CPU time that serving may use at once. A scrape takes some milliseconds.
 CPU_SHARE = 0.02
 CPU_BURST_SECONDS = 0.1
 MAX_PAUSE_SECONDS = 1.0
 
-# Errors of accept that pass: descriptors or memory ran out.
+# Temporary errors of `accept`: descriptors or memory ran out.
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 # Ports
@@ -70,7 +70,7 @@ _FAILED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """A response. `sent` is called with the client's name once it is written."""
+    """A response. `sent` is called with the client's name after the response is written."""
 
     content_type: str
     body: bytes
@@ -82,8 +82,8 @@ class Response:
 class RequestHandler:
     """The functions that the listener calls.
 
-    `answer` takes the path and the Accept header. `failed` gets the error of an answer that failed,
-    None for too many clients. `spent` gets the CPU seconds of serving.
+    `answer` takes the path and the Accept header. `failed` receives the error if `answer` fails, or
+    None if there are too many clients. `spent` receives the CPU seconds that serving has used.
     """
 
     answer: Callable[[str, str], Response]
@@ -104,27 +104,27 @@ class CpuBudget:
         self._paid_until = -math.inf
 
     def spend(self, cpu_seconds: float) -> None:
-        """Account for CPU time that serving has taken."""
+        """Account for CPU time that serving has used."""
         with self._lock:
             earliest = self._now() - CPU_BURST_SECONDS / CPU_SHARE
             self._paid_until = max(self._paid_until, earliest) + cpu_seconds / CPU_SHARE
 
     def pause_seconds(self) -> float:
-        """Return how long to wait before the next client."""
+        """Return the time to wait before accepting the next client."""
         return min(max(self._paid_until - self._now(), 0.0), MAX_PAUSE_SECONDS)
 
 
 class Listener(ThreadingTCPServer):
-    """A listening socket with one thread per client, of which there are few.
+    """A listening socket that serves a few clients, each on its own thread.
 
     Raises:
-        OSError: The constructor cannot listen: the host is unknown or not of this machine, or the
-            port is taken.
+        OSError: The constructor cannot listen. The host is unknown or not an address of this
+            machine, or the port is taken.
     """
 
     daemon_threads = True
     allow_reuse_address = True
-    # Otherwise a second rank would share a taken port, and each scrape would reach one of the two.
+    # If True, two ranks could share a port, and a scrape would reach either of the two.
     allow_reuse_port = False
     request_queue_size = 2 * MAX_CLIENTS
 
@@ -149,12 +149,12 @@ class Listener(ThreadingTCPServer):
         return self._tls is not None
 
     def answer(self, path: str, accept: str) -> Response:
-        """Answer a request; an exception ends in `handle_error`."""
+        """Answer a request. `handle_error` handles an exception."""
         return self._site.answer(path, accept)
 
     def serve(self) -> None:
-        """Accept clients until `stop` is called. It may be called again after an exception."""
-        # Not serve_forever: its shutdown() waits for ever for a thread that has died.
+        """Accept clients until `stop` is called. May be called again after an exception."""
+        # Not serve_forever, because its shutdown() waits forever for a thread that has died.
         self.timeout = POLL_SECONDS
         while not self._stopping.is_set():
             self.handle_request()
@@ -163,7 +163,7 @@ class Listener(ThreadingTCPServer):
     def stop(self) -> None:
         """Make `serve` return at once. Any thread may call this."""
         self._stopping.set()
-        # Wakes the accepting thread, which otherwise polls.
+        # Wakes the accepting thread, which would otherwise notice the end at its next poll.
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -176,7 +176,7 @@ class Listener(ThreadingTCPServer):
             if error.errno in SHORTAGES:
                 self._site.failed(error)
                 self._stopping.wait(ACCEPT_RETRY_SECONDS)
-            raise  # it is ignored, and the next client is accepted
+            raise  # the caller ignores the error and accepts the next client
         if self._tls is not None:
             client = self._tls.wrap_socket(client, server_side=True, do_handshake_on_connect=False)
         return client, address
@@ -197,7 +197,7 @@ class Listener(ThreadingTCPServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve one client from start to end, on its thread."""
+        """Serve one client from start to end, on the client's thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -205,13 +205,13 @@ class Listener(ThreadingTCPServer):
             self._spend(time.thread_time())  # the thread did nothing else
 
     def close_request(self, request: Any) -> None:
-        """Close a connection. The caller must be the only one that closes it from now on."""
+        """Close a connection. From now on, only the caller may close the connection."""
         with self._clients_lock:
             self._client_starts.pop(request, None)
         super().close_request(request)
 
     def _take_thread(self) -> bool:
-        """Return whether the client may have a thread, if necessary the thread of an old client."""
+        """Reserve a thread, if necessary by disconnecting an old client. Return False if it fails."""
         if self._free_clients.acquire(blocking=False):
             return True
         with self._clients_lock:
@@ -227,19 +227,19 @@ class Listener(ThreadingTCPServer):
         self._free_clients.release()
 
     def _disconnect(self, until: float) -> None:
-        """Disconnect the clients that came up to this time, which ends their threads.
+        """Disconnect the clients that were accepted up to this time, which ends their threads.
 
-        A timeout of the socket would not do: it begins again with each byte that arrives.
+        A timeout of the socket is not enough, because it starts over with each byte that arrives.
         """
         with self._clients_lock:
             for client, start in self._client_starts.items():
                 if start <= until:
                     with contextlib.suppress(OSError):
-                        # Not SSLSocket's method, which also changes the object under its thread.
+                        # SSLSocket's own method would also change the object that its thread uses.
                         socket.socket.shutdown(client, socket.SHUT_RDWR)
 
     def service_actions(self) -> None:
-        """End overdue requests and account for the accepting thread; called once per loop."""
+        """End overdue requests, and account for the CPU time of accepting. Called once per loop."""
         self._disconnect(time.monotonic() - CLIENT_TIMEOUT_SECONDS)
         now = time.thread_time()
         self._spend(now - self._accounted_seconds)
@@ -250,7 +250,7 @@ class Listener(ThreadingTCPServer):
         self._site.spent(cpu_seconds)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors of the client; report our own, and answer with status 500."""
+        """Ignore an error of the client. Report an error of the server, and answer status 500."""
         error = sys.exception()
         if isinstance(error, ConnectionError | TimeoutError | ssl.SSLError):
             logger.debug("client %s went away: %s", client_address, error)
@@ -280,15 +280,16 @@ class _RequestHandler(BaseHTTPRequestHandler):
             answer.sent(self._client())
 
     def _client(self) -> str:
-        """Name the client as well as possible: each scrape is a connection of its own.
+        """Return a name that identifies the client across scrapes, each of which is a connection.
 
-        Two Prometheus servers on one machine differ in their timeout if they differ in interval.
+        The name includes the scrape timeout. Two Prometheus servers on one machine usually have
+        different timeouts if their scrape intervals differ.
         """
         names = (self.headers.get(name, "") for name in ("User-Agent", SCRAPE_TIMEOUT))
         return " ".join((str(self.client_address[0]), *names))
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: a line per scrape would hide the training's own output."""
+        """Log nothing, because a line per scrape would hide the output of the training script."""
 
 
 def listen(settings: ServeSettings, local_rank: int, site: RequestHandler) -> Listener:
@@ -325,10 +326,10 @@ def listen(settings: ServeSettings, local_rank: int, site: RequestHandler) -> Li
 
 
 def candidate_ports(port: int, local_rank: int, *, strict: bool) -> tuple[int, ...]:
-    """Return the ports to try in turn; 0 means any free one.
+    """Return the ports to try in turn. The port 0 means any free port.
 
     Raises:
-        SettingsError: The only port allowed is beyond the highest there is.
+        SettingsError: The only allowed port is greater than HIGHEST_PORT.
     """
     if port == 0:
         return (0,)
@@ -345,10 +346,10 @@ def candidate_ports(port: int, local_rank: int, *, strict: bool) -> tuple[int, .
 
 
 def advertised_address(listener: Listener, advertise_host: str | None) -> str:
-    """Return "host:port" under which other machines reach the listener."""
+    """Return the "host:port" at which other machines reach the listener."""
     host, port = listener.server_address[:2]
     name = advertise_host or str(host)
-    if name in ("0.0.0.0", "::"):  # wildcard addresses; a scraper needs one address
+    if name in ("0.0.0.0", "::"):  # a wildcard address is not an address for a scraper
         name = socket.gethostname()
     return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
@@ -374,7 +375,7 @@ def _load_certificate(context: ssl.SSLContext, certificate: Path, key: Path) -> 
     _check_readable("tls_certificate", certificate)
     _check_readable("tls_key", key)
     try:
-        # Without a password OpenSSL would stop the training to ask for one on the terminal.
+        # Without this argument, OpenSSL would stop the training to ask for a password.
         context.load_cert_chain(certificate, key, password="")
     except ssl.SSLError as error:
         raise SettingsError(
@@ -395,9 +396,9 @@ def _load_client_authority(context: ssl.SSLContext, authority: Path) -> None:
 
 
 def _check_readable(setting: str, path: Path) -> None:
-    """Raise an error with the file's name, which the ssl module omits."""
+    """Raise an error that contains the name of the file, which errors of the ssl module omit."""
     try:
-        # Reading a FIFO or a terminal would wait for a writer.
+        # Reading a FIFO or a terminal would block until somebody writes.
         reason = None if stat.S_ISREG(path.stat().st_mode) else "it is not a regular file"
         if reason is None:
             path.read_bytes()

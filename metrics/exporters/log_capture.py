@@ -14,7 +14,7 @@ class LogCapture(logging.Handler):
     """Passes each record of zerowatch's loggers to `take`, from `open` until `close`.
 
     Args:
-        take: Gets each record, on the thread that logs it. It must not raise.
+        take: Receives each record on the thread that logs it. This function must not raise.
     """
 
     def __init__(self, take: Callable[[logging.LogRecord], object]) -> None:
@@ -36,12 +36,12 @@ class LogCapture(logging.Handler):
 
 
 def log_line(record: logging.LogRecord, rank: int, ids: tuple[int, int] | None) -> LogLine:
-    """Convert a record.
+    """Convert a log record to a line for OTLP.
 
     Args:
         record: The log record.
         rank: The global rank.
-        ids: The trace and the span that it belongs to.
+        ids: The ids of the trace and the span that the record belongs to. None without a trace.
     """
     attributes: dict[str, AttributeValue] = {
         "zerowatch.rank": rank,

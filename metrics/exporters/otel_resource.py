@@ -1,4 +1,4 @@
-"""Reads OpenTelemetry's variables, and describes this process as a resource."""
+"""Reads OpenTelemetry's environment variables, and describes this process as a resource."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import version
 
-# Variables that manifests commonly set by the downward API.
+# Environment variables that Kubernetes manifests commonly set with the downward API.
 _KUBERNETES = {
     "POD_NAME": "k8s.pod.name",
     "POD_UID": "k8s.pod.uid",
@@ -18,7 +18,7 @@ _KUBERNETES = {
 
 
 def is_standard_endpoint(environment: Mapping[str, str]) -> bool:
-    """Whether OpenTelemetry's own variables ask for OTLP over HTTP."""
+    """Whether OpenTelemetry's own environment variables request OTLP over HTTP."""
     asked = environment.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf").strip().lower()
     return (
         bool(environment.get("OTEL_EXPORTER_OTLP_ENDPOINT", "").strip())
@@ -30,7 +30,7 @@ def is_standard_endpoint(environment: Mapping[str, str]) -> bool:
 def resource_attributes(
     environment: Mapping[str, str], *, run_id: str, rank: int, host: str
 ) -> dict[str, str | int]:
-    """Describe this process, without its command line, which may contain secrets.
+    """Return attributes of this process, without its command line, which may contain secrets.
 
     The SDK adds OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME, which take precedence.
     """
@@ -55,5 +55,5 @@ def resource_attributes(
 
 
 def _architecture(machine: str) -> str:
-    """Spell a machine type as the conventions do."""
+    """Return the spelling of a machine type that OpenTelemetry's conventions use."""
     return {"x86_64": "amd64", "aarch64": "arm64"}.get(machine, machine)

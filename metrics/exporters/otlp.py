@@ -1,9 +1,9 @@
 """Sends OTLP over HTTP with OpenTelemetry's SDK.
 
-The only file that imports opentelemetry, itself imported only if something is to be sent. It uses
-the SDK's data classes and exporters. It uses no providers, so that the script's own are never
-changed, and no processors: at exit their force_flush took 3 to 9 s with a dead collector
-(docs/decisions.md).
+This file alone imports opentelemetry, and is imported only if there is data to send. It uses the
+data classes and exporters of the SDK. It does not use providers, so it never changes the providers
+of the script. It does not use processors, because their force_flush took 3 to 9 s at exit if the
+collector was dead (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from ..recorder import Distribution
 from ..recorder import Exemplar as SeenExemplar
 from .telemetry_data import AttributeValue, Family, LogLine, Point, Span, StepTrace
 
-# Their lines on a failed export are replaced by one of ours.
+# These loggers report a failed export. One line of zerowatch replaces their lines.
 _LOGGERS = (
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "opentelemetry.exporter.otlp.proto.http.metric_exporter",
@@ -65,8 +65,8 @@ class Otlp:
     """The OTLP exporters of one process. All methods are called on the sender's thread.
 
     Args:
-        endpoint: Base URL; None takes it from OpenTelemetry's own variables. Headers, certificates
-            and compression always come from those.
+        endpoint: The base URL. If None, the URL comes from OpenTelemetry's own environment
+            variables. Headers, certificates and compression always come from these variables.
         timeout_seconds: Timeout of one export.
     """
 
@@ -92,7 +92,7 @@ class Otlp:
         self._sender = 0
 
     def describe(self, attributes: Mapping[str, AttributeValue]) -> None:
-        """Set the resource attributes; those of the environment take precedence."""
+        """Set the resource attributes. Attributes from the environment take precedence."""
         sdk = {
             "telemetry.sdk.language": "python",
             "telemetry.sdk.name": "opentelemetry",
@@ -103,20 +103,20 @@ class Otlp:
         self._scope = InstrumentationScope("zerowatch", str(attributes.get("service.version", "")))
 
     def own_this_thread(self) -> None:
-        """Keep the requests of this thread out of the script's own traces and logs."""
+        """Keep requests that this thread sends out of the script's own traces and logs."""
         self._sender = threading.get_ident()
-        # The key that instrumented HTTP clients check.
+        # Instrumented HTTP clients check this key.
         context.attach(context.set_value(context._SUPPRESS_INSTRUMENTATION_KEY, True))
         for name in _LOGGERS:
             logging.getLogger(name).addFilter(self._is_not_ours)
 
     def send_traces(self, traces: Iterable[StepTrace]) -> bool:
-        """Send traces; return whether they were accepted."""
+        """Send traces. Return whether the collector accepted them."""
         spans = [span for trace in traces for span in self._sdk_spans(trace)]
         return self._spans.export(spans) is SpanExportResult.SUCCESS
 
     def send_metrics(self, families: Iterable[Family], start_ns: int, now_ns: int) -> bool:
-        """Send values counted since `start_ns`; return whether they were accepted."""
+        """Send values counted since `start_ns`. Return whether the collector accepted them."""
         metrics = [_metric(family, start_ns, now_ns) for family in families]
         scope = ScopeMetrics(scope=self._scope, metrics=metrics, schema_url="")
         resource = ResourceMetrics(resource=self._resource, scope_metrics=[scope], schema_url="")
@@ -124,7 +124,7 @@ class Otlp:
         return self._metrics.export(data) is MetricExportResult.SUCCESS
 
     def send_lines(self, lines: Iterable[LogLine]) -> bool:
-        """Send log lines; return whether they were accepted."""
+        """Send log lines. Return whether the collector accepted them."""
         records = [
             ReadableLogRecord(_log_record(line), self._resource, self._scope) for line in lines
         ]
@@ -186,7 +186,7 @@ def _log_record(line: LogLine) -> LogRecord:
 
 
 def _severity(level: int) -> SeverityNumber:
-    """Map a logging level to OpenTelemetry's numbers, four per ten."""
+    """Map a logging level to a severity number. Ten levels correspond to four numbers."""
     return SeverityNumber(min(24, max(1, 4 * (level // 10) + 1)))
 
 
@@ -235,7 +235,7 @@ def _histogram(
 
 
 def _exemplar(found: SeenExemplar) -> Exemplar:
-    """Convert an exemplar; a trace id without a span id stays an attribute."""
+    """Convert an exemplar. A trace id without a span id remains an attribute."""
     labels = dict(found.labels)
     has_ids = {"trace_id", "span_id"} <= labels.keys()
     return Exemplar(

@@ -1,6 +1,6 @@
-"""Converts a snapshot to OTLP metrics: all by their own names, GPU metrics also as hw.*.
+"""Converts a snapshot to OTLP metrics. GPU metrics are also sent under OpenTelemetry's hw.* names.
 
-The names are those of /metrics, so that a query means the same everywhere.
+The names are the same as on /metrics, so a query has the same meaning everywhere.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from ..catalog.spec import MetricSpec
 from ..recorder import Snapshot
 from .telemetry_data import Family, Point
 
-# By the last word of a name without _total. Other names have no unit, because receivers that
-# translate names for Prometheus append it.
+# The unit by the last word of a metric's name, without _total. Other names get no unit, because
+# receivers that translate names for Prometheus would append the unit to the name.
 _UNITS = {
     "seconds": "s",
     "bytes": "By",
@@ -28,7 +28,7 @@ _UNITS = {
 
 
 def families(snapshot: Snapshot, rank: int) -> Iterator[Family]:
-    """Yield every metric of a snapshot, each series with its rank, as on /metrics."""
+    """Yield every metric of a snapshot. Each series has the label `rank`, as on /metrics."""
     for spec, values in snapshot.values.items():
         if values:
             yield Family(
@@ -56,17 +56,17 @@ def families(snapshot: Snapshot, rank: int) -> Iterator[Family]:
 
 
 def unit_of(name: str) -> str:
-    """Return the unit that a metric's name ends in."""
+    """Return the unit at the end of a metric's name."""
     words = name.removesuffix("_total").split("_")
     return "" if "per" in words else _UNITS.get(words[-1], "")
 
 
 def hardware_families(snapshot: Snapshot, hardware_ids: Mapping[str, str]) -> Iterator[Family]:
-    """Yield GPU metrics by OpenTelemetry's hardware conventions (semconv 0.66b2).
+    """Yield GPU metrics in the form of OpenTelemetry's hardware conventions (semconv 0.66b2).
 
     Args:
         snapshot: The values.
-        hardware_ids: The hardware id of each device; devices without one are left out.
+        hardware_ids: The hardware id of each device. Devices without a hardware id are left out.
     """
     for hardware in _HARDWARE:
         points = [
@@ -98,9 +98,9 @@ def _named(spec: MetricSpec, labels: tuple[str, ...], rank: int) -> dict[str, st
 
 @dataclass(frozen=True, slots=True)
 class _Hardware:
-    """A metric of the conventions, and the zerowatch metric that provides its value.
+    """A metric of the hardware conventions, and the zerowatch metric that provides its value.
 
-    `labels` selects series by the labels after the device.
+    `labels` selects series by the label values that follow the device.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Queues traces, log lines and metrics for OTLP, and sends them in small batches.
 
 Any thread may fill the queue, and a single thread empties it. Data that does not fit or cannot be
-sent is dropped and counted. Training never waits.
+sent is dropped and counted. Training never waits for the queue.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Signal = Literal["traces", "metrics", "logs"]
 
 MAX_TRACES = 32  # traces in the queue
 MAX_LINES = 512  # log lines in the queue
-FAILURES_ALLOWED = 3  # in a row, before a pause
+FAILURES_ALLOWED = 3  # number of failures in a row that starts a pause
 FIRST_PAUSE_SECONDS = 30.0
-LAST_PAUSE_SECONDS = 300.0  # the longest pause; each is longer than the one before
-# Small batches, each a request, and single traces: encoding them holds the GIL.
+LAST_PAUSE_SECONDS = 300.0  # pauses double after each failure, up to this maximum
+# Each request contains a small batch, or a single trace, because encoding holds the GIL.
 LINES_AT_ONCE = 64
 SERIES_AT_ONCE = 48
 
@@ -46,7 +46,7 @@ class CircuitBreaker:
 
     @property
     def is_closed(self) -> bool:
-        """Whether an attempt is allowed: fewer than three failures, or the pause is over."""
+        """Whether an attempt is allowed: after fewer than three failures, or after a pause."""
         return self._backoff.is_due
 
     def succeeded(self) -> None:
@@ -55,7 +55,7 @@ class CircuitBreaker:
         self._backoff.reset()
 
     def failed(self) -> None:
-        """Count a failure. From the third in a row on, each starts a pause; pauses double."""
+        """Count a failure. From the third failure in a row on, each starts a longer pause."""
         self._failures += 1
         if self._failures >= FAILURES_ALLOWED:
             self._backoff.start_delay()
@@ -65,16 +65,16 @@ class OtlpQueue:
     """A bounded queue of one rank's traces and log lines, sent together with its metrics.
 
     Args:
-        recorder: The metrics to send; counts failures.
+        recorder: Holds the metrics to send, and counts failures.
         otlp: The sender.
         settings: The kinds of data to send, and how often.
         rank: The global rank.
         hardware_ids: The hardware id of each GPU, by device.
-        describe: Returns the resource attributes; None until the run has a name, before which
-            nothing is sent.
+        describe: Returns the resource attributes. Returns None until the run has a name. Nothing is
+            sent before.
 
     Attributes:
-        dropped: Traces and log lines lost.
+        dropped: Number of traces and log lines lost.
     """
 
     def __init__(
@@ -101,7 +101,8 @@ class OtlpQueue:
         self._metrics_due = 0.0
         self._traces: deque[StepTrace] = deque()
         self._lines: deque[LogLine] = deque()
-        # One each: a receiver that takes only traces must not lose traces for refusing the rest.
+        # One circuit breaker per kind of data. If a receiver accepts only traces, its refusals of
+        # metrics and log lines must not stop the traces.
         self._circuits: dict[Signal, CircuitBreaker] = {
             "traces": CircuitBreaker(now),
             "metrics": CircuitBreaker(now),
@@ -125,14 +126,14 @@ class OtlpQueue:
             self.dropped += 1
 
     def flush(self, *, final: bool = False) -> None:
-        """Send what is queued, until an export fails. `final` marks the last call."""
+        """Send the queued data until an export fails. `final` marks the last call."""
         if self._is_named():
             self._send_traces()
             self._send_lines()
             self._send_metrics(final=final)
 
     def give_up(self) -> None:
-        """Drop what is left, without further log lines: the run has ended."""
+        """Drop the queued data without further log lines, because the run has ended."""
         self._open = False
         self.dropped += len(self._traces) + len(self._lines)
 
@@ -175,7 +176,7 @@ class OtlpQueue:
                 return
 
     def _add_exemplars(self, trace: StepTrace) -> None:
-        """Add the trace to histograms as an exemplar, now that it can be looked up."""
+        """Add the trace to histograms as an exemplar. The trace can be looked up from now on."""
         labels = {"trace_id": f"{trace.trace_id:032x}", "span_id": f"{trace.span_id:016x}"}
         ended_at = trace.root.end_ns / 1e9
         with self._recorder.commit():
@@ -184,7 +185,7 @@ class OtlpQueue:
                 self._recorder.add_exemplar(seen.spec, *seen.labels, exemplar=exemplar)
 
     def _sent(self, signal: Signal, was_taken: bool, num_items: int) -> bool:
-        """Account for an export of `num_items` traces or lines; return whether it succeeded."""
+        """Account for an export of `num_items` traces or lines. Return whether it succeeded."""
         circuit = self._circuits[signal]
         if was_taken:
             circuit.succeeded()
@@ -209,7 +210,7 @@ class OtlpQueue:
 
 
 def _batches(found: Iterable[Family]) -> Iterator[list[Family]]:
-    """Divide families into batches of few series; a histogram has one per bucket."""
+    """Divide families into batches of few series. A histogram has one series per bucket."""
     batch: list[Family] = []
     num_series = 0
     for family in found:

@@ -1,4 +1,4 @@
-"""Renders a snapshot as text by prometheus_client, which no other file imports."""
+"""Renders a snapshot as text with prometheus_client. No other file imports that library."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from ..recorder import Exemplar as SeenExemplar
 
 
 def exposition(snapshot: Snapshot, rank: int, accept_header: str) -> tuple[str, bytes]:
-    """Render every series, in the format that the client asks for.
+    """Render every series in the format that the client requests.
 
     Args:
-        snapshot: The values; a metric without one is left out.
-        rank: The value of the label `rank`, which every series gets.
-        accept_header: The client's HTTP Accept header; empty gives the classic text.
+        snapshot: The metric values. A metric without a value is left out.
+        rank: The value of the label `rank`, which is added to every series.
+        accept_header: The client's HTTP Accept header. If empty, the format is the classic text
+            format.
 
     Returns:
         The content type and the text.
@@ -38,7 +39,7 @@ def exposition(snapshot: Snapshot, rank: int, accept_header: str) -> tuple[str, 
     registry.register(_SnapshotCollector(snapshot, str(rank)))
     content_type = content_type_for(accept_header)
     if is_openmetrics(content_type):
-        # The catalog's names need no escaping, and to look for that takes a third of the time.
+        # The catalog's names need no escaping. Checking the names would take a third of the time.
         text: bytes = openmetrics.generate_latest(  # type: ignore[no-untyped-call]
             registry, escaping=openmetrics.ALLOWUTF8
         )
@@ -47,18 +48,18 @@ def exposition(snapshot: Snapshot, rank: int, accept_header: str) -> tuple[str, 
 
 
 def content_type_for(accept_header: str) -> str:
-    """Return the content type of the answer to a client with this HTTP Accept header."""
+    """Return the content type of the response to a client with this HTTP Accept header."""
     _, content_type = choose_encoder(accept_header)
     return content_type
 
 
 def is_openmetrics(content_type: str) -> bool:
-    """Whether a content type is one of OpenMetrics, of which all have the same text."""
+    """Whether a content type is OpenMetrics. All versions of OpenMetrics get the same text."""
     return content_type.startswith("application/openmetrics-text")
 
 
 class _SnapshotCollector(Collector):
-    """Families of one snapshot, sorted by name."""
+    """The metric families of one snapshot, sorted by name."""
 
     def __init__(self, snapshot: Snapshot, rank: str) -> None:
         self._snapshot = snapshot

@@ -25,37 +25,40 @@ from .scrape_tracker import ScrapeTracker
 
 logger = logging.getLogger(__name__)
 
-# Least time between two renderings of a format. The metrics change once a second.
+# Minimum time between two renderings of the same format. The metrics change once a second.
 RENDER_SECONDS = 0.5
-# Longest wait for the end of the accepting thread, which ends at once on Linux.
+# Longest wait for the accepting thread to end. On Linux the thread ends at once.
 STOP_SECONDS = 5.0
-# Longest wait for the last scrape after Ctrl-C: torchrun kills the ranks 30 s after it.
+# Longest wait for the last scrape after Ctrl-C. torchrun kills the ranks 30 s after Ctrl-C.
 INTERRUPTED_SECONDS = 25.0
 
 
 class ServingThread(Protocol):
-    """A thread that starts over if its work raises."""
+    """A thread that runs its function again if the function raises."""
 
     def start(self) -> None:
         """Start the thread; raise RuntimeError if the system allows no more threads."""
 
     def join(self, timeout_seconds: float) -> bool:
-        """Wait until the work has ended. The caller has already asked it to end."""
+        """Wait until the thread has ended. The caller has already asked the thread to end."""
 
 
 class MetricsServer:
-    """The HTTP server of one rank. It never raises into training: a failure is logged once.
+    """The HTTP server of one rank. It never raises into training. A failure is logged once.
 
     Args:
         recorder: The metrics to serve.
-        rank: The global rank, the label of every series.
-        local_rank: The rank on this node, added to the port.
+        rank: The global rank. Every series has it as a label.
+        local_rank: The rank on this node. The server adds it to the port.
         settings: Address, port and TLS of the server.
-        targets: Returns all ranks of the run in Prometheus' http_sd format; on rank 0 only.
-        make_thread: Returns the accepting thread, not started yet, of a name and its work.
+        targets: Returns the addresses of all ranks in Prometheus' http_sd format. None on ranks
+            other than 0.
+        make_thread: Returns the accepting thread, given its name and function. The thread has not
+            started.
         now: A monotonic clock, in seconds.
-        serves_run: Whether this rank is of the run with that id. A scrape of another run is refused
-            (`/metrics?run=<id>`), because a later run may serve at the address of an earlier one.
+        serves_run: Returns whether this rank belongs to the run with the given id. A scrape of
+            another run (`/metrics?run=<id>`) is refused, because a later run may serve at the
+            address of an earlier run.
     """
 
     def __init__(
@@ -94,10 +97,10 @@ class MetricsServer:
         self._logged_failures: set[type] = set()
 
     def start(self) -> str | None:
-        """Serve on a thread of its own.
+        """Start serving on a thread of its own.
 
         Returns:
-            "host:port" under which other machines reach it, or None if serving is off.
+            "host:port" at which other machines reach the server, or None if serving is off.
         """
         if not self._settings.enabled:
             return None
@@ -121,17 +124,20 @@ class MetricsServer:
         return advertised_address(listener, self._settings.advertise_host)
 
     def wait_for_final_scrape(self, *, interrupted: bool = False) -> None:
-        """After run_active was set to 0, wait until the regular scrapers have read it.
+        """Wait until the regular scrapers have read that run_active is 0.
 
-        Otherwise Prometheus would not see that the run has ended, and would report a rank down.
+        The caller has set run_active to 0. If the server closed before Prometheus had read this
+        value, Prometheus would report the rank as down.
 
         Args:
-            interrupted: Whether Ctrl-C has ended the run, and somebody waits for the process.
+            interrupted: Whether Ctrl-C has ended the run. The wait is then shorter, because a user
+                waits for the process.
         """
         if self._listener is not None and self._recorder.snapshot().value(RUN_ACTIVE) == 0:
             with self._render_lock:
-                self._rendered.clear()  # the next scrape reads the end
-            # Rank 0 lists the addresses of all ranks; without them nobody would scrape the others.
+                self._rendered.clear()  # the next scrape renders run_active 0
+            # Rank 0 serves the addresses of all ranks. If rank 0 ended first, Prometheus would stop
+            # scraping the other ranks.
             on_all_ranks = self._targets is not None and len(self._targets()) > 1
             seconds = self._settings.linger_seconds
             if interrupted:
@@ -140,10 +146,12 @@ class MetricsServer:
             self._scrapes.wait_until_end_was_read(seconds, on_all_ranks=on_all_ranks)
 
     def close_after_final_scrape(self, before_close: Callable[[], object] = lambda: None) -> None:
-        """Close after the final scrape, on a thread. Close at once if no thread can be started.
+        """Start a thread that waits for the final scrape and then closes the server.
+
+        If no thread can be started, the server closes at once.
 
         Args:
-            before_close: Called after the final scrape.
+            before_close: Called after the final scrape, before the server closes.
         """
 
         def linger() -> None:
@@ -164,7 +172,7 @@ class MetricsServer:
         listener, self._listener = self._listener, None
         if listener is None:
             return
-        # A forked child has the socket but not the serving thread, and would wait for it forever.
+        # A forked child has the socket but no serving thread. Joining the thread would never end.
         if os.getpid() == self._process_id and self._thread is not None:
             listener.stop()
             self._thread.join(STOP_SECONDS)
@@ -205,10 +213,10 @@ class MetricsServer:
         )
 
     def _render(self, accept: str) -> _Rendering:
-        """Return the metrics as text, the last one of the format if it is recent.
+        """Return the metrics as text. Return the last text in the same format if it is recent.
 
-        Rendering takes milliseconds in which training cannot run Python, and clients may ask as
-        often as they like.
+        Rendering takes milliseconds, in which training cannot run Python. Clients may send requests
+        as often as they like.
         """
         openmetrics = is_openmetrics(content_type_for(accept))
         with self._render_lock:
@@ -253,7 +261,7 @@ class MetricsServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rendering:
-    """All metrics as text, the value of run_active in it, and when it was made."""
+    """All metrics as text, the value of run_active in the text, and the time of rendering."""
 
     body: bytes
     run_active: float | None

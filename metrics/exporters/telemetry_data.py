@@ -1,6 +1,6 @@
-"""Defines the data exported by OTLP: traces of steps, log lines, and metric families.
+"""Defines the data that is exported by OTLP: traces of steps, log lines, and metric families.
 
-Times are Unix nanoseconds, ids the integers that OpenTelemetry writes in hexadecimal.
+Times are Unix nanoseconds. Ids are integers, which OpenTelemetry writes in hexadecimal.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
-    """One rank's part of the trace of a step: a root and its children.
+    """One rank's part of the trace of a step: a root span and its children.
 
-    The children's ids follow `span_id`, that of the root. `parent_id` is another rank's root.
+    `span_id` is the id of the root span, and the ids of the children follow it. `parent_id` is the
+    id of another rank's root span.
     """
 
     trace_id: int
@@ -51,7 +52,7 @@ class StepTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLine:
-    """A log line of zerowatch. `level` is logging's; ids are 0 if the line has no trace."""
+    """A log line of zerowatch. `level` is a level of `logging`. Ids are 0 without a trace."""
 
     unix_ns: int
     level: int
@@ -71,7 +72,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A metric in OTLP's terms, with UCUM units. `bounds` are the bounds of a histogram."""
+    """A metric in the terms of OTLP, with UCUM units. `bounds` are the bounds of a histogram."""
 
     name: str
     kind: Literal["counter", "updowncounter", "gauge", "histogram"]

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 
 def current_trace_labels() -> Mapping[str, str] | None:
-    """Return the exemplar labels of the span now active on this thread.
+    """Return the exemplar labels of the span that is active on this thread.
 
-    None without a sampled span, because such a trace cannot be looked up. If the user's code has
-    not imported opentelemetry, this costs one dictionary look-up.
+    Return None if no span is active or the span is not sampled, because its trace cannot be looked
+    up. If the user's code has not imported opentelemetry, the call costs one dictionary lookup.
     """
     trace = sys.modules.get("opentelemetry.trace")
     # While another thread is still importing the module, its functions may be missing.
