@@ -1,1 +1,1 @@
-"""Monitors one engine: `Watch` connects the packages below, with run folder, threads and OTLP."""
+"""Monitors one engine. `Watch` connects the lower packages to the run folder, threads and OTLP."""

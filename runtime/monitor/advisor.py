@@ -1,4 +1,4 @@
-"""Logs which changes would speed up a job that has its own training loop."""
+"""Logs changes that would speed up a job with its own training loop."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from ..tuner.policy.trial import Decision
 if TYPE_CHECKING:
     from ..tuner.knobs.read_only_knobs import ReadOnlyKnobs
 
-# Least length of the interval of a diagnosis, in seconds and in steps. Exposed communication is
-# published some seconds late.
+# Minimum length of the interval that a diagnosis covers, in seconds and in steps. The interval must
+# be long, because exposed communication is published some seconds late.
 MIN_SECONDS = 30.0
 MIN_STEPS = 20
-# Symptoms that often have one cause: an idle device mostly waits for communication or for Python.
-# Only the best advice for any of them is given.
+# Symptoms that often share one cause: an idle device mostly waits for communication or for Python.
+# For all of them together, only the best advice is given.
 WAITING_SYMPTOMS = frozenset((*COMM_SYMPTOMS, "device_idle", "host_bound"))
 
 
 class Advisor:
-    """Diagnoses rank 0's metrics periodically, on the watch thread, and gives each advice once.
+    """Diagnoses rank 0's metrics periodically on the watch thread. It gives each advice once.
 
     Args:
         context: The watch of the engine.
-        send: Sends a span to a collector; does nothing without one.
+        send: Sends a span to a collector. Does nothing if there is no collector.
         now: A monotonic clock, in seconds.
     """
 
@@ -58,7 +58,7 @@ class Advisor:
         self._advised: set[tuple[str, tuple[str, ...]]] = set()
 
     def poll(self) -> None:
-        """Diagnose and advise, if the interval is long enough."""
+        """Diagnose the metrics and give advice, if the interval is long enough."""
         engine = self._context.engine() if self._is_enabled else None
         if engine is None or engine.global_steps < WARMUP_STEPS:
             return
@@ -73,7 +73,7 @@ class Advisor:
             self._advise(reporter, engine, metrics_between(before, after))
 
     def disable(self) -> None:
-        """Stop advising, e.g. where the run ends by an error, which must stay the last output."""
+        """Stop advising, e.g. if the run ends with an error, which must stay the last output."""
         self._is_enabled = False
 
     def transfer_reporter(self, mode: Mode) -> DecisionReporter:
@@ -86,7 +86,7 @@ class Advisor:
         self._since, self._first_step = self._now(), engine.global_steps
         if self._reporter is None:
             self._reporter = DecisionReporter(self._context, mode="advise", send=self._send)
-            # Published at once, so that a run's series stay the same from its first steps on.
+            # Published at once, so a run has the same series from its first steps on.
             self._reporter.on_state(State.OBSERVE)
             self._reporter.on_diagnosis(())
             if self._knobs_class is not None and is_data_parallel(engine):
@@ -107,7 +107,8 @@ class Advisor:
             name = proposal.symptom.name
             group = "waiting" if name in WAITING_SYMPTOMS else name
             advice = group, tuple(sorted(proposal.changes))
-            # Only the best one per group; the next one once it is applied or no longer proposed.
+            # Give only the best advice per group. The next advice follows when the best one has
+            # been applied or is no longer proposed.
             if group not in seen and advice not in self._advised:
                 self._advised.add(advice)
                 reporter.on_decision(
@@ -124,7 +125,7 @@ class Advisor:
         symptoms: Sequence[Symptom],
         thresholds: Thresholds,
     ) -> TunerInput | None:
-        """Return the input of proposals; None for other than data parallelism: no predictions."""
+        """Return the input of proposals. None if not data parallel: predictions do not exist."""
         if self._knobs_class is None or not is_data_parallel(engine):
             return None
         if self._facts is None:
@@ -147,7 +148,7 @@ class Advisor:
 
 
 def _import_knobs() -> type[ReadOnlyKnobs]:
-    """Import the knobs late: they need DeepSpeed internals, which a release may have moved."""
+    """Import the knobs late. They use DeepSpeed internals, which a release may have moved."""
     from ..tuner.knobs.read_only_knobs import ReadOnlyKnobs
 
     return ReadOnlyKnobs

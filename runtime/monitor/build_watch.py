@@ -1,4 +1,4 @@
-"""Builds the watch of an engine: makes its parts, connects them, and starts its threads."""
+"""Builds the watch of an engine: creates its parts, connects them, and starts its threads."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def build_watch(
     settings: Settings,
     watch_index: int,
 ) -> Watch:
-    """Return a running watch on an engine. If a part fails, the parts made before it are closed.
+    """Build and start the watch of an engine. If a part fails, close the parts built before it.
 
     Args:
         engine: A DeepSpeed engine.
-        collectives: The instrumentation of this process's collectives, open or not.
+        collectives: The instrumentation of this process's collectives. It may be open already.
         fail_open: Wraps the functions that run inside training.
         settings: The settings of this run.
-        watch_index: Watches that this process had before; the same on all ranks.
+        watch_index: Number of watches that this process had before. Equal on all ranks.
     """
     process, device, recorder = this_process(), training_device_index(), Recorder()
     calls, phase_timer, engine_ref = collectives.call_recorder, PhaseTimer(), EngineRef(engine)
     with ExitStack() as undo:
-        # The server, so that scrapes are answered from now on.
+        # The server starts first, to answer scrapes from now on.
         store = RankStore(process, watch_index)
         targets = TargetDiscovery(store, process)
         folder = RunFolder(settings, process, store, targets)
@@ -126,7 +126,7 @@ def build_watch(
         )
         undo.callback(thread.stop)
 
-        # The hooks in training, which feed the thread.
+        # The hooks in training, which pass their measurements to the watch thread.
         warn_of_comms_logger()
         collectives.open()
         undo.callback(collectives.close)

@@ -1,4 +1,4 @@
-"""Compares measurements of this rank with other ranks, with the estimate and with the profiler."""
+"""Compares this rank's measurements with other ranks, the volume estimate and the profiler."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ComparisonMonitor:
     Attributes:
         listeners: Functions called with the record of each step, on the watch thread.
         periodic_tasks: Functions called on the watch thread each second.
-        profiler: Profiles some steps; None for none.
+        profiler: Profiles some steps. None if profiling is off.
     """
 
     def __init__(self, context: WatchContext) -> None:
@@ -53,7 +53,7 @@ class ComparisonMonitor:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time that the comparison thread has used."""
+        """CPU time that the comparison thread has used, in seconds."""
         return self._thread.cpu_seconds
 
     def start(self) -> None:
@@ -69,12 +69,12 @@ class ComparisonMonitor:
         self._analyzer.analyze(failed)
 
     def add_step_times(self, phase_ns: Sequence[int], blocked_ns: Sequence[int]) -> None:
-        """Add a step: nanoseconds in each of PHASES, and how many of them were blocked."""
+        """Add the nanoseconds of a step in each of PHASES, and the blocked part of each."""
         if self._compares_step_times:
             self._thread.step_times.add(phase_ns, blocked_ns)
 
     def forget_hooks(self) -> None:
-        """Drop the profiler in a forked child: it belongs to the parent."""
+        """Drop the profiler in a forked child, because it belongs to the parent process."""
         if self.profiler is not None:
             self.profiler.close_after_fork()
 
@@ -84,7 +84,7 @@ class ComparisonMonitor:
             self.profiler.close()
 
     def stop(self) -> None:
-        """Report what is left to the other ranks, and end the thread. Safe to call twice."""
+        """Send a last report to the other ranks, and end the thread. Safe to call twice."""
         self._thread.stop()
         self._hang_monitor.close()
 

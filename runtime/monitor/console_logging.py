@@ -22,8 +22,8 @@ def show_own_lines() -> None:
     handler = ConsoleHandler()
     handler.setFormatter(logging.Formatter("zerowatch: %(message)s"))
     ours.addHandler(handler)
-    # Once per run: where metrics and logs are, killed ranks, a loaded checkpoint, tuner decisions,
-    # a start that takes long.
+    # These modules log once per run: the location of metrics and logs, killed ranks, a loaded
+    # checkpoint, decisions of the tuner, and a slow start.
     for name in (
         "zerowatch.runtime.monitor.run_info",
         "zerowatch.runtime.monitor.startup_monitor",

@@ -1,4 +1,4 @@
-"""Reads the devices at intervals: utilization, power, temperature, links."""
+"""Reads utilization, power, temperature and links of the devices at intervals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..memory.memory_reader import Readings
 
 
 class DeviceSampler:
-    """Reads the device probes of a rank. Used on the watch thread only.
+    """Reads the device probes of a rank. Only the watch thread uses it.
 
     Attributes:
         device_readings: The last readings, by device and name.

@@ -1,4 +1,4 @@
-"""Connects the memory analysis of `runtime/memory/` with one watch: readings in, metrics out."""
+"""Connects the memory analysis of `runtime/memory/` to one watch, and publishes its results."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from .oom_context import EngineOomContext, MemoryParts
 
 logger = logging.getLogger(__name__)
 
-# Interval of readings while there are no steps, as in an evaluation or while data is loaded.
+# Interval between readings while no step ends, such as in an evaluation or while data is loaded.
 IDLE_SECONDS = 5.0
-# Samples that are kept until the next publication.
+# Maximum number of samples that are kept until the next publication.
 MAX_SAMPLES = 256
 
 
@@ -87,11 +87,11 @@ class MemoryMonitor:
 
     @property
     def cost_ns(self) -> int:
-        """Nanoseconds that the offload hooks took on the training thread."""
+        """Nanoseconds that the offload hooks have taken on the training thread."""
         return 0 if self._offload is None else self._offload.cost_ns
 
     def add_step(self, step: RawStep) -> Mapping[str, float]:
-        """Add the memory sample of a step, if it has one; return the risk by device."""
+        """Add the memory sample of a step, if the step has one, and return the risk by device."""
         sample = step.memory
         if sample is not None:
             self._samples.append((step.step, sample))
@@ -103,14 +103,14 @@ class MemoryMonitor:
         return self._forecasts.risks
 
     def publish(self) -> None:
-        """Publish all that arrived since the last call, a second ago."""
+        """Publish all samples since the last call. Called every second."""
         for task in self._tasks:
             task()
 
     def on_run_error(self, error: BaseException | None) -> None:
-        """Count and report the error that ends this run, if it is out of memory.
+        """Count and report the error that ends this run, if it is an out-of-memory error.
 
-        It need not have passed through the engine.
+        The error may come from code outside the engine.
         """
         if error is not None and self._oom_reporter is not None and is_caused_by_oom(error):
             self._on_exception(error, is_end=True)
@@ -148,7 +148,7 @@ class MemoryMonitor:
         return OomReporter(self._context.identity.rank, EngineOomContext(self._context, parts))
 
     def _periodic_tasks(self) -> list[Callable[[], object]]:
-        """Return what runs every second; a task that fails does not stop the others."""
+        """Return the functions to call every second. If one fails, the others still run."""
         tasks: dict[str, Callable[[], object]] = {"memory metrics": self._publish_samples}
         if self._enabled:
             tasks["memory baseline"] = self._reset_if_engine_replaced
@@ -179,7 +179,7 @@ class MemoryMonitor:
     def _with_step_peaks(
         self, points: Mapping[str, PeakPoint], sample: StepMemorySample
     ) -> Mapping[str, PeakPoint]:
-        """Drop devices whose peaks are not attributed to steps."""
+        """Remove the devices whose peaks cannot be attributed to steps."""
         own = {probe.device for probe in self._probes if probe.own_peaks}
         return {
             device: point
@@ -197,7 +197,7 @@ class MemoryMonitor:
             )
 
     def _write_liveness_file(self) -> None:
-        """Once there is a run folder, report killed ranks and write this rank's liveness file."""
+        """Once the run folder exists, report killed ranks and write this rank's liveness file."""
         skip = self._liveness is not None or self._closed
         folder = None if skip else self._context.folder()
         if folder is None:

@@ -1,4 +1,4 @@
-"""Reads what an out-of-memory report contains, from the parts of a memory monitor."""
+"""Reads the content of an out-of-memory report from the parts of a memory monitor."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MemoryParts:
 
 
 class EngineOomContext(OomContext):
-    """Reads the state of a monitored engine. A method that fails returns None from then on."""
+    """Reads the state of a monitored engine. A method that has failed once returns None."""
 
     def __init__(self, context: WatchContext, parts: MemoryParts) -> None:
         wrap, forecasts = context.fail_open.wrap, parts.forecasts
@@ -54,11 +54,11 @@ class EngineOomContext(OomContext):
         self._dump_snapshot = wrap("oom report snapshot", dump_snapshot)
 
     def folder(self) -> Path | None:
-        """Return the run folder, once there is one."""
+        """Return the run folder, or None until the run has one."""
         return self._context.folder()
 
     def step(self) -> int | None:
-        """Return the last completed step; None once the engine is gone."""
+        """Return the last completed step, or None if the engine was garbage-collected."""
         engine = self._context.engine()
         return None if engine is None else int(engine.global_steps)
 
@@ -79,7 +79,7 @@ class EngineOomContext(OomContext):
         return self._parts.hooks.shape
 
     def batch_risk(self, device: str) -> float | None:
-        """Return the risk of the current micro-batch, as assessed when it began."""
+        """Return the risk of the current micro-batch, assessed when the micro-batch began."""
         return self._batch_risk(device)
 
     def categories(self, device: str) -> Mapping[str, float] | None:
@@ -87,7 +87,7 @@ class EngineOomContext(OomContext):
         return self._parts.metrics.categories.get(device)
 
     def peaks(self, device: str) -> Sequence[PeakPoint] | None:
-        """Return the last readings at the end of a step, latest last."""
+        """Return the last readings at the end of steps, the latest reading last."""
         return self._peaks(device)
 
     def predictions(self, device: str) -> Sequence[PeakPrediction] | None:
@@ -99,11 +99,11 @@ class EngineOomContext(OomContext):
         return self._parts.forecasts.alarm_steps.get(device)
 
     def limit(self, device: str) -> Limit | None:
-        """Return the configured limit, if that is the one in effect."""
+        """Return the configured limit, if the configured limit is in effect."""
         return self._limit(device)
 
     def growth_bytes_per_step(self, device: str) -> float | None:
-        """Return the growth of a leak."""
+        """Return the growth of a memory leak, in bytes per step."""
         return self._parts.leaks.growth_bytes_per_step(device)
 
     def setup(self) -> TrainingSetup | None:
@@ -116,12 +116,12 @@ class EngineOomContext(OomContext):
         return self._predict_peak(device, shape)
 
     def estimated_layouts(self) -> Mapping[Layout, LayoutBytes] | None:
-        """Return the size of model states under the present layout and all possible ones."""
+        """Return the size of model states under the current layout and all possible layouts."""
         engine = self._context.engine()
         return None if engine is None else self._estimated_layouts(engine)
 
     def dump_snapshot(self, device: str, path: Path) -> bool | None:
-        """Write torch's memory snapshot of a device to a path; return whether it was written."""
+        """Write torch's memory snapshot of a device to a file. Return whether it was written."""
         return self._dump_snapshot(device, path)
 
     def _configured_limit(self, device: str) -> Limit | None:
@@ -134,7 +134,7 @@ class EngineOomContext(OomContext):
 
 
 def training_setup(engine: Any) -> TrainingSetup | None:
-    """Return the training configuration of an engine; None if it cannot be read."""
+    """Return the training configuration of an engine, or None if it cannot be read."""
     config = engine_config(engine)
     try:
         options = read_options(config, origin="engine")

@@ -1,8 +1,8 @@
 """Sends traces of steps, metrics and log lines to an OpenTelemetry collector, on its own thread.
 
-A step is traced if it is sampled by its id, which all ranks decide alike, or if it was slow on this
-rank. In a sampled step, each rank's root span is a child of rank 0's. The root span of a slow step
-has no parent, as the step may not have been slow on other ranks.
+A step is traced if it is sampled, or if it was slow on this rank. All ranks sample the same steps.
+In a sampled step, the root span of each rank is a child of the root span of rank 0. The root span
+of a slow step has no parent, because the step may not have been slow on other ranks.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ logger = logging.getLogger(__name__)
 FLUSH_SECONDS = 2.0
 # Longest wait for the last export, at the end of a run.
 CLOSE_SECONDS = 1.0
-# Steps that are kept while the run has no id, and so no trace ids.
+# Maximum number of steps that are kept until the run has an id. Trace ids depend on the run id.
 MAX_HELD_STEPS = 64
 
 
 class OtelExporter:
-    """Exports traces, metrics and log lines by OTLP if an endpoint is set, and else does nothing.
+    """Exports traces, metrics and log lines by OTLP. Does nothing if no endpoint is set.
 
     Constructed on the training thread.
 
     Args:
         context: The watch.
-        hardware_ids: Returns resource attributes of the device; called only if anything is sent.
+        hardware_ids: Returns the resource attributes of the device. Called only if data is sent.
 
     Attributes:
-        makes_traces: Whether `trace` is to be called.
+        makes_traces: Whether the caller should call `trace`.
         cpu_seconds: CPU time that the exporting thread has used.
     """
 
@@ -65,7 +65,7 @@ class OtelExporter:
         self._context = context
         self._settings = context.settings.otel
         self._rank = context.identity.rank
-        # Nodes may count their restarts differently; a span of such a rank has an unknown parent.
+        # Two nodes may count their restarts differently. The parent of a span is then unknown.
         self._attempt = f"{context.identity.attempt}.{context.watch_index}"
         self._held: deque[FinishedStep] = deque()
         self._lost = 0
@@ -87,14 +87,14 @@ class OtelExporter:
 
     @property
     def dropped(self) -> int:
-        """Traces and log lines lost."""
+        """Number of traces and log lines lost."""
         return self._lost + (0 if self._outbox is None else self._outbox.dropped)
 
     def trace(self, steps: Sequence[FinishedStep]) -> None:
         """Make traces of sampled and slow steps. Called on the watch thread each second.
 
-        The steps' metrics are published already: a histogram gets its exemplar once the trace was
-        sent.
+        The metrics of the steps are already published. A histogram gets an exemplar after its trace
+        was sent.
         """
         self._held.extend(steps)
         run_id = self._context.run_id()
@@ -105,7 +105,7 @@ class OtelExporter:
             self._lost += 1
 
     def send(self, span: Span) -> None:
-        """Send a span outside of any step as a trace of its own. May be called on any thread."""
+        """Send a span that belongs to no step, as its own trace. May be called on any thread."""
         if self._outbox is not None and self.makes_traces:
             trace_id, span_id = secrets.randbits(128) or 1, secrets.randbits(64) or 1
             self._outbox.add_trace(
@@ -115,7 +115,7 @@ class OtelExporter:
             )
 
     def close(self) -> None:
-        """Send what is left, for at most CLOSE_SECONDS. Safe to call twice."""
+        """Send all queued data, for at most CLOSE_SECONDS. Safe to call twice."""
         if self._outbox is None or self._stop.is_set():
             return
         if self._lines is not None:
@@ -123,7 +123,7 @@ class OtelExporter:
         self._trace_held_steps(())
         self._lost += len(self._held)
         self._stop.set()
-        # The thread may be in an export that nothing can interrupt; the process does not wait.
+        # The thread may be in an export that cannot be interrupted. The process does not wait.
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
         self._outbox.give_up()
@@ -155,7 +155,7 @@ class OtelExporter:
         )
         try:
             self._thread.start()
-        except RuntimeError as error:  # the limit of threads or of memory
+        except RuntimeError as error:  # the system allows no more threads or memory
             self.close()
             self._outbox, self.makes_traces = None, False
             logger.warning(
@@ -190,7 +190,7 @@ class OtelExporter:
             self._lost += 1
 
     def _is_sampled(self, trace_id: int) -> bool:
-        """Whether all ranks trace this step; of very many ranks, the first of each node."""
+        """Whether this rank traces the step. In large jobs, only the first rank per node does."""
         identity = self._context.identity
         return keeps_every_step(identity.world_size, identity.local_rank) and is_sampled(
             trace_id, self._settings.every_steps
@@ -206,12 +206,12 @@ class OtelExporter:
         offset_ns = time.time_ns() - time.perf_counter_ns()
         root = Span(
             name="train.step",
-            # Not the first interval's start: of very many intervals the earliest are lost.
+            # Computed from the end: if there are very many intervals, the earliest are lost.
             start_ns=intervals[-1][2] + offset_ns - round(1e9 * step.record.seconds),
             end_ns=intervals[-1][2] + offset_ns,
             attributes=self._attributes(step, run_id, reason),
         )
-        # Device times refer to an event at the step's end, which the host may be ahead of.
+        # Device times are relative to an event at the end of the step. The host may run ahead.
         spans = child_spans(intervals, _comparable(step), offset_ns, root.end_ns)
         self._outbox.add_trace(
             StepTrace(
@@ -252,7 +252,7 @@ class OtelExporter:
             self._outbox.add_line(log_line(record, self._rank, self._current_ids()))
 
     def _current_ids(self) -> tuple[int, int] | None:
-        """Return trace and span id of the current step if sampled, else of the last trace."""
+        """Return the trace id and span id of the current step if sampled, else the last ids."""
         run_id, engine = self._context.run_id(), self._context.engine()
         if self.makes_traces and run_id is not None and engine is not None:
             step = engine.global_steps + 1
@@ -263,7 +263,7 @@ class OtelExporter:
 
 
 def _open_otlp(settings: OtelSettings, rank: int) -> Otlp | None:
-    """Return the exporter; None if nothing is to be sent or the SDK is missing."""
+    """Return the exporter, or None if there is nothing to send or the SDK is missing."""
     wanted = settings.traces or settings.metrics or settings.logs
     if not wanted or not (settings.endpoint or is_standard_endpoint(os.environ)):
         return None
@@ -281,14 +281,14 @@ def _open_otlp(settings: OtelSettings, rank: int) -> Otlp | None:
 
 
 def _comparable(step: FinishedStep) -> Sequence[CollectiveCall]:
-    """Return the calls with comparable times: on CUDA not those on an earlier batch's anchor."""
+    """Return the calls with comparable times. On CUDA, they need the anchor of the last batch."""
     if step.raw.batch.anchor is not None:
         return step.raw.batch.calls
     return [call for call in step.calls if call.start_event is None]
 
 
 def _examples(step: FinishedStep, spans: Sequence[Span]) -> list[Example]:
-    """Return exemplars for the histograms; the script's own span of the step has precedence."""
+    """Return exemplars for the histograms. The script's own span of the step takes precedence."""
     examples = [
         Example(
             spec=communication.COLLECTIVE_SECONDS,

@@ -1,7 +1,7 @@
-"""Decides which steps are traced, computes their ids, and makes the spans of their traces.
+"""Decides which steps are traced, computes the ids, and creates the spans of a trace.
 
-A trace has 20 spans at most, for phases and collectives. Ids and sampling are the same on all ranks
-without communication.
+A step of one rank has at most 20 spans, for the step itself, its phases and its collectives. All
+ranks compute the same ids and sample the same steps without communication.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ from ..common.phase_timer import (
     PhaseInterval,
 )
 
-# A step is slow if it takes so many times the median of the last steps.
+# A step is slow if it takes more than SLOW_RATIO times the median of the last steps.
 SLOW_RATIO = 2.0
-# The last steps of which the median is taken.
+# Number of last steps whose median is computed.
 REMEMBERED_STEPS = 101
-# Steps from which on a step can be slow.
+# Number of steps that must have ended before a step can count as slow.
 LEAST_STEPS = 10
-# A token bucket limits traces of slow steps: so many at once, then one per interval in seconds.
+# A token bucket limits the traces of slow steps. It allows SLOW_AT_ONCE traces at once, then one
+# trace every SECONDS_PER_SLOW seconds.
 SLOW_AT_ONCE = 20
 SECONDS_PER_SLOW = 5.0
 
-# Spans of a trace besides the root span.
+# Maximum number of spans below the root span.
 MAX_CHILDREN = 19
-# With more, such as of many micro-batches, each phase becomes one span. The rest of MAX_CHILDREN
-# is enough for one span of each operation.
+# Maximum number of phase spans. If a step has more, such as one with many micro-batches, each phase
+# becomes one span. The rest of MAX_CHILDREN is enough for one span of each operation.
 MAX_PHASE_SPANS = 8
-# Shorter gaps between two intervals of a phase are lines of the script, not the end of a span.
+# Gaps shorter than this between two intervals of a phase do not end its span. The script runs a few
+# lines of its own in such a gap.
 GAP_NS = 100_000
 
 _NAMES = {
@@ -58,7 +60,7 @@ _NAMES = {
 
 @dataclass(slots=True)
 class _SpanBuilder:
-    """A span under construction, in Unix time; `busy_ns` is its length without gaps."""
+    """A span under construction, in Unix time. `busy_ns` is the length of the span without gaps."""
 
     name: str
     start_ns: int
@@ -95,10 +97,10 @@ def child_spans(
     """Return the spans of a step, in the order in which they begin.
 
     Args:
-        intervals: The intervals of the phases, in order.
+        intervals: The intervals of the phases, in order of time.
         calls: The step's settled collectives.
-        offset_ns: Added to the intervals' times to get Unix times.
-        device_offset_ns: Added to the times of calls that were read from device events.
+        offset_ns: Added to the times of the intervals to get Unix times.
+        device_offset_ns: Added to times that were read from device events to get Unix times.
     """
     phases = _phase_spans(intervals, offset_ns)
     offsets = offset_ns, device_offset_ns
@@ -108,7 +110,7 @@ def child_spans(
 
 
 def _phase_spans(intervals: Iterable[PhaseInterval], offset_ns: int) -> list[_SpanBuilder]:
-    """Return one span for successive intervals of a phase; if there are many, one per phase."""
+    """Return one span per run of intervals of one phase. If there are too many, one per phase."""
     spans: list[_SpanBuilder] = []
     for phase, start_ns, end_ns in intervals:
         if phase == OTHER or end_ns <= start_ns:
@@ -126,7 +128,7 @@ def _phase_spans(intervals: Iterable[PhaseInterval], offset_ns: int) -> list[_Sp
 def _comm_spans(
     calls: Sequence[CollectiveCall], limit: int, offsets: tuple[int, int]
 ) -> list[_SpanBuilder]:
-    """Return a span for each of the longest calls, and one per operation for the rest."""
+    """Return a span for each of the longest calls, and one span per operation for other calls."""
     if len(calls) <= limit:
         return [_comm_span(call, offsets) for call in calls]
     operations = len({call.op for call in calls})
@@ -172,7 +174,7 @@ def _by_name(spans: Iterable[_SpanBuilder]) -> list[_SpanBuilder]:
 def _sums(
     one: Mapping[str, AttributeValue], other: Mapping[str, AttributeValue]
 ) -> dict[str, AttributeValue]:
-    """Add up the numbers of two calls of one operation; leave out texts that differ."""
+    """Add up the numbers of two calls of one operation. Leave out strings that differ."""
     sums: dict[str, AttributeValue] = {}
     for name in [name for name in one if name in other]:
         left, right = one[name], other[name]
@@ -185,34 +187,34 @@ def _sums(
 
 
 def trace_id_of(run_id: str, step: int) -> int:
-    """Return the id of a step's trace, the same on all ranks."""
+    """Return the id of a step's trace. All ranks get the same id."""
     return _hash(f"{run_id}/{step}", 16)
 
 
 def span_id_of(run_id: str, step: int, rank: int, *, attempt: str) -> int:
-    """Return the id of a rank's root span in that trace.
+    """Return the id of a rank's root span in the trace of a step.
 
     Args:
         run_id: The id of the run.
-        step: Number of the step.
+        step: The number of the step.
         rank: The global rank that the span belongs to.
-        attempt: Distinguishes steps of one run with the same number, such as after a restart.
+        attempt: Distinguishes steps of a run that have the same number, such as after a restart.
     """
     return _hash(f"{run_id}/{step}/{rank}/{attempt}", 8)
 
 
 def is_sampled(trace_id: int, every_steps: int) -> bool:
-    """Whether a trace is one in `every_steps`, by its id and so the same on all ranks."""
+    """Whether a trace is sampled. All ranks agree, because the id picks 1 in `every_steps`."""
     return trace_id % 2**64 % every_steps == 0
 
 
 def _hash(text: str, num_bytes: int) -> int:
     digest = hashlib.blake2b(text.encode(), digest_size=num_bytes).digest()
-    return int.from_bytes(digest, "big") or 1  # 0 is no id
+    return int.from_bytes(digest, "big") or 1  # 0 is not a valid id
 
 
 class SlowSteps:
-    """Finds slow steps by the median duration of the last steps, and limits their traces."""
+    """Finds steps that are slow compared with the last steps, and limits their traces."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -222,7 +224,7 @@ class SlowSteps:
         self._counted_at = now()
 
     def is_slow(self, seconds: float) -> bool:
-        """Whether a step was slow compared with those before it; it then counts for the median."""
+        """Whether a step was slow compared with earlier steps. Adds the step to the median."""
         known = len(self._sorted)
         slow = known >= LEAST_STEPS and seconds > SLOW_RATIO * self._sorted[known // 2]
         self._last.append(seconds)
@@ -232,7 +234,7 @@ class SlowSteps:
         return slow
 
     def may_trace(self) -> bool:
-        """Whether one more slow step may be traced; counts it if so."""
+        """Whether one more slow step may be traced. If so, counts the trace."""
         now = self._now()
         earned = (now - self._counted_at) / SECONDS_PER_SLOW
         self._allowed = min(SLOW_AT_ONCE, self._allowed + earned)

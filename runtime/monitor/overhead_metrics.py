@@ -1,4 +1,4 @@
-"""Publishes what monitoring costs, and how many records it has dropped."""
+"""Publishes the cost of monitoring, and the number of records that were dropped."""
 
 from __future__ import annotations
 

@@ -31,13 +31,14 @@ logger = logging.getLogger(__name__)
 
 # Longest wait for the run id from rank 0.
 RUN_ID_TIMEOUT_SECONDS = 30.0
-# Records that are kept until the run has an id.
-MAX_LIVE_RUNS = 100  # of one id, each in a folder of its own
+# Maximum number of live runs with the same id. Each run has a folder of its own.
+MAX_LIVE_RUNS = 100
+# Maximum number of records that are kept until the run has an id.
 MAX_HELD_RECORDS = 1000
 TARGETS_FILE = "targets.json"
-# Locked by rank 0 of a live run.
+# Rank 0 locks this file while the run is live.
 LOCK_FILE = "run.lock"
-# Has a file for each of torchrun's agents of the job, one per node.
+# Contains one file for each torchrun agent of the job. There is one agent per node.
 LAUNCHERS_FOLDER = "launchers"
 
 
@@ -45,7 +46,7 @@ class RunFolder:
     """Keeps records until the run has an id, then writes them. Used on the watch thread.
 
     Attributes:
-        run_id: The id of the run; None until rank 0 has shared it.
+        run_id: The id of the run. None until rank 0 has shared the id.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class RunFolder:
         self._held: list[StepRecord] = []
         self._lost = 0
         self._since = time.monotonic()
-        self._late_id: str | None = None  # rank 0's, after this rank has chosen one
+        self._late_id: str | None = None  # rank 0's id, if it arrived after this rank chose its own
         self._late_id_backoff: Backoff | None = None
         self._targets_text: str | None = None
         self._lock: int | None = None
@@ -78,18 +79,18 @@ class RunFolder:
 
     @property
     def path(self) -> Path | None:
-        """The folder; None while the run has no id, or if no run log is written."""
+        """The folder. None until the run has an id, or if no run log is written."""
         if self.run_id is None or not self._settings.run_log.enabled:
             return None
         return self._runs / self.run_id
 
     @property
     def dropped(self) -> int:
-        """Records lost so far."""
+        """Number of records lost so far."""
         return self._lost + (self._log.dropped if self._log else 0)
 
     def poll(self) -> None:
-        """Read the run id from the store and, on rank 0, the other ranks' targets."""
+        """Read the run id from the store. On rank 0, also read the targets of the other ranks."""
         if self.run_id is None:
             self.run_id = self._find_run_id()
             if self.run_id is not None:
@@ -106,20 +107,20 @@ class RunFolder:
             self._write_targets()
 
     def withdraw_targets(self) -> None:
-        """Empty the targets file after a normal end, on rank 0. Safe to call twice.
+        """Empty the targets file on rank 0, after a normal end of the run. Safe to call twice.
 
-        After a failure the file keeps its targets, so that Prometheus reports the ranks as down.
+        After a failure, the file keeps its targets, and Prometheus reports the ranks as down.
         """
         text, self._targets_text = self._targets_text, None
         if text is None or self.path is None:
             return
         file = self.path / TARGETS_FILE
-        # Not if a later watch with the same run id has replaced it, or if somebody removed it.
+        # Leave a file that a later watch of the same run id has written, and do not create one.
         if file.is_file() and file.read_text() == text:
             write_or_warn(file, "[]\n")
 
     def serves_run(self, run: str) -> bool:
-        """Whether this rank is of that run. Any thread."""
+        """Whether this rank belongs to `run`. May be called on any thread."""
         return run in (self.run_id, self._late_id)
 
     def targets(self) -> list[dict[str, object]]:
@@ -127,7 +128,7 @@ class RunFolder:
         return [] if self.run_id is None else self._targets.targets(self.run_id)
 
     def append(self, record: StepRecord) -> None:
-        """Write a step's record, or keep it until the run has an id."""
+        """Write a step's record. Keep the record if the run has no id yet."""
         if not self._settings.run_log.enabled:
             return
         if self._log is not None:
@@ -138,7 +139,7 @@ class RunFolder:
             self._lost += 1
 
     def close(self) -> None:
-        """Close this rank's log, and leave the run id to others."""
+        """Close this rank's log, and release the run id for other runs."""
         if self._log is None and self._held:
             self.run_id = self.run_id or self._own_run_id()
             self._open(self.run_id)
@@ -191,7 +192,7 @@ class RunFolder:
             write_or_warn(self.path / TARGETS_FILE, self._targets_text)
 
     def _restore_files(self) -> None:
-        """Write again what may have been deleted with the log."""
+        """Write the files again that may have been deleted together with the log."""
         if self.path is None:
             return
         self._sign(self.path)
@@ -202,11 +203,11 @@ class RunFolder:
             self._write_targets()
 
     def _claim(self, run_id: str) -> str:
-        """Return the run id, or with a number appended if its folder belongs to another run.
+        """Return the run id. If its folder belongs to another run, append a number to the id.
 
-        A restart takes the folder of its own job again, even where the host of the last attempt is
-        gone and a network file system has not yet released its lock. It takes no other folder that
-        exists, as another job may restart there too.
+        A restart uses the folder of its own job again, even if the host of the last attempt is gone
+        and a network file system has not yet released its lock. A restart never uses another
+        existing folder, because another job may restart there.
         """
         if not self._settings.run_log.enabled:
             return run_id
@@ -237,7 +238,7 @@ class RunFolder:
         return run_id
 
     def _own_ids(self, run_id: str) -> Iterator[str]:
-        """Yield the ids, of this one and those numbered, that this launcher's job has claimed."""
+        """Yield the ids that this launcher's job has claimed: `run_id` and numbered variants."""
         if self._launcher is None:
             return
         for candidate in _numbered(run_id):
@@ -245,27 +246,27 @@ class RunFolder:
                 yield candidate
 
     def _sign(self, folder: Path) -> None:
-        """Name this node's launcher in the folder, so that a restart finds it again."""
+        """Write the name of this node's launcher into the folder, so a restart finds the folder."""
         if self._launcher is not None and self._process.local_rank == 0:
             with contextlib.suppress(OSError):
                 (folder / LAUNCHERS_FOLDER).mkdir(parents=True, exist_ok=True)
                 (folder / LAUNCHERS_FOLDER / self._launcher).touch()
 
     def _lock_folder(self, folder: Path) -> bool:
-        """Return False if a live run holds the folder; lock it, where that is possible."""
+        """Lock the folder if possible. Return False if a live run has locked it."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = open_to_append(folder / LOCK_FILE)
-        except OSError:  # the log will report it
+        except OSError:  # the log will report the error
             return True
         try:
-            # Held by this process only, not by its forked children, which may outlive it.
+            # Forked children do not inherit this lock. They may live longer than this process.
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno == errno.EAGAIN:
                 os.close(descriptor)
                 return False
-            # Some network file systems have no locks, and some policies forbid them (EACCES).
+            # Some network file systems do not support locks. Some policies forbid locks (EACCES).
         self._lock = descriptor
         return True
 
@@ -276,7 +277,7 @@ class RunFolder:
 
 
 def _numbered(run_id: str) -> Iterator[str]:
-    """Yield a run id, and then the same with 2, 3 and so on appended."""
+    """Yield the run id itself, then the run id with 2, 3 and so on appended."""
     yield run_id
     for number in range(2, MAX_LIVE_RUNS):
         ending = f"-{number}"

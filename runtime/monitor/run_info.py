@@ -24,8 +24,8 @@ class RunInfoPublisher:
 
     Args:
         context: The watch.
-        folder: Has the run id, once it is known.
-        address: "host:port" at which this rank serves its metrics; None if it does not.
+        folder: The run folder, which knows the run id once rank 0 has shared it.
+        address: "host:port" at which this rank serves its metrics. None if it serves none.
     """
 
     def __init__(self, context: WatchContext, folder: RunFolder, address: str | None) -> None:
@@ -35,11 +35,11 @@ class RunInfoPublisher:
         self._published = self._logged = False
 
     def poll(self) -> None:
-        """Read the run id and, on rank 0, the other ranks' targets; publish the info once."""
+        """Read the run id, and on rank 0 the other ranks' targets. Publish the info once."""
         self._folder.poll()
         engine, run_id = self._context.engine(), self._context.run_id()
         recorder, world_size = self._context.recorder, self._context.identity.world_size
-        if engine is None:  # collected without a close
+        if engine is None:  # garbage-collected before `close`
             recorder.set(training.RUN_ACTIVE, 0)
         if not self._published and engine is not None and run_id is not None:
             self._published = True
@@ -47,8 +47,8 @@ class RunInfoPublisher:
             recorder.set_info(training.RUN_INFO, *run_info_labels(engine, run_id, world_size))
 
     def rebind_engine(self) -> None:
-        """Publish again, for another engine of the same run."""
-        self._context.recorder.set(training.RUN_ACTIVE, 1)  # 0 while there was no engine
+        """Publish the info again, for another engine of the same run."""
+        self._context.recorder.set(training.RUN_ACTIVE, 1)  # it was 0 while no engine existed
         self._published = False
 
     def _log(self) -> None:
@@ -78,7 +78,7 @@ def run_info_labels(engine: Any, run_id: str, world_size: int) -> tuple[str, ...
 
 
 def warn_of_comms_logger() -> None:
-    """Log a warning if DeepSpeed's comms_logger is on, which changes what is measured."""
+    """Log a warning if DeepSpeed's comms_logger is on, because it changes the measured times."""
     if deepspeed.comm.comm.comms_logger.enabled:
         logger.warning(
             "DeepSpeed's comms_logger is on: it synchronizes the device after every collective, so "

@@ -1,7 +1,8 @@
-"""Logs where a job is that takes no first step, above all at a stale lock of torch's extensions.
+"""Logs why a job has not reached its first step, above all a stale lock of torch's extensions.
 
-DeepSpeed compiles its C++ operations on first use, under a lock file. A job that was killed during
-that leaves the lock, and every later job waits for it forever, without a message.
+DeepSpeed compiles its C++ operations on first use, and holds a lock file meanwhile. A job that is
+killed during the compilation leaves the lock file behind. Every later job then waits forever for
+the lock, without a message.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from .console_logging import show_own_lines
 
 logger = logging.getLogger(__name__)
 
-# Time without a first step after which the first line is logged, and between two checks.
+# Time without a first step before the first line is logged. Also the time between two checks.
 FIRST_SECONDS = 30.0
 _BATON = os.path.join("torch", "utils", "file_baton.py")
 _EXTENSION = os.path.join("torch", "utils", "cpp_extension.py")
 
 
 class StartupMonitor:
-    """Checks on a thread of its own, until the first step, what the main thread waits for.
+    """Checks what the main thread waits for, on a thread of its own, until the first step.
 
-    An engine that does not train, or of which only forward passes are seen, is not waited for.
+    It does not wait for an engine that does not train, or that runs only forward passes.
 
     Args:
         has_stepped: Whether a step has ended.
-        forward_only_ns: Returns the time of forward passes and evaluations; 0 after a backward.
+        forward_only_ns: Returns the time in forward and evaluation; 0 after a backward pass.
         fail_open: Guards the checks.
-        first_seconds: Time before the first check, and between two.
+        first_seconds: Time before the first check, and between two checks.
     """
 
     def __init__(
@@ -56,20 +57,20 @@ class StartupMonitor:
         self._logged: set[str] = set()
 
     def start(self, *, initializing: bool = False) -> None:
-        """Start checking; a second call only adds that training is being initialized.
+        """Start checking. A second call only notes that training is being initialized.
 
-        Does nothing on other ranks than the first of a node, and once stopped.
+        Does nothing on ranks that are not the first of their node, and after `stop`.
         """
         self._is_initializing = self._is_initializing or initializing
         if self._thread is None and os.environ.get("LOCAL_RANK", "0") == "0":
             self._thread = threading.Thread(target=self._run, name="zerowatch-startup", daemon=True)
             try:
                 self._thread.start()
-            except RuntimeError as error:  # the limit of threads
+            except RuntimeError as error:  # the system allows no more threads
                 logger.info("the start of training is not monitored: %s", error)
 
     def expect_no_step(self) -> None:
-        """Report only locks from now on, as the engine that was made does not train."""
+        """Report only locks from now on, because the new engine does not train."""
         self._is_initializing = False
 
     def stop(self) -> None:
@@ -77,7 +78,7 @@ class StartupMonitor:
         self._stopped.set()
 
     def check(self, waited_seconds: float) -> None:
-        """Log once for each lock, and once in all, where the process is."""
+        """Log each lock that the process waits for, and otherwise its location; each line once."""
         lock, forward_only_ns = awaited_lock(), self._forward_only_ns()
         evaluates = forward_only_ns > self._last_forward_only_ns
         self._last_forward_only_ns = forward_only_ns
@@ -100,7 +101,7 @@ class StartupMonitor:
 
 
 def awaited_lock() -> Path | None:
-    """Return the lock file of torch's extensions that a thread waits for."""
+    """Return the lock file of torch's extensions that a thread waits for, or None."""
     for frame in sys._current_frames().values():
         code = frame.f_code
         if code.co_name == "wait" and code.co_filename.endswith(_BATON):
@@ -128,14 +129,14 @@ def _lock_line(lock: Path) -> str:
 
 
 def _processes_in(folder: Path) -> Iterator[int]:
-    """Yield the processes that work in a folder, as ninja and its compilers do."""
+    """Yield the processes whose working folder is `folder`, such as ninja and its compilers."""
     for process in psutil.process_iter(["cwd"]):
         if process.info["cwd"] == str(folder) and process.pid != os.getpid():
             yield process.pid
 
 
 def _place() -> str:
-    """Return where the main thread is."""
+    """Return the current location of the main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "the main thread has ended"

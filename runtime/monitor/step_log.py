@@ -1,4 +1,4 @@
-"""Writes the step log: one line of JSON per step. A disk error never raises."""
+"""Writes the step log: one line of JSON per step. A disk error never raises an exception."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from ..common.report_files import write_or_warn
 
 logger = logging.getLogger(__name__)
 
-# Delay after a disk error before the next try.
+# Delay between a disk error and the next attempt to write.
 RETRY_SECONDS = 10.0
 # Number of ranks up to which each rank writes every step.
 FULL_LOG_WORLD_SIZE = 64
-# With more ranks, all but one per node write each step with a multiple of this number.
+# In larger jobs, one rank per node writes every step. The other ranks write only the steps whose
+# number is a multiple of this value.
 THINNED_EVERY = 10
 
 
 class StepLog:
     """Appends step records to `rank-<r>.jsonl`.
 
-    Each line is one write, so that a killed process loses at most the step in flight. If the file
-    is deleted or renamed, the log goes on in a new one of its name. Above FULL_LOG_WORLD_SIZE ranks
-    only one rank per node writes every step.
+    Each line is one write, so a killed process loses at most the step in flight. If the file is
+    deleted or renamed, the log continues in a new file with the original name. In a job of more
+    than FULL_LOG_WORLD_SIZE ranks, only one rank per node writes every step.
 
     Attributes:
-        dropped: Records that could not be written, or were in a file that was deleted.
+        dropped: Number of records that could not be written, or whose file was deleted.
     """
 
     def __init__(
@@ -45,14 +46,15 @@ class StepLog:
         on_deleted: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Describe the log; the file is opened by the first record.
+        """Describe the log. The first record opens the file.
 
         Args:
             folder: The run folder.
-            identity: Fields of every record; `rank` is in the file's name.
-            settings: Size and number of segments.
-            every_step: Whether to keep every step or every tenth.
-            on_deleted: Called after the file was deleted; the folder may be gone as well.
+            identity: The fields that every record contains. The field `rank` is also in the name of
+                the file.
+            settings: The size and number of segments.
+            every_step: Whether to write every step. If not, every tenth step is written.
+            on_deleted: Called after somebody has deleted the file. The folder may be gone as well.
             now: A monotonic clock, in seconds.
         """
         self.path = folder / f"rank-{identity['rank']}.jsonl"
@@ -62,13 +64,13 @@ class StepLog:
         self._every_step = every_step
         self._now = now
         self._descriptor: int | None = None
-        self._bytes = self._records = 0  # of the file, and of those records this process's
+        self._bytes = self._records = 0  # the file's size; records of this process in the file
         self._retry_at = 0.0
         self._warned = self._warned_of_deletion = False
         self._on_deleted = on_deleted
 
     def append(self, record: StepRecord) -> None:
-        """Write a record; count it as dropped if that fails."""
+        """Write a record. If writing fails, count the record as dropped."""
         if not self._every_step and record.step % THINNED_EVERY:
             return
         line = self._writer.line(record)
@@ -84,13 +86,13 @@ class StepLog:
         self.dropped += 1
 
     def close(self) -> None:
-        """Close the file; a later record would open it again."""
+        """Close the file. A later record would open it again."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def _open(self) -> int | None:
-        """Return the open file; None during the delay after a disk error."""
+        """Return the descriptor of the open file, or None during the delay after a disk error."""
         if self._descriptor is not None and self._bytes < self._settings.segment_bytes:
             return self._descriptor
         if self._now() < self._retry_at:
@@ -103,20 +105,20 @@ class StepLog:
         self._descriptor = open_to_append(self.path)
         self._bytes = os.fstat(self._descriptor).st_size
         if self._bytes and os.pread(self._descriptor, 1, self._bytes - 1) != b"\n":
-            self._write(self._descriptor, b"\n")  # after the partial line of a killed process
+            self._write(self._descriptor, b"\n")  # ends the partial line of a killed process
         return self._descriptor
 
     def _check_name(self) -> None:
-        """Close the file if its name is no longer its own: it was deleted, or renamed."""
+        """Close the file if somebody has deleted or renamed it."""
         if self._descriptor is None:
             return
         status = os.fstat(self._descriptor)
-        self._bytes = status.st_size  # less than was written if it was truncated
+        self._bytes = status.st_size  # smaller than before if the file was truncated
         try:
             if os.path.samestat(status, os.lstat(self.path)):
                 return
         except FileNotFoundError:
-            # With its whole folder moved away, the file is still in the right place.
+            # If the whole folder was moved, the file is still in the right place.
             if status.st_nlink and not self.path.parent.exists():
                 return
         self.close()
@@ -142,7 +144,7 @@ class StepLog:
             raise OSError(f"only {written} of {len(line)} bytes were written")
 
     def _rotate(self) -> None:
-        """Rename the full file to segment 1 and the others one number up; drop the oldest."""
+        """Rename the full file to segment 1, renumber older segments, and delete the oldest."""
         for age in range(self._settings.max_segments - 1, 0, -1):
             older = self.path.with_suffix(f".{age}.jsonl")
             newer = self.path.with_suffix(f".{age - 1}.jsonl") if age > 1 else self.path
@@ -155,7 +157,7 @@ class StepLog:
         self._retry_at = self._now() + RETRY_SECONDS
         try:
             self.close()
-        except OSError:  # the descriptor is released either way
+        except OSError:  # the descriptor is released even if closing fails
             self._descriptor = None
         if not self._warned:
             self._warned = True
@@ -168,7 +170,7 @@ class StepLog:
 
 
 def keeps_every_step(world_size: int, local_rank: int) -> bool:
-    """Whether a rank logs every step, not every tenth."""
+    """Whether a rank logs every step. If not, the rank logs every tenth step."""
     return world_size <= FULL_LOG_WORLD_SIZE or local_rank == 0
 
 

@@ -1,4 +1,4 @@
-"""Publishes the metrics of steps and collectives, of several steps at once as that is cheaper."""
+"""Publishes the metrics of steps and collectives, for several steps at once to save CPU time."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ..instrumentation.raw_step import RawStep, StepCounts
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """A step all of whose measurements are complete.
+    """A step with complete measurements.
 
     Attributes:
         record: The record of the step.
         raw: The measurements of the hooks.
-        calls: The collectives of the step, if traces are made; only the longest if there are very
-            many.
+        calls: The collectives of the step, if traces are made. Only the longest collectives if the
+            step has very many.
     """
 
     record: StepRecord
@@ -52,7 +52,7 @@ class StepMetrics:
         self._peak_flops = peak_flops
 
     def publish(self, steps: Sequence[FinishedStep], totals: PeriodTotals) -> None:
-        """Publish steps and the calls that ended meanwhile in one commit."""
+        """Publish steps, and the calls that ended since the last call, in one commit."""
         with self._recorder.commit():
             self._count_calls(totals)
             if steps:
@@ -64,8 +64,8 @@ class StepMetrics:
     def publish_calls_before_start(self, batch: CallBatch) -> None:
         """Count calls issued before the watch began, such as the broadcast of the weights.
 
-        They are in the counters and in no step. They are not timed: some may be running, or wait
-        for events that were never read.
+        These calls are part of the counters, but not of any step. They have no duration, because
+        some calls may still run, or wait for events that were never read.
         """
         batch.discard()
         totals = PeriodTotals()
@@ -85,7 +85,7 @@ class StepMetrics:
         self._add_known(training.SAMPLES, [record.samples for record in records])
         self._add_known(training.TOKENS, [record.tokens for record in records])
         ratios = [step.raw.coverage for step in steps if step.raw.coverage is not None]
-        if ratios:  # the least, so that a low value between two scrapes is seen
+        if ratios:  # the minimum, so a scrape sees a low value of any step
             recorder.set(communication.COMM_COVERAGE_RATIO, min(ratios))
 
     def _add_known(self, spec: MetricSpec, amounts: Sequence[int | None]) -> None:

@@ -1,4 +1,4 @@
-"""Calls the script's listeners with each step's record, on a thread that they may block."""
+"""Calls the script's listeners with each step's record, on a thread that listeners may block."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..common.fail_open import FailOpen
 
 logger = logging.getLogger(__name__)
 
-# Records that wait for slow listeners; more are dropped and counted.
+# Maximum number of records that wait for slow listeners. Further records are dropped and counted.
 MAX_WAITING = 1024
-# Longest wait for listeners at the end.
+# Longest wait of `close` for listeners.
 CLOSE_SECONDS = 5.0
 
 
@@ -22,7 +22,7 @@ class Subscriptions:
     """Calls the listeners of one watch on a shared thread, which starts with the first listener.
 
     Attributes:
-        dropped: Records that listeners were too slow for.
+        dropped: Number of records that were dropped because listeners were too slow.
     """
 
     def __init__(self, fail_open: FailOpen) -> None:
@@ -36,11 +36,11 @@ class Subscriptions:
 
     @property
     def has_listeners(self) -> bool:
-        """Whether there was a listener."""
+        """Whether a listener was ever added."""
         return bool(self._listeners)
 
     def add(self, listener: Callable[[StepRecord], object]) -> None:
-        """Call `listener` from the next record on; later, if the system allows no more threads."""
+        """Call `listener` from the next record on, or once the system allows another thread."""
         if not self._closed:
             self._listeners.append(self._fail_open.wrap("listener", listener, BaseException))
             self._start()
@@ -62,7 +62,7 @@ class Subscriptions:
         self.dropped += 1
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Wait for the listeners to get what is queued. Safe to call twice."""
+        """Wait until the listeners have handled the queued records. Safe to call twice."""
         if self._closed:
             return
         if self._listeners:
@@ -93,7 +93,7 @@ class Subscriptions:
         while True:
             try:
                 record = self._waiting.get(timeout=1.0)
-            except queue.Empty:  # after a failure, the end of the queue may be gone
+            except queue.Empty:  # a failure may have lost the item that marks the end
                 if self._closed:
                     return
                 continue

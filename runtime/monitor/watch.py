@@ -1,7 +1,7 @@
-"""Monitors one engine, or does nothing where monitoring is off.
+"""Defines `Watch`, which monitors one engine, and `NullWatch`, which replaces it if it is off.
 
-`build_watch.py` makes a watch from its parts. This module does not import DeepSpeed, so that
-`zerowatch.initialize` can be imported before the script imports DeepSpeed.
+`build_watch.py` builds a watch from its parts. This module does not import DeepSpeed. A script can
+therefore import `zerowatch.initialize` before it imports DeepSpeed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class Watch:
     """Monitors one engine until `close`. Stability: stable.
 
-    `zerowatch.initialize` and `zerowatch.watch` make it; it is also `engine.watch`.
+    `zerowatch.initialize` and `zerowatch.watch` create the watch, and store it as `engine.watch`.
 
     Examples:
         >>> engine, *_ = zerowatch.initialize(model=model, config="ds.json")
@@ -45,11 +45,11 @@ class Watch:
         >>> engine.watch.close()
 
     Attributes:
-        address: "host:port" at which this rank serves its metrics; None if it does not.
+        address: "host:port" at which this rank serves its metrics. None if it serves none.
         recorder: Holds all metric values.
         settings: The settings of this run.
         fail_open: Wraps the functions that run inside training.
-        advisor: Logs what would make the run faster, until a tuner replaces it.
+        advisor: Logs changes that would make the run faster, until a tuner replaces the advisor.
     """
 
     def __init__(
@@ -88,36 +88,38 @@ class Watch:
 
     @property
     def run_id(self) -> str | None:
-        """The run id. On ranks other than 0 it is None for a moment, until rank 0 wrote it."""
+        """The run id. On ranks other than 0, it is None until rank 0 has shared the id."""
         return self._folder.run_id
 
     @property
     def run_folder(self) -> Path | None:
-        """The folder of the run's logs; None while the run has no id, or if none are written."""
+        """The folder of the run's logs. None until the run has an id, or if no log is written."""
         return self._folder.path
 
     @property
     def is_open(self) -> bool:
-        """Whether `close` was not called yet."""
+        """Whether the watch is still open: True until `close` is called."""
         return not self._closed
 
     @property
     def forward_only_ns(self) -> int:
-        """Nanoseconds of forward passes and evaluations since the last step, before a backward."""
+        """Nanoseconds in forward and evaluation since the last step; 0 after a backward pass."""
         return self._instrumentation.forward_only_ns
 
     def watches(self, engine: Any) -> bool:
-        """Whether this engine is the watched one."""
+        """Whether this watch monitors `engine`."""
         return self._engine() is engine
 
     def subscribe(self, listener: Callable[[StepRecord], object]) -> None:
-        """Call `listener` with the record of each step, usually within a second of it.
+        """Call `listener` with the record of each step, usually within a second after the step.
 
-        All listeners share a thread, which they may block: that delays neither training nor
-        monitoring. Records that a listener is more than 1024 steps late for, or has not returned
-        for 5 s after `close`, are dropped and counted. A listener that raises is counted as a hook
-        failure, logged once and dropped; after a shortage of files, threads or disk space it is
-        called again later, without the records of the time between.
+        All listeners share one thread. A listener that blocks this thread delays neither training
+        nor monitoring. If a listener falls more than 1024 steps behind, further records are dropped
+        and counted. Records that it has not handled 5 s after `close` are dropped and counted, too.
+
+        If a listener raises an exception, zerowatch logs the first one, counts a hook failure and
+        stops calling the listener. If the cause was a shortage of files, threads or disk space,
+        zerowatch calls the listener again later. The listener does not get the records in between.
 
         Raises:
             TypeError: `listener` cannot be called.
@@ -129,17 +131,17 @@ class Watch:
         self._subscriptions.add(listener)
 
     def subscribe_internal(self, listener: Callable[[StepRecord], object]) -> None:
-        """Call a function of zerowatch, which never blocks, on the watch thread with each step."""
+        """Call `listener`, a function of zerowatch that never blocks, on the watch thread."""
         self._listeners.append(self.fail_open.wrap("listener", listener))
 
     def rebind_engine(self, engine: Any) -> None:
-        """Watch another engine of the same model and run from now on, between two windows.
+        """Replace the watched engine by another engine of the same model and run.
 
-        Counters, run, server and all threads stay. All ranks call it at the same point. A closed
-        watch stays closed.
+        The counters, the run id, the server and all threads stay the same. All ranks call this
+        method at the same point, between two windows. A closed watch stays closed.
 
         Args:
-            engine: The engine that replaces the watched one, such as after a rebuild.
+            engine: The new engine, for example after a rebuild.
         """
         engine.watch = self
         self._engine.rebind(engine)
@@ -151,11 +153,11 @@ class Watch:
         self._run_info.rebind_engine()
 
     def discard_window(self) -> None:
-        """Discard the micro-batches since the last step: they are run again, or dropped."""
+        """Discard the micro-batches since the last step, which will be repeated or skipped."""
         self._instrumentation.discard_window()
 
     def checkpoint_phase(self) -> AbstractContextManager[None]:
-        """Return a context whose time counts as checkpoint time, such as a rebuild's."""
+        """Return a context manager; time inside it counts as checkpoint time, e.g. a rebuild."""
         return self._instrumentation.checkpoint_phase()
 
     def snapshot(self) -> Snapshot:
@@ -165,16 +167,17 @@ class Watch:
     def close(
         self, *, failed: bool = False, interrupted: bool = False, at_exit: bool = False
     ) -> None:
-        """Remove every hook, write what has arrived, and serve until the last scrape.
+        """Remove all hooks, write all pending records, and serve metrics until the last scrape.
 
-        Safe to call twice. Returns before the last scrape, except at exit.
+        Safe to call twice. The call returns before the last scrape, unless `at_exit` is set.
 
         Args:
-            failed: Whether the run ends by an exception; then no scrape is waited for.
-            interrupted: Whether Ctrl-C has ended the run; then the wait is shorter.
-            at_exit: Whether the process ends now; then the last scrape is waited for here.
+            failed: Whether the run ends with an exception. The server then closes at once.
+            interrupted: Whether Ctrl-C has ended the run. The wait for the last scrape is then
+                shorter.
+            at_exit: Whether the process ends now. The call then waits for the last scrape.
         """
-        # A later call, such as that at exit, may not know of the failure.
+        # A later call, such as the call at exit, may not know of the failure.
         self._failed = self._failed or failed
         if not self._closed:
             self._closed = True
@@ -220,13 +223,13 @@ class Watch:
         )
 
     def _close_parts(self, *parts: Callable[[], object]) -> None:
-        """Close parts; one that fails keeps no other open."""
+        """Close all parts, even if closing one of them fails."""
         for close in parts:
             self.fail_open.call("close", close)
 
 
 class NullWatch:
-    """Takes the place of a watch where monitoring is off or could not start. It does nothing."""
+    """Replaces a watch if monitoring is off or could not start. Its methods do nothing."""
 
     run_id: str | None = None
     run_folder: Path | None = None
@@ -251,34 +254,34 @@ class NullWatch:
         return Snapshot(values={}, distributions={})
 
     def rebind_engine(self, engine: Any) -> None:
-        """Set the attribute `watch` of another engine."""
+        """Set the attribute `watch` of the new engine."""
         engine.watch = self
 
     def discard_window(self) -> None:
         """Do nothing."""
 
     def checkpoint_phase(self) -> AbstractContextManager[None]:
-        """Return a context in which nothing is counted."""
+        """Return a context manager that does nothing."""
         return nullcontext()
 
     def close(self) -> None:
         """Do nothing."""
 
 
-# What `engine.watch` is, whether the engine is watched or not.
+# The type of `engine.watch`, whether the engine is watched or not.
 WatchHandle: TypeAlias = Watch | NullWatch
 
 
 class EngineRef:
-    """Refers weakly to the watched engine, which a rebuild replaces."""
+    """A weak reference to the watched engine. A rebuild replaces the engine."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = weakref.ref(engine)
 
     def __call__(self) -> Any:
-        """Return the engine; None once it is gone."""
+        """Return the engine, or None if it was garbage-collected."""
         return self._engine()
 
     def rebind(self, engine: Any) -> None:
-        """Refer to this engine from now on."""
+        """Refer to another engine from now on."""
         self._engine = weakref.ref(engine)

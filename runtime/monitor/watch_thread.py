@@ -1,8 +1,9 @@
-"""Runs the watch thread, which completes steps, writes them to the run log, publishes metrics.
+"""Runs the watch thread, which completes steps, writes the run log, and publishes metrics.
 
-It takes batches of calls and raw steps from the training thread in order, and waits neither for the
-device nor for other ranks. Most work is done once a second for all steps of that second: with cold
-CPU caches each line of Python takes several times as long.
+The training thread enqueues batches of calls and raw steps, which the watch thread takes in order.
+The watch thread waits neither for the device nor for other ranks. It does most of its work once a
+second, for all steps of that second, because Python code with cold CPU caches takes several times
+as long.
 """
 
 from __future__ import annotations
@@ -37,17 +38,18 @@ Listener = Callable[[StepRecord], object]
 
 # Time between two publications.
 TICK_SECONDS = 1.0
-# Time between two queries whether a CUDA event has passed or an asynchronous call has ended; it
-# doubles from the first to the last value.
+# Time between two queries of whether a CUDA event has passed or an asynchronous call has ended. It
+# doubles after each query, from the first to the last value.
 FIRST_POLL_SECONDS = 0.005
 LAST_POLL_SECONDS = 0.25
-# Longest wait for the end of a step's calls and for its values on the device.
+# Longest wait for the end of a step's calls and for the step's values on the device.
 PATIENCE_SECONDS = 10.0
-# Batches and steps in the queue; more are dropped and counted.
+# Maximum number of batches and steps in the queue. Further ones are dropped and counted.
 MAX_PENDING = 1024
-# Longest wait for the thread at the end.
+# Longest wait for the thread to end.
 STOP_SECONDS = 5.0
-# Calls of a step that are kept for its trace. Of more calls, only the longest are kept.
+# Maximum number of a step's calls that are kept for its trace. If a step has more calls, the thread
+# keeps the LONGEST_CALLS longest ones.
 MAX_KEPT_CALLS = 16384
 LONGEST_CALLS = 512
 
@@ -58,20 +60,21 @@ class WatchThread:
     Args:
         step_metrics: Turns steps into metrics.
         sampler: Reads the devices.
-        memory: Gets each step's memory sample; returns the risk by device.
-        comparison: Gets each step's time by phase.
+        memory: Receives the memory sample of each step, and returns the risk by device.
+        comparison: Receives the time of each step by phase.
         folder: Writes each step's record as soon as it is complete.
-        otel: Gets the steps of each second with their calls, if it makes traces.
-        events: Gets back the device events that were read.
-        fail_open: Wraps all calls of the parts.
-        listeners: Get the records of each second, and must not block; the list may grow.
-        on_device: Whether calls are timed by events of the accelerator.
+        otel: Receives the steps of each second with their calls, if it makes traces.
+        events: The pool to which device events are returned after they were read.
+        fail_open: Wraps all calls to the parts.
+        listeners: Functions that receive the record of each step, once a second. They must not
+            block. The list may grow.
+        on_device: Whether events of the accelerator measure the calls.
 
     Attributes:
         dropped_steps: Steps lost because this thread was too slow.
-        dropped_calls: Calls lost for the same reason.
-        untimed_calls: Calls whose end did not arrive in time.
-        cpu_seconds: CPU time this thread has used.
+        dropped_calls: Calls lost because this thread was too slow.
+        untimed_calls: Calls without a duration, because their end was not observed in time.
+        cpu_seconds: CPU time that this thread has used.
     """
 
     def __init__(
@@ -119,13 +122,14 @@ class WatchThread:
         """Start the thread.
 
         Args:
-            tasks: Called every second, by the name under which a failure is counted.
+            tasks: Functions to call every second. The key is the name under which a failure of the
+                function is counted.
         """
         self._tasks += [self._fail_open.wrap(name, task) for name, task in tasks.items()]
         self._thread.start()
 
     def enqueue(self, item: CallBatch | RawStep) -> None:
-        """Add a batch of calls or a raw step. Called on the training thread."""
+        """Add a batch of calls or a raw step to the queue. Called on the training thread."""
         if self._inbox.qsize() + len(self._pending) < MAX_PENDING:
             self._inbox.put(item)
         else:
@@ -133,9 +137,10 @@ class WatchThread:
             self.dropped_calls += _batch_of(item).discard()
 
     def stop(self, timeout_seconds: float = STOP_SECONDS) -> None:
-        """Publish what has arrived and end. Safe to call twice, and if the thread never ran.
+        """Publish all queued steps and calls, then end the thread.
 
-        What is not published in time, such as while a disk does not respond, is counted as dropped.
+        Safe to call twice, and if the thread never ran. Steps that are not published in time, for
+        example because a disk does not respond, are counted as dropped.
         """
         self._is_stopping = True
         self._inbox.put(None)
@@ -163,7 +168,7 @@ class WatchThread:
             self._events.disabled = True
         running = True
         while running and not self._is_abandoned:
-            is_stopping = self._is_stopping  # after a failure, the end of the queue may be gone
+            is_stopping = self._is_stopping  # a failure may have lost the None that `stop` enqueues
             running = self._drain() and not is_stopping
             self._finish(final=not running)
             now = time.monotonic()
@@ -176,7 +181,7 @@ class WatchThread:
         self._close()
 
     def _drain(self) -> bool:
-        """Wait for something to do; return False after `stop`."""
+        """Wait for batches and steps, and take all from the queue; return False after `stop`."""
         try:
             item = self._inbox.get(timeout=self._poll_seconds if self._pending else TICK_SECONDS)
         except queue.Empty:
@@ -190,7 +195,7 @@ class WatchThread:
         return False
 
     def _finish_pending(self, *, final: bool) -> None:
-        """Complete, in order, the batches and steps of which all calls and values have arrived."""
+        """Process the queue in order, up to the first item that still waits for measurements."""
         while self._pending and not self._is_abandoned:
             head = self._pending[0]
             if not head.settled():
@@ -224,7 +229,7 @@ class WatchThread:
         self._steps.append(FinishedStep(record, raw, calls))
 
     def _publish_second(self) -> None:
-        """Publish what came since the last second, and call the listeners."""
+        """Publish the steps and calls of the last second, and call the listeners."""
         steps, self._steps = self._steps, []
         totals, self._totals = self._totals, PeriodTotals()
         self._publish(steps, totals)
