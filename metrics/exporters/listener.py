@@ -211,7 +211,7 @@ class Listener(ThreadingTCPServer):
         super().close_request(request)
 
     def _take_thread(self) -> bool:
-        """Reserve a thread, if necessary by disconnecting an old client. Return False if it fails."""
+        """Reserve a thread, if necessary the thread of an old client. Return whether it worked."""
         if self._free_clients.acquire(blocking=False):
             return True
         with self._clients_lock:
