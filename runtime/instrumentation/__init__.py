@@ -1,1 +1,1 @@
-"""Hooks on the engine, its data loader and its memory, which make a raw step of each step."""
+"""Installs hooks on the engine, data loader and memory, which measure each step as a raw step."""

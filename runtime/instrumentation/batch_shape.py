@@ -14,7 +14,7 @@ TOKEN_NAMES = frozenset({"input_ids", "tokens", "token_ids", "decoder_input_ids"
 
 @dataclass(slots=True)
 class BatchShape:
-    """The size of a batch. A field is None where no tensor shows it.
+    """The size of a batch. A field is None if no tensor contains the information.
 
     Attributes:
         samples: Number of samples, the first dimension.
@@ -33,11 +33,12 @@ UNKNOWN = BatchShape()
 
 
 def batch_shape(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchShape:
-    """Read the arguments of a forward call, and one level of mappings and sequences in them.
+    """Return the size of a batch, read from the arguments of a forward call.
 
-    The first tensor with a dimension gives the samples. Tokens come from a tensor of shape
-    [samples, length] with one of TOKEN_NAMES, else from the first of an integer type. Runs in every
-    forward: no generators, no abstract base classes.
+    The arguments are searched, and one level of mappings and sequences in them. The first tensor
+    with at least one dimension determines the samples. A tensor of shape [samples, length]
+    determines the tokens: one with a name in TOKEN_NAMES, else the first of an integer type. The
+    code avoids generators and abstract base classes, because it runs in every forward pass.
     """
     shape = BatchShape()
     if kwargs:
@@ -55,7 +56,7 @@ def batch_shape(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchShape:
 
 
 def _read_tensors(named: Any, shape: BatchShape) -> None:
-    """Read the tensors; one of TOKEN_NAMES overrides an earlier guess."""
+    """Read the tensors. A tensor with a name in TOKEN_NAMES overrides an earlier guess."""
     for name, value in named:
         if not isinstance(value, torch.Tensor):
             if isinstance(value, dict):

@@ -1,7 +1,7 @@
 """Measures the time that the training thread waits for the next batch of a data loader.
 
-It wraps `__next__` of the iterators of torch's DataLoader and of DeepSpeed's loader. Data that no
-loader of these kinds loads, such as from a plain generator, is not measured.
+The hooks wrap `__next__` of the iterators of torch's DataLoader and of DeepSpeed's loader. Data
+from other sources, such as a plain generator, is not measured.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from ..common.patching import PatchSet
 from ..common.phase_timer import DATA, EVAL, PhaseTimer
 from .engine_hooks import EngineHooks
 
-# Both kinds of torch's iterators, with and without worker processes, inherit the first.
+# torch's iterators with and without worker processes both inherit from the first class.
 LOADER_CLASSES = (torch_dataloader._BaseDataLoaderIter, DeepSpeedDataLoader)
 
 
 class DataLoaderHooks:
     """Counts the time in a loader's `__next__` as data loading, or as evaluation, until `restore`.
 
-    Only the outermost loader on the training thread counts, which is the thread that makes this
-    object. The phase is `data` while the engine's module is in training mode, and else `eval`.
+    Only the outermost loader on the training thread counts. The training thread is the thread that
+    creates this object. The phase is `data` if the engine's module is in training mode, else
+    `eval`.
 
     Attributes:
-        engine_hooks: The hooks on the engine that trains with the data; replaced after a rebuild.
+        engine_hooks: The hooks on the engine that trains with the data. A rebuild replaces them.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Wraps the methods of a DeepSpeed engine, to measure phases, micro-batches and steps.
 
-A micro-batch ends with its backward pass, a step with a change of `engine.global_steps`: Accelerate
-calls `step()` only at boundaries of gradient accumulation, and a script may call `loss.backward()`
-itself. A pipeline engine runs a whole step in one `train_batch`.
+A micro-batch ends with its backward pass. A step ends when `engine.global_steps` changes, because
+Accelerate calls `step()` only at boundaries of gradient accumulation. A script may also call
+`loss.backward()` itself. A pipeline engine runs a whole step in one `train_batch`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ PIPELINE_METHODS = ("train_batch", "eval_batch", "save_checkpoint", "load_checkp
 
 
 class EngineHooks:
-    """Wraps the methods of one engine until `restore`; keeps only a weak reference to the engine.
+    """Wraps the methods of one engine until `restore`. Keeps only a weak reference to the engine.
 
     Attributes:
-        cost_ns: Nanoseconds that the hooks took on the training thread.
+        cost_ns: Nanoseconds that the hooks have taken on the training thread.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class EngineHooks:
         self._patches.clear()
 
     def discard_window(self) -> None:
-        """Discard the micro-batches since the last step: they run again, or are skipped."""
+        """Discard the micro-batches since the last step, which will be repeated or skipped."""
         self._counts = StepCounts()
         self._shapes, self._loss = [], None
 
@@ -99,7 +99,7 @@ class EngineHooks:
         return engine is not None and engine.module.training
 
     def _wrapper(self, name: str, original: Any) -> Any:
-        """Make the wrapper of one method."""
+        """Return the wrapper of one method."""
         match name:
             case "forward":
                 return self._wrap(name, original, self._on_forward_start, self._on_forward_end)
@@ -120,7 +120,7 @@ class EngineHooks:
         )
 
     def _instruction(self, name: str, original: Any) -> Any:
-        """Make the wrapper of one instruction of a pipeline."""
+        """Return the wrapper of one instruction of a pipeline."""
         phase, is_forward = PHASE_OF_INSTRUCTION[name], name == "ForwardPass"
 
         def on_start(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -149,7 +149,7 @@ class EngineHooks:
         """Wrap a method.
 
         Args:
-            name: The method, and the name under which a failing hook is counted.
+            name: The name of the method. A failing hook is counted under the same name.
             original: The method itself.
             on_start: Called with the arguments, `(args, kwargs)`.
             on_end: Called with the result and whether the method returned.
@@ -214,7 +214,8 @@ class EngineHooks:
 
     def _on_forward_end(self, output: Any, returned: bool) -> None:
         self._phase_timer.leave()
-        # Weakly, as it may hold the whole graph; read only if a plain backward follows.
+        # A weak reference, because the output may hold the whole autograd graph. The output is read
+        # only if the script calls `loss.backward()` itself.
         self._output = _weak_output(output)
 
     def _on_backward_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -231,7 +232,7 @@ class EngineHooks:
             self._count_micro_batch()
 
     def _on_first_gradient(self) -> None:
-        """Begin a plain `loss.backward()`, on any of autograd's threads."""
+        """Begin a backward pass that the script started. Runs on any of autograd's threads."""
         if not self._plain_backward:
             self._plain_backward = True
             self._loss = extract_loss(self._output())
@@ -242,20 +243,20 @@ class EngineHooks:
         self._count_micro_batch()
 
     def _close_plain_backward(self) -> None:
-        """End a plain backward; one that raised did not end itself."""
+        """End a backward pass that the script started, in case it raised and did not end."""
         if self._plain_backward:
             self._plain_backward = False
             self._phase_timer.leave()
 
     def _count_micro_batch(self) -> None:
-        """Count one backward, which may follow several forwards."""
+        """Count one backward pass, which may follow several forward passes."""
         self._counts.add(self._shapes, self._loss)
         self._shapes, self._loss = [], None
 
     def _count_pipeline(self, engine: Any, loss: Any) -> None:
-        """Count the micro-batches of one `train_batch`, whose loss is the mean over all pipelines.
+        """Count the micro-batches of one `train_batch`. Its loss is the mean over all pipelines.
 
-        Only the first stage sees the input. The others use the configured number of samples.
+        Only the first stage sees the input. Other stages use the configured number of samples.
         """
         counts = self._counts
         counts.add(self._shapes, extract_loss(loss))
@@ -268,7 +269,7 @@ class EngineHooks:
         engine = self._engine()
         if engine is not None:
             self._steps_before, self._skipped_before = engine.global_steps, engine.skipped_steps
-            managed = engine.managed_gradient_accumulation()  # else each call is a step
+            managed = engine.managed_gradient_accumulation()  # if not, each call is a step
             updates = not managed or engine.is_gradient_accumulation_boundary()
             if updates and not self._is_pipeline:
                 self._on_update_start()
@@ -283,24 +284,24 @@ class EngineHooks:
             self._count_pipeline(engine, result)
         counts, self._counts = self._counts, StepCounts()
         counts.skipped = engine.skipped_steps != self._skipped_before
-        self._shapes = []  # of forwards without a backward
+        self._shapes = []  # shapes of forward passes without a backward pass
         self._collect(counts)
 
 
 def extract_loss(output: Any) -> ScalarOrPending:
-    """Return a loss; None for anything but a tensor with one element."""
+    """Return the loss in an output, or None if it is not a tensor with one element."""
     if isinstance(output, torch.Tensor) and output.numel() == 1:
         return scalar(output.detach())
     return None
 
 
 def _no_output() -> None:
-    """Return None: a stand-in for the weak reference to an output that is no tensor."""
+    """Return None. Replaces the weak reference if the output is not a tensor."""
 
 
 def _weak_output(output: Any) -> Callable[[], Any]:
-    """Refer weakly to the result of forward, or to what may be the loss in it."""
-    if isinstance(output, dict):  # a ModelOutput is one too
+    """Return a weak reference to the loss in the result of forward, or to the result itself."""
+    if isinstance(output, dict):  # a ModelOutput is also a dict
         output = output.get("loss")
     elif isinstance(output, tuple | list) and output:
         output = output[0]

@@ -21,7 +21,7 @@ from .watch_context import WatchContext
 class EngineInstrumentation:
     """Installs the hooks of one watch, and removes them with `restore`.
 
-    The wrappers of collectives are not among them: they serve the whole process.
+    The wrappers of collectives are not part of these hooks, because they serve the whole process.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class EngineInstrumentation:
             context: The watch.
             engine: The first engine.
             memory: The memory hooks, which the engine's hooks call.
-            enqueue: Called with each step, and with the calls between two engines.
-            profiler: Profiles some steps; None for none.
+            enqueue: Called with each step, and with the calls issued between two engines.
+            profiler: Profiles some steps. None if profiling is off.
         """
         self._context = context
         self._memory = memory
@@ -53,18 +53,19 @@ class EngineInstrumentation:
 
     @property
     def cost_ns(self) -> int:
-        """Nanoseconds that the hooks on engines took on the training thread."""
+        """Nanoseconds that the hooks on engines have taken on the training thread."""
         return self._earlier_ns + self._engine_hooks.cost_ns
 
     @property
     def forward_only_ns(self) -> int:
-        """Nanoseconds of forward passes and evaluations since the last step, before a backward."""
+        """Nanoseconds in forward and evaluation since the last step; 0 after a backward pass."""
         return self._context.phase_timer.forward_only_ns()
 
     def rebind_engine(self, engine: Any) -> None:
         """Move the hooks to another engine, between two steps.
 
-        Collectives in between, such as those of the new engine's weights, belong to no step.
+        Collectives between the two engines do not belong to any step. An example is the broadcast
+        of the new engine's weights.
         """
         self._engine_hooks.restore()
         self._earlier_ns += self._engine_hooks.cost_ns
@@ -76,12 +77,12 @@ class EngineInstrumentation:
         self._engine_hooks = self._dataloader_hooks.engine_hooks = self._hook(engine)
 
     def discard_window(self) -> None:
-        """Drop the micro-batches since the last step."""
+        """Discard the micro-batches since the last step."""
         self._context.fail_open.call("discard window", self._engine_hooks.discard_window)
 
     @contextmanager
     def checkpoint_phase(self) -> Iterator[None]:
-        """Return a context whose time counts as checkpoint time, not as training or a hang."""
+        """Return a context manager; time inside it is checkpoint time, not training or a hang."""
         call, phase_timer = self._context.fail_open.call, self._context.phase_timer
         call("checkpoint phase", phase_timer.enter, CHECKPOINT)
         try:

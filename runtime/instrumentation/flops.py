@@ -15,34 +15,34 @@ from ..common import accelerator
 from ..devices.device_probes import peak_flops_per_second
 from .raw_step import StepCounts
 
-# The usual names of these sizes in a model's config; the first that is an int counts.
+# The usual names of these sizes in a model's config. The first name with an int value is used.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 
 
 class FlopsCounter:
-    """Counts the FLOPs of steps by the terms of one model, without a reference to the model."""
+    """Computes the FLOPs of steps of one model, without holding a reference to the model."""
 
     def __init__(self, terms: FlopsTerms | None) -> None:
         self._terms = terms
 
     def __call__(self, counts: StepCounts) -> float | None:
-        """Return a step's FLOPs; None without a formula, or where the batches show no tokens."""
+        """Return a step's FLOPs. None if the formula or the number of tokens is unknown."""
         if self._terms is None or counts.tokens is None:
             return None
         return self._terms.per_token(counts.sequence_length) * counts.tokens
 
 
 def flops_counter(module: torch.nn.Module, method: Literal["analytic", "off"]) -> FlopsCounter:
-    """Return the counter of a model's steps, by `flops.method`."""
+    """Return the FLOPs counter of a model. `method` is the setting `flops.method`."""
     return FlopsCounter(flops_terms(module) if method == "analytic" else None)
 
 
 def publish_peak(
     settings: FlopsSettings, recorder: Recorder, *, device_index: int | None
 ) -> float | None:
-    """Publish the peak FLOP/s of this rank's device and return it; None where it is not known."""
+    """Publish and return the peak FLOP/s of this rank's device. Return None if it is unknown."""
     peak = settings.peak_per_second
     if peak is None and settings.method != "off":
         peak = peak_flops_per_second(device_index=device_index)
@@ -57,8 +57,8 @@ class FlopsTerms:
     """The terms of the formula for one model.
 
     Attributes:
-        weights: FLOPs per token in parameters.
-        attention: FLOPs per token and token of the sequence.
+        weights: FLOPs per token for the parameters.
+        attention: FLOPs per token for each token of its sequence.
     """
 
     weights: int
@@ -72,20 +72,23 @@ class FlopsTerms:
 def flops_terms(model: torch.nn.Module) -> FlopsTerms | None:
     """Count forward and backward of one token, by PaLM's formula (arXiv 2204.02311, appendix B).
 
-    6 N + 12 L W T: N parameters that multiply the token, L layers, W the width of all attention
-    heads together, T the sequence length. N excludes embedding tables, which are looked up; a table
-    that is also the output projection counts once. A frozen parameter has no weight gradient and
-    counts 4; below the first trained layer it really needs 2. Causal attention needs half of the
-    second term and a sliding window less; by convention full attention is counted, so that figures
-    compare. Recomputed activations are not counted.
+    The formula is 6 N + 12 L W T FLOPs per token. N is the number of parameters that multiply the
+    token, L the number of layers, W the width of all attention heads together, and T the sequence
+    length.
+
+    N excludes embedding tables, because a token only looks up a row. A table that is also the
+    output projection counts once. A frozen parameter has no weight gradient, so its factor is 4
+    instead of 6. Below the first trained layer, the true factor is 2. Causal attention needs half
+    of the second term, and a sliding window needs less. By convention full attention is counted, so
+    figures can be compared. Recomputed activations are not counted.
 
     Args:
         model: A model whose `config` names its layers and hidden size. Under ZeRO-3 the whole
             parameters count, not the shards.
 
     Returns:
-        The terms, or None for a model that this formula does not describe: one without such a
-        config, an encoder with a decoder, or a mixture of experts.
+        The terms, or None if the formula does not describe the model. Examples are a model without
+        such a config, an encoder with a decoder, and a mixture of experts.
     """
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
@@ -111,13 +114,13 @@ def _is_another_kind(model: torch.nn.Module, config: Any) -> bool:
 
 
 def _attention_width(config: Any, hidden: int) -> int:
-    """Return heads times head size, which some models choose independently of the hidden size."""
+    """Return heads times head size. In some models this differs from the hidden size."""
     heads, head_size = _whole_number(config, _HEADS), _whole_number(config, ("head_dim",))
     return hidden if heads is None or head_size is None else heads * head_size
 
 
 def _multiplied_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Yield each parameter once, except those that are only looked up."""
+    """Yield each parameter once, except embedding tables that are only looked up."""
     multiplied = {
         id(parameter): parameter
         for module in model.modules()

@@ -1,8 +1,8 @@
 """Chooses the moments of a step at which the training thread reads the memory in use.
 
-At intervals of some seconds a step is sampled in detail: memory is read at each change of phase,
-and the engine's tensors are summed three times. In other steps memory is read once at most, at the
-end.
+Every few seconds, one step is sampled in detail. The hooks then read memory at each change of phase
+and sum the engine's tensors three times. In other steps, the hooks read memory at most once, at the
+end of the step.
 """
 
 from __future__ import annotations
@@ -26,27 +26,29 @@ from .batch_shape import BatchShape
 
 T = TypeVar("T")
 
-# The kernel and the allocator keep peaks from one reading to the next, so that shorter steps lose
-# none. A reading costs 0.1 ms with cold caches.
+# Minimum time between two readings. The kernel and the allocator keep the peak since the last
+# reading, so no peak is lost if steps are shorter. A reading costs 0.1 ms with cold caches.
 READING_SECONDS = 0.25
 _PASSES = (FORWARD, BACKWARD, OPTIMIZER)
-# Of a step with many micro-batches, only the first and the update are read phase by phase.
+# Limits the readings of a detailed sample. In a step with many micro-batches, only the first
+# micro-batches and the update are read phase by phase.
 READINGS_PER_DETAIL = 40
 READINGS_OF_UPDATE = 4
-# Ratio of the time that detailed samples may take, such as with a model of many parameters.
+# Share of training time that detailed samples may take. The limit matters for models with many
+# parameters.
 DETAIL_TIME_RATIO = 1e-3
-# With more shapes between two readings, only those are kept that no other exceeds.
+# If there are more shapes between two readings, only shapes that no other shape exceeds are kept.
 MAX_SHAPES = 64
 
 
 class MemoryHooks:
     """Samples memory when the engine's hooks call it, on the training thread.
 
-    It holds the engine weakly.
+    It keeps only a weak reference to the engine.
 
     Attributes:
-        shape: The shape of the current micro-batch, or of the last one; None before the first.
-        micro_batch: The number of that micro-batch within its step, from 1 on.
+        shape: The shape of the current or last micro-batch. None before the first micro-batch.
+        micro_batch: The number of this micro-batch within its step, starting at 1.
         on_exception: Called with each error that passes through the engine.
     """
 
@@ -67,10 +69,11 @@ class MemoryHooks:
             engine: A DeepSpeed engine.
             reader: Reads memory.
             phase_timer: The phases of training.
-            fail_open: Guards what runs in training.
+            fail_open: Guards the functions that run inside training.
             forecasts: Assesses each micro-batch before it runs.
             on_exception: Called with each error that passes through the engine.
-            detail_seconds: Seconds between two detailed samples; None for none.
+            detail_seconds: Seconds between two detailed samples. None if no step is sampled in
+                detail.
         """
         self.shape: Shape | None = None
         self.micro_batch = 0
@@ -91,17 +94,17 @@ class MemoryHooks:
         self._detail_cost_seconds = 0.0
 
     def rebind_engine(self, engine: Any) -> None:
-        """Sample another engine from now on; discard an unfinished detailed sample."""
+        """Sample another engine from now on, and discard an unfinished detailed sample."""
         self._engine = weakref.ref(engine)
         self._phase_timer.on_change = None
         self._shapes = {}
 
     def on_batch_start(self, shape: BatchShape, micro_batch: int) -> None:
-        """Record the shape of a forward pass, and assess its risk of running out of memory.
+        """Record the shape of a forward pass, and assess the risk that it runs out of memory.
 
         Args:
             shape: The micro-batch.
-            micro_batch: The number of the micro-batch within its step, from 1 on.
+            micro_batch: The number of the micro-batch within its step, starting at 1.
         """
         self.micro_batch = micro_batch
         if shape.samples is None:
@@ -114,7 +117,7 @@ class MemoryHooks:
         self._assess_batch(batch)
 
     def on_backward_end(self) -> None:
-        """Sum the engine's tensors while buckets exist, in a step that is sampled in detail."""
+        """In a detailed sample, sum the engine's tensors while the buckets exist."""
         engine = self._engine()
         if self._phase_timer.on_change is None or engine is None:
             return
@@ -123,11 +126,11 @@ class MemoryHooks:
         self._held_in_backward = self._sum_tensors(engine)
 
     def on_update_start(self) -> None:
-        """Sum the engine's tensors while gradients exist, in a step that is sampled in detail."""
+        """In a detailed sample, sum the engine's tensors while the gradients exist."""
         engine = self._engine()
         if self._phase_timer.on_change is None or engine is None:
             return
-        self._reader.sample_phase()  # the peak so far belongs to no phase that is read from here on
+        self._reader.sample_phase()  # the peak so far belongs to none of the following phases
         self._pass_readings_left = max(self._pass_readings_left, READINGS_OF_UPDATE)
         held = self._sum_tensors(engine)
         if held is not None and self._held_in_backward is not None:
@@ -135,7 +138,7 @@ class MemoryHooks:
         self._held_before = held
 
     def on_step_end(self) -> StepMemorySample | None:
-        """Return this step's sample; None if the last one is recent."""
+        """Return the memory sample of this step, or None if the last sample is recent."""
         now = time.monotonic()
         detail = self._end_detail()
         if detail is None and now < self._reading_due:
@@ -158,7 +161,7 @@ class MemoryHooks:
         self._phase_timer.on_change = None
 
     def _begin_detail(self, now: float) -> None:
-        """Sample the step that begins now in detail."""
+        """Start a detailed sample of the step that begins now."""
         pause = max(self._detail_seconds or 0.0, self._detail_cost_seconds / DETAIL_TIME_RATIO)
         self._detail_due = now + pause
         self._pass_readings_left = self._other_readings_left = READINGS_PER_DETAIL
@@ -186,14 +189,14 @@ class MemoryHooks:
         return self._timed(lambda: self._bytes_by_category(engine))
 
     def _timed(self, read: Callable[[], T]) -> T:
-        """Count the time of a reading as a cost of this detailed sample."""
+        """Call `read`, and count its time as a cost of this detailed sample."""
         begin = time.perf_counter()
         result = read()
         self._detail_cost_seconds += time.perf_counter() - begin
         return result
 
     def _read_phase(self, phase: int) -> None:
-        # An evaluation is always read, or its peak would count for the next pass.
+        # Always read an evaluation. Otherwise its peak would be attributed to the next pass.
         if phase not in (EVAL, CHECKPOINT):
             if phase in _PASSES:
                 if self._pass_readings_left <= 0:

@@ -1,8 +1,8 @@
 """Runs every n-th step under PyTorch's profiler, to verify the measured times.
 
-Off by default: the first profiled step takes a second longer, each is slowed by the profiler, and
-on a device its end waits for the device. A profile starts and ends with a step, on the training
-thread; its events are read on the watch thread.
+This is off by default. The first profiled step takes a second longer, the profiler slows every
+profiled step, and on a device the end of the step waits for the device. A profile starts and ends
+with a step, on the training thread. The watch thread reads the events of the profile.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ..common.patching import PatchSet
 
 # The name of the profiler event that spans the step.
 MARK = "zerowatch: profiled step"
-# Prefixes of events of the training thread that are no operators, such as waits.
+# Prefixes of events of the training thread that are not operators, such as waits.
 _NOT_COMPUTE = ("autograd::", "c10d::", "profiler::")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeCommOverlap:
-    """The seconds of a step with compute only, communication only, both, and neither.
+    """The seconds of a step with only compute, only communication, both, or neither.
 
-    The four parts add up to the step. On CPU, compute is the time in operators on the training
-    thread, and time in Python is idle.
+    The four parts add up to the length of the step. On CPU, compute is the time in operators on the
+    training thread, and time in Python counts as idle.
     """
 
     compute: float
@@ -48,7 +48,7 @@ class ComputeCommOverlap:
         return self.compute + self.comm + self.overlap + self.idle
 
     def ratios(self) -> dict[str, float]:
-        """Return each part over the step's length."""
+        """Return each part as a share of the step's length."""
         seconds = self.seconds
         if not seconds:
             return {}
@@ -63,8 +63,8 @@ class ComputeCommOverlap:
 class ProfiledSteps:
     """Profiles each step whose number is a multiple of `every_steps`, unless another profile runs.
 
-    Only one profile can run at a time: a second one silently empties the first. So ours ends when
-    the script starts one.
+    Only one profile can run at a time, because a second profile silently empties the first. If the
+    script starts a profile, the profile of this class therefore ends first.
     """
 
     def __init__(self, every_steps: int, recorder: Recorder, *, on_device: bool) -> None:
@@ -77,14 +77,14 @@ class ProfiledSteps:
         self._finished: tuple[int, Any] | None = None
 
     def on_step_end(self, step: int) -> None:
-        """End the profile under way, and start one if the next step is due. Training thread."""
+        """End the running profile, and start one if the next step is due. Training thread only."""
         if self._profile is not None:
             self._finished = step, self._stop()
         if (step + 1) % self._every_steps == 0 and not _another_profile_runs():
             self._start()
 
     def compare(self, record: StepRecord) -> None:
-        """Publish the profile of this step, if there is one. Watch thread."""
+        """Publish the profile of this step, if the step was profiled. Watch thread only."""
         finished = self._finished
         if finished is None or finished[0] > record.step:
             return
@@ -102,12 +102,12 @@ class ProfiledSteps:
                 self._recorder.set(communication.COMM_EXPOSED_ERROR_RATIO, error)
 
     def close(self) -> None:
-        """Drop the profile under way, if there is one. Safe to call twice."""
+        """Discard the running profile, if any. Safe to call twice."""
         if self._profile is not None:
             self._stop()
 
     def close_after_fork(self) -> None:
-        """Drop the profile under way in a forked child: it belongs to the parent."""
+        """Discard the running profile in a forked child, because it belongs to the parent."""
         self._profile = None
         self._patches.restore()
         atexit.unregister(self.close)
@@ -117,7 +117,7 @@ class ProfiledSteps:
             use_kineto=True, use_device=accelerator.current.kind if self._on_device else None
         )
         profile.__enter__()
-        atexit.register(self.close)  # torch crashes where a profile outlives the interpreter
+        atexit.register(self.close)  # torch crashes if a profile outlives the interpreter
         self._profile, self._mark = profile, record_function(MARK)
         self._mark.__enter__()
         owner = autograd_profiler.profile
@@ -141,10 +141,11 @@ class ProfiledSteps:
 
 
 def read_overlap(events: Iterable[Any], *, on_device: bool) -> ComputeCommOverlap | None:
-    """Split the marked step by Kineto's events; None where the mark is missing.
+    """Split the marked step by Kineto's events. Return None if the mark is missing.
 
-    On a device all kernels count, and those of the collective backend are communication. On CPU
-    compute is what operators run on the training thread, and gloo's events have its prefix.
+    On a device all kernels count. Kernels of the collective backend are communication, the rest is
+    compute. On CPU, compute is the time of operators on the training thread, and the prefix of
+    gloo's events identifies communication.
     """
     events = list(events)
     marks = [event for event in events if event.name() == MARK and not _is_on_device(event)]
@@ -169,7 +170,7 @@ def read_overlap(events: Iterable[Any], *, on_device: bool) -> ComputeCommOverla
 def split_step(
     step: Interval, compute: Iterable[Interval], comm: Iterable[Interval]
 ) -> ComputeCommOverlap:
-    """Split a step by its compute and communication, which may overlap and exceed it."""
+    """Split a step by its compute and communication, which may overlap or exceed the step."""
     computing, communicating = _within(step, compute), _within(step, comm)
     compute_ns, comm_ns = IntervalUnion().add_ns(computing), IntervalUnion().add_ns(communicating)
     busy_ns = IntervalUnion().add_ns(computing + communicating)

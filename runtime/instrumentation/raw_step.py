@@ -1,4 +1,4 @@
-"""Makes a step's record from the measurements that the training thread enqueues."""
+"""Creates a step's record from the measurements that the training thread enqueues."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class StepCounts:
 
     Attributes:
         micro_batches: Number of micro-batches.
-        samples: Number of samples. It, `tokens` and `sequence_length` are None if the batches do
-            not show them.
+        samples: Number of samples. `samples`, `tokens` and `sequence_length` are None if they
+            cannot be read from the batches.
         tokens: Number of tokens, padding included.
-        sequence_length: Number of tokens of a sample in the last micro-batch.
+        sequence_length: Number of tokens per sample in the last micro-batch.
         losses: The loss of each micro-batch.
         losses_are_divided: Whether the losses were divided by the number of micro-batches before
-            backward, as Hugging Face's Trainer does.
-        skipped: Whether the step made no update.
+            the backward pass, as Hugging Face's Trainer does.
+        skipped: Whether the step did not update the weights.
     """
 
     micro_batches: int = 0
@@ -42,7 +42,7 @@ class StepCounts:
     skipped: bool = False
 
     def add(self, shapes: list[BatchShape], loss: ScalarOrPending) -> None:
-        """Count one micro-batch, of one or more forwards."""
+        """Count one micro-batch, which consists of one or more forward passes."""
         self.micro_batches += 1
         for shape in shapes:
             if shape.samples is not None:
@@ -55,22 +55,25 @@ class StepCounts:
 
 @dataclass(slots=True)
 class RawStep:
-    """The measurements of a step at its end, some of which are complete only a little later.
+    """The measurements of a step, taken when the step ends.
 
-    The loss and other values on a device, and the ends of collectives, arrive after the step.
+    Some measurements are complete only later: values on a device, such as the loss, and the ends of
+    collectives.
 
     Attributes:
         step: Number of the step.
-        ended_at: When it ended, in Unix seconds.
+        ended_at: The time at which the step ended, in Unix seconds.
         phase_ns: Nanoseconds of each phase, in the order of PHASES.
-        intervals: When each phase ran, by `time.perf_counter_ns`; empty unless traces are made.
+        intervals: The start and end of each phase, by `time.perf_counter_ns`. Empty if no traces
+            are made.
         counts: The micro-batches of the step.
-        coverage: Ratio of collectives that were recorded, 0 to 1; None if not read in this step.
+        coverage: Ratio of recorded collectives to all collectives, 0 to 1. None if it was not read
+            in this step.
         gradient_norm: The global gradient norm.
         learning_rate: The learning rate of the first parameter group.
-        loss_scale: The loss scale; None without fp16.
-        trace: Labels of the span of the script in which the step ended; None without one.
-        memory: The memory sample of the step; None if the last sample is recent.
+        loss_scale: The loss scale. None without fp16.
+        trace: Labels of the script's own span in which the step ended. None if there is no span.
+        memory: The memory sample of the step. None if the last sample is recent.
         batch: The collectives since the last step.
     """
 
@@ -95,7 +98,7 @@ class RawStep:
     def record(
         self, comm: StepCommTotals, device_readings: Readings, oom_risk_ratio: Mapping[str, float]
     ) -> StepRecord:
-        """Return the step's record, once `settled`."""
+        """Return the step's record. Call this method only when `settled` returns True."""
         counts, phase_ns, memory = self.counts, self.phase_ns, self.memory
         loss = total(counts.losses) if counts.losses_are_divided else mean(counts.losses)
         return StepRecord(

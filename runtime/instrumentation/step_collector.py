@@ -14,15 +14,15 @@ from .profiled_steps import ProfiledSteps
 from .raw_step import RawStep, StepCounts
 from .watch_context import WatchContext
 
-# Reading the groups' sequence numbers costs more than the rest of a step's end.
-# That is why the coverage of collectives is read in this interval only.
+# Interval between two readings of the coverage of collectives. The reading costs more than the rest
+# of the work at the end of a step, because it reads the sequence numbers of all groups.
 COVERAGE_SECONDS = 1.0
 
 
 class StepCollector:
-    """Makes the raw steps of one engine, which it holds weakly.
+    """Creates the raw steps of one engine. Keeps only a weak reference to the engine.
 
-    Each reading of the engine fails open on its own: its value is then None.
+    Each reading of the engine fails open separately. If a reading fails, its value is None.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class StepCollector:
             engine: A DeepSpeed engine.
             memory: Reads memory at the end of a step.
             enqueue: Called with each step.
-            profiler: Profiles some steps; None for none.
+            profiler: Profiles some steps. None if profiling is off.
         """
         wrap = context.fail_open.wrap
         self._engine = weakref.ref(engine)
@@ -97,5 +97,5 @@ def _learning_rate(engine: Any) -> ScalarOrPending:
 
 
 def _loss_scale(engine: Any) -> ScalarOrPending:
-    # Not engine.loss_scale(), which is the configured one: 0 where the scale is dynamic.
+    # engine.loss_scale() would return the configured scale, which is 0 if the scale is dynamic.
     return scalar(engine._get_optimizer_loss_scale())

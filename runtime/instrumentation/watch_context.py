@@ -20,14 +20,14 @@ class WatchContext:
     """The objects that several parts of one watch use.
 
     Attributes:
-        engine: Returns the watched engine; None once it is gone.
+        engine: Returns the watched engine, or None if it was garbage-collected.
         identity: The rank, host and job of this process.
-        watch_index: How many watches this process had before.
+        watch_index: Number of watches that this process had before.
         settings: The settings of the run.
         call_recorder: Records the collectives of the process.
         phase_timer: Measures the phases of the training thread.
-        run_id: Returns the run's id; None until it is known.
-        folder: Returns the run folder; None until the run has an id, or without one.
+        run_id: Returns the run id, or None until it is known.
+        folder: Returns the run folder. None until the run has an id, or if no run log is written.
         recorder: Holds the metric values.
         fail_open: Wraps functions that run inside training.
     """
