@@ -1,1 +1,1 @@
-"""Compares the ranks over the c10d store: waits and causes, stragglers, divergence, hangs."""
+"""Compares the ranks over the c10d store, to find waits, stragglers, divergence and hangs."""

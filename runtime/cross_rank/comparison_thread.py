@@ -1,7 +1,7 @@
 """Compares the ranks' collectives and step times on a thread, over the c10d store.
 
-The thread never waits for another rank: it writes its own reports, and reads reports that exist.
-While the store fails, nothing is compared, and the store is tried again from time to time.
+The thread never waits for another rank. It writes its own reports, and reads only reports that
+exist. While the store fails, the thread compares nothing and retries the store from time to time.
 """
 
 from __future__ import annotations
@@ -27,42 +27,43 @@ from .stragglers import StepTimes, StepTimeSampler, compared_rank_set
 
 logger = logging.getLogger(__name__)
 
-# Heartbeats are sent at each poll, and must come often enough to be distinguished from silence.
+# A heartbeat is sent at each poll. Polls are frequent, so a missing heartbeat shows a silent rank.
 POLLS_PER_EXCHANGE = 5
 MAX_POLL_INTERVAL_SECONDS = 2.0
 # Longest wait for results at the end of a run.
 CLOSING_SECONDS = 1.0
-# A rank without progress for so long reads whether another rank announces a hang. As limits differ,
-# the other rank may find the hang earlier.
+# Time without progress after which a rank reads whether another rank announces a hang. The hang
+# limits of ranks differ, so the other rank may find the hang earlier.
 IDLE_SECONDS_BEFORE_HEARTBEATS = 5.0
-# At most one log line per rank and phase in this time; what changed meanwhile is logged then.
+# Minimum time between two log lines per rank and phase. A change within this time is logged later.
 SECONDS_BETWEEN_LINES = 600.0
 
 
 class ComparisonThread:
     """Exchanges reports with the other ranks from `start` until `stop`.
 
-    The metric of the overhead has its CPU time as part `cross_rank_thread`.
+    The overhead metric contains the thread's CPU time as part `cross_rank_thread`.
 
     Args:
-        clients: Makes clients of the c10d store for this thread alone. None: nothing is compared.
+        clients: Creates clients of the c10d store for this thread alone. If None, nothing is
+            compared.
         rank: This rank.
         host: This rank's host.
         groups: The process groups seen so far.
-        phase_timer: Measures the time without progress, which decides whether heartbeats are read.
+        phase_timer: Measures the time without progress. Heartbeats are read if it is long.
         recorder: Receives the metric values.
-        fail_open: Guards what runs here.
+        fail_open: Guards the functions that run on this thread.
         interval_seconds: Time between two exchanges.
-        stuck_seconds: Time without progress after which the others' heartbeats are read.
+        stuck_seconds: Time without progress after which the heartbeats of other ranks are read.
         now: A monotonic clock, in seconds.
 
     Attributes:
         step_times: Collects this rank's steps.
-        volume_ratio: Wire bytes of a step over the reference volume, None while unknown. Set it on
-            any thread.
-        expected_pause: Returns why this rank is expected to make no progress now, None while it
-            trains. Set it before `start`.
-        cpu_seconds: CPU time this thread has used.
+        volume_ratio: Wire bytes of a step, divided by the reference volume. None until known. Any
+            thread may set it.
+        expected_pause: Returns the reason why this rank is expected to make no progress now, or
+            None while it trains. Must be set before `start`.
+        cpu_seconds: CPU time that this thread has used.
     """
 
     def __init__(
@@ -106,13 +107,13 @@ class ComparisonThread:
 
     @property
     def peers(self) -> Mapping[int, Heartbeat]:
-        """Last heartbeats of other ranks, by rank; read only while training makes no progress."""
+        """Last heartbeats of other ranks by rank. Read only while training makes no progress."""
         channel = self._open_channel
         return {} if channel is None else channel.peers
 
     @property
     def divergence(self) -> str | None:
-        """A message that names the ranks whose collectives diverged; None while none did."""
+        """A message that names the ranks whose collectives diverged, or None if none diverged."""
         return self._reporter.divergence
 
     @property
@@ -126,7 +127,10 @@ class ComparisonThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Send a last report, wait up to a second for results, and end. Safe to call twice."""
+        """Send a last report, wait up to a second for results, and end the thread.
+
+        Safe to call twice.
+        """
         self._stopping = True
         if self._connection is not None:  # no call may outlive the interpreter
             self._connection.set_timeout(CLOSING_SECONDS)
@@ -134,7 +138,7 @@ class ComparisonThread:
         self._thread.join(2 * CLOSING_SECONDS)
 
     def report_now(self) -> None:
-        """Send a report at once and wait until it is sent, for a second at most. Any thread."""
+        """Send a report at once, and wait up to a second until it is sent. Any thread may call."""
         self._num_requested += 1
         requested, end = self._num_requested, time.monotonic() + CLOSING_SECONDS
         self._next_exchange = 0.0
@@ -179,14 +183,14 @@ class ComparisonThread:
 
     @property
     def _awaits_namespace(self) -> bool:
-        """Whether the first connection is expected soon: until then calls are kept."""
+        """Whether the first connection is expected soon. Calls are kept until then."""
         connection = self._connection
         if connection is None or connection.is_open or self._is_store_lost or self._stopping:
             return False
         return self._now() - connection.opened_at < self._patience_seconds
 
     def _connect_once(self) -> None:
-        """Connect if due. After a failure, the channel's logs continue where they ended."""
+        """Connect if an attempt is due. After a failure, the channel's logs continue."""
         connection = self._connection
         if connection is None or self._stopping or connection.is_open:
             return
@@ -268,9 +272,9 @@ class ComparisonThread:
 
     @contextmanager
     def _store_may_fail(self, connection: StoreConnection) -> Iterator[None]:
-        """Do not use the store for a while if it does not respond.
+        """If the store does not respond, stop using the store for a while.
 
-        At the end of a run its host may exit first, which is no failure.
+        At the end of a run, the process that hosts the store may exit first. That is not a failure.
         """
         try:
             yield
@@ -292,7 +296,7 @@ class CompareReporter:
     Each rank publishes its metrics; only the first rank of a rank set logs.
 
     Attributes:
-        divergence: A message that names the ranks whose collectives diverged; None while none did.
+        divergence: A message that names the ranks whose collectives diverged, or None.
     """
 
     def __init__(
@@ -309,7 +313,7 @@ class CompareReporter:
     def publish(
         self, rank_set: RankSet, result: CompareResult, own_step_times: StepTimes | None
     ) -> None:
-        """Publish a result; `own_step_times` are the last that this rank has reported."""
+        """Publish a result. `own_step_times` are the step times that this rank reported last."""
         logs = self._rank == rank_set.members[0]
         if result.divergence is not None:
             self._recorder.add(communication.COLLECTIVE_MISMATCHES, 1)
@@ -325,7 +329,7 @@ class CompareReporter:
                 self._log_stragglers(result)
 
     def _log_stragglers(self, result: CompareResult) -> None:
-        """Log which ranks have become slow, and which no longer are."""
+        """Log which ranks have become slow, and which ranks are no longer slow."""
         slow = {(straggler.rank, straggler.phase): straggler for straggler in result.stragglers}
         for key in sorted(self._logged ^ slow.keys()):
             logged_at = self._logged_at.get(key, -SECONDS_BETWEEN_LINES)
@@ -340,5 +344,5 @@ class CompareReporter:
 
 
 def poll_interval_seconds(exchange_seconds: float) -> float:
-    """Return the time between two polls, given that between two exchanges."""
+    """Return the time between two polls, given the time between two exchanges."""
     return min(exchange_seconds / POLLS_PER_EXCHANGE, MAX_POLL_INTERVAL_SECONDS)

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Calls before a divergence that are compared with the history.
+# Maximum number of calls before a divergence that are compared with the history.
 MAX_CONTEXT = 64
 
 
@@ -18,7 +18,7 @@ class Divergence:
     Attributes:
         sequence: The call's number.
         issued: The call that each rank issued.
-        diverged: The ranks that left the common sequence; all where that cannot be decided.
+        diverged: The ranks that left the common sequence. All ranks if this cannot be decided.
     """
 
     sequence: int
@@ -26,7 +26,7 @@ class Divergence:
     diverged: tuple[int, ...]
 
     def message(self, role: str) -> str:
-        """Format the divergence for the log; `role` is that of the rank set."""
+        """Format the divergence for the log. `role` is the role of the rank set."""
         at = f"call {self.sequence} of group {role}"
         own = sorted({self.issued[rank] for rank in self.diverged})
         others = sorted(
@@ -53,13 +53,14 @@ def parse_divergence(fields: Mapping[str, Any]) -> Divergence:
 def diverged_ranks(values: Mapping[int, int], history: Sequence[int]) -> tuple[int, ...]:
     """Return the members that left the common sequence at one call.
 
-    The majority is right. Without a majority, as with two members, the right call is the call that
-    followed the longest run of equal calls before. A step issues the same calls as the step before
-    it. If that is a tie, all members are returned.
+    The majority is right. If there is no majority, as with two members, the history decides,
+    because each step issues the same calls as the previous step. The right call is then the call
+    that earlier followed the longest run of the same calls. If there is a tie, all members are
+    returned.
 
     Args:
         values: The signature of the call, by member.
-        history: Signatures of the calls before it, on which all agreed.
+        history: Signatures of the earlier calls, on which all members agreed.
     """
     counts = Counter(values.values()).most_common()
     if counts[0][1] * 2 > len(values):
@@ -77,7 +78,7 @@ def diverged_ranks(values: Mapping[int, int], history: Sequence[int]) -> tuple[i
 def context_match_length(history: Sequence[Hashable], value: Hashable) -> int:
     """Return the length of the longest run of calls, ending with `value`, that occurred before.
 
-    0 if `value` never occurred. At most MAX_CONTEXT calls before it are compared.
+    Return 0 if `value` never occurred. At most MAX_CONTEXT calls before `value` are compared.
     """
     best = 0
     for at, seen in enumerate(history):

@@ -1,8 +1,9 @@
-"""Finds which rank caused the error that a collective raised, from this rank's calls alone.
+"""Finds which rank caused the error of a collective, from the calls of this rank alone.
 
-A launcher kills the other ranks a tenth of a second after the first has died, which is too short
-for an exchange between ranks. Each step issues the same calls as the step before. If the failed
-call never followed the calls before it, this rank has diverged; otherwise a peer has failed.
+A launcher kills the other ranks a tenth of a second after the first rank has died. This time is too
+short for an exchange between ranks. The analysis uses that each step issues the same calls as the
+previous step. If the failed call never followed the same calls before, this rank has diverged.
+Otherwise a peer has failed.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from .divergence import context_match_length
 
 logger = logging.getLogger(__name__)
 
-# Calls that must have come in a known order before a call out of order counts as a divergence.
+# Number of calls in a known order that must precede a call for it to count as a divergence.
 MIN_CONTEXT = 2
-# The last calls that are compared, which takes some milliseconds.
+# Maximum number of last calls that are compared. The comparison takes some milliseconds.
 MAX_CALLS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """The likely cause of a collective's error, as one rank sees it.
+    """The likely cause of a collective's error, from the view of one rank.
 
     Attributes:
         rank: This rank.
@@ -37,9 +38,9 @@ class Attribution:
         members: Ranks of the group.
         sequence: Number of the failed call.
         issued: The failed call.
-        expected: The call that followed the same calls before, if this rank has diverged. None if
-            the failed call is that one, or is new, as in the first evaluation or checkpoint. Then
-            a peer died.
+        expected: If this rank has diverged, the call that earlier followed the same calls. None if
+            a peer has died: the failed call is then the expected call, or a new call, such as in
+            the first evaluation or checkpoint.
     """
 
     rank: int
@@ -72,7 +73,7 @@ class CollectiveErrorAnalyzer:
     Args:
         rank: This rank.
         recorder: Counts the divergences.
-        thread: Reports at once what this rank has issued.
+        thread: Reports at once which calls this rank has issued.
     """
 
     def __init__(self, rank: int, recorder: Recorder, thread: ComparisonThread) -> None:
@@ -95,10 +96,10 @@ class CollectiveErrorAnalyzer:
 
 
 def attribute_failure(rank: int, failed: CollectiveCall) -> Attribution | None:
-    """Compare the failed call with what has followed the same calls before; None if unknown."""
+    """Compare the failed call with earlier calls in the same place. None if there are too few."""
     calls = [call for call in failed.group.rank_set.recent.copy() if call.sequence]
     while calls and calls[-1].sequence > failed.sequence:
-        calls.pop()  # issued while the failed one was in flight
+        calls.pop()  # issued while the failed call was in flight
     if len(calls) < 2 or calls[-1] is not failed:
         return None
     *before, last = ((c.op, c.dtype, c.payload_bytes) for c in calls[-MAX_CALLS:])

@@ -17,25 +17,26 @@ from ..collectives.groups import RankSet
 
 Table = npt.NDArray[np.float64]  # a row per rank, a column per phase of COMPARED_PHASES
 
-# A median of fewer steps says little about a rank: one hiccup, or one long batch, moves it.
+# A median of fewer steps says little about a rank, because one hiccup or one long batch changes it.
 MIN_STEPS = 8
-# The last steps that are kept until an exchange.
+# Maximum number of last steps that are kept until an exchange.
 MAX_STEPS = 256
-# First steps that are left out: memory is allocated, traces are recorded, code is compiled.
+# Number of first steps that are ignored: they allocate memory, record traces and compile code.
 WARM_UP_STEPS = 3
-# Deviations above the reference from which on a rank is slow.
+# A rank is slow if it is at least this many deviations above the reference.
 DEVIATIONS = 4
-# Exchanges in a row at which a rank must be slow, or no longer slow, to change its status.
+# Number of exchanges in a row that must show a new status of a rank before its status changes.
 EXCHANGES_TO_CONFIRM = 2
 
 _COMPARED = tuple(PHASES.index(phase) for phase in COMPARED_PHASES)
 _NON_TRAINING = tuple(PHASES.index(phase) for phase in ("eval", "checkpoint"))
-# The members of a rank set of these roles do the same work, so their step times are comparable. The
-# whole job ("world") does so only if it is no pipeline.
+# In rank sets with these roles all members do the same work, so their step times are comparable.
+# For the whole job ("world"), this is true only if the job is not a pipeline.
 _SAME_WORK_ROLES = ("dp", "world", "tp", "ep", "sp")
 
 
-# Not frozen: one rank decodes a thousand at an exchange, and frozen ones take twice as long.
+# Not frozen, because frozen instances take twice as long to create, and one rank decodes a thousand
+# of them at an exchange.
 @dataclass(slots=True, kw_only=True)
 class StepTimes:
     """Step times of one rank: medians over its last `num_steps` steps, in seconds.
@@ -62,7 +63,7 @@ class StepTimeSampler:
         self._warm_up = WARM_UP_STEPS
 
     def add(self, phase_ns: Sequence[int], blocked_ns: Sequence[int]) -> None:
-        """Add a step: nanoseconds in each of PHASES, and how many of them were blocked."""
+        """Add the nanoseconds of a step in each of PHASES, and the blocked part of each."""
         if self._warm_up:
             self._warm_up -= 1
             return
@@ -71,7 +72,7 @@ class StepTimeSampler:
         self._steps.append((step_ns / 1e9, *busy))
 
     def drain(self) -> StepTimes | None:
-        """Return the medians of the steps since the last call; None if they are too few."""
+        """Return the medians of the steps since the last call, or None if there are too few."""
         if len(self._steps) < MIN_STEPS:
             return None
         steps = [self._steps.popleft() for _ in range(len(self._steps))]
@@ -90,13 +91,13 @@ class StepTimeSampler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeReference:
-    """The reference that ranks are compared with: the median step, and busy seconds by phase."""
+    """The median step and busy seconds by phase, with which the ranks are compared."""
 
     step_seconds: float
     busy_seconds: tuple[float, ...]
 
     def scores(self, step_times: StepTimes) -> tuple[float, ...]:
-        """Return by how much of a step a rank is slower in each phase; negative if faster."""
+        """Return by what share of a step a rank is slower in each phase. Negative if faster."""
         return tuple(
             (busy - usual) / self.step_seconds
             for busy, usual in zip(step_times.busy_seconds, self.busy_seconds, strict=True)
@@ -121,7 +122,7 @@ class Straggler:
 
 
 def step_time_reference(step_times: Sequence[StepTimes]) -> StepTimeReference | None:
-    """Return the median over the ranks, of two ranks the faster; None if no time was measured."""
+    """Return the median over the ranks, or the faster of two. None if no time was measured."""
     if not step_times:
         return None
     step_seconds = float(np.median([each.step_seconds for each in step_times]))
@@ -135,7 +136,7 @@ def step_time_reference(step_times: Sequence[StepTimes]) -> StepTimeReference | 
 
 
 def compared_rank_set(rank_sets: Iterable[RankSet]) -> RankSet | None:
-    """Return the rank set over which step times are compared: data parallel if there is one."""
+    """Return the rank set over which step times are compared. Data parallel is preferred."""
     shared = [rank_set for rank_set in rank_sets if rank_set.size > 1]
     is_pipeline = any(rank_set.role == "pp" for rank_set in shared)
     roles = [role for role in _SAME_WORK_ROLES if not (is_pipeline and role == "world")]
@@ -149,7 +150,7 @@ def compared_rank_set(rank_sets: Iterable[RankSet]) -> RankSet | None:
 class StragglerDetector:
     """Finds ranks that are slow in the same phase at two exchanges in a row.
 
-    A straggler stays one until it is below half of the limit at two exchanges in a row.
+    A rank remains a straggler until it is below half of the limit at two exchanges in a row.
     """
 
     def __init__(self) -> None:
@@ -184,7 +185,7 @@ class StragglerDetector:
         ]
 
     def _toggle_confirmed(self, contradicted: set[tuple[int, int]]) -> None:
-        """Change the status of what was contradicted at enough exchanges in a row."""
+        """Change a status if enough exchanges in a row have contradicted it."""
         times = {key: self._num_contradicted[key] + 1 for key in contradicted}
         confirmed = {key for key in contradicted if times[key] >= EXCHANGES_TO_CONFIRM}
         self._slow ^= confirmed
@@ -194,12 +195,12 @@ class StragglerDetector:
 def _limits(
     step_times: Mapping[int, StepTimes], scores: Table, reference: StepTimeReference
 ) -> Table:
-    """Return, by rank and phase, the score from which on a rank is slow.
+    """Return, by rank and phase, the score from which on a rank counts as slow.
 
     With more than two ranks, the usual variation is the median absolute deviation of their scores.
-    Among many ranks some exceed that by chance, as each score is a median of few steps. A score
-    must therefore also exceed its own standard error. With two ranks, one is always faster, so only
-    the error of the difference counts.
+    Each score is a median of few steps, so among many ranks some exceed the variation by chance. A
+    score must therefore also exceed its own standard error. With two ranks, one rank is always
+    faster, so only the error of the difference counts.
     """
     errors = _errors(step_times, reference)
     if len(step_times) > 2:
@@ -222,5 +223,5 @@ def _errors(step_times: Mapping[int, StepTimes], reference: StepTimeReference) -
 
 
 def _table(rows: Sequence[Sequence[float]]) -> Table:
-    """Return the rows as one array, in half the time that numpy takes to infer their shape."""
+    """Return the rows as one array. Twice as fast as letting numpy infer the shape."""
     return np.fromiter(chain.from_iterable(rows), np.float64).reshape(len(rows), -1)

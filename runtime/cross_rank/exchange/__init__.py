@@ -1,1 +1,1 @@
-"""Messages between the ranks over the c10d store, and how they are merged."""
+"""Exchanges messages between the ranks over the c10d store, and merges the messages."""

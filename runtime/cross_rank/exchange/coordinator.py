@@ -1,7 +1,8 @@
 """Merges and compares the reports of a rank set, on its first rank.
 
-Above 64 members, the first rank of each block of 64 merges the reports of its block, and the first
-rank of the rank set merges the blocks, so that no rank reads a thousand reports.
+If a rank set has more than 64 members, it is divided into blocks of 64. The first rank of each
+block merges the reports of its block, and the first rank of the rank set merges the blocks. No rank
+then has to read a thousand reports.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from ..stragglers import (
 from .rank_messages import EMPTY_CALL_REPORT, NO_DURATIONS, CompareResult, RankReport
 from .report_merger import ReportMerger
 
-# Ranks whose reports the first rank of the block merges.
+# Number of ranks in a block. The first rank of the block merges their reports.
 BLOCK_SIZE = 64
-# A rank without step times, while another one has sent some more often than this, is left out.
+# If a rank has sent step times more often than this since the last comparison, ranks that have sent
+# none are left out.
 MAX_MISSED_STEP_TIMES = 4
 
 
 def rank_blocks(members: Sequence[int]) -> dict[int, Sequence[int]]:
-    """Return the blocks by their first rank; up to BLOCK_SIZE members, each is its own block."""
+    """Return the blocks by their first rank. Up to BLOCK_SIZE members, each is its own block."""
     size = BLOCK_SIZE if len(members) > BLOCK_SIZE else 1
     return {members[at]: members[at : at + size] for at in range(0, len(members), size)}
 
@@ -40,8 +42,8 @@ class Coordinator:
 
     Args:
         rank_set: The rank set.
-        children: The ranks whose reports come here, each with those that it reports for: itself,
-            or its block.
+        children: The ranks that send reports to this rank. The value contains the ranks that the
+            report covers: the child itself, or its block.
     """
 
     def __init__(self, rank_set: RankSet, children: Mapping[int, Sequence[int]]) -> None:
@@ -49,9 +51,9 @@ class Coordinator:
         self._children = children
         self._ranks = frozenset(rank for ranks in children.values() for rank in ranks)
         self._merger = ReportMerger(children)
-        self._step_times: dict[int, StepTimes] = {}  # not compared or passed on yet
+        self._step_times: dict[int, StepTimes] = {}  # not yet compared or forwarded
         self._num_step_times: Counter[int] = Counter()  # by rank, since the last comparison
-        self._without_step_times: set[int] = set()  # ranks from which none are expected
+        self._without_step_times: set[int] = set()  # ranks that are not expected to send any
         self._detector = StragglerDetector()
         self._divergence_reported = False
 
@@ -77,7 +79,7 @@ class Coordinator:
             self._step_times.pop(rank, None)
 
     def drain_report(self) -> RankReport | None:
-        """Return the merged report of this rank's block; None if nothing is new."""
+        """Return the merged report of this rank's block, or None if there is nothing new."""
         key, merger = self._rank_set.key, self._merger
         calls, divergence = merger.drain(), self._new_divergence()
         if calls is None and divergence is None and not self._has_all_step_times():
@@ -94,7 +96,7 @@ class Coordinator:
         )
 
     def drain_result(self, *, compare_step_times: bool) -> CompareResult | None:
-        """Return the new result for the rank set; None if nothing is new.
+        """Return the new result for the rank set, or None if there is nothing new.
 
         Args:
             compare_step_times: Whether stragglers are detected over this rank set.
@@ -107,7 +109,7 @@ class Coordinator:
         if not len(min_durations) and divergence is None and reference is None:
             return None
         if self._merger.num_ranks == 1:
-            min_durations = np.full_like(min_durations, np.nan)  # one rank is no comparison
+            min_durations = np.full_like(min_durations, np.nan)  # a single rank cannot be compared
         return CompareResult(
             first_call=first_call,
             min_durations=min_durations,
@@ -126,7 +128,7 @@ class Coordinator:
         return 0 < len(self._step_times) >= len(self._ranks) - len(self._without_step_times)
 
     def _compare_step_times(self) -> tuple[StepTimeReference | None, tuple[Straggler, ...]]:
-        """Compare once every rank that takes part has sent new step times."""
+        """Compare the step times, if every rank that takes part has sent new ones."""
         if max(self._num_step_times.values(), default=0) > MAX_MISSED_STEP_TIMES:
             self._without_step_times.update(self._ranks - self._step_times.keys())
         if len(self._step_times) < 2 or not self._has_all_step_times():

@@ -1,7 +1,7 @@
-"""Heartbeats, which each rank writes to the store, and reads only while training is stuck.
+"""Writes this rank's heartbeats to the store, and reads other ranks' while training is stuck.
 
-Clocks of two hosts may differ, so a heartbeat holds a count, and its age is how long the reader has
-seen that count unchanged.
+The clocks of two hosts may differ, so a heartbeat contains a count instead of a time. Its age is
+the time for which the reader has seen the same count.
 """
 
 from __future__ import annotations
@@ -17,40 +17,42 @@ from .coordinator import BLOCK_SIZE
 from .rank_messages import Heartbeat
 from .store_log import StoreConnection
 
-# Ranks whose heartbeats are read at most.
+# Maximum number of ranks whose heartbeats are read.
 MAX_PEERS = 1024
-# A rank that hangs announces it again at each poll; an older announcement is of a hang that ended.
+# A rank that hangs repeats its announcement at each poll. If an announcement is older than this,
+# the hang has ended.
 ANNOUNCEMENT_SECONDS = 15.0
 READ_INTERVAL_SECONDS = 5.0
-# At least so many reads in the time after which a rank counts as stuck.
+# Minimum number of reads in the time after which a rank counts as stuck.
 READS_PER_STUCK_TIME = 4
-# Intervals between reads after which a digest that does not change is ignored.
+# A digest that has not changed for this many read intervals is ignored.
 MAX_DIGEST_AGE_READS = 3.0
 
 
 class HeartbeatTable:
-    """Writes this rank's heartbeats and reads the others'.
+    """Writes this rank's heartbeats and reads the heartbeats of other ranks.
 
-    Above 64 ranks the first of each block of 64 gathers its block's heartbeats into one digest, as
-    all ranks read at the same time: when training is stuck.
+    All ranks read at the same time, because training is stuck on all of them. In a job of more than
+    64 ranks, the first rank of each block of 64 therefore gathers the heartbeats of its block into
+    one digest.
 
     Args:
         store: The connection.
         rank: This rank.
         host: This rank's host.
-        stuck_seconds: Time without progress after which heartbeats are read.
+        stuck_seconds: Time without progress after which the rank reads heartbeats.
 
     Attributes:
         heartbeats: The heartbeats by rank, as of the last read.
         others_hang: Whether another rank had announced a hang at the last poll.
 
     Raises:
-        RuntimeError: The store does not respond; raised by every method but `clear`.
+        RuntimeError: The store does not respond. Every method except `clear` may raise this error.
     """
 
     heartbeats: dict[int, Heartbeat]
     others_hang: bool
-    _read_at: float | None  # when to read next
+    _read_at: float | None  # time of the next read
     _seen: dict[str, tuple[int, float]]  # counts by key, and when they were first seen
     _announcement: bytes | None
     _announced_at: float | None
@@ -60,7 +62,7 @@ class HeartbeatTable:
         self._rank = rank
         self._host = host
         self._is_first_of_block = rank % BLOCK_SIZE == 0
-        self._count = 0  # of all that this rank has written
+        self._count = 0  # number of heartbeats, digests and announcements written
         self._interval_seconds = min(READ_INTERVAL_SECONDS, stuck_seconds / READS_PER_STUCK_TIME)
         self.clear()
 
@@ -75,16 +77,16 @@ class HeartbeatTable:
         self._store.set(f"beat/{self._rank}", orjson.dumps(fields))
 
     def announce_hang(self) -> None:
-        """Announce to the others that this rank hangs."""
+        """Announce to the other ranks that this rank hangs."""
         self._store.set("hang", f"{self._rank} {self._next_count()}")
 
     def poll(self, ranks: Iterable[int], *, is_stuck: bool) -> None:
-        """Read whether a hang is announced and, every few seconds, heartbeats.
+        """Read whether a hang is announced. Every few seconds, also read heartbeats.
 
         Args:
-            ranks: The ranks that share a rank set with this one.
-            is_stuck: Whether there was no progress for `stuck_seconds`. Otherwise heartbeats are
-                read only while another rank announces a hang.
+            ranks: The ranks that share a rank set with this rank.
+            is_stuck: Whether there was no progress for `stuck_seconds`. If not, heartbeats are read
+                only while another rank announces a hang.
         """
         others_hang = self._is_hang_announced()
         if is_stuck or others_hang:
@@ -124,7 +126,7 @@ class HeartbeatTable:
         return self._announced_at is not None and now - self._announced_at < ANNOUNCEMENT_SECONDS
 
     def _read(self, ranks: Sequence[int]) -> dict[int, Any]:
-        """Return the fields by rank: from digests, and one by one where a block has none."""
+        """Return the fields by rank, from digests. Without a digest, read the ranks one by one."""
         if len(ranks) <= BLOCK_SIZE:
             return self._read_each(ranks)
         fields_by_rank = self._read_digests(ranks)
@@ -147,8 +149,8 @@ class HeartbeatTable:
     def _read_digests(self, ranks: Sequence[int]) -> dict[int, Any]:
         """Return the fields that the first ranks of the other blocks have gathered.
 
-        The value is None for a rank of such a block without a heartbeat. A digest that does not
-        change is ignored, as its writer may be the stuck rank.
+        If a rank of such a block has no heartbeat, its value is None. A digest that does not change
+        is ignored, because its writer may be the stuck rank.
         """
         fields_by_rank: dict[int, Any] = {}
         blocks = {_block(rank) for rank in ranks}
@@ -169,14 +171,14 @@ class HeartbeatTable:
         return dict(zip(present, self._store.multi_get(present), strict=True)) if present else {}
 
     def _present(self, keys: Sequence[str]) -> list[str]:
-        """Return the keys that are present, with one request if all are."""
+        """Return the keys that are present. Takes one request if all keys are present."""
         if not keys or self._store.check(list(keys)):
             return list(keys)
         half = len(keys) // 2
         return [*self._present(keys[:half]), *self._present(keys[half:])] if half else []
 
     def _age(self, key: str, count: int) -> float | None:
-        """Return the seconds that a count was seen unchanged; None when it is seen first."""
+        """Return the seconds for which a count was unchanged. None if the count is new."""
         known = self._seen.get(key)
         if known is None or known[0] != count:
             self._seen[key] = (count, self._store.now())
@@ -188,7 +190,7 @@ class HeartbeatTable:
         return Heartbeat(
             rank=rank,
             host=fields["host"],
-            # As the writer of the digest saw it: a reader may see one digest twice.
+            # Prefer the age that the writer of the digest saw: a reader may see a digest twice.
             age_seconds=fields.get("age", age_seconds),
             issued=fields["arrived"],
             pause=fields["pause"],

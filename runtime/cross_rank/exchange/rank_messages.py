@@ -17,28 +17,29 @@ import orjson
 from ..divergence import Divergence, parse_divergence
 from ..stragglers import StepTimeReference, StepTimes, Straggler
 
-Durations = npt.NDArray[np.float32]  # seconds; NaN where a call was not timed
+Durations = npt.NDArray[np.float32]  # seconds; NaN if a call was not timed
 Signatures = npt.NDArray[np.uint32]
 NO_DURATIONS: Durations = np.empty(0, np.float32)
 NO_SIGNATURES: Signatures = np.empty(0, np.uint32)
 
-# A rank keeps at most so many values of each kind for a rank set, in case others never use them.
+# Maximum number of values of each kind that a rank keeps for a rank set. Other ranks may never use
+# the rank set, and the values would then stay forever.
 MAX_PENDING_VALUES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceHash:
-    """A hash of all signatures from call number `since` on, up to some call.
+    """A hash of consecutive signatures, starting at call number `since`.
 
-    Ranks with equal hashes have issued the same calls. A rank that has lost calls has no hash, and
-    hashes with different `since` cannot be compared.
+    Ranks with equal hashes have issued the same calls. A rank that has lost calls has no hash.
+    Hashes with different values of `since` cannot be compared.
     """
 
     since: int
     crc: int
 
     def extended(self, signatures: Signatures) -> SequenceHash:
-        """Return the hash that covers `signatures`, too."""
+        """Return the hash that also covers `signatures`."""
         return SequenceHash(since=self.since, crc=zlib.crc32(signatures.tobytes(), self.crc))
 
 
@@ -46,14 +47,15 @@ class SequenceHash:
 class CallReport:
     """The new calls of one rank set on one rank, or on several ranks after merging.
 
-    The two arrays cover different calls: a call is issued some time before its duration is known.
+    The two arrays cover different calls, because a call's duration is known only some time after
+    the call was issued.
 
     Attributes:
         first_timed: Number of the call that `durations` starts with.
-        durations: Seconds, NaN where a call was not timed.
+        durations: The duration of each call in seconds. NaN if the call was not timed.
         first_issued: Number of the call that `signatures` starts with.
         signatures: The signature of each call, as `signature` computes it.
-        prefix_hash: Hash of the signatures before `first_issued`; None if unknown.
+        prefix_hash: The hash of the signatures before `first_issued`. None if unknown.
     """
 
     first_timed: int
@@ -80,7 +82,7 @@ class RankReport:
         calls: The calls of each rank set, by its key.
         names: The readable form of each signature.
         step_times: The step times of each rank.
-        divergences: The divergence of a rank set that has one, by its key.
+        divergences: The divergences found so far, by the key of the rank set.
     """
 
     calls: Mapping[str, CallReport]
@@ -96,9 +98,9 @@ class CompareResult:
     Attributes:
         first_call: Number of the call that `min_durations` starts with.
         min_durations: The shortest duration of each call over the ranks, in seconds.
-        reference: The step times with which each rank's are compared; None if no rank sent any.
+        reference: The step times with which each rank is compared. None if no rank sent any.
         stragglers: The ranks that are slow now.
-        divergence: The first divergence, in one result only; None in all others.
+        divergence: The first divergence. Only one result contains it; in other results it is None.
     """
 
     first_call: int
@@ -118,9 +120,9 @@ class Heartbeat:
     Attributes:
         rank: The global rank.
         host: The host of the rank.
-        age_seconds: Seconds, at least, since its last heartbeat; None if only one was read.
-        issued: Number of the last collective that it issued, by the rank set's key.
-        pause: Why it is expected to make no progress; None while it trains.
+        age_seconds: Minimum seconds since the rank's last heartbeat. None if only one was read.
+        issued: Number of the last collective that the rank issued, by the rank set's key.
+        pause: Why the rank is expected to make no progress. None while the rank trains.
     """
 
     rank: int
@@ -131,7 +133,7 @@ class Heartbeat:
 
 
 def signature(op: str, dtype: str, payload_bytes: int) -> int:
-    """Return 32 bits that differ between calls that cannot be of one collective."""
+    """Return a 32-bit hash that differs if two calls cannot belong to the same collective."""
     return zlib.crc32(f"{op} {dtype} {payload_bytes}".encode())
 
 
@@ -157,7 +159,7 @@ def decode_report(message: bytes) -> RankReport:
     """Decode a report.
 
     Raises:
-        ValueError: The message is no report.
+        ValueError: The message is not a report.
     """
     try:
         head, arrays = _decompress(message)
@@ -204,7 +206,7 @@ def decode_result(message: bytes) -> CompareResult:
     """Decode a result.
 
     Raises:
-        ValueError: The message is no result.
+        ValueError: The message is not a result.
     """
     try:
         head, durations = _decompress(message)
@@ -220,7 +222,7 @@ def decode_result(message: bytes) -> CompareResult:
 
 
 def _compress(head: Mapping[str, Any], arrays: bytes) -> bytes:
-    # JSON keys are strings: `Divergence.issued` is by rank.
+    # JSON keys are strings, but the keys of `Divergence.issued` are ranks.
     line = orjson.dumps(head, option=orjson.OPT_NON_STR_KEYS)
     return zlib.compress(line + b"\n" + arrays, 1)
 

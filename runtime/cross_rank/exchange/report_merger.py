@@ -1,4 +1,4 @@
-"""Merges the reports of a rank set's members, up to the last call that all have reported."""
+"""Merges the reports of a rank set's members, up to the last call that all members reported."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from .rank_messages import (
 T = TypeVar("T")
 Values = npt.NDArray[Any]
 
-# Signatures of the common sequence that are kept to attribute a divergence: some steps of a big
-# model.
+# Maximum number of signatures of the common sequence that are kept to attribute a divergence. This
+# is enough for some steps of a big model.
 MAX_HISTORY = 4096
-# Names that are kept: a job whose sizes change all the time has new signatures all the time.
+# Maximum number of names that are kept. A job whose sizes always change has new signatures always.
 MAX_NAMES = 4096
 
 
 class ReportMerger:
     """Merges the reports of a rank set's members, and finds the first call in which they differ.
 
-    After the first divergence nothing is compared. One call more or less on a member shifts the
-    numbers of all later calls, so it is unknown which calls belong together.
+    After the first divergence, nothing is compared. An additional or missing call on one member
+    shifts the numbers of all later calls, so it is unknown which calls belong together.
 
     Args:
-        members: The ranks that report here, each with the ranks that it reports for: itself, or a
-            block of ranks whose reports are merged already.
+        members: The ranks that send reports to this rank. The value contains the ranks that a
+            report covers: the member itself, or a block whose reports are already merged.
 
     Attributes:
-        divergence: The first call in which members differ; None while there is none.
+        divergence: The first call in which members differ. None if there is no divergence yet.
         names: The readable form of each signature.
     """
 
@@ -61,7 +61,7 @@ class ReportMerger:
         return sum(len(self._ranks[member]) for member in self._members)
 
     def add(self, member: int, report: CallReport, names: Mapping[int, str]) -> None:
-        """Add what a member reports."""
+        """Add the report of a member."""
         self._expected.add(member)
         if member in self._members:
             self._members[member].add(report)
@@ -78,7 +78,7 @@ class ReportMerger:
         self._members.pop(member, None)
 
     def drain(self) -> CallReport | None:
-        """Return what all have reported since the last call; None if there is nothing."""
+        """Return the calls that all members have newly reported, or None if there are none."""
         if not self._members or not self._expected <= self._members.keys():
             return None
         first_issued, prefix_hash, signatures = self._drain_signatures()  # may find a divergence
@@ -94,9 +94,10 @@ class ReportMerger:
         )
 
     def _drain_durations(self) -> tuple[int, Durations]:
-        """Return the shortest duration of each call: that of the member that waited least.
+        """Return the shortest duration of each call, from the member that waited least.
 
-        NaN where no member could time it, and from the divergence on.
+        The duration is NaN if no member could time the call, and for all calls from the divergence
+        on.
         """
         ranges = [member.timed for member in self._members.values()]
         first, end = _intersection(ranges)
@@ -112,7 +113,7 @@ class ReportMerger:
         return first, least
 
     def _drain_signatures(self) -> tuple[int, SequenceHash | None, Signatures]:
-        """Return the calls on which all agree: the first number, the hash before it, signatures."""
+        """Return the first number, the prefix hash and the signatures of calls that all agree on."""
         members = self._members
         first, end = _intersection([member.issued for member in members.values()])
         if self.divergence is not None:
@@ -153,7 +154,7 @@ class ReportMerger:
         hashes = {name: each for name, each in hashes.items() if each.since == right.since}
         differing = tuple(name for name, each in hashes.items() if each != right)
         if differing:
-            # Of two members, it cannot be decided which one is right.
+            # If only two members differ, nobody can decide which of them is right.
             is_majority = right is self._history_hash or 2 * len(differing) < len(hashes)
             diverged = differing if is_majority else tuple(hashes)
             issued = {name: "other calls before it" for name in diverged}
@@ -167,7 +168,7 @@ class ReportMerger:
         return right
 
     def _compare_signatures(self, first: int, rows: Mapping[int, Signatures]) -> Signatures:
-        """Return the common prefix of all rows; where they differ, record the divergence."""
+        """Return the common prefix of all rows. If the rows differ, record the divergence."""
         reference = next(iter(rows.values()))
         expected = reference.tobytes()
         if self.divergence is not None or all(row.tobytes() == expected for row in rows.values()):
@@ -187,7 +188,7 @@ class ReportMerger:
         return {rank: value for name, value in by_member.items() for rank in self._ranks[name]}
 
     def _discard_used_names(self) -> None:
-        """Keep only the names of signatures that are yet to be compared."""
+        """Keep only the names of signatures that have not been compared yet."""
         pending = {
             signature
             for member in self._members.values()
@@ -210,13 +211,14 @@ class NumberedRange:
 
     @property
     def end(self) -> int:
-        """The number of the value that would come next."""
+        """The number of the next value."""
         return self.first + len(self.values)
 
     def add(self, first: int, values: Values) -> bool:
-        """Append a piece that starts at number `first`; return whether there was no gap before it.
+        """Append a piece that starts at number `first`. Return False if there is a gap before it.
 
-        Values before a gap are discarded, and the oldest of more than MAX_PENDING_VALUES.
+        Values before a gap are discarded. If there are more than MAX_PENDING_VALUES values, the
+        oldest values are discarded.
         """
         if first > self.end:
             self.first, self.values = first, values
@@ -228,7 +230,7 @@ class NumberedRange:
         return True
 
     def between(self, first: int, end: int) -> Values:
-        """Return the values with numbers from `first` up to `end`, all of which must be present."""
+        """Return the values from number `first` up to `end`. All values must be present."""
         return self.values[first - self.first : end - self.first]
 
     def discard(self, before: int) -> None:
@@ -238,12 +240,12 @@ class NumberedRange:
 
 
 class _MemberState:
-    """Holds what one member has reported and the merger has not used yet.
+    """Holds the reported values of one member that the merger has not used yet.
 
     Attributes:
         timed: Durations.
         issued: Signatures.
-        prefix_hash: Hash of the signatures before `issued`; None once it is compared.
+        prefix_hash: Hash of the signatures before `issued`. None after it was compared.
     """
 
     __slots__ = ("issued", "prefix_hash", "timed")
@@ -258,11 +260,11 @@ class _MemberState:
         first = self.issued.first
         if not self.issued.add(report.first_issued, report.signatures):
             self.prefix_hash = report.prefix_hash
-        elif self.issued.first != first:  # the oldest were too many
+        elif self.issued.first != first:  # the oldest values were discarded
             self.prefix_hash = None
 
     def discard_issued(self, before: int) -> None:
-        """Discard signatures, and extend the hash by them."""
+        """Discard signatures, and extend the hash by the discarded signatures."""
         if self.prefix_hash is not None:
             discarded = self.issued.between(self.issued.first, before)
             self.prefix_hash = self.prefix_hash.extended(discarded)
@@ -270,6 +272,6 @@ class _MemberState:
 
 
 def _intersection(ranges: Iterable[NumberedRange]) -> tuple[int, int]:
-    """Return the first number that all ranges hold, and the end of the shortest."""
+    """Return the first number that all ranges contain, and the end of the shortest range."""
     ranges = list(ranges)
     return max(each.first for each in ranges), min(each.end for each in ranges)

@@ -26,8 +26,8 @@ from .store_log import StoreConnection, StoreLogReader, StoreLogWriter
 
 logger = logging.getLogger(__name__)
 
-# Exchanges without a report after which a rank is left out, and without a result after which a call
-# counts as unmatched.
+# A rank is left out after this many exchanges without a report. A call counts as unmatched after
+# this many exchanges without a result.
 PATIENCE_EXCHANGES = 4
 
 
@@ -39,11 +39,12 @@ class StoreChannel:
         rank: This rank.
         host: This rank's host.
         patience_seconds: Time without a report after which a rank is left out.
-        stuck_seconds: Time without progress after which the others' heartbeats are read.
+        stuck_seconds: Time without progress after which the heartbeats of other ranks are read.
         recorder: Counts ranks that are left out, and messages that cannot be decoded.
 
     Raises:
-        RuntimeError: The store does not respond; raised by every method but `clear_heartbeats`.
+        RuntimeError: The store does not respond. Every method except `clear_heartbeats` may raise
+            this error.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class StoreChannel:
     def poll(
         self, rank_sets: Iterable[RankSet], compared: RankSet | None
     ) -> list[tuple[RankSet, CompareResult]]:
-        """Coordinate the rank sets of which this rank is the first; return all new results.
+        """Coordinate the rank sets whose first member is this rank, and return all new results.
 
         Args:
             rank_sets: This rank's rank sets.
@@ -98,7 +99,7 @@ class StoreChannel:
         return results
 
     def longest_silence_seconds(self) -> float:
-        """Return the seconds without an entry in the log that has been silent longest."""
+        """Return the seconds since the last entry of the log that has been silent longest."""
         readers = (reader for reader in self._results.values() if reader.has_entries)
         silences = (reader.silent_seconds() for reader in readers)
         return max(self._coordinators.longest_silence_seconds(), *silences, 0.0)
@@ -108,12 +109,12 @@ class StoreChannel:
 
         Args:
             issued: The number of the last call issued, by the rank set's key.
-            pause: Why this rank is expected to make no progress; None while it trains.
+            pause: Why this rank is expected to make no progress. None while the rank trains.
         """
         self._heartbeats.post(issued, pause)
 
     def poll_heartbeats(self, rank_sets: Iterable[RankSet], *, is_stuck: bool) -> None:
-        """Read whether a hang is announced and, every few seconds, the members' heartbeats.
+        """Read whether a hang is announced. Every few seconds, also read the members' heartbeats.
 
         Args:
             rank_sets: This rank's rank sets.
@@ -127,7 +128,7 @@ class StoreChannel:
         self._heartbeats.clear()
 
     def announce_hang(self) -> None:
-        """Announce to the others that this rank hangs."""
+        """Announce to the other ranks that this rank hangs."""
         self._heartbeats.announce_hang()
 
     def _read_results(self, key: str) -> list[CompareResult]:
@@ -144,7 +145,7 @@ class StoreChannel:
 
 
 class CoordinatorReader:
-    """Reads the reports for the rank sets, and blocks of rank sets, of which this rank is first.
+    """Reads reports, for the rank sets and blocks of rank sets whose first member is this rank.
 
     Args:
         store: The connection.
@@ -169,7 +170,7 @@ class CoordinatorReader:
         self._rank_sets: list[_Coordinated] = []
 
     def add(self, rank_set: RankSet) -> None:
-        """Coordinate a rank set, if this rank is responsible. Does nothing the second time."""
+        """Coordinate a rank set, if this rank is responsible. A second call does nothing."""
         if rank_set.key in self._known or rank_set.size < 2:
             return
         self._known.add(rank_set.key)
@@ -218,11 +219,11 @@ class CoordinatorReader:
         return results
 
     def longest_silence_seconds(self) -> float:
-        """Return the longest time since the last report of a rank, in seconds; 0 without ranks."""
+        """Return the longest time since a rank's last report in seconds, or 0 without ranks."""
         silences = (
             source.reader.silent_seconds()
             for name, source in self._sources.items()
-            # Not every rank of a block may use the rank set, but each sends reports.
+            # Some ranks of a block may not use the rank set, but every rank sends reports.
             if source.reader.has_entries or name == _report_log(source.child)
         )
         return max(silences, default=0.0)
@@ -270,7 +271,7 @@ class CoordinatorReader:
 
 @dataclass(slots=True)
 class _Source:
-    """A log, the rank that writes it, and this rank's coordinators that use it."""
+    """A log, the rank that writes the log, and this rank's coordinators that use the log."""
 
     reader: StoreLogReader
     child: int

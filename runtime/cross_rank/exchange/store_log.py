@@ -1,6 +1,7 @@
-"""Access to the c10d store: a connection that reopens after a failure, and logs kept in the store.
+"""Provides a connection to the c10d store that reopens after a failure, and logs in the store.
 
-Nothing here waits for another rank. Reading an absent key would wait, so each key is checked first.
+No function of this module waits for another rank. Reading an absent key would wait, so the code
+first checks that the key is present.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from torch.distributed.distributed_c10d import Store
 from ....metrics.backoff import Backoff
 from ...common.rank_store import StoreClientFactory
 
-# Delay before the first retry after a failure; it doubles with each failure.
+# Delay before the first retry after a failure. The delay doubles with each failure.
 FIRST_RETRY_SECONDS = 30.0
 MAX_RETRY_SECONDS = 300.0
-# Entries of a log that are kept; older ones are deleted, so that the store does not grow.
+# Number of entries of a log that are kept. Older entries are deleted, so the store does not grow.
 MAX_ENTRIES = 16
 
 
@@ -25,16 +26,16 @@ class StoreConnection:
     """Connects one thread to the store. Only `set_timeout` may be called from other threads.
 
     Args:
-        clients: Makes clients.
-        now: A monotonic clock, in seconds, also for the logs over this connection.
+        clients: Creates clients.
+        now: A monotonic clock, in seconds.
 
     Attributes:
-        now: The same clock, for the logs.
-        opened_at: Time of the last opening; before the first, time of construction.
+        now: The clock. The logs over this connection use the same clock.
+        opened_at: The time of the last `open`. Before the first `open`, the time of construction.
 
     Raises:
-        RuntimeError: The store does not respond; raised by every method but `mark_failed`, `close`
-            and `set_timeout`.
+        RuntimeError: The store does not respond. Every method except `mark_failed`, `close` and
+            `set_timeout` may raise this error.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class StoreConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a client that has not failed."""
+        """Whether the connection has a client that has not failed."""
         return self._client is not None
 
     def open(self) -> None:
@@ -81,7 +82,7 @@ class StoreConnection:
         self._clients.close()
 
     def set_timeout(self, timeout_seconds: float) -> None:
-        """Limit how long any call waits for a response from now on. Any thread."""
+        """Limit the time that calls wait for a response. May be called on any thread."""
         client = self._client
         if client is not None:
             client.set_timeout(timedelta(seconds=timeout_seconds))
@@ -130,7 +131,7 @@ class StoreLogWriter:
         """Append an entry, and delete one that is too old."""
         number = self._next
         self._store.set(f"{self._name}/{number}", entry)
-        self._next += 1  # also if the store fails now: that entry may have been read
+        self._next += 1  # also if the store fails now, because the entry may have been read
         self._store.set(f"{self._name}/latest", str(number))
         if number >= MAX_ENTRIES:
             self._store.delete_key(f"{self._name}/{number - MAX_ENTRIES}")
@@ -142,7 +143,7 @@ class StoreLogWriter:
 
 
 class StoreLogReader:
-    """Reads the log of another rank: each entry once, in order.
+    """Reads each entry of another rank's log once, in order.
 
     Attributes:
         has_entries: Whether an entry was ever read.
@@ -161,8 +162,8 @@ class StoreLogReader:
     def poll(self, patience_seconds: float) -> Iterator[bytes]:
         """Yield the new entries.
 
-        If there was none for `patience_seconds`, skip to the latest entry: the next ones may have
-        been deleted while this rank paused.
+        If there was no new entry for `patience_seconds`, skip to the latest entry. The entries in
+        between may have been deleted while this rank paused.
         """
         yield from self._read_new()
         if self.silent_seconds() > patience_seconds:

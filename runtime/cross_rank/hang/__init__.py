@@ -1,1 +1,1 @@
-"""Detects hangs: which ranks are missing at which collective, and a report."""
+"""Detects hangs, finds which ranks are missing at which collective, and writes a report."""

@@ -1,8 +1,8 @@
-"""Decides whether a rank without progress is expected to have none, such as in a checkpoint.
+"""Decides whether a rank is in an expected pause, such as a checkpoint, if it makes no progress.
 
 A pause is accepted for ten hang limits after the last progress. A rank that waits in a collective
-never counts as pausing: otherwise the hang of a rank that evaluates alone, in a collective that no
-other rank enters, would never be detected.
+never counts as pausing. Otherwise one kind of hang would never be detected: a rank evaluates alone,
+and waits in a collective that no other rank enters.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from .thread_stacks import END, PROMPT, silent_activity
 
 # Phases without steps.
 PAUSES = {EVAL, CHECKPOINT}
-# How long a pause is accepted, in hang limits.
+# Longest accepted pause, in hang limits.
 ACCEPTED_LIMITS = 10
-# A rank that waits in a collective for this fraction of the limit no longer announces a pause. The
-# others read that before they have waited for a whole limit themselves.
+# If a rank has waited in a collective for this fraction of the limit, it stops announcing a pause.
+# Other ranks notice this before they have waited for a whole limit themselves.
 WAITING_LIMITS = 0.5
 # A peer with an older heartbeat does not count as pausing, even if it announced a pause.
 MAX_HEARTBEAT_SECONDS = 15.0
-# Time without progress from which on stacks and collectives are read to decide about a pause.
+# Time without progress after which stacks and collectives are read to decide about a pause.
 MIN_IDLE_SECONDS = 2.0
 
 
 class ExpectedPauses:
-    """Decides whether this rank is in an expected pause. Made on the training thread, used on any.
+    """Decides whether this rank is in an expected pause.
 
-    The argument `idle_seconds` is the time since the last progress, `limit_seconds` the hang limit.
+    It is created on the training thread and can be used on any thread. The argument `idle_seconds`
+    is the time since the last progress, and `limit_seconds` is the hang limit.
     """
 
     def __init__(self, phase_timer: PhaseTimer, context: HangContext) -> None:
@@ -42,25 +43,25 @@ class ExpectedPauses:
         self._eval_mode_is_pause = True
 
     def is_expected(self, idle_seconds: float, limit_seconds: float) -> bool:
-        """Whether what this rank does now may take long; called each second."""
+        """Whether the current activity of this rank may take long. Called each second."""
         if self._pause_phase() is None or idle_seconds > ACCEPTED_LIMITS * limit_seconds:
             return False
         return idle_seconds < MIN_IDLE_SECONDS or not self._waits_for_a_peer()
 
     def is_busy(self, idle_seconds: float, limit_seconds: float) -> bool:
-        """Whether this rank or a peer does something that shows no progress.
+        """Whether this rank or a peer is busy with an activity that shows no progress.
 
-        Called once the limit is passed, as it reads all stacks.
+        It reads all stacks, so it is called only after the limit has passed.
         """
         own = silent_activity(self._training_thread)
-        # A prompt may stay open for hours, but a debugger's prompt is on a hung run's stack, too.
+        # A prompt may stay open for hours. But a debugger's prompt may be on a hung run's stack.
         is_prompt = own == PROMPT and not self._waiting_rank_sets()
         if own is not None and (is_prompt or idle_seconds < ACCEPTED_LIMITS * limit_seconds):
             return True
         return any(_is_pausing(peer) for peer in (self._context.peers() or {}).values())
 
     def announced(self, idle_seconds: float, limit_seconds: float) -> str | None:
-        """Return the pause to announce to the peers, or None if they are not to wait.
+        """Return the pause to announce to the peers, or None if the peers should not wait.
 
         Reads all stacks if there is no progress.
         """
@@ -73,12 +74,12 @@ class ExpectedPauses:
         return None if waits else pause
 
     def _pause_phase(self) -> str | None:
-        """Return the phase if it is a pause; in evaluation mode `other` counts as one.
+        """Return the phase if it is a pause. In evaluation mode, `other` counts as a pause.
 
-        In a script that trains in evaluation mode, as it forgot to leave it, the mode is ignored.
+        If a script trains in evaluation mode, because it forgot to leave it, the mode is ignored.
         """
         is_training = self._context.is_training() is not False
-        phase = self._phase_timer.current  # read last: of the mode that was read, or later
+        phase = self._phase_timer.current  # read after the mode, so the phase is not older than the mode
         if phase in (BACKWARD, OPTIMIZER):
             self._eval_mode_is_pause = is_training
         if phase in PAUSES:
@@ -103,5 +104,5 @@ class ExpectedPauses:
 
 
 def _is_pausing(peer: Heartbeat) -> bool:
-    """Whether to wait for a peer. From the end of its script no heartbeat will follow."""
+    """Whether to wait for a peer. After the end of its script, a peer sends no heartbeats."""
     return peer.pause not in (None, END) and (peer.age_seconds or 0.0) < MAX_HEARTBEAT_SECONDS

@@ -16,22 +16,22 @@ from ..comparison_thread import ComparisonThread
 from ..exchange.rank_messages import Heartbeat
 from .hang_evidence import CallSummary, RankSetSummary
 
-# The last calls of each rank set that are read for a report.
+# Number of last calls of each rank set that are read for a report.
 CALLS_PER_RANK_SET = 64
 
 
 class HangContext:
     """Reads the collectives, the peers and the run folder for hang detection.
 
-    Each method but `folder` fails open on its own: from its first exception on it returns None,
-    while the others still work.
+    Each method except `folder` fails open separately. After its first exception the method returns
+    None, while the other methods still work.
 
     Args:
         rank: This rank.
         groups: The process groups seen so far.
         thread: Reads the peers' heartbeats, and announces a hang to them.
         fail_open: Guards the methods.
-        folder: Returns the run folder, once there is one.
+        folder: Returns the run folder, or None until the run has one.
         is_training: Returns whether the monitored module is in training mode.
         now_ns: A clock in nanoseconds.
     """
@@ -65,7 +65,7 @@ class HangContext:
         self._announce_hang_hook = fail_open.wrap("hang notice", thread.announce_hang)
 
     def folder(self) -> Path | None:
-        """Return the run folder; None until there is one."""
+        """Return the run folder, or None until the run has one."""
         return self._folder()
 
     def is_training(self) -> bool | None:
@@ -75,13 +75,13 @@ class HangContext:
     def last_activity_ns(self) -> int | None:
         """Return when a collective was last observed to start or end.
 
-        The time is as precise as this method is called often: it compares the state with that of
-        its last call, so that recording a collective has no extra cost.
+        This method compares the current state with the state at its last call, so recording a
+        collective has no extra cost. The precision of the time is the interval between the calls.
         """
         return self._last_activity_ns_hook()
 
     def peers(self) -> Mapping[int, Heartbeat] | None:
-        """Return the last heartbeats of the other ranks; None if there are none."""
+        """Return the last heartbeats of the other ranks, or None if there are none."""
         return self._peers_hook()
 
     def rank_sets(self) -> list[RankSetSummary] | None:
@@ -89,7 +89,7 @@ class HangContext:
         return self._rank_sets_hook()
 
     def last_calls(self) -> list[CallSummary] | None:
-        """Return the last calls of each rank set in the order of issue, and all in flight."""
+        """Return the last calls and all calls in flight of each rank set, in order of issue."""
         return self._last_calls_hook()
 
     def divergence(self) -> str | None:
@@ -105,7 +105,7 @@ class HangContext:
         return self._others_hang_hook()
 
     def announce_hang(self, hangs: bool) -> None:
-        """Announce to the other ranks that training hangs, or that it goes on."""
+        """Announce to the other ranks that training hangs, or that it continues."""
         self._announce_hang_hook(hangs)
 
     def _find_last_activity_ns(self) -> int:
@@ -126,7 +126,7 @@ class HangContext:
         now_ns = self._now_ns()
         summaries: list[CallSummary] = []
         for rank_set in self._groups.rank_sets():
-            returned: set[Group] = set()  # groups of which a later call has returned
+            returned: set[Group] = set()  # groups in which a later call has returned
             calls = []
             for index, call in enumerate(reversed(list(rank_set.recent))):
                 in_flight = _is_in_flight(call) if call.start_ns else call.group not in returned
@@ -141,7 +141,7 @@ class HangContext:
 def flight_recorder_dump() -> bytes | None:
     """Return torch's own record of collectives as JSON; None if there is none.
 
-    For NCCL's groups it is NCCL's recorder, for all other backends the common one.
+    NCCL groups have a recorder of their own. All other backends share a common recorder.
     """
     names = ["_dump_fr_trace_json"]
     if dist.is_initialized() and "nccl" in dist.get_backend():
@@ -155,7 +155,7 @@ def flight_recorder_dump() -> bytes | None:
 
 
 def _progress(rank_set: RankSet) -> tuple[int, bool, bool]:
-    """Return what identifies the last call, and whether it has returned and ended."""
+    """Return the number of the last call, and whether the call has returned and ended."""
     if not rank_set.recent:
         return (0, True, True)
     last = rank_set.recent[-1]
@@ -175,8 +175,8 @@ def _summarize_rank_set(rank_set: RankSet) -> RankSetSummary:
 
 
 def _is_in_flight(call: CollectiveCall) -> bool:
-    """Whether a call that has returned is still running; False if its end is not observable."""
-    is_read = call.settled and call.timed  # then its events may serve other calls by now
+    """Whether a call that has returned still runs. False if its end cannot be observed."""
+    is_read = call.settled and call.timed  # if so, other calls may use its events now
     if call.end_event is not None and not is_read:
         return not call.end_event.query()
     return call.timed and not call.settled and (call.start_event is not None or not call.end_ns)

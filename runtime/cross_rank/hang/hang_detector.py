@@ -1,4 +1,4 @@
-"""Decides whether training hangs, from samples of its progress; it reads no clock itself."""
+"""Decides whether training hangs, from samples of its progress. It does not read a clock."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-# Steps that must have ended before a hang is detected.
+# Number of steps that must have ended before a hang can be detected.
 MIN_STEPS = 3
-# The last steps of which the median duration is taken.
+# Number of last steps whose median duration is computed.
 MEDIAN_STEPS = 64
-# The limit is at least so many median steps.
+# The limit is at least this many times the median step.
 LIMIT_STEPS = 10
-# Limits that are reported for one hang.
+# Maximum number of limits that are reported for one hang.
 MAX_LIMITS = 2
-# Updates are a second apart. After a longer gap the process was stopped, or its interpreter lock
-# was held: then it is unknown whether training made progress.
+# Longest gap between two updates, which are normally a second apart. After a longer gap, the process
+# was stopped or its interpreter lock was held, so it is unknown whether training made progress.
 MAX_GAP_NS = 5 * 10**9
-# A rank joins a hang that another one announces only after so long without progress of its own.
+# If another rank announces a hang, this rank joins only after this time without its own progress.
 MIN_ANNOUNCED_SECONDS = 2.0
 
 
 class HangState(Enum):
-    """What has changed with a sample."""
+    """The change that a sample has caused."""
 
     UNCHANGED = auto()
     HANG = auto()  # no progress on this rank for longer than the limit
     ABORT_LIMIT = auto()  # no progress for twice the limit: the setting hang.abort ends the process
-    ANNOUNCED = auto()  # another rank announces a hang that this rank has not detected itself
-    RESUMED = auto()  # progress after any of these: detection starts over
+    ANNOUNCED = auto()  # another rank announces a hang that this rank has not detected
+    RESUMED = auto()  # progress after a hang or an announcement; detection starts over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +51,11 @@ class ProgressSample:
 
 
 class HangDetector:
-    """Decides at each sample whether training hangs: once per limit, and again after progress.
+    """Decides at each sample whether training hangs.
 
-    The limit is `seconds`, or ten times the median of the last steps if that is more. There is no
-    hang before three steps have ended. Time in a pause does not count.
+    It reports a hang once per limit, and can report another hang after progress. The limit is the
+    greater of `seconds` and ten times the median of the last steps. No hang is detected before
+    three steps have ended. Time in a pause does not count.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -71,7 +72,7 @@ class HangDetector:
 
     @property
     def limit_seconds(self) -> float:
-        """How long there may be no progress, in seconds."""
+        """Longest accepted time without progress, in seconds."""
         if self._limit_seconds is None:
             median = statistics.median(self._step_seconds)
             self._limit_seconds = max(self._seconds, LIMIT_STEPS * median)
@@ -93,8 +94,8 @@ class HangDetector:
 
         Args:
             sample: The sample.
-            is_busy: Called when a limit is passed, as it is expensive: whether the process does
-                something that shows no progress, such as compilation.
+            is_busy: Returns whether the process is busy with an activity that shows no progress,
+                such as compilation. It is expensive, so it is called only when a limit is passed.
         """
         has_progressed = self._advance(sample)
         announced = sample.others_hang and self.silent_seconds >= MIN_ANNOUNCED_SECONDS
@@ -126,7 +127,7 @@ class HangDetector:
         return has_progressed
 
     def _passes_limit(self, sample: ProgressSample, is_busy: Callable[[], bool]) -> bool:
-        """Whether the next limit is passed now; if the process is busy, it starts over."""
+        """Whether the next limit is passed now. If the process is busy, the limit starts over."""
         before_seconds = self._limits_passed * self.limit_seconds
         if self.num_steps < MIN_STEPS or self.silent_seconds < before_seconds + self.limit_seconds:
             return False

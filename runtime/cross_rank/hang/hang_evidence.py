@@ -10,14 +10,14 @@ from ..exchange.rank_messages import Heartbeat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetSummary:
-    """What is known of one rank set of this rank.
+    """The known state of one rank set of this rank.
 
     Attributes:
         key: The rank set's key.
         role: Role of its groups.
         members: The ranks of the set.
         issued: Number of the last collective that this rank issued.
-        is_waiting: Whether that collective is in flight.
+        is_waiting: Whether the last collective is in flight.
     """
 
     key: str
@@ -29,7 +29,7 @@ class RankSetSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSummary:
-    """What is known of one collective of this rank.
+    """The known state of one collective of this rank.
 
     Attributes:
         key: The rank set's key.
@@ -38,10 +38,10 @@ class CallSummary:
         op: The operation.
         payload_bytes: The size of the payload.
         dtype: The data type of the payload.
-        phase: The phase it was issued in.
-        in_flight: Whether it has not ended.
-        seconds: The duration, or the time in flight so far; None if unknown.
-        is_own: Whether it is one of zerowatch's own collectives (votes of a TrainingRun).
+        phase: The phase in which the call was issued.
+        in_flight: Whether the call has not ended.
+        seconds: The duration, or the time in flight so far. None if unknown.
+        is_own: Whether the call is one of zerowatch's own collectives (votes of a TrainingRun).
     """
 
     key: str
@@ -64,16 +64,16 @@ class HangEvidence:
         rank: This rank.
         host: This machine.
         at_unix_seconds: When the hang was detected.
-        step: The last step that ended here; 0 before the first.
-        phase: The phase under way, of the catalog's phases.
+        step: The last step that ended on this rank. 0 before the first step.
+        phase: The current phase, one of the catalog's phases.
         silent_seconds: Seconds without progress on this rank, without expected pauses.
-        limit_seconds: The limit for it.
-        is_announced: Whether another rank announced the hang, and this rank's limit is not reached.
+        limit_seconds: The limit for `silent_seconds`.
+        is_announced: Whether another rank announced the hang before this rank's limit was reached.
         location: The Python line of the training thread, such as "function (file.py:12)".
-        peers: The other ranks; None if nothing is known about them.
+        peers: The last heartbeats of other ranks. None if nothing is known about them.
         rank_sets: This rank's rank sets, by key.
         calls: This rank's last collectives, by rank set, in the order of issue.
-        divergence: A message that names the ranks whose collectives diverged; None if none did.
+        divergence: A message that names the ranks whose collectives diverged, or None.
     """
 
     rank: int

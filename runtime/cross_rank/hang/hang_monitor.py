@@ -1,7 +1,7 @@
 """Checks each second whether training hangs. On a hang it writes a report, and may abort.
 
-A check only reads memory: it takes some microseconds and never blocks. The report and the log lines
-may block, and are written on a thread of their own.
+A check only reads memory. It takes some microseconds and never blocks. Writing the report and the
+log lines may block, so they are written on a thread of their own.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from .thread_stacks import python_location
 logger = logging.getLogger(__name__)
 
 ABORT_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
-# Longest wait for the log before the process is ended.
+# Longest wait for the log before the process ends.
 FLUSH_SECONDS = 1.0
 
 
 class HangMonitor:
-    """Detects hangs of the training thread, on which it must be made.
+    """Detects hangs of the training thread.
 
-    Its methods run on the watch thread.
+    It must be created on the training thread. Its methods run on the watch thread.
 
     Args:
-        context: Collectives, peers and the run folder.
+        context: Provides the collectives, the peers and the run folder.
         settings: The settings.
         phase_timer: The phases of the training thread.
         recorder: Counts the hangs.
-        fail_open: Guards the report.
-        now_ns: The clock of `phase_timer`.
+        fail_open: Guards the writing of the report.
+        now_ns: The clock that `phase_timer` uses.
         exit_process: Ends the process at once with an exit code.
     """
 
@@ -73,30 +73,31 @@ class HangMonitor:
         self._exit_process = exit_process
         self._training_thread = threading.get_ident()
         self._detector = HangDetector(settings.timeout_seconds)
-        self._limit_seconds = settings.timeout_seconds  # as of the last check, for other threads
+        self._limit_seconds = settings.timeout_seconds  # the limit at the last check, for other threads
         self._pauses = ExpectedPauses(phase_timer, context)
         self._step = 0
         self._is_announced = False
         self._report = fail_open.wrap("hang report", self._write_and_log)
         self._writing: threading.Thread | None = None
-        if settings.enabled:  # from the start: a rate needs a value before the rise
+        if settings.enabled:  # set at the start, because a rate needs a value before the increase
             recorder.add(communication.HANGS, 0)
 
     def expected_pause(self) -> str | None:
-        """Return the reason why no progress is expected now, for the peers; None while it trains.
+        """Return the reason why no progress is expected now, or None while the rank trains.
 
-        Reads all stacks if there is no progress. Any thread.
+        The reason is sent to the peers. Reads all stacks if there is no progress. May be called on
+        any thread.
         """
         idle_seconds = (self._now_ns() - self._activity_ns()) / 1e9
         return self._pauses.announced(idle_seconds, self._limit_seconds)
 
     def on_step_end(self, record: StepRecord) -> None:
-        """Use the duration of a step that has ended for the limit."""
+        """Update the limit with the duration of a step that has ended."""
         self._step = record.step
         self._detector.add_step(record.training_seconds)
 
     def check(self) -> None:
-        """Check once for a hang; to be called each second."""
+        """Check once for a hang. Must be called each second."""
         if not self._settings.enabled:
             return
         now_ns, activity_ns = self._now_ns(), self._activity_ns()
@@ -122,7 +123,7 @@ class HangMonitor:
                 self._on_resumed()
 
     def close(self, timeout_seconds: float = 2.0) -> None:
-        """Wait a moment for a report that is being written."""
+        """Wait up to `timeout_seconds` for a report that is being written."""
         if self._writing is not None:
             self._writing.join(timeout_seconds)
 
@@ -131,7 +132,7 @@ class HangMonitor:
 
     def _on_hang(self) -> None:
         self._recorder.add(communication.HANGS, 1)
-        if not self._is_announced:  # else the report is written, and the others have been informed
+        if not self._is_announced:  # else the report is written and the other ranks know of the hang
             self._context.announce_hang(True)
             self._start_report(is_announced=False)
 
@@ -184,7 +185,7 @@ class HangMonitor:
         logger.error("training hangs: %s (%s)", summary(evidence), where)
 
     def _abort(self) -> None:
-        """End the process at once; neither log nor output may delay that."""
+        """End the process at once. Neither the log nor other output may delay the end."""
         self.close()
         bodies = (self._note_abort, self._log_abort_and_flush)
         for thread in [_start_thread("zerowatch-abort", body) for body in bodies]:
@@ -193,7 +194,7 @@ class HangMonitor:
         self._exit_process(ABORT_EXIT_CODE)
 
     def _note_abort(self) -> None:
-        """Leave a note for the next start, which reports ranks that exited uncleanly."""
+        """Write a note for the next start of the job, which reports ranks that exited uncleanly."""
         text = f"ended itself with code {ABORT_EXIT_CODE}, as training hung and hang.abort is set"
         folder = self._context.folder()
         process = current_process(self._context.rank, socket.gethostname())
@@ -213,7 +214,7 @@ class HangMonitor:
 
 
 def _run_on_thread(name: str, body: Callable[[], object]) -> threading.Thread | None:
-    """Run a function that may block on its own thread, or here if none can be started."""
+    """Run a function that may block on a new thread, or here if no thread can be started."""
     thread = _start_thread(name, body)
     if thread is None:
         body()
@@ -221,7 +222,7 @@ def _run_on_thread(name: str, body: Callable[[], object]) -> threading.Thread | 
 
 
 def _start_thread(name: str, body: Callable[[], object]) -> threading.Thread | None:
-    """Start a thread; return None if the system allows no more threads."""
+    """Start a thread and return it. Return None if the system allows no more threads."""
     thread = threading.Thread(target=body, name=name, daemon=True)
     try:
         thread.start()

@@ -1,4 +1,4 @@
-"""Reports a hang: which ranks are missing at which collective, and all threads' stacks."""
+"""Writes the report of a hang: the missing ranks, their collectives, and the threads' stacks."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from .missing_ranks import (
     waiting_ranks,
 )
 
-# A run keeps at most so many reports of each rank.
+# Maximum number of reports of each rank in a run.
 MAX_REPORTS = 5
-# Other ranks listed in a report, the longest silent first.
+# Maximum number of other ranks in a report. The rank that is silent longest comes first.
 MAX_PEERS = 64
-# Collectives listed for each rank set.
+# Maximum number of collectives listed for each rank set.
 MAX_CALLS = 32
-# Ranks named in one sentence.
+# Maximum number of ranks named in one sentence.
 MAX_NAMED = 8
-# Seconds without a heartbeat after which a rank counts as silent. Ranks send heartbeats each
-# second, by default; they are read every four to six seconds.
+# Seconds without a heartbeat after which a rank counts as silent. By default, ranks send heartbeats
+# each second. Heartbeats are read every four to six seconds.
 SILENT_SECONDS = 3.0
 
 
 def report_text(evidence: HangEvidence) -> str:
-    """Return the text of the report except the stacks; the first line is the summary."""
+    """Return the text of the report without the stacks. The first line is the summary."""
     lines = [summary(evidence), "", *_moment(evidence), ""]
     lines += [*_absences(evidence), *_peers(evidence), "", *_calls(evidence), "", *_threads()]
     return "\n".join(lines) + "\n"
@@ -45,7 +45,7 @@ def write_report(folder: Path, evidence: HangEvidence) -> Path | None:
     """Write the report into the run folder, readable by its owner alone.
 
     Returns:
-        The report's path; None if the run has MAX_REPORTS reports of this rank already.
+        The report's path, or None if the run already has MAX_REPORTS reports of this rank.
 
     Raises:
         OSError: The folder cannot be written.
@@ -67,7 +67,7 @@ def write_flight_recorder_dump(report: Path, dump: bytes) -> None:
     """Write torch's own record of collectives next to the report, readable by its owner alone."""
     kind = "json" if dump.startswith(b"{") else "pickle"
     with (
-        contextlib.suppress(OSError),  # the report itself is written and has more detail
+        contextlib.suppress(OSError),  # the report is already written and has more detail
         os.fdopen(create_private(report.with_suffix(f".flight.{kind}")), "wb") as file,
     ):
         file.write(dump)
@@ -84,7 +84,7 @@ def summary(evidence: HangEvidence) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Format ranks, such as "ranks 1, 2". Of many ranks only the first are listed."""
+    """Format ranks, such as "ranks 1, 2". If there are many, only the first are listed."""
     named = ", ".join(map(str, ranks[:MAX_NAMED]))
     more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
@@ -101,7 +101,7 @@ def _moment(evidence: HangEvidence) -> Iterator[str]:
 
 
 def _absences(evidence: HangEvidence) -> Iterator[str]:
-    """List, for each collective that a rank waits in, which ranks are missing there."""
+    """List the ranks that are missing at each collective in which a rank waits."""
     own = f"rank {evidence.rank}"
     lines = [
         f"{one.call}: {own} waits for {ranks_text(one.ranks)}" for one in missing_ranks(evidence)
@@ -142,7 +142,7 @@ def _peer(peer: Heartbeat, roles: Mapping[str, str]) -> str:
 
 
 def _issued(numbers: Mapping[str, int], roles: Mapping[str, str]) -> str:
-    """List the numbers of the rank sets that this rank shares."""
+    """List the number of the last collective in each rank set that this rank shares."""
     shared = [f"{roles[key]} ({key}) {n}" for key, n in sorted(numbers.items()) if key in roles]
     return ", ".join(shared) or "no collective in a group of this rank"
 
@@ -171,7 +171,7 @@ def _call(call: CallSummary) -> str:
 
 
 def _threads() -> Iterator[str]:
-    """List the names of the threads: the stacks have their numbers only."""
+    """List the names of the threads. The stacks contain only the numbers of the threads."""
     yield "Python stacks, innermost call first. The current thread is the one that writes this."
     for thread in threading.enumerate():
         yield f"  0x{thread.ident or 0:016x} {thread.name}"
@@ -179,7 +179,7 @@ def _threads() -> Iterator[str]:
 
 
 def _about_calls_in_flight(evidence: HangEvidence) -> str | None:
-    """Describe the collective that this rank is in; None if it is in none."""
+    """Describe the collective in which this rank waits. None if it waits in no collective."""
     calls = calls_in_flight(evidence)
     if not calls:
         return None
@@ -205,7 +205,7 @@ def _about_calls_in_flight(evidence: HangEvidence) -> str | None:
 
 
 def _about_this_rank(evidence: HangEvidence) -> str:
-    """Describe a rank that is in no collective: others may wait for it."""
+    """Describe a rank that waits in no collective. Other ranks may wait for this rank."""
     where = f"is in {evidence.phase} and in no collective, at {evidence.location}"
     waiting = waiting_ranks(evidence)
     if waiting:
@@ -217,7 +217,7 @@ def _about_this_rank(evidence: HangEvidence) -> str:
 
 
 def _silent(ranks: Iterable[int], peers: Mapping[int, Heartbeat]) -> tuple[int, ...]:
-    """Return those of the ranks without a recent heartbeat, the longest silent first."""
+    """Return the ranks without a recent heartbeat. The rank silent longest comes first."""
     return tuple(
         rank
         for rank in sort_by_silence(ranks, peers)
@@ -226,7 +226,7 @@ def _silent(ranks: Iterable[int], peers: Mapping[int, Heartbeat]) -> tuple[int, 
 
 
 def _liveness(ranks: Sequence[int], peers: Mapping[int, Heartbeat], *, named: bool = False) -> str:
-    """Describe whether the first of the ranks, the longest silent one, is alive."""
+    """Describe whether the first of the ranks, which is silent longest, is alive."""
     who = f"rank {ranks[0]}" if named or len(ranks) > 1 else "it"
     age = peers[ranks[0]].age_seconds
     if age is None:

@@ -1,4 +1,4 @@
-"""Finds the missing ranks of a hang: those that have not issued a collective that others are in."""
+"""Finds the ranks that have not issued a collective in which other ranks wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .hang_evidence import CallSummary, HangEvidence, RankSetSummary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingRanks:
-    """Ranks that have not arrived at a collective, or that wait in it for this rank.
+    """Ranks that have not arrived at a collective, or that wait in a collective for this rank.
 
     Attributes:
         ranks: The ranks.
@@ -23,9 +23,10 @@ class MissingRanks:
 
 
 def missing_ranks(evidence: HangEvidence) -> list[MissingRanks]:
-    """Return, for each rank set with a collective in flight, the members that have not issued it.
+    """Return, for each rank set, the members that have not issued the collective in flight.
 
-    Of several collectives in flight only the first counts: the other members wait for that one.
+    If several collectives are in flight, only the first counts, because the other members wait for
+    the first.
     """
     if evidence.peers is None:
         return []
@@ -61,7 +62,7 @@ def calls_in_flight(evidence: HangEvidence) -> list[CallSummary]:
 
 
 def call_name(call: CallSummary) -> str:
-    """Name a call in the way it can be found in another rank's report."""
+    """Return the name of a call. The reports of other ranks use the same name."""
     number = f" number {call.sequence}" if call.sequence else ""
     size = f"{size_text(call.payload_bytes)}, " if call.payload_bytes else ""
     own = "zerowatch's own, " if call.is_own else ""
@@ -69,7 +70,7 @@ def call_name(call: CallSummary) -> str:
 
 
 def size_text(num_bytes: int) -> str:
-    """Format a number of bytes exactly if it is round, such as "64 MiB" or "100 bytes"."""
+    """Format a number of bytes, exactly if it is round, such as "64 MiB" or "100 bytes"."""
     size, unit = float(num_bytes), "bytes"
     for larger in ("KiB", "MiB", "GiB"):
         if size < 1024:
@@ -79,14 +80,14 @@ def size_text(num_bytes: int) -> str:
 
 
 def sort_by_silence(ranks: Iterable[int], peers: Mapping[int, Heartbeat]) -> list[int]:
-    """Sort ranks by the time since their last heartbeat, the longest silent first."""
+    """Sort ranks by the time since their last heartbeat. The rank silent longest comes first."""
     return sorted(ranks, key=lambda rank: (-(peers[rank].age_seconds or 0.0), rank))
 
 
 def _members_behind(
     rank_set: RankSetSummary, call: CallSummary, peers: Mapping[int, Heartbeat]
 ) -> tuple[int, ...]:
-    """Return the members that have not issued this call, the longest silent first.
+    """Return the members that have not issued this call. The one silent longest comes first.
 
     A point-to-point call has the sequence number 0, so the result is empty for it.
     """

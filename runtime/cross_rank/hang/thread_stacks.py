@@ -1,6 +1,6 @@
-"""Reads the stacks of the process's threads: where training is, and whether it compiles or waits.
+"""Reads the stacks of all threads, to find where training is and whether it compiles or waits.
 
-It reads the names of files and functions in frames, never local variables.
+The code reads the names of files and functions in frames, never local variables.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import sys
 from collections.abc import Iterator, Mapping
 from types import FrameType
 
-# Files that are on a stack only while something is compiled. Not all of torch/_dynamo and
-# torch/_inductor: their wrappers stay on the stack while compiled code, and what is excluded from
-# compilation, runs, and a hang in there is a hang.
+# Files that are on a stack only during a compilation. The list does not contain all of torch/_dynamo
+# and torch/_inductor. Their wrappers stay on the stack while compiled code runs, and while code runs
+# that is excluded from compilation. A hang in such code must be detected.
 COMPILERS = (
     "torch/_dynamo/convert_frame.py",
     "torch/_inductor/compile_fx.py",
     "torch/utils/cpp_extension.py",
     "triton/compiler/compiler.py",
 )
-# Functions of those files that run compiled code.
+# Functions of these files that run compiled code.
 _RUNNERS = {("torch/_inductor/compile_fx.py", "run")}
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
-_DEMO = os.path.join(_OURS, "cli", "demo") + os.sep  # a training script as any other
+_DEMO = os.path.join(_OURS, "cli", "demo") + os.sep  # the demo counts as a training script
 # An open prompt, and the end of the script, which joins its threads. Python's own files are
 # compared by their whole path: a training script may be called code.py.
 _PYTHON = os.path.dirname(os.__file__)
@@ -30,14 +30,14 @@ _DEBUGGERS = tuple(os.path.join(_PYTHON, file) for file in ("pdb.py", "code.py")
 _EVENT_LOOP = os.path.join(_PYTHON, "selectors.py")
 _NOTEBOOK = f"{os.sep}ipykernel{os.sep}"
 _SHUTDOWN = (os.path.join(_PYTHON, "threading.py"), "_shutdown")
-# Activities that show no progress, as they are announced to the peers.
+# Activities that show no progress, with the names that are announced to the peers.
 COMPILATION = "compilation"
 PROMPT = "a prompt"
 END = "the script's end"
 
 
 def silent_activity(training_thread: int) -> str | None:
-    """Return the known activity without progress that the process is in; None if it is in none."""
+    """Return the activity of the process that explains a lack of progress, or None."""
     return silent_activity_in(sys._current_frames(), training_thread)
 
 
@@ -55,7 +55,7 @@ def python_location(training_thread: int) -> str:
 
 
 def silent_activity_in(frames: Mapping[int, FrameType], training_thread: int) -> str | None:
-    """Return `silent_activity` of frames by thread; autograd's threads compile backward passes."""
+    """Return `silent_activity`, given the frames by thread. Autograd's threads may compile, too."""
     if any(_compiles(frame) for frame in frames.values()):
         return COMPILATION
     frame = frames.get(training_thread)
