@@ -113,7 +113,7 @@ class ReportMerger:
         return first, least
 
     def _drain_signatures(self) -> tuple[int, SequenceHash | None, Signatures]:
-        """Return the first number, the prefix hash and the signatures of calls that all agree on."""
+        """Return the first number, the prefix hash and the signatures of the common calls."""
         members = self._members
         first, end = _intersection([member.issued for member in members.values()])
         if self.divergence is not None:

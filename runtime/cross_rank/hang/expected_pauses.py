@@ -79,7 +79,7 @@ class ExpectedPauses:
         If a script trains in evaluation mode, because it forgot to leave it, the mode is ignored.
         """
         is_training = self._context.is_training() is not False
-        phase = self._phase_timer.current  # read after the mode, so the phase is not older than the mode
+        phase = self._phase_timer.current  # read last: not older than the mode
         if phase in (BACKWARD, OPTIMIZER):
             self._eval_mode_is_pause = is_training
         if phase in PAUSES:

@@ -16,8 +16,8 @@ MEDIAN_STEPS = 64
 LIMIT_STEPS = 10
 # Maximum number of limits that are reported for one hang.
 MAX_LIMITS = 2
-# Longest gap between two updates, which are normally a second apart. After a longer gap, the process
-# was stopped or its interpreter lock was held, so it is unknown whether training made progress.
+# Longest gap between two updates, which are normally a second apart. After a longer gap, it is
+# unknown whether training made progress: the process was stopped or its interpreter lock was held.
 MAX_GAP_NS = 5 * 10**9
 # If another rank announces a hang, this rank joins only after this time without its own progress.
 MIN_ANNOUNCED_SECONDS = 2.0

@@ -73,7 +73,7 @@ class HangMonitor:
         self._exit_process = exit_process
         self._training_thread = threading.get_ident()
         self._detector = HangDetector(settings.timeout_seconds)
-        self._limit_seconds = settings.timeout_seconds  # the limit at the last check, for other threads
+        self._limit_seconds = settings.timeout_seconds  # at the last check; read by other threads
         self._pauses = ExpectedPauses(phase_timer, context)
         self._step = 0
         self._is_announced = False
@@ -132,7 +132,7 @@ class HangMonitor:
 
     def _on_hang(self) -> None:
         self._recorder.add(communication.HANGS, 1)
-        if not self._is_announced:  # else the report is written and the other ranks know of the hang
+        if not self._is_announced:  # else the report is written and the others know of it
             self._context.announce_hang(True)
             self._start_report(is_announced=False)
 

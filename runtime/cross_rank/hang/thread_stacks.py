@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from types import FrameType
 
-# Files that are on a stack only during a compilation. The list does not contain all of torch/_dynamo
-# and torch/_inductor. Their wrappers stay on the stack while compiled code runs, and while code runs
-# that is excluded from compilation. A hang in such code must be detected.
+# Files that are on a stack only during a compilation. The list does not contain all files of
+# torch/_dynamo and torch/_inductor. Their wrappers stay on the stack while compiled code runs, and
+# while code runs that is excluded from compilation. A hang in such code must be detected.
 COMPILERS = (
     "torch/_dynamo/convert_frame.py",
     "torch/_inductor/compile_fx.py",
