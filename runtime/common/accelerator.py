@@ -1,10 +1,11 @@
-"""Accesses the accelerator of this process; the only module that names torch.cuda.
+"""Accesses the accelerator of this process. Only this module names torch.cuda.
 
-`current` is the kind of accelerator in use. `CudaAccelerator` serves NVIDIA and, as torch's CUDA,
-AMD (ROCm). Another kind needs a class with the members of `Accelerator`, assigned to `current`
-here, and a memory probe in `devices/memory_probes.py`. A row in `devices/device_probes.py` adds
-utilization and power, `devices/peak_flops.py` the peak FLOP/s. `training_device_index` also needs
-DeepSpeed's accelerator to be of that kind. Importing this module initializes no device.
+`current` is the accelerator in use. `CudaAccelerator` supports NVIDIA GPUs and AMD GPUs (ROCm),
+which torch presents as CUDA. To support another kind of accelerator, write a class with the members
+of `Accelerator`, assign an instance to `current` here, and add a memory probe to
+`devices/memory_probes.py`. A row in `devices/device_probes.py` adds utilization and power, and
+`devices/peak_flops.py` adds the peak FLOP/s. `training_device_index` also requires that DeepSpeed's
+accelerator is of this kind. Importing this module does not initialize a device.
 """
 
 from __future__ import annotations
@@ -24,37 +25,38 @@ _CAPTURE_MODE_RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 
 class Stream(Protocol):
-    """Queues work on the device; has the methods of `torch.cuda.Stream` that are used."""
+    """Queues work on the device. Declares the methods of `torch.cuda.Stream` that are used."""
 
     def synchronize(self) -> None:
         """Wait on the host until all work in the queue is done."""
 
 
 class Event(Protocol):
-    """Marks a moment in a stream; has the methods of `torch.cuda.Event` that are used."""
+    """Marks a moment in a stream. Declares the methods of `torch.cuda.Event` that are used."""
 
     def record(self, stream: Any = None) -> None:
-        """Set the mark at the end of a stream, by default of the current one."""
+        """Set the mark at the end of a stream, by default the current stream."""
 
     def query(self) -> bool:
         """Return whether the device has passed the mark. Never waits."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Return the milliseconds from this mark to another; both must have been passed."""
+        """Return the milliseconds between two marks. The device must have passed both."""
 
 
 class Accelerator(Protocol):
-    """Accesses one kind of accelerator. No method but `empty_cache` waits for the device.
+    """Accesses one kind of accelerator. Only `empty_cache` may wait for the device.
 
     Attributes:
         kind: torch's type of device, such as "cuda".
         collective_backend: The process group backend whose collectives run on streams. Its name is
             also the prefix of its kernels' names.
-        module: torch's module for the device; owns `synchronize`. Must allow weak references.
+        module: torch's module for the device, which has `synchronize`. It must allow weak
+            references.
         hardware_id_prefix: The prefix that makes a device's UUID its `hw.id` in OTLP data.
         Stream: The class of its streams, with `wait_stream` and `synchronize`.
         Event: The class of its events, with `record`, `wait` and `synchronize`.
-        profiler_device: torch's profiler type of what runs on it.
+        profiler_device: torch's profiler type of work that runs on the device.
     """
 
     kind: str
@@ -69,10 +71,10 @@ class Accelerator(Protocol):
         """Return whether torch was built for this kind."""
 
     def is_available(self) -> bool:
-        """Return whether there is such a device and a driver for it."""
+        """Return whether a device of this kind and its driver are present."""
 
     def is_initialized(self) -> bool:
-        """Return whether this process uses it already."""
+        """Return whether this process already uses the device."""
 
     def device_count(self) -> int:
         """Return how many devices this process may use."""
@@ -84,24 +86,24 @@ class Accelerator(Protocol):
         """Return the product name that the driver gives."""
 
     def device_uuid(self, index: int) -> str:
-        """Return what identifies the device on its host, without a prefix."""
+        """Return the id, without a prefix, that identifies the device on its host."""
 
     def current_stream(self) -> Any:
-        """Return the stream that gets this thread's work."""
+        """Return the stream to which this thread submits work."""
 
     def stream_handle(self, stream: Any) -> int | None:
-        """Return a number that identifies a stream; None for a stream of another class."""
+        """Return a number that identifies a stream, or None for a stream of another class."""
 
     def is_capturing(self) -> bool:
         """Return whether the current stream is captured into a graph."""
 
     def allow_queries_while_capturing(self) -> bool:
-        """Let this thread query events while another captures a graph; return whether it may."""
+        """Let this thread query events while another thread captures a graph. Return success."""
 
     def memory_stats(self, index: int) -> dict[str, Any]:
         """Return the allocator's statistics, nested as torch.cuda.memory_stats_as_nested_dict's.
 
-        Empty before the device is initialized.
+        The result is empty before the device is initialized.
         """
 
     def memory_info(self, index: int) -> tuple[int, int]:
@@ -132,8 +134,8 @@ class Accelerator(Protocol):
 class CudaAccelerator:
     """Accesses NVIDIA and AMD GPUs through torch.cuda.
 
-    `current_stream` and `is_capturing` run for each collective; to save a call they are torch's own
-    functions. The other methods call torch's function by its name.
+    `current_stream` and `is_capturing` run for each collective. They are torch's own functions,
+    which saves a call. The other methods look up torch's function by name at each call.
     """
 
     kind = "cuda"
@@ -149,7 +151,7 @@ class CudaAccelerator:
 
     @staticmethod
     def stream_handle(stream: Any) -> int | None:
-        """Return the `cudaStream_t`; None for a generic `torch.Stream`, which has none."""
+        """Return the `cudaStream_t`, or None for a generic `torch.Stream`, which has none."""
         return getattr(stream, "cuda_stream", None)
 
     def is_built(self) -> bool:
@@ -181,9 +183,9 @@ class CudaAccelerator:
         return str(torch.cuda.get_device_properties(index).uuid)
 
     def allow_queries_while_capturing(self) -> bool:
-        """Let this thread query events while another captures a CUDA graph.
+        """Let this thread query events while another thread captures a CUDA graph.
 
-        In the default mode a query by any thread invalidates the capture.
+        In the default mode, a query by any thread invalidates the capture.
 
         Returns:
             Whether the mode was set. If not, this thread must not query events.
@@ -206,13 +208,13 @@ class CudaAccelerator:
         return torch.cuda.mem_get_info(index)
 
     def memory_fraction(self, index: int) -> float:
-        """Return what `set_per_process_memory_fraction` has set."""
+        """Return the fraction that `set_per_process_memory_fraction` has set."""
         # torch 2.6 can set this fraction, but has no function that returns it.
         get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
         return float(get_fraction(index)) if get_fraction else 1.0
 
     def empty_cache(self) -> None:
-        """Return the allocator's free blocks to the GPU; nothing before CUDA is initialized."""
+        """Return the allocator's free blocks to the GPU, if CUDA is initialized."""
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
@@ -228,7 +230,7 @@ class CudaAccelerator:
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def dump_memory_snapshot(self, path: str) -> None:
-        """Write the allocator's blocks, and the history where it is recorded."""
+        """Write the allocator's blocks, and their history if it is recorded."""
         torch.cuda.memory._dump_snapshot(path)
 
     def get_rng_state(self) -> torch.Tensor:
@@ -240,22 +242,23 @@ class CudaAccelerator:
         torch.cuda.set_rng_state(state)
 
 
-# Other modules read `accelerator.current` at each use. The classes that run for each collective
-# read it once, in their constructors.
+# Other modules read `accelerator.current` at each use. Classes that run for each collective read
+# `accelerator.current` once, in their constructors.
 current: Accelerator = CudaAccelerator()
 
 
 def training_device_index() -> int | None:
-    """Return the index of the device that this rank trains on; None on CPU.
+    """Return the index of the device that this rank trains on, or None on CPU.
 
-    DeepSpeed's choice counts where it is loaded: DS_ACCELERATOR may be "cpu" despite a GPU.
+    If DeepSpeed is loaded, its choice of device counts: DS_ACCELERATOR may be "cpu" although the
+    machine has a GPU.
     """
     on_device = _device_kind() == current.kind and current.is_available()
     return current.current_device() if on_device else None
 
 
 def device_uuid(index: int) -> str | None:
-    """Return the UUID of a device of this process, without a prefix; None without a device."""
+    """Return the UUID of a device of this process without a prefix, or None without a device."""
     return current.device_uuid(index) if current.is_available() else None
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 def cgroup_folders(controller: str, root: Path = Path("/")) -> list[Path]:
     """Return the folders that may have a controller's limits, innermost first.
 
-    In a container the path of the group may be that on the host, where it is not mounted. The
-    container's group is then the mount point. Folders that do not exist may be included.
+    In a container, the path of the group may be a path of the host that is not mounted in the
+    container. In this case the mount point is the container's group. The result may include
+    folders that do not exist.
 
     Args:
         controller: The name of a cgroup controller, such as "memory".
-        root: The root of the file system, for tests.
+        root: The root of the file system. Tests set another root.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

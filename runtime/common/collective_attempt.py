@@ -1,4 +1,4 @@
-"""Runs code sections that all ranks complete or none: a failure on one rank is raised on all."""
+"""Runs code sections that all ranks complete or none. A failure on one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def is_peer_failure(error: BaseException) -> bool:
 class CollectiveAttempt:
     """Runs a code section on all ranks: use it in a `with` statement, then read `error`.
 
-    It catches exceptions, so that the caller can undo on every rank what was begun. In the section,
-    `check_peers` must be called before a collective, which a failed rank would not enter.
+    The section's exceptions are caught, so that the caller can undo partial work on every rank. In
+    the section, call `check_peers` before each collective, because a failed rank would not enter
+    the collective.
 
     Attributes:
         error: The exception that ended the section on this rank; `PeerAttemptError` if only another
@@ -44,7 +45,7 @@ class CollectiveAttempt:
         self._host_group = host_group
 
     def check_peers(self) -> None:
-        """Wait until each rank has called this or has failed.
+        """Wait until each rank has called `check_peers` or has failed.
 
         Raises:
             PeerAttemptError: A rank has failed.
@@ -62,7 +63,7 @@ class CollectiveAttempt:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        """Exchange between the ranks whether one has failed."""
+        """Exchange with the other ranks whether any rank has failed."""
         if error is None:
             self.error = self._peers_error()
             return True
@@ -82,17 +83,18 @@ class CollectiveAttempt:
 
 @contextmanager
 def raise_on_all_ranks(host_group: HostCollectives, action: str, state: str) -> Iterator[None]:
-    """Wait for all ranks at the end of the block; raise on all of them if one failed.
+    """Wait for all ranks at the end of the block. If one rank failed, raise on all ranks.
 
     Args:
         host_group: The group of all ranks.
-        action: The action of the block; the message reads "cannot <action>: ...".
-        state: State after a failure, one sentence at the end of the message.
+        action: The action of the block. The message reads "cannot <action>: ...".
+        state: The state after a failure, as a sentence for the end of the message.
 
     Raises:
         CheckpointError: The block raised OSError or CheckpointError on this rank, or any exception
-            on another one.
-        Exception: The block raised it on this rank; interrupts and exits are not exchanged.
+            on another rank.
+        Exception: The block raised this exception on this rank. Interrupts and exits are not
+            exchanged.
     """
     with FailureCapture() as capture:
         yield
@@ -106,7 +108,7 @@ def raise_on_all_ranks(host_group: HostCollectives, action: str, state: str) -> 
     except Exception as error:
         if failure is None or error is failure or error.__cause__ is failure:
             raise
-        raise failure from error  # the exchange failed, too; the caller must see its own error
+        raise failure from error  # the exchange failed, too, but the caller must see its own error
     finally:
         failure = None  # see FailureCapture.take
     failed = [rank for rank, (flag,) in enumerate(flags) if flag]

@@ -1,8 +1,9 @@
 """Lists DeepSpeed's internals: private names that several packages read or patch.
 
-Check it when DeepSpeed is upgraded. The tests called `test_*drift.py` look up each name in the
-installed DeepSpeed; they also have names that only one module uses, that are only written, or that
-exist in some configurations only. At run time a missing name disables what needs it.
+Check this module when DeepSpeed is upgraded. The tests called `test_*drift.py` look up each name in
+the installed DeepSpeed. They also list names that only one module uses, names that are only
+written, and names that exist in some configurations only. At run time, a missing name disables the
+feature that needs the name.
 """
 
 from __future__ import annotations
@@ -263,17 +264,17 @@ def class_path(instance: Any) -> str:
 
 
 def attribute(path: str, name: str) -> str:
-    """Return the attribute behind a name of a class's source: `__name` is mangled by Python."""
+    """Return the attribute for a name in a class's source: Python mangles `__name`."""
     return f"_{path.rpartition(':')[2]}{name}" if name.startswith("__") else name
 
 
 def missing_names(instance: Any, path: str, names: Iterable[str]) -> list[str]:
-    """Return those names that an object of this class lacks."""
+    """Return the names that an object of this class lacks."""
     return [name for name in names if not hasattr(instance, attribute(path, name))]
 
 
 def missing_reason(owner: Any, path: str, *names: str) -> str | None:
-    """Return why an object cannot be used if it lacks one of the names; None if it has all."""
+    """Return why an object without one of the names cannot be used, or None if it has all."""
     missing = missing_names(owner, path, names)
     return _log_missing(path, missing[0]) if missing else None
 
@@ -298,9 +299,10 @@ def missing_for_rebuild(engine: Any) -> Iterator[str]:
 def release_cache() -> Any | None:
     """Return DeepSpeed's cache of the parameters that ZeRO 3 releases after each module.
 
-    DeepSpeed keeps it for the process and never clears it: without `clear_release_cache` a changed
-    trace, reuse distance or persistence threshold has no effect. The cached function is inside the
-    closure of a profiling decorator. It is None if this DeepSpeed has no such cache.
+    DeepSpeed keeps the cache for the whole process and never clears it. Without
+    `clear_release_cache`, a changed trace, reuse distance or persistence threshold has no effect.
+    The cached function is in the closure of a profiling decorator. The result is None if this
+    DeepSpeed has no such cache.
     """
     from deepspeed.runtime.zero import partitioned_param_coordinator
 
@@ -311,7 +313,7 @@ def release_cache() -> Any | None:
 
 
 def clear_release_cache() -> None:
-    """Make ZeRO 3 compute again which parameters it releases after which module."""
+    """Make ZeRO 3 compute again which parameters it releases after each module."""
     cached = release_cache()
     if cached is not None:
         cached.cache_clear()

@@ -1,4 +1,4 @@
-"""Reads scalars from a device without waiting: a copy to the host starts, and is read later."""
+"""Reads scalars from a device without waiting: starts a copy to the host, and reads it later."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ScalarOrPending = float | PendingScalar | None
 
 
 def scalar(source: Any) -> ScalarOrPending:
-    """Convert a number, a tensor with one element or None; start a copy if it is on a device."""
+    """Convert a number, a one-element tensor or None. Start a copy if it is on a device."""
     if source is None or type(source) is float:
         return source
     if isinstance(source, torch.Tensor) and source.device.type != "cpu":
@@ -44,7 +44,7 @@ def scalar(source: Any) -> ScalarOrPending:
 
 
 def _from_device(source: torch.Tensor) -> PendingScalar | None:
-    """Start a copy where that never waits: on the accelerator, outside a graph's capture."""
+    """Start a copy if it cannot wait: on the accelerator, while no graph is captured."""
     device = accelerator.current
     if source.device.type != device.kind or device.is_capturing():
         return None
@@ -52,23 +52,23 @@ def _from_device(source: torch.Tensor) -> PendingScalar | None:
 
 
 def arrived(one: ScalarOrPending) -> bool:
-    """Whether a scalar can be read, that is, whether its copy to the host is done."""
+    """Whether a scalar can be read because its copy to the host, if any, is done."""
     return not isinstance(one, PendingScalar) or one.arrived()
 
 
 def read(one: ScalarOrPending) -> float | None:
-    """Return the value, or None if there is none or it is pending."""
+    """Return the value, or None if the scalar is None or its copy is not done."""
     return one.read() if isinstance(one, PendingScalar) else one
 
 
 def total(numbers: list[ScalarOrPending]) -> float | None:
-    """Return the sum of the known values; None if there are none."""
+    """Return the sum of the known values, or None if no value is known."""
     known = _known(numbers)
     return sum(known) if known else None
 
 
 def mean(numbers: list[ScalarOrPending]) -> float | None:
-    """Return the mean of the known values; None if there are none."""
+    """Return the mean of the known values, or None if no value is known."""
     known = _known(numbers)
     return sum(known) / len(known) if known else None
 

@@ -24,11 +24,11 @@ MICRO_BATCH = "train_micro_batch_size_per_gpu"
 MANAGED = "managed_gradient_accumulation"
 
 _STAGES = (0, 1, 2, 3)
-_LARGEST_FILE = 2**20  # bytes; a longer argument file is data, not a configuration
+_LARGEST_FILE = 2**20  # bytes; a longer file is data, not a configuration
 
 
 class EngineSource(Protocol):
-    """Supplies a run's present engine and its ds config; a rebuild replaces both."""
+    """Supplies the current engine of a run and its ds config. A rebuild replaces both."""
 
     @property
     def engine(self) -> Any:
@@ -42,7 +42,8 @@ class EngineSource(Protocol):
 def read_zerowatch_block(config: object) -> Mapping[str, Any]:
     """Return the "zerowatch" block of a configuration as given to deepspeed.initialize.
 
-    It is empty if there is none, or if the configuration cannot be read: DeepSpeed reports that.
+    The result is empty if the configuration has no such block or cannot be read. DeepSpeed reports
+    configurations that cannot be read.
 
     Raises:
         SettingsError: The block is not an object.
@@ -56,11 +57,12 @@ def read_zerowatch_block(config: object) -> Mapping[str, Any]:
 
 
 def parse_config(config: object) -> Any:
-    """Return the content of a configuration; None if it is neither a mapping, text nor a path.
+    """Return the content of a configuration, or None unless it is a mapping, text or a path.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is neither JSON (comments are allowed, as in DeepSpeed) nor JSON in base64.
+        ValueError: The text is neither JSON nor JSON in base64. Comments are allowed, as in
+            DeepSpeed.
     """
     if isinstance(config, Mapping):
         return config
@@ -76,11 +78,11 @@ def parse_text(text: str, *, unique_keys: bool = False) -> Any:
     """Return the content of a configuration file, parsed as DeepSpeed does.
 
     Args:
-        text: JSON; comments and trailing commas are allowed.
-        unique_keys: Whether a key that is twice in an object is an error, as in DeepSpeed.
+        text: JSON, in which comments and trailing commas are allowed.
+        unique_keys: Whether a duplicate key in an object is an error, as in DeepSpeed.
 
     Raises:
-        ValueError: It is not JSON.
+        ValueError: The text is not JSON.
     """
     import hjson  # type: ignore[import-untyped]  # installed with DeepSpeed, which parses with it
 
@@ -89,7 +91,7 @@ def parse_text(text: str, *, unique_keys: bool = False) -> Any:
         return hjson.loads(text, object_pairs_hook=hook)
     except RecursionError:
         raise ValueError("objects or lists are nested too deeply") from None
-    except OverflowError:  # 1e400
+    except OverflowError:  # such as 1e400
         raise ValueError("a number is too large") from None
 
 
@@ -103,7 +105,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_config(config: object) -> Mapping[str, Any]:
-    """Return the content of a configuration; an empty mapping if it cannot be read."""
+    """Return the content of a configuration, or an empty mapping if it cannot be read."""
     try:
         content = parse_config(config)
     except (OSError, ValueError):
@@ -112,11 +114,11 @@ def read_config(config: object) -> Mapping[str, Any]:
 
 
 def file_fault(config: object, error: BaseException | None = None) -> str | None:
-    """Return why a configuration cannot be read; None if it can.
+    """Return why a configuration cannot be read, or None if it can be read.
 
     Args:
         config: The configuration as given to deepspeed.initialize.
-        error: The error that DeepSpeed raised for it, if it did.
+        error: The error that DeepSpeed raised for the configuration, if any.
     """
     if isinstance(config, Mapping):
         return None
@@ -138,8 +140,9 @@ def file_fault(config: object, error: BaseException | None = None) -> str | None
 def _syntax_fault(path: str, lax: ValueError) -> str:
     """Return where a file is not JSON.
 
-    The strict parser locates the error; the lax one often reports the end of the file. If the
-    strict parser fails at a comment, which DeepSpeed allows, the lax one's location is better.
+    The strict parser locates the error. The lax parser often reports the end of the file instead.
+    If the strict parser fails at a comment, which DeepSpeed allows, the location that the lax
+    parser reports is better.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -157,7 +160,7 @@ def _syntax_fault(path: str, lax: ValueError) -> str:
 def config_origin(config: object) -> str:
     """Return the path of a configuration, for error messages.
 
-    Hugging Face passes a dict; the file that it was read from is found by its content.
+    Hugging Face passes a dict. The file from which the dict was read is found by its content.
     """
     if not isinstance(config, Mapping):
         return str(config)
@@ -173,13 +176,14 @@ def config_origin(config: object) -> str:
 
 
 def training_config(config: object) -> dict[str, Any]:
-    """Return a copy of a ds config in which TrainingRun, not the engine, ends a window.
+    """Return a copy of a ds config in which TrainingRun instead of the engine ends a window.
 
     Args:
         config: A mapping, or the path of a JSON file.
 
     Raises:
-        DsConfigError: It cannot be read, has no micro-batch size, or a wrong ZeRO stage.
+        DsConfigError: The config cannot be read, lacks a micro-batch size, or has a wrong ZeRO
+            stage.
     """
     if not isinstance(config, Mapping | str | os.PathLike):
         raise DsConfigError(
@@ -196,13 +200,13 @@ def training_config(config: object) -> dict[str, Any]:
         stage = zero_stage(ours)
     except DsConfigError as error:
         raise DsConfigError(f"{config_origin(config)}: {error}") from None
-    # DeepSpeed requires that the batch sizes multiply; here the size of each batch decides.
+    # DeepSpeed requires that its batch sizes are consistent. Here the size of each batch decides.
     ours.pop("train_batch_size", None)
     ours["gradient_accumulation_steps"] = 1
     ours[MANAGED] = False
     zero = ours.get("zero_optimization")
     if isinstance(zero, Mapping) and zero.get("overlap_comm") and stage < 2:
-        # All reduction is in step() then, with nothing to overlap with.
+        # All gradients are reduced in step(), when no computation can overlap.
         ours["zero_optimization"] = {**zero, "overlap_comm": False}
         logger.warning(
             "zero_optimization.overlap_comm disabled: it has no effect below stage 2, where a "
@@ -247,11 +251,11 @@ def zero_stage(config: Mapping[str, Any]) -> int:
     """Return the ZeRO stage that a ds config asks for, as DeepSpeed reads it.
 
     Raises:
-        DsConfigError: It is none of DeepSpeed's stages.
+        DsConfigError: The stage is not one of DeepSpeed's stages.
     """
     zero = config.get("zero_optimization")
     if not isinstance(zero, Mapping):
-        return 1 if zero is True else 0  # true is an old form of stage 1
+        return 1 if zero is True else 0  # true is an old way to write stage 1
     given = zero.get("stage", 0)
     try:
         stage = int(given)

@@ -1,7 +1,7 @@
-"""Explains errors of the ds config: those that DeepSpeed raises, and keys that it ignores.
+"""Explains errors that DeepSpeed raises for a ds config, and warns of keys that it ignores.
 
-An error is explained by the function of DeepSpeed or Hugging Face that raised it, as found in its
-traceback.
+The traceback of an error shows which function of DeepSpeed or Hugging Face raised the error. The
+explanation depends on this function.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from .fail_open import FailOpen
 
 logger = logging.getLogger(__name__)
 
-# The top-level keys that DeepSpeed 0.19.8 reads, and ours; a test compares them with DeepSpeed.
-# A copy, because importing DeepSpeed takes seconds, which `zerowatch estimate` does without.
+# The top-level keys that DeepSpeed 0.19.8 reads, and the key of zerowatch. The keys are a copy,
+# because importing DeepSpeed takes seconds, and `zerowatch estimate` does not import DeepSpeed. A
+# test compares the keys with DeepSpeed.
 TOP_LEVEL_KEYS = frozenset(
     [
         "activation_checkpointing",
@@ -113,16 +114,17 @@ _BLOCKS = ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler", "comms
 
 
 class ConfigErrors(AbstractContextManager[None]):
-    """Explains configuration errors in a `with` block; all errors are still raised."""
+    """Explains configuration errors in a `with` block. All errors are still raised."""
 
     def __init__(self, config: object, fail_open: FailOpen, *, raise_ours: bool = False) -> None:
         """Prepare for one call of deepspeed.initialize.
 
         Args:
             config: The configuration as given to deepspeed.initialize.
-            fail_open: Wraps the explanation, whose failure must not replace the error.
-            raise_ours: Whether to raise DsConfigError from DeepSpeed's error. By default the error
-                stays DeepSpeed's, which a script may catch, with a `zerowatch_explanation`.
+            fail_open: Wraps the explanation, so that its failure does not replace the error.
+            raise_ours: Whether to raise DsConfigError from DeepSpeed's error. By default
+                DeepSpeed's own error, which a script may catch, is raised with the attribute
+                `zerowatch_explanation`.
         """
         self._config = config
         self._explain = fail_open.wrap("ds config", explain_config_error)
@@ -144,7 +146,7 @@ class ConfigErrors(AbstractContextManager[None]):
 
 
 def warn_of_misspelled_keys(config: object) -> None:
-    """Log a warning for each top-level key that is nearly one of DeepSpeed's."""
+    """Log a warning for each top-level key that is nearly a key of DeepSpeed."""
     for key, meant in misspelled_keys(read_config(config)):
         logger.warning(
             "%s: DeepSpeed does not know the key %r and ignores it; did you mean %r?",
@@ -155,7 +157,7 @@ def warn_of_misspelled_keys(config: object) -> None:
 
 
 def misspelled_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each top-level key that is nearly one of DeepSpeed's, with that one."""
+    """Yield each top-level key that is nearly a key of DeepSpeed, and DeepSpeed's key."""
     for key in config:
         close = difflib.get_close_matches(key, TOP_LEVEL_KEYS, n=1, cutoff=_SIMILARITY)
         if key not in TOP_LEVEL_KEYS and close:
@@ -168,7 +170,7 @@ def explain_config_error(error: BaseException, config: object) -> str | None:
     Args:
         error: The error that deepspeed.initialize raised, with its traceback.
         config: The configuration as given to deepspeed.initialize: a path, a dict or base64. None
-            to find out whether Hugging Face was reading one when `error` was raised.
+            to find out whether Hugging Face was reading a configuration when `error` was raised.
 
     Returns:
         One line, or None if the error is not about the configuration.
@@ -184,7 +186,7 @@ def explain_config_error(error: BaseException, config: object) -> str | None:
 
 
 def value_fault(error: BaseException, content: Mapping[str, Any]) -> str:
-    """Return the key that an error of DeepSpeed is about, if it can be found, and the fault.
+    """Return the fault that an error of DeepSpeed reports, and the key if it can be found.
 
     Args:
         error: The error that DeepSpeed raised while it read the configuration.
@@ -196,7 +198,7 @@ def value_fault(error: BaseException, content: Mapping[str, Any]) -> str:
     innermost = _frames(error)[-1].f_code.co_qualname
     if key := _ENGINE_READERS.get(innermost):
         return f"{key}: {message}"
-    if isinstance(error, TypeError | AttributeError):  # DeepSpeed fails on a value's type
+    if isinstance(error, TypeError | AttributeError):  # DeepSpeed fails if a value has a wrong type
         for key in (each for each in _BLOCKS if not isinstance(content.get(each, {}), Mapping)):
             return f"{key!r} must be an object, got {content[key]!r}"
         for key in (each for each in _BATCH_KEYS if not isinstance(content.get(each, 1), int)):
@@ -218,7 +220,7 @@ def _model_fault(error: ValidationError, content: Mapping[str, Any]) -> str:
 
 
 def _without_duplicates(fault: ErrorDetails) -> str:
-    """Return pydantic's message, in which names of an enum with the same value repeat it."""
+    """Return pydantic's message without repeated values of an enum."""
     if fault["type"] != "enum":
         return fault["msg"]
     expected = fault["ctx"]["expected"]
@@ -230,7 +232,7 @@ def _without_duplicates(fault: ErrorDetails) -> str:
 def _full_path(
     content: Mapping[str, Any], path: Sequence[int | str], value: object
 ) -> Sequence[int | str]:
-    """Return the path of a key in the configuration; the error has only the path in its block."""
+    """Return the path of a key in the configuration. The error has only the path in its block."""
     for prefix, block in _blocks(content):
         node: Any = block
         for part in path:

@@ -1,7 +1,7 @@
-"""Notes on how processes of a run exited, for the report at the next start.
+"""Writes and reads notes on how processes of a run exited. The next start reports them.
 
-A process that ends itself without cleaning up, and a launcher that sees its ranks exit, write one
-to `exits/` in the run folder.
+A process that ends itself without cleaning up writes a note to `exits/` in the run folder. A
+launcher writes a note for each of its ranks that exits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ExitNote:
 
     Attributes:
         text: What happened, such as "was the first to exit, by SIGKILL".
-        may_be_oom_kill: Whether it was killed by SIGKILL, as the kernel's OOM killer does.
+        may_be_oom_kill: Whether SIGKILL ended the process. The kernel's OOM killer sends SIGKILL.
     """
 
     text: str
@@ -31,10 +31,10 @@ class ExitNote:
 
 
 def write_exit_note(folder: Path, process: ProcessMarker, author: str, note: ExitNote) -> None:
-    """Write a note to a run folder; each author writes one on a process.
+    """Write a note to a run folder. Each author writes one note per process.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The note cannot be written.
     """
     (folder / FOLDER).mkdir(exist_ok=True)
     path = folder / FOLDER / f"{_prefix(process)}{author}{_SUFFIX}"
@@ -47,11 +47,11 @@ def read_exit_notes(folder: Path, process: ProcessMarker) -> Sequence[ExitNote]:
     for path in sorted((folder / FOLDER).glob(f"{_prefix(process)}*{_SUFFIX}")):
         try:
             notes.append(ExitNote(**json.loads(path.read_text())))
-        except (OSError, ValueError, TypeError):  # incomplete, or of another version
+        except (OSError, ValueError, TypeError):  # incomplete, or written by another version
             continue
     return notes
 
 
 def _prefix(process: ProcessMarker) -> str:
-    """Return the first part of the names of a process's notes; a later one may get its id."""
+    """Return the prefix of a process's notes. It is unique even if a process id is reused."""
     return f"rank-{process.rank}-{process.pid}-{process.start_ticks}-"

@@ -1,8 +1,9 @@
 """Wraps hooks and threads to fail open: no error of monitoring reaches the training.
 
-A hook that raises is counted, logged and disabled; if it ran short of descriptors, threads or disk
-space, which passes, it is called again later. A thread whose work raises is counted, logged
-and starts over, at most MAX_RESTARTS times.
+If a hook raises, its failure is counted and logged, and the hook is disabled. A lack of descriptors
+or threads or disk space is temporary, so after such an error the hook is called again later. If the
+work of a thread raises, the failure is counted and logged, and the thread starts over. It starts
+over at most MAX_RESTARTS times.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-# Delay before a hook that ran short of something is called again; it doubles up to the last value.
+# Delay before a hook is called again after a shortage. The delay doubles up to the last value.
 FIRST_RETRY_SECONDS = 10.0
 LAST_RETRY_SECONDS = 300.0
-# Errors that pass without a change of the program. A MemoryError is not one of them: it may have
-# left a hook on the training thread half done, and its figures wrong.
+# Errors that can disappear without a change of the program. MemoryError is not included: it may
+# have interrupted a hook on the training thread, whose figures are then wrong.
 SHORTAGES = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN}
     | {errno.ENOSPC, errno.EDQUOT}
 )
-# A thread that has failed more often ends.
+# A thread that has failed more often than this ends.
 MAX_RESTARTS = 10
 # Delay before a thread starts over.
 RESTART_SECONDS = 1.0
 
 
 class FailOpen:
-    """Wraps hooks so that their exceptions never reach the training, and counts those that failed.
+    """Wraps hooks so that their exceptions never reach the training, and counts the failures.
 
     Args:
         now: A monotonic clock, in seconds.
@@ -59,22 +60,23 @@ class FailOpen:
 
     @property
     def num_dead_threads(self) -> int:
-        """The number of threads that ended without having been stopped."""
+        """The number of threads that ended although nobody stopped them."""
         return sum(thread.is_dead for thread in list(self._threads))
 
     def call(self, name: str, body: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Call `body` once, as a hook of `wrap` that is not called again."""
+        """Call `body` once, with the same protection as a hook of `wrap`."""
         return self.wrap(name, body, is_retried=False)(*args, **kwargs)
 
     def thread(
         self, name: str, body: Callable[[], object], pause_seconds: float = RESTART_SECONDS
     ) -> MonitoringThread:
-        """Return a thread, not started yet, that starts over if its work raises.
+        """Return a thread that starts over if its work raises. The thread is not started yet.
 
         Args:
-            name: Its failures are counted as "<name> thread".
-            body: Returns once its owner has stopped it. It is called again after an exception.
-            pause_seconds: Delay before it starts over.
+            name: Failures of the thread are counted as "<name> thread".
+            body: The work, which returns once its owner has stopped it. It is called again after an
+                exception.
+            pause_seconds: Delay before the thread starts over.
         """
         thread = MonitoringThread(name, body, self.failures, pause_seconds)
         self._threads.add(thread)
@@ -90,13 +92,15 @@ class FailOpen:
     ) -> Callable[P, T | None]:
         """Return a function that calls `body`, and returns None from its first exception on.
 
-        After a shortage (`is_shortage`) it returns None for a while only, if `is_retried`.
+        If `is_retried`, the function returns None only for a while after a shortage
+        (`is_shortage`).
 
         Args:
             name: The value of the `hook` label under which a failure is counted.
             body: The hook. It must not call the training's own code.
-            catches: What is caught. BaseException only for what never runs on a thread of the
-                script, whose KeyboardInterrupt and SystemExit must pass.
+            catches: The exception class that is caught. Use BaseException only for hooks that never
+                run on a thread of the script, because the KeyboardInterrupt and SystemExit of the
+                script must propagate.
             is_retried: False for a hook that must not miss a call, such as a state machine.
         """
         is_off = is_dropped = is_short = is_logged = False
@@ -137,12 +141,12 @@ class FailOpen:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an error, or one behind it, is a lack of descriptors, threads or disk space."""
+    """Whether an error or one of its causes is a lack of descriptors, threads or disk space."""
     behind = error
     for _ in range(10):  # a chain may have a cycle
         if isinstance(behind, OSError) and behind.errno in SHORTAGES:
             return True
-        # The dynamic loader and the interpreter give no number.
+        # Errors of the dynamic loader and the interpreter have no errno.
         texts = {ImportError: os.strerror(errno.EMFILE), RuntimeError: "can't start new thread"}
         if any(isinstance(behind, kind) and text in str(behind) for kind, text in texts.items()):
             return True
@@ -156,11 +160,10 @@ def is_shortage(error: BaseException) -> bool:
 class MonitoringThread:
     """Runs a daemon thread that starts over if its work raises, `SystemExit` included.
 
-    It ends after MAX_RESTARTS restarts.
+    The thread ends after MAX_RESTARTS restarts. `FailOpen.thread` creates it.
 
-    Hooks that raise are dropped by `FailOpen` before that. What is left are exceptions set from
-    another thread, an exit asked for in a log handler, and errors of the loop itself.
-    `FailOpen.thread` makes it.
+    `FailOpen` already catches the exceptions of hooks. The remaining exceptions are those set from
+    another thread, an exit that a log handler requests, and errors of the loop itself.
     """
 
     def __init__(
@@ -177,12 +180,12 @@ class MonitoringThread:
 
     @property
     def was_started(self) -> bool:
-        """Whether the thread runs or ran."""
+        """Whether the thread was started."""
         return self._thread.ident is not None
 
     @property
     def is_dead(self) -> bool:
-        """Whether it has ended before `join` was called."""
+        """Whether the thread ended before `join` was called."""
         return self.was_started and not self._thread.is_alive() and not self._stopped.is_set()
 
     def is_alive(self) -> bool:
@@ -198,9 +201,9 @@ class MonitoringThread:
         self._thread.start()
 
     def join(self, timeout_seconds: float) -> bool:
-        """Wait for the body, which was asked to end. Return whether it has ended in time.
+        """Wait for the body to end after it was asked to. Return whether it has ended in time.
 
-        Returns True if the thread never ran, or if it is the caller's own.
+        The result is True if the thread never ran, or if it is the caller's own thread.
         """
         self._stopped.set()
         if not self._thread.is_alive() or self._thread is threading.current_thread():

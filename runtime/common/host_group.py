@@ -1,8 +1,8 @@
 """Collectives of small values on the host, between all ranks, called on the training thread.
 
-The gloo group is separate from the training's groups, so that no device queue is waited for. Its
-collectives are called through torch.distributed, so that a watch records them as any others: a rank
-that waits here waits for another rank. GROUP_DESCRIPTION marks them as zerowatch's own.
+The gloo group is separate from the training's groups, so its collectives do not wait for a device
+queue. They are called through torch.distributed, so a watch records them like all collectives: a
+rank that waits here waits for another rank. GROUP_DESCRIPTION marks the group as zerowatch's own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HostCollectives(Protocol):
         """Return rank 0's text on every rank."""
 
     def close(self) -> None:
-        """Leave the group; the other ranks' waits in it end with an error."""
+        """Leave the group. If other ranks wait in the group, their waits end with an error."""
 
 
 def new_host_group() -> Any:
@@ -75,8 +75,8 @@ class HostGroup:
 
         Args:
             text: At most some thousand characters, none of them NUL.
-            num_bytes: Length in UTF-8 to which every rank pads its text; no rank's is longer. By
-                default the ranks exchange their lengths first, which is one more collective.
+            num_bytes: Length in UTF-8 to which every rank pads its text. No text may be longer. By
+                default the ranks first exchange the lengths in one more collective.
 
         Raises:
             ZerowatchError: The group is closed.

@@ -1,4 +1,4 @@
-"""Recognizes Ctrl-C at the end of a process, and survives its repetition."""
+"""Recognizes Ctrl-C at the end of a process, and handles repeated Ctrl-C."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# A launcher passes Ctrl-C on to ranks that have got it from the terminal already.
+# A launcher passes Ctrl-C on within this time, to ranks that already got it from the terminal.
 PASSED_ON_SECONDS = 1.0
 
 
@@ -29,7 +29,7 @@ def ended_by_next_interrupt() -> Iterator[None]:
         if time.monotonic() - began >= PASSED_ON_SECONDS:
             raise KeyboardInterrupt
 
-    # A handler of the script stays, and only the main thread may set one.
+    # A handler that the script has set is kept. Only the main thread may set a handler.
     replaces = (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler

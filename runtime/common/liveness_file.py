@@ -1,7 +1,7 @@
 """Writes the liveness file of a rank at its start, and removes it at a clean exit.
 
-A process that the kernel kills leaves its file behind. From that, and from the kernel's OOM kill
-counters then and now, the next run finds out what happened.
+A process that the kernel kills leaves its file behind. The next run uses this file to find out what
+happened. It compares the kernel's OOM kill counters in the file with the current counters.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class OomKillCounts:
     """The kernel's counters of processes killed by its OOM killer.
 
     Attributes:
-        host: Kills since the machine booted; None if not counted.
+        host: Kills since the machine booted. None if not counted.
         cgroup_file: File with the counter of the innermost memory cgroup.
-        cgroup_inode: Identifies that cgroup, as a later one may have the same name.
-        cgroup: Kills in that cgroup since it was created; None if not counted.
+        cgroup_inode: Identifies the innermost cgroup, as a later cgroup may have the same name.
+        cgroup: Kills in the innermost cgroup since it was created. None if not counted.
     """
 
     host: int | None = None
@@ -45,8 +45,8 @@ class OomKillCounts:
 class ProcessMarker:
     """The identity of one process of a run: the content of its liveness file.
 
-    `start_ticks` and `boot_id` distinguish it from a later process with the same id, which is valid
-    in `pid_namespace` only.
+    A process id is valid in `pid_namespace` only. `start_ticks` and `boot_id` distinguish the
+    process from a later process with the same id.
     """
 
     rank: int
@@ -69,7 +69,7 @@ class LivenessFile:
         self._pid = os.getpid()
 
     def open(self) -> None:
-        """Write the file; do nothing without /proc."""
+        """Write the file. Do nothing if there is no /proc."""
         marker = current_process(self._rank, self._host, self._root)
         if marker is None or self._descriptor is not None:
             return
@@ -78,8 +78,8 @@ class LivenessFile:
             self._path.unlink(missing_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
             self._descriptor = os.open(self._path, flags, 0o600)
-            # Held until the process has exited, for readers in other PID namespaces.
-            with contextlib.suppress(OSError):  # some network file systems refuse
+            # The lock is held until the process has exited. Other PID namespaces test it.
+            with contextlib.suppress(OSError):  # some network file systems lack locks
                 _lock(self._descriptor)
             os.write(self._descriptor, json.dumps(asdict(marker), indent=2).encode() + b"\n")
         except OSError as error:
@@ -96,7 +96,7 @@ class LivenessFile:
 
 
 def current_process(rank: int, host: str, root: Path = ROOT) -> ProcessMarker | None:
-    """Return the marker of this process; None if /proc does not provide it."""
+    """Return the marker of this process, or None if /proc does not provide the data."""
     try:
         return ProcessMarker(
             rank=rank,
@@ -113,7 +113,7 @@ def current_process(rank: int, host: str, root: Path = ROOT) -> ProcessMarker | 
 
 
 def read_marker(path: Path) -> ProcessMarker | None:
-    """Read a liveness file; None if it is gone, incomplete, or of another version."""
+    """Read a liveness file. Return None if it is gone, incomplete, or of another version."""
     try:
         fields = json.loads(path.read_bytes())
         return ProcessMarker(**{**fields, "kills": OomKillCounts(**fields["kills"])})
@@ -124,7 +124,8 @@ def read_marker(path: Path) -> ProcessMarker | None:
 def has_exited(marker: ProcessMarker, path: Path, root: Path = ROOT) -> bool:
     """Return whether a process of this host has exited.
 
-    Uses its process id, or in other PID namespaces the lock on its liveness file.
+    The process id decides within this PID namespace. In other PID namespaces, the lock on the
+    liveness file decides.
 
     Raises:
         OSError: The state of the process cannot be read.
@@ -137,7 +138,7 @@ def has_exited(marker: ProcessMarker, path: Path, root: Path = ROOT) -> bool:
         state, start_ticks = _state_and_start(root, marker.pid)
     except (FileNotFoundError, ProcessLookupError):
         return True
-    # Z and X: it has exited, but its parent has not waited for it.
+    # Z and X: the process has exited, but its parent has not waited for it yet.
     return state in "ZX" or start_ticks != marker.start_ticks
 
 
@@ -167,7 +168,7 @@ def count_oom_kills_in(cgroup_file: str | None, root: Path = ROOT) -> OomKillCou
     file = Path(cgroup_file)
     try:
         inode = file.parent.stat().st_ino
-    except OSError:  # it was removed after its last process had exited
+    except OSError:  # the cgroup was removed after its last process exited
         return OomKillCounts(host=host, cgroup_file=cgroup_file)
     return OomKillCounts(
         host=host, cgroup_file=cgroup_file, cgroup_inode=inode, cgroup=_read_counter(file)
@@ -183,7 +184,7 @@ def _read_counter(file: Path) -> int | None:
 
 
 def _state_and_start(root: Path, pid: int) -> tuple[str, int]:
-    """Return fields 3 and 22 of proc_pid_stat(5); field 2 is a name of arbitrary characters."""
+    """Return fields 3 and 22 of proc_pid_stat(5). Field 2 may contain any characters."""
     after_name = (root / f"proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return after_name[0], int(after_name[19])
 

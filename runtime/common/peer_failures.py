@@ -1,4 +1,4 @@
-"""Failures of the script's own code on some ranks, raised on all of them."""
+"""Raises failures of the script's own code on all ranks if they occur on some ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_CHARACTERS = 500
 
 
 class FailureCapture:
-    """Suppresses exceptions in a `with` block and keeps them; interrupts and exits propagate."""
+    """Suppresses and keeps an exception of a `with` block. Interrupts and exits propagate."""
 
     def __init__(self) -> None:
         self._error: Exception | None = None
@@ -31,26 +31,27 @@ class FailureCapture:
         return self._error is not None
 
     def take(self) -> Exception | None:
-        """Return the exception that ended the block, None if none did, and keep it no longer.
+        """Return and forget the exception that ended the block, or None without an exception.
 
-        A function that keeps its own exception is in a reference cycle with its traceback, which
-        would hold the tensors of the failed pass until the next garbage collection.
+        If a function keeps its own exception, the function's frame and the traceback form a
+        reference cycle. The cycle would keep the tensors of the failed pass alive until the next
+        garbage collection.
         """
         error, self._error = self._error, None
         return error
 
 
 def raise_failures(host_group: HostCollectives, error: Exception | None, place: str) -> None:
-    """Exchange the errors of all ranks, and raise if there is one. All ranks must call it.
+    """Exchange the errors of all ranks, and raise if any rank has one. All ranks call this.
 
     Args:
         host_group: Group of all ranks.
         error: This rank's error, if any.
-        place: Where it was raised; begins the message on the other ranks.
+        place: Where the error was raised. The message on the other ranks begins with this text.
 
     Raises:
         Exception: This rank's own error.
-        PeerFailedError: Only other ranks have one.
+        PeerFailedError: Only other ranks have an error.
     """
     try:
         own = "" if error is None else json.dumps(describe_error(error))
@@ -70,6 +71,6 @@ def raise_failures(host_group: HostCollectives, error: Exception | None, place: 
 
 
 def describe_error(error: BaseException) -> tuple[str, str]:
-    """Return an error's type and text, also where its `__str__` fails."""
+    """Return the type and text of an error, even if its `__str__` fails."""
     text = str(TracebackException(type(error), error, None))
     return type(error).__name__, text[:_MAX_CHARACTERS]

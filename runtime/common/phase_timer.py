@@ -1,4 +1,4 @@
-"""Measures the time of the training thread by phase; the phases add up to the wall time."""
+"""Measures the time of the training thread by phase. The phases add up to the wall time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...metrics.catalog.labels import PHASES
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, EVAL, CHECKPOINT, OTHER = range(len(PHASES))
 _NON_TRAINING = (EVAL, CHECKPOINT)
-# Intervals kept of one step. A step of very many micro-batches drops the earliest ones.
+# Maximum intervals kept for one step. If a step has more, the earliest intervals are dropped.
 MAX_INTERVALS = 4096
 
 PhaseInterval = tuple[int, int, int]  # phase, start and end in nanoseconds
@@ -19,14 +19,14 @@ PhaseInterval = tuple[int, int, int]  # phase, start and end in nanoseconds
 class PhaseTimer:
     """Attributes time to the innermost phase of a stack, beginning with the first phase.
 
-    Used on the training thread. `current` may be read on any thread: it labels collectives, some of
-    which autograd's threads issue.
+    Use the timer on the training thread. `current` may be read on any thread, because it labels
+    collectives, and autograd's threads issue some of them.
 
     Attributes:
         current: The innermost phase, an index of PHASES.
         since_ns: Time of the last change of phase.
-        left_training: Set when an evaluation or a checkpoint begins; the reader resets it.
-        on_change: Called with the current phase before it changes; None for no call.
+        left_training: Set when an evaluation or a checkpoint begins. The reader resets it.
+        on_change: Called with the current phase before the phase changes, unless None.
     """
 
     __slots__ = (
@@ -53,7 +53,7 @@ class PhaseTimer:
         self.since_ns = now_ns()
 
     def enter(self, phase: int) -> None:
-        """Begin a phase inside the current one."""
+        """Begin a phase inside the current phase."""
         if not self._started:
             self._started = True
             self.since_ns = self._now_ns()
@@ -64,7 +64,7 @@ class PhaseTimer:
             self.left_training = True
 
     def leave(self) -> None:
-        """End the innermost phase; the enclosing one continues."""
+        """End the innermost phase. The enclosing phase continues."""
         self._accrue()
         self.current = self._outer.pop()
 
@@ -73,9 +73,10 @@ class PhaseTimer:
         return (self._now_ns() - self.since_ns) / 1e9
 
     def forward_only_ns(self) -> int:
-        """Return the time of forward passes and evaluations since the last step, for any thread.
+        """Return the time of forward passes and evaluations since the last step.
 
-        0 from the first backward pass of the step on.
+        The result is 0 once the first backward pass of the step has begun. May be called on any
+        thread.
         """
         if self.current == BACKWARD or self._totals[BACKWARD]:
             return 0
@@ -88,11 +89,11 @@ class PhaseTimer:
         return totals
 
     def record_intervals(self) -> None:
-        """Record from now on when each phase begins and ends, for `drain_intervals`."""
+        """Start recording the beginning and end of each phase, for `drain_intervals`."""
         self._intervals = deque(maxlen=MAX_INTERVALS)
 
     def drain_intervals(self) -> Iterable[PhaseInterval]:
-        """Return the intervals since the last call, in order; none if they are not recorded."""
+        """Return the intervals since the last call in order, or none if not recorded."""
         if self._intervals is None:
             return ()
         kept, self._intervals = self._intervals, deque(maxlen=MAX_INTERVALS)

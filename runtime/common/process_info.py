@@ -21,11 +21,11 @@ class ProcessInfo:
     """Place of one process in its job.
 
     Attributes:
-        rank: The rank in the job, from 0.
-        local_rank: The rank on its node, from 0.
-        world_size: Ranks of the job.
+        rank: The rank in the job, counted from 0.
+        local_rank: The rank on its node, counted from 0.
+        world_size: Number of ranks in the job.
         host: Name of the node.
-        attempt: Restarts of this node's processes so far.
+        attempt: How often the processes of this node have been restarted so far.
     """
 
     rank: int
@@ -48,14 +48,14 @@ def this_process() -> ProcessInfo:
 
 
 def new_run_id() -> str:
-    """Return a unique run id; ids sort by the time of their creation."""
+    """Return a unique run id. The ids sort by the time of their creation."""
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
 
 
 def launcher_identity() -> str | None:
-    """Return a name of torchrun's agent on this node, equal in all of its attempts; None without.
+    """Return the same name in all attempts of torchrun's agent on this node, or None without one.
 
-    The agent makes one folder of a random name for the error files of all attempts:
+    The agent makes one folder with a random name for the error files of all attempts:
     `<folder>/attempt_<n>/<local rank>/error.json`.
     """
     attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent

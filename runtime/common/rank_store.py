@@ -1,8 +1,9 @@
 """Exchanges the run id and the scrape targets between ranks through torch's c10d store.
 
-torchrun keeps its store when it restarts the processes, and keys of earlier processes must not be
-read as new. The restart count cannot be the namespace, because each node has its own. So rank 0
-writes a token of its process to a fixed key, and the other ranks check regularly for a new token.
+torchrun keeps its store when it restarts the processes, but ranks must not read the keys of earlier
+processes. The restart count cannot be the namespace, because each node has its own count. Instead,
+rank 0 writes a token of its process to a fixed key, and the token is the namespace. The other ranks
+check regularly for a new token.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ logger = logging.getLogger(__name__)
 STORE_TIMEOUT_SECONDS = 10.0
 # A little more than the longest time that a thread waits to connect again after the store failed.
 CONNECT_TIMEOUT_SECONDS = 2.0
-# For so long a token with fewer restarts than this rank's is ignored: it is from an earlier process
-# if rank 0 is on the same node. If it is not, the token is used after this delay.
+# A token with fewer restarts than this rank is ignored for this time. If rank 0 is on the same
+# node, such a token is from an earlier process. If rank 0 is on another node, the token may be
+# valid, so it is used after this time.
 OLDER_TRUSTED_SECONDS = 10.0
 # Time between two polls of the store: it grows from the first value to the second.
 FIRST_POLL_SECONDS = 1.0
@@ -38,11 +40,12 @@ _THIS_PROCESS = secrets.token_hex(4)
 class RankStore:
     """Texts that the ranks write for each other in the c10d store. No method waits for a rank.
 
-    Texts of an earlier process or an earlier watch are not seen. The exception is a moment in which
-    rank 0 restarts last and this rank's node does not count that restart.
+    A rank does not see texts of an earlier process or an earlier watch, with one exception: if rank
+    0 restarts last, and this rank's node does not count the restart, the rank may see such texts
+    for a moment.
 
-    A read of a missing key would block, so keys are checked first. After the store has failed, such
-    as when its host is gone, it is not used again.
+    Reading a missing key would block, so the store first checks whether the key exists. If the
+    store fails, for example because its host is gone, it is not used again.
 
     Args:
         process: This process.
@@ -77,7 +80,7 @@ class RankStore:
         self._resolve_namespace()
 
     def get(self, key: str) -> str | None:
-        """Return a text, or None while no rank has written it."""
+        """Return a text, or None if no rank has written it yet."""
         self._resolve_namespace()
         with self._store_may_fail():
             if self._store is not None and self._token is not None:
@@ -88,7 +91,7 @@ class RankStore:
     def poll(self) -> None:
         """Check, at increasing intervals, whether rank 0 has a new token.
 
-        This rank's texts are then written again in the new namespace.
+        If there is a new token, this rank's texts are written again in the new namespace.
         """
         if self._backoff.is_due:
             self._backoff.start_delay()
@@ -133,7 +136,7 @@ class TargetDiscovery:
         self._store.put(f"address/{self._process.rank}", entry)
 
     def poll(self) -> bool:
-        """Check, at increasing intervals, for missing ranks; return whether one was found."""
+        """Check, at increasing intervals, for missing ranks. Return whether one was found."""
         if not self._missing or not self._backoff.is_due:
             return False
         self._backoff.start_delay()
@@ -153,7 +156,8 @@ class TargetDiscovery:
 
 def _target(run_id: str, rank: int, entry: dict[str, str]) -> dict[str, object]:
     labels = {"run": run_id, "node": entry["host"], "rank": str(rank)}
-    # Makes Prometheus scrape /metrics?run=<id>. Another run that gets the address later refuses it.
+    # The label makes Prometheus scrape /metrics?run=<id>. If another run later gets the same
+    # address, that run refuses the request.
     return {"targets": [entry["address"]], "labels": {**labels, "__param_run": run_id}}
 
 
@@ -187,7 +191,7 @@ class StoreClientFactory:
         self._is_waiting = False  # with a client, for the token
 
     def connect(self) -> Store | None:
-        """Return a new client in rank 0's namespace; None while that is unknown."""
+        """Return a new client in rank 0's namespace, or None if the namespace is not known yet."""
         client = self._client if self._is_waiting else None
         self._is_waiting = False
         if client is None:
@@ -206,11 +210,11 @@ class StoreClientFactory:
         return token not in (None, self._token)
 
     def close(self) -> None:
-        """Drop the last client; its connection closes once its stores are gone, too."""
+        """Drop the last client. The connection closes when its stores are gone, too."""
         self._client, self._is_waiting = None, False
 
     def _new_client(self) -> Store:
-        """Clone the last client, or first the job's store, whose timeout is long."""
+        """Clone the last client, or the job's store if there is no client yet."""
         if self._client is not None:
             self._client.set_timeout(timedelta(seconds=CONNECT_TIMEOUT_SECONDS))
         client: Store = (self._client or self._default()).clone()  # type: ignore[attr-defined]
@@ -237,7 +241,7 @@ class StoreNamespace:
             store.set("token", self._own_token())
 
     def find(self, store: Store) -> str | None:
-        """Return the token; None while it is unknown."""
+        """Return the token, or None if it is not known yet."""
         if self._rank == 0:
             return self._own_token()
         if not store.check(["token"]):

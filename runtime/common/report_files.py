@@ -1,4 +1,4 @@
-"""Creates files of reports: readable by their owner only, and never overwritten."""
+"""Creates report files that only their owner can read and that are never overwritten."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def create_private(path: Path) -> int:
     """Create a file that only its owner can read, and return its descriptor, open for writing.
 
     Raises:
-        FileExistsError: It exists.
-        OSError: It cannot be created.
+        FileExistsError: The file exists.
+        OSError: The file cannot be created.
     """
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
 
 def create_first_free(paths: Iterable[Path]) -> tuple[Path, int] | None:
-    """Create the first of these files that does not exist; return None if all exist.
+    """Create the first of these files that does not exist, or return None if all exist.
 
     Raises:
-        OSError: It cannot be created.
+        OSError: The file cannot be created.
     """
     for path in paths:
         try:
@@ -43,7 +43,7 @@ def utc_text(unix_seconds: float) -> str:
 
 
 def write_or_warn(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Replace a small file atomically; log a warning if that fails."""
+    """Replace a small file atomically. Log a warning if this fails."""
     try:
         atomic_write(path, text, mode=mode)
     except OSError as error:

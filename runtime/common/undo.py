@@ -1,6 +1,6 @@
-"""Defines reversible changes: each returns an `Undo`, which restores the state before.
+"""Defines reversible changes. Each change returns an `Undo`, which restores the state before it.
 
-An `Undo` restores the very same objects, and does nothing when it is called again.
+An `Undo` restores the same objects, not copies, and does nothing when it is called again.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ logger = logging.getLogger(__name__)
 
 Undo = Callable[[], None]
 
-# Errors of a change of an engine that are handled by undoing it. They include all that using a
-# library's internals can raise, because an error outside this list would leave other ranks waiting.
+# If a change of an engine raises one of these errors, the change is undone. The list includes all
+# errors that the use of a library's internals can raise, because another error would leave other
+# ranks waiting.
 FAILURES = (
     ZerowatchError,
     RuntimeError,
@@ -49,7 +50,7 @@ class UndoOnce:
 
 
 class UndoStack:
-    """Calls undos in reverse order; the remaining undos are called even if one fails."""
+    """Calls undos in reverse order. If one fails, the remaining undos are still called."""
 
     def __init__(self) -> None:
         self._undos: list[Undo] = []
@@ -59,10 +60,10 @@ class UndoStack:
         self._undos.append(undo)
 
     def do(self, changes: Iterable[Callable[[], Undo]]) -> None:
-        """Make changes one after the other, all of them or none.
+        """Make all changes one after the other, or none of them.
 
         Raises:
-            ZerowatchError: One failed, and those before it were undone.
+            ZerowatchError: One change failed, and the earlier changes were undone.
         """
         stack = UndoStack()
         try:
@@ -74,7 +75,7 @@ class UndoStack:
         self.add(stack)
 
     def __call__(self) -> None:
-        """Undo the changes; raise the first error after the others are undone."""
+        """Undo all changes, and then raise the first error, if any."""
         errors: list[BaseException] = []
         while self._undos:
             undo = self._undos.pop()
@@ -88,14 +89,14 @@ class UndoStack:
 
 
 def apply_all(changes: Iterable[Callable[[], Undo]]) -> Undo:
-    """Make changes one after the other, and return the undo of all. If one fails, undo all."""
+    """Make changes one after the other, and return one undo for all. If one fails, undo all."""
     undo = UndoStack()
     undo.do(changes)
     return undo
 
 
 def chain(undos: Sequence[Undo]) -> Undo:
-    """Return one undo that calls all of these, the last one first."""
+    """Return one undo that calls all given undos in reverse order."""
 
     def undo_all() -> None:
         for undo in reversed(undos):
@@ -105,9 +106,10 @@ def chain(undos: Sequence[Undo]) -> Undo:
 
 
 def set_attributes(owner: Any, **values: object) -> Undo:
-    """Set attributes of an object; the undo restores its own dictionary, absent names included.
+    """Set attributes of an object. The undo restores its dictionary, including absent names.
 
-    The object is referenced weakly, so that an undo that is never called keeps no engine alive.
+    The undo has only a weak reference to the object, so an unused undo does not keep an engine
+    alive.
     """
     before = own_attributes(owner, list(values))
     for name, value in values.items():
@@ -123,12 +125,12 @@ def set_attributes(owner: Any, **values: object) -> Undo:
 
 
 def own_attributes(owner: Any, names: Sequence[str]) -> dict[str, object]:
-    """Return these names of the object's own dictionary, for `restore_attributes`."""
+    """Return the entries of these names in the object's dictionary, for `restore_attributes`."""
     return {name: vars(owner).get(name, _ABSENT) for name in names}
 
 
 def restore_attributes(owner: Any, before: dict[str, object]) -> None:
-    """Restore attributes as `own_attributes` found them, absent ones included."""
+    """Restore attributes as `own_attributes` found them, and remove names that were absent."""
     for name, value in before.items():
         if value is not _ABSENT:
             setattr(owner, name, value)
