@@ -13,7 +13,8 @@ import psutil
 from ..common.cgroups import cgroup_folders
 
 logger = logging.getLogger(__name__)
-# psutil reads each core's clock and each sensor; on a large machine that takes milliseconds.
+# Readings that take longer are left out. psutil reads the clock of each core and each sensor, which
+# takes milliseconds on a large machine.
 _AFFORDABLE_SECONDS = 0.001
 # Linux drivers and firmware that report a CPU's temperature, in psutil's naming.
 _CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
@@ -41,8 +42,8 @@ _OPTIONAL: Mapping[str, Callable[[], float | None]] = {
 class CpuDevice:
     """Reads the use of this process's cores, and the machine's clock and temperature.
 
-    Utilization is the CPU time of all threads of this process, data loader workers not included,
-    over wall time and cores, since the last reading.
+    Utilization is the CPU time of all threads of this process since the last reading, divided by
+    the wall time and the number of cores. Data loader workers are not included.
     """
 
     device = "cpu"
@@ -62,7 +63,7 @@ class CpuDevice:
         self._wall_seconds, self._cpu_seconds = wall, cpu
         readings = {name: value for name in list(self._optional) for value in self._ask(name)}
         if elapsed > 0:
-            # Clock ticks can put it a hair above 1.
+            # Clock ticks can make the ratio slightly larger than 1.
             readings["utilization_ratio"] = min(1.0, used / elapsed / self._cores)
         return readings
 
@@ -98,7 +99,7 @@ def _is_affordable(name: str, read: Callable[[], float | None]) -> bool:
 def usable_cores(root: Path = Path("/")) -> float:
     """Return the number of cores this process may use, by affinity and by its cgroup's quota.
 
-    It is a fraction under a quota.
+    Under a quota, the number can be a fraction.
     """
     quotas = map(_quota, cgroup_folders("cpu", root))
     return min([float(_affine_cores()), *(quota for quota in quotas if quota is not None)])
@@ -118,7 +119,7 @@ def _affine_cores() -> int:
 
 
 def _quota(folder: Path) -> float | None:
-    """Return the cores of one cgroup's quota, of version 2 or 1; None without a quota."""
+    """Return the number of cores in a cgroup's quota (version 2 or 1), or None without one."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         try:
             words = " ".join((folder / name).read_text() for name in names).split()

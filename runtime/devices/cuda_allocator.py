@@ -16,10 +16,10 @@ from ..common import accelerator
 from ..common.report_files import create_private
 from .shared_peak_counters import STATS, SharedPeakCounters
 
-# Interval between readings of the limit: memory_info calls the driver, which takes longer than all
+# Interval between readings of the limit. memory_info calls the driver, which takes longer than all
 # other readings together.
 _LIMIT_SECONDS = 10.0
-# Memory state of a reading, statistic of torch's allocator, and which value of it.
+# Memory state of a reading, statistic of torch's allocator, and which value of the statistic.
 _STATES = (
     ("allocated", "allocated_bytes", "current"),
     ("reserved", "reserved_bytes", "current"),
@@ -50,17 +50,18 @@ class MemoryStats(Protocol):
 class CudaMemory:
     """Reads the allocator's counters of one device, without synchronizing with it.
 
-    With `peaks`, a peak is that since the last reading. Without, it is that since the start of the
-    process or the script's last reset of the peak counters.
+    With `peaks`, a peak covers the time since the last reading. Without `peaks`, a peak covers the
+    time since the start of the process or the script's last reset of the peak counters.
 
-    `limit` compares with `reserved`: the device's total less what other processes and CUDA itself
-    hold, and at most what `set_per_process_memory_fraction` allows.
+    `limit` is the upper bound of `reserved`. It is the device's total memory minus the memory that
+    other processes and CUDA itself hold. It is at most the share that
+    `set_per_process_memory_fraction` allows.
 
-    `unusable` is reserved and free, but serves no large request: free pieces of segments that are
-    partly in use (`inactive_split`), and blocks that were freed while another stream may still use
-    them (active less allocated). A segment that is free as a whole does not count, as the allocator
-    returns it before it fails. With expandable segments free pieces can be unmapped, so that this
-    overestimates.
+    `unusable` is reserved and free, but no large request can use it: free pieces of segments that
+    are partly in use (`inactive_split`), and blocks that were freed while another stream may still
+    use them (active less allocated). A segment that is free as a whole does not count, because the
+    allocator returns such a segment before it fails. With expandable segments, free pieces can be
+    unmapped, so `unusable` is then an overestimate.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class CudaMemory:
             device_index: torch's index of the device.
             device: The accelerator.
             now: A monotonic clock, in seconds.
-            peaks: Resets the peak counters at each reading; None to leave them alone.
+            peaks: Resets the peak counters at each reading. If None, they are not reset.
         """
         self.device = f"{device.kind}:{device_index}"
         self._index = device_index
@@ -92,7 +93,7 @@ class CudaMemory:
         return self._peaks is not None
 
     def read(self) -> Mapping[str, float]:
-        """Return bytes by state and the count alloc_retries; empty before CUDA is in use."""
+        """Return bytes by state and the count alloc_retries, or {} before CUDA is in use."""
         stats = self._stats()
         if not stats:
             return {}
@@ -125,7 +126,7 @@ class CudaMemory:
 
 
 def cuda_memory(device_index: int, *, reset_peak: bool) -> CudaMemory:
-    """Return the probe of a GPU; the caller closes it, which restores the peak counters.
+    """Return the probe of a GPU. The caller must close it to restore the peak counters.
 
     Args:
         device_index: torch's index of the GPU.
@@ -142,7 +143,7 @@ def dump_snapshot(device: str, path: Path) -> bool:
 
     Only the file's owner can read it.
 
-    Stacks and history are included where `_record_memory_history` is on.
+    Stacks and history are included if `_record_memory_history` is on.
 
     Returns:
         Whether the file was written.

@@ -1,7 +1,7 @@
 """Defines the protocol of device probes, and chooses this machine's probe by kind of device.
 
-A device probe reads utilization, power, temperature and link traffic; `memory_probes.py` has the
-probes of memory. This module also returns a device's peak FLOP/s and its hardware id.
+A device probe reads utilization, power, temperature and link traffic. `memory_probes.py` contains
+the memory probes. This module also returns a device's peak FLOP/s and its hardware id.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from .cpu import CpuDevice
 from .nvml_probe import nvml_device
 from .peak_flops import gpu_peak_flops_per_second, measure_cpu_flops_per_second
 
-# The probe of each kind of accelerator: a file next to nvml_probe.py with a `DeviceProbe`. A kind
-# without a row is not read. ROCm's kind is "cuda" too; without NVML it is not read either.
+# The probe of each kind of accelerator. To add a kind, write a `DeviceProbe` in a file next to
+# nvml_probe.py. A kind without a row is not read. ROCm also has the kind "cuda", but is not read,
+# because it has no NVML.
 _PROBES = {"cuda": nvml_device}
 
 
@@ -29,7 +30,7 @@ class DeviceProbe(Protocol):
     device: str
 
     def read(self) -> Mapping[str, float]:
-        """Return the current readings; unknown ones are absent.
+        """Return the current readings. Unknown readings are absent.
 
         Keys: utilization_ratio, sm_active_ratio, power_watts, temperature_celsius, clock_hertz;
         energy_joules, nvlink_sent_bytes, nvlink_received_bytes, pcie_sent_bytes and
@@ -37,7 +38,7 @@ class DeviceProbe(Protocol):
         """
 
     def close(self) -> None:
-        """Release the device; safe to call twice. Later readings are empty or unchanged."""
+        """Release the device. Later readings are empty or unchanged. Safe to call twice."""
 
 
 def device_probes(*, device_index: int | None) -> list[DeviceProbe]:
@@ -56,8 +57,8 @@ def device_probes(*, device_index: int | None) -> list[DeviceProbe]:
 def peak_flops_per_second(*, device_index: int | None) -> float | None:
     """Return the peak of this rank's device in FLOP/s, or None if it is not known.
 
-    A GPU is looked up in a table. A CPU is measured, which takes about 40 ms: call it before
-    training starts.
+    A GPU is looked up in a table. A CPU is measured, which takes about 40 ms. Call this function
+    before training starts.
 
     Args:
         device_index: torch's index of the accelerator this rank trains on; None on CPU.
@@ -68,7 +69,7 @@ def peak_flops_per_second(*, device_index: int | None) -> float | None:
 
 
 def hardware_ids(*, device_index: int | None) -> dict[str, str]:
-    """Return the identifier of this rank's GPU on its host, by device; empty on CPU.
+    """Return the identifier of this rank's GPU on its host, by device. Empty on CPU.
 
     Args:
         device_index: torch's index of the accelerator this rank trains on; None on CPU.

@@ -31,9 +31,9 @@ _READ_BYTES = 16384
 class HostMemory:
     """Reads the memory of this process from /proc/self, in tens of microseconds.
 
-    With `reset_peak` the kernel's peak mark VmHWM is reset after each reading, so that a peak
-    belongs to one step. The process has one such mark: the script's own `getrusage().ru_maxrss`
-    then is the peak since the last reading, too. A peak in the microseconds between a reading and
+    With `reset_peak`, the kernel's peak mark VmHWM is reset after each reading, so a peak belongs
+    to one step. The process has only one such mark. The script's own `getrusage().ru_maxrss` is
+    therefore also the peak since the last reading. A peak in the microseconds between a reading and
     its reset is lost.
     """
 
@@ -51,7 +51,7 @@ class HostMemory:
         return self._peak_mark is not None
 
     def read(self) -> Mapping[str, float]:
-        """Return allocated, peak_allocated, reserved and limit in bytes; {} once closed."""
+        """Return allocated, peak_allocated, reserved and limit in bytes, or {} once closed."""
         status = self._status.read()
         if not status:
             return {}
@@ -82,10 +82,10 @@ class HostMemory:
 class HostLimit:
     """Computes the RSS at which this process reaches the first of its limits.
 
-    Cgroup limits and physical memory are compared with RSS as they are, without what
-    others use of them. RLIMIT_AS bounds VmSize and RLIMIT_DATA bounds VmData: such a limit is
-    reached at RSS plus what is left under it. That is exact if every further page is both mapped
-    and touched, as those of tensors are.
+    Cgroup limits and physical memory are compared with RSS directly. Memory that other processes
+    use is not subtracted. RLIMIT_AS bounds VmSize, and RLIMIT_DATA bounds VmData. The process
+    reaches such a limit at its RSS plus the bytes that remain below the limit. This value is exact
+    if every new page is both mapped and touched, as the pages of tensors are.
     """
 
     def __init__(self, root: Path = Path("/"), now: Callable[[], float] = time.monotonic) -> None:
@@ -105,7 +105,7 @@ class HostLimit:
         )
 
     def _renew(self) -> None:
-        """Read the limits again, as a container can be resized."""
+        """Read the limits again, because a container can be resized."""
         self._renewal_due = self._now() + _RENEWAL_SECONDS
         cgroups = (_cgroup_bytes(path) for path in self._cgroup_paths)
         self._resident_limit = min([self._physical_bytes, *cgroups])
@@ -114,8 +114,8 @@ class HostLimit:
 class _KernelFile:
     """Keeps a file of /proc open, so that reading it is one system call.
 
-    The lock is for late readers and writers on other threads: they could otherwise use a descriptor
-    that by then belongs to another file.
+    The lock protects late readers and writers on other threads. Without the lock, they could use a
+    descriptor that already belongs to another file.
     """
 
     def __init__(self, path: Path, flags: int = os.O_RDONLY) -> None:
@@ -125,12 +125,12 @@ class _KernelFile:
         self._close.atexit = False  # a daemon thread may still be reading then
 
     def read(self) -> bytes:
-        """Return the current contents; nothing once closed."""
+        """Return the current contents, or nothing once closed."""
         with self._lock:
             return os.pread(self._descriptor, _READ_BYTES, 0) if self._close.alive else b""
 
     def write(self, command: bytes) -> None:
-        """Send the kernel a command; do nothing once closed."""
+        """Send the kernel a command. Do nothing once closed."""
         with self._lock:
             if self._close.alive:
                 os.pwrite(self._descriptor, command, 0)
@@ -142,7 +142,7 @@ class _KernelFile:
 
 
 def _bytes(status: bytes, name: bytes) -> float:
-    """Return one size of /proc/self/status in bytes, 0 if absent. A regex would cost double."""
+    """Return one size of /proc/self/status in bytes, or 0 if absent. A regex is twice as slow."""
     start = status.find(name)
     if start < 0:
         return 0.0

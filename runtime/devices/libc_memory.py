@@ -1,13 +1,13 @@
 """Reads memory through the C library: the free heap, and the resident part of a buffer.
 
-Free heap is part of RSS but not in use. glibc returns large blocks to the kernel only at first:
-each freed block raises the size from which on blocks are returned, up to 32 MiB. Smaller ones stay
-in its heap and serve the next pass. So the memory that activations leave at the end of a step is
-reused by those of the next one.
+Free heap is part of RSS but not in use. glibc returns large blocks to the kernel only at first.
+Each freed block raises the minimum size of the blocks that glibc returns, up to 32 MiB. Smaller
+blocks stay in the heap. The activations of the next step therefore reuse the memory that the
+activations of a step leave behind.
 
-The resident part of a buffer is the pages that were ever written. DeepSpeed makes reduction buckets
-of half a billion elements by `torch.empty`, of which a small model writes a fraction; the rest is
-address space only.
+The resident part of a buffer is the pages that were ever written. DeepSpeed allocates reduction
+buckets of half a billion elements by `torch.empty`. A small model writes only a part of a bucket.
+The rest is address space without memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import cache
 
 _PAGE = mmap.PAGESIZE
-# Smaller buffers are not examined: they lie in the heap, where others share their pages.
+# Smaller buffers are not examined: they are in the heap, where other data shares their pages.
 _MIN_BYTES = 2**20
 
 
@@ -43,7 +43,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 def free_heap_bytes() -> int:
-    """Return the free bytes in all of the C library's heaps; 0 where it has no mallinfo2."""
+    """Return the free bytes in all heaps of the C library, or 0 if it has no mallinfo2."""
     ask = _mallinfo()
     return 0 if ask is None else int(ask().fordblks)
 
@@ -59,8 +59,8 @@ def _mallinfo() -> Callable[[], _MallocInfo] | None:
 def resident_bytes(address: int, size: int) -> int:
     """Return how many of `size` bytes from `address` on are backed by memory.
 
-    Buckets are filled from the front, so the end of the written part is found by bisection: some 20
-    system calls of under a microsecond. Without mincore it returns `size`.
+    Buckets are filled from the front, so bisection finds the end of the written part. It takes
+    about 20 system calls of under a microsecond each. Without mincore, the result is `size`.
     """
     if size < _MIN_BYTES:
         return size
@@ -79,7 +79,7 @@ def resident_bytes(address: int, size: int) -> int:
 
 
 def _in_memory(page: int) -> bool:
-    """Return whether a page is resident; True where mincore is not available."""
+    """Return whether a page is resident, or True if mincore is not available."""
     answer = ctypes.c_ubyte(1)
     mincore = _mincore()
     if mincore is None or mincore(page * _PAGE, _PAGE, ctypes.byref(answer)) != 0:

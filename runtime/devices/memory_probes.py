@@ -1,7 +1,7 @@
 """Defines the protocol of memory probes, and chooses this machine's probes by kind of device.
 
-A memory probe reads bytes from a device's allocator or from the kernel. What the bytes are used for
-is computed in `runtime/memory/`.
+A memory probe reads bytes from a device's allocator or from the kernel. `runtime/memory/`
+computes what the bytes are used for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .cuda_allocator import cuda_memory
 
 logger = logging.getLogger(__name__)
 
-# The probe of each kind of accelerator; a kind without a row is not read.
+# The probe of each kind of accelerator. A kind without a row is not read.
 _PROBES = {"cuda": cuda_memory}
 
 
@@ -38,13 +38,13 @@ class MemoryProbe(Protocol):
         """Whether a peak covers only the time since the last reading."""
 
     def read(self) -> Mapping[str, float]:
-        """Return bytes by memory state, and `alloc_retries` where there is such a count.
+        """Return bytes by memory state, and `alloc_retries` if the device counts them.
 
-        Unknown ones are absent.
+        Unknown values are absent.
         """
 
     def close(self) -> None:
-        """Restore what was wrapped. Safe to call twice."""
+        """Restore wrapped functions. Safe to call twice."""
 
 
 def memory_probes(*, device_index: int | None, reset_peak: bool) -> list[MemoryProbe]:
@@ -53,7 +53,8 @@ def memory_probes(*, device_index: int | None, reset_peak: bool) -> list[MemoryP
     Args:
         device_index: torch's index of the accelerator this rank trains on; None on CPU.
         reset_peak: Whether peaks may be reset at each reading: the kernel's mark of peak RSS, and
-            the allocator's. The training script does not see the latter until the probe is closed.
+            the allocator's. The training script does not see the allocator's resets
+            until the probe is closed.
     """
     probes: list[MemoryProbe] = [_host_probe(reset_peak)]
     make = _PROBES.get(accelerator.current.kind)
@@ -71,7 +72,7 @@ def _host_probe(reset_peak: bool) -> MemoryProbe:
 
 
 class PortableMemory:
-    """Reads the RSS of this process by psutil, where there is no /proc."""
+    """Reads the RSS of this process by psutil, on systems without /proc."""
 
     device = "cpu"
     own_peaks = False

@@ -20,8 +20,8 @@ Source = Callable[[], Mapping[str, float]]
 
 _ORDINAL = re.compile(r"\d+")
 _ALL_LINKS = 0xFFFFFFFF  # nvml.h: scopeId UINT_MAX sums over all links
-# Reading, NVML's field, scope, bytes per unit. All are totals. nvmlDeviceGetPcieThroughput is not
-# used: it is a rate over 20 ms and blocks for as long.
+# Reading, NVML's field, scope, bytes per unit. All fields are totals. nvmlDeviceGetPcieThroughput
+# is not used, because it returns a rate over 20 ms and blocks for 20 ms.
 _LINK_FIELDS = (
     ("nvlink_sent_bytes", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", _ALL_LINKS, 1024),
     ("nvlink_received_bytes", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX", _ALL_LINKS, 1024),
@@ -39,7 +39,7 @@ _GAUGES: Mapping[str, Callable[[Any, Any], float]] = {
 
 
 def nvml_device(device_index: int) -> NvmlDevice | None:
-    """Return the probe of the GPU with torch's index; None if NVML does not reach it."""
+    """Return the probe of the GPU with torch's index, or None if NVML cannot access it."""
     import pynvml
 
     device = f"cuda:{device_index}"
@@ -64,7 +64,7 @@ def nvml_device(device_index: int) -> NvmlDevice | None:
 
 
 class NvmlDevice:
-    """Reads one GPU. Readings that it does not support are absent; CUDA's streams are not used."""
+    """Reads one GPU without using CUDA streams. Readings that it does not support are absent."""
 
     def __init__(self, device: str, nvml: Any, handle: Any) -> None:
         self.device = device
@@ -77,7 +77,7 @@ class NvmlDevice:
         self._sources = _supported_sources(device, nvml, handle, self._cleanup)
 
     def read(self) -> Mapping[str, float]:
-        """Return the readings; those that NVML refuses now are absent."""
+        """Return the readings. A reading that NVML currently refuses is absent."""
         readings: dict[str, float] = {}
         with self._lock:
             for name, source in self._sources.items():
@@ -88,7 +88,7 @@ class NvmlDevice:
         return readings
 
     def close(self) -> None:
-        """Shut NVML down; later readings are empty."""
+        """Shut NVML down. Later readings are empty."""
         with self._lock:
             self._sources = {}
             self._cleanup.close()  # does nothing the second time
@@ -130,8 +130,8 @@ def _find_handle(nvml: Any, device_index: int, *, uuid: str | None, variable: st
 def _visible_entry(variable: str | None, device_index: int) -> int | str | None:
     """Return the index or UUID at a position of CUDA_VISIBLE_DEVICES, by CUDA's rules.
 
-    The list ends before the first entry that is not of the first one's kind; a repeated entry
-    makes it empty.
+    The list ends before the first entry of a different kind than entry 0. If an entry is repeated,
+    the list is empty.
     """
     if variable is None:
         return device_index
@@ -151,7 +151,7 @@ def _visible_entry(variable: str | None, device_index: int) -> int | str | None:
 
 
 def _handle_by_uuid(nvml: Any, uuid: str) -> Any:
-    """Find a UUID; that of a whole GPU may be abbreviated if only one GPU matches."""
+    """Find a device by UUID. The UUID of a whole GPU may be abbreviated if it is unambiguous."""
     if uuid.startswith("MIG-"):
         return nvml.nvmlDeviceGetHandleByUUID(uuid)
     handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
@@ -180,14 +180,14 @@ def _supported_sources(
 
 
 # Each function below reads the device once, and raises NVMLError if the device does not support
-# the reading. It returns the source that reads it from then on.
+# the reading. It returns a source, which makes all later readings.
 
 
 class _RunningTotal:
     """Adds up the growth of a driver's counter since the first reading.
 
-    Where the counter wraps, the growth between the last reading and the wrap is lost: a guess of
-    its width could invent bytes.
+    If the counter wraps, the growth between the last reading and the wrap is lost. Guessing the
+    width of the counter could add bytes that were never sent.
     """
 
     def __init__(self, first: float) -> None:
@@ -208,7 +208,7 @@ def _gauge(name: str, ask: Callable[[], float]) -> Source:
 
 
 def _energy(nvml: Any, handle: Any) -> Source:
-    """Return the source of the joules used from now on; the driver counts since it was loaded."""
+    """Return the source of the joules used from now on. The driver counts from its own start."""
 
     def ask() -> float:
         return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1000
@@ -218,7 +218,7 @@ def _energy(nvml: Any, handle: Any) -> Source:
 
 
 def _link_bytes(nvml: Any, handle: Any) -> Source:
-    """Return the source of the bytes over NVLink and PCIe from now on, where they are counted."""
+    """Return the source of the bytes sent over NVLink and PCIe from now on, if counted."""
     # An older nvidia-ml-py lacks the newer fields.
     known = [field for field in _LINK_FIELDS if hasattr(nvml, field[1])]
     first = _link_counters(nvml, handle, known)
@@ -256,7 +256,7 @@ def _whole_number(nvml: Any, answer: Any) -> int:
 def _sm_active(nvml: Any, handle: Any, cleanup: ExitStack) -> Source:
     """Return the source of the ratio of time in which multiprocessors were active.
 
-    GPM has this from Hopper on, and may reserve it to administrators.
+    GPM provides this ratio on Hopper and later GPUs. Access may be restricted to administrators.
 
     Args:
         nvml: The module pynvml, initialized.

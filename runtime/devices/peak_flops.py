@@ -1,4 +1,4 @@
-"""Determines the peak FLOP/s of a device: by a table for GPUs, by a measurement for the CPU."""
+"""Determines the peak FLOP/s of a device: a table lists GPUs, and a CPU is measured."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Dense FLOP/s (without 2:4 sparsity) in bf16 with fp32 accumulation, by the whole name that the
-# driver gives. From NVIDIA's data sheets of each product, whose sparse figures
-# are halved. V100 and T4 have no bf16: theirs is fp16.
+# Dense FLOP/s (without 2:4 sparsity) in bf16 with fp32 accumulation, by the full name that the
+# driver reports. The figures are from NVIDIA's data sheet of each product. Sparse figures are
+# halved. V100 and T4 have no bf16, so their figures are for fp16.
 _GPU_FLOPS_PER_SECOND = (
     (r"GB200", 2500e12),
     (r"B200", 2250e12),
@@ -41,13 +41,13 @@ _PRODUCT_SECONDS = 0.002  # long enough to be efficient
 # Sides of the smallest and of the largest square matrices that are multiplied.
 _SMALLEST = 256
 _LARGEST = 2048
-# AVX2 reaches 30e9 and more. Threads that share a core with each other or with other processes
-# wait for each other milliseconds at a time, and then seem to reach 1e9 to 5e9.
+# A core with AVX2 reaches 30e9 and more. If threads share a core with each other or with other
+# processes, they wait for each other for milliseconds, and seem to reach only 1e9 to 5e9.
 _LEAST_PLAUSIBLE_PER_THREAD = 8e9
 
 
 def gpu_peak_flops_per_second(name: str) -> float | None:
-    """Return a GPU's peak by the name its driver gives; None for unknown ones and MIG slices."""
+    """Return the peak of the GPU of this name, or None for unknown GPUs and MIG slices."""
     if " MIG " in name:
         return None
     model = _VENDOR.sub("", name)
@@ -57,13 +57,13 @@ def gpu_peak_flops_per_second(name: str) -> float | None:
 
 
 def measure_cpu_flops_per_second() -> float | None:
-    """Multiply fp32 matrices for about 40 ms; return the best rate, or None if it is implausible.
+    """Multiply fp32 matrices for about 40 ms. Return the best rate, or None if implausible.
 
-    The matrices double until one product would take more than 2 ms. torch's current number of
-    threads is used and no random number is drawn. A product is timed by the CPU time of this
-    thread, which does its share of the work, so that other processes do not count. Where the cores
+    The size of the matrices doubles until one product would take more than 2 ms. torch's current
+    number of threads is used, and no random number is drawn. The time of a product is the CPU time
+    of this thread, which does its share of the work, so other processes do not count. If the cores
     are so busy that the threads keep waiting for each other, the result is implausible. A CPU with
-    bf16 instructions can train faster than fp32 allows, and then shows an MFU above 1.
+    bf16 instructions can train faster than fp32 allows. Its MFU can then be above 1.
     """
     import torch
 

@@ -1,10 +1,10 @@
 """Shares the allocator's peak counters between the training script and zerowatch.
 
-Both reset them. A few functions of `torch._C` serve all of torch's functions that return CUDA's
-peaks: `memory_stats`, `max_memory_allocated`, `max_memory_reserved`, `memory_summary`, their older
-names, and those of `torch.accelerator`. They are wrapped: the script sees the same peaks as without
-zerowatch, and its own resets lose no peak of zerowatch's. Accumulated counts have no peaks and are
-left alone.
+Both reset these counters. A few functions of `torch._C` serve all of torch's functions that return
+CUDA's peaks: `memory_stats`, `max_memory_allocated`, `max_memory_reserved`, `memory_summary`, their
+older names, and those of `torch.accelerator`. These functions of `torch._C` are wrapped. The script
+sees the same peaks as without zerowatch, and zerowatch loses no peak when the script resets
+counters. Accumulated counts have no peaks and are not changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from ..common.patching import PatchSet
 
-# Functions of `torch._C` that read and that reset the counters.
+# Functions of `torch._C` that read and reset the counters.
 STATS = "_cuda_memoryStats"
 RESET = "_cuda_resetPeakMemoryStats"
 ACCELERATOR_STATS = "_accelerator_getDeviceStats"
@@ -30,9 +30,9 @@ _PEAK = "peak"
 class SharedPeakCounters:
     """Gives the script and zerowatch separate views of the counters until `restore`.
 
-    Each view holds, by device, the peaks that the other's resets have cleared. A peak
-    in the microseconds between a reading and its reset is lost. After `restore` the script's view
-    begins at the last reading.
+    Each view stores, by device, the peaks that were cleared when the other side reset the counters.
+    A peak in the microseconds between a reading and its reset is lost. After `restore` the script's
+    view begins at the last reading.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -107,7 +107,7 @@ def peaks_in(stats: Mapping[Any, Any]) -> Stats:
 
 
 def larger_peaks(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> Stats:
-    """Merge two nested dictionaries of peaks; of a peak that is in both, the larger is kept."""
+    """Merge two nested dictionaries of peaks. If both contain a peak, the larger is kept."""
     merged = {**one, **other}
     for name in one.keys() & other.keys():
         if name == _PEAK:
@@ -118,7 +118,7 @@ def larger_peaks(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> Stats:
 
 
 def with_peaks(stats: Mapping[Any, Any], peaks: Mapping[Any, Any]) -> Stats:
-    """Return `stats` with each peak raised to the one in `peaks`, if that is larger.
+    """Return `stats` with each peak raised to the peak in `peaks`, if the latter is larger.
 
     Peaks of a pool that no longer exists are left out.
 
