@@ -2,7 +2,7 @@
 
     FOLDER/latest                    name of the checkpoint to load; DeepSpeed's tools read it too
     FOLDER/step-00000012/            a complete checkpoint, described by zerowatch.json in it
-    FOLDER/.partial-step-00000013/   one being written, or what a killed process left of it
+    FOLDER/.partial-step-00000013/   an incomplete checkpoint: being written, or left by a kill
 
 A checkpoint becomes complete by one rename, and `latest` is updated after that.
 """
@@ -45,10 +45,10 @@ class CheckpointFolder:
         self.path = path
 
     def prepare(self) -> None:
-        """Create the folder, and remove what killed processes left half written or half deleted.
+        """Create the folder, and remove incomplete checkpoints that killed processes left.
 
-        What cannot be removed is logged and stays. On NFS a deleted file that a process still has
-        open becomes `.nfs...`, which cannot be deleted (EBUSY), nor can its folder.
+        A folder that cannot be removed is logged and stays. On NFS a deleted file that a process
+        still has open becomes `.nfs...`, which cannot be deleted (EBUSY), nor can its folder.
 
         Raises:
             OSError: The folder cannot be created or read.
@@ -61,7 +61,7 @@ class CheckpointFolder:
                 elif _TEMPORARY_LATEST.fullmatch(entry.name):
                     entry.unlink()
             except OSError as error:
-                shutil.rmtree(entry, ignore_errors=True)  # all that can be removed
+                shutil.rmtree(entry, ignore_errors=True)  # removes as much as possible
                 logger.warning(
                     "the unfinished %s cannot be deleted: %s; the next save tries again",
                     entry,
@@ -101,8 +101,8 @@ class CheckpointFolder:
         """Return the checkpoint with the highest save number; None if there is none.
 
         Args:
-            before: Name of a checkpoint; then only earlier checkpoints count, which have no more
-                steps. If the manifest of `before` cannot be read, its save number is unknown.
+            before: Name of a checkpoint. If it is given, only earlier checkpoints with at most as
+                many steps count. If its manifest cannot be read, its save number is unknown.
         """
         save_numbers = self.save_numbers()
         limit = save_numbers.get(before or "", _MAX_SAVE_NUMBER)
@@ -120,9 +120,9 @@ class CheckpointFolder:
     def next_repeat(self, steps: int) -> int:
         """Return the next free repeat number of a step; lower numbers may be free too.
 
-        The number of checkpoints of the step is no free number, because the first of them are
-        deleted first. A folder that `prepare` could not remove takes a number too: a checkpoint
-        must not contain its files.
+        The number of existing checkpoints of the step may not be free, because older checkpoints
+        are deleted first. A folder that `prepare` could not remove takes a number too, because a
+        new checkpoint must not contain the files of that folder.
         """
         first = checkpoint_name(steps, 0)
         entries = [entry.name.removeprefix(_PARTIAL_PREFIX) for entry in self.path.iterdir()]
@@ -212,13 +212,14 @@ class Manifest:
     """Manifest of a checkpoint: the contents of its file `zerowatch.json`.
 
     Attributes:
-        serial: The save number: increases with each checkpoint, even if an older one is loaded.
+        serial: The save number. It increases with each checkpoint, even after an older checkpoint
+            was loaded.
         steps: Windows committed.
         samples: Samples committed, of all ranks together.
         micro_steps: DeepSpeed's own count of micro-batches.
         engine: Properties of the engine.
-        config: Its ds config.
-        rebuilt: Whether the engine was rebuilt, so that the config is not the caller's.
+        config: The engine's ds config.
+        rebuilt: Whether the engine was rebuilt, so that `config` differs from the caller's.
         files: All other files of the checkpoint, by name.
     """
 
@@ -251,8 +252,8 @@ def read_manifest(path: Path) -> Manifest:
     """Read a manifest.
 
     Raises:
-        DamagedCheckpointError: It is missing or damaged.
-        CheckpointError: It is of an unsupported format.
+        DamagedCheckpointError: The manifest is missing or damaged.
+        CheckpointError: The manifest has an unsupported format.
     """
     try:
         fields = json.loads(path.read_bytes())
@@ -284,7 +285,7 @@ def first_line(error: Exception) -> str:
 def file_info(path: Path) -> FileInfo:
     """Read a file, and return its size and checksum; takes about 0.8 s per GiB on one core.
 
-    CRC-32 detects damage; it is no protection against forgery.
+    CRC-32 detects damage, but does not protect against forgery.
 
     Raises:
         OSError: It cannot be read.

@@ -42,12 +42,12 @@ class FoundCheckpoint:
     """A checkpoint whose files were checked, and this rank's state in it.
 
     Attributes:
-        path: Its folder.
-        manifest: Its manifest. If its engine was rebuilt, `load_checkpoint` needs one of its
-            ds config.
+        path: Folder of the checkpoint.
+        manifest: Manifest of the checkpoint. If its engine was rebuilt, `load_checkpoint` needs an
+            engine with the ds config in the manifest.
         state: State of this rank, except the engine.
-        superseded: Checkpoints of its folder that were written after it, and passed over: they are
-            damaged, or `latest` names an earlier one.
+        superseded: Later checkpoints in the same parent folder that were passed over, because they
+            are damaged or `latest` names an earlier checkpoint.
     """
 
     path: Path
@@ -59,20 +59,20 @@ class FoundCheckpoint:
 def find_checkpoint(
     folder: str | Path, engine: Any, host_group: HostCollectives, *, fallback: bool = False
 ) -> FoundCheckpoint | None:
-    """Return the last checkpoint of a run, after a check of all its files; all ranks must call it.
+    """Return the last checkpoint of a run after a check of all its files.
 
-    The ranks divide the files among them, and read each once, which takes about 0.8 s per GiB and
-    core.
+    All ranks must call this. They divide the files among them and read each file once, which takes
+    about 0.8 s per GiB and core.
 
     Args:
         folder: Folder that was passed to `save_checkpoint`.
-        engine: The engine, of which only the place of its files is used.
+        engine: The engine. Only the location of its files is used.
         host_group: Group of all ranks.
-        fallback: Whether to take the last undamaged checkpoint before the last one if that is
-            damaged.
+        fallback: If the last checkpoint is damaged, whether to take the last undamaged checkpoint
+            before it.
 
     Returns:
-        The checkpoint, the same on all ranks; None where no checkpoint was saved yet.
+        The checkpoint, the same on all ranks; None if no checkpoint was saved yet.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or holds objects; raised on all ranks.
@@ -113,8 +113,8 @@ def load_checkpoint(checkpoint: FoundCheckpoint, engine: Any, host_group: HostCo
         host_group: Group of all ranks.
 
     Raises:
-        CheckpointError: The checkpoint is not of such an engine, or DeepSpeed cannot load it;
-            raised on all ranks.
+        CheckpointError: The checkpoint was saved from another kind of engine, or DeepSpeed cannot
+            load it; raised on all ranks.
     """
     path, manifest = checkpoint.path, checkpoint.manifest
     with raise_on_all_ranks(host_group, f"load {path}", NOTHING_LOADED):
@@ -129,7 +129,7 @@ def load_checkpoint(checkpoint: FoundCheckpoint, engine: Any, host_group: HostCo
 def _on_all_ranks(
     host_group: HostCollectives, action: str, function: Callable[[], T]
 ) -> tuple[T | None, CheckpointError | None]:
-    """Return what a function returns, or the error on all ranks if it finds damage on one.
+    """Return the function's result, or return an error on all ranks if any rank finds damage.
 
     Raises:
         CheckpointError: The function failed on a rank for another reason; raised on all ranks.
@@ -190,8 +190,8 @@ def _agreed(
 ) -> Candidate | None:
     """Return the checkpoint that all ranks have.
 
-    A crash may leave nodes with local disks one checkpoint apart. Then the earlier checkpoint is
-    returned.
+    If the nodes have local disks, a crash may leave the last checkpoint on some nodes only. Then
+    the checkpoint before it is returned.
 
     Raises:
         CheckpointError: No checkpoint is on all ranks.

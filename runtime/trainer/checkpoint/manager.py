@@ -77,7 +77,7 @@ class CheckpointManager:
         """Load the last checkpoint, if there is one, and the plan file if it is newer."""
         holder, runner, group = self._engine_holder, self._window_runner, self._host_group
         own = launcher_may_restart() if fallback is None else fallback
-        allowed = bool(group.all_gather([own]).min())  # by all ranks
+        allowed = bool(group.all_gather([own]).min())  # if all ranks allow it
         checkpoint = find_checkpoint(folder, holder.engine, group, fallback=allowed)
         state = None
         if checkpoint is not None:
@@ -95,13 +95,13 @@ class CheckpointManager:
                 holder.compressor.load_state_dict(state.compression)
         self._apply_plan_file()
         if state is not None:
-            RngState(**state.rng).restore()  # after a rebuild, which draws random numbers
+            RngState(**state.rng).restore()  # last, because a rebuild draws random numbers
         return state
 
     def on_window_end(self) -> None:
         """Write the plan if it has changed, with the ds config if the engine was rebuilt."""
         state = self._relevant_state()
-        has_folder = self._engine_holder.run_folder is not None  # a run may get it late
+        has_folder = self._engine_holder.run_folder is not None  # the folder may be created late
         if state != self._written and has_folder:
             self._written = state
             if self._is_node_leader:
@@ -116,7 +116,7 @@ class CheckpointManager:
         )
 
     def _relevant_state(self) -> Any:
-        """Return what a restart needs; the rest of a plan only counts windows."""
+        """Return the part of the plan that a restart needs; the rest only counts windows."""
         limits = self._window_runner.replay.planner.limits
         learned = dict(limits.bounds), dict(limits.failing)
         return self._window_runner.micro_batch_samples, learned, self._config_if_rebuilt()

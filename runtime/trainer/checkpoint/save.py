@@ -33,7 +33,7 @@ UNHARMED = "Earlier checkpoints are unchanged, and training may go on"
 
 
 class _Numbers(NamedTuple):
-    """Numbers of a checkpoint: its save number, and how many others have the same step."""
+    """Save number of a checkpoint, and its repeat number among checkpoints of the same step."""
 
     save_number: int = 0
     repeat: int = 0
@@ -56,7 +56,7 @@ def save_checkpoint(
         engine: A DeepSpeed engine, without the gradients of an open window.
         host_group: Group of all ranks.
         state: This rank's state of the run, except the engine.
-        keep: How many checkpoints to leave, this one included; at least 1.
+        keep: How many checkpoints to keep, including this one; at least 1.
         superseded: Checkpoints that the load before passed over (`FoundCheckpoint.superseded`).
             Superseded checkpoints do not count toward `keep`. They are deleted, and removed from
             the set.
@@ -139,9 +139,9 @@ def _checked(partial: Path, written: Iterable[Path]) -> dict[str, FileInfo]:
 def _written_here(
     host_group: HostCollectives, own: Mapping[str, FileInfo], *, is_writer: bool
 ) -> dict[str, FileInfo]:
-    """Return what the ranks wrote into the folder of this rank, if it is the folder's writer.
+    """Return the files that the ranks wrote into this rank's folder, if this rank manages it.
 
-    With local disks each node has a folder, which its first rank manages.
+    With local disks each node has a folder of its own, which the node's first rank manages.
     """
     plain = {name: asdict(info) for name, info in own.items()}
     ranks = map(json.loads, host_group.all_gather_text(json.dumps([is_writer, plain])))
