@@ -26,14 +26,15 @@ from .policy.trial import Decision
 logger = logging.getLogger(__name__)
 
 _NOTHING = "nothing"  # stands for the absence of symptoms
-# Metric values are numbers: of a data type its bits, of other text 1, but 0 for "automatic".
+# Metric values are numbers. A data type is published as its number of bits, "automatic" as 0, and
+# any other text as 1.
 _NUMBERS = {"bf16": 16, "fp16": 16, "int8": 8, "fp8": 8, "automatic": 0}
 
 
 class DecisionReporter:
     """Publishes the events of a controller, or the diagnoses of the advisor.
 
-    Only one of the two uses it at a time.
+    Either the controller or the advisor uses the reporter, never both at the same time.
 
     Args:
         context: Recorder, engine and run folder of the watch.
@@ -76,14 +77,13 @@ class DecisionReporter:
         )
 
     def on_diagnosis(self, symptoms: Sequence[Symptom], seconds: float | None = None) -> None:
-        """Publish the symptoms; log the first one when it is new, and once that there is none.
+        """Publish the symptoms. Log the first symptom if it is new, and log their absence once.
 
         In mode "advise" nothing is logged here, because the log line of an advice has its symptom.
 
         Args:
             symptoms: The symptoms found, the most important one first.
-            seconds: Training time that the diagnosis was made from; None where a figure was
-                missing.
+            seconds: Training time that the diagnosis was made from; None if a figure was missing.
         """
         self._metrics.set_symptoms(symptoms)
         if self._mode != "auto":
@@ -152,7 +152,7 @@ class TunerMetrics:
                 self._recorder.set(tuner.TUNER_KNOB_VALUE, to_number(value), knob)
 
     def set_symptoms(self, symptoms: Sequence[Symptom]) -> None:
-        """Publish the symptoms; absent ones are 0."""
+        """Publish the symptoms. A symptom that was not found is published as 0."""
         found = {symptom.name: symptom.ratio for symptom in symptoms}
         with self._recorder.commit():
             for name in tuner.SYMPTOMS:
@@ -201,7 +201,7 @@ def decision_span(record: DecisionRecord, message: str, seconds: float) -> Span:
 
 
 def _advice_diff(record: DecisionRecord, inputs: TunerInput) -> str:
-    """Return the lines that follow an advice in the log: the diff of the ds config; else ""."""
+    """Return the diff of the ds config that follows an advice in the log; "" if not an advice."""
     if record.verdict != "advised":
         return ""
     now = inputs.configuration

@@ -1,7 +1,7 @@
 """Writes the tuner's decisions as flat records to `runs/<run_id>/decisions.jsonl`.
 
-The file has one JSON object per line, whose schema is `decision_line`. Raise SCHEMA_VERSION for a
-change that an older reader would misread.
+The file has one JSON object per line. `decision_line` defines the schema. Raise SCHEMA_VERSION for
+a change that an older reader would misread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 DECISIONS_FILE = "decisions.jsonl"
 SCHEMA_VERSION = 1
-SEVERAL = "several"  # stands for the knob's name where several knobs change
+SEVERAL = "several"  # stands for the knob's name if several knobs change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class DecisionRecord:
         changes: The proposed changes.
         numerics: The strictest numerics that allow it.
         predicted_gain: Predicted gain of throughput, 0.5 for half as much again; None if unknown.
-        gain: Measured gain, in the same unit; None where nothing was measured.
+        gain: Measured gain of throughput, in the same unit; None if nothing was measured.
         lower: Lower bound of the gain.
         upper: Upper bound of the gain.
         pairs: Compared pairs of blocks of steps.
@@ -145,7 +145,7 @@ class DecisionLog:
         """Append a decision as one line.
 
         Args:
-            folder: The run folder; None before the run has a name, and where none is written.
+            folder: The run folder. None before the run has a name, or if no run folder is written.
             record: The decision's record.
             decision: The decision, for its inputs and step times.
         """
@@ -182,14 +182,17 @@ def decision_line(record: DecisionRecord, decision: Decision) -> bytes:
 
 
 def _sorted_set(values: object) -> list[object]:
-    """Serialize sets, which orjson does not support; their mixed values are sorted by repr."""
+    """Serialize sets, which orjson does not support. Their mixed values are sorted by repr."""
     if isinstance(values, frozenset | set):
         return sorted(values, key=repr)
     raise TypeError(f"{values!r} cannot be written")
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Append by one write call, on a new line if a killed process or full disk cut the last one."""
+    """Append a line by one write call.
+
+    If a killed process or a full disk has cut the last line, begin a new line first.
+    """
     descriptor = open_to_append(path)
     try:
         size = os.fstat(descriptor).st_size

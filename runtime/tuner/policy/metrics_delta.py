@@ -22,34 +22,36 @@ _WORLD_SIZE = training.RUN_INFO.label_names.index("world_size")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsDelta:
-    """One rank's metrics over an interval of training; None where a metric is missing.
+    """One rank's metrics over an interval of training. A missing metric is None.
 
     Ratios are shares of training time without evaluation and checkpoints, unless stated otherwise.
 
     Attributes:
-        stale: The metrics were not updated in the interval; nothing else is known then.
+        stale: Whether the metrics were not updated in the interval. If so, nothing else is known.
         seconds: Training time of the interval.
-        steps: Optimizer steps in it.
+        steps: Optimizer steps in the interval.
         phase_ratios: Share of each phase that occurred.
         exposed_ratio: Waiting for collectives, without `own_transfer_ratio`.
         own_transfer_ratio: Transfer of zerowatch's own collectives, such as the votes of a
-            TrainingRun's ranks. No change of the training's traffic shortens it. Waits for a late
-            rank in them are in `exposed_ratio`, as in any collective.
+            TrainingRun's ranks. Changes of the training's traffic do not shorten this transfer. If
+            such a collective waits for a late rank, the wait is part of `exposed_ratio`.
         own_exposed_ratios: Waiting in zerowatch's own collectives, by phase. Votes are in forward
             and backward from ZeRO 2 on, the rest in `other`.
-        comm_ratio: Collectives in flight, hidden ones included, without zerowatch's own.
+        comm_ratio: Time with collectives in flight, including hidden collectives. zerowatch's own
+            collectives are left out.
         cause_ratios: Share of waiting for compared collectives, by cause; without
             `own_transfer_ratio`.
-        coverage: Recorded over issued collectives, the lower of both ends.
+        coverage: Recorded collectives divided by issued collectives. Of the values at both ends of
+            the interval, the lower one.
         step_wire_bytes: Bytes that this rank sent in a step, without zerowatch's own collectives.
         step_calls: Collectives in a step, without zerowatch's own.
-        link_bandwidth: Bytes per second in the group that sends most.
-        link_latency: Seconds of the smallest collective there.
+        link_bandwidth: Bytes per second in the group that sends the most bytes.
+        link_latency: Seconds of the smallest collective in that group.
         on_cpu: Whether the CPU is the only device; None if no device is known.
-        device_utilization: Busy share of the training device, of wall time.
-        headroom_ratio: Free share of the memory limit, on the device with the least.
-        device_headroom_ratio: The same of the training device.
-        oom_risk: The highest of any device.
+        device_utilization: Share of wall time in which the training device is busy.
+        headroom_ratio: Free share of the memory limit, on the device with the smallest share.
+        device_headroom_ratio: Free share of the memory limit of the training device.
+        oom_risk: The highest OOM risk of any device.
         straggler_score: Score of this rank's slowest phase.
         offload_ratio: Time in code that offloads.
         tokens_per_sample: Mean over the interval.
@@ -84,7 +86,8 @@ class MetricsDelta:
 def metrics_between(before: Snapshot, after: Snapshot) -> MetricsDelta:
     """Return the metrics between two snapshots of one rank.
 
-    Exposed communication is published every few seconds, so take at least 20 s.
+    Exposed communication is published every few seconds, so the snapshots should be at least 20 s
+    apart.
     """
     interval = _Interval(before=before, after=after)
     updated = [one.value(overhead.WATCH_LAST_UPDATE_TIMESTAMP) for one in (before, after)]
@@ -212,7 +215,7 @@ class _Interval:
 
 
 def _headroom_ratios(snapshot: Snapshot) -> dict[str, float]:
-    """Return by device the share of its limit that the next peak leaves free."""
+    """Return, by device, the share of the memory limit that the next peak leaves free."""
     ratios = {}
     for (device,), free in snapshot.values.get(memory.MEMORY_HEADROOM, {}).items():
         limit = snapshot.value(memory.MEMORY_BYTES, device, "limit")

@@ -9,25 +9,28 @@ from typing import Literal, Protocol
 
 # A knob's setting; None means "not used", e.g. no gradient compression.
 Value = bool | int | str | None
-# Values by knob name. A complete one has every knob of the job.
+# Values by knob name. A complete configuration has every knob of the job.
 Configuration = Mapping[str, Value]
 
 # How a change is applied: to the engine in use, or by rebuilding the engine.
 ApplyMode = Literal["live", "rebuild"]
 # Whether the tuner only logs advice, or changes knobs itself.
 Mode = Literal["advise", "auto"]
-# What becomes of a proposal, as in the label `verdict` of metrics:
-# - accepted: it stays in use.
-# - rolled_back: it was in use, and was undone: slower, out of memory, loss too high.
-# - rejected: its gain is too small or not certain, or it was not tried, e.g. for lack of memory.
-# - interrupted: its trial ended without a result, and was undone; it may be tried again.
-# - not_undone: it could not be undone on all ranks; training continues with what was read back.
-# - advised: it is logged as advice, and not applied.
+# The outcome of a proposal, as in the label `verdict` of metrics:
+# - accepted: The change stays in use.
+# - rolled_back: The change was in use and was undone, because training was slower, ran out of
+#   memory, or had a loss that was too high.
+# - rejected: The gain is too small or uncertain, or the change was not tried, e.g. for lack of
+#   memory.
+# - interrupted: The trial ended without a result, and the change was undone. It may be tried again.
+# - not_undone: The change could not be undone on all ranks. Training continues with the values that
+#   were read back.
+# - advised: The change is logged as advice, and not applied.
 Verdict = Literal["accepted", "rolled_back", "rejected", "interrupted", "not_undone", "advised"]
 
 
 class Numerics(IntEnum):
-    """How a change may affect the numbers; each value also allows what the earlier values allow."""
+    """How a change may affect the numbers. Each value includes the effects of earlier values."""
 
     BITWISE = 0
     REASSOCIATION = 1  # sums in another order
