@@ -290,7 +290,7 @@ class Forecaster:
 
 
 class PredictionErrors:
-    """Records the prediction errors of one model, for all readings since the first fitted one.
+    """Records the prediction errors of one model, for its last MAX_ERRORS readings.
 
     Attributes:
         errors: Observed minus predicted peak in bytes, including fragmented memory. Memory that
