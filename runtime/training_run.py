@@ -39,7 +39,11 @@ NumericsName = Literal["bitwise", "reassociation", "statistical", "unrestricted"
 
 
 def _collective(method: Method) -> Method:
-    """If another rank's failure has ended the run, raise it instead of any error it caused here."""
+    """Wrap a method that all ranks call.
+
+    If another rank's failure has ended the run, the method raises that failure, not the error that
+    followed from it on this rank.
+    """
 
     @functools.wraps(method)
     def call(run: TrainingRun, *args: Any, **kwargs: Any) -> Any:

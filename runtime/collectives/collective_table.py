@@ -21,7 +21,7 @@ class WireFormula(Protocol):
     """Returns the bytes that a rank sends per payload byte, for at least two ranks."""
 
     def __call__(self, backend: str, group_size: int, payload_bytes: float) -> float:
-        """Return bytes sent per payload byte. If the operation has a root, return their mean."""
+        """Return bytes sent per payload byte. With a root, return the mean of all ranks."""
 
 
 class Guard(Flag):

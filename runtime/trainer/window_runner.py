@@ -64,8 +64,8 @@ class WindowRunner:
         micro_batch_samples: Requested maximum size of a micro-batch, in samples.
         steps: Windows committed so far.
         samples: Samples committed so far, over all ranks.
-        exponent: Exponent of the power of two closest to the mean weight of a sample, by the last
-            window in which samples had weights; 0 before such a window. See `weight_exponent`.
+        exponent: The k for which 2**k is closest to the mean weight of a sample in the last window
+            with weights; 0 before the first such window. See `weight_exponent`.
         replay: Replay of windows in which memory runs out.
         on_fatal_oom: Functions to call with the length and the samples of a micro-batch that does
             not fit in this rank's memory after all memory savings.
