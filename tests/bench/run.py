@@ -21,7 +21,7 @@ from bench.bench_options import Options
 from bench.cross_rank import exchange_cost, skipped_collective, stopped_rank
 from bench.memory import oom_risk, peak_prediction, planned_memory
 from bench.monitoring_cost import hot_path, otlp_cost, scrape_cost, soak, step_overhead, thread_cost
-from bench.mutations import mutation_check
+from bench.mutations import line_coverage, mutation_check
 from bench.rank_processes import PYTHONPATH
 from bench.result_table import Row, render
 from bench.scale import thousand_ranks
@@ -64,6 +64,7 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "tuner_memory": memory_pressure.bench,
     "tuner_reaction": link_changes.bench,
     "variable_length": growing_batches.bench,
+    "line_coverage": line_coverage.bench,
     "mutations": mutation_check.bench,
 }
 

@@ -16,12 +16,17 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from coverage import CoverageData
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / ".build" / "mutations"
 SOURCES = ("runtime", "metrics", "dashboards")
-_DATA, _CONFIG = FOLDER / "coverage", FOLDER / "settings.ini"
+DATA, _CONFIG = FOLDER / "coverage", FOLDER / "settings.ini"
 _TESTS, _FINGERPRINT = FOLDER / "tests.json", FOLDER / "fingerprint"
 # Contexts need the C tracer. A warning would fail tests of clean output.
 _SETTINGS = """[run]
@@ -42,11 +47,13 @@ class RecordedTest:
     Attributes:
         seconds: Duration, fixtures included.
         is_job: Whether it has the marker `jobs`.
+        is_slow: Whether it has the marker `slow`; `make test` leaves those out.
         passed: Whether it passed; a test that failed or was skipped finds nothing.
     """
 
     seconds: float
     is_job: bool
+    is_slow: bool
     passed: bool
 
 
@@ -64,23 +71,31 @@ class Recording:
         if not is_current():
             raise RuntimeError(
                 "no tests are recorded for this state of the package and its tests; run "
-                "mutation_check.py --record, which takes longer than make test"
+                "mutation_check.py --record, which takes longer than make test-all"
             )
         tests = json.loads(_TESTS.read_text())
         self.tests = {name: RecordedTest(**test) for name, test in tests.items()}
 
     def covering(self, file: str, lines: Iterable[int]) -> set[str] | None:
         """Return the tests that execute a line; None if all lines run when the file is imported."""
-        from coverage import CoverageData
-
         inside = lines_in_functions(ast.parse((ROOT / file).read_text())) & set(lines)
         if not inside:
             return None
-        data = CoverageData(str(_DATA))
+        executed = self.tests_by_line(file)
+        return {name for line in inside for name in executed.get(line, ())} & self.tests.keys()
+
+    def tests_by_line(self, file: str) -> dict[int, set[str]]:
+        """Return the tests that executed each line; "" stands for imports outside of tests."""
+        contexts = self._data.contexts_by_lineno(str(ROOT / file))
+        return {line: set(map(named_test, names)) for line, names in contexts.items()}
+
+    @cached_property
+    def _data(self) -> CoverageData:
+        from coverage import CoverageData
+
+        data = CoverageData(str(DATA))
         data.read()
-        contexts = data.contexts_by_lineno(str(ROOT / file))
-        found = {named_test(context) for line in inside for context in contexts.get(line, ())}
-        return found & self.tests.keys()
+        return data
 
 
 def record(arguments: Sequence[str]) -> None:
@@ -95,7 +110,7 @@ def record(arguments: Sequence[str]) -> None:
     for old in FOLDER.iterdir():
         old.unlink()
     sources = ",".join(str(ROOT / source) for source in SOURCES)
-    _CONFIG.write_text(_SETTINGS.format(data=_DATA, sources=sources))
+    _CONFIG.write_text(_SETTINGS.format(data=DATA, sources=sources))
     before = fingerprint()
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     script = Path(__file__).with_name("pytest_with_contexts.py")

@@ -134,6 +134,10 @@ def test_a_log_that_blocks_delays_neither_checks_nor_abort(
     finally:
         logging.getLogger("zerowatch").removeHandler(handler)
         stuck.set()
+        # They would log into the next test.
+        for thread in threading.enumerate():
+            if thread.name in ("zerowatch-hang", "zerowatch-abort"):
+                thread.join()
 
 
 def test_without_a_thread_for_the_report_a_hang_is_reported_and_aborted_all_the_same(
