@@ -125,7 +125,7 @@ COMM_RATIO = training_share(comm.COMM_SECONDS)
 CAUSE_RATIO = training_share(comm.COMM_CAUSE_SECONDS, "cause")
 WAIT_RATIO_BY_RANK = training_share(comm.COMM_WAIT_SECONDS, per=("rank",))
 CALLS_PER_STEP = per_step(comm.COLLECTIVE_CALLS, "op")
-COLLECTIVE_BUCKETS = summed_rate(comm.COLLECTIVE_SECONDS, "op", "le", part="_bucket")
+COLLECTIVE_BUCKETS = summed_rate(comm.COLLECTIVE_DURATION, "op", "le", part="_bucket")
 # Limited to 1: the best has lasted three comparisons, the bandwidth is a single estimate. Where
 # latency takes more time than data, the estimate is mostly noise and usually far above the best.
 LINK_BANDWIDTH_RATIO = recorded(
@@ -162,21 +162,21 @@ MFU = aggregated(training.MFU, "avg")
 LOSS = aggregated(training.LOSS, "avg")
 GRADIENT_NORM = aggregated(training.GRADIENT_NORM, "max")
 ACTIVE_RANKS = aggregated(training.RUN_ACTIVE, "sum")
-STEP_BUCKETS = summed_rate(training.STEP_SECONDS, "le", part="_bucket")
-STEP_SECONDS = recorded(
-    training.STEP_SECONDS,
+STEP_BUCKETS = summed_rate(training.STEP_DURATION, "le", part="_bucket")
+STEP_DURATION = recorded(
+    training.STEP_DURATION,
     "mean_rate5m",
     lambda timing: ratio(
-        by("sum", rate(training.STEP_SECONDS, timing.short, part="_sum")),
-        by("sum", rate(training.STEP_SECONDS, timing.short, part="_count")),
+        by("sum", rate(training.STEP_DURATION, timing.short, part="_sum")),
+        by("sum", rate(training.STEP_DURATION, timing.short, part="_count")),
     ),
 )
-STEP_SECONDS_BY_RANK = recorded(
-    training.STEP_SECONDS,
+STEP_DURATION_BY_RANK = recorded(
+    training.STEP_DURATION,
     "mean_rate5m",
     lambda timing: ratio(
-        by("sum", rate(training.STEP_SECONDS, timing.short, part="_sum"), "rank"),
-        by("sum", rate(training.STEP_SECONDS, timing.short, part="_count"), "rank"),
+        by("sum", rate(training.STEP_DURATION, timing.short, part="_sum"), "rank"),
+        by("sum", rate(training.STEP_DURATION, timing.short, part="_count"), "rank"),
         "rank",
     ),
     "rank",
@@ -317,8 +317,8 @@ GROUPS: dict[str, tuple[RecordingRule, ...]] = {
         GRADIENT_NORM,
         ACTIVE_RANKS,
         STEP_BUCKETS,
-        STEP_SECONDS,
-        STEP_SECONDS_BY_RANK,
+        STEP_DURATION,
+        STEP_DURATION_BY_RANK,
         PHASE_SECONDS_PER_STEP,
         PHASE_RATIO,
         DATA_RATIO_BY_RANK,

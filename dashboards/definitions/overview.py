@@ -83,7 +83,7 @@ HEALTH = sized(
         description="Mean time of a step over the last five minutes, without evaluation and "
         "checkpoints. If it rises, the panel Step time by phase below shows which phase takes "
         "longer.",
-        queries=(Query(of_run(recorded.STEP_SECONDS), "step"),),
+        queries=(Query(of_run(recorded.STEP_DURATION), "step"),),
         unit=SECONDS,
         thresholds=PLAIN_TEXT,
         dashboard=uid_of("step_anatomy"),
@@ -269,7 +269,7 @@ DETAILS = (
             ),
             Column(
                 title="Step time",
-                expression=by("max", of_ranks(recorded.STEP_SECONDS_BY_RANK), "rank"),
+                expression=by("max", of_ranks(recorded.STEP_DURATION_BY_RANK), "rank"),
                 unit=SECONDS,
             ),
             Column(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ...metrics.catalog.training import STEP_SECONDS
+from ...metrics.catalog.training import STEP_DURATION
 from .. import recording_rules as recorded
 from ..grafana.panels import (
     ANY_IS_BAD,
@@ -101,7 +101,7 @@ def step_seconds() -> TimeSeries:
 
     The exemplars are those of rank 0: the ranks of a run share their traces, so one rank is enough.
     """
-    of_first_rank = rate(STEP_SECONDS, WINDOW, *FIRST_RANK, part="_bucket")
+    of_first_rank = rate(STEP_DURATION, WINDOW, *FIRST_RANK, part="_bucket")
     return TimeSeries(
         title="Step time",
         description="Median, 95th and 99th percentile of the step time, over all ranks. If p99 is "

@@ -72,7 +72,7 @@ RANKS_APART = (
         description="Mean time of a step over five minutes, for the slowest ranks. All ranks wait "
         "for each other, so these lines stay close together even if a single rank is the cause. "
         "The straggler score on the dashboard Communication shows which one.",
-        queries=(Query(worst(recorded.STEP_SECONDS_BY_RANK), "rank {{rank}}"),),
+        queries=(Query(worst(recorded.STEP_DURATION_BY_RANK), "rank {{rank}}"),),
         unit=SECONDS,
         minimum=0,
         dashboard=uid_of("communication"),

@@ -25,10 +25,10 @@ COLLECTIVE_WIRE_BYTES = counter(
     OP,
     GROUP,
 )
-COLLECTIVE_SECONDS = histogram(
-    "collective_seconds",
+COLLECTIVE_DURATION = histogram(
+    "collective_duration_seconds",
     "Duration of collectives from issue to completion.",
-    (0.0001, 0.0005, 0.002, 0.01, 0.05, 0.25, 2.0),
+    (0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0),
     OP,
 )
 COMM_SECONDS = counter(
@@ -138,12 +138,15 @@ HANGS = counter(
     "hangs_total",
     "Times that this rank made no progress for hang.timeout_seconds and for ten median steps.",
 )
+HANG_ACTIVE = gauge(
+    "hang_active", "1 while this rank hangs, 0 otherwise; hangs_total counts when it becomes 1."
+)
 
 METRICS = (
     COLLECTIVE_CALLS,
     COLLECTIVE_BYTES,
     COLLECTIVE_WIRE_BYTES,
-    COLLECTIVE_SECONDS,
+    COLLECTIVE_DURATION,
     COMM_SECONDS,
     COMM_EXPOSED_SECONDS,
     COMM_OWN_EXPOSED_SECONDS,
@@ -164,4 +167,5 @@ METRICS = (
     EXCHANGE_FAILURES,
     PEER_HEARTBEAT_AGE,
     HANGS,
+    HANG_ACTIVE,
 )

@@ -25,7 +25,67 @@ DEVICE_LINK_BYTES = counter(
     Label(name="direction", values=("sent", "received")),
 )
 
+DEVICE_INFO = gauge(
+    "device_info",
+    "1; the labels identify the card: UUID and address on the PCI bus as NVML gives them.",
+    DEVICE,
+    Label(name="uuid"),
+    Label(name="pci_bus_id"),
+    Label(name="name"),
+    Label(name="driver"),
+)
+# Health of GPUs, from NVML. A figure that the card does not have is not served.
+DEVICE_TEMPERATURE_LIMIT = gauge(
+    "device_temperature_limit_celsius",
+    "Core temperature at which the device lowers its clock.",
+    DEVICE,
+)
+DEVICE_THROTTLED_SECONDS = counter(
+    "device_throttled_seconds_total",
+    "Seconds since monitoring started in which the clock was lowered, by reason.",
+    DEVICE,
+    Label(
+        name="reason",
+        values=("power_cap", "hw_slowdown", "hw_thermal", "sw_thermal", "power_brake"),
+    ),
+)
+DEVICE_ECC_ERRORS = counter(
+    "device_ecc_errors_total",
+    "Memory errors since the driver was loaded.",
+    DEVICE,
+    Label(name="kind", values=("corrected", "uncorrected")),
+)
+DEVICE_REMAPPED_ROWS = gauge(
+    "device_remapped_rows",
+    "Rows of memory that the device replaced after errors, over its lifetime.",
+    DEVICE,
+    Label(name="kind", values=("corrected", "uncorrected")),
+)
+DEVICE_ROW_REMAP = gauge(
+    "device_row_remap",
+    "1 if a row remap is pending until the device is reset, or has failed; 0 otherwise.",
+    DEVICE,
+    Label(name="state", values=("pending", "failed")),
+)
+DEVICE_LINK_ERRORS = counter(
+    "device_link_errors_total",
+    "Errors of the device's links since the driver was loaded.",
+    DEVICE,
+    Label(name="link", values=("nvlink", "pcie")),
+    Label(name="kind", values=("crc", "replay", "recovery")),
+)
+DEVICE_XID_ERRORS = counter(
+    "device_xid_errors_total",
+    "XID errors of the device since monitoring started, by number.",
+    DEVICE,
+    Label(name="xid"),
+)
+DEVICE_LOST = gauge(
+    "device_lost", "1 if the driver no longer reaches the device, 0 otherwise.", DEVICE
+)
+
 METRICS = (
+    DEVICE_INFO,
     DEVICE_UTILIZATION,
     DEVICE_SM_ACTIVE,
     DEVICE_POWER,
@@ -33,4 +93,12 @@ METRICS = (
     DEVICE_CLOCK,
     DEVICE_ENERGY,
     DEVICE_LINK_BYTES,
+    DEVICE_TEMPERATURE_LIMIT,
+    DEVICE_THROTTLED_SECONDS,
+    DEVICE_ECC_ERRORS,
+    DEVICE_REMAPPED_ROWS,
+    DEVICE_ROW_REMAP,
+    DEVICE_LINK_ERRORS,
+    DEVICE_XID_ERRORS,
+    DEVICE_LOST,
 )

@@ -5,14 +5,7 @@ from __future__ import annotations
 from .labels import DEVICE, PHASE
 from .spec import Label, counter, gauge
 
-MEMORY_STATES = (
-    "allocated",
-    "reserved",
-    "peak_allocated",
-    "peak_reserved",
-    "inactive_split",
-    "limit",
-)
+MEMORY_STATES = ("allocated", "reserved", "inactive_split")
 MEMORY_CATEGORIES = (
     "parameters",
     "gradients",
@@ -24,10 +17,18 @@ MEMORY_CATEGORIES = (
 
 MEMORY_BYTES = gauge(
     "memory_bytes",
-    "Memory of a device; peaks are those of the last minute; on cpu allocated is RSS and reserved "
-    "is the virtual size.",
+    "Memory in use on a device; on cpu allocated is RSS and reserved is the virtual size.",
     DEVICE,
     Label(name="state", values=MEMORY_STATES),
+)
+MEMORY_PEAK = gauge(
+    "memory_peak_bytes",
+    "Highest memory use of the last minute.",
+    DEVICE,
+    Label(name="state", values=("allocated", "reserved")),
+)
+MEMORY_LIMIT = gauge(
+    "memory_limit_bytes", "Memory of a device that this process can use at most.", DEVICE
 )
 _CATEGORY = Label(name="category", values=MEMORY_CATEGORIES)
 MEMORY_CATEGORY_BYTES = gauge(
@@ -107,6 +108,8 @@ OFFLOAD_SECONDS = counter(
 
 METRICS = (
     MEMORY_BYTES,
+    MEMORY_PEAK,
+    MEMORY_LIMIT,
     MEMORY_CATEGORY_BYTES,
     MEMORY_BASELINE,
     MEMORY_PHASE_PEAK,

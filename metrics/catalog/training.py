@@ -5,6 +5,23 @@ from __future__ import annotations
 from .labels import DEVICE, PHASE
 from .spec import Label, counter, gauge, histogram, info
 
+# How monitoring of a rank can end. Only the first is an end in good order.
+END_REASONS = (
+    "completed",
+    "interrupted",
+    "exception",
+    "out_of_memory",
+    "peer_failed",
+    "hang_abort",
+)
+# Each bound is at most 1.5 times the bound below it, from 10 ms to 2 minutes.
+STEP_DURATION_BUCKETS = (
+    *(0.01, 0.015, 0.022, 0.033, 0.047, 0.068),
+    *(0.1, 0.15, 0.22, 0.33, 0.47, 0.68),
+    *(1.0, 1.5, 2.2, 3.3, 4.7, 6.8),
+    *(10.0, 15.0, 22.0, 33.0, 47.0, 68.0, 100.0, 120.0),
+)
+
 RUN_INFO = info(
     "run_info",
     "Properties of the run, as labels.",
@@ -18,6 +35,41 @@ RUN_INFO = info(
     Label(name="world_size"),
 )
 RUN_ACTIVE = gauge("run_active", "1 while the rank is training, 0 after monitoring was closed.")
+RUN_END_INFO = info(
+    "run_end_info",
+    "How monitoring of the rank ended; served until the server closes.",
+    Label(name="reason", values=END_REASONS),
+)
+RUN_START_TIMESTAMP = gauge(
+    "run_start_timestamp_seconds", "Unix time at which the first attempt of the run started."
+)
+RUN_ATTEMPT = gauge("run_attempt", "Number of earlier attempts of the run, such as restarts.")
+WORLD_SIZE = gauge("world_size", "Number of ranks with which the run was started.")
+PRODUCTIVE_SECONDS = counter(
+    "productive_seconds_total",
+    "Wall time of optimizer steps that count: without skipped updates, discarded attempts, "
+    "evaluation and checkpoints.",
+)
+CHECKPOINTS = counter(
+    "checkpoints_total",
+    "Checkpoints by outcome.",
+    Label(name="outcome", values=("saved", "failed")),
+)
+CHECKPOINT_SECONDS = counter(
+    "checkpoint_seconds_total", "Seconds in which training stopped to save checkpoints."
+)
+LAST_CHECKPOINT_TIMESTAMP = gauge(
+    "last_checkpoint_timestamp_seconds", "Unix time at which the last checkpoint was saved."
+)
+LAST_CHECKPOINT_BYTES = gauge(
+    "last_checkpoint_bytes", "Size of the files of the last checkpoint of a TrainingRun; rank 0."
+)
+ALERT_THRESHOLD = gauge(
+    "alert_threshold",
+    "A threshold of the alerts that the settings of this run replace, in the unit of the alert; "
+    "on rank 0 only.",
+    Label(name="name"),
+)
 STEPS = counter("steps_total", "Optimizer steps, skipped ones included.")
 SAMPLES = counter("samples_total", "Samples that this rank has trained on.")
 TOKENS = counter("tokens_total", "Tokens that this rank has trained on, if the batch shows them.")
@@ -25,10 +77,16 @@ SKIPPED_STEPS = counter(
     "skipped_steps_total", "Steps whose update was skipped because of a gradient overflow."
 )
 NONFINITE_LOSSES = counter("nonfinite_losses_total", "Steps whose loss was not a finite number.")
-STEP_SECONDS = histogram(
-    "step_seconds",
+STEP_DURATION = histogram(
+    "step_duration_seconds",
     "Wall time of one optimizer step, without evaluation and checkpoints.",
-    (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0),
+    STEP_DURATION_BUCKETS,
+)
+STEP_DURATION_QUANTILE = gauge(
+    "step_duration_quantile_seconds",
+    "Exact quantiles of this rank's step durations over the last minute, or over the last 20 steps "
+    "if those took longer.",
+    Label(name="quantile", values=("0.5", "0.9", "0.99")),
 )
 PHASE_SECONDS = counter(
     "phase_seconds_total",
@@ -58,12 +116,23 @@ PEAK_FLOPS = gauge(
 METRICS = (
     RUN_INFO,
     RUN_ACTIVE,
+    RUN_END_INFO,
+    RUN_START_TIMESTAMP,
+    RUN_ATTEMPT,
+    WORLD_SIZE,
+    PRODUCTIVE_SECONDS,
+    CHECKPOINTS,
+    CHECKPOINT_SECONDS,
+    LAST_CHECKPOINT_TIMESTAMP,
+    LAST_CHECKPOINT_BYTES,
+    ALERT_THRESHOLD,
     STEPS,
     SAMPLES,
     TOKENS,
     SKIPPED_STEPS,
     NONFINITE_LOSSES,
-    STEP_SECONDS,
+    STEP_DURATION,
+    STEP_DURATION_QUANTILE,
     PHASE_SECONDS,
     LOSS,
     GRADIENT_NORM,

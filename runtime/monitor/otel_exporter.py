@@ -291,7 +291,7 @@ def _examples(step: FinishedStep, spans: Sequence[Span]) -> list[Example]:
     """Return exemplars for the histograms. The script's own span of the step takes precedence."""
     examples = [
         Example(
-            spec=communication.COLLECTIVE_SECONDS,
+            spec=communication.COLLECTIVE_DURATION,
             labels=(str(span.attributes["zerowatch.op"]),),
             value=(span.end_ns - span.start_ns) / 1e9,
         )
@@ -300,5 +300,5 @@ def _examples(step: FinishedStep, spans: Sequence[Span]) -> list[Example]:
     ]
     if step.raw.trace is None:
         seconds = step.record.training_seconds
-        examples.append(Example(spec=training.STEP_SECONDS, labels=(), value=seconds))
+        examples.append(Example(spec=training.STEP_DURATION, labels=(), value=seconds))
     return examples

@@ -79,7 +79,7 @@ class StepMetrics:
         recorder.add(training.NONFINITE_LOSSES, sum(record.nonfinite_loss for record in records))
         for step in steps:
             seconds = step.record.training_seconds
-            recorder.observe(training.STEP_SECONDS, seconds, exemplar=step.raw.trace)
+            recorder.observe(training.STEP_DURATION, seconds, exemplar=step.raw.trace)
             for phase, spent in step.record.phase_seconds.items():
                 recorder.add(training.PHASE_SECONDS, spent, phase)
         self._add_known(training.SAMPLES, [record.samples for record in records])
@@ -121,6 +121,6 @@ class StepMetrics:
             recorder.add(communication.COLLECTIVE_BYTES, sums.payload_bytes, *key)
             recorder.add(communication.COLLECTIVE_WIRE_BYTES, sums.wire_bytes, *key)
             for seconds in sums.seconds:
-                recorder.observe(communication.COLLECTIVE_SECONDS, seconds, sums.op)
+                recorder.observe(communication.COLLECTIVE_DURATION, seconds, sums.op)
         for group, seconds in totals.comm_seconds.items():
             recorder.add(communication.COMM_SECONDS, seconds, group)

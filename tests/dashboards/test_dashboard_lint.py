@@ -80,7 +80,7 @@ FAULTS = {
     "lacks a choice of ranks": ask(f"zerowatch_loss{{{RUN}}}"),
     "only $__rate_interval": ask(f'rate(zerowatch_steps_total{{{RUN}, rank="0"}}[5m])'),
     "keeps its metric's name": lambda page: first(page, "table")["targets"][0].update(
-        expr=f"topk(3, run_rank:zerowatch_step_seconds:mean_rate5m{{{RUN}}})"
+        expr=f"topk(3, run_rank:zerowatch_step_duration_seconds:mean_rate5m{{{RUN}}})"
     ),
     "its data source is not": lambda page: first(page, "stat").update(
         datasource={"type": "prometheus", "uid": "prometheus"}

@@ -15,7 +15,7 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality
 from prometheus_client.parser import text_string_to_metric_families as parse_classic
 
 from zerowatch.metrics.catalog import CATALOG, devices, memory
-from zerowatch.metrics.catalog.training import LOSS, STEP_SECONDS, STEPS
+from zerowatch.metrics.catalog.training import LOSS, STEP_DURATION, STEPS
 from zerowatch.metrics.exporters.log_capture import LogCapture, log_line
 from zerowatch.metrics.exporters.otel_resource import is_standard_endpoint, resource_attributes
 from zerowatch.metrics.exporters.otlp import Otlp
@@ -131,7 +131,7 @@ def test_exported_series_equal_those_of_a_scrape(collector, make_outbox):
 def test_counters_are_cumulative_since_monitoring_started(collector, make_outbox):
     recorder = Recorder()
     recorder.add(STEPS, 4)
-    recorder.observe(STEP_SECONDS, 0.3)
+    recorder.observe(STEP_DURATION, 0.3)
 
     make_outbox(recorder).flush()
 
@@ -238,16 +238,16 @@ def test_a_trace_is_sent_with_its_ids_times_and_parents(collector, make_outbox):
 
 
 def exemplars(recorder):
-    return recorder.snapshot().distribution(STEP_SECONDS).exemplars
+    return recorder.snapshot().distribution(STEP_DURATION).exemplars
 
 
 def example_trace():
-    return step_trace(examples=[Example(spec=STEP_SECONDS, labels=(), value=0.3)])
+    return step_trace(examples=[Example(spec=STEP_DURATION, labels=(), value=0.3)])
 
 
 def test_an_exemplar_is_added_once_its_trace_was_sent(collector, make_outbox):
     recorder = Recorder()
-    recorder.observe(STEP_SECONDS, 0.3)
+    recorder.observe(STEP_DURATION, 0.3)
     outbox = make_outbox(recorder)
 
     outbox.add_trace(example_trace())
@@ -267,7 +267,7 @@ def test_an_exemplar_is_added_once_its_trace_was_sent(collector, make_outbox):
 @pytest.mark.parametrize("status", [400, 503])
 def test_no_exemplar_is_added_if_the_collector_rejects_the_trace(collector, make_outbox, status):
     recorder = Recorder()
-    recorder.observe(STEP_SECONDS, 0.3)
+    recorder.observe(STEP_DURATION, 0.3)
     outbox = make_outbox(recorder, timeout_seconds=0.5)
     collector.status = status
 
@@ -279,17 +279,17 @@ def test_no_exemplar_is_added_if_the_collector_rejects_the_trace(collector, make
 
 def test_an_exemplar_for_an_empty_bucket_is_ignored():
     recorder = Recorder()
-    recorder.observe(STEP_SECONDS, 0.03)
+    recorder.observe(STEP_DURATION, 0.03)
 
     exemplar = Exemplar(labels={"trace_id": "1"}, value=0.3, unix_seconds=1.0)
-    recorder.add_exemplar(STEP_SECONDS, exemplar=exemplar)
+    recorder.add_exemplar(STEP_DURATION, exemplar=exemplar)
 
     assert not any(exemplars(recorder))
 
 
 def test_an_exemplar_without_a_span_id_has_its_trace_id_as_an_attribute(collector, make_outbox):
     recorder = Recorder()
-    recorder.observe(STEP_SECONDS, 0.3, exemplar={"trace_id": f"{TRACE_ID:032x}"})
+    recorder.observe(STEP_DURATION, 0.3, exemplar={"trace_id": f"{TRACE_ID:032x}"})
 
     make_outbox(recorder).flush()
 

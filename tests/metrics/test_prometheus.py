@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families as parse_cla
 from require import program
 
 from zerowatch.metrics.catalog import CATALOG
-from zerowatch.metrics.catalog.communication import COLLECTIVE_SECONDS
+from zerowatch.metrics.catalog.communication import COLLECTIVE_DURATION
 from zerowatch.metrics.catalog.memory import MEMORY_BYTES
-from zerowatch.metrics.catalog.training import LOSS, RUN_INFO, STEP_SECONDS, STEPS
+from zerowatch.metrics.catalog.training import LOSS, RUN_INFO, STEP_DURATION, STEPS
 from zerowatch.metrics.exporters.prometheus import exposition
 from zerowatch.metrics.exporters.trace_context import current_trace_labels
 from zerowatch.metrics.recorder import Recorder
@@ -110,7 +110,7 @@ def test_the_run_info_is_a_series_with_value_one():
 def test_buckets_are_cumulative_and_end_with_the_count():
     recorder = Recorder()
     for seconds in (0.0003, 0.03, 0.03, 9.0):
-        recorder.observe(COLLECTIVE_SECONDS, seconds, "all_reduce")
+        recorder.observe(COLLECTIVE_DURATION, seconds, "all_reduce")
 
     [family] = parse_classic(classic_text(recorder))
 
@@ -124,14 +124,14 @@ def test_buckets_are_cumulative_and_end_with_the_count():
         "0.25": 3,
         "2.0": 3,
         "+Inf": 4,
-        "zerowatch_collective_seconds_sum": pytest.approx(9.0603),
-        "zerowatch_collective_seconds_count": 4,
+        "zerowatch_collective_duration_seconds_sum": pytest.approx(9.0603),
+        "zerowatch_collective_duration_seconds_count": 4,
     }
 
 
 def test_an_exemplar_is_at_its_bucket_in_openmetrics_only():
     recorder = Recorder()
-    recorder.observe(STEP_SECONDS, 0.07, exemplar={"trace_id": TRACE_ID})
+    recorder.observe(STEP_DURATION, 0.07, exemplar={"trace_id": TRACE_ID})
 
     [family] = parse_openmetrics(openmetrics_text(recorder))
 

@@ -12,7 +12,7 @@ from fakes.scraper import eventually
 from package_tree import ROOT
 from servers.prometheus_server import Prometheus
 
-from zerowatch.metrics.catalog.training import RUN_ACTIVE, STEP_SECONDS, STEPS
+from zerowatch.metrics.catalog.training import RUN_ACTIVE, STEP_DURATION, STEPS
 from zerowatch.metrics.exporters.server import MetricsServer
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import ServeSettings
@@ -58,7 +58,7 @@ def run():
         for rank, recorder in enumerate(recorders):
             recorder.set(RUN_ACTIVE, 1)
             recorder.add(STEPS, 10 + rank)
-            recorder.observe(STEP_SECONDS, 0.07, exemplar={"trace_id": TRACE_ID})
+            recorder.observe(STEP_DURATION, 0.07, exemplar={"trace_id": TRACE_ID})
             server = MetricsServer(
                 recorder=recorder,
                 rank=rank,
@@ -107,7 +107,7 @@ def test_exemplars_are_stored_with_their_trace_id(prometheus):
 
     found = prometheus.ask(
         "query_exemplars",
-        query='zerowatch_step_seconds_bucket{rank="1"}',
+        query='zerowatch_step_duration_seconds_bucket{rank="1"}',
         start=str(now - 300),
         end=str(now + 300),
     )

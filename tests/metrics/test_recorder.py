@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from zerowatch.metrics.catalog.communication import COLLECTIVE_CALLS, COLLECTIVE_SECONDS
+from zerowatch.metrics.catalog.communication import COLLECTIVE_CALLS, COLLECTIVE_DURATION
 from zerowatch.metrics.catalog.overhead import DEAD_THREADS
 from zerowatch.metrics.catalog.training import LOSS, RUN_INFO, SAMPLES, STEPS
 from zerowatch.metrics.recorder import Recorder
@@ -57,9 +57,9 @@ def test_an_observation_counts_in_the_first_bucket_whose_bound_is_not_lower():
     below, on, above_all = 0.00005, 0.002, 60.0
 
     for seconds in (below, on, above_all):
-        recorder.observe(COLLECTIVE_SECONDS, seconds, "all_reduce")
+        recorder.observe(COLLECTIVE_DURATION, seconds, "all_reduce")
 
-    distribution = recorder.snapshot().distribution(COLLECTIVE_SECONDS, "all_reduce")
+    distribution = recorder.snapshot().distribution(COLLECTIVE_DURATION, "all_reduce")
     assert distribution is not None
     assert distribution.counts == (1, 0, 1, 0, 0, 0, 0, 1)
     assert distribution.sum == pytest.approx(below + on + above_all)
@@ -68,11 +68,11 @@ def test_an_observation_counts_in_the_first_bucket_whose_bound_is_not_lower():
 def test_a_bucket_keeps_its_last_exemplar():
     recorder = Recorder()
 
-    recorder.observe(COLLECTIVE_SECONDS, 0.03, "all_reduce", exemplar={"trace_id": "aa"})
-    recorder.observe(COLLECTIVE_SECONDS, 0.04, "all_reduce", exemplar={"trace_id": "bb"})
-    recorder.observe(COLLECTIVE_SECONDS, 0.04, "all_reduce")
+    recorder.observe(COLLECTIVE_DURATION, 0.03, "all_reduce", exemplar={"trace_id": "aa"})
+    recorder.observe(COLLECTIVE_DURATION, 0.04, "all_reduce", exemplar={"trace_id": "bb"})
+    recorder.observe(COLLECTIVE_DURATION, 0.04, "all_reduce")
 
-    distribution = recorder.snapshot().distribution(COLLECTIVE_SECONDS, "all_reduce")
+    distribution = recorder.snapshot().distribution(COLLECTIVE_DURATION, "all_reduce")
     assert distribution is not None
     seen = [exemplar for exemplar in distribution.exemplars if exemplar]
     assert [(exemplar.labels, exemplar.value) for exemplar in seen] == [({"trace_id": "bb"}, 0.04)]
@@ -84,11 +84,11 @@ def test_an_unknown_label_value_is_rejected_and_creates_no_series():
     with pytest.raises(ValueError, match=r"collective_calls_total: op='all_reduces' is none of"):
         recorder.add(COLLECTIVE_CALLS, 1, "all_reduces", "dp", "backward")
     with pytest.raises(ValueError, match=r"collective_seconds: op='all_reduces' is none of"):
-        recorder.observe(COLLECTIVE_SECONDS, 1.0, "all_reduces")
+        recorder.observe(COLLECTIVE_DURATION, 1.0, "all_reduces")
 
     snapshot = recorder.snapshot()
     assert COLLECTIVE_CALLS not in snapshot.values
-    assert COLLECTIVE_SECONDS not in snapshot.distributions
+    assert COLLECTIVE_DURATION not in snapshot.distributions
 
 
 def test_a_missing_label_is_rejected():
@@ -101,13 +101,13 @@ def test_a_missing_label_is_rejected():
 def test_a_snapshot_does_not_change_afterwards():
     recorder = Recorder()
     recorder.add(STEPS, 1)
-    recorder.observe(COLLECTIVE_SECONDS, 0.03, "all_reduce")
+    recorder.observe(COLLECTIVE_DURATION, 0.03, "all_reduce")
 
     snapshot = recorder.snapshot()
     recorder.add(STEPS, 1)
-    recorder.observe(COLLECTIVE_SECONDS, 0.03, "all_reduce")
+    recorder.observe(COLLECTIVE_DURATION, 0.03, "all_reduce")
 
-    distribution = snapshot.distribution(COLLECTIVE_SECONDS, "all_reduce")
+    distribution = snapshot.distribution(COLLECTIVE_DURATION, "all_reduce")
     assert snapshot.value(STEPS) == 1
     assert distribution is not None
     assert distribution.count == 1

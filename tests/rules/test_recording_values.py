@@ -14,7 +14,7 @@ from zerowatch.dashboards.timing import Timing
 MINUTES = 6
 PHASES = "zerowatch_phase_seconds_total"
 EXPOSED = "zerowatch_comm_exposed_seconds_total"
-STEP_SECONDS = "zerowatch_step_seconds"
+STEP_DURATION = "zerowatch_step_duration_seconds"
 
 
 def growing(per_second: float) -> str:
@@ -82,8 +82,8 @@ CASES = {
             'phase="other"': 0.03,
         },
     ),
-    recorded.STEP_SECONDS: (
-        of_both(f"{STEP_SECONDS}_sum", growing(1)) | of_both(f"{STEP_SECONDS}_count", growing(2)),
+    recorded.STEP_DURATION: (
+        of_both(f"{STEP_DURATION}_sum", growing(1)) | of_both(f"{STEP_DURATION}_count", growing(2)),
         {"": 0.5},
     ),
     recorded.SKIPPED_RATIO: (
@@ -130,8 +130,8 @@ def test_no_rule_is_infinite_during_an_evaluation_without_steps(rules, tmp_path)
     """Infinity would break the scale of a graph and exceed the threshold of any alert."""
     series = dict.fromkeys(training(MINUTES), standing(1))
     series |= of_both(PHASES, growing(1), phase="eval") | of_both(EXPOSED, growing(0.1), group="dp")
-    series |= of_both(f"{STEP_SECONDS}_sum", standing(1))
-    series |= of_both(f"{STEP_SECONDS}_count", standing(1))
+    series |= of_both(f"{STEP_DURATION}_sum", standing(1))
+    series |= of_both(f"{STEP_DURATION}_count", standing(1))
     every_rule = '{__name__=~"run.*:zerowatch_.+"}'
     unusable = f"count({every_rule}) != count({every_rule} < Inf)"  # NaN is not less either
     test = look(recorded.STEPS_RATE, series, {"": 0})

@@ -119,7 +119,7 @@ class Contents:
 
     def _observe(self, spec: MetricSpec, labels: tuple[str, ...]) -> None:
         for _ in range(round(INTERVAL_SECONDS / STEP_SECONDS)):
-            middle = STEP_SECONDS if spec is training.STEP_SECONDS else 0.01
+            middle = STEP_SECONDS if spec is training.STEP_DURATION else 0.01
             self._recorder.observe(spec, middle * self._random.lognormvariate(0, 0.3), *labels)
 
 

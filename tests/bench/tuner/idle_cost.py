@@ -19,13 +19,13 @@ from bench.result_table import Row
 
 GOAL = 0.001  # of a step
 DIAGNOSIS_INTERVAL_SECONDS = 20.0  # the default of tuner.diagnosis_interval_seconds
-STEP_SECONDS = (0.05, 0.2)
+STEP_DURATION = (0.05, 0.2)
 
 
 def bench(options: Options) -> Iterator[Row]:
     """Yield the tuner's share of steps of either length, and what the parts cost."""
     asked = {
-        "step_seconds": STEP_SECONDS,
+        "step_seconds": STEP_DURATION,
         "diagnosis_interval_seconds": 2.0 if options.quick else DIAGNOSIS_INTERVAL_SECONDS,
         "seconds": 8.0 if options.quick else 65.0,
         "pairs": 4 if options.quick else 24,

@@ -15,7 +15,7 @@ from zerowatch.runtime.tuner.policy.ab_comparison import design_trial
 FAMILY_SEED, SESSION_SEED = 71_000_000, 73_000_000
 FAMILY, TRIAL_STEPS = 8, 450
 MOST_FALSE, LEAST_FOUND, LEAST_SPEED = 0.05, 0.95, 0.99
-SESSION_STEPS, STEP_SECONDS = 600, 0.1
+SESSION_STEPS, STEP_DURATION = 600, 0.1
 SESSION_GAINS = (-0.05, -0.03, 0.0, 0.03, 0.1)
 
 
@@ -45,7 +45,7 @@ def families(num: int) -> Iterator[Row]:
 def _any_accepted(run: Sequence[float]) -> bool:
     at = 0
     for number in range(1, FAMILY + 1):
-        design = design_trial(STEP_SECONDS, number=number, apply_mode="live", settle_steps=2)
+        design = design_trial(STEP_DURATION, number=number, apply_mode="live", settle_steps=2)
         found = tried(design, 0.0, run[at:])
         if found.verdict == "accepted":
             return True
@@ -60,10 +60,10 @@ def sessions(num: int) -> Iterator[Row]:
         speeds = []
         for index in range(num):
             noise = noisy_steps(SESSION_SEED + index, SESSION_STEPS)
-            job = OneKnobJob(gain, step_seconds=STEP_SECONDS)
+            job = OneKnobJob(gain, step_seconds=STEP_DURATION)
             job.run(noise)
             jobs.append(job)
-            speeds.append(sum(noise) * STEP_SECONDS / job.seconds)
+            speeds.append(sum(noise) * STEP_DURATION / job.seconds)
         yield from _session_rows(gain, jobs, sorted(speeds))
 
 

@@ -12,7 +12,7 @@ from fakes.otlp_collector import Collector, attributes_of
 from fakes.steps import step as record_of
 
 from zerowatch.metrics.catalog.labels import OPS
-from zerowatch.metrics.catalog.training import STEP_SECONDS
+from zerowatch.metrics.catalog.training import STEP_DURATION
 from zerowatch.metrics.exporters.telemetry_data import Span
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import OtelSettings
@@ -68,7 +68,7 @@ class Rank:
             batch=CallBatch([]),
             trace=user_trace,
         )
-        self.recorder.observe(STEP_SECONDS, seconds, exemplar=user_trace)
+        self.recorder.observe(STEP_DURATION, seconds, exemplar=user_trace)
         self.telemetry.trace([FinishedStep(record_of(number, seconds=seconds), closed, calls)])
 
     def roots(self):
@@ -249,7 +249,7 @@ def test_the_scripts_own_span_stays_the_exemplar_of_its_step(make_rank, user_tra
     one.trace(4, user_trace=user_trace)
     one.roots()
 
-    [exemplar] = filter(None, one.recorder.snapshot().distribution(STEP_SECONDS).exemplars)
+    [exemplar] = filter(None, one.recorder.snapshot().distribution(STEP_DURATION).exemplars)
     ours = f"{trace_id_of(RUN, 4):032x}"
     assert exemplar.labels["trace_id"] == (user_trace or {"trace_id": ours})["trace_id"]
 

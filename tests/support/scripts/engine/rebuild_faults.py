@@ -156,7 +156,7 @@ def watched(host_group: HostGroup) -> dict[str, Any]:
         "info": [list(labels) for labels in infos],
         "decreased": _decreased(before, after),
         "failures": {key[0]: n for key, n in after.values.get(overhead.HOOK_FAILURES, {}).items()},
-        "seconds": after.distribution(training.STEP_SECONDS).count,
+        "seconds": after.distribution(training.STEP_DURATION).count,
         "coverage": after.value(communication.COMM_COVERAGE_RATIO),
     }
     opened.close()
