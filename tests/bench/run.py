@@ -19,6 +19,7 @@ sys.path.append(str(Path(__file__).parents[1] / "support"))  # for `scripts`, `f
 
 from bench.bench_options import Options
 from bench.cross_rank import exchange_cost, skipped_collective, stopped_rank
+from bench.incidents import incident_matrix
 from bench.memory import oom_risk, peak_prediction, planned_memory
 from bench.monitoring_cost import hot_path, otlp_cost, scrape_cost, soak, step_overhead, thread_cost
 from bench.mutations import line_coverage, mutation_check
@@ -45,6 +46,7 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "cross_rank": exchange_cost.bench,
     "skipped": skipped_collective.bench,
     "hang": stopped_rank.bench,
+    "incidents": incident_matrix.bench,
     "soak": soak.bench,
     "prediction": peak_prediction.bench,
     "oom_risk": oom_risk.bench,

@@ -34,8 +34,7 @@ alerting: {{alertmanagers: [{{static_configs: [{{targets: ["{alertmanager}"]}}]}
 scrape_configs:
   - job_name: zerowatch
     honor_labels: true
-    http_sd_configs:
-{targets}
+{discovery}
 """
 
 
@@ -122,13 +121,13 @@ class Monitoring:
 
 
 @contextmanager
-def alerting(folder: Path, timing: Timing, targets: Sequence[str]) -> Iterator[Monitoring]:
+def alerting(folder: Path, timing: Timing, targets: Sequence[str | Path]) -> Iterator[Monitoring]:
     """Start the servers on free ports of loopback, and end them.
 
     Args:
         folder: An empty folder for their files.
         timing: The rules' windows.
-        targets: Addresses of the runs' target lists, which need not answer yet.
+        targets: Target lists of runs: addresses, which need not answer yet, or files.
     """
     binary = program("prometheus-alertmanager", apt="prometheus-alertmanager")
     log_port, address = free_port(), f"127.0.0.1:{free_port()}"
@@ -144,8 +143,7 @@ def alerting(folder: Path, timing: Timing, targets: Sequence[str]) -> Iterator[M
         f"--web.listen-address={address}",
         "--cluster.listen-address=",
     )
-    lists = "\n".join(f'      - {{url: "{url}", refresh_interval: 2s}}' for url in targets)
-    config = CONFIG.format(alertmanager=address, targets=lists)
+    config = CONFIG.format(alertmanager=address, discovery=_discovery(targets))
     with (
         _process(receiver, log),
         _process(server, folder / "alertmanager.log"),
@@ -156,6 +154,14 @@ def alerting(folder: Path, timing: Timing, targets: Sequence[str]) -> Iterator[M
             logs = [each.read_text() for each in folder.glob("*.log")]
             raise RuntimeError("\n".join(["no server answers:", *logs]))
         yield Monitoring(prometheus=prometheus, alerts=history, log=log)
+
+
+def _discovery(targets: Sequence[str | Path]) -> str:
+    addresses = [target for target in targets if isinstance(target, str)]
+    files = [str(target) for target in targets if isinstance(target, Path)]
+    http = [{"url": address, "refresh_interval": "2s"} for address in addresses]
+    listed = [{"files": files, "refresh_interval": "1s"}] if files else []
+    return f"    http_sd_configs: {json.dumps(http)}\n    file_sd_configs: {json.dumps(listed)}"
 
 
 def _answers(history: AlertHistory) -> bool:

@@ -57,20 +57,23 @@ class Host:
 
 
 @contextmanager
-def two_hosts(rate: str | None, *, managed: bool = False) -> Iterator[Sequence[Host]]:
+def two_hosts(
+    rate: str | None, *, managed: bool = False, number: int = 0
+) -> Iterator[Sequence[Host]]:
     """Create the hosts, and remove them at the end.
 
     Args:
         rate: The link's bandwidth as tc spells it, such as "200mbit"; None leaves it fast.
         managed: Whether each host gets its own line to this machine.
+        number: Tells several pairs of hosts apart, from 0 to 99.
     """
-    prefix = f"zw{os.getpid()}"
+    prefix = f"zw{os.getpid()}r{number}"
     hosts = [
         Host(
             namespace=f"{prefix}n{n}",
             device=f"{prefix}e{n}",
             address=f"10.77.0.{n + 1}",
-            management_address=f"10.77.{n + 1}.2" if managed else None,
+            management_address=f"10.77.{2 * number + n + 1}.2" if managed else None,
         )
         for n in (0, 1)
     ]

@@ -1,0 +1,182 @@
+"""One training run on two hosts of its own, in which a bench plants one incident."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lab.two_hosts import Host, place_of, throttle, two_hosts
+from scripts.launching import SCRIPTS, environment
+
+HOST_NAMES = ("node-0", "node-1")
+MIB = 2**20
+# The budget of a rank: far above what it uses, but for the incident that fills it.
+HOST_LIMIT_BYTES = 4096 * MIB
+DISK = "8m"
+SLOW_LINK = "200mbit"
+SLOW_CLIENTS = 8
+# Files that must be there before the ranks start.
+AT_START = {"stuck-before-step-1": ("stuck",), "skipped-steps": ("half",)}
+# Incidents that are a file; the others are in `plant`.
+FILES = {
+    "hang-in-a-collective": "sleep",
+    "divergent-collective": "skip",
+    "slow-rank": "slow",
+    "data-starvation": "starve",
+    "loss-nan": "nan",
+    "loss-spike": "spike",
+    "gradient-explosion": "explode",
+    "skipped-steps": "overflow",
+    "leak": "keep",
+    "host-memory-of-several-ranks": "fill",
+    "normal-end": "end",
+    "end-by-exception": "raise",
+}
+SERVES, MEETS = 9464, 29577
+
+
+def host_of_faulty_rank(name: str) -> str:
+    """Return the name of the host of rank 1 in the run of an incident."""
+    return HOST_NAMES[0 if name == "host-memory-of-several-ranks" else 1]
+
+
+@dataclass
+class IncidentRun:
+    """The processes of a run, by rank.
+
+    Attributes:
+        name: The incident, and the id of the run.
+        folder: The files that plant incidents, and the logs.
+        hidden: Addresses of ranks that discovery no longer lists.
+    """
+
+    name: str
+    folder: Path
+    hosts: Sequence[Host]
+    ranks: Sequence[subprocess.Popen[bytes]]
+    hidden: set[str] = field(default_factory=set)
+    _undo: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def runs(self) -> Path:
+        """The folder in which the run has its run folder."""
+        return self.folder / "disk" / "runs"
+
+    def is_training(self) -> bool:
+        """Whether all ranks are there; raises an error with the log of a rank that ended early."""
+        for rank, process in enumerate(self.ranks):
+            if process.poll() is not None:
+                raise RuntimeError(f"{self.name}, rank {rank}:\n{self.log(rank)}")
+        return all((self.folder / f"rank-{rank}.pid").exists() for rank in range(len(self.ranks)))
+
+    def targets(self) -> list[dict[str, Any]]:
+        """Return the targets that the run lists itself, without those that are hidden."""
+        listed: list[dict[str, Any]] = []
+        for file in self.runs.glob("*/targets.json"):
+            listed += json.loads(file.read_text())
+        return [target for target in listed if not self.hidden & set(target["targets"])]
+
+    def log(self, rank: int) -> str:
+        return (self.folder / f"rank-{rank}.log").read_text()
+
+    def plant(self) -> None:
+        """Let the incident happen."""
+        if self.name in FILES:
+            (self.folder / FILES[self.name]).touch()
+            return
+        match self.name:
+            case "rank-killed":
+                self._signal(1, signal.SIGKILL)
+            case "rank-stopped":
+                self._signal(1, signal.SIGSTOP)
+            case "all-ranks-stopped":
+                self._signal(0, signal.SIGSTOP)
+                self._signal(1, signal.SIGSTOP)
+            case "slow-link":
+                throttle(self.hosts, SLOW_LINK)
+            case "disk-full":
+                (self.folder / "disk" / "filling").write_bytes(b"")
+                subprocess.run(
+                    ["dd", "if=/dev/zero", f"of={self.folder}/disk/filling", "bs=64k"],
+                    capture_output=True,  # it ends as the disk is full
+                )
+            case "target-vanished":
+                address = f"{self.hosts[1].management_address}:{SERVES}"
+                self.hidden.add(address)
+                self._signal(1, signal.SIGKILL)
+            case "scrape-blocked-by-slow-clients":
+                self._hold_connections()
+            case "stuck-before-step-1":
+                pass  # it is so from the start
+            case _:
+                raise ValueError(f"{self.name}: no such incident")
+
+    def _signal(self, rank: int, number: int) -> None:
+        process_id = int((self.folder / f"rank-{rank}.pid").read_text())
+        subprocess.run(["kill", f"-{number}", str(process_id)], check=True)
+
+    def _hold_connections(self) -> None:
+        script = Path(__file__).with_name("slow_clients.py")
+        address = str(self.hosts[1].management_address)
+        clients = subprocess.Popen([sys.executable, script, address, str(SERVES)])
+        self._undo.callback(clients.wait)
+        self._undo.callback(clients.kill)
+
+
+@contextmanager
+def incident_run(name: str, folder: Path, number: int, *, scale: float) -> Iterator[IncidentRun]:
+    """Start a run on a pair of hosts of its own, and end it in any case.
+
+    Args:
+        name: The incident.
+        folder: A folder that does not exist yet.
+        number: Tells the pairs of hosts of runs at the same time apart.
+        scale: By what the waits of the run are multiplied, as those of the rules are.
+    """
+    disk = folder / "disk"
+    disk.mkdir(parents=True)
+    limit_bytes = 1024 * MIB if FILES.get(name) == "fill" else HOST_LIMIT_BYTES
+    (folder / "limit").write_text(str(limit_bytes))
+    for file in AT_START.get(name, ()):
+        (folder / file).touch()
+    variables = environment(
+        ZEROWATCH_RUN_ID=name,
+        ZEROWATCH_SERVE_HOST="0.0.0.0",
+        ZEROWATCH_SERVE_PORT=str(SERVES),
+        ZEROWATCH_CROSS_RANK_INTERVAL_SECONDS="1",
+        ZEROWATCH_HANG_TIMEOUT_SECONDS=str(30 * scale),
+        ZEROWATCH_RUN_LOG_FOLDER=str(disk / "runs"),
+        # Otherwise the C library keeps freed memory, and RSS does not shrink.
+        MALLOC_MMAP_THRESHOLD_="131072",
+    )
+    with ExitStack() as undo:
+        hosts = undo.enter_context(two_hosts(None, managed=True, number=number))
+        if name == "disk-full":
+            mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(disk)]
+            subprocess.run(mount, check=True)
+            undo.callback(subprocess.run, ["umount", "--lazy", str(disk)], check=False)
+        ranks = []
+        for rank, host in enumerate(hosts):
+            advertised = {"ZEROWATCH_SERVE_ADVERTISE_HOST": str(host.management_address)}
+            log = undo.enter_context((folder / f"rank-{rank}.log").open("wb"))
+            host_name = host_of_faulty_rank(name) if rank else HOST_NAMES[0]
+            named = ("unshare", "--uts", "sh", "-c", f'hostname {host_name}; exec "$@"', "sh")
+            script = SCRIPTS / "monitor" / "incident_job.py"
+            process = subprocess.Popen(
+                host.command(*named, sys.executable, script, folder),
+                env=variables | place_of(rank, hosts, MEETS) | advertised,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            undo.callback(process.wait)
+            undo.callback(process.kill)
+            ranks.append(process)
+        run = IncidentRun(name=name, folder=folder, hosts=hosts, ranks=ranks, _undo=undo)
+        yield run

@@ -1,0 +1,149 @@
+"""Trains until a file asks it to end; other files plant incidents.
+
+Usage: incident_job.py FOLDER. While a file is there, its incident is. On both ranks: `end` (every
+rank ends in good order), `starve`, `spike`, `explode`, `overflow`, `fill`. On rank 1 only: `slow`,
+`sleep`, `skip`, `nan`, `keep`, `raise`. `stuck` and `half` count at the start: ranks that never
+train, and fp16. The file `limit` holds the bytes of host memory that a rank may use.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+import zerowatch
+
+# Compiling this op takes a minute on a new machine, and only inference uses it.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+FAULTY_RANK = 1
+MIB = 2**20
+# As in faults_job.py: 2.4 MB on the wire a step, and sleeps instead of computing.
+LAYERS, WIDTH, BATCH, BUCKET = 4, 316, 8, 100_000
+COMPUTE_SECONDS, SLOWER_SECONDS, LOADING_SECONDS = 0.13, 0.035, 0.09
+KEPT_BYTES = MIB
+SHARE_OF_HOST = 0.48
+ON_BOTH = ("end", "starve", "spike", "explode", "overflow", "fill")
+
+
+class Incidents:
+    """Which incidents this rank has now, by the files in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._is_faulty = dist.get_rank() == FAULTY_RANK
+        self._kept: list[torch.Tensor] = []
+        self._filling: torch.Tensor | None = None
+
+    def has(self, name: str) -> bool:
+        return (name in ON_BOTH or self._is_faulty) and (self._folder / name).exists()
+
+    def at_start(self, name: str) -> bool:
+        return (self._folder / name).exists()
+
+    def limit_bytes(self) -> int:
+        return int((self._folder / "limit").read_text())
+
+    def compute(self, *_: object) -> None:
+        """Sleep as long as a forward pass takes; a hook on the model."""
+        time.sleep(COMPUTE_SECONDS + (SLOWER_SECONDS if self.has("slow") else 0.0))
+
+    def after_step(self) -> None:
+        """Use memory, raise, or wait for ever."""
+        if self.has("keep"):
+            self._kept.append(torch.ones(KEPT_BYTES, dtype=torch.uint8))
+        if self.has("fill") and self._filling is None:
+            missing = int(SHARE_OF_HOST * self.limit_bytes()) - resident_bytes()
+            self._filling = torch.ones(max(missing, 0), dtype=torch.uint8)
+        if self.has("raise"):
+            raise ValueError("an incident: the script of rank 1 raises")
+        while self.has("sleep"):
+            time.sleep(0.1)
+
+    def changed(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a step, with the incidents of this rank."""
+        if self.has("nan"):
+            return loss + float("nan")
+        if self.has("overflow"):
+            return loss * float("inf")
+        return 4 * loss if self.has("spike") else loss
+
+    def changed_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the model's output, with the incidents of this rank."""
+        return 1000 * gradient if self.has("explode") else gradient
+
+
+class Batches(IterableDataset):
+    """Equal batches, which take their time during an incident."""
+
+    def __init__(self, incidents: Incidents, dtype: torch.dtype) -> None:
+        self._incidents = incidents
+        self._batch = torch.ones(BATCH, WIDTH, dtype=dtype)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            if self._incidents.has("starve"):
+                time.sleep(LOADING_SECONDS)
+            yield self._batch
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def make_engine(incidents: Incidents):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    model.register_forward_pre_hook(incidents.compute)
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": BUCKET},
+    }
+    if incidents.at_start("half"):  # a static scale: a dynamic one ends the run at its minimum
+        config["fp16"] = {"enabled": True, "loss_scale": 128}
+    return zerowatch.initialize(
+        settings={"memory": {"host_limit_bytes": incidents.limit_bytes()}},
+        model=model,
+        # Not DeepSpeed's own: its compilation would be waited for at the first run of a machine.
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-5),
+        config=config,
+    )[0]
+
+
+def train(engine, incidents: Incidents) -> None:
+    """Train until any rank finds the request to end; all ranks end at the same step."""
+    ending = torch.zeros(1)
+    dtype = torch.half if incidents.at_start("half") else torch.float
+    for batch in DataLoader(Batches(incidents, dtype), batch_size=None):
+        output = engine(batch)
+        output.register_hook(incidents.changed_gradient)
+        engine.backward(incidents.changed(output.float().square().mean()))
+        engine.step()
+        incidents.after_step()
+        ending.fill_(incidents.has("end"))
+        if not incidents.has("skip"):
+            dist.all_reduce(ending, op=dist.ReduceOp.MAX)
+        if ending:
+            return
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    deepspeed.init_distributed("gloo", verbose=False)
+    incidents = Incidents(folder)
+    engine = make_engine(incidents)
+    (folder / f"rank-{dist.get_rank()}.pid").write_text(str(os.getpid()))
+    while incidents.at_start("stuck"):
+        time.sleep(0.1)
+    train(engine, incidents)
+    engine.watch.close()
