@@ -6,8 +6,10 @@ Also checks whether the committed copies in `rendered/` are up to date.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
+from ..metrics.thresholds import Threshold
 from .alerts.alert import Links
 from .definitions import DASHBOARDS
 from .grafana.dashboard import PREFIX
@@ -19,33 +21,59 @@ from .timing import Timing
 _BUILD = "run `zerowatch dashboards build`"
 
 
-def rendered_files(links: Links | None = None) -> dict[str, str]:
+def rendered_files(
+    links: Links | None = None, thresholds: Mapping[str, float] | None = None
+) -> dict[str, str]:
     """Return the text of each generated file, by its path relative to the output folder.
 
     Args:
         links: The base addresses of the links in alerts; by default those of the shipped files.
+        thresholds: Values in place of the defaults in `metrics/thresholds.py`, by name.
     """
-    files = {**dashboard_files(), **rule_files(timing=Timing(), links=links)}
+    rules = rule_files(timing=Timing(), links=links, thresholds=thresholds)
+    files = {**dashboard_files(thresholds or {}), **rules}
     return dict(sorted({**files, **kubernetes_files(files)}.items()))
 
 
-def dashboard_files() -> dict[str, str]:
-    """Return the JSON text of each dashboard, by its path relative to the output folder."""
+def dashboard_files(thresholds: Mapping[str, float]) -> dict[str, str]:
+    """Return the JSON text of each dashboard, by its path relative to the output folder.
+
+    Args:
+        thresholds: Values in place of the defaults, by name, from which colors change. A limit that
+            is drawn as a line comes from Prometheus, and so is the one of the run.
+    """
     return {
-        f"grafana/{dashboard.uid}.json": _json_text(dashboard_json(dashboard))
+        f"grafana/{dashboard.uid}.json": _json_text(
+            _replaced(dashboard_json(dashboard), thresholds)
+        )
         for dashboard in DASHBOARDS
     }
 
 
-def build(out: Path, links: Links | None = None) -> list[Path]:
+def _replaced(node: object, thresholds: Mapping[str, float]) -> object:
+    """Return a copy of JSON in which each threshold is a plain number, changed if it is given."""
+    match node:
+        case dict():
+            return {name: _replaced(each, thresholds) for name, each in node.items()}
+        case list() | tuple():
+            return [_replaced(each, thresholds) for each in node]
+        case Threshold():
+            return thresholds.get(node.name, float(node))
+    return node
+
+
+def build(
+    out: Path, links: Links | None = None, thresholds: Mapping[str, float] | None = None
+) -> list[Path]:
     """Write all generated files below the folder `out`, and return their paths.
 
     Files of an earlier build that are no longer generated are removed; other files are kept.
+    `links` and `thresholds` are those of `rendered_files`.
 
     Raises:
         OSError: A file cannot be written or removed.
     """
-    files = rendered_files(links)
+    files = rendered_files(links, thresholds)
     for path in _not_generated(out, files):
         if _is_from_a_build(out / path):
             (out / path).unlink()
@@ -101,5 +129,5 @@ def _is_from_a_build(file: Path) -> bool:
     return file.read_text(encoding="utf-8", errors="replace").startswith(NOTE)
 
 
-def _json_text(content: dict[str, object]) -> str:
+def _json_text(content: object) -> str:
     return json.dumps(content, indent=2, sort_keys=True) + "\n"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import CommandLineError
+from ..metrics.thresholds import parsed_thresholds
 from .stack.alert_log import printable
 
 if TYPE_CHECKING:
@@ -39,14 +40,30 @@ def dashboards() -> None:
 )
 @click.option("--grafana", metavar="URL", help="Your Grafana, for the links in alerts.")
 @click.option("--runbook", metavar="URL", help="Your copy of runbook.md, for the links in alerts.")
+@click.option(
+    "--set",
+    "changes",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="Another default of a threshold of the alerts, such as EXPOSED_COMM_RATIO_HIGH=0.35; may "
+    "be repeated.",
+)
 @click.option("--check", is_flag=True, help="Write nothing; fail if files are not up to date.")
-def build(out: Path, grafana: str | None, runbook: str | None, check: bool) -> None:
+def build(
+    out: Path, grafana: str | None, runbook: str | None, changes: tuple[str, ...], check: bool
+) -> None:
     """Write the dashboards, rules and alerts that Grafana, Prometheus and Kubernetes read.
 
     With --check the exit code is 1 if a file is missing, left over or was edited by hand.
     """
-    if (grafana or runbook) and (check or out == RENDERED):
-        raise click.UsageError("--grafana and --runbook go with --out: what is shipped stays")
+    if (grafana or runbook or changes) and (check or out == RENDERED):
+        raise click.UsageError(
+            "--grafana, --runbook and --set go with --out: what is shipped stays"
+        )
+    try:
+        thresholds = parsed_thresholds(changes)
+    except ValueError as error:
+        raise click.UsageError(f"--set: {error}") from None
     try:
         from .alerts.alert import Links
         from .build import build as build_files
@@ -60,7 +77,7 @@ def build(out: Path, grafana: str | None, runbook: str | None, check: bool) -> N
     if not check:
         given = {"grafana": grafana and grafana.rstrip("/"), "runbook": runbook}
         links = Links(**{name: url for name, url in given.items() if url})
-        _print_lines([f"{len(build_files(out, links))} files in {out}"])
+        _print_lines([f"{len(build_files(out, links, thresholds))} files in {out}"])
         return
     faults = stale(out)
     if faults:

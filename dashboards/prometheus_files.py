@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import yaml
@@ -10,7 +10,7 @@ import yaml
 from .alerts import alerts
 from .alerts.alert import Alert, InhibitRule, Links
 from .promql import IDENTITY
-from .recording_rules import GROUPS
+from .recording_rules import ALERT_THRESHOLD, GROUPS, effective_thresholds
 from .stack.alert_log import COMPOSE_URL
 from .timing import MINUTE, Timing
 
@@ -32,7 +32,10 @@ DEFAULT_SEVERITY = "warning"
 
 
 def rule_files(
-    timing: Timing | None = None, links: Links | None = None, webhook_url: str = COMPOSE_URL
+    timing: Timing | None = None,
+    links: Links | None = None,
+    webhook_url: str = COMPOSE_URL,
+    thresholds: Mapping[str, float] | None = None,
 ) -> dict[str, str]:
     """Return the texts of the files, by their path relative to the output folder.
 
@@ -40,24 +43,29 @@ def rule_files(
         timing: The ranges and intervals; by default those of the shipped files.
         links: The base addresses of the links in alerts.
         webhook_url: The address to which Alertmanager sends firing and resolved alerts.
+        thresholds: Values in place of the defaults in `metrics/thresholds.py`, by name.
     """
     timing = timing or Timing()
     known = alerts(timing)
     return {
-        "prometheus/recording.yaml": _yaml(recording_rules(timing)),
+        "prometheus/recording.yaml": _yaml(recording_rules(timing, thresholds or {})),
         "prometheus/alerts.yaml": _yaml(alert_rules(known, timing, links or Links())),
         "alertmanager/alertmanager.yml": _yaml(alertmanager(known, timing, webhook_url)),
     }
 
 
-def recording_rules(timing: Timing) -> dict[str, Any]:
+def recording_rules(timing: Timing, thresholds: Mapping[str, float]) -> dict[str, Any]:
     """Return the content of the file of recording rules."""
+    changed = {ALERT_THRESHOLD: effective_thresholds(thresholds)}
     return {
         "groups": [
             {
                 "name": name,
                 "interval": timing.evaluation,
-                "rules": [{"record": rule.name, "expr": rule.expression(timing)} for rule in rules],
+                "rules": [
+                    {"record": rule.name, "expr": changed.get(rule, rule).expression(timing)}
+                    for rule in rules
+                ],
             }
             for name, rules in GROUPS.items()
         ]

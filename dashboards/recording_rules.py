@@ -11,12 +11,13 @@ divides the sums, because a mean of ratios would give every rank the same weight
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..metrics.catalog import communication as comm
 from ..metrics.catalog import devices, memory, overhead, training, window
 from ..metrics.catalog.spec import MetricSpec
+from ..metrics.thresholds import THRESHOLDS
 from .promql import by, rate, ratio, recorded_name, select
 from .timing import Timing
 
@@ -114,6 +115,25 @@ def training_share(
     operation = "ratio_rate30m" if long else "ratio_rate5m"
     return recorded(spec, operation, expression, *per, *labels)
 
+
+def effective_thresholds(defaults: Mapping[str, float]) -> RecordingRule:
+    """Return the rule for the thresholds of each run: its own, or the default.
+
+    Args:
+        defaults: Values in place of those in `metrics/thresholds.py`, by name.
+    """
+    own = by("max", select(training.ALERT_THRESHOLD), "name")
+    runs = by("max", select(training.RUN_ACTIVE))
+    lines = [
+        f'label_replace(0 * {runs} + {value:.12g}, "name", "{name}", "", "")'
+        for name, value in {**THRESHOLDS, **defaults}.items()
+    ]
+    return recorded(
+        training.ALERT_THRESHOLD, "effective", lambda _: "\nor ".join([own, *lines]), "name"
+    )
+
+
+ALERT_THRESHOLD = effective_thresholds({})
 
 # Communication. Panels over time use the rules that keep no rank: a graph of the raw series of a
 # thousand ranks would be too slow to load.
@@ -286,6 +306,7 @@ WATCH_RATIO_BY_PART = recorded(
 )
 
 GROUPS: dict[str, tuple[RecordingRule, ...]] = {
+    "zerowatch-thresholds": (ALERT_THRESHOLD,),
     "zerowatch-communication": (
         EXPOSED_RATIO,
         EXPOSED_RATIO_LONG,

@@ -21,6 +21,7 @@ from zerowatch.dashboards.alerts import alerts
 from zerowatch.dashboards.timing import Timing
 from zerowatch.metrics.catalog import CATALOG
 from zerowatch.metrics.settings import ENVIRONMENT_PREFIX, Settings
+from zerowatch.metrics.thresholds import THRESHOLDS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / ".build" / "docs-sources" / "zerowatch"
@@ -120,9 +121,19 @@ def alert_table() -> str:
     return "\n".join(["| alert | severity | after | meaning |", "|---|---|---|---|", *rows])
 
 
+def thresholds() -> str:
+    """Return a table of the thresholds of alerts."""
+    rows = [
+        f"| `{name}` | {threshold:.4g} | {threshold.unit} | {threshold.meaning} |"
+        for name, threshold in THRESHOLDS.items()
+    ]
+    return "\n".join(["| threshold | default | unit | meaning |", "|---|---|---|---|", *rows])
+
+
 GENERATED = {
     "metrics": metrics,
     "settings": settings,
     "command_line": command_line,
     "alerts": alert_table,
+    "thresholds": thresholds,
 }

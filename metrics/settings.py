@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ByteSize,
     ConfigDict,
     Field,
@@ -30,13 +31,19 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
 
 from ..errors import SettingsError, cut, shortened
-from .thresholds import DEVICE_UTILIZATION_LOW, EXPOSED_COMM_RATIO_HIGH
+from .thresholds import (
+    DEVICE_UTILIZATION_LOW,
+    EXPOSED_COMM_RATIO_HIGH,
+    checked_thresholds,
+    parsed_thresholds,
+)
 
 ENVIRONMENT_PREFIX = "ZEROWATCH_"
 TOML_FILE = Path("zerowatch.toml")
@@ -235,9 +242,9 @@ class TunerSettings(Section):
     total_steps: int | None = Field(default=None, ge=1)
     """Steps of the whole training; a change whose trial would not pay back by then is not tried. If
     not set, the training is assumed to be long."""
-    max_exposed_comm_ratio: float = Field(default=EXPOSED_COMM_RATIO_HIGH, gt=0, lt=1)
+    max_exposed_comm_ratio: float = Field(default=float(EXPOSED_COMM_RATIO_HIGH), gt=0, lt=1)
     """Share of training time that waits for communication, above which it is a symptom."""
-    min_device_utilization_ratio: float = Field(default=DEVICE_UTILIZATION_LOW, gt=0, le=1)
+    min_device_utilization_ratio: float = Field(default=float(DEVICE_UTILIZATION_LOW), gt=0, le=1)
     """A device's busy share below which it is a symptom."""
     stop_file: Path | None = None
     """While this file exists on rank 0's host, nothing is changed and the trial is rolled back;
@@ -245,6 +252,25 @@ class TunerSettings(Section):
     history_dir: Path | None = None
     """Directory of the tuner's history, reused by later runs of the same job; by default `.tuner`
     in run_log.folder, and none if no run log is written. Delete it to reset."""
+
+
+def _thresholds(given: object) -> dict[str, float]:
+    """Return thresholds from a table, or from the text of an environment variable."""
+    try:
+        if isinstance(given, str):
+            return parsed_thresholds(filter(str.strip, given.split(",")))
+        return checked_thresholds(given)
+    except ValueError as error:
+        raise PydanticCustomError("threshold", "{reason}", {"reason": str(error)}) from None
+
+
+class AlertSettings(Section):
+    """The alerts of this run."""
+
+    thresholds: Annotated[dict[str, float], NoDecode, BeforeValidator(_thresholds)] = {}
+    """Thresholds of alerts and dashboards in place of the defaults, by name, such as
+    {exposed_comm_ratio_high = 0.35}. In the environment variable: NAME=VALUE, separated by commas.
+    Rank 0 exports them as zerowatch_alert_threshold."""
 
 
 class Settings(BaseSettings):
@@ -281,6 +307,7 @@ class Settings(BaseSettings):
     profile: ProfileSettings = ProfileSettings()
     otel: OtelSettings = OtelSettings()
     tuner: TunerSettings = TunerSettings()
+    alerts: AlertSettings = AlertSettings()
 
     @classmethod
     def settings_customise_sources(

@@ -1,54 +1,204 @@
 """Defines the values from which a measurement counts as a problem.
 
-Advice, dashboards and alerts use these values. The values are rules of thumb of this project, and
+Alerts, dashboards and advice use these values. The values are rules of thumb of this project, and
 show where to start looking. They have no published source.
+
+`THRESHOLDS` lists the thresholds of alerts. They can be changed for all runs
+(`zerowatch dashboards build --set`) and for one run (the setting `alerts.thresholds`). The numbers
+at the end of the file belong to advice and the tuner, and are fixed.
 """
 
-# Share of training time that is exposed communication. Above this value, tune communication first.
-# The alert ZerowatchCommBottleneck, dashboards and the demo use the value as their limit. The value
-# is also the default of the setting tuner.max_exposed_comm_ratio.
-EXPOSED_COMM_RATIO_HIGH = 0.20
-# Share of time in which a device is busy. Below this value, the device waits for something else.
-DEVICE_UTILIZATION_LOW = 0.70
+from __future__ import annotations
 
-# Bandwidth of a link, divided by the best bandwidth that the link has sustained. Estimates of the
-# bandwidth vary by 10 to 20 %.
-LINK_BANDWIDTH_LOW = 0.50
-# Recorded collectives divided by all collectives. Below this value, communication times are
-# incomplete.
-COMM_COVERAGE_LOW = 0.99
-# Time by which a rank is slower than the median rank, as a share of a step.
-STRAGGLER_SCORE_HIGH = 0.05
+import difflib
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+from ..errors import cut, shortened
+
+# What a value counts: a ratio is 0 to 1, a factor is a multiple of something usual.
+Unit = Literal["ratio", "factor", "count", "seconds", "bytes", "celsius"]
+
+
+class Threshold(float):
+    """A value beyond which an alert fires. As a number it is the default.
+
+    Args:
+        name: The name in settings, rules and the label `name` of zerowatch_alert_threshold.
+        default: The value of a run that sets no other.
+        unit: What the value counts.
+        meaning: What is compared with the value.
+    """
+
+    name: str
+    unit: Unit
+    meaning: str
+
+    def __new__(cls, name: str, default: float, unit: Unit, meaning: str) -> Threshold:
+        """Make the number and attach its description."""
+        threshold = super().__new__(cls, default)
+        threshold.name, threshold.unit, threshold.meaning = name, unit, meaning
+        return threshold
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        """Copy and pickle as the number."""
+        return float, (float(self),)
+
+
+EXPOSED_COMM_RATIO_HIGH = Threshold(
+    "exposed_comm_ratio_high",
+    0.20,
+    "ratio",
+    "Share of training time that is exposed communication. Above it, tune communication first. "
+    "Also the default of tuner.max_exposed_comm_ratio.",
+)
+LINK_BANDWIDTH_LOW = Threshold(
+    "link_bandwidth_low",
+    0.50,
+    "ratio",
+    "Bandwidth of a link, divided by the best that it has sustained. Estimates vary by 10 to 20 %.",
+)
+COMM_COVERAGE_LOW = Threshold(
+    "comm_coverage_low",
+    0.99,
+    "ratio",
+    "Recorded collectives divided by all. Below it, communication times are incomplete.",
+)
+STRAGGLER_SCORE_HIGH = Threshold(
+    "straggler_score_high",
+    0.05,
+    "ratio",
+    "Time by which a rank is slower than the median rank, as a share of a step.",
+)
+DATA_RATIO_HIGH = Threshold(
+    "data_ratio_high",
+    0.10,
+    "ratio",
+    "Share of a step spent loading data. A loader that prefetches takes almost no time.",
+)
+DEVICE_UTILIZATION_LOW = Threshold(
+    "device_utilization_low",
+    0.70,
+    "ratio",
+    "Share of time in which a GPU is busy. Below it, the GPU waits for something else.",
+)
+OOM_RISK_HIGH = Threshold(
+    "oom_risk_high",
+    0.50,
+    "ratio",
+    "Probability of an out-of-memory error within 50 steps: more likely than not.",
+)
+OOM_RISK_CRITICAL = Threshold(
+    "oom_risk_critical",
+    0.80,
+    "ratio",
+    "The same, for the critical alert. The forecast alone is at most 0.87.",
+)
+REPLAY_RATIO_HIGH = Threshold(
+    "replay_ratio_high", 0.05, "ratio", "Share of training time lost to replayed windows."
+)
+RESTARTS_HIGH = Threshold("restarts_high", 3, "count", "Restarts within half an hour.")
+# The loss scale has collapsed if it is below both limits. At 1/16 of the highest scale, the scale
+# was halved four times.
+LOSS_SCALE_LOW = Threshold(
+    "loss_scale_low",
+    16,
+    "factor",
+    "Loss scale. Below it, fp16 gradients of the usual sizes underflow.",
+)
+LOSS_SCALE_FALL = Threshold(
+    "loss_scale_fall", 1 / 16, "ratio", "Loss scale, divided by the highest of the last hour."
+)
+WATCH_RATIO_HIGH = Threshold(
+    "watch_ratio_high",
+    0.02,
+    "ratio",
+    "Share of a run's time that monitoring takes. The goal is 0.004. A run of tiny steps on CPU "
+    "reaches 0.015.",
+)
+
+THRESHOLDS = {
+    threshold.name: threshold
+    for threshold in (
+        EXPOSED_COMM_RATIO_HIGH,
+        LINK_BANDWIDTH_LOW,
+        COMM_COVERAGE_LOW,
+        STRAGGLER_SCORE_HIGH,
+        DATA_RATIO_HIGH,
+        DEVICE_UTILIZATION_LOW,
+        OOM_RISK_HIGH,
+        OOM_RISK_CRITICAL,
+        REPLAY_RATIO_HIGH,
+        RESTARTS_HIGH,
+        LOSS_SCALE_LOW,
+        LOSS_SCALE_FALL,
+        WATCH_RATIO_HIGH,
+    )
+}
+
+
+def parsed_thresholds(assignments: Iterable[str]) -> dict[str, float]:
+    """Return the values of texts such as "exposed_comm_ratio_high=0.35", by name.
+
+    Upper and lower case are the same in a name.
+
+    Raises:
+        ValueError: A text has no "=", its name is no threshold, or its value is not allowed.
+    """
+    values: dict[str, float] = {}
+    for text in assignments:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(
+                f"{shortened(text)} is no NAME=VALUE, such as {EXPOSED_COMM_RATIO_HIGH.name}=0.35"
+            )
+        values |= checked_thresholds({name.strip(): value.strip()})
+    return values
+
+
+def checked_thresholds(given: object) -> dict[str, float]:
+    """Return thresholds by their names in lower case, with numbers as values.
+
+    Raises:
+        ValueError: It is no table, a name is no threshold, or a value is not allowed.
+    """
+    if not isinstance(given, dict):
+        raise ValueError(
+            f"must be a table of names and numbers, such as {{{EXPOSED_COMM_RATIO_HIGH.name} = "
+            "0.35}"
+        )
+    return dict(_checked(str(name), value) for name, value in given.items())
+
+
+def _checked(given_name: str, given_value: object) -> tuple[str, float]:
+    name = given_name.lower()
+    threshold = THRESHOLDS.get(name)
+    if threshold is None:
+        close = difflib.get_close_matches(name, THRESHOLDS, n=1)
+        advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(THRESHOLDS)}"
+        raise ValueError(f"{cut(repr(given_name))} is no threshold of an alert; {advice}")
+    try:
+        if isinstance(given_value, bool):
+            raise ValueError
+        value = float(given_value)  # type: ignore[arg-type]  # TypeError is caught
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} must be a number, got {shortened(given_value)}") from None
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name} must be a finite number from 0 on, got {value:g}")
+    if threshold.unit == "ratio" and value > 1:
+        raise ValueError(f"{name} is a ratio from 0 to 1, got {value:g}; for 35 % write 0.35")
+    return name, value
+
+
+# Limits of advice and the tuner, which no alert uses.
+
 # Share of a step spent waiting for later ranks. Random variation alone causes some waiting.
 IMBALANCE_RATIO_HIGH = 0.10
-
-# Share of a step spent loading data. A loader that prefetches takes almost no time.
-DATA_RATIO_HIGH = 0.10
-
 # Share of a step that is not device, communication or data time.
 HOST_RATIO_HIGH = 0.10
-
 # Share of the memory limit that remains free at the next peak.
 MEMORY_HEADROOM_LOW = 0.08
 MEMORY_HEADROOM_IDLE = 0.50  # above this value, the job could use more memory to run faster
-
-# Probability of an out-of-memory error within 50 steps.
-OOM_RISK_HIGH = 0.50  # above this value, an error is more likely than not
-OOM_RISK_CRITICAL = 0.80  # the forecast alone is at most 0.87
-
-# Share of training time lost to replayed windows.
-REPLAY_RATIO_HIGH = 0.05
-# Restarts within half an hour.
-RESTARTS_HIGH = 3
-
-# The loss scale has collapsed if it is below both limits. Below 16, fp16 gradients of the usual
-# sizes underflow. LOSS_SCALE_FALL is relative to the highest scale of the last hour. At 1/16 the
-# scale was halved four times.
-LOSS_SCALE_LOW = 16.0
-LOSS_SCALE_FALL = 1 / 16
-
-# Share of the time of a run that monitoring takes. The goal is 0.004. A run of tiny steps on CPU
-# reaches 0.015.
-WATCH_RATIO_HIGH = 0.02
 
 STEPS_TO_JUDGE = 10  # in half an hour; a run with fewer steps is warming up

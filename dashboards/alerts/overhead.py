@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...metrics.catalog import overhead, tuner
 from ...metrics.thresholds import WATCH_RATIO_HIGH
+from ..limits import above, shown
 from ..promql import by, select
 from ..recording_rules import WATCH_RATIO_BY_RANK
 from ..timing import MINUTE, Timing
@@ -17,7 +18,7 @@ def overhead_alerts(timing: Timing) -> tuple[Alert, ...]:
 
 
 def _watch_overhead(timing: Timing) -> Alert:
-    cost = f"{by('avg', WATCH_RATIO_BY_RANK.select())} > {WATCH_RATIO_HIGH}"
+    cost = above(by("avg", WATCH_RATIO_BY_RANK.select()), WATCH_RATIO_HIGH)
     return Alert(
         name="ZerowatchWatchOverhead",
         component="watch",
@@ -27,7 +28,7 @@ def _watch_overhead(timing: Timing) -> Alert:
         keep_firing_seconds=15 * MINUTE,
         summary=f"Monitoring of training {RUN} costs more than it should",
         description=(
-            f"Monitoring takes {PERCENT} of a rank's time; less than {WATCH_RATIO_HIGH:.0%} is "
+            f"Monitoring takes {PERCENT} of a rank's time; less than {shown(WATCH_RATIO_HIGH)} is "
             "usual. The dashboard shows which part of it is expensive, and the runbook lists the "
             "settings that make each part cheaper."
         ),

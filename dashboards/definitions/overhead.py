@@ -22,7 +22,7 @@ from ..grafana.panels import (
     below,
 )
 from ..promql import by
-from .queries import RANKS, of_ranks, of_run, total, worst
+from .queries import RANKS, limit, of_ranks, of_run, total, worst
 from .shared_panels import fault_count, rank_table, sized
 
 # Series that Prometheus itself records about each target.
@@ -66,12 +66,14 @@ COST = (
     TimeSeries(
         title="Cost on the worst ranks",
         description="Seconds of monitoring per second of the run, for the most expensive ranks. "
-        "The line is the threshold of the alert, which applies to the mean of all ranks. Rank 0 "
-        "does a little more work than the others.",
-        queries=(Query(worst(recorded.WATCH_RATIO_BY_RANK), "rank {{rank}}"),),
+        "The dashed line is the threshold of the alert, which applies to the mean of all ranks. "
+        "Rank 0 does a little more work than the others.",
+        queries=(
+            Query(worst(recorded.WATCH_RATIO_BY_RANK), "rank {{rank}}"),
+            limit(WATCH_RATIO_HIGH),
+        ),
         unit=RATIO,
         minimum=0,
-        thresholds=above(WATCH_RATIO_HIGH),
         width=9,
     ),
 )

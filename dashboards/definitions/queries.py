@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from ...metrics.catalog.spec import MetricSpec
+from ...metrics.thresholds import Threshold
+from ..grafana.panels import Query
+from ..limits import selected
 from ..promql import by, rate, select, where
 from ..recording_rules import RecordingRule
 
@@ -58,6 +61,11 @@ def quantile(share: float, buckets: RecordingRule, *labels: str) -> str:
         labels: Labels besides job and run that the result keeps.
     """
     return f"histogram_quantile({share}, {by('sum', of_run(buckets), 'le', *labels)})"
+
+
+def limit(threshold: Threshold, legend: str = "limit") -> Query:
+    """Return the query of a graph that draws the threshold of the chosen run as a dashed line."""
+    return Query(selected(threshold, *RUN), legend, is_limit=True)
 
 
 def rate_of_ranks(spec: MetricSpec) -> str:

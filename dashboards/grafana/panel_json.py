@@ -17,6 +17,7 @@ from grafanalib import core as grafanalib
 from ..promql import IDENTITY
 from .grafanalib_cleanup import STALE_OF_PANEL, STALE_OF_TARGET, Json, cleaned
 from .panels import (
+    BAD,
     BarGauge,
     Column,
     Gauge,
@@ -105,7 +106,7 @@ def _time_series(panel: TimeSeries, shared: Json) -> Any:
         thresholdsStyleMode="dashed" if panel.thresholds else "off",
         tooltipMode="multi",
         tooltipSort="desc",
-        overrides=_color_overrides(panel),
+        overrides=[*_color_overrides(panel), *_limit_overrides(panel)],
         extraJson={
             "pluginVersion": PLUGIN_VERSION,
             "fieldConfig": {"defaults": {**_defaults(panel), "custom": custom}},
@@ -316,6 +317,18 @@ def _color_overrides(panel: Panel) -> list[Json]:
         _override(legend, {"color": {"mode": "fixed", "fixedColor": color}})
         for legend, color in sorted(panel.colors.items())
     ]
+
+
+def _limit_overrides(panel: Panel) -> list[Json]:
+    """Return the overrides that draw limits as dashed lines, outside of any stack."""
+    dashed = {
+        "color": {"mode": "fixed", "fixedColor": BAD},
+        "custom.fillOpacity": 0,
+        "custom.lineStyle": {"fill": "dash", "dash": [10, 10]},
+        "custom.lineWidth": 1,
+        "custom.stacking": {"mode": "none", "group": "A"},
+    }
+    return [_override(query.legend, dashed) for query in panel.queries if query.is_limit]
 
 
 def _override(name: str, properties: Json) -> Json:

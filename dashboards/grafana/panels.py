@@ -81,12 +81,14 @@ class Query:
         shape: "series" for values over the time range, "now" for the current value of each
             series, "buckets" for the buckets of a histogram by their label `le`.
         exemplars: Whether to draw the exemplars, points that link to traces.
+        is_limit: Whether a graph draws the series as a dashed red line.
     """
 
     expression: str
     legend: str
     shape: Literal["series", "now", "buckets"] = "series"
     exemplars: bool = False
+    is_limit: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from .memory_monitor import MemoryMonitor
 from .otel_exporter import OtelExporter
 from .overhead_metrics import OverheadMetrics
 from .run_folder import RunFolder
-from .run_info import RunInfoPublisher, warn_of_comms_logger
+from .run_info import RunInfoPublisher, publish_thresholds, warn_of_comms_logger
 from .step_metrics import StepMetrics
 from .subscriptions import Subscriptions
 from .watch import EngineRef, Watch
@@ -90,6 +90,7 @@ def build_watch(
             fail_open=fail_open,
         )
         recorder.set(training.RUN_ACTIVE, 1)
+        publish_thresholds(context)
         flops = fail_open.wrap("flops", flops_counter(engine.module, settings.flops.method))
         peak_flops = publish_peak(settings.flops, recorder, device_index=device)
         step_metrics = StepMetrics(recorder, flops, peak_flops)

@@ -63,6 +63,13 @@ class RunInfoPublisher:
         )
 
 
+def publish_thresholds(context: WatchContext) -> None:
+    """Publish the thresholds of alerts that the settings of this run replace, on rank 0."""
+    if context.identity.rank == 0:
+        for name, value in context.settings.alerts.thresholds.items():
+            context.recorder.set(training.ALERT_THRESHOLD, value, name)
+
+
 def run_info_labels(engine: Any, run_id: str, world_size: int) -> tuple[str, ...]:
     """Return the label values of the info metric, in the order of its labels."""
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,39 @@ def test_links_of_alerts_lead_to_the_given_addresses(tmp_path: Path) -> None:
     assert "https://grafana.here/d/zerowatch-overview?" in alerts
     assert "https://wiki.here/runbook#zerowatchrankdown" in alerts
     assert "127.0.0.1:3000" not in alerts
+
+
+def test_set_changes_the_default_in_the_rules_and_the_colors_of_the_dashboards(
+    tmp_path: Path,
+) -> None:
+    changes = ["--set", "WATCH_RATIO_HIGH=0.25", "--set", "restarts_high=7"]
+
+    done = CliRunner().invoke(dashboards, ["build", "--out", str(tmp_path), *changes])
+
+    rules = (tmp_path / "prometheus" / "recording.yaml").read_text()
+    overhead = json.loads((tmp_path / "grafana" / "zerowatch-overhead.json").read_text())
+    cost = next(panel for panel in overhead["panels"] if panel["type"] == "stat")
+    assert done.exit_code == 0
+    assert '+ 0.25, "name", "watch_ratio_high"' in rules
+    assert '+ 7, "name", "restarts_high"' in rules
+    assert '+ 0.2, "name", "exposed_comm_ratio_high"' in rules
+    assert cost["fieldConfig"]["defaults"]["thresholds"]["steps"][-1]["value"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("COMM_RATIO_HIGH=0.3", "--set: 'COMM_RATIO_HIGH' is no threshold of an alert; did you"),
+        ("WATCH_RATIO_HIGH=much", "--set: watch_ratio_high must be a number, got 'much'"),
+    ],
+)
+def test_a_faulty_set_is_rejected_with_what_is_allowed(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    done = CliRunner().invoke(dashboards, ["build", "--out", str(tmp_path), "--set", text])
+
+    assert done.exit_code == 2
+    assert message in done.output
 
 
 def test_link_options_without_out_are_rejected() -> None:

@@ -171,6 +171,18 @@ def test_the_axis_of_a_graph_includes_its_thresholds_unless_its_maximum_is_fixed
     assert "axisSoftMax" not in fixed["fieldConfig"]["defaults"]["custom"]
 
 
+def test_a_limit_is_drawn_as_a_dashed_line_outside_of_the_stack():
+    limit = Query("vector(0.2)", "limit", is_limit=True)
+
+    (json,) = drawn(TimeSeries(**WORDS, queries=(QUERY, limit), stacked=True))
+
+    (override,) = json["fieldConfig"]["overrides"]
+    properties = {each["id"]: each["value"] for each in override["properties"]}
+    assert override["matcher"] == {"id": "byName", "options": "limit"}
+    assert properties["custom.lineStyle"] == {"fill": "dash", "dash": [10, 10]}
+    assert properties["custom.stacking"]["mode"] == "none"
+
+
 def test_a_table_with_an_untitled_column_hides_its_values():
     (json,) = drawn(
         Table(

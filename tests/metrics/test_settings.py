@@ -244,7 +244,7 @@ def float_options() -> list[str]:
         for section, field in Settings.model_fields.items()
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
         for name, inner in field.annotation.model_fields.items()
-        if float in (inner.annotation, *get_args(inner.annotation))
+        if inner.annotation is float or {*get_args(inner.annotation)} == {float, type(None)}
     ]
 
 
@@ -323,3 +323,23 @@ def test_settings_that_are_not_a_mapping_of_names_are_reported_with_what_is_allo
 )
 def test_an_option_outside_its_section_is_reported_with_its_section(settings, meant) -> None:
     assert error_of(settings).endswith(f"does not exist; did you mean {meant}?")
+
+
+def test_thresholds_of_alerts_are_read_from_a_table_and_from_the_environment(monkeypatch, tmp_path):
+    (tmp_path / "zerowatch.toml").write_text(
+        "[alerts]\nthresholds = {exposed_comm_ratio_high = 0.35}\n"
+    )
+    from_file = load_settings().alerts.thresholds
+    monkeypatch.setenv("ZEROWATCH_ALERTS_THRESHOLDS", "DATA_RATIO_HIGH=0.2, restarts_high=5")
+
+    assert from_file == {"exposed_comm_ratio_high": 0.35}
+    assert load_settings().alerts.thresholds == {"data_ratio_high": 0.2, "restarts_high": 5}
+
+
+def test_an_unknown_threshold_is_reported_with_its_source_and_a_suggestion(monkeypatch):
+    monkeypatch.setenv("ZEROWATCH_ALERTS_THRESHOLDS", "exposed_com_ratio_high=0.35")
+
+    assert error_of() == (
+        "setting 'alerts.thresholds' (environment): 'exposed_com_ratio_high' is no threshold of an "
+        "alert; did you mean exposed_comm_ratio_high?, got 'exposed_com_ratio_high=0.35'"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rules.cases import communication, memory, overhead, training, window
+from rules.cases import communication, memory, overhead, thresholds, training, window
 from rules.promtool import failures
 
 from zerowatch.dashboards.alerts import alerts
@@ -15,6 +15,7 @@ CASES = (
     *memory.CASES,
     *window.CASES,
     *overhead.CASES,
+    *thresholds.CASES,
 )
 NAMES = [alert.name for alert in alerts(Timing())]
 OF_NAME = {alert.name: alert for alert in alerts(Timing())}

@@ -10,6 +10,7 @@ from zerowatch.dashboards import recording_rules as recorded
 from zerowatch.dashboards.alerts import alerts
 from zerowatch.dashboards.recording_rules import GROUPS
 from zerowatch.dashboards.timing import Timing
+from zerowatch.metrics.thresholds import THRESHOLDS
 
 MINUTES = 6
 PHASES = "zerowatch_phase_seconds_total"
@@ -103,6 +104,14 @@ CASES = {
         of_rank(1, "zerowatch_memory_bytes", standing(3e9), device="cpu", state="peak_allocated")
         | of_rank(1, "zerowatch_memory_bytes", standing(4e9), device="cpu", state="limit"),
         {'device="cpu", rank="1"': 0.75},
+    ),
+    # Thresholds: the run's own value, and otherwise the default.
+    recorded.ALERT_THRESHOLD: (
+        of_rank(0, "zerowatch_alert_threshold", standing(0.35), name="exposed_comm_ratio_high"),
+        {
+            f'name="{name}"': 0.35 if name == "exposed_comm_ratio_high" else float(threshold)
+            for name, threshold in THRESHOLDS.items()
+        },
     ),
     # Only rank 0 reports what was lost, of its own second.
     recorded.REPLAY_RATIO: (

@@ -89,7 +89,9 @@ def test_a_rule_names_only_metrics_and_labels_that_exist(name):
 def test_an_unknown_metric_or_label_is_reported():
     assert unknown("rate(zerowatch_step_total[5m])") == ["zerowatch_step_total: no metric"]
     assert unknown('sum(zerowatch_loss{phase="data"}) > 1') == ["zerowatch_loss: phase"]
-    assert unknown("zerowatch_step_duration_seconds") == ["zerowatch_step_duration_seconds: no metric"]
+    assert unknown("zerowatch_step_duration_seconds") == [
+        "zerowatch_step_duration_seconds: no metric"
+    ]
     assert unknown('zerowatch_step_duration_seconds_bucket{le="1.0"}') == []
 
 

@@ -675,6 +675,17 @@ def profiled_steps_report_their_phases() -> None:
     assert not torch.autograd._profiler_enabled()
 
 
+def the_thresholds_of_the_settings_are_exported() -> None:
+    engine = make(watched=False)
+    settings = {**QUIET, "alerts": {"thresholds": {"exposed_comm_ratio_high": 0.35}}}
+
+    watch = zerowatch.watch(engine, settings)
+    snapshot = watch.snapshot()
+    watch.close()
+
+    assert snapshot.values[training.ALERT_THRESHOLD] == {("exposed_comm_ratio_high",): 0.35}
+
+
 def deepspeeds_comms_logger_is_warned_of_and_left_on() -> None:
     warned: list[str] = []
     handler = logging.Handler()
