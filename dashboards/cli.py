@@ -100,7 +100,7 @@ def up(native: bool, without_trainer: bool, gpu: bool) -> None:
     """Start the stack in the background, with a demo to look at.
 
     With --native there is no demo, Grafana or Tempo; the runs of this directory are watched.
-    Ports are chosen in docker/.env or by variables such as PROMETHEUS_PORT.
+    Ports are chosen in .env beside compose.yaml or by variables such as PROMETHEUS_PORT.
     """
     if native and (without_trainer or gpu):
         raise click.UsageError("--native starts no trainer: leave out --without-trainer and --gpu")

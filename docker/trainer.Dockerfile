@@ -2,9 +2,9 @@
 #
 #     docker build -f docker/trainer.Dockerfile -t zerowatch/trainer:cpu .
 #
-# Also by the classic builder, so without mounts and here-documents.
+# Also by the classic builder of docker-compose 1.29, so without cache mounts and here-documents.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
-FROM ${PYTHON_IMAGE}
+FROM ${PYTHON_IMAGE} AS packages
 
 # Where pip finds a torch without CUDA, beside its usual index; empty for the one with CUDA. pip takes
 # the build for the CPU, as 2.13.0+cpu counts as newer than 2.13.0. PIP_FIND_LINKS, if the base image
@@ -25,8 +25,15 @@ print(*project['dependencies'], *project['optional-dependencies']['otel'], sep='
  && pip install --no-cache-dir -q -c constraints.txt torch \
  && pip install --no-cache-dir -q -c constraints.txt --no-build-isolation -r needed.txt
 
+# The sources are in this stage only.
+FROM packages AS wheel
 COPY . .
-RUN pip install --no-cache-dir -q --no-deps --no-build-isolation . \
+RUN pip wheel -q --no-deps --no-build-isolation --wheel-dir /wheel .
+
+# A new layer of a few MB on those of `packages`: a push or pull of changed code moves no more.
+FROM packages
+COPY --from=wheel /wheel /wheel
+RUN pip install --no-cache-dir -q --no-deps /wheel/*.whl \
  && useradd --uid 10001 --create-home zerowatch \
  && install -d -o zerowatch -g zerowatch /runs
 

@@ -1,4 +1,4 @@
-"""Runs the stack in containers, by `docker compose` with the files in docker/."""
+"""Runs the stack in containers, by `docker compose` with compose.yaml and the files in docker/."""
 
 from __future__ import annotations
 
@@ -12,11 +12,22 @@ from pathlib import Path
 from ...errors import CommandLineError
 from . import stack_ports
 from .stack_health import RUNBOOK, health_lines
-from .stack_ports import DOCKER_FOLDER, Port, chosen, port_settings, refuse_taken
+from .stack_ports import ROOT, Port, chosen, port_settings, refuse_taken
 
 PROJECT = "zerowatch"
 # All services of compose.yaml except the demo, which is called trainer.
-SERVICES = ("prometheus", "alertmanager", "alert-log", "grafana", "tempo")
+SERVICES = (
+    "prometheus",
+    "alertmanager",
+    "alert-log",
+    "node-exporter",
+    "grafana",
+    "tempo",
+    "loki",
+    "alloy",
+)
+# The services that only the compose file for GPUs has.
+GPU_SERVICES = ("dcgm-exporter",)
 _PORTS = (
     stack_ports.GRAFANA,
     stack_ports.PROMETHEUS,
@@ -42,13 +53,15 @@ def up(*, with_trainer: bool = True, gpu: bool = False) -> list[str]:
     """
     compose = _compose(gpu=gpu)
     if with_trainer:
-        _refuse_without_checkout(DOCKER_FOLDER.parent)
+        _refuse_without_checkout(ROOT)
     settings = port_settings()
     ports = [chosen(port, settings) for port in _PORTS]
     if with_trainer:
         ports.append(chosen(stack_ports.TRAINER, settings))
     refuse_taken(ports, running=_running())
-    what = ["--build"] if with_trainer else [*SERVICES]
+    what = [*SERVICES, *(GPU_SERVICES if gpu else ())]
+    if with_trainer:  # a given image is taken as it is
+        what = [] if settings.get("TRAINER_IMAGE", "").strip() else ["--build"]
     _run([*compose, "up", "--detach", *what])
     return _banner(compose)
 
@@ -106,7 +119,7 @@ def _banner(compose: Sequence[str]) -> list[str]:
 
 
 def _compose(*, gpu: bool = False) -> list[str]:
-    """Return the command of compose with the files in docker/.
+    """Return the command of compose with its files.
 
     Raises:
         CommandLineError: Docker or compose is missing, or Docker does not answer.
@@ -122,8 +135,8 @@ def _compose(*, gpu: bool = False) -> list[str]:
         raise CommandLineError(
             f"stack: Docker's engine does not answer ({reason}); start it, or: {NATIVE}"
         )
-    names = ["compose.yaml", *(["compose.gpu.yaml"] if gpu else [])]
-    files = [word for name in names for word in ("--file", str(DOCKER_FOLDER / name))]
+    names = ["compose.yaml", *(["docker/compose.gpu.yaml"] if gpu else [])]
+    files = [word for name in names for word in ("--file", str(ROOT / name))]
     program = compose_program(docker)
     if not program:
         raise CommandLineError(
@@ -147,7 +160,7 @@ def _refuse_without_checkout(root: Path) -> None:
         raise CommandLineError(
             "stack: zerowatch is installed without its sources, so the demo's image cannot be "
             "built; start the rest by `zerowatch stack up --without-trainer` and watch a job of "
-            f"your own ({DOCKER_FOLDER / 'prometheus' / 'prometheus.yml'} says how), or run this "
+            f"your own ({ROOT / 'docker' / 'prometheus' / 'prometheus.yml'} says how), or run this "
             "in a checkout"
         )
 

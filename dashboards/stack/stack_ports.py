@@ -12,8 +12,9 @@ from ...errors import CommandLineError
 from .alert_log import DEFAULT_PORT
 
 LOOPBACK = "127.0.0.1"
-DOCKER_FOLDER = Path(__file__).resolve().parents[2] / "docker"
-ENV_FILE = DOCKER_FOLDER / ".env"
+# The folder of compose.yaml: the repository, or the installed package.
+ROOT = Path(__file__).resolve().parents[2]
+ENV_FILE = ROOT / ".env"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ PROMETHEUS = Port(service="prometheus", variable="PROMETHEUS_PORT", number=9090)
 ALERTMANAGER = Port(service="alertmanager", variable="ALERTMANAGER_PORT", number=9093)
 TRAINER = Port(service="trainer", variable="TRAINER_PORT", number=9464)
 TEMPO = Port(service="tempo", variable="TEMPO_PORT", number=3200)
-OTLP = Port(service="tempo", variable="OTLP_PORT", number=4318)
+OTLP = Port(service="alloy", variable="OTLP_PORT", number=4318)
 ALERT_LOG = Port(service="alert-log", variable="ALERT_LOG_PORT", number=DEFAULT_PORT)
 
 

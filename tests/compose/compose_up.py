@@ -1,4 +1,4 @@
-"""Starts docker/compose.yaml and follows the life of a run: training, crash and normal end.
+"""Starts compose.yaml and follows the life of a run: training, crash and normal end.
 
     PYTHONPATH=tests python -m compose.compose_up
 
@@ -31,7 +31,7 @@ RANK_DOWN = "ZerowatchRankDown"
 
 def main() -> None:
     """Run all checks in turn; an AssertionError describes the first failure."""
-    compose_file = ROOT / "docker" / "compose.yaml"
+    compose_file = ROOT / "compose.yaml"
     services = yaml.safe_load(compose_file.read_text())["services"]
     chosen = [name for name in services if name in OURS or has_image(services[name]["image"])]
     left_out = sorted(services.keys() - set(chosen))

@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -17,18 +17,22 @@ from require import program
 
 from zerowatch.dashboards.stack import stack_ports
 from zerowatch.metrics.settings import Settings
+from zerowatch.runtime.tuner.policy.decision_log import DECISIONS_FILE
 
 DOCKER = ROOT / "docker"
-OVERLAYS = ("compose.gpu.yaml", "compose.multi-node.yaml")
+OVERLAYS = ("docker/compose.gpu.yaml", "docker/compose.multi-node.yaml")
 FILES = ("compose.yaml", *OVERLAYS)
 # docker-compose 1.29 refuses these, or compose v2 warns of them.
 REFUSED_AT_THE_TOP = {"name", "include", "version"}
 REFUSED_IN_A_SERVICE = {"pull_policy", "develop", "attach", "gpus", "models", "provider"}
 LINKS = {"link-trainer", "link-trainer-2"}  # they need NET_ADMIN, and root for it
+# Its image has nothing but the exporter, which has no command that asks itself.
+WITHOUT_HEALTH_CHECK = {"dcgm-exporter"}
+HOST_FOLDERS = {"/"}  # node-exporter reads the host's file systems
 
 
 def content(name: str) -> dict[str, Any]:
-    return dict(yaml.safe_load((DOCKER / name).read_text()))
+    return dict(yaml.safe_load((ROOT / name).read_text()))
 
 
 def services() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -60,10 +64,15 @@ def test_compose_accepts_the_file(overlay: str | None) -> None:
     if not command:
         pytest.skip("needs docker-compose (apt-get install docker-compose) or docker compose")
     command = [command] if isinstance(command, str) else command
-    names = ["compose.yaml", *([overlay] if overlay else [])]
-    files = [word for name in names for word in ("-f", str(DOCKER / name))]
+    # Without an overlay as a user would call it: by its place, and without options.
+    files = [word for name in ("compose.yaml", overlay) for word in ("-f", str(name))]
 
-    done = subprocess.run([*command, *files, "config", "-q"], capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, *(files if overlay else []), "config", "-q"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
 
     assert done.returncode == 0, done.stderr
 
@@ -88,7 +97,42 @@ def test_published_ports_are_on_loopback_and_configurable(service: str) -> None:
 def test_a_service_has_a_health_check(service: str) -> None:
     check = SERVICES[service]["healthcheck"]
 
-    assert check["test"][0] in ("CMD", "CMD-SHELL")
+    if service in WITHOUT_HEALTH_CHECK:
+        assert check == {"disable": True}
+    else:
+        assert check["test"][0] in ("CMD", "CMD-SHELL")
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_has_limits_of_memory_cpus_and_processes(service: str) -> None:
+    settings = SERVICES[service]
+
+    assert re.fullmatch(r"(\$\{\w+:-)?\d+[mg]\}?", settings["mem_limit"])
+    assert re.fullmatch(r"(\$\{\w+:-)?[\d.]+\}?", str(settings["cpus"]))
+    assert 0 < settings["pids_limit"] <= 4096
+
+
+def test_a_trainer_on_gpus_may_use_all_cpus_but_after_its_monitoring() -> None:
+    trainer = content("docker/compose.gpu.yaml")["services"]["trainer"]
+
+    assert trainer["cpus"] == "${TRAINER_CPUS:-0}"
+    assert trainer["cpu_shares"] < 1024  # the share of a service that sets none
+    assert trainer["mem_limit"] == "${TRAINER_MEMORY:-64g}"
+    assert trainer["ulimits"]["memlock"] == -1
+
+
+def test_a_trainer_has_time_to_be_scraped_at_its_end_before_it_is_killed() -> None:
+    linger_seconds = Settings.model_fields["serve"].get_default().linger_seconds
+
+    for name in ("trainer", "trainer-2"):
+        grace = SERVICES[name]["stop_grace_period"]
+        assert int(grace.removesuffix("s")) >= linger_seconds + 10
+
+
+def test_the_kernel_kills_the_trainer_before_its_monitoring() -> None:
+    scores = {name: settings.get("oom_score_adj", 0) for name, settings in SERVICES.items()}
+
+    assert {name for name, score in scores.items() if score > 0} == {"trainer", "trainer-2"}
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -110,7 +154,9 @@ def test_mounted_files_are_read_only_and_exist_after_a_build(name: str) -> None:
             source, _, rest = volume.partition(":")
             if source.startswith("."):
                 assert rest.endswith(":ro")
-                assert (DOCKER / source).exists(), f"{source}: run `zerowatch dashboards build`"
+                assert (ROOT / source).exists(), f"{source}: run `zerowatch dashboards build`"
+            elif source in HOST_FOLDERS:
+                assert rest.endswith(":ro")
             else:
                 assert source in content("compose.yaml")["volumes"]
 
@@ -127,21 +173,34 @@ def test_the_environment_of_the_trainer_has_valid_settings() -> None:
 
 
 def test_the_example_env_file_names_every_variable_and_no_password() -> None:
-    example = (DOCKER / ".env.example").read_text()
+    example = (ROOT / ".env.example").read_text()
 
     offered = dict(re.findall(r"^([A-Z_]+)=(.*)$", example, re.MULTILINE))
 
     used = {
         variable
         for name in FILES
-        for variable in re.findall(r"\$\{([A-Z_]+)", (DOCKER / name).read_text())
+        for variable in re.findall(r"\$\{([A-Z_]+)", (ROOT / name).read_text())
     }
-    assert used - {"ZEROWATCH_TAG", "LINK_RATE"} <= offered.keys()
-    assert offered["GRAFANA_ADMIN_PASSWORD"] == ""
+    assert used - {"LINK_RATE"} <= offered.keys()
+    assert not any(re.search(r"PASSWORD(?!_FILE)", name) for name in used)
+    assert offered["GRAFANA_ADMIN_PASSWORD_FILE"] == ""
+
+
+def test_grafana_has_no_admin_unless_a_password_file_is_given() -> None:
+    secret = content("compose.yaml")["secrets"]["grafana_admin_password"]["file"]
+    default = re.fullmatch(r"\$\{GRAFANA_ADMIN_PASSWORD_FILE:-(.+)\}", secret)
+    script = SERVICES["grafana"]["entrypoint"][-1]
+
+    assert default is not None
+    assert (ROOT / default[1]).read_text() == ""
+    assert "GF_SECURITY_ADMIN_PASSWORD__FILE=/run/secrets/grafana_admin_password" in script
+    assert "GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION=true" in script
+    assert not any("PASSWORD" in name for name in SERVICES["grafana"]["environment"])
 
 
 def test_the_stack_command_uses_the_ports_of_the_compose_file() -> None:
-    text = (DOCKER / "compose.yaml").read_text()
+    text = (ROOT / "compose.yaml").read_text()
     in_file = set(re.findall(r"127\.0\.0\.1:\$\{(\w+):-(\d+)\}:\d+", text))
 
     known = {
@@ -175,11 +234,11 @@ def test_provisioned_datasources_have_the_uids_that_dashboards_use() -> None:
         "prometheus": "prometheus",
         "tempo": "tempo",
         "alertmanager": "alertmanager",
+        "loki": "loki",
     }
-    names = {"prometheus", "tempo", "alertmanager"}
-    assert {
-        source["url"].split("/")[2].partition(":")[0] for source in sources["datasources"]
-    } == names
+    hosts = {source["url"].split("/")[2].partition(":")[0] for source in sources["datasources"]}
+    assert hosts == {"prometheus", "tempo", "alertmanager", "loki"}
+    assert hosts <= SERVICES.keys()
 
 
 def test_the_provisioned_dashboard_path_is_the_mounted_path() -> None:
@@ -195,9 +254,105 @@ def test_the_provisioned_dashboard_path_is_the_mounted_path() -> None:
     assert (ROOT / "dashboards" / "rendered" / "grafana" / home.name).is_file()
 
 
-def test_the_tempo_configuration_uses_options_of_both_versions_only() -> None:
-    settings = yaml.safe_load((DOCKER / "tempo" / "tempo.yaml").read_text())
+def test_stored_traces_and_logs_have_a_retention() -> None:
+    tempo = yaml.safe_load((DOCKER / "tempo" / "tempo.yaml").read_text())
+    loki = yaml.safe_load((DOCKER / "loki" / "loki.yaml").read_text())
 
-    assert settings.keys() == {"server", "distributor", "storage", "usage_report"}
-    assert settings["distributor"]["receivers"].keys() == {"otlp"}
-    assert settings["usage_report"] == {"reporting_enabled": False}
+    # Tempo 3: the scheduler plans the deletions and the worker does them.
+    for section in (tempo["backend_scheduler"]["provider"]["compaction"], tempo["backend_worker"]):
+        assert section["compaction"]["block_retention"] == "336h"
+    assert loki["limits_config"]["retention_period"] == "336h"
+    assert loki["compactor"]["retention_enabled"] is True
+    assert loki["compactor"]["delete_request_store"] == "filesystem"
+
+
+def test_tempo_and_loki_report_no_usage() -> None:
+    tempo = yaml.safe_load((DOCKER / "tempo" / "tempo.yaml").read_text())
+    loki = yaml.safe_load((DOCKER / "loki" / "loki.yaml").read_text())
+
+    assert tempo["usage_report"] == {"reporting_enabled": False}
+    assert loki["analytics"] == {"reporting_enabled": False}
+    assert "--disable-reporting" in SERVICES["alloy"]["command"]
+
+
+def alloy_paths() -> dict[str, str]:
+    """Return the paths that Alloy reads, by the label `kind`."""
+    text = (DOCKER / "alloy" / "config.alloy").read_text()
+    found = re.findall(r'\{__path__ = "([^"]+)", job = "zerowatch", kind = "(\w+)"\}', text)
+    assert len(found) == text.count("{__path__")
+    return {kind: path for path, kind in found}
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "rank"),
+    [
+        ("hang-rank-3-1.txt", "hang", "3"),
+        ("oom/rank-12-1.txt", "oom", "12"),
+        ("oom/rank-0-killed.txt", "oom", "0"),
+        ("exits/rank-7-killed.txt", "exit", "7"),
+        ("memory/leak-rank-0.txt", "leak", "0"),
+        (DECISIONS_FILE, "decision", None),
+        ("rank-0.jsonl", None, None),
+        ("oom/rank-0-1.pickle", None, None),
+    ],
+)
+def test_alloy_reads_reports_and_decisions_with_run_and_rank(
+    file: str, kind: str | None, rank: str | None
+) -> None:
+    path = f"/runs/night-7/{file}"
+    rules = re.findall(
+        r'regex\s+= "([^"]+)"\n\s+target_label\s+= "(\w+)"',
+        (DOCKER / "alloy" / "config.alloy").read_text(),
+    )
+
+    kinds = [each for each, pattern in alloy_paths().items() if PurePosixPath(path).match(pattern)]
+    labels = {
+        label: found[1] for regex, label in rules if (found := re.fullmatch(regex, path)) is not None
+    }
+
+    assert kinds == ([kind] if kind else [])
+    if kind:
+        assert labels == {"run": "night-7"} | ({"rank": rank} if rank else {})
+
+
+def test_every_component_that_alloy_refers_to_is_defined() -> None:
+    text = (DOCKER / "alloy" / "config.alloy").read_text()
+    defined = {".".join(block) for block in re.findall(r'^([\w.]+) "(\w+)" \{$', text, re.MULTILINE)}
+
+    used = re.findall(r"\b([a-z]+(?:\.[a-z_]+)+)\.(?:targets|output|receiver|input)\b", text)
+
+    assert text.count("{") == text.count("}")
+    assert len(used) == 5
+    assert set(used) <= defined
+
+
+def test_the_job_sends_only_what_the_otlp_receiver_takes() -> None:
+    text = (DOCKER / "alloy" / "config.alloy").read_text()
+    environment = SERVICES["trainer"]["environment"]
+
+    taken = set(re.findall(r"^    (traces|logs|metrics)\s+= \[", text, re.MULTILINE))
+
+    assert taken == {"traces", "logs"}
+    assert environment["ZEROWATCH_OTEL_ENDPOINT"] == "http://alloy:4318"
+    assert "ZEROWATCH_OTEL_METRICS" not in environment  # off by default
+
+
+def test_alloy_runs_as_the_user_of_the_trainer_because_reports_are_private() -> None:
+    dockerfile = (DOCKER / "trainer.Dockerfile").read_text()
+    user = re.search(r"^USER (\d+):", dockerfile, re.MULTILINE)
+
+    assert user is not None
+    assert SERVICES["alloy"]["user"].split(":")[0] == user[1]
+
+
+def test_every_counter_of_dcgm_has_a_type_and_a_help_text() -> None:
+    lines = (DOCKER / "dcgm-exporter" / "counters.csv").read_text().splitlines()
+
+    rows = [line.split(", ", 2) for line in lines if not line.startswith("#")]
+
+    assert len({row[0] for row in rows}) == len(rows) > 20
+    for name, kind, text in rows:
+        assert name.startswith("DCGM_FI_DEV_")
+        assert kind in ("gauge", "counter")
+        assert text.endswith(".")
+        assert "," not in text  # would be read as a further column

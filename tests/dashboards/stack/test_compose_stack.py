@@ -67,7 +67,7 @@ def listening() -> Iterator[int]:
 
 
 def compose_file() -> str:
-    return str(stack.DOCKER_FOLDER / "compose.yaml")
+    return str(stack.ROOT / "compose.yaml")
 
 
 def test_up_builds_the_demo_and_starts_all_services_in_the_background(docker: Docker) -> None:
@@ -82,7 +82,23 @@ def test_up_builds_the_demo_and_starts_all_services_in_the_background(docker: Do
 def test_up_with_gpu_adds_the_gpu_compose_file(docker: Docker) -> None:
     stack.up(gpu=True)
 
-    assert docker.composed[4:6] == ["--file", str(stack.DOCKER_FOLDER / "compose.gpu.yaml")]
+    assert docker.composed[4:6] == ["--file", str(stack.ROOT / "docker" / "compose.gpu.yaml")]
+
+
+def test_up_does_not_build_if_an_image_of_the_demo_is_given(
+    docker: Docker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINER_IMAGE", "registry.example.com/zerowatch:1")
+
+    stack.up()
+
+    assert docker.composed[4:] == ["up", "--detach"]
+
+
+def test_up_without_the_demo_on_gpus_starts_the_exporter_of_the_gpus(docker: Docker) -> None:
+    stack.up(with_trainer=False, gpu=True)
+
+    assert docker.composed[6:] == ["up", "--detach", *stack.SERVICES, *stack.GPU_SERVICES]
 
 
 def test_up_without_the_demo_starts_only_the_other_services(docker: Docker) -> None:
@@ -194,7 +210,7 @@ def test_an_env_file_is_read_by_the_rules_of_compose(
 def test_without_sources_the_error_suggests_up_without_trainer(
     docker: Docker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stack, "DOCKER_FOLDER", tmp_path / "site-packages" / "zerowatch" / "docker")
+    monkeypatch.setattr(stack, "ROOT", tmp_path / "site-packages" / "zerowatch")
 
     with pytest.raises(CommandLineError, match=r"without its sources.*stack up --without-trainer"):
         stack.up()
