@@ -140,7 +140,7 @@ class NativeStack:
 
     Args:
         runs: The folder of run folders, setting `run_log.folder`.
-        settings: Variables that choose ports; by default those of the environment and the file .env.
+        settings: Variables that choose ports; by default the environment and the file .env.
         folder: The folder for configuration, data, logs and process ids.
     """
 

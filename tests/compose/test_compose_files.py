@@ -307,7 +307,9 @@ def test_alloy_reads_reports_and_decisions_with_run_and_rank(
 
     kinds = [each for each, pattern in alloy_paths().items() if PurePosixPath(path).match(pattern)]
     labels = {
-        label: found[1] for regex, label in rules if (found := re.fullmatch(regex, path)) is not None
+        label: found[1]
+        for regex, label in rules
+        if (found := re.fullmatch(regex, path)) is not None
     }
 
     assert kinds == ([kind] if kind else [])
@@ -317,7 +319,9 @@ def test_alloy_reads_reports_and_decisions_with_run_and_rank(
 
 def test_every_component_that_alloy_refers_to_is_defined() -> None:
     text = (DOCKER / "alloy" / "config.alloy").read_text()
-    defined = {".".join(block) for block in re.findall(r'^([\w.]+) "(\w+)" \{$', text, re.MULTILINE)}
+    defined = {
+        ".".join(block) for block in re.findall(r'^([\w.]+) "(\w+)" \{$', text, re.MULTILINE)
+    }
 
     used = re.findall(r"\b([a-z]+(?:\.[a-z_]+)+)\.(?:targets|output|receiver|input)\b", text)
 
