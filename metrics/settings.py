@@ -54,6 +54,7 @@ MAX_SECONDS = 1e9
 MAX_BYTES = 2**63
 Seconds = Annotated[float, Field(le=MAX_SECONDS)]
 Bytes = Annotated[ByteSize, Field(le=MAX_BYTES)]
+Detail = Literal["full", "lean"]
 # Not "." or "..", and not hidden, as `.tuner` is.
 MAX_RUN_ID_LENGTH = 80
 RUN_ID_PATTERN = rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_RUN_ID_LENGTH - 1}}}"
@@ -85,6 +86,10 @@ class ServeSettings(Section):
     """Maximum seconds to wait at exit until regular scrapers have read that the run is over: 1.2
     scrape intervals, only for scrapers seen in the last 3 of their intervals. A single request is
     not waited for. After Ctrl-C at most 25 s, which a second Ctrl-C ends."""
+    detail: Detail = "full"
+    """`full` serves all metrics: 300 to 700 series per rank. `lean` serves at most 100, for runs
+    of more than some 512 ranks: all alerts and the dashboard Overview work, the others have
+    gaps. Rank 0 adds the metrics of the whole run. Applies to metrics over OTLP too."""
     tls_certificate: Path | None = None
     """PEM file of the server's certificate; switches HTTPS on."""
     tls_key: Path | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import communication, devices, memory, overhead, training, tuner, window
+from . import across_ranks, communication, devices, memory, overhead, training, tuner, window
 from .spec import MetricSpec
 
 CATALOG: tuple[MetricSpec, ...] = (
@@ -11,6 +11,7 @@ CATALOG: tuple[MetricSpec, ...] = (
     *communication.METRICS,
     *memory.METRICS,
     *devices.METRICS,
+    *across_ranks.METRICS,
     *tuner.METRICS,
     *overhead.METRICS,
 )

@@ -6,7 +6,7 @@ docs/concepts.md defines payload, wire bytes, comm, exposed, wait and causes.
 from __future__ import annotations
 
 from .labels import CAUSE, COMPARED_PHASES, GROUP, OP, PHASE
-from .spec import Label, counter, gauge, histogram
+from .spec import EVERY_SERIES, Label, Lean, counter, gauge, histogram
 
 COLLECTIVE_CALLS = counter(
     "collective_calls_total",
@@ -35,12 +35,14 @@ COMM_SECONDS = counter(
     "comm_seconds_total",
     "Seconds during which at least one collective was in flight.",
     GROUP,
+    lean=Lean(without=("group",)),
 )
 COMM_EXPOSED_SECONDS = counter(
     "comm_exposed_seconds_total",
     "Seconds in which training could do nothing but wait for collectives; updated together with "
     "their causes, some seconds after comm_seconds.",
     GROUP,
+    lean=Lean(without=("group",)),
 )
 COMM_OWN_EXPOSED_SECONDS = counter(
     "comm_own_exposed_seconds_total",
@@ -53,6 +55,7 @@ COMM_WAIT_SECONDS = counter(
     "Seconds of collectives spent waiting for a later rank: measured where the same call was found "
     "on all ranks, else estimated from the link.",
     GROUP,
+    lean=Lean(without=("group",)),
 )
 COMM_TRANSFER_SECONDS = counter(
     "comm_transfer_seconds_total",
@@ -82,12 +85,14 @@ COMM_LINK_BANDWIDTH = gauge(
     "comm_link_bandwidth_bytes_per_second",
     "Bandwidth on this group, estimated from recent collectives of several sizes.",
     GROUP,
+    lean=EVERY_SERIES,
 )
 COMM_LINK_BEST_BANDWIDTH = gauge(
     "comm_link_best_bandwidth_bytes_per_second",
     "Highest bandwidth sustained over three comparisons since the start. The present estimate may "
     "be above it, as it has not lasted.",
     GROUP,
+    lean=EVERY_SERIES,
 )
 COMM_EXPOSED_ERROR_RATIO = gauge(
     "comm_exposed_error_ratio",
@@ -110,6 +115,7 @@ STRAGGLER_SCORE = gauge(
     "Time by which this rank is slower in a phase than the median rank, over the median step; "
     "without blocked communication; not on CUDA.",
     Label(name="phase", values=COMPARED_PHASES),
+    lean=EVERY_SERIES,
 )
 COMM_VOLUME_RATIO = gauge(
     "comm_volume_ratio",
@@ -119,15 +125,19 @@ COMM_COVERAGE_RATIO = gauge(
     "comm_coverage_ratio",
     "Collectives recorded over collectives that the process groups counted; "
     "below 0.99 do not trust the comm metrics.",
+    lean=EVERY_SERIES,
 )
 COLLECTIVE_MISMATCHES = counter(
-    "collective_mismatches_total", "Times that the sequences of collectives differed between ranks."
+    "collective_mismatches_total",
+    "Times that the sequences of collectives differed between ranks.",
+    lean=EVERY_SERIES,
 )
 EXCHANGE_FAILURES = counter(
     "exchange_failures_total",
     "Comparisons between ranks that failed: no answer from the store, no report from a peer in "
     "time, or collectives that could not be matched.",
     Label(name="reason", values=("store", "peer", "unmatched")),
+    lean=Lean(without=("reason",)),
 )
 PEER_HEARTBEAT_AGE = gauge(
     "peer_heartbeat_age_seconds",
@@ -139,7 +149,9 @@ HANGS = counter(
     "Times that this rank made no progress for hang.timeout_seconds and for ten median steps.",
 )
 HANG_ACTIVE = gauge(
-    "hang_active", "1 while this rank hangs, 0 otherwise; hangs_total counts when it becomes 1."
+    "hang_active",
+    "1 while this rank hangs, 0 otherwise; hangs_total counts when it becomes 1.",
+    lean=EVERY_SERIES,
 )
 
 METRICS = (

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from .labels import DEVICE
-from .spec import Label, counter, gauge
+from .spec import EVERY_SERIES, Label, counter, gauge
 
 DEVICE_UTILIZATION = gauge(
     "device_utilization_ratio",
     "Share of time that the device was busy; on cpu the process's share of the cores it may use.",
     DEVICE,
+    lean=EVERY_SERIES,
 )
 DEVICE_SM_ACTIVE = gauge(
     "device_sm_active_ratio", "Share of time that a multiprocessor was active, on average.", DEVICE
 )
 DEVICE_POWER = gauge("device_power_watts", "Power draw.", DEVICE)
-DEVICE_TEMPERATURE = gauge("device_temperature_celsius", "Core temperature.", DEVICE)
+DEVICE_TEMPERATURE = gauge(
+    "device_temperature_celsius",
+    "Core temperature.",
+    DEVICE,
+    lean=EVERY_SERIES,
+)
 DEVICE_CLOCK = gauge("device_clock_hertz", "Clock of the multiprocessors or the CPU.", DEVICE)
 DEVICE_ENERGY = counter("device_energy_joules_total", "Energy since monitoring started.", DEVICE)
 DEVICE_LINK_BYTES = counter(
@@ -33,12 +39,14 @@ DEVICE_INFO = gauge(
     Label(name="pci_bus_id"),
     Label(name="name"),
     Label(name="driver"),
+    lean=EVERY_SERIES,
 )
 # Health of GPUs, from NVML. A figure that the card does not have is not served.
 DEVICE_TEMPERATURE_LIMIT = gauge(
     "device_temperature_limit_celsius",
     "Core temperature at which the device lowers its clock.",
     DEVICE,
+    lean=EVERY_SERIES,
 )
 DEVICE_THROTTLED_SECONDS = counter(
     "device_throttled_seconds_total",
@@ -48,12 +56,14 @@ DEVICE_THROTTLED_SECONDS = counter(
         name="reason",
         values=("power_cap", "hw_slowdown", "hw_thermal", "sw_thermal", "power_brake"),
     ),
+    lean=EVERY_SERIES,
 )
 DEVICE_ECC_ERRORS = counter(
     "device_ecc_errors_total",
     "Memory errors since the driver was loaded.",
     DEVICE,
     Label(name="kind", values=("corrected", "uncorrected")),
+    lean=EVERY_SERIES,
 )
 DEVICE_REMAPPED_ROWS = gauge(
     "device_remapped_rows",
@@ -66,6 +76,7 @@ DEVICE_ROW_REMAP = gauge(
     "1 if a row remap is pending until the device is reset, or has failed; 0 otherwise.",
     DEVICE,
     Label(name="state", values=("pending", "failed")),
+    lean=EVERY_SERIES,
 )
 DEVICE_LINK_ERRORS = counter(
     "device_link_errors_total",
@@ -73,15 +84,20 @@ DEVICE_LINK_ERRORS = counter(
     DEVICE,
     Label(name="link", values=("nvlink", "pcie")),
     Label(name="kind", values=("crc", "replay", "recovery")),
+    lean=EVERY_SERIES,
 )
 DEVICE_XID_ERRORS = counter(
     "device_xid_errors_total",
     "XID errors of the device since monitoring started, by number.",
     DEVICE,
     Label(name="xid"),
+    lean=EVERY_SERIES,
 )
 DEVICE_LOST = gauge(
-    "device_lost", "1 if the driver no longer reaches the device, 0 otherwise.", DEVICE
+    "device_lost",
+    "1 if the driver no longer reaches the device, 0 otherwise.",
+    DEVICE,
+    lean=EVERY_SERIES,
 )
 
 METRICS = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .labels import DEVICE, PHASE
-from .spec import Label, counter, gauge
+from .spec import EVERY_SERIES, Label, Lean, counter, gauge
 
 MEMORY_STATES = ("allocated", "reserved", "inactive_split")
 MEMORY_CATEGORIES = (
@@ -20,15 +20,20 @@ MEMORY_BYTES = gauge(
     "Memory in use on a device; on cpu allocated is RSS and reserved is the virtual size.",
     DEVICE,
     Label(name="state", values=MEMORY_STATES),
+    lean=Lean(only={"state": ("allocated",)}),
 )
 MEMORY_PEAK = gauge(
     "memory_peak_bytes",
     "Highest memory use of the last minute.",
     DEVICE,
     Label(name="state", values=("allocated", "reserved")),
+    lean=Lean(only={"state": ("allocated",)}),
 )
 MEMORY_LIMIT = gauge(
-    "memory_limit_bytes", "Memory of a device that this process can use at most.", DEVICE
+    "memory_limit_bytes",
+    "Memory of a device that this process can use at most.",
+    DEVICE,
+    lean=EVERY_SERIES,
 )
 _CATEGORY = Label(name="category", values=MEMORY_CATEGORIES)
 MEMORY_CATEGORY_BYTES = gauge(
@@ -65,12 +70,16 @@ MEMORY_LEAK = gauge(
     "Growth that batch shapes do not explain, by category; absent while nothing leaks.",
     DEVICE,
     _CATEGORY,
+    lean=EVERY_SERIES,
 )
 MEMORY_HEADROOM = gauge(
     "memory_headroom_bytes", "Limit of a device minus the predicted next peak.", DEVICE
 )
 OOM_RISK = gauge(
-    "oom_risk_ratio", "Probability that a peak of the next 50 steps exceeds the limit.", DEVICE
+    "oom_risk_ratio",
+    "Probability that a peak of the next 50 steps exceeds the limit.",
+    DEVICE,
+    lean=EVERY_SERIES,
 )
 OOM_NEXT_BATCH_RISK = gauge(
     "oom_next_batch_risk_ratio",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .spec import Label, counter, gauge
+from .spec import EVERY_SERIES, Label, Lean, counter, gauge
 
 WATCH_SECONDS = counter(
     "watch_seconds_total",
@@ -18,6 +18,7 @@ WATCH_SECONDS = counter(
             "otlp_thread",
         ),
     ),
+    lean=Lean(without=("part",)),
 )
 HOOK_FAILURES = counter(
     "hook_failures_total",
@@ -25,6 +26,7 @@ HOOK_FAILURES = counter(
     "threads or disk space. Under names such as `watch thread`: exceptions after "
     "which a thread started over, with the loss of a second of records at most.",
     Label(name="hook"),
+    lean=Lean(without=("hook",)),
 )
 DROPPED_RECORDS = counter(
     "dropped_records_total",
@@ -33,16 +35,23 @@ DROPPED_RECORDS = counter(
         name="part",
         values=("collectives", "steps", "timing", "graph_capture", "run_log", "otlp", "listeners"),
     ),
+    lean=Lean(without=("part",)),
 )
 DEAD_THREADS = gauge(
     "dead_threads",
     "Monitoring threads that died, counted at each scrape: their metrics no longer change.",
+    lean=EVERY_SERIES,
 )
 EXPORTER_FAILURES = counter(
-    "exporter_failures_total", "Exports that failed.", Label(name="exporter")
+    "exporter_failures_total",
+    "Exports that failed.",
+    Label(name="exporter"),
+    lean=Lean(without=("exporter",)),
 )
 WATCH_LAST_UPDATE_TIMESTAMP = gauge(
-    "watch_last_update_timestamp_seconds", "Unix time of the last update of these values."
+    "watch_last_update_timestamp_seconds",
+    "Unix time of the last update of these values.",
+    lean=EVERY_SERIES,
 )
 
 METRICS = (

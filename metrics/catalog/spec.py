@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram", "info"]
@@ -20,6 +21,24 @@ class Label:
     values: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lean:
+    """The series of a metric that `serve.detail = "lean"` serves.
+
+    A histogram keeps its sum and count, and loses all buckets but +Inf.
+
+    Attributes:
+        without: Labels that are left out of a counter. Series that differ in them are added up.
+        only: For each label named here, the values whose series are served.
+    """
+
+    without: tuple[str, ...] = ()
+    only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+EVERY_SERIES = Lean()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MetricSpec:
     """The name, kind, help text and labels of one metric.
@@ -32,6 +51,7 @@ class MetricSpec:
         help: The help text that is exported.
         labels: The labels, without `rank`, which the exporter adds to every series.
         buckets: The upper bounds of a histogram in the metric's unit, ascending, without +Inf.
+        lean: What is served with `serve.detail = "lean"`; None if nothing.
     """
 
     name: str
@@ -39,6 +59,7 @@ class MetricSpec:
     help: str
     labels: tuple[Label, ...] = ()
     buckets: tuple[float, ...] = ()
+    lean: Lean | None = None
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -46,23 +67,25 @@ class MetricSpec:
         return tuple(label.name for label in self.labels)
 
 
-def counter(name: str, help: str, *labels: Label) -> MetricSpec:
+def counter(name: str, help: str, *labels: Label, lean: Lean | None = None) -> MetricSpec:
     """Return the spec of a value that only increases; `name` ends in `_total`."""
-    return MetricSpec(name=PREFIX + name, kind="counter", help=help, labels=labels)
+    return MetricSpec(name=PREFIX + name, kind="counter", help=help, labels=labels, lean=lean)
 
 
-def gauge(name: str, help: str, *labels: Label) -> MetricSpec:
+def gauge(name: str, help: str, *labels: Label, lean: Lean | None = None) -> MetricSpec:
     """Return the spec of a value that can go up and down."""
-    return MetricSpec(name=PREFIX + name, kind="gauge", help=help, labels=labels)
+    return MetricSpec(name=PREFIX + name, kind="gauge", help=help, labels=labels, lean=lean)
 
 
-def histogram(name: str, help: str, buckets: tuple[float, ...], *labels: Label) -> MetricSpec:
+def histogram(
+    name: str, help: str, buckets: tuple[float, ...], *labels: Label, lean: Lean | None = None
+) -> MetricSpec:
     """Return the spec of a histogram; `buckets` are the upper bounds."""
     return MetricSpec(
-        name=PREFIX + name, kind="histogram", help=help, labels=labels, buckets=buckets
+        name=PREFIX + name, kind="histogram", help=help, labels=labels, buckets=buckets, lean=lean
     )
 
 
-def info(name: str, help: str, *labels: Label) -> MetricSpec:
+def info(name: str, help: str, *labels: Label, lean: Lean | None = None) -> MetricSpec:
     """Return the spec of a metric with the constant value 1, whose labels are properties."""
-    return MetricSpec(name=PREFIX + name, kind="info", help=help, labels=labels)
+    return MetricSpec(name=PREFIX + name, kind="info", help=help, labels=labels, lean=lean)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .labels import KNOB
-from .spec import Label, counter, gauge
+from .spec import EVERY_SERIES, Label, counter, gauge
 
 TUNER_STATES = (
     "warmup",
@@ -36,18 +36,31 @@ TUNER_STATE = gauge(
     "tuner_state",
     "1 for the current state of the tuner, 0 for the others.",
     Label(name="state", values=TUNER_STATES),
+    lean=EVERY_SERIES,
 )
-TUNER_KNOB_VALUE = gauge("tuner_knob_value", "Current value of a knob.", KNOB)
-TUNER_GAIN = gauge("tuner_gain_ratio", "Measured gain of the last change of a knob.", KNOB)
+TUNER_KNOB_VALUE = gauge(
+    "tuner_knob_value",
+    "Current value of a knob.",
+    KNOB,
+    lean=EVERY_SERIES,
+)
+TUNER_GAIN = gauge(
+    "tuner_gain_ratio",
+    "Measured gain of the last change of a knob.",
+    KNOB,
+    lean=EVERY_SERIES,
+)
 TUNER_GAIN_LOWER_BOUND = gauge(
     "tuner_gain_lower_bound_ratio",
     "Lower confidence bound of the gain of the last change of a knob.",
     KNOB,
+    lean=EVERY_SERIES,
 )
 TUNER_SYMPTOM = gauge(
     "tuner_symptom_ratio",
     "Strength of each symptom, in the unit of its threshold.",
     Label(name="symptom", values=SYMPTOMS),
+    lean=EVERY_SERIES,
 )
 TUNER_DECISIONS = counter(
     "tuner_decisions_total",
@@ -56,10 +69,12 @@ TUNER_DECISIONS = counter(
         name="verdict",
         values=("accepted", "rolled_back", "rejected", "interrupted", "not_undone", "advised"),
     ),
+    lean=EVERY_SERIES,
 )
 TUNER_EXPLORATION_SECONDS = counter(
     "tuner_exploration_seconds_total",
     "Seconds lost to trials and changes, compared with the configuration before.",
+    lean=EVERY_SERIES,
 )
 
 METRICS = (

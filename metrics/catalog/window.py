@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .spec import Label, counter, gauge
+from .spec import EVERY_SERIES, Label, counter, gauge
 
 REPLAY_OUTCOMES = ("committed", "gave_up")
 REBUILD_OUTCOMES = ("committed", "undone", "refused")
@@ -20,27 +20,37 @@ COMPRESSION_ERROR = gauge(
 
 # Events that concern all ranks together, so only rank 0 exports them.
 ACCUMULATION_STEPS = gauge(
-    "accumulation_steps", "Planned micro-batches per window; on rank 0 only."
+    "accumulation_steps",
+    "Planned micro-batches per window; on rank 0 only.",
+    lean=EVERY_SERIES,
 )
 WINDOW_REPLAYS = counter(
     "window_replays_total",
     "Windows replayed after an out-of-memory error on some rank, by outcome; on rank 0 only.",
     Label(name="outcome", values=REPLAY_OUTCOMES),
+    lean=EVERY_SERIES,
 )
 REPLAY_SECONDS = counter(
     "replay_seconds_total",
     "Seconds lost to discarded attempts at a window and their cleanup; on rank 0 only.",
+    lean=EVERY_SERIES,
 )
 ENGINE_REBUILDS = counter(
     "engine_rebuilds_total",
     "Engine rebuilds by outcome; on rank 0 only.",
     Label(name="outcome", values=REBUILD_OUTCOMES),
+    lean=EVERY_SERIES,
 )
 ENGINE_REBUILD_SECONDS = counter(
     "engine_rebuild_seconds_total",
     "Seconds in which training stopped for engine rebuilds; on rank 0 only.",
+    lean=EVERY_SERIES,
 )
-RESTARTS = counter("restarts_total", "Restarts of this run after a failure; on rank 0 only.")
+RESTARTS = counter(
+    "restarts_total",
+    "Restarts of this run after a failure; on rank 0 only.",
+    lean=EVERY_SERIES,
+)
 
 ON_RANK_ZERO = (
     ACCUMULATION_STEPS,

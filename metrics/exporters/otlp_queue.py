@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Literal
 from ..backoff import Backoff
 from ..catalog.overhead import EXPORTER_FAILURES
 from ..recorder import Exemplar, Recorder
-from ..settings import OtelSettings
+from ..settings import Detail, OtelSettings
+from .detail import served
 from .otlp_families import families, hardware_families
 from .telemetry_data import AttributeValue, Family, LogLine, StepTrace
 
@@ -70,6 +71,7 @@ class OtlpQueue:
         settings: The kinds of data to send, and how often.
         rank: The global rank.
         hardware_ids: The hardware id of each GPU, by device.
+        detail: The series to send; the metrics hw.* are sent in any case.
         describe: Returns the resource attributes. Returns None until the run has a name. Nothing is
             sent before.
 
@@ -85,6 +87,7 @@ class OtlpQueue:
         *,
         rank: int,
         hardware_ids: Mapping[str, str],
+        detail: Detail = "full",
         describe: Callable[[], Mapping[str, AttributeValue] | None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -94,6 +97,7 @@ class OtlpQueue:
         self._settings = settings
         self._rank = rank
         self._hardware_ids = hardware_ids
+        self._detail: Detail = detail
         self._describe = describe
         self._now = now
         self._described = False
@@ -168,7 +172,8 @@ class OtlpQueue:
         self._metrics_due = now + self._settings.metrics_interval_seconds
         now_ns, snapshot = time.time_ns(), self._recorder.snapshot()
         found = chain(
-            families(snapshot, self._rank), hardware_families(snapshot, self._hardware_ids)
+            families(served(snapshot, self._detail), self._rank),
+            hardware_families(snapshot, self._hardware_ids),
         )
         for batch in _batches(found):
             was_taken = self._otlp.send_metrics(batch, self._started_ns, now_ns)

@@ -19,6 +19,7 @@ from ..catalog.overhead import EXPORTER_FAILURES, WATCH_SECONDS
 from ..catalog.training import RUN_ACTIVE
 from ..recorder import Recorder
 from ..settings import ServeSettings
+from .detail import served
 from .listener import Listener, RequestHandler, Response, advertised_address, listen
 from .prometheus import content_type_for, exposition, is_openmetrics
 from .scrape_tracker import ScrapeTracker
@@ -224,7 +225,7 @@ class MetricsServer:
             if last is not None and self._now() - last.at_seconds < RENDER_SECONDS:
                 return last
             snapshot = self._recorder.snapshot()
-            _, body = exposition(snapshot, self._rank, accept)
+            _, body = exposition(served(snapshot, self._settings.detail), self._rank, accept)
             rendering = self._rendered[openmetrics] = _Rendering(
                 body=body,
                 run_active=snapshot.value(RUN_ACTIVE),

@@ -23,6 +23,8 @@ from .accounting.rank_comm_costs import RankCommCosts
 from .exchange.rank_messages import CompareResult, Heartbeat, RankReport
 from .exchange.store_channel import PATIENCE_EXCHANGES, StoreChannel
 from .exchange.store_log import StoreConnection
+from .rank_figures import RankFigures
+from .rank_statistics import RankStatistics
 from .stragglers import StepTimes, StepTimeSampler, compared_rank_set
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ class ComparisonThread:
         clients: Creates clients of the c10d store for this thread alone. If None, nothing is
             compared.
         rank: This rank.
+        world_size: Number of ranks of the job.
         host: This rank's host.
         groups: The process groups seen so far.
         phase_timer: Measures the time without progress. Heartbeats are read if it is long.
@@ -71,6 +74,7 @@ class ComparisonThread:
         *,
         clients: StoreClientFactory | None,
         rank: int,
+        world_size: int,
         host: str,
         groups: Groups,
         phase_timer: PhaseTimer,
@@ -84,7 +88,7 @@ class ComparisonThread:
         self.volume_ratio: float | None = None
         self.expected_pause: Callable[[], str | None] = lambda: None
         self.cpu_seconds = 0.0
-        self._rank, self._host = rank, host
+        self._rank, self._world_size, self._host = rank, world_size, host
         self._groups = groups
         self._phase_timer = phase_timer
         self._recorder = recorder
@@ -94,6 +98,9 @@ class ComparisonThread:
         self._now = now
         self._accounting = RankCommCosts(groups, recorder, now)
         self._reporter = CompareReporter(recorder, rank, now)
+        figures, statistics = RankFigures(recorder, now), RankStatistics(recorder)
+        self._read_figures = fail_open.wrap("rank figures", figures.read)
+        self._publish_statistics = fail_open.wrap("rank statistics", statistics.publish)
         self._connection = None if clients is None else StoreConnection(clients, now)
         self._channel: StoreChannel | None = None
         self._own_step_times: StepTimes | None = None
@@ -206,6 +213,7 @@ class ComparisonThread:
         return StoreChannel(
             connection,
             rank=self._rank,
+            world_size=self._world_size,
             host=self._host,
             patience_seconds=PATIENCE_EXCHANGES * self._interval_seconds,
             stuck_seconds=self._stuck_seconds,
@@ -248,11 +256,20 @@ class ComparisonThread:
         calls, names = self._accounting.drain_reports(is_compared=self._is_compared)
         new_step_times = self.step_times.drain()
         self._own_step_times = new_step_times or self._own_step_times
-        if self._connection is None or (channel := self._open_channel) is None:
+        if self._connection is None:
+            return
+        own_figures = self._read_figures()
+        figures = {} if own_figures is None else {self._rank: own_figures}
+        if (channel := self._open_channel) is not None:
+            figures |= channel.known_figures()
+        if self._rank == 0:
+            self._publish_statistics({} if channel is None else figures)
+        if channel is None:
             return
         step_times = {} if new_step_times is None else {self._rank: new_step_times}
+        report = RankReport(calls=calls, names=names, step_times=step_times, figures=figures)
         with self._store_may_fail(self._connection):
-            channel.post_report(RankReport(calls=calls, names=names, step_times=step_times))
+            channel.post_report(report)
 
     def _read(self, channel: StoreChannel) -> None:
         rank_sets = self._groups.rank_sets()

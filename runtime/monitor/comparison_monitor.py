@@ -99,6 +99,7 @@ class ComparisonMonitor:
         return ComparisonThread(
             clients=clients if compares else None,
             rank=identity.rank,
+            world_size=identity.world_size,
             host=identity.host,
             groups=context.call_recorder.groups,
             phase_timer=context.phase_timer,

@@ -142,6 +142,7 @@ class OtelExporter:
             settings,
             rank=self._rank,
             hardware_ids=fail_open.call("otlp", hardware_ids) or {},
+            detail=self._context.settings.serve.detail,
             describe=self._resource,
         )
         if settings.traces:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import orjson
 
 from ..divergence import Divergence, parse_divergence
+from ..rank_figures import NUM_FIGURES, Figures
 from ..stragglers import StepTimeReference, StepTimes, Straggler
 
 Durations = npt.NDArray[np.float32]  # seconds; NaN if a call was not timed
@@ -83,12 +84,14 @@ class RankReport:
         names: The readable form of each signature.
         step_times: The step times of each rank.
         divergences: The divergences found so far, by the key of the rank set.
+        figures: The figures of each rank.
     """
 
     calls: Mapping[str, CallReport]
     names: Mapping[int, str] = field(default_factory=dict)
     step_times: Mapping[int, StepTimes] = field(default_factory=dict)
     divergences: Mapping[str, Divergence] = field(default_factory=dict)
+    figures: Mapping[int, Figures] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +155,9 @@ def encode_report(report: RankReport) -> bytes:
         "divergences": list(report.divergences.items()),
     }
     arrays = b"".join(c.durations.tobytes() + c.signatures.tobytes() for c in report.calls.values())
+    if report.figures:
+        head["figures"] = [NUM_FIGURES, list(report.figures)]
+        arrays += b"".join(each.tobytes() for each in report.figures.values())
     return _compress(head, arrays)
 
 
@@ -186,9 +192,19 @@ def decode_report(message: bytes) -> RankReport:
                 for rank, num_steps, step_seconds, busy_seconds, deviation_seconds in head["paces"]
             },
             divergences={key: parse_divergence(fields) for key, fields in head["divergences"]},
+            figures=_decode_figures(head.get("figures"), arrays, at),
         )
-    except (zlib.error, AttributeError, KeyError, TypeError) as error:
+    except (zlib.error, AttributeError, LookupError, TypeError) as error:
         raise ValueError(f"not a report of a rank: {error}") from None
+
+
+def _decode_figures(head: Any, arrays: bytes, at: int) -> dict[int, Figures]:
+    """Return the figures by rank; none if the version of zerowatch that sent them has others."""
+    if head is None or head[0] != NUM_FIGURES:
+        return {}
+    ranks = [int(rank) for rank in head[1]]
+    rows = np.frombuffer(arrays, np.float32, len(ranks) * NUM_FIGURES, at)
+    return dict(zip(ranks, rows.reshape(-1, NUM_FIGURES), strict=True))
 
 
 def encode_result(result: CompareResult) -> bytes:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from ....metrics.catalog import communication
 from ....metrics.recorder import Recorder
 from ...collectives.groups import RankSet
+from ..rank_figures import Figures
 from .coordinator import Coordinator, rank_blocks
+from .figure_collector import FigureCollector
 from .heartbeats import HeartbeatTable
 from .rank_messages import (
     EMPTY_CALL_REPORT,
@@ -37,6 +39,7 @@ class StoreChannel:
     Args:
         store: The connection.
         rank: This rank.
+        world_size: Number of ranks of the job.
         host: This rank's host.
         patience_seconds: Time without a report after which a rank is left out.
         stuck_seconds: Time without progress after which the heartbeats of other ranks are read.
@@ -52,6 +55,7 @@ class StoreChannel:
         store: StoreConnection,
         *,
         rank: int,
+        world_size: int,
         host: str,
         patience_seconds: float,
         stuck_seconds: float,
@@ -62,7 +66,10 @@ class StoreChannel:
         self._patience_seconds = patience_seconds
         self._recorder = recorder
         self._reports = StoreLogWriter(store, _report_log(rank))
-        self._coordinators = CoordinatorReader(store, rank, patience_seconds, recorder)
+        self._figures = FigureCollector(rank, world_size, patience_seconds, store.now)
+        self._coordinators = CoordinatorReader(
+            store, rank, patience_seconds, recorder, self._figures
+        )
         self._results: dict[str, StoreLogReader] = {}
         self._heartbeats = HeartbeatTable(store, rank, host, stuck_seconds)
 
@@ -79,6 +86,10 @@ class StoreChannel:
     def post_report(self, report: RankReport) -> None:
         """Send a report to the coordinators."""
         self._reports.append(encode_report(report))
+
+    def known_figures(self) -> dict[int, Figures]:
+        """Return the last figures of the other ranks that report to this rank, by rank."""
+        return self._figures.known()
 
     def poll(
         self, rank_sets: Iterable[RankSet], compared: RankSet | None
@@ -152,20 +163,30 @@ class CoordinatorReader:
         rank: This rank.
         patience_seconds: Time without a report after which a rank is left out.
         recorder: Counts ranks that are left out, and messages that cannot be decoded.
+        figures: Receives all reports that contain figures.
 
     Raises:
         RuntimeError: The store does not respond; raised by every method.
     """
 
     def __init__(
-        self, store: StoreConnection, rank: int, patience_seconds: float, recorder: Recorder
+        self,
+        store: StoreConnection,
+        rank: int,
+        patience_seconds: float,
+        recorder: Recorder,
+        figures: FigureCollector,
     ) -> None:
         self._store = store
         self._rank = rank
         self._patience_seconds = patience_seconds
         self._recorder = recorder
         self._known: set[str] = set()
-        self._sources: dict[str, _Source] = {}  # by the log's name
+        self._figures = figures
+        self._sources = {  # by the log's name
+            (name := _report_log(child)): self._new_source(name, child)
+            for child in figures.children
+        }
         self._blocks: list[_Coordinated] = []
         self._rank_sets: list[_Coordinated] = []
 
@@ -223,8 +244,9 @@ class CoordinatorReader:
         silences = (
             source.reader.silent_seconds()
             for name, source in self._sources.items()
+            if source.coordinators
             # Some ranks of a block may not use the rank set, but every rank sends reports.
-            if source.reader.has_entries or name == _report_log(source.child)
+            and (source.reader.has_entries or name == _report_log(source.child))
         )
         return max(silences, default=0.0)
 
@@ -237,9 +259,14 @@ class CoordinatorReader:
 
     def _subscribe(self, coordinator: Coordinator, logs: Mapping[int, str]) -> None:
         for child, name in logs.items():
-            if name not in self._sources:
-                self._sources[name] = _Source(StoreLogReader(self._store, name), child)
-            self._sources[name].coordinators.append(coordinator)
+            source = self._sources.get(name)
+            if source is None or not source.coordinators:
+                # The coordinator also needs the entries that were read for their figures only.
+                source = self._sources[name] = self._new_source(name, child)
+            source.coordinators.append(coordinator)
+
+    def _new_source(self, name: str, child: int) -> _Source:
+        return _Source(StoreLogReader(self._store, name), child)
 
     def _read(self, source: _Source) -> None:
         for entry in source.reader.poll(self._patience_seconds):
@@ -249,13 +276,14 @@ class CoordinatorReader:
             except ValueError:  # of another version of zerowatch
                 _count_peer_failure(self._recorder)
                 continue
+            self._figures.add(source.child, report)
             for coordinator in source.coordinators:
                 coordinator.add(source.child, report)
         if source.reader.silent_seconds() > self._patience_seconds:
             self._exclude(source)
 
     def _exclude(self, source: _Source) -> None:
-        if source.is_excluded:
+        if source.is_excluded or not source.coordinators:
             return
         source.is_excluded = True
         _count_peer_failure(self._recorder)
@@ -271,7 +299,10 @@ class CoordinatorReader:
 
 @dataclass(slots=True)
 class _Source:
-    """A log, the rank that writes the log, and this rank's coordinators that use the log."""
+    """A log, the rank that writes the log, and this rank's coordinators that use the log.
+
+    A log without coordinators is read for its figures only.
+    """
 
     reader: StoreLogReader
     child: int

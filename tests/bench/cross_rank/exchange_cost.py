@@ -210,6 +210,7 @@ def each_second(exchanges: int) -> list[list[float]]:
         ComparisonThread(
             clients=SimulatedClients(server),
             rank=rank,
+            world_size=2,
             host="host",
             groups=SimulatedGroups(group),
             phase_timer=PhaseTimer(lambda: 0),

@@ -45,6 +45,7 @@ class ComparedRank:
         clock: FakeClock,
         connect: Callable[[], Store | None] | None,
         *groups: FakeGroup,
+        world_size: int | None = None,
     ) -> None:
         self.rank = rank
         self.groups = list(groups)
@@ -55,6 +56,7 @@ class ComparedRank:
         self.thread = ComparisonThread(
             clients=self.clients,
             rank=rank,
+            world_size=world_size or groups[0].size,
             host=f"host-{rank}",
             groups=FakeGroups(self.groups),
             phase_timer=self.phase_timer,

@@ -22,6 +22,7 @@ from zerowatch.runtime.cross_rank.exchange.rank_messages import (
     encode_result,
     signature,
 )
+from zerowatch.runtime.cross_rank.rank_figures import NUM_FIGURES, Figures
 from zerowatch.runtime.cross_rank.stragglers import StepTimeReference, StepTimes, Straggler
 
 STEP_TIMES = StepTimes(
@@ -47,6 +48,11 @@ def some_calls(chance: random.Random) -> CallReport:
     )
 
 
+def some_figures(chance: random.Random) -> Figures:
+    values = [chance.choice((chance.random(), float("nan"))) for _ in range(NUM_FIGURES)]
+    return np.array(values, np.float32)
+
+
 def same(one: CallReport, other: CallReport) -> bool:
     return (
         (one.first_timed, one.first_issued, one.prefix_hash)
@@ -64,12 +70,16 @@ def test_a_report_decodes_as_it_was_encoded(seed: int) -> None:
             names={chance.getrandbits(32): "all_reduce of 4 bytes (float32)"},
             step_times={chance.randrange(1000): STEP_TIMES},
             divergences=chance.choice(({}, {"group 0": DIVERGENCE})),
+            figures={rank: some_figures(chance) for rank in range(chance.randrange(3))},
         )
 
         decoded = decode_report(encode_report(original))
 
         assert decoded.calls.keys() == original.calls.keys()
         assert all(same(original.calls[key], decoded.calls[key]) for key in original.calls)
+        assert decoded.figures.keys() == original.figures.keys()
+        for rank, expected in original.figures.items():
+            assert np.array_equal(decoded.figures[rank], expected, equal_nan=True)
         assert (decoded.names, decoded.step_times, decoded.divergences) == (
             original.names,
             original.step_times,
@@ -82,6 +92,32 @@ def test_a_report_of_nothing_new_is_short() -> None:
 
     assert len(text) < 100
     assert same(decode_report(text).calls["a group"], EMPTY_CALL_REPORT)
+
+
+def test_the_figures_of_a_block_of_ranks_take_forty_bytes_each() -> None:
+    chance = np.random.default_rng(0)
+    figures = {rank: chance.random(NUM_FIGURES, np.float32) for rank in range(64)}
+    empty = len(encode_report(RankReport(calls={})))
+
+    assert len(encode_report(RankReport(calls={}, figures=figures))) - empty < 64 * 45
+
+
+def test_figures_of_another_version_are_ignored_and_the_rest_is_read() -> None:
+    report = RankReport(calls={"g": EMPTY_CALL_REPORT}, figures={1: np.zeros(3, np.float32)})
+    with_three = zlib.decompress(encode_report(report)).replace(
+        f'"figures":[{NUM_FIGURES},'.encode(), b'"figures":[3,'
+    )
+
+    decoded = decode_report(zlib.compress(with_three))
+
+    assert decoded.figures == {}
+    assert decoded.calls.keys() == {"g"}
+
+
+def test_a_report_without_figures_is_that_of_the_version_before() -> None:
+    report = RankReport(calls={"g": EMPTY_CALL_REPORT})
+
+    assert b"figures" not in zlib.decompress(encode_report(report))
 
 
 def test_a_result_decodes_as_it_was_encoded() -> None:
@@ -138,6 +174,10 @@ def test_an_empty_result_decodes_as_empty() -> None:
         ),
         zlib.compress(b'{"sections":[],"names":[],"paces":[],"divergences":[["g",{"issued":[]}]]}'),
         zlib.compress(b'{"sections":[["g"]],"names":[],"paces":[],"divergences":[]}\n'),
+        zlib.compress(
+            b'{"sections":[],"names":[],"paces":[],"divergences":[],"figures":[10,[1]]}\nabcd'
+        ),
+        zlib.compress(b'{"sections":[],"names":[],"paces":[],"divergences":[],"figures":[]}\n'),
         zlib.compress(b'{"first":null,"reference":null,"stragglers":[],"divergence":null}\n'),
         zlib.compress(b'{"first":1,"reference":null,"stragglers":[],"divergence":null}\nabc'),
         zlib.compress(b'{"first":1,"reference":7,"stragglers":[],"divergence":null}\n'),

@@ -49,6 +49,7 @@ class Ranks:
         return StoreChannel(
             connected(self.store, self.clock),
             rank=rank,
+            world_size=self.rank_set.size,
             host="host",
             patience_seconds=PATIENCE,
             stuck_seconds=15.0,
