@@ -95,7 +95,7 @@ DEVICE_XID_ERRORS = counter(
 )
 DEVICE_LOST = gauge(
     "device_lost",
-    "1 if the driver no longer reaches the device, 0 otherwise.",
+    "1 if the driver no longer reaches the device, or must reset it first; 0 otherwise.",
     DEVICE,
     lean=EVERY_SERIES,
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from ..common.cgroups import cgroup_folders
+from .gpu_health import HealthReadings
 
 logger = logging.getLogger(__name__)
 # Readings that take longer are left out. psutil reads the clock of each core and each sensor, which
@@ -66,6 +67,10 @@ class CpuDevice:
             # Clock ticks can make the ratio slightly larger than 1.
             readings["utilization_ratio"] = min(1.0, used / elapsed / self._cores)
         return readings
+
+    def health(self) -> HealthReadings:
+        """Return nothing: only the health of GPUs is read."""
+        return {}
 
     def close(self) -> None:
         """Do nothing: no file is open."""

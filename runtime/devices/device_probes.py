@@ -11,6 +11,7 @@ from typing import Protocol
 
 from ..common import accelerator
 from .cpu import CpuDevice
+from .gpu_health import HealthReadings
 from .nvml_probe import nvml_device
 from .peak_flops import gpu_peak_flops_per_second, measure_cpu_flops_per_second
 
@@ -35,6 +36,20 @@ class DeviceProbe(Protocol):
         Keys: utilization_ratio, sm_active_ratio, power_watts, temperature_celsius, clock_hertz;
         energy_joules, nvlink_sent_bytes, nvlink_received_bytes, pcie_sent_bytes and
         pcie_received_bytes are totals since the probe was made.
+        """
+
+    def health(self) -> HealthReadings:
+        """Return the readings of the device's health. Unknown readings are absent.
+
+        A key is the name of a reading, followed by the values of its labels:
+
+        - ("info", uuid, pci_bus_id, name, driver): 1
+        - ("lost",): 1 while the driver does not reach the device, otherwise 0
+        - ("temperature_limit_celsius",)
+        - ("throttled_seconds", reason): since the probe was made
+        - ("ecc_errors", kind) and ("link_errors", link, kind): since the driver was loaded
+        - ("remapped_rows", kind) and ("row_remap", state): over the device's lifetime
+        - ("xid_errors", number): since the probe was made
         """
 
     def close(self) -> None:

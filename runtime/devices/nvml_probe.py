@@ -1,4 +1,7 @@
-"""Reads an NVIDIA GPU by NVML: utilization, power, temperature, clock, energy and traffic."""
+"""Reads an NVIDIA GPU by NVML: utilization, power, temperature, clock, energy, traffic and health.
+
+`gpu_health.py` contains the readings of its health.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,27 @@ import math
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from ...metrics.xid_errors import BY_NUMBER, describe
 from ..common import accelerator
+from .gpu_health import (
+    Clock,
+    HealthReadings,
+    XidEvents,
+    health_sources,
+    identity,
+    number_of,
+)
 
 logger = logging.getLogger(__name__)
 
+Key = TypeVar("Key")
+T = TypeVar("T")
 Source = Callable[[], Mapping[str, float]]
 
 _ORDINAL = re.compile(r"\d+")
@@ -28,6 +43,8 @@ _LINK_FIELDS = (
     ("pcie_sent_bytes", "NVML_FI_DEV_PCIE_COUNT_TX_BYTES", 0, 1),
     ("pcie_received_bytes", "NVML_FI_DEV_PCIE_COUNT_RX_BYTES", 0, 1),
 )
+# nvml.h: GPU_IS_LOST, RESET_REQUIRED and GPU_NOT_FOUND. No function of the device works then.
+_LOST = {15, 16, 28}
 _GAUGES: Mapping[str, Callable[[Any, Any], float]] = {
     "utilization_ratio": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
     "power_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
@@ -38,8 +55,13 @@ _GAUGES: Mapping[str, Callable[[Any, Any], float]] = {
 }
 
 
-def nvml_device(device_index: int) -> NvmlDevice | None:
-    """Return the probe of the GPU with torch's index, or None if NVML cannot access it."""
+def nvml_device(device_index: int, now: Clock = time.monotonic) -> NvmlDevice | None:
+    """Return the probe of the GPU with torch's index, or None if NVML cannot access it.
+
+    Args:
+        device_index: torch's index.
+        now: A monotonic clock, in seconds.
+    """
     import pynvml
 
     device = f"cuda:{device_index}"
@@ -60,38 +82,85 @@ def nvml_device(device_index: int) -> NvmlDevice | None:
             variable,
         )
         return None
-    return NvmlDevice(device, pynvml, handle)
+    return NvmlDevice(device, pynvml, handle, now)
 
 
 class NvmlDevice:
     """Reads one GPU without using CUDA streams. Readings that it does not support are absent."""
 
-    def __init__(self, device: str, nvml: Any, handle: Any) -> None:
+    def __init__(self, device: str, nvml: Any, handle: Any, now: Clock = time.monotonic) -> None:
         self.device = device
         self._nvml = nvml
         self._failed: set[str] = set()
+        self._is_closed = False
         # `read` must not use samples that `close` has freed.
         self._lock = threading.Lock()
         self._cleanup = ExitStack()
         self._cleanup.callback(nvml.nvmlShutdown)
-        self._sources = _supported_sources(device, nvml, handle, self._cleanup)
+        self._sources = _supported(device, nvml, _makers(nvml, handle, self._cleanup))
+        self._identity = identity(nvml, handle)
+        self._is_lost = False
+        self._health = _supported(device, nvml, health_sources(nvml, handle, now))
+        events = _supported(
+            device, nvml, {"XID events": lambda: XidEvents(nvml, handle, self._cleanup)}
+        )
+        self._xids = events.get("XID events")
 
     def read(self) -> Mapping[str, float]:
         """Return the readings. A reading that NVML currently refuses is absent."""
-        readings: dict[str, float] = {}
         with self._lock:
-            for name, source in self._sources.items():
-                try:
-                    readings.update(source())
-                except self._nvml.NVMLError as error:
-                    self._log_once(name, error)
-        return readings
+            return self._collect(self._sources)
+
+    def health(self) -> HealthReadings:
+        """Return the readings of the GPU's health.
+
+        While NVML reports the GPU as lost, only its identity, its XID errors and ("lost",) remain.
+        """
+        with self._lock:
+            if self._is_closed:
+                return {}
+            readings = dict(self._identity)
+            if not self._is_lost or not self._sources:
+                readings |= self._collect(self._health)
+            return readings | self._xid_errors() | {("lost",): float(self._is_lost)}
 
     def close(self) -> None:
         """Shut NVML down. Later readings are empty."""
         with self._lock:
+            self._is_closed = True
             self._sources = {}
             self._cleanup.close()  # does nothing the second time
+
+    def _collect(
+        self, sources: Mapping[str, Callable[[], Mapping[Key, float]]]
+    ) -> dict[Key, float]:
+        """Return all readings of `sources`, and note whether the GPU is lost."""
+        readings: dict[Key, float] = {}
+        for name, source in sources.items():
+            try:
+                readings.update(source())
+            except self._nvml.NVMLError as error:
+                if error.value in _LOST:
+                    self._set_lost(error)
+                    return {}
+                self._log_once(name, error)
+        if readings:
+            self._is_lost = False
+        return readings
+
+    def _set_lost(self, error: object) -> None:
+        if not self._is_lost:
+            logger.error("%s: NVML no longer reaches the GPU: %s", self.device, error)
+        self._is_lost = True
+
+    def _xid_errors(self) -> HealthReadings:
+        if self._xids is None:
+            return {}
+        for number in self._xids.poll():
+            drains = number in BY_NUMBER and BY_NUMBER[number].drain
+            level = logging.ERROR if drains else logging.WARNING
+            logger.log(level, "%s: XID %d: %s", self.device, number, describe(number))
+        return {("xid_errors", str(xid)): float(n) for xid, n in self._xids.counts.items()}
 
     def _log_once(self, name: str, error: object) -> None:
         if name not in self._failed:
@@ -159,24 +228,29 @@ def _handle_by_uuid(nvml: Any, uuid: str) -> Any:
     return matching[0] if len(matching) == 1 else None
 
 
-def _supported_sources(
-    device: str, nvml: Any, handle: Any, cleanup: ExitStack
-) -> dict[str, Source]:
-    makers: dict[str, Callable[[], Source]] = {
-        name: partial(_gauge, name, partial(ask, nvml, handle)) for name, ask in _GAUGES.items()
-    }
-    makers["sm_active_ratio"] = partial(_sm_active, nvml, handle, cleanup)
-    makers["energy"] = partial(_energy, nvml, handle)
-    makers["link bytes"] = partial(_link_bytes, nvml, handle)
-    sources: dict[str, Source] = {}
+def _supported(device: str, nvml: Any, makers: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+    """Return what the functions make, without those that the device does not support."""
+    made: dict[str, T] = {}
     for name, make in makers.items():
         try:
-            sources[name] = make()
+            made[name] = make()
         except nvml.NVMLError:
             continue
-    if missing := [name for name in makers if name not in sources]:
+    if missing := [name for name in makers if name not in made]:
         logger.info("%s: NVML does not offer %s", device, ", ".join(missing))
-    return sources
+    return made
+
+
+def _makers(nvml: Any, handle: Any, cleanup: ExitStack) -> Mapping[str, Callable[[], Source]]:
+    """Return a function for each reading, which makes its source."""
+    return {
+        **{
+            name: partial(_gauge, name, partial(ask, nvml, handle)) for name, ask in _GAUGES.items()
+        },
+        "sm_active_ratio": partial(_sm_active, nvml, handle, cleanup),
+        "energy": partial(_energy, nvml, handle),
+        "link bytes": partial(_link_bytes, nvml, handle),
+    }
 
 
 # Each function below reads the device once, and raises NVMLError if the device does not support
@@ -240,17 +314,10 @@ def _link_counters(
     wanted = [(getattr(nvml, constant), scope) for _, constant, scope, _ in fields]
     answers = nvml.nvmlDeviceGetFieldValues(handle, wanted)
     return {
-        name: float(_whole_number(nvml, answer) * unit_bytes)
+        name: number_of(answer) * unit_bytes
         for (name, _, _, unit_bytes), answer in zip(fields, answers, strict=True)
         if answer.nvmlReturn == nvml.NVML_SUCCESS
     }
-
-
-def _whole_number(nvml: Any, answer: Any) -> int:
-    """Return the member of the union that the answer names."""
-    if answer.valueType == nvml.NVML_VALUE_TYPE_UNSIGNED_INT:
-        return int(answer.value.uiVal)
-    return int(answer.value.ullVal)
 
 
 def _sm_active(nvml: Any, handle: Any, cleanup: ExitStack) -> Source:

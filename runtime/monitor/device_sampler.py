@@ -1,9 +1,9 @@
-"""Reads utilization, power, temperature and links of the devices at intervals."""
+"""Reads utilization, power, temperature, links and health of the devices at intervals."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ...metrics.catalog import devices as device_metrics
 from ...metrics.catalog.spec import MetricSpec
@@ -30,23 +30,41 @@ class DeviceSampler:
         self.device_readings: Readings = {}
         self._recorder = recorder
         self._devices = {probe.device: fail_open.wrap("device", probe.read) for probe in devices}
+        self._health = {
+            probe.device: fail_open.wrap("device health", probe.health) for probe in devices
+        }
         self._probes = devices
         self._device_interval_seconds = device_interval_seconds
         self._device_due = 0.0
+        self._published: set[_Series] = set()
 
     def read_devices(self) -> None:
-        """Read the devices if the interval is over, and publish the readings."""
+        """Read the devices if the interval is over, and publish the readings.
+
+        A series that is no longer read is removed: its last value would look like the current one.
+        """
         now = time.monotonic()
         if now < self._device_due:
             return
         self._device_due = now + self._device_interval_seconds
         readings = ((device, read()) for device, read in self._devices.items())
         self.device_readings = {device: values for device, values in readings if values}
+        series = dict(self._series())
         with self._recorder.commit():
-            for device, values in self.device_readings.items():
-                for reading, value in values.items():
-                    spec, *labels = _METRICS[reading]
-                    self._recorder.set(spec, value, device, *labels)
+            for (spec, *labels), value in series.items():
+                self._recorder.set(spec, value, *labels)
+            for spec, *labels in self._published - series.keys():
+                self._recorder.remove(spec, *labels)
+        self._published = set(series)
+
+    def _series(self) -> Iterator[tuple[_Series, float]]:
+        for device, values in self.device_readings.items():
+            for reading, value in values.items():
+                spec, *labels = _METRICS[reading]
+                yield (spec, device, *labels), value
+        for device, health in self._health.items():
+            for (reading, *labels), value in (health() or {}).items():
+                yield (_HEALTH_METRICS[reading], device, *labels), value
 
     def close(self) -> None:
         """Close the probes."""
@@ -54,6 +72,7 @@ class DeviceSampler:
             probe.close()
 
 
+_Series = tuple[MetricSpec, *tuple[str, ...]]
 _METRICS: dict[str, tuple[MetricSpec, *tuple[str, ...]]] = {
     "utilization_ratio": (device_metrics.DEVICE_UTILIZATION,),
     "sm_active_ratio": (device_metrics.DEVICE_SM_ACTIVE,),
@@ -65,4 +84,15 @@ _METRICS: dict[str, tuple[MetricSpec, *tuple[str, ...]]] = {
     "nvlink_received_bytes": (device_metrics.DEVICE_LINK_BYTES, "nvlink", "received"),
     "pcie_sent_bytes": (device_metrics.DEVICE_LINK_BYTES, "pcie", "sent"),
     "pcie_received_bytes": (device_metrics.DEVICE_LINK_BYTES, "pcie", "received"),
+}
+_HEALTH_METRICS = {
+    "info": device_metrics.DEVICE_INFO,
+    "lost": device_metrics.DEVICE_LOST,
+    "temperature_limit_celsius": device_metrics.DEVICE_TEMPERATURE_LIMIT,
+    "throttled_seconds": device_metrics.DEVICE_THROTTLED_SECONDS,
+    "ecc_errors": device_metrics.DEVICE_ECC_ERRORS,
+    "remapped_rows": device_metrics.DEVICE_REMAPPED_ROWS,
+    "row_remap": device_metrics.DEVICE_ROW_REMAP,
+    "link_errors": device_metrics.DEVICE_LINK_ERRORS,
+    "xid_errors": device_metrics.DEVICE_XID_ERRORS,
 }

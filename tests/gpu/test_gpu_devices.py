@@ -88,3 +88,43 @@ def test_a_measured_product_stays_below_the_table_s_peak() -> None:
     rate = 20 * 2 * side**3 / (time.perf_counter() - started)
 
     assert 0.3 * peak < rate < peak
+
+
+def test_the_health_of_a_real_gpu_is_read_in_plausible_figures() -> None:
+    import pynvml
+
+    (probe,) = device_probes(device_index=torch.cuda.current_device())
+    try:
+        probe.read()
+        time.sleep(1.0)
+        readings = probe.health()
+        (card,) = (key for key in readings if key[0] == "info")
+        handle = pynvml.nvmlDeviceGetHandleByUUID(card[1])
+    finally:
+        probe.close()
+
+    assert handle
+    assert str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) in card[1]
+    assert all(card[2:])
+    assert readings["lost",] == 0
+    limit = readings.get(("temperature_limit_celsius",))
+    assert limit is None or 70 < limit < 120
+    throttled = [value for key, value in readings.items() if key[0] == "throttled_seconds"]
+    assert throttled
+    assert all(0 <= value < 30 for value in throttled)
+    assert all(value >= 0 for key, value in readings.items() if key[0].endswith("_errors"))
+    assert not [key for key in readings if key[0] == "xid_errors"]
+
+
+def test_reading_the_health_of_a_real_gpu_takes_a_few_milliseconds() -> None:
+    (probe,) = device_probes(device_index=0)
+    try:
+        probe.health()
+        started = time.perf_counter()
+        for _ in range(10):
+            probe.health()
+        seconds = (time.perf_counter() - started) / 10
+    finally:
+        probe.close()
+
+    assert seconds < 0.01

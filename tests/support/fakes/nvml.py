@@ -10,6 +10,7 @@ from typing import Any
 class NVMLError(Exception):
     def __init__(self, value: int = 0) -> None:
         super().__init__(f"NVML error {value}")
+        self.value = value
 
 
 @dataclass
@@ -32,6 +33,11 @@ class FakeNvml:
     NVMLError = NVMLError
     NVML_SUCCESS = 0
     NVML_ERROR_NOT_SUPPORTED = 3
+    NVML_ERROR_FUNCTION_NOT_FOUND = 13
+    NVML_NVLINK_MAX_LINKS = 0
+    NVML_VOLATILE_ECC = 0
+    NVML_TEMPERATURE_THRESHOLD_SLOWDOWN = 1
+    nvmlEventTypeXidCriticalError = 8
     NVML_TEMPERATURE_GPU = 0
     NVML_CLOCK_SM = 1
     NVML_VALUE_TYPE_UNSIGNED_INT = 1
