@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 # The name of a reading, followed by the values of its labels: ("ecc_errors", "corrected").
@@ -55,19 +56,19 @@ def health_sources(
         now: A monotonic clock, in seconds.
     """
     counters: dict[str, Callable[[], HealthSource]] = {
-        "ECC errors (corrected)": lambda: _ecc(nvml, handle, "corrected", 0),
-        "ECC errors (uncorrected)": lambda: _ecc(nvml, handle, "uncorrected", 1),
-        "remapped rows": lambda: _remapped_rows(nvml, handle),
-        "PCIe replays": lambda: _pcie_replays(nvml, handle),
+        "ECC errors (corrected)": partial(_ecc, nvml, handle, "corrected", 0),
+        "ECC errors (uncorrected)": partial(_ecc, nvml, handle, "uncorrected", 1),
+        "remapped rows": partial(_remapped_rows, nvml, handle),
+        "PCIe replays": partial(_pcie_replays, nvml, handle),
         **{
-            f"NVLink errors ({kind})": lambda kind=kind: _nvlink_errors(nvml, handle, kind)
+            f"NVLink errors ({kind})": partial(_nvlink_errors, nvml, handle, kind)
             for kind in _NVLINK_COUNTERS
         },
     }
     return {
-        "throttle reasons": lambda: _throttled(nvml, handle, now),
-        "temperature limit": lambda: _temperature_limit(nvml, handle),
-        **{name: lambda make=make: _seldom(make(), now) for name, make in counters.items()},
+        "throttle reasons": partial(_throttled, nvml, handle, now),
+        "temperature limit": partial(_temperature_limit, nvml, handle),
+        **{name: partial(_seldom, make, now) for name, make in counters.items()},
     }
 
 
@@ -172,8 +173,9 @@ class XidEvents:
         return numbers
 
 
-def _seldom(source: HealthSource, now: Clock) -> HealthSource:
+def _seldom(make: Callable[[], HealthSource], now: Clock) -> HealthSource:
     """Return a source that reads another one at most every 15 s, and repeats its readings."""
+    source = make()
     due = -math.inf
     last: HealthReadings = {}
 
@@ -242,10 +244,14 @@ def _nvlink_errors(nvml: Any, handle: Any, kind: str) -> HealthSource:
     for count in (by_counter, by_field) if kind == "recovery" else (by_counter,):
         links = [link for link in range(nvml.NVML_NVLINK_MAX_LINKS) if _answers(nvml, count, link)]
         if links:
-            return lambda count=count, links=links: {
-                ("link_errors", "nvlink", kind): sum(map(count, links))
-            }
+            return partial(_sum_over, links, count, ("link_errors", "nvlink", kind))
     raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
+
+
+def _sum_over(
+    links: Sequence[int], count: Callable[[int], float], reading: tuple[str, ...]
+) -> HealthReadings:
+    return {reading: sum(map(count, links))}
 
 
 def _answers(nvml: Any, count: Callable[[int], float], link: int) -> bool:

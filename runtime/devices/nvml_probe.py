@@ -122,7 +122,7 @@ class NvmlDevice:
             readings = dict(self._identity)
             if not self._is_lost or not self._sources:
                 readings |= self._collect(self._health)
-            return readings | self._xid_errors() | {("lost",): float(self._is_lost)}
+            return {**readings, **self._xid_errors(), ("lost",): float(self._is_lost)}
 
     def close(self) -> None:
         """Shut NVML down. Later readings are empty."""

@@ -51,9 +51,9 @@ class DeviceSampler:
         self.device_readings = {device: values for device, values in readings if values}
         series = dict(self._series())
         with self._recorder.commit():
-            for (spec, *labels), value in series.items():
+            for (spec, labels), value in series.items():
                 self._recorder.set(spec, value, *labels)
-            for spec, *labels in self._published - series.keys():
+            for spec, labels in self._published - series.keys():
                 self._recorder.remove(spec, *labels)
         self._published = set(series)
 
@@ -61,10 +61,10 @@ class DeviceSampler:
         for device, values in self.device_readings.items():
             for reading, value in values.items():
                 spec, *labels = _METRICS[reading]
-                yield (spec, device, *labels), value
+                yield (spec, (device, *labels)), value
         for device, health in self._health.items():
             for (reading, *labels), value in (health() or {}).items():
-                yield (_HEALTH_METRICS[reading], device, *labels), value
+                yield (_HEALTH_METRICS[reading], (device, *labels)), value
 
     def close(self) -> None:
         """Close the probes."""
@@ -72,7 +72,7 @@ class DeviceSampler:
             probe.close()
 
 
-_Series = tuple[MetricSpec, *tuple[str, ...]]
+_Series = tuple[MetricSpec, tuple[str, ...]]
 _METRICS: dict[str, tuple[MetricSpec, *tuple[str, ...]]] = {
     "utilization_ratio": (device_metrics.DEVICE_UTILIZATION,),
     "sm_active_ratio": (device_metrics.DEVICE_SM_ACTIVE,),
