@@ -48,18 +48,19 @@ def _operands(node: promql_parser.Expr) -> Iterator[promql_parser.Expr]:
     if not chooses:
         yield node
         return
-    for child in _children(node):
+    for child in children(node):
         yield from _operands(child)
 
 
 def nodes(node: promql_parser.Expr) -> Iterator[promql_parser.Expr]:
     """Walk a syntax tree."""
     yield node
-    for child in _children(node):
+    for child in children(node):
         yield from nodes(child)
 
 
-def _children(node: promql_parser.Expr) -> Iterator[promql_parser.Expr]:
+def children(node: promql_parser.Expr) -> Iterator[promql_parser.Expr]:
+    """Yield the operands of a node of a syntax tree."""
     for name in _CHILDREN:
         inner = getattr(node, name, None)
         for child in inner if isinstance(inner, list) else [inner]:
