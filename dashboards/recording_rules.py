@@ -216,14 +216,13 @@ DATA_RATIO_BY_RANK = recorded(
 SKIPPED_RATIO = per_step(training.SKIPPED_STEPS, operation="ratio_rate5m")
 
 # Memory.
-_PEAK = 'state="peak_allocated"'
-_LIMIT = 'state="limit"'
+ALLOCATED = 'state="allocated"'
 PEAK_RATIO = recorded(
-    memory.MEMORY_BYTES,
-    "peak_ratio",
+    memory.MEMORY_PEAK,
+    "limit_ratio",
     lambda timing: (
-        f"{by('max', select(memory.MEMORY_BYTES, _PEAK), 'rank', 'device')}\n"
-        f"/ {by('min', select(memory.MEMORY_BYTES, _LIMIT), 'rank', 'device')}"
+        f"{by('max', select(memory.MEMORY_PEAK, ALLOCATED), 'rank', 'device')}\n"
+        f"/ {by('min', select(memory.MEMORY_LIMIT), 'rank', 'device')}"
     ),
     "rank",
     "device",
@@ -233,7 +232,7 @@ HEADROOM_RATIO = recorded(
     "limit_ratio",
     lambda timing: (
         f"{by('min', select(memory.MEMORY_HEADROOM), 'rank', 'device')}\n"
-        f"/ {by('min', select(memory.MEMORY_BYTES, _LIMIT), 'rank', 'device')}"
+        f"/ {by('min', select(memory.MEMORY_LIMIT), 'rank', 'device')}"
     ),
     "rank",
     "device",
@@ -243,6 +242,8 @@ MEMORY_CATEGORIES = aggregated(memory.MEMORY_CATEGORY_BYTES, "max", "device", "c
 OFFLOAD_RATIO = training_share(memory.OFFLOAD_SECONDS, "direction")
 OFFLOAD_BYTES_PER_STEP = per_step(memory.OFFLOAD_BYTES, "direction")
 MEMORY_STATES = aggregated(memory.MEMORY_BYTES, "max", "device", "state")
+MEMORY_PEAK = aggregated(memory.MEMORY_PEAK, "max", "device", "state")
+MEMORY_LIMIT = aggregated(memory.MEMORY_LIMIT, "max", "device")
 PHASE_PEAK = aggregated(memory.MEMORY_PHASE_PEAK, "max", "device", "phase")
 BASELINE = aggregated(memory.MEMORY_BASELINE, "max", "device")
 FRAGMENTATION = aggregated(memory.MEMORY_FRAGMENTATION, "max", "device")
@@ -353,6 +354,8 @@ GROUPS: dict[str, tuple[RecordingRule, ...]] = {
         OFFLOAD_RATIO,
         OFFLOAD_BYTES_PER_STEP,
         MEMORY_STATES,
+        MEMORY_PEAK,
+        MEMORY_LIMIT,
         PHASE_PEAK,
         BASELINE,
         FRAGMENTATION,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -126,6 +126,22 @@ class Recorder:
         with self._lock:
             series = self._series(spec, labels)
             series[labels] = series.get(labels, 0.0) + amount
+
+    def start_counters(self, specs: Iterable[MetricSpec], **known: Iterable[str]) -> None:
+        """Start at 0 those of the metrics that are counters with `from_zero`.
+
+        A part of monitoring calls this method when it begins to count. Values of earlier parts are
+        kept.
+
+        Args:
+            specs: The metrics of the part.
+            known: The values of labels that only a run knows, such as the devices.
+        """
+        with self._lock:
+            for spec in specs:
+                if spec.from_zero:
+                    for labels in spec.label_combinations(**known):
+                        self.add(spec, 0, *labels)
 
     def remove(self, spec: MetricSpec, *labels: str) -> None:
         """Remove a series of a gauge, if it exists."""

@@ -47,10 +47,10 @@ def of_devices(rule: RecordingRule, *matchers: str, label: str = "") -> str:
     return f"{gpus}\nor on (job, run) {host}"
 
 
-LIMIT, PEAK, ALLOCATED, RESERVED = (
-    of_devices(recorded.MEMORY_STATES, f'state="{state}"')
-    for state in ("limit", "peak_allocated", "allocated", "reserved")
-)
+LIMIT = of_devices(recorded.MEMORY_LIMIT)
+PEAK = of_devices(recorded.MEMORY_PEAK, recorded.ALLOCATED)
+ALLOCATED = of_devices(recorded.MEMORY_STATES, recorded.ALLOCATED)
+RESERVED = of_devices(recorded.MEMORY_STATES, 'state="reserved"')
 RANK_AND_DEVICE = ("rank", "device")
 CATEGORY_COLORS = {
     "parameters": "blue",

@@ -189,7 +189,7 @@ SCRAPES = sized(
     TimeSeries(
         title="Series per rank",
         description="Number of time series that a rank exports, the maximum of the chosen ranks. "
-        "Up to 300 is usual; up to 400 on rank 0 or with more than two groups of ranks.",
+        "Up to 400 is usual; up to 550 on rank 0 or with more than two groups of ranks.",
         queries=(Query(f"max({SERIES})", "series"),),
         unit=COUNT,
         minimum=0,

@@ -131,6 +131,7 @@ COLLECTIVE_MISMATCHES = counter(
     "collective_mismatches_total",
     "Times that the sequences of collectives differed between ranks.",
     lean=EVERY_SERIES,
+    from_zero=True,
 )
 EXCHANGE_FAILURES = counter(
     "exchange_failures_total",
@@ -138,6 +139,7 @@ EXCHANGE_FAILURES = counter(
     "time, or collectives that could not be matched.",
     Label(name="reason", values=("store", "peer", "unmatched")),
     lean=Lean(without=("reason",)),
+    from_zero=True,
 )
 PEER_HEARTBEAT_AGE = gauge(
     "peer_heartbeat_age_seconds",
@@ -147,6 +149,7 @@ PEER_HEARTBEAT_AGE = gauge(
 HANGS = counter(
     "hangs_total",
     "Times that this rank made no progress for hang.timeout_seconds and for ten median steps.",
+    from_zero=True,
 )
 HANG_ACTIVE = gauge(
     "hang_active",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .labels import DEVICE
-from .spec import EVERY_SERIES, Label, counter, gauge
+from .spec import EVERY_SERIES, Label, counter, gauge, info
 
 DEVICE_UTILIZATION = gauge(
     "device_utilization_ratio",
@@ -31,7 +31,7 @@ DEVICE_LINK_BYTES = counter(
     Label(name="direction", values=("sent", "received")),
 )
 
-DEVICE_INFO = gauge(
+DEVICE_INFO = info(
     "device_info",
     "1; the labels identify the card: UUID and address on the PCI bus as NVML gives them.",
     DEVICE,

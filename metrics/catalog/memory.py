@@ -101,6 +101,7 @@ OOMS = counter(
     "found at the next start.",
     DEVICE,
     Label(name="outcome", values=("replayed", "fatal", "killed", "raised")),
+    from_zero=True,
 )
 _DIRECTION = Label(name="direction", values=("to_host", "to_device", "to_nvme", "from_nvme"))
 OFFLOAD_BYTES = counter(

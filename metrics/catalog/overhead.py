@@ -24,9 +24,11 @@ HOOK_FAILURES = counter(
     "hook_failures_total",
     "Exceptions of hooks. The hook is removed, or called again later after a lack of descriptors, "
     "threads or disk space. Under names such as `watch thread`: exceptions after "
-    "which a thread started over, with the loss of a second of records at most.",
+    "which a thread started over, with the loss of a second of records at most. The series of the "
+    "watch thread starts at 0, so that a sum over hooks exists before the first failure.",
     Label(name="hook"),
     lean=Lean(without=("hook",)),
+    from_zero=True,
 )
 DROPPED_RECORDS = counter(
     "dropped_records_total",
@@ -47,6 +49,7 @@ EXPORTER_FAILURES = counter(
     "Exports that failed.",
     Label(name="exporter"),
     lean=Lean(without=("exporter",)),
+    from_zero=True,
 )
 WATCH_LAST_UPDATE_TIMESTAMP = gauge(
     "watch_last_update_timestamp_seconds",

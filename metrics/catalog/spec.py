@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Literal
 
-Kind = Literal["counter", "gauge", "histogram", "info"]
+Kind = Literal["counter", "gauge", "histogram", "info", "summary"]
+# The words at the end of a name that are a unit. Names with "per" have none of these alone.
+_UNITS = ("seconds", "bytes", "ratio", "watts", "celsius", "hertz", "joules")
 PREFIX = "zerowatch_"
 
 
@@ -52,6 +55,8 @@ class MetricSpec:
         labels: The labels, without `rank`, which the exporter adds to every series.
         buckets: The upper bounds of a histogram in the metric's unit, ascending, without +Inf.
         lean: What is served with `serve.detail = "lean"`; None if nothing.
+        from_zero: Whether all series of a counter start at 0 together with the feature that counts.
+            Prometheus' `increase` does not see an event with which a series begins.
     """
 
     name: str
@@ -60,16 +65,40 @@ class MetricSpec:
     labels: tuple[Label, ...] = ()
     buckets: tuple[float, ...] = ()
     lean: Lean | None = None
+    from_zero: bool = False
 
     @property
     def label_names(self) -> tuple[str, ...]:
         """The names of the labels, in the order in which label values are passed."""
         return tuple(label.name for label in self.labels)
 
+    @property
+    def unit(self) -> str:
+        """The unit at the end of the name, such as "seconds", or an empty text."""
+        words = self.name.removesuffix("_total").split("_")
+        return words[-1] if words[-1] in _UNITS and "per" not in words else ""
 
-def counter(name: str, help: str, *labels: Label, lean: Lean | None = None) -> MetricSpec:
+    def label_combinations(self, **known: Iterable[str]) -> Iterator[tuple[str, ...]]:
+        """Yield the label values of all series.
+
+        Args:
+            known: The values of labels of which the spec knows none, such as the devices.
+        """
+        return product(*(label.values or known[label.name] for label in self.labels))
+
+
+def counter(
+    name: str, help: str, *labels: Label, lean: Lean | None = None, from_zero: bool = False
+) -> MetricSpec:
     """Return the spec of a value that only increases; `name` ends in `_total`."""
-    return MetricSpec(name=PREFIX + name, kind="counter", help=help, labels=labels, lean=lean)
+    return MetricSpec(
+        name=PREFIX + name,
+        kind="counter",
+        help=help,
+        labels=labels,
+        lean=lean,
+        from_zero=from_zero,
+    )
 
 
 def gauge(name: str, help: str, *labels: Label, lean: Lean | None = None) -> MetricSpec:
@@ -84,6 +113,11 @@ def histogram(
     return MetricSpec(
         name=PREFIX + name, kind="histogram", help=help, labels=labels, buckets=buckets, lean=lean
     )
+
+
+def summary(name: str, help: str, *labels: Label, lean: Lean | None = None) -> MetricSpec:
+    """Return the spec of quantiles that a part of monitoring computes, by the label `quantile`."""
+    return MetricSpec(name=PREFIX + name, kind="summary", help=help, labels=labels, lean=lean)
 
 
 def info(name: str, help: str, *labels: Label, lean: Lean | None = None) -> MetricSpec:

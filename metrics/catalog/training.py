@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .labels import DEVICE, PHASE
-from .spec import EVERY_SERIES, Label, counter, gauge, histogram, info
+from .spec import EVERY_SERIES, Label, counter, gauge, histogram, info, summary
 
 # How monitoring of a rank can end. Only the first is an end in good order.
 END_REASONS = (
@@ -66,17 +66,20 @@ PRODUCTIVE_SECONDS = counter(
     "Wall time of optimizer steps that count: without skipped updates, discarded attempts, "
     "evaluation and checkpoints.",
     lean=EVERY_SERIES,
+    from_zero=True,
 )
 CHECKPOINTS = counter(
     "checkpoints_total",
     "Checkpoints by outcome.",
     Label(name="outcome", values=("saved", "failed")),
     lean=EVERY_SERIES,
+    from_zero=True,
 )
 CHECKPOINT_SECONDS = counter(
     "checkpoint_seconds_total",
     "Seconds in which training stopped to save checkpoints.",
     lean=EVERY_SERIES,
+    from_zero=True,
 )
 LAST_CHECKPOINT_TIMESTAMP = gauge(
     "last_checkpoint_timestamp_seconds",
@@ -99,6 +102,7 @@ STEPS = counter(
     "steps_total",
     "Optimizer steps, skipped ones included.",
     lean=EVERY_SERIES,
+    from_zero=True,
 )
 SAMPLES = counter(
     "samples_total",
@@ -114,11 +118,13 @@ SKIPPED_STEPS = counter(
     "skipped_steps_total",
     "Steps whose update was skipped because of a gradient overflow.",
     lean=EVERY_SERIES,
+    from_zero=True,
 )
 NONFINITE_LOSSES = counter(
     "nonfinite_losses_total",
     "Steps whose loss was not a finite number.",
     lean=EVERY_SERIES,
+    from_zero=True,
 )
 STEP_DURATION = histogram(
     "step_duration_seconds",
@@ -126,7 +132,7 @@ STEP_DURATION = histogram(
     STEP_DURATION_BUCKETS,
     lean=EVERY_SERIES,
 )
-STEP_DURATION_QUANTILE = gauge(
+STEP_DURATION_QUANTILE = summary(
     "step_duration_quantile_seconds",
     "Exact quantiles of this rank's step durations over the last minute, or over the last 20 steps "
     "if those took longer.",
@@ -138,6 +144,7 @@ PHASE_SECONDS = counter(
     "Training-thread seconds by phase; phases do not overlap and add up to wall time.",
     PHASE,
     lean=EVERY_SERIES,
+    from_zero=True,
 )
 LOSS = gauge(
     "loss",

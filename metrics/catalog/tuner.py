@@ -70,11 +70,13 @@ TUNER_DECISIONS = counter(
         values=("accepted", "rolled_back", "rejected", "interrupted", "not_undone", "advised"),
     ),
     lean=EVERY_SERIES,
+    from_zero=True,
 )
 TUNER_EXPLORATION_SECONDS = counter(
     "tuner_exploration_seconds_total",
     "Seconds lost to trials and changes, compared with the configuration before.",
     lean=EVERY_SERIES,
+    from_zero=True,
 )
 
 METRICS = (

@@ -29,27 +29,32 @@ WINDOW_REPLAYS = counter(
     "Windows replayed after an out-of-memory error on some rank, by outcome; on rank 0 only.",
     Label(name="outcome", values=REPLAY_OUTCOMES),
     lean=EVERY_SERIES,
+    from_zero=True,
 )
 REPLAY_SECONDS = counter(
     "replay_seconds_total",
     "Seconds lost to discarded attempts at a window and their cleanup; on rank 0 only.",
     lean=EVERY_SERIES,
+    from_zero=True,
 )
 ENGINE_REBUILDS = counter(
     "engine_rebuilds_total",
     "Engine rebuilds by outcome; on rank 0 only.",
     Label(name="outcome", values=REBUILD_OUTCOMES),
     lean=EVERY_SERIES,
+    from_zero=True,
 )
 ENGINE_REBUILD_SECONDS = counter(
     "engine_rebuild_seconds_total",
     "Seconds in which training stopped for engine rebuilds; on rank 0 only.",
     lean=EVERY_SERIES,
+    from_zero=True,
 )
 RESTARTS = counter(
     "restarts_total",
     "Restarts of this run after a failure; on rank 0 only.",
     lean=EVERY_SERIES,
+    from_zero=True,
 )
 
 ON_RANK_ZERO = (

@@ -140,8 +140,7 @@ _HARDWARE = (
         "updowncounter",
         "By",
         "GPU memory this process may reserve.",
-        memory.MEMORY_BYTES,
-        ("limit",),
+        memory.MEMORY_LIMIT,
     ),
     _Hardware(
         "hw.gpu.io",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from itertools import accumulate, chain
 
+from prometheus_client import GCCollector, ProcessCollector
 from prometheus_client.core import (
     CollectorRegistry,
     CounterMetricFamily,
@@ -23,7 +25,9 @@ from ..recorder import Distribution, LabelValues, Snapshot
 from ..recorder import Exemplar as SeenExemplar
 
 
-def exposition(snapshot: Snapshot, rank: int, accept_header: str) -> tuple[str, bytes]:
+def exposition(
+    snapshot: Snapshot, rank: int, accept_header: str, *, with_process: bool = False
+) -> tuple[str, bytes]:
     """Render every series in the format that the client requests.
 
     Args:
@@ -31,12 +35,16 @@ def exposition(snapshot: Snapshot, rank: int, accept_header: str) -> tuple[str, 
         rank: The value of the label `rank`, which is added to every series.
         accept_header: The client's HTTP Accept header. If empty, the format is the classic text
             format.
+        with_process: Whether to add prometheus_client's metrics of this process and of Python's
+            garbage collector, such as `process_open_fds`.
 
     Returns:
         The content type and the text.
     """
     registry = CollectorRegistry()
     registry.register(_SnapshotCollector(snapshot, str(rank)))
+    if with_process:
+        registry.register(_ProcessCollector(str(rank)))
     content_type = content_type_for(accept_header)
     if is_openmetrics(content_type):
         # The catalog's names need no escaping. Checking the names would take a third of the time.
@@ -73,6 +81,29 @@ class _SnapshotCollector(Collector):
         yield from sorted(families, key=lambda family: family.name)
 
 
+class _ProcessCollector(Collector):
+    """prometheus_client's metrics of the process and of the garbage collector, with the rank."""
+
+    def __init__(self, rank: str) -> None:
+        self._rank = rank
+
+    def collect(self) -> Iterator[Metric]:
+        for family in _process_registry().collect():
+            labeled = Metric(family.name, family.documentation, family.type)
+            for sample in family.samples:
+                labels = {"rank": self._rank, **sample.labels}
+                labeled.add_sample(sample.name, labels, sample.value)
+            yield labeled
+
+
+@functools.cache
+def _process_registry() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    GCCollector(registry)
+    return registry
+
+
 def _family(spec: MetricSpec, series: Mapping[LabelValues, float], rank: str) -> Metric:
     names = ("rank", *spec.label_names)
     if spec.kind == "info":
@@ -80,8 +111,14 @@ def _family(spec: MetricSpec, series: Mapping[LabelValues, float], rank: str) ->
         for labels in series:
             facts.add_metric((rank, *labels), {})
         return facts
+    if spec.kind == "summary":
+        quantiles = Metric(spec.name, spec.help, "summary", spec.unit)
+        for labels, value in series.items():
+            labeled = zip(names, (rank, *labels), strict=True)
+            quantiles.add_sample(spec.name, dict(labeled), value)
+        return quantiles
     kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-    family = kind(spec.name, spec.help, labels=names)
+    family = kind(spec.name, spec.help, labels=names, unit=spec.unit)
     for labels, value in series.items():
         family.add_metric((rank, *labels), value)
     return family
@@ -90,7 +127,8 @@ def _family(spec: MetricSpec, series: Mapping[LabelValues, float], rank: str) ->
 def _histogram(
     spec: MetricSpec, series: Mapping[LabelValues, Distribution], rank: str
 ) -> HistogramMetricFamily:
-    family = HistogramMetricFamily(spec.name, spec.help, labels=("rank", *spec.label_names))
+    names = ("rank", *spec.label_names)
+    family = HistogramMetricFamily(spec.name, spec.help, labels=names, unit=spec.unit)
     bounds = (*map(str, spec.buckets), "+Inf")
     for labels, seen in series.items():
         buckets = map(_bucket, bounds, accumulate(seen.counts), seen.exemplars)

@@ -120,6 +120,7 @@ class MetricsServer:
             listener.server_close()
             logger.error("rank %d serves no metrics, training continues: %s", self._rank, error)
             return None
+        self._recorder.start_counters((EXPORTER_FAILURES,), exporter=("prometheus",))
         self._listener, self._process_id = listener, os.getpid()
         self._warn_if_public(listener)
         return advertised_address(listener, self._settings.advertise_host)
@@ -225,7 +226,12 @@ class MetricsServer:
             if last is not None and self._now() - last.at_seconds < RENDER_SECONDS:
                 return last
             snapshot = self._recorder.snapshot()
-            _, body = exposition(served(snapshot, self._settings.detail), self._rank, accept)
+            _, body = exposition(
+                served(snapshot, self._settings.detail),
+                self._rank,
+                accept,
+                with_process=self._settings.detail == "full",
+            )
             rendering = self._rendered[openmetrics] = _Rendering(
                 body=body,
                 run_active=snapshot.value(RUN_ACTIVE),

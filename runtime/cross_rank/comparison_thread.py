@@ -97,6 +97,8 @@ class ComparisonThread:
         self._stuck_seconds = stuck_seconds
         self._now = now
         self._accounting = RankCommCosts(groups, recorder, now)
+        if clients is not None:
+            recorder.start_counters((communication.EXCHANGE_FAILURES,))
         self._reporter = CompareReporter(recorder, rank, now)
         figures, statistics = RankFigures(recorder, now), RankStatistics(recorder)
         self._read_figures = fail_open.wrap("rank figures", figures.read)
@@ -325,7 +327,7 @@ class CompareReporter:
         self._now = now
         self._logged: set[tuple[int, str]] = set()  # stragglers, by rank and phase
         self._logged_at: dict[tuple[int, str], float] = {}
-        recorder.set(communication.COLLECTIVE_MISMATCHES, 0)
+        recorder.start_counters((communication.COLLECTIVE_MISMATCHES,))
 
     def publish(
         self, rank_set: RankSet, result: CompareResult, own_step_times: StepTimes | None

@@ -55,7 +55,9 @@ class MemoryMetrics:
                     recorder.set(memory.MEMORY_FRAGMENTATION, value, device)
                 elif state.startswith("peak_"):
                     peak = self._peaks.setdefault((device, state), SlidingMax()).add(value)
-                    recorder.set(memory.MEMORY_BYTES, peak, device, state)
+                    recorder.set(memory.MEMORY_PEAK, peak, device, state.removeprefix("peak_"))
+                elif state == "limit":
+                    recorder.set(memory.MEMORY_LIMIT, value, device)
                 else:
                     recorder.set(memory.MEMORY_BYTES, value, device, state)
 

@@ -90,6 +90,7 @@ def build_watch(
             fail_open=fail_open,
         )
         recorder.set(training.RUN_ACTIVE, 1)
+        recorder.start_counters(training.METRICS)
         publish_thresholds(context)
         flops = fail_open.wrap("flops", flops_counter(engine.module, settings.flops.method))
         peak_flops = publish_peak(settings.flops, recorder, device_index=device)

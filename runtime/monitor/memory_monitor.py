@@ -62,6 +62,8 @@ class MemoryMonitor:
             context.folder,
             trace_sites=settings.trace_leaks,
         )
+        if settings.enabled:
+            context.recorder.start_counters((memory.OOMS,), device=reads)
         self._samples: deque[tuple[int, StepMemorySample]] = deque(maxlen=MAX_SAMPLES)
         self.hooks = MemoryHooks(
             engine,

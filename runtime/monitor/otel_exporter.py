@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ...metrics.catalog import communication, training
+from ...metrics.catalog.overhead import EXPORTER_FAILURES
 from ...metrics.exporters.log_capture import LogCapture, log_line
 from ...metrics.exporters.otel_resource import is_standard_endpoint, resource_attributes
 from ...metrics.exporters.otlp_queue import OtlpQueue
@@ -136,6 +137,7 @@ class OtelExporter:
 
     def _start(self, otlp: Otlp, hardware_ids: Callable[[], Mapping[str, str]]) -> None:
         fail_open, settings = self._context.fail_open, self._settings
+        self._context.recorder.start_counters((EXPORTER_FAILURES,), exporter=("otlp",))
         self._outbox = OtlpQueue(
             self._context.recorder,
             otlp,

@@ -37,6 +37,7 @@ class OverheadMetrics:
         self._collectives, self._instrumentation = collectives, instrumentation
         self._memory, self._thread, self._comparison = memory, thread, comparison
         self._otel, self._folder, self._subscriptions = otel, folder, subscriptions
+        context.recorder.start_counters((overhead.HOOK_FAILURES,), hook=("watch thread",))
         context.recorder.set_function(
             overhead.DEAD_THREADS, lambda: context.fail_open.num_dead_threads
         )

@@ -27,13 +27,8 @@ class RunMetrics:
         self._num_errors = 0
         self._recorder = recorder
         self._shared_recorder = recorder if rank == 0 else Recorder()  # its values are never read
-        with recorder.commit():  # start counters at 0, so that the first event is an increase
-            for outcome in window.REPLAY_OUTCOMES:
-                self._shared_recorder.add(window.WINDOW_REPLAYS, 0, outcome)
-            for outcome in window.REBUILD_OUTCOMES:
-                self._shared_recorder.add(window.ENGINE_REBUILDS, 0, outcome)
-            self._shared_recorder.add(window.REPLAY_SECONDS, 0)
-            self._shared_recorder.add(window.ENGINE_REBUILD_SECONDS, 0)
+        with recorder.commit():
+            self._shared_recorder.start_counters(window.ON_RANK_ZERO)
             self._shared_recorder.set(window.RESTARTS, num_restarts)
 
     @staticmethod

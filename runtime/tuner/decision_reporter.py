@@ -134,10 +134,7 @@ class TunerMetrics:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        with recorder.commit():  # at 0, so that the first decision counts as an increase
-            for verdict in tuner.TUNER_DECISIONS.labels[0].values:
-                recorder.add(tuner.TUNER_DECISIONS, 0, verdict)
-            recorder.add(tuner.TUNER_EXPLORATION_SECONDS, 0)
+        recorder.start_counters(tuner.METRICS)
 
     def set_state(self, current: State) -> None:
         """Publish the state."""

@@ -57,7 +57,7 @@ def test_a_client_without_tls_is_rejected_and_not_counted_as_a_failure(
 
     assert get(address, tls=client_context(authority))[0] == 200
     assert capfd.readouterr().err == ""
-    assert recorder.snapshot().value(EXPORTER_FAILURES, "prometheus") is None
+    assert recorder.snapshot().value(EXPORTER_FAILURES, "prometheus") == 0
 
 
 def test_a_client_with_a_valid_certificate_is_accepted(make_tls_server, authority):
@@ -79,7 +79,7 @@ def test_a_client_with_an_invalid_certificate_or_none_is_rejected(
         get(address, tls=client_context(authority, stranger))
 
     assert get(address, tls=client_context(authority, authority.issue("prometheus")))[0] == 200
-    assert recorder.snapshot().value(EXPORTER_FAILURES, "prometheus") is None
+    assert recorder.snapshot().value(EXPORTER_FAILURES, "prometheus") == 0
 
 
 def test_a_client_that_never_finishes_its_handshake_does_not_block_others(

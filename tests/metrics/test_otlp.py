@@ -174,8 +174,9 @@ def test_a_gpu_is_also_exported_by_the_hardware_conventions(collector, make_outb
     for device in ("cuda:0", "cpu"):
         recorder.set(devices.DEVICE_UTILIZATION, 0.75, device)
         recorder.set(devices.DEVICE_POWER, 300, device)
-        for state, size in (("allocated", 5), ("reserved", 7), ("limit", 9)):
+        for state, size in (("allocated", 5), ("reserved", 7)):
             recorder.set(memory.MEMORY_BYTES, size, device, state)
+        recorder.set(memory.MEMORY_LIMIT, 9, device)
     recorder.set(devices.DEVICE_LINK_BYTES, 11, "cuda:0", "nvlink", "sent")
     recorder.set(devices.DEVICE_LINK_BYTES, 13, "cuda:0", "nvlink", "received")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 
@@ -86,6 +87,31 @@ def test_every_series_has_the_label_rank(text_of):
     assert [line for line in series if 'rank="3"' not in line] == []
 
 
+def test_openmetrics_states_the_units():
+    text = openmetrics_text(recorder_of_everything())
+
+    units = dict(re.findall(r"^# UNIT (\S+) (\S+)$", text, re.MULTILINE))
+    assert units["zerowatch_step_duration_seconds"] == "seconds"
+    assert units["zerowatch_collective_bytes"] == "bytes"  # a counter's family has no _total
+    assert units["zerowatch_mfu_ratio"] == "ratio"
+    assert "zerowatch_loss" not in units
+
+
+@pytest.mark.parametrize("accept", ["", OPENMETRICS])
+def test_metrics_of_the_process_are_added_with_the_rank(accept):
+    recorder = Recorder()
+    recorder.add(STEPS, 4)
+
+    text = exposition(recorder.snapshot(), 3, accept, with_process=True)[1].decode()
+
+    parse = parse_openmetrics if accept else parse_classic
+    samples = {s.name: s.labels for family in parse(text) for s in family.samples}
+    assert samples["process_open_fds"] == {"rank": "3"}
+    assert samples["process_cpu_seconds_total"] == {"rank": "3"}
+    assert samples["python_gc_collections_total"]["rank"] == "3"
+    assert samples["zerowatch_steps_total"] == {"rank": "3"}
+
+
 def test_metrics_without_a_value_are_left_out():
     recorder = Recorder()
     recorder.add(STEPS, 4)
@@ -116,13 +142,9 @@ def test_buckets_are_cumulative_and_end_with_the_count():
 
     by_bound = {s.labels.get("le", s.name): s.value for s in family.samples}
     assert by_bound == {
-        "0.0001": 0,
-        "0.0005": 1,
-        "0.002": 1,
-        "0.01": 1,
-        "0.05": 3,
-        "0.25": 3,
-        "2.0": 3,
+        **dict.fromkeys(("1e-05", "3e-05", "0.0001"), 0),
+        **dict.fromkeys(("0.0003", "0.001", "0.003", "0.01"), 1),
+        **dict.fromkeys(("0.03", "0.1", "0.3", "1.0", "3.0"), 3),
         "+Inf": 4,
         "zerowatch_collective_duration_seconds_sum": pytest.approx(9.0603),
         "zerowatch_collective_duration_seconds_count": 4,

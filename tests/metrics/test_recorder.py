@@ -6,7 +6,12 @@ import threading
 
 import pytest
 
-from zerowatch.metrics.catalog.communication import COLLECTIVE_CALLS, COLLECTIVE_DURATION
+from zerowatch.metrics.catalog.communication import (
+    COLLECTIVE_CALLS,
+    COLLECTIVE_DURATION,
+    EXCHANGE_FAILURES,
+)
+from zerowatch.metrics.catalog.memory import OOMS
 from zerowatch.metrics.catalog.overhead import DEAD_THREADS
 from zerowatch.metrics.catalog.training import LOSS, RUN_INFO, SAMPLES, STEPS
 from zerowatch.metrics.recorder import Recorder
@@ -52,23 +57,37 @@ def test_set_info_replaces_the_previous_labels():
     assert dict(recorder.snapshot().values[RUN_INFO]) == {("run-2", *FACTS[1:]): 1.0}
 
 
+def test_counters_that_begin_with_a_feature_start_at_zero_in_all_their_series():
+    recorder = Recorder()
+    recorder.add(EXCHANGE_FAILURES, 2, "peer")
+
+    recorder.start_counters((EXCHANGE_FAILURES, COLLECTIVE_CALLS, LOSS))
+    recorder.start_counters((OOMS,), device=("cpu",))
+
+    assert recorder.snapshot().values == {
+        EXCHANGE_FAILURES: {("store",): 0, ("peer",): 2, ("unmatched",): 0},
+        OOMS: {("cpu", outcome): 0 for outcome in ("replayed", "fatal", "killed", "raised")},
+    }
+
+
 def test_an_observation_counts_in_the_first_bucket_whose_bound_is_not_lower():
     recorder = Recorder()
-    below, on, above_all = 0.00005, 0.002, 60.0
+    bounds = COLLECTIVE_DURATION.buckets
+    below, on, above_all = bounds[0] / 2, bounds[5], 60.0
 
     for seconds in (below, on, above_all):
         recorder.observe(COLLECTIVE_DURATION, seconds, "all_reduce")
 
     distribution = recorder.snapshot().distribution(COLLECTIVE_DURATION, "all_reduce")
     assert distribution is not None
-    assert distribution.counts == (1, 0, 1, 0, 0, 0, 0, 1)
+    assert distribution.counts == (1, 0, 0, 0, 0, 1, *[0] * (len(bounds) - 6), 1)
     assert distribution.sum == pytest.approx(below + on + above_all)
 
 
 def test_a_bucket_keeps_its_last_exemplar():
     recorder = Recorder()
 
-    recorder.observe(COLLECTIVE_DURATION, 0.03, "all_reduce", exemplar={"trace_id": "aa"})
+    recorder.observe(COLLECTIVE_DURATION, 0.05, "all_reduce", exemplar={"trace_id": "aa"})
     recorder.observe(COLLECTIVE_DURATION, 0.04, "all_reduce", exemplar={"trace_id": "bb"})
     recorder.observe(COLLECTIVE_DURATION, 0.04, "all_reduce")
 
@@ -83,7 +102,9 @@ def test_an_unknown_label_value_is_rejected_and_creates_no_series():
 
     with pytest.raises(ValueError, match=r"collective_calls_total: op='all_reduces' is none of"):
         recorder.add(COLLECTIVE_CALLS, 1, "all_reduces", "dp", "backward")
-    with pytest.raises(ValueError, match=r"collective_seconds: op='all_reduces' is none of"):
+    with pytest.raises(
+        ValueError, match=r"collective_duration_seconds: op='all_reduces' is none of"
+    ):
         recorder.observe(COLLECTIVE_DURATION, 1.0, "all_reduces")
 
     snapshot = recorder.snapshot()

@@ -122,7 +122,7 @@ def test_a_client_that_disconnects_causes_no_traceback_and_no_counted_failure(
     assert get(f"{host}:{port}")[0] == 200
     assert eventually(lambda: serving_threads() == ["zerowatch-http"])
     assert capfd.readouterr().err == ""
-    assert recorder.snapshot().value(EXPORTER_FAILURES, "prometheus") is None
+    assert recorder.snapshot().value(EXPORTER_FAILURES, "prometheus") == 0
 
 
 def test_a_failing_scrape_returns_500_is_counted_and_logged_once(make_server, recorder, caplog):

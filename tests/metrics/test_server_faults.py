@@ -46,9 +46,9 @@ def renderings(monkeypatch):
     """The Accept headers for which the metrics were rendered."""
     rendered = []
 
-    def count(snapshot, rank, accept):
+    def count(snapshot, rank, accept, **options):
         rendered.append(accept)
-        return exposition(snapshot, rank, accept)
+        return exposition(snapshot, rank, accept, **options)
 
     exposition = server.exposition
     monkeypatch.setattr(server, "exposition", count)
@@ -138,11 +138,11 @@ def test_a_server_beyond_its_cpu_budget_accepts_nobody_and_can_be_closed(make_se
 def test_the_cpu_time_of_serving_is_spent_from_the_budget(make_server, monkeypatch):
     rendering_seconds, spent = 0.1, []
 
-    def render_slowly(*arguments):
+    def render_slowly(*arguments, **options):
         start = time.thread_time()
         while time.thread_time() - start < rendering_seconds:
             pass
-        return exposition(*arguments)
+        return exposition(*arguments, **options)
 
     exposition = server.exposition
     monkeypatch.setattr(server, "exposition", render_slowly)

@@ -101,8 +101,8 @@ CASES = {
         {'device="cuda:0", rank="1"': 0.75},
     ),
     recorded.PEAK_RATIO: (
-        of_rank(1, "zerowatch_memory_bytes", standing(3e9), device="cpu", state="peak_allocated")
-        | of_rank(1, "zerowatch_memory_bytes", standing(4e9), device="cpu", state="limit"),
+        of_rank(1, "zerowatch_memory_peak_bytes", standing(3e9), device="cpu", state="allocated")
+        | of_rank(1, "zerowatch_memory_limit_bytes", standing(4e9), device="cpu"),
         {'device="cpu", rank="1"': 0.75},
     ),
     # Thresholds: the run's own value, and otherwise the default.

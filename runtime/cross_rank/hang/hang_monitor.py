@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from time import perf_counter_ns
 
-from ....metrics.catalog import communication
+from ....metrics.catalog import communication, training
 from ....metrics.catalog.labels import PHASES
 from ....metrics.recorder import Recorder
 from ....metrics.settings import HangSettings
@@ -35,6 +35,8 @@ from .thread_stacks import python_location
 logger = logging.getLogger(__name__)
 
 ABORT_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
+# Longest wait for a report that is being written.
+REPORT_SECONDS = 2.0
 # Longest wait for the log before the process ends.
 FLUSH_SECONDS = 1.0
 
@@ -79,8 +81,9 @@ class HangMonitor:
         self._is_announced = False
         self._report = fail_open.wrap("hang report", self._write_and_log)
         self._writing: threading.Thread | None = None
-        if settings.enabled:  # set at the start, because a rate needs a value before the increase
-            recorder.add(communication.HANGS, 0)
+        if settings.enabled:
+            recorder.start_counters((communication.HANGS,))
+            recorder.set(communication.HANG_ACTIVE, 0)
 
     def expected_pause(self) -> str | None:
         """Return the reason why no progress is expected now, or None while the rank trains.
@@ -122,8 +125,13 @@ class HangMonitor:
             case HangState.RESUMED:
                 self._on_resumed()
 
-    def close(self, timeout_seconds: float = 2.0) -> None:
-        """Wait up to `timeout_seconds` for a report that is being written."""
+    def close(self, timeout_seconds: float = REPORT_SECONDS) -> None:
+        """End a hang, and wait up to `timeout_seconds` for a report that is being written."""
+        if self._settings.enabled:
+            self._recorder.set(communication.HANG_ACTIVE, 0)
+        self._wait_for_report(timeout_seconds)
+
+    def _wait_for_report(self, timeout_seconds: float) -> None:
         if self._writing is not None:
             self._writing.join(timeout_seconds)
 
@@ -131,7 +139,9 @@ class HangMonitor:
         return max(self._phase_timer.since_ns, self._context.last_activity_ns() or 0)
 
     def _on_hang(self) -> None:
-        self._recorder.add(communication.HANGS, 1)
+        with self._recorder.commit():
+            self._recorder.add(communication.HANGS, 1)
+            self._recorder.set(communication.HANG_ACTIVE, 1)
         if not self._is_announced:  # else the report is written and the others know of it
             self._context.announce_hang(True)
             self._start_report(is_announced=False)
@@ -142,6 +152,7 @@ class HangMonitor:
 
     def _on_resumed(self) -> None:
         self._is_announced = False
+        self._recorder.set(communication.HANG_ACTIVE, 0)
         self._context.announce_hang(False)
         _run_on_thread(
             "zerowatch-hang",
@@ -186,7 +197,8 @@ class HangMonitor:
 
     def _abort(self) -> None:
         """End the process at once. Neither the log nor other output may delay the end."""
-        self.close()
+        self._recorder.set_info(training.RUN_END_INFO, "hang_abort")
+        self._wait_for_report(REPORT_SECONDS)
         bodies = (self._note_abort, self._log_abort_and_flush)
         for thread in [_start_thread("zerowatch-abort", body) for body in bodies]:
             if thread is not None:

@@ -218,7 +218,7 @@ def _headroom_ratios(snapshot: Snapshot) -> dict[str, float]:
     """Return, by device, the share of the memory limit that the next peak leaves free."""
     ratios = {}
     for (device,), free in snapshot.values.get(memory.MEMORY_HEADROOM, {}).items():
-        limit = snapshot.value(memory.MEMORY_BYTES, device, "limit")
+        limit = snapshot.value(memory.MEMORY_LIMIT, device)
         if limit:
             ratios[device] = free / limit
     return ratios

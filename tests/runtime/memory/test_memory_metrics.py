@@ -45,7 +45,15 @@ def test_a_peak_is_published_until_a_scrape_must_have_read_it(
     for peak in (1700.0, 1900.0, 1600.0):
         metrics.publish(sample(allocated=1500.0, peak_allocated=peak))
 
-    assert recorder.snapshot().values[memory.MEMORY_BYTES]["cpu", "peak_allocated"] == 1900.0
+    assert recorder.snapshot().values[memory.MEMORY_PEAK] == {("cpu", "allocated"): 1900.0}
+
+
+def test_the_limit_is_a_metric_apart_from_usage(recorder: Recorder, metrics: MemoryMetrics) -> None:
+    metrics.publish(sample(allocated=1500.0, limit=4000.0))
+
+    values = recorder.snapshot().values
+    assert values[memory.MEMORY_LIMIT] == {("cpu",): 4000.0}
+    assert values[memory.MEMORY_BYTES] == {("cpu", "allocated"): 1500.0}
 
 
 def test_the_categories_of_a_detailed_sample_add_up_to_its_peak(

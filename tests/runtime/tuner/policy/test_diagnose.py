@@ -382,7 +382,7 @@ def test_a_rank_with_a_gpu_is_measured_by_it(rank):
     for device, busy, free in (("cpu", 0.1, 5), ("cuda:0", 0.8, 60)):
         put.set(devices.DEVICE_UTILIZATION, busy, device)
         put.set(memory.MEMORY_HEADROOM, free, device)
-        put.set(memory.MEMORY_BYTES, 100, device, "limit")
+        put.set(memory.MEMORY_LIMIT, 100, device)
         put.set(memory.OOM_RISK, busy, device)
     before = rank.snapshot()
 
