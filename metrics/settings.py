@@ -96,6 +96,12 @@ class ServeSettings(Section):
     """PEM file of the certificate's private key."""
     tls_client_ca: Path | None = None
     """PEM file of the authority whose client certificates are accepted; others are refused."""
+    auth_token_file: Path | None = None
+    """File with a bearer token that clients of every page but /healthz must send. It is read again
+    when it changes. Without TLS, the token crosses the network unencrypted."""
+    basic_auth_file: Path | None = None
+    """File with one line `user:password` per user, of whom clients of every page but /healthz must
+    be one. It is read again when it changes."""
 
     @model_validator(mode="after")
     def _tls_is_whole(self) -> ServeSettings:

@@ -1,8 +1,9 @@
-"""Serves a few HTTP clients at a time, each on its own thread.
+"""Serves HTTP clients on one thread, none of which can delay another.
 
-The server of `http.server` is not enough. It does not measure CPU time, it performs the TLS
-handshake on the accepting thread, and it does not limit the number of clients. With this server, a
-client that is slow, disconnects or is refused never disturbs training and causes no log line.
+The server of `http.server` is not enough. It gives each client a thread that waits for the client,
+so slow clients use up the threads, and it does not measure CPU time. Here a single thread reads and
+writes as much as each client allows at the moment. A client that is slow, disconnects or is refused
+therefore disturbs neither training nor a scrape, and causes no log line.
 """
 
 from __future__ import annotations
@@ -11,42 +12,33 @@ import contextlib
 import errno
 import logging
 import math
+import selectors
 import socket
 import ssl
 import stat
-import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from socketserver import ThreadingTCPServer
-from typing import Any
 
 from ...errors import SettingsError
 from ..settings import ServeSettings
+from .http_connection import Connection, RequestHandler
 
 logger = logging.getLogger(__name__)
 
 # Longest time for a whole request and its response. Then the connection is closed.
 CLIENT_TIMEOUT_SECONDS = 5.0
-MAX_CLIENTS = 8
-# If all threads are in use, a new client replaces the oldest client, provided that the oldest one
-# was accepted at least this long ago. A scrape takes milliseconds.
-CROWDED_TIMEOUT_SECONDS = 1.0
-# Longest wait for the thread of a client whose connection was closed.
-THREAD_END_SECONDS = 0.5
+# Connections at the same time. A further client replaces the oldest one. Each needs a descriptor,
+# of which training needs some too.
+MAX_CLIENTS = 64
+# Clients that wait in the system's queue to be accepted.
+BACKLOG = 256
+# Clients that are accepted before those with new data are served.
+ACCEPTED_AT_ONCE = 16
 # Delay after `accept` has failed for lack of descriptors or memory. The client stays in the queue,
 # so without a delay the loop would retry at once, forever.
 ACCEPT_RETRY_SECONDS = 0.5
-# Prometheus and compatible scrapers send this header with each scrape.
-SCRAPE_TIMEOUT = "X-Prometheus-Scrape-Timeout-Seconds"
-
-# Interval at which the accepting thread closes overdue connections. On systems other than Linux,
-# `stop` cannot wake the accepting thread, so closing the listener takes up to this long.
-POLL_SECONDS = 2.0
 
 # CPU_SHARE is the share of one core that serving may use in the long run. CPU_BURST_SECONDS is the
 # CPU time that serving may use at once. A scrape takes some milliseconds.
@@ -62,37 +54,9 @@ HIGHEST_PORT = 65535
 FALLBACK_PORT_STEP = 100
 FALLBACK_PORTS = 5
 
-_FAILED = (
-    b"HTTP/1.0 500 Internal Server Error\r\nContent-Type: text/plain\r\n\r\n"
-    b"This page could not be made; the log of the training says why.\n"
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Response:
-    """A response. `sent` is called with the client's name after the response is written."""
-
-    content_type: str
-    body: bytes
-    status: HTTPStatus = HTTPStatus.OK
-    sent: Callable[[str], None] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestHandler:
-    """The functions that the listener calls.
-
-    `answer` takes the path and the Accept header. `failed` receives the error if `answer` fails, or
-    None if there are too many clients. `spent` receives the CPU seconds that serving has used.
-    """
-
-    answer: Callable[[str, str], Response]
-    failed: Callable[[BaseException | None], None]
-    spent: Callable[[float], None]
-
 
 class CpuBudget:
-    """Limits the rate at which clients are accepted, so that training keeps its CPU time.
+    """Limits the rate at which clients are served, so that training keeps its CPU time.
 
     Args:
         now: A monotonic clock, in seconds.
@@ -100,196 +64,152 @@ class CpuBudget:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._lock = threading.Lock()
         self._paid_until = -math.inf
 
     def spend(self, cpu_seconds: float) -> None:
         """Account for CPU time that serving has used."""
-        with self._lock:
-            earliest = self._now() - CPU_BURST_SECONDS / CPU_SHARE
-            self._paid_until = max(self._paid_until, earliest) + cpu_seconds / CPU_SHARE
+        earliest = self._now() - CPU_BURST_SECONDS / CPU_SHARE
+        self._paid_until = max(self._paid_until, earliest) + cpu_seconds / CPU_SHARE
 
     def pause_seconds(self) -> float:
-        """Return the time to wait before accepting the next client."""
+        """Return the time to wait before serving clients again."""
         return min(max(self._paid_until - self._now(), 0.0), MAX_PAUSE_SECONDS)
 
 
-class Listener(ThreadingTCPServer):
-    """A listening socket that serves a few clients, each on its own thread.
+class Listener:
+    """A listening socket and its clients, all served by the thread that calls `serve`.
 
     Raises:
         OSError: The constructor cannot listen. The host is unknown or not an address of this
             machine, or the port is taken.
     """
 
-    daemon_threads = True
-    allow_reuse_address = True
-    # If True, two ranks could share a port, and a scrape would reach either of the two.
-    allow_reuse_port = False
-    request_queue_size = 2 * MAX_CLIENTS
-
     def __init__(
         self, host: str, port: int, site: RequestHandler, tls: ssl.SSLContext | None
     ) -> None:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family, _, _, _, address = addresses[0]
+        family, _, _, _, address = addresses[0]
         self._site = site
         self._tls = tls
-        self._free_clients = threading.BoundedSemaphore(MAX_CLIENTS)
-        self._client_starts: dict[socket.socket, float] = {}
-        self._clients_lock = threading.Lock()
+        self._clients: dict[Connection, None] = {}  # in order of acceptance
         self._stopping = threading.Event()
         self._cpu_budget = CpuBudget()
         self._accounted_seconds = 0.0
-        super().__init__(address, _RequestHandler)  # type: ignore[arg-type]  # typeshed knows only IPv4
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            # Not SO_REUSEPORT: two ranks could share a port, and a scrape would reach either.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(address)
+            self._socket.listen(BACKLOG)
+        except OSError:
+            self._socket.close()
+            raise
+        self._socket.setblocking(False)
+        self.server_address = self._socket.getsockname()
+        # A byte on this pair of sockets wakes the serving thread.
+        self._waking, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
 
     @property
     def is_secured(self) -> bool:
         """Whether clients are served over TLS only."""
         return self._tls is not None
 
-    def answer(self, path: str, accept: str) -> Response:
-        """Answer a request. `handle_error` handles an exception."""
-        return self._site.answer(path, accept)
-
     def serve(self) -> None:
-        """Accept clients until `stop` is called. May be called again after an exception."""
-        # Not serve_forever, because its shutdown() waits forever for a thread that has died.
-        self.timeout = POLL_SECONDS
+        """Serve clients until `stop` is called. May be called again after an exception."""
         while not self._stopping.is_set():
-            self.handle_request()
-            self.service_actions()
+            ready = self._selector.select(self._seconds_to_deadline())
+            self._stopping.wait(self._cpu_budget.pause_seconds())
+            for key, _ in ready:
+                if isinstance(key.data, Connection):
+                    if key.data in self._clients:  # else replaced by a client of this round
+                        self._advance(key.data)
+                elif key.fileobj is self._socket:
+                    self._accept()
+            self._close_overdue()
+            self._account_cpu_time()
 
     def stop(self) -> None:
         """Make `serve` return at once. Any thread may call this."""
         self._stopping.set()
-        # Wakes the accepting thread, which would otherwise notice the end at its next poll.
         with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
+            self._waking.send(b"\0")
 
-    def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a client, leaving the TLS handshake to the client's own thread."""
-        self._stopping.wait(self._cpu_budget.pause_seconds())
-        try:
-            client, address = super().get_request()
-        except OSError as error:
-            if error.errno in SHORTAGES:
-                self._site.failed(error)
-                self._stopping.wait(ACCEPT_RETRY_SECONDS)
-            raise  # the caller ignores the error and accepts the next client
-        if self._tls is not None:
-            client = self._tls.wrap_socket(client, server_side=True, do_handshake_on_connect=False)
-        return client, address
+    def server_close(self) -> None:
+        """Close all sockets. In a forked child, the connections of the parent stay open."""
+        for open_socket in (self._socket, self._waking, self._woken):
+            open_socket.close()
+        for client in self._clients:
+            client.socket.close()
+        self._clients.clear()
+        self._selector.close()
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve the client on a thread, or close the connection if no thread is available."""
-        if not self._take_thread():
-            self._site.failed(None)
-            self.shutdown_request(request)
-            return
-        with self._clients_lock:
-            self._client_starts[request] = time.monotonic()
-        try:
-            super().process_request(request, client_address)
-        except (RuntimeError, MemoryError) as error:  # the thread cannot be started
-            self._release_thread(request)
-            self._site.failed(error)
-            self.shutdown_request(request)
+    def _accept(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                client, address = self._socket.accept()
+            except OSError as error:  # usually a BlockingIOError: no client waits
+                if error.errno in SHORTAGES:
+                    self._site.failed(error)
+                    self._stopping.wait(ACCEPT_RETRY_SECONDS)
+                return
+            try:
+                client.setblocking(False)
+                if self._tls is not None:
+                    client = self._tls.wrap_socket(
+                        client, server_side=True, do_handshake_on_connect=False
+                    )
+            except OSError:  # the client has disconnected
+                client.close()
+                continue
+            if len(self._clients) >= MAX_CLIENTS:
+                self._site.failed(None)
+                self._close(next(iter(self._clients)))
+            connection = Connection(client, address, self._site, time.monotonic())
+            self._clients[connection] = None
+            self._selector.register(client, selectors.EVENT_READ, connection)
+            self._advance(connection)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve one client from start to end, on the client's thread."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._release_thread(request)
-            self._spend(time.thread_time())  # the thread did nothing else
+    def _advance(self, connection: Connection) -> None:
+        """Serve a client as far as possible now, and close the connection when it is complete."""
+        with contextlib.ExitStack() as on_end:
+            on_end.callback(self._close, connection)
+            events = connection.advance()
+            if events:
+                self._selector.modify(connection.socket, events, connection)
+                on_end.pop_all()
 
-    def close_request(self, request: Any) -> None:
-        """Close a connection. From now on, only the caller may close the connection."""
-        with self._clients_lock:
-            self._client_starts.pop(request, None)
-        super().close_request(request)
+    def _close(self, connection: Connection) -> None:
+        del self._clients[connection]
+        self._selector.unregister(connection.socket)
+        with contextlib.suppress(OSError):
+            connection.socket.shutdown(socket.SHUT_WR)  # the client reads the rest, then the end
+        connection.socket.close()
 
-    def _take_thread(self) -> bool:
-        """Reserve a thread, if necessary the thread of an old client. Return whether it worked."""
-        if self._free_clients.acquire(blocking=False):
-            return True
-        with self._clients_lock:
-            oldest = min(self._client_starts.values(), default=math.inf)
-        if time.monotonic() - oldest < CROWDED_TIMEOUT_SECONDS:
-            return False
-        self._disconnect(oldest)
-        return self._free_clients.acquire(timeout=THREAD_END_SECONDS)
+    def _seconds_to_deadline(self) -> float | None:
+        oldest = next(iter(self._clients), None)
+        if oldest is None:
+            return None
+        return max(0.0, oldest.accepted_at + CLIENT_TIMEOUT_SECONDS - time.monotonic())
 
-    def _release_thread(self, request: Any) -> None:
-        with self._clients_lock:
-            self._client_starts.pop(request, None)
-        self._free_clients.release()
-
-    def _disconnect(self, until: float) -> None:
-        """Disconnect the clients that were accepted up to this time, which ends their threads.
+    def _close_overdue(self) -> None:
+        """Close connections whose request or response has not ended in time.
 
         A timeout of the socket is not enough, because it starts over with each byte that arrives.
         """
-        with self._clients_lock:
-            for client, start in self._client_starts.items():
-                if start <= until:
-                    with contextlib.suppress(OSError):
-                        # SSLSocket's own method would also change the object that its thread uses.
-                        socket.socket.shutdown(client, socket.SHUT_RDWR)
+        accepted_before = time.monotonic() - CLIENT_TIMEOUT_SECONDS
+        for connection in list(self._clients):
+            if connection.accepted_at > accepted_before:
+                return
+            self._close(connection)
 
-    def service_actions(self) -> None:
-        """End overdue requests, and account for the CPU time of accepting. Called once per loop."""
-        self._disconnect(time.monotonic() - CLIENT_TIMEOUT_SECONDS)
+    def _account_cpu_time(self) -> None:
         now = time.thread_time()
-        self._spend(now - self._accounted_seconds)
-        self._accounted_seconds = now
-
-    def _spend(self, cpu_seconds: float) -> None:
-        self._cpu_budget.spend(cpu_seconds)
-        self._site.spent(cpu_seconds)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore an error of the client. Report an error of the server, and answer status 500."""
-        error = sys.exception()
-        if isinstance(error, ConnectionError | TimeoutError | ssl.SSLError):
-            logger.debug("client %s went away: %s", client_address, error)
-            return
-        self._site.failed(error)
-        with contextlib.suppress(OSError):
-            request.sendall(_FAILED)
-
-
-class _RequestHandler(BaseHTTPRequestHandler):
-    """Handles one request per connection, so that no thread waits for a second request."""
-
-    server: Listener
-    timeout = CLIENT_TIMEOUT_SECONDS
-    server_version = "zerowatch"
-    sys_version = ""
-
-    def do_GET(self) -> None:
-        """Answer a GET request."""
-        answer = self.server.answer(self.path, self.headers.get("Accept", ""))
-        self.send_response(answer.status)
-        self.send_header("Content-Type", answer.content_type)
-        self.send_header("Content-Length", str(len(answer.body)))
-        self.end_headers()
-        self.wfile.write(answer.body)
-        if answer.sent is not None:
-            answer.sent(self._client())
-
-    def _client(self) -> str:
-        """Return a name that identifies the client across scrapes, each of which is a connection.
-
-        The name includes the scrape timeout. Two Prometheus servers on one machine usually have
-        different timeouts if their scrape intervals differ.
-        """
-        names = (self.headers.get(name, "") for name in ("User-Agent", SCRAPE_TIMEOUT))
-        return " ".join((str(self.client_address[0]), *names))
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing, because a line per scrape would hide the output of the training script."""
+        spent, self._accounted_seconds = now - self._accounted_seconds, now
+        self._cpu_budget.spend(spent)
+        self._site.spent(spent)
 
 
 def listen(settings: ServeSettings, local_rank: int, site: RequestHandler) -> Listener:

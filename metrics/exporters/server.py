@@ -15,21 +15,31 @@ from typing import Any, Protocol
 from urllib.parse import parse_qs
 
 from ...errors import SettingsError
-from ..catalog.overhead import EXPORTER_FAILURES, WATCH_SECONDS
+from ..catalog.overhead import (
+    EXPORTER_FAILURES,
+    WATCH_LAST_UPDATE_TIMESTAMP,
+    WATCH_SECONDS,
+)
 from ..catalog.training import RUN_ACTIVE
 from ..recorder import Recorder
 from ..settings import ServeSettings
+from .client_auth import ClientAuth
 from .detail import served
-from .listener import Listener, RequestHandler, Response, advertised_address, listen
+from .http_connection import Request, RequestHandler, Response
+from .listener import Listener, advertised_address, listen
 from .prometheus import content_type_for, exposition, is_openmetrics
 from .scrape_tracker import ScrapeTracker
 
 logger = logging.getLogger(__name__)
 
+# The page for readiness probes. It needs no authorization, and shows no figures of the run.
+HEALTH_PATH = "/healthz"
 # Minimum time between two renderings of the same format. The metrics change once a second.
 RENDER_SECONDS = 0.5
-# Longest wait for the accepting thread to end. On Linux the thread ends at once.
+# Longest wait for the serving thread to end. It usually ends at once.
 STOP_SECONDS = 5.0
+# Age of the last update of the metrics from which /healthz answers 503. The usual age is a second.
+STALE_SECONDS = 30.0
 # Longest wait for the last scrape after Ctrl-C. torchrun kills the ranks 30 s after Ctrl-C.
 INTERRUPTED_SECONDS = 25.0
 
@@ -54,9 +64,11 @@ class MetricsServer:
         settings: Address, port and TLS of the server.
         targets: Returns the addresses of all ranks in Prometheus' http_sd format. None on ranks
             other than 0.
-        make_thread: Returns the accepting thread, given its name and function. The thread has not
+        make_thread: Returns the serving thread, given its name and function. The thread has not
             started.
         now: A monotonic clock, in seconds.
+        unix_now: A clock that returns Unix seconds.
+        is_watch_dead: Returns whether the thread that updates the metrics has ended.
         serves_run: Returns whether this rank belongs to the run with the given id. A scrape of
             another run (`/metrics?run=<id>`) is refused, because a later run may serve at the
             address of an earlier run.
@@ -72,6 +84,8 @@ class MetricsServer:
         targets: Callable[[], list[dict[str, Any]]] | None,
         make_thread: Callable[[str, Callable[[], object]], ServingThread],
         now: Callable[[], float] = time.monotonic,
+        unix_now: Callable[[], float] = time.time,
+        is_watch_dead: Callable[[], bool] = lambda: False,
         serves_run: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self._recorder = recorder
@@ -82,13 +96,16 @@ class MetricsServer:
         self._routes: dict[str, Callable[[str], Response]] = {
             "/": self._index,
             "/metrics": self._metrics,
-            "/healthz": lambda _: Response(content_type="text/plain", body=b"ok\n"),
+            HEALTH_PATH: lambda _: self._health(),
         }
         if targets is not None:
             self._routes["/targets"] = lambda _: _json(targets())
         self._targets = targets
         self._scrapes = ScrapeTracker(now)
-        self._now = now
+        self._now, self._unix_now = now, unix_now
+        self._is_watch_dead = is_watch_dead
+        self._created_at = unix_now()
+        self._auth: ClientAuth | None = None
         self._rendered: dict[bool, _Rendering] = {}
         self._render_lock = threading.Lock()
         self._make_thread = make_thread
@@ -109,6 +126,7 @@ class MetricsServer:
             answer=self._answer, failed=self._on_failure, spent=self._on_cpu_spent
         )
         try:
+            self._auth = ClientAuth(self._settings)
             listener = listen(self._settings, self._local_rank, site)
         except SettingsError as error:
             logger.error("rank %d serves no metrics, training continues: %s", self._rank, error)
@@ -192,19 +210,44 @@ class MetricsServer:
         host = str(listener.server_address[0])
         is_open = not listener.is_secured and not ipaddress.ip_address(host).is_loopback
         if is_open and self._rank == 0:  # all ranks have the same settings
+            authorized = self._auth is not None and self._auth.is_required
             logger.warning(
-                "metrics are served on %s without TLS, to everybody who can reach it; "
-                "set serve.tls_certificate and serve.tls_key, or serve.host=127.0.0.1",
+                "metrics are served on %s without TLS, %s; set serve.tls_certificate and "
+                "serve.tls_key, or bind serve.host to an address that only Prometheus reaches",
                 host,
+                "so secrets of clients are readable on the network"
+                if authorized
+                else "to everybody who can reach it",
             )
 
-    def _answer(self, target: str, accept: str) -> Response:
-        path, _, query = target.partition("?")
+    def _answer(self, request: Request) -> Response:
+        path, _, query = request.path.partition("?")
+        if path != HEALTH_PATH and self._auth and not self._auth.admits(request.authorization):
+            return _unauthorized(self._auth.challenge)
         for run in parse_qs(query).get("run", ()):
             if not self._serves_run(run):
                 return _not_this_run(run)
         route = self._routes.get(path)
-        return route(accept) if route else self._not_found()
+        return route(request.accept) if route else self._not_found()
+
+    def _health(self) -> Response:
+        """Return status 503 with the reason if the metrics are no longer updated."""
+        snapshot = self._recorder.snapshot()
+        if snapshot.value(RUN_ACTIVE) == 0:
+            return _text("ok, the run has ended\n")
+        updated_at = snapshot.value(WATCH_LAST_UPDATE_TIMESTAMP) or self._created_at
+        age_seconds = self._unix_now() - updated_at
+        if self._is_watch_dead():
+            fault = "the watch thread has ended"
+        elif age_seconds > STALE_SECONDS:
+            fault = f"the last update of the metrics was {age_seconds:.0f} s ago"
+        else:
+            return _text("ok\n")
+        return _text(
+            f"{fault}: the metrics of rank {self._rank} no longer change. Training goes on; the "
+            "log of the rank has the reason.\n",
+            HTTPStatus.SERVICE_UNAVAILABLE,
+        )
 
     def _metrics(self, accept: str) -> Response:
         rendering = self._render(accept)
@@ -247,7 +290,7 @@ class MetricsServer:
     def _not_found(self) -> Response:
         line = f"No such page. Rank {self._rank} serves {' '.join(self._routes)}"
         line += ".\n" if "/targets" in self._routes else "; /targets is on rank 0.\n"
-        return Response(content_type="text/plain", body=line.encode(), status=HTTPStatus.NOT_FOUND)
+        return _text(line, HTTPStatus.NOT_FOUND)
 
     def _on_failure(self, error: BaseException | None) -> None:
         self._recorder.add(EXPORTER_FAILURES, 1, "prometheus")
@@ -276,11 +319,20 @@ class _Rendering:
 
 
 def _not_this_run(run: str) -> Response:
+    return _text(f"Run {run} is not served here; another one is.\n", HTTPStatus.NOT_FOUND)
+
+
+def _unauthorized(challenge: str) -> Response:
     return Response(
         content_type="text/plain",
-        body=f"Run {run} is not served here; another one is.\n".encode(),
-        status=HTTPStatus.NOT_FOUND,
+        body=b"Authorization is required: serve.auth_token_file or serve.basic_auth_file is set.\n",
+        status=HTTPStatus.UNAUTHORIZED,
+        headers={"WWW-Authenticate": challenge},
     )
+
+
+def _text(text: str, status: HTTPStatus = HTTPStatus.OK) -> Response:
+    return Response(content_type="text/plain", body=text.encode(), status=status)
 
 
 def _json(value: object) -> Response:

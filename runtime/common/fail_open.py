@@ -63,6 +63,10 @@ class FailOpen:
         """The number of threads that ended although nobody stopped them."""
         return sum(thread.is_dead for thread in list(self._threads))
 
+    def has_died(self, name: str) -> bool:
+        """Whether the thread that `thread` made under this name ended although nobody stopped it."""
+        return any(each.is_dead and each.name == name for each in list(self._threads))
+
     def call(self, name: str, body: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Call `body` once, with the same protection as a hook of `wrap`."""
         return self.wrap(name, body, is_retried=False)(*args, **kwargs)
@@ -173,7 +177,7 @@ class MonitoringThread:
         failures: Counter[str],
         pause_seconds: float,
     ) -> None:
-        self._name, self._body, self._failures = f"{name} thread", body, failures
+        self.name, self._body, self._failures = name, body, failures
         self._pause_seconds = pause_seconds
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"zerowatch-{name}", daemon=True)
@@ -227,18 +231,18 @@ class MonitoringThread:
             logger.error(
                 "the %s of monitoring ended after %d exceptions; training goes on, its metrics no "
                 "longer change. Please report this.",
-                self._name,
+                f"{self.name} thread",
                 failures,
                 exc_info=error,
             )
 
     def _on_failure(self, error: BaseException) -> None:
-        self._failures[self._name] += 1
+        self._failures[f"{self.name} thread"] += 1
         with contextlib.suppress(Exception):
             logger.warning(
                 "the %s of monitoring was interrupted by %s and starts over; training goes on. "
                 "Please report this.",
-                self._name,
+                f"{self.name} thread",
                 type(error).__name__,
                 exc_info=error,
             )

@@ -69,6 +69,7 @@ def build_watch(
             settings=settings.serve,
             targets=folder.targets if process.rank == 0 else None,
             make_thread=fail_open.thread,
+            is_watch_dead=partial(fail_open.has_died, "watch"),
             serves_run=folder.serves_run,
         )
         undo.callback(server.close)

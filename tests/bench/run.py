@@ -21,7 +21,15 @@ from bench.bench_options import Options
 from bench.cross_rank import exchange_cost, skipped_collective, stopped_rank
 from bench.incidents import incident_matrix
 from bench.memory import oom_risk, peak_prediction, planned_memory
-from bench.monitoring_cost import hot_path, otlp_cost, scrape_cost, soak, step_overhead, thread_cost
+from bench.monitoring_cost import (
+    hot_path,
+    otlp_cost,
+    scrape_cost,
+    slow_clients,
+    soak,
+    step_overhead,
+    thread_cost,
+)
 from bench.mutations import line_coverage, mutation_check
 from bench.rank_processes import PYTHONPATH
 from bench.result_table import Row, render
@@ -42,6 +50,7 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "hot_path": hot_path.bench,
     "threads": thread_cost.bench,
     "scrape": scrape_cost.bench,
+    "slow_clients": slow_clients.bench,
     "scale": thousand_ranks.bench,
     "cross_rank": exchange_cost.bench,
     "skipped": skipped_collective.bench,

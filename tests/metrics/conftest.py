@@ -34,7 +34,15 @@ def make_server(recorder, fail_open):
     with contextlib.ExitStack() as servers:
 
         def make(
-            *, rank=0, local_rank=0, targets=None, now=time.monotonic, serves_run=None, **settings
+            *,
+            rank=0,
+            local_rank=0,
+            targets=None,
+            now=time.monotonic,
+            unix_now=time.time,
+            is_watch_dead=lambda: False,
+            serves_run=lambda _: True,
+            **settings,
         ):
             server = MetricsServer(
                 recorder=recorder,
@@ -43,8 +51,10 @@ def make_server(recorder, fail_open):
                 settings=ServeSettings(**{"port": 0, **settings}),
                 targets=targets,
                 make_thread=partial(fail_open.thread, pause_seconds=0.0),
-                **({} if now is time.monotonic else {"now": now}),
-                **({} if serves_run is None else {"serves_run": serves_run}),
+                now=now,
+                unix_now=unix_now,
+                is_watch_dead=is_watch_dead,
+                serves_run=serves_run,
             )
             servers.callback(server.close)
             return server

@@ -33,6 +33,23 @@ scrape_configs:
 """
 
 
+TOKEN_CONFIG = """
+global: {{scrape_interval: 1s, scrape_timeout: 1s}}
+scrape_configs:
+  - job_name: with token
+    authorization: {{type: Bearer, credentials_file: {folder}/token}}
+    http_sd_configs:
+      - url: "http://{address}/targets"
+        refresh_interval: 1s
+        authorization: {{type: Bearer, credentials_file: {folder}/token}}
+  - job_name: with password
+    basic_auth: {{username: prometheus, password_file: {folder}/password}}
+    static_configs: [{{targets: ["{address}"]}}]
+  - job_name: without
+    static_configs: [{{targets: ["{address}"]}}]
+"""
+
+
 def values(prometheus: Prometheus, expression: str) -> dict[tuple[str | None, str | None], float]:
     """Return the values of an instant query, by the labels run and rank."""
     return {
@@ -135,3 +152,41 @@ def test_lingering_ends_after_prometheus_has_scraped_the_end_of_the_run(promethe
     )
     last_seen = values(prometheus, 'last_over_time(zerowatch_run_active{rank="1"}[5m])')
     assert last_seen == {("night-7", "1"): 0.0}
+
+
+def test_prometheus_scrapes_and_discovers_with_a_token_or_a_password(tmp_path):
+    for name, content in (
+        ("token", "t0ken"),
+        ("password", "s3cret"),
+        ("users", "prometheus:s3cret"),
+    ):
+        (tmp_path / name).write_text(f"{content}\n")
+    recorder, targets = Recorder(), []
+    recorder.set(RUN_ACTIVE, 1)
+    server = MetricsServer(
+        recorder=recorder,
+        rank=0,
+        local_rank=0,
+        settings=ServeSettings(
+            port=0, auth_token_file=tmp_path / "token", basic_auth_file=tmp_path / "users"
+        ),
+        targets=lambda: targets,
+        make_thread=FailOpen().thread,
+    )
+    with contextlib.closing(server):
+        address = server.start()
+        targets.append({"targets": [address], "labels": {"node": "here"}})
+        config = TOKEN_CONFIG.format(address=address, folder=tmp_path)
+        with contextlib.closing(Prometheus(tmp_path, config)) as prometheus:
+            up = {"with token": 1.0, "with password": 1.0, "without": 0.0}
+            assert eventually(lambda: values_by_job(prometheus, "up") == up, pause=0.2)
+            active = {"with token": 1.0, "with password": 1.0}
+            assert values_by_job(prometheus, RUN_ACTIVE.name) == active
+
+
+def values_by_job(prometheus: Prometheus, expression: str) -> dict[str, float]:
+    """Return the values of an instant query, by the label job."""
+    return {
+        series["metric"]["job"]: float(series["value"][1])
+        for series in prometheus.series(expression)
+    }

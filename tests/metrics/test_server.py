@@ -13,8 +13,14 @@ import threading
 import pytest
 from fakes.scraper import eventually, get
 
-from zerowatch.metrics.catalog.overhead import EXPORTER_FAILURES, WATCH_SECONDS
+from zerowatch.metrics.catalog.overhead import (
+    EXPORTER_FAILURES,
+    WATCH_LAST_UPDATE_TIMESTAMP,
+    WATCH_SECONDS,
+)
+from zerowatch.metrics.catalog.training import RUN_ACTIVE
 from zerowatch.metrics.exporters.listener import MAX_CLIENTS
+from zerowatch.metrics.exporters.server import STALE_SECONDS
 
 TARGETS = [{"targets": ["127.0.0.1:9464"], "labels": {"run": "night-7", "rank": "0"}}]
 
@@ -74,11 +80,53 @@ def test_an_unknown_path_is_answered_with_the_known_paths(make_server):
     )
 
 
-def test_the_health_page_and_the_index_page_are_served(make_server):
-    address = make_server().start()
+def test_the_health_page_is_ok_while_the_metrics_are_updated(make_server, recorder):
+    clock = [1000.0]
+    address = make_server(unix_now=lambda: clock[0]).start()
 
+    assert get(address, "/healthz") == (200, "text/plain", "ok\n")  # no update yet
+    clock[0] += 2 * STALE_SECONDS
+    recorder.set(WATCH_LAST_UPDATE_TIMESTAMP, clock[0])
+    clock[0] += STALE_SECONDS
     assert get(address, "/healthz") == (200, "text/plain", "ok\n")
-    assert '<a href="/metrics">' in get(address, "/")[2]
+
+
+@pytest.mark.parametrize("was_updated", [False, True])
+def test_the_health_page_fails_when_the_metrics_are_no_longer_updated(
+    make_server, recorder, was_updated
+):
+    clock = [1000.0]
+    address = make_server(rank=3, unix_now=lambda: clock[0]).start()
+    if was_updated:
+        recorder.set(WATCH_LAST_UPDATE_TIMESTAMP, clock[0])
+    clock[0] += STALE_SECONDS + 1
+
+    status, _, text = get(address, "/healthz")
+
+    assert status == 503
+    assert "31 s ago" in text
+    assert "rank 3" in text
+
+
+def test_the_health_page_fails_at_once_when_the_watch_thread_has_ended(make_server, recorder):
+    recorder.set(WATCH_LAST_UPDATE_TIMESTAMP, 1000.0)
+    address = make_server(unix_now=lambda: 1001.0, is_watch_dead=lambda: True).start()
+
+    status, _, text = get(address, "/healthz")
+
+    assert (status, "watch thread has ended" in text) == (503, True)
+
+
+def test_the_health_page_is_ok_after_the_end_of_the_run(make_server, recorder):
+    recorder.set(WATCH_LAST_UPDATE_TIMESTAMP, 1000.0)
+    recorder.set(RUN_ACTIVE, 0)
+    address = make_server(unix_now=lambda: 5000.0).start()
+
+    assert get(address, "/healthz") == (200, "text/plain", "ok, the run has ended\n")
+
+
+def test_the_index_page_links_the_other_pages(make_server):
+    assert '<a href="/metrics">' in get(make_server().start(), "/")[2]
 
 
 def test_a_query_string_is_ignored(make_server):
@@ -141,20 +189,19 @@ def test_a_failing_scrape_returns_500_is_counted_and_logged_once(make_server, re
     assert get(address)[0] == 200
 
 
-def test_slow_clients_use_a_limited_number_of_threads(make_server, recorder):
-    address = make_server().start()
-    host, port = address.rsplit(":", 1)
+def test_a_client_too_many_replaces_the_oldest_one(make_server, recorder):
+    host, port = make_server().start().rsplit(":", 1)
 
-    with contextlib.ExitStack() as slow_clients:
-        for _ in range(MAX_CLIENTS):
-            slow_clients.enter_context(socket.create_connection((host, int(port)), timeout=60))
-        with socket.create_connection((host, int(port)), timeout=60) as one_too_many:
-            assert one_too_many.recv(1) == b""
-        assert eventually(lambda: len(serving_threads()) == MAX_CLIENTS + 1)  # others may end late
+    with contextlib.ExitStack() as clients:
+        oldest, *_ = [
+            clients.enter_context(socket.create_connection((host, int(port)), timeout=60))
+            for _ in range(MAX_CLIENTS + 1)
+        ]
+        assert oldest.recv(1) == b""
+        assert serving_threads() == ["zerowatch-http"]
 
     assert recorder.snapshot().value(EXPORTER_FAILURES, "prometheus") == 1
-    assert eventually(lambda: serving_threads() == ["zerowatch-http"])
-    assert get(address)[0] == 200
+    assert get(f"{host}:{port}")[0] == 200
 
 
 def test_the_cpu_time_of_serving_is_counted(make_server, recorder):

@@ -1,4 +1,4 @@
-"""Tests of the HTTP server under faults: greedy and slow clients, no threads, no descriptors."""
+"""Tests of the HTTP server under faults: greedy and slow clients, no thread, no descriptors."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import contextlib
 import errno
 import http.client
 import socket
-import socketserver
 import threading
 import time
 
 import pytest
 from fakes.scraper import eventually, get
 
+from zerowatch.metrics.catalog.devices import DEVICE_POWER
 from zerowatch.metrics.catalog.overhead import EXPORTER_FAILURES
 from zerowatch.metrics.catalog.training import RUN_ACTIVE, STEPS
 from zerowatch.metrics.exporters import listener, server
-from zerowatch.metrics.exporters.listener import MAX_CLIENTS, CpuBudget
+from zerowatch.metrics.exporters.http_connection import MAX_REQUEST_BYTES
+from zerowatch.metrics.exporters.listener import CpuBudget
 
 OPENMETRICS = {"Accept": "application/openmetrics-text;version=1.0.0"}
 
@@ -153,71 +154,103 @@ def test_the_cpu_time_of_serving_is_spent_from_the_budget(make_server, monkeypat
     assert eventually(lambda: max(spent, default=0) >= rendering_seconds)
 
 
-def drip(client: socket.socket, stop: threading.Event) -> None:
-    """Send a request that never ends, byte by byte; after 100 headers the server would end it."""
-    with contextlib.suppress(OSError):
+def drip(clients: list[socket.socket], stop: threading.Event) -> None:
+    """Send requests that never end, byte by byte, until the server has closed all connections."""
+    for client in clients:
         client.sendall(b"GET /metrics HTTP/1.1\r\n")
-        while not stop.wait(0.2):
-            client.sendall(b"X")
+    while clients and not stop.wait(0.1):
+        for client in list(clients):
+            try:
+                client.sendall(b"X")
+            except OSError:
+                clients.remove(client)
 
 
 @pytest.fixture
-def drippers():
+def open_dripping():
     """A function that opens dripping connections; they end with the test."""
     stop = threading.Event()
     with contextlib.ExitStack() as clients:
 
         def start(address: str, number: int) -> list[socket.socket]:
             host, port = address.rsplit(":", 1)
-            opened = []
-            for _ in range(number):
-                client = socket.create_connection((host, int(port)), timeout=120)
-                clients.enter_context(client)
-                thread = threading.Thread(target=drip, args=(client, stop))
-                thread.start()
-                clients.callback(thread.join)
-                opened.append(client)
+            opened = [
+                clients.enter_context(socket.create_connection((host, int(port)), timeout=120))
+                for _ in range(number)
+            ]
+            thread = threading.Thread(target=drip, args=(list(opened), stop))
+            thread.start()
+            clients.callback(thread.join)
             clients.callback(stop.set)
             return opened
 
         yield start
 
 
-def test_dripping_clients_do_not_keep_a_scraper_out(make_server, drippers, monkeypatch):
-    monkeypatch.setattr(listener, "CROWDED_TIMEOUT_SECONDS", 0.1)
+@pytest.mark.parametrize("number", [8, 200])
+def test_dripping_clients_do_not_delay_a_scrape(make_server, open_dripping, monkeypatch, number):
     monkeypatch.setattr(listener, "CLIENT_TIMEOUT_SECONDS", 3600)
     address = make_server().start()
-    drippers(address, MAX_CLIENTS)
+    open_dripping(address, number)
 
-    assert eventually(lambda: answers(address))
+    assert [answers(address) for _ in range(3)] == [True, True, True]
 
 
-def test_a_request_has_one_deadline_however_many_bytes_arrive(make_server, drippers, monkeypatch):
-    monkeypatch.setattr(listener, "CLIENT_TIMEOUT_SECONDS", 0.3)
-    monkeypatch.setattr(listener, "POLL_SECONDS", 0.1)
+def test_clients_that_read_no_response_do_not_delay_a_scrape(make_server, recorder, monkeypatch):
+    monkeypatch.setattr(listener, "CLIENT_TIMEOUT_SECONDS", 3600)
+    for device in range(40_000):  # more than the system's buffers hold
+        recorder.set(DEVICE_POWER, 300.0, f"cuda:{device}")
     address = make_server().start()
-    [client] = drippers(address, 1)
-    client.settimeout(120)
+    host, port = address.rsplit(":", 1)
+
+    with contextlib.ExitStack() as clients:
+        for _ in range(8):
+            client = clients.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((host, int(port)))
+            client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+
+        assert answers(address)
+
+
+def test_a_response_longer_than_the_systems_buffers_arrives_whole(make_server, recorder):
+    for device in range(40_000):
+        recorder.set(DEVICE_POWER, 300.0, f"cuda:{device}")
+
+    _, _, text = get(make_server().start())
+
+    assert text.count("zerowatch_device_power_watts{") == 40_000
+
+
+def test_a_request_has_one_deadline_however_many_bytes_arrive(
+    make_server, open_dripping, monkeypatch
+):
+    monkeypatch.setattr(listener, "CLIENT_TIMEOUT_SECONDS", 0.3)
+    address = make_server().start()
+    [client] = open_dripping(address, 1)
 
     with contextlib.suppress(ConnectionResetError):
         assert client.recv(1) == b""
 
 
-def test_a_thread_that_cannot_be_started_leaves_its_place_to_the_next_client(
-    make_server, recorder, caplog
-):
-    address = make_server().start()
-    with pytest.MonkeyPatch.context() as patch:
-        refuse_threads(patch, "process_request_thread")
-        for _ in range(MAX_CLIENTS + 1):
-            assert not answers(address)
+def test_a_request_that_is_too_long_is_refused(make_server):
+    host, port = make_server().start().rsplit(":", 1)
 
-    assert answers(address)
-    assert recorder.snapshot().value(EXPORTER_FAILURES, "prometheus") == MAX_CLIENTS + 1
-    assert len(caplog.records) == 1
+    with socket.create_connection((host, int(port)), timeout=120) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\nX: " + b"x" * MAX_REQUEST_BYTES)
+        assert client.recv(12) == b"HTTP/1.0 431"
 
 
-def test_without_a_free_descriptor_the_accepting_thread_does_not_spin(
+def test_a_request_in_pieces_is_answered(make_server):
+    host, port = make_server().start().rsplit(":", 1)
+
+    with socket.create_connection((host, int(port)), timeout=120) as client:
+        for piece in (b"GET /heal", b"thz HTTP/1.0\r\n", b"\r", b"\n"):
+            client.sendall(piece)
+        assert client.recv(12) == b"HTTP/1.0 200"
+
+
+def test_without_a_free_descriptor_the_serving_thread_does_not_spin(
     make_server, recorder, monkeypatch
 ):
     monkeypatch.setattr(listener, "ACCEPT_RETRY_SECONDS", 0.1)
@@ -231,7 +264,7 @@ def test_without_a_free_descriptor_the_accepting_thread_does_not_spin(
 
     with socket.create_connection((host, int(port)), timeout=120) as waiting:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(socketserver.TCPServer, "get_request", full_table)
+            patch.setattr(socket.socket, "accept", full_table)
             waiting.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
             with socket.create_connection((host, int(port)), timeout=120):
                 assert eventually(lambda: len(tries) > 0)
@@ -245,18 +278,18 @@ def test_without_a_free_descriptor_the_accepting_thread_does_not_spin(
 
 
 @pytest.mark.parametrize("error", [MemoryError, SystemExit])
-def test_an_accepting_thread_that_dies_is_counted_and_serves_again(
+def test_a_serving_thread_that_dies_is_counted_and_serves_again(
     make_server, fail_open, monkeypatch, error
 ):
     address = make_server().start()
-    accept, errors = socketserver.TCPServer.get_request, [error]
+    accept, errors = socket.socket.accept, [error]
 
-    def fail_once(listener):
+    def fail_once(listening):
         if errors:
             raise errors.pop()
-        return accept(listener)
+        return accept(listening)
 
-    monkeypatch.setattr(socketserver.TCPServer, "get_request", fail_once)
+    monkeypatch.setattr(socket.socket, "accept", fail_once)
 
     assert get(address)[0] == 200
     assert errors == []
@@ -264,7 +297,7 @@ def test_an_accepting_thread_that_dies_is_counted_and_serves_again(
     assert fail_open.num_dead_threads == 0
 
 
-def test_an_accepting_thread_that_always_dies_is_counted_as_dead_and_the_server_can_be_closed(
+def test_a_serving_thread_that_always_dies_is_counted_as_dead_and_the_server_can_be_closed(
     make_server, fail_open, monkeypatch, caplog
 ):
     running = make_server()
@@ -273,7 +306,7 @@ def test_an_accepting_thread_that_always_dies_is_counted_as_dead_and_the_server_
     def fail(_):
         raise MemoryError
 
-    monkeypatch.setattr(socketserver.TCPServer, "get_request", fail)
+    monkeypatch.setattr(socket.socket, "accept", fail)
     with socket.create_connection((host, int(port)), timeout=120):
         died = eventually(lambda: fail_open.num_dead_threads == 1)
     closing = threading.Thread(target=running.close, daemon=True)

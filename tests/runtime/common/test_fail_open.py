@@ -117,11 +117,14 @@ def test_a_thread_that_always_fails_ends_and_is_counted_as_dead_until_it_is_stop
     wait_until(lambda: not thread.is_alive())
 
     assert fail_open.num_dead_threads == 1
+    assert fail_open.has_died("watch")
+    assert not fail_open.has_died("http")
     assert fail_open.failures == {"watch thread": MAX_RESTARTS}
     assert caplog.records[-1].levelname == "ERROR"
     assert "watch thread" in caplog.records[-1].message
     assert thread.join(30)
     assert fail_open.num_dead_threads == 0
+    assert not fail_open.has_died("watch")
 
 
 def test_a_thread_that_was_never_started_has_ended_and_is_not_dead() -> None:
