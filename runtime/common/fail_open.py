@@ -64,7 +64,7 @@ class FailOpen:
         return sum(thread.is_dead for thread in list(self._threads))
 
     def has_died(self, name: str) -> bool:
-        """Whether the thread that `thread` made under this name ended although nobody stopped it."""
+        """Whether the thread of this name ended although nobody stopped it."""
         return any(each.is_dead and each.name == name for each in list(self._threads))
 
     def call(self, name: str, body: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
