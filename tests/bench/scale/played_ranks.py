@@ -1,7 +1,7 @@
 """Serves the metrics of all ranks of a run from one process, and writes their past.
 
-`played_ranks.py RANKS KINDS FIRST_TICK` prints its address. For each line "ADDRESS LAST_TICK" on
-stdin it writes all ticks up to that one into the Prometheus at that address, and prints how many
+`played_ranks.py RANKS KINDS FIRST_TICK DETAIL` prints its address. For each line "ADDRESS LAST_TICK"
+on stdin it writes all ticks up to that one into the Prometheus at that address, and prints how many
 samples these were; at an empty line it lists the ranks on /targets.
 """
 
@@ -15,8 +15,11 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from bench.scale.job_profiles import DATA_PARALLEL
 from bench.scale.rank_contents import INTERVAL_SECONDS, Contents, as_rank
 from bench.scale.remote_write import RemoteWriter, encode_labels, encode_samples
+
+from zerowatch.metrics.settings import Detail
 
 RUN = "night-1024"
 RANKS_A_NODE = 8
@@ -31,12 +34,13 @@ def kind_of(rank: int, kinds: int) -> int:
 class Ranks:
     """Metrics of all ranks of a run; ranks of one kind have the same values."""
 
-    def __init__(self, count: int, kinds: int, first_tick: int) -> None:
+    def __init__(self, count: int, kinds: int, first_tick: int, detail: Detail) -> None:
         self.count = count
         self._kinds = kinds
         began = first_tick * INTERVAL_SECONDS
         self._contents = [
-            Contents(kind, on_rank_zero=kind == 0, began=began) for kind in range(kinds)
+            Contents(kind, DATA_PARALLEL, detail, ranks=count, on_rank_zero=kind == 0, began=began)
+            for kind in range(kinds)
         ]
         self._tick = first_tick - 1
         self._served_tick = 0
@@ -152,7 +156,8 @@ class _Page(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    ranks = Ranks(*map(int, sys.argv[1:4]))
+    detail: Detail = "lean" if sys.argv[4] == "lean" else "full"
+    ranks = Ranks(*map(int, sys.argv[1:4]), detail)
     site = Site(ranks)
     threading.Thread(target=site.serve_forever, daemon=True).start()
     print(f"127.0.0.1:{site.server_address[1]}", flush=True)

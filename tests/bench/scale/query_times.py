@@ -12,7 +12,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from servers.grafana_reader import DashboardQuery, Reader, dashboard_queries, variables
+from servers.grafana_reader import (
+    DashboardQuery,
+    Reader,
+    dashboard_queries,
+    panels,
+    variables,
+)
 from servers.prometheus_server import Prometheus
 
 DASHBOARDS = Path(__file__).parents[3] / "dashboards" / "rendered" / "grafana"
@@ -25,9 +31,13 @@ Dashboard = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A query, the median time of its trials, and the number of series in its result."""
+    """A query, the median time of its trials, and the number of series in its result.
+
+    `panel_type` is Grafana's, such as "heatmap"; empty for annotations and variables.
+    """
 
     name: str
+    panel_type: str
     seconds: float
     series: int
 
@@ -38,9 +48,12 @@ def dashboards() -> list[Dashboard]:
 
 def time_queries(prometheus: Prometheus, dashboard: Dashboard, reader: Reader) -> list[Asked]:
     """Send each query of a dashboard and of its variables, one after another."""
+    types = {panel["title"]: panel["type"] for panel in panels(dashboard)}
     asked = [
         _timed(
-            query.name, lambda query=query: reader.ask(prometheus, query, dashboard, time.time())
+            query.name,
+            lambda query=query: reader.ask(prometheus, query, dashboard, time.time()),
+            types.get(query.panel, ""),
         )
         for query in dashboard_queries(dashboard)
     ]
@@ -85,13 +98,13 @@ def _time_variable(
     return _timed(query.name, lambda: prometheus.ask(f"label/{label}/values", **parameters))
 
 
-def _timed(name: str, ask: Callable[[], list[Any]]) -> Asked:
+def _timed(name: str, ask: Callable[[], list[Any]], panel_type: str = "") -> Asked:
     seconds = []
     for _ in range(TRIALS):
         began = time.monotonic()
         series = len(ask())
         seconds.append(time.monotonic() - began)
-    return Asked(name=name, seconds=median(seconds), series=series)
+    return Asked(name=name, panel_type=panel_type, seconds=median(seconds), series=series)
 
 
 def _text(variable: Mapping[str, Any]) -> str:

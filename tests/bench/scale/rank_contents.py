@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 
-from bench.monitoring_cost.scrape_cost_job import label_values
+from bench.scale.job_profiles import JobProfile
 
 from zerowatch.metrics.catalog import (
-    CATALOG,
+    across_ranks,
     communication,
+    devices,
     memory,
     overhead,
     training,
@@ -18,8 +18,10 @@ from zerowatch.metrics.catalog import (
     window,
 )
 from zerowatch.metrics.catalog.spec import MetricSpec
+from zerowatch.metrics.exporters.detail import served
 from zerowatch.metrics.exporters.prometheus import exposition
 from zerowatch.metrics.recorder import Recorder
+from zerowatch.metrics.settings import Detail
 
 INTERVAL_SECONDS = 15
 STEP_SECONDS = 2.5
@@ -35,30 +37,48 @@ _NEVER = {
     communication.HANGS,
     memory.ALLOC_RETRIES,
     memory.OOMS,
-    overhead.HOOK_FAILURES,
+    devices.DEVICE_THROTTLED_SECONDS,
+    devices.DEVICE_ECC_ERRORS,
+    devices.DEVICE_LINK_ERRORS,
     overhead.DROPPED_RECORDS,
     overhead.EXPORTER_FAILURES,
+    window.WINDOW_REPLAYS,
+    window.REPLAY_SECONDS,
+    window.RESTARTS,
 }
-_ABSENT = {memory.MEMORY_LEAK}  # as long as nothing leaks
-_ON_RANK_ZERO = (*tuner.METRICS, *window.ON_RANK_ZERO)
 _PHASE_SHARES = {"data": 0.03, "forward": 0.3, "backward": 0.6, "optimizer": 0.05}
 _PER_SECOND = {
     training.STEPS: 1 / STEP_SECONDS,
     training.SAMPLES: 8 / STEP_SECONDS,
     training.TOKENS: 32_768 / STEP_SECONDS,
     training.FLOPS: 4e14,
+    training.PRODUCTIVE_SECONDS: 0.97,
+    training.CHECKPOINTS: 1 / 1800,
+    training.CHECKPOINT_SECONDS: 0.01,
     communication.COMM_EXPOSED_SECONDS: 0.04,
     communication.COMM_CAUSE_SECONDS: 0.02,
     overhead.WATCH_SECONDS: 0.0005,
 }
 _LEVELS = {
     training.RUN_ACTIVE: 1.0,
+    training.RUN_ATTEMPT: 0.0,
     training.LOSS_SCALE: 65536.0,
+    training.MFU: 0.45,
     communication.COMM_COVERAGE_RATIO: 1.0,
     communication.STRAGGLER_SCORE: 0.0,
+    communication.HANG_ACTIVE: 0.0,
+    memory.MEMORY_LIMIT: 8e10,
     memory.OOM_RISK: 0.01,
     memory.OOM_NEXT_BATCH_RISK: 0.01,
     memory.OOM_ETA_STEPS: math.inf,
+    devices.DEVICE_TEMPERATURE: 60.0,
+    devices.DEVICE_TEMPERATURE_LIMIT: 90.0,
+    devices.DEVICE_REMAPPED_ROWS: 0.0,
+    devices.DEVICE_ROW_REMAP: 0.0,
+    devices.DEVICE_LOST: 0.0,
+    overhead.DEAD_THREADS: 0.0,
+    across_ranks.RANKS_EXPOSED_COMM_RATIO: 0.04,
+    across_ranks.RANKS_OOM_RISK: 0.01,
 }
 _BY_UNIT = (("_bytes", 3e10), ("_ratio", 0.8), ("_seconds", 0.01), ("_per_second", 2e10))
 
@@ -68,14 +88,33 @@ class Contents:
 
     Args:
         seed: Random seed; other contents have another one.
+        profile: The kind of job.
+        detail: What is served of it.
+        ranks: Number of ranks of the run.
         on_rank_zero: Whether this is rank 0.
         began: Unix time of the run's start.
     """
 
-    def __init__(self, seed: int, *, on_rank_zero: bool, began: float) -> None:
+    def __init__(
+        self,
+        seed: int,
+        profile: JobProfile,
+        detail: Detail,
+        *,
+        ranks: int,
+        on_rank_zero: bool,
+        began: float,
+    ) -> None:
         self._random = random.Random(seed)
         self._recorder = Recorder()
-        self._series = list(_series(on_rank_zero))
+        self._series = list(profile.series(on_rank_zero=on_rank_zero))
+        self._detail: Detail = detail
+        self._fixed = {
+            training.WORLD_SIZE: float(ranks),
+            training.RUN_START_TIMESTAMP: began,
+            across_ranks.RANKS_REPORTING: float(ranks),
+            **_LEVELS,
+        }
         self._now = began
         for spec, labels in self._series:
             if spec.kind == "histogram":
@@ -97,10 +136,10 @@ class Contents:
 
     def text(self, accept: str) -> tuple[str, bytes]:
         """Return content type and text; `as_rank` makes it a rank's."""
-        return exposition(self._recorder.snapshot(), ANY_RANK, accept)
+        return exposition(served(self._recorder.snapshot(), self._detail), ANY_RANK, accept)
 
     def _growth(self, spec: MetricSpec, labels: tuple[str, ...]) -> float:
-        if spec in _NEVER:
+        if spec in _NEVER or "failed" in labels:
             return 0.0
         if spec is training.PHASE_SECONDS:
             return INTERVAL_SECONDS * _PHASE_SHARES.get(labels[0], 0.01)
@@ -110,10 +149,12 @@ class Contents:
     def _level(self, spec: MetricSpec, labels: tuple[str, ...]) -> float:
         if spec is tuner.TUNER_STATE:
             return float(labels[0] == "frozen")
+        if spec in self._fixed:
+            return self._fixed[spec]
         if spec.name.endswith("_timestamp_seconds"):
             return self._now
-        if spec in _LEVELS:
-            return _LEVELS[spec]
+        if spec is training.STEP_DURATION_QUANTILE:
+            return STEP_SECONDS * (1 + float(labels[0]) / 10) * self._random.uniform(0.98, 1.02)
         usual = next((level for unit, level in _BY_UNIT if spec.name.endswith(unit)), 100.0)
         return usual * self._random.uniform(0.95, 1.05)
 
@@ -127,7 +168,9 @@ def as_rank(text: bytes, rank: int) -> bytes:
     return text.replace(_RANK, b'rank="%d"' % rank)
 
 
-def _series(on_rank_zero: bool) -> Iterator[tuple[MetricSpec, tuple[str, ...]]]:
-    for spec in CATALOG:
-        if spec not in _ABSENT and (on_rank_zero or spec not in _ON_RANK_ZERO):
-            yield from ((spec, labels) for labels in label_values(spec))
+def num_series(profile: JobProfile, detail: Detail, *, on_rank_zero: bool) -> int:
+    """Return the number of series that a rank serves in a kind of job."""
+    contents = Contents(0, profile, detail, ranks=1, on_rank_zero=on_rank_zero, began=0.0)
+    contents.advance()
+    lines = contents.text("")[1].splitlines()
+    return sum(not line.startswith(b"#") for line in lines)

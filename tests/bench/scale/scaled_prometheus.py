@@ -20,6 +20,8 @@ from bench.scale.remote_write import RemoteWriter, encode_labels, encode_samples
 from fakes.scraper import eventually
 from servers.prometheus_server import Prometheus
 
+from zerowatch.metrics.settings import Detail
+
 RULES = Path(__file__).parents[3] / "dashboards" / "rendered" / "prometheus"
 KINDS = 32
 TICKS_AT_ONCE = 40
@@ -45,13 +47,14 @@ class Store:
         folder: Where Prometheus works.
         ranks: Ranks of the run.
         past_seconds: How much of the past to write.
+        detail: What the ranks serve.
     """
 
-    def __init__(self, folder: Path, ranks: int, past_seconds: int) -> None:
+    def __init__(self, folder: Path, ranks: int, past_seconds: int, detail: Detail) -> None:
         first = int(time.time() - past_seconds) // INTERVAL_SECONDS
         script = str(Path(__file__).with_name("played_ranks.py"))
         self._ranks = subprocess.Popen(
-            [sys.executable, script, str(ranks), str(KINDS), str(first)],
+            [sys.executable, script, str(ranks), str(KINDS), str(first), detail],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

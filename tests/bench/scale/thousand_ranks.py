@@ -1,44 +1,77 @@
-"""A run of 1,024 ranks in one Prometheus on this machine, by the shipped rules and dashboards.
+"""A run of 1,024 ranks in one Prometheus with the shipped rules, with full and with lean detail.
 
 One process plays the ranks. scaled_prometheus.py writes the hour that the dashboards show.
 """
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import psutil
 from bench.bench_options import Options
 from bench.result_table import Row
+from bench.scale.job_profiles import PROFILES
 from bench.scale.played_ranks import RUN
 from bench.scale.query_times import Asked, dashboards, time_dashboard, time_queries
-from bench.scale.rank_contents import INTERVAL_SECONDS
+from bench.scale.rank_contents import INTERVAL_SECONDS, num_series
 from bench.scale.scaled_prometheus import Store
 from servers.grafana_reader import Reader
+
+from zerowatch.metrics.settings import Detail
 
 RANKS, PAST_SECONDS, LIVE_SECONDS = 1024, 3600, 180
 QUICK_RANKS, QUICK_PAST_SECONDS, QUICK_LIVE_SECONDS = 32, 600, 40
 GOAL_P95_SECONDS, GOAL_SECONDS = 1.0, 3.0
 SLOWEST = 8
+MAX_LEAN_SERIES = 100
+HEATMAPS = ("heatmap", "status-history")
+WATCHDOG = "ZerowatchWatchdog"
 
 
 def bench(options: Options) -> Iterator[Row]:
-    """Yield size and cost of the store, and the time of its rules and the dashboards' queries."""
+    """Yield the series of kinds of jobs, then size, cost and query times with either detail."""
+    yield from _profiles()
     if shutil.which("prometheus") is None:
         yield Row(what="scale", measured="needs prometheus on PATH (apt-get install prometheus)")
         return
+    for detail in get_args(Detail):
+        for row in _with_detail(detail, options):
+            yield replace(row, what=f"{detail}: {row.what}")
+
+
+def _profiles() -> Iterator[Row]:
+    """Count what a rank and a run serve, by kind of job; Prometheus is not needed."""
+    for profile, detail in itertools.product(PROFILES, get_args(Detail)):
+        first, other = (
+            num_series(profile, detail, on_rank_zero=on_rank_zero) for on_rank_zero in (True, False)
+        )
+        is_lean = detail == "lean"
+        yield Row(
+            what=f"{detail}: series per rank, {profile.name}",
+            measured=str(other),
+            spread=f"rank 0 {first}; {first + (RANKS - 1) * other:,} of {RANKS:,} ranks",
+            goal=f"<= {MAX_LEAN_SERIES}" if is_lean else "",
+            met=other <= MAX_LEAN_SERIES if is_lean else None,
+        )
+
+
+def _with_detail(detail: Detail, options: Options) -> Iterator[Row]:
     ranks = QUICK_RANKS if options.quick else RANKS
     past = QUICK_PAST_SECONDS if options.quick else PAST_SECONDS
     live = QUICK_LIVE_SECONDS if options.quick else LIVE_SECONDS
     with (
         tempfile.TemporaryDirectory(prefix="zerowatch-bench-") as folder,
-        closing(Store(Path(folder), ranks, past)) as store,
+        closing(Store(Path(folder), ranks, past, detail)) as store,
     ):
         speed = store.filled_samples / store.fill_seconds
         yield Row(
@@ -47,8 +80,9 @@ def bench(options: Options) -> Iterator[Row]:
             spread=f"{speed / 1000:.0f} k/s",
         )
         yield from _live(store, ranks, live)
-        shown = {"job": ["zerowatch"], "run": [RUN]}  # and all ranks
-        yield from _queries(store, Reader(variables=shown, range_seconds=past))
+        # All ranks. A variable of another name, such as a run to compare with, gets this run too.
+        shown = defaultdict(lambda: [RUN], job=["zerowatch"])
+        yield from _queries(store, Reader(variables=shown, range_seconds=past), detail)
 
 
 def _live(store: Store, ranks: int, seconds: float) -> Iterator[Row]:
@@ -73,7 +107,19 @@ def _live(store: Store, ranks: int, seconds: float) -> Iterator[Row]:
         goal=str(ranks),
         met=up == str(ranks),
     )
-    yield Row(what="series", measured=f"{store.metric('prometheus_tsdb_head_series'):,.0f}")
+    scraped = store.prometheus.series("sum(scrape_samples_scraped)")[0]["value"][1]
+    yield Row(
+        what="series, those of the rules included",
+        measured=f"{store.metric('prometheus_tsdb_head_series'):,.0f}",
+        spread=f"{int(scraped) / ranks:.0f} per rank scraped",
+    )
+    firing = store.prometheus.series('count by (alertname) (ALERTS{alertstate="firing"})')
+    yield Row(
+        what="alerts that fire on a healthy run, the watchdog left out",
+        measured=", ".join(
+            name for each in firing if (name := each["metric"]["alertname"]) != WATCHDOG
+        ),
+    )
     yield Row(what="samples ingested", measured=f"{samples / took:,.0f} /s")
     yield Row(
         what="Prometheus: memory (RSS), CPU",
@@ -102,7 +148,7 @@ def _rules(store: Store, groups: dict[str, list[float]]) -> Iterator[Row]:
     )
 
 
-def _queries(store: Store, reader: Reader) -> Iterator[Row]:
+def _queries(store: Store, reader: Reader, detail: Detail) -> Iterator[Row]:
     all_asked: list[Asked] = []
     for dashboard in dashboards():
         asked = time_queries(store.prometheus, dashboard, reader)
@@ -127,7 +173,7 @@ def _queries(store: Store, reader: Reader) -> Iterator[Row]:
     yield Row(
         what="queries without data, annotations left out",
         measured=str(len(empty)),
-        spread="; ".join(empty),
+        spread="; ".join(empty) if detail == "full" else "",
     )
     yield Row(
         what="the slowest",
@@ -135,9 +181,11 @@ def _queries(store: Store, reader: Reader) -> Iterator[Row]:
         goal=f"< {GOAL_SECONDS:g} s",
         met=max(times) < GOAL_SECONDS,
     )
-    for query in sorted(all_asked, key=lambda query: -query.seconds)[:SLOWEST]:
+    heatmaps = [query for query in all_asked if query.panel_type in HEATMAPS]
+    slowest = sorted(all_asked, key=lambda query: -query.seconds)[:SLOWEST]
+    for query in dict.fromkeys([*slowest, *heatmaps]):
         yield Row(
-            what=f"- {query.name}",
+            what=f"- {query.name}" + (" [heatmap]" if query in heatmaps else ""),
             measured=f"{query.seconds:.3f} s",
             spread=f"{query.series} series",
         )
