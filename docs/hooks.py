@@ -20,6 +20,7 @@ from zerowatch.__main__ import commands
 from zerowatch.dashboards.alerts import alerts
 from zerowatch.dashboards.timing import Timing
 from zerowatch.metrics.catalog import CATALOG
+from zerowatch.metrics.catalog.spec import MetricSpec
 from zerowatch.metrics.settings import ENVIRONMENT_PREFIX, Settings
 from zerowatch.metrics.thresholds import THRESHOLDS
 
@@ -58,10 +59,23 @@ def metrics() -> str:
     """Return a table of all metrics, by the file of the catalog that defines them."""
     rows = [
         f"| `{spec.name}` | {spec.kind} "
-        f"| {', '.join(f'`{name}`' for name in spec.label_names) or '-'} | {spec.help} |"
+        f"| {', '.join(f'`{name}`' for name in spec.label_names) or '-'} | {_lean(spec)} "
+        f"| {spec.help} |"
         for spec in CATALOG
     ]
-    return "\n".join(["| metric | type | labels | meaning |", "|---|---|---|---|", *rows])
+    head = ["| metric | type | labels | lean | meaning |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *rows])
+
+
+def _lean(spec: MetricSpec) -> str:
+    """Describe what `serve.detail = "lean"` serves of a metric."""
+    if spec.lean is None:
+        return "-"
+    if spec.buckets:
+        return "sum, count"
+    summed = [f"without `{name}`" for name in spec.lean.without]
+    chosen = [f"`{name}` {', '.join(values)}" for name, values in spec.lean.only.items()]
+    return "; ".join([*summed, *chosen]) or "yes"
 
 
 def settings() -> str:

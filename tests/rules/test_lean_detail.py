@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 
 import promql_parser
 import pytest
 import yaml
+from bench.scale.job_profiles import PROFILES
+from bench.scale.rank_contents import series_names
+from package_tree import ROOT
 from promql_parser import AggregateExpr, BinaryExpr, MatchOp, VectorSelector
-from promql_parts import children
+from promql_parts import children, selectors
 from rules.lean_series import lean_series
 from rules.promtool import ALERTS, RECORDING, failures
 from rules.test_alerts import CASES
@@ -220,6 +224,57 @@ def test_rules_and_panels_with_gaps_are_listed_with_the_reason(capsys):
 )
 def test_a_gap_is_found(expression, missing):
     assert gaps(expression) == {spec.name for spec in missing}
+
+
+def reads(expression: str) -> set[str]:
+    """Return the series that an expression reads, with those of the recording rules it reads."""
+    names = {name for name, _ in selectors(expression)}
+    return names | {
+        each for name in names for inner in RECORDED.get(name, ()) for each in reads(inner)
+    }
+
+
+def documented_drop() -> re.Pattern[str]:
+    """Return the regular expression of `metric_relabel_configs` in the documentation."""
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    blocks = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+    (rule,) = [
+        rule
+        for block in blocks
+        for scrape in block["scrape_configs"]
+        for rule in scrape.get("metric_relabel_configs", ())
+        if rule["action"] == "drop"
+    ]
+    return re.compile(rule["regex"])
+
+
+def test_no_alert_and_no_panel_of_the_overview_reads_what_the_documentation_drops():
+    drop = documented_drop()
+    expressions = [
+        *ALERT_EXPRESSIONS.items(),
+        *(
+            (panel, expression)
+            for dashboard, panel, expression in panel_expressions()
+            if dashboard in COMPLETE_DASHBOARDS and panel not in INCOMPLETE_PANELS
+        ),
+    ]
+
+    dropped = {
+        (place, name)
+        for place, expression in expressions
+        for name in filter(drop.fullmatch, reads(expression))
+    }
+
+    assert dropped == set()
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
+def test_what_the_documentation_does_not_drop_is_a_fraction(profile):
+    names = series_names(profile, "full", on_rank_zero=False)
+
+    left = [name for name in names if not documented_drop().fullmatch(name)]
+
+    assert 120 <= len(left) <= 175
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """Serves the metrics of all ranks of a run from one process, and writes their past.
 
-`played_ranks.py RANKS KINDS FIRST_TICK DETAIL` prints its address. For each line "ADDRESS LAST_TICK"
-on stdin it writes all ticks up to that one into the Prometheus at that address, and prints how many
-samples these were; at an empty line it lists the ranks on /targets.
+`played_ranks.py RANKS KINDS FIRST_TICK DETAIL` prints its address. For each line "ADDRESS
+LAST_TICK" on stdin it writes all ticks up to that one into the Prometheus at that address, and
+prints how many samples these were; at an empty line it lists the ranks on /targets.
 """
 
 from __future__ import annotations

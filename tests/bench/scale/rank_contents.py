@@ -168,9 +168,9 @@ def as_rank(text: bytes, rank: int) -> bytes:
     return text.replace(_RANK, b'rank="%d"' % rank)
 
 
-def num_series(profile: JobProfile, detail: Detail, *, on_rank_zero: bool) -> int:
-    """Return the number of series that a rank serves in a kind of job."""
+def series_names(profile: JobProfile, detail: Detail, *, on_rank_zero: bool) -> list[str]:
+    """Return the name of each series that a rank serves in a kind of job."""
     contents = Contents(0, profile, detail, ranks=1, on_rank_zero=on_rank_zero, began=0.0)
     contents.advance()
-    lines = contents.text("")[1].splitlines()
-    return sum(not line.startswith(b"#") for line in lines)
+    lines = contents.text("")[1].decode().splitlines()
+    return [line.partition("{")[0] for line in lines if not line.startswith("#")]
