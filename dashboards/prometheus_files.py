@@ -19,7 +19,7 @@ NOTE = (
     "fails.\n"
 )
 WIDTH = 100
-COMPONENTS = ("communication", "training", "devices", "memory", "watch", "tuner")
+COMPONENTS = ("communication", "training", "devices", "memory", "watch", "tuner", "prometheus")
 # Alertmanager's group_wait, group_interval and repeat_interval in seconds, by severity. When a rank
 # dies, the launcher ends the other ranks, whose alerts start one evaluation later: a group_wait of
 # 20 s puts them into the same message.
@@ -27,8 +27,12 @@ NOTIFICATION_SECONDS = {
     "critical": (20.0, MINUTE, 60 * MINUTE),
     "warning": (30.0, 5 * MINUTE, 4 * 60 * MINUTE),
     "info": (5 * MINUTE, 5 * MINUTE, 24 * 60 * MINUTE),
+    "none": (0.0, MINUTE, 5 * MINUTE),
 }
 DEFAULT_SEVERITY = "warning"
+# Alerts of severity none are messages to machines. Their receiver sends nothing until a service is
+# connected to it.
+RECEIVERS = {"none": "watchdog"}
 
 
 def rule_files(
@@ -105,7 +109,7 @@ def alertmanager(known: Iterable[Alert], timing: Timing, webhook_url: str) -> di
     """
     routes = {
         severity: {
-            "receiver": severity,
+            "receiver": RECEIVERS.get(severity, severity),
             "group_wait": timing.duration(wait_seconds),
             "group_interval": timing.duration(interval_seconds),
             "repeat_interval": timing.duration(repeat_seconds),
@@ -129,7 +133,9 @@ def alertmanager(known: Iterable[Alert], timing: Timing, webhook_url: str) -> di
             _inhibition(alert.name, alert.inhibits) for alert in known if alert.inhibits
         ],
         "receivers": [
-            {
+            {"name": RECEIVERS[severity]}
+            if severity in RECEIVERS
+            else {
                 "name": severity,
                 "webhook_configs": [{"url": webhook_url, "send_resolved": True}],
             }

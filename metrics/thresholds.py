@@ -117,6 +117,19 @@ WATCH_RATIO_HIGH = Threshold(
     "Share of a run's time that monitoring takes. The goal is 0.004. A run of tiny steps on CPU "
     "reaches 0.015.",
 )
+MONITORING_FAILURES_HIGH = Threshold(
+    "monitoring_failures_high",
+    10,
+    "count",
+    "Failed exports, or failed exchanges between ranks, of a rank within half an hour. A single "
+    "failed hook is always reported.",
+)
+RECORDS_LOST_HIGH = Threshold(
+    "records_lost_high",
+    100,
+    "count",
+    "Records that a part of a rank's monitoring lost within half an hour.",
+)
 
 THRESHOLDS = {
     threshold.name: threshold
@@ -134,6 +147,8 @@ THRESHOLDS = {
         LOSS_SCALE_LOW,
         LOSS_SCALE_FALL,
         WATCH_RATIO_HIGH,
+        MONITORING_FAILURES_HIGH,
+        RECORDS_LOST_HIGH,
     )
 }
 

@@ -13,6 +13,7 @@ from .alert import Alert
 from .communication import communication_alerts
 from .memory import memory_alerts
 from .overhead import overhead_alerts
+from .prometheus import prometheus_alerts
 from .training import training_alerts
 
 
@@ -23,4 +24,5 @@ def alerts(timing: Timing) -> tuple[Alert, ...]:
         *training_alerts(timing),
         *memory_alerts(timing),
         *overhead_alerts(timing),
+        *prometheus_alerts(timing),
     )

@@ -7,8 +7,10 @@ from typing import Literal
 
 from ..promql import IDENTITY
 
-Severity = Literal["critical", "warning", "info"]
-Component = Literal["communication", "training", "memory", "devices", "watch", "tuner"]
+Severity = Literal["critical", "warning", "info", "none"]
+Component = Literal[
+    "communication", "training", "memory", "devices", "watch", "tuner", "prometheus"
+]
 
 # Template expressions, which Prometheus replaces when it sends the alert.
 RUN = "{{ $labels.run }}"
@@ -20,10 +22,18 @@ NUMBER = '{{ $value | printf "%.0f" }}'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """The base addresses of the links in an alert: the runbook and Grafana."""
+    """The base addresses of the links in an alert.
 
-    runbook: str = "https://github.com/zerowatch/zerowatch/blob/main/dashboards/runbook.md"
-    grafana: str = "http://127.0.0.1:3000"
+    By default the same rules are used everywhere, and Prometheus fills in the addresses from its
+    external labels `zerowatch_runbook` and `zerowatch_grafana`. Without them there is no link.
+
+    Attributes:
+        runbook: The address of the runbook, whose pages have anchors.
+        grafana: The address of Grafana.
+    """
+
+    runbook: str = ""
+    grafana: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +65,7 @@ class Alert:
         description: The current value, what it means and what to do first.
         dashboard: The uid of the dashboard to which the alert links.
         inhibits: The alerts that this alert inhibits; None if it inhibits none.
+        about_run: Whether the alert is about a run, and not about Prometheus or Alertmanager.
     """
 
     name: str
@@ -67,6 +78,7 @@ class Alert:
     description: str
     dashboard: str
     inhibits: InhibitRule | None = None
+    about_run: bool = True
 
     @property
     def labels(self) -> dict[str, str]:
@@ -77,9 +89,17 @@ class Alert:
         """Return the texts and links that a notification shows."""
         # Without spaces in the templates, because YAML would wrap the address at a space.
         variables = "&".join(f"var-{name}={{{{$labels.{name}|urlquery}}}}" for name in IDENTITY)
+        query = f"?{variables}" if self.about_run else ""
         return {
             "summary": self.summary,
             "description": self.description,
-            "runbook_url": f"{links.runbook}#{self.name.lower()}",
-            "dashboard_url": f"{links.grafana}/d/{self.dashboard}?{variables}",
+            "runbook_url": _link(links.runbook, "runbook", f"#{self.name.lower()}"),
+            "dashboard_url": _link(links.grafana, "grafana", f"/d/{self.dashboard}{query}"),
         }
+
+
+def _link(base: str, external_label: str, path: str) -> str:
+    """Return a link, or the template of a link whose base is an external label."""
+    if base:
+        return base + path
+    return f"{{{{with $externalLabels.zerowatch_{external_label}}}}}{{{{.}}}}{path}{{{{end}}}}"

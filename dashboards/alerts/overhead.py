@@ -1,20 +1,36 @@
-"""Alerts on zerowatch itself: expensive or dead monitoring, and a tuner in safe mode."""
+"""Alerts on zerowatch itself: expensive, dead or failing monitoring, and a tuner in safe mode."""
 
 from __future__ import annotations
 
+from ...metrics.catalog import communication as comm
 from ...metrics.catalog import overhead, tuner
-from ...metrics.thresholds import WATCH_RATIO_HIGH
+from ...metrics.catalog.spec import MetricSpec
+from ...metrics.thresholds import MONITORING_FAILURES_HIGH, RECORDS_LOST_HIGH, WATCH_RATIO_HIGH
 from ..limits import above, shown
-from ..promql import by, select
+from ..promql import IDENTITY, by, select
 from ..recording_rules import WATCH_RATIO_BY_RANK
 from ..timing import MINUTE, Timing
-from .alert import PERCENT, RANK, RUN, Alert
+from .alert import NUMBER, PERCENT, RANK, RUN, Alert, InhibitRule
 from .guards import after_some_steps, while_training
+
+DASHBOARD = "zerowatch-overhead"
+NODE = "{{ $labels.node }}"
+PART = "{{ $labels.part }}"
+MONITORING_FAILING = "ZerowatchMonitoringFailing"
+RECORDS_LOST = "ZerowatchRecordsLost"
+METRICS_STALE = "ZerowatchMetricsStale"
 
 
 def overhead_alerts(timing: Timing) -> tuple[Alert, ...]:
     """Return the alerts; `timing` sets their PromQL ranges."""
-    return (_watch_overhead(timing), _monitoring_dead(), _tuner_safe_mode())
+    return (
+        _watch_overhead(timing),
+        _monitoring_dead(),
+        _monitoring_failing(timing),
+        _records_lost(timing),
+        _metrics_stale(timing),
+        _tuner_safe_mode(),
+    )
 
 
 def _watch_overhead(timing: Timing) -> Alert:
@@ -32,25 +48,110 @@ def _watch_overhead(timing: Timing) -> Alert:
             "usual. The dashboard shows which part of it is expensive, and the runbook lists the "
             "settings that make each part cheaper."
         ),
-        dashboard="zerowatch-overhead",
+        dashboard=DASHBOARD,
     )
 
 
 def _monitoring_dead() -> Alert:
+    dead = by("max", select(overhead.DEAD_THREADS), "rank", "node")
     return Alert(
         name="ZerowatchMonitoringDead",
         component="watch",
         severity="warning",
-        expression=while_training(
-            f"{by('max', select(overhead.DEAD_THREADS), 'rank')} > 0", "rank"
-        ),
+        expression=while_training(f"{dead} > 0", "rank"),
         for_seconds=0,
         keep_firing_seconds=5 * MINUTE,
         summary=f"Rank {RANK} of training {RUN} is no longer fully monitored",
-        description="A monitoring thread of this rank has died. Training continues, but some of "
-        "the rank's metrics no longer change, and alerts that use them do not fire. The log of the "
-        "rank has the traceback.",
-        dashboard="zerowatch-overhead",
+        description=f"A monitoring thread of this rank, on {NODE}, has died. Training continues, "
+        "but some of the rank's metrics no longer change, and alerts that use them do not fire. "
+        "The log of the rank has the traceback.",
+        dashboard=DASHBOARD,
+        inhibits=InhibitRule(
+            alerts=(MONITORING_FAILING, METRICS_STALE), same=(*IDENTITY, "rank")
+        ),
+    )
+
+
+def _of_last_half_hour(timing: Timing, spec: MetricSpec, *matchers: str) -> str:
+    """Return the growth of a counter in 30 minutes, including the value with which it appeared.
+
+    A counter whose labels are known only at run time appears with its first event, which
+    increase() does not count.
+    """
+    selector = select(spec, *matchers)
+    return f"{selector} unless {selector} offset {timing.long} or increase({selector}[{timing.long}])"
+
+
+def _by_part(counted: str, label: str, prefix: str) -> str:
+    """Return counts of a rank by the label `part`, whose value is `prefix` and another label.
+
+    With `serve.detail` "lean" the other label is missing.
+    """
+    named = f'label_replace({counted}, "part", "{prefix} $1", "{label}", "(.*)")'
+    return by("sum", named, "rank", "node", "part")
+
+
+def _monitoring_failing(timing: Timing) -> Alert:
+    hooks = _by_part(_of_last_half_hour(timing, overhead.HOOK_FAILURES), "hook", "hook")
+    exports = _by_part(
+        _of_last_half_hour(timing, overhead.EXPORTER_FAILURES), "exporter", "exporter"
+    )
+    # A missing report of a peer is the fault of the peer, about which other alerts exist.
+    exchanges = _by_part(
+        _of_last_half_hour(timing, comm.EXCHANGE_FAILURES, 'reason!="peer"'), "reason", "exchange"
+    )
+    any_of_them = (
+        f"(\n{hooks} > 0\nor\n{above(exports, MONITORING_FAILURES_HIGH)}\n"
+        f"or\n{above(exchanges, MONITORING_FAILURES_HIGH)}\n)"
+    )
+    return Alert(
+        name=MONITORING_FAILING,
+        component="watch",
+        severity="warning",
+        expression=while_training(any_of_them, "rank"),
+        for_seconds=0,
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"Monitoring of rank {RANK} of training {RUN} fails: {PART}",
+        description=f"On {NODE}, this part failed {NUMBER} times within half an hour. A failed "
+        "hook is removed, and what it measured is missing from then on. Training continues. The "
+        "log of the rank has the traceback or the reason.",
+        dashboard=DASHBOARD,
+    )
+
+
+def _records_lost(timing: Timing) -> Alert:
+    counted = _of_last_half_hour(timing, overhead.DROPPED_RECORDS, 'part!="graph_capture"')
+    lost = by("sum", counted, "rank", "node", "part")
+    return Alert(
+        name=RECORDS_LOST,
+        component="watch",
+        severity="warning",
+        expression=while_training(above(lost, RECORDS_LOST_HIGH), "rank"),
+        for_seconds=0,
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"Monitoring of rank {RANK} of training {RUN} loses records",
+        description=f"On {NODE}, {NUMBER} records were lost within half an hour, by part: {PART}. "
+        f"Up to {shown(RECORDS_LOST_HIGH)} are tolerated. Figures about steps and collectives are "
+        "too low meanwhile. Check the disk of the run folder and the load of the host.",
+        dashboard=DASHBOARD,
+    )
+
+
+def _metrics_stale(timing: Timing) -> Alert:
+    # Not time() less the timestamp, because the clocks of hosts differ.
+    updates = f"changes({select(overhead.WATCH_LAST_UPDATE_TIMESTAMP)}[{timing.short}])"
+    return Alert(
+        name=METRICS_STALE,
+        component="watch",
+        severity="warning",
+        expression=while_training(f"{by('max', updates, 'rank', 'node')} == 0", "rank"),
+        for_seconds=2 * MINUTE,  # until its second scrape, a rank has not changed anything yet
+        keep_firing_seconds=0,  # an update proves that the thread works again
+        summary=f"The metrics of rank {RANK} of training {RUN} no longer change",
+        description=f"The rank on {NODE} answers scrapes, but its monitoring thread has not updated "
+        "the metrics for five minutes. All other alerts about this rank are blind. The thread "
+        "waits for a lock or the disk, or the process gets no CPU time.",
+        dashboard=DASHBOARD,
     )
 
 

@@ -7,7 +7,25 @@ from dataclasses import dataclass
 import promql_parser
 from promql_parts import TARGET_LABELS, known_series, nodes
 
-KNOWN = {"up": TARGET_LABELS, **known_series()}
+_SERVER = {"job", "instance"}
+# What Prometheus and Alertmanager export about themselves, as far as rules use it.
+OF_SERVERS = {
+    "prometheus_sd_refresh_failures_total": {*_SERVER, "mechanism", "config"},
+    "prometheus_sd_file_read_errors_total": _SERVER,
+    "prometheus_rule_evaluation_failures_total": {*_SERVER, "rule_group"},
+    "prometheus_rule_group_iterations_missed_total": {*_SERVER, "rule_group"},
+    "prometheus_notifications_errors_total": {*_SERVER, "alertmanager"},
+    "prometheus_notifications_dropped_total": _SERVER,
+    "prometheus_notifications_alertmanagers_discovered": _SERVER,
+    "prometheus_target_scrape_pool_exceeded_target_limit_total": _SERVER,
+    "prometheus_target_scrape_pool_exceeded_label_limits_total": _SERVER,
+    "prometheus_target_scrapes_exceeded_sample_limit_total": _SERVER,
+    "prometheus_target_scrapes_exceeded_body_size_limit_total": _SERVER,
+    "prometheus_config_last_reload_successful": _SERVER,
+    "alertmanager_config_last_reload_successful": _SERVER,
+    "alertmanager_notifications_failed_total": {*_SERVER, "integration"},
+}
+KNOWN = {"up": TARGET_LABELS, **OF_SERVERS, **known_series()}
 
 
 @dataclass(frozen=True)

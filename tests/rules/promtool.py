@@ -14,7 +14,12 @@ from require import program
 from rules.history import SCRAPE_SECONDS, Series
 
 EVALUATION_SECONDS = 15
-FIRING = 'ALERTS{alertstate="firing"}'
+WATCHDOG = "ZerowatchWatchdog"  # always fires
+FIRING = f'ALERTS{{alertstate="firing", alertname!="{WATCHDOG}"}}'
+EXTERNAL_LABELS = {
+    "zerowatch_runbook": "http://127.0.0.1:9099/runbook",
+    "zerowatch_grafana": "http://127.0.0.1:3000",
+}
 RECORDING, ALERTS = RULE_FILES = ("prometheus/recording.yaml", "prometheus/alerts.yaml")
 
 
@@ -47,6 +52,7 @@ class Case:
         return {
             "name": self.title,
             "interval": f"{SCRAPE_SECONDS}s",
+            "external_labels": EXTERNAL_LABELS,
             "input_series": [
                 {"series": series, "values": values} for series, values in self.series.items()
             ],
@@ -87,15 +93,16 @@ class Case:
         ]
 
 
-def annotations_of(alert: str, *, dashboard: str, summary: str, description: str) -> dict[str, str]:
-    """Return all annotations of an alert of the run night-7."""
-    page = "https://github.com/zerowatch/zerowatch/blob/main/dashboards/runbook.md"
-    shown = f"http://127.0.0.1:3000/d/{dashboard}?var-job=zerowatch&var-run=night-7"
+def annotations_of(
+    alert: str, *, dashboard: str, summary: str, description: str, about_run: bool = True
+) -> dict[str, str]:
+    """Return all annotations of an alert of the run night-7, or of no run."""
+    variables = "?var-job=zerowatch&var-run=night-7" if about_run else ""
     return {
         "summary": summary,
         "description": description,
-        "runbook_url": f"{page}#{alert.lower()}",
-        "dashboard_url": shown,
+        "runbook_url": f"{EXTERNAL_LABELS['zerowatch_runbook']}#{alert.lower()}",
+        "dashboard_url": f"{EXTERNAL_LABELS['zerowatch_grafana']}/d/{dashboard}{variables}",
     }
 
 

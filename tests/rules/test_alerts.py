@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from rules.cases import communication, memory, overhead, thresholds, training, window
-from rules.promtool import failures
+from rules.cases import (
+    communication,
+    memory,
+    overhead,
+    prometheus,
+    thresholds,
+    training,
+    window,
+)
+from rules.promtool import WATCHDOG, failures
 
 from zerowatch.dashboards.alerts import alerts
 from zerowatch.dashboards.timing import Timing
@@ -15,6 +23,7 @@ CASES = (
     *memory.CASES,
     *window.CASES,
     *overhead.CASES,
+    *prometheus.CASES,
     *thresholds.CASES,
 )
 NAMES = [alert.name for alert in alerts(Timing())]
@@ -26,7 +35,23 @@ def test_alerts(case, alert_rules, tmp_path):
     assert failures(alert_rules, [case.test()], tmp_path) == ""
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_the_watchdog_fires_without_any_series(alert_rules, tmp_path):
+    always = {
+        "interval": "1m",
+        "promql_expr_test": [
+            {
+                "expr": f'count(ALERTS{{alertname="{WATCHDOG}", severity="none"}})',
+                "eval_time": moment,
+                "exp_samples": [{"labels": "{}", "value": 1}],
+            }
+            for moment in ("0m", "30m")
+        ],
+    }
+
+    assert failures(alert_rules, [always], tmp_path) == ""
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != WATCHDOG])
 def test_each_alert_has_a_case_in_which_it_fires_and_resolves(name):
     fired = [case for case in CASES if case.alert.get("alertname") == name]
 

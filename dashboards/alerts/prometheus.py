@@ -1,0 +1,179 @@
+"""Alerts on Prometheus and Alertmanager: if they fail, no other alert can be trusted.
+
+Prometheus must scrape itself and Alertmanager. The metrics are those that both programs export.
+"""
+
+from __future__ import annotations
+
+from ...metrics.catalog.training import RUN_ACTIVE
+from ..promql import select
+from ..timing import MINUTE, Timing
+from .alert import Alert
+
+DASHBOARD = "zerowatch-overhead"
+WATCHDOG = "ZerowatchWatchdog"
+INSTANCE = "{{ $labels.instance }}"
+# The rule groups of the shipped files; the label is "<file>;<group>".
+OUR_RULES = 'rule_group=~".+;zerowatch-.+"'
+# Scrape configurations by this name list hosts on which often nothing runs.
+EXPECTED_DISCOVERY = 'mechanism=~"http|file", config!~".+-optional"'
+# The counters of exceeded limits of a scrape configuration, by the name of the limit.
+LIMITS = {
+    "target_limit": "prometheus_target_scrape_pool_exceeded_target_limit_total",
+    "label_limit": "prometheus_target_scrape_pool_exceeded_label_limits_total",
+    "sample_limit": "prometheus_target_scrapes_exceeded_sample_limit_total",
+    "body_size_limit": "prometheus_target_scrapes_exceeded_body_size_limit_total",
+}
+
+
+def prometheus_alerts(timing: Timing) -> tuple[Alert, ...]:
+    """Return the alerts; `timing` sets their PromQL ranges."""
+    return (
+        _watchdog(),
+        _discovery_failing(timing),
+        _rules_failing(timing),
+        _limit_exceeded(timing),
+        _notifications_failing(timing),
+        _delivery_failing(timing),
+        _configuration_rejected(),
+    )
+
+
+def _grows(metric: str, timing: Timing, matchers: str = "") -> str:
+    """Return the series of a counter that grew within the last five minutes."""
+    return f"increase({metric}{{{matchers}}}[{timing.short}]) > 0"
+
+
+def _watchdog() -> Alert:
+    return Alert(
+        name=WATCHDOG,
+        component="prometheus",
+        severity="none",
+        expression="vector(1)",
+        for_seconds=0,
+        keep_firing_seconds=0,
+        summary="The way from Prometheus to Alertmanager works",
+        description="This alert always fires. Connect the receiver `watchdog` to a service that "
+        "raises an alarm when messages stop: then Prometheus, Alertmanager or the network is down, "
+        "and no other alert arrives.",
+        dashboard=DASHBOARD,
+        about_run=False,
+    )
+
+
+def _discovery_failing(timing: Timing) -> Alert:
+    failing = _grows("prometheus_sd_refresh_failures_total", timing, EXPECTED_DISCOVERY)
+    unread = _grows("prometheus_sd_file_read_errors_total", timing)
+    # Between two runs, nothing answers at the address of rank 0.
+    some_run = f"(count({select(RUN_ACTIVE)} == 1) > 0)"
+    return Alert(
+        name="ZerowatchPrometheusDiscoveryFailing",
+        component="prometheus",
+        severity="warning",
+        expression=f"({failing} or {unread})\nand on () {some_run}",
+        for_seconds=5 * MINUTE,
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"Prometheus {INSTANCE} cannot read its list of ranks",
+        description="Reading the targets of a scrape configuration failed "
+        '{{ $value | printf "%.0f" }} times in five minutes. Prometheus keeps the ranks that it '
+        "knows, but finds no new run. The log of Prometheus names the address or file.",
+        dashboard=DASHBOARD,
+        about_run=False,
+    )
+
+
+def _rules_failing(timing: Timing) -> Alert:
+    failing = _grows("prometheus_rule_evaluation_failures_total", timing, OUR_RULES)
+    missed = _grows("prometheus_rule_group_iterations_missed_total", timing, OUR_RULES)
+    return Alert(
+        name="ZerowatchPrometheusRulesFailing",
+        component="prometheus",
+        severity="warning",
+        expression=f"({failing} or {missed})",
+        for_seconds=5 * MINUTE,
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"Prometheus {INSTANCE} does not evaluate all rules of zerowatch",
+        description="Rules of the group {{ $labels.rule_group }} failed, or were skipped because "
+        "an evaluation took too long. Alerts that depend on them do not fire. The page Rules of "
+        "Prometheus shows the error.",
+        dashboard=DASHBOARD,
+        about_run=False,
+    )
+
+
+def _limit_exceeded(timing: Timing) -> Alert:
+    exceeded = "\nor\n".join(
+        f'label_replace({_grows(metric, timing)}, "limit", "{name}", "", "")'
+        for name, metric in LIMITS.items()
+    )
+    return Alert(
+        name="ZerowatchPrometheusLimitExceeded",
+        component="prometheus",
+        severity="warning",
+        expression=f"(\n{exceeded}\n)",
+        for_seconds=MINUTE,
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"Prometheus {INSTANCE} drops scrapes that exceed a limit",
+        description="The {{ $labels.limit }} of a scrape configuration is exceeded, and Prometheus "
+        "stores nothing of those scrapes: ranks look as if they were down. Its page Targets names "
+        "them. Raise the limit, or find out who exports so much.",
+        dashboard=DASHBOARD,
+        about_run=False,
+    )
+
+
+def _notifications_failing(timing: Timing) -> Alert:
+    errors = _grows("prometheus_notifications_errors_total", timing)
+    dropped = _grows("prometheus_notifications_dropped_total", timing)
+    return Alert(
+        name="ZerowatchPrometheusNotificationsFailing",
+        component="prometheus",
+        severity="critical",
+        expression=(
+            f"({errors} or {dropped} or prometheus_notifications_alertmanagers_discovered == 0)"
+        ),
+        for_seconds=5 * MINUTE,
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"Prometheus {INSTANCE} cannot send alerts to Alertmanager",
+        description="Alerts do not reach an Alertmanager, so that nobody is notified. Check "
+        "whether Alertmanager runs, and whether the section `alerting` of prometheus.yml has its "
+        "address.",
+        dashboard=DASHBOARD,
+        about_run=False,
+    )
+
+
+def _delivery_failing(timing: Timing) -> Alert:
+    return Alert(
+        name="ZerowatchAlertmanagerNotificationsFailing",
+        component="prometheus",
+        severity="critical",
+        expression=_grows("alertmanager_notifications_failed_total", timing),
+        for_seconds=5 * MINUTE,
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"Alertmanager {INSTANCE} cannot deliver notifications",
+        description="Notifications by {{ $labels.integration }} failed "
+        '{{ $value | printf "%.0f" }} times in five minutes. The log of Alertmanager has the '
+        "reason, such as a wrong address or an expired secret.",
+        dashboard=DASHBOARD,
+        about_run=False,
+    )
+
+
+def _configuration_rejected() -> Alert:
+    rejected = " or ".join(
+        f"{program}_config_last_reload_successful == 0" for program in ("prometheus", "alertmanager")
+    )
+    return Alert(
+        name="ZerowatchPrometheusConfigRejected",
+        component="prometheus",
+        severity="warning",
+        expression=f"({rejected})",
+        for_seconds=5 * MINUTE,
+        keep_firing_seconds=0,
+        summary=f"{INSTANCE} does not use its changed configuration",
+        description="The last reload of the configuration failed, so the earlier one is still in "
+        "use. `promtool check config` or `amtool check-config` shows the error.",
+        dashboard=DASHBOARD,
+        about_run=False,
+    )

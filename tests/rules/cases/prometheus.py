@@ -1,0 +1,140 @@
+"""Test cases of the alerts on Prometheus and Alertmanager."""
+
+from __future__ import annotations
+
+from rules.history import Series, Stretch, counter, gauge, training
+from rules.promtool import Case, annotations_of
+
+SERVER = {"job": "prometheus", "instance": "localhost:9090"}
+SENDER = {"job": "alertmanager", "instance": "alertmanager:9093"}
+GROUP = "/etc/prometheus/rules/alerts.yaml;zerowatch-training-alerts"
+PREFIX = "prometheus_"
+
+
+def alert(name: str, labels: dict[str, str], severity: str = "warning") -> dict[str, str]:
+    return {
+        "alertname": f"Zerowatch{name}",
+        "component": "prometheus",
+        "severity": severity,
+        **labels,
+    }
+
+
+def of_server(metric: str, values: str, **labels: str) -> Series:
+    """Return a series of Prometheus, or of Alertmanager by the name of the metric."""
+    known = {**(SERVER if metric.startswith(PREFIX) else SENDER), **labels}
+    matchers = ", ".join(f'{name}="{value}"' for name, value in known.items())
+    return {f"{metric}{{{matchers}}}": values}
+
+
+def failing(*stretches: Stretch, config: str) -> Series:
+    """Return the failures of reading targets by HTTP."""
+    return of_server(
+        "prometheus_sd_refresh_failures_total",
+        counter(*stretches),
+        mechanism="http",
+        config=config,
+    )
+
+
+CASES = (
+    Case(
+        title="Fires if the targets of a training run cannot be read",
+        series=training(40) | failing((3, 0), (15, 0.2), (22, 0), config="zerowatch"),
+        alert=alert(
+            "PrometheusDiscoveryFailing", {**SERVER, "mechanism": "http", "config": "zerowatch"}
+        ),
+        fires_at="8m15s",
+        recovers_at="28m",
+        annotations=annotations_of(
+            "ZerowatchPrometheusDiscoveryFailing",
+            dashboard="zerowatch-overhead",
+            about_run=False,
+            summary="Prometheus localhost:9090 cannot read its list of ranks",
+            description="Reading the targets of a scrape configuration failed 60 times in five "
+            "minutes. Prometheus keeps the ranks that it knows, but finds no new run. The log of "
+            "Prometheus names the address or file.",
+        ),
+    ),
+    Case(
+        title="Does not fire if nothing answers while no run is in training",
+        series=failing((20, 0.2), config="zerowatch"),
+        until="20m",
+    ),
+    Case(
+        title="Does not fire if nothing answers where a run is optional",
+        series=training(20) | failing((20, 0.03), config="zerowatch-optional"),
+        until="20m",
+    ),
+    Case(
+        title="Fires if rules of zerowatch fail",
+        series=of_server(
+            "prometheus_rule_evaluation_failures_total",
+            counter((3, 0), (15, 0.1), (22, 0)),
+            rule_group=GROUP,
+        ),
+        alert=alert("PrometheusRulesFailing", {**SERVER, "rule_group": GROUP}),
+        fires_at="8m15s",
+        recovers_at="28m",
+    ),
+    Case(
+        title="Does not fire if rules of others fail",
+        series=of_server(
+            "prometheus_rule_evaluation_failures_total",
+            counter((20, 0.1)),
+            rule_group="/etc/prometheus/rules/node.yaml;node",
+        ),
+        until="20m",
+    ),
+    Case(
+        title="Fires if a target exports more series than the limit",
+        series=of_server(
+            "prometheus_target_scrapes_exceeded_sample_limit_total",
+            counter((3, 0), (15, 0.2), (22, 0)),
+        ),
+        alert=alert("PrometheusLimitExceeded", {**SERVER, "limit": "sample_limit"}),
+        fires_at="4m15s",
+        recovers_at="28m",
+    ),
+    Case(
+        title="Fires if Prometheus has no Alertmanager",
+        series=of_server(
+            "prometheus_notifications_alertmanagers_discovered", gauge((3, 1), (15, 0), (10, 1))
+        ),
+        alert=alert("PrometheusNotificationsFailing", SERVER, "critical"),
+        fires_at="8m15s",
+        recovers_at="23m15s",
+    ),
+    Case(
+        title="Does not fire if one notification is lost",
+        series=of_server(
+            "prometheus_notifications_errors_total",
+            gauge((3, 0), (17, 1)),
+            alertmanager="http://alertmanager:9093/api/v2/alerts",
+        ),
+        until="20m",
+    ),
+    Case(
+        title="Fires if Alertmanager cannot reach the pager",
+        series=of_server(
+            "alertmanager_notifications_failed_total",
+            counter((3, 0), (15, 0.1), (22, 0)),
+            integration="pagerduty",
+        ),
+        alert=alert(
+            "AlertmanagerNotificationsFailing", {**SENDER, "integration": "pagerduty"}, "critical"
+        ),
+        fires_at="8m15s",
+        recovers_at="28m",
+    ),
+    Case(
+        title="Fires if Alertmanager rejects its changed configuration",
+        series=of_server(
+            "alertmanager_config_last_reload_successful", gauge((3, 1), (15, 0), (5, 1))
+        )
+        | of_server("prometheus_config_last_reload_successful", gauge((23, 1))),
+        alert=alert("PrometheusConfigRejected", SENDER),
+        fires_at="8m15s",
+        recovers_at="18m15s",
+    ),
+)
