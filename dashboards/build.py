@@ -31,11 +31,11 @@ def rendered_files(
         thresholds: Values in place of the defaults in `metrics/thresholds.py`, by name.
     """
     rules = rule_files(timing=Timing(), links=links, thresholds=thresholds)
-    files = {**dashboard_files(thresholds or {}), **rules}
+    files = {**dashboard_files(thresholds), **rules}
     return dict(sorted({**files, **kubernetes_files(files)}.items()))
 
 
-def dashboard_files(thresholds: Mapping[str, float]) -> dict[str, str]:
+def dashboard_files(thresholds: Mapping[str, float] | None = None) -> dict[str, str]:
     """Return the JSON text of each dashboard, by its path relative to the output folder.
 
     Args:
@@ -44,7 +44,7 @@ def dashboard_files(thresholds: Mapping[str, float]) -> dict[str, str]:
     """
     return {
         f"grafana/{dashboard.uid}.json": _json_text(
-            _replaced(dashboard_json(dashboard), thresholds)
+            _replaced(dashboard_json(dashboard), thresholds or {})
         )
         for dashboard in DASHBOARDS
     }

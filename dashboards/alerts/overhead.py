@@ -66,9 +66,7 @@ def _monitoring_dead() -> Alert:
         "but some of the rank's metrics no longer change, and alerts that use them do not fire. "
         "The log of the rank has the traceback.",
         dashboard=DASHBOARD,
-        inhibits=InhibitRule(
-            alerts=(MONITORING_FAILING, METRICS_STALE), same=(*IDENTITY, "rank")
-        ),
+        inhibits=InhibitRule(alerts=(MONITORING_FAILING, METRICS_STALE), same=(*IDENTITY, "rank")),
     )
 
 
@@ -79,14 +77,13 @@ def _of_last_half_hour(timing: Timing, spec: MetricSpec, *matchers: str) -> str:
     increase() does not count.
     """
     selector = select(spec, *matchers)
-    return f"{selector} unless {selector} offset {timing.long} or increase({selector}[{timing.long}])"
+    return (
+        f"{selector} unless {selector} offset {timing.long} or increase({selector}[{timing.long}])"
+    )
 
 
 def _by_part(counted: str, label: str, prefix: str) -> str:
-    """Return counts of a rank by the label `part`, whose value is `prefix` and another label.
-
-    With `serve.detail` "lean" the other label is missing.
-    """
+    """Return counts of a rank by the label `part`, whose value is `prefix` and another label."""
     named = f'label_replace({counted}, "part", "{prefix} $1", "{label}", "(.*)")'
     return by("sum", named, "rank", "node", "part")
 
@@ -98,7 +95,12 @@ def _monitoring_failing(timing: Timing) -> Alert:
     )
     # A missing report of a peer is the fault of the peer, about which other alerts exist.
     exchanges = _by_part(
-        _of_last_half_hour(timing, comm.EXCHANGE_FAILURES, 'reason!="peer"'), "reason", "exchange"
+        " or ".join(
+            _of_last_half_hour(timing, comm.EXCHANGE_FAILURES, f'reason="{reason}"')
+            for reason in ("store", "unmatched")
+        ),
+        "reason",
+        "exchange",
     )
     any_of_them = (
         f"(\n{hooks} > 0\nor\n{above(exports, MONITORING_FAILURES_HIGH)}\n"
@@ -120,7 +122,12 @@ def _monitoring_failing(timing: Timing) -> Alert:
 
 
 def _records_lost(timing: Timing) -> Alert:
-    counted = _of_last_half_hour(timing, overhead.DROPPED_RECORDS, 'part!="graph_capture"')
+    # Of the other parts, lost collectives lower the coverage, lost exports count as failures, and
+    # listeners belong to the script. Calls in a CUDA graph are never recorded.
+    counted = " or ".join(
+        _of_last_half_hour(timing, overhead.DROPPED_RECORDS, f'part="{part}"')
+        for part in ("steps", "run_log")
+    )
     lost = by("sum", counted, "rank", "node", "part")
     return Alert(
         name=RECORDS_LOST,
@@ -131,8 +138,8 @@ def _records_lost(timing: Timing) -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"Monitoring of rank {RANK} of training {RUN} loses records",
         description=f"On {NODE}, {NUMBER} records were lost within half an hour, by part: {PART}. "
-        f"Up to {shown(RECORDS_LOST_HIGH)} are tolerated. Figures about steps and collectives are "
-        "too low meanwhile. Check the disk of the run folder and the load of the host.",
+        f"Up to {shown(RECORDS_LOST_HIGH)} are tolerated. Figures about steps are too low, or the "
+        "run log has gaps. Check the disk of the run folder and the load of the host.",
         dashboard=DASHBOARD,
     )
 
@@ -148,9 +155,9 @@ def _metrics_stale(timing: Timing) -> Alert:
         for_seconds=2 * MINUTE,  # until its second scrape, a rank has not changed anything yet
         keep_firing_seconds=0,  # an update proves that the thread works again
         summary=f"The metrics of rank {RANK} of training {RUN} no longer change",
-        description=f"The rank on {NODE} answers scrapes, but its monitoring thread has not updated "
-        "the metrics for five minutes. All other alerts about this rank are blind. The thread "
-        "waits for a lock or the disk, or the process gets no CPU time.",
+        description=f"The rank on {NODE} answers scrapes, but its monitoring thread has not "
+        "updated the metrics for five minutes, so other alerts about this rank cannot fire. The "
+        "thread waits for a lock or the disk, or the process gets no CPU time.",
         dashboard=DASHBOARD,
     )
 

@@ -162,7 +162,8 @@ def _delivery_failing(timing: Timing) -> Alert:
 
 def _configuration_rejected() -> Alert:
     rejected = " or ".join(
-        f"{program}_config_last_reload_successful == 0" for program in ("prometheus", "alertmanager")
+        f"{program}_config_last_reload_successful == 0"
+        for program in ("prometheus", "alertmanager")
     )
     return Alert(
         name="ZerowatchPrometheusConfigRejected",

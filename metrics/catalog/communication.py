@@ -138,7 +138,7 @@ EXCHANGE_FAILURES = counter(
     "Comparisons between ranks that failed: no answer from the store, no report from a peer in "
     "time, or collectives that could not be matched.",
     Label(name="reason", values=("store", "peer", "unmatched")),
-    lean=Lean(without=("reason",)),
+    lean=Lean(only={"reason": ("store", "unmatched")}),
     from_zero=True,
 )
 PEER_HEARTBEAT_AGE = gauge(

@@ -27,19 +27,17 @@ HOOK_FAILURES = counter(
     "which a thread started over, with the loss of a second of records at most. The series of the "
     "watch thread starts at 0, so that a sum over hooks exists before the first failure.",
     Label(name="hook"),
-    lean=Lean(without=("hook",)),
+    lean=EVERY_SERIES,
     from_zero=True,
 )
-# Calls in a CUDA graph are never recorded; the other parts lose records only under pressure.
-UNEXPECTED_LOSSES = ("collectives", "steps", "timing", "run_log", "otlp", "listeners")
 DROPPED_RECORDS = counter(
     "dropped_records_total",
     "Records lost, by the part that lost them.",
     Label(
         name="part",
-        values=("graph_capture", *UNEXPECTED_LOSSES),
+        values=("collectives", "steps", "timing", "graph_capture", "run_log", "otlp", "listeners"),
     ),
-    lean=Lean(without=("part",), only={"part": UNEXPECTED_LOSSES}),
+    lean=Lean(only={"part": ("steps", "run_log")}),
 )
 DEAD_THREADS = gauge(
     "dead_threads",
@@ -50,7 +48,7 @@ EXPORTER_FAILURES = counter(
     "exporter_failures_total",
     "Exports that failed.",
     Label(name="exporter"),
-    lean=Lean(without=("exporter",)),
+    lean=EVERY_SERIES,
     from_zero=True,
 )
 WATCH_LAST_UPDATE_TIMESTAMP = gauge(

@@ -96,11 +96,11 @@ def test_a_label_that_is_left_out_is_added_up():
     recorder = Recorder()
     recorder.add(communication.COMM_EXPOSED_SECONDS, 2.5, "dp")
     recorder.add(communication.COMM_EXPOSED_SECONDS, 0.5, "tp")
-    recorder.add(overhead.HOOK_FAILURES, 1, "watch thread")
+    recorder.add(overhead.WATCH_SECONDS, 1, "hooks")
 
     assert lines_of(recorder, "lean") == [
         'zerowatch_comm_exposed_seconds_total{rank="5"} 3.0',
-        'zerowatch_hook_failures_total{rank="5"} 1.0',
+        'zerowatch_watch_seconds_total{rank="5"} 1.0',
     ]
 
 

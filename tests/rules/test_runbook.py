@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from rules.expressions import selectors, unknown
+from rules.expressions import OF_SERVERS, selectors, unknown
 
 import zerowatch.dashboards
 from zerowatch.dashboards.alerts import alerts
@@ -78,8 +78,12 @@ def test_a_query_uses_existing_metrics_and_labels(query):
 
 
 @pytest.mark.parametrize("query", QUERIES)
-def test_a_query_is_about_one_run(query):
-    assert all("run" in selector.labels for selector in selectors(query))
+def test_a_query_is_about_one_run_or_about_a_server(query):
+    of_servers = {"ALERTS", *OF_SERVERS}
+
+    assert all(
+        "run" in selector.labels or selector.name in of_servers for selector in selectors(query)
+    )
 
 
 def test_links_within_the_runbook_have_a_target():

@@ -99,9 +99,7 @@ CASES = (
     Case(
         title="Does not fire on five failed exports and five failed exchanges",
         series=training(20)
-        | of_rank(
-            1, "zerowatch_exporter_failures_total", gauge((3, 0), (17, 5)), exporter="otlp"
-        )
+        | of_rank(1, "zerowatch_exporter_failures_total", gauge((3, 0), (17, 5)), exporter="otlp")
         | of_rank(1, "zerowatch_exchange_failures_total", gauge((3, 0), (17, 5)), reason="store"),
         until="20m",
     ),
@@ -131,9 +129,7 @@ CASES = (
     Case(
         title="Does not fire on calls in a CUDA graph, which are never recorded",
         series=training(20)
-        | of_rank(
-            1, "zerowatch_dropped_records_total", counter((20, 50)), part="graph_capture"
-        ),
+        | of_rank(1, "zerowatch_dropped_records_total", counter((20, 50)), part="graph_capture"),
         until="20m",
     ),
     Case(
