@@ -87,7 +87,7 @@ class ServeSettings(Section):
     scrape intervals, only for scrapers seen in the last 3 of their intervals. A single request is
     not waited for. After Ctrl-C at most 25 s, which a second Ctrl-C ends."""
     detail: Detail = "full"
-    """`full` serves all metrics: 300 to 700 series per rank. `lean` serves at most 100, for runs
+    """`full` serves all metrics: 350 to 800 series per rank. `lean` serves at most 100, for runs
     of more than some 512 ranks: all alerts and the dashboard Overview work, the others have
     gaps. Rank 0 adds the metrics of the whole run. Applies to metrics over OTLP too."""
     tls_certificate: Path | None = None

@@ -189,8 +189,8 @@ SCRAPES = sized(
     TimeSeries(
         title="Series per rank",
         description="Number of time series that a rank serves: the maximum and the mean of the "
-        "chosen ranks. With full detail some 340 is usual with data parallelism, 580 with 3D "
-        "parallelism, 780 with a mixture of experts; rank 0 has 100 more. With "
+        "chosen ranks. With full detail some 350 is usual with data parallelism, 590 with 3D "
+        "parallelism, 800 with a mixture of experts; rank 0 has 100 more. With "
         "serve.detail = lean it is at most 100, and 250 on rank 0.",
         queries=(Query(f"max({SERIES})", "most"), Query(f"avg({SERIES})", "mean")),
         unit=COUNT,

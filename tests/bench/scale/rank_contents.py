@@ -127,7 +127,7 @@ class Contents:
         for spec, labels in self._series:
             if spec.kind == "counter":
                 self._recorder.add(spec, self._growth(spec, labels), *labels)
-            elif spec.kind == "gauge":
+            elif spec.kind in ("gauge", "summary"):
                 self._recorder.set(spec, self._level(spec, labels), *labels)
             elif spec.kind == "info":
                 self._recorder.set_info(spec, *labels)
@@ -136,7 +136,8 @@ class Contents:
 
     def text(self, accept: str) -> tuple[str, bytes]:
         """Return content type and text; `as_rank` makes it a rank's."""
-        return exposition(served(self._recorder.snapshot(), self._detail), ANY_RANK, accept)
+        snapshot = served(self._recorder.snapshot(), self._detail)
+        return exposition(snapshot, ANY_RANK, accept, with_process=self._detail == "full")
 
     def _growth(self, spec: MetricSpec, labels: tuple[str, ...]) -> float:
         if spec in _NEVER or "failed" in labels:
