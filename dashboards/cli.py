@@ -1,10 +1,12 @@
-"""The commands `zerowatch dashboards` and `zerowatch stack`.
+"""The commands `zerowatch dashboards`, `zerowatch stack` and `zerowatch targets`.
 
 Each command imports its implementation only when it runs, so that --help needs no extra packages.
 """
 
 from __future__ import annotations
 
+import logging
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -141,6 +143,55 @@ def status(native: bool) -> None:
 
     with _native_hint("status"):
         _print_lines(compose_status())
+
+
+@click.command(short_help="Serve the targets of all runs in a folder to Prometheus.")
+@click.option(
+    "--runs",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Folder in which jobs write their runs; by default the setting run_log.folder.",
+)
+@click.option(
+    "--listen",
+    metavar="[HOST]:PORT",
+    default="127.0.0.1:9463",
+    show_default=True,
+    help="Address to listen on; without HOST all IPv4 addresses of this machine.",
+)
+@click.option(
+    "--forget-hours",
+    type=click.FloatRange(min=0, min_open=True),
+    default=24.0,
+    show_default=True,
+    help="Drop a killed run if nothing was written to its folder for so long.",
+)
+def targets(runs: Path | None, listen: str, forget_hours: float) -> None:
+    """Serve the targets of all runs in a folder, as one address for http_sd_configs of Prometheus.
+
+    The folder may be on a file system that all nodes of a cluster mount. A run is listed from its
+    start until its end. Jobs need ZEROWATCH_SERVE_HOST=0.0.0.0, so that Prometheus can reach them.
+
+    Example: zerowatch targets --runs /shared/runs --listen :9463
+    """
+    from ..metrics.settings import load_settings
+    from .stack.targets_server import TargetsServer, listen_address
+
+    try:
+        host, port = listen_address(listen)
+    except ValueError as error:
+        raise click.UsageError(f"--listen: {error}") from None
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
+    folder = load_settings().run_log.folder if runs is None else runs
+    server = TargetsServer(folder.absolute(), host, port, forget_seconds=forget_hours * 3600)
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    _print_lines([f"serving the targets of the runs in {folder} on {host}:{server.port}/targets"])
+    try:
+        server.serve()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.close()
 
 
 @contextmanager

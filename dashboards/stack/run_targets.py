@@ -1,63 +1,164 @@
-"""Writes the file_sd file by which Prometheus finds the ranks of the runs on this machine.
+"""Merges the targets of all runs in a folder, for file_sd and http_sd of Prometheus.
 
     python -m zerowatch.dashboards.stack.run_targets --runs runs --to targets.json
 
 Each run folder contains a targets.json. A run that ends normally empties it; one that was killed
 does not. The next run usually serves on the same ports, so two files may name the same address:
 then the newest file determines the labels.
+
+The folder may be on a file system that a whole cluster writes to. A file is therefore read only if
+it has changed, and what it contains is checked: a run may list ranks of its own name only.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
+import re
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...metrics.atomic_file import atomic_write
 
+logger = logging.getLogger(__name__)
+
 POLL_SECONDS = 2.0
 # Ranks end some seconds apart, and each is scraped once more at its end. An address is therefore
-# listed for so long after rank 0 has withdrawn it.
-WITHDRAWN_SECONDS = 30.0
-Targets = list[dict[str, Any]]
+# listed for so long after rank 0 has withdrawn it: longer than serve.linger_seconds.
+WITHDRAWN_SECONDS = 90.0
+# A run that was killed never withdraws its targets. It is dropped if nothing was written to its
+# folder for so long. The alerts on a killed run do not need its targets.
+FORGET_SECONDS = 24 * 3600.0
+TARGETS_FILE = "targets.json"
+MAX_FILE_BYTES = 8 * 2**20  # a target has some 200 bytes
+# A live run appends to the log of rank 0, and reports of all ranks are new files in the folder.
+_SIGNS_OF_LIFE = (TARGETS_FILE, "rank-0.jsonl", ".")
+# Everything else could overwrite labels of Prometheus, such as `job`, or the path of the scrape.
+_LABELS = ("run", "node", "rank", "__param_run")
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}")
+Target = dict[str, Any]
+Targets = list[Target]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RunFile:
+    """The targets of one run, and what identifies the version of the file they are from."""
+
+    version: tuple[int, int, int]
+    modified_at: float
+    targets: Targets
+
+
+class TargetFiles:
+    """The targets.json files in a folder of run folders.
+
+    Args:
+        runs: The folder of run folders.
+        wall_clock: The Unix time, to which times of files are compared.
+        forget_seconds: Drop a run if nothing was written to its folder for so long. None: never.
+    """
+
+    def __init__(
+        self,
+        runs: Path,
+        wall_clock: Callable[[], float] = time.time,
+        forget_seconds: float | None = None,
+    ) -> None:
+        self._runs = runs
+        self._wall_clock = wall_clock
+        self._forget_seconds = forget_seconds
+        self._files: dict[str, _RunFile] = {}
+        self._refused: dict[str, str] = {}
+
+    def read(self) -> Targets:
+        """Return the targets of all runs, each address with the labels of the newest file.
+
+        A file that is missing, incomplete or refused is ignored. A refused one is logged.
+
+        Raises:
+            OSError: The folder cannot be listed.
+        """
+        with os.scandir(self._runs) as entries:
+            names = [entry.name for entry in entries if not entry.name.startswith(".")]
+        self._files = {name: file for name in names if (file := self._read_run(name)) is not None}
+        self._refused = {name: why for name, why in self._refused.items() if name in self._files}
+        by_age = sorted(self._files.items(), key=lambda item: (item[1].modified_at, item[0]))
+        owners: dict[str, Target] = {}
+        for name, file in by_age:
+            if file.targets and not self._is_forgotten(name):
+                owners |= {target["targets"][0]: target for target in file.targets}
+        return [owners[address] for address in sorted(owners)]
+
+    def _read_run(self, name: str) -> _RunFile | None:
+        path = self._runs / name / TARGETS_FILE
+        try:
+            status = path.stat()
+        except OSError:  # no run folder, or one without targets yet
+            return None
+        version = (status.st_mtime_ns, status.st_size, status.st_ino)
+        known = self._files.get(name)
+        if known is not None and known.version == version:
+            return known
+        targets: Targets = []
+        try:
+            targets = _checked(_content(path, status), run=name)
+        except OSError:
+            return None
+        except ValueError as error:
+            self._log_refused(name, str(error))
+        return _RunFile(version=version, modified_at=status.st_mtime, targets=targets)
+
+    def _is_forgotten(self, name: str) -> bool:
+        if self._forget_seconds is None:
+            return False
+        latest = max(_modified_at(self._runs / name / each) for each in _SIGNS_OF_LIFE)
+        return self._wall_clock() - latest > self._forget_seconds
+
+    def _log_refused(self, name: str, why: str) -> None:
+        if self._refused.get(name) != why:
+            self._refused[name] = why
+            logger.warning("%s is ignored: %s", self._runs / name / TARGETS_FILE, why)
 
 
 def newest_targets(runs: Path) -> Targets:
-    """Return the targets of all runs in file_sd format, each address with its newest labels.
-
-    A file that is missing or incomplete is ignored.
+    """Return the targets of all runs in file_sd format; none if the folder does not exist.
 
     Args:
         runs: The folder of run folders.
     """
-    owners: dict[str, dict[str, Any]] = {}
-    for file in sorted(runs.glob("*/targets.json"), key=_age_key):
-        for target in _read(file):
-            for address in target["targets"]:
-                owners[address] = {"targets": [address], "labels": target["labels"]}
-    return [owners[address] for address in sorted(owners)]
+    try:
+        return TargetFiles(runs).read()
+    except FileNotFoundError:
+        return []
 
 
 class RunTargets:
     """The targets of all runs, including targets that were withdrawn a moment ago.
 
     Args:
-        runs: The folder of run folders.
+        files: The files of the runs.
         now: A monotonic clock, in seconds.
     """
 
-    def __init__(self, runs: Path, now: Callable[[], float] = time.monotonic) -> None:
-        self._runs = runs
+    def __init__(self, files: TargetFiles, now: Callable[[], float] = time.monotonic) -> None:
+        self._files = files
         self._now = now
-        self._listed: dict[str, tuple[float, dict[str, Any]]] = {}
+        self._listed: dict[str, tuple[float, Target]] = {}
 
     def read(self) -> Targets:
-        """Return the targets as they are now."""
+        """Return the targets as they are now.
+
+        Raises:
+            OSError: The folder of the runs cannot be listed.
+        """
         now = self._now()
-        self._listed |= {each["targets"][0]: (now, each) for each in newest_targets(self._runs)}
+        self._listed |= {each["targets"][0]: (now, each) for each in self._files.read()}
         self._listed = {
             address: (at, target)
             for address, (at, target) in self._listed.items()
@@ -66,22 +167,64 @@ class RunTargets:
         return [self._listed[address][1] for address in sorted(self._listed)]
 
 
-def _age_key(file: Path) -> tuple[float, str]:
+def _modified_at(path: Path) -> float:
     try:
-        return file.stat().st_mtime, file.parent.name
+        return path.stat().st_mtime
     except OSError:
-        return 0.0, file.parent.name
+        return 0.0
 
 
-def _read(file: Path) -> Targets:
+def _content(path: Path, status: os.stat_result) -> object:
+    """Return the JSON in a file.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The content is refused.
+    """
+    if not stat.S_ISREG(status.st_mode):  # reading a FIFO would block
+        raise ValueError("it is no regular file")
+    if status.st_size > MAX_FILE_BYTES:
+        raise ValueError(f"it has {status.st_size} bytes, more than {MAX_FILE_BYTES}")
     try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return []
-    whole = isinstance(content, list) and all(
-        isinstance(target, dict) and {"targets", "labels"} <= target.keys() for target in content
-    )
-    return content if whole else []
+        return json.loads(path.read_text())
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    except ValueError:  # zerowatch replaces the file at once, but other programs may not
+        raise ValueError("it is no complete JSON") from None
+
+
+def _checked(content: object, *, run: str) -> Targets:
+    """Return the targets of a run, one for each address, with the known labels only.
+
+    Raises:
+        ValueError: The content is not what a run of that name writes.
+    """
+    if not isinstance(content, list):
+        raise ValueError("it is no list")
+    return [target for group in content for target in _checked_group(group, run)]
+
+
+def _checked_group(group: object, run: str) -> Iterable[Target]:
+    if not isinstance(group, dict) or not {"targets", "labels"} <= group.keys():
+        raise ValueError("an element has no `targets` and `labels`")
+    addresses, labels = group["targets"], group["labels"]
+    if not isinstance(addresses, list) or not isinstance(labels, dict):
+        raise ValueError("`targets` is no list, or `labels` no object")
+    known = {name: labels[name] for name in _LABELS if name in labels}
+    if not all(isinstance(value, str) for value in known.values()):
+        raise ValueError("a label is no text")
+    _refuse_foreign_run(known, run)
+    for address in addresses:
+        if not isinstance(address, str) or not _ADDRESS.fullmatch(address):
+            raise ValueError(f"{address!r:.80} is no HOST:PORT")
+    return [{"targets": [address], "labels": known} for address in addresses]
+
+
+def _refuse_foreign_run(labels: Mapping[str, str], run: str) -> None:
+    """Raise an error if a run lists ranks under the name of another run."""
+    for name in ("run", "__param_run"):
+        if labels.get(name, run) != run:
+            raise ValueError(f"its label {name} is {labels[name]!r:.100}, not the folder's name")
 
 
 def write_if_changed(file: Path, targets: Targets) -> None:
@@ -100,9 +243,13 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--to", type=Path, required=True)
     options = parser.parse_args()
-    targets = RunTargets(options.runs)
+    targets = RunTargets(TargetFiles(options.runs))
     while True:
-        write_if_changed(options.to, targets.read())
+        # As long as the folder cannot be listed, such as before the first run, the file stays.
+        try:
+            write_if_changed(options.to, targets.read())
+        except FileNotFoundError:
+            pass
         time.sleep(POLL_SECONDS)
 
 

@@ -54,6 +54,9 @@ NEEDS = {
     "kubectl": "a cluster",
     "deepspeed": "as many GPUs as it says",
     "pip": "another environment",
+    "sbatch": "a Slurm cluster",
+    "scancel": "a Slurm cluster",
+    "amtool": "an Alertmanager",
 }
 
 

@@ -1,31 +1,43 @@
-"""Tests of the file_sd file of the runs: each address has the labels of the newest run."""
+"""Tests of the merged targets: newest run of each address, ended and killed runs, refused files."""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
+from typing import Any
 
+import pytest
 from fakes.clock import FakeClock
 
 from zerowatch.dashboards.stack.run_targets import (
+    FORGET_SECONDS,
+    MAX_FILE_BYTES,
     WITHDRAWN_SECONDS,
     RunTargets,
+    TargetFiles,
     newest_targets,
     write_if_changed,
 )
 
+NOW = 1_800_000_000.0
+
 
 def write_run(runs: Path, name: str, *addresses: str, at: float = 0.0) -> Path:
-    folder = runs / name
-    folder.mkdir(parents=True)
     targets = [
         {"targets": [address], "labels": {"run": name, "rank": str(rank)}}
         for rank, address in enumerate(addresses)
     ]
+    return write_file(runs, name, json.dumps(targets), at=at)
+
+
+def write_file(runs: Path, name: str, text: str, at: float = 0.0) -> Path:
+    folder = runs / name
+    folder.mkdir(parents=True, exist_ok=True)
     file = folder / "targets.json"
-    file.write_text(json.dumps(targets))
-    os.utime(file, (at, at))
+    file.write_text(text)
+    for path in (file, folder):
+        os.utime(path, (at, at))
     return file
 
 
@@ -47,16 +59,99 @@ def test_simultaneous_runs_are_both_listed(tmp_path: Path) -> None:
     assert owners(tmp_path) == {"127.0.0.1:9464": "one", "127.0.0.1:9564": "two"}
 
 
-def test_an_incomplete_file_is_ignored(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ('[{"targets": ["127', "no complete JSON"),
+        ("[" * 100_000, "nested too deep"),
+        ('{"targets": 1}', "no list"),
+        ('[{"targets": ["a:1"]}]', "no `targets` and `labels`"),
+        ('[{"targets": "a:1", "labels": {}}]', "`targets` is no list"),
+        ('[{"targets": ["a"], "labels": {}}]', "'a' is no HOST:PORT"),
+        ('[{"targets": ["a:1/x?y"], "labels": {}}]', "is no HOST:PORT"),
+        ('[{"targets": ["a:1"], "labels": {"rank": 1}}]', "a label is no text"),
+        ('[{"targets": ["a:1"], "labels": {"run": "one"}}]', "its label run is 'one'"),
+        ('[{"targets": ["a:1"], "labels": {"__param_run": "one"}}]', "__param_run is 'one'"),
+        (" " * (MAX_FILE_BYTES + 1), "bytes, more than"),
+    ],
+)
+def test_a_file_that_no_run_of_that_name_writes_is_ignored_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str, why: str
+) -> None:
     write_run(tmp_path, "one", "127.0.0.1:9464")
-    write_run(tmp_path, "two", "127.0.0.1:9564").write_text('[{"targets": ["127')
-    write_run(tmp_path, "three", "127.0.0.1:9664").write_text('{"targets": 1}')
+    write_file(tmp_path, "two", content)
+    files = TargetFiles(tmp_path)
 
-    assert owners(tmp_path) == {"127.0.0.1:9464": "one"}
+    first, second = files.read(), files.read()
+
+    assert [target["labels"]["run"] for target in first] == ["one"]
+    assert second == first
+    (line,) = caplog.messages
+    assert "two/targets.json is ignored" in line
+    assert why in line
+
+
+def test_a_file_that_would_block_the_reader_is_ignored(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    os.mkfifo(tmp_path / "one" / "targets.json")
+
+    assert newest_targets(tmp_path) == []
+
+
+def test_only_the_labels_of_a_rank_are_taken(tmp_path: Path) -> None:
+    labels = {"run": "one", "rank": "0", "node": "n1", "__param_run": "one"}
+    more = {"job": "other", "__metrics_path__": "/admin", "__scheme__": "https", "severity": "x"}
+    content: list[dict[str, Any]] = [{"targets": ["n1:9464"], "labels": labels | more}]
+    write_file(tmp_path, "one", json.dumps(content))
+
+    (target,) = newest_targets(tmp_path)
+
+    assert target == {"targets": ["n1:9464"], "labels": labels}
 
 
 def test_without_runs_there_are_no_targets(tmp_path: Path) -> None:
     assert newest_targets(tmp_path / "runs") == []
+
+
+def test_a_file_is_read_again_only_if_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path, "one", "127.0.0.1:9464", at=100)
+    write_run(tmp_path, "two", "127.0.0.1:9564", at=100)
+    opened: list[str] = []
+    read_text = Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda self: opened.append(self.parent.name) or read_text(self)
+    )
+    files = TargetFiles(tmp_path)
+
+    files.read()
+    files.read()
+    write_run(tmp_path, "two", "127.0.0.1:9664", at=200)
+    changed = files.read()
+
+    assert sorted(opened) == ["one", "two", "two"]
+    assert [target["targets"][0] for target in changed] == ["127.0.0.1:9464", "127.0.0.1:9664"]
+
+
+def test_a_killed_run_is_dropped_when_nothing_was_written_for_a_day(tmp_path: Path) -> None:
+    clock = FakeClock()
+    clock.seconds = NOW
+    write_run(tmp_path, "killed", "n1:9464", at=NOW)
+    write_run(tmp_path, "training", "n2:9464", at=NOW)
+    log = tmp_path / "training" / "rank-0.jsonl"
+    log.write_text("{}\n")
+    os.utime(log.parent, (NOW, NOW))
+    os.utime(log, (NOW + FORGET_SECONDS, NOW + FORGET_SECONDS))
+    files = TargetFiles(tmp_path, clock, FORGET_SECONDS)
+
+    clock.seconds += FORGET_SECONDS
+    after_a_day = [target["labels"]["run"] for target in files.read()]
+    clock.seconds += 1
+    later = [target["labels"]["run"] for target in files.read()]
+
+    assert after_a_day == ["killed", "training"]
+    assert later == ["training"]
 
 
 def test_the_file_is_written_only_if_its_content_changes(tmp_path: Path) -> None:
@@ -75,7 +170,7 @@ def test_the_file_is_written_only_if_its_content_changes(tmp_path: Path) -> None
 def test_a_withdrawn_address_is_listed_until_its_last_scrape(tmp_path: Path) -> None:
     clock = FakeClock()
     file = write_run(tmp_path, "one", "127.0.0.1:9464")
-    targets = RunTargets(tmp_path, clock)
+    targets = RunTargets(TargetFiles(tmp_path), clock)
     during = targets.read()
 
     file.write_text("[]")
@@ -89,7 +184,7 @@ def test_a_withdrawn_address_is_listed_until_its_last_scrape(tmp_path: Path) -> 
 
 
 def test_a_new_run_takes_over_a_withdrawn_address_at_once(tmp_path: Path) -> None:
-    targets = RunTargets(tmp_path)
+    targets = RunTargets(TargetFiles(tmp_path))
     file = write_run(tmp_path, "one", "127.0.0.1:9464")
     targets.read()
 
