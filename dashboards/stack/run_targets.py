@@ -13,6 +13,7 @@ it has changed, and what it contains is checked: a run may list ranks of its own
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -246,10 +247,11 @@ def main() -> None:
     targets = RunTargets(TargetFiles(options.runs))
     while True:
         # As long as the folder cannot be listed, such as before the first run, the file stays.
-        try:
-            write_if_changed(options.to, targets.read())
-        except FileNotFoundError:
-            pass
+        found: Targets | None = None
+        with contextlib.suppress(OSError):
+            found = targets.read()
+        if found is not None:
+            write_if_changed(options.to, found)
         time.sleep(POLL_SECONDS)
 
 

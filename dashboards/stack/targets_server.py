@@ -66,16 +66,16 @@ class TargetsServer:
             self._targets.read()
         except OSError as error:
             raise CommandLineError(
-                f"targets: cannot list {runs} ({error.strerror}); give the folder in which the jobs "
-                "write their runs (setting run_log.folder) by --runs FOLDER"
+                f"targets: cannot list {runs} ({error.strerror}); give the folder in which "
+                "the jobs write their runs (setting run_log.folder) by --runs FOLDER"
             ) from None
         site = RequestHandler(answer=self._respond, failed=self._on_failure, spent=lambda _: None)
         try:
             self._listener = Listener(host, port, site, None)
         except OSError as error:
             raise CommandLineError(
-                f"targets: cannot listen on {host}:{port} ({error.strerror}); free the port, or give "
-                "an address of this machine by --listen HOST:PORT"
+                f"targets: cannot listen on {host}:{port} ({error.strerror}); free the port, or "
+                "give an address of this machine by --listen HOST:PORT"
             ) from None
 
     @property
@@ -131,9 +131,7 @@ class TargetsServer:
                 status=HTTPStatus.SERVICE_UNAVAILABLE,
             )
         self._warn_of_loopback(targets)
-        return Response(
-            content_type="application/json", body=json.dumps(targets).encode() + b"\n"
-        )
+        return Response(content_type="application/json", body=json.dumps(targets).encode() + b"\n")
 
     def _warn_of_loopback(self, targets: Targets) -> None:
         """Log each run of another host whose ranks serve on their loopback address."""
@@ -142,9 +140,9 @@ class TargetsServer:
             node = labels.get("node", "")
             if node and node != socket.gethostname() and _is_loopback(target["targets"][0]):
                 self._log_once(
-                    f"run {labels.get('run', '-')} on {node} serves on {target['targets'][0]}, which "
-                    "only that host can reach; set ZEROWATCH_SERVE_HOST=0.0.0.0 in the job, and "
-                    "ZEROWATCH_SERVE_ADVERTISE_HOST if its host name is not known to Prometheus"
+                    f"run {labels.get('run', '-')} on {node} serves on {target['targets'][0]}, "
+                    "which only that host can reach; set ZEROWATCH_SERVE_HOST=0.0.0.0 in the job, "
+                    "and ZEROWATCH_SERVE_ADVERTISE_HOST if Prometheus cannot resolve its host name"
                 )
 
     def _on_failure(self, error: BaseException | None) -> None:
