@@ -11,14 +11,14 @@ import json
 import logging
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
 
 from ...errors import CommandLineError
-from ...metrics.exporters.listener import Listener, RequestHandler, Response
+from ...metrics.exporters.http_connection import Request, RequestHandler, Response
+from ...metrics.exporters.listener import Listener
 from .run_targets import FORGET_SECONDS, POLL_SECONDS, RunTargets, TargetFiles, Targets
 
 logger = logging.getLogger(__name__)
@@ -58,8 +58,7 @@ class TargetsServer:
         self._runs = runs
         self._now = now
         self._targets = RunTargets(TargetFiles(runs, wall_clock, forget_seconds), now)
-        self._lock = threading.Lock()
-        self._answered_at: float | None = None
+        self._answered_at = 0.0
         self._answer: Response | None = None
         self._logged: set[str] = set()
         try:
@@ -95,8 +94,8 @@ class TargetsServer:
         """Release the port."""
         self._listener.server_close()
 
-    def _respond(self, target: str, _: str) -> Response:
-        match target.partition("?")[0]:
+    def _respond(self, request: Request) -> Response:
+        match request.path.partition("?")[0]:
             case "/targets":
                 return self._targets_response()
             case "/healthz":
@@ -112,12 +111,10 @@ class TargetsServer:
 
     def _targets_response(self) -> Response:
         """Return the response to /targets, which is renewed at most every two seconds."""
-        with self._lock:
-            now = self._now()
-            fresh = self._answered_at is not None and now - self._answered_at < POLL_SECONDS
-            if self._answer is None or not fresh:
-                self._answer, self._answered_at = self._new_response(), now
-            return self._answer
+        now = self._now()
+        if self._answer is None or now - self._answered_at >= POLL_SECONDS:
+            self._answer, self._answered_at = self._new_response(), now
+        return self._answer
 
     def _new_response(self) -> Response:
         try:
