@@ -26,9 +26,9 @@ class CallBatch:
 
     Attributes:
         calls: The calls.
-        anchor: An event recorded when the batch was drained; None if the batch has no device calls.
-            Device times are measured relative to the anchor, because elapsed times are float32 and
-            would lose precision over hours.
+        anchor: An event of about the time when the batch was drained; None if the batch has no
+            device calls. Device times are measured relative to the anchor, because elapsed times
+            are float32 and would lose precision over hours. It may be the end of one of the calls.
     """
 
     calls: list[CollectiveCall]
@@ -61,7 +61,8 @@ class CallBatch:
             call.end_ns = _time(call.end_event, anchor)
             call.issued_ns = call.end_ns if blocks_compute else call.start_ns
             events.release(call.start_event)
-            events.release(call.end_event)
+            if call.end_event is not anchor:
+                events.release(call.end_event)
             wait = call.stream_wait
             if wait is not None:
                 # 0 would mean that nothing waited for the call, so 1 is used instead.

@@ -5,6 +5,7 @@ This is the hot path of monitoring, because it runs on the training thread for e
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
@@ -46,6 +47,7 @@ class CallRecorder:
         self.stream_waits = StreamWaitTracker(self.events)
         self.dropped_calls = 0
         self._calls: list[CollectiveCall] = []
+        self._draining = threading.RLock()  # two threads must not drain the same calls
         self._under_way: set[CollectiveCall] = set()
         self._phase_timer: PhaseTimer | None = None
         self._on_batch: Callable[[CallBatch], None] | None = None
@@ -87,10 +89,27 @@ class CallRecorder:
         self.stream_waits.connect(phase_timer)
 
     def drain(self) -> CallBatch:
-        """Return the calls recorded since the last drain."""
-        calls, self._calls = self._calls, []
+        """Return the calls recorded since the last drain. Called on the thread that issues them."""
+        with self._draining:
+            calls, self._calls = self._calls, []
         on_device = any(call.start_event is not None for call in calls)
         return CallBatch(calls, self.events.record() if on_device else None)
+
+    def pass_on_between_steps(self) -> None:
+        """Pass on the calls since the last drain if no step has begun. Called on the watch thread.
+
+        Otherwise the calls of an evaluation would wait for the end of the next step. Within a step
+        nothing is passed on: the times of overlapping calls are measured together.
+        """
+        if self._phase_timer is None or not self._phase_timer.is_between_steps():
+            return
+        with self._draining:
+            calls = list(itertools.takewhile(_is_marked, self._calls))
+            del self._calls[: len(calls)]  # the issuing thread may have added further calls
+            if calls and self._on_batch is not None:
+                # No event may be recorded on this thread: a graph may be captured on the stream.
+                ends = (call.end_event for call in reversed(calls))
+                self._on_batch(CallBatch(calls, next(filter(None, ends), None)))
 
     def on_call(
         self, reader: CallReader, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -302,3 +321,8 @@ class CallRecorder:
         if call.start_event is not None:
             call.end_event = self.events.record()
         call.end_ns = ended_ns
+
+
+def _is_marked(call: CollectiveCall) -> bool:
+    """Return whether both ends of a call are marked, as far as events mark them."""
+    return call.start_event is None or call.end_event is not None

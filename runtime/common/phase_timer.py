@@ -10,6 +10,7 @@ from ...metrics.catalog.labels import PHASES
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, EVAL, CHECKPOINT, OTHER = range(len(PHASES))
 _NON_TRAINING = (EVAL, CHECKPOINT)
+_PASSES = (FORWARD, BACKWARD, OPTIMIZER)
 # Maximum intervals kept for one step. If a step has more, the earliest intervals are dropped.
 MAX_INTERVALS = 4096
 
@@ -81,6 +82,17 @@ class PhaseTimer:
         if self.current == BACKWARD or self._totals[BACKWARD]:
             return 0
         return self._totals[FORWARD] + self._totals[EVAL]
+
+    def passes_ns(self) -> int:
+        """Return the time of forward and backward passes since the last step."""
+        return self._totals[FORWARD] + self._totals[BACKWARD]
+
+    def is_between_steps(self) -> bool:
+        """Whether no pass of the next step has begun, as in an evaluation or while saving.
+
+        May be called on any thread.
+        """
+        return self.current not in _PASSES and not self.passes_ns()
 
     def drain(self) -> list[int]:
         """Return the nanoseconds of each phase since the last call, in the order of PHASES."""

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ...metrics.step_record import StepRecord
 from ..collectives.call_batch import CallBatch
+from ..collectives.call_recorder import CallRecorder
 from ..collectives.comm_time import CommTimeCounter
-from ..collectives.event_pool import EventPool
 from ..collectives.groups import CollectiveCall
 from ..collectives.totals import PeriodTotals, StepCommTotals
 from ..common import accelerator
@@ -64,7 +64,8 @@ class WatchThread:
         comparison: Receives the time of each step by phase.
         folder: Writes each step's record as soon as it is complete.
         otel: Receives the steps of each second with their calls, if it makes traces.
-        events: The pool to which device events are returned after they were read.
+        calls: Records the calls. Once a second it passes on those between steps; its pool gets the
+            device events that were read.
         fail_open: Wraps all calls to the parts.
         listeners: Functions that receive the record of each step, once a second. They must not
             block. The list may grow.
@@ -86,7 +87,7 @@ class WatchThread:
         comparison: ComparisonMonitor,
         folder: RunFolder,
         otel: OtelExporter,
-        events: EventPool,
+        calls: CallRecorder,
         fail_open: FailOpen,
         listeners: Sequence[Listener],
         on_device: bool,
@@ -95,7 +96,8 @@ class WatchThread:
         self.cpu_seconds = 0.0
         self._sampler = sampler
         self._add_memory_sample = fail_open.wrap("memory", memory.add_step)
-        self._events = events
+        self._events = calls.events
+        self._pass_on_calls = fail_open.wrap("collectives", calls.pass_on_between_steps)
         self._append = fail_open.wrap("run log", folder.append)
         self._add_step_times = fail_open.wrap("step times", comparison.add_step_times)
         self._listeners = listeners
@@ -169,10 +171,14 @@ class WatchThread:
         running = True
         while running and not self._is_abandoned:
             is_stopping = self._is_stopping  # a failure may have lost the None that `stop` enqueues
-            running = self._drain() and not is_stopping
-            self._finish(final=not running)
+            running = self._wait() and not is_stopping
             now = time.monotonic()
-            if now >= self._tick_due or not running:
+            is_due = now >= self._tick_due or not running
+            if is_due and running:
+                self._pass_on_calls()  # into the queue
+                running = self._drain()
+            self._finish(final=not running)
+            if is_due:
                 self._tick_due = now + TICK_SECONDS
                 self.cpu_seconds = time.thread_time()
                 self._publish_second()
@@ -180,19 +186,26 @@ class WatchThread:
                     task()
         self._close()
 
-    def _drain(self) -> bool:
+    def _wait(self) -> bool:
         """Wait for batches and steps, and take all from the queue; return False after `stop`."""
         try:
             item = self._inbox.get(timeout=self._poll_seconds if self._pending else TICK_SECONDS)
         except queue.Empty:
             self._poll_seconds = min(2 * self._poll_seconds, LAST_POLL_SECONDS)
             return True
-        while item is not None:
-            self._pending.append(item)
-            if self._inbox.empty():
-                return True
+        if item is None:
+            return False
+        self._pending.append(item)
+        return self._drain()
+
+    def _drain(self) -> bool:
+        """Take all batches and steps from the queue; return False after `stop`."""
+        while not self._inbox.empty():
             item = self._inbox.get_nowait()
-        return False
+            if item is None:
+                return False
+            self._pending.append(item)
+        return True
 
     def _finish_pending(self, *, final: bool) -> None:
         """Process the queue in order, up to the first item that still waits for measurements."""
