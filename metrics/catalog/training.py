@@ -5,7 +5,8 @@ from __future__ import annotations
 from .labels import DEVICE, PHASE
 from .spec import EVERY_SERIES, Label, counter, gauge, histogram, info, summary
 
-# How monitoring of a rank can end. Only the first is an end in good order.
+# How monitoring of a rank can end. After the first two, run_active is 0 until the last scrape.
+# After the others it remains 1 until the server closes, so that alerts recognize the failure.
 END_REASONS = (
     "completed",
     "interrupted",
@@ -37,12 +38,13 @@ RUN_INFO = info(
 )
 RUN_ACTIVE = gauge(
     "run_active",
-    "1 while the rank is training, 0 after monitoring was closed.",
+    "1 while the rank is training, 0 after an end in good order or by Ctrl-C.",
     lean=EVERY_SERIES,
 )
 RUN_END_INFO = info(
     "run_end_info",
-    "How monitoring of the rank ended; served until the server closes.",
+    "How monitoring of the rank ended; served until the server closes, which is at once after a "
+    "failure.",
     Label(name="reason", values=END_REASONS),
     lean=EVERY_SERIES,
 )

@@ -20,6 +20,7 @@ from ..common.fail_open import FailOpen
 from ..common.patching import AttributePatch
 from ..common.phase_timer import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseTimer
 from .batch_shape import BatchShape, batch_shape
+from .checkpoint_metrics import CheckpointMetrics
 from .memory_hooks import MemoryHooks
 from .pipeline_hooks import INSTRUCTION_MAP, PHASE_OF_INSTRUCTION, InstructionMap, loaded_shape
 from .raw_step import StepCounts
@@ -52,6 +53,7 @@ class EngineHooks:
         fail_open: FailOpen,
         memory: MemoryHooks,
         collector: StepCollector,
+        checkpoints: CheckpointMetrics,
     ) -> None:
         self.cost_ns = 0
         self._engine = weakref.ref(engine)
@@ -65,6 +67,7 @@ class EngineHooks:
         self._plain_backward = False
         self._steps_before = self._skipped_before = 0
         self._collect = collector.on_step_end
+        self._checkpoints = checkpoints
         self._fail_open = fail_open
         self._on_batch_start = fail_open.wrap("batch risk", memory.on_batch_start)
         self._on_gradients = fail_open.wrap("memory categories", memory.on_backward_end)
@@ -89,7 +92,7 @@ class EngineHooks:
 
     def discard_window(self) -> None:
         """Discard the micro-batches since the last step, which will be repeated or skipped."""
-        self._counts = StepCounts()
+        self._counts = StepCounts(discarded_ns=self._phase_timer.passes_ns())
         self._shapes, self._loss = [], None
 
     @property
@@ -111,6 +114,8 @@ class EngineHooks:
                 return self._wrap_prologue(original)
             case "_backward_epilogue":
                 return self._wrap_epilogue(original)
+            case "save_checkpoint":
+                return self._wrap(name, original, self._on_save_start, self._on_save_end)
         phase = EVAL if name == "eval_batch" else CHECKPOINT
         return self._wrap(
             name,
@@ -201,6 +206,14 @@ class EngineHooks:
                     on_end()
 
         return hooked
+
+    def _on_save_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._phase_timer.enter(CHECKPOINT)
+        self._checkpoints.begin()
+
+    def _on_save_end(self, result: Any, returned: bool) -> None:
+        self._checkpoints.end(saved=returned and result is not False)
+        self._phase_timer.leave()
 
     def _on_forward_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._close_plain_backward()

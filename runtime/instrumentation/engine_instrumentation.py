@@ -9,6 +9,7 @@ from typing import Any
 from ..collectives.call_batch import CallBatch
 from ..collectives.group_roles import p2p_role, role_of
 from ..common.phase_timer import CHECKPOINT
+from .checkpoint_metrics import CheckpointMetrics
 from .dataloader_hooks import DataLoaderHooks
 from .engine_hooks import EngineHooks
 from .memory_hooks import MemoryHooks
@@ -22,6 +23,9 @@ class EngineInstrumentation:
     """Installs the hooks of one watch, and removes them with `restore`.
 
     The wrappers of collectives are not part of these hooks, because they serve the whole process.
+
+    Attributes:
+        checkpoints: Counts the checkpoints.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class EngineInstrumentation:
         self._enqueue = enqueue
         self._profiler = profiler
         self._earlier_ns = 0
+        self.checkpoints = CheckpointMetrics(context.recorder, context.fail_open)
         self._engine_hooks = self._hook(engine)
         self._dataloader_hooks = DataLoaderHooks(
             context.phase_timer, context.fail_open, self._engine_hooks
@@ -98,4 +103,6 @@ class EngineInstrumentation:
     def _hook(self, engine: Any) -> EngineHooks:
         context, memory = self._context, self._memory
         collector = StepCollector(context, engine, memory, self._enqueue, self._profiler)
-        return EngineHooks(engine, context.phase_timer, context.fail_open, memory, collector)
+        return EngineHooks(
+            engine, context.phase_timer, context.fail_open, memory, collector, self.checkpoints
+        )

@@ -31,6 +31,7 @@ class StepCounts:
         losses_are_divided: Whether the losses were divided by the number of micro-batches before
             the backward pass, as Hugging Face's Trainer does.
         skipped: Whether the step did not update the weights.
+        discarded_ns: Nanoseconds of forward and backward passes that were discarded.
     """
 
     micro_batches: int = 0
@@ -40,6 +41,7 @@ class StepCounts:
     losses: list[ScalarOrPending] = field(default_factory=list)
     losses_are_divided: bool = False
     skipped: bool = False
+    discarded_ns: int = 0
 
     def add(self, shapes: list[BatchShape], loss: ScalarOrPending) -> None:
         """Count one micro-batch, which consists of one or more forward passes."""

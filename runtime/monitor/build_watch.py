@@ -96,7 +96,7 @@ def build_watch(
         flops = fail_open.wrap("flops", flops_counter(engine.module, settings.flops.method))
         peak_flops = publish_peak(settings.flops, recorder, device_index=device)
         step_metrics = StepMetrics(recorder, flops, peak_flops)
-        run_info = RunInfoPublisher(context, folder, address)
+        run_info = RunInfoPublisher(context, store, folder, address)
         probes = memory_probes(device_index=device, reset_peak=settings.memory.reset_peak_counters)
         for probe in probes:
             undo.callback(probe.close)
@@ -122,7 +122,7 @@ def build_watch(
             comparison=comparison,
             folder=folder,
             otel=otel,
-            events=calls.events,
+            calls=calls,
             fail_open=fail_open,
             listeners=listeners,
             on_device=device is not None,

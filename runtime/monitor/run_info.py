@@ -1,4 +1,4 @@
-"""Publishes the run's info metric, and logs where the metrics and the run log are."""
+"""Publishes what is constant in a run, and logs where the metrics and the run log are."""
 
 from __future__ import annotations
 
@@ -12,27 +12,37 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from ...metrics.backoff import Backoff
 from ...metrics.catalog import training
+from ..common.rank_store import FIRST_POLL_SECONDS, MAX_POLL_SECONDS, RankStore
 from ..instrumentation.watch_context import WatchContext
+from .run_attempts import RunStart, begin_attempt
 from .run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
 
 class RunInfoPublisher:
-    """Publishes the info metric once the run has an id. Used on the watch thread.
+    """Publishes properties and the start of the run once it has an id. Used on the watch thread.
 
     Args:
         context: The watch.
+        store: The store in which rank 0 shares the start of the run.
         folder: The run folder, which knows the run id once rank 0 has shared it.
         address: "host:port" at which this rank serves its metrics. None if it serves none.
     """
 
-    def __init__(self, context: WatchContext, folder: RunFolder, address: str | None) -> None:
+    def __init__(
+        self, context: WatchContext, store: RankStore, folder: RunFolder, address: str | None
+    ) -> None:
         self._context = context
+        self._store = store
+        self._start: RunStart | None = None
+        self._start_backoff = Backoff(FIRST_POLL_SECONDS, MAX_POLL_SECONDS)
         self._folder = folder
         self._address = address
         self._published = self._logged = False
+        context.recorder.set(training.WORLD_SIZE, context.identity.world_size)
 
     def poll(self) -> None:
         """Read the run id, and on rank 0 the other ranks' targets. Publish the info once."""
@@ -45,11 +55,28 @@ class RunInfoPublisher:
             self._published = True
             self._log()
             recorder.set_info(training.RUN_INFO, *run_info_labels(engine, run_id, world_size))
+        if self._start is None and run_id is not None and self._start_backoff.is_due:
+            self._publish_start()
 
     def rebind_engine(self) -> None:
         """Publish the info again, for another engine of the same run."""
         self._context.recorder.set(training.RUN_ACTIVE, 1)  # it was 0 while no engine existed
         self._published = False
+
+    def _publish_start(self) -> None:
+        """Publish when the run started, which rank 0 reads from the run folder and shares."""
+        identity, recorder = self._context.identity, self._context.recorder
+        self._start_backoff.start_delay()
+        if identity.rank == 0:
+            self._start = begin_attempt(self._folder.path, restarts=identity.attempt)
+            self._store.put("run_start", self._start.to_text())
+        else:
+            text = self._store.get("run_start")
+            self._start = None if text is None else RunStart.from_text(text)
+        if self._start is not None:
+            with recorder.commit():
+                recorder.set(training.RUN_START_TIMESTAMP, self._start.unix_seconds)
+                recorder.set(training.RUN_ATTEMPT, self._start.earlier_attempts)
 
     def _log(self) -> None:
         if self._context.identity.rank != 0 or self._logged:

@@ -14,6 +14,7 @@ from ..collectives.comm_time import CommTime
 from ..collectives.groups import CollectiveCall
 from ..collectives.totals import PeriodTotals
 from ..instrumentation.raw_step import RawStep, StepCounts
+from .step_quantiles import StepQuantiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,13 @@ class StepMetrics:
         self._recorder = recorder
         self._flops_of = flops_of
         self._peak_flops = peak_flops
+        self._quantiles = StepQuantiles()
 
     def publish(self, steps: Sequence[FinishedStep], totals: PeriodTotals) -> None:
-        """Publish steps, and the calls that ended since the last call, in one commit."""
+        """Publish steps, and the calls that ended since the last call, in one commit.
+
+        The watch thread calls this method each second, even if no step has ended.
+        """
         with self._recorder.commit():
             self._count_calls(totals)
             if steps:
@@ -60,6 +65,9 @@ class StepMetrics:
                 self._count_steps(steps)
                 self._set_latest(records)
                 self._count_flops(steps, sum(record.training_seconds for record in records))
+                self._quantiles.add([record.training_seconds for record in records])
+            for label, seconds in self._quantiles.current().items():
+                self._recorder.set(training.STEP_DURATION_QUANTILE, seconds, label)
 
     def publish_calls_before_start(self, batch: CallBatch) -> None:
         """Count calls issued before the watch began, such as the broadcast of the weights.
@@ -80,6 +88,9 @@ class StepMetrics:
         for step in steps:
             seconds = step.record.training_seconds
             recorder.observe(training.STEP_DURATION, seconds, exemplar=step.raw.trace)
+            if not step.record.skipped:
+                discarded_seconds = step.raw.counts.discarded_ns / 1e9
+                recorder.add(training.PRODUCTIVE_SECONDS, max(0.0, seconds - discarded_seconds))
             for phase, spent in step.record.phase_seconds.items():
                 recorder.add(training.PHASE_SECONDS, spent, phase)
         self._add_known(training.SAMPLES, [record.samples for record in records])

@@ -18,6 +18,8 @@ from ...metrics.recorder import Recorder, Snapshot
 from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
 from ..common.fail_open import FailOpen
+from ..common.interrupts import is_interrupt
+from .run_end_reason import end_reason
 
 if TYPE_CHECKING:
     from ...metrics.exporters.server import MetricsServer
@@ -160,6 +162,10 @@ class Watch:
         """Return a context manager; time inside it counts as checkpoint time, e.g. a rebuild."""
         return self._instrumentation.checkpoint_phase()
 
+    def saving_checkpoint(self) -> AbstractContextManager[None]:
+        """Return a context manager in which one checkpoint is saved, for the checkpoint metrics."""
+        return self._instrumentation.checkpoints.saving()
+
     def snapshot(self) -> Snapshot:
         """Return all metric values as they are now."""
         return self.recorder.snapshot()
@@ -171,19 +177,28 @@ class Watch:
 
         Safe to call twice. The call returns before the last scrape, unless `at_exit` is set.
 
+        After an end in good order or by Ctrl-C, `run_active` is 0 until the last scrape, and
+        `run_end_info` has the reason. After an exception the server closes at once: `run_active`
+        remains 1 and then vanishes, by which alerts recognize the failure. `run_end_info` is then
+        rarely scraped, but it is in the last export by OTLP.
+
         Args:
-            failed: Whether the run ends with an exception. The server then closes at once.
+            failed: Whether the run ends with an exception. The server then closes at once. A call
+                while an exception is handled counts as such an end, too.
             interrupted: Whether Ctrl-C has ended the run. The wait for the last scrape is then
                 shorter.
             at_exit: Whether the process ends now. The call then waits for the last scrape.
         """
+        current = sys.exception()
+        interrupted = interrupted or is_interrupt(current)
+        failed = not interrupted and (failed or isinstance(current, Exception))
         # A later call, such as the call at exit, may not know of the failure.
         self._failed = self._failed or failed
         if not self._closed:
             self._closed = True
             if failed:
                 self.advisor.disable()
-                self._on_run_error(sys.exc_info()[1] or getattr(sys, "last_value", None))
+                self._on_run_error(current or getattr(sys, "last_value", None))
             self._close_hooks()
             self._close_parts(
                 lambda: self._thread.enqueue(self._collectives.call_recorder.drain()),
@@ -192,7 +207,7 @@ class Watch:
                 self._comparison.stop,
                 self._memory.close,
             )
-            self.recorder.set(training.RUN_ACTIVE, 0)
+            self._close_parts(lambda: self._publish_end(failed=failed, interrupted=interrupted))
             self._close_parts(self._folder.close, self._otel.close)
             self._publish_overhead()
         if self._failed:
@@ -213,6 +228,14 @@ class Watch:
         self._comparison.forget_hooks()
         self._otel.close_after_fork()
         self._close_hooks()
+
+    def _publish_end(self, *, failed: bool, interrupted: bool) -> None:
+        error = sys.exception() or getattr(sys, "last_value", None)
+        with self.recorder.commit():
+            if not failed:
+                self.recorder.set(training.RUN_ACTIVE, 0)
+            reason = end_reason(error, failed=failed, interrupted=interrupted)
+            self.recorder.set_info(training.RUN_END_INFO, reason)
 
     def _close_hooks(self) -> None:
         self._close_parts(
@@ -261,6 +284,10 @@ class NullWatch:
         """Do nothing."""
 
     def checkpoint_phase(self) -> AbstractContextManager[None]:
+        """Return a context manager that does nothing."""
+        return nullcontext()
+
+    def saving_checkpoint(self) -> AbstractContextManager[None]:
         """Return a context manager that does nothing."""
         return nullcontext()
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ....errors import RebuildError
+from ....metrics.catalog import training
 from ...common.host_group import HostGroup
 from ...common.process_info import launcher_may_restart, this_process
 from ..data.training_data import TrainingData
@@ -68,10 +70,15 @@ class CheckpointManager:
             compression=holder.compressor.state_dict() if holder.compressor else None,
             client_state=client_state,
         )
-        with holder.optimizer_states_on_device():
-            return save_checkpoint(
+        watch = holder.engine.watch
+        with watch.saving_checkpoint(), holder.optimizer_states_on_device():
+            saved = save_checkpoint(
                 folder, holder.engine, self._host_group, state, keep, self._superseded
             )
+        if self._host_group.rank == 0:
+            with suppress(OSError):  # the file system fails just now
+                watch.recorder.set(training.LAST_CHECKPOINT_BYTES, _num_bytes(saved))
+        return saved
 
     def load(self, folder: str | Path, *, fallback: bool | None) -> RunState | None:
         """Load the last checkpoint, if there is one, and the plan file if it is newer."""
@@ -164,6 +171,10 @@ class CheckpointManager:
 
     def _record_failure(self, length: int, samples: int) -> None:
         self._plan_file.add_failure(length=length, samples=samples)
+
+
+def _num_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _as_json(value: Any) -> str:

@@ -491,6 +491,87 @@ def a_listener_that_exits_is_dropped_and_all_steps_are_recorded() -> None:
     assert snapshot.value(overhead.DEAD_THREADS) == 0
 
 
+def calls_of_an_evaluation_are_published_before_the_next_step() -> None:
+    engine, tensor = make(), torch.ones(8)
+    step(engine)
+    world = c10d._get_default_group()
+
+    def published() -> float:
+        return sum(
+            calls
+            for (_, group, _), calls in engine.watch.snapshot()
+            .values.get(communication.COLLECTIVE_CALLS, {})
+            .items()
+            if group == "world"
+        )
+
+    wait_until(lambda: engine.watch.snapshot().value(training.STEPS) == 1)
+    counted = world._get_sequence_number_for_group() - published()  # before monitoring, at most
+    engine.eval()
+    for _ in range(3):  # an evaluation that waits for the metrics thrice lasts several seconds
+        for _ in range(5):
+            with torch.no_grad():
+                engine(torch.ones(2, 8))
+            dist.all_reduce(tensor)
+        issued = world._get_sequence_number_for_group() - counted
+        wait_until(lambda issued=issued: published() == issued)
+    assert engine.watch.snapshot().value(training.STEPS) == 1
+    engine.train()
+    step(engine)
+    engine.watch.close()
+
+    assert published() == world._get_sequence_number_for_group() - counted
+    assert engine.watch.snapshot().value(communication.COMM_COVERAGE_RATIO) == 1.0
+
+
+def checkpoints_are_counted() -> None:
+    engine = make()
+    step(engine)
+    engine.save_checkpoint(os.environ["CHECKPOINTS"])
+    engine.checkpoint_engine.save = lambda *args, **kwargs: 1 / 0
+    try:
+        engine.save_checkpoint(os.environ["CHECKPOINTS"], tag="fails")
+    except ZeroDivisionError:
+        failed = True
+    engine.watch.close()
+
+    snapshot = engine.watch.snapshot()
+    assert failed
+    assert snapshot.value(training.CHECKPOINTS, "saved") == 1
+    assert snapshot.value(training.CHECKPOINTS, "failed") == 1
+    assert snapshot.value(training.CHECKPOINT_SECONDS) > 0
+    assert snapshot.value(training.LAST_CHECKPOINT_TIMESTAMP) <= time.time()
+
+
+def an_end_by_an_exception_leaves_run_active_at_one() -> None:
+    engine = make()
+    step(engine)
+    try:
+        raise ValueError("bad sample")
+    except ValueError:
+        engine.watch.close()
+
+    snapshot = engine.watch.snapshot()
+    assert snapshot.value(training.RUN_ACTIVE) == 1
+    assert snapshot.value(training.RUN_END_INFO, "exception") == 1
+
+
+def a_good_end_and_the_start_of_the_run_are_published() -> None:
+    engine = make()
+    step(engine)
+    wait_until(lambda: engine.watch.snapshot().value(training.RUN_ATTEMPT) == 0)
+    wait_until(lambda: engine.watch.snapshot().value(training.STEP_DURATION_QUANTILE, "0.99"))
+    engine.watch.close()
+
+    snapshot = engine.watch.snapshot()
+    assert snapshot.value(training.RUN_ACTIVE) == 0
+    assert snapshot.value(training.RUN_END_INFO, "completed") == 1
+    assert snapshot.value(training.WORLD_SIZE) == 1
+    assert 0 < snapshot.value(training.RUN_START_TIMESTAMP) <= time.time()
+    assert snapshot.value(training.PRODUCTIVE_SECONDS) > 0
+    assert snapshot.value(communication.HANG_ACTIVE) == 0
+
+
 def a_listener_that_blocks_stops_neither_the_metrics_nor_the_close() -> None:
     engine, release, last_update = make(), threading.Event(), overhead.WATCH_LAST_UPDATE_TIMESTAMP
     engine.watch.subscribe(lambda _: release.wait())

@@ -1,0 +1,52 @@
+"""Counts the checkpoints that a script or a TrainingRun saves, and their time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ...metrics.catalog import training
+from ...metrics.recorder import Recorder
+from ..common.fail_open import FailOpen
+
+
+class CheckpointMetrics:
+    """Counts checkpoints on the training thread.
+
+    A TrainingRun saves a checkpoint by the engine's own method. Only the outer call is counted.
+    """
+
+    def __init__(self, recorder: Recorder, fail_open: FailOpen) -> None:
+        self._recorder = recorder
+        self._depth = 0
+        self._began = 0.0
+        self.begin = fail_open.wrap("checkpoint metrics", self._begin)
+        self.end = fail_open.wrap("checkpoint metrics", self._end)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Return a context manager in which one checkpoint is saved; an error counts as failed."""
+        self.begin()
+        saved = False
+        try:
+            yield
+            saved = True
+        finally:
+            self.end(saved=saved)
+
+    def _begin(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._began = time.perf_counter()
+
+    def _end(self, *, saved: bool) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        recorder = self._recorder
+        with recorder.commit():
+            recorder.add(training.CHECKPOINTS, 1, "saved" if saved else "failed")
+            recorder.add(training.CHECKPOINT_SECONDS, time.perf_counter() - self._began)
+            if saved:
+                recorder.set(training.LAST_CHECKPOINT_TIMESTAMP, time.time())

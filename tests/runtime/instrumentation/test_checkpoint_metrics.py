@@ -1,0 +1,52 @@
+"""Tests of the counts of saved and failed checkpoints."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from zerowatch.metrics.catalog import training
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.instrumentation.checkpoint_metrics import CheckpointMetrics
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    recorder = Recorder()
+    recorder.start_counters(training.METRICS)
+    return recorder
+
+
+@pytest.fixture
+def checkpoints(recorder: Recorder) -> CheckpointMetrics:
+    return CheckpointMetrics(recorder, FailOpen())
+
+
+def test_a_saved_checkpoint_is_counted_with_its_time(recorder, checkpoints) -> None:
+    before = time.time()
+    with checkpoints.saving():
+        pass
+
+    found = recorder.snapshot()
+    assert found.value(training.CHECKPOINTS, "saved") == 1
+    assert found.value(training.CHECKPOINTS, "failed") == 0
+    assert found.value(training.CHECKPOINT_SECONDS) > 0
+    assert before <= found.value(training.LAST_CHECKPOINT_TIMESTAMP) <= time.time()
+
+
+def test_a_checkpoint_inside_another_is_the_same_checkpoint(recorder, checkpoints) -> None:
+    with checkpoints.saving(), checkpoints.saving():
+        pass
+
+    assert recorder.snapshot().total(training.CHECKPOINTS) == 1
+
+
+def test_a_failed_checkpoint_is_counted_and_is_not_the_last_one(recorder, checkpoints) -> None:
+    with pytest.raises(OSError, match="disk"), checkpoints.saving():
+        raise OSError("disk full")
+
+    found = recorder.snapshot()
+    assert found.value(training.CHECKPOINTS, "failed") == 1
+    assert found.value(training.LAST_CHECKPOINT_TIMESTAMP) is None

@@ -1,0 +1,69 @@
+"""Tests of the quantiles of step durations, on a clock that the test sets."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from fakes.clock import FakeClock
+
+from zerowatch.metrics.catalog.training import STEP_DURATION_QUANTILE
+from zerowatch.runtime.monitor.step_quantiles import QUANTILES, WINDOW_STEPS, StepQuantiles
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+def quantiles(clock):
+    return StepQuantiles(clock)
+
+
+def train(quantiles, clock, durations):
+    for seconds in durations:
+        clock.seconds += seconds
+        quantiles.add([seconds])
+
+
+def test_there_is_no_value_before_the_first_step(quantiles):
+    assert quantiles.current() == {}
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.34, 5.2, 45.0])
+def test_equal_steps_have_equal_quantiles_within_ten_percent(quantiles, clock, seconds):
+    jitter = random.Random(7)
+    train(quantiles, clock, [100.0])  # the first step compiles
+    train(quantiles, clock, [seconds * jitter.uniform(0.99, 1.01) for _ in range(200)])
+
+    found = quantiles.current()
+
+    assert found["0.5"] == pytest.approx(seconds, rel=0.1)
+    assert found["0.99"] == pytest.approx(seconds, rel=0.1)
+
+
+def test_quantiles_are_exact(quantiles, clock):
+    durations = [random.Random(3).expovariate(10) for _ in range(5)] * 20
+    train(quantiles, clock, durations)
+
+    expected = {
+        label: np.quantile(durations, share, method="inverted_cdf")
+        for label, share in QUANTILES.items()
+    }
+    assert quantiles.current() == expected
+
+
+def test_steps_leave_the_window_after_a_minute_even_if_training_stalls(quantiles, clock):
+    train(quantiles, clock, [0.1] * 300 + [0.2] * WINDOW_STEPS)
+    before = quantiles.current()["0.5"]
+
+    clock.seconds += 61
+
+    assert before == 0.1
+    assert quantiles.current() == dict.fromkeys(QUANTILES, 0.2)
+
+
+def test_the_labels_are_those_of_the_catalog():
+    assert STEP_DURATION_QUANTILE.labels[0].values == tuple(QUANTILES)
