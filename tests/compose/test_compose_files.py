@@ -224,6 +224,23 @@ def test_promtool_accepts_the_configuration(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_prometheus_scrapes_the_exporters_that_run_beside_it() -> None:
+    configuration = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yml").read_text())
+    jobs = {job["job_name"]: job for job in configuration["scrape_configs"]}
+    mounts = content("docker/compose.gpu.yaml")["services"]["prometheus"]["volumes"]
+    (on_gpus,) = yaml.safe_load((DOCKER / "prometheus/gpu/dcgm-exporter.yaml").read_text())
+
+    (node,) = jobs["node-exporter"]["static_configs"]
+    (file,) = jobs["dcgm-exporter"]["file_sd_configs"][0]["files"]
+
+    assert node["targets"][0].partition(":")[0] in SERVICES
+    assert on_gpus["targets"][0].partition(":")[0] in SERVICES
+    assert mounts == ["./docker/prometheus/gpu:/etc/prometheus/gpu:ro"]
+    assert file.startswith("/etc/prometheus/gpu/")
+    # As the ranks of the demo, whose node is the host name of their container.
+    assert node["labels"] == on_gpus["labels"] == {"node": SERVICES["trainer"]["hostname"]}
+
+
 def test_provisioned_datasources_have_the_uids_that_dashboards_use() -> None:
     file = DOCKER / "grafana" / "provisioning" / "datasources" / "zerowatch.yaml"
 
