@@ -1,6 +1,8 @@
 """Receives the webhook messages of Alertmanager and prints each alert as one line.
 
-    python -m zerowatch.dashboards.stack.alert_log --port 9099
+    python -m zerowatch.dashboards.stack.alert_log --port 9099 --runbook dashboards/runbook.md
+
+It also serves the runbook, to which the alerts link.
 
 It imports only the standard library, because compose runs this file in a plain Python image.
 """
@@ -8,23 +10,27 @@ It imports only the standard library, because compose runs this file in a plain 
 from __future__ import annotations
 
 import argparse
+import html
 import io
 import json
+import re
 import socket
 import sys
 from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 DEFAULT_PORT = 9099
+RUNBOOK_PATH = "/runbook"
 COMPOSE_URL = f"http://alert-log:{DEFAULT_PORT}/"  # the address within the compose network
 MAX_MESSAGE_BYTES = 8 * 2**20  # one message contains all alerts of a group
 CLIENT_TIMEOUT_SECONDS = 10.0
 
 
 def alert_line(alert: Mapping[str, Any]) -> str:
-    """Return an alert as one line: time, status, severity, name, run, rank, texts and runbook.
+    """Return an alert as one line: time, status, severity, name, run, rank, node, texts, runbook.
 
     Args:
         alert: An element of the list `alerts` in a message. The format is documented at
@@ -38,10 +44,10 @@ def alert_line(alert: Mapping[str, Any]) -> str:
         status.upper(),
         labels.get("severity", "-"),
         labels.get("alertname", "-"),
-        *(f"{name}={labels[name]}" for name in ("run", "rank") if name in labels),
+        *(f"{name}={labels[name]}" for name in ("run", "rank", "node") if name in labels),
     ]
     texts = [notes.get("summary"), notes.get("description")]
-    if "runbook_url" in notes:
+    if notes.get("runbook_url"):
         texts.append(f"Runbook: {notes['runbook_url']}")
     parts = [" ".join(head), *(text for text in texts if text)]
     # Replaces line breaks and repeated spaces by one space.
@@ -85,10 +91,37 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
+def runbook_page(markdown: str) -> str:
+    """Return the runbook as an HTML page, whose headings are anchors.
+
+    The text stays markdown. Links within the runbook can be followed.
+
+    Args:
+        markdown: The text of runbook.md.
+    """
+    text = html.escape(markdown, quote=False)
+    text = re.sub(r"\[([^\]]+)\]\((#\w+)\)", r'<a href="\2">\1</a>', text)
+    text = re.sub(
+        r"^## (\w+)$",
+        lambda found: f'<b id="{found[1].lower()}">{found[0]}</b>',
+        text,
+        flags=re.MULTILINE,
+    )
+    return (
+        '<!doctype html><meta charset="utf-8"><title>zerowatch runbook</title>'
+        f'<pre style="max-width: 100ch; margin: auto; white-space: pre-wrap">{text}</pre>\n'
+    )
+
+
 class AlertLog(ThreadingHTTPServer):
     """An HTTP server: POST prints the alerts of a message, GET returns the number printed.
 
-    It listens as soon as it is created.
+    GET of RUNBOOK_PATH returns the runbook. It listens as soon as it is created.
+
+    Args:
+        host: The address to listen on.
+        port: The port; 0 takes any free port.
+        runbook: The file runbook.md; None serves no runbook.
 
     Raises:
         OSError: The constructor cannot listen: the address is not of this machine, or taken.
@@ -96,10 +129,11 @@ class AlertLog(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, runbook: Path | None = None) -> None:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         self.address_family = family
         self.num_alerts = 0
+        self.runbook = runbook
         super().__init__((host, port), _AlertHandler)
 
     def print_alerts(self, message: bytes) -> None:
@@ -125,6 +159,11 @@ class _AlertHandler(BaseHTTPRequestHandler):
     timeout = CLIENT_TIMEOUT_SECONDS
 
     def do_GET(self) -> None:
+        runbook = self.server.runbook
+        if runbook is not None and self.path == RUNBOOK_PATH:
+            page = runbook_page(runbook.read_text(encoding="utf-8"))
+            self._answer(HTTPStatus.OK, page, content_type="text/html")
+            return
         self._answer(HTTPStatus.OK, f"{self.server.num_alerts} alerts so far.\n")
 
     def do_POST(self) -> None:
@@ -145,10 +184,12 @@ class _AlertHandler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Log no requests, because the output is for alerts only."""
 
-    def _answer(self, status: HTTPStatus, text: str) -> None:
+    def _answer(
+        self, status: HTTPStatus, text: str, *, content_type: str = "text/plain"
+    ) -> None:
         body = text.encode()
         self.send_response(status)
-        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Type", f"{content_type}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -161,11 +202,12 @@ def main() -> None:
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--runbook", type=Path)
     options = parser.parse_args()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # in place of an UnicodeEncodeError
     try:
-        server = AlertLog(options.host, options.port)
+        server = AlertLog(options.host, options.port, options.runbook)
     except OSError as error:
         parser.exit(1, f"alert_log: cannot listen on {options.host}:{options.port}: {error}\n")
     sys.stdout.write("alerts are shown here, one a line\n")

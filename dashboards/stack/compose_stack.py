@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ...errors import CommandLineError
 from . import stack_ports
-from .stack_health import RUNBOOK, health_lines
+from .alert_log import RUNBOOK_PATH
+from .stack_health import health_lines
 from .stack_ports import ROOT, Port, chosen, port_settings, refuse_taken
 
 PROJECT = "zerowatch"
@@ -32,6 +33,7 @@ _PORTS = (
     stack_ports.GRAFANA,
     stack_ports.PROMETHEUS,
     stack_ports.ALERTMANAGER,
+    stack_ports.ALERT_LOG,
     stack_ports.TEMPO,
     stack_ports.OTLP,
 )
@@ -114,7 +116,7 @@ def _banner(compose: Sequence[str]) -> list[str]:
         f"  Alertmanager  {chosen(stack_ports.ALERTMANAGER, settings).url}",
         f"  alerts        {_spelled(compose)} logs -f alert-log",
         f"  traces        ZEROWATCH_OTEL_ENDPOINT={chosen(stack_ports.OTLP, settings).url}",
-        f"  runbook       {RUNBOOK}",
+        f"  runbook       {chosen(stack_ports.ALERT_LOG, settings).url}{RUNBOOK_PATH}",
     ]
 
 

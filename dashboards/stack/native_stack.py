@@ -15,16 +15,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from ...errors import CommandLineError
-from ..alerts.alert import Links
 from . import stack_ports
-from .alert_log import COMPOSE_URL
+from .alert_log import COMPOSE_URL, RUNBOOK_PATH
+from .prometheus_config import prometheus_configuration
 from .run_targets import newest_targets, write_if_changed
-from .stack_health import JOB, RUNBOOK, answers, health_lines
+from .stack_health import RUNBOOK, answers, health_lines
 from .stack_ports import LOOPBACK, Port, chosen, port_settings, refuse_taken
 
 STATE_FOLDER = Path(".zerowatch-stack")
@@ -220,6 +219,10 @@ class NativeStack:
         )
 
     @property
+    def _runbook_url(self) -> str:
+        return f"{self._alert_log.url}{RUNBOOK_PATH}"
+
+    @property
     def _ports(self) -> tuple[Port, ...]:
         return self._prometheus, self._alertmanager, self._alert_log
 
@@ -235,7 +238,7 @@ class NativeStack:
             f"  Prometheus    {self._prometheus.url}",
             f"  Alertmanager  {self._alertmanager.url}",
             f"  alerts        tail -f {self._processes.log('alert-log')}",
-            f"  runbook       {RUNBOOK}",
+            f"  runbook       {self._runbook_url}",
         ]
 
     def _commands(self) -> dict[str, list[str]]:
@@ -267,6 +270,7 @@ class NativeStack:
             "alert-log": [
                 *(*module, "zerowatch.dashboards.stack.alert_log"),
                 f"--port={self._alert_log.number}",
+                f"--runbook={RUNBOOK}",
             ],
             "run-targets": [
                 *(*module, "zerowatch.dashboards.stack.run_targets"),
@@ -288,11 +292,13 @@ class NativeStack:
         write_if_changed(targets, newest_targets(self._runs))
         rules.mkdir(exist_ok=True)
         for file in (RENDERED / "prometheus").glob("*.yaml"):
-            (rules / file.name).write_text(_native_links(file.read_text()))
+            (rules / file.name).write_text(file.read_text())
         configuration = prometheus_configuration(
             rules=rules,
             targets=targets,
+            prometheus=_listen(self._prometheus),
             alertmanager=_listen(self._alertmanager),
+            runbook=self._runbook_url,
         )
         # JSON is valid YAML.
         (self._folder / "prometheus.yml").write_text(json.dumps(configuration, indent=2) + "\n")
@@ -319,38 +325,6 @@ class NativeStack:
     def _why(self, name: str, what: str) -> str:
         lines = self._processes.log(name).read_text().splitlines() or ["it wrote nothing"]
         return f"stack: {name} {what}: {lines[-1]} (all of it: {self._processes.log(name)})"
-
-
-def prometheus_configuration(*, rules: Path, targets: Path, alertmanager: str) -> dict[str, Any]:
-    """Return the content of prometheus.yml, like docker/prometheus/prometheus.yml with other paths.
-
-    Args:
-        rules: The folder of rule files.
-        targets: The file_sd file with the ranks to scrape.
-        alertmanager: The address of Alertmanager, "host:port".
-    """
-    return {
-        "global": {"scrape_interval": "5s", "evaluation_interval": "15s"},
-        "rule_files": [str(rules / "*.yaml")],
-        "alerting": {
-            "alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}],
-        },
-        "scrape_configs": [
-            {
-                "job_name": JOB,
-                "honor_labels": True,
-                "sample_limit": 20000,
-                "file_sd_configs": [{"files": [str(targets)], "refresh_interval": "5s"}],
-                "relabel_configs": [{"source_labels": ["run"], "target_label": "__param_run"}],
-            }
-        ],
-    }
-
-
-def _native_links(rules: str) -> str:
-    """Return a rule file whose alerts link to the runbook of this package, and to no Grafana."""
-    lines = rules.replace(Links().runbook, RUNBOOK.as_uri()).splitlines(keepends=True)
-    return "".join(line for line in lines if not line.lstrip().startswith("dashboard_url:"))
 
 
 def _program(name: str) -> str:

@@ -206,7 +206,7 @@ def test_the_stack_command_uses_the_ports_of_the_compose_file() -> None:
     known = {
         (port.variable, str(port.number))
         for port in vars(stack_ports).values()
-        if isinstance(port, stack_ports.Port) and port != stack_ports.ALERT_LOG
+        if isinstance(port, stack_ports.Port)
     }
 
     assert known == in_file

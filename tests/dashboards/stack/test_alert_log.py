@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -17,7 +18,9 @@ from fakes.scraper import eventually
 from package_tree import ROOT
 from servers.free_port import free_port
 
-from zerowatch.dashboards.stack.alert_log import alert_line
+from zerowatch.dashboards.stack.alert_log import alert_line, runbook_page
+
+RUNBOOK = ROOT / "dashboards" / "runbook.md"
 
 FIRING = {
     "status": "firing",
@@ -48,7 +51,9 @@ class Log:
         self._errors = output.with_suffix(".errors")
         with output.open("w") as written, self._errors.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, file, "--port", str(port)], stdout=written, stderr=errors
+                [sys.executable, file, "--port", str(port), "--runbook", str(RUNBOOK)],
+                stdout=written,
+                stderr=errors,
             )
         assert eventually(self.answers, pause=0.05)
 
@@ -58,8 +63,8 @@ class Log:
         except OSError:
             return False
 
-    def get(self) -> str:
-        with urllib.request.urlopen(self.url, timeout=60) as response:
+    def get(self, path: str = "") -> str:
+        with urllib.request.urlopen(self.url + path, timeout=60) as response:
             return str(response.read().decode())
 
     def post(self, body: bytes) -> int:
@@ -200,3 +205,21 @@ def test_a_port_in_use_is_reported_in_one_line(log: Log) -> None:
     assert second.returncode == 1
     assert second.stderr.startswith(f"alert_log: cannot listen on 127.0.0.1:{port}: ")
     assert len(second.stderr.splitlines()) == 1
+
+
+def test_the_runbook_is_a_page_with_an_anchor_for_each_alert(log: Log) -> None:
+    page = log.get("runbook")
+
+    anchors = set(re.findall(r'<b id="(\w+)">## Zerowatch', page))
+    assert anchors == {
+        line.removeprefix("## ").lower()
+        for line in RUNBOOK.read_text().splitlines()
+        if line.startswith("## ")
+    }
+    assert 'href="#zerowatchlinkslow"' in page
+
+
+def test_markup_in_the_runbook_is_shown_as_text() -> None:
+    page = runbook_page("a <b> & `c > 1`\n")
+
+    assert "a &lt;b&gt; &amp; `c &gt; 1`" in page

@@ -8,25 +8,27 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
+import yaml
 from fakes.scraper import eventually
+from package_tree import ROOT
 from require import program
+from rules.expressions import OF_SERVERS
 from servers.free_port import free_port
 
 from zerowatch.dashboards.stack import native_stack
-from zerowatch.dashboards.stack.native_stack import (
-    Child,
-    NativeStack,
-    process_of,
-    prometheus_configuration,
-)
+from zerowatch.dashboards.stack.native_stack import Child, NativeStack, process_of
+from zerowatch.dashboards.stack.prometheus_config import GUARDS, prometheus_configuration
+from zerowatch.dashboards.stack.stack_health import NO_WATCHDOG, WATCHDOG
 from zerowatch.errors import CommandLineError
 from zerowatch.metrics.catalog.training import RUN_ACTIVE
 from zerowatch.metrics.exporters.server import MetricsServer
@@ -92,7 +94,7 @@ class Stack:
         folder = self.folder / ".zerowatch-stack"
         return NativeStack(self.folder / "runs", self.environment, folder).status()
 
-    def query(self, expression: str) -> list[object]:
+    def query(self, expression: str) -> list[dict[str, Any]]:
         """Return the series of an instant query."""
         return self.ask(f"query?{urllib.parse.urlencode({'query': expression})}")["result"]
 
@@ -188,18 +190,104 @@ def test_an_alert_reaches_the_alert_log(stack: Stack) -> None:
     )
 
 
-def test_alerts_link_to_the_runbook_of_the_installed_package_and_to_no_dashboard(
-    stack: Stack,
-) -> None:
-    groups = stack.ask("rules")["groups"]
+def test_the_runbook_to_which_alerts_link_is_served(stack: Stack) -> None:
+    url = f"http://127.0.0.1:{stack.environment['ALERT_LOG_PORT']}/runbook"
 
-    alerts = {rule["name"]: rule for group in groups for rule in group["rules"] if "alerts" in rule}
-    url = urllib.parse.urlsplit(alerts["ZerowatchRankDown"]["annotations"]["runbook_url"])
-    assert url.scheme == "file"
-    assert f"## {alerts['ZerowatchRankDown']['name']}" in Path(url.path).read_text()
-    assert alerts
-    assert not any("dashboard_url" in rule["annotations"] for rule in alerts.values())
-    assert any(f"runbook       {url.path}" in line for line in stack.run("up").splitlines())
+    external_labels = stack.ask("status/config")["yaml"]
+    with urllib.request.urlopen(url, timeout=60) as response:
+        page = response.read().decode()
+
+    assert f"zerowatch_runbook: {url}" in external_labels
+    assert 'id="zerowatchtrainingstalled"' in page
+    assert any(f"runbook       {url}" in line for line in stack.run("up").splitlines())
+
+
+def test_the_watchdog_reaches_alertmanager_without_the_addresses_of_links(stack: Stack) -> None:
+    url = f"http://127.0.0.1:{stack.environment['ALERTMANAGER_PORT']}/api/v2/alerts"
+
+    def watchdog() -> dict[str, Any] | None:
+        with urllib.request.urlopen(url, timeout=60) as response:
+            alerts = json.load(response)
+        return next((each for each in alerts if each["labels"]["alertname"] == WATCHDOG), None)
+
+    assert eventually(lambda: watchdog() is not None, pause=0.5)
+    (alert,) = [watchdog()]
+    assert alert is not None
+    assert alert["receivers"] == [{"name": "watchdog"}]
+    assert alert["labels"]["cluster"] == "local"
+    assert not any(name.startswith("zerowatch_") for name in alert["labels"])
+    assert alert["annotations"]["runbook_url"].endswith("/runbook#zerowatchwatchdog")
+    assert alert["annotations"]["dashboard_url"] == ""  # this stack has no Grafana
+    assert NO_WATCHDOG not in stack.status()
+
+
+def test_the_servers_export_the_metrics_on_which_alerts_rely(stack: Stack) -> None:
+    # Prometheus exports failures of HTTP discovery only with an http_sd_config, and errors of
+    # notifications with the first notification.
+    later = {"prometheus_sd_refresh_failures_total", "prometheus_notifications_errors_total"}
+
+    def exported() -> set[str]:
+        both = '{job=~"prometheus|alertmanager"}'
+        return {series["metric"]["__name__"] for series in stack.query(both)}
+
+    assert eventually(lambda: exported() >= OF_SERVERS.keys() - later, pause=0.5)
+    for name, labels in OF_SERVERS.items():
+        for series in stack.query(name):
+            assert series["metric"].keys() - {"__name__"} <= labels
+
+
+class Hostile(BaseHTTPRequestHandler):
+    """Serves names and labels that are not its own, and records the requested paths."""
+
+    paths: ClassVar[set[str]] = set()
+    TEXT = """zerowatch_run_active{rank="7",run="other",job="prometheus"} 1
+ALERTS{alertname="ZerowatchWatchdog",alertstate="firing"} 1
+up{job="zerowatch"} 1
+"""
+
+    def do_GET(self) -> None:
+        self.paths.add(self.path)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4")
+        self.end_headers()
+        self.wfile.write(self.TEXT.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log no requests."""
+
+
+def test_a_job_cannot_choose_its_path_its_labels_or_names_of_others(stack: Stack) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hostile) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        labels = {
+            "run": "hostile",
+            "rank": "3",
+            "node": "here",
+            "job": "prometheus",
+            "severity": "critical",
+            "instance": "of-another",
+            "__metrics_path__": "/admin/delete",
+            "__param_token": "secret",
+            "__scrape_interval__": "1h",
+        }
+        address = f"127.0.0.1:{server.server_port}"
+        folder = stack.folder / "runs" / "hostile"
+        folder.mkdir(parents=True)
+        (folder / "targets.json").write_text(json.dumps([{"targets": [address], "labels": labels}]))
+
+        own = {"job": "zerowatch", "run": "hostile", "rank": "3", "node": "here"}
+        assert eventually(lambda: stack.query('zerowatch_run_active{run="hostile"}'), pause=0.2)
+        (active,) = stack.query('zerowatch_run_active{run="hostile"}')
+        stored = stack.query(f'{{instance="{address}", __name__!~"scrape_.+|zerowatch_.+"}}')
+        server.shutdown()
+
+    assert active["metric"] == {
+        "__name__": "zerowatch_run_active",
+        "instance": address,
+        **own,
+    }
+    assert [series["metric"]["__name__"] for series in stored] == ["up"]
+    assert Hostile.paths == {"/metrics?run=hostile"}
 
 
 def test_runs_that_were_not_read_yet_or_have_ended_are_reported_as_such(tmp_path: Path) -> None:
@@ -375,7 +463,9 @@ def test_promtool_accepts_the_configuration(tmp_path: Path) -> None:
     configuration = prometheus_configuration(
         rules=native_stack.RENDERED / "prometheus",
         targets=tmp_path / "targets.json",
+        prometheus="127.0.0.1:9090",
         alertmanager="127.0.0.1:9093",
+        runbook="http://127.0.0.1:9099/runbook",
     )
     (tmp_path / "prometheus.yml").write_text(json.dumps(configuration))
     (tmp_path / "targets.json").write_text("[]")
@@ -388,3 +478,14 @@ def test_promtool_accepts_the_configuration(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rules found" in done.stdout
+
+
+def test_the_configuration_guards_against_jobs_like_that_of_compose() -> None:
+    compose = yaml.safe_load((ROOT / "docker" / "prometheus" / "prometheus.yml").read_text())
+
+    by_name = {each["job_name"]: each for each in compose["scrape_configs"]}
+
+    for name in ("zerowatch", "zerowatch-optional"):
+        assert {key: by_name[name].get(key) for key in GUARDS} == GUARDS
+    assert by_name.keys() >= {"prometheus", "alertmanager"}
+    assert by_name["zerowatch"].get("honor_labels", False) is False

@@ -6,9 +6,23 @@ from typing import Any
 
 import pytest
 
-from zerowatch.dashboards.stack.stack_health import RUNBOOK, alert_lines, rule_lines, target_lines
+from zerowatch.dashboards.alerts import prometheus
+from zerowatch.dashboards.stack.stack_health import (
+    NO_WATCHDOG,
+    RUNBOOK,
+    WATCHDOG,
+    alert_lines,
+    rule_lines,
+    target_lines,
+)
 
 NO_RUN = "no run yet"
+
+WATCHDOG_ALERT = {
+    "labels": {"alertname": WATCHDOG, "severity": "none"},
+    "annotations": {},
+    "status": {"state": "active"},
+}
 
 
 def target(
@@ -102,9 +116,15 @@ def test_inhibited_and_silenced_alerts_are_only_counted() -> None:
         },
     ]
 
-    assert alert_lines(alerts) == [
+    assert alert_lines([*alerts, WATCHDOG_ALERT]) == [
         "alerts: 1 firing, 1 held back",
         "ZerowatchRankDown run=night-7 rank=1: Rank 1 does not answer",
         f"what to do, by alert: {RUNBOOK}",
     ]
     assert "## ZerowatchRankDown" in RUNBOOK.read_text()
+
+
+def test_a_missing_watchdog_is_reported_and_a_firing_one_is_no_alert() -> None:
+    assert alert_lines([WATCHDOG_ALERT]) == ["alerts: 0 firing"]
+    assert alert_lines([]) == ["alerts: 0 firing", NO_WATCHDOG]
+    assert prometheus.WATCHDOG == WATCHDOG
