@@ -184,9 +184,7 @@ class _AlertHandler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Log no requests, because the output is for alerts only."""
 
-    def _answer(
-        self, status: HTTPStatus, text: str, *, content_type: str = "text/plain"
-    ) -> None:
+    def _answer(self, status: HTTPStatus, text: str, *, content_type: str = "text/plain") -> None:
         body = text.encode()
         self.send_response(status)
         self.send_header("Content-Type", f"{content_type}; charset=utf-8")
