@@ -27,24 +27,29 @@ def rendered_files(
     """Return the text of each generated file, by its path relative to the output folder.
 
     Args:
-        links: The base addresses of the links in alerts; by default those of the shipped files.
+        links: The base addresses of the links in alerts and dashboards; by default those of the
+            shipped files.
         thresholds: Values in place of the defaults in `metrics/thresholds.py`, by name.
     """
     rules = rule_files(timing=Timing(), links=links, thresholds=thresholds)
-    files = {**dashboard_files(thresholds), **rules}
+    files = {**dashboard_files(links, thresholds), **rules}
     return dict(sorted({**files, **kubernetes_files(files)}.items()))
 
 
-def dashboard_files(thresholds: Mapping[str, float] | None = None) -> dict[str, str]:
+def dashboard_files(
+    links: Links | None = None, thresholds: Mapping[str, float] | None = None
+) -> dict[str, str]:
     """Return the JSON text of each dashboard, by its path relative to the output folder.
 
     Args:
+        links: The base addresses of the links in alerts and dashboards.
         thresholds: Values in place of the defaults, by name, from which colors change. A limit that
             is drawn as a line comes from Prometheus, and so is the one of the run.
     """
+    runbook = (links or Links()).runbook
     return {
         f"grafana/{dashboard.uid}.json": _json_text(
-            _replaced(dashboard_json(dashboard), thresholds or {})
+            _replaced(dashboard_json(dashboard, runbook), thresholds or {})
         )
         for dashboard in DASHBOARDS
     }

@@ -18,7 +18,8 @@ from ..metrics.catalog import communication as comm
 from ..metrics.catalog import devices, memory, overhead, training, window
 from ..metrics.catalog.spec import MetricSpec
 from ..metrics.thresholds import THRESHOLDS
-from .promql import by, rate, ratio, recorded_name, select
+from .promql import by, rate, ratio, recorded_name, select, where
+from .run_state import STATE_BY_REASON, RunState
 from .timing import Timing
 
 # The phases that count as training time, the denominator of the ratios.
@@ -293,7 +294,7 @@ DEVICE_UTILIZATION = _mean_utilization("device")
 DEVICE_UTILIZATION_BY_RANK = _mean_utilization("rank", "device")
 POWER = aggregated(devices.DEVICE_POWER, "sum")
 SM_ACTIVE = aggregated(devices.DEVICE_SM_ACTIVE, "avg", "device")
-TEMPERATURE = aggregated(devices.DEVICE_TEMPERATURE, "max", "device")
+TEMPERATURE_BY_RANK = aggregated(devices.DEVICE_TEMPERATURE, "max", "rank", "device")
 CLOCK = aggregated(devices.DEVICE_CLOCK, "min", "device")  # a throttled device is the slowest
 LINK_BYTES_RATE = summed_rate(devices.DEVICE_LINK_BYTES, "link", "direction")
 
@@ -305,6 +306,58 @@ WATCH_RATIO_BY_PART = recorded(
     lambda timing: by("avg", rate(overhead.WATCH_SECONDS, timing.short), "part"),
     "part",
 )
+
+
+def _state_of_run() -> str:
+    """Return the state of each run with a rank that answers; the first state that applies."""
+    active = f"{by('max', select(training.RUN_ACTIVE))} == 1"
+    silence = f"time() - {by('max', select(training.LAST_ACTIVITY_TIMESTAMP))}"
+    while_active = (
+        (RunState.HANGING, f"{by('max', select(comm.HANG_ACTIVE))} == 1"),
+        (RunState.STALLED, f"{silence} > {STALLED_SECONDS:.0f}"),
+        (RunState.STARTING, f"{by('max', select(training.STEPS))} == 0"),
+    )
+    at_its_end = [
+        f"{state:d} * {by('max', select(training.RUN_END_INFO, matcher))}"
+        for reason, state in reversed(STATE_BY_REASON.items())
+        for matcher in (f'reason="{reason}"',)
+    ]
+    states = [where(f"{state:d} * ({applies}) ^ 0", active) for state, applies in while_active]
+    ended = f"{RunState.ENDED:d} + {by('max', select(training.RUN_ACTIVE))}"
+    return "\nor on (job, run) ".join((*states, active, *at_its_end, ended))
+
+
+def _step_quantile(operation: str, aggregation: str, parameter: str = "") -> RecordingRule:
+    """Return a rule that aggregates the quantiles of step durations over ranks."""
+    quantiles = parameter + select(training.STEP_DURATION_QUANTILE)
+    return recorded(
+        training.STEP_DURATION_QUANTILE,
+        operation,
+        lambda timing: by(aggregation, quantiles, "quantile"),
+        "quantile",
+    )
+
+
+# Runs as a whole, for dashboards.
+STALLED_SECONDS = 300.0  # without progress
+RUN_STATE = recorded(training.RUN_ACTIVE, "state", lambda timing: _state_of_run())
+RUN_START = aggregated(training.RUN_START_TIMESTAMP, "min")
+RUN_ATTEMPT = aggregated(training.RUN_ATTEMPT, "max")
+WORLD_SIZE = aggregated(training.WORLD_SIZE, "max")
+STEPS_DONE = aggregated(training.STEPS, "max")
+SAMPLES_RATE = summed_rate(training.SAMPLES)
+LAST_CHECKPOINT = aggregated(training.LAST_CHECKPOINT_TIMESTAMP, "max")
+GOODPUT = recorded(
+    training.PRODUCTIVE_SECONDS,
+    "start_ratio",
+    lambda timing: (
+        f"{by('max', select(training.PRODUCTIVE_SECONDS))}\n"
+        f"/ (time() - {by('min', select(training.RUN_START_TIMESTAMP))})"
+    ),
+)
+STEP_QUANTILE_MIN = _step_quantile("min", "min")
+STEP_QUANTILE_MEDIAN = _step_quantile("median", "quantile", "0.5, ")
+STEP_QUANTILE_MAX = _step_quantile("max", "max")
 
 GROUPS: dict[str, tuple[RecordingRule, ...]] = {
     "zerowatch-thresholds": (ALERT_THRESHOLD,),
@@ -377,9 +430,22 @@ GROUPS: dict[str, tuple[RecordingRule, ...]] = {
         DEVICE_UTILIZATION_BY_RANK,
         POWER,
         SM_ACTIVE,
-        TEMPERATURE,
+        TEMPERATURE_BY_RANK,
         CLOCK,
         LINK_BYTES_RATE,
+    ),
+    "zerowatch-runs": (
+        RUN_STATE,
+        RUN_START,
+        RUN_ATTEMPT,
+        WORLD_SIZE,
+        STEPS_DONE,
+        SAMPLES_RATE,
+        LAST_CHECKPOINT,
+        GOODPUT,
+        STEP_QUANTILE_MIN,
+        STEP_QUANTILE_MEDIAN,
+        STEP_QUANTILE_MAX,
     ),
     "zerowatch-overhead": (
         WATCH_RATIO_BY_RANK,

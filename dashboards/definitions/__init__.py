@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from .communication import DASHBOARD as COMMUNICATION
+from .compare import DASHBOARD as COMPARE
 from .devices import DASHBOARD as DEVICES
 from .memory import DASHBOARD as MEMORY
 from .overhead import DASHBOARD as OVERHEAD
 from .overview import DASHBOARD as OVERVIEW
+from .runs import DASHBOARD as RUNS
 from .step_anatomy import DASHBOARD as STEP_ANATOMY
 from .tuner import DASHBOARD as TUNER
 
-DASHBOARDS = (OVERVIEW, STEP_ANATOMY, COMMUNICATION, MEMORY, DEVICES, TUNER, OVERHEAD)
+DASHBOARDS = (
+    RUNS,
+    OVERVIEW,
+    STEP_ANATOMY,
+    COMMUNICATION,
+    MEMORY,
+    DEVICES,
+    TUNER,
+    OVERHEAD,
+    COMPARE,
+)

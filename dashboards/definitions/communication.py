@@ -29,8 +29,8 @@ from ..grafana.panels import (
     below,
 )
 from ..promql import by
-from .queries import of_ranks, of_run, quantile, total, worst
-from .shared_panels import fault_count, rank_table, sized
+from .queries import RANK, limit, of_ranks, of_run, quantile, total, worst
+from .shared_panels import RANK_LEGEND, fault_count, heatmaps, rank_table, sized
 
 CAUSE_COLORS = {
     "imbalance": "orange",
@@ -99,10 +99,10 @@ COST = (
             Query(of_run(recorded.EXPOSED_RATIO), "exposed, 5 minutes"),
             Query(of_run(recorded.EXPOSED_RATIO_LONG), "exposed, 30 minutes"),
             Query(of_run(recorded.COMM_RATIO), "all"),
+            limit(EXPOSED_COMM_RATIO_HIGH),
         ),
         unit=RATIO,
         minimum=0,
-        thresholds=above(EXPOSED_COMM_RATIO_HIGH),
     ),
     TimeSeries(
         title="Causes of exposed communication",
@@ -125,7 +125,7 @@ WAITING_AND_STRAGGLERS = (
         "wait **least**, and the longest of all. The other ranks wait for the rank with the lowest "
         "line.",
         queries=(
-            Query(worst(recorded.WAIT_RATIO_BY_RANK, lowest=True), "rank {{rank}}"),
+            Query(worst(recorded.WAIT_RATIO_BY_RANK, lowest=True), RANK_LEGEND),
             Query(by("max", of_ranks(recorded.WAIT_RATIO_BY_RANK)), "longest of all"),
         ),
         unit=RATIO,
@@ -136,20 +136,24 @@ WAITING_AND_STRAGGLERS = (
         description="Share of training time in which a rank only waits for communication, for the "
         "worst ranks. If a few ranks stand out, check their nodes and links. If all ranks are "
         "alike, the cause is common to them.",
-        queries=(Query(worst(recorded.EXPOSED_RATIO_BY_RANK), "rank {{rank}}"),),
+        queries=(
+            Query(worst(recorded.EXPOSED_RATIO_BY_RANK), RANK_LEGEND),
+            limit(EXPOSED_COMM_RATIO_HIGH),
+        ),
         unit=RATIO,
         minimum=0,
-        thresholds=above(EXPOSED_COMM_RATIO_HIGH),
     ),
     TimeSeries(
         title="Straggler score of the worst ranks",
         description="Time by which a rank is slower than the median rank, as a share of a step, "
         "without time blocked in communication. A rank above the line twice in a row, and by more "
         "than the ranks usually differ, is named in the log; check its host.",
-        queries=(Query(worst(recorded.STRAGGLER_SCORE, also="phase"), "rank {{rank}} {{phase}}"),),
+        queries=(
+            Query(worst(recorded.STRAGGLER_SCORE, also="phase"), f"{RANK_LEGEND} {{{{phase}}}}"),
+            limit(STRAGGLER_SCORE_HIGH),
+        ),
         unit=RATIO,
         minimum=0,
-        thresholds=above(STRAGGLER_SCORE_HIGH),
         width=14,
     ),
     rank_table(
@@ -157,11 +161,11 @@ WAITING_AND_STRAGGLERS = (
         description="The ranks that are slowest now, and the phase that shows where to look. "
         "**data**: the loader and the disk. **forward** and **backward**: the device, its clock "
         "and other processes on it.",
-        labels=("rank", "phase"),
+        labels=(*RANK, "phase"),
         columns=(
             Column(
                 title="Behind",
-                expression=by("max", of_ranks(recorded.STRAGGLER_SCORE), "rank", "phase"),
+                expression=by("max", of_ranks(recorded.STRAGGLER_SCORE), *RANK, "phase"),
                 unit=RATIO,
                 thresholds=above(STRAGGLER_SCORE_HIGH),
                 decimals=1,
@@ -169,6 +173,29 @@ WAITING_AND_STRAGGLERS = (
         ),
         empty="ranks were not compared yet",
         width=10,
+    ),
+)
+
+OVER_TIME = (
+    *heatmaps(
+        recorded.WAIT_RATIO_BY_RANK,
+        title="Waiting in collectives",
+        description="Share of training time spent waiting inside collectives for other ranks. The "
+        "**bright** rows wait least: the others wait for them. Bright rows of one node: look at "
+        "that node.",
+        operation="min",
+        low_is_bad=True,
+        unit=RATIO,
+        minimum=0,
+    ),
+    *heatmaps(
+        recorded.EXPOSED_RATIO_BY_RANK,
+        title="Exposed communication",
+        description="Share of training time in which a rank only waits for communication; brighter "
+        "is more. All rows bright: the cause is common to all. Single bright rows: check the "
+        "links of their nodes.",
+        unit=RATIO,
+        minimum=0,
     ),
 )
 
@@ -216,12 +243,12 @@ LINK = (
         queries=(
             Query(
                 worst(recorded.LINK_BANDWIDTH_RATIO, lowest=True, also="group"),
-                "rank {{rank}} {{group}}",
+                f"{RANK_LEGEND} {{{{group}}}}",
             ),
+            limit(LINK_BANDWIDTH_LOW),
         ),
         unit=RATIO,
         minimum=0,
-        thresholds=below(LINK_BANDWIDTH_LOW),
     ),
     TimeSeries(
         title="Collective duration, 95th percentile",
@@ -339,8 +366,9 @@ DASHBOARD = Dashboard(
         Row("At a glance", AT_A_GLANCE),
         Row("Cost and cause", COST),
         Row("Waiting ranks and stragglers", WAITING_AND_STRAGGLERS),
-        Row("The link", LINK),
-        Row("Pattern and volume", PATTERN),
-        Row("Groups and faults", GROUPS_AND_FAULTS),
+        Row("Nodes and ranks over time", OVER_TIME, collapsed=True),
+        Row("The link", LINK, collapsed=True),
+        Row("Pattern and volume", PATTERN, collapsed=True),
+        Row("Groups and faults", GROUPS_AND_FAULTS, collapsed=True),
     ),
 )

@@ -22,10 +22,18 @@ from ..grafana.panels import (
     above,
     below,
 )
-from ..promql import ON_GPU, ON_HOST, by
+from ..promql import ON_GPU, ON_HOST, by, ratio, select
 from ..recording_rules import RecordingRule
-from .queries import of_first_rank, of_ranks, of_run, total, worst
-from .shared_panels import NOT_A_TRAINING_RUN, PHASE_COLORS, fault_count, rank_table, sized
+from .queries import DEVICE, RUN, WORST, limit, of_first_rank, of_ranks, of_run, total, worst
+from .shared_panels import (
+    NOT_A_TRAINING_RUN,
+    PHASE_COLORS,
+    RANK_LEGEND,
+    fault_count,
+    heatmaps,
+    rank_table,
+    sized,
+)
 
 RISK_COLORS = above(OOM_RISK_HIGH, OOM_RISK_CRITICAL)
 # Shares of the memory limit. Alerts do not use them, because the risk is more precise.
@@ -51,7 +59,13 @@ LIMIT = of_devices(recorded.MEMORY_LIMIT)
 PEAK = of_devices(recorded.MEMORY_PEAK, recorded.ALLOCATED)
 ALLOCATED = of_devices(recorded.MEMORY_STATES, recorded.ALLOCATED)
 RESERVED = of_devices(recorded.MEMORY_STATES, 'state="reserved"')
-RANK_AND_DEVICE = ("rank", "device")
+_HOST = (*RUN, ON_HOST)
+NODE_MEMORY = ratio(
+    by("sum", select(catalog.MEMORY_BYTES, *_HOST, recorded.ALLOCATED), "node"),
+    by("min", select(catalog.MEMORY_LIMIT, *_HOST), "node"),
+    "node",
+)
+DEVICE_LEGEND = f"{RANK_LEGEND} {{{{device}}}}"
 CATEGORY_COLORS = {
     "parameters": "blue",
     "gradients": "purple",
@@ -126,11 +140,14 @@ WILL_IT_BE_ENOUGH = (
         description="Probability of an out-of-memory error within the next 50 steps. The lines are "
         "the thresholds of the two alerts. If only one rank is at risk, it has longer batches or "
         "shares its device.",
-        queries=(Query(worst(recorded.OOM_RISK, also="device"), "rank {{rank}} {{device}}"),),
+        queries=(
+            Query(worst(recorded.OOM_RISK, also="device"), DEVICE_LEGEND),
+            limit(OOM_RISK_HIGH, "limit of OomRiskHigh"),
+            limit(OOM_RISK_CRITICAL, "limit of OomRiskCritical"),
+        ),
         unit=RATIO,
         minimum=0,
         maximum=1,
-        thresholds=RISK_COLORS,
     ),
     TimeSeries(
         title="Peak against limit",
@@ -228,30 +245,30 @@ RANKS_APART = (
         title="Fullest ranks",
         description="Peak of the last minute divided by the limit, for the fullest ranks. If a few "
         "ranks stand out, balance the batches. If all are alike, the model itself is large.",
-        queries=(Query(worst(recorded.PEAK_RATIO, also="device"), "rank {{rank}} {{device}}"),),
+        queries=(Query(worst(recorded.PEAK_RATIO, also="device"), DEVICE_LEGEND),),
         unit=RATIO,
         minimum=0,
         maximum=1,
         thresholds=FULL,
-        width=7,
+        width=12,
     ),
     rank_table(
         title="Ranks with the least headroom now",
         description="Limit minus the predicted next peak, as a share of the limit, and the "
         "probability of an out-of-memory error within 50 steps. Reduce the micro-batch if the "
         "headroom is negative.",
-        labels=RANK_AND_DEVICE,
+        labels=DEVICE,
         columns=(
             Column(
                 title="Headroom",
-                expression=by("min", of_ranks(recorded.HEADROOM_RATIO), *RANK_AND_DEVICE),
+                expression=by("min", of_ranks(recorded.HEADROOM_RATIO), *DEVICE),
                 unit=RATIO,
                 thresholds=below(0.1, 0),
                 decimals=1,
             ),
             Column(
                 title="Risk",
-                expression=by("max", of_ranks(recorded.OOM_RISK), *RANK_AND_DEVICE),
+                expression=by("max", of_ranks(recorded.OOM_RISK), *DEVICE),
                 unit=RATIO,
                 thresholds=RISK_COLORS,
                 decimals=0,
@@ -260,7 +277,18 @@ RANKS_APART = (
         lowest=True,
         sort_by="Risk",
         ascending=False,
-        width=10,
+        width=12,
+    ),
+    TimeSeries(
+        title="Host memory of a node",
+        description="Host memory of all ranks of a node together, divided by the smallest limit "
+        "that one of them has, for the fullest nodes. Each rank alone may look harmless; near 100% "
+        "the kernel ends one of them.",
+        queries=(Query(f"topk({WORST}, {NODE_MEMORY})", "{{node}}"),),
+        unit=RATIO,
+        minimum=0,
+        width=12,
+        height=7,
     ),
     TimeSeries(
         title="Prediction error of peaks",
@@ -269,8 +297,18 @@ RANKS_APART = (
         queries=(Query(of_run(recorded.PREDICTION_ERROR), "{{device}}"),),
         unit=RATIO,
         minimum=0,
-        width=7,
+        width=12,
+        height=7,
     ),
+)
+
+OVER_TIME = heatmaps(
+    recorded.PEAK_RATIO,
+    title="Peak over limit",
+    description="Peak of the last minute divided by the memory limit; brighter is fuller. Bright "
+    "rows have longer batches or share their device. A whole bright node: look at its host memory.",
+    unit=RATIO,
+    minimum=0,
 )
 
 TROUBLE = sized(
@@ -334,10 +372,10 @@ REPLAYS_AND_RESTARTS = sized(
         queries=(
             Query(of_run(recorded.REPLAY_RATIO), "5 minutes"),
             Query(of_run(recorded.REPLAY_RATIO_LONG), "30 minutes"),
+            limit(REPLAY_RATIO_HIGH),
         ),
         unit=RATIO,
         minimum=0,
-        thresholds=above(REPLAY_RATIO_HIGH),
         empty=NOT_A_TRAINING_RUN,
     ),
     Stat(
@@ -368,8 +406,9 @@ DASHBOARD = Dashboard(
     rows=(
         Row("Will it be enough?", WILL_IT_BE_ENOUGH),
         Row("What fills it?", WHAT_FILLS_IT),
-        Row("Ranks", RANKS_APART),
-        Row("Errors and offloading", TROUBLE),
-        Row("Replays, rebuilds and restarts", REPLAYS_AND_RESTARTS),
+        Row("Nodes and ranks", RANKS_APART),
+        Row("Nodes and ranks over time", OVER_TIME, collapsed=True),
+        Row("Errors and offloading", TROUBLE, collapsed=True),
+        Row("Replays, rebuilds and restarts", REPLAYS_AND_RESTARTS, collapsed=True),
     ),
 )

@@ -22,8 +22,8 @@ from ..grafana.panels import (
     below,
 )
 from ..promql import by
-from .queries import RANKS, limit, of_ranks, of_run, total, worst
-from .shared_panels import fault_count, rank_table, sized
+from .queries import RANK, RANKS, limit, of_ranks, of_run, total, worst
+from .shared_panels import RANK_LEGEND, fault_count, rank_table, sized
 
 # Series that Prometheus itself records about each target.
 UP = f"up{{{', '.join(RANKS)}}}"
@@ -69,7 +69,7 @@ COST = (
         "The dashed line is the threshold of the alert, which applies to the mean of all ranks. "
         "Rank 0 does a little more work than the others.",
         queries=(
-            Query(worst(recorded.WATCH_RATIO_BY_RANK), "rank {{rank}}"),
+            Query(worst(recorded.WATCH_RATIO_BY_RANK), RANK_LEGEND),
             limit(WATCH_RATIO_HIGH),
         ),
         unit=RATIO,
@@ -203,7 +203,7 @@ SCRAPES = sized(
         columns=(
             Column(
                 title="Cost",
-                expression=by("max", of_ranks(recorded.WATCH_RATIO_BY_RANK), "rank"),
+                expression=by("max", of_ranks(recorded.WATCH_RATIO_BY_RANK), *RANK),
                 unit=RATIO,
                 thresholds=above(WATCH_RATIO_HIGH),
                 decimals=2,
@@ -219,6 +219,6 @@ DASHBOARD = Dashboard(
     rows=(
         Row("Cost of monitoring", COST),
         Row("Can the figures be trusted?", DATA_QUALITY),
-        Row("Scrapes", SCRAPES),
+        Row("Scrapes", SCRAPES, collapsed=True),
     ),
 )

@@ -1,19 +1,26 @@
-"""Selects series of the run and the ranks that are chosen at the top of a dashboard."""
+"""Selects series of the run, the node and the ranks that are chosen at the top of a dashboard."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from ...metrics.catalog.spec import MetricSpec
 from ...metrics.thresholds import Threshold
 from ..grafana.panels import Query
 from ..limits import selected
 from ..promql import by, rate, select, where
-from ..recording_rules import RecordingRule
+from ..recording_rules import RUN_STATE, RecordingRule
+from ..run_state import FIRST_END, RunState
 
-RUN = ('job=~"$job"', 'run=~"$run"')
-RANKS = (*RUN, 'rank=~"$rank"')
+JOB = ('job=~"$job"',)
+RUN = (*JOB, 'run=~"$run"')
+RANKS = (*RUN, 'node=~"$node"', 'rank=~"$rank"')
 FIRST_RANK = (*RUN, 'rank="0"')  # for metrics that are equal on all ranks, or on rank 0 only
 WINDOW = "$__rate_interval"  # Grafana's shortest range that contains at least two scrapes
 WORST = 8  # the most ranks that a graph shows
+RANK = ("rank", "node")  # the labels of a rank; its node is where to look
+DEVICE = (*RANK, "device")
+_ANSWERS = "2m"  # a run whose ranks have not answered for longer has vanished
 
 
 def of_run(what: RecordingRule | MetricSpec, *matchers: str) -> str:
@@ -32,7 +39,12 @@ def of_first_rank(what: RecordingRule | MetricSpec, *matchers: str) -> str:
 
 
 def worst(
-    rule: RecordingRule, *matchers: str, lowest: bool = False, count: int = WORST, also: str = ""
+    rule: RecordingRule,
+    *matchers: str,
+    lowest: bool = False,
+    count: int = WORST,
+    also: str = "",
+    among: Callable[..., str] | None = None,
 ) -> str:
     """Return a selector of the ranks with the worst mean over the time range shown.
 
@@ -45,11 +57,39 @@ def worst(
         lowest: Whether low values are bad, instead of high ones.
         count: The maximum number of series.
         also: A further label that distinguishes series of a rank, such as the device.
+        among: `of_run` for all ranks; by default the chosen ones.
     """
-    selector = of_ranks(rule, *matchers)
+    selector = (among or of_ranks)(rule, *matchers)
     operation = "bottomk" if lowest else "topk"
     averages = f"avg_over_time({selector}[$__range] @ end())"
-    return where(selector, f"{operation}({count}, {averages})", "rank", *filter(None, [also]))
+    return where(selector, f"{operation}({count}, {averages})", *RANK, *filter(None, [also]))
+
+
+def by_node(operation: str, rule: RecordingRule, *matchers: str) -> str:
+    """Return an aggregation over the chosen ranks of each node."""
+    return by(operation, of_ranks(rule, *matchers), "node")
+
+
+def by_rank(operation: str, rule: RecordingRule, *matchers: str) -> str:
+    """Return a series for each of the chosen ranks, aggregated over its devices and groups."""
+    return by(operation, of_ranks(rule, *matchers), *RANK)
+
+
+def state_of(*matchers: str) -> str:
+    """Return the state of runs, also of those that ended within the time range shown."""
+    recent, last = (
+        by("max", f"last_over_time({RUN_STATE.select(*matchers)}[{time_range}])")
+        for time_range in (_ANSWERS, "$__range")
+    )
+    return (
+        f"{recent}\nor on (job, run) {last} >= {FIRST_END:d}"
+        f"\nor on (job, run) {RunState.VANISHED:d} * {last} ^ 0"
+    )
+
+
+def latest(rule: RecordingRule, *matchers: str) -> str:
+    """Return the last value of a rule of runs within the time range shown."""
+    return by("max", f"last_over_time({rule.select(*matchers)}[$__range])")
 
 
 def quantile(share: float, buckets: RecordingRule, *labels: str) -> str:
@@ -63,9 +103,16 @@ def quantile(share: float, buckets: RecordingRule, *labels: str) -> str:
     return f"histogram_quantile({share}, {by('sum', of_run(buckets), 'le', *labels)})"
 
 
-def limit(threshold: Threshold, legend: str = "limit") -> Query:
-    """Return the query of a graph that draws the threshold of the chosen run as a dashed line."""
-    return Query(selected(threshold, *RUN), legend, is_limit=True)
+def limit(threshold: Threshold, legend: str = "limit", *, only_if: str = "") -> Query:
+    """Return the query of a graph that draws the threshold of the chosen run as a dashed line.
+
+    Args:
+        threshold: The threshold.
+        legend: The name of the line.
+        only_if: PromQL; if given, the line is drawn only for a run that has a series of it.
+    """
+    value = selected(threshold, *RUN)
+    return Query(where(value, only_if) if only_if else value, legend, is_limit=True)
 
 
 def rate_of_ranks(spec: MetricSpec) -> str:

@@ -23,8 +23,26 @@ from ..grafana.panels import (
     above,
 )
 from ..promql import by, rate
-from .queries import RANKS, WINDOW, of_first_rank, of_ranks, of_run, rate_of_ranks, total, worst
-from .shared_panels import NOT_A_TRAINING_RUN, PHASE_COLORS, fault_count, sized, step_seconds
+from .queries import (
+    RANKS,
+    WINDOW,
+    limit,
+    of_first_rank,
+    of_ranks,
+    of_run,
+    rate_of_ranks,
+    total,
+    worst,
+)
+from .shared_panels import (
+    NOT_A_TRAINING_RUN,
+    PHASE_COLORS,
+    RANK_LEGEND,
+    fault_count,
+    heatmaps,
+    sized,
+    step_seconds,
+)
 
 A_STEP = (
     TimeSeries(
@@ -72,7 +90,7 @@ RANKS_APART = (
         description="Mean time of a step over five minutes, for the slowest ranks. All ranks wait "
         "for each other, so these lines stay close together even if a single rank is the cause. "
         "The straggler score on the dashboard Communication shows which one.",
-        queries=(Query(worst(recorded.STEP_DURATION_BY_RANK), "rank {{rank}}"),),
+        queries=(Query(worst(recorded.STEP_DURATION_BY_RANK), RANK_LEGEND),),
         unit=SECONDS,
         minimum=0,
         dashboard=uid_of("communication"),
@@ -81,10 +99,31 @@ RANKS_APART = (
         title="Waiting for data: the worst ranks",
         description="Share of training time spent in the data loader, for the worst ranks. Above "
         "the line, use more workers, `pin_memory`, prefetching, or a faster disk.",
-        queries=(Query(worst(recorded.DATA_RATIO_BY_RANK), "rank {{rank}}"),),
+        queries=(
+            Query(worst(recorded.DATA_RATIO_BY_RANK), RANK_LEGEND),
+            limit(DATA_RATIO_HIGH),
+        ),
         unit=RATIO,
         minimum=0,
-        thresholds=above(DATA_RATIO_HIGH),
+    ),
+)
+
+OVER_TIME = (
+    *heatmaps(
+        recorded.STEP_DURATION_BY_RANK,
+        title="Step time",
+        description="Mean time of a step over five minutes; brighter is longer. A bright column is "
+        "a pause of all ranks. A bright row is a rank that takes longer than the others, which is "
+        "rare: they wait for each other.",
+        unit=SECONDS,
+    ),
+    *heatmaps(
+        recorded.DATA_RATIO_BY_RANK,
+        title="Waiting for data",
+        description="Share of training time spent in the data loader; brighter is more. Bright "
+        "rows of one node: its disk or its share of the CPUs is slow.",
+        unit=RATIO,
+        minimum=0,
     ),
 )
 
@@ -270,9 +309,10 @@ DASHBOARD = Dashboard(
     rows=(
         Row("A step", A_STEP),
         Row("Ranks", RANKS_APART),
-        Row("Micro-batches, shares and compression", MICRO_BATCHES_AND_SHARES),
         Row("Throughput", THROUGHPUT),
         Row("Loss, gradients and learning rate", NUMBERS),
-        Row("Profiled step", PROFILED),
+        Row("Nodes and ranks over time", OVER_TIME, collapsed=True),
+        Row("Micro-batches, shares and compression", MICRO_BATCHES_AND_SHARES, collapsed=True),
+        Row("Profiled step", PROFILED, collapsed=True),
     ),
 )

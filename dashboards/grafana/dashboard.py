@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from .panels import Panel
 
@@ -12,10 +13,18 @@ PREFIX = "zerowatch-"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A heading and its panels, placed from left to right in lines of 24 columns."""
+    """A heading and its panels, placed from left to right in lines of 24 columns.
+
+    Attributes:
+        title: The heading.
+        panels: The panels.
+        collapsed: Whether the panels are hidden until the heading is clicked. Until then Grafana
+            sends none of their queries.
+    """
 
     title: str
     panels: tuple[Panel, ...]
+    collapsed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +38,9 @@ class Dashboard:
         rows: The headings and panels, from top to bottom.
         span: The length of the time range when the dashboard is opened, such as "1h".
         traces: TraceQL searches to which the dashboard links.
+        about: What is chosen at the top: one run, all runs of some jobs, or two runs to compare. A
+            node and a rank of one run can be chosen if a query uses the choice.
+        refresh: The time between two updates.
     """
 
     name: str
@@ -37,6 +49,8 @@ class Dashboard:
     rows: tuple[Row, ...]
     span: str = "30m"
     traces: tuple[str, ...] = ()
+    about: Literal["run", "runs", "two runs"] = "run"
+    refresh: str = "15s"
 
     @property
     def uid(self) -> str:

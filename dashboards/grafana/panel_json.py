@@ -7,29 +7,34 @@ grafanalib's plain panel.
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grafanalib import core as grafanalib
 
 from ..promql import IDENTITY
 from .grafanalib_cleanup import STALE_OF_PANEL, STALE_OF_TARGET, Json, cleaned
+from .links import Here, links_of_cell, links_of_series
 from .panels import (
     BAD,
     BarGauge,
     Column,
     Gauge,
     Heatmap,
+    Link,
     Named,
     Panel,
     Query,
+    SeriesHeatmap,
     Stat,
     StateTimeline,
     Table,
     Text,
     TimeSeries,
+    XYChart,
 )
 
 # The data source that is chosen at the top of the dashboard.
@@ -40,7 +45,9 @@ _FORMATS = {"series": "time_series", "now": "time_series", "buckets": "heatmap",
 PLUGIN_VERSION = "11.6.0"
 # Show the latest value of each series.
 LAST = {"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}}
-LEGEND = {"calcs": [], "displayMode": "list", "placement": "bottom", "showLegend": True}
+# The figures of a series in the legend of a graph; a table of several series is sorted by the last.
+CALCULATIONS = ["lastNotNull", "mean", "max"]
+SORTED_BY = "Last *"  # Grafana's name of "lastNotNull" in a legend
 NO_LEGEND = {"calcs": [], "displayMode": "hidden", "placement": "bottom", "showLegend": False}
 
 
@@ -54,27 +61,44 @@ class Place:
     height: int
 
 
-def panel_json(panel: Panel, number: int, place: Place) -> Json:
+def panel_json(panel: Panel, number: int, place: Place, here: Here) -> Json:
     """Return the JSON of a panel.
 
     Args:
         panel: The panel.
         number: Its id, unique on the dashboard.
         place: Its position.
+        here: The dashboard of the panel.
     """
     convert = _CONVERTERS[type(panel)]
     result = cleaned(convert(panel, _shared(panel, number, place)), STALE_OF_PANEL)
-    result["fieldConfig"].setdefault("overrides", [])
-    if not result["fieldConfig"]["defaults"]["thresholds"]["steps"]:
-        del result["fieldConfig"]["defaults"]["thresholds"]
+    fields = result["fieldConfig"]
+    fields.setdefault("overrides", [])
+    if not fields["defaults"]["thresholds"]["steps"]:
+        del fields["defaults"]["thresholds"]
+    if isinstance(panel, Table):
+        fields["overrides"] += _label_columns(panel, here)
+    elif links := links_of_series(_labels_of_legends(panel), here):
+        fields["defaults"]["links"] = _links_json(links)
+    if isinstance(panel, SeriesHeatmap):
+        result["maxDataPoints"] = panel.max_points
     return {key: value for key, value in result.items() if value != []}
 
 
-def row_json(title: str, number: int, place: Place) -> Json:
-    """Return the JSON of a heading; in a dashboard its panels follow it."""
+def row_json(title: str, number: int, place: Place, hidden: Iterable[Json] | None) -> Json:
+    """Return the JSON of a heading.
+
+    Args:
+        title: The heading.
+        number: Its id, unique on the dashboard.
+        place: Its position.
+        hidden: The panels of a collapsed row. Those of an open row follow it in the dashboard, and
+            `hidden` is None.
+    """
     row = grafanalib.RowPanel(title=title, id=number, gridPos=_position(place))
     wanted = {"collapsed", "gridPos", "id", "panels", "title", "type"}
-    return {key: value for key, value in cleaned(row).items() if key in wanted}
+    result = {key: value for key, value in cleaned(row).items() if key in wanted}
+    return {**result, "collapsed": hidden is not None, "panels": list(hidden or ())}
 
 
 def _shared(panel: Panel, number: int, place: Place) -> Json:
@@ -106,13 +130,38 @@ def _time_series(panel: TimeSeries, shared: Json) -> Any:
         thresholdsStyleMode="dashed" if panel.thresholds else "off",
         tooltipMode="multi",
         tooltipSort="desc",
-        overrides=[*_color_overrides(panel), *_limit_overrides(panel)],
+        overrides=[*_series_overrides(panel), *_limit_overrides(panel)],
         extraJson={
             "pluginVersion": PLUGIN_VERSION,
             "fieldConfig": {"defaults": {**_defaults(panel), "custom": custom}},
-            "options": {"legend": LEGEND, "tooltip": {"hideZeros": False}},
+            "options": {"legend": _legend(panel), "tooltip": {"hideZeros": False}},
         },
     )
+
+
+def _legend(panel: Panel) -> Json:
+    """Return a table of figures of several series; figures in a line of a single series."""
+    is_single = len(panel.queries) == 1 and not _labels_of_legends(panel)
+    if is_single:
+        return {
+            "calcs": CALCULATIONS,
+            "displayMode": "list",
+            "placement": "bottom",
+            "showLegend": True,
+        }
+    return {
+        "calcs": CALCULATIONS,
+        "displayMode": "table",
+        "placement": "bottom",
+        "showLegend": True,
+        "sortBy": SORTED_BY,
+        "sortDesc": True,
+    }
+
+
+def _labels_of_legends(panel: Panel) -> set[str]:
+    """Return the labels that the names of series contain."""
+    return {label for query in panel.queries for label in re.findall(r"{{(\w+)}}", query.legend)}
 
 
 def _soft_maximum(panel: TimeSeries) -> float | None:
@@ -129,7 +178,7 @@ def _stat(panel: Stat, shared: Json) -> Any:
         colorMode=panel.color,
         graphMode="none" if panel.plain else "area",
         textMode=_text_mode(panel),
-        overrides=_color_overrides(panel),
+        overrides=_series_overrides(panel),
         extraJson={
             "pluginVersion": PLUGIN_VERSION,
             "fieldConfig": {
@@ -220,6 +269,80 @@ def _heatmap(panel: Heatmap, shared: Json) -> Any:
     return _plain_panel("heatmap", panel, shared, options, custom=hidden)
 
 
+def _series_heatmap(panel: SeriesHeatmap, shared: Json) -> Any:
+    options = {
+        "calculate": False,
+        "cellGap": 0,
+        "cellValues": {"unit": panel.unit},
+        "color": {
+            "exponent": 0.5,
+            "fill": "dark-orange",
+            "max": panel.maximum,
+            "min": panel.minimum,
+            "mode": "scheme",
+            "reverse": panel.low_is_bad,
+            "scale": "exponential",
+            "scheme": "Oranges",
+            "steps": 64,
+        },
+        "legend": {"show": True},
+        "rowsFrame": {"layout": "auto"},
+        "showValue": "never",
+        "tooltip": {"mode": "single", "showColorScale": True, "yHistogram": False},
+        "yAxis": {"axisPlacement": "left", "reverse": True},
+    }
+    hidden = {"hideFrom": {"legend": False, "tooltip": False, "viz": False}}
+    return _plain_panel("heatmap", panel, shared, options, custom=hidden)
+
+
+def _xy_chart(panel: XYChart, shared: Json) -> Any:
+    """Each curve becomes a frame of two fields, joined by time, of which one is the x axis."""
+    letters = [(_letter(2 * index), _letter(2 * index + 1)) for index in range(len(panel.curves))]
+    queries = [
+        Query(expression, f"{curve.name} {axis}".strip())
+        for curve in panel.curves
+        for expression, axis in ((curve.x, panel.x_title), (curve.y, ""))
+    ]
+    options = {
+        "legend": {"calcs": [], "displayMode": "list", "placement": "bottom", "showLegend": True},
+        "mapping": "manual",
+        "series": [
+            {
+                "frame": {"matcher": {"id": "byIndex", "options": index}},
+                "name": {"fixed": curve.name},
+                "x": {"matcher": {"id": "byName", "options": f"{curve.name} {panel.x_title}"}},
+                "y": {"matcher": {"id": "byName", "options": curve.name}},
+            }
+            # Grafana selects frames by number only, and a curve without data has no frame.
+            for index in range(len(panel.curves))
+            for curve in panel.curves
+        ],
+        "tooltip": {"mode": "single", "sort": "none"},
+    }
+    custom = {
+        "axisLabel": panel.x_title,
+        "fillOpacity": 50,
+        "lineWidth": 1,
+        "pointSize": {"fixed": 3},
+        "show": "points+lines",
+    }
+    colored = replace(panel, colors={curve.name: curve.color for curve in panel.curves})
+    targets = [_query_target(query, index) for index, query in enumerate(queries)]
+    result = _plain_panel(
+        "xychart", colored, {**shared, "targets": targets}, options, custom=custom
+    )
+    # A step in which one of the two has no value is no point of the curve.
+    result["transformations"] = [
+        {
+            "filter": {"id": "byRefId", "options": f"/^(?:{x}|{y})$/"},
+            "id": "joinByField",
+            "options": {"byField": "Time", "mode": "inner"},
+        }
+        for x, y in letters
+    ]
+    return result
+
+
 def _state_timeline(panel: StateTimeline, shared: Json) -> Any:
     return grafanalib.StateTimeline(
         **shared,
@@ -280,7 +403,7 @@ def _plain_panel(
                     "color": {"mode": "thresholds"},
                     "custom": custom,
                 },
-                "overrides": _color_overrides(panel),
+                "overrides": _series_overrides(panel),
             },
             "options": options,
         },
@@ -311,11 +434,33 @@ def _defaults(panel: Panel) -> Json:
     }
 
 
-def _color_overrides(panel: Panel) -> list[Json]:
-    """Return the overrides that give series their fixed colors."""
+def _series_overrides(panel: Panel) -> list[Json]:
+    """Return the overrides that give single series their colors and units."""
+    colors: dict[str, Json] = {
+        legend: {"color": {"mode": "fixed", "fixedColor": color}}
+        for legend, color in panel.colors.items()
+    }
+    units: dict[str, Json] = {legend: {"unit": unit} for legend, unit in panel.units.items()}
     return [
-        _override(legend, {"color": {"mode": "fixed", "fixedColor": color}})
-        for legend, color in sorted(panel.colors.items())
+        _override(legend, {**colors.get(legend, {}), **units.get(legend, {})})
+        for legend in sorted(colors.keys() | units.keys())
+    ]
+
+
+def _links_json(links: Iterable[Link]) -> list[Json]:
+    return [{"title": link.title, "url": link.url} for link in links]
+
+
+def _label_columns(panel: Table, here: Here) -> list[Json]:
+    """Return the overrides of the columns of labels: their links, and a dash if there is none."""
+    headings = set(panel.labels.values())
+    found = {
+        heading: links_of_cell(label, headings, here) for label, heading in panel.labels.items()
+    }
+    return [
+        _override(heading, {"noValue": "-", **({"links": _links_json(links)} if links else {})})
+        for heading, links in found.items()
+        if heading
     ]
 
 
@@ -398,7 +543,11 @@ def _table_transformations(panel: Table) -> list[Json]:
     """
     values = _names_of_values(panel)
     titles = [column.title for column in panel.columns]
-    heads = {**panel.labels, **dict(zip(values, titles, strict=True))}
+    heads = {
+        **{label: head for label, head in panel.labels.items() if head not in panel.after},
+        **dict(zip(values, titles, strict=True)),
+        **{label: head for label, head in panel.labels.items() if head in panel.after},
+    }
     return [
         {"id": "merge", "options": {}},
         {
@@ -409,6 +558,10 @@ def _table_transformations(panel: Table) -> list[Json]:
                 "renameByName": {name: head for name, head in heads.items() if head},
             },
         },
+        *(
+            {"id": "formatString", "options": {"stringField": head, "outputFormat": "Lower Case"}}
+            for head in panel.lower_case
+        ),
     ]
 
 
@@ -428,10 +581,23 @@ def _column_options(column: Column) -> Json:
     options: Json = {"unit": column.unit}
     if column.decimals is not None:
         options["decimals"] = column.decimals
+    if column.width is not None:
+        options["custom.width"] = column.width
     if column.thresholds:
         steps = [{"color": step.color, "value": step.value} for step in column.thresholds]
         options["thresholds"] = {"mode": "absolute", "steps": steps}
         options["custom.cellOptions"] = {"type": "color-text"}
+    if column.named:
+        options["mappings"] = _value_mappings(column.named)
+        options["custom.cellOptions"] = {"type": "color-text"}
+    if column.bar_until:
+        options["min"] = 0
+        options["max"] = column.bar_until
+        options["custom.cellOptions"] = {
+            "type": "gauge",
+            "mode": "basic",
+            "valueDisplayMode": "text",
+        }
     return options
 
 
@@ -446,8 +612,8 @@ def _names_of_values(panel: Table) -> list[str]:
 
 
 def _hidden(heads: Mapping[str, str]) -> list[str]:
-    """Return the fields that are not shown: the time, job and run, and fields without a heading."""
-    return ["Time", *IDENTITY, *(name for name, head in heads.items() if not head)]
+    """Return the fields that are not shown: the time, and those without a heading."""
+    return [name for name in ("Time", *IDENTITY, *heads) if not heads.get(name)]
 
 
 _CONVERTERS: dict[type[Panel], Callable[[Any, Json], Any]] = {
@@ -456,6 +622,8 @@ _CONVERTERS: dict[type[Panel], Callable[[Any, Json], Any]] = {
     Gauge: _gauge,
     BarGauge: _bar_gauge,
     Heatmap: _heatmap,
+    SeriesHeatmap: _series_heatmap,
+    XYChart: _xy_chart,
     StateTimeline: _state_timeline,
     Table: _table,
     Text: _text,

@@ -20,6 +20,8 @@ WATTS = "watt"
 CELSIUS = "celsius"
 HERTZ = "hertz"
 PLAIN = "none"  # numbers are shown as they are
+DAYS_AND_HOURS = "dtdurations"  # seconds as "1 day, 2 hours"
+MOMENT = "dateTimeAsIso"  # milliseconds since 1970 as a date
 
 # The colors of values.
 GOOD = "green"
@@ -91,6 +93,19 @@ class Query:
     is_limit: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A link that a click on a series, a cell or a row offers.
+
+    Attributes:
+        title: What the link leads to.
+        url: The address, with Grafana's variables such as `${__field.labels.rank}`.
+    """
+
+    title: str
+    url: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
     """The fields that all kinds of panel have.
@@ -108,6 +123,7 @@ class Panel:
         maximum: Upper end of the scale; None fits it to the values.
         decimals: Digits after the decimal point; None lets Grafana choose.
         colors: Fixed colors of series, by their legend.
+        units: Units of single series, by their legend, where they differ from `unit`.
         empty: The text shown if there is no data; in a table also in each empty cell.
         dashboard: The uid of a dashboard with details, to which the title links.
     """
@@ -123,6 +139,7 @@ class Panel:
     maximum: float | None = None
     decimals: int | None = None
     colors: Mapping[str, str] = field(default_factory=dict)
+    units: Mapping[str, str] = field(default_factory=dict)
     empty: str = ""
     dashboard: str = ""
 
@@ -171,6 +188,53 @@ class Heatmap(Panel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SeriesHeatmap(Panel):
+    """A row of cells over time for each series, colored by its value.
+
+    It shows a thousand ranks at once, where a graph of as many lines shows none. Grafana sorts the
+    rows as Prometheus does, by the labels in alphabetical order: with the labels node and rank, the
+    ranks of a node are neighbors.
+
+    Attributes:
+        low_is_bad: Whether low values have the conspicuous colors, instead of high ones.
+        max_points: The most cells of a row.
+    """
+
+    low_is_bad: bool = False
+    max_points: int = 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A curve of an `XYChart`.
+
+    Attributes:
+        name: The name in the legend.
+        x: PromQL of one series, the values on the horizontal axis.
+        y: PromQL of one series, the values on the vertical axis at the same times.
+        color: The color of the curve.
+    """
+
+    name: str
+    x: str
+    y: str
+    color: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class XYChart(Panel):
+    """Curves over a value other than time.
+
+    Attributes:
+        curves: The curves, of which each brings its own two queries.
+        x_title: The title of the horizontal axis.
+    """
+
+    curves: tuple[Curve, ...]
+    x_title: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StateTimeline(Panel):
     """A horizontal band over time for each series, colored by its value.
 
@@ -191,6 +255,9 @@ class Column:
         unit: The unit of the values.
         thresholds: Colors of the values, the lowest first.
         decimals: Digits after the decimal point; None lets Grafana choose.
+        named: Texts shown in place of values.
+        bar_until: If not 0: a bar from 0 to this value is drawn next to the value.
+        width: The width in pixels; None lets Grafana choose.
     """
 
     title: str
@@ -198,6 +265,9 @@ class Column:
     unit: str = COUNT
     thresholds: tuple[Step, ...] = ()
     decimals: int | None = None
+    named: tuple[Named, ...] = ()
+    bar_until: float = 0
+    width: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,16 +276,21 @@ class Table(Panel):
 
     Attributes:
         labels: The heading of each label's column, by label. Every column's expression must be
-            aggregated by job, run and these labels.
+            aggregated by job, run and these labels. The labels job and run have no column unless
+            they are named here.
         columns: The columns of values. A single column without a title is not shown.
         sort_by: The heading of the column by which rows are sorted, largest value first.
         ascending: Whether the smallest value is first instead.
+        after: The headings of label columns that stand to the right of the values.
+        lower_case: The headings of label columns that are written in lower case.
     """
 
     labels: Mapping[str, str]
     columns: tuple[Column, ...]
     sort_by: str = ""
     ascending: bool = False
+    after: tuple[str, ...] = ()
+    lower_case: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

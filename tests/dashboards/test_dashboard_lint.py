@@ -12,7 +12,8 @@ from dashboard_checks.lint import expressions, faults, panels
 from zerowatch.dashboards.definitions import DASHBOARDS
 from zerowatch.dashboards.grafana.dashboard_json import dashboard_json
 
-OVERVIEW = dashboard_json(DASHBOARDS[0])
+BY_NAME = {dashboard.name: dashboard_json(dashboard) for dashboard in DASHBOARDS}
+OVERVIEW = BY_NAME["overview"]
 RUN = 'job=~"$job", run=~"$run"'
 
 
@@ -23,6 +24,7 @@ def test_a_dashboard_has_no_lint_faults(dashboard):
 
 def test_dashboards_have_unique_uids_that_equal_their_file_names():
     assert [dashboard.uid for dashboard in DASHBOARDS] == [
+        "zerowatch-runs",
         "zerowatch-overview",
         "zerowatch-step-anatomy",
         "zerowatch-communication",
@@ -30,6 +32,7 @@ def test_dashboards_have_unique_uids_that_equal_their_file_names():
         "zerowatch-devices",
         "zerowatch-tuner",
         "zerowatch-overhead",
+        "zerowatch-compare",
     ]
 
 
@@ -102,7 +105,7 @@ FAULTS = {
         url="/d/zerowatch-memory"
     ),
     "its links to dashboards lose": lambda page: page["links"][0].update(includeVars=False),
-    "variables are": lambda page: page["templating"]["list"].pop(),
+    "variables are": lambda page: page["templating"]["list"].pop(0),
     "no shared crosshair": lambda page: page.update(graphTooltip=0),
 }
 

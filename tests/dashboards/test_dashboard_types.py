@@ -6,6 +6,7 @@ import copy
 
 import pytest
 from dashboard_checks.grafana_types import CACHE, RELEASES, complaints, installed
+from dashboard_checks.lint import panels
 
 from zerowatch.dashboards.definitions import DASHBOARDS
 from zerowatch.dashboards.grafana.dashboard_json import dashboard_json
@@ -19,7 +20,7 @@ def types():
 
 
 def first(dashboard, kind):
-    return next(panel for panel in dashboard["panels"] if panel["type"] == kind)
+    return next(panel for panel in panels(dashboard) if panel["type"] == kind)
 
 
 def misspell(holder, key):
@@ -57,7 +58,7 @@ FAULTS = {
         format="tables"
     ),
     "a stale key of a query": lambda page: first(page, "stat")["targets"][0].update(metric=""),
-    "an unknown kind of variable": lambda page: page["templating"]["list"][1].update(
+    "an unknown kind of variable": lambda page: page["templating"]["list"][2].update(
         type="queries"
     ),
     "a misspelled key of an annotation": lambda page: misspell(
@@ -70,7 +71,7 @@ FAULTS = {
 def test_the_type_check_reports_each_seeded_fault():
     wrong = {}
     for index, seed in enumerate(FAULTS.values()):
-        wrong[f"fault{index}"] = copy.deepcopy(JSON["overview"])
+        wrong[f"fault{index}"] = copy.deepcopy(JSON["communication"])
         seed(wrong[f"fault{index}"])
 
     said = complaints(wrong, "13", CACHE / "faults")

@@ -46,7 +46,8 @@ def main() -> None:
         for dashboard in DASHBOARDS:
             if options.dashboards and dashboard.name not in options.dashboards:
                 continue
-            write_json("dashboard.json", dashboard_json(dashboard))
+            content = dashboard_json(dashboard)
+            write_json("dashboard.json", expanded(content) if options.expand else content)
             write_json("settings.json", settings(options))
             picture = options.out / f"{dashboard.uid}.png"
             failed = draw(page, address, picture)
@@ -62,6 +63,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--out", required=True, type=Path, help="folder for the pictures")
     parser.add_argument("--range", type=float, default=600, help="seconds until now that are shown")
     parser.add_argument("--run", default=".*", help="of which run; by default of all there are")
+    parser.add_argument("--run-a", default=".*", help="the first run of the dashboard Compare")
+    parser.add_argument("--run-b", default=".*", help="the second run of the dashboard Compare")
+    parser.add_argument("--expand", action="store_true", help="open all collapsed rows")
     parser.add_argument("--window", default="20s", help="in place of $__rate_interval")
     names = [dashboard.name for dashboard in DASHBOARDS]
     parser.add_argument("dashboards", nargs="*", metavar="DASHBOARD", help=f"of {', '.join(names)}")
@@ -83,8 +87,29 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
         "step": step,
         "window": options.window,
         "run": options.run,
+        "run_a": options.run_a,
+        "run_b": options.run_b,
         "label": LABEL,
     }
+
+
+def expanded(dashboard: dict[str, Any]) -> dict[str, Any]:
+    """Return the dashboard with its collapsed rows open, and what is below moved down."""
+    opened: list[dict[str, Any]] = []
+    down = 0
+    for panel in dashboard["panels"]:
+        inner = panel.get("panels", [])
+        opened += [moved({**panel, "collapsed": False, "panels": []}, down)]
+        opened += [moved(each, down) for each in inner]
+        bottom = max((each["gridPos"]["y"] + each["gridPos"]["h"] for each in inner), default=0)
+        down += max(0, bottom - panel["gridPos"]["y"] - panel["gridPos"]["h"]) if inner else 0
+    return {**dashboard, "panels": opened}
+
+
+def moved(panel: dict[str, Any], down: int) -> dict[str, Any]:
+    """Return the panel, placed lower on the page."""
+    place = panel["gridPos"]
+    return {**panel, "gridPos": {**place, "y": place["y"] + down}}
 
 
 def write_json(name: str, content: dict[str, Any]) -> None:

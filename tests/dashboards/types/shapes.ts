@@ -19,6 +19,7 @@ import type * as StateTimeline from '@grafana/schema/dist/esm/raw/composable/sta
 import type * as Table from '@grafana/schema/dist/esm/raw/composable/table/panelcfg/x/TablePanelCfg_types.gen';
 import type * as Text from '@grafana/schema/dist/esm/raw/composable/text/panelcfg/x/TextPanelCfg_types.gen';
 import type * as TimeSeries from '@grafana/schema/dist/esm/raw/composable/timeseries/panelcfg/x/TimeSeriesPanelCfg_types.gen';
+import type * as XYChart from '@grafana/schema/dist/esm/raw/composable/xychart/panelcfg/x/XYChartPanelCfg_types.gen';
 
 // JSON has no enums: each becomes the union of its values.
 type Json<T> = T extends string
@@ -67,6 +68,7 @@ export type Panels = {
   table: PanelOf<'table', Table.Options, Table.FieldConfig>;
   text: PanelOf<'text', Text.Options, NoCustom>;
   timeseries: PanelOf<'timeseries', TimeSeries.Options, TimeSeries.FieldConfig>;
+  xychart: PanelOf<'xychart', XYChart.Options, XYChart.FieldConfig>;
 };
 
 export type Variable = Json<VariableModel> & { definition?: string };

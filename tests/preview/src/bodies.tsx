@@ -13,11 +13,10 @@ import {
 } from '@grafana/data';
 import { BarGauge, BigValue, Table, TimeSeries, VizRepeater } from '@grafana/ui';
 
-import { configured, FieldSource } from './fields';
+import { configured, FieldSource, shownName } from './fields';
 import { Target } from './prometheus';
 import { Settings } from './settings';
-import { Dial, Heat, States } from './stand_ins';
-import { mergedTable } from './table';
+import { Curves, Dial, Heat, Rows, States } from './stand_ins';
 
 export interface Panel {
   id: number;
@@ -28,6 +27,8 @@ export interface Panel {
   options: Record<string, any>;
   targets?: Target[];
   transformations?: Array<{ id: string; options: any }>;
+  collapsed?: boolean; // of a heading
+  panels?: Panel[]; // of a collapsed heading
 }
 
 export interface BodyProps {
@@ -49,11 +50,6 @@ export function Body(props: BodyProps) {
   if (frames.every((frame) => frame.length === 0)) {
     return <Empty text={panel.fieldConfig.defaults.noValue ?? WITHOUT_DATA} />;
   }
-  if (panel.type === 'table') {
-    const organize = panel.transformations!.find(({ id }) => id === 'organize')!.options;
-    const table = configured([mergedTable(frames, organize)], panel.fieldConfig, theme);
-    return <Lines {...props} frames={table} />;
-  }
   const Draw = BODIES[panel.type];
   if (!Draw) {
     return <Empty text={`no component for ${panel.type}`} />;
@@ -66,8 +62,21 @@ const BODIES: Record<string, React.ComponentType<BodyProps>> = {
   stat: Stat,
   gauge: Gauge,
   bargauge: Bars,
-  heatmap: ({ panel, frames, width, height }) => (
-    <Heat frames={frames} unit={panel.options.yAxis.unit} width={width} height={height} />
+  table: Lines,
+  heatmap: ({ panel, frames, width, height }) =>
+    panel.options.cellValues ? (
+      <Rows frames={frames} options={panel.options} width={width} height={height} />
+    ) : (
+      <Heat frames={frames} unit={panel.options.yAxis.unit} width={width} height={height} />
+    ),
+  xychart: ({ panel, frames, theme, width, height }) => (
+    <Curves
+      frames={frames}
+      options={panel.options}
+      theme={theme}
+      width={width}
+      height={height}
+    />
   ),
   'state-timeline': ({ frames, theme, height }) => (
     <States frames={frames} theme={theme} height={height} />
@@ -203,12 +212,12 @@ function Lines({ panel, frames, width, height }: BodyProps) {
 }
 
 function sortedBy(frame: DataFrame, name: string, sign: number): DataFrame {
-  const by = frame.fields.find((field) => field.name === name);
+  const by = frame.fields.find((field) => shownName(field) === name);
   if (!by) {
     return frame;
   }
   const order = [...by.values.keys()].sort(
-    (one, other) => sign * (by.values[one] - by.values[other])
+    (one, other) => sign * ((by.values[one] ?? -Infinity) - (by.values[other] ?? -Infinity))
   );
   const fields = frame.fields.map((field) => ({
     ...field,

@@ -67,7 +67,7 @@ function merged(field: Field, source: FieldSource): FieldConfig {
     ...field.config,
     custom: { ...(source.defaults.custom ?? {}) },
   });
-  const name = field.config.displayNameFromDS ?? field.name;
+  const name = shownName(field);
   for (const override of source.overrides) {
     if (override.matcher.options === name) {
       override.properties.forEach(({ id, value }) => assign(config, id, structuredClone(value)));
@@ -77,6 +77,11 @@ function merged(field: Field, source: FieldSource): FieldConfig {
     step.value ??= -Infinity; // JSON knows no infinity: the lowest step has null
   }
   return config;
+}
+
+/** Returns the name by which a field is shown, sorted and configured. */
+export function shownName(field: Field): string {
+  return field.config.displayName ?? field.config.displayNameFromDS ?? field.name;
 }
 
 function assign(config: FieldConfig, id: string, value: unknown): void {

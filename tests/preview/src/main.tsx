@@ -12,6 +12,7 @@ import { GlobalStyles, PanelChrome } from '@grafana/ui';
 import { Body, Panel } from './bodies';
 import { framesOf } from './prometheus';
 import { readSettings, Settings } from './settings';
+import { transformed } from './transformations';
 
 const COLUMN_WIDTH = 66;
 const ROW_HEIGHT = 38; // Grafana's: 30 and 8 between
@@ -56,8 +57,10 @@ function Filled({
   const [frames, setFrames] = React.useState<DataFrame[]>();
   const [error, setError] = React.useState('');
   React.useEffect(() => {
-    Promise.all((panel.targets ?? []).map((target) => framesOf(target, settings)))
-      .then((answers) => setFrames(answers.flat()))
+    const targets = panel.targets ?? [];
+    Promise.all(targets.map((target) => framesOf(target, settings, targets.length === 1)))
+      .then((answers) => transformed(answers.flat(), panel.transformations))
+      .then(setFrames)
       .catch((failure) => setError(String(failure)));
   }, []);
   if (error) {
@@ -87,7 +90,9 @@ function Placed({ panel, settings }: { panel: Panel; settings: Settings }) {
   };
   if (panel.type === 'row') {
     return (
-      <div style={{ ...place, color: '#ccccdc', fontSize: 16, paddingTop: 10 }}>{panel.title}</div>
+      <div style={{ ...place, color: '#ccccdc', fontSize: 16, paddingTop: 10 }}>
+        {panel.collapsed ? `\u203a ${panel.title} (${panel.panels!.length} panels)` : panel.title}
+      </div>
     );
   }
   return (

@@ -18,11 +18,19 @@ export interface Target {
   refId: string;
 }
 
-/** Returns a frame for each series; of a table's query one frame with a line for each series. */
-export async function framesOf(target: Target, settings: Settings): Promise<DataFrame[]> {
+/**
+ * Returns a frame for each series; of a table's query one frame with a line for each series.
+ *
+ * The values of a table's query are named after it if the table has several.
+ */
+export async function framesOf(
+  target: Target,
+  settings: Settings,
+  isOnlyQuery: boolean
+): Promise<DataFrame[]> {
   const series = await ask(target, settings);
   if (target.format === 'table') {
-    return [tableFrame(target, series)];
+    return [tableFrame(target, series, isOnlyQuery ? 'Value' : `Value #${target.refId}`)];
   }
   return series.map((one) => seriesFrame(target, one, settings));
 }
@@ -52,7 +60,9 @@ function withValues(expression: string, settings: Settings): string {
     .replaceAll('$__rate_interval', settings.window)
     .replaceAll('$__interval', `${settings.step}s`)
     .replaceAll('$__range', range)
-    .replaceAll('$run', settings.run)
+    .replace(/\$run\b/g, settings.run)
+    .replace(/\$run_a\b/g, settings.run_a)
+    .replace(/\$run_b\b/g, settings.run_b)
     .replace(/\$\{?\w+\}?/g, '.*');
 }
 
@@ -81,7 +91,7 @@ function everyStep({ from, to, step }: Settings): number[] {
   return Array.from({ length: count }, (_, index) => from + index * step);
 }
 
-function tableFrame(target: Target, series: Series[]): DataFrame {
+function tableFrame(target: Target, series: Series[], valueName: string): DataFrame {
   const names = [...new Set(series.flatMap((one) => Object.keys(one.metric)))];
   const labels = names.map((name) => ({
     name,
@@ -89,9 +99,15 @@ function tableFrame(target: Target, series: Series[]): DataFrame {
     values: series.map((one) => one.metric[name] ?? ''),
   }));
   const values = series.map((one) => Number(one.value![1]));
+  // All answers have the same time, by which Grafana joins the lines of several queries.
+  const time = {
+    name: 'Time',
+    type: FieldType.time,
+    values: series.map((one) => one.value![0] * 1000),
+  };
   return toDataFrame({
     refId: target.refId,
-    fields: [...labels, { name: 'Value', type: FieldType.number, values }],
+    fields: [time, ...labels, { name: valueName, type: FieldType.number, values }],
   });
 }
 

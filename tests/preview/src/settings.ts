@@ -8,6 +8,8 @@ export interface Settings {
   step: number; // seconds between two points
   window: string; // in place of $__rate_interval
   run: string; // in place of $run
+  run_a: string; // in place of $run_a
+  run_b: string; // in place of $run_b
   label: string;
 }
 

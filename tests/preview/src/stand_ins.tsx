@@ -11,6 +11,8 @@ import {
   GrafanaTheme2,
 } from '@grafana/data';
 
+import { shownName } from './fields';
+
 const TEXT = '#ccccdc';
 const AXIS_WIDTH = 64;
 const AXIS_HEIGHT = 20;
@@ -120,6 +122,129 @@ function bucketRows(frames: DataFrame[]) {
     );
     return { bound: bound(frame), counts };
   });
+}
+
+const ROW_NAMES_WIDTH = 150;
+const ROW_NAME_HEIGHT = 14;
+
+/** A heatmap of series: a row of cells for each, colored by its value. */
+export function Rows({
+  frames,
+  options,
+  width,
+  height,
+}: Size & { frames: DataFrame[]; options: Record<string, any> }) {
+  const fields = frames.map(valuesOf);
+  const values = fields.flatMap((field) => [...field.values]).filter(Number.isFinite);
+  const min = options.color.min ?? Math.min(...values);
+  const max = options.color.max ?? Math.max(...values);
+  const rowHeight = Math.min(40, (height - AXIS_HEIGHT) / fields.length);
+  const cellWidth = (width - ROW_NAMES_WIDTH) / (fields[0]?.values.length ?? 1);
+  const format = getValueFormat(options.cellValues.unit);
+  const named = ({ text, suffix }: { text: string; suffix?: string }) => text + (suffix ?? '');
+  const everyName = Math.ceil(ROW_NAME_HEIGHT / rowHeight);
+  const color = (value: number) => {
+    const strength = (value - min) / (max - min || 1);
+    return orange(options.color.reverse ? 1 - strength : strength);
+  };
+  return (
+    <svg width={width} height={height}>
+      {fields.map((field, index) => (
+        <g key={index}>
+          {index % everyName === 0 && (
+            <text x={4} y={(index + 0.5) * rowHeight + 4} fill={TEXT} fontSize={11}>
+              {field.config.displayNameFromDS}
+            </text>
+          )}
+          {[...field.values].map((value, column) =>
+            Number.isFinite(value) ? (
+              <rect
+                key={column}
+                x={ROW_NAMES_WIDTH + column * cellWidth}
+                y={index * rowHeight}
+                width={cellWidth + 0.2}
+                height={rowHeight}
+                fill={color(value)}
+              />
+            ) : null
+          )}
+        </g>
+      ))}
+      <text x={ROW_NAMES_WIDTH} y={height - 4} fill={TEXT} fontSize={11}>
+        {`${named(format(min))} to ${named(format(max))}`}
+      </text>
+    </svg>
+  );
+}
+
+/** An XY chart: curves through the points of each series, without axes of time. */
+export function Curves({
+  frames,
+  options,
+  theme,
+  width,
+  height,
+}: Size & { frames: DataFrame[]; options: Record<string, any>; theme: GrafanaTheme2 }) {
+  const field = (frame: DataFrame | undefined, name: string) =>
+    frame?.fields.find((one) => shownName(one) === name);
+  const curves = options.series.flatMap((series: any) => {
+    const frame = frames[series.frame.matcher.options];
+    const x = field(frame, series.x.matcher.options);
+    const y = field(frame, series.y.matcher.options);
+    return x && y ? [{ name: series.name.fixed, xs: [...x.values], ys: [...y.values], y }] : [];
+  });
+  const ends = (all: number[]) => [Math.min(...all), Math.max(...all)];
+  const [left, right] = ends(curves.flatMap((curve: any) => curve.xs));
+  const [low, high] = ends(curves.flatMap((curve: any) => curve.ys));
+  const across = (x: number) =>
+    AXIS_WIDTH + ((x - left) / (right - left || 1)) * (width - AXIS_WIDTH - 8);
+  const up = (y: number) =>
+    8 + (1 - (y - low) / (high - low || 1)) * (height - 2 * AXIS_HEIGHT - 8);
+  const shown = (value: number) => {
+    const { text, suffix } = curves[0].y.display!(value);
+    return text + (suffix ?? '');
+  };
+  if (!curves.length) {
+    return <div style={{ color: '#8e8e99', textAlign: 'center' }}>No data</div>;
+  }
+  return (
+    <svg width={width} height={height}>
+      {curves.map((curve: any, index: number) => (
+        <g key={curve.name}>
+          <polyline
+            points={curve.xs.map((x: number, at: number) => `${across(x)},${up(curve.ys[at])}`).join(' ')}
+            stroke={theme.visualization.getColorByName(curve.y.config.color.fixedColor)}
+            fill="none"
+          />
+          <text
+            x={AXIS_WIDTH + 40 * index}
+            y={height - 4}
+            fill={theme.visualization.getColorByName(curve.y.config.color.fixedColor)}
+            fontSize={12}
+          >
+            {curve.name}
+          </text>
+        </g>
+      ))}
+      {[low, high].map((value) => (
+        <text key={value} x={4} y={up(value) + 4} fill={TEXT} fontSize={11}>
+          {shown(value)}
+        </text>
+      ))}
+      {[left, right].map((value, index) => (
+        <text
+          key={index}
+          x={across(value)}
+          y={height - AXIS_HEIGHT}
+          fill={TEXT}
+          fontSize={11}
+          textAnchor={index ? 'end' : 'start'}
+        >
+          {Math.round(value)}
+        </text>
+      ))}
+    </svg>
+  );
 }
 
 function orange(strength: number): string {

@@ -95,8 +95,9 @@ def as_literals(dashboard: Json) -> str:
         parts.append(constant(f"variable{index}", "Variable", variable))
     for index, annotation in enumerate(dashboard["annotations"]["list"]):
         parts.append(constant(f"annotation{index}", "Annotation", annotation))
-    for panel in dashboard["panels"]:
-        parts.append(constant(f"panel{panel['id']}", f"Panels['{panel['type']}']", panel))
+    for row in dashboard["panels"]:
+        for panel in ({**row, "panels": []}, *row["panels"]) if row["type"] == "row" else (row,):
+            parts.append(constant(f"panel{panel['id']}", f"Panels['{panel['type']}']", panel))
     return "\n".join(parts)
 
 

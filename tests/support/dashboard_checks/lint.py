@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import promql_parser
-from promql_parts import TARGET_LABELS, known_series, nodes
+from promql_parts import TARGET_LABELS, children, known_series, nodes
 
 from zerowatch.dashboards.definitions import DASHBOARDS
+from zerowatch.dashboards.grafana.dashboard_json import dashboard_json
 from zerowatch.metrics.catalog import CATALOG
 
 Json = dict[str, Any]
 
+# The variables of dashboards about a run, all runs and two runs; the details follow where used.
+VARIABLES = (
+    ["datasource", "runbook", "job", "run"],
+    ["datasource", "runbook", "job"],
+    ["datasource", "runbook", "job", "run_a", "run_b"],
+)
+DETAILS = ("node", "rank")
 SCRAPES = ("up", "scrape_duration_seconds", "scrape_samples_scraped")
+ALERTS = ("ALERTS", "ALERTS_FOR_STATE")
 ALERT_LABELS = {"alertname", "alertstate", "severity", "component"}
 OTHERS = {  # series that are Prometheus' own
-    "ALERTS": {*TARGET_LABELS, *ALERT_LABELS},
+    "ALERTS": {*TARGET_LABELS, *ALERT_LABELS, "device"},
+    "ALERTS_FOR_STATE": {*TARGET_LABELS, *ALERT_LABELS, "device"},
     **dict.fromkeys(SCRAPES, TARGET_LABELS),
 }
 COLUMNS = 24
@@ -25,24 +36,34 @@ COLUMNS = 24
 MACROS = {"$__rate_interval": "1m", "$__interval": "15s", "$__range": "1h"}
 
 SERIES = {**OTHERS, **known_series()}
-UIDS = {dashboard.uid for dashboard in DASHBOARDS}
+UIDS = {dashboard.uid: dashboard for dashboard in DASHBOARDS}
 
 
 def faults(dashboard: Json) -> list[str]:
     """Return the faults of a dashboard; empty if there are none."""
+    names = variable_names(dashboard)
     found = [*frame_faults(dashboard), *place_faults(dashboard), *link_faults(dashboard)]
     for panel in panels(dashboard):
-        found += [f"{panel['title']}: {fault}" for fault in panel_faults(panel)]
+        found += [f"{panel['title']}: {fault}" for fault in panel_faults(panel, names)]
     for annotation in dashboard["annotations"]["list"]:
         if "expr" in annotation:
-            of_it = query_faults(annotation["expr"])
+            of_it = query_faults(annotation["expr"], names)
             found += [f"annotation {annotation['name']}: {fault}" for fault in of_it]
     return found
 
 
+def variable_names(dashboard: Json) -> list[str]:
+    """Return the names of the variables at the top of a dashboard."""
+    return [variable["name"] for variable in dashboard["templating"]["list"]]
+
+
 def panels(dashboard: Json) -> Iterator[Json]:
-    """Yield all panels except headings."""
-    return (panel for panel in dashboard["panels"] if panel["type"] != "row")
+    """Yield all panels except headings, also those of collapsed rows."""
+    for panel in dashboard["panels"]:
+        if panel["type"] == "row":
+            yield from panel["panels"]
+        else:
+            yield panel
 
 
 def expressions(dashboard: Json) -> Iterator[str]:
@@ -57,17 +78,27 @@ def frame_faults(dashboard: Json) -> Iterator[str]:
         yield "no shared crosshair"
     if not dashboard.get("description"):
         yield "no description"
-    names = [variable["name"] for variable in dashboard["templating"]["list"]]
-    if names != ["datasource", "job", "run", "rank"]:
-        yield f"variables are {names}"
-    ids = [panel["id"] for panel in dashboard["panels"]]
+    names = variable_names(dashboard)
+    used = [
+        name for name in DETAILS if any(f"${name}" in query for query in expressions(dashboard))
+    ]
+    if not any(names == [*first, *used] for first in VARIABLES):
+        yield f"variables are {names}, and {used} are used"
+    ids = [panel["id"] for panel in dashboard["panels"] if panel["type"] == "row"]
+    ids += [panel["id"] for panel in panels(dashboard)]
     if len(set(ids)) != len(ids):
         yield f"panels share ids: {ids}"
 
 
 def place_faults(dashboard: Json) -> Iterator[str]:
     """Yield the panels that overlap, or lie outside of the grid."""
-    placed = [(panel["title"], panel["gridPos"]) for panel in dashboard["panels"]]
+    yield from grid_faults(dashboard["panels"])
+    for panel in dashboard["panels"]:
+        yield from grid_faults(panel.get("panels", []))
+
+
+def grid_faults(on_a_grid: list[Json]) -> Iterator[str]:
+    placed = [(panel["title"], panel["gridPos"]) for panel in on_a_grid]
     for index, (title, place) in enumerate(placed):
         if place["x"] < 0 or place["x"] + place["w"] > COLUMNS:
             yield f"{title}: leaves the grid"
@@ -78,10 +109,12 @@ def place_faults(dashboard: Json) -> Iterator[str]:
 
 def link_faults(dashboard: Json) -> Iterator[str]:
     """Yield the links that have no target, or drop the chosen variables."""
+    is_about_a_run = "run" in variable_names(dashboard)
     for link in dashboard["links"]:
         if link["type"] == "dashboards" and not {*link["tags"]} <= {*dashboard["tags"]}:
             yield "its links to dashboards with its tags do not find itself"
-        if link["type"] == "dashboards" and not (link["includeVars"] and link["keepTime"]):
+        kept = link["includeVars"] and link["keepTime"]
+        if link["type"] == "dashboards" and kept != is_about_a_run:
             yield "its links to dashboards lose variables or time"
     for panel in panels(dashboard):
         for link in panel.get("links", []):
@@ -90,6 +123,37 @@ def link_faults(dashboard: Json) -> Iterator[str]:
                 yield f"{panel['title']}: no dashboard is {uid}"
             if kept != "${__all_variables}&${__url_time_range}":
                 yield f"{panel['title']}: its link loses variables or time"
+        for url in data_links(panel):
+            yield from (f"{panel['title']}: {fault}" for fault in data_link_faults(url))
+
+
+def data_links(panel: Json) -> Iterator[str]:
+    """Yield the addresses to which series and cells link."""
+    if "fieldConfig" not in panel:
+        return
+    holders = [panel["fieldConfig"]["defaults"]]
+    for override in panel["fieldConfig"]["overrides"]:
+        holders += [{one["id"]: one["value"]} for one in override["properties"]]
+    for holder in holders:
+        yield from (link["url"] for link in holder.get("links", []))
+
+
+def data_link_faults(url: str) -> Iterator[str]:
+    """Yield the faults of a link to a dashboard: no such dashboard, or a variable it lacks."""
+    if not url.startswith("/d/"):
+        return
+    uid, _, query = url.removeprefix("/d/").partition("?")
+    if "$" in uid:
+        return  # the dashboard is named by a cell
+    if uid not in UIDS:
+        yield f"no dashboard is {uid}"
+        return
+    if not query.endswith(("${__url_time_range}", "now")) and "to=${" not in query:
+        yield f"the link {url} loses the time"
+    known = variable_names(dashboard_json(UIDS[uid]))
+    for name in re.findall(r"var-(\w+)=|\$\{(\w+):queryparam\}", query):
+        if not {*name} & {*known}:
+            yield f"the link {url} sets {name}, which its dashboard lacks"
 
 
 def overlap(one: Json, other: Json) -> bool:
@@ -100,8 +164,8 @@ def overlap(one: Json, other: Json) -> bool:
     )
 
 
-def panel_faults(panel: Json) -> Iterator[str]:
-    """Yield the faults of one panel."""
+def panel_faults(panel: Json, variables: list[str]) -> Iterator[str]:
+    """Yield the faults of one panel of a dashboard with these variables."""
     if not panel["title"]:
         yield "no title"
     if len(panel.get("description", "")) < 20:
@@ -117,7 +181,7 @@ def panel_faults(panel: Json) -> Iterator[str]:
     for target in panel.get("targets", []):
         if target["datasource"]["uid"] != "${datasource}":
             yield "a query's data source is not the chosen one"
-        yield from query_faults(target["expr"])
+        yield from query_faults(target["expr"], variables)
         yield from legend_faults(target)
         if target["format"] == "table" and keeps_name(parsed(target["expr"])):
             yield "a table's query keeps its metric's name: columns would not join by label"
@@ -155,8 +219,8 @@ def legend_faults(target: Json) -> Iterator[str]:
             yield f"the legend names {label}, which no series of the query has"
 
 
-def query_faults(expression: str) -> Iterator[str]:
-    """Yield the faults of a query."""
+def query_faults(expression: str, variables: list[str]) -> Iterator[str]:
+    """Yield the faults of a query on a dashboard with these variables."""
     try:
         tree = parsed(expression)
     except ValueError as error:
@@ -164,12 +228,31 @@ def query_faults(expression: str) -> Iterator[str]:
         return
     for node in nodes(tree):
         if isinstance(node, promql_parser.VectorSelector):
-            yield from selector_faults(node)
+            yield from selector_faults(node, variables)
         elif isinstance(node, promql_parser.AggregateExpr):
             yield from grouping_faults(node)
+    yield from (f"{name} lacks a choice of ranks" for name in unlimited(tree))
     for call, window in re.findall(r"\b(rate|irate|increase|changes)\(.*?\[([^\]]+)\]", expression):
         if window != "$__rate_interval":
             yield f"{call} over {window}: only $__rate_interval is sure to hold two scrapes"
+
+
+def unlimited(node: Any) -> Iterator[str]:
+    """Yield the series of all ranks that a query neither aggregates nor selects by rank."""
+    if isinstance(node, promql_parser.AggregateExpr):
+        return
+    if isinstance(node, promql_parser.VectorSelector):
+        matched = {matcher.name for matcher in node.matchers.matchers}
+        is_of_rank = "rank" in SERIES.get(node.name, ()) and node.name not in ALERTS
+        if is_of_rank and "rank" not in matched:
+            yield node.name
+        return
+    sides = [list(unlimited(child)) for child in children(node)]
+    chooses = isinstance(node, promql_parser.BinaryExpr) and str(node.op) in ("and", "unless")
+    if not chooses:
+        yield from itertools.chain(*sides)
+    elif all(sides):
+        yield from sides[0]
 
 
 def parsed(expression: str) -> Any:
@@ -194,7 +277,7 @@ def substituted(expression: str) -> str:
     return re.sub(r"\$\{?(\w+)(:\w+)?\}?", r"\1", expression)
 
 
-def selector_faults(selector: Any) -> Iterator[str]:
+def selector_faults(selector: Any, variables: list[str]) -> Iterator[str]:
     """Yield a fault for each unknown series or label, and for each missing variable."""
     if selector.name not in SERIES:
         yield f"nobody writes {selector.name}"
@@ -202,11 +285,11 @@ def selector_faults(selector: Any) -> Iterator[str]:
     matchers = {matcher.name: matcher.value for matcher in selector.matchers.matchers}
     for label in matchers.keys() - SERIES[selector.name]:
         yield f"{selector.name} has no label {label}"
-    for chosen in ("job", "run"):
+    for chosen in {"job", "run"} & {*variables}:
         if matchers.get(chosen) != chosen:
             yield f'{selector.name} lacks {chosen}=~"${chosen}"'
-    if "rank" in SERIES[selector.name] and "rank" not in matchers and selector.name != "ALERTS":
-        yield f"{selector.name} lacks a choice of ranks"
+    if "run_a" in variables and matchers.get("run") not in ("run_a", "run_b", "run_a|run_b"):
+        yield f"{selector.name} lacks a choice of run A or B"
 
 
 def grouping_faults(aggregation: Any) -> Iterator[str]:
