@@ -40,8 +40,8 @@ class FigureCollector:
         self._reported: dict[int, tuple[float, Mapping[int, Figures]]] = {}
 
     def add(self, child: int, report: RankReport) -> None:
-        """Replace the figures that a child has reported before."""
-        if report.figures:
+        """Replace the figures that a child has reported before. Ignore other ranks' reports."""
+        if child in self.children and report.figures:
             self._reported[child] = (self._now(), report.figures)
 
     def known(self) -> dict[int, Figures]:
