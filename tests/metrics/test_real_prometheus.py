@@ -12,7 +12,8 @@ from fakes.scraper import eventually
 from package_tree import ROOT
 from servers.prometheus_server import Prometheus
 
-from zerowatch.metrics.catalog.training import RUN_ACTIVE, STEP_DURATION, STEPS
+from zerowatch.metrics.catalog import training
+from zerowatch.metrics.catalog.training import NONFINITE_LOSSES, RUN_ACTIVE, STEP_DURATION, STEPS
 from zerowatch.metrics.exporters.server import MetricsServer
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import ServeSettings
@@ -74,6 +75,7 @@ def run():
     with contextlib.ExitStack() as closing:
         for rank, recorder in enumerate(recorders):
             recorder.set(RUN_ACTIVE, 1)
+            recorder.start_counters(training.METRICS)
             recorder.add(STEPS, 10 + rank)
             recorder.observe(STEP_DURATION, 0.07, exemplar={"trace_id": TRACE_ID})
             server = MetricsServer(
@@ -132,6 +134,23 @@ def test_exemplars_are_stored_with_their_trace_id(prometheus):
     assert [exemplar["labels"] for series in found for exemplar in series["exemplars"]] == [
         {"trace_id": TRACE_ID}
     ]
+
+
+def test_a_loss_that_is_nan_from_the_first_step_on_is_seen_as_an_increase(prometheus, run):
+    recorders, _, _ = run
+    scraped = 'zerowatch_nonfinite_losses_total{rank="0"}'
+    assert eventually(lambda: values(prometheus, scraped) == {("night-7", "0"): 0}, pause=0.2)
+
+    recorders[0].add(NONFINITE_LOSSES, 20)  # the first steps are published together
+
+    increase = f"increase({scraped}[5m])"
+    assert eventually(lambda: values(prometheus, increase).get(("night-7", "0"), 0) > 0, pause=0.2)
+
+
+def test_metrics_of_the_process_have_the_labels_of_their_rank(prometheus):
+    found = values(prometheus, "process_resident_memory_bytes")
+
+    assert set(found) == {("night-7", "0"), ("night-7", "1")}
 
 
 def test_lingering_ends_after_prometheus_has_scraped_the_end_of_the_run(prometheus, run):
