@@ -60,10 +60,11 @@ def metrics() -> str:
     rows = [
         f"| `{spec.name}` | {spec.kind} "
         f"| {', '.join(f'`{name}`' for name in spec.label_names) or '-'} | {_lean(spec)} "
-        f"| {spec.help} |"
+        f"| {spec.help} | {spec.usual} |"
         for spec in CATALOG
     ]
-    head = ["| metric | type | labels | lean | meaning |", "|---|---|---|---|---|"]
+    titles = ("metric", "type", "labels", "lean", "meaning", "usual values, and when to worry")
+    head = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
     return "\n".join([*head, *rows])
 
 

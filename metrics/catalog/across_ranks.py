@@ -6,6 +6,7 @@ Their number does not depend on the number of ranks. They are absent if ranks ar
 
 from __future__ import annotations
 
+from ..thresholds import DATA_RATIO_HIGH, EXPOSED_COMM_RATIO_HIGH, OOM_RISK_HIGH
 from .spec import EVERY_SERIES, Label, gauge
 
 STATS = ("min", "median", "max")
@@ -16,12 +17,15 @@ RANKS_STEP_DURATION = gauge(
     "Median step duration of each rank, over all ranks.",
     _STAT,
     lean=EVERY_SERIES,
+    usual="`min`, `median` and `max` within 5 %: ranks wait for each other in each step.",
 )
 RANKS_EXPOSED_COMM_RATIO = gauge(
     "ranks_exposed_comm_ratio",
     "Share of training time that is exposed communication, over all ranks.",
     _STAT,
     lean=EVERY_SERIES,
+    usual=f"`median` below {EXPOSED_COMM_RATIO_HIGH:g}. One rank with far less than the others"
+    " is the one that they wait for.",
 )
 RANKS_COMM_WAIT_RATIO = gauge(
     "ranks_comm_wait_ratio",
@@ -29,12 +33,14 @@ RANKS_COMM_WAIT_RATIO = gauge(
     "with the minimum is the one that the others wait for.",
     _STAT,
     lean=EVERY_SERIES,
+    usual="Below 0.05. A `min` far below the median points at one slow rank.",
 )
 RANKS_DATA_RATIO = gauge(
     "ranks_data_ratio",
     "Share of training time spent loading data, over all ranks.",
     _STAT,
     lean=EVERY_SERIES,
+    usual=f"`max` below {DATA_RATIO_HIGH:g}.",
 )
 RANKS_MEMORY_PEAK_RATIO = gauge(
     "ranks_memory_peak_ratio",
@@ -42,36 +48,42 @@ RANKS_MEMORY_PEAK_RATIO = gauge(
     "all ranks.",
     _STAT,
     lean=EVERY_SERIES,
+    usual="`max` below 0.9. A `max` far above the median: uneven batches or pipeline stages.",
 )
 RANKS_OOM_RISK = gauge(
     "ranks_oom_risk_ratio",
     "Highest out-of-memory risk of each rank's devices, over all ranks.",
     _STAT,
     lean=EVERY_SERIES,
+    usual=f"`max` below {OOM_RISK_HIGH:g}.",
 )
 RANKS_DEVICE_UTILIZATION = gauge(
     "ranks_device_utilization_ratio",
     "Mean utilization of the training device in the last minute, over all ranks.",
     _STAT,
     lean=EVERY_SERIES,
+    usual="`min` above 0.9 on GPUs.",
 )
 RANKS_DEVICE_TEMPERATURE = gauge(
     "ranks_device_temperature_celsius",
     "Core temperature of the training device, over all ranks.",
     _STAT,
     lean=EVERY_SERIES,
+    usual="`max` within 15 degrees of the median. More: cooling of one node.",
 )
 RANKS_MFU = gauge(
     "ranks_mfu_ratio",
     "Model FLOPs utilization in the last minute of training, over all ranks.",
     _STAT,
     lean=EVERY_SERIES,
+    usual="`min` and `max` within a few percent of the median.",
 )
 RANKS_SAMPLES_PER_SECOND = gauge(
     "ranks_samples_per_second",
     "Samples per second of each rank in the last minute, over all ranks.",
     _STAT,
     lean=EVERY_SERIES,
+    usual="All equal, unless the batch is divided unevenly.",
 )
 
 # The figures of which rank 0 publishes statistics, in the order in which ranks report them.
@@ -93,6 +105,7 @@ RANKS_REPORTING = gauge(
     "Number of ranks of which rank 0 knows a figure; the others are left out of its statistics.",
     _FIGURE,
     lean=EVERY_SERIES,
+    usual="All ranks: world_size. Fewer: some ranks send no reports.",
 )
 RANKS_EXTREME = gauge(
     "ranks_extreme",
@@ -100,6 +113,8 @@ RANKS_EXTREME = gauge(
     _FIGURE,
     Label(name="stat", values=("min", "max")),
     lean=EVERY_SERIES,
+    usual="Changes from minute to minute. The same rank for half an hour deserves a look at "
+    "its host.",
 )
 
 METRICS = (*STATISTICS.values(), RANKS_REPORTING, RANKS_EXTREME)

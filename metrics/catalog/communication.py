@@ -5,6 +5,12 @@ docs/concepts.md defines payload, wire bytes, comm, exposed, wait and causes.
 
 from __future__ import annotations
 
+from ..thresholds import (
+    COMM_COVERAGE_LOW,
+    EXPOSED_COMM_RATIO_HIGH,
+    LINK_BANDWIDTH_LOW,
+    STRAGGLER_SCORE_HIGH,
+)
 from .labels import CAUSE, COMPARED_PHASES, GROUP, OP, PHASE
 from .spec import EVERY_SERIES, Label, Lean, counter, gauge, histogram
 
@@ -15,27 +21,39 @@ COLLECTIVE_CALLS = counter(
     OP,
     GROUP,
     PHASE,
+    usual="The same number in each step. With ZeRO 3 it grows with the number of modules.",
 )
 COLLECTIVE_BYTES = counter(
-    "collective_bytes_total", "Payload bytes of collectives, as nccl-tests counts them.", OP, GROUP
+    "collective_bytes_total",
+    "Payload bytes of collectives, as nccl-tests counts them.",
+    OP,
+    GROUP,
+    usual="The same number in each step.",
 )
 COLLECTIVE_WIRE_BYTES = counter(
     "collective_wire_bytes_total",
     "Bytes this rank sent for collectives, by the backend's algorithm.",
     OP,
     GROUP,
+    usual="In a step, 4 bytes per parameter with ZeRO 0 to 2 and 6 bytes with ZeRO 3, in 16 bits "
+    "(ZeRO paper: 2 and 3 elements per parameter).",
 )
 COLLECTIVE_DURATION = histogram(
     "collective_duration_seconds",
     "Duration of collectives from issue to completion.",
     (0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0),
     OP,
+    usual="20 to 100 us for small collectives within a node of NVLink, some ms per 100 MB "
+    "between nodes (general figures). Worry about durations that grow at constant "
+    "bytes.",
 )
 COMM_SECONDS = counter(
     "comm_seconds_total",
     "Seconds during which at least one collective was in flight.",
     GROUP,
     lean=Lean(without=("group",)),
+    usual="Any rate up to 1: communication may overlap with computation. Compare "
+    "comm_exposed_seconds_total.",
 )
 COMM_EXPOSED_SECONDS = counter(
     "comm_exposed_seconds_total",
@@ -43,12 +61,15 @@ COMM_EXPOSED_SECONDS = counter(
     "their causes, some seconds after comm_seconds.",
     GROUP,
     lean=Lean(without=("group",)),
+    usual=f"A rate below {EXPOSED_COMM_RATIO_HIGH:g} of training time. ZeRO 3 between nodes "
+    "often has 0.2 to 0.4.",
 )
 COMM_OWN_EXPOSED_SECONDS = counter(
     "comm_own_exposed_seconds_total",
     "The part of comm_exposed_seconds in zerowatch's own collectives, by which the ranks of a "
     "TrainingRun agree, by the phase in which training waited.",
     PHASE,
+    usual="A rate below 0.01.",
 )
 COMM_WAIT_SECONDS = counter(
     "comm_wait_seconds_total",
@@ -56,11 +77,14 @@ COMM_WAIT_SECONDS = counter(
     "on all ranks, else estimated from the link.",
     GROUP,
     lean=Lean(without=("group",)),
+    usual="Small and equal on all ranks. The rank that waits least is the one that the others"
+    " wait for.",
 )
 COMM_TRANSFER_SECONDS = counter(
     "comm_transfer_seconds_total",
     "Seconds of collectives spent moving data: their duration less the wait.",
     GROUP,
+    usual="Constant per step. It grows if a link becomes slow.",
 )
 COMM_CAUSE_SECONDS = counter(
     "comm_cause_seconds_total",
@@ -69,23 +93,30 @@ COMM_CAUSE_SECONDS = counter(
     "redundancy (more bytes than the ZeRO stage needs: see comm_volume_ratio and `zerowatch "
     "estimate`), bandwidth (the rest).",
     CAUSE,
+    usual="One cause usually leads: it says what to change first.",
 )
 COMM_BUS_BANDWIDTH = gauge(
     "comm_bus_bandwidth_bytes_per_second",
     "Wire bytes over transfer time of the last collectives.",
     OP,
     GROUP,
+    usual="1e11 to 4e11 with NVLink, 1e10 to 5e10 between nodes with 100 to 400 Gbit/s "
+    "(general figures); less for small messages.",
 )
 COMM_LINK_LATENCY = gauge(
     "comm_link_latency_seconds",
     "Base latency of a collective on this group, estimated from recent ones.",
     GROUP,
+    usual="1e-5 to 1e-4 within a node, up to 1e-3 between nodes (general figures). Worry if "
+    "it becomes a multiple of before.",
 )
 COMM_LINK_BANDWIDTH = gauge(
     "comm_link_bandwidth_bytes_per_second",
     "Bandwidth on this group, estimated from recent collectives of several sizes.",
     GROUP,
     lean=EVERY_SERIES,
+    usual="Near comm_link_best_bandwidth_bytes_per_second; estimates vary by 10 to 20 %. "
+    f"Worry below {LINK_BANDWIDTH_LOW:g} of the best.",
 )
 COMM_LINK_BEST_BANDWIDTH = gauge(
     "comm_link_best_bandwidth_bytes_per_second",
@@ -93,22 +124,27 @@ COMM_LINK_BEST_BANDWIDTH = gauge(
     "be above it, as it has not lasted.",
     GROUP,
     lean=EVERY_SERIES,
+    usual="Constant after the first minutes.",
 )
 COMM_EXPOSED_ERROR_RATIO = gauge(
     "comm_exposed_error_ratio",
     "Difference between the exposed seconds measured here and by the profiler, over the profiled "
     "step's time.",
+    usual="Below 0.02. Above 0.05, trust the profiler more.",
 )
 STEP_TIME_RATIO = gauge(
     "step_time_ratio",
     "Shares of the last profiled step: computation only, communication only, both, neither.",
     Label(name="part", values=("compute", "comm", "overlap", "idle")),
+    usual="`compute` and `overlap` together above 0.7. A large `idle` is time on the host or "
+    "data loading.",
 )
 COMM_STEP_WIRE_BYTES = gauge(
     "comm_step_wire_bytes",
     "Wire bytes of a step: measured, predicted from the configuration, and the reference for "
     "its ZeRO stage (`reference`).",
     Label(name="kind", values=("measured", "predicted", "reference")),
+    usual="`measured` within 10 % of `predicted`. `reference` is what the ZeRO stage needs.",
 )
 STRAGGLER_SCORE = gauge(
     "straggler_score_ratio",
@@ -116,22 +152,26 @@ STRAGGLER_SCORE = gauge(
     "without blocked communication; not on CUDA.",
     Label(name="phase", values=COMPARED_PHASES),
     lean=EVERY_SERIES,
+    usual=f"-0.05 to 0.05. Worry above {STRAGGLER_SCORE_HIGH:g} on one rank: its host or its data.",
 )
 COMM_VOLUME_RATIO = gauge(
     "comm_volume_ratio",
     "Wire bytes of a step over the reference for its ZeRO stage; `zerowatch estimate` shows why.",
+    usual="0.9 to 1.1. Above 1.3, the configuration sends more than its ZeRO stage needs.",
 )
 COMM_COVERAGE_RATIO = gauge(
     "comm_coverage_ratio",
     "Collectives recorded over collectives that the process groups counted; "
     "below 0.99 do not trust the comm metrics.",
     lean=EVERY_SERIES,
+    usual=f"1. Below {COMM_COVERAGE_LOW:g}, some collectives bypass the instrumentation.",
 )
 COLLECTIVE_MISMATCHES = counter(
     "collective_mismatches_total",
     "Times that the sequences of collectives differed between ranks.",
     lean=EVERY_SERIES,
     from_zero=True,
+    usual="0. Any increase: the ranks run different code, and hang or compute wrongly.",
 )
 EXCHANGE_FAILURES = counter(
     "exchange_failures_total",
@@ -140,21 +180,27 @@ EXCHANGE_FAILURES = counter(
     Label(name="reason", values=("store", "peer", "unmatched")),
     lean=Lean(only={"reason": ("store", "unmatched")}),
     from_zero=True,
+    usual="0, or a few at the start and the end. Worry if it grows each minute: comparisons "
+    "between ranks are then missing.",
 )
 PEER_HEARTBEAT_AGE = gauge(
     "peer_heartbeat_age_seconds",
     "Seconds since the last report of the peer that has been silent longest; up to "
     "cross_rank.interval_seconds plus 4 s is normal.",
+    usual="Up to cross_rank.interval_seconds plus 4 s. Worry above 30 s: that rank is stopped"
+    " or its host is gone.",
 )
 HANGS = counter(
     "hangs_total",
     "Times that this rank made no progress for hang.timeout_seconds and for ten median steps.",
     from_zero=True,
+    usual="0.",
 )
 HANG_ACTIVE = gauge(
     "hang_active",
     "1 while this rank hangs, 0 otherwise; hangs_total counts when it becomes 1.",
     lean=EVERY_SERIES,
+    usual="0. At 1, read `hangs/` in the run folder at once.",
 )
 
 METRICS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..thresholds import DEVICE_UTILIZATION_LOW
 from .labels import DEVICE
 from .spec import EVERY_SERIES, Label, counter, gauge, info
 
@@ -10,25 +11,48 @@ DEVICE_UTILIZATION = gauge(
     "Share of time that the device was busy; on cpu the process's share of the cores it may use.",
     DEVICE,
     lean=EVERY_SERIES,
+    usual=f"Above 0.9 on GPUs while training. Worry below {DEVICE_UTILIZATION_LOW:g} for half "
+    "an hour. It says nothing about efficiency: see mfu_ratio.",
 )
 DEVICE_SM_ACTIVE = gauge(
-    "device_sm_active_ratio", "Share of time that a multiprocessor was active, on average.", DEVICE
+    "device_sm_active_ratio",
+    "Share of time that a multiprocessor was active, on average.",
+    DEVICE,
+    usual="0.5 to 0.9 while training.",
 )
-DEVICE_POWER = gauge("device_power_watts", "Power draw.", DEVICE)
+DEVICE_POWER = gauge(
+    "device_power_watts",
+    "Power draw.",
+    DEVICE,
+    usual="0.7 to 1 of the card's limit while training (700 W for H100 SXM). A rank far below"
+    " the others waits or is throttled.",
+)
 DEVICE_TEMPERATURE = gauge(
     "device_temperature_celsius",
     "Core temperature.",
     DEVICE,
     lean=EVERY_SERIES,
+    usual="40 to 80. Worry within 5 degrees of device_temperature_limit_celsius.",
 )
-DEVICE_CLOCK = gauge("device_clock_hertz", "Clock of the multiprocessors or the CPU.", DEVICE)
-DEVICE_ENERGY = counter("device_energy_joules_total", "Energy since monitoring started.", DEVICE)
+DEVICE_CLOCK = gauge(
+    "device_clock_hertz",
+    "Clock of the multiprocessors or the CPU.",
+    DEVICE,
+    usual="Near the card's maximum, 1.4e9 to 2e9. A rank far below the others is throttled.",
+)
+DEVICE_ENERGY = counter(
+    "device_energy_joules_total",
+    "Energy since monitoring started.",
+    DEVICE,
+    usual="A steady rate, equal to device_power_watts.",
+)
 DEVICE_LINK_BYTES = counter(
     "device_link_bytes_total",
     "Bytes over the device's links since monitoring started.",
     DEVICE,
     Label(name="link", values=("nvlink", "pcie")),
     Label(name="direction", values=("sent", "received")),
+    usual="A steady rate while training.",
 )
 
 DEVICE_INFO = info(
@@ -40,6 +64,7 @@ DEVICE_INFO = info(
     Label(name="name"),
     Label(name="driver"),
     lean=EVERY_SERIES,
+    usual="Constant. Another UUID for the same rank means that the run moved to another card.",
 )
 # Health of GPUs, from NVML. A figure that the card does not have is not served.
 DEVICE_TEMPERATURE_LIMIT = gauge(
@@ -47,6 +72,7 @@ DEVICE_TEMPERATURE_LIMIT = gauge(
     "Core temperature at which the device lowers its clock.",
     DEVICE,
     lean=EVERY_SERIES,
+    usual="Constant, 80 to 95 on most cards.",
 )
 DEVICE_THROTTLED_SECONDS = counter(
     "device_throttled_seconds_total",
@@ -57,6 +83,8 @@ DEVICE_THROTTLED_SECONDS = counter(
         values=("power_cap", "hw_slowdown", "hw_thermal", "sw_thermal", "power_brake"),
     ),
     lean=EVERY_SERIES,
+    usual="`power_cap` grows on cards at full load, which is normal. Worry about any growth "
+    "of `hw_thermal`, `hw_slowdown` or `power_brake`.",
 )
 DEVICE_ECC_ERRORS = counter(
     "device_ecc_errors_total",
@@ -64,12 +92,16 @@ DEVICE_ECC_ERRORS = counter(
     DEVICE,
     Label(name="kind", values=("corrected", "uncorrected")),
     lean=EVERY_SERIES,
+    usual="0 `uncorrected`. Some `corrected` ones over weeks are normal; many per hour "
+    "announce a failure.",
 )
 DEVICE_REMAPPED_ROWS = gauge(
     "device_remapped_rows",
     "Rows of memory that the device replaced after errors, over its lifetime.",
     DEVICE,
     Label(name="kind", values=("corrected", "uncorrected")),
+    usual="0 or a few. `uncorrected` ones: reset the card at the next pause, and replace it "
+    "if more follow.",
 )
 DEVICE_ROW_REMAP = gauge(
     "device_row_remap",
@@ -77,6 +109,7 @@ DEVICE_ROW_REMAP = gauge(
     DEVICE,
     Label(name="state", values=("pending", "failed")),
     lean=EVERY_SERIES,
+    usual="0. `pending`: reset the card at the next pause. `failed`: replace it.",
 )
 DEVICE_LINK_ERRORS = counter(
     "device_link_errors_total",
@@ -85,6 +118,7 @@ DEVICE_LINK_ERRORS = counter(
     Label(name="link", values=("nvlink", "pcie")),
     Label(name="kind", values=("crc", "replay", "recovery")),
     lean=EVERY_SERIES,
+    usual="0. Steady growth: cable, connector or switch.",
 )
 DEVICE_XID_ERRORS = counter(
     "device_xid_errors_total",
@@ -92,12 +126,15 @@ DEVICE_XID_ERRORS = counter(
     DEVICE,
     Label(name="xid"),
     lean=EVERY_SERIES,
+    usual="0. See the table of XID numbers in the runbook: 13, 31 and 43 are usually the "
+    "program, 48, 63, 64, 74, 79, 94 and 95 the card.",
 )
 DEVICE_LOST = gauge(
     "device_lost",
     "1 if the driver no longer reaches the device, or must reset it first; 0 otherwise.",
     DEVICE,
     lean=EVERY_SERIES,
+    usual="0. At 1, the host must be drained.",
 )
 
 METRICS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..thresholds import WATCH_RATIO_HIGH
 from .spec import EVERY_SERIES, Label, Lean, counter, gauge
 
 WATCH_SECONDS = counter(
@@ -19,6 +20,7 @@ WATCH_SECONDS = counter(
         ),
     ),
     lean=Lean(without=("part",)),
+    usual=f"A rate of 0.001 to 0.01 per rank, summed over parts. Worry above {WATCH_RATIO_HIGH:g}.",
 )
 HOOK_FAILURES = counter(
     "hook_failures_total",
@@ -29,6 +31,8 @@ HOOK_FAILURES = counter(
     Label(name="hook"),
     lean=EVERY_SERIES,
     from_zero=True,
+    usual="0. Each one is a defect of zerowatch or a shortage on the host; training is not "
+    "affected.",
 )
 DROPPED_RECORDS = counter(
     "dropped_records_total",
@@ -38,11 +42,14 @@ DROPPED_RECORDS = counter(
         values=("collectives", "steps", "timing", "graph_capture", "run_log", "otlp", "listeners"),
     ),
     lean=Lean(only={"part": ("steps", "run_log")}),
+    usual="0. `timing` and `graph_capture` may grow slowly on devices.",
 )
 DEAD_THREADS = gauge(
     "dead_threads",
     "Monitoring threads that died, counted at each scrape: their metrics no longer change.",
     lean=EVERY_SERIES,
+    usual="0. Else the metrics of this rank no longer change: restart the run at the next "
+    "checkpoint.",
 )
 EXPORTER_FAILURES = counter(
     "exporter_failures_total",
@@ -50,11 +57,14 @@ EXPORTER_FAILURES = counter(
     Label(name="exporter"),
     lean=EVERY_SERIES,
     from_zero=True,
+    usual="0. `otlp`: the collector does not answer. `prometheus`: a client closed early, or "
+    "a defect.",
 )
 WATCH_LAST_UPDATE_TIMESTAMP = gauge(
     "watch_last_update_timestamp_seconds",
     "Unix time of the last update of these values.",
     lean=EVERY_SERIES,
+    usual="At most 2 s ago. Worry after 30 s: all other values are then stale.",
 )
 
 METRICS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 Kind = Literal["counter", "gauge", "histogram", "info", "summary"]
 # The words at the end of a name that are a unit. Names with "per" have none of these alone.
@@ -55,6 +55,8 @@ class MetricSpec:
         labels: The labels, without `rank`, which the exporter adds to every series.
         buckets: The upper bounds of a histogram in the metric's unit, ascending, without +Inf.
         lean: What is served with `serve.detail = "lean"`; None if nothing.
+        usual: Usual values, and when to worry. The documentation shows it. The figures are rules of
+            thumb, unless the text names a source.
         from_zero: Whether all series of a counter start at 0 together with the feature that counts.
             Prometheus' `increase` does not see an event with which a series begins.
     """
@@ -66,6 +68,7 @@ class MetricSpec:
     buckets: tuple[float, ...] = ()
     lean: Lean | None = None
     from_zero: bool = False
+    usual: str = ""
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -87,8 +90,15 @@ class MetricSpec:
         return product(*(label.values or known[label.name] for label in self.labels))
 
 
+class _Options(TypedDict, total=False):
+    """What each kind of metric may have besides its name, help text and labels."""
+
+    lean: Lean | None
+    usual: str
+
+
 def counter(
-    name: str, help: str, *labels: Label, lean: Lean | None = None, from_zero: bool = False
+    name: str, help: str, *labels: Label, from_zero: bool = False, **options: Unpack[_Options]
 ) -> MetricSpec:
     """Return the spec of a value that only increases; `name` ends in `_total`."""
     return MetricSpec(
@@ -96,30 +106,39 @@ def counter(
         kind="counter",
         help=help,
         labels=labels,
-        lean=lean,
         from_zero=from_zero,
+        **options,
     )
 
 
-def gauge(name: str, help: str, *labels: Label, lean: Lean | None = None) -> MetricSpec:
+def gauge(name: str, help: str, *labels: Label, **options: Unpack[_Options]) -> MetricSpec:
     """Return the spec of a value that can go up and down."""
-    return MetricSpec(name=PREFIX + name, kind="gauge", help=help, labels=labels, lean=lean)
+    return MetricSpec(name=PREFIX + name, kind="gauge", help=help, labels=labels, **options)
 
 
 def histogram(
-    name: str, help: str, buckets: tuple[float, ...], *labels: Label, lean: Lean | None = None
+    name: str,
+    help: str,
+    buckets: tuple[float, ...],
+    *labels: Label,
+    **options: Unpack[_Options],
 ) -> MetricSpec:
     """Return the spec of a histogram; `buckets` are the upper bounds."""
     return MetricSpec(
-        name=PREFIX + name, kind="histogram", help=help, labels=labels, buckets=buckets, lean=lean
+        name=PREFIX + name,
+        kind="histogram",
+        help=help,
+        labels=labels,
+        buckets=buckets,
+        **options,
     )
 
 
-def summary(name: str, help: str, *labels: Label, lean: Lean | None = None) -> MetricSpec:
+def summary(name: str, help: str, *labels: Label, **options: Unpack[_Options]) -> MetricSpec:
     """Return the spec of quantiles that a part of monitoring computes, by the label `quantile`."""
-    return MetricSpec(name=PREFIX + name, kind="summary", help=help, labels=labels, lean=lean)
+    return MetricSpec(name=PREFIX + name, kind="summary", help=help, labels=labels, **options)
 
 
-def info(name: str, help: str, *labels: Label, lean: Lean | None = None) -> MetricSpec:
+def info(name: str, help: str, *labels: Label, **options: Unpack[_Options]) -> MetricSpec:
     """Return the spec of a metric with the constant value 1, whose labels are properties."""
-    return MetricSpec(name=PREFIX + name, kind="info", help=help, labels=labels, lean=lean)
+    return MetricSpec(name=PREFIX + name, kind="info", help=help, labels=labels, **options)

@@ -37,30 +37,36 @@ TUNER_STATE = gauge(
     "1 for the current state of the tuner, 0 for the others.",
     Label(name="state", values=TUNER_STATES),
     lean=EVERY_SERIES,
+    usual="Mostly `observe` and `cooldown`. `safe_mode` means that a change could not be "
+    "undone: see the log.",
 )
 TUNER_KNOB_VALUE = gauge(
     "tuner_knob_value",
     "Current value of a knob.",
     KNOB,
     lean=EVERY_SERIES,
+    usual="Changes only after a decision in the log.",
 )
 TUNER_GAIN = gauge(
     "tuner_gain_ratio",
     "Measured gain of the last change of a knob.",
     KNOB,
     lean=EVERY_SERIES,
+    usual="0.01 to 0.3 for accepted changes.",
 )
 TUNER_GAIN_LOWER_BOUND = gauge(
     "tuner_gain_lower_bound_ratio",
     "Lower confidence bound of the gain of the last change of a knob.",
     KNOB,
     lean=EVERY_SERIES,
+    usual="Above 0 for accepted changes.",
 )
 TUNER_SYMPTOM = gauge(
     "tuner_symptom_ratio",
     "Strength of each symptom, in the unit of its threshold.",
     Label(name="symptom", values=SYMPTOMS),
     lean=EVERY_SERIES,
+    usual="Below the threshold of each symptom, except for the one that limits the job.",
 )
 TUNER_DECISIONS = counter(
     "tuner_decisions_total",
@@ -71,12 +77,14 @@ TUNER_DECISIONS = counter(
     ),
     lean=EVERY_SERIES,
     from_zero=True,
+    usual="Some per hour at first, then none. Any `not_undone` deserves a look at the log.",
 )
 TUNER_EXPLORATION_SECONDS = counter(
     "tuner_exploration_seconds_total",
     "Seconds lost to trials and changes, compared with the configuration before.",
     lean=EVERY_SERIES,
     from_zero=True,
+    usual="A rate below tuner.exploration_ratio.",
 )
 
 METRICS = (

@@ -248,6 +248,12 @@ def test_the_help_text_is_one_line_that_ends_with_a_full_stop(spec):
 
 
 @every_metric
+def test_every_metric_has_its_usual_values_in_short_sentences(spec):
+    assert re.fullmatch(r"[A-Z0-9`+-][^\n|]*\.", spec.usual)
+    assert len(spec.usual) <= 240
+
+
+@every_metric
 def test_labels_are_unique_and_leave_rank_to_the_exporter(spec):
     assert len(set(spec.label_names)) == len(spec.label_names)
     assert "rank" not in spec.label_names
