@@ -88,8 +88,8 @@ class ServeSettings(Section):
     not waited for. After Ctrl-C at most 25 s, which a second Ctrl-C ends."""
     detail: Detail = "full"
     """`full` serves all metrics: 350 to 800 series per rank. `lean` serves at most 100, for runs
-    of more than some 512 ranks: all alerts and the dashboard Overview work, the others have
-    gaps. Rank 0 adds the metrics of the whole run. Applies to metrics over OTLP too."""
+    of more than some 512 ranks: all alerts and the dashboards Runs and Overview work, the
+    others have gaps. Rank 0 adds the metrics of the whole run. Applies to metrics over OTLP too."""
     tls_certificate: Path | None = None
     """PEM file of the server's certificate; switches HTTPS on."""
     tls_key: Path | None = None

@@ -40,6 +40,7 @@ from ..grafana.panels import (
 from ..limits import selected
 from ..promql import ON_GPU, by, where
 from ..timing import Timing
+from .across_ranks import SPREAD
 from .queries import RANK, RUN, limit, of_first_rank, of_run, state_of, worst
 from .shared_panels import (
     PHASE_COLORS,
@@ -479,6 +480,7 @@ DASHBOARD = Dashboard(
         Row("Progress", PROGRESS),
         Row("Ranks", RANKS_OF_RUN),
         Row("Goodput and checkpoints", GOODPUT),
+        Row("Spread over all ranks", SPREAD, collapsed=True),
     ),
     traces=('{ name = "train.step" && .zerowatch.run = "$run" }',),
 )

@@ -33,7 +33,15 @@ from zerowatch.dashboards.recording_rules import (
     OOM_RISK,
 )
 from zerowatch.dashboards.timing import Timing
-from zerowatch.metrics.catalog import devices, memory, overhead, training, tuner, window
+from zerowatch.metrics.catalog import (
+    across_ranks,
+    devices,
+    memory,
+    overhead,
+    training,
+    tuner,
+    window,
+)
 
 pytestmark = pytest.mark.jobs
 
@@ -46,6 +54,7 @@ ABSENT = {
     select(devices.DEVICE_SM_ACTIVE): NO_GPU,
     select(devices.DEVICE_POWER): NO_GPU,
     select(devices.DEVICE_TEMPERATURE): NO_GPU,
+    select(across_ranks.RANKS_DEVICE_TEMPERATURE): NO_GPU,
     select(devices.DEVICE_ENERGY): NO_GPU,
     select(devices.DEVICE_LINK_BYTES): NO_GPU,
     select(memory.MEMORY_FRAGMENTATION): NO_GPU,

@@ -31,7 +31,7 @@ from zerowatch.metrics.catalog import CATALOG, devices, memory, overhead, traini
 from zerowatch.metrics.catalog import communication as comm
 from zerowatch.metrics.catalog.spec import MetricSpec
 
-COMPLETE_DASHBOARDS = {"zerowatch-overview"}
+COMPLETE_DASHBOARDS = {"zerowatch-runs", "zerowatch-overview"}
 # Panels of these dashboards that miss a part, and why.
 INCOMPLETE_PANELS = {"Step time": "exemplars, which lead to traces, belong to buckets"}
 # The metrics of which lean leaves out all or some series, by the reason.
