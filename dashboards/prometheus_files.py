@@ -9,6 +9,7 @@ import yaml
 
 from .alerts import alerts
 from .alerts.alert import Alert, InhibitRule, Links
+from .alerts.dcgm import dcgm_alerts, dcgm_inhibitions, dcgm_recording_rules
 from .promql import IDENTITY
 from .recording_rules import ALERT_THRESHOLD, GROUPS, effective_thresholds
 from .stack.alert_log import COMPOSE_URL
@@ -54,6 +55,7 @@ def rule_files(
     return {
         "prometheus/recording.yaml": _yaml(recording_rules(timing, thresholds or {})),
         "prometheus/alerts.yaml": _yaml(alert_rules(known, timing, links or Links())),
+        "prometheus/dcgm.yaml": _yaml(dcgm_rules(timing, links or Links())),
         "alertmanager/alertmanager.yml": _yaml(alertmanager(known, timing, webhook_url)),
     }
 
@@ -93,6 +95,15 @@ def alert_rules(known: Iterable[Alert], timing: Timing, links: Links) -> dict[st
     }
 
 
+def dcgm_rules(timing: Timing, links: Links) -> dict[str, Any]:
+    """Return the content of the rule file for dcgm-exporter."""
+    records = [
+        {"record": name, "expr": expression} for name, expression in dcgm_recording_rules().items()
+    ]
+    rules = [*records, *(_alert_rule(alert, timing, links) for alert in dcgm_alerts(timing))]
+    return {"groups": [{"name": "zerowatch-dcgm", "interval": timing.evaluation, "rules": rules}]}
+
+
 def _alert_rule(alert: Alert, timing: Timing, links: Links) -> dict[str, Any]:
     rule: dict[str, Any] = {"alert": alert.name, "expr": alert.expression}
     if alert.for_seconds:
@@ -130,7 +141,8 @@ def alertmanager(known: Iterable[Alert], timing: Timing, webhook_url: str) -> di
             ],
         },
         "inhibit_rules": [
-            _inhibition(alert.name, alert.inhibits) for alert in known if alert.inhibits
+            *(_inhibition(alert.name, alert.inhibits) for alert in known if alert.inhibits),
+            *(_inhibition(name, inhibits) for name, inhibits in dcgm_inhibitions(timing)),
         ],
         "receivers": [
             {"name": RECEIVERS[severity]}

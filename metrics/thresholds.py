@@ -110,6 +110,30 @@ LOSS_SCALE_LOW = Threshold(
 LOSS_SCALE_FALL = Threshold(
     "loss_scale_fall", 1 / 16, "ratio", "Loss scale, divided by the highest of the last hour."
 )
+THROTTLED_RATIO_HIGH = Threshold(
+    "throttled_ratio_high",
+    0.10,
+    "ratio",
+    "Share of time in which heat, the power brake or the hardware lowers the clock of a GPU.",
+)
+TEMPERATURE_MARGIN_LOW = Threshold(
+    "temperature_margin_low",
+    5,
+    "celsius",
+    "Degrees that a GPU may get hotter before it lowers its clock.",
+)
+NVLINK_CRC_ERRORS_HIGH = Threshold(
+    "nvlink_crc_errors_high",
+    100,
+    "count",
+    "CRC errors per second on the NVLinks of a GPU. The value is that of DCGM's health check.",
+)
+PCIE_REPLAYS_HIGH = Threshold(
+    "pcie_replays_high",
+    8,
+    "count",
+    "Replays per minute on the PCIe link of a GPU. The value is that of DCGM's health check.",
+)
 WATCH_RATIO_HIGH = Threshold(
     "watch_ratio_high",
     0.02,
@@ -146,6 +170,10 @@ THRESHOLDS = {
         RESTARTS_HIGH,
         LOSS_SCALE_LOW,
         LOSS_SCALE_FALL,
+        THROTTLED_RATIO_HIGH,
+        TEMPERATURE_MARGIN_LOW,
+        NVLINK_CRC_ERRORS_HIGH,
+        PCIE_REPLAYS_HIGH,
         WATCH_RATIO_HIGH,
         MONITORING_FAILURES_HIGH,
         RECORDS_LOST_HIGH,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from ..timing import Timing
 from .alert import Alert
 from .communication import communication_alerts
+from .hardware import hardware_alerts
 from .memory import memory_alerts
 from .overhead import overhead_alerts
 from .prometheus import prometheus_alerts
@@ -23,6 +24,7 @@ def alerts(timing: Timing) -> tuple[Alert, ...]:
         *communication_alerts(timing),
         *training_alerts(timing),
         *memory_alerts(timing),
+        *hardware_alerts(timing),
         *overhead_alerts(timing),
         *prometheus_alerts(timing),
     )

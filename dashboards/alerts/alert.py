@@ -66,6 +66,7 @@ class Alert:
         dashboard: The uid of the dashboard to which the alert links.
         inhibits: The alerts that this alert inhibits; None if it inhibits none.
         about_run: Whether the alert is about a run, and not about Prometheus or Alertmanager.
+        page: The heading of its page in the runbook, if that is not its name.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Alert:
     dashboard: str
     inhibits: InhibitRule | None = None
     about_run: bool = True
+    page: str = ""
 
     @property
     def labels(self) -> dict[str, str]:
@@ -93,7 +95,7 @@ class Alert:
         return {
             "summary": self.summary,
             "description": self.description,
-            "runbook_url": _link(links.runbook, "runbook", f"#{self.name.lower()}"),
+            "runbook_url": _link(links.runbook, "runbook", f"#{(self.page or self.name).lower()}"),
             "dashboard_url": _link(links.grafana, "grafana", f"/d/{self.dashboard}{query}"),
         }
 

@@ -18,6 +18,17 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def hardware_rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with only the alerts on hardware: cases of an hour would take long."""
+    files = rule_files()
+    for name, groups in ((RECORDING, "thresholds"), (ALERTS, "devices-alerts")):
+        content = yaml.safe_load(files[name])
+        content["groups"] = [each for each in content["groups"] if groups in each["name"]]
+        files[name] = yaml.safe_dump(content)
+    return written(files, tmp_path_factory.mktemp("hardware-rules"))
+
+
+@pytest.fixture(scope="session")
 def alert_rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with only the rules that alerts need, so that promtool is faster."""
     files = rule_files()

@@ -20,7 +20,11 @@ EXTERNAL_LABELS = {
     "zerowatch_runbook": "http://127.0.0.1:9099/runbook",
     "zerowatch_grafana": "http://127.0.0.1:3000",
 }
-RECORDING, ALERTS = RULE_FILES = ("prometheus/recording.yaml", "prometheus/alerts.yaml")
+RECORDING, ALERTS, DCGM = RULE_FILES = (
+    "prometheus/recording.yaml",
+    "prometheus/alerts.yaml",
+    "prometheus/dcgm.yaml",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

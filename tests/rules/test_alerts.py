@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from rules.cases import (
     communication,
+    dcgm,
+    hardware,
     memory,
     overhead,
     prometheus,
@@ -15,6 +17,7 @@ from rules.cases import (
 from rules.promtool import WATCHDOG, failures
 
 from zerowatch.dashboards.alerts import alerts
+from zerowatch.dashboards.alerts.dcgm import dcgm_alerts
 from zerowatch.dashboards.timing import Timing
 
 CASES = (
@@ -26,13 +29,19 @@ CASES = (
     *prometheus.CASES,
     *thresholds.CASES,
 )
-NAMES = [alert.name for alert in alerts(Timing())]
-OF_NAME = {alert.name: alert for alert in alerts(Timing())}
+HARDWARE = (*hardware.CASES, *dcgm.CASES)
+OF_NAME = {alert.name: alert for alert in (*alerts(Timing()), *dcgm_alerts(Timing()))}
+NAMES = list(OF_NAME)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
 def test_alerts(case, alert_rules, tmp_path):
     assert failures(alert_rules, [case.test()], tmp_path) == ""
+
+
+@pytest.mark.parametrize("case", HARDWARE, ids=lambda case: case.title)
+def test_alerts_on_hardware(case, hardware_rules, tmp_path):
+    assert failures(hardware_rules, [case.test()], tmp_path) == ""
 
 
 def test_the_watchdog_fires_without_any_series(alert_rules, tmp_path):
@@ -53,13 +62,13 @@ def test_the_watchdog_fires_without_any_series(alert_rules, tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != WATCHDOG])
 def test_each_alert_has_a_case_in_which_it_fires_and_resolves(name):
-    fired = [case for case in CASES if case.alert.get("alertname") == name]
+    fired = [case for case in (*CASES, *HARDWARE) if case.alert.get("alertname") == name]
 
     assert fired and all(case.recovers_at for case in fired)
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case.alert], ids=lambda case: case.title
+    "case", [case for case in (*CASES, *HARDWARE) if case.alert], ids=lambda case: case.title
 )
 def test_firing_alerts_have_their_severity_and_component(case):
     alert = OF_NAME[case.alert["alertname"]]
