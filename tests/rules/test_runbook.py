@@ -13,6 +13,7 @@ from zerowatch.dashboards.alerts import alerts
 from zerowatch.dashboards.timing import Timing
 from zerowatch.metrics import thresholds
 from zerowatch.metrics.settings import Settings
+from zerowatch.metrics.xid_errors import XIDS
 
 TEXT = (Path(zerowatch.dashboards.__file__).parent / "runbook.md").read_text()
 SECTIONS = [
@@ -46,6 +47,7 @@ PERCENTAGES = {
     "zerowatchcommcoveragelow": thresholds.COMM_COVERAGE_LOW,
     "zerowatchdatabound": thresholds.DATA_RATIO_HIGH,
     "zerowatchlowdeviceutilization": thresholds.DEVICE_UTILIZATION_LOW,
+    "zerowatchgputhrottled": thresholds.THROTTLED_RATIO_HIGH,
     "zerowatchoomreplays": thresholds.REPLAY_RATIO_HIGH,
     "zerowatchwatchoverhead": thresholds.WATCH_RATIO_HIGH,
 }
@@ -84,6 +86,14 @@ def test_a_query_is_about_one_run_or_about_a_server(query):
     assert all(
         "run" in selector.labels or selector.name in of_servers for selector in selectors(query)
     )
+
+
+def test_the_table_of_xids_is_that_of_the_alerts():
+    rows = re.findall(r"^\| (\d+) \| (.+?) \| (.+?) \| (.+?) \|$", PAGES["zerowatchgpuxid"], re.M)
+
+    assert [
+        (int(number), meaning, cause, "drain" in action) for number, meaning, cause, action in rows
+    ] == [(xid.number, xid.meaning, xid.cause, xid.drain) for xid in XIDS]
 
 
 def test_links_within_the_runbook_have_a_target():
