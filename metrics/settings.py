@@ -281,7 +281,7 @@ class AlertSettings(Section):
     thresholds: Annotated[dict[str, float], NoDecode, BeforeValidator(_thresholds)] = {}
     """Thresholds of alerts and dashboards in place of the defaults, by name, such as
     {exposed_comm_ratio_high = 0.35}. In the environment variable: NAME=VALUE, separated by commas.
-    Rank 0 exports them as zerowatch_alert_threshold."""
+    Rank 0 exports them."""
 
 
 class Settings(BaseSettings):

@@ -25,7 +25,7 @@ class Threshold(float):
     """A value beyond which an alert fires. As a number it is the default.
 
     Args:
-        name: The name in settings, rules and the label `name` of zerowatch_alert_threshold.
+        name: The name in settings, in rules and in the exported metric.
         default: The value of a run that sets no other.
         unit: What the value counts.
         meaning: What is compared with the value.

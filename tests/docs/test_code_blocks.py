@@ -217,7 +217,9 @@ def missing_files(words: list[str]) -> list[str]:
     return [each for each in named if not (ROOT / each).exists()]
 
 
-@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+@pytest.mark.parametrize(
+    "block", [each for each in blocks("yaml") if "\nreceivers:" not in each.text], ids=str
+)
 def test_a_prometheus_configuration_is_valid(block: Block, tmp_path: Path) -> None:
     assert "scrape_configs" in yaml.safe_load(block.text)
     promtool = program("promtool", apt="prometheus")

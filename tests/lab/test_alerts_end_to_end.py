@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
-from lab.alerting import Monitoring, alerting
+from lab.alerting import RUNBOOK, Monitoring, alerting
 from lab.fault_story import PATIENCE_SECONDS, Story
 from lab.two_hosts import Host, missing, throttle, two_hosts
 from lab.watched_run import WatchedRun, targets_url, watched_run
 from require import program
 
-from zerowatch.dashboards.alerts.alert import Links
 from zerowatch.dashboards.timing import Timing
 
 REASON = missing()
@@ -168,7 +167,7 @@ def test_an_alert_says_where_how_bad_how_much_and_what_to_read(outcome, alert):
     assert spell.labels["run"] == FAULTY_RUN
     assert spell.labels.get("rank") == ("1" if alert in OF_A_RANK else None)
     assert spell.labels["severity"] in {"critical", "warning"}
-    assert spell.annotations["runbook_url"] == f"{Links().runbook}#{alert.lower()}"
+    assert spell.annotations["runbook_url"] == f"{RUNBOOK}#{alert.lower()}"
     assert f"var-run={FAULTY_RUN}" in spell.annotations["dashboard_url"]
     assert FAULTY_RUN in spell.annotations["summary"]
     assert any(letter.isdigit() for letter in spell.annotations["description"])

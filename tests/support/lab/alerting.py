@@ -27,8 +27,13 @@ from zerowatch.dashboards.timing import Timing
 
 STARTING_SECONDS = 30.0
 LOOK_SECONDS = 0.5
+GRAFANA, RUNBOOK = "http://grafana.example.org", "http://runbook.example.org/page"
 CONFIG = """
-global: {{scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s}}
+global:
+  scrape_interval: 1s
+  scrape_timeout: 1s
+  evaluation_interval: 1s
+  external_labels: {{zerowatch_grafana: "{grafana}", zerowatch_runbook: "{runbook}"}}
 rule_files: [prometheus/*.yaml]
 alerting: {{alertmanagers: [{{static_configs: [{{targets: ["{alertmanager}"]}}]}}]}}
 scrape_configs:
@@ -143,7 +148,9 @@ def alerting(folder: Path, timing: Timing, targets: Sequence[str | Path]) -> Ite
         f"--web.listen-address={address}",
         "--cluster.listen-address=",
     )
-    config = CONFIG.format(alertmanager=address, discovery=_discovery(targets))
+    config = CONFIG.format(
+        alertmanager=address, discovery=_discovery(targets), grafana=GRAFANA, runbook=RUNBOOK
+    )
     with (
         _process(receiver, log),
         _process(server, folder / "alertmanager.log"),
