@@ -87,7 +87,10 @@ def test_the_text_names_the_host_and_only_links_that_are_set(
     done = amtool("template", "render", *options)
 
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == (
-        "[FIRING] ZerowatchRankHung in run night-7\n"
-        "Rank 3 does not answer (host node-12)\nLook at it.\n" + expected
-    ).strip()
+    assert (
+        done.stdout.strip()
+        == (
+            "[FIRING] ZerowatchRankHung in run night-7\n"
+            "Rank 3 does not answer (host node-12)\nLook at it.\n" + expected
+        ).strip()
+    )
