@@ -36,6 +36,8 @@ from zerowatch.runtime.cross_rank.exchange.rank_messages import (
     encode_report,
     encode_result,
 )
+from zerowatch.runtime.cross_rank.rank_figures import RankFigures
+from zerowatch.runtime.cross_rank.rank_statistics import RankStatistics
 from zerowatch.runtime.cross_rank.stragglers import StepTimes
 
 NUM_RANKS, CALLS, SIZES = 1000, 200, 20
@@ -44,6 +46,7 @@ GOAL_MS_A_SECOND = 1.0
 ANY_RANK = "any rank: encodes its report, decodes the result, matches"
 BLOCK_FIRST = "first of a block: decodes 64 reports, merges them, encodes"
 GROUP_FIRST = "first of all: decodes 16 blocks, merges them, detects stragglers, encodes"
+STATISTICS = "first of all: publishes the statistics over ranks"
 WITHOUT_BLOCKS = "for comparison, 1000 reports without blocks, decoded before"
 STEP_TIMES = StepTimes(
     num_steps=20,
@@ -141,7 +144,9 @@ class Thousand:
         }
         self._over_blocks = Coordinator(rank_set, self._blocks)
         self._over_all = Coordinator(rank_set, {rank: (rank,) for rank in members})
-        self._accounting = RankCommCosts(SimulatedGroups(self._group), Recorder())
+        recorder = Recorder()
+        self._accounting = RankCommCosts(SimulatedGroups(self._group), recorder)
+        self._figures, self._statistics = RankFigures(recorder), RankStatistics(recorder)
 
     def exchange(self) -> None:
         """Let all report, and measure what one rank of each kind does about it."""
@@ -153,6 +158,8 @@ class Thousand:
         merged += map(self._merge_block, [*self._blocks][1:], by_block[1:])
         of_blocks = dict(zip(self._blocks, merged, strict=True))
         text = self._spend(GROUP_FIRST, lambda: _merge_all(self._over_blocks, _read(of_blocks)))
+        figures = dict.fromkeys(range(NUM_RANKS), self._figures.read())
+        self._spend(STATISTICS, lambda: self._statistics.publish(figures))
         spent_before_ms = self.spent_ms[ANY_RANK].pop()
         self._spend(ANY_RANK, lambda: self._match(text))
         self.spent_ms[ANY_RANK][-1] += spent_before_ms
@@ -167,7 +174,9 @@ class Thousand:
 
     def _report(self) -> RankReport:
         calls, names = self._accounting.drain_reports(is_compared=True)
-        report = RankReport(calls=calls, names=names, step_times={0: STEP_TIMES})
+        report = RankReport(
+            calls=calls, names=names, step_times={0: STEP_TIMES}, figures={0: self._figures.read()}
+        )
         encode_report(report)
         return report
 
@@ -180,7 +189,12 @@ class Thousand:
         return encode_report(merged)
 
     def _alike(self, own: RankReport, rank: int) -> RankReport:
-        return RankReport(calls=own.calls, names=own.names, step_times={rank: STEP_TIMES})
+        return RankReport(
+            calls=own.calls,
+            names=own.names,
+            step_times={rank: STEP_TIMES},
+            figures={rank: own.figures[0]},
+        )
 
     def _match(self, text: bytes) -> None:
         self._accounting.match(self._group.rank_set, decode_result(text))
