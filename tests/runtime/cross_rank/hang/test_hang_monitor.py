@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fakes.hangs import CALL, WatchedRank
 
-from zerowatch.metrics.catalog import communication
+from zerowatch.metrics.catalog import communication, training
 from zerowatch.runtime.common.exit_notes import read_exit_notes
 from zerowatch.runtime.common.liveness_file import current_process
 from zerowatch.runtime.common.phase_timer import FORWARD
@@ -78,6 +78,42 @@ def test_an_announced_hang_that_passes_the_own_limit_is_counted_without_a_second
 
     assert (rank.num_hangs, rank.context.announced) == (1, [])
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def check_for_seconds(rank: WatchedRank, seconds: int) -> float | None:
+    """Pass the time, and return hang_active."""
+    for _ in range(seconds):
+        rank.now_ns += 10**9
+        rank.watch.check()
+    return rank.recorder.snapshot().value(communication.HANG_ACTIVE)
+
+
+def test_a_hang_is_active_until_training_resumes(tmp_path: Path) -> None:
+    rank = WatchedRank(tmp_path)
+
+    found = [check_for_seconds(rank, seconds) for seconds in (0, 29, 2, 600)]
+    rank.phase_timer.enter(FORWARD)
+
+    assert found == [0, 0, 1, 1]
+    assert check_for_seconds(rank, 1) == 0
+
+
+def test_a_hang_ends_with_monitoring(tmp_path: Path) -> None:
+    rank = WatchedRank(tmp_path)
+    check_for_seconds(rank, 40)
+
+    rank.watch.close()
+
+    assert check_for_seconds(rank, 0) == 0
+
+
+def test_an_abort_is_the_reason_of_the_end_while_the_hang_is_active(tmp_path: Path) -> None:
+    rank = WatchedRank(tmp_path, abort=True)
+
+    active = check_for_seconds(rank, 60)
+
+    assert (active, rank.exits) == (1, [70])
+    assert rank.recorder.snapshot().value(training.RUN_END_INFO, "hang_abort") == 1
 
 
 def test_abort_ends_the_process_at_a_second_limit(tmp_path: Path) -> None:
