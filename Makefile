@@ -8,7 +8,7 @@ PIP_INSTALL := $(VENV_PYTHON) -m pip --disable-pip-version-check install -qq -c 
 SOURCES := $(wildcard *.py) $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 
 # The servers that tests start, as program:package.
-SERVERS := promtool:prometheus amtool:prometheus-alertmanager
+SERVERS := promtool:prometheus amtool:prometheus-alertmanager kubectl:kubernetes-client
 
 .PHONY: demo test test-all check bench bench-oom docs fmt clean servers
 

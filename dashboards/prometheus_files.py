@@ -53,10 +53,10 @@ def rule_files(
     timing = timing or Timing()
     known = alerts(timing)
     return {
-        "prometheus/recording.yaml": _yaml(recording_rules(timing, thresholds or {})),
-        "prometheus/alerts.yaml": _yaml(alert_rules(known, timing, links or Links())),
-        "prometheus/dcgm.yaml": _yaml(dcgm_rules(timing, links or Links())),
-        "alertmanager/alertmanager.yml": _yaml(alertmanager(known, timing, webhook_url)),
+        "prometheus/recording.yaml": yaml_text(recording_rules(timing, thresholds or {})),
+        "prometheus/alerts.yaml": yaml_text(alert_rules(known, timing, links or Links())),
+        "prometheus/dcgm.yaml": yaml_text(dcgm_rules(timing, links or Links())),
+        "alertmanager/alertmanager.yml": yaml_text(alertmanager(known, timing, webhook_url)),
     }
 
 
@@ -187,5 +187,6 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-def _yaml(content: dict[str, Any]) -> str:
+def yaml_text(content: dict[str, Any]) -> str:
+    """Return a generated YAML file, with the note that it is generated."""
     return NOTE + yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=WIDTH)
