@@ -73,6 +73,13 @@ def starts_and_fills(project: Project, services: list[str]) -> None:
         f"both ranks are up, found by http_sd, after {time.monotonic() - begun:.0f} s: "
         f"run {run_of(project)}"
     )
+    if "node-exporter" in services:
+        seconds_until(
+            lambda: project.query('up{job="node-exporter"} == 1'),
+            within=60,
+            what="node-exporter is up",
+        )
+        say("node-exporter is up")
     seconds_until(
         lambda: all(EMPTY_ON_CPU.search(name) for name in filled(project)[1]),
         within=RULES_SECONDS,

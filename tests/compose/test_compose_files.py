@@ -377,3 +377,14 @@ def test_every_counter_of_dcgm_has_a_type_and_a_help_text() -> None:
         assert kind in ("gauge", "counter")
         assert text.endswith(".")
         assert "," not in text  # would be read as a further column
+
+
+def test_dcgm_exporter_serves_every_field_that_the_alerts_read() -> None:
+    rules = (ROOT / "dashboards" / "rendered" / "prometheus" / "dcgm.yaml").read_text()
+    lines = (DOCKER / "dcgm-exporter" / "counters.csv").read_text().splitlines()
+
+    served = {line.partition(",")[0] for line in lines if not line.startswith("#")}
+
+    read = set(re.findall(r"\bDCGM_FI_\w+", rules))
+    assert len(read) > 3
+    assert read <= served
