@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
-from itertools import chain, count
+from itertools import chain, count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from ...common.liveness_file import (
 from ...common.report_files import create_first_free, utc_text
 from ..forecast.peak_readings import Shape
 from .error_report import format_percent, format_shapes
+from .kernel_log import MACHINE_PID_NAMESPACE, KernelLog, OomKill, read_kernel_log
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,11 @@ REPORTED_SUFFIX = ".life.json"
 LAUNCH_SECONDS = 600.0
 # If the last peak was above this share of the limit, the next step has likely exceeded the limit.
 NEAR_LIMIT_RATIO = 0.9
+# Below this share of the limit, a kill elsewhere on the host says nothing about the rank.
+FAR_FROM_LIMIT_RATIO = 0.5
+# A rank dies within this time, or within some of its steps, after its last step record.
+LAST_SIGN_SECONDS = 60.0
+LAST_SIGN_STEPS = 5
 # Maximum number of step log records in a report.
 MAX_RECORDS = 20
 # Bytes that are first read from the end of the step log. They hold a few hundred lines: a line is
@@ -158,8 +164,14 @@ def classify_exit(
     died_together: int = 1,
     limit_ratio: float | None = None,
     risk_ratio: float | None = None,
+    log: KernelLog | None = None,
+    last_seen: tuple[float, float] | None = None,
 ) -> ExitFinding:
-    """Classify an exit by the kernel's counters, or by the last readings without counters.
+    """Classify an exit by the kernel's counters and log, or else by the last readings.
+
+    A kill that the kernel counts on the whole host is evidence only together with a sign that this
+    rank was killed: its process id, its cgroup or the time in the kernel's log, or readings near
+    the limit.
 
     Args:
         process: The process, with the values that the counters had at its start.
@@ -170,32 +182,93 @@ def classify_exit(
             rank. If one rank exits, its launcher kills the remaining ranks.
         limit_ratio: The last peak divided by the limit.
         risk_ratio: The last predicted risk of running out of memory.
+        log: The kernel's log, if it can be read.
+        last_seen: The earliest and the latest time at which the process may have exited, by its
+            last step records, in Unix seconds. None without records.
     """
     then = process.kills
     if not same_boot:
         return _by_readings("the machine has rebooted since", limit_ratio, risk_ratio)
     cgroup, host = _increase(then.cgroup, now.cgroup), _increase(then.host, now.host)
-    if cgroup is not None and then.cgroup_inode == now.cgroup_inode:
-        return _by_cgroup(cgroup, host, died_together)
-    if host:
-        reason = f"it has killed {host} process(es) on this host since, in an unknown cgroup"
-        return ExitFinding(cause=ExitCause.PROBABLY_OOM_KILLER, reason=reason)
+    is_counted = cgroup is not None and then.cgroup_inode == now.cgroup_inode
+    if is_counted and cgroup is not None and (cgroup == 0 or cgroup >= died_together):
+        return _by_cgroup(cgroup, host)
     if host == 0:
         reason = "it has killed no process on this host since"
         return ExitFinding(cause=ExitCause.OTHERWISE, reason=reason)
+    by_log = None if log is None else _by_log(process, log, last_seen)
+    if by_log is not None:
+        return by_log
+    if is_counted:
+        reason = (
+            f"it has killed {cgroup} process(es) of this rank's memory cgroup since, and "
+            f"{died_together} ranks exited together: this one or another"
+        )
+        return _unless_far(reason, limit_ratio)
+    if host:
+        prefix = f"it has killed {host} process(es) on this host since, in an unknown cgroup"
+        return _by_readings(prefix, limit_ratio, risk_ratio)
     return _by_readings("the kernel has no counters", limit_ratio, risk_ratio)
 
 
-def _by_cgroup(kills: int, on_host: int | None, died_together: int) -> ExitFinding:
-    reason = f"it has killed {kills} process(es) of this rank's memory cgroup since"
-    if kills >= died_together:
-        return ExitFinding(cause=ExitCause.OOM_KILLER, reason=reason)
+def _by_cgroup(kills: int, on_host: int | None) -> ExitFinding:
     if kills:
-        reason = f"{reason}, and {died_together} ranks exited together: this one or another"
-        return ExitFinding(cause=ExitCause.PROBABLY_OOM_KILLER, reason=reason)
+        reason = f"it has killed {kills} process(es) of this rank's memory cgroup since"
+        return ExitFinding(cause=ExitCause.OOM_KILLER, reason=reason)
     elsewhere = f", but {on_host} elsewhere on this host" if on_host else ""
     reason = f"it has killed no process in this rank's memory cgroup since{elsewhere}"
     return ExitFinding(cause=ExitCause.OTHERWISE, reason=reason)
+
+
+def _unless_far(reason: str, limit_ratio: float | None) -> ExitFinding:
+    if limit_ratio is not None and limit_ratio < FAR_FROM_LIMIT_RATIO:
+        reason = f"{reason}; this one's last peak was only {100 * limit_ratio:.0f} % of the limit"
+        return ExitFinding(cause=ExitCause.UNKNOWN, reason=reason)
+    return ExitFinding(cause=ExitCause.PROBABLY_OOM_KILLER, reason=reason)
+
+
+def _by_log(
+    process: ProcessMarker, log: KernelLog, last_seen: tuple[float, float] | None
+) -> ExitFinding | None:
+    """Classify an exit by the kernel's log, or return None if the log does not decide."""
+    since = process.started_at_unix_seconds
+    kills = [kill for kill in log.kills if kill.at_unix_seconds >= since]
+    if process.pid_namespace == MACHINE_PID_NAMESPACE:
+        for kill in kills:
+            if kill.pid == process.pid:
+                reason = f"the kernel's log names this process id, {_kill_text(kill)}"
+                return ExitFinding(cause=ExitCause.OOM_KILLER, reason=reason)
+        if log.since_unix_seconds <= since:
+            reason = "the kernel's log names other processes since, but not this process id"
+            return ExitFinding(cause=ExitCause.OTHERWISE, reason=reason)
+    if last_seen is None or log.since_unix_seconds > last_seen[0]:
+        return None
+    earliest, latest = last_seen
+    in_time = [kill for kill in kills if earliest <= kill.at_unix_seconds <= latest]
+    if not in_time:
+        reason = "the kernel's log has no kill at the time when this rank exited"
+        return ExitFinding(cause=ExitCause.OTHERWISE, reason=reason)
+    own = _cgroup_path(process)
+    for kill in in_time:
+        if own and kill.cgroup.endswith(own):
+            reason = f"the kernel's log names a process of this rank's cgroup, {_kill_text(kill)}"
+            return ExitFinding(cause=ExitCause.PROBABLY_OOM_KILLER, reason=reason)
+    return None
+
+
+def _kill_text(kill: OomKill) -> str:
+    cgroup = f" in the memory cgroup {kill.cgroup}" if kill.cgroup else ""
+    return f"killed at {utc_text(kill.at_unix_seconds)}{cgroup}"
+
+
+def _cgroup_path(process: ProcessMarker) -> str:
+    """Return the path of the rank's memory cgroup, or "" if it is the root of its container."""
+    file = process.kills.cgroup_file
+    if file is None:
+        return ""
+    folder = str(Path(file).parent)
+    path = folder.partition("/sys/fs/cgroup")[2].removeprefix("/memory")
+    return path if len(path) > 1 else ""
 
 
 def _by_readings(prefix: str, limit_ratio: float | None, risk_ratio: float | None) -> ExitFinding:
@@ -292,6 +365,8 @@ def _report(
         died_together=sum(_is_same_launch(process, other) for other in together),
         limit_ratio=_latest(records, "limit_ratio"),
         risk_ratio=_latest(records, "risk_ratio"),
+        log=read_kernel_log(root),
+        last_seen=_last_seen(records),
     )
     if notes and not any(note.may_be_oom_kill for note in notes):
         reason = "its exit is known, and was none by SIGKILL"
@@ -312,6 +387,15 @@ def _report(
         records=tuple(records),
         report=report,
     )
+
+
+def _last_seen(records: Sequence[LastRecord]) -> tuple[float, float] | None:
+    """Return the times between which the rank exited, by the pace of its last steps."""
+    if not records:
+        return None
+    ends = [record.ended_at_unix_seconds for record in records]
+    longest = max((later - earlier for earlier, later in pairwise(ends)), default=0.0)
+    return ends[-1], ends[-1] + max(LAST_SIGN_SECONDS, LAST_SIGN_STEPS * longest)
 
 
 def _is_same_launch(process: ProcessMarker, other: ProcessMarker) -> bool:

@@ -30,6 +30,12 @@ from zerowatch.runtime.common.liveness_file import (
     has_exited,
     read_marker,
 )
+from zerowatch.runtime.memory.oom.kernel_log import (
+    MACHINE_PID_NAMESPACE,
+    KernelLog,
+    OomKill,
+    read_kernel_log,
+)
 from zerowatch.runtime.memory.oom.killed_ranks import (
     ExitCause,
     LastRecord,
@@ -67,6 +73,12 @@ def now(**changes: Any) -> OomKillCounts:
     return replace(process().kills, **changes)
 
 
+def kernel_log(*, pid: int, cgroup: str = "/elsewhere", since: float = 0.0) -> KernelLog:
+    """A kernel's log with one kill, 100 s after the start of `process()`."""
+    kill = OomKill(pid=pid, at_unix_seconds=1100.0, cgroup=cgroup)
+    return KernelLog(kills=(kill,), since_unix_seconds=since)
+
+
 CAUSES: dict[str, tuple[dict[str, Any], ExitCause, str]] = {
     "its cgroup counts one more": (
         {"now": now(cgroup=2, host=4)},
@@ -84,10 +96,74 @@ CAUSES: dict[str, tuple[dict[str, Any], ExitCause, str]] = {
         ExitCause.OTHERWISE,
         "it has killed no process in this rank's memory cgroup since, but 1 elsewhere on this host",
     ),
+    "its cgroup counts one more for two ranks, which were far from the limit": (
+        {"now": now(cgroup=2, host=4), "died_together": 2, "limit_ratio": 0.02},
+        ExitCause.UNKNOWN,
+        "it has killed 1 process(es) of this rank's memory cgroup since, and 2 ranks exited "
+        "together: this one or another; this one's last peak was only 2 % of the limit",
+    ),
     "the cgroup is gone": (
         {"now": now(cgroup=None, cgroup_inode=None, host=5)},
+        ExitCause.UNKNOWN,
+        "it has killed 2 process(es) on this host since, in an unknown cgroup; no sign of it",
+    ),
+    "the cgroup is gone, and the rank was far from its limit": (
+        {
+            "now": now(cgroup=None, cgroup_inode=None, host=4),
+            "died_together": 2,
+            "limit_ratio": 0.02,
+            "risk_ratio": 0.0,
+        },
+        ExitCause.UNKNOWN,
+        "it has killed 1 process(es) on this host since, in an unknown cgroup; no sign of it",
+    ),
+    "the cgroup is gone, and the rank was near its limit": (
+        {"now": now(cgroup=None, cgroup_inode=None, host=4), "limit_ratio": 0.97},
         ExitCause.PROBABLY_OOM_KILLER,
-        "it has killed 2 process(es) on this host since, in an unknown cgroup",
+        "it has killed 1 process(es) on this host since, in an unknown cgroup; its last peak was "
+        "97 % of the limit",
+    ),
+    "the kernel's log names its process id": (
+        {"log": kernel_log(pid=2**22 + 1), "now": now(cgroup=2, host=4), "died_together": 2},
+        ExitCause.OOM_KILLER,
+        "the kernel's log names this process id, killed at 1970-01-01 00:18:20 UTC in the memory "
+        "cgroup /elsewhere",
+    ),
+    "the kernel's log names another process id": (
+        {"log": kernel_log(pid=7), "now": now(cgroup=2, host=4), "died_together": 2},
+        ExitCause.OTHERWISE,
+        "the kernel's log names other processes since, but not this process id",
+    ),
+    "the kernel's log begins after the start of the process": (
+        {
+            "log": kernel_log(pid=7, since=1050.0),
+            "now": now(cgroup=None, cgroup_inode=None, host=4),
+            "limit_ratio": 0.02,
+        },
+        ExitCause.UNKNOWN,
+        "it has killed 1 process(es) on this host since, in an unknown cgroup; no sign of it",
+    ),
+    "in a container, the kill was minutes after its last record": (
+        {
+            "process": process(pid_namespace="pid:[4026532000]"),
+            "log": kernel_log(pid=2**22 + 1),
+            "last_seen": (1010.0, 1070.0),
+            "now": now(cgroup=None, cgroup_inode=None, host=4),
+            "limit_ratio": 0.99,
+        },
+        ExitCause.OTHERWISE,
+        "the kernel's log has no kill at the time when this rank exited",
+    ),
+    "in a container, the kill was in its cgroup at the time of its exit": (
+        {
+            "process": process(pid_namespace="pid:[4026532000]"),
+            "log": kernel_log(pid=7, cgroup="/docker/abc/job"),
+            "last_seen": (1090.0, 1150.0),
+            "now": now(cgroup=None, cgroup_inode=None, host=4),
+        },
+        ExitCause.PROBABLY_OOM_KILLER,
+        "the kernel's log names a process of this rank's cgroup, killed at 1970-01-01 00:18:20 UTC "
+        "in the memory cgroup /docker/abc/job",
     ),
     "the cgroup was created again": (
         {"now": now(cgroup=9, cgroup_inode=78)},
@@ -119,9 +195,65 @@ def test_the_cause_follows_from_the_kernel_s_counters_or_else_from_the_last_read
 ) -> None:
     arguments, cause, reason = CAUSES[case]
 
-    finding = classify_exit(process(), **{"same_boot": True, **arguments})
+    defaults = {"process": process(pid_namespace=MACHINE_PID_NAMESPACE), "same_boot": True}
+    finding = classify_exit(**{**defaults, **arguments})
 
     assert (finding.cause, finding.reason) == (cause, reason)
+
+
+KMSG = """\
+6,1,1000000,-;Linux version 6.1
+4,811,50000000,-;python invoked oom-killer: gfp_mask=0xcc0, order=0, oom_score_adj=0
+ SUBSYSTEM=cpu
+6,812,50100000,-;oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=job,mems_allowed=0,\
+oom_memcg=/job,task_memcg=/job/rank,task=python,pid=4711,uid=0
+3,813,50200000,-;Memory cgroup out of memory: Killed process 4711 (python) total-vm:1kB, uid:0
+3,814,60000000,-;Out of memory: Killed process 4712 (tar) total-vm:2kB, anon-rss:1kB
+"""
+
+
+def test_the_kernel_s_log_gives_process_time_and_cgroup_of_each_kill(tmp_path: Path) -> None:
+    for name, text in {"dev/kmsg": KMSG, "proc/stat": "cpu 1 2\nbtime 1700000000\n"}.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+
+    log = read_kernel_log(tmp_path)
+
+    assert log == KernelLog(
+        kills=(
+            OomKill(pid=4711, at_unix_seconds=1700000050.2, cgroup="/job/rank"),
+            OomKill(pid=4712, at_unix_seconds=1700000060.0, cgroup=""),
+        ),
+        since_unix_seconds=1700000001.0,
+    )
+
+
+def test_a_kernel_s_log_that_may_not_be_read_is_no_evidence(tmp_path: Path) -> None:
+    assert read_kernel_log(tmp_path) is None
+
+
+def test_two_ranks_far_from_their_limit_are_not_blamed_on_a_kill_in_another_cgroup(
+    tmp_path: Path,
+) -> None:
+    """As seen: a process of another cgroup was killed minutes after two ranks were stopped."""
+    gone = "/sys/fs/cgroup/gone/memory.events"
+    kills = OomKillCounts(host=0, cgroup_file=gone, cgroup_inode=7, cgroup=0)
+    ranks = [process(rank=rank, pid=2**22 + 1 + rank, kills=kills) for rank in (0, 1)]
+    leave_markers(tmp_path / "runs/one", *ranks)
+    memory = {"cpu": {"allocated": 20.0, "peak_allocated": 20.0, "limit": 1000.0}}
+    for rank in (0, 1):
+        record = {"step": 9, "ended_at_unix_seconds": 1010.0, "memory_bytes": memory}
+        (tmp_path / f"runs/one/rank-{rank}.jsonl").write_text(json.dumps(record) + "\n")
+    (tmp_path / "proc/sys/kernel/random").mkdir(parents=True)
+    (tmp_path / "proc/sys/kernel/random/boot_id").write_text(process().boot_id)
+    (tmp_path / "proc/self/ns").mkdir(parents=True)
+    (tmp_path / "proc/self/ns/pid").symlink_to(process().pid_namespace)
+    (tmp_path / "proc/vmstat").write_text("oom_kill 1\n")
+
+    killed = detect_killed_ranks(tmp_path / "runs", HOST, root=tmp_path)
+
+    assert [each.by_oom_killer for each in killed] == [False, False]
+    assert {each.finding.cause for each in killed} == {ExitCause.UNKNOWN}
 
 
 COUNTERS = {
