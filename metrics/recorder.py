@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from .catalog.spec import MetricSpec
+from .exponential_buckets import ExponentialBuckets
 
 LabelValues = tuple[str, ...]
 
@@ -30,11 +31,15 @@ class Exemplar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """The state of a histogram: a count and an exemplar per bucket. The last bucket is +Inf."""
+    """The state of a histogram: a count and an exemplar per bucket. The last bucket is +Inf.
+
+    `exponential` has the same observations in exponential buckets, by index, if they are counted.
+    """
 
     counts: tuple[int, ...]
     sum: float
     exemplars: tuple[Exemplar | None, ...]
+    exponential: Mapping[int, int] | None = None
 
     @property
     def count(self) -> int:
@@ -68,10 +73,11 @@ class Snapshot:
 class _Histogram:
     """A histogram that accepts observations. `Distribution` is its read-only copy."""
 
-    __slots__ = ("bounds", "counts", "exemplars", "sum")
+    __slots__ = ("bounds", "counts", "exemplars", "exponential", "sum")
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
+    def __init__(self, bounds: tuple[float, ...], *, is_exponential: bool) -> None:
         self.bounds = bounds
+        self.exponential = ExponentialBuckets() if is_exponential else None
         self.counts = [0] * (len(bounds) + 1)
         self.exemplars: list[Exemplar | None] = [None] * (len(bounds) + 1)
         self.sum = 0.0
@@ -80,12 +86,17 @@ class _Histogram:
         index = bisect_left(self.bounds, value)
         self.counts[index] += 1
         self.sum += value
+        if self.exponential is not None:
+            self.exponential.observe(value)
         if exemplar:
             self.exemplars[index] = Exemplar(labels=exemplar, value=value, unix_seconds=time.time())
 
     def freeze(self) -> Distribution:
         return Distribution(
-            counts=tuple(self.counts), sum=self.sum, exemplars=tuple(self.exemplars)
+            counts=tuple(self.counts),
+            sum=self.sum,
+            exemplars=tuple(self.exemplars),
+            exponential=None if self.exponential is None else self.exponential.freeze(),
         )
 
 
@@ -97,6 +108,10 @@ class Recorder:
         >>> recorder.add(STEPS, 2)
         >>> recorder.snapshot().value(STEPS)
         2.0
+
+    Attributes:
+        counts_exponentially: Whether histograms also count in exponential buckets, which OTLP can
+            send. Takes effect for histograms without observations.
     """
 
     def __init__(self) -> None:
@@ -105,6 +120,7 @@ class Recorder:
         self._values: dict[MetricSpec, dict[LabelValues, float]] = {}
         self._histograms: dict[MetricSpec, dict[LabelValues, _Histogram]] = {}
         self._functions: dict[tuple[MetricSpec, LabelValues], Callable[[], float]] = {}
+        self.counts_exponentially = False
 
     def commit(self) -> AbstractContextManager[object]:
         """Return a context manager. All writes inside the context become visible together."""
@@ -173,7 +189,7 @@ class Recorder:
             known = self._histograms.get(spec, {}).get(labels)
             if known is None:
                 _check_labels(spec, labels)
-                known = _Histogram(spec.buckets)
+                known = _Histogram(spec.buckets, is_exponential=self.counts_exponentially)
                 self._histograms.setdefault(spec, {})[labels] = known
             known.observe(value, exemplar)
 

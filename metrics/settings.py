@@ -212,19 +212,24 @@ class OtelSettings(Section):
 
     endpoint: Annotated[str, AfterValidator(_base_url)] | None = None
     """Base URL of the collector, such as http://127.0.0.1:4318; by default that of
-    OTEL_EXPORTER_OTLP_ENDPOINT. If neither is set, nothing is sent."""
-    traces: bool = True
-    """Whether to send a trace of sampled steps and of slow ones."""
-    metrics: bool = False
-    """Whether to send the metrics too; Tempo takes traces only."""
-    logs: bool = False
-    """Whether to send zerowatch's own log lines, and no others."""
-    every_steps: int = Field(default=100, ge=1)
-    """Trace every n-th step, the same on all ranks; slow steps are traced as well."""
-    metrics_interval_seconds: Seconds = Field(default=15.0, ge=1)
-    """Seconds between two exports of the metrics."""
-    timeout_seconds: Seconds = Field(default=5.0, gt=0)
-    """Timeout of an export; training never waits for one, the end of a run at most 1 s."""
+    OpenTelemetry's environment variables. If neither is set, nothing is sent."""
+    traces: bool | None = None
+    """Whether to send a trace of sampled steps, of slow ones, and of steps with errors; by default
+    they are sent unless OTEL_TRACES_EXPORTER names another exporter."""
+    metrics: bool | None = None
+    """Whether to send the metrics too; Tempo takes traces only. By default they are sent if
+    OTEL_METRICS_EXPORTER is otlp, or if they have an endpoint of their own."""
+    logs: bool | None = None
+    """Whether to send zerowatch's own log lines, and no others; by default as the metrics."""
+    every_steps: int | None = Field(default=None, ge=1)
+    """Trace every n-th step on average, the same on all ranks; by default as OTEL_TRACES_SAMPLER
+    says, else every 100th."""
+    metrics_interval_seconds: Seconds | None = Field(default=None, ge=1)
+    """Seconds between two exports of the metrics; by default OTEL_METRIC_EXPORT_INTERVAL, else
+    15."""
+    timeout_seconds: Seconds | None = Field(default=None, gt=0)
+    """Timeout of an export; by default OTEL_EXPORTER_OTLP_TIMEOUT, else 5. Training never waits for
+    an export, the end of a run at most 1 s."""
 
 
 class TunerSettings(Section):

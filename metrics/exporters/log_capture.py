@@ -45,7 +45,6 @@ def log_line(record: logging.LogRecord, rank: int, ids: tuple[int, int] | None) 
     """
     attributes: dict[str, AttributeValue] = {
         "zerowatch.rank": rank,
-        "zerowatch.logger": record.name,
         "thread.name": record.threadName or "",
     }
     if record.exc_info and record.exc_info[0] is not None:
@@ -55,6 +54,7 @@ def log_line(record: logging.LogRecord, rank: int, ids: tuple[int, int] | None) 
         attributes["exception.stacktrace"] = logging.Formatter().formatException(record.exc_info)
     trace_id, span_id = ids or (0, 0)
     return LogLine(
+        logger=record.name,
         unix_ns=int(record.created * 1e9),
         level=record.levelno,
         text=record.getMessage(),

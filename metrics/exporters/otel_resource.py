@@ -1,11 +1,11 @@
-"""Reads OpenTelemetry's environment variables, and describes this process as a resource."""
+"""Describes this process as an OpenTelemetry resource."""
 
 from __future__ import annotations
 
 import os
 import platform
 from collections.abc import Mapping
-from importlib.metadata import version
+from pathlib import Path
 
 # Environment variables that Kubernetes manifests commonly set with the downward API.
 _KUBERNETES = {
@@ -17,26 +17,22 @@ _KUBERNETES = {
 }
 
 
-def is_standard_endpoint(environment: Mapping[str, str]) -> bool:
-    """Whether OpenTelemetry's own environment variables request OTLP over HTTP."""
-    asked = environment.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf").strip().lower()
-    return (
-        bool(environment.get("OTEL_EXPORTER_OTLP_ENDPOINT", "").strip())
-        and asked == "http/protobuf"
-        and environment.get("OTEL_SDK_DISABLED", "").strip().lower() != "true"
-    )
-
-
 def resource_attributes(
-    environment: Mapping[str, str], *, run_id: str, rank: int, host: str
+    environment: Mapping[str, str], *, script: str, run_id: str, rank: int, host: str
 ) -> dict[str, str | int]:
     """Return attributes of this process, without its command line, which may contain secrets.
 
     The SDK adds OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME, which take precedence.
+
+    Args:
+        environment: The environment variables.
+        script: The path of the training script, after which the service is named.
+        run_id: The id of the run.
+        rank: The global rank.
+        host: The name of the node.
     """
     attributes: dict[str, str | int] = {
-        "service.name": "zerowatch",
-        "service.version": version("zerowatch"),
+        "service.name": service_name(script),
         "service.instance.id": f"{run_id}/{rank}",
         "host.name": host,
         "host.arch": _architecture(platform.machine()),
@@ -52,6 +48,19 @@ def resource_attributes(
             if environment.get(variable):
                 attributes[attribute] = environment[variable]
     return attributes
+
+
+def service_name(script: str) -> str:
+    """Return the name of a script without its ending; of a package, the name of the package.
+
+    Examples:
+        >>> service_name("/work/llm/train.py"), service_name("/work/llm/__main__.py")
+        ('train', 'llm')
+    """
+    path = Path(script)
+    name = path.parent.name if path.stem == "__main__" else path.stem
+    is_name = bool(name) and not name.startswith("-")  # "-c" is a command, "" a terminal
+    return name if is_name else "unknown_service:python"
 
 
 def _architecture(machine: str) -> str:

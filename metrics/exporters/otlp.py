@@ -1,8 +1,9 @@
 """Sends OTLP over HTTP with OpenTelemetry's SDK.
 
 This file alone imports opentelemetry, and is imported only if there is data to send. It uses the
-data classes and exporters of the SDK. It does not use providers, so it never changes the providers
-of the script. It does not use processors, because their force_flush took 3 to 9 s at exit if the
+data classes and exporters of the SDK, some from modules whose names begin with an underscore, so
+`pyproject.toml` limits the version. It does not use providers, so it never changes the providers of
+the script. It does not use processors, because their force_flush took 3 to 9 s at exit if the
 collector was dead (docs/decisions.md).
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 
 from opentelemetry import context
 from opentelemetry._logs import LogRecord
@@ -24,6 +26,9 @@ from opentelemetry.sdk._logs.export import LogRecordExportResult
 from opentelemetry.sdk.metrics import Exemplar
 from opentelemetry.sdk.metrics.export import (
     AggregationTemporality,
+    Buckets,
+    ExponentialHistogram,
+    ExponentialHistogramDataPoint,
     Gauge,
     Histogram,
     HistogramDataPoint,
@@ -36,20 +41,29 @@ from opentelemetry.sdk.metrics.export import (
     Sum,
 )
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.sdk.version import __version__ as sdk_version
+from opentelemetry.semconv.schemas import Schemas
 from opentelemetry.trace import (
+    Link,
     NonRecordingSpan,
     SpanContext,
     TraceFlags,
     set_span_in_context,
 )
+from opentelemetry.trace.status import Status, StatusCode
 
+from ..exponential_buckets import SCALE
 from ..recorder import Distribution
 from ..recorder import Exemplar as SeenExemplar
+from .otlp_options import OtlpOptions
 from .telemetry_data import AttributeValue, Family, LogLine, Point, Span, StepTrace
+
+# The version of the semantic conventions that the names of attributes and of hw.* metrics follow.
+SCHEMA_URL = Schemas.V1_44_0.value
+SCOPE = "zerowatch"
 
 # These loggers report a failed export. One line of zerowatch replaces their lines.
 _LOGGERS = (
@@ -65,30 +79,29 @@ class Otlp:
     """The OTLP exporters of one process. All methods are called on the sender's thread.
 
     Args:
-        endpoint: The base URL. If None, the URL comes from OpenTelemetry's own environment
-            variables. Headers, certificates and compression always come from these variables.
-        timeout_seconds: Timeout of one export.
+        options: The URL and the timeout of each signal that is sent. Headers, certificates and
+            compression come from OpenTelemetry's own environment variables.
     """
 
-    def __init__(self, endpoint: str | None, timeout_seconds: float) -> None:
+    def __init__(self, options: OtlpOptions) -> None:
         quiet = NoOpMeterProvider()
+        urls, timeouts = options.endpoints, options.timeouts
         self._spans = OTLPSpanExporter(
-            endpoint=_url(endpoint, "traces"),
-            timeout=timeout_seconds,
-            meter_provider=quiet,
+            endpoint=urls.get("traces"), timeout=timeouts.get("traces"), meter_provider=quiet
         )
         self._metrics = OTLPMetricExporter(
-            endpoint=_url(endpoint, "metrics"),
-            timeout=timeout_seconds,
-            meter_provider=quiet,
+            endpoint=urls.get("metrics"), timeout=timeouts.get("metrics"), meter_provider=quiet
         )
         self._logs = OTLPLogExporter(
-            endpoint=_url(endpoint, "logs"),
-            timeout=timeout_seconds,
-            meter_provider=quiet,
+            endpoint=urls.get("logs"), timeout=timeouts.get("logs"), meter_provider=quiet
+        )
+        self._temporality = (
+            AggregationTemporality.DELTA
+            if options.sends_increases
+            else AggregationTemporality.CUMULATIVE
         )
         self._resource = Resource({})
-        self._scope = InstrumentationScope("zerowatch")
+        self._version = ""
         self._sender = 0
 
     def describe(self, attributes: Mapping[str, AttributeValue]) -> None:
@@ -98,9 +111,9 @@ class Otlp:
             "telemetry.sdk.name": "opentelemetry",
             "telemetry.sdk.version": sdk_version,
         }
-        ours = Resource({**sdk, **attributes})
+        ours = Resource({**sdk, **attributes}, SCHEMA_URL)
         self._resource = ours.merge(OTELResourceDetector().detect())
-        self._scope = InstrumentationScope("zerowatch", str(attributes.get("service.version", "")))
+        self._version = version("zerowatch")
 
     def own_this_thread(self) -> None:
         """Keep requests that this thread sends out of the script's own traces and logs."""
@@ -117,16 +130,19 @@ class Otlp:
 
     def send_metrics(self, families: Iterable[Family], start_ns: int, now_ns: int) -> bool:
         """Send values counted since `start_ns`. Return whether the collector accepted them."""
-        metrics = [_metric(family, start_ns, now_ns) for family in families]
-        scope = ScopeMetrics(scope=self._scope, metrics=metrics, schema_url="")
-        resource = ResourceMetrics(resource=self._resource, scope_metrics=[scope], schema_url="")
+        metrics = [_metric(family, start_ns, now_ns, self._temporality) for family in families]
+        scope = ScopeMetrics(scope=self._scope(), metrics=metrics, schema_url=SCHEMA_URL)
+        resource = ResourceMetrics(
+            resource=self._resource, scope_metrics=[scope], schema_url=SCHEMA_URL
+        )
         data = MetricsData(resource_metrics=[resource])
         return self._metrics.export(data) is MetricExportResult.SUCCESS
 
     def send_lines(self, lines: Iterable[LogLine]) -> bool:
         """Send log lines. Return whether the collector accepted them."""
         records = [
-            ReadableLogRecord(_log_record(line), self._resource, self._scope) for line in lines
+            ReadableLogRecord(_log_record(line), self._resource, self._scope(line.logger))
+            for line in lines
         ]
         return self._logs.export(records) is LogRecordExportResult.SUCCESS
 
@@ -138,6 +154,9 @@ class Otlp:
         self._metrics.shutdown()
         self._logs.shutdown()  # type: ignore[no-untyped-call]
 
+    def _scope(self, name: str = SCOPE) -> InstrumentationScope:
+        return InstrumentationScope(name, self._version, SCHEMA_URL)
+
     def _is_not_ours(self, record: logging.LogRecord) -> bool:
         return record.thread != self._sender
 
@@ -146,26 +165,39 @@ class Otlp:
         above = None
         if trace.parent_id is not None:
             above = _context(trace.trace_id, trace.parent_id, is_remote=True)
-        yield self._sdk_span(trace.root, root, above)
+        links = [Link(_context(*trace.linked))] if trace.linked else []
+        yield self._sdk_span(trace.root, root, above, links)
         for number, child in enumerate(trace.children, 1):
             own_id = (trace.span_id + number) % 2**64 or 1
             yield self._sdk_span(child, _context(trace.trace_id, own_id), root)
 
-    def _sdk_span(self, span: Span, own: SpanContext, parent: SpanContext | None) -> ReadableSpan:
+    def _sdk_span(
+        self,
+        span: Span,
+        own: SpanContext,
+        parent: SpanContext | None,
+        links: Sequence[Link] = (),
+    ) -> ReadableSpan:
         return ReadableSpan(
             name=span.name,
             context=own,
             parent=parent,
             resource=self._resource,
             attributes=span.attributes,
+            events=[
+                Event(event.name, event.attributes, timestamp=event.unix_ns)
+                for event in span.events
+            ],
+            links=links,
+            status=(
+                Status(StatusCode.UNSET)
+                if span.error is None
+                else Status(StatusCode.ERROR, span.error)
+            ),
             start_time=span.start_ns,
             end_time=span.end_ns,
-            instrumentation_scope=self._scope,
+            instrumentation_scope=self._scope(),
         )
-
-
-def _url(endpoint: str | None, signal: str) -> str | None:
-    return endpoint and f"{endpoint.rstrip('/')}/v1/{signal}"
 
 
 def _context(trace_id: int, span_id: int, *, is_remote: bool = False) -> SpanContext:
@@ -178,7 +210,7 @@ def _log_record(line: LogLine) -> LogRecord:
         timestamp=line.unix_ns,
         observed_timestamp=line.unix_ns,
         context=set_span_in_context(span) if line.trace_id else None,
-        severity_text=logging.getLevelName(line.level),
+        severity_text=logging.getLevelName(line.level).replace("WARNING", "WARN"),
         severity_number=_severity(line.level),
         body=line.text,
         attributes=line.attributes,
@@ -190,36 +222,77 @@ def _severity(level: int) -> SeverityNumber:
     return SeverityNumber(min(24, max(1, 4 * (level // 10) + 1)))
 
 
-def _metric(family: Family, start_ns: int, now_ns: int) -> Metric:
+def _metric(
+    family: Family, start_ns: int, now_ns: int, temporality: AggregationTemporality
+) -> Metric:
     numbers = [
         NumberDataPoint(point.attributes, start_ns, now_ns, float(point.value))
         for point in family.points
         if not isinstance(point.value, Distribution)
     ]
-    data: Gauge | Histogram | Sum
+    data: Gauge | Histogram | ExponentialHistogram | Sum
     if family.kind == "gauge":
         data = Gauge(data_points=numbers)
     elif family.kind == "histogram":
-        data = Histogram(
-            data_points=[
-                _histogram(point, family.bounds, start_ns, now_ns) for point in family.points
-            ],
-            aggregation_temporality=AggregationTemporality.CUMULATIVE,
-        )
+        data = _histograms(family, start_ns, now_ns, temporality)
     else:
+        is_counter = family.kind == "counter"
         data = Sum(
             data_points=numbers,
-            aggregation_temporality=AggregationTemporality.CUMULATIVE,
-            is_monotonic=family.kind == "counter",
+            aggregation_temporality=(
+                temporality if is_counter else AggregationTemporality.CUMULATIVE
+            ),
+            is_monotonic=is_counter,
         )
     return Metric(name=family.name, description=family.help, unit=family.unit, data=data)
 
 
+def _histograms(
+    family: Family, start_ns: int, now_ns: int, temporality: AggregationTemporality
+) -> Histogram | ExponentialHistogram:
+    seen = [
+        (point, point.value) for point in family.points if isinstance(point.value, Distribution)
+    ]
+    if all(one.exponential is not None for _, one in seen):
+        return ExponentialHistogram(
+            data_points=[_exponential(point, one, start_ns, now_ns) for point, one in seen],
+            aggregation_temporality=temporality,
+        )
+    return Histogram(
+        data_points=[
+            _histogram(point, one, family.bounds, start_ns, now_ns) for point, one in seen
+        ],
+        aggregation_temporality=temporality,
+    )
+
+
+def _exponential(
+    point: Point, seen: Distribution, start_ns: int, now_ns: int
+) -> ExponentialHistogramDataPoint:
+    counts = seen.exponential or {}
+    first, last = min(counts, default=0), max(counts, default=-1)
+    return ExponentialHistogramDataPoint(
+        attributes=point.attributes,
+        start_time_unix_nano=start_ns,
+        time_unix_nano=now_ns,
+        count=seen.count,
+        sum=seen.sum,
+        scale=SCALE,
+        zero_count=seen.count - sum(counts.values()),
+        positive=Buckets(
+            offset=first, bucket_counts=[counts.get(index, 0) for index in range(first, last + 1)]
+        ),
+        negative=Buckets(offset=0, bucket_counts=[]),
+        flags=0,
+        min=None,  # type: ignore[arg-type]  # unknown, and optional in OTLP
+        max=None,  # type: ignore[arg-type]
+        exemplars=[_exemplar(found) for found in seen.exemplars if found is not None],
+    )
+
+
 def _histogram(
-    point: Point, bounds: Sequence[float], start_ns: int, now_ns: int
+    point: Point, seen: Distribution, bounds: Sequence[float], start_ns: int, now_ns: int
 ) -> HistogramDataPoint:
-    seen = point.value
-    assert isinstance(seen, Distribution)
     return HistogramDataPoint(
         attributes=point.attributes,
         start_time_unix_nano=start_ns,

@@ -5,7 +5,7 @@ The names are the same as on /metrics, so a query has the same meaning everywher
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,8 +14,8 @@ from ..catalog.spec import MetricSpec
 from ..recorder import Snapshot
 from .telemetry_data import Family, Point
 
-# The unit by the last word of a metric's name, without _total. Other names get no unit, because
-# receivers that translate names for Prometheus would append the unit to the name.
+# UCUM's spelling of the units of names. Other metrics get no unit, because receivers that translate
+# names for Prometheus would append the unit to the name.
 _UNITS = {
     "seconds": "s",
     "bytes": "By",
@@ -27,17 +27,24 @@ _UNITS = {
 }
 
 
-def families(snapshot: Snapshot, rank: int) -> Iterator[Family]:
-    """Yield every metric of a snapshot. Each series has the label `rank`, as on /metrics."""
+def families(snapshot: Snapshot, identity: Mapping[str, str]) -> Iterator[Family]:
+    """Yield every metric of a snapshot.
+
+    Args:
+        snapshot: The values.
+        identity: The attributes `run`, `node` and `rank`, which every point gets. Receivers drop
+            resource attributes by default, and Prometheus gets these labels from the targets only
+            if it scrapes.
+    """
     for spec, values in snapshot.values.items():
         if values:
             yield Family(
                 name=spec.name,
                 kind="counter" if spec.kind == "counter" else "gauge",
-                unit=unit_of(spec.name),
+                unit=_UNITS.get(spec.unit, ""),
                 help=spec.help,
                 points=[
-                    Point(attributes=_named(spec, labels, rank), value=value)
+                    Point(attributes=_named(spec, labels, identity), value=value)
                     for labels, value in values.items()
                 ],
             )
@@ -45,28 +52,25 @@ def families(snapshot: Snapshot, rank: int) -> Iterator[Family]:
         yield Family(
             name=spec.name,
             kind="histogram",
-            unit=unit_of(spec.name),
+            unit=_UNITS.get(spec.unit, ""),
             help=spec.help,
             points=[
-                Point(attributes=_named(spec, labels, rank), value=one)
+                Point(attributes=_named(spec, labels, identity), value=one)
                 for labels, one in seen.items()
             ],
             bounds=spec.buckets,
         )
 
 
-def unit_of(name: str) -> str:
-    """Return the unit at the end of a metric's name."""
-    words = name.removesuffix("_total").split("_")
-    return "" if "per" in words else _UNITS.get(words[-1], "")
-
-
-def hardware_families(snapshot: Snapshot, hardware_ids: Mapping[str, str]) -> Iterator[Family]:
-    """Yield GPU metrics in the form of OpenTelemetry's hardware conventions (semconv 0.66b2).
+def hardware_families(
+    snapshot: Snapshot, hardware_ids: Mapping[str, str], identity: Mapping[str, str]
+) -> Iterator[Family]:
+    """Yield GPU metrics in the form of OpenTelemetry's hardware conventions.
 
     Args:
         snapshot: The values.
         hardware_ids: The hardware id of each device. Devices without a hardware id are left out.
+        identity: The attributes `run`, `node` and `rank`, which every point gets.
     """
     for hardware in _HARDWARE:
         points = [
@@ -75,7 +79,8 @@ def hardware_families(snapshot: Snapshot, hardware_ids: Mapping[str, str]) -> It
                     "hw.id": hardware_ids[device],
                     "hw.type": "gpu",
                     "hw.name": device,
-                    **hardware.more(labels),
+                    **hardware.attributes(labels),
+                    **identity,
                 },
                 value=value,
             )
@@ -92,15 +97,24 @@ def hardware_families(snapshot: Snapshot, hardware_ids: Mapping[str, str]) -> It
             )
 
 
-def _named(spec: MetricSpec, labels: tuple[str, ...], rank: int) -> dict[str, str]:
-    return {"rank": str(rank), **dict(zip(spec.label_names, labels, strict=True))}
+def _named(
+    spec: MetricSpec, labels: tuple[str, ...], identity: Mapping[str, str]
+) -> dict[str, str]:
+    return {**identity, **dict(zip(spec.label_names, labels, strict=True))}
 
 
 @dataclass(frozen=True, slots=True)
 class _Hardware:
     """A metric of the hardware conventions, and the zerowatch metric that provides its value.
 
-    `labels` selects series by the label values that follow the device.
+    Attributes:
+        name: The metric of the conventions.
+        kind: Its instrument.
+        unit: Its unit.
+        help: The help text.
+        spec: The zerowatch metric.
+        labels: Selects series by the label values that follow the device.
+        attributes: Returns further attributes from the label values that follow the device.
     """
 
     name: str
@@ -109,14 +123,13 @@ class _Hardware:
     help: str
     spec: MetricSpec
     labels: tuple[str, ...] = ()
+    attributes: Callable[[list[str]], Mapping[str, str]] = lambda _: {}
 
-    def more(self, labels: list[str]) -> dict[str, str]:
-        """Return the attributes that distinguish several series of one GPU."""
-        if self.spec is not devices.DEVICE_LINK_BYTES:
-            return {}
-        link, direction = labels
-        way = "transmit" if direction == "sent" else "receive"
-        return {"network.io.direction": way, "zerowatch.link": link}
+
+def _link_attributes(labels: list[str]) -> Mapping[str, str]:
+    link, direction = labels
+    way = "transmit" if direction == "sent" else "receive"
+    return {"network.io.direction": way, "zerowatch.link": link}
 
 
 _HARDWARE = (
@@ -148,9 +161,26 @@ _HARDWARE = (
         "By",
         "Bytes over the GPU's links since monitoring started.",
         devices.DEVICE_LINK_BYTES,
+        attributes=_link_attributes,
     ),
     _Hardware("hw.power", "gauge", "W", "Power draw.", devices.DEVICE_POWER),
     _Hardware("hw.temperature", "gauge", "Cel", "Core temperature.", devices.DEVICE_TEMPERATURE),
+    _Hardware(
+        "hw.temperature.limit",
+        "gauge",
+        "Cel",
+        "Core temperature at which the GPU lowers its clock.",
+        devices.DEVICE_TEMPERATURE_LIMIT,
+        attributes=lambda _: {"hw.limit_type": "throttled"},
+    ),
+    _Hardware(
+        "hw.errors",
+        "counter",
+        "{error}",
+        "Memory errors since the driver was loaded.",
+        devices.DEVICE_ECC_ERRORS,
+        attributes=lambda labels: {"error.type": labels[0]},
+    ),
     _Hardware(
         "hw.energy", "counter", "J", "Energy used since monitoring started.", devices.DEVICE_ENERGY
     ),

@@ -7,26 +7,27 @@ sent is dropped and counted. Training never waits for the queue.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ..backoff import Backoff
 from ..catalog.overhead import EXPORTER_FAILURES
 from ..recorder import Exemplar, Recorder
-from ..settings import Detail, OtelSettings
+from ..settings import Detail
 from .detail import served
 from .otlp_families import families, hardware_families
+from .otlp_increases import Increases
+from .otlp_options import OtlpOptions, Signal
 from .telemetry_data import AttributeValue, Family, LogLine, StepTrace
 
 if TYPE_CHECKING:
     from .otlp import Otlp
 
 logger = logging.getLogger(__name__)
-
-Signal = Literal["traces", "metrics", "logs"]
 
 MAX_TRACES = 32  # traces in the queue
 MAX_LINES = 512  # log lines in the queue
@@ -68,12 +69,13 @@ class OtlpQueue:
     Args:
         recorder: Holds the metrics to send, and counts failures.
         otlp: The sender.
-        settings: The kinds of data to send, and how often.
+        options: The kinds of data to send, and how often.
+        identity: The attributes `run`, `node` and `rank` of every point of the metrics, or None
+            until the run has an id. Nothing is sent before.
         rank: The global rank.
         hardware_ids: The hardware id of each GPU, by device.
         detail: The series to send; the metrics hw.* are sent in any case.
-        describe: Returns the resource attributes. Returns None until the run has a name. Nothing is
-            sent before.
+        describe: Returns the resource attributes, once the run has an id.
 
     Attributes:
         dropped: Number of traces and log lines lost.
@@ -83,25 +85,27 @@ class OtlpQueue:
         self,
         recorder: Recorder,
         otlp: Otlp,
-        settings: OtelSettings,
+        options: OtlpOptions,
         *,
+        identity: Callable[[], Mapping[str, str] | None],
         rank: int,
         hardware_ids: Mapping[str, str],
         detail: Detail = "full",
-        describe: Callable[[], Mapping[str, AttributeValue] | None],
+        describe: Callable[[], Mapping[str, AttributeValue]],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.dropped = 0
         self._recorder = recorder
         self._otlp = otlp
-        self._settings = settings
+        self._options = options
+        self._find_identity, self._identity = identity, dict[str, str]()
         self._rank = rank
         self._hardware_ids = hardware_ids
         self._detail: Detail = detail
         self._describe = describe
         self._now = now
-        self._described = False
-        self._started_ns = time.time_ns()
+        self._started_ns = self._sent_ns = time.time_ns()
+        self._increases = Increases() if options.sends_increases else None
         self._metrics_due = 0.0
         self._traces: deque[StepTrace] = deque()
         self._lines: deque[LogLine] = deque()
@@ -145,12 +149,12 @@ class OtlpQueue:
         return self._open and self._circuits[signal].is_closed
 
     def _is_named(self) -> bool:
-        if not self._described:
-            attributes = self._describe()
-            if attributes is not None:
-                self._otlp.describe(attributes)
-                self._described = True
-        return self._described
+        if not self._identity:
+            identity = self._find_identity()
+            if identity is not None:
+                self._identity = dict(identity)
+                self._otlp.describe(self._describe())
+        return bool(self._identity)
 
     def _send_traces(self) -> None:
         while self._traces and self._may_send("traces"):
@@ -165,20 +169,30 @@ class OtlpQueue:
 
     def _send_metrics(self, *, final: bool) -> None:
         now = self._now()
-        if not self._settings.metrics or not self._may_send("metrics"):
+        if "metrics" not in self._options.endpoints or not self._may_send("metrics"):
             return
         if now < self._metrics_due and not final:
             return
-        self._metrics_due = now + self._settings.metrics_interval_seconds
+        self._metrics_due = now + self._options.metrics_interval_seconds
         now_ns, snapshot = time.time_ns(), self._recorder.snapshot()
         found = chain(
-            families(served(snapshot, self._detail), self._rank),
-            hardware_families(snapshot, self._hardware_ids),
+            families(served(snapshot, self._detail), self._identity),
+            hardware_families(snapshot, self._hardware_ids, self._identity),
         )
         for batch in _batches(found):
-            was_taken = self._otlp.send_metrics(batch, self._started_ns, now_ns)
+            was_taken = self._send_batch(batch, now_ns)
             if not self._sent("metrics", was_taken, 0) or not self._open:
                 return
+        self._sent_ns = now_ns
+
+    def _send_batch(self, batch: list[Family], now_ns: int) -> bool:
+        if self._increases is None:
+            return self._otlp.send_metrics(batch, self._started_ns, now_ns)
+        increases = self._increases.since_accepted(batch)
+        was_taken = self._otlp.send_metrics(increases, self._sent_ns, now_ns)
+        if was_taken:
+            self._increases.accept(batch)
+        return was_taken
 
     def _add_exemplars(self, trace: StepTrace) -> None:
         """Add the trace to histograms as an exemplar. The trace can be looked up from now on."""
@@ -203,15 +217,19 @@ class OtlpQueue:
             logger.log(
                 logging.WARNING if self._rank == 0 else logging.INFO,
                 "the OpenTelemetry collector at %s does not accept the %s of rank %d; exports are "
-                "retried less and less often, and training continues. Check otel.endpoint, or set "
+                "retried less and less often, and training continues. Check the endpoint, or set "
                 "otel.%s=false to send none; failures are counted in %s.",
-                self._settings.endpoint or "OTEL_EXPORTER_OTLP_ENDPOINT",
+                _without_credentials(self._options.endpoints[signal]),
                 signal,
                 self._rank,
                 signal,
                 EXPORTER_FAILURES.name,
             )
         return False
+
+
+def _without_credentials(url: str) -> str:
+    return re.sub(r"(?<=://)[^/]*@", "***@", url)
 
 
 def _batches(found: Iterable[Family]) -> Iterator[list[Family]]:

@@ -16,13 +16,24 @@ AttributeValue = str | int | float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpanEvent:
+    """A moment within a span, such as an exception."""
+
+    name: str
+    unix_ns: int
+    attributes: Mapping[str, AttributeValue]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A named interval of a step."""
+    """A named interval of a step. `error` describes what failed; None if nothing did."""
 
     name: str
     start_ns: int
     end_ns: int
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
+    events: Sequence[SpanEvent] = ()
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +49,14 @@ class Example:
 class StepTrace:
     """One rank's part of the trace of a step: a root span and its children.
 
-    `span_id` is the id of the root span, and the ids of the children follow it. `parent_id` is the
-    id of another rank's root span.
+    Attributes:
+        trace_id: The id of the trace, the same on all ranks.
+        span_id: The id of the root span. The ids of the children follow it.
+        parent_id: The id of another span of the trace, above the root span.
+        root: The root span.
+        children: The spans below it.
+        examples: Observations of histograms that belong to the trace.
+        linked: The trace id and span id of another step, to compare this one with.
     """
 
     trace_id: int
@@ -48,12 +65,14 @@ class StepTrace:
     root: Span
     children: Sequence[Span]
     examples: Sequence[Example] = ()
+    linked: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLine:
     """A log line of zerowatch. `level` is a level of `logging`. Ids are 0 without a trace."""
 
+    logger: str
     unix_ns: int
     level: int
     text: str

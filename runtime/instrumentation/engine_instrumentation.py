@@ -83,6 +83,12 @@ class EngineInstrumentation:
 
     def discard_window(self) -> None:
         """Discard the micro-batches since the last step."""
+        self._context.step_errors.add(
+            "window_discarded",
+            "zerowatch.WindowDiscarded",
+            "the micro-batches of this step so far were discarded after an error on this rank or "
+            "another, and are repeated or skipped",
+        )
         self._context.fail_open.call("discard window", self._engine_hooks.discard_window)
 
     @contextmanager

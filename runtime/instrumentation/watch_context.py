@@ -13,6 +13,7 @@ from ..collectives.call_recorder import CallRecorder
 from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer
 from ..common.process_info import ProcessInfo
+from ..common.step_errors import StepErrors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class WatchContext:
         folder: Returns the run folder. None until the run has an id, or if no run log is written.
         recorder: Holds the metric values.
         fail_open: Wraps functions that run inside training.
+        step_errors: Collects errors within steps, for their traces.
     """
 
     engine: Callable[[], Any]
@@ -42,3 +44,4 @@ class WatchContext:
     folder: Callable[[], Path | None]
     recorder: Recorder
     fail_open: FailOpen
+    step_errors: StepErrors

@@ -19,6 +19,7 @@ from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer
 from ..common.process_info import this_process
 from ..common.rank_store import RankStore, TargetDiscovery
+from ..common.step_errors import StepErrors
 from ..devices.device_probes import device_probes, hardware_ids
 from ..devices.memory_probes import memory_probes
 from ..instrumentation.engine_instrumentation import EngineInstrumentation
@@ -89,6 +90,7 @@ def build_watch(
             folder=lambda: folder.path,
             recorder=recorder,
             fail_open=fail_open,
+            step_errors=StepErrors(),
         )
         recorder.set(training.RUN_ACTIVE, 1)
         recorder.start_counters(training.METRICS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ...metrics.step_record import StepRecord
@@ -124,6 +125,9 @@ class ComparisonMonitor:
             phase_timer=context.phase_timer,
             recorder=context.recorder,
             fail_open=context.fail_open,
+            on_hang=context.fail_open.wrap(
+                "traces", partial(context.step_errors.add, "hang", "zerowatch.Hang")
+            ),
         )
 
     def _is_training(self) -> bool:

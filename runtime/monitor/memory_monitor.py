@@ -233,6 +233,7 @@ class MemoryMonitor:
             oom = self._oom_reporter.on_error(error, is_end=is_end)
             if oom is not None:
                 self._oom_device = oom.device
+                self._context.step_errors.add_exception("out_of_memory", error)
                 self._context.recorder.add(memory.OOMS, 1, oom.device, "raised")
 
 

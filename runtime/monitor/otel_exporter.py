@@ -1,8 +1,9 @@
 """Sends traces of steps, metrics and log lines to an OpenTelemetry collector, on its own thread.
 
-A step is traced if it is sampled, or if it was slow on this rank. All ranks sample the same steps.
-In a sampled step, the root span of each rank is a child of the root span of rank 0. The root span
-of a slow step has no parent, because the step may not have been slow on other ranks.
+A step is traced if it is sampled, or if it was slow or had an error on this rank. All ranks sample
+the same steps. In a sampled step, the root span of each rank is a child of the root span of rank 0.
+The root span of another step has no parent, because the step may not be traced on other ranks. It
+links to the last sampled step, to compare the two.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import sys
 import threading
 import time
 from collections import deque
@@ -20,14 +22,22 @@ from typing import TYPE_CHECKING
 from ...metrics.catalog import communication, training
 from ...metrics.catalog.overhead import EXPORTER_FAILURES
 from ...metrics.exporters.log_capture import LogCapture, log_line
-from ...metrics.exporters.otel_resource import is_standard_endpoint, resource_attributes
+from ...metrics.exporters.otel_resource import resource_attributes
+from ...metrics.exporters.otlp_options import OtlpOptions, otlp_options
 from ...metrics.exporters.otlp_queue import OtlpQueue
 from ...metrics.exporters.telemetry_data import AttributeValue, Example, Span, StepTrace
-from ...metrics.settings import OtelSettings
 from ..collectives.groups import CollectiveCall
 from ..common.fail_open import MonitoringThread
+from ..common.step_errors import StepError
 from ..instrumentation.watch_context import WatchContext
-from .otel_spans import SlowSteps, child_spans, is_sampled, span_id_of, trace_id_of
+from .otel_spans import (
+    SlowSteps,
+    child_spans,
+    exception_events,
+    is_sampled,
+    span_id_of,
+    trace_id_of,
+)
 from .step_log import keeps_every_step
 from .step_metrics import FinishedStep
 
@@ -64,7 +74,7 @@ class OtelExporter:
         self.makes_traces = False
         self.cpu_seconds = 0.0
         self._context = context
-        self._settings = context.settings.otel
+        self._options = otlp_options(context.settings.otel, os.environ)
         self._rank = context.identity.rank
         # Two nodes may count their restarts differently. The parent of a span is then unknown.
         self._attempt = f"{context.identity.attempt}.{context.watch_index}"
@@ -72,12 +82,14 @@ class OtelExporter:
         self._lost = 0
         self._slow = SlowSteps()
         self._last_ids: tuple[int, int] | None = None
+        self._last_sampled_ids: tuple[int, int] | None = None
+        self._num_hangs = 0
         self._lines: LogCapture | None = None
         self._outbox: OtlpQueue | None = None
         self._stop = threading.Event()
         self._thread: MonitoringThread | None = None
         self._trace_held_steps = context.fail_open.wrap("traces", self.trace)
-        otlp = context.fail_open.call("otlp", _open_otlp, self._settings, self._rank)
+        otlp = context.fail_open.call("otlp", _open_otlp, self._options, self._rank)
         if otlp is not None:
             self._start(otlp, hardware_ids)
 
@@ -92,7 +104,7 @@ class OtelExporter:
         return self._lost + (0 if self._outbox is None else self._outbox.dropped)
 
     def trace(self, steps: Sequence[FinishedStep]) -> None:
-        """Make traces of sampled and slow steps. Called on the watch thread each second.
+        """Make traces of the chosen steps. Called on the watch thread each second.
 
         The metrics of the steps are already published. A histogram gets an exemplar after its trace
         was sent.
@@ -115,6 +127,32 @@ class OtelExporter:
                 )
             )
 
+    def trace_run_error(self, error: BaseException | None) -> None:
+        """Trace the step that an error has ended. Called on the training thread."""
+        run_id, engine = self._context.run_id(), self._context.engine()
+        intervals = list(self._context.phase_timer.drain_intervals())
+        if not self.makes_traces or run_id is None or engine is None or error is None:
+            return
+        number, offset_ns = engine.global_steps + 1, time.time_ns() - time.perf_counter_ns()
+        now_ns = time.time_ns()
+        start_ns = intervals[0][1] + offset_ns if intervals else now_ns
+        step_errors = self._context.step_errors
+        step_errors.add_exception("run_failed", error)
+        errors = step_errors.take(start_ns, time.time_ns())
+        self._add_trace(
+            run_id,
+            number,
+            Span(
+                name="train.step",
+                start_ns=start_ns,
+                end_ns=now_ns,
+                attributes={**self._place(run_id, number), "zerowatch.sampled_by": "error"},
+                events=exception_events(errors),
+                error=errors[-1].message,
+            ),
+            child_spans(intervals, (), offset_ns, now_ns),
+        )
+
     def close(self) -> None:
         """Send all queued data, for at most CLOSE_SECONDS. Safe to call twice."""
         if self._outbox is None or self._stop.is_set():
@@ -136,21 +174,25 @@ class OtelExporter:
         self._outbox = None
 
     def _start(self, otlp: Otlp, hardware_ids: Callable[[], Mapping[str, str]]) -> None:
-        fail_open, settings = self._context.fail_open, self._settings
+        fail_open, options = self._context.fail_open, self._options
         self._context.recorder.start_counters((EXPORTER_FAILURES,), exporter=("otlp",))
         self._outbox = OtlpQueue(
             self._context.recorder,
             otlp,
-            settings,
+            options,
+            identity=self._identity,
             rank=self._rank,
             hardware_ids=fail_open.call("otlp", hardware_ids) or {},
             detail=self._context.settings.serve.detail,
             describe=self._resource,
         )
-        if settings.traces:
+        if "traces" in options.endpoints:
             self.makes_traces = True
             self._context.phase_timer.record_intervals()
-        if settings.logs:
+            self._context.step_errors.on_hang = fail_open.wrap("traces", self._trace_hang)
+        if "metrics" in options.endpoints:
+            self._context.recorder.counts_exponentially = options.has_exponential_histograms
+        if "logs" in options.endpoints:
             self._lines = LogCapture(fail_open.wrap("log lines", self._add_line))
             self._lines.open()
         self._thread = self._context.fail_open.thread(
@@ -175,37 +217,47 @@ class OtelExporter:
         flush(final=True)
         fail_open.call("otlp", otlp.close)
 
-    def _resource(self) -> Mapping[str, AttributeValue] | None:
+    def _identity(self) -> Mapping[str, str] | None:
         run_id = self._context.run_id()
         if run_id is None:
             return None
-        host = self._context.identity.host
-        return resource_attributes(os.environ, run_id=run_id, rank=self._rank, host=host)
+        return {"run": run_id, "node": self._context.identity.host, "rank": str(self._rank)}
+
+    def _resource(self) -> Mapping[str, AttributeValue]:
+        return resource_attributes(
+            os.environ,
+            script=sys.argv[0] if sys.argv else "",
+            run_id=self._context.run_id() or "",
+            rank=self._rank,
+            host=self._context.identity.host,
+        )
 
     def _trace_if_chosen(self, step: FinishedStep, run_id: str) -> None:
-        slow = self._slow.is_slow(step.record.training_seconds)
-        trace_id = trace_id_of(run_id, step.record.step)
-        if self._is_sampled(trace_id):
-            self._queue_trace(step, run_id, trace_id, reason="chance")
-        elif slow and self._slow.may_trace():
-            self._queue_trace(step, run_id, trace_id, reason="slow")
-        elif slow:
+        record = step.record
+        slow = self._slow.is_slow(record.training_seconds)
+        ended_ns = round(1e9 * record.ended_at_unix_seconds)
+        errors = self._context.step_errors.take(ended_ns - round(1e9 * record.seconds), ended_ns)
+        if self._is_sampled(trace_id_of(run_id, record.step)):
+            self._queue_trace(step, run_id, errors, reason="chance")
+        elif (slow or errors) and self._slow.may_trace():
+            self._queue_trace(step, run_id, errors, reason="error" if errors else "slow")
+        elif slow or errors:
             self._lost += 1
 
     def _is_sampled(self, trace_id: int) -> bool:
         """Whether this rank traces the step. In large jobs, only the first rank per node does."""
         identity = self._context.identity
         return keeps_every_step(identity.world_size, identity.local_rank) and is_sampled(
-            trace_id, self._settings.every_steps
+            trace_id, self._options.sample_ratio
         )
 
-    def _queue_trace(self, step: FinishedStep, run_id: str, trace_id: int, *, reason: str) -> None:
+    def _queue_trace(
+        self, step: FinishedStep, run_id: str, errors: Sequence[StepError], *, reason: str
+    ) -> None:
         intervals = list(step.raw.intervals)
-        if self._outbox is None or not intervals:
+        if not intervals:
             return
         number = step.record.step
-        span_id = self._span_id(run_id, number, self._rank)
-        is_child = reason == "chance" and self._rank != 0
         offset_ns = time.time_ns() - time.perf_counter_ns()
         root = Span(
             name="train.step",
@@ -213,33 +265,93 @@ class OtelExporter:
             start_ns=intervals[-1][2] + offset_ns - round(1e9 * step.record.seconds),
             end_ns=intervals[-1][2] + offset_ns,
             attributes=self._attributes(step, run_id, reason),
+            events=exception_events(errors),
+            error=errors[0].message if errors else None,
         )
         # Device times are relative to an event at the end of the step. The host may run ahead.
         spans = child_spans(intervals, _comparable(step), offset_ns, root.end_ns)
+        is_sampled = reason == "chance"
+        self._add_trace(
+            run_id,
+            number,
+            root,
+            spans,
+            parent_id=self._span_id(run_id, number, 0) if is_sampled and self._rank else None,
+            is_sampled=is_sampled,
+            examples=_examples(step, spans),
+        )
+
+    def _trace_hang(self, error: StepError) -> None:
+        """Trace a hang at once, below the span of its step, which is sent once the step ends."""
+        run_id, engine = self._context.run_id(), self._context.engine()
+        if self._outbox is None or run_id is None or engine is None:
+            return
+        number, idle_seconds = engine.global_steps + 1, self._context.phase_timer.idle_seconds()
+        self._num_hangs += 1
+        span_attempt = f"{self._attempt}/hang {self._num_hangs}"
         self._outbox.add_trace(
             StepTrace(
-                trace_id=trace_id,
-                span_id=span_id,
-                parent_id=self._span_id(run_id, number, 0) if is_child else None,
-                root=root,
-                children=spans,
-                examples=_examples(step, spans),
+                trace_id=trace_id_of(run_id, number),
+                span_id=span_id_of(run_id, number, self._rank, attempt=span_attempt),
+                parent_id=self._span_id(run_id, number, self._rank),
+                root=Span(
+                    name="hang",
+                    start_ns=error.unix_ns - round(1e9 * idle_seconds),
+                    end_ns=error.unix_ns,
+                    attributes=self._place(run_id, number),
+                    events=exception_events([error]),
+                    error=error.message,
+                ),
+                children=(),
             )
         )
-        self._last_ids = trace_id, span_id
+
+    def _add_trace(
+        self,
+        run_id: str,
+        number: int,
+        root: Span,
+        children: Sequence[Span],
+        *,
+        parent_id: int | None = None,
+        is_sampled: bool = False,
+        examples: Sequence[Example] = (),
+    ) -> None:
+        if self._outbox is None:
+            return
+        ids = trace_id_of(run_id, number), self._span_id(run_id, number, self._rank)
+        self._outbox.add_trace(
+            StepTrace(
+                trace_id=ids[0],
+                span_id=ids[1],
+                parent_id=parent_id,
+                root=root,
+                children=children,
+                examples=examples,
+                linked=None if is_sampled else self._last_sampled_ids,
+            )
+        )
+        self._last_ids = ids
+        if is_sampled:
+            self._last_sampled_ids = ids
 
     def _span_id(self, run_id: str, step: int, rank: int) -> int:
         return span_id_of(run_id, step, rank, attempt=self._attempt)
+
+    def _place(self, run_id: str, number: int) -> dict[str, AttributeValue]:
+        return {
+            "zerowatch.run": run_id,
+            "zerowatch.rank": self._rank,
+            "zerowatch.attempt": self._context.identity.attempt,
+            "zerowatch.step": number,
+        }
 
     def _attributes(
         self, step: FinishedStep, run_id: str, reason: str
     ) -> dict[str, AttributeValue]:
         record = step.record
         known: dict[str, AttributeValue | None] = {
-            "zerowatch.run": run_id,
-            "zerowatch.rank": self._rank,
-            "zerowatch.attempt": self._context.identity.attempt,
-            "zerowatch.step": record.step,
+            **self._place(run_id, record.step),
             "zerowatch.sampled_by": reason,
             "zerowatch.micro_batches": record.micro_batches,
             "zerowatch.samples": record.samples,
@@ -265,10 +377,11 @@ class OtelExporter:
         return self._last_ids
 
 
-def _open_otlp(settings: OtelSettings, rank: int) -> Otlp | None:
+def _open_otlp(options: OtlpOptions, rank: int) -> Otlp | None:
     """Return the exporter, or None if there is nothing to send or the SDK is missing."""
-    wanted = settings.traces or settings.metrics or settings.logs
-    if not wanted or not (settings.endpoint or is_standard_endpoint(os.environ)):
+    for level, remark in options.remarks if rank == 0 else ():
+        logger.log(level, "%s", remark)
+    if not options.endpoints:
         return None
     try:
         from ...metrics.exporters.otlp import Otlp
@@ -280,7 +393,7 @@ def _open_otlp(settings: OtelSettings, rank: int) -> Otlp | None:
             error,
         )
         return None
-    return Otlp(settings.endpoint, settings.timeout_seconds)
+    return Otlp(options)
 
 
 def _comparable(step: FinishedStep) -> Sequence[CollectiveCall]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...metrics.catalog.labels import OPS
-from ...metrics.exporters.telemetry_data import AttributeValue, Span
+from ...metrics.exporters.telemetry_data import AttributeValue, Span, SpanEvent
 from ..collectives.groups import CollectiveCall
 from ..common.phase_timer import (
     BACKWARD,
@@ -27,6 +27,7 @@ from ..common.phase_timer import (
     OTHER,
     PhaseInterval,
 )
+from ..common.step_errors import StepError
 
 # A step is slow if it takes more than SLOW_RATIO times the median of the last steps.
 SLOW_RATIO = 2.0
@@ -203,9 +204,26 @@ def span_id_of(run_id: str, step: int, rank: int, *, attempt: str) -> int:
     return _hash(f"{run_id}/{step}/{rank}/{attempt}", 8)
 
 
-def is_sampled(trace_id: int, every_steps: int) -> bool:
-    """Whether a trace is sampled. All ranks agree, because the id picks 1 in `every_steps`."""
-    return trace_id % 2**64 % every_steps == 0
+def is_sampled(trace_id: int, ratio: float) -> bool:
+    """Whether a trace is sampled. All ranks agree, because the id picks a share of all traces.
+
+    OpenTelemetry's own sampler `traceidratio` makes the same choice.
+    """
+    return trace_id % 2**64 < round(ratio * 2**64)
+
+
+def exception_events(errors: Iterable[StepError]) -> list[SpanEvent]:
+    """Return an event `exception` for each error, as OpenTelemetry's conventions define it."""
+    found: dict[tuple[str, str], SpanEvent] = {}  # an error that ends the run is seen twice
+    for error in errors:
+        attributes = {
+            "exception.type": error.type_name,
+            "exception.message": error.message,
+            "zerowatch.error": error.kind,
+        }
+        event = SpanEvent(name="exception", unix_ns=error.unix_ns, attributes=attributes)
+        found[error.type_name, error.message] = event
+    return list(found.values())
 
 
 def _hash(text: str, num_bytes: int) -> int:

@@ -86,6 +86,7 @@ class Watch:
         self._withdraw_targets = fail_open.wrap("run folder", folder.withdraw_targets)
         self._publish_overhead = fail_open.wrap("overhead", overhead.publish)
         self._on_run_error = fail_open.wrap("oom report", memory.on_run_error)
+        self._trace_run_error = fail_open.wrap("traces", otel.trace_run_error)
         self._closed = self._failed = False
 
     @property
@@ -198,7 +199,9 @@ class Watch:
             self._closed = True
             if failed:
                 self.advisor.disable()
-                self._on_run_error(current or getattr(sys, "last_value", None))
+                error = current or getattr(sys, "last_value", None)
+                self._on_run_error(error)
+                self._trace_run_error(error)
             self._close_hooks()
             self._close_parts(
                 lambda: self._thread.enqueue(self._collectives.call_recorder.drain()),

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
+import os
+import pkgutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 
 import pytest
 from fakes.otlp_collector import Collector, attributes_of
 from opentelemetry import context
 from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality
+from opentelemetry.semconv._incubating import attributes as conventional_attributes
+from opentelemetry.semconv._incubating.metrics import hw_metrics
 from prometheus_client.parser import text_string_to_metric_families as parse_classic
 
-from zerowatch.metrics.catalog import CATALOG, devices, memory
+from zerowatch.metrics.catalog import CATALOG, devices, memory, training
 from zerowatch.metrics.catalog.training import LOSS, STEP_DURATION, STEPS
 from zerowatch.metrics.exporters.log_capture import LogCapture, log_line
-from zerowatch.metrics.exporters.otel_resource import is_standard_endpoint, resource_attributes
-from zerowatch.metrics.exporters.otlp import Otlp
-from zerowatch.metrics.exporters.otlp_families import unit_of
+from zerowatch.metrics.exporters.otel_resource import resource_attributes, service_name
+from zerowatch.metrics.exporters.otlp import SCHEMA_URL, Otlp
+from zerowatch.metrics.exporters.otlp_families import families
+from zerowatch.metrics.exporters.otlp_options import otlp_options
 from zerowatch.metrics.exporters.otlp_queue import OtlpQueue
 from zerowatch.metrics.exporters.prometheus import exposition
-from zerowatch.metrics.exporters.telemetry_data import Example, Span, StepTrace
+from zerowatch.metrics.exporters.telemetry_data import Example, Span, SpanEvent, StepTrace
 from zerowatch.metrics.recorder import Exemplar, Recorder
 from zerowatch.metrics.settings import OtelSettings
 
 TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C
 SPAN_ID = 0xB7AD6B7169203331
 MS = 1_000_000
+IDENTITY = {"run": "night-7", "node": "a", "rank": "3"}
+OWN_LOGGER = "zerowatch.runtime.monitor.watch"
 
 
 @pytest.fixture
@@ -39,8 +48,8 @@ def collector():
 
 @pytest.fixture
 def environment(monkeypatch):
-    for name in ("OTEL_RESOURCE_ATTRIBUTES", "OTEL_SERVICE_NAME", "OTEL_EXPORTER_OTLP_HEADERS"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
     return monkeypatch
 
 
@@ -48,17 +57,22 @@ def environment(monkeypatch):
 def make_outbox(collector, environment):
     opened = []
 
-    def make(recorder, *, rank=0, hardware_ids=None, run_id="night-7", **settings):
-        settings = OtelSettings(endpoint=collector.endpoint, metrics=True, **settings)
-        otlp = Otlp(settings.endpoint, settings.timeout_seconds)
+    def make(recorder, *, rank=3, hardware_ids=None, identity=IDENTITY, variables=None, **settings):
+        given = {"endpoint": collector.endpoint, "metrics": True, "logs": True, **settings}
+        options = otlp_options(OtelSettings(**given), variables or {})
+        otlp = Otlp(options)
         opened.append(otlp)
+        recorder.counts_exponentially = options.has_exponential_histograms
         return OtlpQueue(
             recorder,
             otlp,
-            settings,
+            options,
+            identity=lambda: identity,
             rank=rank,
             hardware_ids=hardware_ids or {},
-            describe=lambda: run_id and resource_attributes({}, run_id=run_id, rank=rank, host="a"),
+            describe=lambda: resource_attributes(
+                {}, script="/llm/train.py", run_id="night-7", rank=rank, host="a"
+            ),
         )
 
     yield make
@@ -81,11 +95,11 @@ def recorder_of_everything() -> Recorder:
     return recorder
 
 
-def scraped(recorder, rank):
-    """Return the value of every series of /metrics, by name and labels."""
-    text = exposition(recorder.snapshot(), rank, "")[1].decode()
+def scraped(recorder):
+    """Return the values of /metrics of rank 3, by name and labels, with those of the target."""
+    text = exposition(recorder.snapshot(), 3, "")[1].decode()
     return {
-        (sample.name, *sorted(sample.labels.items())): sample.value
+        (sample.name, *sorted({**IDENTITY, **sample.labels}.items())): sample.value
         for family in parse_classic(text)
         for sample in family.samples
     }
@@ -122,10 +136,10 @@ def step_trace(**changes):
 def test_exported_series_equal_those_of_a_scrape(collector, make_outbox):
     recorder = recorder_of_everything()
 
-    make_outbox(recorder, rank=3).flush()
+    make_outbox(recorder).flush()
 
     assert len(received(collector)) > len(CATALOG)
-    assert received(collector) == scraped(recorder, 3)
+    assert received(collector) == scraped(recorder)
 
 
 def test_counters_are_cumulative_since_monitoring_started(collector, make_outbox):
@@ -154,19 +168,31 @@ def test_a_diverged_loss_is_still_exported(collector, make_outbox):
     assert math.isnan(collector.metrics()[0].gauge.data_points[0].as_double)
 
 
-@pytest.mark.parametrize(
-    ("name", "unit"),
-    [
-        ("a_seconds", "s"),
-        ("a_seconds_total", "s"),
-        ("a_bytes_total", "By"),
-        ("a_ratio", "1"),
-        ("a_bytes_per_second", ""),
-        ("a_steps", ""),
-    ],
-)
-def test_units_are_derived_from_metric_names(name, unit):
-    assert unit_of(name) == unit
+def test_units_are_those_of_ucum_and_only_at_the_end_of_a_name(collector, make_outbox):
+    make_outbox(recorder_of_everything()).flush()
+
+    units = {metric.name: metric.unit for metric in collector.metrics()}
+    assert units[STEP_DURATION.name] == units[training.LAST_CHECKPOINT_TIMESTAMP.name] == "s"
+    assert units[devices.DEVICE_THROTTLED_SECONDS.name] == "s"
+    assert units[devices.DEVICE_TEMPERATURE_LIMIT.name] == "Cel"
+    assert units[memory.MEMORY_LIMIT.name] == "By"
+    for spec in (training.PEAK_FLOPS, STEPS, devices.DEVICE_INFO, devices.DEVICE_LOST):
+        assert units[spec.name] == ""
+
+
+def test_every_point_names_its_run_node_and_rank(collector, make_outbox):
+    recorder = recorder_of_everything()
+
+    make_outbox(recorder, hardware_ids={"cuda:0": "GPU-1"}).flush()
+
+    metrics = collector.metrics()
+    identities = [
+        {name: value for name, value in attributes_of(point).items() if name in IDENTITY}
+        for metric in metrics
+        for point in getattr(metric, metric.WhichOneof("data")).data_points
+    ]
+    assert any(metric.name.startswith("hw.") for metric in metrics)
+    assert identities == [IDENTITY] * len(identities)
 
 
 def test_a_gpu_is_also_exported_by_the_hardware_conventions(collector, make_outbox):
@@ -179,10 +205,12 @@ def test_a_gpu_is_also_exported_by_the_hardware_conventions(collector, make_outb
         recorder.set(memory.MEMORY_LIMIT, 9, device)
     recorder.set(devices.DEVICE_LINK_BYTES, 11, "cuda:0", "nvlink", "sent")
     recorder.set(devices.DEVICE_LINK_BYTES, 13, "cuda:0", "nvlink", "received")
+    recorder.set(devices.DEVICE_TEMPERATURE_LIMIT, 90, "cuda:0")
+    recorder.set(devices.DEVICE_ECC_ERRORS, 2, "cuda:0", "uncorrected")
 
     make_outbox(recorder, hardware_ids={"cuda:0": "GPU-1"}).flush()
 
-    gpu = {"hw.id": "GPU-1", "hw.type": "gpu", "hw.name": "cuda:0"}
+    gpu = {"hw.id": "GPU-1", "hw.type": "gpu", "hw.name": "cuda:0", **IDENTITY}
     link = {**gpu, "zerowatch.link": "nvlink"}
     found = {
         (metric.name, metric.unit, metric.WhichOneof("data")): [
@@ -201,7 +229,11 @@ def test_a_gpu_is_also_exported_by_the_hardware_conventions(collector, make_outb
             ({**link, "network.io.direction": "receive"}, 13),
         ],
         ("hw.power", "W", "gauge"): [(gpu, 300)],
+        ("hw.temperature.limit", "Cel", "gauge"): [({**gpu, "hw.limit_type": "throttled"}, 90)],
+        ("hw.errors", "{error}", "sum"): [({**gpu, "error.type": "uncorrected"}, 2)],
     }
+    conventions = {value for name, value in vars(hw_metrics).items() if name.startswith("HW_")}
+    assert {name for name, _, _ in found} <= conventions
 
 
 def test_metrics_are_sent_at_their_interval_and_at_the_end(collector, make_outbox):
@@ -305,7 +337,7 @@ def test_only_own_log_lines_are_sent_with_the_current_trace(collector, make_outb
     lines = LogCapture(lambda record: outbox.add_line(log_line(record, 3, ids)))
     lines.open()
 
-    logging.getLogger("zerowatch.runtime.monitor.watch").warning("took %d s", 7)
+    logging.getLogger(OWN_LOGGER).warning("took %d s", 7)
     logging.getLogger("train").warning("somebody else's")
     lines.close()
     logging.getLogger("zerowatch").warning("after the end")
@@ -314,11 +346,11 @@ def test_only_own_log_lines_are_sent_with_the_current_trace(collector, make_outb
     [line] = collector.lines()
     assert (line.body.string_value, line.severity_text, line.severity_number) == (
         "took 7 s",
-        "WARNING",
+        "WARN",
         13,
     )
     assert (line.trace_id.hex(), line.span_id.hex()) == (f"{TRACE_ID:032x}", f"{SPAN_ID:016x}")
-    assert attributes_of(line)["zerowatch.logger"] == "zerowatch.runtime.monitor.watch"
+    assert [scope.name for scope, _ in collector.scopes("logs")] == [OWN_LOGGER]
 
 
 def test_a_log_line_outside_a_trace_has_no_ids_and_keeps_its_exception(collector, make_outbox):
@@ -340,7 +372,7 @@ def test_a_log_line_outside_a_trace_has_no_ids_and_keeps_its_exception(collector
 
 
 def test_nothing_is_sent_until_the_run_has_a_name(collector, make_outbox):
-    outbox = make_outbox(Recorder(), run_id=None)
+    outbox = make_outbox(Recorder(), identity=None)
 
     outbox.add_trace(step_trace())
     outbox.flush()
@@ -352,15 +384,15 @@ def test_nothing_is_sent_until_the_run_has_a_name(collector, make_outbox):
 
 
 def test_the_resource_names_the_sender_by_the_conventions(collector, make_outbox):
-    outbox = make_outbox(Recorder(), rank=3)
+    outbox = make_outbox(Recorder())
 
     outbox.add_trace(step_trace())
     outbox.flush()
 
     [resource, _] = [resource for resource, _ in collector.spans()]
-    assert resource["service.name"] == "zerowatch"
+    assert resource["service.name"] == "train"
     assert resource["service.instance.id"] == "night-7/3"
-    assert {"service.version", "host.name", "host.arch", "process.pid"} <= resource.keys()
+    assert {"host.name", "host.arch", "process.pid"} <= resource.keys()
     assert {"process.runtime.name", "process.runtime.version"} <= resource.keys()
     assert resource["telemetry.sdk.language"] == "python"
 
@@ -390,7 +422,7 @@ def test_pod_attributes_are_read_from_the_environment():
         "POD_UID": "",
     }
 
-    found = resource_attributes(environment, run_id="night-7", rank=0, host="a")
+    found = resource_attributes(environment, script="", run_id="night-7", rank=0, host="a")
 
     assert {name: value for name, value in found.items() if name.startswith("k8s")} == {
         "k8s.pod.name": "train-0",
@@ -399,35 +431,186 @@ def test_pod_attributes_are_read_from_the_environment():
 
 
 @pytest.mark.parametrize(
-    ("environment", "asked"),
+    ("script", "name"),
     [
-        ({}, False),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, False),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:4318"}, True),
-        (
-            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
-            False,
-        ),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:4318", "OTEL_SDK_DISABLED": "true"}, False),
+        ("train.py", "train"),
+        ("/work/llm/train.py", "train"),
+        ("/venv/bin/finetune", "finetune"),
+        ("/work/llm/__main__.py", "llm"),
+        ("-c", "unknown_service:python"),
+        ("", "unknown_service:python"),
     ],
 )
-def test_the_standard_endpoint_variables_are_recognized(environment, asked):
-    assert is_standard_endpoint(environment) is asked
+def test_the_service_is_named_after_the_script(script, name):
+    assert service_name(script) == name
 
 
-def test_traces_are_sent_to_the_standard_endpoint(collector, environment):
-    environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint)
-    otlp = Otlp(None, 5.0)
+def test_scope_and_schema_are_stated_with_every_signal(collector, make_outbox):
+    recorder = Recorder()
+    recorder.add(STEPS, 4)
+    outbox = make_outbox(recorder)
 
-    sent = otlp.send_traces([step_trace()])
+    outbox.add_trace(step_trace())
+    outbox.add_line(log_line(own_record(), 3, None))
+    outbox.flush()
+
+    names = {}
+    for signal in ("traces", "metrics", "logs"):
+        [(scope, part)] = collector.scopes(signal)
+        names[signal] = scope.name
+        assert scope.version == version("zerowatch")
+        assert part.schema_url == SCHEMA_URL
+        assert collector.resource_schemas(signal) == {SCHEMA_URL}
+    assert names == {"traces": "zerowatch", "metrics": "zerowatch", "logs": OWN_LOGGER}
+
+
+def own_record():
+    return logging.LogRecord(OWN_LOGGER, logging.INFO, "watch.py", 1, "a", (), None)
+
+
+def test_names_of_standard_attributes_are_those_of_the_conventions():
+    environment = {"KUBERNETES_SERVICE_HOST": "a", "HOSTNAME": "b", "POD_UID": "c", "JOB_NAME": "d"}
+    sent = {
+        *resource_attributes(environment, script="a.py", run_id="r", rank=0, host="a"),
+        *("hw.id", "hw.type", "hw.name", "hw.limit_type", "network.io.direction", "error.type"),
+        *("exception.type", "exception.message", "exception.stacktrace", "thread.name"),
+    }
+    package = conventional_attributes.__name__
+    known = {
+        value
+        for module in pkgutil.iter_modules(conventional_attributes.__path__)
+        for value in vars(importlib.import_module(f"{package}.{module.name}")).values()
+        if isinstance(value, str)
+    }
+
+    assert {name for name in sent if not name.startswith("zerowatch.")} <= known
+
+
+def test_a_failed_step_has_the_status_error_and_an_exception_event(collector, make_outbox):
+    event = SpanEvent(name="exception", unix_ns=6 * MS, attributes={"exception.type": "E"})
+    root = Span(name="train.step", start_ns=5 * MS, end_ns=9 * MS, events=[event], error="no room")
+    outbox = make_outbox(Recorder())
+
+    outbox.add_trace(step_trace(root=root))
+    outbox.flush()
+
+    (_, failed), (_, child) = collector.spans()
+    assert (failed.status.code, failed.status.message) == (2, "no room")
+    [found] = failed.events
+    assert (found.name, found.time_unix_nano) == ("exception", 6 * MS)
+    assert attributes_of(found) == {"exception.type": "E"}
+    assert child.status.code == 0
+
+
+def test_a_trace_links_to_another_step(collector, make_outbox):
+    outbox = make_outbox(Recorder())
+
+    outbox.add_trace(step_trace(linked=(7, 8)))
+    outbox.flush()
+
+    (_, root), (_, child) = collector.spans()
+    [link] = root.links
+    assert (link.trace_id, link.span_id) == ((7).to_bytes(16, "big"), (8).to_bytes(8, "big"))
+    assert not child.links
+
+
+def test_increases_are_sent_if_asked_and_what_was_refused_is_sent_later(collector, make_outbox):
+    variables = {"OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": "delta"}
+    recorder = Recorder()
+    outbox = make_outbox(recorder, variables=variables, timeout_seconds=0.5)
+    for steps, status in ((4, 200), (3, 400), (2, 200)):
+        collector.status = status
+        recorder.add(STEPS, steps)
+        recorder.observe(STEP_DURATION, 0.3)
+        recorder.set(LOSS, 2.5)
+        outbox.flush(final=True)
+
+    first, _, last = map(metrics_by_name, collector.requests["/v1/metrics"])
+    delta = AggregationTemporality.AGGREGATION_TEMPORALITY_DELTA
+    for found, steps, durations in ((first, 4, 1), (last, 5, 2)):
+        assert found[STEPS.name].sum.aggregation_temporality == delta
+        assert found[STEPS.name].sum.data_points[0].as_double == steps
+        assert found[STEP_DURATION.name].histogram.aggregation_temporality == delta
+        assert found[STEP_DURATION.name].histogram.data_points[0].count == durations
+        assert found[LOSS.name].gauge.data_points[0].as_double == 2.5
+    [before], [after] = (found[STEPS.name].sum.data_points for found in (first, last))
+    assert before.time_unix_nano == after.start_time_unix_nano
+
+
+def metrics_by_name(request):
+    metrics = request.resource_metrics[0].scope_metrics[0].metrics
+    return {metric.name: metric for metric in metrics}
+
+
+@pytest.mark.parametrize("temporality", ["cumulative", "delta"])
+def test_exponential_histograms_are_sent_if_asked(collector, make_outbox, temporality):
+    variables = {
+        "OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION": (
+            "base2_exponential_bucket_histogram"
+        ),
+        "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": temporality,
+    }
+    recorder, observed = Recorder(), (0.5, 5.2, 5.2, 45.0)
+    outbox = make_outbox(recorder, variables=variables)
+    for seconds in observed:
+        recorder.observe(STEP_DURATION, seconds)
+
+    outbox.flush()
+    recorder.observe(STEP_DURATION, 5.2)
+    outbox.flush(final=True)
+
+    first, second = (metric.exponential_histogram.data_points[0] for metric in collector.metrics())
+    assert (first.count, first.sum, first.zero_count) == (4, sum(observed), 0)
+    assert list(bounds_and_counts(first).values()) == [1, 2, 1]
+    for bound, seconds in zip(bounds_and_counts(first), sorted(set(observed)), strict=True):
+        assert bound / 1.1 <= seconds <= bound * (1 + 1e-9)
+    later = [1] if temporality == "delta" else [1, 3, 1]
+    assert list(bounds_and_counts(second).values()) == later
+
+
+def bounds_and_counts(point):
+    """Return the counts of an exponential histogram by the upper bounds of their buckets."""
+    base = 2**2**-point.scale
+    return {
+        base ** (point.positive.offset + place + 1): count
+        for place, count in enumerate(point.positive.bucket_counts)
+        if count
+    }
+
+
+@pytest.mark.parametrize("signal", ["traces", "metrics", "logs"])
+def test_each_signal_is_sent_to_an_endpoint_of_its_own(collector, environment, signal):
+    name = f"OTEL_EXPORTER_OTLP_{signal.upper()}"
+    environment.setenv(f"{name}_HEADERS", "api-key=k7")
+    environment.setenv(f"{name}_COMPRESSION", "gzip")
+    environment.setenv(f"{name}_ENDPOINT", f"{collector.endpoint}/v1/{signal}")
+    options = otlp_options(OtelSettings(), os.environ)
+    otlp = Otlp(options)
+    otlp.describe({})
+
+    if signal == "traces":
+        sent = otlp.send_traces([step_trace()])
+    elif signal == "logs":
+        sent = otlp.send_lines([log_line(own_record(), 3, None)])
+    else:
+        recorder = Recorder()
+        recorder.add(STEPS, 4)
+        sent = otlp.send_metrics(families(recorder.snapshot(), IDENTITY), 1, 2)
     otlp.close()
 
     assert sent
-    assert len(collector.spans()) == 2
+    assert list(options.endpoints) == [signal]
+    assert len(collector.requests[f"/v1/{signal}"]) == 1
+    headers = {key.lower(): value for key, value in collector.headers[0].items()}
+    assert (headers["api-key"], headers["content-encoding"]) == ("k7", "gzip")
+
+
+def dead_otlp():
+    return Otlp(otlp_options(OtelSettings(endpoint="http://127.0.0.1:1", timeout_seconds=0.2), {}))
 
 
 def test_only_sdk_log_lines_of_the_sending_thread_are_suppressed(environment, caplog):
-    otlp = Otlp("http://127.0.0.1:1", 0.2)
+    otlp = dead_otlp()
     theirs = logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     on_our_thread(otlp, lambda: otlp.send_traces([step_trace()]))
 
@@ -438,7 +621,7 @@ def test_only_sdk_log_lines_of_the_sending_thread_are_suppressed(environment, ca
 
 
 def test_instrumentation_is_suppressed_on_the_sending_thread_only(environment):
-    otlp = Otlp("http://127.0.0.1:1", 0.2)
+    otlp = dead_otlp()
 
     ours = on_our_thread(otlp, is_suppressed)
     otlp.close()
@@ -460,7 +643,9 @@ def test_the_global_providers_are_not_set():
     code = """
 from opentelemetry import metrics, trace, _logs
 from zerowatch.metrics.exporters.otlp import Otlp
-Otlp("http://127.0.0.1:1", 1.0).describe({})
+from zerowatch.metrics.exporters.otlp_options import otlp_options
+from zerowatch.metrics.settings import OtelSettings
+Otlp(otlp_options(OtelSettings(endpoint="http://127.0.0.1:1"), {})).describe({})
 print(trace._TRACER_PROVIDER, metrics._internal._METER_PROVIDER, _logs._internal._LOGGER_PROVIDER)
 """
 

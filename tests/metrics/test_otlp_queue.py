@@ -9,6 +9,7 @@ from fakes.clock import FakeClock
 
 from zerowatch.metrics.catalog.overhead import EXPORTER_FAILURES
 from zerowatch.metrics.catalog.training import LOSS
+from zerowatch.metrics.exporters.otlp_options import otlp_options
 from zerowatch.metrics.exporters.otlp_queue import (
     MAX_LINES,
     MAX_TRACES,
@@ -26,7 +27,7 @@ TRACE = StepTrace(
     root=Span(name="train.step", start_ns=1, end_ns=2),
     children=(),
 )
-LINE = LogLine(unix_ns=1, level=20, text="a", attributes={})
+LINE = LogLine(logger="zerowatch", unix_ns=1, level=20, text="a", attributes={})
 
 
 class Refusing:
@@ -60,7 +61,10 @@ def make_outbox(sender):
         return OtlpQueue(
             recorder or Recorder(),
             sender,
-            OtelSettings(endpoint="http://collector:4318", metrics=metrics),
+            otlp_options(
+                OtelSettings(endpoint="http://collector:4318", metrics=metrics, logs=True), {}
+            ),
+            identity=lambda: {"run": "night-7", "node": "a", "rank": str(rank)},
             rank=rank,
             hardware_ids={},
             describe=dict,

@@ -54,6 +54,7 @@ class HangMonitor:
         fail_open: Guards the writing of the report.
         now_ns: The clock that `phase_timer` uses.
         exit_process: Ends the process at once with an exit code.
+        on_hang: Called once per hang with a sentence about it. It must not raise.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class HangMonitor:
         fail_open: FailOpen,
         now_ns: Callable[[], int] = perf_counter_ns,
         exit_process: Callable[[int], object] = os._exit,
+        on_hang: Callable[[str], object] = lambda _: None,
     ) -> None:
         self._context = context
         self._settings = settings
@@ -73,6 +75,7 @@ class HangMonitor:
         self._recorder = recorder
         self._now_ns = now_ns
         self._exit_process = exit_process
+        self._on_hang_found = on_hang
         self._training_thread = threading.get_ident()
         self._detector = HangDetector(settings.timeout_seconds)
         self._limit_seconds = settings.timeout_seconds  # at the last check; read by other threads
@@ -161,6 +164,7 @@ class HangMonitor:
 
     def _start_report(self, *, is_announced: bool) -> None:
         evidence = self._evidence(is_announced=is_announced)
+        self._on_hang_found(summary(evidence))
         self._writing = _run_on_thread("zerowatch-hang", lambda: self._report(evidence))
 
     def _evidence(self, *, is_announced: bool) -> HangEvidence:

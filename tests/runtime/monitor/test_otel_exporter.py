@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from dataclasses import replace
 from time import perf_counter_ns
 from types import SimpleNamespace
 
 import pytest
 from fakes.otlp_collector import Collector, attributes_of
+from fakes.scraper import eventually
 from fakes.steps import step as record_of
 
 from zerowatch.metrics.catalog.labels import OPS
@@ -21,6 +24,7 @@ from zerowatch.runtime.collectives.groups import CollectiveCall
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import FORWARD, PhaseTimer
 from zerowatch.runtime.common.process_info import ProcessInfo
+from zerowatch.runtime.common.step_errors import StepErrors
 from zerowatch.runtime.monitor import otel_exporter
 from zerowatch.runtime.monitor.otel_exporter import MAX_HELD_STEPS, OtelExporter
 from zerowatch.runtime.monitor.otel_spans import span_id_of, trace_id_of
@@ -28,6 +32,7 @@ from zerowatch.runtime.monitor.step_metrics import FinishedStep
 
 RUN, NEVER = "night-7", 10**9
 OWN_LOGGER = logging.getLogger("zerowatch")
+STATUS_ERROR = 2
 
 
 class Rank:
@@ -52,12 +57,16 @@ class Rank:
             engine=lambda: self.engine,
             identity=identity,
             watch_index=0,
-            settings=SimpleNamespace(otel=OtelSettings(**given)),
+            settings=SimpleNamespace(
+                otel=OtelSettings(**given), serve=SimpleNamespace(detail="full")
+            ),
             phase_timer=PhaseTimer(),
             run_id=lambda: self.run_id,
             recorder=self.recorder,
             fail_open=FailOpen(),
+            step_errors=StepErrors(),
         )
+        self.context = context
         self.telemetry = OtelExporter(context, find_gpu)
 
     def trace(self, number, seconds=1.0, user_trace=None, kept_seconds=None, calls=()):
@@ -69,7 +78,8 @@ class Rank:
             trace=user_trace,
         )
         self.recorder.observe(STEP_DURATION, seconds, exemplar=user_trace)
-        self.telemetry.trace([FinishedStep(record_of(number, seconds=seconds), closed, calls)])
+        record = replace(record_of(number, seconds=seconds), ended_at_unix_seconds=time.time())
+        self.telemetry.trace([FinishedStep(record, closed, calls)])
 
     def roots(self):
         """Close, and return the roots that the collector got."""
@@ -151,6 +161,114 @@ def test_a_slow_step_is_traced_without_a_parent(make_rank):
     assert numbers([root]) == [20]
     assert root.trace_id == trace_id_of(RUN, 20).to_bytes(16, "big")
     assert root.parent_span_id == b""
+
+
+def test_a_slow_step_links_to_the_last_sampled_one(make_rank, monkeypatch):
+    one = make_rank(rank=1, every_steps=NEVER)
+    for number in range(20):
+        one.trace(number, 1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(otel_exporter, "is_sampled", lambda *_: True)
+        one.trace(20, 1.0)
+    one.trace(21, 2.5)
+
+    sampled, slow = one.roots()
+    [link] = slow.links
+    assert (link.trace_id, link.span_id) == (sampled.trace_id, sampled.span_id)
+    assert not sampled.links
+
+
+def test_a_step_with_an_error_is_traced_with_its_exceptions(make_rank):
+    one = make_rank(rank=1, every_steps=NEVER)
+    errors = one.context.step_errors
+    one.trace(1)
+    errors.add_exception("out_of_memory", MemoryError("no room"))
+    errors.add("window_discarded", "zerowatch.WindowDiscarded", "discarded")
+    one.trace(2)
+    one.trace(3, seconds=1e-9)
+
+    [root] = one.roots()
+    assert numbers([root]) == [2]
+    assert attributes_of(root)["zerowatch.sampled_by"] == "error"
+    assert (root.status.code, root.status.message) == (STATUS_ERROR, "no room")
+    assert [event.name for event in root.events] == ["exception", "exception"]
+    first, second = map(attributes_of, root.events)
+    assert (first["exception.type"], first["exception.message"]) == ("MemoryError", "no room")
+    assert first["zerowatch.error"] == "out_of_memory"
+    assert second["exception.type"] == "zerowatch.WindowDiscarded"
+    assert root.start_time_unix_nano <= root.events[0].time_unix_nano <= root.end_time_unix_nano
+
+
+def test_a_sampled_step_with_an_error_keeps_its_parent(make_rank):
+    one = make_rank(rank=1)
+    one.context.step_errors.add("window_discarded", "a", "b")
+
+    one.trace(4)
+
+    [root] = one.roots()
+    assert root.parent_span_id
+    assert root.status.code == STATUS_ERROR
+    assert attributes_of(root)["zerowatch.sampled_by"] == "chance"
+
+
+def test_a_step_without_an_error_has_no_status(make_rank):
+    one = make_rank()
+
+    one.trace(4)
+
+    [root] = one.roots()
+    assert (root.status.code, list(root.events)) == (0, [])
+
+
+def test_a_hang_is_sent_at_once_and_its_step_later(make_rank, monkeypatch):
+    monkeypatch.setattr(otel_exporter, "FLUSH_SECONDS", 0.05)
+    one = make_rank(every_steps=NEVER)
+    one.engine.global_steps = 3
+    one.context.step_errors.add("hang", "zerowatch.Hang", "silent for 30 s")
+    waited = eventually(lambda: one.collector.spans() != [])
+    one.trace(4, seconds=3600)
+
+    [root] = one.roots()
+    [hang] = [span for _, span in one.collector.spans() if span.name == "hang"]
+    assert waited
+    assert hang.trace_id == root.trace_id == trace_id_of(RUN, 4).to_bytes(16, "big")
+    assert hang.parent_span_id == root.span_id
+    assert hang.status.message == root.status.message == "silent for 30 s"
+    assert attributes_of(hang.events[0])["exception.type"] == "zerowatch.Hang"
+
+
+def test_the_step_that_an_error_ends_is_traced(make_rank):
+    one = make_rank(every_steps=NEVER)
+    one.engine.global_steps = 3
+    one.context.phase_timer.enter(FORWARD)
+    one.context.step_errors.add_exception("out_of_memory", MemoryError("no room"))
+    one.context.phase_timer.leave()
+
+    one.telemetry.trace_run_error(MemoryError("no room"))
+
+    [root] = one.roots()
+    assert numbers([root]) == [4]
+    assert (root.status.code, root.status.message) == (STATUS_ERROR, "no room")
+    [event] = root.events
+    assert attributes_of(event)["exception.type"] == "MemoryError"
+    assert "forward" in [span.name for _, span in one.collector.spans()]
+
+
+def test_the_end_of_a_run_without_traces_is_not_traced(make_rank):
+    one = make_rank(traces=False)
+
+    one.telemetry.trace_run_error(MemoryError("no room"))
+
+    assert one.roots() == []
+
+
+def test_remarks_on_variables_are_logged_by_rank_0_only(make_rank, monkeypatch, caplog):
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "odd")
+
+    for rank in (0, 1):
+        make_rank(rank=rank, every_steps=None)
+
+    assert [record.message.split("=")[0] for record in caplog.records] == ["OTEL_TRACES_SAMPLER"]
 
 
 def test_a_step_trained_again_after_a_restart_has_spans_of_its_own(make_rank):

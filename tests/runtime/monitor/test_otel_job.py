@@ -20,7 +20,9 @@ pytestmark = pytest.mark.jobs
 
 RUN, STEPS_TRAINED, EVERY_STEPS = "night-7", 4, 2
 SAMPLED = [
-    step for step in range(1, STEPS_TRAINED + 1) if is_sampled(trace_id_of(RUN, step), EVERY_STEPS)
+    step
+    for step in range(1, STEPS_TRAINED + 1)
+    if is_sampled(trace_id_of(RUN, step), 1 / EVERY_STEPS)
 ]
 SECRET = "hunter2"
 MOST_EXTRA_SECONDS = 2.0

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from fakes.clock import FakeClock
+from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 
 from zerowatch.metrics.catalog.labels import OPS
 from zerowatch.runtime.collectives.groups import CollectiveCall
@@ -176,13 +177,26 @@ def test_ids_depend_on_run_and_step_and_a_span_on_its_rank_too():
 
 @pytest.mark.parametrize("every_steps", [10, 100])
 def test_about_one_in_every_steps_is_sampled(every_steps):
-    sampled = [step for step in range(20_000) if is_sampled(trace_id_of("a", step), every_steps)]
+    sampled = [
+        step for step in range(20_000) if is_sampled(trace_id_of("a", step), 1 / every_steps)
+    ]
 
     assert len(sampled) == pytest.approx(20_000 / every_steps, rel=0.2)
 
 
-def test_every_step_is_sampled_with_every_steps_1():
-    assert all(is_sampled(trace_id_of("a", step), 1) for step in range(100))
+@pytest.mark.parametrize("ratio", [0, 1])
+def test_no_step_or_every_step_is_sampled(ratio):
+    assert {is_sampled(trace_id_of("a", step), ratio) for step in range(100)} == {ratio == 1}
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.25, 1 / 3])
+def test_the_sampler_of_the_sdk_makes_the_same_choice(ratio):
+    sampler = TraceIdRatioBased(ratio)
+
+    for step in range(1000):
+        trace_id = trace_id_of("a", step)
+        theirs = sampler.should_sample(None, trace_id, "train.step").decision.is_sampled()
+        assert is_sampled(trace_id, ratio) == theirs
 
 
 def slow_among(seconds):

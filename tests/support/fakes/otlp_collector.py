@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import threading
 from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +18,12 @@ REQUESTS = {
     "/v1/traces": ExportTraceServiceRequest,
     "/v1/metrics": ExportMetricsServiceRequest,
     "/v1/logs": ExportLogsServiceRequest,
+}
+
+_PARTS = {
+    "traces": ("resource_spans", "scope_spans"),
+    "metrics": ("resource_metrics", "scope_metrics"),
+    "logs": ("resource_logs", "scope_logs"),
 }
 
 
@@ -50,6 +57,25 @@ class Collector(ThreadingHTTPServer):
         self.released.set()
         self.shutdown()
         self.server_close()
+
+    def scopes(self, signal: str) -> list[tuple[Any, Any]]:
+        """Each received scope of a signal, with the part that has its data and its schema."""
+        return [
+            (part.scope, part)
+            for resource in self._resources(signal)
+            for part in getattr(resource, _PARTS[signal][1])
+        ]
+
+    def resource_schemas(self, signal: str) -> set[str]:
+        """The schema URLs of the received resources of a signal."""
+        return {resource.schema_url for resource in self._resources(signal)}
+
+    def _resources(self, signal: str) -> list[Any]:
+        return [
+            resource
+            for request in self.requests[f"/v1/{signal}"]
+            for resource in getattr(request, _PARTS[signal][0])
+        ]
 
     def spans(self) -> list[Any]:
         """All received spans, each with the attributes of its resource."""
@@ -95,6 +121,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
         self.server.headers.append(dict(self.headers))
         if not self.server.status:
             self.server.released.wait()
