@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -141,8 +141,12 @@ def alertmanager(known: Iterable[Alert], timing: Timing, webhook_url: str) -> di
             ],
         },
         "inhibit_rules": [
-            *(_inhibition(alert.name, alert.inhibits) for alert in known if alert.inhibits),
-            *(_inhibition(name, inhibits) for name, inhibits in dcgm_inhibitions(timing)),
+            rule
+            for name, inhibits in (
+                *((alert.name, alert.inhibits) for alert in known if alert.inhibits),
+                *dcgm_inhibitions(timing),
+            )
+            for rule in _inhibitions(name, inhibits)
         ],
         "receivers": [
             {"name": RECEIVERS[severity]}
@@ -156,17 +160,18 @@ def alertmanager(known: Iterable[Alert], timing: Timing, webhook_url: str) -> di
     }
 
 
-def _inhibition(name: str, inhibits: InhibitRule) -> dict[str, Any]:
+def _inhibitions(name: str, inhibits: InhibitRule) -> Iterator[dict[str, Any]]:
+    targets = []
     if inhibits.alerts:
-        names = "|".join(inhibits.alerts)
-        targets = [f'alertname=~"{names}"']
-    else:  # only alerts of zerowatch, because others may have equal labels
-        targets = ['alertname=~"Zerowatch.+"', f'alertname!="{name}"']
-    return {
-        "source_matchers": [f'alertname="{name}"'],
-        "target_matchers": targets,
-        "equal": list(inhibits.same),
-    }
+        targets.append([f'alertname=~"{"|".join(inhibits.alerts)}"'])
+    if inhibits.less_urgent:  # only alerts of zerowatch, because others may have equal labels
+        targets.append(['alertname=~"Zerowatch.+"', 'severity!="critical"'])
+    for matchers in targets:
+        yield {
+            "source_matchers": [f'alertname="{name}"'],
+            "target_matchers": matchers,
+            "equal": list(inhibits.same),
+        }
 
 
 class _Dumper(yaml.SafeDumper):

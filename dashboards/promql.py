@@ -1,7 +1,8 @@
 """Writes PromQL expressions about the metrics of the catalog.
 
-All expressions keep the labels job and run, so that the series of different runs are never mixed. A
-matcher is PromQL text such as `phase="data"`.
+All expressions keep the labels job and run, so that the series of different runs are never mixed.
+An expression that keeps the rank also keeps its node, the name of its host: an alert on a rank must
+name the host. A matcher is PromQL text such as `phase="data"`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from ..metrics.catalog.spec import MetricSpec
 
 IDENTITY = ("job", "run")  # the labels that together identify a run
+RANK, NODE = "rank", "node"
 # Matchers of the label `device`.
 ON_GPU = 'device!="cpu"'
 ON_HOST = 'device="cpu"'
@@ -31,9 +33,31 @@ def rate(spec: MetricSpec, time_range: str, *matchers: str, part: str = "") -> s
     return f"rate({select(spec, *matchers, part=part)}[{time_range}])"
 
 
+def increase(spec: MetricSpec, time_range: str, *matchers: str) -> str:
+    """Return the increase of a counter over a range, also of a series that is new.
+
+    PromQL's `increase` misses the first value of a series: if a run is scraped for the first time
+    after 20 steps without a finite loss, the counter begins at 20.
+    """
+    series = select(spec, *matchers)
+    born = f"{series} > 0 unless {series} offset {time_range}"
+    return f"(\n({born})\nor increase({series}[{time_range}])\n)"
+
+
+def with_node(labels: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `labels` with the node of a rank after the rank.
+
+    A rank has one node for as long as its process lives, so the node adds no series.
+    """
+    if RANK not in labels or NODE in labels:
+        return labels
+    after = labels.index(RANK) + 1
+    return (*labels[:after], NODE, *labels[after:])
+
+
 def by(operation: str, expression: str, *labels: str) -> str:
-    """Return an aggregation over all labels except job, run and `labels`."""
-    return f"{operation} by ({', '.join((*IDENTITY, *labels))}) ({expression})"
+    """Return an aggregation over all labels except job, run and `labels`, and a rank's node."""
+    return f"{operation} by ({', '.join((*IDENTITY, *with_node(labels)))}) ({expression})"
 
 
 def where(expression: str, condition: str, *labels: str) -> str:
@@ -45,12 +69,12 @@ def where(expression: str, condition: str, *labels: str) -> str:
 
 
 def ratio(part: str, whole: str, *labels: str) -> str:
-    """Return a division, whose operands are matched by job, run and `labels`.
+    """Return a division, whose operands are matched by job, run and `labels`, and a rank's node.
 
     `part` may have further labels. If `whole` is 0 there is no result instead of infinity: the rate
     of steps is 0 during an evaluation that is longer than the range.
     """
-    names = ", ".join((*IDENTITY, *labels))
+    names = ", ".join((*IDENTITY, *with_node(labels)))
     return f"{part}\n/ on ({names}) group_left ()\n({whole} > 0)"
 
 

@@ -4,9 +4,10 @@ To add a rule, define a constant here and add it to its group in `GROUPS` at the
 Dashboards and alerts refer to a rule by its constant, never by its name.
 
 A rule's name is level:metric:operations. The level lists the labels that the result keeps besides
-`job`: a rule of level `run_rank` has the labels job, run and rank. `rate5m` and `rate30m` are the
-two ranges of `Timing` as shipped; tests scale them, and the names stay. A ratio over several ranks
-divides the sums, because a mean of ratios would give every rank the same weight.
+`job`: a rule of level `run_rank` has the labels job, run and rank. It also has the node of the
+rank, which the level leaves out. `rate5m` and `rate30m` are the two ranges of `Timing` as shipped,
+and `median6h` is the median of six hours; tests scale them, and the names stay. A ratio over
+several ranks divides the sums, because a mean of ratios would give every rank the same weight.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..metrics.catalog import communication as comm
 from ..metrics.catalog import devices, memory, overhead, training, window
 from ..metrics.catalog.spec import MetricSpec
 from ..metrics.thresholds import THRESHOLDS
-from .promql import by, rate, ratio, recorded_name, select, where
+from .promql import ON_HOST, by, rate, ratio, recorded_name, select, where, with_node
 from .run_state import STATE_BY_REASON, RunState
 from .timing import Timing
 
@@ -52,7 +53,7 @@ def recorded(
     return RecordingRule(
         name=recorded_name("_".join(("run", *labels)), spec, operation),
         expression=expression,
-        labels=("run", *labels),
+        labels=("run", *with_node(labels)),
     )
 
 
@@ -75,7 +76,7 @@ def summed_rate(spec: MetricSpec, *labels: str, part: str = "") -> RecordingRule
     return RecordingRule(
         name=named,
         expression=lambda timing: by("sum", rate(spec, timing.short, part=part), *labels),
-        labels=("run", *labels),
+        labels=("run", *with_node(labels)),
     )
 
 
@@ -134,6 +135,23 @@ def effective_thresholds(defaults: Mapping[str, float]) -> RecordingRule:
     )
 
 
+def usual(rule: RecordingRule, spec: MetricSpec, operation: str, share: float) -> RecordingRule:
+    """Return a rule for what is usual in a run: a quantile of the last six hours of `rule`.
+
+    Args:
+        rule: A rule without the label rank: six hours of a thousand ranks take too long to read.
+        spec: The metric of the rule.
+        operation: The operation in the name of the new rule.
+        share: The quantile, 0 to 1.
+    """
+    return recorded(
+        spec,
+        operation,
+        lambda timing: f"quantile_over_time({share}, {rule.select()}[{timing.history}])",
+        *rule.labels[1:],
+    )
+
+
 ALERT_THRESHOLD = effective_thresholds({})
 
 # Communication. Panels over time use the rules that keep no rank: a graph of the raw series of a
@@ -144,17 +162,45 @@ EXPOSED_RATIO_BY_RANK = training_share(comm.COMM_EXPOSED_SECONDS, per=("rank",))
 EXPOSED_RATIO_BY_GROUP = training_share(comm.COMM_EXPOSED_SECONDS, "group")
 COMM_RATIO = training_share(comm.COMM_SECONDS)
 CAUSE_RATIO = training_share(comm.COMM_CAUSE_SECONDS, "cause")
+EXPOSED_RATIO_USUAL = usual(EXPOSED_RATIO, comm.COMM_EXPOSED_SECONDS, "ratio_rate5m_median6h", 0.5)
 WAIT_RATIO_BY_RANK = training_share(comm.COMM_WAIT_SECONDS, per=("rank",))
+
+
+def _least_waiting(timing: Timing) -> str:
+    waits = WAIT_RATIO_BY_RANK.select()
+    median, ranks = by("quantile", f"0.5, {waits}"), by("count", waits)
+    # Of two ranks, the median is half way between both.
+    others = f"({median} and on (job, run) {ranks} > 2 or {by('max', waits)})"
+    return f"{others}\n- on (job, run) group_right () {waits}"
+
+
+# By how much less a rank waits for others than the median rank. All ranks wait for a slow rank,
+# which itself waits least. This shows stragglers where their phases cannot be compared, as on CUDA.
+WAIT_SHORTFALL = recorded(comm.COMM_WAIT_SECONDS, "shortfall_rate5m", _least_waiting, "rank")
 CALLS_PER_STEP = per_step(comm.COLLECTIVE_CALLS, "op")
 COLLECTIVE_BUCKETS = summed_rate(comm.COLLECTIVE_DURATION, "op", "le", part="_bucket")
-# Limited to 1: the best has lasted three comparisons, the bandwidth is a single estimate. Where
-# latency takes more time than data, the estimate is mostly noise and usually far above the best.
+# The usual bandwidth of a group is the 90th percentile of six hours, because the highest of many
+# estimates is an error of estimation sooner or later. The second lowest rank, because the lowest of
+# a thousand estimates is another one.
+LINK_SECOND_LOWEST = recorded(
+    comm.COMM_LINK_BANDWIDTH,
+    "second_lowest",
+    lambda timing: by(
+        "max",
+        f"bottomk by (job, run, group) (2, {select(comm.COMM_LINK_BANDWIDTH)})",
+        "group",
+    ),
+    "group",
+)
+LINK_BANDWIDTH_USUAL = usual(LINK_SECOND_LOWEST, comm.COMM_LINK_BANDWIDTH, "p90_6h", 0.9)
+# Limited to 1. Where latency takes more time than data, an estimate is mostly noise and often far
+# above the usual bandwidth.
 LINK_BANDWIDTH_RATIO = recorded(
     comm.COMM_LINK_BANDWIDTH,
-    "best_ratio",
+    "usual_ratio",
     lambda timing: (
         f"clamp_max(\n{by('min', select(comm.COMM_LINK_BANDWIDTH), 'rank', 'group')}\n"
-        f"/ {by('max', select(comm.COMM_LINK_BEST_BANDWIDTH), 'rank', 'group')},\n1)"
+        f"/ on (job, run, group) group_left () {LINK_BANDWIDTH_USUAL.select()},\n1)"
     ),
     "rank",
     "group",
@@ -180,8 +226,40 @@ STEPS_RATE = recorded(
     lambda timing: by("max", rate(training.STEPS, timing.short)),
 )
 MFU = aggregated(training.MFU, "avg")
+MFU_USUAL = usual(MFU, training.MFU, "median6h", 0.5)
 LOSS = aggregated(training.LOSS, "avg")
 GRADIENT_NORM = aggregated(training.GRADIENT_NORM, "max")
+
+
+def _median_of_hour(rule: RecordingRule, timing: Timing) -> str:
+    return f"quantile_over_time(0.5, {rule.select()}[{timing.hour}])"
+
+
+LOSS_MEDIAN = recorded(training.LOSS, "median1h", lambda timing: _median_of_hour(LOSS, timing))
+# The loss falls during the hour, so each deviation is from the median of its own time.
+LOSS_DEVIATION = recorded(
+    training.LOSS, "deviation", lambda timing: f"abs({LOSS.select()} - {LOSS_MEDIAN.select()})"
+)
+
+
+def _loss_spike(timing: Timing) -> str:
+    level, spread = f"abs({LOSS_MEDIAN.select()})", _median_of_hour(LOSS_DEVIATION, timing)
+    scale = f"(10 * {spread} > {level} or {level})"
+    return ratio(f"({LOSS.select()} - {LOSS_MEDIAN.select()})", scale)
+
+
+# By how much the loss is above its median, over the median or ten times the median deviation,
+# whichever is larger. A value of 0.5 is thus at least five median deviations. It is of use for
+# flat losses, whose deviation is 0, and for negative ones.
+LOSS_SPIKE = recorded(training.LOSS, "spike_ratio", _loss_spike)
+GRADIENT_NORM_MEDIAN = recorded(
+    training.GRADIENT_NORM, "median1h", lambda timing: _median_of_hour(GRADIENT_NORM, timing)
+)
+GRADIENT_NORM_RATIO = recorded(
+    training.GRADIENT_NORM,
+    "median_ratio",
+    lambda timing: ratio(GRADIENT_NORM.select(), GRADIENT_NORM_MEDIAN.select()),
+)
 ACTIVE_RANKS = aggregated(training.RUN_ACTIVE, "sum")
 STEP_BUCKETS = summed_rate(training.STEP_DURATION, "le", part="_bucket")
 STEP_DURATION = recorded(
@@ -215,6 +293,54 @@ DATA_RATIO_BY_RANK = recorded(
     "rank",
 )
 SKIPPED_RATIO = per_step(training.SKIPPED_STEPS, operation="ratio_rate5m")
+LAST_CHECKPOINT = aggregated(training.LAST_CHECKPOINT_TIMESTAMP, "max")
+
+
+def _checkpoint_interval(timing: Timing) -> str:
+    saved = f"{LAST_CHECKPOINT.select()}[{timing.day}]"
+    return ratio(f"(max_over_time({saved}) - min_over_time({saved}))", f"changes({saved})")
+
+
+# The mean over a day of the seconds between two checkpoints. A run that saved once has none.
+CHECKPOINT_INTERVAL = recorded(
+    training.LAST_CHECKPOINT_TIMESTAMP, "interval1d", _checkpoint_interval
+)
+
+# The times at which ranks were last read, by what they then exported. They outlast the targets and
+# a restart of Prometheus, so that an alert on a dead run can use them for hours.
+IN_GOOD_ORDER = ("completed", "interrupted")
+_BAD_END = f'reason!~"{"|".join(IN_GOOD_ORDER)}"'
+
+
+def _read_at(value: int) -> str:
+    """Return the time of the last scrape of each rank that exports this value of run_active."""
+    active = select(training.RUN_ACTIVE)
+    return f"timestamp({active}) and ({active} == {value})"
+
+
+RANK_ACTIVE_TIME = recorded(
+    training.RUN_ACTIVE,
+    "active_timestamp_seconds",
+    lambda timing: by("max", _read_at(1), "rank", "instance"),
+    "rank",
+    "instance",
+)
+RUN_ACTIVE_TIME = recorded(
+    training.RUN_ACTIVE,
+    "active_timestamp_seconds",
+    lambda timing: by("max", RANK_ACTIVE_TIME.select()),
+)
+# Only ends in good order: a rank that ends by an exception exports 0 as well, and its reason.
+RANK_ENDED_TIME = recorded(
+    training.RUN_ACTIVE,
+    "ended_timestamp_seconds",
+    lambda timing: by(
+        "max",
+        f"{_read_at(0)} unless on (job, run, rank) {select(training.RUN_END_INFO, _BAD_END)}",
+        "rank",
+    ),
+    "rank",
+)
 
 # Memory.
 ALLOCATED = 'state="allocated"'
@@ -239,6 +365,16 @@ HEADROOM_RATIO = recorded(
     "device",
 )
 OOM_RISK = aggregated(memory.OOM_RISK, "max", "rank", "device")
+# Several ranks of a run share the memory of their node, of which each knows only its own part.
+NODE_MEMORY_RATIO = recorded(
+    memory.MEMORY_BYTES,
+    "limit_ratio",
+    lambda timing: (
+        f"{by('sum', select(memory.MEMORY_BYTES, ON_HOST, ALLOCATED), 'node')}\n"
+        f"/ {by('min', select(memory.MEMORY_LIMIT, ON_HOST), 'node')}"
+    ),
+    "node",
+)
 MEMORY_CATEGORIES = aggregated(memory.MEMORY_CATEGORY_BYTES, "max", "device", "category")
 OFFLOAD_RATIO = training_share(memory.OFFLOAD_SECONDS, "direction")
 OFFLOAD_BYTES_PER_STEP = per_step(memory.OFFLOAD_BYTES, "direction")
@@ -346,7 +482,6 @@ RUN_ATTEMPT = aggregated(training.RUN_ATTEMPT, "max")
 WORLD_SIZE = aggregated(training.WORLD_SIZE, "max")
 STEPS_DONE = aggregated(training.STEPS, "max")
 SAMPLES_RATE = summed_rate(training.SAMPLES)
-LAST_CHECKPOINT = aggregated(training.LAST_CHECKPOINT_TIMESTAMP, "max")
 GOODPUT = recorded(
     training.PRODUCTIVE_SECONDS,
     "start_ratio",
@@ -364,13 +499,17 @@ GROUPS: dict[str, tuple[RecordingRule, ...]] = {
     "zerowatch-communication": (
         EXPOSED_RATIO,
         EXPOSED_RATIO_LONG,
+        EXPOSED_RATIO_USUAL,
         EXPOSED_RATIO_BY_RANK,
         EXPOSED_RATIO_BY_GROUP,
         COMM_RATIO,
         CAUSE_RATIO,
         WAIT_RATIO_BY_RANK,
+        WAIT_SHORTFALL,
         CALLS_PER_STEP,
         COLLECTIVE_BUCKETS,
+        LINK_SECOND_LOWEST,
+        LINK_BANDWIDTH_USUAL,
         LINK_BANDWIDTH_RATIO,
         BUS_BANDWIDTH,
         VOLUME_RATIO,
@@ -388,8 +527,14 @@ GROUPS: dict[str, tuple[RecordingRule, ...]] = {
     "zerowatch-training": (
         STEPS_RATE,
         MFU,
+        MFU_USUAL,
         LOSS,
+        LOSS_MEDIAN,
+        LOSS_DEVIATION,
+        LOSS_SPIKE,
         GRADIENT_NORM,
+        GRADIENT_NORM_MEDIAN,
+        GRADIENT_NORM_RATIO,
         ACTIVE_RANKS,
         STEP_BUCKETS,
         STEP_DURATION,
@@ -398,11 +543,17 @@ GROUPS: dict[str, tuple[RecordingRule, ...]] = {
         PHASE_RATIO,
         DATA_RATIO_BY_RANK,
         SKIPPED_RATIO,
+        LAST_CHECKPOINT,
+        CHECKPOINT_INTERVAL,
+        RANK_ACTIVE_TIME,
+        RUN_ACTIVE_TIME,
+        RANK_ENDED_TIME,
     ),
     "zerowatch-memory": (
         PEAK_RATIO,
         HEADROOM_RATIO,
         OOM_RISK,
+        NODE_MEMORY_RATIO,
         MEMORY_CATEGORIES,
         OFFLOAD_RATIO,
         OFFLOAD_BYTES_PER_STEP,
@@ -441,7 +592,6 @@ GROUPS: dict[str, tuple[RecordingRule, ...]] = {
         WORLD_SIZE,
         STEPS_DONE,
         SAMPLES_RATE,
-        LAST_CHECKPOINT,
         GOODPUT,
         STEP_QUANTILE_MIN,
         STEP_QUANTILE_MEDIAN,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 MINUTE = 60.0
 SHORT_SECONDS = 5 * MINUTE
 LONG_SECONDS = 30 * MINUTE
+HOUR = 60 * MINUTE
 _EVALUATION_SECONDS = 15.0  # between two evaluations of the rules
 _LEAST_EVALUATION_SECONDS = 1.0  # the same, however small the scale is
 # Prometheus' units of time in milliseconds, the largest first.
@@ -31,6 +32,10 @@ class Timing:
             f"{milliseconds // size}{unit}" for size, unit in _UNITS if not milliseconds % size
         )
 
+    def seconds(self, seconds: float) -> str:
+        """Return a number of seconds, to compare with differences of timestamps."""
+        return f"{seconds * self.scale:g}"
+
     @property
     def short(self) -> str:
         """The range of 5 minutes: short enough to show a change soon."""
@@ -40,6 +45,21 @@ class Timing:
     def long(self) -> str:
         """The range of 30 minutes: long enough that a short disturbance has little effect."""
         return self.duration(LONG_SECONDS)
+
+    @property
+    def hour(self) -> str:
+        """The range of an hour: what is usual for figures that change as training proceeds."""
+        return self.duration(HOUR)
+
+    @property
+    def history(self) -> str:
+        """The range of 6 hours: what is usual in a run, and how long its end is remembered."""
+        return self.duration(6 * HOUR)
+
+    @property
+    def day(self) -> str:
+        """The range of a day: long enough for the interval between checkpoints."""
+        return self.duration(24 * HOUR)
 
     @property
     def evaluation(self) -> str:

@@ -134,6 +134,47 @@ PCIE_REPLAYS_HIGH = Threshold(
     "count",
     "Replays per minute on the PCIe link of a GPU. The value is that of DCGM's health check.",
 )
+COMM_RISE_HIGH = Threshold(
+    "comm_rise_high",
+    1.5,
+    "factor",
+    "Share of training time that is exposed communication, divided by the median of the run's own "
+    "last six hours.",
+)
+MFU_DROP_LOW = Threshold(
+    "mfu_drop_low", 0.7, "ratio", "MFU, divided by the median of the run's own last six hours."
+)
+LOSS_SPIKE_HIGH = Threshold(
+    "loss_spike_high",
+    0.5,
+    "factor",
+    "By how much the loss is above the median of its last hour, divided by the median, or by ten "
+    "median deviations if those are larger.",
+)
+GRADIENT_NORM_HIGH = Threshold(
+    "gradient_norm_high", 10, "factor", "Gradient norm, divided by the median of its last hour."
+)
+SKIPPED_RATIO_HIGH = Threshold(
+    "skipped_ratio_high", 0.5, "ratio", "Share of steps whose update was skipped."
+)
+HOST_MEMORY_NODE_HIGH = Threshold(
+    "host_memory_node_high",
+    0.9,
+    "ratio",
+    "Host memory of all ranks of a run on one node together, divided by the limit.",
+)
+CHECKPOINT_DELAY_HIGH = Threshold(
+    "checkpoint_delay_high",
+    3,
+    "factor",
+    "Age of the last checkpoint, divided by the run's usual interval between checkpoints.",
+)
+CHECKPOINT_AGE_HIGH = Threshold(
+    "checkpoint_age_high",
+    86_400,
+    "seconds",
+    "Age of the last checkpoint of a run whose usual interval is not known.",
+)
 WATCH_RATIO_HIGH = Threshold(
     "watch_ratio_high",
     0.02,
@@ -174,6 +215,14 @@ THRESHOLDS = {
         TEMPERATURE_MARGIN_LOW,
         NVLINK_CRC_ERRORS_HIGH,
         PCIE_REPLAYS_HIGH,
+        COMM_RISE_HIGH,
+        MFU_DROP_LOW,
+        LOSS_SPIKE_HIGH,
+        GRADIENT_NORM_HIGH,
+        SKIPPED_RATIO_HIGH,
+        HOST_MEMORY_NODE_HIGH,
+        CHECKPOINT_DELAY_HIGH,
+        CHECKPOINT_AGE_HIGH,
         WATCH_RATIO_HIGH,
         MONITORING_FAILURES_HIGH,
         RECORDS_LOST_HIGH,

@@ -12,7 +12,9 @@ from ..timing import Timing
 from .alert import Alert
 from .communication import communication_alerts
 from .hardware import hardware_alerts
+from .liveness import liveness_alerts
 from .memory import memory_alerts
+from .numerics import numerics_alerts
 from .overhead import overhead_alerts
 from .prometheus import prometheus_alerts
 from .training import training_alerts
@@ -22,7 +24,9 @@ def alerts(timing: Timing) -> tuple[Alert, ...]:
     """Return all alerts; `timing` sets their PromQL ranges."""
     return (
         *communication_alerts(timing),
+        *liveness_alerts(timing),
         *training_alerts(timing),
+        *numerics_alerts(timing),
         *memory_alerts(timing),
         *hardware_alerts(timing),
         *overhead_alerts(timing),

@@ -15,9 +15,11 @@ Component = Literal[
 # Template expressions, which Prometheus replaces when it sends the alert.
 RUN = "{{ $labels.run }}"
 RANK = "{{ $labels.rank }}"
+NODE = "{{ $labels.node }}"
 PERCENT = "{{ $value | humanizePercentage }}"
 BYTES = "{{ $value | humanize1024 }}B"
 NUMBER = '{{ $value | printf "%.0f" }}'
+DURATION = "{{ $value | humanizeDuration }}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +43,14 @@ class InhibitRule:
     """The alerts that a firing alert inhibits, because they are its consequences.
 
     Attributes:
-        alerts: The names of the inhibited alerts; empty means all others.
+        alerts: The names of the inhibited alerts.
+        less_urgent: Whether all alerts of zerowatch that are not critical are inhibited, too.
+            Critical ones may explain the alert.
         same: The labels that must be equal in both alerts.
     """
 
     alerts: tuple[str, ...] = ()
+    less_urgent: bool = False
     same: tuple[str, ...] = IDENTITY
 
 
@@ -54,7 +59,7 @@ class Alert:
     """An alerting rule of Prometheus.
 
     Attributes:
-        name: The name, such as ZerowatchRankDown; also the anchor of its page in the runbook.
+        name: The name, such as ZerowatchRunDied; also the anchor of its page in the runbook.
         component: What the alert is about; a label for routing.
         severity: How urgent the alert is; a label for routing.
         expression: PromQL. The alert is active once for each series of the result.

@@ -5,27 +5,35 @@ from __future__ import annotations
 from ...metrics.catalog import communication as comm
 from ...metrics.thresholds import (
     COMM_COVERAGE_LOW,
+    COMM_RISE_HIGH,
     EXPOSED_COMM_RATIO_HIGH,
     LINK_BANDWIDTH_LOW,
     STRAGGLER_SCORE_HIGH,
 )
 from .. import recording_rules as recorded
-from ..promql import by, select, where
+from ..limits import above, below, shown
+from ..promql import by, ratio, select, where
 from ..timing import MINUTE, Timing
-from .alert import NUMBER, PERCENT, RANK, RUN, Alert
-from .guards import after_some_steps, while_training
+from .alert import NODE, NUMBER, PERCENT, RANK, RUN, Alert, InhibitRule
+from .guards import after_some_steps, after_some_time, while_training
 
 DASHBOARD = "zerowatch-communication"
 STEADY_SHARE = 0.75  # the share of the last five minutes in which a straggler must be slow
+# A rise below this share of training time is not worth a look.
+LEAST_EXPOSED_RATIO = 0.05
 COMM_BOTTLENECK = "ZerowatchCommBottleneck"
+COMM_RATIO_ROSE = "ZerowatchCommRatioRose"
 LINK_SLOW = "ZerowatchLinkSlow"
 STRAGGLER_RANK = "ZerowatchStragglerRank"
+# Consequences of a slow link or rank. Defined here, because the module of the alert imports this.
+_SLOWER = InhibitRule(alerts=("ZerowatchMfuDropped",))
 
 
 def communication_alerts(timing: Timing) -> tuple[Alert, ...]:
     """Return the alerts; `timing` sets their PromQL ranges."""
     return (
         _comm_bottleneck(timing),
+        _comm_ratio_rose(timing),
         _link_slow(timing),
         _straggler_rank(timing),
         _collective_mismatch(),
@@ -36,8 +44,8 @@ def communication_alerts(timing: Timing) -> tuple[Alert, ...]:
 def _comm_bottleneck(timing: Timing) -> Alert:
     # The 30 minutes exclude short disturbances. The 5 minutes end the alert soon after the cause.
     both_ranges = where(
-        f"{recorded.EXPOSED_RATIO.select()} > {EXPOSED_COMM_RATIO_HIGH}",
-        f"{recorded.EXPOSED_RATIO_LONG.select()} > {EXPOSED_COMM_RATIO_HIGH}",
+        above(recorded.EXPOSED_RATIO.select(), EXPOSED_COMM_RATIO_HIGH),
+        f"({above(recorded.EXPOSED_RATIO_LONG.select(), EXPOSED_COMM_RATIO_HIGH)})",
     )
     return Alert(
         name=COMM_BOTTLENECK,
@@ -49,29 +57,64 @@ def _comm_bottleneck(timing: Timing) -> Alert:
         summary=f"Training {RUN} waits for communication",
         description=(
             f"Training spends {PERCENT} of its time only waiting for collectives; up to "
-            f"{EXPOSED_COMM_RATIO_HIGH:.0%} is usual. Look up the largest cause on the dashboard: "
-            "imbalance, latency, redundancy or bandwidth. The runbook lists what to do about each."
+            f"{shown(EXPOSED_COMM_RATIO_HIGH)} is usual. Look up the largest cause on the "
+            "dashboard: imbalance, latency, redundancy or bandwidth. The runbook lists what to do "
+            "about each."
         ),
         dashboard=DASHBOARD,
+        inhibits=InhibitRule(alerts=(COMM_RATIO_ROSE, *_SLOWER.alerts)),
+    )
+
+
+def _comm_ratio_rose(timing: Timing) -> Alert:
+    exposed = recorded.EXPOSED_RATIO.select()
+    rise = above(ratio(exposed, recorded.EXPOSED_RATIO_USUAL.select()), COMM_RISE_HIGH)
+    rise = where(rise, f"{exposed} > {LEAST_EXPOSED_RATIO}")
+    return Alert(
+        name=COMM_RATIO_ROSE,
+        component="communication",
+        severity="warning",
+        expression=while_training(
+            after_some_steps(after_some_time(rise, recorded.EXPOSED_RATIO, timing.long), timing)
+        ),
+        for_seconds=10 * MINUTE,
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"Training {RUN} waits longer for communication than it did",
+        description=(
+            "The share of training time that is only spent waiting for collectives is "
+            '{{ $value | printf "%.1f" }} times the median of the run\'s own last six hours; up to '
+            f"{shown(COMM_RISE_HIGH)} is usual. Something changed since: a link, a rank, the data "
+            "or a setting. The dashboard shows which cause grew."
+        ),
+        dashboard=DASHBOARD,
+        inhibits=_SLOWER,
     )
 
 
 def _link_slow(timing: Timing) -> Alert:
-    usual = f"avg_over_time({recorded.LINK_BANDWIDTH_RATIO.select()}[{timing.short}])"
+    bandwidth = f"avg_over_time({recorded.LINK_BANDWIDTH_RATIO.select()}[{timing.short}])"
+    slow = below(bandwidth, LINK_BANDWIDTH_LOW)
+    # One low estimate among many is chance. It counts if the group has no other.
+    ranks, slow_ranks = by("count", bandwidth, "group"), by("count", slow, "group")
+    several = f"({slow_ranks} > 1 or {slow_ranks} == {ranks})"
     return Alert(
         name=LINK_SLOW,
         component="communication",
         severity="warning",
-        expression=while_training(f"{by('min', usual, 'group')} < {LINK_BANDWIDTH_LOW}"),
+        expression=while_training(where(by("min", slow, "node", "group"), several, "group")),
         for_seconds=2 * MINUTE,
         keep_firing_seconds=5 * MINUTE,
-        summary=f"A link of training {RUN} has become slow, in group {{{{ $labels.group }}}}",
+        summary=(
+            f"A link of training {RUN} has become slow, seen from {NODE} in group "
+            "{{ $labels.group }}"
+        ),
         description=(
-            f"The link's bandwidth is {PERCENT} of the best that it sustained in this run. The "
-            "dashboard shows which ranks measure it. Check the network of their hosts for errors "
-            "and other traffic."
+            f"The bandwidth that ranks on {NODE} measure is {PERCENT} of the usual one of the last "
+            "six hours. If all hosts of a run report this, the slowest link may be at any of them. "
+            "Check the network of these hosts for errors and other traffic."
         ),
         dashboard=DASHBOARD,
+        inhibits=_SLOWER,
     )
 
 
@@ -84,22 +127,26 @@ def steady(score: str, timing: Timing) -> str:
 
 
 def _straggler_rank(timing: Timing) -> Alert:
-    score = steady(recorded.STRAGGLER_SCORE.select(), timing)
-    slow = after_some_steps(f"{score} > {STRAGGLER_SCORE_HIGH}", timing)
+    score = above(steady(recorded.STRAGGLER_SCORE.select(), timing), STRAGGLER_SCORE_HIGH)
+    # On CUDA phases are not compared, but the rank for which all others wait waits least.
+    wait = above(steady(recorded.WAIT_SHORTFALL.select(), timing), STRAGGLER_SCORE_HIGH)
+    slow = f"(\n{score}\nor ({wait}\nunless on (job, run) {recorded.STRAGGLER_SCORE.select()})\n)"
     return Alert(
         name=STRAGGLER_RANK,
         component="communication",
         severity="warning",
-        expression=while_training(slow, "rank"),
+        expression=while_training(after_some_steps(slow, timing), "rank"),
         for_seconds=2 * MINUTE,
         keep_firing_seconds=5 * MINUTE,
-        summary=f"Rank {RANK} of training {RUN} is slow in {{{{ $labels.phase }}}}",
+        summary=f"Rank {RANK} of training {RUN} is slow on {NODE}",
         description=(
             f"During {STEADY_SHARE:.0%} of the last five minutes this rank was slower than the "
-            f"median rank by at least {PERCENT} of a step, and all other ranks wait for it. Check "
-            "its host first for other processes, throttled clocks and a slow disk."
+            f"median rank by at least {PERCENT} of a step"
+            "{{ with $labels.phase }}, in {{ . }}{{ end }}, and all other ranks wait for it. Check "
+            f"{NODE} first for other processes, throttled clocks and a slow disk."
         ),
         dashboard=DASHBOARD,
+        inhibits=_SLOWER,
     )
 
 
@@ -127,7 +174,7 @@ def _comm_coverage_low(timing: Timing) -> Alert:
         name="ZerowatchCommCoverageLow",
         component="communication",
         severity="info",
-        expression=while_training(f"{coverage} < {COMM_COVERAGE_LOW}"),
+        expression=while_training(below(coverage, COMM_COVERAGE_LOW)),
         for_seconds=5 * MINUTE,
         keep_firing_seconds=15 * MINUTE,
         summary=f"zerowatch misses some collectives of training {RUN}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...metrics.catalog import memory, training
 from ...metrics.thresholds import STEPS_TO_JUDGE
 from ..promql import IDENTITY, ON_GPU, by, select, where
+from ..recording_rules import RecordingRule
 from ..timing import Timing
 
 
@@ -18,12 +19,24 @@ def while_training(expression: str, *labels: str) -> str:
 
 
 def after_some_steps(expression: str, timing: Timing) -> str:
-    """Return `expression` restricted to runs with at least 10 steps in the last 30 minutes.
+    """Return `expression` restricted to runs with at least 10 steps, one of them lately.
 
-    During the first steps a run warms up, and shares of its time mean little.
+    During the first steps a run warms up, and shares of its time mean little. The steps are counted
+    from the start, so that a run with steps of some minutes is judged as well.
     """
-    steps = by("max", f"increase({select(training.STEPS)}[{timing.long}])")
-    return where(expression, f"{steps} >= {STEPS_TO_JUDGE}")
+    steps, lately = (
+        by("max", select(training.STEPS)),
+        by("max", f"increase({select(training.STEPS)}[{timing.long}])"),
+    )
+    return where(where(expression, f"{steps} >= {STEPS_TO_JUDGE}"), f"{lately} > 0")
+
+
+def after_some_time(expression: str, rule: RecordingRule, age: str) -> str:
+    """Return `expression` restricted to runs in which `rule` had a value already `age` ago.
+
+    A comparison with what is usual in a run needs a past.
+    """
+    return where(expression, f"{rule.select()} offset {age}")
 
 
 def on_gpu(expression: str) -> str:

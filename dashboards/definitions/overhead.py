@@ -82,7 +82,7 @@ DATA_QUALITY = (
     Stat(
         title="Ranks that answer",
         description="Number of chosen ranks that Prometheus reached at its last scrape; 0 after "
-        "the run ends. If ranks are missing during training, see the alert ZerowatchRankDown.",
+        "the run ends. If ranks are missing during training, see the alert ZerowatchRankVanished.",
         queries=(Query(f"sum({UP})", "up", shape="now"),),
         unit=PLAIN,
         thresholds=PLAIN_TEXT,

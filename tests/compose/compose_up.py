@@ -26,7 +26,7 @@ OURS = {"trainer"}  # built here
 EMPTY_ON_CPU = re.compile(
     "device_(power|sm|temp|link)|offload|leak|fragmentation|predict|_oom_|headroom"
 )
-RANK_DOWN = "ZerowatchRankDown"
+RANK_DOWN = "ZerowatchRankVanished"
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ pytestmark = [
 COMM_BOTTLENECK, LINK_SLOW = "ZerowatchCommBottleneck", "ZerowatchLinkSlow"
 OOM_RISK_HIGH, STRAGGLER_RANK = "ZerowatchOomRiskHigh", "ZerowatchStragglerRank"
 LOSS_NOT_FINITE, TRAINING_STALLED = "ZerowatchLossNotFinite", "ZerowatchTrainingStalled"
-RANK_DOWN = "ZerowatchRankDown"
+RANK_DOWN = "ZerowatchRankVanished"
 PASSING = (
     COMM_BOTTLENECK,
     LINK_SLOW,

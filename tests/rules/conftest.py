@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rules.promtool import ALERTS, RECORDING, written
+from rules.promtool import ALERTS, RECORDING, needed_rules, written
 
 from zerowatch.dashboards.prometheus_files import rule_files
 
@@ -31,9 +31,4 @@ def hardware_rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def alert_rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with only the rules that alerts need, so that promtool is faster."""
-    files = rule_files()
-    recording = yaml.safe_load(files[RECORDING])
-    for group in recording["groups"]:
-        group["rules"] = [rule for rule in group["rules"] if rule["record"] in files[ALERTS]]
-    files[RECORDING] = yaml.safe_dump(recording)
-    return written(files, tmp_path_factory.mktemp("alert-rules"))
+    return written(needed_rules(rule_files()), tmp_path_factory.mktemp("alert-rules"))

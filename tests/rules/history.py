@@ -19,20 +19,20 @@ Stretch = tuple[float, float | None]
 USUAL_PHASES = {"data": 0.02, "forward": 0.3, "backward": 0.6, "optimizer": 0.05, "other": 0.03}
 
 
-def gauge(*stretches: Stretch) -> str:
-    """Return the values of a gauge."""
+def gauge(*stretches: Stretch, every: float = SCRAPE_SECONDS) -> str:
+    """Return the values of a gauge, scraped each `every` seconds."""
     values: list[str] = []
-    for value, _ in _scrapes(stretches):
+    for value, _ in _scrapes(stretches, every):
         stale = value is GONE and values and values[-1] not in ("stale", "_")
         values.append("stale" if stale else "_" if value is GONE else f"{value:g}")
     return " ".join(values)
 
 
-def counter(*stretches: Stretch) -> str:
+def counter(*stretches: Stretch, every: float = SCRAPE_SECONDS) -> str:
     """Return the values of a counter, which starts again at 0 after a gap."""
     values: list[str] = []
     total = 0.0
-    for growth, seconds in _scrapes(stretches):
+    for growth, seconds in _scrapes(stretches, every):
         if growth is GONE:
             values.append("stale" if values and values[-1] not in ("stale", "_") else "_")
             total = 0.0
@@ -42,13 +42,13 @@ def counter(*stretches: Stretch) -> str:
     return " ".join(values)
 
 
-def _scrapes(stretches: tuple[Stretch, ...]) -> Iterator[tuple[float | None, float]]:
+def _scrapes(stretches: tuple[Stretch, ...], every: float) -> Iterator[tuple[float | None, float]]:
     """Yield the value of each scrape, and the seconds since the scrape before."""
-    begun, moment = 0.0, 0
+    begun, moment = 0.0, 0.0
     for minutes, value in stretches:
         while moment < begun + 60 * minutes:
-            yield value, SCRAPE_SECONDS if moment else 0
-            moment += SCRAPE_SECONDS
+            yield value, every if moment else 0
+            moment += every
         begun += 60 * minutes
 
 
@@ -71,10 +71,10 @@ def of_both(metric: str, values: str, **labels: str) -> Series:
     return of_rank(0, metric, values, **labels) | of_rank(1, metric, values, **labels)
 
 
-def answers(*stretches: Stretch, rank: int) -> Series:
+def answers(*stretches: Stretch, rank: int, every: float = SCRAPE_SECONDS) -> Series:
     """Return the series `up` of a rank, which is 0 where `values` is GONE."""
     reached = tuple((minutes, 0 if value is GONE else 1) for minutes, value in stretches)
-    return of_rank(rank, "up", gauge(*reached))
+    return of_rank(rank, "up", gauge(*reached, every=every))
 
 
 def training(minutes: float) -> Series:
@@ -85,14 +85,20 @@ def training(minutes: float) -> Series:
     return series
 
 
-def training_rank(rank: int, *stretches: Stretch) -> Series:
+def training_rank(rank: int, *stretches: Stretch, every: float = SCRAPE_SECONDS) -> Series:
     """Return the series of one rank: 1 means it trains, 0 that it ended, GONE that it is down."""
 
     def paced(per_second: float) -> str:
-        return counter(*((m, v if v is GONE else v * per_second) for m, v in stretches))
+        growths = ((m, v if v is GONE else v * per_second) for m, v in stretches)
+        return counter(*growths, every=every)
 
-    series = answers(*stretches, rank=rank)
-    series |= of_rank(rank, "zerowatch_run_active", gauge(*stretches))
+    def standing(value: float) -> str:
+        return gauge(*((m, v if v is GONE else value) for m, v in stretches), every=every)
+
+    series = answers(*stretches, rank=rank, every=every)
+    series |= of_rank(rank, "zerowatch_run_active", gauge(*stretches, every=every))
+    series |= of_rank(rank, "zerowatch_world_size", standing(2))
+    series |= of_rank(rank, "zerowatch_hang_active", standing(0))
     series |= of_rank(rank, "zerowatch_steps_total", paced(2))
     series |= of_rank(rank, "zerowatch_last_activity_timestamp_seconds", paced(1))
     series |= of_rank(rank, "zerowatch_nonfinite_losses_total", paced(0))

@@ -40,6 +40,7 @@ class Case:
         annotations: What it annotations_of, as it fires first.
         words_at: When that is looked at instead.
         until: How far to look, if nothing fires, at each evaluation.
+        every: Seconds between two scrapes of the history.
     """
 
     title: str
@@ -50,12 +51,13 @@ class Case:
     annotations: Mapping[str, str] = field(default_factory=dict)
     words_at: str = ""
     until: str = ""
+    every: float = SCRAPE_SECONDS
 
     def test(self) -> dict[str, Any]:
         """Return the case in the format of promtool."""
         return {
             "name": self.title,
-            "interval": f"{SCRAPE_SECONDS}s",
+            "interval": f"{self.every:g}s",
             "external_labels": EXTERNAL_LABELS,
             "input_series": [
                 {"series": series, "values": values} for series, values in self.series.items()
@@ -127,6 +129,23 @@ def written(files: Mapping[str, str], folder: Path) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     return folder
+
+
+def needed_rules(files: Mapping[str, str]) -> dict[str, str]:
+    """Return the rule files without recording rules on which no alert depends."""
+    recording = yaml.safe_load(files[RECORDING])
+    expressions = {
+        rule["record"]: rule["expr"] for group in recording["groups"] for rule in group["rules"]
+    }
+    needed, texts = set[str](), [files[ALERTS]]
+    while texts:
+        text = texts.pop()
+        found = {name for name in expressions if name in text} - needed
+        needed |= found
+        texts += [expressions[name] for name in found]
+    for group in recording["groups"]:
+        group["rules"] = [rule for rule in group["rules"] if rule["record"] in needed]
+    return {**files, RECORDING: yaml.safe_dump(recording)}
 
 
 def failures(rules: Path, tests: Iterable[Mapping[str, Any]], folder: Path) -> str:

@@ -7,9 +7,12 @@ from rules.cases import (
     communication,
     dcgm,
     hardware,
+    liveness,
     memory,
+    numerics,
     overhead,
     prometheus,
+    reviewed,
     thresholds,
     training,
     window,
@@ -22,7 +25,9 @@ from zerowatch.dashboards.timing import Timing
 
 CASES = (
     *communication.CASES,
+    *liveness.CASES,
     *training.CASES,
+    *numerics.CASES,
     *memory.CASES,
     *window.CASES,
     *overhead.CASES,
@@ -58,6 +63,11 @@ def test_the_watchdog_fires_without_any_series(alert_rules, tmp_path):
     }
 
     assert failures(alert_rules, [always], tmp_path) == ""
+
+
+@pytest.mark.parametrize("scenario", reviewed.SCENARIOS, ids=lambda scenario: scenario.title)
+def test_scenarios(scenario, alert_rules, tmp_path):
+    assert failures(alert_rules, [scenario.test()], tmp_path) == ""
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != WATCHDOG])

@@ -15,6 +15,8 @@ from zerowatch.metrics.thresholds import THRESHOLDS
 MINUTES = 6
 PHASES = "zerowatch_phase_seconds_total"
 EXPOSED = "zerowatch_comm_exposed_seconds_total"
+ACTIVE = "zerowatch_run_active"
+SAVED = "zerowatch_last_checkpoint_timestamp_seconds"
 STEP_DURATION = "zerowatch_step_duration_seconds"
 
 
@@ -24,6 +26,20 @@ def growing(per_second: float) -> str:
 
 def standing(value: float) -> str:
     return gauge((MINUTES, value))
+
+
+def of(rank: int) -> str:
+    """Return the labels of a rank."""
+    return f'node="node-{rank}", rank="{rank}"'
+
+
+def links(*bandwidths: float) -> dict[str, str]:
+    """Return the estimates of the bandwidth by ranks of one group."""
+    metric = "zerowatch_comm_link_bandwidth_bytes_per_second"
+    series: dict[str, str] = {}
+    for rank, bandwidth in enumerate(bandwidths):
+        series |= of_rank(rank, metric, standing(bandwidth), group="dp")
+    return series
 
 
 # By what is recorded: further series, and the values by their labels beside job and run.
@@ -44,23 +60,68 @@ CASES = {
     recorded.EXPOSED_RATIO_BY_RANK: (
         of_rank(0, EXPOSED, growing(0.1), group="dp")
         | of_rank(0, EXPOSED, growing(0.2), group="tp"),
-        {'rank="0"': 0.3, 'rank="1"': 0.05},
+        {of(0): 0.3, of(1): 0.05},
     ),
     recorded.CAUSE_RATIO: (
         of_both("zerowatch_comm_cause_seconds_total", growing(0.03), cause="latency"),
         {'cause="latency"': 0.03},
     ),
+    # The second lowest of three is usual, in each of the six minutes.
+    recorded.LINK_SECOND_LOWEST: (links(3e8, 4e8, 9e8), {'group="dp"': 4e8}),
+    recorded.LINK_BANDWIDTH_USUAL: (links(3e8, 4e8, 9e8), {'group="dp"': 4e8}),
     recorded.LINK_BANDWIDTH_RATIO: (
-        of_rank(0, "zerowatch_comm_link_bandwidth_bytes_per_second", standing(3e8), group="dp")
-        | of_rank(
-            0, "zerowatch_comm_link_best_bandwidth_bytes_per_second", standing(4e8), group="dp"
-        )
-        # An estimate that has not lasted is above the best.
-        | of_rank(1, "zerowatch_comm_link_bandwidth_bytes_per_second", standing(9e8), group="dp")
-        | of_rank(
-            1, "zerowatch_comm_link_best_bandwidth_bytes_per_second", standing(4e8), group="dp"
-        ),
-        {'group="dp", rank="0"': 0.75, 'group="dp", rank="1"': 1},
+        links(3e8, 4e8, 9e8),
+        {f'group="dp", {of(rank)}': ratio for rank, ratio in ((0, 0.75), (1, 1), (2, 1))},
+    ),
+    recorded.EXPOSED_RATIO_USUAL: (
+        of_both(EXPOSED, growing(0.3), group="dp"),
+        {"": 0.3},
+    ),
+    # Three ranks: the median waits for 0.2 of the time.
+    recorded.WAIT_SHORTFALL: (
+        of_rank(0, "zerowatch_comm_wait_seconds_total", growing(0.2), group="dp")
+        | of_rank(1, "zerowatch_comm_wait_seconds_total", growing(0.1), group="dp")
+        | of_rank(2, "zerowatch_comm_wait_seconds_total", growing(0.5), group="dp")
+        | of_rank(2, PHASES, growing(1), phase="backward"),
+        {of(0): 0, of(1): 0.1, of(2): -0.3},
+    ),
+    recorded.MFU: (of_both("zerowatch_mfu_ratio", standing(0.4)), {"": 0.4}),
+    recorded.MFU_USUAL: (of_both("zerowatch_mfu_ratio", standing(0.4)), {"": 0.4}),
+    recorded.LOSS: (of_both("zerowatch_loss", standing(-2)), {"": -2}),
+    recorded.LOSS_MEDIAN: (of_both("zerowatch_loss", standing(-2)), {"": -2}),
+    recorded.LOSS_DEVIATION: (of_both("zerowatch_loss", standing(-2)), {"": 0}),
+    # Two minutes of 3 after four of -2: 5 above the median, over the size of the median.
+    recorded.LOSS_SPIKE: (of_both("zerowatch_loss", gauge((4, -2), (3, 3))), {"": 2.5}),
+    recorded.GRADIENT_NORM: (of_both("zerowatch_gradient_norm", standing(2)), {"": 2}),
+    recorded.GRADIENT_NORM_MEDIAN: (of_both("zerowatch_gradient_norm", standing(2)), {"": 2}),
+    recorded.GRADIENT_NORM_RATIO: (
+        of_both("zerowatch_gradient_norm", gauge((4, 2), (3, 30))),
+        {"": 15},
+    ),
+    recorded.LAST_CHECKPOINT: (
+        of_rank(0, SAVED, gauge((2, 100), (2, 220), (3, 340))),
+        {"": 340},
+    ),
+    recorded.CHECKPOINT_INTERVAL: (
+        of_rank(0, SAVED, gauge((2, 100), (2, 220), (3, 340))),
+        {"": 120},
+    ),
+    # The scrapes of 357 s and 240 s.
+    recorded.RANK_ACTIVE_TIME: (
+        of_rank(1, ACTIVE, gauge((4.1, 1), (2, 0))),
+        {f'instance="10.0.0.0:9464", {of(0)}': 357},
+    ),
+    recorded.RUN_ACTIVE_TIME: (of_rank(1, ACTIVE, gauge((4.1, 1), (2, 0))), {"": 357}),
+    recorded.RANK_ENDED_TIME: (
+        of_both(ACTIVE, gauge((4.1, 1), (2, 0)))
+        | of_rank(0, "zerowatch_run_end_info", gauge((4.1, None), (2, 1)), reason="exception")
+        | of_rank(1, "zerowatch_run_end_info", gauge((4.1, None), (2, 1)), reason="completed"),
+        {of(1): 357},
+    ),
+    recorded.NODE_MEMORY_RATIO: (
+        of_both("zerowatch_memory_bytes", standing(3e9), device="cpu", state="allocated", node="n")
+        | of_both("zerowatch_memory_limit_bytes", standing(8e9), device="cpu", node="n"),
+        {'node="n"': 0.75},
     ),
     recorded.COVERAGE: (
         of_rank(0, "zerowatch_comm_coverage_ratio", standing(1))
@@ -69,7 +130,7 @@ CASES = {
     ),
     recorded.STRAGGLER_SCORE: (
         of_rank(1, "zerowatch_straggler_score_ratio", standing(0.2), phase="forward"),
-        {'phase="forward", rank="1"': 0.2},
+        {f'phase="forward", {of(1)}': 0.2},
     ),
     # Both ranks take the same two steps a second.
     recorded.STEPS_RATE: ({}, {"": 2}),
@@ -94,16 +155,16 @@ CASES = {
     recorded.ACTIVE_RANKS: ({}, {"": 2}),
     recorded.DEVICE_UTILIZATION_BY_RANK: (
         of_rank(0, "zerowatch_device_utilization_ratio", standing(0.5), device="cpu"),
-        {'device="cpu", rank="0"': 0.5},
+        {f'device="cpu", {of(0)}': 0.5},
     ),
     recorded.OOM_RISK: (
         of_rank(1, "zerowatch_oom_risk_ratio", standing(0.75), device="cuda:0"),
-        {'device="cuda:0", rank="1"': 0.75},
+        {f'device="cuda:0", {of(1)}': 0.75},
     ),
     recorded.PEAK_RATIO: (
         of_rank(1, "zerowatch_memory_peak_bytes", standing(3e9), device="cpu", state="allocated")
         | of_rank(1, "zerowatch_memory_limit_bytes", standing(4e9), device="cpu"),
-        {'device="cpu", rank="1"': 0.75},
+        {f'device="cpu", {of(1)}': 0.75},
     ),
     # Thresholds: the run's own value, and otherwise the default.
     recorded.ALERT_THRESHOLD: (
@@ -122,7 +183,7 @@ CASES = {
     recorded.WATCH_RATIO_BY_RANK: (
         of_both("zerowatch_watch_seconds_total", growing(0.001), part="hooks")
         | of_both("zerowatch_watch_seconds_total", growing(0.002), part="collectives"),
-        {'rank="0"': 0.003, 'rank="1"': 0.003},
+        {of(0): 0.003, of(1): 0.003},
     ),
 }
 

@@ -23,6 +23,11 @@ SECTIONS = [
     "What to do",
     "What the tuner does by itself",
 ]
+URGENCIES = {
+    "critical": "**Critical: act within 5 minutes.**",
+    "warning": "**Warning: act today.**",
+    "info": "**Info: look at it on the next working day.**",
+}
 NAMES = [alert.name for alert in alerts(Timing())]
 
 
@@ -48,6 +53,10 @@ PERCENTAGES = {
     "zerowatchdatabound": thresholds.DATA_RATIO_HIGH,
     "zerowatchlowdeviceutilization": thresholds.DEVICE_UTILIZATION_LOW,
     "zerowatchgputhrottled": thresholds.THROTTLED_RATIO_HIGH,
+    "zerowatchhostmemorynodefull": thresholds.HOST_MEMORY_NODE_HIGH,
+    "zerowatchlinkslow": thresholds.LINK_BANDWIDTH_LOW,
+    "zerowatchmfudropped": thresholds.MFU_DROP_LOW,
+    "zerowatchupdatesskipped": thresholds.SKIPPED_RATIO_HIGH,
     "zerowatchoomreplays": thresholds.REPLAY_RATIO_HIGH,
     "zerowatchwatchoverhead": thresholds.WATCH_RATIO_HIGH,
 }
@@ -65,6 +74,14 @@ def test_a_page_has_its_five_sections(page):
     assert all(body.strip() for body in parts[1::2])
     assert "```promql" in parts[3]
     assert parts[5].strip().startswith("1. ")
+
+
+@pytest.mark.parametrize("alert", alerts(Timing()), ids=NAMES)
+def test_a_page_begins_with_the_urgency_of_its_alert(alert):
+    meaning = PAGES[alert.name.lower()].strip().removeprefix("### Meaning").strip()
+
+    assert meaning.startswith(URGENCIES.get(alert.severity, ""))
+    assert f"](#{alert.name.lower()})" in TEXT.partition("\n## ")[0]
 
 
 @pytest.mark.parametrize(("anchor", "threshold"), PERCENTAGES.items(), ids=PERCENTAGES)

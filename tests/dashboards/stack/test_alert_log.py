@@ -25,7 +25,7 @@ RUNBOOK = ROOT / "dashboards" / "runbook.md"
 FIRING = {
     "status": "firing",
     "labels": {
-        "alertname": "ZerowatchRankDown",
+        "alertname": "ZerowatchRankVanished",
         "severity": "critical",
         "run": "night-7",
         "rank": "1",
@@ -101,7 +101,7 @@ def message(*alerts: dict[str, Any]) -> bytes:
 
 def test_a_line_has_time_severity_name_rank_texts_and_runbook() -> None:
     assert alert_line(FIRING) == (
-        "2026-11-21T21:43:45Z FIRING critical ZerowatchRankDown run=night-7 rank=1"
+        "2026-11-21T21:43:45Z FIRING critical ZerowatchRankVanished run=night-7 rank=1"
         " | Rank 1 does not answer | It was training. See its log."
         " | Runbook: https://example.org/runbook.md#zerowatchrankdown"
     )

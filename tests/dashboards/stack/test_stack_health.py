@@ -105,7 +105,7 @@ def test_failing_rules_are_reported_with_their_error() -> None:
 def test_inhibited_and_silenced_alerts_are_only_counted() -> None:
     alerts = [
         {
-            "labels": {"alertname": "ZerowatchRankDown", "run": "night-7", "rank": "1"},
+            "labels": {"alertname": "ZerowatchRankVanished", "run": "night-7", "rank": "1"},
             "annotations": {"summary": "Rank 1 does not answer"},
             "status": {"state": "active"},
         },
@@ -118,10 +118,10 @@ def test_inhibited_and_silenced_alerts_are_only_counted() -> None:
 
     assert alert_lines([*alerts, WATCHDOG_ALERT]) == [
         "alerts: 1 firing, 1 held back",
-        "ZerowatchRankDown run=night-7 rank=1: Rank 1 does not answer",
+        "ZerowatchRankVanished run=night-7 rank=1: Rank 1 does not answer",
         f"what to do, by alert: {RUNBOOK}",
     ]
-    assert "## ZerowatchRankDown" in RUNBOOK.read_text()
+    assert "## ZerowatchRankVanished" in RUNBOOK.read_text()
 
 
 def test_a_missing_watchdog_is_reported_and_a_firing_one_is_no_alert() -> None:

@@ -7,9 +7,24 @@ from rules.promtool import Case, annotations_of
 
 LABELS = {"component": "communication", "job": "zerowatch", "run": "night-7"}
 BOTTLENECK = {"alertname": "ZerowatchCommBottleneck", "severity": "warning", **LABELS}
-LINK = {"alertname": "ZerowatchLinkSlow", "severity": "warning", "group": "dp", **LABELS}
-STRAGGLER = {"alertname": "ZerowatchStragglerRank", "severity": "warning", "rank": "1", **LABELS}
+LINK = {
+    "alertname": "ZerowatchLinkSlow",
+    "severity": "warning",
+    "group": "dp",
+    "node": "node-0",
+    **LABELS,
+}
+STRAGGLER = {
+    "alertname": "ZerowatchStragglerRank",
+    "severity": "warning",
+    "rank": "1",
+    "node": "node-1",
+    **LABELS,
+}
+ROSE = {"alertname": "ZerowatchCommRatioRose", "severity": "warning", **LABELS}
 MISMATCH = {"alertname": "ZerowatchCollectiveMismatch", "severity": "critical", **LABELS}
+BANDWIDTH = "zerowatch_comm_link_bandwidth_bytes_per_second"
+WAIT = "zerowatch_comm_wait_seconds_total"
 SCORE = "zerowatch_straggler_score_ratio"
 COVERAGE = {"alertname": "ZerowatchCommCoverageLow", "severity": "info", **LABELS}
 
@@ -21,14 +36,28 @@ def exposed(*stretches: tuple[float, float]) -> dict[str, str]:
 
 
 def link(*stretches: tuple[float, float]) -> dict[str, str]:
-    """A link whose bandwidth changes; its best is 1 GB/s."""
+    """Two ranks of one host, whose link has this bandwidth."""
     minutes = sum(stretch[0] for stretch in stretches)
-    now, best = gauge(*stretches), gauge((minutes, 1e9))
-    return (
-        training(minutes)
-        | of_both("zerowatch_comm_link_bandwidth_bytes_per_second", now, group="dp")
-        | of_both("zerowatch_comm_link_best_bandwidth_bytes_per_second", best, group="dp")
-    )
+    bandwidth, alone = gauge(*stretches), {"node": "node-0"}
+    series = training(minutes)
+    for rank in (0, 1):
+        series |= of_rank(rank, BANDWIDTH, bandwidth, group="dp", **alone)
+    return series
+
+
+def waiting(*shares: float, even: float = 0) -> dict[str, str]:
+    """Ranks that wait for others for these shares of 8 minutes, and equally long thereafter.
+
+    Args:
+        shares: The shares of the time, by rank.
+        even: Minutes in which all ranks wait for 12 % of the time.
+    """
+    series: dict[str, str] = {}
+    for rank, share in enumerate(shares):
+        series |= training_rank(rank, (8 + even, 1))
+        series |= of_rank(rank, WAIT, counter((8, share), (even, 0.12)), group="dp")
+        series |= of_rank(rank, "zerowatch_world_size", gauge((8 + even, len(shares))))
+    return series
 
 
 def slow_backward(*stretches: tuple[float, float]) -> dict[str, str]:
@@ -57,11 +86,11 @@ CASES = (
         ),
     ),
     Case(
-        title="Fires after about ten minutes if exposed communication rises to 50 %",
-        series=exposed((30, 0.05), (15, 0.5), (10, 0.05)),
+        title="Fires if exposed communication rises from 19 to 27 %",
+        series=exposed((30, 0.19), (15, 0.27), (10, 0.05)),
         alert=BOTTLENECK,
-        fires_at="42m15s",
-        recovers_at="53m30s",
+        fires_at="35m45s",
+        recovers_at="51m15s",
     ),
     Case(
         title="Does not fire at 20 % exposed communication",
@@ -79,7 +108,7 @@ CASES = (
         until="20m",
     ),
     Case(
-        title="Fires if a link has 10 % of its best bandwidth",
+        title="Fires if a link has 10 % of its usual bandwidth",
         series=link((5, 1e9), (10, 1e8), (15, 9.5e8)),
         alert=LINK,
         fires_at="10m",
@@ -87,17 +116,50 @@ CASES = (
         annotations=annotations_of(
             "ZerowatchLinkSlow",
             dashboard="zerowatch-communication",
-            summary="A link of training night-7 has become slow, in group dp",
-            description="The link's bandwidth is 10% of the best that it sustained in this run. "
-            "The dashboard shows which ranks measure it. Check the network of their hosts for "
-            "errors and other traffic.",
+            summary="A link of training night-7 has become slow, seen from node-0 in group dp",
+            description="The bandwidth that ranks on node-0 measure is 10% of the usual one of the "
+            "last six hours. If all hosts of a run report this, the slowest link may be at any of "
+            "them. Check the network of these hosts for errors and other traffic.",
         ),
         words_at="12m",  # when the mean covers only the slow stretch
     ),
     Case(
-        title="Does not fire if a link has 60 % of its best bandwidth",
+        title="Does not fire if a link has 60 % of its usual bandwidth",
         series=link((5, 1e9), (15, 6e8)),
         until="20m",
+    ),
+    Case(
+        title="Does not fire if one of two ranks estimates a low bandwidth",
+        series=link((5, 1e9), (15, 1e9))
+        | of_rank(1, BANDWIDTH, gauge((5, 1e9), (15, 1e8)), group="dp", node="node-0"),
+        until="20m",
+    ),
+    Case(
+        title="Does not fire after a single estimate that was far too high",
+        series=link((9, 1e9), (0.25, 5e9), (15, 1e9)),
+        until="24m",
+    ),
+    Case(
+        title="Fires if exposed communication rises from 6 to 15 %",
+        series=exposed((40, 0.06), (20, 0.15), (15, 0.06)),
+        alert=ROSE,
+        fires_at="51m45s",
+        recovers_at="68m",
+        annotations=annotations_of(
+            "ZerowatchCommRatioRose",
+            dashboard="zerowatch-communication",
+            summary="Training night-7 waits longer for communication than it did",
+            description="The share of training time that is only spent waiting for collectives is "
+            "2.5 times the median of the run's own last six hours; up to 1.5 is usual. Something "
+            "changed since: a link, a rank, the data or a setting. The dashboard shows which cause "
+            "grew.",
+        ),
+        words_at="56m",
+    ),
+    Case(
+        title="Does not fire if exposed communication rises from 1 to 4 %",
+        series=exposed((40, 0.01), (20, 0.04)),
+        until="60m",
     ),
     Case(
         title="Fires if a rank stays 6 % of a step behind",
@@ -108,11 +170,44 @@ CASES = (
         annotations=annotations_of(
             "ZerowatchStragglerRank",
             dashboard="zerowatch-communication",
-            summary="Rank 1 of training night-7 is slow in backward",
+            summary="Rank 1 of training night-7 is slow on node-1",
             description="During 75% of the last five minutes this rank was slower than the median "
-            "rank by at least 6% of a step, and all other ranks wait for it. Check its host first "
+            "rank by at least 6% of a step, in backward, and all other ranks wait for it. Check "
+            "node-1 first for other processes, throttled clocks and a slow disk.",
+        ),
+    ),
+    Case(
+        title="Fires on the rank that waits least where phases are not compared",
+        series=waiting(0.12, 0.02, 0.14, 0.12, even=10),
+        alert=STRAGGLER,
+        fires_at="2m15s",
+        recovers_at="16m",
+        annotations=annotations_of(
+            "ZerowatchStragglerRank",
+            dashboard="zerowatch-communication",
+            summary="Rank 1 of training night-7 is slow on node-1",
+            description="During 75% of the last five minutes this rank was slower than the median "
+            "rank by at least 10% of a step, and all other ranks wait for it. Check node-1 first "
             "for other processes, throttled clocks and a slow disk.",
         ),
+        words_at="7m",
+    ),
+    Case(
+        title="Fires on the one of two ranks that waits less",
+        series=waiting(0.12, 0.02, even=10),
+        alert=STRAGGLER,
+        fires_at="2m15s",
+        recovers_at="16m",
+    ),
+    Case(
+        title="Does not fire if one of four ranks waits most",
+        series=waiting(0.02, 0.4, 0.02, 0.02),
+        until="8m",
+    ),
+    Case(
+        title="Does not fire on waits where phases are compared",
+        series=waiting(0.12, 0.02) | of_both(SCORE, gauge((8, 0.01)), phase="backward"),
+        until="8m",
     ),
     Case(
         title="Does not fire if two ranks are slow by turns",

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from rules.history import GONE, Series, Stretch, gauge, of_both, of_rank, training
+from rules.history import GONE, Series, Stretch, counter, gauge, of_both, of_rank, training
 from rules.promtool import Case, annotations_of
 
-LABELS = {"component": "memory", "job": "zerowatch", "run": "night-7", "rank": "1"}
+LABELS = {
+    "component": "memory",
+    "job": "zerowatch",
+    "run": "night-7",
+    "rank": "1",
+    "node": "node-1",
+}
 HIGH = {"alertname": "ZerowatchOomRiskHigh", "severity": "warning", **LABELS}
 CRITICAL = {"alertname": "ZerowatchOomRiskCritical", "severity": "critical", **LABELS}
 HOST = {"alertname": "ZerowatchHostMemoryRisk", "severity": "critical", **LABELS}
+NODE_FULL = {
+    "alertname": "ZerowatchHostMemoryNodeFull",
+    "component": "memory",
+    "severity": "critical",
+    "job": "zerowatch",
+    "run": "night-7",
+    "node": "node-0",
+}
 LEAK = {"alertname": "ZerowatchMemoryLeak", "severity": "warning", **LABELS}
 
 
@@ -32,6 +46,21 @@ def leak(*stretches: Stretch) -> Series:
     )
 
 
+def on_one_host(*stretches: Stretch) -> Series:
+    """Two ranks on node-0, which may use 1,000 bytes and use so many each."""
+    minutes = sum(stretch[0] for stretch in stretches)
+    series: Series = {}
+    for rank in (0, 1):
+        for metric, values, labels in (
+            ("run_active", gauge((minutes, 1)), {}),
+            ("steps_total", counter((minutes, 2)), {}),
+            ("memory_bytes", gauge(*stretches), {"device": "cpu", "state": "allocated"}),
+            ("memory_limit_bytes", gauge((minutes, 1000)), {"device": "cpu"}),
+        ):
+            series |= of_rank(rank, f"zerowatch_{metric}", values, node="node-0", **labels)
+    return series
+
+
 CASES = (
     Case(
         title="Fires if a GPU's risk is above 50 %",
@@ -42,10 +71,10 @@ CASES = (
         annotations=annotations_of(
             "ZerowatchOomRiskHigh",
             dashboard="zerowatch-memory",
-            summary="Rank 1 of training night-7 is likely to run out of memory on cuda:0",
-            description="The probability of an out-of-memory error within the next 50 steps is "
-            "62%. Save a checkpoint if you can, then reduce the micro-batch or use a higher ZeRO "
-            "stage.",
+            summary="Rank 1 of training night-7 is likely to run out of memory on node-1",
+            description="The probability of an out-of-memory error on cuda:0 within the next 50 "
+            "steps is 62%. Save a checkpoint if you can, then reduce the micro-batch or use a "
+            "higher ZeRO stage.",
         ),
     ),
     Case(
@@ -88,15 +117,42 @@ CASES = (
         annotations=annotations_of(
             "ZerowatchMemoryLeak",
             dashboard="zerowatch-memory",
-            summary="Rank 1 of training night-7 leaks memory on cuda:0",
-            description="Memory of category other grows by 2MiB with each step, and the batches do "
-            "not explain it. The dashboard shows how many steps are left until memory is full. "
-            "Look for tensors that the script keeps.",
+            summary="Rank 1 of training night-7 leaks memory on node-1",
+            description="Memory of category other on cuda:0 grows by 2MiB with each step, and the "
+            "batches do not explain it. The dashboard shows how many steps are left until memory "
+            "is full. Look for tensors that the script keeps.",
         ),
     ),
     Case(
         title="Does not fire on a leak that is withdrawn after a minute",
         series=on_gpus(10) | leak((3, GONE), (1, 2097152), (6, GONE)),
         until="10m",
+    ),
+    Case(
+        title="Fires if two ranks fill the memory of their host, and resolves",
+        series=on_one_host((3, 300), (5, 460), (9, 300)),
+        alert=NODE_FULL,
+        fires_at="4m15s",
+        recovers_at="13m15s",
+        annotations=annotations_of(
+            "ZerowatchHostMemoryNodeFull",
+            dashboard="zerowatch-memory",
+            summary="The ranks of training night-7 fill the memory of node-0",
+            description="The ranks on node-0 together use 92% of the memory that they may use "
+            "there. When it is full, the kernel kills one of them and the run ends. Save a "
+            "checkpoint now if you can, and check what else runs on that host.",
+        ),
+    ),
+    Case(
+        title="Does not fire if two ranks use 88 % of the memory of their host",
+        series=on_one_host((15, 440)),
+        until="15m",
+    ),
+    Case(
+        title="Does not fire if two ranks use 92 % of the memory of a host each",
+        series=training(15)
+        | of_both("zerowatch_memory_bytes", gauge((15, 920)), device="cpu", state="allocated")
+        | of_both("zerowatch_memory_limit_bytes", gauge((15, 1000)), device="cpu"),
+        until="15m",
     ),
 )
