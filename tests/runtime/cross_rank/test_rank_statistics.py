@@ -1,4 +1,4 @@
-"""Tests of the statistics over ranks: against a closed form, over the store, with ranks missing."""
+"""Tests of statistics over ranks: closed forms, ranks over one store (`figure_collector`), gaps."""
 
 from __future__ import annotations
 
