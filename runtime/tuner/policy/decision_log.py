@@ -178,14 +178,16 @@ def decision_line(record: DecisionRecord, decision: Decision) -> bytes:
         "design": decision.design,
         "times": decision.times,
     }
-    return orjson.dumps(line, default=_sorted_set) + b"\n"
+    return orjson.dumps(line, default=_plain) + b"\n"
 
 
-def _sorted_set(values: object) -> list[object]:
-    """Serialize sets, which orjson does not support. Their mixed values are sorted by repr."""
-    if isinstance(values, frozenset | set):
-        return sorted(values, key=repr)
-    raise TypeError(f"{values!r} cannot be written")
+def _plain(value: object) -> list[object] | float:
+    """Serialize sets and thresholds, which orjson does not support. Sets are sorted by repr."""
+    if isinstance(value, frozenset | set):
+        return sorted(value, key=repr)
+    if isinstance(value, float):
+        return float(value)
+    raise TypeError(f"{value!r} cannot be written")
 
 
 def _append(path: Path, line: bytes) -> None:
