@@ -21,6 +21,7 @@ from zerowatch.dashboards.prometheus_files import rule_files
 from zerowatch.dashboards.recording_rules import GROUPS
 from zerowatch.dashboards.timing import Timing
 from zerowatch.metrics.catalog.training import RUN_ACTIVE
+from zerowatch.metrics.thresholds import THRESHOLDS
 
 DASHBOARDS = {
     "zerowatch-overview",
@@ -239,3 +240,8 @@ def test_an_alert_from_dcgm_has_the_page_of_its_subject_and_is_inhibited_by_it()
     assert [(rule["source_matchers"], rule["target_matchers"]) for rule in by_uuid] == [
         ([f'alertname="{page}"'], [f'alertname=~"{name}"']) for page, name in pairs
     ]
+
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_each_threshold_is_compared_with_by_an_alert(name):
+    assert any(f'name="{name}"' in expression for expression in EXPRESSIONS.values())
