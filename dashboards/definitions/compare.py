@@ -116,7 +116,7 @@ DIFFERENCES = (
             Column(title="Samples/s", expression=mean(recorded.SAMPLES_RATE), unit=COUNT),
             Column(title="MFU", expression=mean(recorded.MFU), unit=RATIO, decimals=1),
             Column(
-                title="Waits for comm.",
+                title="Exposed",
                 expression=mean(recorded.EXPOSED_RATIO),
                 unit=RATIO,
                 decimals=1,
@@ -129,7 +129,7 @@ DIFFERENCES = (
             ),
             Column(title="Goodput", expression=latest(recorded.GOODPUT, *BOTH), unit=RATIO),
         ),
-        width=16,
+        width=24,
         height=5,
     ),
     Table(
@@ -153,7 +153,7 @@ DIFFERENCES = (
                 ),
             ),
         ),
-        width=8,
+        width=24,
         height=5,
     ),
 )

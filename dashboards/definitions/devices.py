@@ -21,14 +21,12 @@ from ..grafana.panels import (
     Stat,
     Table,
     TimeSeries,
-    above,
 )
 from ..promql import ON_GPU, by, rate
 from .queries import DEVICE, RANKS, WINDOW, limit, of_ranks, of_run, total, worst
 from .shared_panels import RANK_LEGEND, heatmaps, rank_table, sized
 
 NOT_A_GPU = "GPUs only"
-HOT = above(83, 90)  # GPUs begin to slow down at about 83 to 87 degrees
 JOULES = "joule"
 DEVICE_LEGEND = f"{RANK_LEGEND} {{{{device}}}}"
 ON_A_GPU = of_run(recorded.DEVICE_UTILIZATION, ON_GPU)
@@ -90,8 +88,8 @@ USE = (
     ),
     rank_table(
         title="Least busy devices now",
-        description="Share of time in which a device works, with its clock and temperature, which "
-        "show whether it is idle, throttled or hot.",
+        description="Share of time in which a device works, with its clock, which shows "
+        "whether it is idle or throttled.",
         labels=DEVICE,
         columns=(
             Column(
@@ -105,13 +103,6 @@ USE = (
                 expression=by("min", of_ranks(catalog.DEVICE_CLOCK), *DEVICE),
                 unit=HERTZ,
                 decimals=2,
-            ),
-            Column(
-                title="Temperature",
-                expression=by("max", of_ranks(catalog.DEVICE_TEMPERATURE), *DEVICE),
-                unit=CELSIUS,
-                thresholds=HOT,
-                decimals=0,
             ),
         ),
         lowest=True,

@@ -246,13 +246,12 @@ LIMITED_BY = (
         "details.",
         labels={"name": "What", "of": "Of", PAGE: "See"},
         columns=(
-            Column(title="Now", expression=VALUES, unit=RATIO, decimals=1, width=80),
+            Column(title="Now", expression=VALUES, unit=RATIO, decimals=1),
             Column(
                 title="Limit",
                 expression=f"({LIMITS})\n+ on (job, run, name) group_right () 0 * ({VALUES})",
                 unit=RATIO,
                 decimals=0,
-                width=80,
             ),
             Column(
                 title="Of the limit",
@@ -265,6 +264,7 @@ LIMITED_BY = (
         ),
         after=("Of", "See"),
         sort_by="Of the limit",
+        widths={"What": 190, "Now": 75, "Limit": 65, "Of": 180, "See": 120},
         width=12,
         height=9,
     ),

@@ -8,7 +8,7 @@ from ..grafana.links import JOB_HEADING, RUN_HEADING
 from ..grafana.panels import (
     ANY_IS_BAD,
     COUNT,
-    DAYS_AND_HOURS,
+    HOURS_AND_MINUTES,
     MOMENT,
     PLAIN,
     PLAIN_TEXT,
@@ -114,7 +114,7 @@ ALL_RUNS = (
         "choose a longer time range at the top.",
         labels={"run": RUN_HEADING, "job": JOB_HEADING},
         columns=(
-            Column(title="State", expression=STATE, unit=PLAIN, named=STATES, width=110),
+            Column(title="State", expression=STATE, unit=PLAIN, named=STATES),
             Column(
                 title="Alerts",
                 expression=by("count", FIRING),
@@ -126,7 +126,7 @@ ALL_RUNS = (
                 expression=by("max", recorded.ACTIVE_RANKS.select(*JOB)),
                 unit=PLAIN,
             ),
-            Column(title="Started with", expression=latest(recorded.WORLD_SIZE, *JOB), unit=PLAIN),
+            Column(title="World", expression=latest(recorded.WORLD_SIZE, *JOB), unit=PLAIN),
             Column(title="Step", expression=latest(recorded.STEPS_DONE, *JOB), unit=PLAIN),
             Column(
                 title="Step time",
@@ -151,7 +151,7 @@ ALL_RUNS = (
                 decimals=0,
             ),
             Column(
-                title="Waits for comm.",
+                title="Exposed",
                 expression=latest(recorded.EXPOSED_RATIO, *JOB),
                 unit=RATIO,
                 decimals=1,
@@ -160,7 +160,7 @@ ALL_RUNS = (
             Column(
                 title="Age",
                 expression=f"{by('max', SEEN)} - on (job, run) {latest(recorded.RUN_START, *JOB)}",
-                unit=DAYS_AND_HOURS,
+                unit=HOURS_AND_MINUTES,
             ),
             Column(
                 title="Started",
@@ -170,6 +170,22 @@ ALL_RUNS = (
             Column(title="Seen", expression=f"1000 * {by('max', SEEN)}", unit=MOMENT),
         ),
         sort_by="Started",
+        widths={
+            "State": 115,
+            "Alerts": 65,
+            "Ranks": 65,
+            "World": 65,
+            "Step": 75,
+            "Step time": 90,
+            "Samples/s": 90,
+            "MFU": 70,
+            "Goodput": 80,
+            "Exposed": 80,
+            "Loss": 75,
+            "Age": 85,
+            "Started": 155,
+            "Seen": 155,
+        },
         width=24,
         height=10,
     ),

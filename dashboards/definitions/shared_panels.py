@@ -162,6 +162,7 @@ def alert_table(*matchers: str, **more: Any) -> Table:
         lower_case=("Runbook",),
         sort_by="Since",
         ascending=True,
+        widths={"Alert": 240, "Runbook": 240, "Severity": 90, "Rank": 70, "Device": 90},
         empty="no alert is firing",
         **more,
     )

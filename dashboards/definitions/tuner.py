@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ...metrics.catalog import tuner
-from ...metrics.catalog.training import SAMPLES
 from .. import recording_rules as recorded
 from ..grafana.dashboard import Dashboard, Row
 from ..grafana.panels import (
@@ -26,7 +25,7 @@ from ..grafana.panels import (
     below,
 )
 from ..promql import by
-from .queries import of_first_rank, of_run, rate_of_ranks
+from .queries import of_first_rank, of_run
 from .shared_panels import sized, step_seconds
 
 NO_TUNER = "no tuner in this run"
@@ -179,9 +178,9 @@ KNOBS = (
     ),
     TimeSeries(
         title="Throughput",
-        description="Samples per second of the chosen ranks together, which shows the effect of "
-        "all changes.",
-        queries=(Query(rate_of_ranks(SAMPLES), "samples/s"),),
+        description="Samples per second of all ranks together, which shows the effect of all "
+        "changes.",
+        queries=(Query(of_run(recorded.SAMPLES_RATE), "samples/s"),),
         minimum=0,
         width=16,
     ),

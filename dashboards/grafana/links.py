@@ -1,4 +1,4 @@
-"""The links of dashboards: to other dashboards, to traces and to the runbook.
+"""The links of dashboards: to other dashboards, traces, reports and the runbook.
 
 A link to a dashboard keeps the data source, job, run and time range. The links that a series or a
 row offers follow from its labels: see `links_of_label`.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -16,6 +16,7 @@ from .dashboard import PREFIX, uid_of
 from .panels import Link
 
 TEMPO = {"type": "tempo", "uid": "tempo"}
+LOKI = {"type": "loki", "uid": "loki"}
 RUNBOOK = "runbook"  # the hidden variable with the address of the runbook
 # The labels that have links.
 JOB, RUN, NODE, RANK = "job", "run", "node", "rank"
@@ -56,18 +57,23 @@ def traces_url(query: str) -> str:
     Args:
         query: The search in TraceQL, with Grafana's variables such as `$run`.
     """
+    return _explore(TEMPO, query, limit=20, queryType="traceql", tableType="traces")
+
+
+def reports_url(query: str) -> str:
+    """Return the address of a search for reports of a run in Loki over the time range shown.
+
+    Args:
+        query: The search in LogQL, with Grafana's variables such as `$run`.
+    """
+    return _explore(LOKI, query, queryType="range")
+
+
+def _explore(source: Mapping[str, str], query: str, **more: str | int) -> str:
+    """Return the address of Grafana's Explore with a query."""
     pane = {
-        "datasource": TEMPO["uid"],
-        "queries": [
-            {
-                "datasource": TEMPO,
-                "limit": 20,
-                "query": query,
-                "queryType": "traceql",
-                "refId": "A",
-                "tableType": "traces",
-            }
-        ],
+        "datasource": source["uid"],
+        "queries": [{"datasource": source, "query": query, "expr": query, "refId": "A", **more}],
         "range": {"from": "$__from", "to": "$__to"},
     }
     panes = quote(json.dumps({"zerowatch": pane}, separators=(",", ":")), safe="$")
@@ -115,9 +121,11 @@ def links_of_label(label: str, value: str, here: Here, run: dict[str, str]) -> t
     if label == RANK:
         of_run = run.get(RUN, "$run")
         traces = f'{{ .zerowatch.run = "{of_run}" && .zerowatch.rank = {value} }}'
+        reports = f'{{run="{of_run}", rank="{value}"}}'
         return (
             Link(f"Rank {value}", _narrowed(here, RANK, value, "step_anatomy", run)),
             Link(f"Traces of rank {value}", traces_url(traces)),
+            Link(f"Reports of rank {value}", reports_url(reports)),
         )
     if label == NODE:
         return (Link(f"Node {value}", _narrowed(here, NODE, value, "devices", run)),)

@@ -77,7 +77,7 @@ def panel_json(panel: Panel, number: int, place: Place, here: Here) -> Json:
     if not fields["defaults"]["thresholds"]["steps"]:
         del fields["defaults"]["thresholds"]
     if isinstance(panel, Table):
-        fields["overrides"] += _label_columns(panel, here)
+        fields["overrides"] += [*_label_columns(panel, here), *_column_widths(panel)]
     elif links := links_of_series(_labels_of_legends(panel), here):
         fields["defaults"]["links"] = _links_json(links)
     if isinstance(panel, SeriesHeatmap):
@@ -451,6 +451,10 @@ def _links_json(links: Iterable[Link]) -> list[Json]:
     return [{"title": link.title, "url": link.url} for link in links]
 
 
+def _column_widths(panel: Table) -> list[Json]:
+    return [_override(heading, {"custom.width": width}) for heading, width in panel.widths.items()]
+
+
 def _label_columns(panel: Table, here: Here) -> list[Json]:
     """Return the overrides of the columns of labels: their links, and a dash if there is none."""
     headings = set(panel.labels.values())
@@ -581,8 +585,6 @@ def _column_options(column: Column) -> Json:
     options: Json = {"unit": column.unit}
     if column.decimals is not None:
         options["decimals"] = column.decimals
-    if column.width is not None:
-        options["custom.width"] = column.width
     if column.thresholds:
         steps = [{"color": step.color, "value": step.value} for step in column.thresholds]
         options["thresholds"] = {"mode": "absolute", "steps": steps}

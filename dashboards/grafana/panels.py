@@ -21,6 +21,7 @@ CELSIUS = "celsius"
 HERTZ = "hertz"
 PLAIN = "none"  # numbers are shown as they are
 DAYS_AND_HOURS = "dtdurations"  # seconds as "1 day, 2 hours"
+HOURS_AND_MINUTES = "dthms"  # seconds as "26:04:05"
 MOMENT = "dateTimeAsIso"  # milliseconds since 1970 as a date
 
 # The colors of values.
@@ -257,7 +258,6 @@ class Column:
         decimals: Digits after the decimal point; None lets Grafana choose.
         named: Texts shown in place of values.
         bar_until: If not 0: a bar from 0 to this value is drawn next to the value.
-        width: The width in pixels; None lets Grafana choose.
     """
 
     title: str
@@ -267,7 +267,6 @@ class Column:
     decimals: int | None = None
     named: tuple[Named, ...] = ()
     bar_until: float = 0
-    width: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +282,7 @@ class Table(Panel):
         ascending: Whether the smallest value is first instead.
         after: The headings of label columns that stand to the right of the values.
         lower_case: The headings of label columns that are written in lower case.
+        widths: The widths of columns in pixels, by heading; the others share the rest.
     """
 
     labels: Mapping[str, str]
@@ -291,6 +291,7 @@ class Table(Panel):
     ascending: bool = False
     after: tuple[str, ...] = ()
     lower_case: tuple[str, ...] = ()
+    widths: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

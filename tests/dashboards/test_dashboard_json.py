@@ -9,17 +9,20 @@ from zerowatch.dashboards.grafana.dashboard_json import dashboard_json, places
 from zerowatch.dashboards.grafana.panels import (
     BarGauge,
     Column,
+    Curve,
     Gauge,
     Heatmap,
     Named,
     Panel,
     Query,
+    SeriesHeatmap,
     Stat,
     StateTimeline,
     Step,
     Table,
     Text,
     TimeSeries,
+    XYChart,
     above,
     below,
 )
@@ -33,6 +36,9 @@ KINDS = {
     "bargauge": BarGauge(**WORDS, queries=(QUERY,)),
     "heatmap": Heatmap(**WORDS, queries=(Query("up", "{{le}}", shape="buckets"),)),
     "state-timeline": StateTimeline(**WORDS, queries=(QUERY,)),
+    "xychart": XYChart(
+        **WORDS, curves=(Curve(name="A", x="steps", y="loss", color="blue"),), x_title="step"
+    ),
     "table": Table(
         **WORDS, labels={"rank": "Rank"}, columns=(Column(title="Up", expression="up"),)
     ),
@@ -40,10 +46,25 @@ KINDS = {
 }
 
 
+def page_of(*rows: Row, **more):
+    """Return the JSON of a dashboard with these rows."""
+    dashboard = Dashboard(name="a_b", title="Title", description="Why.", rows=rows, **more)
+    return dashboard_json(dashboard, "https://runbook")
+
+
 def drawn(*panels: Panel):
     """Return the JSON of panels on a dashboard, without their heading."""
-    dashboard = Dashboard(name="a_b", title="Title", description="Why.", rows=(Row("Row", panels),))
-    return dashboard_json(dashboard)["panels"][1:]
+    return page_of(Row("Row", panels))["panels"][1:]
+
+
+def overrides(json, name):
+    """Return the properties that the overrides of a panel set for a series or column."""
+    return {
+        item["id"]: item["value"]
+        for override in json["fieldConfig"]["overrides"]
+        if override["matcher"]["options"] == name
+        for item in override["properties"]
+    }
 
 
 def keys_and_values(value):
@@ -141,6 +162,7 @@ def test_a_table_joins_its_queries_by_label_and_names_the_columns():
     assert [override["matcher"]["options"] for override in json["fieldConfig"]["overrides"]] == [
         "Risk",
         "Time",
+        "Rank",
     ]
     assert json["options"]["sortBy"] == [{"displayName": "Risk", "desc": True}]
 
@@ -216,9 +238,10 @@ def test_the_schema_version_keeps_the_shared_crosshair():
 
 
 def test_runs_are_listed_newest_first_and_all_ranks_are_chosen_by_default():
-    json = dashboard_json(Dashboard(name="a", title="Title", description="Why.", rows=()))
+    by_rank = Stat(**WORDS, queries=(Query('max(up{rank=~"$rank"})', "up"),))
+    json = page_of(Row("Row", (by_rank,)))
 
-    source, _, run, rank = json["templating"]["list"]
+    source, _, _, run, rank = json["templating"]["list"]
     assert source["type"] == "datasource"
     assert (run["sort"], run["multi"], run["includeAll"]) == (2, False, False)
     assert "current" not in run, "Grafana takes the first, which is the newest"
@@ -238,3 +261,117 @@ def test_panels_are_placed_from_left_to_right_and_wrap():
 def test_a_panel_wider_than_the_dashboard_is_an_error_that_names_it():
     with pytest.raises(ValueError, match="'Title': width 25, allowed is 1 to 24"):
         list(places((Stat(**WORDS, width=25),), top=0))
+
+
+def test_a_collapsed_row_holds_its_panels_and_the_next_row_follows_it_directly():
+    panel = Stat(**WORDS, queries=(QUERY,), height=7)
+    first, second, shown = page_of(Row("Details", (panel,), collapsed=True), Row("Next", (panel,)))[
+        "panels"
+    ]
+
+    assert (first["collapsed"], len(first["panels"])) == (True, 1)
+    assert (second["collapsed"], second["panels"]) == (False, [])
+    assert (first["gridPos"]["y"], second["gridPos"]["y"], shown["gridPos"]["y"]) == (0, 1, 2)
+    assert first["panels"][0]["gridPos"]["y"] == 1
+    assert [first["id"], first["panels"][0]["id"], second["id"], shown["id"]] == [1, 2, 3, 4]
+
+
+def test_the_legend_of_several_series_is_a_table_sorted_by_the_last_value():
+    several, single = drawn(
+        TimeSeries(**WORDS, queries=(Query("up", "rank {{rank}}"),)),
+        TimeSeries(**WORDS, queries=(QUERY,)),
+    )
+
+    legend = several["options"]["legend"]
+    assert (legend["displayMode"], legend["calcs"]) == ("table", ["lastNotNull", "mean", "max"])
+    assert (legend["sortBy"], legend["sortDesc"]) == ("Last *", True)
+    assert single["options"]["legend"]["displayMode"] == "list"
+
+
+def test_series_and_cells_of_a_rank_link_to_the_rank_its_node_traces_and_reports():
+    series, table = drawn(
+        TimeSeries(**WORDS, queries=(Query("up", "rank {{rank}} {{node}}"),)),
+        Table(
+            **WORDS,
+            labels={"rank": "Rank", "node": "Node"},
+            columns=(Column(title="Up", expression="up"),),
+        ),
+    )
+
+    of_series = {link["title"]: link["url"] for link in series["fieldConfig"]["defaults"]["links"]}
+    rank = "${__field.labels.rank}"
+    assert (
+        f"/d/zerowatch-step-anatomy?${{datasource:queryparam}}&${{job:queryparam}}&${{run:queryparam}}&var-rank={rank}&"
+        in of_series[f"Rank {rank}"]
+    )
+    assert rank in of_series[f"Traces of rank {rank}"]
+    assert rank in of_series[f"Reports of rank {rank}"]
+    assert "var-node=${__field.labels.node}" in of_series["Node ${__field.labels.node}"]
+    assert "var-rank=${__value.raw}" in overrides(table, "Rank")["links"][0]["url"]
+    assert "/d/zerowatch-devices" in overrides(table, "Node")["links"][0]["url"]
+
+
+def test_a_rank_is_chosen_on_the_same_dashboard_if_it_has_the_choice():
+    by_rank = TimeSeries(**WORDS, queries=(Query('up{rank=~"$rank"}', "rank {{rank}}"),))
+
+    (json,) = drawn(by_rank)
+
+    assert "/d/zerowatch-a-b?" in json["fieldConfig"]["defaults"]["links"][0]["url"]
+
+
+def test_panels_and_rows_that_ignore_the_choice_of_ranks_are_marked():
+    chosen = Stat(**WORDS, queries=(Query('up{rank=~"$rank"}', "up"),))
+    whole = Stat(**WORDS, queries=(QUERY,))
+
+    json = page_of(Row("Mixed", (chosen, whole)), Row("Whole", (whole,)))["panels"]
+
+    assert [panel["title"] for panel in json] == [
+        *("Mixed", "Title", "Title (all ranks)"),
+        *("Whole (all ranks)", "Title"),
+    ]
+
+
+def test_a_dashboard_without_the_choice_of_ranks_marks_nothing_and_has_no_such_variable():
+    json = page_of(Row("Whole", (Stat(**WORDS, queries=(QUERY,)),)))
+
+    assert [panel["title"] for panel in json["panels"]] == ["Whole", "Title"]
+    names = [variable["name"] for variable in json["templating"]["list"]]
+    assert names == ["datasource", "runbook", "job", "run"]
+
+
+def test_an_alert_links_to_its_page_in_the_runbook_in_lower_case():
+    (json,) = drawn(
+        Table(
+            **WORDS,
+            labels={"runbook_page": "Runbook"},
+            columns=(Column(title="Since", expression="up"),),
+            after=("Runbook",),
+            lower_case=("Runbook",),
+        )
+    )
+
+    assert overrides(json, "Runbook")["links"][0]["url"] == "${runbook}#${__value.raw}"
+    assert json["transformations"][2]["options"]["outputFormat"] == "Lower Case"
+    assert json["transformations"][1]["options"]["indexByName"] == {"Value": 0, "runbook_page": 1}
+
+
+def test_a_heatmap_of_series_has_a_row_for_each_and_few_points():
+    panel = SeriesHeatmap(**WORDS, queries=(Query("up", "{{node}}"),), unit="percentunit")
+    (json,) = drawn(panel)
+
+    assert (json["type"], json["options"]["calculate"]) == ("heatmap", False)
+    assert json["targets"][0]["format"] == "time_series"
+    assert json["maxDataPoints"] == 120
+    assert "filterValues" not in json["options"], "0 is a value and not an empty bucket"
+
+
+def test_each_curve_of_an_xy_chart_joins_its_two_queries():
+    curves = tuple(Curve(name=name, x="steps", y="loss", color="blue") for name in "AB")
+    (json,) = drawn(XYChart(**WORDS, curves=curves, x_title="step"))
+
+    assert [target["legendFormat"] for target in json["targets"]] == ["A step", "A", "B step", "B"]
+    assert [change["filter"]["options"] for change in json["transformations"]] == [
+        "/^(?:A|B)$/",
+        "/^(?:C|D)$/",
+    ]
+    assert [one["frame"]["matcher"]["options"] for one in json["options"]["series"]] == [0, 0, 1, 1]

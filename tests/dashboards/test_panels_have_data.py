@@ -57,6 +57,15 @@ ABSENT = {
     select(across_ranks.RANKS_DEVICE_TEMPERATURE): NO_GPU,
     select(devices.DEVICE_ENERGY): NO_GPU,
     select(devices.DEVICE_LINK_BYTES): NO_GPU,
+    select(devices.DEVICE_INFO): NO_GPU,
+    select(devices.DEVICE_LOST): NO_GPU,
+    select(devices.DEVICE_XID_ERRORS): NO_GPU,
+    select(devices.DEVICE_ECC_ERRORS): NO_GPU,
+    select(devices.DEVICE_ROW_REMAP): NO_GPU,
+    select(devices.DEVICE_LINK_ERRORS): NO_GPU,
+    select(devices.DEVICE_THROTTLED_SECONDS): NO_GPU,
+    select(devices.DEVICE_TEMPERATURE_LIMIT): NO_GPU,
+    select(training.LAST_CHECKPOINT_BYTES): "the job saves by its engine, which gives no size",
     select(memory.MEMORY_FRAGMENTATION): NO_GPU,
     select(memory.ALLOC_RETRIES): NO_GPU,
     select(memory.MEMORY_BYTES, 'device!="cpu"'): NO_GPU,
@@ -137,7 +146,8 @@ class Answers:
         ]
 
     def _of_dashboards(self) -> Iterator[Question]:
-        chosen = {"job": ["zerowatch"], "run": [RUN], "rank": ["0", "1"]}
+        runs = dict.fromkeys(("run", "run_a", "run_b"), [RUN])
+        chosen = {"job": ["zerowatch"], **runs}
         reader = Reader(variables=chosen, range_seconds=SHOWN_SECONDS, scrape_seconds=1.0)
         for dashboard in DASHBOARDS:
             for query in dashboard_queries(dashboard):

@@ -191,7 +191,12 @@ export function Curves({
     const frame = frames[series.frame.matcher.options];
     const x = field(frame, series.x.matcher.options);
     const y = field(frame, series.y.matcher.options);
-    return x && y ? [{ name: series.name.fixed, xs: [...x.values], ys: [...y.values], y }] : [];
+    if (!x || !y) {
+      return [];
+    }
+    const known = [...x.values.keys()].filter((at) => x.values[at] !== null && y.values[at] !== null);
+    const of = (one: Field) => known.map((at) => one.values[at]);
+    return [{ name: series.name.fixed, xs: of(x), ys: of(y), y }];
   });
   const ends = (all: number[]) => [Math.min(...all), Math.max(...all)];
   const [left, right] = ends(curves.flatMap((curve: any) => curve.xs));

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from fakes.tuner_decisions import decision
 from replay_decisions import PARSE_ERRORS, parse_line
 
+from zerowatch.metrics.thresholds import DATA_RATIO_HIGH
 from zerowatch.runtime.tuner.policy.decision_log import DECISIONS_FILE, DecisionLog, make_record
+from zerowatch.runtime.tuner.policy.policy_types import Symptom
 
 
 def decided(found, number=1):
@@ -64,6 +67,17 @@ def test_a_line_has_the_keys_that_users_search_for(tmp_path):
         "auto",
     )
     assert line["changes"] == [{"knob": "micro_batch_samples", "before": 4, "after": 16}]
+
+
+def test_a_threshold_among_the_inputs_is_written_as_a_number(tmp_path):
+    symptom = Symptom(name="data_bound", ratio=0.3, evidence={"limit_ratio": DATA_RATIO_HIGH})
+    found = decision()
+    found = replace(found, inputs=replace(found.inputs, symptoms=(symptom,)))
+
+    DecisionLog().write(tmp_path, decided(found), found)
+
+    line = json.loads((tmp_path / DECISIONS_FILE).read_text())
+    assert line["inputs"]["symptoms"][0]["evidence"] == {"limit_ratio": 0.1}
 
 
 def test_a_disk_error_is_logged_once_and_not_raised(tmp_path, caplog):
