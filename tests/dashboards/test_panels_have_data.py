@@ -146,7 +146,7 @@ class Answers:
         ]
 
     def _of_dashboards(self) -> Iterator[Question]:
-        runs = dict.fromkeys(("run", "run_a", "run_b"), [RUN])
+        runs = {name: [RUN] for name in ("run", "run_a", "run_b")}
         chosen = {"job": ["zerowatch"], **runs}
         reader = Reader(variables=chosen, range_seconds=SHOWN_SECONDS, scrape_seconds=1.0)
         for dashboard in DASHBOARDS:
