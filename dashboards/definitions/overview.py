@@ -449,15 +449,15 @@ GOODPUT = sized(
         "an older checkpoint: see the log of rank 0.",
         queries=(Query(by("max", of_run(steps.CHECKPOINTS), "outcome"), "{{outcome}}", "now"),),
         unit=PLAIN,
-        thresholds=PLAIN_TEXT,
-        colors={"failed": "orange"},
+        thresholds=ANY_IS_BAD,
+        colors={"saved": NEUTRAL},
         plain=True,
         empty="none saved",
     ),
     Stat(
-        title="Size of the last checkpoint",
-        description="Bytes of the files of the last checkpoint of a TrainingRun, and the time "
-        "in which training stopped for checkpoints since the start.",
+        title="Cost of checkpoints",
+        description="Time in which training stopped for checkpoints since the start, and bytes "
+        "of the files of the last one, if a TrainingRun saved it.",
         queries=(
             Query(of_first_rank(steps.LAST_CHECKPOINT_BYTES), "size", shape="now"),
             Query(by("max", of_run(steps.CHECKPOINT_SECONDS)), "time", shape="now"),

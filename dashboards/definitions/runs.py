@@ -104,7 +104,7 @@ FLEET = sized(
     ),
 )
 
-SEEN = f"max_over_time(timestamp({recorded.RUN_STATE.select(*JOB)})[$__range:1m])"
+SEEN = f"max_over_time(timestamp({recorded.RUN_STATE.select(*JOB)})[$__range:15s])"
 
 ALL_RUNS = (
     Table(
