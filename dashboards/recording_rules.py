@@ -20,7 +20,7 @@ from ..metrics.catalog import devices, memory, overhead, training, window
 from ..metrics.catalog.spec import MetricSpec
 from ..metrics.thresholds import THRESHOLDS
 from .promql import ON_HOST, by, rate, ratio, recorded_name, select, where, with_node
-from .run_state import STATE_BY_REASON, RunState
+from .run_status import STATE_BY_REASON, RunStatus
 from .timing import Timing
 
 # The phases that count as training time, the denominator of the ratios.
@@ -449,9 +449,9 @@ def _state_of_run() -> str:
     active = f"{by('max', select(training.RUN_ACTIVE))} == 1"
     silence = f"time() - {by('max', select(training.LAST_ACTIVITY_TIMESTAMP))}"
     while_active = (
-        (RunState.HANGING, f"{by('max', select(comm.HANG_ACTIVE))} == 1"),
-        (RunState.STALLED, f"{silence} > {STALLED_SECONDS:.0f}"),
-        (RunState.STARTING, f"{by('max', select(training.STEPS))} == 0"),
+        (RunStatus.HANGING, f"{by('max', select(comm.HANG_ACTIVE))} == 1"),
+        (RunStatus.STALLED, f"{silence} > {STALLED_SECONDS:.0f}"),
+        (RunStatus.STARTING, f"{by('max', select(training.STEPS))} == 0"),
     )
     at_its_end = [
         f"{state:d} * {by('max', select(training.RUN_END_INFO, matcher))}"
@@ -459,7 +459,7 @@ def _state_of_run() -> str:
         for matcher in (f'reason="{reason}"',)
     ]
     states = [where(f"{state:d} * ({applies}) ^ 0", active) for state, applies in while_active]
-    ended = f"{RunState.ENDED:d} + {by('max', select(training.RUN_ACTIVE))}"
+    ended = f"{RunStatus.ENDED:d} + {by('max', select(training.RUN_ACTIVE))}"
     return "\nor on (job, run) ".join((*states, active, *at_its_end, ended))
 
 

@@ -10,7 +10,7 @@ from ..grafana.panels import Query
 from ..limits import selected
 from ..promql import by, rate, select, where
 from ..recording_rules import RUN_STATE, RecordingRule
-from ..run_state import FIRST_END, RunState
+from ..run_status import FIRST_END, RunStatus
 
 JOB = ('job=~"$job"',)
 RUN = (*JOB, 'run=~"$run"')
@@ -83,7 +83,7 @@ def state_of(*matchers: str) -> str:
     )
     return (
         f"{recent}\nor on (job, run) {last} >= {FIRST_END:d}"
-        f"\nor on (job, run) {RunState.VANISHED:d} * {last} ^ 0"
+        f"\nor on (job, run) {RunStatus.VANISHED:d} * {last} ^ 0"
     )
 
 

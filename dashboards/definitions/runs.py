@@ -22,7 +22,7 @@ from ..grafana.panels import (
     Text,
 )
 from ..promql import by
-from ..run_state import FIRST_END, RunState
+from ..run_status import FIRST_END, RunStatus
 from .queries import JOB, latest, state_of
 from .shared_panels import STATES, alert_table, sized
 
@@ -52,7 +52,7 @@ FLEET = sized(
         "state in the table below, and hang-rank-*.txt in the run folder.",
         queries=(
             Query(
-                f"count(({STATE}) == {RunState.STALLED:d} or ({STATE}) == {RunState.HANGING:d})"
+                f"count(({STATE}) == {RunStatus.STALLED:d} or ({STATE}) == {RunStatus.HANGING:d})"
                 " or vector(0)",
                 "runs",
                 shape="now",
@@ -67,7 +67,7 @@ FLEET = sized(
         title="Vanished",
         description="Number of runs in the time range whose ranks stopped to answer while they "
         "were training. See the end of their logs, and whether their nodes are up.",
-        queries=(Query(number_of_runs(f"== {RunState.VANISHED:d}"), "runs", shape="now"),),
+        queries=(Query(number_of_runs(f"== {RunStatus.VANISHED:d}"), "runs", shape="now"),),
         unit=PLAIN,
         thresholds=ANY_IS_BAD,
         color="background",

@@ -28,7 +28,7 @@ from ..grafana.panels import (
 )
 from ..promql import rate, ratio, where
 from ..recording_rules import RecordingRule
-from ..run_state import RunState
+from ..run_status import RunStatus
 from .queries import FIRST_RANK, RANK, RUN, WINDOW, by_node, by_rank, of_run
 
 # The color of each phase, by its legend, so that a phase looks the same on every dashboard.
@@ -42,18 +42,18 @@ PHASE_COLORS = {
     "checkpoint": "dark-green",
 }
 STATE_COLORS = {
-    RunState.TRAINING: GOOD,
-    RunState.STARTING: "blue",
-    RunState.STALLED: BAD,
-    RunState.HANGING: BAD,
-    RunState.COMPLETED: NEUTRAL,
-    RunState.INTERRUPTED: NEUTRAL,
-    RunState.PEER_FAILED: BAD,
-    RunState.HANG_ABORT: BAD,
-    RunState.EXCEPTION: BAD,
-    RunState.OUT_OF_MEMORY: BAD,
-    RunState.ENDED: WARNING,
-    RunState.VANISHED: BAD,
+    RunStatus.TRAINING: GOOD,
+    RunStatus.STARTING: "blue",
+    RunStatus.STALLED: BAD,
+    RunStatus.HANGING: BAD,
+    RunStatus.COMPLETED: NEUTRAL,
+    RunStatus.INTERRUPTED: NEUTRAL,
+    RunStatus.PEER_FAILED: BAD,
+    RunStatus.HANG_ABORT: BAD,
+    RunStatus.EXCEPTION: BAD,
+    RunStatus.OUT_OF_MEMORY: BAD,
+    RunStatus.ENDED: WARNING,
+    RunStatus.VANISHED: BAD,
 }
 STATES = tuple(
     Named(state, state.name.lower().replace("_", " "), color)

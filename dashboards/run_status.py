@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 
-class RunState(IntEnum):
+class RunStatus(IntEnum):
     """The states, of which Prometheus stores the number."""
 
     TRAINING = 1
@@ -26,14 +26,14 @@ class RunState(IntEnum):
     VANISHED = 20
 
 
-FIRST_END = RunState.COMPLETED
+FIRST_END = RunStatus.COMPLETED
 # The reasons of ranks for their end, by the state of the run. If ranks name several, the last here
 # counts: a rank that lost a peer does not know why the peer failed.
 STATE_BY_REASON = {
-    "completed": RunState.COMPLETED,
-    "interrupted": RunState.INTERRUPTED,
-    "peer_failed": RunState.PEER_FAILED,
-    "hang_abort": RunState.HANG_ABORT,
-    "exception": RunState.EXCEPTION,
-    "out_of_memory": RunState.OUT_OF_MEMORY,
+    "completed": RunStatus.COMPLETED,
+    "interrupted": RunStatus.INTERRUPTED,
+    "peer_failed": RunStatus.PEER_FAILED,
+    "hang_abort": RunStatus.HANG_ABORT,
+    "exception": RunStatus.EXCEPTION,
+    "out_of_memory": RunStatus.OUT_OF_MEMORY,
 }
