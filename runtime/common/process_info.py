@@ -47,6 +47,15 @@ def this_process() -> ProcessInfo:
     )
 
 
+def node_name(host: str) -> str:
+    """Return the name of the machine that `host` is on: of a pod, the node if NODE_NAME has it.
+
+    A pod's host name is the name of the pod, which shows nobody where to log in.
+    """
+    in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
+    return (os.environ.get("NODE_NAME") if in_pod else None) or host
+
+
 def new_run_id() -> str:
     """Return a unique run id. The ids sort by the time of their creation."""
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"

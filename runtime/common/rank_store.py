@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from ...metrics.backoff import Backoff
-from .process_info import ProcessInfo
+from .process_info import ProcessInfo, node_name
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class TargetDiscovery:
 
     def announce(self, address: str) -> None:
         """Write this rank's address for rank 0."""
-        entry = json.dumps({"address": address, "host": self._process.host})
+        entry = json.dumps({"address": address, "host": node_name(self._process.host)})
         self._store.put(f"address/{self._process.rank}", entry)
 
     def poll(self) -> bool:

@@ -28,6 +28,7 @@ from ...metrics.exporters.otlp_queue import OtlpQueue
 from ...metrics.exporters.telemetry_data import AttributeValue, Example, Span, StepTrace
 from ..collectives.groups import CollectiveCall
 from ..common.fail_open import MonitoringThread
+from ..common.process_info import node_name
 from ..common.step_errors import StepError
 from ..instrumentation.watch_context import WatchContext
 from .otel_spans import (
@@ -221,7 +222,11 @@ class OtelExporter:
         run_id = self._context.run_id()
         if run_id is None:
             return None
-        return {"run": run_id, "node": self._context.identity.host, "rank": str(self._rank)}
+        return {
+            "run": run_id,
+            "node": node_name(self._context.identity.host),
+            "rank": str(self._rank),
+        }
 
     def _resource(self) -> Mapping[str, AttributeValue]:
         return resource_attributes(

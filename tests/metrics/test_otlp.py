@@ -1,4 +1,4 @@
-"""Tests of OTLP export: metrics, traces, log lines and resource attributes."""
+"""Tests of OTLP export: metrics, traces, log lines, resource attributes, otlp_increases.py."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Store
 
 from zerowatch.runtime.common import rank_store
-from zerowatch.runtime.common.process_info import ProcessInfo
+from zerowatch.runtime.common.process_info import ProcessInfo, node_name
 from zerowatch.runtime.common.rank_store import (
     OLDER_TRUSTED_SECONDS,
     RankStore,
@@ -79,10 +79,9 @@ def test_the_ranks_share_the_run_id_and_rank_zero_finds_the_targets(store, monke
     assert unknown is None
     assert stores[1].get("run_id") == "night-7"
     assert discovery[0].poll()
-    assert [target["targets"] for target in discovery[0].targets("night-7")] == [
-        ["host-0:9464"],
-        ["host-1:9464"],
-    ]
+    targets = discovery[0].targets("night-7")
+    assert [target["targets"] for target in targets] == [["host-0:9464"], ["host-1:9464"]]
+    assert [target["labels"]["node"] for target in targets] == [process(0).host, process(1).host]
 
 
 def test_texts_written_before_rank_zero_started_are_read_by_it(store, monkeypatch, clock):
@@ -219,3 +218,21 @@ def test_watches_of_one_process_do_not_share_texts(store):
     first.put("run_id", "first")
 
     assert RankStore(process(0), 2, store).get("run_id") is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "node"),
+    [
+        ({}, "train-0"),
+        ({"NODE_NAME": "gpu-7"}, "train-0"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "train-0"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "NODE_NAME": "gpu-7"}, "gpu-7"),
+    ],
+)
+def test_the_node_of_a_pod_is_its_machine_if_the_manifest_names_it(monkeypatch, variables, node):
+    for name in ("KUBERNETES_SERVICE_HOST", "NODE_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+
+    assert node_name("train-0") == node
