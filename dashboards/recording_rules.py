@@ -487,7 +487,9 @@ GOODPUT = recorded(
     "start_ratio",
     lambda timing: (
         f"{by('max', select(training.PRODUCTIVE_SECONDS))}\n"
-        f"/ (time() - {by('min', select(training.RUN_START_TIMESTAMP))})"
+        f"/ (time() - {by('min', select(training.RUN_START_TIMESTAMP))})\n"
+        # The counter knows its own attempt only, and the time is that of all attempts.
+        f"and on (job, run) {by('max', select(training.RUN_ATTEMPT))} == 0"
     ),
 )
 STEP_QUANTILE_MIN = _step_quantile("min", "min")

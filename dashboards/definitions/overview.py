@@ -425,10 +425,11 @@ GOODPUT = sized(
     Stat(
         title="Goodput",
         description="Share of the time since the run began that was spent on steps that count: "
-        "without skipped updates, discarded attempts, evaluation, checkpoints, restarts and "
-        "time before the first step. Compare it with your own runs.",
+        "without skipped updates, discarded attempts, evaluation, checkpoints and time before "
+        "the first step. It is not known for a run that was restarted.",
         queries=(Query(of_run(recorded.GOODPUT), "goodput"),),
         unit=RATIO,
+        empty="not known after a restart",
         decimals=1,
         thresholds=PLAIN_TEXT,
     ),

@@ -73,7 +73,7 @@ def test_links_of_alerts_lead_to_the_given_addresses(tmp_path: Path) -> None:
     alerts = (tmp_path / "prometheus" / "alerts.yaml").read_text()
     assert done.exit_code == 0
     assert "https://grafana.here/d/zerowatch-overview?" in alerts
-    assert "https://wiki.here/runbook#zerowatchrankdown" in alerts
+    assert "https://wiki.here/runbook#zerowatchrankvanished" in alerts
     assert "127.0.0.1:3000" not in alerts
 
 
