@@ -65,9 +65,17 @@ def test_the_watchdog_fires_without_any_series(alert_rules, tmp_path):
     assert failures(alert_rules, [always], tmp_path) == ""
 
 
-@pytest.mark.parametrize("scenario", reviewed.SCENARIOS, ids=lambda scenario: scenario.title)
-def test_scenarios(scenario, alert_rules, tmp_path):
-    assert failures(alert_rules, [scenario.test()], tmp_path) == ""
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(each, id=each.title, marks=[pytest.mark.slow] if each.slow else [])
+        for each in reviewed.SCENARIOS
+    ],
+)
+def test_scenarios(scenario, rules, alert_rules, tmp_path):
+    used = rules if scenario.records else alert_rules
+
+    assert failures(used, [scenario.test()], tmp_path) == ""
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != WATCHDOG])

@@ -89,8 +89,8 @@ CASES = (
         title="Fires if exposed communication rises from 19 to 27 %",
         series=exposed((30, 0.19), (15, 0.27), (10, 0.05)),
         alert=BOTTLENECK,
-        fires_at="35m45s",
-        recovers_at="51m15s",
+        fires_at="36m",
+        recovers_at="51m45s",
     ),
     Case(
         title="Does not fire at 20 % exposed communication",
@@ -144,7 +144,7 @@ CASES = (
         series=exposed((40, 0.06), (20, 0.15), (15, 0.06)),
         alert=ROSE,
         fires_at="51m45s",
-        recovers_at="68m",
+        recovers_at="68m15s",
         annotations=annotations_of(
             "ZerowatchCommRatioRose",
             dashboard="zerowatch-communication",
@@ -181,7 +181,7 @@ CASES = (
         series=waiting(0.12, 0.02, 0.14, 0.12, even=10),
         alert=STRAGGLER,
         fires_at="2m15s",
-        recovers_at="16m",
+        recovers_at="16m45s",
         annotations=annotations_of(
             "ZerowatchStragglerRank",
             dashboard="zerowatch-communication",
@@ -197,7 +197,7 @@ CASES = (
         series=waiting(0.12, 0.02, even=10),
         alert=STRAGGLER,
         fires_at="2m15s",
-        recovers_at="16m",
+        recovers_at="16m45s",
     ),
     Case(
         title="Does not fire if one of four ranks waits most",

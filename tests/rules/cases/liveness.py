@@ -278,12 +278,12 @@ CASES = (
     Case(
         title="Fires if a rank dies ten minutes after another has ended in good order",
         series=training_rank(0, (30, 1))
-        | training_rank(1, (20, 1), (10, GONE))
+        | training_rank(1, (20, 1), (5, GONE), (5, 1))
         | training_rank(2, (10, 1), (0.25, 0), (19, GONE))
         | of_both(WORLD_SIZE, gauge((30, 3))),
         alert=VANISHED,
         fires_at="21m30s",
-        recovers_at="30m15s",
+        recovers_at="25m15s",
     ),
     # Ranks that hang or never begin.
     Case(
@@ -307,7 +307,7 @@ CASES = (
         | of_both("zerowatch_steps_total", counter((30, 0), (10, 1)))
         | of_both(ACTIVITY, counter((30, 0), (10, 1))),
         alert=NO_FIRST_STEP,
-        fires_at="13m15s",
+        fires_at="13m",
         recovers_at="30m15s",
         annotations=annotations_of(
             "ZerowatchNoFirstStep",
@@ -322,7 +322,7 @@ CASES = (
         title="Fires if a run has no first step and its counter of steps is absent",
         series=stuck(40, steps_taken=GONE),
         alert=NO_FIRST_STEP,
-        fires_at="13m15s",
+        fires_at="13m",
         recovers_at="45m",
     ),
     Case(
@@ -349,7 +349,7 @@ CASES = (
     ),
     Case(
         title="Fires if fewer ranks answer than were started",
-        series=training_rank(0, (10, 1), (10, 1)) | training_rank(1, (10, GONE), (10, 1)),
+        series=vanishing((10, GONE), (10, 1)),
         alert=MISSING,
         fires_at="5m",
         recovers_at="10m15s",

@@ -131,7 +131,7 @@ CASES = (
         series=skipped((10, 0), (15, 2), (10, 0)),
         alert=SKIPPED,
         fires_at="17m30s",
-        recovers_at="33m",
+        recovers_at="32m30s",
     ),
     Case(
         title="Does not fire if a third of the updates are skipped",

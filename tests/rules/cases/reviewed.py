@@ -12,6 +12,8 @@ from typing import Any
 
 from rules.history import Series
 
+from zerowatch.dashboards.recording_rules import STEP_QUANTILE_MEDIAN
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
@@ -24,6 +26,7 @@ class Scenario:
         records: Values of expressions by time, in addition.
         every: Seconds between two scrapes.
         guard: Whether the rules of the review's time gave the same outcome.
+        slow: Whether promtool takes long, for a history of hours.
     """
 
     title: str
@@ -32,6 +35,7 @@ class Scenario:
     records: Mapping[tuple[str, str], Mapping[str, float]] = field(default_factory=dict)
     every: float = 15.0
     guard: bool = False
+    slow: bool = False
 
     def test(self) -> dict[str, Any]:
         """Return the scenario in the format of promtool."""
@@ -134,15 +138,15 @@ SCENARIOS = (
     ),
     # q
     Scenario(
-        title="Steps of 5.2 s have a mean of 5.2 s",
-        series=of("step_duration_seconds_sum", "0+15.6x100")
-        | of("step_duration_seconds_count", "0+3x100"),
+        title="Steps that all take 5.2 s have a median and a 99th percentile of 5.2 s",
+        series=of("step_duration_quantile_seconds", "5.2x100", quantile="0.5")
+        | of("step_duration_quantile_seconds", "5.2x100", quantile="0.99"),
         records={
-            ("run:zerowatch_step_duration_seconds:mean_rate5m", "20m"): {
-                'run:zerowatch_step_duration_seconds:mean_rate5m{job="z", run="r"}': 5.2
+            (STEP_QUANTILE_MEDIAN.name, "20m"): {
+                f'{STEP_QUANTILE_MEDIAN.name}{{job="z", run="r", quantile="{quantile}"}}': 5.2
+                for quantile in ("0.5", "0.99")
             }
         },
-        guard=True,  # median and p99 no longer come from buckets
     ),
     # r
     Scenario(
@@ -160,6 +164,7 @@ SCENARIOS = (
             "6h4m": ("RunDied",),  # six hours after its last scrape
             "6h6m": (),
         },
+        slow=True,
     ),
     Scenario(
         title="A target vanishes, as after the deletion of a pod",

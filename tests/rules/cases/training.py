@@ -79,8 +79,8 @@ CASES = (
         title="Fires if the MFU falls to half of what it was",
         series=mfu((40, 0.4), (20, 0.2), (10, 0.4)),
         alert=DROPPED,
-        fires_at="54m",
-        recovers_at="68m",
+        fires_at="53m15s",
+        recovers_at="67m15s",
         annotations=annotations_of(
             "ZerowatchMfuDropped",
             dashboard="zerowatch-step-anatomy",
@@ -103,10 +103,10 @@ CASES = (
     ),
     Case(
         title="Fires if a run that saves every 20 minutes has not saved for an hour",
-        series=saved(110, 5, 25, 45, 106),
+        series=saved(115, 5, 25, 45, 110),
         alert=OVERDUE,
         fires_at="106m15s",
-        recovers_at="106m30s",
+        recovers_at="110m15s",
     ),
     Case(
         title="Does not fire if a run that saves every 20 minutes has not saved for 50",
