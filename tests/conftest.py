@@ -17,7 +17,6 @@ from extension_locks import complaint, extensions_root, stale_locks
 BESIDE_JOBS = (
     "tests/docs/test_code_blocks.py",
     "tests/runtime/cli/demo/test_demo.py",
-    "tests/dashboards/test_panels_have_data.py",
     "tests/runtime/cli/test_run_command.py",
     "tests/runtime/cross_rank/hang/test_hang_job.py",
     "tests/runtime/memory/oom/test_oom_job.py",
