@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,16 @@ def hardware_rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
         content["groups"] = [each for each in content["groups"] if groups in each["name"]]
         files[name] = yaml.safe_dump(content)
     return written(files, tmp_path_factory.mktemp("hardware-rules"))
+
+
+@pytest.fixture(scope="session")
+def component_rules(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that returns a folder with only the rules of some components."""
+    return cache(
+        lambda *components: written(
+            needed_rules(rule_files(), *components), tmp_path_factory.mktemp("component-rules")
+        )
+    )
 
 
 @pytest.fixture(scope="session")

@@ -131,8 +131,17 @@ def written(files: Mapping[str, str], folder: Path) -> Path:
     return folder
 
 
-def needed_rules(files: Mapping[str, str]) -> dict[str, str]:
-    """Return the rule files without recording rules on which no alert depends."""
+def needed_rules(files: Mapping[str, str], *components: str) -> dict[str, str]:
+    """Return the rule files without recording rules on which no alert depends.
+
+    Args:
+        files: The rule files.
+        components: The components of the alerts that are kept; all if there is none.
+    """
+    alerts = yaml.safe_load(files[ALERTS])
+    kept = {f"zerowatch-{component}-alerts" for component in components}
+    alerts["groups"] = [each for each in alerts["groups"] if not kept or each["name"] in kept]
+    files = {**files, ALERTS: yaml.safe_dump(alerts)}
     recording = yaml.safe_load(files[RECORDING])
     expressions = {
         rule["record"]: rule["expr"] for group in recording["groups"] for rule in group["rules"]

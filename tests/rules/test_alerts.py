@@ -23,24 +23,37 @@ from zerowatch.dashboards.alerts import alerts
 from zerowatch.dashboards.alerts.dcgm import dcgm_alerts
 from zerowatch.dashboards.timing import Timing
 
-CASES = (
-    *communication.CASES,
-    *liveness.CASES,
-    *training.CASES,
-    *numerics.CASES,
-    *memory.CASES,
-    *window.CASES,
-    *overhead.CASES,
-    *prometheus.CASES,
-    *thresholds.CASES,
-)
+# The cases by the components whose alerts they are about. All rules take four times as long.
+BY_COMPONENTS = {
+    ("communication",): communication.CASES,
+    ("training",): (*liveness.CASES, *numerics.CASES),
+    ("training", "devices"): training.CASES,
+    ("memory",): memory.CASES,
+    ("memory", "training"): window.CASES,
+    ("watch", "tuner"): (*overhead.CASES, *thresholds.CASES),
+    ("prometheus",): prometheus.CASES,
+}
+CASES = tuple(case for cases in BY_COMPONENTS.values() for case in cases)
 HARDWARE = (*hardware.CASES, *dcgm.CASES)
 OF_NAME = {alert.name: alert for alert in (*alerts(Timing()), *dcgm_alerts(Timing()))}
 NAMES = list(OF_NAME)
 
 
+@pytest.mark.parametrize(
+    ("components", "case"),
+    [
+        pytest.param(components, case, id=case.title)
+        for components, cases in BY_COMPONENTS.items()
+        for case in cases
+    ],
+)
+def test_alerts(components, case, component_rules, tmp_path):
+    assert failures(component_rules(*components), [case.test()], tmp_path) == ""
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
-def test_alerts(case, alert_rules, tmp_path):
+def test_no_other_alert_fires(case, alert_rules, tmp_path):
     assert failures(alert_rules, [case.test()], tmp_path) == ""
 
 

@@ -25,6 +25,7 @@ ROSE = {"alertname": "ZerowatchCommRatioRose", "severity": "warning", **LABELS}
 MISMATCH = {"alertname": "ZerowatchCollectiveMismatch", "severity": "critical", **LABELS}
 BANDWIDTH = "zerowatch_comm_link_bandwidth_bytes_per_second"
 WAIT = "zerowatch_comm_wait_seconds_total"
+WORLD_SIZE = "zerowatch_world_size"
 SCORE = "zerowatch_straggler_score_ratio"
 COVERAGE = {"alertname": "ZerowatchCommCoverageLow", "severity": "info", **LABELS}
 
@@ -56,7 +57,7 @@ def waiting(*shares: float, even: float = 0) -> dict[str, str]:
     for rank, share in enumerate(shares):
         series |= training_rank(rank, (8 + even, 1))
         series |= of_rank(rank, WAIT, counter((8, share), (even, 0.12)), group="dp")
-        series |= of_rank(rank, "zerowatch_world_size", gauge((8 + even, len(shares))))
+        series |= of_rank(rank, WORLD_SIZE, gauge((8 + even, len(shares))))
     return series
 
 
@@ -245,7 +246,7 @@ CASES = (
     ),
     Case(
         title="Does not fire on a single rank",
-        series=training_rank(0, (15, 1)),
+        series=training_rank(0, (15, 1)) | of_rank(0, WORLD_SIZE, gauge((15, 1))),
         until="15m",
     ),
 )

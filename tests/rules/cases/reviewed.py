@@ -177,7 +177,7 @@ SCENARIOS = (
         | of("run_active", "1x400")
         | of("last_activity_timestamp_seconds", "1000x400")
         | of("hangs_total", "0 1x400"),
-        fires={"5m": (), "20m": ("NoFirstStep",), "90m": ("NoFirstStep",)},
+        fires={"5m": (), "20m": ("NoFirstStep",), "40m": ("NoFirstStep",)},
     ),
     Scenario(
         title="Steps take 200 s, and 40 % of their time is exposed communication",
@@ -187,7 +187,7 @@ SCENARIOS = (
         | of("watch_last_update_timestamp_seconds", "0+15x800")
         | of("comm_exposed_seconds_total", "0+6x800", group="dp")
         | of("phase_seconds_total", "0+15x800", phase="backward"),
-        fires={"20m": (), "90m": ("CommBottleneck",)},
+        fires={"20m": (), "50m": ("CommBottleneck",)},
     ),
     Scenario(
         title="The first value of the counter of losses that are not finite is 20",
