@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from zerowatch.metrics.catalog.memory import MEMORY_STATES
+from zerowatch.metrics.catalog.memory import MEMORY_PEAK, MEMORY_STATES
 from zerowatch.runtime.devices.cuda_allocator import cuda_memory
 
 MIB = 2**20
@@ -22,7 +22,8 @@ def test_all_states_are_read_and_agree_with_torch() -> None:
 
     readings = cuda_memory(0, reset_peak=False).read()
 
-    assert set(readings) == {*MEMORY_STATES, "alloc_retries", "unusable"}
+    peaks = {f"peak_{state}" for state in MEMORY_PEAK.labels[1].values}
+    assert set(readings) == {*MEMORY_STATES, *peaks, "limit", "alloc_retries", "unusable"}
     assert readings["allocated"] == torch.cuda.memory_allocated(0) >= block.numel()
     assert readings["reserved"] == torch.cuda.memory_reserved(0)
     assert readings["peak_allocated"] == torch.cuda.max_memory_allocated(0)

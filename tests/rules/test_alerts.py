@@ -17,7 +17,7 @@ from rules.cases import (
     training,
     window,
 )
-from rules.promtool import WATCHDOG, failures
+from rules.promtool import WATCHDOG, Case, failures, seconds
 
 from zerowatch.dashboards.alerts import alerts
 from zerowatch.dashboards.alerts.dcgm import dcgm_alerts
@@ -35,14 +35,25 @@ BY_COMPONENTS = {
 }
 CASES = tuple(case for cases in BY_COMPONENTS.values() for case in cases)
 HARDWARE = (*hardware.CASES, *dcgm.CASES)
+# promtool takes a second for an hour of history. Longer ones belong to make test-all.
+LONG_SECONDS = 35 * 60
 OF_NAME = {alert.name: alert for alert in (*alerts(Timing()), *dcgm_alerts(Timing()))}
 NAMES = list(OF_NAME)
+
+
+def marks(case: Case) -> list[pytest.MarkDecorator]:
+    """Return the marker of long histories, but for the first in which an alert fires."""
+    same = [each for each in (*CASES, *HARDWARE) if each.alert.get("alertname")]
+    first = {each.alert["alertname"]: each for each in reversed(same)}
+    must_run = case is first.get(case.alert.get("alertname", ""))
+    is_long = seconds(case.recovers_at or case.until) > LONG_SECONDS
+    return [pytest.mark.slow] if is_long and not must_run else []
 
 
 @pytest.mark.parametrize(
     ("components", "case"),
     [
-        pytest.param(components, case, id=case.title)
+        pytest.param(components, case, id=case.title, marks=marks(case))
         for components, cases in BY_COMPONENTS.items()
         for case in cases
     ],
@@ -57,7 +68,9 @@ def test_no_other_alert_fires(case, alert_rules, tmp_path):
     assert failures(alert_rules, [case.test()], tmp_path) == ""
 
 
-@pytest.mark.parametrize("case", HARDWARE, ids=lambda case: case.title)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.title, marks=marks(case)) for case in HARDWARE]
+)
 def test_alerts_on_hardware(case, hardware_rules, tmp_path):
     assert failures(hardware_rules, [case.test()], tmp_path) == ""
 
@@ -78,13 +91,8 @@ def test_the_watchdog_fires_without_any_series(alert_rules, tmp_path):
     assert failures(alert_rules, [always], tmp_path) == ""
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        pytest.param(each, id=each.title, marks=[pytest.mark.slow] if each.slow else [])
-        for each in reviewed.SCENARIOS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", reviewed.SCENARIOS, ids=lambda each: each.title)
 def test_scenarios(scenario, rules, alert_rules, tmp_path):
     used = rules if scenario.records else alert_rules
 

@@ -215,8 +215,8 @@ FAULTS = (
     PlantedFault(
         file="metrics/catalog/memory.py",
         kind="wrong label",
-        old='    "inactive_split",\n',
-        new="",
+        old='"reserved", "inactive_split")',
+        new='"reserved")',
         effect="on a GPU, the memory hook fails on a label that is not allowed, and is dropped",
     ),
     PlantedFault(

@@ -26,7 +26,6 @@ class Scenario:
         records: Values of expressions by time, in addition.
         every: Seconds between two scrapes.
         guard: Whether the rules of the review's time gave the same outcome.
-        slow: Whether promtool takes long, for a history of hours.
     """
 
     title: str
@@ -35,7 +34,6 @@ class Scenario:
     records: Mapping[tuple[str, str], Mapping[str, float]] = field(default_factory=dict)
     every: float = 15.0
     guard: bool = False
-    slow: bool = False
 
     def test(self) -> dict[str, Any]:
         """Return the scenario in the format of promtool."""
@@ -164,7 +162,6 @@ SCENARIOS = (
             "6h4m": ("RunDied",),  # six hours after its last scrape
             "6h6m": (),
         },
-        slow=True,
     ),
     Scenario(
         title="A target vanishes, as after the deletion of a pod",

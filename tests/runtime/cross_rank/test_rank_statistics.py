@@ -1,4 +1,4 @@
-"""Tests of statistics over ranks: closed forms, ranks over one store (`figure_collector`), gaps."""
+"""Tests of statistics over ranks: closed forms, ranks over one store (`figure_collector.py`), gaps."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from fakes.cuda_memory import FakeCudaMemory
 
-from zerowatch.metrics.catalog.memory import MEMORY_STATES
+from zerowatch.metrics.catalog.memory import MEMORY_PEAK, MEMORY_STATES
 from zerowatch.runtime.devices.cuda_allocator import CudaMemory
 from zerowatch.runtime.devices.host_memory import HostLimit, HostMemory
 from zerowatch.runtime.devices.memory_probes import memory_probes
@@ -23,6 +23,10 @@ MIB = 2**20
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
 STATUS = "Name:\tx\nVmSize:\t 9000 kB\nVmHWM:\t 5000 kB\nVmRSS:\t 4000 kB\nVmData:\t 3000 kB\n"
+
+# Readings by their names in a probe: uses, peaks and the limit.
+PEAKS = {f"peak_{state}" for state in MEMORY_PEAK.labels[1].values}
+SERVED = {*MEMORY_STATES, *PEAKS, "limit"}
 
 
 def machine(root: Path, cgroups: str = "", physical_kib: int = 16 * 2**20) -> Path:
@@ -55,7 +59,7 @@ def test_the_host_is_read_on_every_rank_and_all_its_states_are_in_the_catalog() 
 
     assert probe.device == "cpu"
     assert set(readings) == {"allocated", "peak_allocated", "reserved", "limit"}
-    assert set(readings) <= set(MEMORY_STATES)
+    assert set(readings) <= SERVED
 
 
 def test_a_rank_on_a_gpu_reads_its_gpu_too() -> None:
@@ -251,7 +255,7 @@ def test_cuda_readings_are_those_of_the_allocator() -> None:
         "limit": 40,
         "alloc_retries": 3,
     }
-    assert set(readings) - {"alloc_retries", "unusable"} == set(MEMORY_STATES)
+    assert set(readings) - {"alloc_retries", "unusable"} == SERVED
 
 
 def test_a_smaller_memory_fraction_of_the_process_is_the_limit() -> None:

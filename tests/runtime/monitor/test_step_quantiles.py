@@ -33,8 +33,8 @@ def test_there_is_no_value_before_the_first_step(quantiles):
 
 
 @pytest.mark.parametrize("seconds", [0.05, 0.34, 5.2, 45.0])
-def test_equal_steps_have_equal_quantiles_within_ten_percent(quantiles, clock, seconds):
-    jitter = random.Random(7)
+def test_equal_steps_have_equal_quantiles_within_ten_percent(quantiles, clock, seconds, seed):
+    jitter = random.Random(seed)
     train(quantiles, clock, [100.0])  # the first step compiles
     train(quantiles, clock, [seconds * jitter.uniform(0.99, 1.01) for _ in range(200)])
 
@@ -44,8 +44,9 @@ def test_equal_steps_have_equal_quantiles_within_ten_percent(quantiles, clock, s
     assert found["0.99"] == pytest.approx(seconds, rel=0.1)
 
 
-def test_quantiles_are_exact(quantiles, clock):
-    durations = [random.Random(3).expovariate(10) for _ in range(5)] * 20
+def test_quantiles_are_exact(quantiles, clock, seed):
+    chance = random.Random(seed)
+    durations = [chance.expovariate(10) for _ in range(100)]
     train(quantiles, clock, durations)
 
     expected = {

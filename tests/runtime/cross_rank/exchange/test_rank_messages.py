@@ -94,8 +94,8 @@ def test_a_report_of_nothing_new_is_short() -> None:
     assert same(decode_report(text).calls["a group"], EMPTY_CALL_REPORT)
 
 
-def test_the_figures_of_a_block_of_ranks_take_forty_bytes_each() -> None:
-    chance = np.random.default_rng(0)
+def test_the_figures_of_a_block_of_ranks_take_forty_bytes_each(seed: int) -> None:
+    chance = np.random.default_rng(seed)
     figures = {rank: chance.random(NUM_FIGURES, np.float32) for rank in range(64)}
     empty = len(encode_report(RankReport(calls={})))
 
