@@ -1,4 +1,7 @@
-"""Tests of statistics over ranks: closed forms, ranks over one store (`figure_collector.py`), gaps."""
+"""Tests of statistics over ranks: closed forms, ranks over one store, gaps.
+
+`figure_collector.py` is tested here too.
+"""
 
 from __future__ import annotations
 
