@@ -31,6 +31,7 @@ from zerowatch.dashboards.recording_rules import (
     DEVICE_UTILIZATION,
     DEVICE_UTILIZATION_BY_RANK,
     OOM_RISK,
+    RANK_ENDED_TIME,
 )
 from zerowatch.dashboards.timing import Timing
 from zerowatch.metrics.catalog import (
@@ -71,11 +72,15 @@ ABSENT = {
     OOM_RISK.select('device!="cpu"'): NO_GPU,
     DEVICE_UTILIZATION.select('device!="cpu"'): NO_GPU,
     DEVICE_UTILIZATION_BY_RANK.select('device!="cpu"'): NO_GPU,
+    RANK_ENDED_TIME.select(): "no rank has ended",
     select(memory.MEMORY_LEAK): HEALTHY,
     select(tuner.TUNER_GAIN): NOTHING_TRIED,
     select(tuner.TUNER_GAIN_LOWER_BOUND): NOTHING_TRIED,
     select(window.COMPRESSION_ERROR): "gradients travel as they are",
 }
+
+# Operands of alerts that are not asked for: the servers are not scraped, the run is not so old.
+NOT_ASKED = ("prometheus_", "alertmanager_", "up offset ")
 
 RUN = "dashboard-run"
 TIMING = Timing(scale=1 / 60)
@@ -164,6 +169,8 @@ class Answers:
             yield self._now("recording rules", rule["record"], rule["record"])
         for rule in _rules(rules["alerts"]):
             for operand in operands(rule["expr"]):
+                if any(part in operand for part in NOT_ASKED):
+                    continue
                 yield self._now("alerts", rule["alert"], operand)
 
     def _now(self, place: str, name: str, promql: str) -> Question:

@@ -76,7 +76,11 @@ def watched(engine, train: Callable[[], object]) -> dict:
             for key, count in calls.items()
             if count > before.get(key, 0)
         ],
-        "failures": [hook for (hook,) in snapshot.values.get(overhead.HOOK_FAILURES, {})],
+        "failures": [
+            hook
+            for (hook,), times in snapshot.values.get(overhead.HOOK_FAILURES, {}).items()
+            if times
+        ],
     }
 
 

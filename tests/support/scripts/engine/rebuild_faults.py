@@ -155,7 +155,9 @@ def watched(host_group: HostGroup) -> dict[str, Any]:
         "active": after.value(training.RUN_ACTIVE),
         "info": [list(labels) for labels in infos],
         "decreased": _decreased(before, after),
-        "failures": {key[0]: n for key, n in after.values.get(overhead.HOOK_FAILURES, {}).items()},
+        "failures": {
+            key[0]: n for key, n in after.values.get(overhead.HOOK_FAILURES, {}).items() if n
+        },
         "seconds": after.distribution(training.STEP_DURATION).count,
         "coverage": after.value(communication.COMM_COVERAGE_RATIO),
     }
