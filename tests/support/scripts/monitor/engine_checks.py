@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -50,6 +51,8 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 for closing in (WatchThread.stop, Subscriptions.close):
     closing.__defaults__ = (120.0,)
 
+# What the C++ runtime prints if a thread of torch's gloo outlives the interpreter.
+ABORTED = "terminate called without an active exception"
 QUIET = {"serve": {"enabled": False}, "run_log": {"enabled": False}}
 
 
@@ -802,17 +805,25 @@ CHECKS = [
 
 
 def run_in_fork(check: Callable[[], None], folder: Path) -> None:
-    child = os.fork()
-    if child == 0:
-        output = os.open(folder / f"{check.__name__}.txt", os.O_WRONLY | os.O_CREAT)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        folder.joinpath(check.__name__).mkdir()
-        os.environ.update(CHECKPOINTS=str(folder / check.__name__), MASTER_PORT=str(free_port()))
-        check()  # what it raises ends this process, as in any script
-        return
-    _, status = os.waitpid(child, 0)
-    folder.joinpath(f"{check.__name__}.status").write_text(str(os.waitstatus_to_exitcode(status)))
+    """Run a check in a child, which returns from here too; once more if torch aborts at exit.
+
+    As in `launching.start`: torch's gloo aborts about one interpreter in a hundred.
+    """
+    output = folder / f"{check.__name__}.txt"
+    for may_abort in (True, False):
+        child = os.fork()
+        if child == 0:
+            descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            own = Path(tempfile.mkdtemp(prefix=check.__name__, dir=folder))
+            os.environ.update(CHECKPOINTS=str(own), MASTER_PORT=str(free_port()))
+            check()  # what it raises ends this process, as in any script
+            return
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if not (may_abort and status == -signal.SIGABRT and ABORTED in output.read_text()):
+            break
+    folder.joinpath(f"{check.__name__}.status").write_text(str(status))
 
 
 def free_port() -> int:
