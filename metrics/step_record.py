@@ -37,7 +37,8 @@ class StepRecord:
     """One optimizer step of one rank. An unknown value is None, or absent from its mapping.
 
     Time: `seconds` is the wall time since the previous step, including all phases. The values of
-    `phase_seconds` add up to `seconds`.
+    `phase_seconds` add up to `seconds`. On a GPU both are times of the compute stream, between
+    events at each change of phase.
 
     Memory and devices: `memory_bytes` and `device_readings` are keyed by device, then by state or
     reading. The catalog metric of a key states its unit. The peaks in `memory_bytes`

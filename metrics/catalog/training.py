@@ -175,7 +175,8 @@ STEP_DURATION_QUANTILE = summary(
 )
 PHASE_SECONDS = counter(
     "phase_seconds_total",
-    "Training-thread seconds by phase; phases do not overlap and add up to wall time.",
+    "Seconds by phase, of the training thread on cpu and of the compute stream on a GPU; phases do "
+    "not overlap and add up to wall time.",
     PHASE,
     lean=EVERY_SERIES,
     from_zero=True,

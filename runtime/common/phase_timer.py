@@ -1,4 +1,7 @@
-"""Measures the time of the training thread by phase. The phases add up to the wall time."""
+"""Measures the time of the training thread by phase. The phases add up to the wall time.
+
+On an accelerator, `instrumentation/device_phases.py` measures the same phases on the device.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,7 @@ class PhaseTimer:
         since_ns: Time of the last change of phase.
         left_training: Set when an evaluation or a checkpoint begins. The reader resets it.
         on_change: Called with the current phase before the phase changes, unless None.
+        on_interval_end: Called with the phase of each interval that ends, unless None.
     """
 
     __slots__ = (
@@ -39,6 +43,7 @@ class PhaseTimer:
         "current",
         "left_training",
         "on_change",
+        "on_interval_end",
         "since_ns",
     )
 
@@ -50,6 +55,7 @@ class PhaseTimer:
         self._started = False
         self.left_training = False
         self.on_change: Callable[[int], object] | None = None
+        self.on_interval_end: Callable[[int], object] | None = None
         self.current = OTHER
         self.since_ns = now_ns()
 
@@ -114,6 +120,8 @@ class PhaseTimer:
     def _accrue(self) -> None:
         if self.on_change is not None:
             self.on_change(self.current)
+        if self.on_interval_end is not None:
+            self.on_interval_end(self.current)
         now_ns = self._now_ns()
         self._totals[self.current] += now_ns - self.since_ns
         if self._intervals is not None:

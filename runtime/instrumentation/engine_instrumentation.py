@@ -90,6 +90,8 @@ class EngineInstrumentation:
             "another, and are repeated or skipped",
         )
         self._context.fail_open.call("discard window", self._engine_hooks.discard_window)
+        if self._context.device_phases is not None:
+            self._context.device_phases.discard()
 
     @contextmanager
     def checkpoint_phase(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from ..common.phase_timer import PhaseInterval
 from ..memory.memory_reader import Readings
 from ..memory.step_sample import StepMemorySample
 from .batch_shape import BatchShape
+from .device_phases import DevicePhaseTimes
 
 
 @dataclass(slots=True)
@@ -65,7 +66,8 @@ class RawStep:
     Attributes:
         step: Number of the step.
         ended_at: The time at which the step ended, in Unix seconds.
-        phase_ns: Nanoseconds of each phase, in the order of PHASES.
+        phase_ns: Nanoseconds of each phase by the host, in the order of PHASES. `use_device_phases`
+            replaces them and `intervals` by the times on the device.
         intervals: The start and end of each phase, by `time.perf_counter_ns`. Empty if no traces
             are made.
         counts: The micro-batches of the step.
@@ -77,6 +79,7 @@ class RawStep:
         trace: Labels of the script's own span in which the step ended. None if there is no span.
         memory: The memory sample of the step. None if the last sample is recent.
         batch: The collectives since the last step.
+        device_phases: The phases on the accelerator. None on CPU.
     """
 
     step: int
@@ -91,11 +94,36 @@ class RawStep:
     trace: Mapping[str, str] | None
     memory: StepMemorySample | None
     batch: CallBatch
+    device_phases: DevicePhaseTimes | None = None
+
+    @property
+    def phases_show_work(self) -> bool:
+        """Whether the phases are those of the device that computes, and not of a host that waits.
+
+        False on an accelerator if the times on the device were lost.
+        """
+        return self.device_phases is None or self.device_phases.phase_ns is not None
 
     def settled(self) -> bool:
         """Return whether all measurements are complete. Never waits."""
         numbers = (self.gradient_norm, self.learning_rate, self.loss_scale, *self.counts.losses)
-        return all(map(arrived, numbers)) and self.batch.settled()
+        has_phases = self.device_phases is None or self.device_phases.is_read
+        return has_phases and all(map(arrived, numbers)) and self.batch.settled()
+
+    def use_device_phases(self) -> None:
+        """Replace the host's times of the phases by those on the device, if they were read.
+
+        The intervals are placed so that the step ends when it ended on the host. The device may
+        reach that point later, at a time of the host's clock that is not known.
+        """
+        times = self.device_phases
+        if times is None or times.phase_ns is None:
+            return
+        self.phase_ns, self.counts.discarded_ns = times.phase_ns, times.discarded_ns
+        intervals = list(self.intervals)
+        if intervals:
+            end_ns = intervals[-1][2]
+            self.intervals = [(phase, a + end_ns, b + end_ns) for phase, a, b in times.intervals]
 
     def record(
         self, comm: StepCommTotals, device_readings: Readings, oom_risk_ratio: Mapping[str, float]

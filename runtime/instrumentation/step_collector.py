@@ -45,6 +45,7 @@ class StepCollector:
         wrap = context.fail_open.wrap
         self._engine = weakref.ref(engine)
         self._phase_timer = context.phase_timer
+        self._device_phases = context.device_phases
         self._calls = context.call_recorder
         self._enqueue = enqueue
         self._read_memory = wrap("memory", memory.on_step_end)
@@ -62,6 +63,7 @@ class StepCollector:
         engine = self._engine()
         if engine is None:
             return
+        device_phases = self._device_phases
         step = RawStep(
             step=engine.global_steps,
             ended_at=time.time(),
@@ -75,6 +77,7 @@ class StepCollector:
             trace=self._trace(),
             memory=self._read_memory(),
             batch=self._calls.drain(),
+            device_phases=None if device_phases is None else device_phases.end_step(),
         )
         self._enqueue(step)
         if self._profile is not None:

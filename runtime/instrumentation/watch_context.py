@@ -14,6 +14,7 @@ from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer
 from ..common.process_info import ProcessInfo
 from ..common.step_errors import StepErrors
+from .device_phases import DevicePhases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class WatchContext:
         settings: The settings of the run.
         call_recorder: Records the collectives of the process.
         phase_timer: Measures the phases of the training thread.
+        device_phases: Measures the phases on the accelerator. None on CPU.
         run_id: Returns the run id, or None until it is known.
         folder: Returns the run folder. None until the run has an id, or if no run log is written.
         recorder: Holds the metric values.
@@ -45,3 +47,4 @@ class WatchContext:
     recorder: Recorder
     fail_open: FailOpen
     step_errors: StepErrors
+    device_phases: DevicePhases | None = None

@@ -22,6 +22,7 @@ from ..common.rank_store import RankStore, TargetDiscovery
 from ..common.step_errors import StepErrors
 from ..devices.device_probes import device_probes, hardware_ids
 from ..devices.memory_probes import memory_probes
+from ..instrumentation.device_phases import DevicePhases
 from ..instrumentation.engine_instrumentation import EngineInstrumentation
 from ..instrumentation.flops import flops_counter, publish_peak
 from ..instrumentation.watch_context import WatchContext
@@ -79,6 +80,9 @@ def build_watch(
             targets.announce(address)
 
         # The monitors.
+        device_phases = None if device is None else DevicePhases(calls.events)
+        if device_phases is not None:
+            phase_timer.on_interval_end = fail_open.wrap("device phases", device_phases.mark)
         context = WatchContext(
             engine=engine_ref,
             identity=process,
@@ -86,6 +90,7 @@ def build_watch(
             settings=settings,
             call_recorder=calls,
             phase_timer=phase_timer,
+            device_phases=device_phases,
             run_id=lambda: folder.run_id,
             folder=lambda: folder.path,
             recorder=recorder,
@@ -127,7 +132,7 @@ def build_watch(
             calls=calls,
             fail_open=fail_open,
             listeners=listeners,
-            on_device=device is not None,
+            device_phases=device_phases,
         )
         undo.callback(thread.stop)
 

@@ -49,8 +49,6 @@ class ComparisonMonitor:
             self.listeners.append(fail_open.wrap("profile", self.profiler.compare))
         self.periodic_tasks: Mapping[str, Callable[[], object]] = {"hang": self._hang_monitor.check}
         self._analyzer = CollectiveErrorAnalyzer(context.identity.rank, recorder, self._thread)
-        # On CUDA the host runs ahead of the device, so its phases do not show which rank is slow.
-        self._compares_step_times = training_device_index() is None
 
     @property
     def cpu_seconds(self) -> float:
@@ -71,8 +69,7 @@ class ComparisonMonitor:
 
     def add_step_times(self, phase_ns: Sequence[int], blocked_ns: Sequence[int]) -> None:
         """Add the nanoseconds of a step in each of PHASES, and the blocked part of each."""
-        if self._compares_step_times:
-            self._thread.step_times.add(phase_ns, blocked_ns)
+        self._thread.step_times.add(phase_ns, blocked_ns)
 
     def forget_hooks(self) -> None:
         """Drop the profiler in a forked child, because it belongs to the parent process."""

@@ -24,6 +24,7 @@ from ..collectives.groups import CollectiveCall
 from ..collectives.totals import PeriodTotals, StepCommTotals
 from ..common import accelerator
 from ..common.fail_open import FailOpen
+from ..instrumentation.device_phases import DevicePhases
 from ..instrumentation.raw_step import RawStep
 from .comparison_monitor import ComparisonMonitor
 from .device_sampler import DeviceSampler
@@ -69,7 +70,7 @@ class WatchThread:
         fail_open: Wraps all calls to the parts.
         listeners: Functions that receive the record of each step, once a second. They must not
             block. The list may grow.
-        on_device: Whether events of the accelerator measure the calls.
+        device_phases: Measures the phases on the accelerator. None on CPU.
 
     Attributes:
         dropped_steps: Steps lost because this thread was too slow.
@@ -90,7 +91,7 @@ class WatchThread:
         calls: CallRecorder,
         fail_open: FailOpen,
         listeners: Sequence[Listener],
-        on_device: bool,
+        device_phases: DevicePhases | None,
     ) -> None:
         self.dropped_steps = self.dropped_calls = self.untimed_calls = 0
         self.cpu_seconds = 0.0
@@ -102,7 +103,10 @@ class WatchThread:
         self._add_step_times = fail_open.wrap("step times", comparison.add_step_times)
         self._listeners = listeners
         self._trace = fail_open.wrap("traces", otel.trace) if otel.makes_traces else None
-        self._on_device = on_device
+        self._on_device = device_phases is not None
+        self._read_phases = (
+            None if device_phases is None else fail_open.wrap("device phases", device_phases.read)
+        )
         self._inbox: queue.SimpleQueue[CallBatch | RawStep | None] = queue.SimpleQueue()
         self._pending: deque[CallBatch | RawStep] = deque()
         self._waiting_since = 0.0
@@ -209,6 +213,8 @@ class WatchThread:
 
     def _finish_pending(self, *, final: bool) -> None:
         """Process the queue in order, up to the first item that still waits for measurements."""
+        if self._read_phases is not None:
+            self._read_phases()
         while self._pending and not self._is_abandoned:
             head = self._pending[0]
             if not head.settled():
@@ -235,9 +241,11 @@ class WatchThread:
     def _take_step(self, raw: RawStep) -> None:
         comm, self._comm = self._comm, StepCommTotals()
         calls, self._calls = self._calls, []
+        raw.use_device_phases()
         risks = self._add_memory_sample(raw) or {}
         record = raw.record(comm, self._sampler.device_readings, risks)
-        self._add_step_times(raw.phase_ns, comm.blocked_ns)
+        if raw.phases_show_work:
+            self._add_step_times(raw.phase_ns, comm.blocked_ns)
         self._append(record)
         self._steps.append(FinishedStep(record, raw, calls))
 
