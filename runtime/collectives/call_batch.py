@@ -80,6 +80,7 @@ class CallBatch:
         for call in self.calls:
             call.timed = False
             call.settle()
+        self.anchor = None  # nothing is read any more
         return len(self.calls)
 
     def expire(self) -> int:

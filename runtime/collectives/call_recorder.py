@@ -6,6 +6,7 @@ This is the hot path of monitoring, because it runs on the training thread for e
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 import threading
 import time
@@ -25,6 +26,8 @@ from .call_reader import CallReader
 from .event_pool import EventPool
 from .groups import CollectiveCall, Groups, sequence_number
 from .stream_waits import StreamWaitTracker
+
+logger = logging.getLogger(__name__)
 
 # Number of calls after which a batch is passed on, even if the step has not ended.
 BATCH_CALLS = 4096
@@ -89,11 +92,23 @@ class CallRecorder:
         self.stream_waits.connect(phase_timer)
 
     def drain(self) -> CallBatch:
-        """Return the calls recorded since the last drain. Called on the thread that issues them."""
+        """Return the calls recorded since the last drain. Called on the thread that issues them.
+
+        The calls are not lost if the device's driver raises an error: they are then not timed.
+        """
         with self._draining:
             calls, self._calls = self._calls, []
-        on_device = any(call.start_event is not None for call in calls)
-        return CallBatch(calls, self.events.record() if on_device else None)
+        if not any(call.start_event is not None for call in calls):
+            return CallBatch(calls)
+        try:
+            return CallBatch(calls, self.events.record())
+        except RuntimeError as error:
+            if not self.events.disabled:
+                self.events.disabled = True
+                logger.warning("collectives are not timed any more: %s", error)
+            batch = CallBatch(calls)
+            batch.discard()
+            return batch
 
     def pass_on_between_steps(self) -> None:
         """Pass on the calls since the last drain if no step has begun. Called on the watch thread.

@@ -7,28 +7,36 @@ from typing import Any
 import torch
 
 from . import accelerator
+from .accelerator import Event
 
 
 class PendingScalar:
     """Copies a scalar from a device to the host. No method waits for the copy."""
 
-    __slots__ = ("_copy", "_done")
+    __slots__ = ("_copy", "_done", "_is_lost")
 
     def __init__(self, source: torch.Tensor) -> None:
-        """Start copying a tensor with one element."""
-        self._copy = torch.empty((), dtype=torch.float64, pin_memory=True)
-        self._copy.copy_(source.detach().reshape(()).to(torch.float64), non_blocking=True)
-        self._done = accelerator.current.Event()
+        """Start copying a tensor with one element. This allocates no memory on the device."""
+        self._copy = torch.empty((), dtype=source.dtype, pin_memory=True)
+        self._copy.copy_(source.detach().reshape(()), non_blocking=True)
+        self._done: Event | None = accelerator.current.Event()
         self._done.record()
+        self._is_lost = False
 
     def arrived(self) -> bool:
-        """Whether the copy is done."""
-        arrived: bool = self._done.query()
-        return arrived
+        """Whether the copy is done, or lost."""
+        if self._done is not None and self._done.query():
+            self._done = None
+        return self._done is None
 
     def read(self) -> float | None:
-        """Return the value, or None if the copy is not done."""
-        return float(self._copy) if self.arrived() else None
+        """Return the value, or None if the copy is not done or lost."""
+        return float(self._copy) if self.arrived() and not self._is_lost else None
+
+    def lose(self) -> None:
+        """Stop asking the device for the copy. A copy that is not known to be done is lost."""
+        self._is_lost = self._is_lost or self._done is not None
+        self._done = None
 
 
 ScalarOrPending = float | PendingScalar | None
@@ -59,6 +67,12 @@ def arrived(one: ScalarOrPending) -> bool:
 def read(one: ScalarOrPending) -> float | None:
     """Return the value, or None if the scalar is None or its copy is not done."""
     return one.read() if isinstance(one, PendingScalar) else one
+
+
+def lose(one: ScalarOrPending) -> None:
+    """Stop asking the device for a scalar, because the device raises errors."""
+    if isinstance(one, PendingScalar):
+        one.lose()
 
 
 def total(numbers: list[ScalarOrPending]) -> float | None:

@@ -1,9 +1,12 @@
 """Wraps hooks and threads to fail open: no error of monitoring reaches the training.
 
-If a hook raises, its failure is counted and logged, and the hook is disabled. A lack of descriptors
-or threads or disk space is temporary, so after such an error the hook is called again later. If the
-work of a thread raises, the failure is counted and logged, and the thread starts over. It starts
-over at most MAX_RESTARTS times.
+If a hook raises, its failure is counted and logged, and the hook is disabled. There are exceptions.
+A lack of descriptors or threads or disk space is temporary, so after such an error the hook is
+called again later. If the device had no memory left, the hook is called again at once. A hook whose
+calls do not depend on each other loses only the call that raised.
+
+If the work of a thread raises, the failure is counted and logged, and the thread starts over. It
+starts over at most MAX_RESTARTS times.
 """
 
 from __future__ import annotations
@@ -34,6 +37,15 @@ LAST_RETRY_SECONDS = 300.0
 SHORTAGES = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN}
     | {errno.ENOSPC, errno.EDQUOT}
+)
+_DROPPED = "hook %r failed and was dropped; training goes on, its metrics stop. Please report this."
+_DELAYED = (
+    "hook %r ran short of files, threads or disk space and is called again later; training goes "
+    "on, its metrics stop meanwhile."
+)
+_KEPT = (
+    "hook %r failed and is called again; training goes on, the figures of the failed call are "
+    "missing. Further failures are counted, but not logged."
 )
 # A thread that has failed more often than this ends.
 MAX_RESTARTS = 10
@@ -93,11 +105,12 @@ class FailOpen:
         catches: type[BaseException] = Exception,
         *,
         is_retried: bool = True,
+        is_kept: bool = False,
     ) -> Callable[P, T | None]:
         """Return a function that calls `body`, and returns None from its first exception on.
 
         If `is_retried`, the function returns None only for a while after a shortage
-        (`is_shortage`).
+        (`is_shortage`), and only for one call if the device had no memory left.
 
         Args:
             name: The value of the `hook` label under which a failure is counted.
@@ -106,6 +119,9 @@ class FailOpen:
                 run on a thread of the script, because the KeyboardInterrupt and SystemExit of the
                 script must propagate.
             is_retried: False for a hook that must not miss a call, such as a state machine.
+            is_kept: True for a hook whose calls do not depend on each other, such as reading the
+                events of one batch. After any exception it is called again, and only its first
+                failure is logged.
         """
         is_off = is_dropped = is_short = is_logged = False
         backoff = Backoff(FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, self._now)
@@ -122,19 +138,15 @@ class FailOpen:
                 is_off = is_dropped = is_short = True
                 self.failures[name] += 1
                 with contextlib.suppress(Exception):  # logging can fail too, such as without memory
-                    is_dropped = not (is_retried and is_shortage(error))
-                    backoff.start_delay()
-                    if is_dropped or not is_logged:
+                    text = _DROPPED
+                    if is_kept or (is_retried and is_out_of_device_memory(error)):
+                        is_off, text = False, _KEPT
+                    elif is_retried and is_shortage(error):
+                        is_dropped, text = False, _DELAYED
+                        backoff.start_delay()
+                    if text is _DROPPED or not is_logged:
                         is_logged = True
-                        logger.warning(
-                            "hook %r failed and was dropped; training goes on, its metrics stop. "
-                            "Please report this."
-                            if is_dropped
-                            else "hook %r ran short of files, threads or disk space and is called "
-                            "again later; training goes on, its metrics stop meanwhile.",
-                            name,
-                            exc_info=True,
-                        )
+                        logger.warning(text, name, exc_info=True)
                 return None
             if is_short:
                 is_short = False
@@ -142,6 +154,15 @@ class FailOpen:
             return result
 
         return guarded
+
+
+def is_out_of_device_memory(error: BaseException) -> bool:
+    """Return whether torch raised this error because the device had no memory left.
+
+    torch is not imported here: this module is also used before the script has imported it.
+    """
+    is_oom = type(error).__name__ == "OutOfMemoryError" or "error: out of memory" in str(error)
+    return isinstance(error, RuntimeError) and is_oom
 
 
 def is_shortage(error: BaseException) -> bool:

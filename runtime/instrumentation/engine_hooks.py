@@ -73,6 +73,8 @@ class EngineHooks:
         self._on_gradients = fail_open.wrap("memory categories", memory.on_backward_end)
         self._on_update_start = fail_open.wrap("memory categories", memory.on_update_start)
         self._on_exception = fail_open.wrap("oom report", memory.on_exception)
+        # A loss that cannot be read must not end the phases. Losses do not depend on each other.
+        self._read_loss = fail_open.wrap("loss", extract_loss, is_kept=True)
         self._is_pipeline = hasattr(type(engine), "train_batch")
         names = PIPELINE_METHODS if self._is_pipeline else ENGINE_METHODS
         self._patches: list[AttributePatch | InstructionMap] = [
@@ -232,11 +234,11 @@ class EngineHooks:
         self._output = _weak_output(output)
 
     def _on_backward_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._loss = extract_loss(args[0] if args else kwargs.get("loss"))
-        if not (args[2] if len(args) > 2 else kwargs.get("scale_wrt_gas", True)):
-            self._counts.losses_are_divided = True  # the caller has divided them
         self._inside_backward = True
         self._phase_timer.enter(BACKWARD)
+        self._loss = self._read_loss(args[0] if args else kwargs.get("loss"))
+        if not (args[2] if len(args) > 2 else kwargs.get("scale_wrt_gas", True)):
+            self._counts.losses_are_divided = True  # the caller has divided them
 
     def _on_backward_end(self, result: Any, returned: bool) -> None:
         self._inside_backward = False
@@ -248,8 +250,8 @@ class EngineHooks:
         """Begin a backward pass that the script started. Runs on any of autograd's threads."""
         if not self._plain_backward:
             self._plain_backward = True
-            self._loss = extract_loss(self._output())
             self._phase_timer.enter(BACKWARD)
+            self._loss = self._read_loss(self._output())
 
     def _on_plain_backward_end(self) -> None:
         self._close_plain_backward()
@@ -272,7 +274,7 @@ class EngineHooks:
         Only the first stage sees the input. Other stages use the configured number of samples.
         """
         counts = self._counts
-        counts.add(self._shapes, extract_loss(loss))
+        counts.add(self._shapes, self._read_loss(loss))
         counts.micro_batches = engine.micro_batches
         if counts.samples is None:
             counts.samples = engine.micro_batches * engine.train_micro_batch_size_per_gpu()

@@ -10,7 +10,7 @@ from ...metrics.catalog.labels import PHASES
 from ...metrics.step_record import StepRecord
 from ..collectives.call_batch import CallBatch
 from ..collectives.totals import StepCommTotals
-from ..common.device_scalar import ScalarOrPending, arrived, mean, read, total
+from ..common.device_scalar import ScalarOrPending, arrived, lose, mean, read, total
 from ..common.phase_timer import PhaseInterval
 from ..memory.memory_reader import Readings
 from ..memory.step_sample import StepMemorySample
@@ -106,9 +106,8 @@ class RawStep:
 
     def settled(self) -> bool:
         """Return whether all measurements are complete. Never waits."""
-        numbers = (self.gradient_norm, self.learning_rate, self.loss_scale, *self.counts.losses)
         has_phases = self.device_phases is None or self.device_phases.is_read
-        return has_phases and all(map(arrived, numbers)) and self.batch.settled()
+        return has_phases and all(map(arrived, self._scalars())) and self.batch.settled()
 
     def use_device_phases(self) -> None:
         """Replace the host's times of the phases by those on the device, if they were read.
@@ -125,10 +124,23 @@ class RawStep:
             end_ns = intervals[-1][2]
             self.intervals = [(phase, a + end_ns, b + end_ns) for phase, a, b in times.intervals]
 
+    def lose(self) -> int:
+        """Give up what is still on the device, whose driver raises errors.
+
+        Returns:
+            The number of calls whose times are lost.
+        """
+        for one in self._scalars():
+            lose(one)
+        return self.batch.discard()
+
+    def _scalars(self) -> tuple[ScalarOrPending, ...]:
+        return (self.gradient_norm, self.learning_rate, self.loss_scale, *self.counts.losses)
+
     def record(
         self, comm: StepCommTotals, device_readings: Readings, oom_risk_ratio: Mapping[str, float]
     ) -> StepRecord:
-        """Return the step's record. Call this method only when `settled` returns True."""
+        """Return the step's record. Call this after `lose`, or when `settled` returns True."""
         counts, phase_ns, memory = self.counts, self.phase_ns, self.memory
         loss = total(counts.losses) if counts.losses_are_divided else mean(counts.losses)
         return StepRecord(

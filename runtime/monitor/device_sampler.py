@@ -33,7 +33,7 @@ class DeviceSampler:
         self._health = {
             probe.device: fail_open.wrap("device health", probe.health) for probe in devices
         }
-        self._probes = devices
+        self._probes, self._fail_open = devices, fail_open
         self._device_interval_seconds = device_interval_seconds
         self._device_due = 0.0
         self._published: set[_Series] = set()
@@ -67,9 +67,9 @@ class DeviceSampler:
                 yield (_HEALTH_METRICS[reading], (device, *labels)), value
 
     def close(self) -> None:
-        """Close the probes."""
+        """Close all probes, even if closing one of them fails."""
         for probe in self._probes:
-            probe.close()
+            self._fail_open.call("devices", probe.close)
 
 
 _Series = tuple[MetricSpec, tuple[str, ...]]

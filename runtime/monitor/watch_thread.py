@@ -47,6 +47,8 @@ LAST_POLL_SECONDS = 0.25
 PATIENCE_SECONDS = 10.0
 # Maximum number of batches and steps in the queue. Further ones are dropped and counted.
 MAX_PENDING = 1024
+# Number of batches whose measurements cannot be read, after which collectives are not timed.
+MAX_LOST = 2
 # Longest wait for the thread to end.
 STOP_SECONDS = 5.0
 # Maximum number of a step's calls that are kept for its trace. If a step has more calls, the thread
@@ -117,6 +119,9 @@ class WatchThread:
         self._steps: list[FinishedStep] = []
         self._calls: list[CollectiveCall] = []
         self._fail_open = fail_open
+        self._num_lost = 0
+        self._is_settled = fail_open.wrap("step measurements", _is_settled, is_kept=True)
+        self._read_events = fail_open.wrap("collective times", self._read_batch, is_kept=True)
         self._finish = fail_open.wrap("step records", self._finish_pending)
         self._publish = fail_open.wrap("publish", step_metrics.publish)
         self._close = fail_open.wrap("devices", sampler.close)
@@ -212,12 +217,18 @@ class WatchThread:
         return True
 
     def _finish_pending(self, *, final: bool) -> None:
-        """Process the queue in order, up to the first item that still waits for measurements."""
+        """Process the queue in order, up to the first item that still waits for measurements.
+
+        An item whose measurements cannot be read loses them, and only them.
+        """
         if self._read_phases is not None:
             self._read_phases()
         while self._pending and not self._is_abandoned:
             head = self._pending[0]
-            if not head.settled():
+            is_settled = self._is_settled(head)
+            if is_settled is None:
+                self._lose(head)
+            elif not is_settled:
                 self._waiting_since = self._waiting_since or time.monotonic()
                 if not final and time.monotonic() - self._waiting_since < PATIENCE_SECONDS:
                     return
@@ -228,8 +239,19 @@ class WatchThread:
             if isinstance(head, RawStep):
                 self._take_step(head)
 
+    def _lose(self, item: CallBatch | RawStep) -> None:
+        """Give up the measurements of an item that the device refuses to return.
+
+        If this happens twice, collectives are no longer timed.
+        """
+        self.untimed_calls += item.lose() if isinstance(item, RawStep) else item.discard()
+        self._num_lost += 1
+        if self._num_lost >= MAX_LOST:
+            self._events.disabled = True
+
     def _take_calls(self, batch: CallBatch) -> None:
-        batch.read_events(self._events)
+        if self._read_events(batch) is None:
+            self._lose(batch)
         time_taken = self._comm_time.measure(batch)
         self._comm.add(batch.calls, time_taken)
         self._totals.add(batch.calls, time_taken)
@@ -237,6 +259,11 @@ class WatchThread:
             self._calls.extend(batch.calls)
             if len(self._calls) > MAX_KEPT_CALLS:
                 self._calls = heapq.nlargest(LONGEST_CALLS, self._calls, _duration)
+
+    def _read_batch(self, batch: CallBatch) -> bool:
+        """Read the events of a batch; return True, because None means that this has failed."""
+        batch.read_events(self._events)
+        return True
 
     def _take_step(self, raw: RawStep) -> None:
         comm, self._comm = self._comm, StepCommTotals()
@@ -259,6 +286,10 @@ class WatchThread:
         for step in steps:
             for listener in self._listeners:
                 listener(step.record)
+
+
+def _is_settled(item: CallBatch | RawStep) -> bool:
+    return item.settled()
 
 
 def _batch_of(item: CallBatch | RawStep) -> CallBatch:

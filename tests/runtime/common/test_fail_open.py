@@ -12,6 +12,7 @@ import threading
 import time
 
 import pytest
+import torch
 from fakes.clock import FakeClock
 
 from zerowatch.runtime.common.fail_open import FIRST_RETRY_SECONDS, MAX_RESTARTS, FailOpen
@@ -252,6 +253,60 @@ def test_a_hook_that_must_not_miss_a_call_is_dropped_by_a_shortage(error, caplog
 
     assert calls == [1]
     assert "was dropped" in caplog.text
+
+
+DEVICE_OOMS = {
+    "the allocator": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512 bytes."),
+    "the runtime": torch.AcceleratorError("CUDA error: out of memory"),
+}
+
+
+@pytest.mark.parametrize("error", DEVICE_OOMS.values(), ids=DEVICE_OOMS)
+def test_a_hook_that_ran_out_of_device_memory_loses_one_call(error, caplog) -> None:
+    fail_open = FailOpen()
+    results: list[Exception | str] = [error, "works", error, "still works"]
+
+    def body() -> str:
+        result = results.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    guarded = fail_open.wrap("mine", body)
+
+    assert [guarded() for _ in range(4)] == [None, "works", None, "still works"]
+    assert fail_open.failures == {"mine": 2}
+    assert [entry.levelname for entry in caplog.records] == ["WARNING"]
+
+
+def test_a_hook_that_must_not_miss_a_call_is_dropped_if_the_device_has_no_memory_left() -> None:
+    calls = []
+
+    def body() -> None:
+        calls.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    guarded = FailOpen().wrap("mine", body, is_retried=False)
+    guarded()
+    guarded()
+
+    assert calls == [1]
+
+
+def test_a_hook_that_is_kept_loses_only_the_calls_that_raise(caplog) -> None:
+    fail_open = FailOpen()
+
+    def body(number: int) -> int:
+        if number % 2:
+            raise KeyError(number)
+        return number
+
+    guarded = fail_open.wrap("mine", body, is_kept=True)
+
+    assert [guarded(number) for number in range(5)] == [0, None, 2, None, 4]
+    assert fail_open.failures == {"mine": 2}
+    assert [entry.levelname for entry in caplog.records] == ["WARNING"]
+    assert "is called again" in caplog.text
 
 
 def test_a_single_call_returns_its_value_or_none_and_its_failure_is_not_announced_as_a_delay(

@@ -53,6 +53,7 @@ class FakeEvent:
         self.device.num_events += 1
 
     def record(self, stream: FakeStream | None = None) -> None:
+        self.device.check()
         assert not self.device.capturing, "an event was recorded into a graph"
         self.device.num_records += 1
         self.at = (stream or self.device.current).reached()
@@ -65,9 +66,11 @@ class FakeEvent:
         self.device.host.reach(self.at or 0)
 
     def query(self) -> bool:
+        self.device.check()
         return self.at is not None and self.at <= self.device.host.now_ns
 
     def elapsed_time(self, later: FakeEvent) -> float:
+        self.device.check()
         assert self.query(), "the event has not passed"
         assert later.query(), "the event has not passed"
         return (later.at - self.at) / MS
@@ -93,6 +96,10 @@ class FakeCuda:
     """One device with a stream of NCCL's own for each group. `all_reduce` replaces torch's.
 
     It takes `tensor[0]` milliseconds.
+
+    Attributes:
+        is_broken: Whether a kernel has failed, as in a device-side assert. Each call of the runtime
+            then raises, until the process ends.
     """
 
     kind = "cuda"
@@ -101,13 +108,18 @@ class FakeCuda:
 
     def __init__(self, host: ManualClock) -> None:
         self.host = host
-        self.capturing = False
+        self.capturing = self.is_broken = False
         self.num_events = self.num_records = 0
         self.Stream = type("Stream", (FakeStream,), {"device": self})
         self.Event = type("Event", (FakeEvent,), {"device": self})
         self.current: FakeStream = self.Stream()
         self.streams = [self.current]
         self._of_group: dict[Any, FakeStream] = {}
+
+    def check(self) -> None:
+        """Raise the error of an earlier kernel, if one has failed."""
+        if self.is_broken:
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
     def patch(self, monkeypatch: Any) -> None:
         """Replace the accelerator by this fake."""

@@ -37,6 +37,7 @@ from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime import entry_points
 from zerowatch.runtime.collectives.collective_table import OPERATIONS
 from zerowatch.runtime.common import interrupts
+from zerowatch.runtime.instrumentation import engine_hooks
 from zerowatch.runtime.instrumentation.engine_hooks import ENGINE_METHODS
 from zerowatch.runtime.monitor.comparison_monitor import ComparisonMonitor
 from zerowatch.runtime.monitor.subscriptions import Subscriptions
@@ -318,6 +319,28 @@ def a_failing_hook_is_counted_and_dropped() -> None:
     assert sum(failures.values()) >= 1, failures
     for ours, theirs in zip(engine.module.parameters(), expected.module.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def a_loss_that_cannot_be_read_loses_neither_its_micro_batch_nor_a_phase() -> None:
+    read, results = engine_hooks.extract_loss, iter((None, torch.OutOfMemoryError("no memory")))
+
+    def extract(output: object) -> object:
+        error = next(results, None)
+        if error is not None:
+            raise error
+        return read(output)
+
+    engine_hooks.extract_loss = extract
+    engine = make()
+    records = listen(engine)
+    for _ in range(3):
+        step(engine)
+    engine.watch.close()
+
+    assert [record.loss is None for record in records] == [False, True, False]
+    assert [record.micro_batches for record in records] == [1, 1, 1]
+    assert all(record.phase_seconds["backward"] > 0 for record in records)
+    assert engine.watch.fail_open.failures == {"loss": 1}
 
 
 def an_exception_in_training_passes_and_the_next_step_is_whole() -> None:

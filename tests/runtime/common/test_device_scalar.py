@@ -1,0 +1,79 @@
+"""Tests of scalars that are copied from a device: no allocation there, lost copies, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fakes.cuda_streams import FakeCuda
+from fakes.sleeping_collectives import ManualClock
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zerowatch.runtime.common.device_scalar import PendingScalar, lose, mean
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of all operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    device = FakeCuda(ManualClock())
+    device.patch(monkeypatch)
+    empty = torch.empty
+    monkeypatch.setattr(  # a machine without a device has no pinned memory
+        torch, "empty", lambda *size, pin_memory, **options: empty(*size, **options)
+    )
+    return device
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_a_copy_allocates_on_the_host_only_and_is_exact(device: FakeCuda, dtype) -> None:
+    source = torch.tensor([3.140625], dtype=torch.float64).to(dtype)
+
+    with Operators() as operators:
+        pending = PendingScalar(source)
+
+    assert pending.read() == float(source)
+    assert set(operators.names) <= {"empty", "detach", "view", "copy_"}
+    assert operators.names.count("empty") == 1
+
+
+def test_a_copy_is_read_once_the_device_has_made_it(device: FakeCuda) -> None:
+    device.current.run(20)
+    pending = PendingScalar(torch.tensor(7.0))
+
+    assert not pending.arrived()
+    assert pending.read() is None
+    device.synchronize()
+    assert pending.arrived()
+    assert pending.read() == 7.0
+
+
+def test_a_copy_that_has_arrived_survives_an_error_of_the_device_and_another_is_lost(
+    device: FakeCuda,
+) -> None:
+    early = PendingScalar(torch.tensor(1.0))
+    assert early.arrived()
+    device.current.run(20)
+    late = PendingScalar(torch.tensor(2.0))
+
+    device.is_broken = True
+    with pytest.raises(torch.AcceleratorError):
+        late.arrived()
+    for one in (early, late, 3.0, None):
+        lose(one)
+
+    assert early.read() == 1.0
+    assert late.arrived()
+    assert late.read() is None
+    assert mean([early, late]) == 1.0

@@ -1,0 +1,166 @@
+"""Tests of the watch thread while the device raises errors: steps are written, without times."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fakes.cuda_streams import FakeCuda
+from fakes.sleeping_collectives import ManualClock
+
+from zerowatch.metrics.catalog.labels import PHASES
+from zerowatch.metrics.step_record import StepRecord
+from zerowatch.runtime.collectives.call_batch import CallBatch
+from zerowatch.runtime.collectives.call_recorder import CallRecorder
+from zerowatch.runtime.collectives.groups import CollectiveCall
+from zerowatch.runtime.common.device_scalar import PendingScalar
+from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
+from zerowatch.runtime.monitor.watch_thread import WatchThread
+
+
+class FakeGroup:
+    role = "dp"
+    size = 2
+    busy_until_ns = 0
+
+    def wire_factor(self, op: int, payload_bytes: int) -> float:
+        return 1.0
+
+
+class Rank:
+    """A watch thread with a recorder of calls on a fake device, and the steps it has written."""
+
+    def __init__(self, device: FakeCuda) -> None:
+        self.device, self.fail_open = device, FailOpen()
+        self.recorder, self.group = CallRecorder(), FakeGroup()
+        self.written: list[StepRecord] = []
+        self.closed: list[str] = []
+        self.thread = WatchThread(
+            step_metrics=SimpleNamespace(publish=lambda steps, totals: None),
+            sampler=SimpleNamespace(
+                device_readings={},
+                read_devices=lambda: None,
+                close=lambda: self.closed.append("devices"),
+            ),
+            memory=SimpleNamespace(add_step=lambda step: {}),
+            comparison=SimpleNamespace(add_step_times=lambda phases, blocked: None),
+            folder=SimpleNamespace(append=self.written.append),
+            otel=SimpleNamespace(makes_traces=False),
+            calls=self.recorder,
+            fail_open=self.fail_open,
+            listeners=[],
+            device_phases=None,
+        )
+
+    def call(self, milliseconds: float = 1.0) -> None:
+        """Issue a collective of the device."""
+        call: Any = CollectiveCall(0, self.group, 8, torch.float32, 0)  # type: ignore[arg-type]
+        call.start_ns = call.issued_ns = 1
+        call.start_event = self.recorder.events.record()
+        self.device.current.run(milliseconds)
+        call.end_event = self.recorder.events.record()
+        call.end_ns = 2
+        self.recorder._calls.append(call)
+
+    def end_step(self, number: int, loss: Any = 0.5) -> None:
+        """Enqueue a step with the calls since the last one."""
+        step = RawStep(
+            step=number,
+            ended_at=float(number),
+            phase_ns=[1] * len(PHASES),
+            intervals=(),
+            counts=StepCounts(micro_batches=1, losses=[loss]),
+            coverage=None,
+            gradient_norm=1.0,
+            learning_rate=0.1,
+            loss_scale=None,
+            trace=None,
+            memory=None,
+            batch=self.recorder.drain(),
+        )
+        self.thread.enqueue(step)
+
+    def finish(self) -> list[int]:
+        """Stop the thread; return the numbers of the steps in the run log."""
+        self.thread.start({})
+        self.thread.stop(timeout_seconds=120.0)
+        return [record.step for record in self.written]
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
+    device = FakeCuda(ManualClock())
+    device.patch(monkeypatch)
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options)
+    )
+    return Rank(device)
+
+
+def test_calls_of_a_device_are_timed(rank: Rank) -> None:
+    rank.call(milliseconds=20)
+    rank.end_step(1)
+    rank.device.synchronize()
+
+    assert rank.finish() == [1]
+    assert rank.written[0].comm_seconds == pytest.approx(0.020)
+    assert not rank.fail_open.failures
+
+
+def test_after_a_device_side_assert_all_steps_are_written_without_what_the_device_has_not_returned(
+    rank: Rank,
+) -> None:
+    for number in (1, 2, 3):
+        rank.call(milliseconds=20)
+        rank.end_step(number, loss=PendingScalar(torch.tensor(0.25)))
+    rank.device.is_broken = True
+    rank.end_step(4)
+
+    assert rank.finish() == [1, 2, 3, 4]
+    assert [record.loss for record in rank.written] == [None, None, None, 0.5]
+    assert all(record.gradient_norm == 1.0 for record in rank.written)
+    assert rank.thread.untimed_calls == 3
+    assert rank.closed == ["devices"]
+    assert rank.fail_open.failures == {"step measurements": 3}
+    assert rank.recorder.events.disabled
+
+
+def test_calls_that_are_drained_after_a_device_side_assert_are_counted(rank: Rank, caplog) -> None:
+    rank.call()
+    rank.device.is_broken = True
+
+    batch = rank.recorder.drain()
+    rank.recorder.drain()
+
+    assert [call.settled for call in batch.calls] == [True]
+    assert batch.settled()
+    assert [entry.levelname for entry in caplog.records] == ["WARNING"]
+
+
+def test_one_batch_that_cannot_be_read_loses_its_times_and_no_other_batch_does(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[CallBatch] = []
+    for number in (1, 2, 3):
+        rank.call(milliseconds=20)
+        batches.append(rank.recorder.drain())
+        rank.thread.enqueue(batches[-1])
+        rank.end_step(number)
+    rank.device.synchronize()
+
+    def other_device(end: object) -> float:
+        raise RuntimeError("Event device 0 does not match recording stream's device 1.")
+
+    start = batches[1].calls[0].start_event
+    monkeypatch.setattr(start, "elapsed_time", other_device)
+
+    assert rank.finish() == [1, 2, 3]
+    seconds = [record.comm_seconds for record in rank.written]
+    assert seconds == [pytest.approx(0.020), 0.0, pytest.approx(0.020)]
+    assert rank.thread.untimed_calls == 1
+    assert rank.fail_open.failures == {"collective times": 1}
+    assert not rank.recorder.events.disabled
