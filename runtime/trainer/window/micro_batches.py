@@ -208,13 +208,19 @@ def weight_exponent(weight: float, num_samples: float) -> int:
 
 
 class _LossAccumulator:
-    """Adds up weights and losses on their device, and reads the sums at the end in one transfer."""
+    """Adds up weights and losses on their device, and reads the sums at the end in one transfer.
+
+    Only `read` waits for the device.
+    """
 
     def __init__(self) -> None:
         self._pairs: list[torch.Tensor] = []
 
     def add(self, mean: torch.Tensor, weight: Any) -> None:
-        as_tensor = torch.as_tensor(weight, dtype=torch.float64, device=mean.device)
+        if isinstance(weight, torch.Tensor) and weight.device == mean.device:
+            as_tensor = weight.double()
+        else:  # an argument of the kernel: a copy from the host would wait for the device
+            as_tensor = torch.full((), float(weight), dtype=torch.float64, device=mean.device)
         self._pairs.append(torch.stack((as_tensor, as_tensor * mean.detach().double())))
 
     def read(self) -> LossSums:

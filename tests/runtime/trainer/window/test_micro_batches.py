@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerowatch.runtime.trainer.window.micro_batches import (
+    LossSums,
+    _LossAccumulator,
+    evaluate_micro_batches,
     loss_and_weight,
     split_sizes,
     weight_exponent,
@@ -49,3 +55,46 @@ def test_a_number_of_any_kind_is_a_weight(weight):
     _, found = loss_and_weight((torch.ones((), requires_grad=True), weight), 3)
 
     assert found == 4
+
+
+class SeenOperations(TorchDispatchMode):
+    """Collects the names of the operations on tensors, and of those between two devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.transfers: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.names.append(str(func))
+        tensors = [value for value in (*args, result) if isinstance(value, torch.Tensor)]
+        if len({tensor.device for tensor in tensors}) > 1:
+            self.transfers.append(str(func))
+        return result
+
+
+# Torch shows a mode no copy of a number to a device, but the kernel that makes it there.
+@pytest.mark.parametrize(
+    ("weight", "kernel"),
+    [
+        (3, "aten.full.default"),
+        (np.float32(3), "aten.full.default"),
+        (torch.tensor(3.0), "aten.full.default"),
+        (torch.tensor(3.0, device="meta"), "aten._to_copy.default"),
+    ],
+)
+def test_the_weight_of_a_micro_batch_is_not_copied_from_the_host_to_the_device(
+    monkeypatch, weight, kernel
+):
+    monkeypatch.setattr(_LossAccumulator, "read", lambda self: LossSums(1.0, 1.0))
+    module = torch.nn.Identity()
+    engine = SimpleNamespace(module=module, eval=module.eval, device=torch.device("meta"))
+    mean = torch.ones((), device="meta")
+    with SeenOperations() as seen:
+        evaluate_micro_batches(
+            engine, lambda *_: (mean, weight), torch.ones(4, 2, device="meta"), (2, 2)
+        )
+
+    assert seen.names.count(kernel) >= 2
+    assert not seen.transfers
