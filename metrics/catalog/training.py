@@ -228,7 +228,8 @@ FLOPS = counter(
 )
 MFU = gauge(
     "mfu_ratio",
-    "Model FLOPs utilization: FLOP/s of the model over the device's peak.",
+    "Model FLOPs utilization: FLOP/s of the model over the device's peak; on GPUs the peak in bf16, "
+    "whichever type the run uses.",
     lean=EVERY_SERIES,
     usual="0.3 to 0.55 for dense transformers on H100 or A100 (published figures of others); "
     "lower for small models and long waits. Worry about a fall to less than 0.8 of the "
@@ -236,7 +237,7 @@ MFU = gauge(
 )
 PEAK_FLOPS = gauge(
     "device_peak_flops_per_second",
-    "Peak FLOP/s of the device, from a table or measured.",
+    "Peak FLOP/s of the device: dense bf16 from a table of GPUs, fp32 measured on a CPU.",
     DEVICE,
     usual="Constant. 989e12 for H100 SXM with 16-bit types, without sparsity.",
 )

@@ -53,7 +53,6 @@ class Accelerator(Protocol):
             also the prefix of its kernels' names.
         module: torch's module for the device, which has `synchronize`. It must allow weak
             references.
-        hardware_id_prefix: The prefix that makes a device's UUID its `hw.id` in OTLP data.
         Stream: The class of its streams, with `wait_stream` and `synchronize`.
         Event: The class of its events, with `record`, `wait` and `synchronize`.
         profiler_device: torch's profiler type of work that runs on the device.
@@ -61,7 +60,6 @@ class Accelerator(Protocol):
 
     kind: str
     collective_backend: str
-    hardware_id_prefix: str
     module: Any
     Stream: Any
     Event: Any
@@ -87,6 +85,12 @@ class Accelerator(Protocol):
 
     def device_uuid(self, index: int) -> str:
         """Return the id, without a prefix, that identifies the device on its host."""
+
+    def is_slice(self, index: int) -> bool:
+        """Return whether the device is a part of a physical device, such as a MIG slice."""
+
+    def hardware_id(self, index: int) -> str:
+        """Return the id of a device as its vendor's tools print it: its `hw.id` in OTLP data."""
 
     def current_stream(self) -> Any:
         """Return the stream to which this thread submits work."""
@@ -140,7 +144,6 @@ class CudaAccelerator:
 
     kind = "cuda"
     collective_backend = "nccl"
-    hardware_id_prefix = "GPU-"
     module: Any = torch.cuda
     Stream: Any = torch.cuda.Stream
     Event: Any = torch.cuda.Event
@@ -181,6 +184,14 @@ class CudaAccelerator:
     def device_uuid(self, index: int) -> str:
         """Return the UUID without "GPU-"."""
         return str(torch.cuda.get_device_properties(index).uuid)
+
+    def is_slice(self, index: int) -> bool:
+        """Return whether the device is a MIG slice."""
+        return " MIG " in self.device_name(index)
+
+    def hardware_id(self, index: int) -> str:
+        """Return the UUID as nvidia-smi prints it."""
+        return ("MIG-" if self.is_slice(index) else "GPU-") + self.device_uuid(index)
 
     def allow_queries_while_capturing(self) -> bool:
         """Let this thread query events while another thread captures a CUDA graph.
@@ -260,6 +271,11 @@ def training_device_index() -> int | None:
 def device_uuid(index: int) -> str | None:
     """Return the UUID of a device of this process without a prefix, or None without a device."""
     return current.device_uuid(index) if current.is_available() else None
+
+
+def device_is_slice(index: int) -> bool:
+    """Return whether a device is available, and only a part of a physical device."""
+    return current.is_available() and current.is_slice(index)
 
 
 def _device_kind() -> str:

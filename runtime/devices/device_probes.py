@@ -89,8 +89,7 @@ def hardware_ids(*, device_index: int | None) -> dict[str, str]:
     Args:
         device_index: torch's index of the accelerator this rank trains on; None on CPU.
     """
-    uuid = None if device_index is None else accelerator.device_uuid(device_index)
-    if uuid is None:
-        return {}
     device = accelerator.current
-    return {f"{device.kind}:{device_index}": device.hardware_id_prefix + uuid}
+    if device_index is None or not device.is_available():
+        return {}
+    return {f"{device.kind}:{device_index}": device.hardware_id(device_index)}

@@ -35,8 +35,10 @@ Source = Callable[[], Mapping[str, float]]
 
 _ORDINAL = re.compile(r"\d+")
 _ALL_LINKS = 0xFFFFFFFF  # nvml.h: scopeId UINT_MAX sums over all links
-# Reading, NVML's field, scope, bytes per unit. All fields are totals. nvmlDeviceGetPcieThroughput
-# is not used, because it returns a rate over 20 ms and blocks for 20 ms.
+# Reading, NVML's field, scope, bytes per unit. All fields are totals. A GPU that counts the bytes of
+# PCIe in 32 bits has no such reading: PCIe 5 moves 4 GiB in 70 ms, so the counter wraps many times
+# between two readings. nvmlDeviceGetPcieThroughput is not used, because it returns a rate over
+# 20 ms and blocks for 20 ms.
 _LINK_FIELDS = (
     ("nvlink_sent_bytes", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", _ALL_LINKS, 1024),
     ("nvlink_received_bytes", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX", _ALL_LINKS, 1024),
@@ -72,7 +74,8 @@ def nvml_device(device_index: int, now: Clock = time.monotonic) -> NvmlDevice | 
         return None
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     uuid = accelerator.device_uuid(device_index)
-    handle = _find_handle(pynvml, device_index, uuid=uuid, variable=variable)
+    is_slice = accelerator.device_is_slice(device_index)
+    handle = _find_handle(pynvml, device_index, uuid=uuid, variable=variable, is_slice=is_slice)
     if handle is None:
         pynvml.nvmlShutdown()
         logger.info(
@@ -168,7 +171,9 @@ class NvmlDevice:
             logger.warning("%s: NVML fails to read %s: %s", self.device, name, error)
 
 
-def _find_handle(nvml: Any, device_index: int, *, uuid: str | None, variable: str | None) -> Any:
+def _find_handle(
+    nvml: Any, device_index: int, *, uuid: str | None, variable: str | None, is_slice: bool = False
+) -> Any:
     """Return NVML's handle of a CUDA device, or None if there is none.
 
     Args:
@@ -179,14 +184,17 @@ def _find_handle(nvml: Any, device_index: int, *, uuid: str | None, variable: st
         variable: The value of CUDA_VISIBLE_DEVICES; None if unset. Its numbers are read as
             NVML's, which is right under CUDA_DEVICE_ORDER=PCI_BUS_ID and on machines whose GPUs
             are all alike.
+        is_slice: Whether the device is a MIG slice. The handle of its GPU is not returned then,
+            because its readings contain those of the other slices.
     """
-    for name in () if uuid is None else (f"GPU-{uuid}", f"MIG-{uuid}"):
+    prefixes = ("MIG-",) if is_slice else ("GPU-", "MIG-")
+    for name in () if uuid is None else [prefix + uuid for prefix in prefixes]:
         try:
             return nvml.nvmlDeviceGetHandleByUUID(name)
         except nvml.NVMLError:
             continue
     entry = _visible_entry(variable, device_index)
-    if entry is None:
+    if entry is None or (is_slice and not str(entry).startswith("MIG-")):
         return None
     try:
         if isinstance(entry, int):
@@ -317,6 +325,7 @@ def _link_counters(
         name: number_of(answer) * unit_bytes
         for (name, _, _, unit_bytes), answer in zip(fields, answers, strict=True)
         if answer.nvmlReturn == nvml.NVML_SUCCESS
+        and answer.valueType != nvml.NVML_VALUE_TYPE_UNSIGNED_INT
     }
 
 

@@ -14,23 +14,32 @@ logger = logging.getLogger(__name__)
 
 # Dense FLOP/s (without 2:4 sparsity) in bf16 with fp32 accumulation, by the full name that the
 # driver reports. The figures are from NVIDIA's data sheet of each product. Sparse figures are
-# halved. V100 and T4 have no bf16, so their figures are for fp16.
+# halved. V100 and T4 have no bf16, so their figures are for fp16. GeForce cards: the tables of the
+# architectures' white papers.
 _GPU_FLOPS_PER_SECOND = (
-    (r"GB200", 2500e12),
-    (r"B200", 2250e12),
+    (r"GB300|GB200", 2500e12),
+    (r"B300( .*)?|B200", 2250e12),
     (r"GH200( .*)?", 989e12),
     (r"H200 NVL|H100 NVL", 835.5e12),
     (r"H200", 989e12),
-    (r"H100 PCIe", 756e12),
-    (r"H100 80GB HBM3", 989e12),
+    (r"H100 PCIe|H800 PCIe", 756e12),
+    (r"H100 80GB HBM3|H800", 989e12),
+    (r"H20", 148e12),
     (r"A100[- ].*|A800[- ].*", 312e12),
     (r"A30", 165e12),
     (r"A40", 149.7e12),
     (r"A10", 125e12),
+    (r"A10G", 70e12),
+    (r"RTX A6000", 154.8e12),
+    (r"RTX 6000 Ada Generation", 364e12),
+    (r"GeForce RTX 5090", 209.5e12),
+    (r"GeForce RTX 4090", 165.2e12),
+    (r"GeForce RTX 3090", 71e12),
     (r"L40S", 362e12),
     (r"L40", 181e12),
     (r"L4", 121e12),
-    (r"V100-SXM2-.*", 125e12),
+    (r"V100S-PCIE-.*", 130e12),
+    (r"V100-SXM[23]-.*", 125e12),
     (r"V100-PCIE-.*", 112e12),
     (r"T4", 65e12),
 )

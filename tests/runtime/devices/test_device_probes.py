@@ -18,7 +18,7 @@ import torch
 from fakes.nvml import FakeGpu, FakeNvml, NVMLError
 
 from zerowatch.runtime.devices.cpu import CpuDevice, usable_cores
-from zerowatch.runtime.devices.device_probes import device_probes
+from zerowatch.runtime.devices.device_probes import device_probes, hardware_ids
 
 Install = Callable[..., FakeNvml]
 
@@ -202,6 +202,19 @@ def test_a_counter_that_wraps_around_does_not_go_back(install_nvml: Install) -> 
     assert totals == [200, 300, 500]
 
 
+def test_a_link_counter_of_32_bits_is_not_read_because_it_wraps_between_two_readings(
+    install_nvml: Install,
+) -> None:
+    counters = {138: 10, 139: 20, 197: 30, 198: 40}
+    install_nvml(
+        FakeGpu(uuid="GPU-a", link_counters=counters, narrow_fields=frozenset({197, 198}))
+    )
+    (probe,) = device_probes(device_index=0)
+
+    links = {name for name in probe.read() if name.endswith("_bytes")}
+    assert links == {"nvlink_sent_bytes", "nvlink_received_bytes"}
+
+
 def test_a_reading_that_fails_later_is_absent_and_logged_once(
     install_nvml: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -257,6 +270,43 @@ def test_a_mig_slice_is_found_by_its_uuid(install_nvml: Install) -> None:
     assert celsius(0) == 50
 
 
+@pytest.mark.parametrize(("visible", "found"), [(None, []), ("0", []), ("MIG-cccc-3", [50])])
+def test_a_mig_slice_has_its_own_readings_or_none_but_not_those_of_its_gpu(
+    visible: str | None,
+    found: list[float],
+    install_nvml: Install,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install_nvml(
+        FakeGpu(uuid="GPU-aaaa-1", temperature_celsius=30),
+        FakeGpu(uuid="MIG-cccc-3", temperature_celsius=50),
+        visible=visible,
+    )
+    properties = SimpleNamespace(uuid="aaaa-1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 MIG 1g.10gb")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+
+    probes = device_probes(device_index=0)
+
+    assert [probe.read()["temperature_celsius"] for probe in probes] == found
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware_id"),
+    [("NVIDIA H100", "GPU-aaaa-1"), ("NVIDIA H100 MIG 1g.10gb", "MIG-aaaa-1")],
+)
+def test_the_hardware_id_is_the_uuid_as_nvidia_smi_prints_it(
+    name: str, hardware_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(uuid="aaaa-1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+
+    assert hardware_ids(device_index=0) == {"cuda:0": hardware_id}
+
+
 @pytest.mark.parametrize(
     "visible",
     ["", "-1", "NoDevFiles", "1,1", "7", "GPU-zzzz", "GPU-", "MIG-zzzz", "-1,0"],
@@ -280,7 +330,7 @@ def test_the_uuid_by_cuda_takes_precedence(
     install_nvml(*cool_and_hot(), visible="0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: type("Properties", (), {"uuid": "bbbb-2"})
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="bbbb-2", name="NVIDIA H100")
     )
 
     assert celsius(0) == 80

@@ -157,7 +157,15 @@ GPU_PEAKS = {
     **dict.fromkeys(["NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"], 312e12),
     **dict.fromkeys(["NVIDIA A10", "Tesla V100-SXM2-32GB"], 125e12),
     **{"NVIDIA H100 PCIe": 756e12, "NVIDIA L4": 121e12, "NVIDIA L40S": 362e12},
-    **dict.fromkeys(["NVIDIA A10G", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA H1"], None),
+    **dict.fromkeys(["NVIDIA H800", "NVIDIA GH200 480GB"], 989e12),
+    **{"NVIDIA H800 PCIe": 756e12, "NVIDIA H20": 148e12, "NVIDIA A10G": 70e12},
+    **{"NVIDIA GB300": 2500e12, "NVIDIA B300 SXM6 AC": 2250e12, "NVIDIA B200": 2250e12},
+    **{"NVIDIA GeForce RTX 3090": 71e12, "NVIDIA GeForce RTX 4090": 165.2e12},
+    **{"NVIDIA GeForce RTX 5090": 209.5e12, "NVIDIA RTX A6000": 154.8e12},
+    **{"NVIDIA RTX 6000 Ada Generation": 364e12, "Tesla V100S-PCIE-32GB": 130e12},
+    **{"Tesla V100-SXM3-32GB": 125e12, "Tesla V100-PCIE-16GB": 112e12},
+    **dict.fromkeys(["NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA H1"], None),
+    **dict.fromkeys(["NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU"], None),
 }
 
 

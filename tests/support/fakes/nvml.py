@@ -25,6 +25,7 @@ class FakeGpu:
     energy_millijoules: int | None = 5_000_000
     sm_active_percent: float | None = None
     link_counters: dict[int, int] = field(default_factory=dict)
+    narrow_fields: frozenset[int] = frozenset()  # counted in 32 bits
 
 
 class FakeNvml:
@@ -99,7 +100,10 @@ class FakeNvml:
     def nvmlDeviceGetFieldValues(
         self, gpu: FakeGpu, wanted: list[tuple[int, int]]
     ) -> list[SimpleNamespace]:
-        return [_field_value(gpu.link_counters.get(number)) for number, _ in wanted]
+        return [
+            _field_value(gpu.link_counters.get(number), is_narrow=number in gpu.narrow_fields)
+            for number, _ in wanted
+        ]
 
     def nvmlGpmQueryDeviceSupport(self, gpu: FakeGpu) -> SimpleNamespace:
         return SimpleNamespace(isSupportedDevice=int(gpu.sm_active_percent is not None))
@@ -131,8 +135,11 @@ def _supported(value: int | None) -> int:
     return value
 
 
-def _field_value(counter: int | None) -> Any:
+def _field_value(counter: int | None, *, is_narrow: bool) -> Any:
     if counter is None:
         return SimpleNamespace(nvmlReturn=3)
+    if is_narrow:
+        value = SimpleNamespace(ullVal=0, uiVal=counter % 2**32)
+        return SimpleNamespace(nvmlReturn=0, valueType=1, value=value)
     value = SimpleNamespace(ullVal=counter, uiVal=0)
     return SimpleNamespace(nvmlReturn=0, valueType=3, value=value)
