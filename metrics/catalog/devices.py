@@ -14,6 +14,15 @@ DEVICE_UTILIZATION = gauge(
     usual=f"Above 0.9 on GPUs while training. Worry below {DEVICE_UTILIZATION_LOW:g} for half "
     "an hour. It says nothing about efficiency: see mfu_ratio.",
 )
+DEVICE_SECONDS = counter(
+    "device_seconds_total",
+    "Seconds in which the device was observed, by whether it was busy: device_utilization_ratio "
+    "added up over time.",
+    DEVICE,
+    Label(name="state", values=("busy", "idle")),
+    usual="On GPUs `busy` is above 0.9 of both while training. Its growth over any period is exact "
+    "enough to compare periods, unlike single values of device_utilization_ratio.",
+)
 DEVICE_SM_ACTIVE = gauge(
     "device_sm_active_ratio",
     "Share of time that a multiprocessor was active, on average.",
@@ -140,6 +149,7 @@ DEVICE_LOST = gauge(
 METRICS = (
     DEVICE_INFO,
     DEVICE_UTILIZATION,
+    DEVICE_SECONDS,
     DEVICE_SM_ACTIVE,
     DEVICE_POWER,
     DEVICE_TEMPERATURE,

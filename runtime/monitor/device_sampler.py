@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ...metrics.catalog import devices as device_metrics
 from ...metrics.catalog.spec import MetricSpec
@@ -26,7 +26,10 @@ class DeviceSampler:
         fail_open: FailOpen,
         devices: Sequence[DeviceProbe],
         device_interval_seconds: float,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._now = now
+        self._read_at: dict[str, float] = {}  # the last time at which utilization was known
         self.device_readings: Readings = {}
         self._recorder = recorder
         self._devices = {probe.device: fail_open.wrap("device", probe.read) for probe in devices}
@@ -42,8 +45,10 @@ class DeviceSampler:
         """Read the devices if the interval is over, and publish the readings.
 
         A series that is no longer read is removed: its last value would look like the current one.
+        A reading of the utilization stands for the time since the reading before. If a device
+        could not be read meanwhile, that time counts as neither busy nor idle.
         """
-        now = time.monotonic()
+        now = self._now()
         if now < self._device_due:
             return
         self._device_due = now + self._device_interval_seconds
@@ -55,7 +60,21 @@ class DeviceSampler:
                 self._recorder.set(spec, value, *labels)
             for spec, labels in self._published - series.keys():
                 self._recorder.remove(spec, *labels)
+            self._count_seconds(now)
         self._published = set(series)
+
+    def _count_seconds(self, now: float) -> None:
+        before, self._read_at = self._read_at, {}
+        for device, values in self.device_readings.items():
+            busy_ratio = values.get("utilization_ratio")
+            if busy_ratio is None:
+                continue
+            self._read_at[device] = now
+            if device in before:
+                busy = min(busy_ratio, 1.0) * (now - before[device])
+                idle = now - before[device] - busy
+                self._recorder.add(device_metrics.DEVICE_SECONDS, busy, device, "busy")
+                self._recorder.add(device_metrics.DEVICE_SECONDS, idle, device, "idle")
 
     def _series(self) -> Iterator[tuple[_Series, float]]:
         for device, values in self.device_readings.items():

@@ -85,6 +85,7 @@ ooms_total counter device outcome
 offload_bytes_total counter direction
 offload_seconds_total counter direction
 device_utilization_ratio gauge device
+device_seconds_total counter device state
 device_sm_active_ratio gauge device
 device_power_watts gauge device
 device_temperature_celsius gauge device

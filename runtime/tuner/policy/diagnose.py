@@ -198,6 +198,7 @@ def _busy_ratio(reading: MetricsDelta, thresholds: Thresholds) -> float | None:
 def _host(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
     """Find a job that waits for Python. On a CPU, only time outside all phases shows this wait.
 
+    A device does not wait for the host for longer than it is idle.
     The ranks of a TrainingRun also wait for each other outside all phases. This wait is not counted
     as time of Python.
     """
@@ -207,7 +208,7 @@ def _host(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
     data = reading.phase_ratios.get("data", 0.0)
     waits = reading.own_exposed_ratios.get("other", 0.0)
     ratio = max(0.0, reading.phase_ratios.get("other", 0.0) - waits)
-    busy = reading.device_utilization
+    ratio, busy = min(ratio, _idle_ratio(reading)), reading.device_utilization
     if not reading.on_cpu and busy is not None and busy < thresholds.min_device_utilization_ratio:
         ratio = max(ratio, 1 - busy - exposed - reading.own_transfer_ratio - data)
     if ratio > thresholds.host_ratio_high:
@@ -223,9 +224,18 @@ def _host(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
 
 
 def _data(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
-    ratio = reading.phase_ratios.get("data")
-    if ratio is not None and ratio > thresholds.data_ratio_high:
-        yield Symptom(name="data_bound", ratio=ratio, evidence={"data_ratio": ratio})
+    """Find a job that waits for data. A device does not wait for longer than it is idle."""
+    data = reading.phase_ratios.get("data", 0.0)
+    ratio = min(data, _idle_ratio(reading))
+    if ratio > thresholds.data_ratio_high:
+        yield Symptom(name="data_bound", ratio=ratio, evidence={"data_ratio": data})
+
+
+def _idle_ratio(reading: MetricsDelta) -> float:
+    """Return the largest share of time for which the device can have waited for the host."""
+    if reading.on_cpu or reading.device_utilization is None:
+        return 1.0
+    return 1.0 - reading.device_utilization
 
 
 def _straggler(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from statistics import fmean
 
 from ....metrics.catalog import communication, devices, memory, overhead, training
 from ....metrics.catalog.labels import CAUSE, COMPARED_PHASES, OWN_GROUP, PHASES
@@ -48,7 +47,8 @@ class MetricsDelta:
         link_bandwidth: Bytes per second in the group that sends the most bytes.
         link_latency: Seconds of the smallest collective in that group.
         on_cpu: Whether the CPU is the only device; None if no device is known.
-        device_utilization: Share of wall time in which the training device is busy.
+        device_utilization: Share of wall time in which the training device was busy, over the whole
+            interval.
         headroom_ratio: Free share of the memory limit, on the device with the smallest share.
         device_headroom_ratio: Free share of the memory limit of the training device.
         oom_risk: The highest OOM risk of any device.
@@ -160,10 +160,13 @@ def _with_device(reading: MetricsDelta, interval: _Interval) -> MetricsDelta:
     headrooms = _headroom_ratios(after)
     scores = [after.value(communication.STRAGGLER_SCORE, phase) for phase in COMPARED_PHASES]
     risks = after.values.get(memory.OOM_RISK, {})
+    busy, idle = (
+        interval.increase(devices.DEVICE_SECONDS, device or "", state) for state in ("busy", "idle")
+    )
     return replace(
         reading,
         on_cpu=None if device is None else device == CPU,
-        device_utilization=interval.mean(devices.DEVICE_UTILIZATION, device or ""),
+        device_utilization=_ratio(busy, (busy or 0.0) + (idle or 0.0)),
         headroom_ratio=min(headrooms.values(), default=None),
         device_headroom_ratio=headrooms.get(device or ""),
         oom_risk=max(risks.values(), default=None),
@@ -202,16 +205,8 @@ class _Interval:
 
     def lower(self, spec: MetricSpec) -> float | None:
         """Return the lower of a gauge's values at both ends; None without a value at the end."""
-        return min(self._both(spec), default=None)
-
-    def mean(self, spec: MetricSpec, *labels: str) -> float | None:
-        """Return the mean of a gauge's values at both ends; None without a value at the end."""
-        both = self._both(spec, *labels)
-        return fmean(both) if both else None
-
-    def _both(self, spec: MetricSpec, *labels: str) -> list[float]:
-        end, start = self.after.value(spec, *labels), self.before.value(spec, *labels)
-        return [] if end is None else [end] if start is None else [start, end]
+        end, start = self.after.value(spec), self.before.value(spec)
+        return end if end is None or start is None else min(start, end)
 
 
 def _headroom_ratios(snapshot: Snapshot) -> dict[str, float]:

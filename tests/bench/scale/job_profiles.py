@@ -69,7 +69,8 @@ class JobProfile:
 
 
 def _is_of_gpus(spec: MetricSpec) -> bool:
-    return spec in devices.METRICS and spec is not devices.DEVICE_UTILIZATION
+    of_any_device = (devices.DEVICE_UTILIZATION, devices.DEVICE_SECONDS)
+    return spec in devices.METRICS and spec not in of_any_device
 
 
 DATA_PARALLEL = JobProfile(name="data parallel", values={"op": _OPS, "group": ("dp", "world")})

@@ -206,9 +206,7 @@ def test_a_link_counter_of_32_bits_is_not_read_because_it_wraps_between_two_read
     install_nvml: Install,
 ) -> None:
     counters = {138: 10, 139: 20, 197: 30, 198: 40}
-    install_nvml(
-        FakeGpu(uuid="GPU-a", link_counters=counters, narrow_fields=frozenset({197, 198}))
-    )
+    install_nvml(FakeGpu(uuid="GPU-a", link_counters=counters, narrow_fields=frozenset({197, 198})))
     (probe,) = device_probes(device_index=0)
 
     links = {name for name in probe.read() if name.endswith("_bytes")}
@@ -329,9 +327,8 @@ def test_the_uuid_by_cuda_takes_precedence(
 ) -> None:
     install_nvml(*cool_and_hot(), visible="0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="bbbb-2", name="NVIDIA H100")
-    )
+    properties = SimpleNamespace(uuid="bbbb-2", name="NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
 
     assert celsius(0) == 80
 

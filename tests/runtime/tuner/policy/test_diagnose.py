@@ -117,9 +117,19 @@ def phases(**seconds: float) -> dict[str, float]:
             id="a GPU that waits for neither link nor data waits for the host",
         ),
         pytest.param(
-            replace(GPU, device_utilization=0.4, phase_ratios=phases(data=0.65)),
-            ["data_bound", "device_idle"],
+            replace(GPU, device_utilization=0.3, phase_ratios=phases(data=0.65)),
+            ["device_idle", "data_bound"],
             id="one that waits for data does not",
+        ),
+        pytest.param(
+            replace(GPU, device_utilization=0.99, phase_ratios=phases(data=0.15, other=0.7)),
+            [],
+            id="a busy GPU waits for neither, whatever the host does",
+        ),
+        pytest.param(
+            replace(GPU, device_utilization=0.8, phase_ratios=phases(data=0.15)),
+            ["data_bound"],
+            id="a GPU waits for data if it is idle for as long",
         ),
         pytest.param(
             replace(GPU, device_utilization=0.4, coverage=0.5),
@@ -140,7 +150,7 @@ def phases(**seconds: float) -> dict[str, float]:
             replace(BUSY, phase_ratios=phases(data=0.11)), ["data_bound"], id="data to wait for"
         ),
         pytest.param(
-            replace(GPU, oom_risk=0.6, phase_ratios=phases(data=0.9)),
+            replace(BUSY, oom_risk=0.6, phase_ratios=phases(data=0.9)),
             ["memory_pressure", "data_bound"],
             id="what may end the run comes first",
         ),
@@ -154,7 +164,12 @@ def phases(**seconds: float) -> dict[str, float]:
             id="less than none is left",
         ),
         pytest.param(
-            replace(GPU, device_headroom_ratio=0.6, phase_ratios=phases(data=0.2)),
+            replace(
+                GPU,
+                device_utilization=0.75,
+                device_headroom_ratio=0.6,
+                phase_ratios=phases(data=0.2),
+            ),
             ["data_bound", "memory_idle"],
             id="memory to spare comes last",
         ),
@@ -381,16 +396,20 @@ def test_a_rank_with_a_gpu_is_measured_by_it(rank):
     put = rank.recorder
     for device, busy, free in (("cpu", 0.1, 5), ("cuda:0", 0.8, 60)):
         put.set(devices.DEVICE_UTILIZATION, busy, device)
+        put.add(devices.DEVICE_SECONDS, 1000.0, device, "idle")
         put.set(memory.MEMORY_HEADROOM, free, device)
         put.set(memory.MEMORY_LIMIT, 100, device)
         put.set(memory.OOM_RISK, busy, device)
     before = rank.snapshot()
 
-    put.set(devices.DEVICE_UTILIZATION, 0.6, "cuda:0")
+    put.set(devices.DEVICE_UTILIZATION, 0.0, "cuda:0")  # at this moment
+    put.add(devices.DEVICE_SECONDS, 18.0, "cuda:0", "busy")
+    put.add(devices.DEVICE_SECONDS, 2.0, "cuda:0", "idle")
+    put.add(devices.DEVICE_SECONDS, 20.0, "cpu", "idle")
     rank.goes_on()
     reading = metrics_between(before, rank.snapshot())
 
-    assert (reading.on_cpu, reading.device_utilization) == (False, pytest.approx(0.7))
+    assert (reading.on_cpu, reading.device_utilization) == (False, pytest.approx(0.9))
     assert (reading.headroom_ratio, reading.device_headroom_ratio) == (0.05, 0.6)
     assert reading.oom_risk == 0.8
 
