@@ -35,9 +35,10 @@ Source = Callable[[], Mapping[str, float]]
 
 _ORDINAL = re.compile(r"\d+")
 _ALL_LINKS = 0xFFFFFFFF  # nvml.h: scopeId UINT_MAX sums over all links
-# Reading, NVML's field, scope, bytes per unit. All fields are totals. Fields of 32 bits are not read:
-# PCIe 5 moves 4 GiB in 70 ms, so such a counter wraps many times between two readings.
-# nvmlDeviceGetPcieThroughput is not used, because it returns a rate over 20 ms and blocks for 20 ms.
+# Reading, NVML's field, scope, bytes per unit. All fields are totals. Fields of 32 bits are left
+# out: PCIe 5 moves 4 GiB in 70 ms, so such a counter wraps many times between two readings.
+# nvmlDeviceGetPcieThroughput is not used, because it returns a rate over 20 ms and blocks for
+# 20 ms.
 _LINK_FIELDS = (
     ("nvlink_sent_bytes", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", _ALL_LINKS, 1024),
     ("nvlink_received_bytes", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX", _ALL_LINKS, 1024),
