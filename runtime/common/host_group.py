@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ...errors import ZerowatchError
 from ...metrics.catalog.labels import OWN_GROUP
+from .gloo_interface import VARIABLE, gloo_interface_chosen
 
 # The `group_desc` of zerowatch's own process groups, by which the instrumentation finds their role.
 GROUP_DESCRIPTION = OWN_GROUP
@@ -45,8 +46,19 @@ class HostCollectives(Protocol):
 
 
 def new_host_group() -> Any:
-    """Return a new gloo group of all ranks that is marked as zerowatch's own."""
-    return dist.new_group(backend="gloo", group_desc=GROUP_DESCRIPTION)
+    """Return a new gloo group of all ranks that is marked as zerowatch's own.
+
+    Raises:
+        ZerowatchError: The ranks cannot connect over the interface that gloo uses.
+    """
+    with gloo_interface_chosen(dist.get_world_size()):
+        try:
+            return dist.new_group(backend="gloo", group_desc=GROUP_DESCRIPTION)
+        except RuntimeError as error:
+            raise ZerowatchError(
+                f"no gloo group of all ranks was made: {error}. Set {VARIABLE} on each node to the "
+                "interface by which the nodes reach each other, such as eth0"
+            ) from error
 
 
 class HostGroup:

@@ -1,0 +1,113 @@
+"""Chooses the network interface of gloo's groups in a job on several nodes.
+
+Gloo binds to the address to which the host name resolves. On many hosts, such as Debian's, that is
+127.0.1.1, which other nodes do not reach. NCCL searches for an interface by itself, so a job on
+GPUs runs until its first group of gloo.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import socket
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+# Launchers' names of the number of ranks on a node: torchrun, DeepSpeed, Open MPI.
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+# An address that is on no network (RFC 5737). The route to it is the default route.
+_ELSEWHERE = "192.0.2.1"
+
+
+def gloo_interface(
+    environ: Mapping[str, str],
+    world_size: int,
+    interfaces: Mapping[str, Collection[str]],
+    route: Callable[[str], str | None],
+) -> str | None:
+    """Return the interface for gloo, or None if gloo's own choice is as good.
+
+    GLOO_SOCKET_IFNAME takes precedence, then NCCL_SOCKET_IFNAME, then the interface by which this
+    node reaches MASTER_ADDR. On the master itself this may be the loopback interface. The interface
+    of the default route is taken then.
+
+    Args:
+        environ: The environment variables.
+        world_size: Ranks of the job.
+        interfaces: The addresses of each interface of this host that is up.
+        route: Returns the own address from which packets to an address are sent, or None.
+    """
+    local_size = next((environ[name] for name in _LOCAL_SIZES if name in environ), None)
+    if VARIABLE in environ or local_size == str(world_size):
+        return None
+    outside = {name: found for name, found in interfaces.items() if not all(map(_is_local, found))}
+    wanted = environ.get("NCCL_SOCKET_IFNAME")
+    if wanted:
+        return next((name for name in outside if _nccl_accepts(name, wanted)), None)
+    address = route(environ.get("MASTER_ADDR", "localhost"))
+    if address is not None and _is_local(address):
+        # Without a known number of local ranks, this may be a job on a single node.
+        address = None if local_size is None else route(_ELSEWHERE)
+    return next((name for name, found in outside.items() if address in found), None)
+
+
+@contextmanager
+def gloo_interface_chosen(world_size: int) -> Iterator[None]:
+    """Set GLOO_SOCKET_IFNAME while a group is made, if it is unset and the job has several nodes.
+
+    Args:
+        world_size: Ranks of the job.
+    """
+    interface = gloo_interface(os.environ, world_size, _interfaces(), _own_address)
+    if interface is None:
+        yield
+        return
+    logger.info("gloo uses the interface %s; set %s to choose another", interface, VARIABLE)
+    os.environ[VARIABLE] = interface
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
+
+
+def _interfaces() -> dict[str, list[str]]:
+    statuses = psutil.net_if_stats()
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: [each.address.partition("%")[0] for each in found if each.family in families]
+        for name, found in psutil.net_if_addrs().items()
+        if name in statuses and statuses[name].isup
+    }
+
+
+def _own_address(destination: str) -> str | None:
+    """Return the own address from which packets to a host are sent. Nothing is sent."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(destination, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _is_local(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _nccl_accepts(name: str, wanted: str) -> bool:
+    """Return whether NCCL would use an interface, by the syntax of NCCL_SOCKET_IFNAME.
+
+    The value is a list of prefixes. `^` excludes them, `=` asks for whole names.
+    """
+    excludes = wanted.startswith("^")
+    is_exact = wanted.removeprefix("^").startswith("=")
+    listed = wanted.removeprefix("^").removeprefix("=").split(",")
+    matches = name in listed if is_exact else any(name.startswith(each) for each in listed if each)
+    return matches != excludes
