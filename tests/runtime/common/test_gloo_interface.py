@@ -24,9 +24,7 @@ ROUTES = {"node-0": "10.1.0.5", "10.0.0.4": "10.0.0.5", "192.0.2.1": "10.0.0.5"}
 
 
 def chosen(routes: dict[str, str] | None = None, **environ: str) -> str | None:
-    return gloo_interface(
-        {**TWO_NODES, **environ}, 16, INTERFACES, (ROUTES | (routes or {})).get
-    )
+    return gloo_interface({**TWO_NODES, **environ}, 16, INTERFACES, (ROUTES | (routes or {})).get)
 
 
 def test_a_job_on_several_nodes_uses_the_interface_by_which_the_master_is_reached() -> None:
