@@ -19,7 +19,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ...errors import PeerFailedError, ZerowatchError
 from ..common.host_group import HostCollectives
 from ..common.peer_failures import describe_error
+from ..memory.oom.oom_error import is_caused_by_oom
 
 logger = logging.getLogger(__name__)
 
@@ -102,32 +103,42 @@ class RunEnd:
             thread.join(_STORE_TIMEOUT_SECONDS)
         self._store = None  # closes the thread's connection
 
-    def announce(self, attempt: int) -> None:
-        """Tell the other ranks that this rank failed in the attempt with this number."""
+    def announce(self, attempt: int, issued: Mapping[str, int]) -> None:
+        """Report to the other ranks that this rank failed in the attempt with this number.
+
+        Args:
+            attempt: Number of the attempt.
+            issued: Number of collectives that this rank has issued in the attempt, by the name of
+                the process group.
+        """
         if self._store is not None:
             with suppress(RuntimeError):  # the store's host is gone
-                self._store.set(f"{self._prefix}/{attempt}/{self._host_group.rank}", "")
+                self._store.set(self._failure_key(attempt, self._host_group.rank), json.dumps(issued))
 
     def all_failed(self, attempt: int, wait_seconds: float | None = None) -> bool:
-        """Wait briefly, and return whether all ranks have announced a failure in this attempt.
+        """Wait briefly, and return whether all ranks have failed at the same point of this attempt.
 
         A rank that did not fail may wait in a collective that this rank will not enter. But if the
         local batches and micro-batches are equal, usually all ranks fail at the same point. Then no
         rank is in a collective.
+
+        It is not enough that all ranks have failed: a collective of NCCL returns to the host before
+        the other ranks have entered it. Therefore the ranks of each process group must also have
+        issued the same number of collectives.
 
         Args:
             attempt: Number of the attempt, the same on all ranks.
             wait_seconds: How long to wait for the slowest rank; None for CONSENSUS_SECONDS.
         """
         seconds = CONSENSUS_SECONDS if wait_seconds is None else wait_seconds
-        keys = [f"{self._prefix}/{attempt}/{rank}" for rank in range(self._host_group.world_size)]
+        keys = [self._failure_key(attempt, rank) for rank in range(self._host_group.world_size)]
         deadline = time.monotonic() + seconds
         with suppress(RuntimeError):
             while not self._store.check(keys):
                 if time.monotonic() > deadline or self.peer_failure() is not None:
                     return False
                 time.sleep(_CONSENSUS_POLL_SECONDS)
-            return True
+            return _are_equal([json.loads(self._store.get(key)) for key in keys])
         return False
 
     def end(self, error: BaseException, place: str) -> None:
@@ -211,6 +222,9 @@ class RunEnd:
     def _key(self) -> str:
         return f"{self._prefix}/end"
 
+    def _failure_key(self, attempt: int, rank: int) -> str:
+        return f"{self._prefix}/{attempt}/{rank}"
+
     def _raise_peer_error(self, cause: Exception | None) -> None:
         if self._peer_error is not None and self._own_error is None:
             self._host_group.close()  # other ranks may wait for this rank
@@ -248,8 +262,26 @@ class RunEnd:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Return whether a collective raised this error, as it does after another rank has left."""
-    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+    """Return whether a collective raised this error because another rank has left.
+
+    A collective also raises an error if this rank has no memory for it.
+    """
+    if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
+        return False
+    return not is_caused_by_oom(error)
+
+
+def _are_equal(issued_by_rank: Sequence[Mapping[str, int]]) -> bool:
+    """Return whether the ranks of each group have issued the same number of collectives.
+
+    A rank reports only the groups that it belongs to.
+    """
+    numbers: dict[str, int] = {}
+    return all(
+        numbers.setdefault(group, number) == number
+        for issued in issued_by_rank
+        for group, number in issued.items()
+    )
 
 
 def _client(store: Any) -> Any:

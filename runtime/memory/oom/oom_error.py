@@ -34,6 +34,8 @@ _DEVICE_LIBRARY = re.compile(
     r"|\b(?:CU|HIP)\w{1,40}_ALLOC_FAILED\b"
     r"|\bCUDNN_STATUS_\w{1,40}_ALLOCATION_FAILED\b"
     r"|\b(?:Cuda|HIP) failure (?:\d+ )?'out of memory'"
+    # NCCL; its communicators are created in the first call, when the device may be full.
+    r"|\bFailed to (?:CUDA|HIP) (?:host )?[cm]?alloc\b"
 )
 # CUDA's own text for the error. Extensions pass this text on, alone or after a colon.
 _BARE = re.compile(r"(?im:(?:^|[:\]] ?)(?:error: )?out of memory[.!]?$)")

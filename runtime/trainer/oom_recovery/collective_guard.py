@@ -15,14 +15,17 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from ....errors import PeerOutOfMemoryError
 from ...collectives.collective_table import Guard, guarded_methods
+from ...collectives.groups import sequence_number
 from ...common.host_group import HostCollectives
 from ...common.patching import PatchSet
 from ...memory.oom.oom_error import is_caused_by_oom
@@ -68,7 +71,8 @@ class CollectiveGuard:
         self._call = _GuardedCall()
         self._window_thread: int | None = None
         self._outer_exception: BaseException | None = None
-        self._is_in_pass = False
+        self._is_in_pass = self._failed_in_collective = False
+        self._issued_before: Mapping[str, int] = {}
         self.aborted_by = Vote.OK
 
     def open(self, backend: Any) -> None:
@@ -98,7 +102,9 @@ class CollectiveGuard:
         """
         self._window_thread = threading.get_ident()
         self._outer_exception = sys.exception()
-        self._is_in_pass, self.aborted_by = False, Vote.OK
+        self._is_in_pass = self._failed_in_collective = False
+        self.aborted_by = Vote.OK
+        self._issued_before = {} if self._is_single_rank else _sequence_numbers()
         passes = PatchSet()
         if engine is not None and not self._is_single_rank:
             passes.add_existing(engine, _PASSES, self._pass_wrapper)
@@ -115,9 +121,22 @@ class CollectiveGuard:
     def can_report(self) -> bool:
         """Whether the other ranks vote before any collective that this rank will not enter.
 
-        If the pass is not guarded, the other ranks may be in such a collective already.
+        If the pass is not guarded, or if this rank failed inside a collective, the other ranks may
+        be in such a collective already.
         """
-        return self.armed or self._is_single_rank or not self._is_in_pass
+        if self._is_single_rank:
+            return True
+        return not self._failed_in_collective and (self.armed or not self._is_in_pass)
+
+    def issued_collectives(self) -> dict[str, int]:
+        """Return how many collectives this rank has issued since the window began, by group.
+
+        This includes the collectives of the script's own code.
+        """
+        return {
+            group: number - self._issued_before.get(group, 0)
+            for group, number in _sequence_numbers().items()
+        }
 
     def report(self, vote: Vote) -> None:
         """Join the next vote of the other ranks as a failed rank, and set `aborted_by`.
@@ -174,11 +193,14 @@ class CollectiveGuard:
             if is_compiling() or not self._is_guarded():
                 return original(*args, **kwargs)
             self._before_collective(args, kwargs)
-            call.is_active = True
+            call.is_active, has_failed = True, True
             try:
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
+                has_failed = False
             finally:
                 call.is_active = False
+                self._failed_in_collective = self._failed_in_collective or has_failed
+            return result
 
         return guarded
 
@@ -196,16 +218,39 @@ def probe_workspace(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
 
     gloo allocates memory within its calls: a copy of the input of a reduce or scatter, the flat
     output of a gather, the segments of a ring. If such an allocation fails, it is too late, because
-    the other ranks are in the call. This function does nothing for tensors on a device, because
-    NCCL allocates its buffers in its first call.
+    the other ranks are in the call.
+
+    On a device, torch allocates one flat buffer if one side of a collective is a list of tensors,
+    as in `all_gather(tensors, tensor)`. The allocator keeps the freed memory for the call that
+    follows. NCCL's own buffers do not come from torch's allocator, and are not probed: NCCL
+    allocates them in the first call of a group.
 
     Raises:
         RuntimeError: There is not enough memory. The collective would raise the same error.
     """
-    on_host = [each for each in _tensors((*args, *kwargs.values())) if each.device.type == "cpu"]
+    values = (*args, *kwargs.values())
+    on_host = [each for each in _tensors(values) if each.device.type == "cpu"]
     if on_host:
         num_bytes = _WORKSPACE_COPIES * sum(each.nbytes for each in on_host)
         torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    if not any(isinstance(value, torch.Tensor) for value in values):
+        return
+    for value in values:
+        flattened = [] if isinstance(value, torch.Tensor) else list(_tensors((value,)))
+        if flattened and flattened[0].device.type != "cpu":
+            num_bytes = sum(each.nbytes for each in flattened)
+            torch.empty(num_bytes, dtype=torch.uint8, device=flattened[0].device)
+
+
+def _sequence_numbers() -> dict[str, int]:
+    """Return the number of collectives that this rank has issued so far, by group."""
+    if not dist.is_initialized():
+        return {}
+    numbers: dict[str, int] = {}
+    for group in list(c10d._world.pg_map):
+        with suppress(RuntimeError):  # a backend that does not count
+            numbers[group.group_name] = sequence_number(group)
+    return numbers
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

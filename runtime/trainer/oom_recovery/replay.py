@@ -19,6 +19,8 @@ from time import perf_counter
 from types import TracebackType
 from typing import Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
+import torch.distributed as dist
+
 from ....errors import PeerOutOfMemoryError
 from ...common import accelerator
 from ...common.ds_config import EngineSource
@@ -298,14 +300,22 @@ class OomReplay:
             PeerFailedError: This rank ran out of memory, and another rank failed for another
                 reason.
         """
-        self._run_end.announce(self._num_attempts)  # a rank that cannot report waits for this
+        if any(isinstance(link, dist.DistBackendError) for link in _chain(error)):
+            self._run_end.end(error, place)
+            return (
+                "NCCL has run out of memory, and its communicator may be incomplete. NCCL's buffers "
+                "do not come from torch's allocator: leave more memory free, for example by "
+                "torch.cuda.set_per_process_memory_fraction or a smaller micro-batch"
+            )
+        # A rank that cannot report waits for this.
+        self._run_end.announce(self._num_attempts, self._guard.issued_collectives())
         if self._guard.can_report or self._run_end.all_failed(self._num_attempts):
             self._guard.report(vote)
             if vote is Vote.OUT_OF_MEMORY and self._guard.aborted_by is Vote.FAILED:
                 raise_failures(self._host_group, None, place)
             return None
         self._run_end.end(error, place)
-        return "the pass was not guarded, and the other ranks may wait in a collective of it"
+        return "the other ranks may wait in a collective that this rank did not issue"
 
     def _plan_next_attempt(
         self,

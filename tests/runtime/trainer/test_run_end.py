@@ -128,7 +128,7 @@ def test_runs_on_one_store_are_separate() -> None:
 def test_a_single_rank_ends_nothing() -> None:
     (alone,) = run_ends(1)
     alone.start()
-    alone.announce(1)
+    alone.announce(1, {})
     alone.end(KeyError("labels"), "train_batch")
 
     assert call(alone, lambda: 7) == 7
@@ -140,15 +140,42 @@ def test_ranks_that_all_failed_reach_consensus() -> None:
 
     def ask(host_group: FakeHostGroup) -> bool:
         run_end = RunEnd(host_group, store)
-        run_end.announce(7)
+        run_end.announce(7, {"world": 3})
         return run_end.all_failed(7)
 
     assert on_ranks(2, ask) == [True, True]
 
 
+@pytest.mark.parametrize(
+    ("issued", "is_same_point"),
+    [
+        ([{"world": 3}, {"world": 3}, {"world": 2}], False),
+        ([{"world": 3, "a": 1}, {"world": 3, "a": 1}, {"world": 3, "b": 7}], True),
+        ([{"world": 3, "a": 1}, {"world": 3, "a": 2}, {"world": 3, "b": 7}], False),
+    ],
+)
+def test_ranks_that_have_issued_different_collectives_reach_no_consensus(
+    issued: list[dict[str, int]], is_same_point: bool
+) -> None:
+    """NCCL returns before the others have entered a collective: who is ahead would wait forever."""
+    ranks = run_ends(3)
+    for run_end, numbers in zip(ranks, issued, strict=True):
+        run_end.announce(7, numbers)
+
+    assert [run_end.all_failed(7) for run_end in ranks] == [is_same_point] * 3
+
+
+def test_a_collective_that_has_no_memory_ends_the_run() -> None:
+    peer, failed = run_ends(2)
+
+    failed.end(torch.distributed.DistBackendError("Failed to CUDA calloc async 608 bytes"), "step")
+
+    assert peer.peer_failure() is not None
+
+
 def test_a_rank_that_failed_alone_stops_waiting() -> None:
     run_end, _ = run_ends(2)
-    run_end.announce(7)
+    run_end.announce(7, {})
 
     assert not run_end.all_failed(7, wait_seconds=0.05)
 
@@ -156,7 +183,7 @@ def test_a_rank_that_failed_alone_stops_waiting() -> None:
 def test_a_rank_stops_waiting_for_the_others_once_the_run_has_ended() -> None:
     first, second, _ = run_ends(3)
     first.end(KeyError("labels"), "train_batch")
-    second.announce(7)
+    second.announce(7, {})
 
     assert not second.all_failed(7, wait_seconds=PATIENCE_SECONDS)
 

@@ -56,6 +56,16 @@ TEXTS = {
         "cuda",
         None,
     ),
+    "NCCL's own buffers": (
+        "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, NCCL version 2.27.5\n"
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+        "Failed to CUDA calloc async 608 bytes",
+        "device library",
+        "cuda",
+        None,
+    ),
+    "NCCL's larger buffers": ("Failed to CUDA malloc 6291456 bytes", "device library", "cuda", None),
+    "NCCL's pinned buffers": ("Failed to CUDA host alloc 64 bytes", "device library", "cuda", None),
     "an extension, in CUDA's words alone": ("out of memory", "unknown", "unknown", None),
     "an extension": ("Triton Error [CUDA]: out of memory", "device library", "cuda", None),
     "an extension, with its place": (

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+import torch.distributed as dist
 from fakes.rank_threads import FakeHostGroup, on_ranks
 
 from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
@@ -23,6 +24,7 @@ from zerowatch.runtime.trainer.oom_recovery.replay import (
     OomOrigin,
 )
 
+META = torch.zeros(3, device="meta")  # a device, but not the host
 OUT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes."
 
 
@@ -36,8 +38,11 @@ class Backend:
         self.issued.append("all_reduce")
         return "reduced"
 
+    def issue(self, name: str) -> None:
+        self.issued.append(name)
+
     def all_gather_into_tensor(self, output_tensor=None, input_tensor=None) -> None:
-        self.issued.append("all_gather_into_tensor")
+        self.issue("all_gather_into_tensor")
 
     def all_gather_coalesced(self, output_tensors=(), input_tensors=()) -> None:
         for _ in range(2):
@@ -94,6 +99,43 @@ def test_a_nested_collective_has_no_vote_of_its_own(
 
     assert len(backend.issued) == 2
     assert votes.held == 2
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """Create the default process group, with this process as its only rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_the_collectives_of_a_window_are_counted_by_group(guard: CollectiveGuard) -> None:
+    dist.barrier()  # before the window
+    other = dist.new_group([0])
+    with guard.window():
+        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1), group=other)
+
+    assert guard.issued_collectives() == {dist.group.WORLD.group_name: 2, other.group_name: 1}
+
+
+def test_a_rank_that_failed_inside_a_collective_cannot_report_because_others_may_be_in_it(
+    guard: CollectiveGuard, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(name: str) -> None:
+        raise RuntimeError(OUT)
+
+    monkeypatch.setattr(backend, "issue", run_out)
+    with pytest.raises(RuntimeError), guard.window():
+        backend.all_gather_into_tensor()
+    inside = guard.can_report
+    with pytest.raises(KeyError), guard.window():
+        raise KeyError("labels")
+
+    assert not inside
+    assert guard.can_report
 
 
 class Engine:
@@ -324,6 +366,26 @@ def test_probing_the_workspace_raises_where_memory_does_not_suffice() -> None:
         probe_workspace((huge,), {})
 
     probe_workspace((torch.zeros(3), [torch.zeros(2)], None, 5), {"group": object()})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes"),
+    [
+        (([META, META], META), [24]),  # all_gather
+        ((META, [META, META, META], 0), [36]),  # reduce_scatter
+        ((META, META), []),  # into one tensor
+        (([META, META],), []),  # all_reduce_coalesced
+    ],
+)
+def test_the_flat_buffer_of_a_list_on_a_device_is_probed(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...], sizes: list[int]
+) -> None:
+    allocated: list[int] = []
+    monkeypatch.setattr(torch, "empty", lambda size, **options: allocated.append(size))
+
+    probe_workspace(arguments, {})
+
+    assert allocated == sizes
 
 
 def test_a_rank_that_runs_out_while_it_aborts_a_window_holds_no_vote():

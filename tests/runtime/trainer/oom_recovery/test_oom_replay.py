@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +22,7 @@ from fakes.rank_threads import FakeHostGroup, on_ranks
 
 from zerowatch.errors import PeerFailedError
 from zerowatch.runtime.trainer.engine_change import EngineChange
+from zerowatch.runtime.trainer.oom_recovery import collective_guard
 from zerowatch.runtime.trainer.oom_recovery import replay as replay_module
 from zerowatch.runtime.trainer.oom_recovery.collective_guard import (
     CollectiveGuard,
@@ -29,6 +31,7 @@ from zerowatch.runtime.trainer.oom_recovery.collective_guard import (
 )
 from zerowatch.runtime.trainer.oom_recovery.escalation import ESCALATION_ORDER, EscalationPolicy
 from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
+    CLEAN_WINDOWS,
     MemoryMeasurements,
     MicroBatchPlanner,
     PeakSample,
@@ -66,6 +69,7 @@ class Rank:
         fits: int,
         stage: int = 1,
         unsupported_reason: str | None = None,
+        store: Any = None,
         **options: Any,
     ) -> None:
         engine = SimpleNamespace(
@@ -79,7 +83,7 @@ class Rank:
             host_group=host_group,
             guard=CollectiveGuard(host_group),
             planner=MicroBatchPlanner(),
-            run_end=RunEnd(host_group, torch.distributed.HashStore()),
+            run_end=RunEnd(host_group, store or torch.distributed.HashStore()),
             **options,
         )
 
@@ -159,6 +163,75 @@ def test_all_ranks_use_the_smaller_size_if_one_ran_out() -> None:
         return rank.asked, done.replays
 
     assert on_ranks(2, train) == [([1, 2, 4], 2), ([1, 2, 4], 2)]
+
+
+class Backend:
+    def all_reduce(self, tensor: object = None) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize(
+    ("issued", "asked"),
+    [((1, 1), [1, 2]), ((2, 1), [1])],  # rank 0 would wait for rank 1 in NCCL's second collective
+)
+def test_a_pass_without_votes_is_replayed_only_if_all_ranks_have_issued_the_same_collectives(
+    monkeypatch: pytest.MonkeyPatch, issued: tuple[int, int], asked: list[int]
+) -> None:
+    numbers = {}
+    monkeypatch.setattr(
+        collective_guard, "_sequence_numbers", lambda: {"0": numbers[threading.get_ident()]}
+    )
+    store = torch.distributed.HashStore()
+
+    def train(host_group: FakeHostGroup) -> tuple[list[int], str]:
+        rank, backend = Rank(host_group, fits=8, store=store), Backend()
+        guard = rank.replay._guard
+        guard.open(backend)
+        numbers[threading.get_ident()] = 0
+
+        def attempt(count: int) -> str:
+            for _ in range(1 if guard.armed else issued[host_group.rank]):
+                backend.all_reduce()
+                numbers[threading.get_ident()] += 1
+            return rank.attempt(count)
+
+        for _ in range(CLEAN_WINDOWS + 1):
+            rank.replay.run_window(local_batches(2), attempt)
+        assert not guard.armed
+        rank.asked.clear()
+        rank.fits = 4
+        try:
+            rank.replay.run_window(local_batches(2), attempt)
+        except RuntimeError as error:
+            return rank.asked, str(error)
+        return rank.asked, "replayed"
+
+    result = "replayed" if len(asked) > 1 else OUT
+    assert on_ranks(2, train) == [(asked, result)] * 2
+
+
+def test_a_window_in_which_nccl_ran_out_of_memory_is_not_replayed_and_ends_the_run(
+    aborted: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "NCCL error in: x.cpp:1\nLast error:\nFailed to CUDA calloc async 608 bytes"
+    store = torch.distributed.HashStore()
+    attempts = []
+
+    def train(host_group: FakeHostGroup) -> tuple[str, bool]:
+        rank = Rank(host_group, fits=8, store=store)
+
+        def attempt(count: int) -> str:
+            attempts.append(count)
+            raise torch.distributed.DistBackendError(text)
+
+        with pytest.raises(torch.distributed.DistBackendError) as raised:
+            rank.replay.run_window(local_batches(2), attempt)
+        return str(raised.value), host_group.is_closed
+
+    assert on_ranks(2, train) == [(text, True)] * 2
+    assert attempts == [1, 1]
+    assert aborted == []
+    assert "NCCL has run out of memory" in caplog.text
 
 
 def test_on_error_is_called_with_a_ranks_own_errors_only() -> None:
