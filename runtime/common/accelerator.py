@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -115,6 +116,9 @@ class Accelerator(Protocol):
 
     def memory_fraction(self, index: int) -> float:
         """Return the fraction of the device's memory that this process may use, 0 to 1."""
+
+    def has_expandable_segments(self) -> bool:
+        """Return whether the allocator can return free parts of a segment to the device."""
 
     def empty_cache(self) -> None:
         """Return the allocator's free blocks to the device. May wait: cudaFree synchronizes."""
@@ -223,6 +227,16 @@ class CudaAccelerator:
         # torch 2.6 can set this fraction, but has no function that returns it.
         get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
         return float(get_fraction(index)) if get_fraction else 1.0
+
+    def has_expandable_segments(self) -> bool:
+        """Return whether the allocator was set to `expandable_segments:True`."""
+        get_settings = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+        if get_settings is not None:
+            settings = str(get_settings())
+        else:  # torch before 2.9
+            names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+            settings = ",".join(os.environ.get(name, "") for name in names)
+        return "expandable_segments:true" in settings.lower().replace(" ", "")
 
     def empty_cache(self) -> None:
         """Return the allocator's free blocks to the GPU, if CUDA is initialized."""

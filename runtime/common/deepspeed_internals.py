@@ -268,6 +268,19 @@ def attribute(path: str, name: str) -> str:
     return f"_{path.rpartition(':')[2]}{name}" if name.startswith("__") else name
 
 
+def unknown_subclass_reason(optimizer: Any) -> str | None:
+    """Return why an optimizer is not one of ZeRO's own classes; None if it is, or has no ZeRO.
+
+    A subclass, such as SuperOffload's or ZenFlow's, has the same attributes, but may move weights
+    and gradients in another way.
+    """
+    first, *bases = (f"{each.__module__}:{each.__qualname__}" for each in type(optimizer).__mro__)
+    zero = {ZERO_1_AND_2, ZERO_3}
+    if first in zero or zero.isdisjoint(bases):
+        return None
+    return f"{type(optimizer).__name__} overrides methods of ZeRO's own optimizer"
+
+
 def missing_names(instance: Any, path: str, names: Iterable[str]) -> list[str]:
     """Return the names that an object of this class lacks."""
     return [name for name in names if not hasattr(instance, attribute(path, name))]

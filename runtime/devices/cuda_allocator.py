@@ -16,8 +16,8 @@ from ..common import accelerator
 from ..common.report_files import create_private
 from .shared_peak_counters import STATS, SharedPeakCounters
 
-# Interval between readings of the limit. memory_info calls the driver, which takes longer than all
-# other readings together.
+# Interval between readings of the device's free memory. memory_info calls the driver, which takes
+# longer than all other readings together.
 _LIMIT_SECONDS = 10.0
 # Memory state of a reading, statistic of torch's allocator, and which value of the statistic.
 _STATES = (
@@ -46,6 +46,9 @@ class MemoryStats(Protocol):
     def memory_fraction(self, index: int, /) -> float:
         """Return the fraction of the device's memory that this process may use, 0 to 1."""
 
+    def has_expandable_segments(self) -> bool:
+        """Return whether the allocator can return free parts of a segment to the device."""
+
 
 class CudaMemory:
     """Reads the allocator's counters of one device, without synchronizing with it.
@@ -55,13 +58,14 @@ class CudaMemory:
 
     `limit` is the upper bound of `reserved`. It is the device's total memory minus the memory that
     other processes and CUDA itself hold. It is at most the share that
-    `set_per_process_memory_fraction` allows.
+    `set_per_process_memory_fraction` allows. The memory of other processes is read every ten
+    seconds, and after each shortage: a request that failed or that the allocator had to repeat.
 
-    `unusable` is reserved and free, but no large request can use it: free pieces of segments that
-    are partly in use (`inactive_split`), and blocks that were freed while another stream may still
-    use them (active less allocated). A segment that is free as a whole does not count, because the
-    allocator returns such a segment before it fails. With expandable segments, free pieces can be
-    unmapped, so `unusable` is then an overestimate.
+    `unusable` is reserved and free, but no large request can use it: the free pieces of segments
+    that are partly in use (`inactive_split`). A segment that is free as a whole does not count,
+    because the allocator returns such a segment before it fails. Nor does a block that was freed
+    while another stream may still use it, because the allocator waits for that stream first. With
+    expandable segments, the allocator returns free pieces too, and `unusable` is 0.
     """
 
     def __init__(
@@ -84,7 +88,9 @@ class CudaMemory:
         self._device = device
         self._peaks = peaks
         self._now = now
-        self._limit = 0.0
+        self._available = self._total = 0.0
+        self._num_shortages = 0
+        self._has_expandable_segments = False
         self._limit_due = float("-inf")
 
     @property
@@ -98,9 +104,9 @@ class CudaMemory:
         if not stats:
             return {}
         readings = {state: float(stats[group]["all"][when]) for state, group, when in _STATES}
-        awaited = stats["active_bytes"]["all"]["current"] - readings["allocated"]
-        readings["unusable"] = readings["inactive_split"] + awaited
-        readings["limit"] = self._limit_bytes(readings["reserved"])
+        readings["limit"] = self._limit_bytes(stats, readings["reserved"])
+        is_returned = self._has_expandable_segments
+        readings["unusable"] = 0.0 if is_returned else readings["inactive_split"]
         readings["alloc_retries"] = float(stats["num_alloc_retries"])
         return readings
 
@@ -116,13 +122,14 @@ class CudaMemory:
             return self._peaks.drain(self._index)
         return self._device.memory_stats(self._index)
 
-    def _limit_bytes(self, reserved: float) -> float:
-        now = self._now()
-        if now >= self._limit_due:
-            self._limit_due = now + _LIMIT_SECONDS
-            free, total = self._device.memory_info(self._index)
-            self._limit = min(free + reserved, self._device.memory_fraction(self._index) * total)
-        return self._limit
+    def _limit_bytes(self, stats: Mapping[str, Any], reserved: float) -> float:
+        now, num_shortages = self._now(), stats["num_alloc_retries"] + stats["num_ooms"]
+        if now >= self._limit_due or num_shortages != self._num_shortages:
+            self._limit_due, self._num_shortages = now + _LIMIT_SECONDS, num_shortages
+            free, self._total = self._device.memory_info(self._index)
+            self._available = free + reserved
+            self._has_expandable_segments = self._device.has_expandable_segments()
+        return min(self._available, self._device.memory_fraction(self._index) * self._total)
 
 
 def cuda_memory(device_index: int, *, reset_peak: bool) -> CudaMemory:

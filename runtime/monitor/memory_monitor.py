@@ -118,6 +118,10 @@ class MemoryMonitor:
             self._on_exception(error, is_end=True)
             self._context.recorder.add(memory.OOMS, 1, self._oom_device, "fatal")
 
+    def limit_bytes(self, device: str) -> float | None:
+        """Read the present limit of a device's memory. Peaks of the step are kept."""
+        return self._reader.read().get(device, {}).get("limit")
+
     def rebind_engine(self, engine: Any) -> None:
         """Monitor another engine of the same model; discard the readings of the old one."""
         if self._offload is not None:
@@ -160,7 +164,9 @@ class MemoryMonitor:
         offload = self._offload
         if offload is not None:
             tasks["offload"] = lambda: offload.publish(self._context.recorder)
-        return [self._context.fail_open.wrap(name, task) for name, task in tasks.items()]
+        wrap = self._context.fail_open.wrap
+        # A transfer that cannot be timed is skipped, and the next publication reads those after it.
+        return [wrap(name, task, is_kept=name == "offload") for name, task in tasks.items()]
 
     def _reset_if_engine_replaced(self) -> None:
         """Discard the old engine's readings, on the thread that uses them."""

@@ -159,6 +159,10 @@ class Watch:
         """Discard the micro-batches since the last step, which will be repeated or skipped."""
         self._instrumentation.discard_window()
 
+    def memory_limit_bytes(self, device: str) -> float | None:
+        """Return the present limit of a device's memory, in bytes; None if it cannot be read."""
+        return self.fail_open.call("memory limit", self._memory.limit_bytes, device)
+
     def checkpoint_phase(self) -> AbstractContextManager[None]:
         """Return a context manager; time inside it counts as checkpoint time, e.g. a rebuild."""
         return self._instrumentation.checkpoint_phase()
@@ -285,6 +289,10 @@ class NullWatch:
 
     def discard_window(self) -> None:
         """Do nothing."""
+
+    def memory_limit_bytes(self, device: str) -> float | None:
+        """Return None."""
+        return None
 
     def checkpoint_phase(self) -> AbstractContextManager[None]:
         """Return a context manager that does nothing."""

@@ -28,6 +28,12 @@ from .error_feedback import CompressionError
 # link of 200 Mbit/s busy. With one message, gloo sends in one direction and then in the other, and
 # a third to half of the link stays idle (measured).
 CHUNK_VALUES = 1024 * BLOCK
+# Values of all ranks' parts in one message between devices. NCCL splits messages itself. The limit
+# bounds the memory for encoding, which is three times the float32 values of a part.
+DEVICE_MESSAGE_VALUES = 2**26
+_VALUE_BYTES = torch.float32.itemsize
+_TEMPORARY_COPIES = 3  # of the float32 values that are encoded or decoded at once
+
 
 Span = tuple[int, int]
 """Start and number of a rank's values."""
@@ -59,7 +65,7 @@ class CompressedAllReduce:
             values: float32, one dimension: the ranks' parts one after the other.
             sizes: Number of values of each part, the same on all ranks.
         """
-        for spans in chunks(sizes, _chunk_values(values)):
+        for spans in chunks(sizes, chunk_values(values.device.type, self.num_ranks)):
             yield self._reduce_scatter_phase(values, spans)
 
     def all_reduce(self, values: torch.Tensor, result: torch.Tensor) -> Iterator[CollectiveSteps]:
@@ -68,7 +74,8 @@ class CompressedAllReduce:
         `values` then hold the compression errors of what this rank sent. In its own part this is
         the error of the sum, in the other parts the error of its own values.
         """
-        for spans in chunks(even_sizes(len(values), self.num_ranks), _chunk_values(values)):
+        step = chunk_values(values.device.type, self.num_ranks)
+        for spans in chunks(even_sizes(len(values), self.num_ranks), step):
             yield self._two_phase(values, result, spans)
 
     def _two_phase(
@@ -136,26 +143,51 @@ def direct_is_cheaper(sizes: Sequence[int]) -> bool:
     return direct <= 2 * (num_ranks - 1) * total / num_ranks
 
 
-def chunks(sizes: Sequence[int], chunk_values: int | None) -> Iterator[list[Span]]:
+def chunks(sizes: Sequence[int], step: int) -> Iterator[list[Span]]:
     """Yield the spans of all ranks that go in one message.
 
     Args:
         sizes: Number of values of each rank; the ranks' values follow each other.
-        chunk_values: Values of a rank per message; None to send all values in one message.
+        step: Values of a rank per message.
     """
     starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
-    largest = max(sizes)
-    step = chunk_values or max(largest, 1)
-    for begin in range(0, largest, step):
+    for begin in range(0, max(sizes), step):
         yield [
             (start + min(begin, size), max(0, min(step, size - begin)))
             for start, size in zip(starts, sizes, strict=True)
         ]
 
 
-def _chunk_values(values: torch.Tensor) -> int | None:
-    """Return the values per message; None on a GPU, because NCCL splits messages itself."""
-    return CHUNK_VALUES if values.device.type == "cpu" else None
+def chunk_values(device_type: str, num_ranks: int) -> int:
+    """Return the values of a rank's part in one message, a multiple of BLOCK.
+
+    Args:
+        device_type: Type of the device of the values, such as "cuda".
+        num_ranks: Number of ranks that exchange them.
+    """
+    if device_type == "cpu":
+        return CHUNK_VALUES
+    return max(1, DEVICE_MESSAGE_VALUES // num_ranks // BLOCK) * BLOCK
+
+
+def workspace_bytes(
+    wire_format: WireFormat, num_values: int, num_ranks: int, device_type: str
+) -> int:
+    """Return an upper bound of the memory that reducing one bucket takes.
+
+    These are the gradients and the sums in float32, the sent and the received codes, and temporary
+    copies of the part that is encoded or decoded.
+
+    Args:
+        wire_format: The wire format of the values.
+        num_values: Number of values in the bucket.
+        num_ranks: Number of ranks that reduce it.
+        device_type: Type of the bucket's device, such as "cuda".
+    """
+    part = min(even_sizes(num_values, num_ranks)[0], chunk_values(device_type, num_ranks))
+    values = 2 * num_values + _TEMPORARY_COPIES * part
+    padding = num_ranks * BLOCK  # each rank's part is padded to whole blocks
+    return values * _VALUE_BYTES + 2 * wire_format.wire_bytes(num_values + padding)
 
 
 class Reduction(Protocol):

@@ -16,6 +16,7 @@ from ...common.deepspeed_internals import (
     ZERO_1_AND_2,
     ZERO_3,
     missing_names,
+    unknown_subclass_reason,
 )
 from ...common.undo import Undo
 from .bucket_compressor import BucketCompressor
@@ -238,7 +239,7 @@ def _unsupported_optimizer(optimizer: Any) -> str | None:
         return "ZenFlow rearranges gradients"
     if getattr(optimizer, "all2all_process_group", None) is not None:
         return "ZeRO++ quantizes gradients already (zero_quantized_gradients)"
-    return None
+    return unknown_subclass_reason(optimizer)
 
 
 def _not_asynchronous(reducer: str, optimizer: Any) -> str | None:

@@ -29,8 +29,9 @@ class _TimerSynchronized(LiveSetting):
     """Sets whether DeepSpeed's throughput timer waits for the device, twice in each micro-batch."""
 
     name = "timers.throughput.synchronized"
+    uses_optimizer = False
 
-    def unsupported_reason(self, engine: Any) -> str | None:
+    def _unsupported_reason(self, engine: Any) -> str | None:
         missing = missing_reason(engine, ENGINE, "tput_timer")
         if missing is None and not hasattr(engine.tput_timer, "config"):
             return "this DeepSpeed's throughput timer has no setting"

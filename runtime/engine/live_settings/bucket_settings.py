@@ -48,7 +48,7 @@ class _ReduceBucketSize(LiveSetting):
     name = "reduce_bucket_size"
     minimum = 1
 
-    def unsupported_reason(self, engine: Any) -> str | None:
+    def _unsupported_reason(self, engine: Any) -> str | None:
         for place, optimizer in (
             (ZERO_1_AND_2, zero_1_2_optimizer(engine)),
             (ZERO_3, zero_3_optimizer(engine)),
@@ -96,7 +96,7 @@ class _ReduceScatter(LiveSetting):
 
     name = "reduce_scatter"
 
-    def unsupported_reason(self, engine: Any) -> str | None:
+    def _unsupported_reason(self, engine: Any) -> str | None:
         """Return why reduce_scatter cannot be on; DeepSpeed makes the same checks at start-up."""
         zero_1_2, zero_3 = zero_1_2_optimizer(engine), zero_3_optimizer(engine)
         zero = zero_1_2 or zero_3
@@ -128,7 +128,7 @@ class _MultiRankBucketAllreduce(LiveSetting):
 
     name = "use_multi_rank_bucket_allreduce"
 
-    def unsupported_reason(self, engine: Any) -> str | None:
+    def _unsupported_reason(self, engine: Any) -> str | None:
         zero = zero_1_2_optimizer(engine)
         if zero is None:
             return "only stages 1 and 2 choose between one all-reduce and a reduce per owner"
@@ -149,7 +149,7 @@ class _ContiguousGradients(LiveSetting):
 
     name = "contiguous_gradients"
 
-    def unsupported_reason(self, engine: Any) -> str | None:
+    def _unsupported_reason(self, engine: Any) -> str | None:
         zero_1_2, zero_3 = zero_1_2_optimizer(engine), zero_3_optimizer(engine)
         if zero_1_2 is None and zero_3 is None:
             return _NOT_PARTITIONED
@@ -200,7 +200,7 @@ class _OverlapComm(LiveSetting):
 
     name = "overlap_comm"
 
-    def unsupported_reason(self, engine: Any) -> str | None:
+    def _unsupported_reason(self, engine: Any) -> str | None:
         zero_1_2, zero_3 = zero_1_2_optimizer(engine), zero_3_optimizer(engine)
         if zero_3 is not None:
             return self._unsupported_reason_of_stage_3(zero_3)

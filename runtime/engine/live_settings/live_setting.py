@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from ....errors import ZerowatchError
+from ...common.deepspeed_internals import unknown_subclass_reason
 from ...common.undo import Undo, UndoOnce, chain
 from .zero_optimizer import synchronize_device
 
@@ -18,14 +19,17 @@ class LiveSetting(ABC):
     Attributes:
         name: The key in the ds config, without its `stage3_` prefix.
         minimum: Smallest allowed number of elements; None for a switch.
+        uses_optimizer: Whether the setting works only with optimizers that are known.
     """
 
     name: ClassVar[str]
     minimum: ClassVar[int | None] = None
+    uses_optimizer: ClassVar[bool] = True
 
-    @abstractmethod
     def unsupported_reason(self, engine: Any) -> str | None:
         """Return why this engine does not have the setting; None if it does."""
+        unknown = unknown_subclass_reason(engine.optimizer) if self.uses_optimizer else None
+        return unknown or self._unsupported_reason(engine)
 
     @abstractmethod
     def get(self, engine: Any) -> SettingValue:
@@ -58,6 +62,10 @@ class LiveSetting(ABC):
         if self.unsupported_reason(engine) is not None:
             return None
         return self._memory_bytes(engine, value)
+
+    @abstractmethod
+    def _unsupported_reason(self, engine: Any) -> str | None:
+        """Return `unsupported_reason` for an engine whose optimizer is known."""
 
     @abstractmethod
     def _set(self, engine: Any, value: SettingValue) -> Undo:

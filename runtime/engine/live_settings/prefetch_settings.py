@@ -40,8 +40,8 @@ class _CoordinatorSetting(LiveSetting):
     minimum = 0
     private_name: str
 
-    def unsupported_reason(self, engine: Any) -> str | None:
-        return _unsupported_reason(engine, self.private_name)
+    def _unsupported_reason(self, engine: Any) -> str | None:
+        return _missing_from_coordinator(engine, self.private_name)
 
     def get(self, engine: Any) -> int:
         coordinator = param_coordinator(engine.optimizer)
@@ -89,8 +89,8 @@ class _ParamPersistenceThreshold(LiveSetting):
     name = "param_persistence_threshold"
     minimum = 0
 
-    def unsupported_reason(self, engine: Any) -> str | None:
-        missing = _unsupported_reason(engine, "__params_to_release")
+    def _unsupported_reason(self, engine: Any) -> str | None:
+        missing = _missing_from_coordinator(engine, "__params_to_release")
         if missing is not None:
             return missing
         names = (
@@ -163,7 +163,7 @@ MAX_REUSE_DISTANCE_SETTING = _MaxReuseDistance()
 PARAM_PERSISTENCE_THRESHOLD_SETTING = _ParamPersistenceThreshold()
 
 
-def _unsupported_reason(engine: Any, private_name: str) -> str | None:
+def _missing_from_coordinator(engine: Any, private_name: str) -> str | None:
     zero_3 = zero_3_optimizer(engine)
     if zero_3 is None:
         return "only stage 3 gathers parameters"

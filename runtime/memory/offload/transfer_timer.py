@@ -78,8 +78,12 @@ class OffloadTimer:
             self._started = self._now()
 
     def read_events(self) -> None:
-        """Read the times of completed device transfers. Not called on the training thread."""
-        while self._unread and self._unread[0][2].query():
+        """Read the times of completed device transfers. Not called on the training thread.
+
+        If the current stream changed within a transfer, its start is on another stream than its
+        end, and the device may pass the end first.
+        """
+        while self._unread and all(event.query() for event in self._unread[0][1:]):
             transfer, start, end = self._unread.popleft()
             _split_time(self._device_ns, transfer, start.elapsed_time(end) * 1e6)
             if self._events is not None:

@@ -254,7 +254,7 @@ class PeakHistory:
     """
 
     def __init__(self, watch: Any, device: str) -> None:
-        self._device = device
+        self._watch, self._device = watch, device
         self._peaks: deque[PeakSample] = deque(maxlen=MAX_PEAKS)
         self._limit_bytes: float | None = None
         self._lock = threading.Lock()
@@ -269,9 +269,12 @@ class PeakHistory:
         return needs_guard(headroom_bytes=headroom, limit_bytes=self._limit_bytes)
 
     def measured(self) -> MemoryMeasurements:
-        """Return the peaks of the last steps, and the limit."""
+        """Return the peaks of the last steps, and the limit as it is now."""
+        limit_bytes = self._watch.memory_limit_bytes(self._device)
+        if limit_bytes is None:
+            limit_bytes = self._limit_bytes
         with self._lock:
-            return MemoryMeasurements(peaks=tuple(self._peaks), limit_bytes=self._limit_bytes)
+            return MemoryMeasurements(peaks=tuple(self._peaks), limit_bytes=limit_bytes)
 
     def _record(self, record: StepRecord) -> None:
         states = record.memory_bytes.get(self._device, {})

@@ -7,9 +7,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from ....errors import ZerowatchError
 from ...common.ds_config import EngineSource
 from ...common.undo import FAILURES, Undo
+from ...engine.compression.compressed_all_reduce import workspace_bytes
+from ...engine.compression.encoding import FORMATS
 from ...engine.compression.gradient_compressor import (
     PLAIN,
     GradientCompressor,
@@ -17,6 +21,7 @@ from ...engine.compression.gradient_compressor import (
 )
 from ...engine.live_settings.activation_checkpointing import ActivationCheckpointing, ModuleSelector
 from ...engine.live_settings.all_settings import LIVE_SETTINGS
+from ...engine.live_settings.bucket_settings import REDUCE_BUCKET_SIZE_SETTING
 from ...engine.live_settings.live_setting import LiveSetting
 from ...engine.live_settings.optimizer_state_offload import OptimizerStateOffload
 from ...engine.live_settings.zero_optimizer import total_elements, zero_1_2_optimizer
@@ -360,10 +365,19 @@ class CompressionKnob(ReadableKnob):
         return (None, *COMPRESSIONS, *([now] if now not in (None, *COMPRESSIONS) else []))
 
     def memory_bytes(self, value: Value) -> int:
-        """Return the additional bytes that the residuals need with this value."""
-        elements = total_elements(self._engine_holder.engine.module.parameters())
-        more = (value in _WITH_ERROR_FEEDBACK) - (self.get() in _WITH_ERROR_FEEDBACK)
-        return more * _RESIDUAL_BYTES * elements
+        """Return the additional bytes that residuals and buffers need with this value."""
+        return self._memory_bytes(value) - self._memory_bytes(self.get())
+
+    def _memory_bytes(self, value: Value) -> int:
+        """Return the bytes of the residuals, and of the buffers in which a bucket is compressed."""
+        if value is None:
+            return 0
+        engine = self._engine_holder.engine
+        elements = total_elements(engine.module.parameters())
+        num_values = min(elements, REDUCE_BUCKET_SIZE_SETTING.get(engine))
+        device_type = torch.device(engine.device).type
+        workspace = workspace_bytes(FORMATS[str(value)], num_values, self._world_size, device_type)
+        return workspace + (value in _WITH_ERROR_FEEDBACK) * _RESIDUAL_BYTES * elements
 
 
 class AsyncReductionKnob(ReadableKnob):

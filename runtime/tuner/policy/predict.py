@@ -33,7 +33,8 @@ _STAGE_0_BUCKET = 500_000_000  # elements; fixed in DeepSpeed at stage 0
 # Bytes of a compressed value: the code of the value, and its share of an fp32 scale, which a block
 # of 256 values has in common.
 _CODE_BYTES = {"bf16": 2.0, "fp16": 2 + 4 / 256, "int8": 1 + 4 / 256, "fp8": 1 + 4 / 256}
-_CHUNK_VALUES = 256 * 1024  # compressed values in one message over gloo
+_CHUNK_VALUES = 256 * 1024  # compressed values of a rank in one message over gloo
+_DEVICE_MESSAGE_VALUES = 2**26  # compressed values of all ranks in one message between devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,10 +175,10 @@ class _StepTraffic:
         )
 
     def _compressed(self, bucket: int, phases: int) -> Traffic:
-        chunks = 1
+        values = min(bucket, self.gradients)
+        chunks = math.ceil(values / _DEVICE_MESSAGE_VALUES)
         if self.facts.backend == "gloo":
-            own_values = min(bucket, self.gradients) / self.facts.world_size
-            chunks = math.ceil(own_values / _CHUNK_VALUES)
+            chunks = math.ceil(values / self.facts.world_size / _CHUNK_VALUES)
         return Traffic(
             wire_bytes=phases * self.sent * self.gradients * (self._code_bytes() or 0.0),
             calls=phases * chunks * math.ceil(self.gradients / bucket),

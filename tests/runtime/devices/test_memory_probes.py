@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from fakes.cuda_memory import FakeCudaMemory
 
 from zerowatch.metrics.catalog.memory import MEMORY_PEAK, MEMORY_STATES
+from zerowatch.runtime.common.accelerator import CudaAccelerator
 from zerowatch.runtime.devices.cuda_allocator import CudaMemory
 from zerowatch.runtime.devices.host_memory import HostLimit, HostMemory
 from zerowatch.runtime.devices.memory_probes import memory_probes
@@ -239,7 +241,7 @@ def test_the_new_limit_of_a_resized_container_is_read_within_ten_seconds(tmp_pat
 def test_cuda_readings_are_those_of_the_allocator() -> None:
     cuda = FakeCudaMemory(free=30, total=80)
     cuda.current |= {"allocated_bytes": 5, "reserved_bytes": 10, "inactive_split_bytes": 2}
-    cuda.current["active_bytes"] = 6  # a byte is freed, and another stream may still use it
+    cuda.current["active_bytes"] = 6  # a freed byte, for which the allocator waits if it must
     cuda.peak |= {"allocated_bytes": 8, "reserved_bytes": 12, "inactive_split_bytes": 4}
     cuda.retries = 3
 
@@ -251,7 +253,7 @@ def test_cuda_readings_are_those_of_the_allocator() -> None:
         "peak_allocated": 8,
         "peak_reserved": 12,
         "inactive_split": 2,
-        "unusable": 3,
+        "unusable": 2,
         "limit": 40,
         "alloc_retries": 3,
     }
@@ -276,6 +278,62 @@ def test_the_limit_is_read_from_the_driver_every_ten_seconds_only() -> None:
         calls.append(cuda.info_calls)
 
     assert calls == [1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("shortage", ["ooms", "retries"])
+def test_after_a_shortage_of_memory_the_limit_is_read_at_once(shortage: str) -> None:
+    cuda = FakeCudaMemory(free=30, total=80)
+    probe = CudaMemory(0, cuda, now=lambda: 0.0)
+    before = probe.read()["limit"]
+
+    cuda.free = 10  # another process has taken 20
+    setattr(cuda, shortage, 1)
+    limits = [probe.read()["limit"] for _ in range(2)]
+
+    assert (before, limits) == (30, [10, 10])
+    assert cuda.info_calls == 2
+
+
+def test_a_new_memory_fraction_is_the_limit_at_once() -> None:
+    cuda = FakeCudaMemory(free=70, total=80)
+    probe = CudaMemory(0, cuda, now=lambda: 0.0)
+    before = probe.read()["limit"]
+
+    cuda.share = 0.25
+
+    assert (before, probe.read()["limit"]) == (70, 20)
+
+
+def test_with_expandable_segments_no_free_memory_is_unusable() -> None:
+    cuda = FakeCudaMemory(free=70, total=80)
+    cuda.current["inactive_split_bytes"] = 2
+    cuda.expandable = True
+
+    readings = CudaMemory(0, cuda).read()
+
+    assert (readings["inactive_split"], readings["unusable"]) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expandable"),
+    [
+        ("", False),
+        ("expandable_segments:False", False),
+        ("max_split_size_mb:64, expandable_segments: True", True),
+    ],
+)
+def test_expandable_segments_are_read_from_the_settings_of_the_allocator(
+    monkeypatch: pytest.MonkeyPatch, settings: str, expandable: bool
+) -> None:
+    accelerator = CudaAccelerator()
+    getter = "_accelerator_getAllocatorSettings"
+    monkeypatch.setattr(torch._C, getter, lambda: settings, raising=False)
+    now = accelerator.has_expandable_segments()
+
+    monkeypatch.delattr(torch._C, getter)  # torch before 2.9
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+
+    assert [now, accelerator.has_expandable_segments()] == [expandable] * 2
 
 
 def test_a_gpu_not_yet_in_use_reads_nothing_and_is_not_initialized() -> None:

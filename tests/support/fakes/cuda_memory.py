@@ -19,7 +19,8 @@ class FakeCudaMemory:
         groups = ("allocated_bytes", "reserved_bytes", "inactive_split_bytes", "active_bytes")
         self.current = dict.fromkeys(groups, 0)
         self.peak = dict(self.current)
-        self.retries = 0
+        self.retries = self.ooms = 0
+        self.expandable = False
         self.initialized = True
         self.info_calls = 0
 
@@ -33,7 +34,7 @@ class FakeCudaMemory:
             name: {"all": {"current": self.current[name], "peak": self.peak[name]}}
             for name in self.current
         }
-        return {**stats, "num_alloc_retries": self.retries}
+        return {**stats, "num_alloc_retries": self.retries, "num_ooms": self.ooms}
 
     def memory_info(self, device: int, /) -> tuple[int, int]:
         self.info_calls += 1
@@ -41,6 +42,9 @@ class FakeCudaMemory:
 
     def memory_fraction(self, device: int, /) -> float:
         return self.share
+
+    def has_expandable_segments(self) -> bool:
+        return self.expandable
 
 
 class FakeAllocator(types.ModuleType):

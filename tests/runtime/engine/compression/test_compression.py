@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerowatch.runtime.common.deepspeed_internals import INTERNALS
-from zerowatch.runtime.engine.compression.bucket_compressor import GradientSpan, ParameterIndex
+from zerowatch.runtime.engine.compression import compressed_all_reduce
+from zerowatch.runtime.engine.compression.bucket_compressor import (
+    BucketCompressor,
+    GradientSpan,
+    ParameterIndex,
+)
 from zerowatch.runtime.engine.compression.compressed_all_reduce import (
     InFlightReduction,
+    chunk_values,
     chunks,
     direct_is_cheaper,
     even_sizes,
     run_collective_steps,
+    workspace_bytes,
 )
-from zerowatch.runtime.engine.compression.encoding import BLOCK
+from zerowatch.runtime.engine.compression.encoding import BLOCK, FORMATS
 from zerowatch.runtime.engine.compression.error_feedback import CompressionError, Residuals
 from zerowatch.runtime.engine.compression.gradient_compressor import GradientCompressor
 
@@ -33,17 +43,107 @@ def test_even_sizes_are_whole_blocks_and_add_up(num_values: int, num_ranks: int)
     assert max(sizes) - num_values / num_ranks <= BLOCK
 
 
-@pytest.mark.parametrize("chunk_values", [None, 100, 1000])
-def test_chunks_cover_each_ranks_values_once_and_in_order(chunk_values: int | None) -> None:
+@pytest.mark.parametrize("step", [100, 999, 1000])
+def test_chunks_cover_each_ranks_values_once_and_in_order(step: int) -> None:
     sizes = [250, 0, 999, 1]
 
-    messages = list(chunks(sizes, chunk_values))
+    messages = list(chunks(sizes, step))
 
     for rank, size in enumerate(sizes):
         start = sum(sizes[:rank])
         covered = [at for spans in messages for at in range(spans[rank][0], sum(spans[rank]))]
         assert covered == list(range(start, start + size))
-    assert all(size <= (chunk_values or 999) for spans in messages for _, size in spans)
+    assert all(size <= step for spans in messages for _, size in spans)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8, 2**20])
+def test_messages_between_devices_are_whole_blocks_and_limited(num_ranks: int) -> None:
+    values = chunk_values("cuda", num_ranks)
+
+    assert values % BLOCK == 0
+    assert 0 < values <= max(BLOCK, 2**26 // num_ranks)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Records the most bytes of new tensors that existed at one time."""
+
+    def __init__(self, old: torch.Tensor) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known = {old.untyped_storage()._cdata}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._on_freed, key, size)
+
+    def _on_freed(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+class DoneWork:
+    def wait(self) -> None:
+        """Do nothing: the collectives below return at once."""
+
+
+class Collectives:
+    """Replaces deepspeed.comm on rank 1 of some ranks, all of which send the same."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+
+    def get_rank(self, group: object) -> int:
+        return 1
+
+    def get_world_size(self, group: object) -> int:
+        return self.num_ranks
+
+    def all_to_all_single(
+        self, received: torch.Tensor, sent: torch.Tensor, **options: object
+    ) -> DoneWork:
+        received.zero_()
+        return DoneWork()
+
+    def all_gather_into_tensor(
+        self, gathered: torch.Tensor, own: torch.Tensor, **options: object
+    ) -> DoneWork:
+        gathered.zero_()
+        return DoneWork()
+
+
+@pytest.mark.parametrize("message_values", [None, 2**14])
+@pytest.mark.parametrize("num_values", [2**18, 99_999])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_bucket_takes_no_more_memory_than_its_workspace(
+    monkeypatch: pytest.MonkeyPatch, kind: str, num_values: int, message_values: int | None
+) -> None:
+    if message_values is not None:
+        monkeypatch.setattr(compressed_all_reduce, "CHUNK_VALUES", message_values)
+    monkeypatch.setattr(compressed_all_reduce, "dist", Collectives(num_ranks=2))
+    wire_format = FORMATS[kind]
+    compressor = BucketCompressor(wire_format, None, CompressionError())
+    gradient = torch.randn(num_values)
+
+    with LiveBytes(gradient) as memory:
+        exchange = compressor.exchange(None)
+        values = compressor.pack([gradient], [], divisor=2.0)
+        result = torch.empty_like(values)
+        run_collective_steps(exchange.all_reduce(values, result))
+
+    limit = workspace_bytes(wire_format, num_values, 2, "cpu")
+    assert 0.4 * limit <= memory.peak <= limit
 
 
 def test_sums_go_directly_to_their_owners_unless_one_rank_owns_most_of_them() -> None:

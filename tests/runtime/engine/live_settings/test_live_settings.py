@@ -5,6 +5,7 @@ Covers `live_setting.py`, `prefetch_settings.py` and `zero_optimizer.py`.
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -185,6 +186,27 @@ def test_a_name_missing_from_deepspeed_disables_its_setting_and_is_logged(caplog
     assert "DeepSpeedEngine.tput_timer" in caplog.text
     with pytest.raises(ZerowatchError, match="tput_timer"):
         TIMER_SYNCHRONIZED_SETTING.apply(engine, False)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "deepspeed.runtime.superoffload.superoffload_stage3:SuperOffloadOptimizer_Stage3",
+        "deepspeed.runtime.zenflow.zenflow_stage_1_and_2:ZenFlowZeroOptimizer",
+    ],
+)
+def test_an_optimizer_that_overrides_zero_s_own_has_none_of_its_settings(place: str) -> None:
+    module, _, name = place.partition(":")
+    kind = getattr(importlib.import_module(module), name)
+    engine = an_engine()
+    engine.optimizer = kind.__new__(kind)  # its constructor needs a GPU
+
+    reasons = {
+        setting.name: setting.unsupported_reason(engine) for setting in all_settings.LIVE_SETTINGS
+    }
+
+    assert reasons.pop(TIMER_SYNCHRONIZED_SETTING.name) is None
+    assert set(reasons.values()) == {f"{name} overrides methods of ZeRO's own optimizer"}
 
 
 def an_engine() -> SimpleNamespace:

@@ -94,6 +94,36 @@ def test_a_copy_on_a_stream_takes_the_stream_s_time(host, device):
     assert seconds(timer) == {"to_host": pytest.approx(0.020)}
 
 
+def test_a_transfer_whose_stream_changes_is_timed_once_both_streams_have_passed_it(host, device):
+    timer = OffloadTimer(EventPool())
+    device.current.run(30)  # work before the transfer
+
+    timer.start(TransferBytes(to_host=8))
+    with device.stream(device.new_stream()):
+        device.current.run(40)
+        timer.stop()
+    host.elapse(29)
+    with device.stream(device.new_stream()):
+        timer.start(TransferBytes(to_device=8))
+        timer.stop()
+    early = seconds(timer)
+    device.synchronize()
+
+    assert early == {}
+    assert seconds(timer) == {"to_host": pytest.approx(0.010)}
+
+
+def test_a_transfer_whose_end_is_passed_before_its_start_waits_for_both(host, device):
+    timer = OffloadTimer(EventPool())
+    device.current.run(30)
+
+    timer.start(TransferBytes(to_host=8))
+    with device.stream(device.new_stream()):
+        timer.stop()  # at once, on a stream without work
+
+    assert seconds(timer) == {}
+
+
 def test_reading_from_nvme_does_not_count_in_the_copy_that_follows_it(host, device):
     timer = OffloadTimer(EventPool())
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
@@ -12,6 +16,7 @@ from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
     MemoryMeasurements,
     MicroBatchLimits,
     MicroBatchPlanner,
+    PeakHistory,
     PeakSample,
     largest_fitting,
     length_bucket,
@@ -34,6 +39,23 @@ def line(sizes: list[int], base: float = 10.0, each: float = 2.0) -> list[PeakSa
 
 def test_peaks_of_two_sizes_predict_the_largest_size_that_fits() -> None:
     assert smaller_size(12, line([2, 4]), limit_bytes=30 / 0.95) == 10
+
+
+def test_the_limit_of_a_replay_is_read_when_the_replay_is_planned() -> None:
+    limits: list[float | None] = [60.0, None]
+    listeners: list[Callable[[Any], None]] = []
+    watch = SimpleNamespace(
+        subscribe_internal=listeners.append, memory_limit_bytes=lambda device: limits.pop(0)
+    )
+    history = PeakHistory(watch, "cuda:0")
+    listeners[0](
+        SimpleNamespace(
+            memory_bytes={"cuda:0": {"peak_allocated": 50.0, "limit": 80.0}},
+            micro_batch_shapes=[(4, 1)],
+        )
+    )
+
+    assert [history.measured().limit_bytes for _ in range(2)] == [60.0, 80.0]
 
 
 def test_without_peaks_of_two_sizes_the_size_is_halved_rounded_up() -> None:
