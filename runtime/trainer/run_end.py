@@ -113,7 +113,9 @@ class RunEnd:
         """
         if self._store is not None:
             with suppress(RuntimeError):  # the store's host is gone
-                self._store.set(self._failure_key(attempt, self._host_group.rank), json.dumps(issued))
+                self._store.set(
+                    self._failure_key(attempt, self._host_group.rank), json.dumps(issued)
+                )
 
     def all_failed(self, attempt: int, wait_seconds: float | None = None) -> bool:
         """Wait briefly, and return whether all ranks have failed at the same point of this attempt.

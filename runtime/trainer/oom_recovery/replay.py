@@ -303,7 +303,7 @@ class OomReplay:
         if any(isinstance(link, dist.DistBackendError) for link in _chain(error)):
             self._run_end.end(error, place)
             return (
-                "NCCL has run out of memory, and its communicator may be incomplete. NCCL's buffers "
+                "NCCL has run out of memory, and its communicator may be incomplete. Its buffers "
                 "do not come from torch's allocator: leave more memory free, for example by "
                 "torch.cuda.set_per_process_memory_fraction or a smaller micro-batch"
             )

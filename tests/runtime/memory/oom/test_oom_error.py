@@ -64,7 +64,12 @@ TEXTS = {
         "cuda",
         None,
     ),
-    "NCCL's larger buffers": ("Failed to CUDA malloc 6291456 bytes", "device library", "cuda", None),
+    "NCCL's large buffers": (
+        "Failed to CUDA malloc 6291456 bytes",
+        "device library",
+        "cuda",
+        None,
+    ),
     "NCCL's pinned buffers": ("Failed to CUDA host alloc 64 bytes", "device library", "cuda", None),
     "an extension, in CUDA's words alone": ("out of memory", "unknown", "unknown", None),
     "an extension": ("Triton Error [CUDA]: out of memory", "device library", "cuda", None),
