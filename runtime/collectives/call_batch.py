@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 # A time in nanoseconds that is later than any other. It stands for the start of a wait if the call
 # has ended and the compute stream has not begun to wait.
 _NOT_REACHED = 2**63
+# Held to mark the end of a message, and to read a batch without the messages that have no end yet.
+MESSAGE_ENDS = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -48,13 +51,24 @@ class CallBatch:
 
         The events are then released to the pool. This method does nothing until the device has
         passed the anchor.
+
+        Raises:
+            RuntimeError: The device failed, or events of different devices were recorded.
+            ValueError: The start of a call was not reached, although its end was.
         """
+        with MESSAGE_ENDS:
+            for call in self.calls:
+                if not call.timed:
+                    call.settled = True  # from now on the end of a message is no longer marked
         anchor = self.anchor
         if anchor is None or not anchor.query():
             return
         waited_until: dict[StreamWait, int] = {}
         for call in self.calls:
-            if not call.timed or call.start_event is None or call.end_event is None:
+            if call.start_event is None:
+                continue
+            if not call.timed or call.end_event is None:
+                events.release(call.start_event)
                 continue
             blocks_compute = call.issued_ns > call.start_ns  # by the host's clock
             call.start_ns = _time(call.start_event, anchor)
@@ -83,14 +97,27 @@ class CallBatch:
         self.anchor = None  # nothing is read any more
         return len(self.calls)
 
+    def lose(self) -> int:
+        """Mark all timed calls as lost, because events cannot be read, and return their number."""
+        lost = [call for call in self.calls if call.timed]
+        for call in lost:
+            call.timed, call.is_lost = False, True
+            call.settle()
+        self.anchor = None  # nothing is read any more
+        return len(lost)
+
     def expire(self) -> int:
-        """Mark the calls that cannot be read as not timed, and return their number."""
+        """Mark the calls that cannot be read as lost, and return their number.
+
+        A call that nothing has waited for is not timed, but not lost.
+        """
         no_anchor = self.anchor is not None and not self.anchor.query()
         late = 0
         for call in self.calls:
             if call.timed and ((no_anchor and call.start_event is not None) or not _ended(call)):
                 call.timed = False
-                late += 1
+                call.is_lost = not call.is_bound or call.end_event is not None
+                late += call.is_lost
         return late
 
 

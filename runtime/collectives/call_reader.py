@@ -23,6 +23,7 @@ class CallReader:
     Attributes:
         group: Returns the process group.
         payloads: Returns (index in OPS, bytes, dtype) of each operation that the call issues.
+        device_index: Returns the device of the payload; None on CPU and without a payload.
         payload_times_group_size: Copied from `collective_table.Operation`, like the following
             fields, because each call reads them.
         use_group_sequence: Copied from `collective_table.Function`.
@@ -32,6 +33,7 @@ class CallReader:
 
     group: Getter
     payloads: Getter
+    device_index: Getter
     payload_times_group_size: bool
     use_group_sequence: bool
     has_future: bool
@@ -85,6 +87,11 @@ def call_reader(row: Operation, function: Function, parameters: Sequence[str]) -
             if function.is_p2p_batch
             else _payloads(OPS.index(row.label), parameters, spellings)
         ),
+        device_index=(
+            _batch_device_index
+            if function.is_p2p_batch
+            else _device_index(_getter(parameters, spellings[0] if spellings else ""))
+        ),
         payload_times_group_size=row.payload_times_group_size,
         use_group_sequence=function.use_group_sequence,
         has_future=function.has_future,
@@ -104,9 +111,22 @@ def payload_bytes(value: Any) -> int:
 
 def payload_dtype(value: Any) -> torch.dtype | None:
     """Return the dtype of a tensor, or of the first tensor in nested lists."""
+    tensor = _first_tensor(value)
+    return None if tensor is None else tensor.dtype
+
+
+def _first_tensor(value: Any) -> torch.Tensor | None:
     while isinstance(value, list | tuple) and value:
         value = value[0]
-    return value.dtype if isinstance(value, torch.Tensor) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _device_index(payload: Getter) -> Getter:
+    def device_index(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+        tensor = _first_tensor(payload(args, kwargs))
+        return None if tensor is None or tensor.is_cpu else tensor.get_device()
+
+    return device_index
 
 
 def _getter(parameters: Sequence[str], name: str) -> Getter:
@@ -138,6 +158,11 @@ def _batch_list(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 def _batch_group(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return _batch_list(args, kwargs)[0].group
+
+
+def _batch_device_index(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    tensor = _batch_list(args, kwargs)[0].tensor
+    return None if tensor.is_cpu else tensor.get_device()
 
 
 def _batch_payloads(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

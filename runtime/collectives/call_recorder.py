@@ -20,17 +20,24 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ..common import accelerator
+from ..common.accelerator import Stream
 from ..common.phase_timer import OTHER, PhaseTimer
-from .call_batch import CallBatch
+from .call_batch import MESSAGE_ENDS, CallBatch
 from .call_reader import CallReader
 from .event_pool import EventPool
-from .groups import CollectiveCall, Groups, sequence_number
-from .stream_waits import StreamWaitTracker
+from .groups import CollectiveCall, Group, Groups, sequence_number
+from .stream_waits import StreamWaitTracker, is_training_thread
 
 logger = logging.getLogger(__name__)
 
 # Number of calls after which a batch is passed on, even if the step has not ended.
 BATCH_CALLS = 4096
+# On a device, the ends of asynchronous calls are exact in one of this many steps. An exact end
+# costs a few microseconds on the training thread, and the allocator keeps the outputs of the call
+# until the call has ended.
+SAMPLE_INTERVAL = 16
+_GOLDEN_RATIO = 0x9E3779B1  # times 2**32
 _NO_WORK: tuple[Callable[[], Any], None] = (lambda: None, None)
 
 
@@ -42,6 +49,7 @@ class CallRecorder:
         events: The pool of timing events. Events that were read are released to this pool.
         stream_waits: Tracks the calls that the compute stream waits for.
         dropped_calls: Number of calls that were lost because nothing received their batch.
+        is_sampled: Whether the ends of asynchronous calls on a device are exact now.
     """
 
     def __init__(self) -> None:
@@ -49,6 +57,13 @@ class CallRecorder:
         self.events = EventPool()
         self.stream_waits = StreamWaitTracker(self.events)
         self.dropped_calls = 0
+        self.is_sampled = True
+        self._accelerator = accelerator.current
+        # By group: the calls of one group end in the order in which they are issued.
+        self._private_streams: weakref.WeakKeyDictionary[Group, Stream | None] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._unwaited: list[CollectiveCall] = []  # of the last batch, without an end so far
         self._calls: list[CollectiveCall] = []
         self._draining = threading.RLock()  # two threads must not drain the same calls
         self._under_way: set[CollectiveCall] = set()
@@ -91,24 +106,36 @@ class CallRecorder:
         self._messages.clear()
         self.stream_waits.connect(phase_timer)
 
+    def begin_step(self, step: int) -> None:
+        """Choose whether the next step is sampled. All ranks sample the same steps.
+
+        Args:
+            step: Number of the step. The multiples of the golden ratio pick the steps evenly, but
+                without a period that something in the training could share.
+        """
+        self.is_sampled = step * _GOLDEN_RATIO % 2**32 < 2**32 // SAMPLE_INTERVAL
+
     def drain(self) -> CallBatch:
         """Return the calls recorded since the last drain. Called on the thread that issues them.
 
-        The calls are not lost if the device's driver raises an error: they are then not timed.
+        Calls of the batch before that nothing has waited for are not timed. The calls are not lost
+        if the device's driver raises an error: only their times are.
         """
         with self._draining:
             calls, self._calls = self._calls, []
-        if not any(call.start_event is not None for call in calls):
-            return CallBatch(calls)
-        try:
-            return CallBatch(calls, self.events.record())
-        except RuntimeError as error:
-            if not self.events.disabled:
-                self.events.disabled = True
-                logger.warning("collectives are not timed any more: %s", error)
-            batch = CallBatch(calls)
-            batch.discard()
-            return batch
+        for call in self._unwaited:
+            call.timed = call.timed and call.end_event is not None
+        self._unwaited = [call for call in calls if call.is_bound and call.end_event is None]
+        batch = CallBatch(calls)
+        if any(call.start_event is not None for call in calls):
+            try:
+                batch.anchor = self.events.record()
+            except RuntimeError as error:
+                if not self.events.disabled:
+                    self.events.disabled = True
+                    logger.warning("collectives are not timed any more: %s", error)
+                batch.lose()
+        return batch
 
     def pass_on_between_steps(self) -> None:
         """Pass on the calls since the last drain if no step has begun. Called on the watch thread.
@@ -144,9 +171,7 @@ class CallRecorder:
         if reader.payload_times_group_size:
             calls[0].payload_bytes *= group.size
         rank_set = group.rank_set
-        if not reader.point_to_point and (
-            get_ident() == self._training_thread or self._in_common_order()
-        ):
+        if not reader.point_to_point and (is_training_thread(self._training_thread)):
             rank_set.issued += 1
             calls[0].sequence = rank_set.issued
         rank_set.recent.extend(calls)
@@ -156,7 +181,7 @@ class CallRecorder:
             group.recorded -= sequence_number(process_group)
         else:
             group.recorded += 1
-        if group.on_device and not self._mark_start(calls):
+        if group.on_device and not self._mark_start(calls, reader.device_index(args, kwargs)):
             CallBatch(calls).discard()
             return None
         return calls
@@ -188,13 +213,12 @@ class CallRecorder:
             call.issued_ns = ended_ns if blocks else started_ns
             if not asynchronous:
                 self._mark_end(call, ended_ns)
+            elif on_device:
+                self._find_end_on_device(call, work)
             elif call.timed:
                 self._under_way.add(call)
                 key = id(work)
-                # The host does not see when a call on a device ends. Such a call is looked up by
-                # its handle even after its end, until the handle is deleted.
-                forget = partial(self._forget, key) if on_device else None
-                self._works[key] = (weakref.ref(work, forget), call)
+                self._works[key] = (weakref.ref(work), call)
                 work.get_future().add_done_callback(
                     lambda _, call=call, key=key: self._on_completed(call, key)
                 )
@@ -214,17 +238,19 @@ class CallRecorder:
         self._record_wait(call)
         return call
 
-    def on_wait_end(self, work: Any) -> None:
-        """Record the end of a wait, which is when a handle without a future is known to end."""
-        before: CollectiveCall | None = None
-        for call in self._messages.pop(id(work), ()):
-            if call.settled:  # the call was read already
-                continue
-            if before is not None and call.wait_ns:
-                call.wait_ns = before.end_ns  # each instant of the wait counts for one call only
-            self._mark_end(call, perf_counter_ns())
-            call.timed = True
-            before = call
+    def on_wait_end(self, work: Any, call: CollectiveCall | None = None) -> None:
+        """Record the end of a wait, which is when a handle without a future is known to end.
+
+        Args:
+            work: The handle.
+            call: What `on_wait_start` returned.
+        """
+        if call is not None and call.is_bound and not call.settled:
+            self._mark_bound(call)
+        messages = self._messages.pop(id(work), None)
+        if messages:
+            with MESSAGE_ENDS:
+                self._mark_message_ends(messages)
 
     def on_error(self, call: CollectiveCall) -> None:
         """Report a call that raised, unless the group refused the call before it was issued.
@@ -253,6 +279,48 @@ class CallRecorder:
         deadline = time.monotonic() + timeout_seconds
         while self._under_way and time.monotonic() < deadline:
             time.sleep(0.005)
+
+    def _mark_message_ends(self, messages: list[CollectiveCall]) -> None:
+        before: CollectiveCall | None = None
+        for call in messages:
+            if call.settled:  # the call was read already
+                continue
+            if before is not None and call.wait_ns:
+                call.wait_ns = before.end_ns  # each instant of the wait counts for one call only
+            self._mark_end(call, perf_counter_ns())
+            call.timed = True
+            before = call
+
+    def _find_end_on_device(self, call: CollectiveCall, work: Any) -> None:
+        """Record the end of an asynchronous call in a sampled step, else prepare for its wait.
+
+        The future of a call on a device is complete at once. Waiting for it makes the current
+        stream wait, so that no stream of the script may be the current one. A callback would run on
+        the next stream of torch's pool, which somebody may use. Waiting for the handle itself would
+        release the tensors that it keeps alive for the script.
+        """
+        key = id(work)
+        self._works[key] = (weakref.ref(work, partial(self._forget, key, call)), call)
+        stream = self._private_stream(call.group) if self.is_sampled else None
+        if stream is None:
+            call.is_bound = True
+            return
+        with self._accelerator.on_stream(stream):
+            work.get_future().wait()
+        call.end_event = self.events.record(stream)
+
+    def _private_stream(self, group: Group) -> Stream | None:
+        if group not in self._private_streams:
+            self._private_streams[group] = self._accelerator.private_stream()
+        return self._private_streams[group]
+
+    def _mark_bound(self, call: CollectiveCall) -> None:
+        """Mark that the current stream has waited for a call, which has ended before."""
+        waits = self.stream_waits
+        if waits.drops_in_capture(1) or not waits.is_on_device(self._accelerator.current_device()):
+            call.timed = False
+        else:
+            call.end_event = self.events.record()
 
     def _record_wait(self, call: CollectiveCall) -> None:
         if call.start_event is not None:
@@ -288,24 +356,16 @@ class CallRecorder:
         else:
             self._on_batch(batch)
 
-    def _in_common_order(self) -> bool:
-        """Return whether all ranks issue the calls of this thread in the same order.
-
-        This is so on the training thread and on autograd threads, which Python did not start. User
-        threads, such as asynchronous checkpointing, may interleave collectives in any order.
-        """
-        return get_ident() == self._training_thread or isinstance(
-            threading.current_thread(), threading._DummyThread
-        )
-
     def _on_completed(self, call: CollectiveCall, key: int) -> None:
         self._mark_end(call, perf_counter_ns())
         self._under_way.discard(call)
-        if call.start_event is None and self._works.get(key, _NO_WORK)[1] is call:
+        if self._works.get(key, _NO_WORK)[1] is call:
             self._works.pop(key, None)
 
-    def _forget(self, key: int, _: object) -> None:
+    def _forget(self, key: int, call: CollectiveCall, _: object) -> None:
+        """Forget a call on a device, because nothing can wait for it by its handle any more."""
         self._works.pop(key, None)
+        call.timed = call.timed and call.end_event is not None
 
     def _record_coalesced(
         self, calls: list[CollectiveCall], process_group: dist.ProcessGroup
@@ -319,16 +379,22 @@ class CallRecorder:
         for call in calls:
             call.timed = False
 
-    def _mark_start(self, calls: list[CollectiveCall]) -> bool:
+    def _mark_start(self, calls: list[CollectiveCall], device_index: int | None) -> bool:
         """Mark the start of the calls on the current stream.
+
+        The calls are not timed if this thread's current device is not the device of the payload,
+        because the current stream is not a stream of that device.
 
         Returns:
             False if the stream is capturing a graph, so that the calls cannot be timed.
         """
-        if self.stream_waits.drops_in_capture(len(calls)):
+        if device_index is None:
+            device_index = calls[0].group.device_index
+        on_device = self.stream_waits.is_on_device(device_index)
+        if on_device and self.stream_waits.drops_in_capture(len(calls), calls[0].group):
             return False
         for call in calls:
-            call.timed = call.timed and not self.events.disabled
+            call.timed = call.timed and on_device and not self.events.disabled
             call.start_event = self.events.record() if call.timed else None
         return True
 

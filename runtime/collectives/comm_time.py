@@ -15,6 +15,9 @@ _BEFORE_ALL = -(2**63)
 class CommTime:
     """Seconds in which a call of a batch ran and no call of an earlier batch did.
 
+    The seconds are an upper bound if they include a call of which only an upper bound of the end is
+    known (`CollectiveCall.is_bound`).
+
     Attributes:
         seconds: The seconds over all calls.
         by_group: The seconds over the calls of each group role.
@@ -41,7 +44,8 @@ class CommTimeCounter:
         if batch.anchor is not None:
             self._all, self._by_group = IntervalUnion(), {}
             for call in batch.calls:
-                call.group.busy_until_ns = _BEFORE_ALL
+                group = call.group
+                group.busy_until_ns = group.maybe_busy_until_ns = _BEFORE_ALL
         by_group: dict[str, list[Interval]] = {}
         for call in batch.calls:
             call.settle()

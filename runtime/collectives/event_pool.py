@@ -1,4 +1,4 @@
-"""Pools timing events of the accelerator, which mark moments on its streams."""
+"""Pools timing events of one device of the accelerator, which mark moments on its streams."""
 
 from __future__ import annotations
 
@@ -36,3 +36,7 @@ class EventPool:
     def release(self, event: Event) -> None:
         """Return an event to the pool after it was read."""
         self._free.append(event)
+
+    def clear(self) -> None:
+        """Discard the events, which can only be recorded on streams of their first device."""
+        self._free.clear()

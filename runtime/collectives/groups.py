@@ -22,6 +22,7 @@ RoleOf = Callable[[ProcessGroup], str]
 # Number of recent calls that are kept for each rank set, to compare ranks and for hang reports.
 # DeepSpeed issues up to some hundred calls per step.
 RECENT_CALLS = 8192
+_NEVER = 2**63  # a time in nanoseconds that is later than any other
 
 
 class RankSet:
@@ -64,22 +65,30 @@ class Group:
     Attributes:
         backend: The name of its backend, such as "nccl".
         on_device: Whether its collectives run on the accelerator's streams, timed by events.
+        device_index: The device that the group is bound to; None if it is not bound.
         recorded: Number of recorded calls, in units of the group's own sequence number. Counting
             starts at the sequence number `seen_from`.
         point_to_point: A second record for messages between two members. Messages do not queue with
             the group's collectives, and may have another role.
+        replayed: Number of calls in replays of captured graphs since the last drain. Such calls are
+            neither counted by the group nor recorded.
         busy_until_ns: The time when its last settled call ended.
+        maybe_busy_until_ns: The latest time at which a settled call ended that has only an upper
+            bound of its end.
     """
 
     __slots__ = (
         "_wire_factors",
         "backend",
         "busy_until_ns",
+        "device_index",
+        "maybe_busy_until_ns",
         "on_device",
         "point_to_point",
         "rank_set",
         "recorded",
         "reference",
+        "replayed",
         "role",
         "seen_from",
         "size",
@@ -91,11 +100,13 @@ class Group:
         self.size: int = group.size()
         self.backend = _backend_name(group)
         self.on_device = self.backend == accelerator.current.collective_backend
+        bound = getattr(group, "bound_device_id", None)
+        self.device_index: int | None = None if bound is None else bound.index
         self.seen_from = sequence_number(group)
-        self.recorded = 0
+        self.recorded = self.replayed = 0
         self.rank_set = rank_set
         self.point_to_point: Group | None = None
-        self.busy_until_ns = -(2**63)
+        self.busy_until_ns = self.maybe_busy_until_ns = -(2**63)
         self._wire_factors = [wire_factor(op, self.backend, self.size) for op in OPS]
 
     def wire_factor(self, op: int, payload_bytes: int) -> float:
@@ -146,6 +157,10 @@ class CollectiveCall:
         wait_ns: When training first waited for the call; 0 if training did not wait.
         wait_phase: The phase of that wait.
         timed: Whether the end of the call can be read.
+        is_bound: Whether `end_ns` or `duration_ns` is only an upper bound. So it is for a call on a
+            device whose end is marked where a stream had waited for it, and for a call that may
+            have queued behind such a call. If such a call is not timed, nothing has waited for it.
+        is_lost: Whether the end of the call could not be read in time, or not at all.
         start_event: The event at the start of the call, if the call runs on a stream. `end_event`
             is the event at its end.
         stream_wait: The point at which the compute stream began to wait for the call; None if the
@@ -160,6 +175,8 @@ class CollectiveCall:
         "end_ns",
         "exposed_ns",
         "group",
+        "is_bound",
+        "is_lost",
         "issued_ns",
         "op",
         "payload_bytes",
@@ -188,7 +205,7 @@ class CollectiveCall:
         self.end_ns = 0
         self.wait_ns = 0
         self.timed = True
-        self.settled = False
+        self.is_bound = self.is_lost = self.settled = False
         self.start_event: Event | None = None
         self.end_event: Event | None = None
         self.stream_wait: StreamWait | None = None
@@ -211,11 +228,17 @@ class CollectiveCall:
         if self.timed:
             end_ns, group = self.end_ns, self.group
             self.duration_ns = max(0, end_ns - max(self.start_ns, group.busy_until_ns))
-            group.busy_until_ns = max(end_ns, group.busy_until_ns)
+            if self.is_bound:
+                group.maybe_busy_until_ns = max(end_ns, group.maybe_busy_until_ns)
+            else:
+                self.is_bound = self.start_ns < group.maybe_busy_until_ns
+                group.busy_until_ns = max(end_ns, group.busy_until_ns)
             issued_ns = min(self.issued_ns, end_ns)
             if self.wait_ns:
                 self.wait_exposed_ns = max(0, end_ns - max(self.wait_ns, issued_ns))
             self.exposed_ns = issued_ns - self.start_ns + self.wait_exposed_ns
+        elif self.is_bound:
+            self.group.maybe_busy_until_ns = _NEVER
         self.settled = True
 
 
@@ -270,19 +293,20 @@ class Groups:
         """Return the lowest coverage of any group since the last drain; None without calls.
 
         The coverage of a group is 1 - max(0, counted - recorded) / counted. `counted` is the number
-        of calls that the group itself has counted.
+        of calls that the group itself has counted, and of the calls in replays of captured graphs.
         """
         ratios = []
         for key, known in list(self._known.items()):
             counted = known.num_issued()
             if counted is None:
                 del self._known[key]
-            elif counted > 0:
+            elif counted + known.replayed > 0:
                 recorded, known.recorded = known.recorded, 0
                 messages = known.point_to_point
                 if messages is not None:  # gloo counts messages too
                     recorded, messages.recorded = recorded + messages.recorded, 0
-                ratios.append(1 - max(0, counted - recorded) / counted)
+                issued, known.replayed = counted + known.replayed, 0
+                ratios.append(1 - max(0, issued - recorded) / issued)
                 known.seen_from += counted
         return min(ratios, default=None)
 

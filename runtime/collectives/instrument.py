@@ -148,7 +148,7 @@ class CollectiveInstrumentation:
                     on_error(call)
                 raise
             ended_ns = perf_counter_ns()
-            on_wait_end(work)
+            on_wait_end(work, call)
             self.cost_ns += perf_counter_ns() - ended_ns
             return result
 

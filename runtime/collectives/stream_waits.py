@@ -9,9 +9,11 @@ which streams and the host wait.
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, Protocol
 
@@ -23,10 +25,11 @@ from ..common.fail_open import FailOpen
 from ..common.patching import PatchSet
 from ..common.phase_timer import OTHER, PhaseTimer
 from .event_pool import EventPool
-from .groups import CollectiveCall, StreamWait
+from .groups import CollectiveCall, Group, StreamWait
 
 # Maximum number of calls that a stream carries. Older calls have probably ended.
 MAX_CARRIED = 512
+_NO_CALLS: Counter[Group] = Counter()
 
 
 class StreamWaitTracker:
@@ -45,24 +48,70 @@ class StreamWaitTracker:
         self._is_capturing = self._accelerator.is_capturing
         self._handle_of = self._accelerator.stream_handle
         self._phase_timer: PhaseTimer | None = None
+        self._training_thread = get_ident()
+        self._device_index: int | None = None  # the device on which events are recorded
         self._compute: Stream | None = None
+        # The graph that is being captured, and the calls in each captured graph, by group.
+        self._capturing: Any = None
+        self._captured: weakref.WeakKeyDictionary[Any, Counter[Group]] = weakref.WeakKeyDictionary()
         self._carried: dict[int | None, deque[CollectiveCall]] = {}
         self._recorded: weakref.WeakKeyDictionary[Event, tuple[CollectiveCall, ...]] = (
             weakref.WeakKeyDictionary()
         )
 
     def connect(self, phase_timer: PhaseTimer | None) -> None:
-        """Make the current stream the compute stream, and tag waits with the timer's phase."""
+        """Make the current stream the compute stream, and tag waits with the timer's phase.
+
+        This thread becomes the training thread.
+        """
         self._phase_timer = phase_timer
-        self._compute = self._current_stream() if self._accelerator.is_initialized() else None
+        self._training_thread = get_ident()
+        self._device_index = self._compute = None
+        self._events.clear()
+        if self._accelerator.is_initialized():
+            self._device_index = self._accelerator.current_device()
+            self._compute = self._current_stream()
         self._carried.clear()
         self._recorded.clear()
 
-    def drops_in_capture(self, num_calls: int) -> bool:
-        """Return whether the current stream captures a graph. If so, count the calls as dropped."""
+    def is_on_device(self, device_index: int | None) -> bool:
+        """Return whether this thread's current device is this one and the one of the events.
+
+        Events can be recorded only on streams of their own device. Asking for the current stream of
+        another device would create a context there, with some hundred MiB.
+        """
+        if device_index is None:
+            return False
+        if self._device_index is None and self._accelerator.is_initialized():
+            self._device_index = device_index
+        return device_index == self._device_index == self._accelerator.current_device()
+
+    def drops_in_capture(self, num_calls: int, group: Group | None = None) -> bool:
+        """Return whether the current stream captures a graph. If so, count the calls as dropped.
+
+        Args:
+            num_calls: The number of calls or waits.
+            group: The group of calls that become part of the graph.
+        """
         capturing = self._is_capturing()
-        self.dropped_in_capture += num_calls * capturing
+        if capturing:
+            self.dropped_in_capture += num_calls
+            if group is not None and self._capturing is not None:
+                self._captured[self._capturing][group] += num_calls
         return capturing
+
+    def on_capture_begin(self, graph: Any) -> None:
+        """Record that the calls from now on become part of a graph."""
+        self._capturing, self._captured[graph] = graph, Counter()
+
+    def on_capture_end(self) -> None:
+        """Record that a graph is complete."""
+        self._capturing = None
+
+    def on_replay(self, graph: Any) -> None:
+        """Count the calls of a graph that runs: neither Python nor their groups see them."""
+        for group, num_calls in self._captured.get(graph, _NO_CALLS).items():
+            group.replayed += num_calls
 
     def blocks_compute(self, calls: Iterable[CollectiveCall]) -> bool:
         """Return whether synchronous calls block the compute stream.
@@ -109,20 +158,24 @@ class StreamWaitTracker:
     def on_stream_sync(self, stream: Stream) -> None:
         """Record that the host is about to wait for a stream.
 
-        The host does not queue any compute while it waits. An event is recorded on the compute
-        stream, and the device reaches the event once the compute stream has run out of work.
+        Only a wait on the training thread holds training. That thread does not queue any compute
+        while it waits. An event is recorded on the compute stream, and the device reaches the event
+        once the compute stream has run out of work.
         """
         carried = self._carried.get(self._handle_of(stream))
-        if carried and stream != self._compute:
+        if carried and stream != self._compute and is_training_thread(self._training_thread):
             self._mark_wait(carried)
             carried.clear()
 
     def on_event_sync(self, event: Event) -> None:
         """Record that the host is about to wait for an event."""
-        self._mark_wait(self._recorded.pop(event, ()))
+        if is_training_thread(self._training_thread):
+            self._mark_wait(self._recorded.pop(event, ()))
 
     def on_device_sync(self) -> None:
         """Record that the host is about to wait for all streams."""
+        if not is_training_thread(self._training_thread):
+            return
         for carried in list(self._carried.values()):
             self._mark_wait(carried)
             carried.clear()
@@ -154,6 +207,21 @@ class StreamWaitTracker:
             call.stream_wait = wait
 
 
+def is_training_thread(training_thread: int) -> bool:
+    """Return whether this is the training thread or a thread of autograd, which works for training.
+
+    All ranks issue the calls of these threads in the same order. Python did not start the threads
+    of autograd. Threads of the script, such as asynchronous checkpointing, may interleave
+    collectives in any order, and their waits do not hold training.
+
+    Args:
+        training_thread: The identifier of the training thread.
+    """
+    return get_ident() == training_thread or isinstance(
+        threading.current_thread(), threading._DummyThread
+    )
+
+
 class ReentryFlag(Protocol):
     """Holds, for each thread, whether the thread is inside a wrapped function."""
 
@@ -162,6 +230,8 @@ class ReentryFlag(Protocol):
 
 class StreamHooks:
     """Wraps the functions by which streams and the host wait, from `open` until `close`.
+
+    The replays of captured graphs are counted too, because they may contain collectives.
 
     `open` does nothing if torch was built without the accelerator. Waits and events from C++ or
     from `torch.accelerator` are not seen. While the hooks are closed, or inside another wrapped
@@ -186,6 +256,9 @@ class StreamHooks:
             (device.Event, "wait", waits.on_event_wait),
             (device.Event, "synchronize", waits.on_event_sync),
             (device.module, "synchronize", lambda *_, **__: waits.on_device_sync()),
+            (device.Graph, "capture_begin", lambda graph, *_, **__: waits.on_capture_begin(graph)),
+            (device.Graph, "capture_end", lambda *_: waits.on_capture_end()),
+            (device.Graph, "replay", waits.on_replay),
         )
         self._hooks = [
             (owner, name, fail_open.wrap("streams", hook)) for owner, name, hook in hooks

@@ -52,7 +52,7 @@ class PeriodTotals:
             sums.calls += 1
             sums.payload_bytes += call.payload_bytes
             sums.wire_bytes += call.payload_bytes * _wire_factor(call)
-            if call.timed:
+            if call.timed and not call.is_bound:
                 sums.seconds.append((call.end_ns - call.start_ns) / 1e9)
 
 
@@ -72,14 +72,24 @@ class StepCommTotals:
     sums can be compared with the plan of an engine.
 
     Attributes:
-        seconds: Seconds in which at least one call ran.
+        seconds: Seconds in which at least one call ran, without calls whose end is unknown.
         blocked_ns: Nanoseconds in which calls blocked training, by index in PHASES.
+        is_upper_bound: Whether `seconds` is only an upper bound.
+        is_exposed_known: False if the end of a call could not be read.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.is_upper_bound = False
+        self.is_exposed_known = True
+        self._is_known = True
         self.blocked_ns = [0] * len(PHASES)
         self._by_op: dict[int, _StepOpTotals] = {}
+
+    @property
+    def comm_seconds(self) -> float | None:
+        """Seconds in which at least one call ran; None if the end of a call is unknown."""
+        return self.seconds if self._is_known and self.is_exposed_known else None
 
     @property
     def exposed_seconds(self) -> float:
@@ -91,6 +101,11 @@ class StepCommTotals:
         self.seconds += comm.seconds
         blocked_ns = self.blocked_ns
         for call in calls:
+            if call.is_bound:
+                self.is_upper_bound |= call.timed
+                self._is_known &= call.timed
+            if call.is_lost:
+                self.is_exposed_known = False
             if call.exposed_ns:
                 blocked_ns[call.phase] += call.exposed_ns - call.wait_exposed_ns
                 if call.wait_exposed_ns:

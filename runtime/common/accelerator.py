@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from torch._C._autograd import DeviceType
 logger = logging.getLogger(__name__)
 
 _CAPTURE_MODE_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+_STREAM_NON_BLOCKING = 1  # cudaStreamNonBlocking: the stream does not wait for the default stream
 
 
 class Stream(Protocol):
@@ -56,6 +58,7 @@ class Accelerator(Protocol):
             references.
         Stream: The class of its streams, with `wait_stream` and `synchronize`.
         Event: The class of its events, with `record`, `wait` and `synchronize`.
+        Graph: The class of its graphs, with `capture_begin`, `capture_end` and `replay`.
         profiler_device: torch's profiler type of work that runs on the device.
     """
 
@@ -64,6 +67,7 @@ class Accelerator(Protocol):
     module: Any
     Stream: Any
     Event: Any
+    Graph: Any
     profiler_device: Any
 
     def is_built(self) -> bool:
@@ -95,6 +99,15 @@ class Accelerator(Protocol):
 
     def current_stream(self) -> Any:
         """Return the stream to which this thread submits work."""
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Return a context manager in which a stream is this thread's current stream."""
+
+    def private_stream(self) -> Any:
+        """Return a stream that nobody else uses, or None if there is none.
+
+        The stream is never destroyed, because the allocator may still refer to it.
+        """
 
     def stream_handle(self, stream: Any) -> int | None:
         """Return a number that identifies a stream, or None for a stream of another class."""
@@ -151,10 +164,26 @@ class CudaAccelerator:
     module: Any = torch.cuda
     Stream: Any = torch.cuda.Stream
     Event: Any = torch.cuda.Event
+    Graph: Any = torch.cuda.CUDAGraph
     profiler_device: Any = DeviceType.CUDA
 
     current_stream: Callable[[], Any] = staticmethod(torch.cuda.current_stream)
     is_capturing: Callable[[], bool] = staticmethod(torch.cuda.is_current_stream_capturing)
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Return `torch.cuda.stream`."""
+        return torch.cuda.stream(stream)
+
+    def private_stream(self) -> Any:
+        """Return a stream of CUDA's, or None if the runtime cannot be called.
+
+        torch's own streams come from a pool of 32, so that two of its users may share a stream.
+        """
+        create = _runtime_function("StreamCreateWithFlags")
+        handle = ctypes.c_void_p()
+        if create is None or create(ctypes.byref(handle), _STREAM_NON_BLOCKING) != 0:
+            return None
+        return torch.cuda.ExternalStream(handle.value)
 
     @staticmethod
     def stream_handle(stream: Any) -> int | None:
@@ -205,11 +234,9 @@ class CudaAccelerator:
         Returns:
             Whether the mode was set. If not, this thread must not query events.
         """
-        try:
-            runtime = ctypes.CDLL(None)  # torch has loaded libcudart into the process
-            exchange = runtime.cudaThreadExchangeStreamCaptureMode
-        except (OSError, AttributeError):
-            logger.info("no cudaThreadExchangeStreamCaptureMode: collectives on CUDA are not timed")
+        exchange = _runtime_function("ThreadExchangeStreamCaptureMode")
+        if exchange is None:
+            logger.info("collectives on CUDA are not timed")
             return False
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
         return bool(exchange(ctypes.byref(mode)) == 0)
@@ -265,6 +292,17 @@ class CudaAccelerator:
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Set the state of the current GPU's random generator."""
         torch.cuda.set_rng_state(state)
+
+
+def _runtime_function(name: str) -> Callable[..., int] | None:
+    """Return a function of the CUDA or HIP runtime, such as "StreamCreateWithFlags"."""
+    full_name = ("hip" if torch.version.hip else "cuda") + name
+    try:
+        function: Callable[..., int] = getattr(ctypes.CDLL(None), full_name)  # torch has loaded it
+    except (OSError, AttributeError):
+        logger.info("the runtime has no %s", full_name)
+        return None
+    return function
 
 
 # Other modules read `accelerator.current` at each use. Classes that run for each collective read

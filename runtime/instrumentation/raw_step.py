@@ -132,7 +132,7 @@ class RawStep:
         """
         for one in self._scalars():
             lose(one)
-        return self.batch.discard()
+        return self.batch.lose()
 
     def _scalars(self) -> tuple[ScalarOrPending, ...]:
         return (self.gradient_norm, self.learning_rate, self.loss_scale, *self.counts.losses)
@@ -158,13 +158,16 @@ class RawStep:
             loss_scale=read(self.loss_scale),
             skipped=counts.skipped,
             collectives=comm.totals(),
-            comm_seconds=comm.seconds,
-            comm_exposed_seconds=comm.exposed_seconds,
+            comm_seconds=comm.comm_seconds,
+            comm_seconds_is_upper_bound=comm.is_upper_bound,
+            comm_exposed_seconds=comm.exposed_seconds if comm.is_exposed_known else None,
             memory_bytes=memory.readings if memory else {},
             micro_batch_shapes=[(s.samples, s.length) for s in memory.shapes] if memory else (),
             oom_risk_ratio=oom_risk_ratio,
             device_readings=device_readings,
-            comm_exposed_phase_seconds=_by_phase(comm.blocked_ns),
+            comm_exposed_phase_seconds=(
+                _by_phase(comm.blocked_ns) if comm.is_exposed_known else {}
+            ),
         )
 
 

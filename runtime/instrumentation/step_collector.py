@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from .memory_hooks import MemoryHooks
 from .profiled_steps import ProfiledSteps
 from .raw_step import RawStep, StepCounts
 from .watch_context import WatchContext
+
+logger = logging.getLogger(__name__)
 
 # Interval between two readings of the coverage of collectives. The reading costs more than the rest
 # of the work at the end of a step, because it reads the sequence numbers of all groups.
@@ -51,6 +54,8 @@ class StepCollector:
         self._read_memory = wrap("memory", memory.on_step_end)
         self._coverage_due = 0.0
         self._coverage = wrap("coverage", self._calls.groups.drain_coverage)
+        self._issues_unseen_collectives = wrap("coverage", _is_deepcompile_active)
+        self._is_unseen_logged = False
         self._trace = wrap("trace", current_trace_labels)
         self._gradient_norm = wrap("gradient_norm", _gradient_norm)
         self._learning_rate = wrap("learning_rate", _learning_rate)
@@ -70,7 +75,7 @@ class StepCollector:
             phase_ns=self._phase_timer.drain(),
             intervals=self._phase_timer.drain_intervals(),
             counts=counts,
-            coverage=self._read_coverage(),
+            coverage=self._read_coverage(engine),
             gradient_norm=self._gradient_norm(engine),
             learning_rate=self._learning_rate(engine),
             loss_scale=self._loss_scale(engine) if self._scales_loss else None,
@@ -79,16 +84,32 @@ class StepCollector:
             batch=self._calls.drain(),
             device_phases=None if device_phases is None else device_phases.end_step(),
         )
+        self._calls.begin_step(step.step + 1)
         self._enqueue(step)
         if self._profile is not None:
             self._profile(step.step)
 
-    def _read_coverage(self) -> float | None:
+    def _read_coverage(self, engine: Any) -> float | None:
         now = time.monotonic()
         if now < self._coverage_due:
             return None
         self._coverage_due = now + COVERAGE_SECONDS
-        return self._coverage()
+        coverage = self._coverage()
+        if not self._issues_unseen_collectives(engine):
+            return coverage
+        if not self._is_unseen_logged:
+            self._is_unseen_logged = True
+            logger.warning(
+                "DeepCompile issues the collectives of this engine in compiled code, where "
+                "zerowatch does not see them: comm_coverage_ratio is 0, and the metrics of "
+                "communication cover only the other collectives."
+            )
+        return 0.0
+
+
+def _is_deepcompile_active(engine: Any) -> bool:
+    """Return whether DeepCompile issues collectives: in C++, on communicators of its own."""
+    return bool(engine.is_deepcompile_active())
 
 
 def _gradient_norm(engine: Any) -> ScalarOrPending:

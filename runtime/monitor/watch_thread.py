@@ -43,8 +43,12 @@ TICK_SECONDS = 1.0
 # doubles after each query, from the first to the last value.
 FIRST_POLL_SECONDS = 0.005
 LAST_POLL_SECONDS = 0.25
-# Longest wait for the end of a step's calls and for the step's values on the device.
-PATIENCE_SECONDS = 10.0
+# Longest wait for the end of a step's calls and for the step's values on the device, in seconds and
+# in steps: the host may be far ahead of the device.
+PATIENCE_SECONDS = 60.0
+PATIENCE_STEPS = 3
+# Number of steps of which the slowest counts for PATIENCE_STEPS.
+RECENT_STEPS = 64
 # Maximum number of batches and steps in the queue. Further ones are dropped and counted.
 MAX_PENDING = 1024
 # Number of batches whose measurements cannot be read, after which collectives are not timed.
@@ -117,6 +121,7 @@ class WatchThread:
         self._comm_time, self._comm = CommTimeCounter(), StepCommTotals()
         self._totals = PeriodTotals()
         self._steps: list[FinishedStep] = []
+        self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._calls: list[CollectiveCall] = []
         self._fail_open = fail_open
         self._num_lost = 0
@@ -230,7 +235,7 @@ class WatchThread:
                 self._lose(head)
             elif not is_settled:
                 self._waiting_since = self._waiting_since or time.monotonic()
-                if not final and time.monotonic() - self._waiting_since < PATIENCE_SECONDS:
+                if not final and time.monotonic() - self._waiting_since < self._patience_seconds():
                     return
                 self.untimed_calls += _batch_of(head).expire()
             self._waiting_since, self._poll_seconds = 0.0, FIRST_POLL_SECONDS
@@ -239,12 +244,15 @@ class WatchThread:
             if isinstance(head, RawStep):
                 self._take_step(head)
 
+    def _patience_seconds(self) -> float:
+        return max(PATIENCE_SECONDS, PATIENCE_STEPS * max(self._step_seconds, default=0.0))
+
     def _lose(self, item: CallBatch | RawStep) -> None:
         """Give up the measurements of an item that the device refuses to return.
 
         If this happens twice, collectives are no longer timed.
         """
-        self.untimed_calls += item.lose() if isinstance(item, RawStep) else item.discard()
+        self.untimed_calls += item.lose()
         self._num_lost += 1
         if self._num_lost >= MAX_LOST:
             self._events.disabled = True
@@ -268,10 +276,11 @@ class WatchThread:
     def _take_step(self, raw: RawStep) -> None:
         comm, self._comm = self._comm, StepCommTotals()
         calls, self._calls = self._calls, []
+        self._step_seconds.append(sum(raw.phase_ns) / 1e9)
         raw.use_device_phases()
         risks = self._add_memory_sample(raw) or {}
         record = raw.record(comm, self._sampler.device_readings, risks)
-        if raw.phases_show_work:
+        if raw.phases_show_work and comm.is_exposed_known:
             self._add_step_times(raw.phase_ns, comm.blocked_ns)
         self._append(record)
         self._steps.append(FinishedStep(record, raw, calls))

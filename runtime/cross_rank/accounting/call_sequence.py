@@ -11,7 +11,13 @@ import numpy as np
 
 from ....metrics.catalog.labels import OPS
 from ...collectives.groups import RECENT_CALLS, CollectiveCall, RankSet
-from ..exchange.rank_messages import MAX_PENDING_VALUES, CallReport, SequenceHash, signature
+from ..exchange.rank_messages import (
+    INEXACT,
+    MAX_PENDING_VALUES,
+    CallReport,
+    SequenceHash,
+    signature,
+)
 
 # The operation whose size may differ between members. The size on one rank therefore does not
 # explain the duration on another rank.
@@ -83,9 +89,7 @@ class CallSequence:
         self._next_timed = settled[0].sequence if settled else self._next_timed
         report = CallReport(
             first_timed=self._next_timed,
-            durations=np.array(
-                [call.duration_ns / 1e9 if call.timed else np.nan for call in settled], np.float32
-            ),
+            durations=np.array([_reported_seconds(call) for call in settled], np.float32),
             first_issued=self._first_issued,
             signatures=signatures,
             prefix_hash=prefix_hash,
@@ -177,6 +181,12 @@ class CallSequence:
             known = self._signatures[key] = signature(op, dtype, size)
             self.names[known] = describe_call(op, dtype, size)
         return known
+
+
+def _reported_seconds(call: CollectiveCall) -> float:
+    if call.is_bound:
+        return INEXACT
+    return call.duration_ns / 1e9 if call.timed else np.nan
 
 
 def describe_call(op: str, dtype: str, payload_bytes: int) -> str:

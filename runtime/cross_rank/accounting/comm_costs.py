@@ -19,6 +19,10 @@ from .link_estimate import Link, LinkEstimate
 RECENT_MESSAGES = 64
 # Maximum number of message sizes that are tracked. The least recently used size is dropped.
 MAX_MESSAGE_SIZES = 32
+# Number of recent exact calls of an operation and size over which a mean goes, and the maximum
+# number of such means. The least recently used mean is dropped.
+RECENT_EXACT_CALLS = 256
+MAX_MEANS = 1024
 
 
 @dataclass(slots=True)
@@ -128,6 +132,20 @@ class CostTotals:
             recorder.add(communication.COMM_CAUSE_SECONDS, seconds, cause)
 
 
+@dataclass(slots=True)
+class _MeanCost:
+    """The mean duration and wait, in seconds, of about the last RECENT_EXACT_CALLS calls."""
+
+    num_calls: float = 0.0
+    duration: float = 0.0
+    wait: float = 0.0
+
+    def add(self, duration: float, wait: float) -> None:
+        self.num_calls = min(self.num_calls + 1, RECENT_EXACT_CALLS)
+        self.duration += (duration - self.duration) / self.num_calls
+        self.wait += (wait - self.wait) / self.num_calls
+
+
 class CommCosts:
     """Adds up the costs of the calls of one rank set over one backend, and estimates its link.
 
@@ -146,6 +164,7 @@ class CommCosts:
         self._estimate = LinkEstimate()
         self._symmetric: dict[int, list[tuple[float, float]]] = {}  # by op: wire bytes, seconds
         self._bus_bandwidths: dict[int, float] = {}
+        self._means: OrderedDict[tuple[int, int], _MeanCost] = OrderedDict()  # by op and bytes
         self._messages: OrderedDict[int, deque[float]] = OrderedDict()
         self._is_stale = False
 
@@ -173,8 +192,10 @@ class CommCosts:
             self._estimate.add(wire_bytes, min_seconds)
             self._is_stale = True
             self._symmetric.setdefault(call.op, []).append((wire_bytes, min_seconds))
-        wait = max(0.0, call.duration_ns / 1e9 - min_seconds)
-        self._add(call, wire_bytes, wait, totals, volume_ratio)
+        duration = call.duration_ns / 1e9
+        wait = max(0.0, duration - min_seconds)
+        self._add_to_mean(call, duration, wait)
+        self._add(call, wire_bytes, duration, wait, totals, volume_ratio)
 
     def add_estimated(
         self, call: CollectiveCall, totals: CostTotals, volume_ratio: float | None
@@ -189,7 +210,24 @@ class CommCosts:
             self._add_message(call)
         wire_bytes, duration = _wire_bytes(call), call.duration_ns / 1e9
         wait = max(0.0, duration - self._transfer_seconds(wire_bytes, duration))
-        self._add(call, wire_bytes, wait, totals, volume_ratio)
+        self._add_to_mean(call, duration, wait)
+        self._add(call, wire_bytes, duration, wait, totals, volume_ratio)
+
+    def add_inexact(
+        self, call: CollectiveCall, totals: CostTotals, volume_ratio: float | None
+    ) -> None:
+        """Add a call of whose duration some rank has only an upper bound.
+
+        Its duration and wait count as the mean of the exact calls of its operation and size.
+        Without such calls, only its exposed time is added.
+        """
+        mean = self._means.get((call.op, call.payload_bytes))
+        if not call.timed:
+            return
+        if mean is None:
+            totals.add_exposed(call)
+        else:
+            self._add(call, _wire_bytes(call), mean.duration, mean.wait, totals, volume_ratio)
 
     def add_exposed_only(self, call: CollectiveCall, totals: CostTotals) -> None:
         """Add the exposed time of an unmatched call. Its wait and causes stay unknown."""
@@ -237,11 +275,12 @@ class CommCosts:
         self,
         call: CollectiveCall,
         wire_bytes: float,
+        duration: float,
         wait: float,
         totals: CostTotals,
         volume_ratio: float | None,
     ) -> None:
-        role, duration, exposed = call.group.role, call.duration_ns / 1e9, call.exposed_ns / 1e9
+        role, exposed = call.group.role, call.exposed_ns / 1e9
         totals.wait[role] += wait
         totals.transfer[role] += duration - wait
         totals.add_exposed(call)
@@ -254,6 +293,15 @@ class CommCosts:
             # zerowatch's own calls move a few bytes that do not belong to any ZeRO stage.
             moves_data=wire_bytes > 0 and role != OWN_GROUP,
         )
+
+    def _add_to_mean(self, call: CollectiveCall, duration: float, wait: float) -> None:
+        if call.start_event is None:
+            return  # on the host every call is exact
+        key = (call.op, call.payload_bytes)
+        self._means.setdefault(key, _MeanCost()).add(duration, wait)
+        self._means.move_to_end(key)
+        if len(self._means) > MAX_MEANS:
+            self._means.popitem(last=False)
 
     def _add_message(self, call: CollectiveCall) -> None:
         """Add the shortest duration of the recent messages of this size to the link estimate."""

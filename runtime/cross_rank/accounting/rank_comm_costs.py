@@ -12,7 +12,7 @@ from ....metrics.catalog.labels import OPS, OWN_GROUP
 from ....metrics.recorder import Recorder
 from ...collectives.collective_table import SYMMETRIC
 from ...collectives.groups import CollectiveCall, Groups, RankSet
-from ..exchange.rank_messages import CallReport, CompareResult
+from ..exchange.rank_messages import INEXACT, CallReport, CompareResult
 from .call_sequence import CallSequence
 from .comm_costs import CommCosts, CostTotals
 
@@ -24,6 +24,9 @@ class RankCommCosts:
     call is measured. The wait of any other call is estimated from the link, as long as the ranks
     are compared and their calls match. Otherwise the wait is unknown, and only the exposed time of
     the call is added.
+
+    A call on a device whose duration is only bounded on some rank counts like the mean of the exact
+    calls of its operation and size. Those are calls of sampled steps.
 
     Args:
         groups: The process groups seen so far.
@@ -101,7 +104,7 @@ class RankCommCosts:
             return
         unmatched = state.sequence.unmatched
         end, failed = result.first_call + len(result.min_durations), False
-        rest: list[tuple[CollectiveCall, bool]] = []
+        rest: list[tuple[CollectiveCall, bool, bool]] = []
         while unmatched and unmatched[0].sequence < end:
             call = unmatched.popleft()
             at = call.sequence - result.first_call
@@ -110,15 +113,16 @@ class RankCommCosts:
             if at >= 0 and call.timed:
                 state.is_matching = not math.isnan(min_seconds)
                 failed |= not state.is_matching
-            if math.isnan(min_seconds) or not _has_counterparts(call):
-                rest.append((call, state.is_matching))
+            if not math.isfinite(min_seconds) or not _has_counterparts(call):
+                rest.append((call, state.is_matching, min_seconds == INEXACT))
             else:
                 costs = state.costs_of(call)
                 costs.add_matched(call, min_seconds, self._totals, self.volume_ratio)
         self.unmatched += failed
-        for call, is_matching in rest:  # last, because the matched calls improve the link estimate
+        # Last, because the matched calls improve the link estimate.
+        for call, is_matching, is_inexact in rest:
             state.costs_of(call).refit()
-            self._add_unmatched(state, call, is_compared=is_matching)
+            self._add_unmatched(state, call, is_compared=is_matching, is_inexact=is_inexact)
         while state.reported and not (unmatched and unmatched[0].sequence < state.reported[0][1]):
             state.reported.popleft()
 
@@ -183,14 +187,28 @@ class RankCommCosts:
         sequence.unreported.clear()
 
     def _add_unmatched(
-        self, state: _RankSetState, call: CollectiveCall, *, is_compared: bool
+        self,
+        state: _RankSetState,
+        call: CollectiveCall,
+        *,
+        is_compared: bool,
+        is_inexact: bool = False,
     ) -> None:
-        """Estimate the wait of an unmatched call if possible, else add its exposed time only."""
+        """Estimate the wait of an unmatched call if possible, else add its exposed time only.
+
+        Args:
+            state: The state of the call's rank set.
+            call: The call.
+            is_compared: Whether the ranks are compared and their calls match.
+            is_inexact: Whether another rank has only an upper bound of the call's duration.
+        """
         costs = state.costs_of(call)
-        if state.sequence.rank_set.size == 1 or is_compared:
-            costs.add_estimated(call, self._totals, self.volume_ratio)
-        else:
+        if state.sequence.rank_set.size > 1 and not is_compared:
             costs.add_exposed_only(call, self._totals)
+        elif is_inexact or call.is_bound:
+            costs.add_inexact(call, self._totals, self.volume_ratio)
+        else:
+            costs.add_estimated(call, self._totals, self.volume_ratio)
 
 
 class _RankSetState:

@@ -18,7 +18,10 @@ from ..divergence import Divergence, parse_divergence
 from ..rank_figures import NUM_FIGURES, Figures
 from ..stragglers import StepTimeReference, StepTimes, Straggler
 
-Durations = npt.NDArray[np.float32]  # seconds; NaN if a call was not timed
+# Seconds; NaN if a call was not timed, and INEXACT if it has only an upper bound on some rank. The
+# shortest duration over the ranks of such a call is unknown, so it must be the least of all values.
+Durations = npt.NDArray[np.float32]
+INEXACT = float("-inf")
 Signatures = npt.NDArray[np.uint32]
 NO_DURATIONS: Durations = np.empty(0, np.float32)
 NO_SIGNATURES: Signatures = np.empty(0, np.uint32)
@@ -53,7 +56,8 @@ class CallReport:
 
     Attributes:
         first_timed: Number of the call that `durations` starts with.
-        durations: The duration of each call in seconds. NaN if the call was not timed.
+        durations: The duration of each call in seconds. NaN if the call was not timed, INEXACT if
+            only an upper bound is known.
         first_issued: Number of the call that `signatures` starts with.
         signatures: The signature of each call, as `signature` computes it.
         prefix_hash: The hash of the signatures before `first_issued`. None if unknown.
@@ -100,7 +104,8 @@ class CompareResult:
 
     Attributes:
         first_call: Number of the call that `min_durations` starts with.
-        min_durations: The shortest duration of each call over the ranks, in seconds.
+        min_durations: The shortest duration of each call over the ranks, in seconds. INEXACT if one
+            of the ranks has only an upper bound.
         reference: The step times with which each rank is compared. None if no rank sent any.
         stragglers: The ranks that are slow now.
         divergence: The first divergence. Only one result contains it; in other results it is None.

@@ -179,6 +179,8 @@ def _is_in_flight(call: CollectiveCall) -> bool:
     is_read = call.settled and call.timed  # if so, other calls may use its events now
     if call.end_event is not None and not is_read:
         return not call.end_event.query()
+    if call.is_bound and call.stream_wait is None:
+        return False  # on a device, and training has not waited for it yet
     return call.timed and not call.settled and (call.start_event is not None or not call.end_ns)
 
 

@@ -84,7 +84,7 @@ def _row(what: str, spent_ms: list[float], unit: str, goal_ms: float | None) -> 
 class SimulatedGroup:
     """One rank's process group, whose calls end at once."""
 
-    role, backend, busy_until_ns = "dp", "gloo", 0
+    role, backend, busy_until_ns, maybe_busy_until_ns = "dp", "gloo", 0, 0
 
     def __init__(self, members: tuple[int, ...]) -> None:
         self.size = len(members)

@@ -8,109 +8,63 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
-import torch.distributed as dist
-from fakes.cuda_streams import FakeCuda
-from fakes.sleeping_collectives import MS, FourRankGroup, ManualClock, add_up, instrumentation_over
+from fakes.device_rank import DeviceRank
+from fakes.sleeping_collectives import MS, FourRankGroup
 
 from zerowatch.metrics.catalog.labels import PHASES
-from zerowatch.runtime.collectives.totals import StepCommTotals
-from zerowatch.runtime.common.phase_timer import BACKWARD, OPTIMIZER, PhaseTimer
-
-
-class Rank:
-    """A rank that trains on one device: `cuda.current` is its compute stream."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.host = ManualClock()
-        self.cuda = FakeCuda(self.host)
-        self.cuda.patch(monkeypatch)
-        self.places = [
-            *((self.cuda.Stream, name) for name in ("wait_stream", "synchronize")),
-            *((self.cuda.Event, name) for name in ("record", "wait", "synchronize")),
-            (self.cuda, "synchronize"),
-        ]
-        self.before = self.standing()
-        self.instrumentation = instrumentation_over(
-            monkeypatch, self.cuda.all_reduce, self.host, "nccl"
-        )
-        self.phases = PhaseTimer(self.host)
-        self.instrumentation.call_recorder.connect(self.phases, None)
-        self.compute, self.side = self.cuda.current, self.cuda.new_stream()
-        self.batches = []
-
-    def standing(self) -> list[object]:
-        return [vars(owner).get(name, "absent") for owner, name in self.places]
-
-    def reduce(self, milliseconds: float, **options: object):
-        return dist.all_reduce(torch.tensor([milliseconds]), **options)
-
-    def begin(self, milliseconds: float, **options: object):
-        return self.reduce(milliseconds, async_op=True, **options)
-
-    def on_side(self):
-        return self.cuda.stream(self.side)
-
-    def end_step(self) -> None:
-        self.batches.append(self.instrumentation.call_recorder.drain())
-
-    def steps(self) -> list[StepCommTotals]:
-        """Close the last step, let all of it end, and add each up."""
-        self.end_step()
-        self.host.elapse(1000)
-        return add_up(self.batches, self.instrumentation)
+from zerowatch.runtime.common.phase_timer import BACKWARD, OPTIMIZER
 
 
 @pytest.fixture
-def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
-    made = Rank(monkeypatch)
+def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceRank]:
+    made = DeviceRank(monkeypatch)
     yield made
     made.instrumentation.close()
 
 
-def synchronous_on_the_compute_stream(rank: Rank) -> None:
+def synchronous_on_the_compute_stream(rank: DeviceRank) -> None:
     rank.compute.run(5)
     rank.reduce(10)
 
 
-def waited_for_halfway(rank: Rank) -> None:
+def waited_for_halfway(rank: DeviceRank) -> None:
     work = rank.begin(10)
     rank.compute.run(4)
     work.wait()
 
 
-def waited_for_when_done(rank: Rank) -> None:
+def waited_for_when_done(rank: DeviceRank) -> None:
     work = rank.begin(10)
     rank.compute.run(12)
     work.wait()
 
 
-def waited_for_while_the_device_lags(rank: Rank) -> None:
+def waited_for_while_the_device_lags(rank: DeviceRank) -> None:
     rank.compute.run(100)
     work = rank.begin(10)
     rank.compute.run(4)
     work.wait()
 
 
-def never_waited_for(rank: Rank) -> None:
+def never_waited_for(rank: DeviceRank) -> None:
     rank.begin(10)
     rank.compute.run(5)
 
 
-def two_waited_for_in_the_other_order(rank: Rank) -> None:
+def two_waited_for_in_the_other_order(rank: DeviceRank) -> None:
     first, second = rank.begin(10), rank.begin(20)
     rank.compute.run(4)
     second.wait()
     first.wait()
 
 
-def a_side_stream_that_nobody_joins(rank: Rank) -> None:
+def a_side_stream_that_nobody_joins(rank: DeviceRank) -> None:
     with rank.on_side():
         rank.reduce(10)
     rank.compute.run(3)
 
 
-def a_side_stream_that_is_joined(rank: Rank) -> None:
+def a_side_stream_that_is_joined(rank: DeviceRank) -> None:
     with rank.on_side():
         rank.reduce(10)
     rank.compute.run(4)
@@ -119,21 +73,21 @@ def a_side_stream_that_is_joined(rank: Rank) -> None:
     rank.compute.wait_stream(rank.side)
 
 
-def a_handle_waited_for_on_a_side_stream(rank: Rank) -> None:
+def a_handle_waited_for_on_a_side_stream(rank: DeviceRank) -> None:
     with rank.on_side():
         rank.begin(10).wait()
     rank.compute.run(4)
     rank.compute.wait_stream(rank.side)
 
 
-def a_copy_behind_the_collective(rank: Rank) -> None:
+def a_copy_behind_the_collective(rank: DeviceRank) -> None:
     with rank.on_side():
         rank.reduce(10)
     rank.side.run(30)  # of the 34 that compute waits, 10 are communication
     rank.compute.wait_stream(rank.side)
 
 
-def an_event_before_another_collective(rank: Rank) -> None:
+def an_event_before_another_collective(rank: DeviceRank) -> None:
     with rank.on_side():
         rank.reduce(10)
         done = rank.side.record_event()
@@ -144,7 +98,7 @@ def an_event_before_another_collective(rank: Rank) -> None:
     rank.compute.wait_stream(rank.side)
 
 
-def an_event_recorded_before_any_collective(rank: Rank) -> None:
+def an_event_recorded_before_any_collective(rank: DeviceRank) -> None:
     early = rank.side.record_event()
     with rank.on_side():
         rank.reduce(10)
@@ -152,7 +106,7 @@ def an_event_recorded_before_any_collective(rank: Rank) -> None:
     rank.compute.run(20)
 
 
-def an_event_that_marks_something_else_by_now(rank: Rank) -> None:
+def an_event_that_marks_something_else_by_now(rank: DeviceRank) -> None:
     other = rank.cuda.new_stream()
     with rank.on_side():
         rank.reduce(10)
@@ -162,7 +116,7 @@ def an_event_that_marks_something_else_by_now(rank: Rank) -> None:
     rank.compute.wait_event(done)
 
 
-def a_stream_that_joins_the_side_stream_for_us(rank: Rank) -> None:
+def a_stream_that_joins_the_side_stream_for_us(rank: DeviceRank) -> None:
     between = rank.cuda.new_stream()
     with rank.on_side():
         rank.reduce(10)
@@ -171,7 +125,7 @@ def a_stream_that_joins_the_side_stream_for_us(rank: Rank) -> None:
     rank.compute.wait_stream(between)
 
 
-def the_host_waits_for_the_side_stream(rank: Rank) -> None:
+def the_host_waits_for_the_side_stream(rank: DeviceRank) -> None:
     with rank.on_side():
         rank.reduce(10)
     rank.compute.run(4)
@@ -179,7 +133,7 @@ def the_host_waits_for_the_side_stream(rank: Rank) -> None:
     rank.compute.run(5)
 
 
-def the_host_waits_for_an_event(rank: Rank) -> None:
+def the_host_waits_for_an_event(rank: DeviceRank) -> None:
     with rank.on_side():
         rank.reduce(10)
         done = rank.side.record_event()
@@ -188,7 +142,7 @@ def the_host_waits_for_an_event(rank: Rank) -> None:
     rank.compute.run(5)
 
 
-def the_host_waits_for_the_device(rank: Rank) -> None:
+def the_host_waits_for_the_device(rank: DeviceRank) -> None:
     with rank.on_side():
         rank.reduce(10)
     rank.compute.run(4)
@@ -196,7 +150,7 @@ def the_host_waits_for_the_device(rank: Rank) -> None:
     rank.compute.run(5)
 
 
-def the_host_waits_while_compute_is_busy(rank: Rank) -> None:
+def the_host_waits_while_compute_is_busy(rank: DeviceRank) -> None:
     with rank.on_side():
         rank.reduce(10)
     rank.compute.run(40)
@@ -227,7 +181,7 @@ CASES = [
 
 @pytest.mark.parametrize(("what", "exposed_ms", "comm_ms"), CASES)
 def test_exposed_is_what_blocked_the_compute_stream(
-    rank: Rank, what: Callable[[Rank], None], exposed_ms: float, comm_ms: float
+    rank: DeviceRank, what: Callable[[DeviceRank], None], exposed_ms: float, comm_ms: float
 ) -> None:
     what(rank)
 
@@ -236,7 +190,7 @@ def test_exposed_is_what_blocked_the_compute_stream(
     assert step.seconds == pytest.approx(comm_ms / 1000, abs=1e-8)
 
 
-def test_each_instant_of_one_wait_for_two_groups_belongs_to_one(rank: Rank) -> None:
+def test_each_instant_of_one_wait_for_two_groups_belongs_to_one(rank: DeviceRank) -> None:
     other = FourRankGroup("world", "nccl")
     with rank.on_side():
         first = rank.begin(10)
@@ -250,7 +204,7 @@ def test_each_instant_of_one_wait_for_two_groups_belongs_to_one(rank: Rank) -> N
     assert step.exposed_seconds == pytest.approx(0.010)
 
 
-def test_a_wait_in_the_next_step_belongs_to_the_step_of_the_call(rank: Rank) -> None:
+def test_a_wait_in_the_next_step_belongs_to_the_step_of_the_call(rank: DeviceRank) -> None:
     work = rank.begin(10)
     rank.end_step()
     rank.compute.run(4)
@@ -263,7 +217,7 @@ def test_a_wait_in_the_next_step_belongs_to_the_step_of_the_call(rank: Rank) -> 
     assert second.exposed_seconds == 0.0
 
 
-def test_a_wait_that_the_device_has_not_reached_is_not_waited_for(rank: Rank) -> None:
+def test_a_wait_that_the_device_has_not_reached_is_not_waited_for(rank: DeviceRank) -> None:
     work = rank.begin(10)
     rank.end_step()
     rank.compute.run(3000)
@@ -275,7 +229,7 @@ def test_a_wait_that_the_device_has_not_reached_is_not_waited_for(rank: Rank) ->
     assert first.seconds == pytest.approx(0.010)
 
 
-def test_a_wait_for_what_has_settled_marks_nothing(rank: Rank) -> None:
+def test_a_wait_for_what_has_settled_marks_nothing(rank: DeviceRank) -> None:
     work = rank.begin(10)
     rank.steps()
     before = rank.cuda.num_records
@@ -285,7 +239,7 @@ def test_a_wait_for_what_has_settled_marks_nothing(rank: Rank) -> None:
     assert rank.cuda.num_records == before
 
 
-def test_the_phase_of_the_wait_is_blocked_and_not_that_of_the_call(rank: Rank) -> None:
+def test_the_phase_of_the_wait_is_blocked_and_not_that_of_the_call(rank: DeviceRank) -> None:
     rank.phases.enter(BACKWARD)
     with rank.on_side():
         rank.reduce(10)
@@ -300,7 +254,7 @@ def test_the_phase_of_the_wait_is_blocked_and_not_that_of_the_call(rank: Rank) -
     assert blocked == {"optimizer": pytest.approx(10)}
 
 
-def test_nothing_is_recorded_while_a_graph_is_captured_and_it_is_counted(rank: Rank) -> None:
+def test_nothing_is_recorded_while_a_graph_is_captured_and_it_is_counted(rank: DeviceRank) -> None:
     with rank.on_side():
         rank.reduce(10)
     before = rank.cuda.num_events
@@ -316,7 +270,7 @@ def test_nothing_is_recorded_while_a_graph_is_captured_and_it_is_counted(rank: R
     assert step.exposed_seconds == 0.0
 
 
-def test_events_are_used_again_once_read(rank: Rank) -> None:
+def test_events_are_used_again_once_read(rank: DeviceRank) -> None:
     waited_for_halfway(rank)
     a_side_stream_that_is_joined(rank)
     rank.steps()
@@ -331,13 +285,13 @@ def test_events_are_used_again_once_read(rank: Rank) -> None:
     assert rank.cuda.num_events == needed
 
 
-def test_a_handle_that_is_dropped_is_forgotten(rank: Rank) -> None:
+def test_a_handle_that_is_dropped_is_forgotten(rank: DeviceRank) -> None:
     rank.begin(10)
 
     assert rank.instrumentation.call_recorder._works == {}
 
 
-def test_closing_restores_the_original_functions(rank: Rank) -> None:
+def test_closing_restores_the_original_functions(rank: DeviceRank) -> None:
     during = rank.standing()
     kept = rank.cuda.Stream.synchronize
 
@@ -353,7 +307,9 @@ def test_closing_restores_the_original_functions(rank: Rank) -> None:
     assert rank.side.busy_until <= rank.host.now_ns
 
 
-def test_a_build_without_cuda_keeps_its_names(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_without_cuda_keeps_its_names(
+    rank: DeviceRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rank.instrumentation.close()
     monkeypatch.setattr(rank.cuda, "is_built", lambda: False)
 

@@ -19,7 +19,7 @@ class FourRanks:
 
     def __init__(self, role: str = "dp", backend: str = "gloo") -> None:
         self.role, self.backend, self.size = role, backend, 4
-        self.busy_until_ns = -(2**63)
+        self.busy_until_ns = self.maybe_busy_until_ns = -(2**63)
 
     def wire_factor(self, op: int, payload_bytes: int) -> float:
         return wire_factor(OPS[op], self.backend, self.size, payload_bytes)

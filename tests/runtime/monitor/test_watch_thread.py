@@ -24,7 +24,7 @@ from zerowatch.runtime.monitor.watch_thread import WatchThread
 class FakeGroup:
     role = "dp"
     size = 2
-    busy_until_ns = 0
+    busy_until_ns = maybe_busy_until_ns = 0
 
     def wire_factor(self, op: int, payload_bytes: int) -> float:
         return 1.0
@@ -160,7 +160,9 @@ def test_one_batch_that_cannot_be_read_loses_its_times_and_no_other_batch_does(
 
     assert rank.finish() == [1, 2, 3]
     seconds = [record.comm_seconds for record in rank.written]
-    assert seconds == [pytest.approx(0.020), 0.0, pytest.approx(0.020)]
+    assert seconds == [pytest.approx(0.020), None, pytest.approx(0.020)]
+    assert rank.written[1].comm_exposed_seconds is None
+    assert rank.written[1].collectives["all_reduce"].calls == 1
     assert rank.thread.untimed_calls == 1
     assert rank.fail_open.failures == {"collective times": 1}
     assert not rank.recorder.events.disabled

@@ -14,12 +14,15 @@ from fakes.sleeping_collectives import MS, FakeWork, ManualClock
 
 from zerowatch.runtime.common import accelerator
 
+POOL_SIZE = 32  # torch's, for each device and priority
+
 
 class FakeStream:
     device: FakeCuda
 
-    def __init__(self) -> None:
+    def __init__(self, device_index: int = 0) -> None:
         self.cuda_stream = id(self)
+        self.device_index = device_index
         self.busy_until = 0
 
     def run(self, milliseconds: float) -> None:
@@ -50,13 +53,18 @@ class FakeEvent:
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.at: int | None = None
+        self.device_index: int | None = None  # that of the first stream it was recorded on
         self.device.num_events += 1
 
     def record(self, stream: FakeStream | None = None) -> None:
         self.device.check()
         assert not self.device.capturing, "an event was recorded into a graph"
+        stream = stream or self.device.current_stream()
+        if self.device_index not in (None, stream.device_index):
+            raise RuntimeError("Event device does not match recording stream's device")
+        self.device_index = stream.device_index
         self.device.num_records += 1
-        self.at = (stream or self.device.current).reached()
+        self.at = stream.reached()
 
     def wait(self, stream: FakeStream | None = None) -> None:
         stream = stream or self.device.current
@@ -71,33 +79,62 @@ class FakeEvent:
 
     def elapsed_time(self, later: FakeEvent) -> float:
         self.device.check()
-        assert self.query(), "the event has not passed"
-        assert later.query(), "the event has not passed"
+        if not self.query() or not later.query():
+            raise ValueError("Both events must be completed before calculating elapsed time.")
+        if self.device_index != later.device_index:
+            raise RuntimeError("CUDA error: invalid resource handle")
         return (later.at - self.at) / MS
 
 
 class FakeFuture:
-    """Done for the host as soon as it is made; its callbacks run on a stream that awaits its end.
+    """Completed at the issue of its call, like the future of NCCL's handles.
 
-    So it is with the futures of NCCL's handles.
+    A callback therefore runs at once, in the thread that adds it. torch calls it on the next stream
+    of the pool, after that stream was made to wait for the end of the call. Both this and `wait`
+    record the outputs on the waiting stream, so the allocator keeps their memory until that stream
+    has passed the end.
     """
 
-    def __init__(self, device: FakeCuda, end: int) -> None:
-        self.device, self.end = device, end
+    def __init__(self, device: FakeCuda, end: int, outputs: object) -> None:
+        self.device, self.end, self.outputs = device, end, outputs
 
     def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
-        stream = self.device.Stream()
-        stream.busy_until = self.end
-        with self.device.stream(stream):
+        with self.device.stream(self.device.next_of_pool()):
+            self.wait()
             callback(self)
+
+    def wait(self) -> object:
+        stream = self.device.current
+        stream.busy_until = max(stream.busy_until, self.end)
+        self.device.recorded_on.append(stream)
+        return self.outputs
+
+
+class FakeGraph:
+    """A captured graph: nothing runs until it is replayed."""
+
+    device: FakeCuda
+
+    def capture_begin(self) -> None:
+        self.device.capturing = True
+
+    def capture_end(self) -> None:
+        self.device.capturing = False
+
+    def replay(self) -> None:
+        """Run what was captured, unseen by Python."""
 
 
 class FakeCuda:
     """One device with a stream of NCCL's own for each group. `all_reduce` replaces torch's.
 
-    It takes `tensor[0]` milliseconds.
+    It takes `tensor[0]` milliseconds. Streams come from a pool of POOL_SIZE, as in torch: whoever
+    asks for one may get a stream that somebody uses already.
 
     Attributes:
+        current_index: The current device of the calling thread.
+        used_devices: The devices on which streams were asked for, which creates a context there.
+        recorded_on: The streams on which the outputs of collectives were recorded.
         is_broken: Whether a kernel has failed, as in a device-side assert. Each call of the runtime
             then raises, until the process ends.
     """
@@ -112,8 +149,14 @@ class FakeCuda:
         self.num_events = self.num_records = 0
         self.Stream = type("Stream", (FakeStream,), {"device": self})
         self.Event = type("Event", (FakeEvent,), {"device": self})
+        self.Graph = type("Graph", (FakeGraph,), {"device": self})
         self.current: FakeStream = self.Stream()
-        self.streams = [self.current]
+        self.current_index = 0
+        self.used_devices: set[int] = set()
+        self.recorded_on: list[FakeStream] = []
+        self.pool = [self.Stream() for _ in range(POOL_SIZE)]
+        self.private: list[FakeStream] = []
+        self._num_taken = 0
         self._of_group: dict[Any, FakeStream] = {}
 
     def check(self) -> None:
@@ -132,13 +175,22 @@ class FakeCuda:
     def is_built(self) -> bool:
         return True
 
+    def is_available(self) -> bool:
+        return True
+
     def is_initialized(self) -> bool:
         return True
 
     def is_capturing(self) -> bool:
         return self.capturing
 
+    def current_device(self) -> int:
+        return self.current_index
+
     def current_stream(self) -> FakeStream:
+        self.used_devices.add(self.current_index)
+        if self.current_index != self.current.device_index:
+            return self.Stream(self.current_index)
         return self.current
 
     @contextmanager
@@ -149,12 +201,21 @@ class FakeCuda:
         finally:
             self.current = before
 
-    def new_stream(self) -> FakeStream:
-        self.streams.append(self.Stream())
-        return self.streams[-1]
+    on_stream = stream
+
+    def next_of_pool(self) -> FakeStream:
+        """Return what torch returns for a new stream: the next one of the pool."""
+        self._num_taken += 1
+        return self.pool[(self._num_taken - 1) % POOL_SIZE]
+
+    new_stream = next_of_pool
+
+    def private_stream(self) -> FakeStream:
+        self.private.append(self.Stream())
+        return self.private[-1]
 
     def synchronize(self) -> None:
-        for stream in self.streams:
+        for stream in (self.current, *self.pool, *self.private):
             self.host.reach(stream.busy_until)
 
     def all_reduce(
@@ -173,4 +234,4 @@ class FakeCuda:
 
         if not async_op:
             return wait()
-        return FakeWork(FakeFuture(self, end), wait)
+        return FakeWork(FakeFuture(self, end, tensor), wait)

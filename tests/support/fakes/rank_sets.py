@@ -25,7 +25,7 @@ class FakeGroup:
         self.rank_set = rank_set or RankSet(members)
         self.rank_set.roles = [role]
         self.role, self.backend, self.size = role, backend, len(members)
-        self.busy_until_ns = -(2**63)
+        self.busy_until_ns = self.maybe_busy_until_ns = -(2**63)
         self._now_ns = 0
 
     def wire_factor(self, op: int, payload_bytes: int) -> float:

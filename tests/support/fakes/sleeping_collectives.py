@@ -26,8 +26,9 @@ class FourRankGroup:
     def __init__(self, role: str = "dp", backend: str = "gloo") -> None:
         self.role, self.backend, self.size = role, backend, 4
         self.on_device = backend == "nccl"
-        self.busy_until_ns = -(2**63)
-        self.recorded = 0
+        self.device_index = 0
+        self.recorded = self.replayed = 0
+        self.busy_until_ns = self.maybe_busy_until_ns = -(2**63)
         self.rank_set = RankSet(tuple(range(4)))
 
     def wire_factor(self, op: int, payload_bytes: int) -> float:
@@ -108,7 +109,9 @@ def instrumentation_over(
     monkeypatch.setattr(dist.Work, "wait", lambda work: work.wait_for_end())
     for module in ("call_recorder", "instrument"):
         monkeypatch.setattr(f"zerowatch.runtime.collectives.{module}.perf_counter_ns", clock)
-    collectives = CollectiveInstrumentation(FailOpen())
+    fail_open = FailOpen()
+    collectives = CollectiveInstrumentation(fail_open)
+    monkeypatch.setattr(collectives, "fail_open", fail_open, raising=False)
     groups = FourRankGroups(FourRankGroup(backend=backend))
     monkeypatch.setattr(collectives.call_recorder, "groups", groups)
     collectives.open()

@@ -14,7 +14,7 @@ from zerowatch.runtime.collectives.groups import RECENT_CALLS
 from zerowatch.runtime.cross_rank.accounting import call_sequence as call_sequence
 from zerowatch.runtime.cross_rank.accounting.call_sequence import CallSequence
 from zerowatch.runtime.cross_rank.accounting.comm_costs import MAX_MESSAGE_SIZES
-from zerowatch.runtime.cross_rank.exchange.rank_messages import SequenceHash, signature
+from zerowatch.runtime.cross_rank.exchange.rank_messages import INEXACT, SequenceHash, signature
 
 
 @pytest.fixture
@@ -373,3 +373,48 @@ def test_own_collectives_have_causes_and_say_nothing_of_the_link(rank: Accounted
         {"imbalance": 7, "latency": 7, "redundancy": 0, "bandwidth": 0}, abs=1e-4
     )
     assert communication.COMM_LINK_LATENCY not in rank.recorder.snapshot().values
+
+
+def run_on_device(rank: AccountedRank, ms: float, exposed_ms: float, *, is_bound: bool) -> None:
+    call = rank.group.issue()
+    call.start_event, call.is_bound = object(), is_bound
+    rank.group.settle(call, ms, exposed_ms)
+
+
+def test_a_call_with_a_bound_counts_like_the_mean_of_exact_calls(rank: AccountedRank) -> None:
+    run_on_device(rank, 10, 8, is_bound=False)
+    run_on_device(rank, 6, 6, is_bound=False)
+    run_on_device(rank, 90, 5, is_bound=True)  # compute reached its wait late
+    report = rank.report()
+
+    rank.match(1, 4, 4, report.durations[2])
+
+    assert report.durations[2] == INEXACT
+    assert rank.value(communication.COMM_EXPOSED_SECONDS, "dp") == pytest.approx(8 + 6 + 5)
+    assert rank.value(communication.COMM_WAIT_SECONDS, "dp") == pytest.approx(6 + 2 + 4, abs=1e-5)
+    assert rank.value(communication.COMM_TRANSFER_SECONDS, "dp") == pytest.approx(12, abs=1e-5)
+    assert sum(rank.causes().values()) == pytest.approx(8 + 6 + 5)
+    assert rank.accounting.unmatched == 0
+
+
+def test_a_call_with_a_bound_on_another_rank_is_not_an_exact_one(rank: AccountedRank) -> None:
+    run_on_device(rank, 10, 8, is_bound=False)
+    run_on_device(rank, 30, 8, is_bound=False)
+    rank.report()
+
+    rank.match(1, 4, 1000 * INEXACT)
+
+    assert rank.value(communication.COMM_WAIT_SECONDS, "dp") == pytest.approx(6 + 6, abs=1e-5)
+    assert rank.accounting.unmatched == 0
+
+
+def test_calls_with_bounds_alone_have_no_wait_and_no_link(rank: AccountedRank) -> None:
+    run_on_device(rank, 90, 5, is_bound=True)
+    rank.report()
+
+    rank.match(1, 1000 * INEXACT)
+
+    assert rank.value(communication.COMM_EXPOSED_SECONDS, "dp") == pytest.approx(5)
+    snapshot = rank.recorder.snapshot()
+    for absent in (communication.COMM_WAIT_SECONDS, communication.COMM_LINK_LATENCY):
+        assert snapshot.value(absent, "dp") is None

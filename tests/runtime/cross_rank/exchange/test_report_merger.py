@@ -8,6 +8,7 @@ import numpy as np
 
 from zerowatch.runtime.cross_rank.exchange import report_merger as report_merger
 from zerowatch.runtime.cross_rank.exchange.rank_messages import (
+    INEXACT,
     NO_DURATIONS,
     NO_SIGNATURES,
     CallReport,
@@ -49,6 +50,17 @@ def issued(first: int, *signatures: int, prefix_hash: SequenceHash | None = STAR
 
 def hash_of(*signatures: int, since: int = 1) -> SequenceHash:
     return SequenceHash(since=since, crc=0).extended(np.array(signatures, np.uint32))
+
+
+def test_a_bound_on_one_rank_makes_the_least_duration_inexact() -> None:
+    merger = merger_of(0, 1, 2)
+    for rank, seconds in enumerate([(1.0, NAN), (INEXACT, INEXACT), (NAN, 4.0)]):
+        merger.add(rank, timed(1, *seconds), {})
+
+    report = merger.drain()
+
+    assert report is not None
+    assert report.durations.tolist() == [INEXACT, INEXACT]
 
 
 def test_the_least_duration_of_each_call_is_found() -> None:

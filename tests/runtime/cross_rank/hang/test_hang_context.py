@@ -22,7 +22,7 @@ class TwoRanks:
     """A process group as the instrumentation keeps it."""
 
     role = "dp"
-    busy_until_ns = -(2**63)
+    busy_until_ns = maybe_busy_until_ns = -(2**63)
 
     def __init__(self, rank_set: RankSet | None = None) -> None:
         self.rank_set = rank_set or RankSet((0, 1))

@@ -1,0 +1,280 @@
+"""Tests of how the end of an asynchronous call on a device is found, on a fake device.
+
+Covers `call_recorder.py` and `event_pool.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from fakes.device_rank import DeviceRank
+from fakes.sleeping_collectives import FourRankGroup
+
+from zerowatch.runtime.collectives.call_recorder import SAMPLE_INTERVAL, CallRecorder
+from zerowatch.runtime.collectives.groups import Groups
+from zerowatch.runtime.common.phase_timer import PhaseTimer
+
+UNSAMPLED = 1
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceRank]:
+    made = DeviceRank(monkeypatch)
+    yield made
+    made.instrumentation.close()
+
+
+@pytest.fixture
+def unsampled(rank: DeviceRank) -> DeviceRank:
+    rank.recorder.begin_step(UNSAMPLED)
+    return rank
+
+
+def sampled_steps(recorder: CallRecorder, steps: range) -> list[int]:
+    chosen = []
+    for step in steps:
+        recorder.begin_step(step)
+        if recorder.is_sampled:
+            chosen.append(step)
+    return chosen
+
+
+def test_one_step_in_sixteen_is_sampled_without_a_period(rank: DeviceRank) -> None:
+    chosen = sampled_steps(rank.recorder, range(16_000))
+
+    assert len(chosen) == pytest.approx(16_000 / SAMPLE_INTERVAL, rel=0.01)
+    assert UNSAMPLED not in chosen
+    assert {later - step for step, later in itertools.pairwise(chosen)} == {8, 13, 21}
+
+
+@pytest.mark.parametrize("step", [0, UNSAMPLED])
+def test_no_stream_of_the_pool_waits_for_a_call(rank: DeviceRank, step: int) -> None:
+    rank.recorder.begin_step(step)
+    rank.begin(10)
+    nccl = next(stream for stream in rank.cuda.pool if stream.busy_until)
+
+    for _ in range(40):  # more than the pool has
+        rank.begin(10).wait()
+
+    assert [stream for stream in rank.cuda.pool if stream.busy_until] == [nccl]
+
+
+def test_outputs_are_recorded_on_a_private_stream_in_sampled_steps_only(rank: DeviceRank) -> None:
+    rank.begin(10).wait()
+    sampled = list(rank.cuda.recorded_on)
+    rank.recorder.begin_step(UNSAMPLED)
+
+    rank.begin(10).wait()
+
+    assert sampled == rank.cuda.private
+    assert rank.cuda.recorded_on == sampled
+
+
+def test_a_sampled_end_is_exact_whatever_the_pool_does_and_whenever_training_waits(
+    rank: DeviceRank,
+) -> None:
+    for stream in rank.cuda.pool[2:]:
+        stream.run(500)
+    work = rank.begin(10)
+    rank.compute.run(30)
+    work.wait()
+
+    (step,) = rank.steps()
+
+    assert step.seconds == pytest.approx(0.010, abs=1e-8)
+    assert step.exposed_seconds == 0
+    assert not step.is_upper_bound
+
+
+def test_sampled_ends_of_two_groups_are_exact(rank: DeviceRank) -> None:
+    rank.begin(30)
+    rank.begin(10, group=FourRankGroup("tp", "nccl"))
+    rank.end_step()
+    rank.host.elapse(1000)
+
+    rank.steps()
+
+    lengths = [(call.end_ns - call.start_ns) / 1e6 for call in rank.batches[0].calls]
+    assert lengths == pytest.approx([30, 10], abs=1e-5)
+
+
+def test_an_unsampled_end_is_where_training_has_waited(unsampled: DeviceRank) -> None:
+    late, early = unsampled.begin(10), unsampled.begin(20)
+    unsampled.compute.run(25)
+    late.wait()
+    early.wait()
+
+    (step,) = unsampled.steps()
+
+    assert step.exposed_seconds == pytest.approx(0.005, abs=1e-8)  # of early: this is exact
+    assert step.seconds == pytest.approx(0.030, abs=1e-8)
+    assert step.is_upper_bound
+    assert step.totals()["all_reduce"].seconds == pytest.approx(0.025 + 0.030, abs=1e-8)
+
+
+def test_calls_that_are_only_bounded_have_no_duration(unsampled: DeviceRank) -> None:
+    work = unsampled.begin(10)
+    unsampled.compute.run(25)
+    work.wait()
+
+    unsampled.steps()
+
+    (sums,) = unsampled.period().sums
+    assert (sums.calls, sums.seconds) == (1, [])
+
+
+def test_a_synchronous_call_is_exact_in_every_step(unsampled: DeviceRank) -> None:
+    unsampled.compute.run(5)
+    unsampled.reduce(10)
+
+    (step,) = unsampled.steps()
+
+    assert step.seconds == pytest.approx(0.010, abs=1e-8)
+    assert not step.is_upper_bound
+    (sums,) = unsampled.period().sums
+    assert sums.seconds == pytest.approx([0.010])
+
+
+def test_a_call_behind_one_with_an_unknown_end_is_bounded_too(unsampled: DeviceRank) -> None:
+    first = unsampled.begin(10)
+    unsampled.reduce(5)
+    unsampled.compute.run(20)
+    first.wait()
+
+    unsampled.steps()
+
+    assert [call.is_bound for call in unsampled.batches[0].calls] == [True, True]
+
+
+def test_a_handle_that_is_dropped_without_a_wait_delays_no_step(unsampled: DeviceRank) -> None:
+    unsampled.begin(10)  # and drops its handle
+
+    (step,) = unsampled.steps()
+
+    assert step.comm_seconds is None
+    assert step.exposed_seconds == 0
+
+
+def test_a_call_that_nobody_waits_for_delays_its_step_by_one(unsampled: DeviceRank) -> None:
+    work = unsampled.begin(10)
+    unsampled.end_step()
+    unsampled.host.elapse(1000)
+    before = unsampled.batches[0].settled()
+
+    first, second = unsampled.steps()
+
+    assert not before
+    assert (first.comm_seconds, second.comm_seconds) == (None, 0)
+    del work
+
+
+def test_a_wait_in_the_next_step_bounds_the_end(unsampled: DeviceRank) -> None:
+    work = unsampled.begin(10)
+    unsampled.end_step()
+    unsampled.compute.run(4)
+    work.wait()
+
+    first, _ = unsampled.steps()
+
+    assert first.exposed_seconds == pytest.approx(0.006, abs=1e-8)
+    assert first.comm_seconds == pytest.approx(0.010, abs=1e-8)
+
+
+def test_a_wait_while_a_graph_is_captured_leaves_the_end_unknown(unsampled: DeviceRank) -> None:
+    work = unsampled.begin(10)
+    unsampled.cuda.capturing = True  # from here on the device refuses events
+    work.wait()
+    unsampled.cuda.capturing = False
+
+    (step,) = unsampled.steps()
+
+    assert step.comm_seconds is None
+
+
+def test_without_private_streams_every_end_is_a_bound(
+    rank: DeviceRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank.cuda, "private_stream", lambda: None)
+    rank.begin(10).wait()
+
+    (step,) = rank.steps()
+
+    assert step.is_upper_bound
+    assert rank.cuda.recorded_on == []
+
+
+def test_a_call_on_another_device_than_the_current_is_not_timed(rank: DeviceRank) -> None:
+    rank.recorder.connect(PhaseTimer(rank.host), None)
+    rank.cuda.used_devices.clear()
+    rank.cuda.current_index = 1  # the payload is on device 0
+
+    rank.reduce(10)
+    rank.begin(10).wait()
+    rank.cuda.current_index = 0
+    rank.reduce(5)
+
+    (step,) = rank.steps()
+    assert rank.cuda.used_devices == {0}
+    assert step.totals()["all_reduce"].calls == 3
+    assert step.seconds == pytest.approx(0.005, abs=1e-8)
+    assert not rank.failures
+
+
+def test_a_rank_that_has_not_chosen_its_device_gets_no_context_on_another(
+    rank: DeviceRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank.cuda.used_devices.clear()
+    monkeypatch.setattr(rank.recorder.groups.world, "device_index", 3)
+
+    rank.reduce(10)
+
+    assert rank.cuda.used_devices == set()
+    assert not rank.failures
+
+
+def test_a_thread_of_the_script_that_synchronizes_does_not_hold_training(rank: DeviceRank) -> None:
+    with rank.on_side():
+        rank.reduce(10)
+    saver = threading.Thread(target=rank.side.synchronize)
+    saver.start()
+    saver.join()
+    rank.compute.run(20)
+
+    (step,) = rank.steps()
+
+    assert step.exposed_seconds == 0
+
+
+def test_replays_of_a_captured_graph_lower_the_coverage(
+    rank: DeviceRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        groups = Groups()
+        group = groups.find(dist.group.WORLD)
+        assert group is not None
+        group.on_device, group.device_index = True, 0
+        monkeypatch.setattr(rank.recorder, "groups", groups)
+        graph = rank.cuda.Graph()
+        graph.capture_begin()
+        for _ in range(3):
+            rank.reduce(1)
+        graph.capture_end()
+        group.recorded = 0  # as after a drain: NCCL's group counts calls while they are captured
+        before_replays = groups.drain_coverage()
+        for _ in range(2):
+            graph.replay()
+
+        after_replays = groups.drain_coverage()
+    finally:
+        dist.destroy_process_group()
+
+    assert before_replays is None
+    assert after_replays == 0.0
+    assert groups.drain_coverage() is None
+    assert not rank.failures

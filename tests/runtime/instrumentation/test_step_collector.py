@@ -1,0 +1,78 @@
+"""Tests of `StepCollector`: which steps sample their collectives, and the coverage of a step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from zerowatch.runtime.collectives.call_recorder import CallRecorder
+from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.common.phase_timer import PhaseTimer
+from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
+from zerowatch.runtime.instrumentation.step_collector import StepCollector
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.global_steps = 0
+        self.is_compiled_by_deepspeed = False
+        self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
+
+    def fp16_enabled(self) -> bool:
+        return False
+
+    def get_global_grad_norm(self) -> float:
+        return 1.0
+
+    def is_deepcompile_active(self) -> bool:
+        return self.is_compiled_by_deepspeed
+
+
+class Rank:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engine, self.recorder = Engine(), CallRecorder()
+        self.fail_open, self.steps = FailOpen(), list[RawStep]()
+        context = SimpleNamespace(
+            fail_open=self.fail_open,
+            phase_timer=PhaseTimer(),
+            call_recorder=self.recorder,
+            device_phases=None,
+        )
+        monkeypatch.setattr(self.recorder.groups, "drain_coverage", lambda: 1.0)
+        monkeypatch.setattr("zerowatch.runtime.instrumentation.step_collector.COVERAGE_SECONDS", 0)
+        memory = SimpleNamespace(on_step_end=lambda: None)
+        self.collector = StepCollector(context, self.engine, memory, self.steps.append, None)
+
+    def end_step(self) -> RawStep:
+        self.engine.global_steps += 1
+        self.collector.on_step_end(StepCounts())
+        assert not self.fail_open.failures
+        return self.steps[-1]
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
+    return Rank(monkeypatch)
+
+
+def test_the_number_of_a_step_decides_whether_its_calls_are_sampled(rank: Rank) -> None:
+    sampled_steps = []
+    for step in range(1, 60):
+        if rank.recorder.is_sampled:
+            sampled_steps.append(step)
+        rank.end_step()
+
+    assert sampled_steps == [1, 13, 34, 47]  # the first precedes any number
+
+
+def test_collectives_of_deepcompile_make_the_coverage_0_and_are_logged_once(
+    rank: Rank, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = rank.end_step().coverage
+    rank.engine.is_compiled_by_deepspeed = True
+
+    compiled = [rank.end_step().coverage for _ in range(3)]
+
+    assert (before, compiled) == (1.0, [0.0] * 3)
+    assert ["DeepCompile" in entry.message for entry in caplog.records] == [True]
