@@ -55,7 +55,8 @@ AT_A_GLANCE = sized(
     Stat(
         title="Overlapped communication",
         description="Share of communication time that overlaps with computation, so that training "
-        "does not wait for it. Higher is better; `overlap_comm` and larger buckets increase it.",
+        "does not wait for it. Higher is better; `overlap_comm` and larger buckets increase it. On "
+        "GPUs it is an upper bound.",
         queries=(
             Query(
                 f"clamp_min(1 - {by('sum', of_run(recorded.EXPOSED_RATIO))}"
@@ -93,8 +94,8 @@ COST = (
     TimeSeries(
         title="Communication share of training time",
         description="**exposed** is the share of training time in which training waits for "
-        "communication. **all** also counts communication that overlaps with computation. An alert "
-        "fires if both exposed means are above the line.",
+        "communication. **all** also counts communication that overlaps with computation; on GPUs "
+        "it is an upper bound. An alert fires if both exposed means are above the line.",
         queries=(
             Query(of_run(recorded.EXPOSED_RATIO), "exposed, 5 minutes"),
             Query(of_run(recorded.EXPOSED_RATIO_LONG), "exposed, 30 minutes"),
@@ -254,7 +255,7 @@ LINK = (
         title="Collective duration, 95th percentile",
         description="Time from issue to completion, including waiting, that 95% of the collectives "
         "of all ranks do not exceed. The buckets are wide: read it as an order of magnitude. If it "
-        "rises, see which ranks wait.",
+        "rises, see which ranks wait. On GPUs, one of 16 steps counts.",
         queries=(Query(quantile(0.95, recorded.COLLECTIVE_BUCKETS, "op"), "{{op}}"),),
         unit=SECONDS,
         log_scale=True,
@@ -322,7 +323,7 @@ GROUPS_AND_FAULTS = (
             title="Coverage",
             description="Recorded collectives divided by all collectives. Below "
             f"{COMM_COVERAGE_LOW:.0%} the figures on this dashboard are incomplete. zerowatch does "
-            "not see collectives that C++ code issues.",
+            "not see collectives that C++ code issues or that CUDA graphs replay.",
             queries=(Query(of_run(recorded.COVERAGE), "coverage"),),
             unit=RATIO,
             thresholds=below(COMM_COVERAGE_LOW),

@@ -40,7 +40,8 @@ COLLECTIVE_WIRE_BYTES = counter(
 )
 COLLECTIVE_DURATION = histogram(
     "collective_duration_seconds",
-    "Duration of collectives from issue to completion.",
+    "Duration of collectives from issue to completion. Asynchronous ones on a GPU count in one of "
+    "16 steps.",
     (0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0),
     OP,
     usual="20 to 100 us for small collectives within a node of NVLink, some ms per 100 MB "
@@ -49,7 +50,8 @@ COLLECTIVE_DURATION = histogram(
 )
 COMM_SECONDS = counter(
     "comm_seconds_total",
-    "Seconds during which at least one collective was in flight.",
+    "Seconds during which at least one collective was in flight. An upper bound on a GPU: in 15 of "
+    "16 steps, asynchronous ones last until training has waited for them.",
     GROUP,
     lean=Lean(without=("group",)),
     usual="Any rate up to 1: communication may overlap with computation. Compare "
@@ -74,7 +76,8 @@ COMM_OWN_EXPOSED_SECONDS = counter(
 COMM_WAIT_SECONDS = counter(
     "comm_wait_seconds_total",
     "Seconds of collectives spent waiting for a later rank: measured where the same call was found "
-    "on all ranks, else estimated from the link.",
+    "on all ranks, else estimated from the link. Asynchronous calls on a GPU are measured in one "
+    "of 16 steps; those of the other steps count like them.",
     GROUP,
     lean=Lean(without=("group",)),
     usual="Small and equal on all ranks. The rank that waits least is the one that the others"
@@ -161,8 +164,8 @@ COMM_VOLUME_RATIO = gauge(
 )
 COMM_COVERAGE_RATIO = gauge(
     "comm_coverage_ratio",
-    "Collectives recorded over collectives that the process groups counted; "
-    "below 0.99 do not trust the comm metrics.",
+    "Collectives recorded over collectives that the process groups counted or that replayed CUDA "
+    "graphs contain; 0 with DeepCompile. Below 0.99 do not trust the comm metrics.",
     lean=EVERY_SERIES,
     usual=f"1. Below {COMM_COVERAGE_LOW:g}, some collectives bypass the instrumentation.",
 )

@@ -295,7 +295,7 @@ def _time_table(summary: Summary, num_ranks: int, causes: Mapping[str, float]) -
     seconds = summary.training_seconds
     table.add_row("all", f"{seconds:.1f}", "100%", style="bold")
     table.add_row(
-        "of which communication",
+        "of which communication" + (" (at most)" if summary.comm_seconds_is_upper_bound else ""),
         _format_seconds(summary.comm_seconds),
         format_ratio(summary.comm_ratio),
     )

@@ -26,6 +26,7 @@ class Summary:
         training_seconds: Time of the steps, without evaluation and checkpoints.
         phase_seconds: Time of the steps by phase.
         comm_seconds: Time in which a collective was in progress.
+        comm_seconds_is_upper_bound: Whether that time is only an upper bound, as on a GPU.
         exposed_seconds: Time in which training waited for communication.
         collectives: Totals by operation, most wire bytes first.
         samples_per_second: Throughput of all ranks.
@@ -41,6 +42,7 @@ class Summary:
     training_seconds: float
     phase_seconds: Mapping[str, float]
     comm_seconds: float | None
+    comm_seconds_is_upper_bound: bool
     exposed_seconds: float | None
     collectives: Mapping[str, CollectiveTotals]
     samples_per_second: float | None
@@ -80,6 +82,7 @@ def summarize(records: Sequence[StepRecord], *, num_ranks: int) -> Summary:
         training_seconds=seconds,
         phase_seconds=_phase_seconds(records),
         comm_seconds=_total([record.comm_seconds for record in records]),
+        comm_seconds_is_upper_bound=any(record.comm_seconds_is_upper_bound for record in records),
         exposed_seconds=_total([record.comm_exposed_seconds for record in records]),
         collectives=_collectives(records),
         samples_per_second=_samples_per_second(records, seconds, num_ranks),

@@ -5,16 +5,20 @@ Covers `call_recorder.py` and `event_pool.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 from fakes.device_rank import DeviceRank
-from fakes.sleeping_collectives import FourRankGroup
+from fakes.sleeping_collectives import FakeWork, FourRankGroup
 
+from zerowatch.runtime.collectives.call_reader import backend_readers
 from zerowatch.runtime.collectives.call_recorder import SAMPLE_INTERVAL, CallRecorder
+from zerowatch.runtime.collectives.comm_time import CommTimeCounter
 from zerowatch.runtime.collectives.groups import Groups
 from zerowatch.runtime.common.phase_timer import PhaseTimer
 
@@ -234,6 +238,23 @@ def test_a_rank_that_has_not_chosen_its_device_gets_no_context_on_another(
 
     assert rank.cuda.used_devices == set()
     assert not rank.failures
+
+
+def test_a_message_that_is_waited_for_while_its_batch_is_read_stays_untimed(
+    rank: DeviceRank,
+) -> None:
+    isend = dataclasses.replace(dict(backend_readers())["isend"], use_group_sequence=False)
+    work = FakeWork(None, lambda: None)
+    calls = rank.recorder.on_call(isend, (torch.ones(8), 1), {})
+    rank.recorder.on_return(isend, calls, work, rank.host.now_ns, rank.host.now_ns)
+    batch = rank.recorder.drain()
+    rank.host.elapse(10)
+    batch.read_events(rank.recorder.events)
+
+    work.wait()
+
+    assert CommTimeCounter().measure(batch).seconds == 0
+    assert [(call.timed, call.duration_ns) for call in batch.calls] == [(False, 0)]
 
 
 def test_a_thread_of_the_script_that_synchronizes_does_not_hold_training(rank: DeviceRank) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.clock import FakeClock
 from fakes.cuda_streams import FakeCuda
 from fakes.sleeping_collectives import ManualClock
 
@@ -65,12 +66,12 @@ class Rank:
         call.end_ns = 2
         self.recorder._calls.append(call)
 
-    def end_step(self, number: int, loss: Any = 0.5) -> None:
+    def end_step(self, number: int, loss: Any = 0.5, seconds: float = 1e-6) -> None:
         """Enqueue a step with the calls since the last one."""
         step = RawStep(
             step=number,
             ended_at=float(number),
-            phase_ns=[1] * len(PHASES),
+            phase_ns=[round(seconds * 1e9), *([0] * (len(PHASES) - 1))],
             intervals=(),
             counts=StepCounts(micro_batches=1, losses=[loss]),
             coverage=None,
@@ -82,6 +83,11 @@ class Rank:
             batch=self.recorder.drain(),
         )
         self.thread.enqueue(step)
+
+    def poll(self) -> None:
+        """Let the thread look once, as it does several times a second."""
+        self.thread._drain()
+        self.thread._finish_pending(final=False)
 
     def finish(self) -> list[int]:
         """Stop the thread; return the numbers of the steps in the run log."""
@@ -166,3 +172,26 @@ def test_one_batch_that_cannot_be_read_loses_its_times_and_no_other_batch_does(
     assert rank.thread.untimed_calls == 1
     assert rank.fail_open.failures == {"collective times": 1}
     assert not rank.recorder.events.disabled
+
+
+def test_a_step_is_given_up_after_a_minute_or_three_steps_and_its_communication_is_unknown(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(
+        "zerowatch.runtime.monitor.watch_thread.time", SimpleNamespace(monotonic=clock)
+    )
+    rank.end_step(1, seconds=30.0)
+    rank.call(milliseconds=10_000)  # the device does not get that far
+    rank.end_step(2)
+
+    written = []
+    for seconds in (0.0, 89.0, 2.0):
+        clock.seconds += seconds
+        rank.poll()
+        written.append([record.step for record in rank.written])
+
+    assert written == [[1], [1], [1, 2]]
+    assert rank.written[1].comm_seconds is None
+    assert rank.written[1].comm_exposed_seconds is None
+    assert rank.thread.untimed_calls == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from types import SimpleNamespace
@@ -79,6 +80,17 @@ def test_a_summary_is_the_sum_of_its_steps():
     assert summary.samples_per_second == pytest.approx(3 * 8 * 2 / 5.0)
     assert (summary.first_loss, summary.last_loss) == (5.5, 4.0)  # the mean of the last two
     assert summary.peak_bytes == 7e6
+
+
+def test_communication_with_an_upper_bound_is_shown_as_one(watch):
+    exact = step(1, seconds=1.0, comm=0.1)
+    bounded = dataclasses.replace(exact, comm_seconds_is_upper_bound=True)
+
+    outputs = [
+        console_output(watch, io.StringIO(), *records) for records in ([exact], [exact, bounded])
+    ]
+
+    assert ["(at most)" in output for output in outputs] == [False, True]
 
 
 def test_evaluation_and_checkpoints_are_excluded_from_a_summary():
