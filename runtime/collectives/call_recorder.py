@@ -60,9 +60,7 @@ class CallRecorder:
         self.is_sampled = True
         self._accelerator = accelerator.current
         # By group: the calls of one group end in the order in which they are issued.
-        self._private_streams: weakref.WeakKeyDictionary[Group, Stream | None] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._private_streams: dict[Group, Stream | None] = {}
         self._unwaited: list[CollectiveCall] = []  # of the last batch, without an end so far
         self._calls: list[CollectiveCall] = []
         self._draining = threading.RLock()  # two threads must not drain the same calls
@@ -171,7 +169,9 @@ class CallRecorder:
         if reader.payload_times_group_size:
             calls[0].payload_bytes *= group.size
         rank_set = group.rank_set
-        if not reader.point_to_point and (is_training_thread(self._training_thread)):
+        if not reader.point_to_point and (
+            get_ident() == self._training_thread or is_training_thread(self._training_thread)
+        ):
             rank_set.issued += 1
             calls[0].sequence = rank_set.issued
         rank_set.recent.extend(calls)
@@ -310,9 +310,14 @@ class CallRecorder:
         call.end_event = self.events.record(stream)
 
     def _private_stream(self, group: Group) -> Stream | None:
-        if group not in self._private_streams:
-            self._private_streams[group] = self._accelerator.private_stream()
-        return self._private_streams[group]
+        """Return the stream that waits for the calls of a group. Groups that ended leave theirs."""
+        streams = self._private_streams
+        if group not in streams:
+            ended = next((other for other in streams if other.reference() is None), None)
+            streams[group] = (
+                self._accelerator.private_stream() if ended is None else streams.pop(ended)
+            )
+        return streams[group]
 
     def _mark_bound(self, call: CollectiveCall) -> None:
         """Mark that the current stream has waited for a call, which has ended before."""
@@ -406,4 +411,4 @@ class CallRecorder:
 
 def _is_marked(call: CollectiveCall) -> bool:
     """Return whether both ends of a call are marked, as far as events mark them."""
-    return call.start_event is None or call.end_event is not None
+    return call.start_event is None or call.end_event is not None or not call.timed

@@ -101,6 +101,17 @@ def test_the_first_step_after_an_evaluation_is_a_step(rank: Rank) -> None:
     assert len(rank.batches) == 1
 
 
+def test_a_call_whose_handle_was_dropped_is_passed_on(rank: Rank) -> None:
+    rank.calls.begin_step(1)  # which is not sampled
+    rank.reduce(10, async_op=True)
+    rank.clock.elapse(20)
+
+    rank.calls.pass_on_between_steps()
+
+    (between,) = rank.totals()
+    assert between.totals()["all_reduce"].calls == 1
+
+
 def test_no_event_is_recorded_by_passing_on(rank: Rank) -> None:
     rank.reduce(10)
     before = rank.cuda.num_records

@@ -190,6 +190,24 @@ def test_exposed_is_what_blocked_the_compute_stream(
     assert step.seconds == pytest.approx(comm_ms / 1000, abs=1e-8)
 
 
+@pytest.mark.parametrize(("what", "exposed_ms", "comm_ms"), CASES)
+def test_exposed_is_exact_and_comm_a_bound_in_a_step_that_is_not_sampled(
+    rank: DeviceRank, what: Callable[[DeviceRank], None], exposed_ms: float, comm_ms: float
+) -> None:
+    rank.recorder.begin_step(1)
+
+    what(rank)
+
+    (step,) = rank.steps()
+    assert step.exposed_seconds == pytest.approx(exposed_ms / 1000, abs=1e-8)
+    if what is never_waited_for:
+        assert step.comm_seconds is None
+    else:
+        assert step.comm_seconds is not None
+        assert step.comm_seconds >= comm_ms / 1000 - 1e-8
+    assert rank.cuda.recorded_on == []
+
+
 def test_each_instant_of_one_wait_for_two_groups_belongs_to_one(rank: DeviceRank) -> None:
     other = FourRankGroup("world", "nccl")
     with rank.on_side():

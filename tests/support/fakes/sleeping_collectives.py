@@ -23,6 +23,19 @@ MS = 1_000_000
 class FourRankGroup:
     """A group of four ranks as Groups keeps it."""
 
+    __slots__ = (
+        "backend",
+        "busy_until_ns",
+        "device_index",
+        "maybe_busy_until_ns",
+        "on_device",
+        "rank_set",
+        "recorded",
+        "replayed",
+        "role",
+        "size",
+    )
+
     def __init__(self, role: str = "dp", backend: str = "gloo") -> None:
         self.role, self.backend, self.size = role, backend, 4
         self.on_device = backend == "nccl"
@@ -30,6 +43,9 @@ class FourRankGroup:
         self.recorded = self.replayed = 0
         self.busy_until_ns = self.maybe_busy_until_ns = -(2**63)
         self.rank_set = RankSet(tuple(range(4)))
+
+    def reference(self) -> object:
+        return self
 
     def wire_factor(self, op: int, payload_bytes: int) -> float:
         return wire_factor(OPS[op], self.backend, self.size, payload_bytes)
