@@ -2,10 +2,10 @@
 
 `current` is the accelerator in use. `CudaAccelerator` supports NVIDIA GPUs and AMD GPUs (ROCm),
 which torch presents as CUDA. To support another kind of accelerator, write a class with the members
-of `Accelerator`, assign an instance to `current` here, and add a memory probe to
-`devices/memory_probes.py`. A row in `devices/device_probes.py` adds utilization and power, and
-`devices/peak_flops.py` adds the peak FLOP/s. `training_device_index` also requires that DeepSpeed's
-accelerator is of this kind. Importing this module does not initialize a device.
+of `Accelerator`, and add it to `_KINDS`. Phases, collectives and memory need nothing else. A row in
+`devices/device_probes.py` adds utilization and power, and `devices/peak_flops.py` adds the peak
+FLOP/s. `training_device_index` also requires that DeepSpeed's accelerator is of this kind.
+Importing this module does not initialize a device.
 """
 
 from __future__ import annotations
@@ -305,9 +305,19 @@ def _runtime_function(name: str) -> Callable[..., int] | None:
     return function
 
 
+# The class for each of torch's types of device. Without any device it is the first.
+_KINDS: dict[str, type[Accelerator]] = {"cuda": CudaAccelerator}
+
+
+def _of_this_build() -> Accelerator:
+    """Return the accelerator for which torch was built."""
+    found = torch.accelerator.current_accelerator()
+    return _KINDS.get("cpu" if found is None else found.type, CudaAccelerator)()
+
+
 # Other modules read `accelerator.current` at each use. Classes that run for each collective read
 # `accelerator.current` once, in their constructors.
-current: Accelerator = CudaAccelerator()
+current: Accelerator = _of_this_build()
 
 
 def training_device_index() -> int | None:

@@ -1,4 +1,4 @@
-"""Reads the memory of one GPU from torch's caching allocator: its counters, or all its blocks."""
+"""Reads the memory of one device from torch's allocator: its counters, or all its blocks."""
 
 from __future__ import annotations
 
@@ -132,15 +132,15 @@ class CudaMemory:
         return min(self._available, self._device.memory_fraction(self._index) * self._total)
 
 
-def cuda_memory(device_index: int, *, reset_peak: bool) -> CudaMemory:
-    """Return the probe of a GPU. The caller must close it to restore the peak counters.
+def device_memory(device_index: int, *, reset_peak: bool) -> CudaMemory:
+    """Return the probe of a device. The caller must close it to restore the peak counters.
 
     Args:
-        device_index: torch's index of the GPU.
-        reset_peak: Whether each reading resets the allocator's peaks.
+        device_index: torch's index of the device.
+        reset_peak: Whether each reading resets the allocator's peaks, if the device uses CUDA's.
     """
     # A build of torch without CUDA has nothing to reset.
-    resets = reset_peak and hasattr(torch._C, STATS)
+    resets = reset_peak and accelerator.current.kind == "cuda" and hasattr(torch._C, STATS)
     peaks = SharedPeakCounters(torch._C) if resets else None
     return CudaMemory(device_index, accelerator.current, peaks=peaks)
 

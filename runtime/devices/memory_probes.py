@@ -13,13 +13,9 @@ from typing import Protocol
 
 import psutil
 
-from ..common import accelerator
-from .cuda_allocator import cuda_memory
+from .cuda_allocator import device_memory
 
 logger = logging.getLogger(__name__)
-
-# The probe of each kind of accelerator. A kind without a row is not read.
-_PROBES = {"cuda": cuda_memory}
 
 
 class MemoryProbe(Protocol):
@@ -57,9 +53,8 @@ def memory_probes(*, device_index: int | None, reset_peak: bool) -> list[MemoryP
             until the probe is closed.
     """
     probes: list[MemoryProbe] = [_host_probe(reset_peak)]
-    make = _PROBES.get(accelerator.current.kind)
-    if device_index is not None and make is not None:
-        probes.append(make(device_index, reset_peak=reset_peak))
+    if device_index is not None:
+        probes.append(device_memory(device_index, reset_peak=reset_peak))
     return probes
 
 

@@ -75,8 +75,8 @@ class DevicePhases:
         if self._failed or len(self._marks) >= MAX_MARKS:
             self._has_gap = True
             return
-        event = None
-        if not (self._has_gap or self._events.disabled or self._accelerator.is_capturing()):
+        event, had_gap, self._has_gap = None, self._has_gap, True  # a gap if this raises
+        if not (had_gap or self._events.disabled or self._accelerator.is_capturing()):
             event = self._events.record(self._stream)
         self._has_gap = False
         self._marks.append((phase, event))

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 from fakes.cuda_streams import FakeCuda
 from fakes.sleeping_collectives import ManualClock
 
 from zerowatch.metrics.catalog.labels import PHASES
 from zerowatch.runtime.collectives.call_batch import CallBatch
 from zerowatch.runtime.collectives.event_pool import EventPool
+from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import (
     BACKWARD,
     DATA,
@@ -241,6 +243,27 @@ def test_an_event_that_cannot_be_read_ends_the_times_of_the_device_but_no_step(r
     assert [each.settled() for each in (step, later)] == [True, True]
     assert not later.phases_show_work
     assert rank.read(later)["forward"] == pytest.approx(LAUNCH_MS)
+
+
+def test_a_step_in_which_an_event_could_not_be_recorded_is_lost(rank, monkeypatch):
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    rank.train()
+    rank.timer.on_interval_end = FailOpen().wrap("device phases", rank.device.mark)
+    rank.timer.enter(FORWARD)
+    with monkeypatch.context() as patch:
+        patch.setattr(EventPool, "record", fail)
+        rank.timer.leave()
+    lost = rank.end_step()
+    rank.train()  # a gap is closed by the first mark after it
+    rank.cuda.synchronize()
+    rank.device.read()
+
+    assert not lost.phases_show_work
+    assert rank.read(rank.train()) == pytest.approx(
+        {"forward": 20, "backward": 40, "optimizer": 10}
+    )
 
 
 def test_marks_that_nobody_reads_are_bounded(rank, monkeypatch):

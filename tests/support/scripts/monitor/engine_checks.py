@@ -30,13 +30,17 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+sys.path.append(str(Path(__file__).parents[2]))
+
+from fakes.host_accelerator import GIB, host_accelerator
+
 import zerowatch
 import zerowatch.runtime.monitor.build_watch
-from zerowatch.metrics.catalog import communication, overhead, training
+from zerowatch.metrics.catalog import communication, memory, overhead, training
 from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime import entry_points
 from zerowatch.runtime.collectives.collective_table import OPERATIONS
-from zerowatch.runtime.common import interrupts
+from zerowatch.runtime.common import accelerator, interrupts
 from zerowatch.runtime.instrumentation import engine_hooks
 from zerowatch.runtime.instrumentation.engine_hooks import ENGINE_METHODS
 from zerowatch.runtime.monitor.comparison_monitor import ComparisonMonitor
@@ -816,6 +820,32 @@ def a_loader_with_forked_workers_works_while_watched() -> None:
 
     assert len(records) == 4
     assert all(record.phase_seconds["data"] > 0 for record in records)
+
+
+def another_kind_of_accelerator_needs_nothing_but_its_class() -> None:
+    accelerator.current = host_accelerator()
+    engine = make()
+    records = listen(engine)
+
+    for (batch,) in DataLoader(TensorDataset(torch.ones(16, 8)), batch_size=2):
+        step(engine, batch)
+        dist.all_reduce(torch.ones(4))
+    engine.watch.close()
+    values = engine.watch.snapshot().values
+
+    assert len(records) == 8
+    for record in records:  # by its events, which are a millisecond apart
+        milliseconds = [1000 * seconds for seconds in record.phase_seconds.values()]
+        assert all(abs(each - round(each)) < 1e-6 for each in milliseconds), milliseconds
+        assert set(record.phase_seconds) >= {"forward", "backward", "optimizer"}, record
+        assert abs(sum(milliseconds) - 1000 * record.seconds) < 1e-6
+        # Not timed: tensors on the host have no index, which names the device of a call.
+        assert record.collectives["all_reduce"].calls >= 1
+        assert record.collectives["all_reduce"].seconds is None
+    assert records[-1].phase_seconds["data"] > 0
+    assert values[memory.MEMORY_BYTES]["cpu:0", "allocated"] == GIB
+    assert values[memory.MEMORY_LIMIT][("cpu:0",)] == 8 * GIB
+    assert not [each for each in values.get(overhead.HOOK_FAILURES, {}).values() if each]
 
 
 CHECKS = [
