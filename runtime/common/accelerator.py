@@ -330,6 +330,21 @@ def training_device_index() -> int | None:
     return current.current_device() if on_device else None
 
 
+def has_failed() -> bool:
+    """Return whether a kernel of this process has failed, as in a device-side assert.
+
+    Each further call of the device then raises the same error, until the process ends. This
+    function does not wait for the device.
+    """
+    if not current.is_initialized():
+        return False
+    try:
+        current.Event().record()
+    except RuntimeError:
+        return True
+    return False
+
+
 def device_uuid(index: int) -> str | None:
     """Return the UUID of a device of this process without a prefix, or None without a device."""
     return current.device_uuid(index) if current.is_available() else None

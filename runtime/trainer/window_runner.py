@@ -16,6 +16,7 @@ from typing import Any
 from deepspeed.comm import comm as deepspeed_comm
 
 from ...errors import PeerOutOfMemoryError
+from ..common import accelerator
 from ..common.host_group import HostGroup
 from ..engine.live_settings.activation_checkpointing import ModuleSelector
 from ..memory.oom.oom_error import is_caused_by_oom
@@ -204,13 +205,19 @@ class WindowRunner:
         return sums
 
     def _abort(self, local_batches: LocalBatches, error: BaseException) -> None:
-        """Restore the state before this window, and record the error if it is out of memory."""
-        self._engine_holder.abort_window()
+        """Restore the state before this window, and record the error if it is out of memory.
+
+        If a kernel has failed, nothing can be restored. The script then gets its own error.
+        """
+        if not accelerator.has_failed():
+            self._engine_holder.abort_window()
         self._discard_passes()
         self._record_fatal_oom(local_batches, error)
 
     def _discard_passes(self) -> None:
         """Remove the gradients and other state of unfinished passes from the engine."""
+        if accelerator.has_failed():
+            return
         if abort_unsupported_reason(self._engine_holder.engine) is None:
             abort_window(self._engine_holder.engine)
 

@@ -253,6 +253,10 @@ class OomReplay:
         try:
             if is_communication_error(own) or self._run_end.peer_failure() is not None:
                 raise own  # a vote would fail too
+            if accelerator.has_failed():
+                # The other ranks wait in NCCL for this rank's device, and would do so after a vote.
+                self._run_end.end(own, place)
+                raise own
             try:
                 reason = self._notify_peers(Vote.FAILED, own, place)
             except Exception as vote_error:

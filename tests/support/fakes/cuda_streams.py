@@ -181,6 +181,12 @@ class FakeCuda:
     def is_initialized(self) -> bool:
         return True
 
+    def get_rng_state(self) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Do nothing."""
+
     def is_capturing(self) -> bool:
         return self.capturing
 

@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.cuda_streams import FakeCuda
 from fakes.memory_saving import FakeMemorySaving
 from fakes.rank_threads import FakeHostGroup, on_ranks
+from fakes.sleeping_collectives import ManualClock
 
 from zerowatch.errors import PeerFailedError
 from zerowatch.runtime.trainer.engine_change import EngineChange
@@ -232,6 +234,30 @@ def test_a_window_in_which_nccl_ran_out_of_memory_is_not_replayed_and_ends_the_r
     assert attempts == [1, 1]
     assert aborted == []
     assert "NCCL has run out of memory" in caplog.text
+
+
+def test_an_error_of_a_kernel_ends_the_run_without_a_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeCuda(ManualClock())
+    device.patch(monkeypatch)
+    store = torch.distributed.HashStore()
+    failed = threading.Barrier(2)
+
+    def train(host_group: FakeHostGroup) -> tuple[bool, Vote]:
+        rank = Rank(host_group, fits=8, store=store)
+
+        def attempt(count: int) -> str:
+            failed.wait(120)
+            device.is_broken = True
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+        with pytest.raises(torch.AcceleratorError):
+            rank.replay.run_window(local_batches(2), attempt)
+        return host_group.is_closed, rank.replay._guard.aborted_by
+
+    ended, votes = zip(*on_ranks(2, train), strict=True)
+
+    assert any(ended)  # a rank that learns of the other's error first raises its own error
+    assert votes == (Vote.OK, Vote.OK)
 
 
 def test_on_error_is_called_with_a_ranks_own_errors_only() -> None:

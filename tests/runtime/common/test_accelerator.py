@@ -1,0 +1,33 @@
+"""Tests of the accelerator of this process: whether one of its kernels has failed."""
+
+from __future__ import annotations
+
+import pytest
+from fakes.cuda_streams import FakeCuda
+from fakes.sleeping_collectives import ManualClock
+
+from zerowatch.runtime.common import accelerator
+
+
+def test_a_device_whose_kernel_has_failed_is_recognized_without_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = FakeCuda(ManualClock())
+    device.patch(monkeypatch)
+    device.current.run(20)
+    started_ns = device.host.now_ns
+
+    before = accelerator.has_failed()
+    device.is_broken = True
+
+    assert (before, accelerator.has_failed()) == (False, True)
+    assert device.host.now_ns == started_ns
+
+
+def test_a_device_that_is_not_in_use_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeCuda(ManualClock())
+    device.patch(monkeypatch)
+    device.is_broken = True
+    monkeypatch.setattr(device, "is_initialized", lambda: False)
+
+    assert not accelerator.has_failed()
