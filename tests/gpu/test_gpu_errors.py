@@ -1,0 +1,117 @@
+"""Errors of a real GPU: a device-side assert, and memory that a reading must not take."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from scripts.launching import SCRIPTS, start
+
+from zerowatch.runtime.common import accelerator
+from zerowatch.runtime.common.device_scalar import PendingScalar, scalar
+from zerowatch.runtime.devices.cuda_allocator import CudaMemory
+
+MIB = 2**20
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+FAILED_KERNEL = """
+import torch
+from zerowatch.runtime.common import accelerator
+
+torch.ones(1, device="cuda")
+before = accelerator.has_failed()
+torch.ones(4, device="cuda")[torch.full((1,), 9, device="cuda")]
+try:
+    torch.cuda.synchronize()
+except RuntimeError:
+    print(before, accelerator.has_failed())
+"""
+
+
+def test_after_a_device_side_assert_the_run_log_has_all_steps(tmp_path: Path) -> None:
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cuda"}
+
+    finished = start(
+        sys.executable,
+        SCRIPTS / "monitor" / "device_assert_job.py",
+        cwd=tmp_path,
+        variables=variables,
+    )
+
+    assert finished.returncode == 1
+    assert "device-side assert" in finished.stderr
+    assert "hook 'close' failed" not in finished.stderr
+    assert "hook 'step records' failed" not in finished.stderr
+    (log,) = tmp_path.glob("runs/*/rank-0.jsonl")
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [record["step"] for record in records][:20] == list(range(1, 21))
+    losses = [record.get("loss") for record in records[:20]]
+    assert all(loss is None or math.isfinite(loss) for loss in losses)
+
+
+def test_a_failed_kernel_is_recognized() -> None:
+    finished = start(sys.executable, "-c", FAILED_KERNEL)
+
+    assert finished.stdout.split() == ["False", "True"]
+
+
+def test_a_copy_of_a_scalar_takes_no_memory_of_the_gpu_and_does_not_synchronize() -> None:
+    source = torch.tensor(2.5, device="cuda", dtype=torch.bfloat16)
+    scalar(source)  # CUDA pins the first memory here, which synchronizes
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pending = scalar(source)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert isinstance(pending, PendingScalar)
+    assert pending.read() == 2.5
+
+
+def test_a_block_that_another_stream_may_still_use_is_not_unusable() -> None:
+    probe, other = CudaMemory(0, accelerator.current), torch.cuda.Stream()
+    torch.cuda.empty_cache()
+    block = torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
+    before = probe.read()["unusable"]
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(2_000_000_000)
+        block.record_stream(other)
+    del block
+
+    stats = torch.cuda.memory_stats()
+    after = probe.read()["unusable"]
+    torch.cuda.synchronize()
+
+    awaited = stats["active_bytes.all.current"] - stats["allocated_bytes.all.current"]
+    assert awaited >= 256 * MIB
+    assert after - before < 256 * MIB
+
+
+def test_after_an_out_of_memory_error_the_limit_is_read_at_once() -> None:
+    probe = CudaMemory(0, accelerator.current, now=lambda: 0.0)
+    total = torch.cuda.get_device_properties(0).total_memory
+    probe.read()
+    torch.cuda.set_per_process_memory_fraction(0.25)
+    try:
+        at_fraction = probe.read()["limit"]
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(total // 2, dtype=torch.uint8, device="cuda")
+        num_ooms = torch.cuda.memory_stats()["num_ooms"]
+        limit = probe.read()["limit"]
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+    assert num_ooms >= 1
+    assert at_fraction <= 0.25 * total
+    assert limit <= 0.25 * total
