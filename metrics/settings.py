@@ -135,10 +135,13 @@ class FlopsSettings(Section):
 
 
 class SamplingSettings(Section):
-    """How often devices are read."""
+    """How often devices are read, and collectives on a GPU are timed exactly."""
 
     device_interval_seconds: Seconds = Field(default=1.0, gt=0)
     """Seconds between two readings of a device."""
+    exact_collectives_steps: int = Field(default=16, ge=0)
+    """Average steps between two with exact ends of asynchronous NCCL calls, whose outputs then stay
+    in memory until they end; 0 never."""
 
 
 class CrossRankSettings(Section):

@@ -50,10 +50,11 @@ class StepRecord:
     `comm_exposed_seconds` is the part of `comm_seconds` in which training could do nothing else.
     `comm_exposed_phase_seconds` divides this part by phase. `collectives` does not contain
     zerowatch's own collectives (votes), but the seconds include them. The seconds are None if the
-    end of a call could not be read. On a GPU the ends of asynchronous calls are exact in one of 16
-    steps. In the other steps `comm_seconds_is_upper_bound` is True: `comm_seconds` and the seconds
-    in `collectives` extend to the point where training had waited for the call, which it may have
-    reached late. `comm_exposed_seconds` is exact in all steps.
+    end of a call could not be read. On a GPU the ends of asynchronous calls are exact in sampled
+    steps (`sampling.exact_collectives_steps`). In the other steps `comm_seconds_is_upper_bound` is
+    True: `comm_seconds` and the seconds in `collectives` extend to the point where training had
+    waited for the call, which it may have reached late. `comm_exposed_seconds` is exact in all
+    steps.
 
     Examples:
         >>> engine.watch.subscribe(lambda record: print(record.step, record.phase_seconds))

@@ -255,7 +255,7 @@ LINK = (
         title="Collective duration, 95th percentile",
         description="Time from issue to completion, including waiting, that 95% of the collectives "
         "of all ranks do not exceed. The buckets are wide: read it as an order of magnitude. If it "
-        "rises, see which ranks wait. On GPUs, one of 16 steps counts.",
+        "rises, see which ranks wait. On GPUs, asynchronous ones count in sampled steps only.",
         queries=(Query(quantile(0.95, recorded.COLLECTIVE_BUCKETS, "op"), "{{op}}"),),
         unit=SECONDS,
         log_scale=True,

@@ -40,8 +40,8 @@ COLLECTIVE_WIRE_BYTES = counter(
 )
 COLLECTIVE_DURATION = histogram(
     "collective_duration_seconds",
-    "Duration of collectives from issue to completion. Asynchronous ones on a GPU count in one of "
-    "16 steps.",
+    "Duration of collectives from issue to completion. Asynchronous ones on a GPU count in "
+    "sampled steps only (sampling.exact_collectives_steps).",
     (0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0),
     OP,
     usual="20 to 100 us for small collectives within a node of NVLink, some ms per 100 MB "
@@ -50,8 +50,9 @@ COLLECTIVE_DURATION = histogram(
 )
 COMM_SECONDS = counter(
     "comm_seconds_total",
-    "Seconds during which at least one collective was in flight. An upper bound on a GPU: in 15 of "
-    "16 steps, asynchronous ones last until training has waited for them.",
+    "Seconds during which at least one collective was in flight. An upper bound on a GPU: "
+    "outside of sampled steps (sampling.exact_collectives_steps), asynchronous ones count until "
+    "training has waited for them.",
     GROUP,
     lean=Lean(without=("group",)),
     usual="Any rate up to 1: communication may overlap with computation. Compare "
@@ -76,8 +77,8 @@ COMM_OWN_EXPOSED_SECONDS = counter(
 COMM_WAIT_SECONDS = counter(
     "comm_wait_seconds_total",
     "Seconds of collectives spent waiting for a later rank: measured where the same call was found "
-    "on all ranks, else estimated from the link. Asynchronous calls on a GPU are measured in one "
-    "of 16 steps; those of the other steps count like them.",
+    "on all ranks, else estimated from the link. Asynchronous calls on a GPU are measured in "
+    "sampled steps (sampling.exact_collectives_steps); those of other steps count like them.",
     GROUP,
     lean=Lean(without=("group",)),
     usual="Small and equal on all ranks. The rank that waits least is the one that the others"

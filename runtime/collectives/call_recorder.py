@@ -33,10 +33,6 @@ logger = logging.getLogger(__name__)
 
 # Number of calls after which a batch is passed on, even if the step has not ended.
 BATCH_CALLS = 4096
-# On a device, the ends of asynchronous calls are exact in one of this many steps. An exact end
-# costs a few microseconds on the training thread, and the allocator keeps the outputs of the call
-# until the call has ended.
-SAMPLE_INTERVAL = 16
 _GOLDEN_RATIO = 0x9E3779B1  # times 2**32
 _NO_WORK: tuple[Callable[[], Any], None] = (lambda: None, None)
 
@@ -49,7 +45,10 @@ class CallRecorder:
         events: The pool of timing events. Events that were read are released to this pool.
         stream_waits: Tracks the calls that the compute stream waits for.
         dropped_calls: Number of calls that were lost because nothing received their batch.
-        is_sampled: Whether the ends of asynchronous calls on a device are exact now.
+        is_sampled: Whether the ends of asynchronous calls on a device are exact now. An exact end
+            costs a few microseconds on the training thread, and the allocator keeps the outputs of
+            the call until the call has ended.
+        sample_interval: Ends are exact in one of this many steps. 0 for no step.
     """
 
     def __init__(self) -> None:
@@ -58,6 +57,7 @@ class CallRecorder:
         self.stream_waits = StreamWaitTracker(self.events)
         self.dropped_calls = 0
         self.is_sampled = True
+        self.sample_interval = 1
         self._accelerator = accelerator.current
         # By group: the calls of one group end in the order in which they are issued.
         self._private_streams: dict[Group, Stream | None] = {}
@@ -111,7 +111,8 @@ class CallRecorder:
             step: Number of the step. The multiples of the golden ratio pick the steps evenly, but
                 without a period that something in the training could share.
         """
-        self.is_sampled = step * _GOLDEN_RATIO % 2**32 < 2**32 // SAMPLE_INTERVAL
+        interval = self.sample_interval
+        self.is_sampled = interval > 0 and step * _GOLDEN_RATIO % 2**32 < 2**32 // interval
 
     def drain(self) -> CallBatch:
         """Return the calls recorded since the last drain. Called on the thread that issues them.

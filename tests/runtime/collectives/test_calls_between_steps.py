@@ -102,7 +102,7 @@ def test_the_first_step_after_an_evaluation_is_a_step(rank: Rank) -> None:
 
 
 def test_a_call_whose_handle_was_dropped_is_passed_on(rank: Rank) -> None:
-    rank.calls.begin_step(1)  # which is not sampled
+    rank.calls.is_sampled = False
     rank.reduce(10, async_op=True)
     rank.clock.elapse(20)
 

@@ -17,17 +17,19 @@ from fakes.device_rank import DeviceRank
 from fakes.sleeping_collectives import FakeWork, FourRankGroup
 
 from zerowatch.runtime.collectives.call_reader import backend_readers
-from zerowatch.runtime.collectives.call_recorder import SAMPLE_INTERVAL, CallRecorder
+from zerowatch.runtime.collectives.call_recorder import CallRecorder
 from zerowatch.runtime.collectives.comm_time import CommTimeCounter
 from zerowatch.runtime.collectives.groups import Groups
 from zerowatch.runtime.common.phase_timer import PhaseTimer
 
+SAMPLE_INTERVAL = 16
 UNSAMPLED = 1
 
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceRank]:
     made = DeviceRank(monkeypatch)
+    made.recorder.sample_interval = SAMPLE_INTERVAL
     yield made
     made.instrumentation.close()
 
@@ -53,6 +55,15 @@ def test_one_step_in_sixteen_is_sampled_without_a_period(rank: DeviceRank) -> No
     assert len(chosen) == pytest.approx(16_000 / SAMPLE_INTERVAL, rel=0.01)
     assert UNSAMPLED not in chosen
     assert {later - step for step, later in itertools.pairwise(chosen)} == {8, 13, 21}
+
+
+@pytest.mark.parametrize(("interval", "expected"), [(0, []), (1, [1, 2, 3])])
+def test_no_step_or_each_step_can_be_sampled(
+    rank: DeviceRank, interval: int, expected: list[int]
+) -> None:
+    rank.recorder.sample_interval = interval
+
+    assert sampled_steps(rank.recorder, range(1, 4)) == expected
 
 
 @pytest.mark.parametrize("step", [0, UNSAMPLED])

@@ -32,6 +32,7 @@ class Engine:
 class Rank:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine, self.recorder = Engine(), CallRecorder()
+        self.recorder.sample_interval = 16
         self.fail_open, self.steps = FailOpen(), list[RawStep]()
         context = SimpleNamespace(
             fail_open=self.fail_open,
