@@ -65,8 +65,8 @@ FAULTS = (
     PlantedFault(
         file="runtime/devices/cuda_allocator.py",
         kind="dropped term",
-        old="min(free + reserved, ",
-        new="min(free, ",
+        old="self._available = free + reserved",
+        new="self._available = float(free)",
         effect="the limit of a GPU excludes what torch has reserved, so that OOM alerts are wrong",
     ),
     PlantedFault(
