@@ -414,15 +414,20 @@ REPLAY_RATIO_LONG = _replay_share("ratio_rate30m", long=True)
 
 
 def _mean_utilization(*labels: str) -> RecordingRule:
-    """Return a rule for the mean utilization of devices over five minutes, by `labels`."""
-    return recorded(
-        devices.DEVICE_UTILIZATION,
-        "avg5m",
-        lambda timing: by(
-            "avg", f"avg_over_time({select(devices.DEVICE_UTILIZATION)}[{timing.short}])", *labels
-        ),
-        *labels,
-    )
+    """Return a rule for the mean utilization of devices over five minutes, by `labels`.
+
+    It is the share of busy seconds. Each rank adds them up every second; a scrape of the
+    utilization itself sees one second of many.
+    """
+
+    def expression(timing: Timing) -> str:
+        busy, whole = (
+            by("sum", rate(devices.DEVICE_SECONDS, timing.short, *matchers), *labels)
+            for matchers in (('state="busy"',), ())
+        )
+        return ratio(busy, whole, *labels)
+
+    return recorded(devices.DEVICE_UTILIZATION, "avg5m", expression, *labels)
 
 
 # Devices.

@@ -20,6 +20,7 @@ DEVICE_SECONDS = counter(
     "added up over time.",
     DEVICE,
     Label(name="state", values=("busy", "idle")),
+    lean=EVERY_SERIES,
     usual="On GPUs `busy` is above 0.9 of both while training. Its growth over any period is exact "
     "enough to compare periods, unlike single values of device_utilization_ratio.",
 )

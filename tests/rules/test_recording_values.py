@@ -154,8 +154,9 @@ CASES = {
     ),
     recorded.ACTIVE_RANKS: ({}, {"": 2}),
     recorded.DEVICE_UTILIZATION_BY_RANK: (
-        of_rank(0, "zerowatch_device_utilization_ratio", standing(0.5), device="cpu"),
-        {f'device="cpu", {of(0)}': 0.5},
+        of_rank(0, "zerowatch_device_seconds_total", growing(0.3), device="cpu", state="busy")
+        | of_rank(0, "zerowatch_device_seconds_total", growing(0.6), device="cpu", state="idle"),
+        {f'device="cpu", {of(0)}': 1 / 3},
     ),
     recorded.OOM_RISK: (
         of_rank(1, "zerowatch_oom_risk_ratio", standing(0.75), device="cuda:0"),

@@ -27,9 +27,13 @@ def loading(*stretches: Stretch) -> Series:
 
 
 def busy(device: str, *stretches: Stretch) -> Series:
-    minutes = sum(stretch[0] for stretch in stretches)
-    ratio = gauge(*stretches)
-    return training(minutes) | of_both("zerowatch_device_utilization_ratio", ratio, device=device)
+    """A device that is busy for these shares of each second."""
+    series = training(sum(stretch[0] for stretch in stretches))
+    idle = tuple((minutes, 1 - ratio) for minutes, ratio in stretches)
+    for state, seconds in (("busy", stretches), ("idle", idle)):
+        growth = counter(*seconds)
+        series |= of_both("zerowatch_device_seconds_total", growth, device=device, state=state)
+    return series
 
 
 def mfu(*stretches: Stretch) -> Series:
