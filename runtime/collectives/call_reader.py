@@ -12,6 +12,7 @@ from ...metrics.catalog.labels import OPS
 from .collective_table import OPERATIONS, Function, Operation
 
 Getter = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
+ON_CPU = -1  # what torch returns as the device of a tensor in host memory
 _SEND = OPS.index("send")
 _RECV = OPS.index("recv")
 
@@ -23,7 +24,7 @@ class CallReader:
     Attributes:
         group: Returns the process group.
         payloads: Returns (index in OPS, bytes, dtype) of each operation that the call issues.
-        device_index: Returns the device of the payload; None on CPU and without a payload.
+        device_index: Returns the device of the payload; ON_CPU, or None without a payload.
         payload_times_group_size: Copied from `collective_table.Operation`, like the following
             fields, because each call reads them.
         use_group_sequence: Copied from `collective_table.Function`.
@@ -124,7 +125,7 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
 def _device_index(payload: Getter) -> Getter:
     def device_index(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
         tensor = _first_tensor(payload(args, kwargs))
-        return None if tensor is None or tensor.is_cpu else tensor.get_device()
+        return None if tensor is None else tensor.get_device()
 
     return device_index
 
@@ -161,8 +162,8 @@ def _batch_group(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _batch_device_index(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    tensor = _batch_list(args, kwargs)[0].tensor
-    return None if tensor.is_cpu else tensor.get_device()
+    index: int = _batch_list(args, kwargs)[0].tensor.get_device()
+    return index
 
 
 def _batch_payloads(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -24,7 +24,7 @@ from ..common import accelerator
 from ..common.accelerator import Stream
 from ..common.phase_timer import OTHER, PhaseTimer
 from .call_batch import MESSAGE_ENDS, CallBatch
-from .call_reader import CallReader
+from .call_reader import ON_CPU, CallReader
 from .event_pool import EventPool
 from .groups import CollectiveCall, Group, Groups, sequence_number
 from .stream_waits import StreamWaitTracker, is_training_thread
@@ -182,9 +182,12 @@ class CallRecorder:
             group.recorded -= sequence_number(process_group)
         else:
             group.recorded += 1
-        if group.on_device and not self._mark_start(calls, reader.device_index(args, kwargs)):
-            CallBatch(calls).discard()
-            return None
+        if group.on_device:
+            device_index = reader.device_index(args, kwargs)
+            # A group may have a second backend, for tensors in host memory.
+            if device_index != ON_CPU and not self._mark_start(calls, device_index):
+                CallBatch(calls).discard()
+                return None
         return calls
 
     def on_return(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from fakes.cuda_streams import FakeCuda
+from fakes.cuda_streams import DeviceTensor, FakeCuda
 from fakes.sleeping_collectives import (
     ManualClock,
     SleepingCollectives,
@@ -26,6 +26,7 @@ class Rank:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, on_device: bool) -> None:
         self.clock = ManualClock()
         self.cuda = FakeCuda(self.clock)
+        self.tensor_class = DeviceTensor if on_device else torch.Tensor
         if on_device:
             self.cuda.patch(monkeypatch)
         all_reduce = (self.cuda if on_device else SleepingCollectives(self.clock)).all_reduce
@@ -38,7 +39,9 @@ class Rank:
         self.calls.connect(self.phases, self.batches.append)
 
     def reduce(self, milliseconds: float, **options: object) -> dist.Work | None:
-        return dist.all_reduce(torch.tensor([milliseconds]), **options)
+        return dist.all_reduce(
+            torch.tensor([milliseconds]).as_subclass(self.tensor_class), **options
+        )
 
     def totals(self) -> list[StepCommTotals]:
         self.clock.elapse(1000)

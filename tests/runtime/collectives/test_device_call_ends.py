@@ -13,10 +13,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from fakes.cuda_streams import DeviceTensor
 from fakes.device_rank import DeviceRank
 from fakes.sleeping_collectives import FakeWork, FourRankGroup
 
-from zerowatch.runtime.collectives.call_reader import backend_readers
+from zerowatch.runtime.collectives.call_reader import backend_readers, torch_readers
 from zerowatch.runtime.collectives.call_recorder import CallRecorder
 from zerowatch.runtime.collectives.comm_time import CommTimeCounter
 from zerowatch.runtime.collectives.groups import Groups
@@ -239,16 +240,37 @@ def test_a_call_on_another_device_than_the_current_is_not_timed(rank: DeviceRank
     assert not rank.failures
 
 
-def test_a_rank_that_has_not_chosen_its_device_gets_no_context_on_another(
+def test_a_barrier_before_the_rank_has_chosen_its_device_creates_no_context_on_another(
     rank: DeviceRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    parameters = {"barrier": ["group", "async_op", "device_ids"]}
+    barrier = dict(torch_readers(parameters.get))["barrier"]
+    no_sequence = dataclasses.replace(barrier, use_group_sequence=False)
     rank.cuda.used_devices.clear()
     monkeypatch.setattr(rank.recorder.groups.world, "device_index", 3)
 
-    rank.reduce(10)
+    calls = rank.recorder.on_call(no_sequence, (), {})
 
+    assert [call.timed for call in calls or ()] == [False]
     assert rank.cuda.used_devices == set()
-    assert not rank.failures
+
+
+def test_a_tensor_in_host_memory_is_timed_by_the_host(rank: DeviceRank) -> None:
+    records = rank.cuda.num_records
+    future: torch.futures.Future[None] = torch.futures.Future()
+    reader = dict(torch_readers({"all_reduce": ["tensor", "op", "group", "async_op"]}.get))[
+        "all_reduce"
+    ]
+    calls = rank.recorder.on_call(reader, (torch.ones(8),), {})
+    begin_ns = rank.host.now_ns
+    rank.recorder.on_return(reader, calls, FakeWork(future, lambda: None), begin_ns, begin_ns)
+    rank.host.elapse(10)
+    future.set_result(None)
+
+    (step,) = rank.steps()
+
+    assert step.seconds == pytest.approx(0.010)
+    assert rank.cuda.num_records == records
 
 
 def test_a_message_that_is_waited_for_while_its_batch_is_read_stays_untimed(
@@ -256,7 +278,7 @@ def test_a_message_that_is_waited_for_while_its_batch_is_read_stays_untimed(
 ) -> None:
     isend = dataclasses.replace(dict(backend_readers())["isend"], use_group_sequence=False)
     work = FakeWork(None, lambda: None)
-    calls = rank.recorder.on_call(isend, (torch.ones(8), 1), {})
+    calls = rank.recorder.on_call(isend, (torch.ones(8).as_subclass(DeviceTensor), 1), {})
     rank.recorder.on_return(isend, calls, work, rank.host.now_ns, rank.host.now_ns)
     batch = rank.recorder.drain()
     rank.host.elapse(10)

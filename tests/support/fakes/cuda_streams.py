@@ -17,6 +17,13 @@ from zerowatch.runtime.common import accelerator
 POOL_SIZE = 32  # torch's, for each device and priority
 
 
+class DeviceTensor(torch.Tensor):
+    """A tensor in host memory that claims to be on device 0."""
+
+    def get_device(self) -> int:
+        return 0
+
+
 class FakeStream:
     device: FakeCuda
 

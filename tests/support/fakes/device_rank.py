@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from fakes.cuda_streams import FakeCuda
+from fakes.cuda_streams import DeviceTensor, FakeCuda
 from fakes.sleeping_collectives import ManualClock, add_up, instrumentation_over
 
 from zerowatch.runtime.collectives.comm_time import CommTime
@@ -46,7 +46,7 @@ class DeviceRank:
         return [vars(owner).get(name, "absent") for owner, name in self.places]
 
     def reduce(self, milliseconds: float, **options: object):
-        return dist.all_reduce(torch.tensor([milliseconds]), **options)
+        return dist.all_reduce(torch.tensor([milliseconds]).as_subclass(DeviceTensor), **options)
 
     def begin(self, milliseconds: float, **options: object):
         return self.reduce(milliseconds, async_op=True, **options)
