@@ -218,22 +218,22 @@ class Watch:
             self._close_parts(self._folder.close, self._otel.close)
             self._publish_overhead()
         if self._failed:
-            self._server.close()
+            self._close_parts(self._server.close)
         elif at_exit:
             try:
                 self._server.wait_for_final_scrape(interrupted=interrupted)
             finally:  # Ctrl-C ends the wait
                 self._withdraw_targets()
-                self._server.close()
+                self._close_parts(self._server.close)
         else:
             self._server.close_after_final_scrape(self._withdraw_targets)
 
     def close_after_fork(self) -> None:
         """Deactivate the watch in a forked child: close the sockets, touch no thread."""
         self._closed = True
-        self._server.close()
-        self._comparison.forget_hooks()
-        self._otel.close_after_fork()
+        self._close_parts(
+            self._server.close, self._comparison.forget_hooks, self._otel.close_after_fork
+        )
         self._close_hooks()
 
     def _publish_end(self, *, failed: bool, interrupted: bool) -> None:

@@ -679,6 +679,10 @@ def a_part_that_cannot_be_closed_keeps_no_other_open() -> None:
     assert watch.snapshot().value(overhead.HOOK_FAILURES, "close") == 3
     assert watch.snapshot().value(training.RUN_ACTIVE) == 0
 
+    watch._server.close = refuse
+    watch.close(failed=True)  # closes only the server
+    assert watch.fail_open.failures["close"] == 4
+
 
 def a_second_ctrl_c_ends_the_wait_for_the_last_scrape_and_the_targets_are_withdrawn() -> None:
     def wait(**_: object) -> None:
