@@ -70,7 +70,7 @@ def read(one: ScalarOrPending) -> float | None:
 
 
 def lose(one: ScalarOrPending) -> None:
-    """Stop asking the device for a scalar, because the device raises errors."""
+    """Stop asking the device for a scalar, because it is late or the device raises errors."""
     if isinstance(one, PendingScalar):
         one.lose()
 

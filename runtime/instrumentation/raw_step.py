@@ -130,9 +130,17 @@ class RawStep:
         Returns:
             The number of calls whose times are lost.
         """
+        self._lose_scalars()
+        return self.batch.lose()
+
+    def expire(self) -> int:
+        """Give up what is not complete yet, and return the number of calls whose times are lost."""
+        self._lose_scalars()
+        return self.batch.expire()
+
+    def _lose_scalars(self) -> None:
         for one in self._scalars():
             lose(one)
-        return self.batch.lose()
 
     def _scalars(self) -> tuple[ScalarOrPending, ...]:
         return (self.gradient_norm, self.learning_rate, self.loss_scale, *self.counts.losses)

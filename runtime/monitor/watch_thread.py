@@ -126,6 +126,7 @@ class WatchThread:
         self._fail_open = fail_open
         self._num_lost = 0
         self._is_settled = fail_open.wrap("step measurements", _is_settled, is_kept=True)
+        self._expired_calls = fail_open.wrap("step measurements", _expired_calls, is_kept=True)
         self._read_events = fail_open.wrap("collective times", self._read_batch, is_kept=True)
         self._finish = fail_open.wrap("step records", self._finish_pending)
         self._publish = fail_open.wrap("publish", step_metrics.publish)
@@ -237,7 +238,7 @@ class WatchThread:
                 self._waiting_since = self._waiting_since or time.monotonic()
                 if not final and time.monotonic() - self._waiting_since < self._patience_seconds():
                     return
-                self.untimed_calls += _batch_of(head).expire()
+                self._expire(head)
             self._waiting_since, self._poll_seconds = 0.0, FIRST_POLL_SECONDS
             self._pending.popleft()
             self._take_calls(_batch_of(head))
@@ -246,6 +247,14 @@ class WatchThread:
 
     def _patience_seconds(self) -> float:
         return max(PATIENCE_SECONDS, PATIENCE_STEPS * max(self._step_seconds, default=0.0))
+
+    def _expire(self, item: CallBatch | RawStep) -> None:
+        """Give up the measurements of an item that are not complete yet."""
+        num_expired = self._expired_calls(item)
+        if num_expired is None:
+            self._lose(item)
+        else:
+            self.untimed_calls += num_expired
 
     def _lose(self, item: CallBatch | RawStep) -> None:
         """Give up the measurements of an item that the device refuses to return.
@@ -299,6 +308,10 @@ class WatchThread:
 
 def _is_settled(item: CallBatch | RawStep) -> bool:
     return item.settled()
+
+
+def _expired_calls(item: CallBatch | RawStep) -> int:
+    return item.expire()
 
 
 def _batch_of(item: CallBatch | RawStep) -> CallBatch:

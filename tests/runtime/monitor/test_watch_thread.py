@@ -135,6 +135,25 @@ def test_after_a_device_side_assert_all_steps_are_written_without_what_the_devic
     assert rank.recorder.events.disabled
 
 
+def test_a_device_that_fails_while_a_step_is_given_up_loses_no_step(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank.call(milliseconds=20)
+    loss = PendingScalar(torch.tensor(0.25))
+    rank.end_step(1, loss=loss)
+    not_yet = loss._done.query
+
+    def fail_afterwards() -> bool:
+        rank.device.is_broken = not not_yet()
+        return False
+
+    monkeypatch.setattr(loss._done, "query", fail_afterwards)
+
+    assert rank.finish() == [1]
+    assert rank.written[0].loss is None
+    assert rank.thread.untimed_calls == 1
+
+
 def test_calls_that_are_drained_after_a_device_side_assert_are_counted(rank: Rank, caplog) -> None:
     rank.call()
     rank.device.is_broken = True
