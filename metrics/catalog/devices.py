@@ -10,7 +10,6 @@ DEVICE_UTILIZATION = gauge(
     "device_utilization_ratio",
     "Share of time that the device was busy; on cpu the process's share of the cores it may use.",
     DEVICE,
-    lean=EVERY_SERIES,
     usual=f"Above 0.9 on GPUs while training. Worry below {DEVICE_UTILIZATION_LOW:g} for half "
     "an hour. It says nothing about efficiency: see mfu_ratio.",
 )

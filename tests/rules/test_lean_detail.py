@@ -55,6 +55,7 @@ LEFT_OUT = {
         memory.MEMORY_BYTES,
         memory.MEMORY_PEAK,
     },
+    "the busy seconds, of which it is the current value, are served": {devices.DEVICE_UTILIZATION},
     "explains communication that an alert or the Overview has found": {
         comm.COMM_OWN_EXPOSED_SECONDS,
         comm.COMM_TRANSFER_SECONDS,
