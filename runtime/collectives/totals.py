@@ -74,6 +74,8 @@ class StepCommTotals:
     Attributes:
         seconds: Seconds in which at least one call ran, without calls whose end is unknown.
         blocked_ns: Nanoseconds in which calls blocked training, by index in PHASES.
+        host_blocked_ns: The part of `blocked_ns` in calls that blocked the host. A device may have
+            had work left meanwhile.
         is_upper_bound: Whether `seconds` is only an upper bound.
         is_exposed_known: False if the end of a call could not be read.
     """
@@ -84,6 +86,7 @@ class StepCommTotals:
         self.is_exposed_known = True
         self._is_known = True
         self.blocked_ns = [0] * len(PHASES)
+        self.host_blocked_ns = [0] * len(PHASES)
         self._by_op: dict[int, _StepOpTotals] = {}
 
     @property
@@ -99,7 +102,7 @@ class StepCommTotals:
     def add(self, calls: Iterable[CollectiveCall], comm: CommTime) -> None:
         """Add a batch of calls and the time that they took."""
         self.seconds += comm.seconds
-        blocked_ns = self.blocked_ns
+        by_device, by_host = (self.blocked_ns,), (self.blocked_ns, self.host_blocked_ns)
         for call in calls:
             if call.is_bound:
                 self.is_upper_bound |= call.timed
@@ -107,9 +110,10 @@ class StepCommTotals:
             if call.is_lost:
                 self.is_exposed_known = False
             if call.exposed_ns:
-                blocked_ns[call.phase] += call.exposed_ns - call.wait_exposed_ns
-                if call.wait_exposed_ns:
-                    blocked_ns[call.wait_phase] += call.wait_exposed_ns
+                for blocked_ns in by_host if call.start_event is None else by_device:
+                    blocked_ns[call.phase] += call.exposed_ns - call.wait_exposed_ns
+                    if call.wait_exposed_ns:
+                        blocked_ns[call.wait_phase] += call.wait_exposed_ns
             if call.group.role == OWN_GROUP:
                 continue
             sums = self._by_op.get(call.op)
@@ -121,6 +125,11 @@ class StepCommTotals:
             if call.timed:
                 sums.timed_calls += 1
                 sums.duration_ns += call.end_ns - call.start_ns
+
+    def device_blocked_ns(self) -> list[int]:
+        """Return the nanoseconds in which calls blocked the compute stream, by index in PHASES."""
+        both = zip(self.blocked_ns, self.host_blocked_ns, strict=True)
+        return [blocked - by_host for blocked, by_host in both]
 
     def totals(self) -> dict[str, CollectiveTotals]:
         """Return the sums by operation. Seconds are None if no call could be timed."""

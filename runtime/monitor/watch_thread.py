@@ -290,7 +290,8 @@ class WatchThread:
         risks = self._add_memory_sample(raw) or {}
         record = raw.record(comm, self._sampler.device_readings, risks)
         if raw.phases_show_work and comm.is_exposed_known:
-            self._add_step_times(raw.phase_ns, comm.blocked_ns)
+            blocked_ns = comm.device_blocked_ns() if self._on_device else comm.blocked_ns
+            self._add_step_times(raw.phase_ns, blocked_ns)
         self._append(record)
         self._steps.append(FinishedStep(record, raw, calls))
 

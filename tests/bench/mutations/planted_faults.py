@@ -185,8 +185,8 @@ FAULTS = (
     PlantedFault(
         file="runtime/monitor/watch_thread.py",
         kind="swapped arguments",
-        old="self._add_step_times(raw.phase_ns, comm.blocked_ns)",
-        new="self._add_step_times(comm.blocked_ns, raw.phase_ns)",
+        old="self._add_step_times(raw.phase_ns, blocked_ns)",
+        new="self._add_step_times(blocked_ns, raw.phase_ns)",
         effect="straggler scores compare the waiting of ranks instead of their work",
     ),
     PlantedFault(

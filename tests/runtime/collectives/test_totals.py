@@ -161,3 +161,16 @@ def test_own_collectives_count_as_time_and_not_as_operations_of_the_training() -
         ("all_gather", "zerowatch"),
         ("all_reduce", "dp"),
     }
+
+
+def test_the_time_that_calls_block_the_host_does_not_count_as_a_wait_of_the_device() -> None:
+    vote = call("all_reduce", 8, 0, 30)
+    on_device = call("all_reduce", 8, 40, 50)
+    vote.issued_ns, on_device.issued_ns = vote.end_ns, on_device.end_ns
+    on_device.start_event = object()
+    calls, totals = [vote, on_device], StepCommTotals()
+    totals.add(calls, comm(calls))
+    backward = PHASES.index("backward")
+
+    assert totals.blocked_ns[backward] == 40 * MS
+    assert totals.device_blocked_ns() == [0, 0, 10 * MS, 0, 0, 0, 0]
