@@ -50,6 +50,8 @@ class StepCollector:
         self._phase_timer = context.phase_timer
         self._device_phases = context.device_phases
         self._calls = context.call_recorder
+        self._calls.sample_interval = context.settings.sampling.exact_collectives_steps
+        self._calls.is_sampled = self._calls.sample_interval > 0  # a short run has exact times too
         self._enqueue = enqueue
         self._read_memory = wrap("memory", memory.on_step_end)
         self._coverage_due = 0.0

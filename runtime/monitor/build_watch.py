@@ -144,8 +144,6 @@ def build_watch(
         calls.groups.set_roles(role_of, p2p_role)
         step_metrics.publish_calls_before_start(calls.drain())
         calls.groups.drain_coverage()
-        calls.sample_interval = settings.sampling.exact_collectives_steps
-        calls.is_sampled = calls.sample_interval > 0
         calls.connect(phase_timer, thread.enqueue, comparison.on_collective_error)
         undo.callback(comparison.close_hooks)
         instrumentation = EngineInstrumentation(

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -166,6 +167,27 @@ def test_a_call_behind_one_with_an_unknown_end_is_bounded_too(unsampled: DeviceR
     assert [call.is_bound for call in unsampled.batches[0].calls] == [True, True]
 
 
+def test_calls_behind_one_that_nothing_waits_for_are_bounded(unsampled: DeviceRank) -> None:
+    unsampled.begin(10)  # and drops its handle
+    unsampled.reduce(5)
+
+    unsampled.steps()
+
+    assert [call.is_bound for call in unsampled.batches[0].calls] == [True, True]
+
+
+def test_a_call_that_nothing_waits_for_is_not_counted_as_late(unsampled: DeviceRank) -> None:
+    work = unsampled.begin(10)
+    late = unsampled.begin(10)
+    unsampled.compute.run(5000)
+    late.wait()
+    unsampled.end_step()
+    unsampled.host.elapse(1000)
+
+    assert unsampled.batches[0].expire() == 1  # of both, only the second was to end
+    del work
+
+
 def test_a_handle_that_is_dropped_without_a_wait_delays_no_step(unsampled: DeviceRank) -> None:
     unsampled.begin(10)  # and drops its handle
 
@@ -290,10 +312,22 @@ def test_a_message_that_is_waited_for_while_its_batch_is_read_stays_untimed(
     assert [(call.timed, call.duration_ns) for call in batch.calls] == [(False, 0)]
 
 
-def test_a_thread_of_the_script_that_synchronizes_does_not_hold_training(rank: DeviceRank) -> None:
+@pytest.mark.parametrize(
+    "synchronize",
+    [
+        lambda rank, done: rank.side.synchronize(),
+        lambda rank, done: done.synchronize(),
+        lambda rank, done: rank.cuda.synchronize(),
+    ],
+    ids=["stream", "event", "device"],
+)
+def test_a_thread_of_the_script_that_synchronizes_does_not_hold_training(
+    rank: DeviceRank, synchronize: Callable[[DeviceRank, Any], None]
+) -> None:
     with rank.on_side():
         rank.reduce(10)
-    saver = threading.Thread(target=rank.side.synchronize)
+        done = rank.side.record_event()
+    saver = threading.Thread(target=synchronize, args=(rank, done))
     saver.start()
     saver.join()
     rank.compute.run(20)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from zerowatch.metrics.settings import SamplingSettings
 from zerowatch.runtime.collectives.call_recorder import CallRecorder
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import PhaseTimer
@@ -30,15 +31,17 @@ class Engine:
 
 
 class Rank:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, sampled_steps: int = 16) -> None:
         self.engine, self.recorder = Engine(), CallRecorder()
-        self.recorder.sample_interval = 16
         self.fail_open, self.steps = FailOpen(), list[RawStep]()
         context = SimpleNamespace(
             fail_open=self.fail_open,
             phase_timer=PhaseTimer(),
             call_recorder=self.recorder,
             device_phases=None,
+            settings=SimpleNamespace(
+                sampling=SamplingSettings(exact_collectives_steps=sampled_steps)
+            ),
         )
         monkeypatch.setattr(self.recorder.groups, "drain_coverage", lambda: 1.0)
         monkeypatch.setattr("zerowatch.runtime.instrumentation.step_collector.COVERAGE_SECONDS", 0)
@@ -65,6 +68,17 @@ def test_the_number_of_a_step_decides_whether_its_calls_are_sampled(rank: Rank) 
         rank.end_step()
 
     assert sampled_steps == [1, 13, 34, 47]  # the first precedes any number
+
+
+def test_no_step_is_sampled_if_the_setting_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch, sampled_steps=0)
+
+    sampled = []
+    for _ in range(20):
+        sampled.append(rank.recorder.is_sampled)
+        rank.end_step()
+
+    assert not any(sampled)
 
 
 def test_collectives_of_deepcompile_make_the_coverage_0_and_are_logged_once(

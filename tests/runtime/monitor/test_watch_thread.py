@@ -39,6 +39,7 @@ class Rank:
         self.recorder, self.group = CallRecorder(), FakeGroup()
         self.written: list[StepRecord] = []
         self.closed: list[str] = []
+        self.compared: list[Any] = []  # step times
         self.thread = WatchThread(
             step_metrics=SimpleNamespace(publish=lambda steps, totals: None),
             sampler=SimpleNamespace(
@@ -47,7 +48,7 @@ class Rank:
                 close=lambda: self.closed.append("devices"),
             ),
             memory=SimpleNamespace(add_step=lambda step: {}),
-            comparison=SimpleNamespace(add_step_times=lambda phases, blocked: None),
+            comparison=SimpleNamespace(add_step_times=lambda *times: self.compared.append(times)),
             folder=SimpleNamespace(append=self.written.append),
             otel=SimpleNamespace(makes_traces=False),
             calls=self.recorder,
@@ -213,4 +214,5 @@ def test_a_step_is_given_up_after_a_minute_or_three_steps_and_its_communication_
     assert written == [[1], [1], [1, 2]]
     assert rank.written[1].comm_seconds is None
     assert rank.written[1].comm_exposed_seconds is None
+    assert len(rank.compared) == 1  # what blocked the other step is not known
     assert rank.thread.untimed_calls == 1

@@ -9,7 +9,7 @@ import torch
 from fakes.rank_sets import FakeGroups
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
-from zerowatch.runtime.collectives.groups import CollectiveCall, RankSet
+from zerowatch.runtime.collectives.groups import CollectiveCall, RankSet, StreamWait
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.cross_rank.exchange.rank_messages import Heartbeat
 from zerowatch.runtime.cross_rank.hang.hang_context import HangContext
@@ -122,6 +122,17 @@ def test_a_call_on_a_device_is_in_flight_until_its_event_has_passed(group: TwoRa
         call = returned(group.begin())
         call.start_event = DeviceEvent(passed=True)
         call.end_event = DeviceEvent(passed=passed)
+
+    assert states(group) == [(1, False), (2, True)]
+
+
+def test_a_call_on_a_device_that_nothing_waits_for_yet_is_not_known_to_run(
+    group: TwoRanks,
+) -> None:
+    first, second = returned(group.begin()), returned(group.begin())
+    for call in (first, second):
+        call.start_event, call.is_bound = DeviceEvent(passed=True), True
+    second.stream_wait = StreamWait(DeviceEvent(passed=True), 1)
 
     assert states(group) == [(1, False), (2, True)]
 
