@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from ...metrics.catalog.labels import COMPARED_PHASES, PHASES
+from ...metrics.catalog.labels import COMPARED_PHASES, NON_TRAINING_PHASES, PHASES
 from ...metrics.thresholds import STRAGGLER_SCORE_HIGH
 from ..collectives.groups import RankSet
 
@@ -29,7 +29,7 @@ DEVIATIONS = 4
 EXCHANGES_TO_CONFIRM = 2
 
 _COMPARED = tuple(PHASES.index(phase) for phase in COMPARED_PHASES)
-_NON_TRAINING = tuple(PHASES.index(phase) for phase in ("eval", "checkpoint"))
+_NON_TRAINING = tuple(PHASES.index(phase) for phase in NON_TRAINING_PHASES)
 # In rank sets with these roles all members do the same work, so their step times are comparable.
 # For the whole job ("world"), this is true only if the job is not a pipeline.
 _SAME_WORK_ROLES = ("dp", "world", "tp", "ep", "sp")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.monitoring_cost.slow_clients import slow_clients
 from lab.two_hosts import Host, place_of, throttle, two_hosts
 from scripts.launching import SCRIPTS, environment
 
@@ -123,11 +124,8 @@ class IncidentRun:
         subprocess.run(["kill", f"-{number}", str(process_id)], check=True)
 
     def _hold_connections(self) -> None:
-        script = Path(__file__).with_name("slow_clients.py")
-        address = str(self.hosts[1].management_address)
-        clients = subprocess.Popen([sys.executable, script, address, str(SERVES)])
-        self._undo.callback(clients.wait)
-        self._undo.callback(clients.kill)
+        address = f"{self.hosts[1].management_address}:{SERVES}"
+        self._undo.enter_context(slow_clients(address, SLOW_CLIENTS))
 
 
 @contextmanager
@@ -137,7 +135,7 @@ def incident_run(name: str, folder: Path, number: int, *, scale: float) -> Itera
     Args:
         name: The incident.
         folder: A folder that does not exist yet.
-        number: Tells the pairs of hosts of runs at the same time apart.
+        number: From 0 to 99; runs at the same time need different ones.
         scale: By what the waits of the run are multiplied, as those of the rules are.
     """
     disk = folder / "disk"
