@@ -110,6 +110,11 @@ def throttle(hosts: Sequence[Host], rate: str | None) -> None:
             _run(*host.command("tc", "qdisc", "replace", *queue, "tbf", *shape))
 
 
+def cut(host: Host) -> None:
+    """Take a host off the link. Nothing closes its connections: the other host waits for it."""
+    _run(*host.command("ip", "link", "set", host.device, "down"))
+
+
 def run_on_both(
     hosts: Sequence[Host],
     command: Sequence[object],
