@@ -31,7 +31,7 @@ from zerowatch.dashboards.timing import Timing
 STARTING_SECONDS = 30.0
 LOOK_SECONDS = 0.5
 GRAFANA, RUNBOOK = "http://grafana.example.org", "http://runbook.example.org/page"
-# Of scrapes and of evaluations, of which no rule has more than one a second.
+# Between two scrapes, and between two evaluations: 15 s at the scale 1/15.
 INTERVAL = "1s"
 
 
