@@ -30,6 +30,10 @@ CONTRADICTIONS = {
     "rank-killed": _WAITS_FIRST,
     "rank-stopped": _WAITS_FIRST,
     "target-vanished": _WAITS_FIRST,
+    "skipped-steps": (
+        "the gradient norm of an overflow is infinite, and GradientNormExploding reports that after "
+        "a minute; UpdatesSkipped waits for five minutes, because a few skipped steps are usual"
+    ),
 }
 
 

@@ -19,6 +19,8 @@ from fakes.nvml_library import HEALTHY, compiled, write_answers
 from lab.two_hosts import Host, cut, place_of, throttle, two_hosts
 from scripts.launching import SCRIPTS, environment
 
+from zerowatch.metrics.thresholds import WATCH_RATIO_HIGH
+
 HOST_NAMES = ("node-0", "node-1")
 MIB = 2**20
 # The budget of a rank: far above what it uses, but for the incident that fills it.
@@ -191,6 +193,8 @@ def incident_run(name: str, folder: Path, number: int, *, scale: float) -> Itera
         ZEROWATCH_RUN_LOG_FOLDER=str(disk / "runs"),
         # Otherwise the C library keeps freed memory, and RSS does not shrink.
         MALLOC_MMAP_THRESHOLD_="131072",
+        # Ranks are scraped 15 times as often as with the default, and exchange 5 times as often.
+        ZEROWATCH_ALERTS_THRESHOLDS=f"watch_ratio_high={5 * WATCH_RATIO_HIGH}",
         INCIDENT_SCALE=str(scale),
         **({"FAKE_NVML_LIBRARY": str(compiled())} if name in ANSWERS else {}),
     )

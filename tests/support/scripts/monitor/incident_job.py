@@ -21,6 +21,7 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch.utils.data import DataLoader, IterableDataset
 
 import zerowatch
@@ -30,6 +31,8 @@ from zerowatch.runtime.monitor import build_watch
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+# DeepSpeed refuses fp16 on CPUs; torch computes it.
+get_accelerator().is_fp16_supported = lambda: True
 
 FAULTY_RANK = 1
 MIB = 2**20
