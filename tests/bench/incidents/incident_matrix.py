@@ -223,15 +223,18 @@ class IncidentLab:
                 lambda: all(self._is_over(run.name, planted[run.name][0], waits) for run in ready),
                 10 * waits.patience * SCALE,
             )
+            fired = {run.name: self._fired(run.name, planted[run.name][0]) for run in ready}
             ended = self._take_away(ready, waits)
             for run in ready:
                 since, when = planted[run.name]
+                later = self._fired(run.name, since)[len(fired[run.name]) :]
                 yield Outcome(
                     name=run.name,
                     planted=when,
                     scale=SCALE,
                     load=load,
-                    fired=self._fired(run.name, since),
+                    fired=fired[run.name],
+                    after_end=sorted({each.name for each in later if each.was_heard}),
                     messages=self._monitoring.sent(run.name),
                     ended_seconds=ended.get(run.name),
                 )

@@ -31,7 +31,7 @@ CONTRADICTIONS = {
     "rank-stopped": _WAITS_FIRST,
     "target-vanished": _WAITS_FIRST,
     "skipped-steps": (
-        "the gradient norm of an overflow is infinite, and GradientNormExploding reports that after "
+        "the gradient norm of an overflow is infinite, which GradientNormExploding reports after "
         "a minute; UpdatesSkipped waits for five minutes, because a few skipped steps are usual"
     ),
 }
@@ -76,6 +76,7 @@ class Outcome:
         load: Mean number of running processes in the minute before the runs were started.
         fired: The alerts of its run, in the order in which Alertmanager got them.
         messages: The lines that the receiver of Alertmanager's messages wrote about the run.
+        after_end: The names of alerts that came after the incident was taken away.
         ended_seconds: From the end of the incident until the expected alert ended, as measured;
             None if the incident was not taken away.
         failure: Why the incident was not planted; empty if it was.
@@ -87,6 +88,7 @@ class Outcome:
     load: float
     fired: Sequence[FiredAlert] = ()
     messages: Sequence[str] = ()
+    after_end: Sequence[str] = ()
     ended_seconds: float | None = None
     failure: str = ""
 
@@ -94,7 +96,8 @@ class Outcome:
     def from_json(cls, content: dict[str, Any]) -> Outcome:
         """Return what `as_json` wrote."""
         fired = tuple(FiredAlert(**each) for each in content["fired"])
-        return cls(**{**content, "fired": fired, "messages": tuple(content["messages"])})
+        names = {name: tuple(content[name]) for name in ("messages", "after_end")}
+        return cls(**{**content, **names, "fired": fired})
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -196,6 +199,8 @@ class Outcome:
             yield f"inhibited: {', '.join(sorted(muted))}"
         if self.ended_seconds is not None:
             yield f"ended {self.ended_seconds / self.scale:.0f} s after the incident"
+        if self.after_end:
+            yield f"after its end: {', '.join(self.after_end)}"
         if not self.is_first and self.name in CONTRADICTIONS:
             yield f"the list contradicts the alerts: {CONTRADICTIONS[self.name]}"
 
