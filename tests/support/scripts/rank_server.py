@@ -98,7 +98,9 @@ def become(rank: dict[str, Any]) -> None:
     module.__file__ = str(script)
     sys.modules["__main__"] = module
     exec(compile(script.read_bytes(), script, "exec"), module.__dict__)
-    leave()
+    # Rank 0 hosts the store: it stays a little longer, as the others' last reports need it.
+    if os.environ["RANK"] != "0" or os.environ["WORLD_SIZE"] == "1":
+        leave()
 
 
 def leave() -> None:

@@ -213,3 +213,4 @@ if __name__ == "__main__":
     lines = listen()
     results = {case: run(case if case in PHASES else "", lines) for case in sys.argv[2:]}
     Path(sys.argv[1], f"rank-{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.barrier()  # rank 0 hosts the store, through which the last calls are compared
