@@ -36,18 +36,22 @@ BY_COMPONENTS = {
 }
 CASES = tuple(case for cases in BY_COMPONENTS.values() for case in cases)
 HARDWARE = (*hardware.CASES, *dcgm.CASES)
-# promtool takes a second for an hour of history. Longer ones belong to make test-all.
-LONG_SECONDS = 35 * 60
+# promtool takes a second for an hour of history. Longer ones belong to make test-all, earlier if
+# nothing fires: such a case has all alerts of its components.
+LONG_SECONDS, LONG_SECONDS_OF_ALL_ALERTS = 35 * 60, 20 * 60
 OF_NAME = {alert.name: alert for alert in (*alerts(Timing()), *dcgm_alerts(Timing()))}
 NAMES = list(OF_NAME)
 
 
 def marks(case: Case) -> list[pytest.MarkDecorator]:
-    """Return the marker of long histories, but for the first in which an alert fires."""
+    """Return the marker of long histories, but for the first of each alert and a normal end."""
     same = [each for each in (*CASES, *HARDWARE) if each.alert.get("alertname")]
     first = {each.alert["alertname"]: each for each in reversed(same)}
-    must_run = case is first.get(case.alert.get("alertname", ""))
-    is_long = seconds(case.recovers_at or case.until) > LONG_SECONDS
+    must_run = (
+        case is first.get(case.alert.get("alertname", "")) or case is liveness.NORMAL_ENDS[-1]
+    )
+    limit = LONG_SECONDS if case.alert else LONG_SECONDS_OF_ALL_ALERTS
+    is_long = seconds(case.recovers_at or case.until) > limit
     return [pytest.mark.slow] if is_long and not must_run else []
 
 
@@ -69,6 +73,12 @@ def test_alerts(components, case, some_rules, tmp_path):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
 def test_no_other_alert_fires(case, alert_rules, tmp_path):
     assert failures(alert_rules, [case.test()], tmp_path) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", HARDWARE, ids=lambda case: case.title)
+def test_no_other_alert_fires_on_hardware(case, some_rules, tmp_path):
+    assert failures(some_rules("devices"), [case.test()], tmp_path) == ""
 
 
 @pytest.mark.parametrize(
