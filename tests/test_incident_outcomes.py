@@ -100,6 +100,14 @@ def test_kept_outcomes_are_read_back_and_replaced_by_later_ones(tmp_path: Path) 
     assert [row.measured for row in table(kept)][-1].startswith("2 of 2")
 
 
+def test_results_of_another_version_are_an_error_before_anything_is_planted(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"name": "loss-nan"}\n')
+
+    with pytest.raises(ValueError, match="another version"):
+        incident_results.load(path)
+
+
 def test_every_incident_is_in_one_batch() -> None:
     names = [each.name for batch in batches(INCIDENTS) for each in batch]
 

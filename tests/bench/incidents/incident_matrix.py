@@ -86,18 +86,18 @@ OF_HARDWARE = Waits(usual=6 * MINUTE, patience=30 * MINUTE)
 
 def bench(options: Options) -> Iterator[Row]:
     """Plant the chosen incidents; yield a row for each, and how many raised the right alert."""
+    try:
+        done = incident_results.load()  # first: a result that cannot be kept would be lost
+        chosen = selected(options.only or (QUICK if options.quick else tuple(LISTS)))
+    except ValueError as error:
+        sys.exit(str(error))
     if options.show:
-        yield from table(incident_results.load())
+        yield from table(done)
         return
     if (reason := missing()) is not None:
         yield Row(what="incidents", measured=f"not run: {reason}")
         return
-    try:
-        chosen = selected(options.only or (QUICK if options.quick else tuple(LISTS)))
-    except ValueError as error:
-        sys.exit(str(error))
     if options.resume:
-        done = incident_results.load()
         chosen = [each for each in chosen if each.name not in done or done[each.name].failure]
     elif not options.only:
         incident_results.put_aside()

@@ -13,10 +13,17 @@ RESULTS = Path(__file__).parents[3] / ".build" / "incidents.jsonl"
 
 
 def load(path: Path = RESULTS) -> dict[str, Outcome]:
-    """Return the kept outcomes by incident, in the order of the lists; empty without a file."""
+    """Return the kept outcomes by incident, in the order of the lists; empty without a file.
+
+    Raises:
+        ValueError: Another version of the bench wrote the file.
+    """
     if not path.exists():
         return {}
-    kept = [Outcome.from_json(json.loads(line)) for line in path.read_text().splitlines()]
+    try:
+        kept = [Outcome.from_json(json.loads(line)) for line in path.read_text().splitlines()]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is of another version of this bench: remove it") from error
     by_name = {outcome.name: outcome for outcome in kept}
     return {name: by_name[name] for name in BY_NAME if name in by_name}
 
