@@ -17,7 +17,6 @@ from extension_locks import complaint, extensions_root, stale_locks
 # Files whose jobs mostly wait or start one process at a time; they balance the two workers.
 BESIDE_JOBS = (
     "tests/docs/test_code_blocks.py",
-    "tests/runtime/cli/demo/test_demo.py",
     "tests/runtime/cli/test_run_command.py",
     "tests/runtime/cross_rank/hang/test_hang_job.py",
     "tests/runtime/memory/oom/test_oom_job.py",
