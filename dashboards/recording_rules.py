@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from ..metrics.catalog import communication as comm
 from ..metrics.catalog import devices, memory, overhead, training, window
+from ..metrics.catalog.labels import NON_TRAINING_PHASES
 from ..metrics.catalog.spec import MetricSpec
 from ..metrics.thresholds import THRESHOLDS
 from .promql import ON_HOST, by, rate, ratio, recorded_name, select, where, with_node
@@ -24,7 +25,7 @@ from .run_status import STATE_BY_REASON, RunStatus
 from .timing import Timing
 
 # The phases that count as training time, the denominator of the ratios.
-TRAINING_PHASES = 'phase!~"eval|checkpoint"'
+TRAINING_PHASES = f'phase!~"{"|".join(NON_TRAINING_PHASES)}"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

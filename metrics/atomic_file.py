@@ -1,4 +1,7 @@
-"""Writes small files atomically, and appends to logs, without following symbolic links."""
+"""Writes small files atomically, and opens logs and other files safely.
+
+Nothing here follows a symbolic link to write, or waits for the other end of a FIFO.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +59,18 @@ def open_to_append(path: Path) -> int:
         return descriptor
     os.close(descriptor)
     raise OSError(errno.EINVAL, "it is no regular file; remove it", str(path))
+
+
+def regular_file_status(path: Path) -> os.stat_result:
+    """Return the status of a file. Call this before reading: a FIFO would wait for a writer.
+
+    Raises:
+        OSError: There is no such file, or it is not a regular file.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return status
 
 
 def sync(path: Path) -> None:

@@ -6,7 +6,8 @@ two workers of pytest-xdist one runs all files of jobs, as two jobs at a time wo
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import gc
+from collections.abc import Generator, Iterator
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,6 @@ from extension_locks import complaint, extensions_root, stale_locks
 # Files whose jobs mostly wait or start one process at a time; they balance the two workers.
 BESIDE_JOBS = (
     "tests/docs/test_code_blocks.py",
-    "tests/runtime/cli/demo/test_demo.py",
     "tests/runtime/cli/test_run_command.py",
     "tests/runtime/cross_rank/hang/test_hang_job.py",
     "tests/runtime/memory/oom/test_oom_job.py",
@@ -34,6 +34,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def seed(pytestconfig: pytest.Config) -> int:
     """Return what a test seeds its generators with; a test that fails prints it."""
     return pytestconfig.getoption("seed")
+
+
+@pytest.fixture(scope="module")
+def frozen_imports() -> Iterator[None]:
+    """Exclude what is imported from collections of garbage, which scan all of torch otherwise."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)

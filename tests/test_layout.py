@@ -30,11 +30,14 @@ def parsed(file: Path) -> ast.Module:
     return ast.parse((ROOT / file).read_text())
 
 
-def nodes() -> Iterator[tuple[str, ast.AST]]:
-    """Yield each syntax node of the package with "file:line"."""
-    for file in package_files():
-        for node in ast.walk(parsed(file)):
-            yield f"{file.as_posix()}:{getattr(node, 'lineno', 0)}", node
+@cache
+def nodes() -> list[tuple[str, ast.AST]]:
+    """Return each syntax node of the package with "file:line"."""
+    return [
+        (f"{file.as_posix()}:{getattr(node, 'lineno', 0)}", node)
+        for file in package_files()
+        for node in ast.walk(parsed(file))
+    ]
 
 
 def file_of(place: str) -> str:

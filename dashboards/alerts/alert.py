@@ -16,6 +16,7 @@ Component = Literal[
 RUN = "{{ $labels.run }}"
 RANK = "{{ $labels.rank }}"
 NODE = "{{ $labels.node }}"
+DEVICE = "{{ $labels.device }}"
 PERCENT = "{{ $value | humanizePercentage }}"
 BYTES = "{{ $value | humanize1024 }}B"
 NUMBER = '{{ $value | printf "%.0f" }}'

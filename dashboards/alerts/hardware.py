@@ -16,9 +16,9 @@ from ...metrics.thresholds import (
 )
 from ...metrics.xid_errors import XIDS
 from ..limits import above, below, shown
-from ..promql import IDENTITY, by, rate, select
+from ..promql import IDENTITY, by, increase, rate, select
 from ..timing import MINUTE, Timing
-from .alert import NUMBER, PERCENT, RANK, RUN, Alert, InhibitRule
+from .alert import DEVICE, NODE, NUMBER, PERCENT, RANK, RUN, Alert, InhibitRule
 from .guards import while_training
 
 DASHBOARD = "zerowatch-devices"
@@ -33,8 +33,6 @@ FAULTY_REASONS = 'reason!="power_cap"'
 _NVLINK, _PCIE = 'link="nvlink"', 'link="pcie"'
 _RETRIES, _CRC = 'kind=~"replay|recovery"', 'kind="crc"'
 
-DEVICE = "{{ $labels.device }}"
-NODE = "{{ $labels.node }}"
 _WHERE = f"{DEVICE} of rank {RANK} on {NODE}"
 CARD = (
     "{{ with $labels.uuid }} The card is {{ . }}"
@@ -108,10 +106,8 @@ def _gpu_xid() -> Alert:
 
 
 def _gpu_xid_minor(timing: Timing) -> Alert:
-    errors = select(devices.DEVICE_XID_ERRORS, f'xid!~"{DRAIN_XIDS}"')
-    hour = timing.duration(HOUR)
-    # A series begins with the first error, of which `increase` sees nothing.
-    recent = f"increase({errors}[{hour}]) > 0 or ({errors} unless {errors} offset {hour})"
+    others = f'xid!~"{DRAIN_XIDS}"'
+    recent = f"{increase(devices.DEVICE_XID_ERRORS, timing.duration(HOUR), others)} > 0"
     return Alert(
         name=XID_MINOR,
         component="devices",

@@ -24,6 +24,16 @@ GONE_SECONDS = 75.0
 # The ranks of a run end within this time of each other: a rank serves its last values for up to
 # 75 s, and the longest usual scrape interval is a minute.
 ENDS_APART_SECONDS = 150.0
+# Alerts on a run that is slow. If it stands still, they say nothing more.
+OF_SLOW_RUNS = (
+    COMM_BOTTLENECK,
+    COMM_RATIO_ROSE,
+    DATA_BOUND,
+    LINK_SLOW,
+    LOW_DEVICE_UTILIZATION,
+    MFU_DROPPED,
+    STRAGGLER_RANK,
+)
 _ACTIVE = f"{select(training.RUN_ACTIVE)} == 1"
 
 
@@ -123,18 +133,7 @@ def _rank_hung() -> Alert:
             "and the collective. The host to look at is that of a missing rank."
         ),
         dashboard=OVERVIEW,
-        inhibits=InhibitRule(
-            alerts=(
-                TRAINING_STALLED,
-                COMM_BOTTLENECK,
-                COMM_RATIO_ROSE,
-                DATA_BOUND,
-                LINK_SLOW,
-                LOW_DEVICE_UTILIZATION,
-                MFU_DROPPED,
-                STRAGGLER_RANK,
-            )
-        ),
+        inhibits=InhibitRule(alerts=(TRAINING_STALLED, *OF_SLOW_RUNS)),
     )
 
 
@@ -164,17 +163,7 @@ def _training_stalled(timing: Timing) -> Alert:
             "where they are missing."
         ),
         dashboard=OVERVIEW,
-        inhibits=InhibitRule(
-            alerts=(
-                COMM_BOTTLENECK,
-                COMM_RATIO_ROSE,
-                DATA_BOUND,
-                LINK_SLOW,
-                LOW_DEVICE_UTILIZATION,
-                MFU_DROPPED,
-                STRAGGLER_RANK,
-            )
-        ),
+        inhibits=InhibitRule(alerts=OF_SLOW_RUNS),
     )
 
 

@@ -14,11 +14,10 @@ from .. import recording_rules as recorded
 from ..limits import above
 from ..promql import IDENTITY, ON_GPU, ON_HOST, by, select, where
 from ..timing import MINUTE, Timing
-from .alert import BYTES, NODE, PERCENT, RANK, RUN, Alert, InhibitRule
+from .alert import BYTES, DEVICE, NODE, PERCENT, RANK, RUN, Alert, InhibitRule
 from .guards import after_some_steps, not_on_gpu, on_gpu, while_training
 
 DASHBOARD = "zerowatch-memory"
-DEVICE = "{{ $labels.device }}"
 OOM_RISK_HIGH_ALERT = "ZerowatchOomRiskHigh"
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from ...metrics.catalog import communication as comm
 from ...metrics.catalog import overhead, tuner
-from ...metrics.catalog.spec import MetricSpec
 from ...metrics.thresholds import MONITORING_FAILURES_HIGH, RECORDS_LOST_HIGH, WATCH_RATIO_HIGH
 from ..limits import above, shown
-from ..promql import IDENTITY, by, select
+from ..promql import IDENTITY, by, increase, select
 from ..recording_rules import WATCH_RATIO_BY_RANK
 from ..timing import MINUTE, Timing
-from .alert import NUMBER, PERCENT, RANK, RUN, Alert, InhibitRule
+from .alert import NODE, NUMBER, PERCENT, RANK, RUN, Alert, InhibitRule
 from .guards import after_some_steps, while_training
 
 DASHBOARD = "zerowatch-overhead"
-NODE = "{{ $labels.node }}"
 PART = "{{ $labels.part }}"
 MONITORING_FAILING = "ZerowatchMonitoringFailing"
 RECORDS_LOST = "ZerowatchRecordsLost"
@@ -70,18 +68,6 @@ def _monitoring_dead() -> Alert:
     )
 
 
-def _of_last_half_hour(timing: Timing, spec: MetricSpec, *matchers: str) -> str:
-    """Return the growth of a counter in 30 minutes, including the value with which it appeared.
-
-    A counter whose labels are known only at run time appears with its first event, which
-    increase() does not count.
-    """
-    selector = select(spec, *matchers)
-    return (
-        f"{selector} unless {selector} offset {timing.long} or increase({selector}[{timing.long}])"
-    )
-
-
 def _by_part(counted: str, label: str, prefix: str) -> str:
     """Return counts of a rank by the label `part`, whose value is `prefix` and another label."""
     named = f'label_replace({counted}, "part", "{prefix} $1", "{label}", "(.*)")'
@@ -89,14 +75,12 @@ def _by_part(counted: str, label: str, prefix: str) -> str:
 
 
 def _monitoring_failing(timing: Timing) -> Alert:
-    hooks = _by_part(_of_last_half_hour(timing, overhead.HOOK_FAILURES), "hook", "hook")
-    exports = _by_part(
-        _of_last_half_hour(timing, overhead.EXPORTER_FAILURES), "exporter", "exporter"
-    )
+    hooks = _by_part(increase(overhead.HOOK_FAILURES, timing.long), "hook", "hook")
+    exports = _by_part(increase(overhead.EXPORTER_FAILURES, timing.long), "exporter", "exporter")
     # A missing report of a peer is the fault of the peer, about which other alerts exist.
     exchanges = _by_part(
         " or ".join(
-            _of_last_half_hour(timing, comm.EXCHANGE_FAILURES, f'reason="{reason}"')
+            increase(comm.EXCHANGE_FAILURES, timing.long, f'reason="{reason}"')
             for reason in ("store", "unmatched")
         ),
         "reason",
@@ -125,7 +109,7 @@ def _records_lost(timing: Timing) -> Alert:
     # Of the other parts, lost collectives lower the coverage, lost exports count as failures, and
     # listeners belong to the script. Calls in a CUDA graph are never recorded.
     counted = " or ".join(
-        _of_last_half_hour(timing, overhead.DROPPED_RECORDS, f'part="{part}"')
+        increase(overhead.DROPPED_RECORDS, timing.long, f'part="{part}"')
         for part in ("steps", "run_log")
     )
     lost = by("sum", counted, "rank", "node", "part")

@@ -60,8 +60,8 @@ COMM_SECONDS = counter(
 )
 COMM_EXPOSED_SECONDS = counter(
     "comm_exposed_seconds_total",
-    "Seconds in which training could do nothing but wait for collectives; updated together with "
-    "their causes, some seconds after comm_seconds.",
+    "Seconds in which training could do nothing but wait for collectives, without evaluation and "
+    "checkpoints; updated together with their causes, some seconds after comm_seconds.",
     GROUP,
     lean=Lean(without=("group",)),
     usual=f"A rate below {EXPOSED_COMM_RATIO_HIGH:g} of training time. ZeRO 3 between nodes "

@@ -21,6 +21,8 @@ OPS = (
 OWN_GROUP = "zerowatch"
 GROUPS = ("dp", "tp", "pp", "ep", "sp", "world", "other", OWN_GROUP)
 PHASES = ("data", "forward", "backward", "optimizer", "eval", "checkpoint", "other")
+# Their time is no training time: ratios leave it out.
+NON_TRAINING_PHASES = ("eval", "checkpoint")
 
 OP = Label(name="op", values=OPS)
 GROUP = Label(name="group", values=GROUPS)

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import base64
 import binascii
-import errno
 import hashlib
 import hmac
 import logging
-import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
 from ...errors import SettingsError
+from ..atomic_file import regular_file_status
 from ..settings import ServeSettings
 
 logger = logging.getLogger(__name__)
@@ -119,9 +117,7 @@ class _SecretFile:
 
 def _version(path: Path) -> tuple[int, ...]:
     """Return figures that differ after a change. Kubernetes replaces a link to the file."""
-    status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):  # reading a FIFO would wait for a writer
-        raise OSError(errno.EINVAL, "it is not a regular file")
+    status = regular_file_status(path)
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 

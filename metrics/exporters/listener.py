@@ -15,13 +15,13 @@ import math
 import selectors
 import socket
 import ssl
-import stat
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from ...errors import SettingsError
+from ..atomic_file import regular_file_status
 from ..settings import ServeSettings
 from .http_connection import Connection, RequestHandler
 
@@ -318,14 +318,10 @@ def _load_client_authority(context: ssl.SSLContext, authority: Path) -> None:
 def _check_readable(setting: str, path: Path) -> None:
     """Raise an error that contains the name of the file, which errors of the ssl module omit."""
     try:
-        # Reading a FIFO or a terminal would block until somebody writes.
-        reason = None if stat.S_ISREG(path.stat().st_mode) else "it is not a regular file"
-        if reason is None:
-            path.read_bytes()
+        regular_file_status(path)
+        path.read_bytes()
     except OSError as error:
-        reason = error.strerror
-    if reason is not None:
         raise SettingsError(
-            f"serve.{setting}: cannot read {path} ({reason}); "
+            f"serve.{setting}: cannot read {path} ({error.strerror}); "
             "give a PEM file that this user may read"
-        )
+        ) from None

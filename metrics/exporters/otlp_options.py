@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from ..settings import OtelSettings
@@ -76,6 +76,7 @@ class _Reader:
         self._settings = settings
         self._variables = {name: text.strip() for name, text in environment.items() if text.strip()}
         self._remarks: list[tuple[int, str]] = []
+        self._refused: set[str] = set()  # the remarks on endpoints that are not used
 
     def options(self) -> OtlpOptions:
         ratio = self._sample_ratio()
@@ -104,8 +105,13 @@ class _Reader:
             ),
             remarks=(*self._remarks, *self._on_variables_without_effect()),
         )
+        if endpoints or self._settings.endpoint:
+            return options
         # Without an export, the variables are those of the script's own SDK.
-        return options if endpoints or self._settings.endpoint else _without_hints(options)
+        refused = tuple(remark for remark in options.remarks if remark[1] in self._refused)
+        return replace(
+            options, sends_increases=False, has_exponential_histograms=False, remarks=refused
+        )
 
     def _is_wanted(self, signal: Signal) -> bool:
         setting = getattr(self._settings, signal)
@@ -128,14 +134,14 @@ class _Reader:
             return None
         protocol = self._own_or_common(signal, "PROTOCOL")
         if protocol is not None and protocol[1].lower() != PROTOCOL:
-            self._warn(
+            self._refuse(
                 f"{signal} are not sent by OTLP: {protocol[0]} is {protocol[1]}, and zerowatch "
                 f"supports {PROTOCOL} only. Set OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL="
                 f"{PROTOCOL} and an endpoint with the collector's port for HTTP, usually 4318"
             )
             return None
         if not re.match(r"https?://", url):
-            self._warn(f"{signal} are not sent by OTLP: {name} is no http:// or https:// URL")
+            self._refuse(f"{signal} are not sent by OTLP: {name} is no http:// or https:// URL")
             return None
         return url if name == own else _below(url, signal)
 
@@ -193,6 +199,10 @@ class _Reader:
     def _lower(self, name: str) -> str:
         return self._variables.get(name, "").lower()
 
+    def _refuse(self, text: str) -> None:
+        self._refused.add(text)
+        self._warn(text)
+
     def _warn(self, text: str) -> None:
         if (logging.WARNING, text) not in self._remarks:
             self._remarks.append((logging.WARNING, text))
@@ -209,17 +219,3 @@ class _Reader:
 
 def _below(base: str, signal: Signal) -> str:
     return f"{base.rstrip('/')}/v1/{signal}"
-
-
-def _without_hints(options: OtlpOptions) -> OtlpOptions:
-    """Return the options of a run that sends nothing: only a refused endpoint is remarked on."""
-    refused = tuple(
-        (level, text) for level, text in options.remarks if "are not sent by OTLP" in text
-    )
-    return OtlpOptions(
-        endpoints={},
-        timeouts={},
-        sample_ratio=options.sample_ratio,
-        metrics_interval_seconds=options.metrics_interval_seconds,
-        remarks=refused,
-    )

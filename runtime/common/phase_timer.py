@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from time import perf_counter_ns
 
-from ...metrics.catalog.labels import PHASES
+from ...metrics.catalog.labels import NON_TRAINING_PHASES, PHASES
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, EVAL, CHECKPOINT, OTHER = range(len(PHASES))
-_NON_TRAINING = (EVAL, CHECKPOINT)
+NON_TRAINING = tuple(map(PHASES.index, NON_TRAINING_PHASES))
 _PASSES = (FORWARD, BACKWARD, OPTIMIZER)
 # Maximum intervals kept for one step. If a step has more, the earliest intervals are dropped.
 MAX_INTERVALS = 4096
@@ -67,7 +67,7 @@ class PhaseTimer:
         self._accrue()
         self._outer.append(self.current)
         self.current = phase
-        if phase in _NON_TRAINING:
+        if phase in NON_TRAINING:
             self.left_training = True
 
     def leave(self) -> None:

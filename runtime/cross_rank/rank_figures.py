@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...metrics.catalog import across_ranks, communication, devices, memory, training
-from ...metrics.catalog.labels import PHASES
+from ...metrics.catalog.labels import NON_TRAINING_PHASES, PHASES
 from ...metrics.catalog.spec import MetricSpec
 from ...metrics.recorder import Recorder, Snapshot
 
@@ -30,7 +30,6 @@ MAX_AGE_SECONDS = 60.0
 MAX_AGE_STEPS = 3
 # One reading per exchange of at least 0.1 s would fill a minute with this many.
 MAX_READINGS = 600
-_NOT_TRAINING = ("eval", "checkpoint")
 _HOST = "cpu"
 
 
@@ -143,7 +142,7 @@ def _reading(snapshot: Snapshot, now: float) -> _Reading:
         steps=snapshot.total(training.STEPS),
         samples=snapshot.total(training.SAMPLES),
         flops=snapshot.total(training.FLOPS),
-        training=sum(spent for phase, spent in phases.items() if phase not in _NOT_TRAINING),
+        training=sum(spent for phase, spent in phases.items() if phase not in NON_TRAINING_PHASES),
         data=phases["data"],
         comm=snapshot.total(communication.COMM_SECONDS),
         exposed=snapshot.total(communication.COMM_EXPOSED_SECONDS),

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from ...metrics.catalog.labels import COMPARED_PHASES, PHASES
 from ...metrics.thresholds import STRAGGLER_SCORE_HIGH
 from ..collectives.groups import RankSet
+from ..common.phase_timer import NON_TRAINING
 
 Table = npt.NDArray[np.float64]  # a row per rank, a column per phase of COMPARED_PHASES
 
@@ -29,7 +30,6 @@ DEVIATIONS = 4
 EXCHANGES_TO_CONFIRM = 2
 
 _COMPARED = tuple(PHASES.index(phase) for phase in COMPARED_PHASES)
-_NON_TRAINING = tuple(PHASES.index(phase) for phase in ("eval", "checkpoint"))
 # In rank sets with these roles all members do the same work, so their step times are comparable.
 # For the whole job ("world"), this is true only if the job is not a pipeline.
 _SAME_WORK_ROLES = ("dp", "world", "tp", "ep", "sp")
@@ -67,7 +67,7 @@ class StepTimeSampler:
         if self._warm_up:
             self._warm_up -= 1
             return
-        step_ns = sum(phase_ns) - sum(phase_ns[index] for index in _NON_TRAINING)
+        step_ns = sum(phase_ns) - sum(phase_ns[index] for index in NON_TRAINING)
         busy = (max(0, phase_ns[index] - blocked_ns[index]) / 1e9 for index in _COMPARED)
         self._steps.append((step_ns / 1e9, *busy))
 

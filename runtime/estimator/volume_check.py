@@ -11,6 +11,7 @@ from typing import Any
 
 from ...errors import DsConfigError
 from ...metrics.catalog import communication
+from ...metrics.catalog.labels import NON_TRAINING_PHASES
 from ...metrics.recorder import Recorder
 from ...metrics.step_record import CollectiveTotals, StepRecord
 from ..common.fail_open import FailOpen
@@ -81,7 +82,7 @@ class WireVolumeCheck:
             return
         if record.step <= self._settled_step:
             return
-        if record.phase_seconds.keys() & {"eval", "checkpoint"}:
+        if record.phase_seconds.keys() & set(NON_TRAINING_PHASES):
             return  # these phases issue collectives of their own
         estimates = self._estimates  # another thread may replace it
         if record.micro_batches not in estimates:

@@ -7,7 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """`steps` are timed steps of each arm of `overhead`; `quick` tries everything at tiny sizes."""
+    """What a bench measures, and how long.
+
+    Attributes:
+        steps: Timed steps of each arm of `overhead`.
+        quick: Whether to try everything at tiny sizes.
+        only: The incidents to plant; all if empty.
+        resume: Whether to plant only the incidents that have no result yet.
+        show: Whether to print the results of incidents that there are, and to plant none.
+    """
 
     steps: int
     quick: bool
+    only: tuple[str, ...] = ()
+    resume: bool = False
+    show: bool = False

@@ -1,6 +1,7 @@
 """Runs the benches and prints one table; a missed goal is printed, and is no error.
 
 .venv/bin/python tests/bench/run.py [--quick] [--steps N] [names...]
+.venv/bin/python tests/bench/run.py incidents [--only NAME,NAME] [--resume] [--show]
 """
 
 from __future__ import annotations
@@ -85,14 +86,25 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHES)}; by default all")
     parser.add_argument("--steps", type=int, default=800, help="timed steps of each overhead arm")
     parser.add_argument("--quick", action="store_true", help="tiny sizes; the figures mean little")
+    parser.add_argument("--only", default="", help="incidents: a list, or names with commas")
+    parser.add_argument("--resume", action="store_true", help="incidents: those without a result")
+    parser.add_argument("--show", action="store_true", help="incidents: print the kept results")
     asked = parser.parse_args()
     os.environ["PYTHONPATH"] = PYTHONPATH  # for the scripts that benches start
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no rank is left behind
+    if (asked.only or asked.resume or asked.show) and asked.names != ["incidents"]:
+        parser.error("--only, --resume and --show are options of the bench incidents")
     for name in asked.names:
         if name not in BENCHES:
             parser.error(f"no bench is called {name!r}; there are {', '.join(BENCHES)}")
     print(_surroundings(), flush=True)
-    options = Options(steps=asked.steps, quick=asked.quick)
+    options = Options(
+        steps=asked.steps,
+        quick=asked.quick,
+        only=tuple(name for name in asked.only.split(",") if name),
+        resume=asked.resume,
+        show=asked.show,
+    )
     rows = [row for name in asked.names or BENCHES for row in _run(name, options)]
     _print_names("GOALS MISSED", [row.what for row in rows if row.met is False])
     _print_names("TOO NOISY TO JUDGE", [row.what for row in rows if row.too_noisy])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ import pytest
 import yaml
 from fakes.scraper import eventually
 from promql_parts import operands, selectors
-from scripts.launching import SCRIPTS, TIMEOUT_SECONDS, TORCHRUN, TWO_RANKS, environment
+from scripts.forked_ranks import running_ranks
+from scripts.launching import SCRIPTS
 from servers.free_port import free_port
 from servers.grafana_reader import DashboardQuery, Reader, dashboard_queries
 from servers.prometheus_server import Prometheus
@@ -83,11 +83,11 @@ ABSENT = {
 NOT_ASKED = ("prometheus_", "alertmanager_", "up offset ")
 
 RUN = "dashboard-run"
-TIMING = Timing(scale=1 / 60)
+TIMING = Timing(scale=1 / 120)
 SHOWN_SECONDS = 60.0
 PATIENCE_SECONDS = 600.0  # it takes half a minute; more only where others take the machine
 CONFIG = """
-global: {{scrape_interval: 1s, scrape_timeout: 1s}}
+global: {{scrape_interval: 500ms, scrape_timeout: 500ms}}
 rule_files: [recording.yaml, alerts.yaml]
 scrape_configs:
   - job_name: zerowatch
@@ -112,6 +112,7 @@ class Answers:
     def __init__(self, prometheus: Prometheus, rules: Mapping[str, Any]) -> None:
         self.prometheus = prometheus
         self._recorded = {rule["record"]: rule["expr"] for rule in _rules(rules["recording"])}
+        self._absent = {absent: next(iter(selectors(absent))) for absent in ABSENT}
         self.questions = [*self._of_dashboards(), *self._of_rules(rules)]
         self.num_series: dict[Question, int] = {}
 
@@ -130,10 +131,11 @@ class Answers:
         found = set()
         for name, matchers in selectors(promql):
             found |= self.excuses(self._recorded[name]) if name in self._recorded else set()
-            for absent in ABSENT:
-                ((absent_name, absent_matchers),) = selectors(absent)
-                if name == absent_name and absent_matchers <= matchers:
-                    found.add(absent)
+            found |= {
+                absent
+                for absent, (absent_name, absent_matchers) in self._absent.items()
+                if name == absent_name and absent_matchers <= matchers
+            }
         return found
 
     def missing(self, place: str = "") -> list[str]:
@@ -149,7 +151,7 @@ class Answers:
     def _of_dashboards(self) -> Iterator[Question]:
         runs = {name: [RUN] for name in ("run", "run_a", "run_b")}
         chosen = {"job": ["zerowatch"], **runs}
-        reader = Reader(variables=chosen, range_seconds=SHOWN_SECONDS, scrape_seconds=1.0)
+        reader = Reader(variables=chosen, range_seconds=SHOWN_SECONDS, scrape_seconds=0.5)
         for dashboard in DASHBOARDS:
             for query in dashboard_queries(dashboard):
                 yield Question(
@@ -209,28 +211,21 @@ def answers(tmp_path_factory) -> Iterator[Answers]:
 
 @contextlib.contextmanager
 def training_run(folder: Path, port: int) -> Iterator[None]:
-    variables = environment(
-        ZEROWATCH_SERVE_PORT=str(port),
-        ZEROWATCH_RUN_ID=RUN,
-        CUDA_VISIBLE_DEVICES="",
-    )
-    command = [TORCHRUN, *TWO_RANKS, str(SCRIPTS / "monitor" / "dashboard_job.py"), str(folder)]
-    log = folder / "job.log"
-    with log.open("w") as output:
-        job = subprocess.Popen(
-            command, cwd=folder, env=variables, stdout=output, stderr=subprocess.STDOUT
-        )
-    try:
-        yield
-        assert job.poll() is None, f"the job ended early:\n{log.read_text()[-3000:]}"
-    finally:
-        for name in ("begin", "end"):
-            (folder / name).touch()
+    variables = {
+        "ZEROWATCH_SERVE_PORT": str(port),
+        "ZEROWATCH_SERVE_LINGER_SECONDS": "0",
+        "ZEROWATCH_RUN_ID": RUN,
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    job = SCRIPTS / "monitor" / "dashboard_job.py"
+    with running_ranks(2, job, folder, cwd=folder, variables=variables) as ranks:
         try:
-            job.wait(TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired:
-            job.terminate()  # torchrun ends its ranks
-            job.wait(TIMEOUT_SECONDS)
+            yield
+            assert ranks.codes() == [None, None], f"the job ended early:\n{ranks.output()[-3000:]}"
+        finally:
+            for name in ("begin", "end"):
+                (folder / name).touch()
+            ranks.join()
 
 
 @pytest.mark.parametrize("dashboard", [dashboard["uid"] for dashboard in DASHBOARDS])

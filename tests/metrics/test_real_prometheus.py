@@ -31,23 +31,17 @@ scrape_configs:
     honor_labels: true
     static_configs: [{{targets: ["{address}"], labels: {{run: ended}}}}]
     relabel_configs: {relabel_configs}
-"""
-
-
-TOKEN_CONFIG = """
-global: {{scrape_interval: 1s, scrape_timeout: 1s}}
-scrape_configs:
   - job_name: with token
     authorization: {{type: Bearer, credentials_file: {folder}/token}}
     http_sd_configs:
-      - url: "http://{address}/targets"
+      - url: "http://{secured}/targets"
         refresh_interval: 1s
         authorization: {{type: Bearer, credentials_file: {folder}/token}}
   - job_name: with password
     basic_auth: {{username: prometheus, password_file: {folder}/password}}
-    static_configs: [{{targets: ["{address}"]}}]
+    static_configs: [{{targets: ["{secured}"]}}]
   - job_name: without
-    static_configs: [{{targets: ["{address}"]}}]
+    static_configs: [{{targets: ["{secured}"]}}]
 """
 
 
@@ -96,10 +90,50 @@ def run():
 
 
 @pytest.fixture(scope="module")
-def prometheus(run, tmp_path_factory):
+def folder(tmp_path_factory):
+    """Return the folder of Prometheus, which holds a token and a password."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    for name, content in (
+        ("token", "t0ken"),
+        ("password", "s3cret"),
+        ("users", "prometheus:s3cret"),
+    ):
+        (folder / name).write_text(f"{content}\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def secured(folder):
+    """Start a server that asks its clients for a token or a password; return its address."""
+    recorder, targets = Recorder(), []
+    recorder.set(RUN_ACTIVE, 1)
+    server = MetricsServer(
+        recorder=recorder,
+        rank=0,
+        local_rank=0,
+        settings=ServeSettings(
+            port=0, auth_token_file=folder / "token", basic_auth_file=folder / "users"
+        ),
+        targets=lambda: targets,
+        make_thread=FailOpen().thread,
+    )
+    with contextlib.closing(server):
+        address = server.start()
+        targets.append({"targets": [address], "labels": {"node": "here"}})
+        yield address
+
+
+@pytest.fixture(scope="module")
+def prometheus(run, secured, folder):
+    """Start one server for all tests: it takes five seconds until it scrapes what it discovers."""
     _, _, sd_address = run
-    config = CONFIG.format(address=sd_address, relabel_configs=json.dumps(documented_rules()))
-    server = Prometheus(tmp_path_factory.mktemp("prometheus"), config)
+    config = CONFIG.format(
+        address=sd_address,
+        secured=secured,
+        folder=folder,
+        relabel_configs=json.dumps(documented_rules()),
+    )
+    server = Prometheus(folder, config)
     with contextlib.closing(server):
         both_up = {("night-7", "0"): 1.0, ("night-7", "1"): 1.0}
         if not eventually(lambda: values(server, 'up{job="zerowatch"}') == both_up, pause=0.2):
@@ -148,7 +182,7 @@ def test_a_loss_that_is_nan_from_the_first_step_on_is_seen_as_an_increase(promet
 
 
 def test_metrics_of_the_process_have_the_labels_of_their_rank(prometheus):
-    found = values(prometheus, "process_resident_memory_bytes")
+    found = values(prometheus, 'process_resident_memory_bytes{job="zerowatch"}')
 
     assert set(found) == {("night-7", "0"), ("night-7", "1")}
 
@@ -173,34 +207,12 @@ def test_lingering_ends_after_prometheus_has_scraped_the_end_of_the_run(promethe
     assert last_seen == {("night-7", "1"): 0.0}
 
 
-def test_prometheus_scrapes_and_discovers_with_a_token_or_a_password(tmp_path):
-    for name, content in (
-        ("token", "t0ken"),
-        ("password", "s3cret"),
-        ("users", "prometheus:s3cret"),
-    ):
-        (tmp_path / name).write_text(f"{content}\n")
-    recorder, targets = Recorder(), []
-    recorder.set(RUN_ACTIVE, 1)
-    server = MetricsServer(
-        recorder=recorder,
-        rank=0,
-        local_rank=0,
-        settings=ServeSettings(
-            port=0, auth_token_file=tmp_path / "token", basic_auth_file=tmp_path / "users"
-        ),
-        targets=lambda: targets,
-        make_thread=FailOpen().thread,
-    )
-    with contextlib.closing(server):
-        address = server.start()
-        targets.append({"targets": [address], "labels": {"node": "here"}})
-        config = TOKEN_CONFIG.format(address=address, folder=tmp_path)
-        with contextlib.closing(Prometheus(tmp_path, config)) as prometheus:
-            up = {"with token": 1.0, "with password": 1.0, "without": 0.0}
-            assert eventually(lambda: values_by_job(prometheus, "up") == up, pause=0.2)
-            active = {"with token": 1.0, "with password": 1.0}
-            assert values_by_job(prometheus, RUN_ACTIVE.name) == active
+def test_prometheus_scrapes_and_discovers_with_a_token_or_a_password(prometheus):
+    secured = '{job=~"with.+"}'
+    up = {"with token": 1.0, "with password": 1.0, "without": 0.0}
+    assert eventually(lambda: values_by_job(prometheus, f"up{secured}") == up, pause=0.2)
+    active = {"with token": 1.0, "with password": 1.0}
+    assert values_by_job(prometheus, f"{RUN_ACTIVE.name}{secured}") == active
 
 
 def values_by_job(prometheus: Prometheus, expression: str) -> dict[str, float]:

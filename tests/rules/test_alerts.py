@@ -24,6 +24,7 @@ from zerowatch.dashboards.alerts.dcgm import dcgm_alerts
 from zerowatch.dashboards.timing import Timing
 
 # The cases by the components whose alerts they are about. All rules take four times as long.
+# A case in which an alert fires has only that alert; the slow tests check that no other does.
 BY_COMPONENTS = {
     ("communication",): communication.CASES,
     ("training",): (*liveness.CASES, *numerics.CASES),
@@ -35,18 +36,22 @@ BY_COMPONENTS = {
 }
 CASES = tuple(case for cases in BY_COMPONENTS.values() for case in cases)
 HARDWARE = (*hardware.CASES, *dcgm.CASES)
-# promtool takes a second for an hour of history. Longer ones belong to make test-all.
-LONG_SECONDS = 35 * 60
+# promtool takes a second for an hour of history. Longer ones belong to make test-all, earlier if
+# nothing fires: such a case has all alerts of its components.
+LONG_SECONDS, LONG_SECONDS_OF_ALL_ALERTS = 35 * 60, 20 * 60
 OF_NAME = {alert.name: alert for alert in (*alerts(Timing()), *dcgm_alerts(Timing()))}
 NAMES = list(OF_NAME)
 
 
 def marks(case: Case) -> list[pytest.MarkDecorator]:
-    """Return the marker of long histories, but for the first in which an alert fires."""
+    """Return the marker of long histories, but for the first of each alert and a normal end."""
     same = [each for each in (*CASES, *HARDWARE) if each.alert.get("alertname")]
     first = {each.alert["alertname"]: each for each in reversed(same)}
-    must_run = case is first.get(case.alert.get("alertname", ""))
-    is_long = seconds(case.recovers_at or case.until) > LONG_SECONDS
+    must_run = (
+        case is first.get(case.alert.get("alertname", "")) or case is liveness.NORMAL_ENDS[-1]
+    )
+    limit = LONG_SECONDS if case.alert else LONG_SECONDS_OF_ALL_ALERTS
+    is_long = seconds(case.recovers_at or case.until) > limit
     return [pytest.mark.slow] if is_long and not must_run else []
 
 
@@ -58,8 +63,10 @@ def marks(case: Case) -> list[pytest.MarkDecorator]:
         for case in cases
     ],
 )
-def test_alerts(components, case, component_rules, tmp_path):
-    assert failures(component_rules(*components), [case.test()], tmp_path) == ""
+def test_alerts(components, case, some_rules, tmp_path):
+    rules = some_rules(*components, only=case.alert.get("alertname", ""))
+
+    assert failures(rules, [case.test()], tmp_path) == ""
 
 
 @pytest.mark.slow
@@ -68,11 +75,19 @@ def test_no_other_alert_fires(case, alert_rules, tmp_path):
     assert failures(alert_rules, [case.test()], tmp_path) == ""
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", HARDWARE, ids=lambda case: case.title)
+def test_no_other_alert_fires_on_hardware(case, some_rules, tmp_path):
+    assert failures(some_rules("devices"), [case.test()], tmp_path) == ""
+
+
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=case.title, marks=marks(case)) for case in HARDWARE]
 )
-def test_alerts_on_hardware(case, hardware_rules, tmp_path):
-    assert failures(hardware_rules, [case.test()], tmp_path) == ""
+def test_alerts_on_hardware(case, some_rules, tmp_path):
+    rules = some_rules("devices", only=case.alert.get("alertname", ""))
+
+    assert failures(rules, [case.test()], tmp_path) == ""
 
 
 def test_the_watchdog_fires_without_any_series(alert_rules, tmp_path):

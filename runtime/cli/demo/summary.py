@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ....metrics.catalog.labels import NON_TRAINING_PHASES
 from ....metrics.step_record import CollectiveTotals, StepRecord
 from ....metrics.thresholds import DATA_RATIO_HIGH, DEVICE_UTILIZATION_LOW, EXPOSED_COMM_RATIO_HIGH
 from .launch_ranks import display_path
 
 LAST_STEPS = 10  # the final loss is their mean, because batches differ; at most half the run
-NOT_TRAINING = ("eval", "checkpoint")  # phases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,7 @@ def _phase_seconds(records: Sequence[StepRecord]) -> dict[str, float]:
     total: Counter[str] = Counter()
     for record in records:
         total.update(record.phase_seconds)
-    return {phase: seconds for phase, seconds in total.items() if phase not in NOT_TRAINING}
+    return {phase: seconds for phase, seconds in total.items() if phase not in NON_TRAINING_PHASES}
 
 
 def _collectives(records: Sequence[StepRecord]) -> dict[str, CollectiveTotals]:

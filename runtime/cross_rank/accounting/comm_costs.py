@@ -11,6 +11,7 @@ from ....metrics.catalog.labels import OPS, OWN_GROUP, PHASES
 from ....metrics.recorder import Recorder
 from ...collectives.collective_table import POINT_TO_POINT
 from ...collectives.groups import CollectiveCall, RankSet
+from ...common.phase_timer import NON_TRAINING
 from .call_sequence import UNEVEN
 from .link_estimate import Link, LinkEstimate
 
@@ -85,7 +86,8 @@ class CostTotals:
     """Seconds since the last publication, by group role and by cause.
 
     A matched or estimated call is added to every total. A call whose wait is unknown is added to
-    the exposed time only.
+    the exposed time only. Calls of evaluations and checkpoints block no training: their exposed
+    time and its causes are 0, as the training time that they are compared with excludes them.
 
     Attributes:
         exposed: Seconds in which calls blocked training, by group role.
@@ -103,7 +105,7 @@ class CostTotals:
 
     def add_exposed(self, call: CollectiveCall) -> None:
         """Add the exposed time of a call."""
-        role, seconds = call.group.role, call.exposed_ns / 1e9
+        role, seconds = call.group.role, _exposed_seconds(call)
         self.exposed[role] += seconds
         if role == OWN_GROUP:  # these calls are synchronous, so the time is all in one phase
             self.own_exposed[PHASES[call.phase]] += seconds
@@ -280,12 +282,12 @@ class CommCosts:
         totals: CostTotals,
         volume_ratio: float | None,
     ) -> None:
-        role, exposed = call.group.role, call.exposed_ns / 1e9
+        role = call.group.role
         totals.wait[role] += wait
         totals.transfer[role] += duration - wait
         totals.add_exposed(call)
         totals.causes.add(
-            exposed=exposed,
+            exposed=_exposed_seconds(call),
             duration=duration,
             wait=wait,
             base_latency=self.link.latency if self.link else 0.0,
@@ -312,6 +314,10 @@ class CommCosts:
         recent.append(call.duration_ns / 1e9)
         self._estimate.add(call.payload_bytes, min(recent))
         self._is_stale = True
+
+
+def _exposed_seconds(call: CollectiveCall) -> float:
+    return 0.0 if call.phase in NON_TRAINING else call.exposed_ns / 1e9
 
 
 def bus_bandwidth(calls: list[tuple[float, float]]) -> float | None:

@@ -10,12 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ....metrics.catalog import communication, devices, memory, overhead, training
-from ....metrics.catalog.labels import CAUSE, COMPARED_PHASES, OWN_GROUP, PHASES
+from ....metrics.catalog.labels import (
+    CAUSE,
+    COMPARED_PHASES,
+    NON_TRAINING_PHASES,
+    OWN_GROUP,
+    PHASES,
+)
 from ....metrics.catalog.spec import MetricSpec
 from ....metrics.recorder import Snapshot
 
 CPU = "cpu"
-NOT_TRAINING = ("eval", "checkpoint")
 _WORLD_SIZE = training.RUN_INFO.label_names.index("world_size")
 
 
@@ -94,7 +99,9 @@ def metrics_between(before: Snapshot, after: Snapshot) -> MetricsDelta:
     if None in updated or updated[0] == updated[1]:
         return MetricsDelta(stale=True)
     phases = {phase: interval.increase(training.PHASE_SECONDS, phase) for phase in PHASES}
-    counted = known_values({phase: phases[phase] for phase in PHASES if phase not in NOT_TRAINING})
+    counted = known_values(
+        {phase: phases[phase] for phase in PHASES if phase not in NON_TRAINING_PHASES}
+    )
     seconds = sum(counted.values())
     reading = MetricsDelta(
         seconds=seconds or None,

@@ -11,7 +11,8 @@ import sys
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from fakes.scraper import eventually
 from package_tree import ROOT
 from require import program
 from rules.expressions import OF_SERVERS
+from scripts.launching import SCRIPTS
 from servers.free_port import free_port
 
 from zerowatch.dashboards.stack import native_stack
@@ -78,9 +80,9 @@ class Stack:
             f"{name}_PORT": str(free_port()) for name in ("PROMETHEUS", "ALERTMANAGER", "ALERT_LOG")
         }
 
-    def run(self, *words: str) -> str:
+    def run(self, *words: str, command: Sequence[str | Path] = COMMAND) -> str:
         done = subprocess.run(
-            [*COMMAND, *words, "--native"],
+            [*command, *words, "--native"],
             cwd=self.folder,
             env=os.environ | self.environment,
             capture_output=True,
@@ -109,25 +111,111 @@ class Stack:
         return [Child(**note) for note in notes]
 
 
+class Hostile(BaseHTTPRequestHandler):
+    """Serves names and labels that are not its own, and records the requested paths."""
+
+    paths: ClassVar[set[str]] = set()
+    TEXT = """zerowatch_run_active{rank="7",run="other",job="prometheus"} 1
+ALERTS{alertname="ZerowatchWatchdog",alertstate="firing"} 1
+up{job="zerowatch"} 1
+"""
+
+    def do_GET(self) -> None:
+        self.paths.add(self.path)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4")
+        self.end_headers()
+        self.wfile.write(self.TEXT.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log no requests."""
+
+
+HOSTILE_LABELS = {
+    "run": "hostile",
+    "rank": "3",
+    "node": "here",
+    "job": "prometheus",
+    "severity": "critical",
+    "instance": "of-another",
+    "__metrics_path__": "/admin/delete",
+    "__param_token": "secret",
+    "__scrape_interval__": "1h",
+}
+
+
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     program("prometheus", apt="prometheus")
     program("prometheus-alertmanager", apt="prometheus-alertmanager")
     commands = Stack(tmp_path_factory.mktemp("work"))
-    commands.run("up")
+    commands.run("up", command=(sys.executable, SCRIPTS / "quick_stack.py"))
     yield commands
     commands.run("down")
 
 
-def test_a_run_that_starts_later_is_found_and_its_end_differs_from_a_crash(stack: Stack) -> None:
-    before = stack.status()
-    with contextlib.closing(Ranks(stack.folder / "runs")) as ranks:
-        found = eventually(lambda: "".join(stack.status()).count(": up, http") == 2, pause=0.2)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """Runs that start together, since Prometheus reads its targets every five seconds at most.
+
+    Attributes:
+        before: The status before them.
+        ranks: The two ranks of the run night-7.
+        hostile: The address of a run that serves names and labels which are not its own.
+    """
+
+    before: list[str]
+    ranks: Ranks
+    hostile: str
+
+
+@pytest.fixture(scope="module")
+def runs(stack: Stack) -> Iterator[Runs]:
+    """Start the runs night-7, killed (another run serves at its address) and hostile."""
+    before, folder = stack.status(), stack.folder / "runs"
+    with contextlib.ExitStack() as closing:
+        recorder = Recorder()
+        recorder.set(RUN_ACTIVE, 1)
+        another = MetricsServer(
+            recorder=recorder,
+            rank=0,
+            local_rank=0,
+            settings=ServeSettings(port=0),
+            targets=None,
+            make_thread=FailOpen().thread,
+            serves_run="another-folders".__eq__,
+        )
+        closing.callback(another.close)
+        entry = {"address": str(another.start()), "host": "here"}
+        hostile = closing.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Hostile))
+        threading.Thread(target=hostile.serve_forever, daemon=True).start()
+        closing.callback(hostile.shutdown)
+        address = f"127.0.0.1:{hostile.server_port}"
+        for name, targets in {
+            "killed": [_target("killed", 0, entry)],
+            "hostile": [{"targets": [address], "labels": HOSTILE_LABELS}],
+        }.items():
+            (folder / name).mkdir(parents=True)
+            (folder / name / "targets.json").write_text(json.dumps(targets))
+        ranks = closing.enter_context(contextlib.closing(Ranks(folder)))
+        yield Runs(before=before, ranks=ranks, hostile=address)
+
+
+def test_a_run_that_starts_later_is_found_and_its_end_differs_from_a_crash(
+    stack: Stack, runs: Runs
+) -> None:
+    def is_up(run: str) -> int:
+        return len(
+            [each for each in stack.status() if each.startswith(f"run {run}") and ": up, " in each]
+        )
+
+    with contextlib.closing(runs.ranks) as ranks:
+        found = eventually(lambda: is_up("night-7") == 2, pause=0.2)
         ranks.recorders[0].set(RUN_ACTIVE, 0)
         end_was_read = eventually(lambda: stack.query(f"{RUN_ACTIVE.name} == 0"), pause=0.2)
-    none_up = eventually(lambda: ": up, http" not in "".join(stack.status()), pause=0.2)
+    none_up = eventually(lambda: is_up("night-7") == 0, pause=0.2)
 
-    assert any("no folder in" in line for line in before)
+    assert any("no folder in" in line for line in runs.before)
     assert found, stack.status()
     assert end_was_read
     assert none_up, stack.status()
@@ -136,34 +224,16 @@ def test_a_run_that_starts_later_is_found_and_its_end_differs_from_a_crash(stack
     assert "connection refused (nothing listens there" in down
 
 
+@pytest.mark.usefixtures("runs")
 def test_metrics_of_another_run_at_an_address_are_not_stored_under_the_old_run(
     stack: Stack,
 ) -> None:
-    recorder = Recorder()
-    recorder.set(RUN_ACTIVE, 1)
-    server = MetricsServer(
-        recorder=recorder,
-        rank=0,
-        local_rank=0,
-        settings=ServeSettings(port=0),
-        targets=None,
-        make_thread=FailOpen().thread,
-        serves_run=lambda run: run == "another-folders",
-    )
-    with contextlib.closing(server):
-        entry = {"address": str(server.start()), "host": "here"}
-        folder = stack.folder / "runs" / "killed"
-        folder.mkdir(parents=True)
-        (folder / "targets.json").write_text(json.dumps([_target("killed", 0, entry)]))
-        refused = eventually(
-            lambda: "run killed rank 0: DOWN" in "".join(stack.status()), pause=0.2
-        )
-        stored = stack.query(f'{RUN_ACTIVE.name}{{run="killed"}}')
+    refused = eventually(lambda: "run killed rank 0: DOWN" in "".join(stack.status()), pause=0.2)
 
     assert refused, stack.status()
     (line,) = [line for line in stack.status() if line.startswith("run killed")]
     assert "another run or program serves at that address" in line
-    assert stored == []
+    assert stack.query(f'{RUN_ACTIVE.name}{{run="killed"}}') == []
 
 
 def test_status_lists_the_processes_and_no_failing_rule(stack: Stack) -> None:
@@ -236,54 +306,19 @@ def test_the_servers_export_the_metrics_on_which_alerts_rely(stack: Stack) -> No
             assert series["metric"].keys() - {"__name__"} <= labels
 
 
-class Hostile(BaseHTTPRequestHandler):
-    """Serves names and labels that are not its own, and records the requested paths."""
-
-    paths: ClassVar[set[str]] = set()
-    TEXT = """zerowatch_run_active{rank="7",run="other",job="prometheus"} 1
-ALERTS{alertname="ZerowatchWatchdog",alertstate="firing"} 1
-up{job="zerowatch"} 1
-"""
-
-    def do_GET(self) -> None:
-        self.paths.add(self.path)
-        self.send_response(200)
-        self.send_header("Content-Type", "text/plain; version=0.0.4")
-        self.end_headers()
-        self.wfile.write(self.TEXT.encode())
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Log no requests."""
-
-
-def test_a_job_cannot_choose_its_path_its_labels_or_names_of_others(stack: Stack) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hostile) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        labels = {
-            "run": "hostile",
-            "rank": "3",
-            "node": "here",
-            "job": "prometheus",
-            "severity": "critical",
-            "instance": "of-another",
-            "__metrics_path__": "/admin/delete",
-            "__param_token": "secret",
-            "__scrape_interval__": "1h",
-        }
-        address = f"127.0.0.1:{server.server_port}"
-        folder = stack.folder / "runs" / "hostile"
-        folder.mkdir(parents=True)
-        (folder / "targets.json").write_text(json.dumps([{"targets": [address], "labels": labels}]))
-
-        own = {"job": "zerowatch", "run": "hostile", "rank": "3", "node": "here"}
-        assert eventually(lambda: stack.query('zerowatch_run_active{run="hostile"}'), pause=0.2)
-        (active,) = stack.query('zerowatch_run_active{run="hostile"}')
-        stored = stack.query(f'{{instance="{address}", __name__!~"scrape_.+|zerowatch_.+"}}')
-        server.shutdown()
+def test_a_job_cannot_choose_its_path_its_labels_or_names_of_others(
+    stack: Stack, runs: Runs
+) -> None:
+    own = {"job": "zerowatch", "run": "hostile", "rank": "3", "node": "here"}
+    assert eventually(lambda: stack.query('zerowatch_run_active{run="hostile"}'), pause=0.2)
+    (active,) = stack.query('zerowatch_run_active{run="hostile"}')
+    stored = stack.query(
+        f'{{instance="{runs.hostile}", __name__!~"scrape_.+|zerowatch_.+|run_rank_instance:.+"}}'
+    )
 
     assert active["metric"] == {
         "__name__": "zerowatch_run_active",
-        "instance": address,
+        "instance": runs.hostile,
         **own,
     }
     assert [series["metric"]["__name__"] for series in stored] == ["up"]

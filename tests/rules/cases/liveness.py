@@ -108,6 +108,7 @@ def resumed_elsewhere(*later: Stretch) -> Series:
     return series
 
 
+NORMAL_ENDS = tuple(map(normal_ends, SCRAPE_INTERVALS))
 CASES = (
     Case(
         title="Fires if a run has no steps and no activity",
@@ -140,7 +141,7 @@ CASES = (
         until="19m",
     ),
     # The end of a run.
-    *map(normal_ends, SCRAPE_INTERVALS),
+    *NORMAL_ENDS,
     Case(
         title="Fires if a run dies, and resolves when it answers again",
         series=training_rank(0, (10, 1), (40, GONE), (5, 1))

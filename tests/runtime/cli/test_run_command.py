@@ -6,10 +6,12 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed.run
-from scripts.launching import SCRIPTS, TWO_RANKS, ZEROWATCH, own_lines, start
+from scripts.forked_ranks import start_ranks
+from scripts.launching import SCRIPTS, TWO_RANKS, ZEROWATCH, Finished, own_lines, start
 
 from zerowatch.__main__ import main
 from zerowatch.runtime.cli.run_command import launch
@@ -109,9 +111,14 @@ def test_restarts_with_a_fixed_port_log_a_warning(
     assert ("restarted ranks share a store" in capsys.readouterr().err) is is_warned
 
 
+def launched(*arguments: object, cwd: Path, variables: dict[str, str] | None = None) -> Finished:
+    """Run `zerowatch run ARGUMENTS`, forked from a process that has imported torch."""
+    return start_ranks(1, *RUN, *arguments, cwd=cwd, variables=variables)
+
+
 @pytest.mark.jobs
 def test_every_rank_gets_the_scripts_arguments_and_the_same_run_id(tmp_path):
-    finished = start(*RUN, *TWO_RANKS, COUNT, "--help", "-m", "--nproc-per-node", "9", cwd=tmp_path)
+    finished = launched(*TWO_RANKS, COUNT, "--help", "-m", "--nproc-per-node", "9", cwd=tmp_path)
 
     assert finished.returncode == 0
     lines = sorted(own_lines(finished))
@@ -122,36 +129,28 @@ def test_every_rank_gets_the_scripts_arguments_and_the_same_run_id(tmp_path):
 
 
 @pytest.mark.jobs
-def test_the_users_run_id_is_kept(tmp_path):
+def test_a_module_runs_instead_of_a_script_and_the_users_run_id_is_kept(tmp_path):
+    (tmp_path / "count.py").write_text(COUNT.read_text())
     variables = {"ZEROWATCH_RUN_ID": "night"}
 
-    finished = start(*RUN, "--standalone", COUNT, cwd=tmp_path, variables=variables)
+    finished = launched("--standalone", "-m", "count", "-m", cwd=tmp_path, variables=variables)
 
-    assert "out: run night" in own_lines(finished)
+    assert own_lines(finished) == ["out: rank 0 of 1 args ['-m']", "out: run night"]
 
 
 @pytest.mark.jobs
 def test_the_command_sets_no_run_id_on_several_nodes(tmp_path):
     several = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")
 
-    finished = start(*RUN, *several, "--rdzv-conf", "last_call_timeout=1", COUNT, cwd=tmp_path)
+    finished = launched(*several, "--rdzv-conf", "last_call_timeout=1", COUNT, cwd=tmp_path)
 
     assert "out: run None" in own_lines(finished)
 
 
 @pytest.mark.jobs
-def test_a_module_runs_instead_of_a_script(tmp_path):
-    finished = start(
-        *RUN, "--standalone", "-m", "scripts.cli.count_to_two", "-m", cwd=SCRIPTS.parent
-    )
-
-    assert own_lines(finished)[0] == "out: rank 0 of 1 args ['-m']"
-
-
-@pytest.mark.jobs
 @pytest.mark.parametrize(("way", "code"), [("fail", 7), ("die", 128 + 9)])
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path, way, code):
-    finished = start(*RUN, *TWO_RANKS, COUNT, way, cwd=tmp_path)
+    finished = launched(*TWO_RANKS, COUNT, way, cwd=tmp_path)
 
     assert finished.returncode == code
     assert f"{COUNT} FAILED" in finished.stderr  # torchrun's summary, in the script's name

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from scripts.forked_ranks import start_ranks
 from scripts.launching import (
     DEEPSPEED,
     SCRIPTS,
-    TWO_RANKS,
     ZEROWATCH,
+    Finished,
     own_lines,
     start,
     steps_logged,
@@ -34,41 +36,55 @@ TRAINER = (
 )
 
 
-@pytest.mark.parametrize(
-    ("script", "arguments", "num_steps"),
-    [
-        ("train_tiny.py", (), 5),
-        pytest.param("train_trainer.py", TRAINER, 3, marks=pytest.mark.slow),
-        pytest.param("train_accelerate.py", (), 8, marks=pytest.mark.slow),
-    ],
-)
-def test_a_monitored_script_prints_what_it_prints_unmonitored(
-    tmp_path, script, arguments, num_steps
-):
-    (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
-    job = (SCRIPTS / "cli" / script, *arguments)
-    unmonitored = start_ranks(2, *job, cwd=tmp_path)
-    assert unmonitored.returncode == 0, unmonitored.stderr
-    assert not (tmp_path / "runs").exists()
+def started_as_by_a_launcher(num: int, *job: object, cwd: Path) -> Finished:
+    """Run `python -m zerowatch JOB` on each rank, as launchers do."""
+    return start_ranks(num, "-m", "zerowatch", *job, cwd=cwd)
 
-    finished = start(ZEROWATCH, "run", *TWO_RANKS, *job, cwd=tmp_path)
+
+def launched(num: int, *job: object, cwd: Path) -> Finished:
+    """Run `zerowatch run JOB`; the launcher is forked, and its ranks are started."""
+    command = (ZEROWATCH, "run", "--standalone", "--nproc-per-node", num, *job)
+    return start_ranks(1, *command, cwd=cwd)
+
+
+def assert_that_output_is_unchanged_and_steps_are_logged(
+    run: Callable[..., Finished], num: int, *job: object, steps: int, cwd: Path
+) -> None:
+    unmonitored = start_ranks(num, *job, cwd=cwd)
+    assert unmonitored.returncode == 0, unmonitored.stderr
+    assert not (cwd / "runs").exists()
+
+    finished = run(num, *job, cwd=cwd)
 
     assert finished.returncode == 0, finished.stderr
     assert own_lines(finished) == own_lines(unmonitored) != []
-    steps = list(range(1, num_steps + 1))
-    assert steps_logged(tmp_path) == {"rank-0.jsonl": steps, "rank-1.jsonl": steps}
+    each = list(range(1, steps + 1))
+    assert steps_logged(cwd) == {f"rank-{rank}.jsonl": each for rank in range(num)}
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "steps", "run"),
+    [
+        ("train_tiny.py", (), 5, started_as_by_a_launcher),
+        pytest.param("train_tiny.py", (), 5, launched, marks=pytest.mark.slow),
+        pytest.param("train_trainer.py", TRAINER, 3, launched, marks=pytest.mark.slow),
+        pytest.param("train_accelerate.py", (), 8, launched, marks=pytest.mark.slow),
+    ],
+)
+def test_a_monitored_script_prints_what_it_prints_unmonitored(
+    tmp_path, script, arguments, steps, run
+):
+    (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
+    job = (SCRIPTS / "cli" / script, *arguments)
+
+    assert_that_output_is_unchanged_and_steps_are_logged(run, 2, *job, steps=steps, cwd=tmp_path)
 
 
 def test_a_script_that_imports_names_from_deepspeed_is_monitored(tmp_path):
     script = SCRIPTS / "cli" / "train_from_import.py"
-    unmonitored = start_ranks(1, script, cwd=tmp_path)
 
-    # Not forked: what was imported before would be wrapped in place.
-    finished = start(ZEROWATCH, "run", "--standalone", script, cwd=tmp_path)
-
-    assert finished.returncode == 0, finished.stderr
-    assert own_lines(finished) == own_lines(unmonitored) != []
-    assert steps_logged(tmp_path) == {"rank-0.jsonl": [1, 2, 3, 4]}
+    # Its rank is not forked: what was imported before would be wrapped in place.
+    assert_that_output_is_unchanged_and_steps_are_logged(launched, 1, script, steps=4, cwd=tmp_path)
 
 
 @pytest.fixture
@@ -77,6 +93,7 @@ def free_port():
         return free.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_the_deepspeed_launcher_starts_a_monitored_script_by_module(tmp_path, free_port):
     job = ("--num_gpus", "2", "--master_port", free_port, "--module", "zerowatch")
 

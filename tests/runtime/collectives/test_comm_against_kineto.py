@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from typing import Any
 
 import pytest
 from chosen_cases import chosen, tiers
 from scripts.forked_ranks import start_ranks
-from scripts.launching import SCRIPTS, start
+from scripts.launching import SCRIPTS
 
 pytestmark = pytest.mark.jobs
 
@@ -59,13 +58,8 @@ def bytes_sent(
 ) -> dict[str, dict[str, list[float]]]:
     folder = tmp_path_factory.mktemp("wire")
 
-    finished = start(
-        sys.executable,
-        SCRIPTS / "collectives" / "wire_bytes.py",
-        folder / "figures.json",
-        *chosen(request, "ranks"),
-        cwd=folder,
-    )
+    script, file = SCRIPTS / "collectives" / "wire_bytes.py", folder / "figures.json"
+    finished = start_ranks(1, script, file, *chosen(request, "ranks"), cwd=folder)
 
     if "no private network" in finished.stderr:
         pytest.skip(finished.stderr.strip())

@@ -15,8 +15,11 @@ from zerowatch.errors import DsConfigError, SettingsError
 from zerowatch.runtime.common.ds_config import read_zerowatch_block, training_config, zero_stage
 from zerowatch.runtime.common.ds_config_errors import explain_config_error, warn_of_misspelled_keys
 
-# DeepSpeed leaves the file that it reads open.
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+pytestmark = [
+    # DeepSpeed leaves the file that it reads open.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.usefixtures("frozen_imports"),
+]
 
 
 def explain(config):

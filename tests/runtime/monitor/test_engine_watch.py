@@ -3,10 +3,6 @@
 Covers `comparison_monitor.py`, `device_sampler.py`, `device_scalar.py`,
 `engine_instrumentation.py`, `memory_monitor.py`, `overhead_metrics.py`, `raw_step.py`,
 `watch_context.py` and `watch_thread.py`.
-
-Covers `comparison_monitor.py`, `device_sampler.py`, `device_scalar.py`,
-`engine_instrumentation.py`, `memory_monitor.py`, `overhead_metrics.py`, `raw_step.py`,
-`watch_context.py` and `watch_thread.py`.
 """
 
 from __future__ import annotations
@@ -30,6 +26,7 @@ HELPERS = {
     "wait_until",
     "own_threads",
     "run_in_fork",
+    "run_to_its_end",
     "free_port",
 }
 CHECKS = [

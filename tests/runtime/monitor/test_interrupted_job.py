@@ -26,7 +26,7 @@ from scripts.launching import SCRIPTS, TIMEOUT_SECONDS, TWO_RANKS, ZEROWATCH, en
 pytestmark = pytest.mark.jobs
 
 # A rank waits for 1.2 intervals of a scraper, if its last scrape is at most 3 intervals ago.
-INTERVAL_SECONDS = 6.0
+INTERVAL_SECONDS = 3.0
 SCRIPT = SCRIPTS / "monitor" / "train_until_killed.py"
 RUN = {"ZEROWATCH_RUN_ID": "stopped"}
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from chosen_cases import chosen, tiers
 from scripts.separate_ranks import RankResult, run_apart
 
 pytestmark = pytest.mark.jobs
 
-STAGES = ["stage 0", "stage 2", "stage 3"]
+STAGES = tiers(["stage 0", "stage 2", "stage 3"], quick=["stage 0", "stage 3"])
 OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 REASONS = {
     "refused": "no room",
@@ -28,12 +29,16 @@ SECONDS_TO_RAISE = 60.0  # half a second where nobody else uses the machine; glo
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[RankResult]:
+def two_ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[RankResult]:
     folder = tmp_path_factory.mktemp("faults")
+    stages = sorted(chosen(request, "stage")) or ["stage 3"]
+    numbers = ",".join(stage.removeprefix("stage ") for stage in stages)
     ranks = run_apart(
-        "tuner/tuner_faults_job.py", folder, world_size=2, arguments=("0,2,3", "apply")
+        "tuner/tuner_faults_job.py", folder, world_size=2, arguments=(numbers, "apply")
     )
-    assert all("stage 3" in rank.report for rank in ranks), ranks[0].output_tail
+    assert all(stages[-1] in rank.report for rank in ranks), ranks[0].output_tail
     return ranks
 
 
@@ -63,15 +68,18 @@ def test_if_a_rank_dies_the_other_raises_and_is_as_before(two_ranks):
     check_survivor(survivor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [*ON_THREE_RANKS, REBUILT_ON_THREE])
 def test_after_a_fault_on_one_of_three_ranks_all_are_as_before(three_ranks, fault: str):
     check_fault([rank.report["stage 2"][fault] for rank in three_ranks], REASONS[fault])
 
 
+@pytest.mark.slow
 def test_three_ranks_continue_bitwise_equal(three_ranks):
     assert [rank.report["stage 2"]["bitwise"] for rank in three_ranks] == [True] * 3
 
 
+@pytest.mark.slow
 def test_if_one_of_three_dies_both_others_raise_and_are_as_before(three_ranks):
     *survivors, dead = three_ranks
 

@@ -62,19 +62,14 @@ class NvmlLibrary:
         monkeypatch.delitem(sys.modules, "pynvml", raising=False)
         self.pynvml: Any = importlib.import_module("pynvml")
         monkeypatch.setitem(sys.modules, "pynvml", self.pynvml)
-        self._library = ctypes.CDLL(str(_compiled()))
-        # On a machine with a GPU, the name of the library would find NVIDIA's own.
-        self.pynvml.nvmlLib = self._library
+        self._library = load(self.pynvml, compiled())
         self._before = self._counters()
         self.script(HEALTHY)
 
     def script(self, figures: Mapping[str, object]) -> None:
         """Change answers. A figure that is None is not supported from now on."""
         self._figures |= figures
-        lines = [f"{key} {value}\n" for key, value in self._figures.items() if value is not None]
-        draft = self._script.with_suffix(".draft")
-        draft.write_text("".join(lines))
-        os.replace(draft, self._script)
+        write_answers(self._script, self._figures)
 
     @property
     def left_open(self) -> tuple[int, int]:
@@ -88,8 +83,26 @@ class NvmlLibrary:
         return opened, sets
 
 
+def load(pynvml: Any, library: Path) -> ctypes.CDLL:
+    """Let a module pynvml use the library; return it.
+
+    On a machine with a GPU, the name of the library would find NVIDIA's own.
+    """
+    pynvml.nvmlLib = ctypes.CDLL(str(library))
+    return pynvml.nvmlLib
+
+
+def write_answers(script: Path, figures: Mapping[str, object]) -> None:
+    """Write what the library answers from now on. A figure that is None is not supported."""
+    lines = [f"{key} {value}\n" for key, value in figures.items() if value is not None]
+    draft = script.with_suffix(".draft")
+    draft.write_text("".join(lines))
+    os.replace(draft, script)
+
+
 @cache
-def _compiled() -> Path:
+def compiled() -> Path:
+    """Return the path of the compiled library."""
     library = Path(mkdtemp(prefix="zerowatch-nvml-")) / "libnvidia-ml.so.1"
     flags = ("-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror")
     subprocess.run(["gcc", *flags, "-o", str(library), str(SOURCE)], check=True)

@@ -31,9 +31,11 @@ class FakeGroup:
     def wire_factor(self, op: int, payload_bytes: int) -> float:
         return wire_factor(OPS[op], self.backend, self.size, payload_bytes)
 
-    def issue(self, op: str = "all_reduce", size: int = 1000) -> CollectiveCall:
+    def issue(
+        self, op: str = "all_reduce", size: int = 1000, phase: str = "backward"
+    ) -> CollectiveCall:
         """Issue a call that is in flight."""
-        call = CollectiveCall(OPS.index(op), self, size, torch.float32, PHASES.index("backward"))
+        call = CollectiveCall(OPS.index(op), self, size, torch.float32, PHASES.index(phase))
         if op not in POINT_TO_POINT:
             self.rank_set.issued += 1
             call.sequence = self.rank_set.issued
@@ -56,9 +58,10 @@ class FakeGroup:
         size: int = 1000,
         ms: float = 1.0,
         exposed_ms: float | None = None,
+        phase: str = "backward",
     ) -> CollectiveCall:
         """Issue a call and end it."""
-        return self.settle(self.issue(op, size), ms, exposed_ms)
+        return self.settle(self.issue(op, size, phase), ms, exposed_ms)
 
 
 class FakeGroups:

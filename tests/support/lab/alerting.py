@@ -1,11 +1,12 @@
 """A real Prometheus and Alertmanager with the shipped rules, and the history of each alert.
 
-with alerting(folder, Timing(scale=1 / 30), [targets_url]) as monitoring:
+with alerting(folder, Timing(scale=1 / 15), targets) as monitoring:
     monitoring.alerts.poll()
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -17,30 +18,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from fakes.scraper import eventually
 from require import program
 from servers.free_port import free_port
 from servers.prometheus_server import Prometheus
 
 from zerowatch.dashboards.prometheus_files import rule_files
+from zerowatch.dashboards.stack.prometheus_config import prometheus_configuration
 from zerowatch.dashboards.timing import Timing
 
 STARTING_SECONDS = 30.0
 LOOK_SECONDS = 0.5
 GRAFANA, RUNBOOK = "http://grafana.example.org", "http://runbook.example.org/page"
-CONFIG = """
-global:
-  scrape_interval: 1s
-  scrape_timeout: 1s
-  evaluation_interval: 1s
-  external_labels: {{zerowatch_grafana: "{grafana}", zerowatch_runbook: "{runbook}"}}
-rule_files: [prometheus/*.yaml]
-alerting: {{alertmanagers: [{{static_configs: [{{targets: ["{alertmanager}"]}}]}}]}}
-scrape_configs:
-  - job_name: zerowatch
-    honor_labels: true
-{discovery}
-"""
+# Between two scrapes, and between two evaluations: 15 s at the scale 1/15.
+INTERVAL = "1s"
 
 
 @dataclass
@@ -49,14 +41,14 @@ class Spell:
 
     Attributes:
         seen: By the monotonic clock; `gone` too, None while it lasts.
-        silenced: Whether another alert silenced it, at any time.
+        was_heard: Whether no other alert inhibited it, at any time.
     """
 
     labels: dict[str, str]
     annotations: dict[str, str]
     seen: float
     gone: float | None = None
-    silenced: bool = False
+    was_heard: bool = False
 
 
 @dataclass
@@ -78,7 +70,7 @@ class AlertHistory:
                 self._lasting[name] = spell
                 self.spells.append(spell)
             self._lasting[name].annotations = alert["annotations"]
-            self._lasting[name].silenced |= bool(alert["status"]["inhibitedBy"])
+            self._lasting[name].was_heard |= not alert["status"]["inhibitedBy"]
 
     def find(self, alert: str, *, since: float, **labels: str) -> Spell | None:
         """Return the first spell of an alert that began since then; None if there is none."""
@@ -119,20 +111,20 @@ class Monitoring:
     alerts: AlertHistory
     log: Path
 
-    def sent(self, status: str, alert: str) -> list[str]:
-        """Return the lines that the receiver wrote of an alert, "FIRING" or "RESOLVED"."""
+    def sent(self, run: str) -> list[str]:
+        """Return the lines that the receiver wrote about a run."""
         lines = self.log.read_text().splitlines()
-        return [line for line in lines if {status, alert} <= set(line.split(" | ")[0].split())]
+        return [line for line in lines if f"run={run}" in line.split(" | ")[0].split()]
 
 
 @contextmanager
-def alerting(folder: Path, timing: Timing, targets: Sequence[str | Path]) -> Iterator[Monitoring]:
+def alerting(folder: Path, timing: Timing, targets: Path) -> Iterator[Monitoring]:
     """Start the servers on free ports of loopback, and end them.
 
     Args:
         folder: An empty folder for their files.
         timing: The rules' windows.
-        targets: Target lists of runs: addresses, which need not answer yet, or files.
+        targets: The file with the targets of all runs, in the format of file_sd.
     """
     binary = program("prometheus-alertmanager", apt="prometheus-alertmanager")
     log_port, address = free_port(), f"127.0.0.1:{free_port()}"
@@ -148,9 +140,7 @@ def alerting(folder: Path, timing: Timing, targets: Sequence[str | Path]) -> Ite
         f"--web.listen-address={address}",
         "--cluster.listen-address=",
     )
-    config = CONFIG.format(
-        alertmanager=address, discovery=_discovery(targets), grafana=GRAFANA, runbook=RUNBOOK
-    )
+    config = yaml.safe_dump(_configuration(folder, targets, address))
     with (
         _process(receiver, log),
         _process(server, folder / "alertmanager.log"),
@@ -163,12 +153,27 @@ def alerting(folder: Path, timing: Timing, targets: Sequence[str | Path]) -> Ite
         yield Monitoring(prometheus=prometheus, alerts=history, log=log)
 
 
-def _discovery(targets: Sequence[str | Path]) -> str:
-    addresses = [target for target in targets if isinstance(target, str)]
-    files = [str(target) for target in targets if isinstance(target, Path)]
-    http = [{"url": address, "refresh_interval": "2s"} for address in addresses]
-    listed = [{"files": files, "refresh_interval": "1s"}] if files else []
-    return f"    http_sd_configs: {json.dumps(http)}\n    file_sd_configs: {json.dumps(listed)}"
+def _configuration(folder: Path, targets: Path, alertmanager: str) -> dict[str, Any]:
+    """Return the shipped configuration with shorter intervals, and without Prometheus' own jobs."""
+    config = prometheus_configuration(
+        rules=folder / "prometheus",
+        targets=targets,
+        prometheus="",
+        alertmanager=alertmanager,
+        runbook=RUNBOOK,
+    )
+    config["global"]["external_labels"]["zerowatch_grafana"] = GRAFANA
+    config["global"] |= {
+        "scrape_interval": INTERVAL,
+        "scrape_timeout": INTERVAL,
+        "evaluation_interval": INTERVAL,
+    }
+    ranks = copy.deepcopy(config["scrape_configs"][0])
+    ranks["file_sd_configs"][0]["refresh_interval"] = INTERVAL
+    for rule in ranks["relabel_configs"]:
+        if rule.get("target_label") in ("__scrape_interval__", "__scrape_timeout__"):
+            rule["replacement"] = INTERVAL
+    return {**config, "scrape_configs": [ranks]}
 
 
 def _answers(history: AlertHistory) -> bool:

@@ -65,7 +65,7 @@ def two_hosts(
     Args:
         rate: The link's bandwidth as tc spells it, such as "200mbit"; None leaves it fast.
         managed: Whether each host gets its own line to this machine.
-        number: Tells several pairs of hosts apart, from 0 to 99.
+        number: From 0 to 99; pairs of hosts at the same time need different ones.
     """
     prefix = f"zw{os.getpid()}r{number}"
     hosts = [
@@ -108,6 +108,11 @@ def throttle(hosts: Sequence[Host], rate: str | None) -> None:
         else:
             shape = ("rate", rate, "burst", BURST, "latency", QUEUE)
             _run(*host.command("tc", "qdisc", "replace", *queue, "tbf", *shape))
+
+
+def cut(host: Host) -> None:
+    """Take a host off the link. Nothing closes its connections: the other host waits for it."""
+    _run(*host.command("ip", "link", "set", host.device, "down"))
 
 
 def run_on_both(

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.run
+from scripts.forked_ranks import start_ranks
 from scripts.launching import ZEROWATCH, start
 
 from zerowatch.errors import CommandLineError
@@ -20,11 +23,16 @@ from zerowatch.runtime.cli.demo.launch_ranks import launch_demo
 from zerowatch.runtime.cli.demo.model import ByteGpt, GptConfig
 from zerowatch.runtime.instrumentation.flops import flops_terms
 
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
-def test_the_text_is_the_source_of_this_python_and_the_same_each_time():
+
+@pytest.fixture(scope="module")
+def text():
+    return standard_library_text()
+
+
+def test_the_text_is_the_source_of_this_python_and_the_same_each_time(text):
     sources = Path(sysconfig.get_path("stdlib"))
-
-    text = standard_library_text()
 
     assert bytes(text[:1000].tolist()) == (sources / "__future__.py").read_bytes()[:1000]
     assert 2**20 < len(text) <= MAX_BYTES
@@ -56,10 +64,10 @@ def test_each_label_is_the_byte_that_follows():
     assert batches[0]["labels"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 
-def test_the_model_has_the_documented_size_and_starts_at_a_uniform_prediction(seed):
+def test_the_model_has_the_documented_size_and_starts_at_a_uniform_prediction(seed, text):
     torch.manual_seed(seed)
     model = ByteGpt()
-    sequences = NextByteSequences(standard_library_text(), model.config.max_position_embeddings)
+    sequences = NextByteSequences(text, model.config.max_position_embeddings)
 
     loss = model(**{name: tensor[None] for name, tensor in sequences[7].items()})
 
@@ -112,22 +120,58 @@ def test_more_processes_than_gpus_raise_an_error(monkeypatch):
         launch_demo(steps=1, num_processes=2, stage=2)
 
 
+def test_the_demo_starts_its_job_on_each_rank_with_the_options(monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(torch.distributed.run, "main", started.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for name in ("OMP_NUM_THREADS", "DS_ACCELERATOR", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+
+    code = launch_demo(steps=6, num_processes=3, stage=1)
+
+    assert code == 0
+    assert started == [
+        [
+            *("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=3"),
+            *("-m", "zerowatch.runtime.cli.demo.job", "--steps=6", "--stage=1"),
+        ]
+    ]
+    assert int(os.environ["OMP_NUM_THREADS"]) >= 1
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
+    assert "ZeRO-1, 3 processes on CPU, 6 steps" in capsys.readouterr().out
+
+
 @pytest.mark.jobs
 def test_two_ranks_train_and_the_summary_names_the_run_log(tmp_path):
-    without_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+    finished = start_ranks(
+        *(2, "-m", "zerowatch.runtime.cli.demo.job", "--steps", "6", "--stage", "1"),
+        cwd=tmp_path,
+        variables=WITHOUT_GPU,
+    )
 
+    assert_is_trained(finished, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.jobs
+def test_the_command_trains_on_two_ranks(tmp_path):
     finished = start(
         *(ZEROWATCH, "demo", "--steps", "6", "--nproc", "2", "--stage", "1"),
         cwd=tmp_path,
-        variables=without_gpu,
+        variables=WITHOUT_GPU,
     )
 
-    assert finished.returncode == 0
+    assert_is_trained(finished, tmp_path)
+
+
+def assert_is_trained(finished, folder):
+    assert finished.returncode == 0, finished.stderr
     assert all("tuner: on, observing" in line for line in finished.stderr.splitlines())
     assert finished.stdout.count("/metrics\n") == 2
     assert "Time of 6 steps by phase (rank 0 of 2)" in finished.stdout
-    (log,) = tmp_path.glob("runs/*/rank-0.jsonl")
-    assert str(log.relative_to(tmp_path)) in finished.stdout
+    (log,) = folder.glob("runs/*/rank-0.jsonl")
+    assert str(log.relative_to(folder)) in finished.stdout
     steps = [json.loads(line) for line in log.read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5

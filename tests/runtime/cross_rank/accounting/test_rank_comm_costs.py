@@ -10,6 +10,7 @@ from fakes.accounted_rank import PATIENCE, AccountedRank
 from fakes.rank_sets import FakeGroup
 
 from zerowatch.metrics.catalog import communication
+from zerowatch.metrics.catalog.labels import NON_TRAINING_PHASES
 from zerowatch.runtime.collectives.groups import RECENT_CALLS
 from zerowatch.runtime.cross_rank.accounting import call_sequence as call_sequence
 from zerowatch.runtime.cross_rank.accounting.call_sequence import CallSequence
@@ -90,6 +91,21 @@ def test_exposed_and_causes_are_published_together(rank: AccountedRank) -> None:
 
     assert before == (0, 0)
     assert after == pytest.approx((10, 10))
+
+
+@pytest.mark.parametrize("phase", NON_TRAINING_PHASES)
+def test_calls_of_evaluations_and_checkpoints_block_no_training(
+    rank: AccountedRank, phase: str
+) -> None:
+    rank.group.run(ms=3)
+    rank.group.run(ms=100, phase=phase)
+    rank.report()
+
+    rank.match(1, 2, 60)
+
+    assert rank.value(communication.COMM_EXPOSED_SECONDS, "dp") == pytest.approx(3)
+    assert sum(rank.causes().values()) == pytest.approx(3, abs=1e-4)
+    assert rank.value(communication.COMM_WAIT_SECONDS, "dp") == pytest.approx(41, abs=1e-4)
 
 
 def test_a_call_without_a_result_in_time_is_estimated_and_counted_as_unmatched(

@@ -17,7 +17,7 @@ from zerowatch.metrics.catalog import communication
 
 pytestmark = pytest.mark.jobs
 
-LIMIT_SECONDS = 5
+LIMIT_SECONDS = 4
 QUICKLY = {
     "ZEROWATCH_HANG_TIMEOUT_SECONDS": str(LIMIT_SECONDS),
     "ZEROWATCH_CROSS_RANK_INTERVAL_SECONDS": "1",

@@ -1,4 +1,4 @@
-"""Tests of live settings: each is set at window 3 and undone at window 6, on 2 and 4 ranks.
+"""Tests of live settings: each is set at window 3 and undone at window 5, on 2 and 4 ranks.
 
 Covers `live_setting.py`, `prefetch_settings.py` and `zero_optimizer.py`.
 """

@@ -131,7 +131,7 @@ def test_the_watch_continues_with_the_new_engine(results: Results) -> None:
         watched = rank[FAULTS]["watched"]
 
         assert watched["same"] and watched["gone"]
-        assert watched["steps"] == watched["seconds"] == 6
+        assert watched["steps"] == watched["seconds"] == 4
         assert watched["active"] == 1
         assert watched["decreased"] == [] and watched["failures"] == {}
         assert watched["coverage"] == 1

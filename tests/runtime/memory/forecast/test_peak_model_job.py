@@ -15,7 +15,7 @@ from zerowatch.runtime.memory.forecast.peak_readings import PeakPoint
 
 pytestmark = pytest.mark.jobs
 
-STEPS = {"fixed": 28, "sorted": 44, "random": 44}
+STEPS = {"fixed": 28, "sorted": 44, "random": 34}
 QUICK = ["random"]
 each_pattern = pytest.mark.parametrize("pattern", tiers(STEPS, QUICK))
 

@@ -36,6 +36,7 @@ def killed(
         save_every=SAVE_EVERY,
         kills=request.param,
         seed=3,
+        launched=request.param == 2,
         ZEROWATCH_SERVE_PORT=port,
     )
 
@@ -76,10 +77,13 @@ def test_run_id_log_and_ports_stay_the_same(killed: RestartResult) -> None:
     assert attempts == set(range(len(killed.kills) + 1))
 
 
+@pytest.mark.parametrize(
+    "launched", tiers([False, True], quick=[False]), ids=["forked", "launched"]
+)
 def test_after_a_fatal_out_of_memory_error_micro_batches_are_smaller(
-    tmp_path: Path, uninterrupted: RestartResult
+    tmp_path: Path, uninterrupted: RestartResult, launched: bool
 ) -> None:
-    course = train(tmp_path, steps=9, save_every=2, full_after=5)
+    course = train(tmp_path, steps=9, save_every=2, full_after=5, launched=launched)
 
     assert course.code == 0
     (plan,) = tmp_path.glob("runs/*/plan.json")

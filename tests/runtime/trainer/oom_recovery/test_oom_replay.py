@@ -47,6 +47,8 @@ from zerowatch.runtime.trainer.oom_recovery.replay import (
 from zerowatch.runtime.trainer.run_end import RunEnd
 from zerowatch.runtime.trainer.window.window_agreement import LocalBatches
 
+pytestmark = pytest.mark.usefixtures("frozen_imports")  # each replay collects garbage
+
 OUT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes."
 
 

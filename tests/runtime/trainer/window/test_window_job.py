@@ -17,7 +17,7 @@ pytestmark = pytest.mark.jobs
 
 FP32 = ["stage 0", "stage 1", "stage 2", "stage 3", "stage 1, offload", "stage 3, small buckets"]
 HALF = ["bf16, stage 0", "bf16", "BF16_Optimizer"]
-PLANS = ["three", "ones", "changing"]
+PLANS = ["three", "changing"]
 WORLDS = [1, 2, 4]
 
 

@@ -34,7 +34,8 @@ STEPS, WARM_UP, LAYERS, WIDTH, BATCH = 40, 3, 6, 512, 256
 # Delay of rank 1: long compared with the noise of a busy machine, and without work.
 LATE_SECONDS = 0.12
 TENSOR = 1 << 20  # of float32
-REPETITIONS = 3
+REPETITIONS = 5  # at most
+CLOSE = 0.01  # of the seconds: closer than the tests ask for
 
 
 def compare_stages() -> dict[str, list[dict[str, float]]]:
@@ -230,14 +231,20 @@ def best_agreement(
     A wrong figure is wrong each time. Between the two readings of one moment, a busy machine may
     run another process.
     """
-    repeated = [compare_case(case, collectives) for _ in range(REPETITIONS)]
-    return min(
-        repeated,
-        key=lambda found: (
-            abs(found["comm"] - found["script_comm"])
-            + abs(found["exposed"] - found["script_exposed"])
-        ),
-    )
+    best, is_close = compare_case(case, collectives), torch.zeros(1)
+    for _ in range(1, REPETITIONS):
+        is_close.fill_(float(disagreement(best) < CLOSE * best["script_comm"]))
+        dist.broadcast(is_close, 0)  # rank 0 writes its figures
+        if is_close:
+            break
+        best = min(best, compare_case(case, collectives), key=disagreement)
+    return best
+
+
+def disagreement(found: dict[str, float]) -> float:
+    """Return the seconds by which both disagree."""
+    blocked = abs(found["exposed"] - found["script_exposed"])
+    return abs(found["comm"] - found["script_comm"]) + blocked
 
 
 def compare_case(

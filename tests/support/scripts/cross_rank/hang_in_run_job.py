@@ -14,9 +14,8 @@ RANK = int(os.environ["RANK"])
 FOLDER = Path(os.environ["RANKS_FOLDER"])
 BATCH, BLOCKED_SAMPLE = 8, 85  # of both ranks; a sample of rank 1's part of the eleventh batch
 if RANK == 1:  # rank 0 announces the hang before rank 1 detects it
-    os.environ["ZEROWATCH_HANG_TIMEOUT_SECONDS"] = (
-        "30"  # it reads announcements from half of that on
-    )
+    # It reads announcements from half of that on.
+    os.environ["ZEROWATCH_HANG_TIMEOUT_SECONDS"] = "14"
 
 
 class Data(torch.utils.data.Dataset):

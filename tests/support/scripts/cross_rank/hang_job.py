@@ -12,9 +12,8 @@ RANK = int(os.environ["RANK"])
 FOLDER = Path(os.environ["RANKS_FOLDER"])
 IS_STUCK = os.environ.get("RANK_1_IS_STUCK") == "yes"
 if IS_STUCK and RANK == 1:  # rank 0 announces the hang before rank 1 detects it
-    os.environ["ZEROWATCH_HANG_TIMEOUT_SECONDS"] = (
-        "30"  # it reads announcements from half of that on
-    )
+    # It reads announcements from half of that on.
+    os.environ["ZEROWATCH_HANG_TIMEOUT_SECONDS"] = "14"
 
 
 def block_training() -> None:

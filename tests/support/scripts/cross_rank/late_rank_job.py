@@ -30,11 +30,11 @@ from zerowatch.metrics.step_record import StepRecord
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-DELAY_SECONDS = 0.25
+DELAY_SECONDS = 0.2
 BATCH, WIDTH = 4, 16
 WARM_UP_STEPS = 4  # in them no rank is late; the first three are not compared
 STEPS = 10  # the ranks compare eight or more
-EXCHANGE_SECONDS = 0.5
+EXCHANGE_SECONDS = 0.25
 LIMIT_SECONDS = 120.0  # of a wait for comparisons
 CONFIG = {
     "train_micro_batch_size_per_gpu": BATCH,

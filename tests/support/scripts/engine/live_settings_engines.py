@@ -18,8 +18,8 @@ from zerowatch.runtime.common.deepspeed_internals import clear_release_cache
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-WIDTH, BLOCKS, MICRO_BATCH, MICRO_BATCHES, WINDOWS = 32, 3, 2, 2, 8
-APPLY_BEFORE, UNDO_BEFORE = 3, 6  # windows, counted from 0
+WIDTH, BLOCKS, MICRO_BATCH, MICRO_BATCHES, WINDOWS = 32, 2, 2, 2, 7
+APPLY_BEFORE, UNDO_BEFORE = 3, 5  # windows, counted from 0
 COUNTED = (
     "all_reduce",
     "reduce",

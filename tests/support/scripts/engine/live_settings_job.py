@@ -1,4 +1,4 @@
-"""Sets each live setting at window 3, undoes it at window 6, and reports what changed.
+"""Sets each live setting at window 3, undoes it at window 5, and reports what changed.
 
 `live_settings_job.py FOLDER`; rank r writes FOLDER/rank-r.json, one entry per case.
 """

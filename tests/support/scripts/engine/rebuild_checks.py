@@ -25,7 +25,7 @@ from zerowatch.runtime.common.host_group import HostGroup
 from zerowatch.runtime.engine.rebuild.engine_replacement import rebuild
 from zerowatch.runtime.engine.rebuild.optimizer_layout import layout_of
 
-BEFORE, AFTER = 3, 3
+BEFORE, AFTER = 2, 2
 FAULTS = "faults"
 
 

@@ -20,7 +20,7 @@ from zerowatch.runtime.common.host_group import HostGroup
 from zerowatch.runtime.engine.rebuild.engine_replacement import UndoneRebuildError, rebuild
 from zerowatch.runtime.entry_points import watch
 
-BEFORE, AFTER = 3, 3
+BEFORE, AFTER = 2, 2
 
 
 class Failing:
@@ -146,8 +146,7 @@ def watched(host_group: HostGroup) -> dict[str, Any]:
     gone = old() is None
     run.steps(AFTER)
     after = _settled(opened, BEFORE + AFTER)
-    time.sleep(1.2)  # run_info is published once a second
-    infos = list(opened.snapshot().values[training.RUN_INFO])
+    infos = _infos(opened, stage="3")
     found = {
         "same": run.engine.watch is opened and watch(run.engine) is opened,
         "gone": gone,
@@ -174,6 +173,17 @@ def _settled(opened: Any, steps: int) -> Any:
             return snapshot
         time.sleep(0.05)
     raise TimeoutError(f"{steps} steps were not counted")
+
+
+def _infos(opened: Any, stage: str) -> list[tuple[str, ...]]:
+    """Return the series of run_info, which is published once a second, once one has the stage."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        infos = list(opened.snapshot().values[training.RUN_INFO])
+        if any(labels[-2] == stage for labels in infos):
+            break
+        time.sleep(0.05)
+    return infos
 
 
 def _decreased(before: Any, after: Any) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,14 +18,19 @@ import torch.distributed as dist
 
 import zerowatch
 from zerowatch.metrics.catalog import communication
+from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.estimator.volume_check import (
     STEPS_AFTER_CHANGE,
     STEPS_TO_REPORT,
     WARM_UP_STEPS,
 )
+from zerowatch.runtime.monitor import watch_thread
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+watch_thread.TICK_SECONDS = 0.02  # between two publications, by default a second
+LIMIT_SECONDS = 300.0
 
 WIDTH, LAYERS, STEPS = 256, 4, 12
 CASES = {
@@ -36,6 +42,24 @@ CASES = {
     "stage 3": ({"stage": 3, "stage3_param_persistence_threshold": 0}, 1),
     "own collectives": ({"stage": 2}, 1),
 }
+
+
+class Estimates:
+    """Waits for the estimates of a watch. A watch passes a step to listeners after its check."""
+
+    def __init__(self, watch: zerowatch.Watch) -> None:
+        self._records: list[StepRecord] = []
+        watch.subscribe(self._records.append)
+
+    def wait(self, steps: int) -> None:
+        """Wait until so many steps were checked, and the estimate exists that the last started."""
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not self._records or self._records[-1].step < steps:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for thread in threading.enumerate():
+            if thread.name == "zerowatch-estimate":
+                thread.join(LIMIT_SECONDS)
 
 
 def train(name: str, zero: dict, accumulation: int, lines: list[str]) -> dict:
@@ -53,6 +77,7 @@ def train(name: str, zero: dict, accumulation: int, lines: list[str]) -> dict:
             "zero_optimization": zero,
         },
     )[0]
+    estimates = Estimates(engine.watch)
     lines.clear()
     for number in range(STEPS):
         for _ in range(accumulation):
@@ -61,9 +86,7 @@ def train(name: str, zero: dict, accumulation: int, lines: list[str]) -> dict:
         if name == "own collectives":
             dist.all_reduce(torch.ones(100_000))
         if number in (5, 6):
-            time.sleep(
-                1.2
-            )  # records are processed once a second, and the estimate is made meanwhile
+            estimates.wait(number + 1)
     engine.watch.close()
     snapshot = engine.watch.snapshot()
     engine.destroy()
@@ -88,6 +111,7 @@ def change_settings(lines: list[str]) -> dict:
         loss=lambda engine, x: engine(x).square().mean(),
         settings={"serve": {"enabled": False}, "run_log": {"enabled": False}},
     )
+    estimates = Estimates(run.watch)
     lines.clear()
 
     def train_more(steps: int) -> None:
@@ -102,16 +126,16 @@ def change_settings(lines: list[str]) -> dict:
         """Train until the change is detected, and then until an estimate for it exists."""
         for steps in (1, STEPS_AFTER_CHANGE + 1):
             train_more(steps)
-            time.sleep(1.2)  # records are processed once a second
+            estimates.wait(run.steps)
 
     train_more(WARM_UP_STEPS)
-    time.sleep(1.2)
+    estimates.wait(run.steps)
     run._tuner._knobs.apply(
         {"reduce_bucket_size": WIDTH * WIDTH, "use_multi_rank_bucket_allreduce": False}
     )
     train_until_estimated()
     train_more(STEPS_TO_REPORT + 1)
-    time.sleep(1.2)
+    estimates.wait(run.steps)
     volumes = {"turned": wire()}
     run.compress("int8")
     train_until_estimated()

@@ -34,7 +34,7 @@ STEP_SECONDS = 0.27
 CGROUPS = sys.argv[2:]
 # Some 250 MiB of addresses go to the threads of the watch, which touch little of them.
 ROOM_BYTES = (1000 if KIND == "leak" else 600) * MIB
-LEAK_BYTES = (40 if CGROUPS else 7) * MIB
+LEAK_BYTES = (40 if CGROUPS else 9) * MIB
 SHORTEST, LONGEST, FAR_TOO_LONG, FATAL_STEP = 32, 512 if KIND == "long" else 128, 8192, 36
 
 

@@ -18,13 +18,15 @@ from torch.utils.data import TensorDataset
 
 import zerowatch
 from zerowatch.runtime.cli.demo.model import ByteGpt, GptConfig
+from zerowatch.runtime.cross_rank import rank_figures
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 BATCH = 4
 LENGTHS = (32, 48, 64)
-EVERY_STEPS = 25
+EVERY_STEPS = 10
+PAUSE_SECONDS = 0.03  # of each step: queries wait for time to pass, which need not take a core
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": BATCH,
     "gradient_clipping": 1.0,
@@ -39,11 +41,12 @@ SETTINGS: dict[str, Any] = {
     "memory": {"detailed_sample_seconds": 1.0, "host_limit_bytes": "256MiB"},
     "sampling": {"device_interval_seconds": 0.5},
     "profile": {"every_steps": EVERY_STEPS},
-    "tuner": {"diagnosis_interval_seconds": 2.0},
+    "tuner": {"diagnosis_interval_seconds": 1.0},
 }
 
 
 def main(folder: Path) -> None:
+    rank_figures.PERIOD_SECONDS = 5.0
     deepspeed.init_distributed("gloo", verbose=False)
     torch.manual_seed(0)
     model = ByteGpt(GptConfig(hidden_size=128, num_hidden_layers=2))
@@ -56,6 +59,7 @@ def main(folder: Path) -> None:
     while not all_see(folder / "begin"):
         time.sleep(0.1)
     for step, (tokens,) in enumerate(loader.forever(), 1):
+        time.sleep(PAUSE_SECONDS)
         run.train_batch(tokens[:, : LENGTHS[step % len(LENGTHS)] + 1])
         if step % EVERY_STEPS == 0:
             run.evaluate(tokens)

@@ -7,6 +7,7 @@ exit status in FOLDER/NAME.status.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -18,9 +19,11 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import deepspeed
 import torch
@@ -861,11 +864,26 @@ CHECKS = [
 ]
 
 
-def run_in_fork(check: Callable[[], None], folder: Path) -> None:
-    """Run a check in a child, which returns from here too; once more if torch aborts at exit.
+def run_to_its_end(check: Callable[[], None]) -> NoReturn:
+    """Run a check, and end this process as the interpreter does, but without freeing all modules.
 
-    As in `launching.start`: torch's gloo aborts about one interpreter in a hundred.
+    Freeing them copies the memory that the fork shares, which takes most of a check.
     """
+    status = 0
+    try:
+        check()
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
+
+
+def run_in_fork(check: Callable[[], None], folder: Path) -> None:
+    """Run a check in a child; once more if torch aborts at exit, as `launching.start` does."""
     output = folder / f"{check.__name__}.txt"
     for may_abort in (True, False):
         child = os.fork()
@@ -875,8 +893,7 @@ def run_in_fork(check: Callable[[], None], folder: Path) -> None:
             os.dup2(descriptor, 2)
             own = Path(tempfile.mkdtemp(prefix=check.__name__, dir=folder))
             os.environ.update(CHECKPOINTS=str(own), MASTER_PORT=str(free_port()))
-            check()  # what it raises ends this process, as in any script
-            return
+            run_to_its_end(check)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if not (may_abort and status == -signal.SIGABRT and ABORTED in output.read_text()):
             break
@@ -890,8 +907,7 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    parent = os.getpid()
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
     for chosen in CHECKS:
-        if os.getpid() == parent and chosen.__name__ in (sys.argv[2:] or [chosen.__name__]):
+        if chosen.__name__ in (sys.argv[2:] or [chosen.__name__]):
             run_in_fork(chosen, Path(sys.argv[1]))

@@ -4,10 +4,14 @@ Usage: incident_job.py FOLDER. While a file is there, its incident is. On both r
 rank ends in good order), `starve`, `spike`, `explode`, `overflow`, `fill`. On rank 1 only: `slow`,
 `sleep`, `skip`, `nan`, `keep`, `raise`. `stuck` and `half` count at the start: ranks that never
 train, and fp16. The file `limit` holds the bytes of host memory that a rank may use.
+
+INCIDENT_SCALE is the factor by which the waits of rules and runs are multiplied. With
+FAKE_NVML_LIBRARY, the path of a compiled nvml_library.c, the ranks read a GPU from that library.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
@@ -17,18 +21,27 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch.utils.data import DataLoader, IterableDataset
 
 import zerowatch
+from zerowatch.runtime.devices import gpu_health
+from zerowatch.runtime.devices.nvml_probe import nvml_device
+from zerowatch.runtime.monitor import build_watch
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+# DeepSpeed refuses fp16 on CPUs; torch computes it.
+get_accelerator().is_fp16_supported = lambda: True
 
 FAULTY_RANK = 1
 MIB = 2**20
-# As in faults_job.py: 2.4 MB on the wire a step, and sleeps instead of computing.
+# 1.6 MB of gradients in four buckets: 2.4 MB on the wire a step, which 200 Mbit/s carry in 0.1 s.
 LAYERS, WIDTH, BATCH, BUCKET = 4, 316, 8, 100_000
-COMPUTE_SECONDS, SLOWER_SECONDS, LOADING_SECONDS = 0.13, 0.035, 0.09
+# A sleep replaces computing, as the host sleeps while a GPU computes. Communication then takes 10
+# to 15 ms of a step; the share of 20 %, from which it is reported, is four times as much. Steps are
+# not longer, because the limit of a hang is at least ten steps, and 30 s scaled by 1/15 are 2 s.
+COMPUTE_SECONDS, SLOWER_SECONDS, LOADING_SECONDS = 0.25, 0.0625, 0.14
 KEPT_BYTES = MIB
 SHARE_OF_HOST = 0.48
 ON_BOTH = ("end", "starve", "spike", "explode", "overflow", "fill")
@@ -72,12 +85,12 @@ class Incidents:
         """Return the loss of a step, with the incidents of this rank."""
         if self.has("nan"):
             return loss + float("nan")
-        if self.has("overflow"):
-            return loss * float("inf")
         return 4 * loss if self.has("spike") else loss
 
     def changed_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the model's output, with the incidents of this rank."""
+        if self.has("overflow"):
+            return gradient * float("inf")
         return 1000 * gradient if self.has("explode") else gradient
 
 
@@ -97,6 +110,15 @@ class Batches(IterableDataset):
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def read_gpu_from(library: str, scale: float) -> None:
+    """Let the watch read device 0 of an NVML library, in place of the CPU."""
+    import pynvml
+
+    pynvml.nvmlLib = ctypes.CDLL(library)
+    gpu_health.COUNTERS_SECONDS *= scale
+    build_watch.device_probes = lambda *, device_index: [nvml_device(0)]
 
 
 def make_engine(incidents: Incidents):
@@ -123,6 +145,9 @@ def make_engine(incidents: Incidents):
 def train(engine, incidents: Incidents) -> None:
     """Train until any rank finds the request to end; all ranks end at the same step."""
     ending = torch.zeros(1)
+    # Not all_reduce: a rank that skips it would meet one of DeepSpeed's, of another size, and gloo
+    # would end the process. With another operation the ranks wait, as with NCCL.
+    requests = [torch.zeros(1) for _ in range(dist.get_world_size())]
     dtype = torch.half if incidents.at_start("half") else torch.float
     for batch in DataLoader(Batches(incidents, dtype), batch_size=None):
         output = engine(batch)
@@ -132,13 +157,15 @@ def train(engine, incidents: Incidents) -> None:
         incidents.after_step()
         ending.fill_(incidents.has("end"))
         if not incidents.has("skip"):
-            dist.all_reduce(ending, op=dist.ReduceOp.MAX)
-        if ending:
+            dist.all_gather(requests, ending)
+        if any(requests):
             return
 
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
+    if library := os.environ.get("FAKE_NVML_LIBRARY"):
+        read_gpu_from(library, float(os.environ["INCIDENT_SCALE"]))
     deepspeed.init_distributed("gloo", verbose=False)
     incidents = Incidents(folder)
     engine = make_engine(incidents)

@@ -8,16 +8,18 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.forked_ranks import start_ranks
+from scripts.forked_ranks import RunningRanks, running_ranks
 from scripts.launching import SCRIPTS, TIMEOUT_SECONDS, TWO_RANKS, ZEROWATCH, environment
 
 POLL_SECONDS = 0.02
+SCRIPT = SCRIPTS / "trainer" / "restart_job.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +64,10 @@ def train(
     full_after: int | None = None,
     seed: int = 0,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    launched: bool = True,
     **variables: str,
 ) -> RestartResult:
     """Run the job to its end on two ranks, killing one in each of its attempts but the last.
-
-    A job that nothing interrupts is started without a launcher.
 
     Args:
         folder: Empty; of this job.
@@ -77,32 +78,79 @@ def train(
         full_after: Windows after which a rank's memory is full; None for never.
         seed: Of moments and ranks.
         timeout_seconds: After this everything is killed.
+        launched: Whether `zerowatch run` starts and restarts the ranks, if anything interrupts
+            them. Without it they are forked, with the variables that torchrun sets.
         variables: Of the job's environment.
     """
     restarts = kills + (full_after is not None)
-    numbers = [steps, save_every, *([] if full_after is None else [full_after])]
-    if not restarts:
-        finished = start_ranks(
-            2, SCRIPTS / "trainer" / "restart_job.py", folder, *numbers, cwd=folder
-        )
-        events = [_events(folder, rank) for rank in range(2)]
-        code, text = finished.returncode, finished.stderr
-        return RestartResult(folder=folder, code=code, kills=[], events=events, output=text)
-    command = [
-        *(ZEROWATCH, "run", *TWO_RANKS, "--max-restarts", str(restarts)),
-        *(str(SCRIPTS / "trainer" / "restart_job.py"), str(folder), *map(str, numbers)),
-    ]
-    output = folder / "output.txt"
-    done = []
-    with output.open("w") as file, _job(command, folder, file, variables) as job:
-        killer = _RankKiller(folder, job, time.monotonic() + timeout_seconds)
-        for moment in _moments(random.Random(seed), steps, kills, early_kills):
-            done.append(killer.kill(len(done), moment))
-        code = job.wait(timeout=killer.seconds_left())
-    events = [_events(folder, rank) for rank in range(2)]
-    return RestartResult(
-        folder=folder, code=code, kills=done, events=events, output=output.read_text()
+    command = [SCRIPT, folder, steps, save_every, *([] if full_after is None else [full_after])]
+    moments = _moments(random.Random(seed), steps, kills, early_kills)
+    run = _run_launched if launched and restarts else _run_forked
+    code, done, output = run(
+        folder,
+        [str(part) for part in command],
+        moments,
+        restarts=restarts,
+        deadline=time.monotonic() + timeout_seconds,
+        variables=variables,
     )
+    events = [_events(folder, rank) for rank in range(2)]
+    return RestartResult(folder=folder, code=code, kills=done, events=events, output=output)
+
+
+def _run_launched(
+    folder: Path,
+    job: list[str],
+    moments: list[_Moment],
+    *,
+    restarts: int,
+    deadline: float,
+    variables: dict[str, str],
+) -> tuple[int, list[Kill], str]:
+    """Run a job by `zerowatch run`; return its exit code, the kills and its output."""
+    command = [ZEROWATCH, "run", *TWO_RANKS, "--max-restarts", str(restarts), *job]
+    output, done = folder / "output.txt", []
+    with output.open("w") as file, _launched(command, folder, file, variables) as launcher:
+        killer = _RankKiller(folder, lambda: launcher.poll() is None, output.read_text, deadline)
+        for attempt, moment in enumerate(moments):
+            done.append(killer.kill(attempt, moment))
+        code = launcher.wait(timeout=killer.seconds_left())
+    return code, done, output.read_text()
+
+
+def _run_forked(
+    folder: Path,
+    job: list[str],
+    moments: list[_Moment],
+    *,
+    restarts: int,
+    deadline: float,
+    variables: dict[str, str],
+) -> tuple[int, list[Kill], str]:
+    """Run a job as `_run_launched` does, but fork the ranks of each attempt."""
+    output, code, done = "", 0, []
+    for attempt in range(restarts + 1):
+        places = {
+            "ZEROWATCH_RUN_ID": "restarted",
+            "TORCHELASTIC_RUN_ID": "job",
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(restarts),
+            "TORCHELASTIC_ERROR_FILE": str(folder / "errors" / f"attempt_{attempt}" / "0" / "e"),
+        }
+        with running_ranks(2, *job, cwd=folder, variables=places | variables) as ranks:
+            killer = _RankKiller(folder, partial(_any_runs, ranks), ranks.output, deadline)
+            if attempt < len(moments):
+                done.append(killer.kill(attempt, moments[attempt]))
+            codes = [rank.returncode for rank in ranks.join()]
+            output += ranks.output()
+        code = next((each for each in codes if each), 0)
+        if not code:
+            break
+    return code, done, output
+
+
+def _any_runs(ranks: RunningRanks) -> bool:
+    return None in ranks.codes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +178,15 @@ def _moments(chance: random.Random, steps: int, kills: int, early: int) -> list[
 class _RankKiller:
     """Follows the events of a job's ranks, and kills ranks."""
 
-    def __init__(self, folder: Path, job: subprocess.Popen[bytes], deadline: float) -> None:
-        self._folder, self._job, self._deadline = folder, job, deadline
+    def __init__(
+        self,
+        folder: Path,
+        is_running: Callable[[], bool],
+        output: Callable[[], str],
+        deadline: float,
+    ) -> None:
+        self._folder, self._is_running = folder, is_running
+        self._output, self._deadline = output, deadline
 
     def seconds_left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
@@ -155,18 +210,18 @@ class _RankKiller:
 
     def _wait_for(self, what: str, attempt: int, rank: int, step: int | None) -> dict[str, Any]:
         """Return an event of an attempt once it is logged, at this step or a later one."""
-        while self.seconds_left() and self._job.poll() is None:
+        while self.seconds_left() and self._is_running():
             for event in _events(self._folder, rank):
                 late_enough = step is None or event.get("step", 0) >= step
                 if (event["attempt"], event["what"]) == (attempt, what) and late_enough:
                     return event
             time.sleep(POLL_SECONDS)
-        output = (self._folder / "output.txt").read_text()[-3000:]
+        output = self._output()[-3000:]
         raise AssertionError(f"attempt {attempt} did not reach {what} {step}:\n{output}")
 
 
 @contextmanager
-def _job(
+def _launched(
     command: list[str], folder: Path, file: Any, variables: dict[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     job = subprocess.Popen(

@@ -31,7 +31,6 @@ PLANS = {
     "whole": [8, 8, 8, 8],
     "again": [8, 8, 8, 8],
     "three": [3, 3, 3, 3],
-    "ones": [1, 1, 1, 1],
     "changing": [1, 3, 8, 2],
 }
 ENGINES = {

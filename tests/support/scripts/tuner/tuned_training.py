@@ -29,8 +29,8 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 # torch's optimizer where results are compared bitwise: on CPUs DeepSpeed's own multiplies or raises
 # the powers of beta, depending on earlier steps of the process, which differ in the last bit.
 _DEFAULT_OPTIMIZER = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-LONGEST, DECISIONS = 200, 2
-SAMPLES, WIDTH, BUCKET = 8, 48, 500_000
+LONGEST, DECISIONS = 400, 2
+SAMPLES, WIDTH, BUCKET = 4, 48, 500_000
 SETTINGS = {
     "serve": {"enabled": False},
     "cross_rank": {"interval_seconds": 0.1},
@@ -77,7 +77,7 @@ def make(
     **options: Any,
 ) -> Run:
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(6)]
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)]
     model = torch.nn.Sequential(*layers, torch.nn.Tanh(), torch.nn.Linear(WIDTH, 1))
     return Run(
         model,

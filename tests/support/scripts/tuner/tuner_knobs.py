@@ -35,7 +35,7 @@ class Block(torch.nn.Module):
 class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
         self.head = torch.nn.Linear(WIDTH, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

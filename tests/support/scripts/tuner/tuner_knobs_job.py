@@ -46,7 +46,10 @@ def request(run: Any, knobs: RunKnobs, target: Configuration, *, checked: bool =
 
 
 def every_knob(stage: int, only: str = "", **zero: Any) -> Results:
-    """Set each knob to another value and back, with a window in between if that is bitwise."""
+    """Set each knob to another value and back, with a window in between if that is bitwise.
+
+    Otherwise the window is after it.
+    """
     run = make_run(stage, **zero)
     knobs = knobs_of(run)
     train(run, 2)
@@ -62,7 +65,8 @@ def every_knob(stage: int, only: str = "", **zero: Any) -> Results:
         if name not in INEXACT:
             train(run)
         back = request(run, knobs, before, checked=False)
-        train(run)
+        if name in INEXACT:
+            train(run)
         turned[name] = {
             "value": value,
             "result": result,
@@ -70,6 +74,7 @@ def every_knob(stage: int, only: str = "", **zero: Any) -> Results:
             "back": back,
             "same": knobs.values() == before,
         }
+    train(run)
     windows, final = run.steps, weights(run)
     read_only, values = ReadOnlyKnobs(run.engine, 2).values(), knobs.values()
     knobs.close()
