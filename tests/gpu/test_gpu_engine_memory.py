@@ -12,7 +12,7 @@ import pytest
 import torch
 from scripts.launching import SCRIPTS
 
-from zerowatch.runtime.devices.cuda_allocator import cuda_memory
+from zerowatch.runtime.devices.cuda_allocator import device_memory
 from zerowatch.runtime.devices.shared_peak_counters import SharedPeakCounters
 
 MIB = 2**20
@@ -29,7 +29,7 @@ def block(size: int) -> torch.Tensor:
 def test_each_reading_has_the_peak_since_the_last_and_torch_still_reports_its_own() -> None:
     torch.cuda.reset_peak_memory_stats(0)
     floor = torch.cuda.memory_allocated(0)
-    probe = cuda_memory(0, reset_peak=True)
+    probe = device_memory(0, reset_peak=True)
     try:
         probe.read()
         del_me = block(256 * MIB)
@@ -61,7 +61,7 @@ def test_other_statistics_are_unchanged() -> None:
 
 def test_blocks_too_small_for_large_requests_are_unusable() -> None:
     torch.cuda.empty_cache()
-    probe = cuda_memory(0, reset_peak=False)
+    probe = device_memory(0, reset_peak=False)
     blocks = [block(4 * MIB) for _ in range(64)]
     before = probe.read()["unusable"]
 
