@@ -127,7 +127,6 @@ COMM_LINK_BEST_BANDWIDTH = gauge(
     "Highest bandwidth sustained over three comparisons since the start. The present estimate may "
     "be above it, as it has not lasted.",
     GROUP,
-    lean=EVERY_SERIES,
     usual="Constant after the first minutes.",
 )
 COMM_EXPOSED_ERROR_RATIO = gauge(

@@ -81,7 +81,7 @@ class WireVolumeCheck:
             return
         if record.step <= self._settled_step:
             return
-        if record.phase_seconds.keys() & {"eval", "checkpoint"}:
+        if record.phase_seconds.keys() & {"eval", "generate", "checkpoint"}:
             return  # these phases issue collectives of their own
         estimates = self._estimates  # another thread may replace it
         if record.micro_batches not in estimates:
