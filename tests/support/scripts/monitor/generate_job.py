@@ -32,6 +32,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 ROUNDS, PROMPTS, PROMPT_LENGTH, NEW_TOKENS = 20, 4, 5, 8
 END, PADDING, VOCABULARY = 1, 0, 16
+SETTINGS = {"serve": {"enabled": False}, "memory": {"detailed_sample_seconds": 0.001}}
 METRICS = (
     generation.GENERATE_CALLS,
     generation.GENERATED_SEQUENCES,
