@@ -152,7 +152,7 @@ COMM_STEP_WIRE_BYTES = gauge(
 STRAGGLER_SCORE = gauge(
     "straggler_score_ratio",
     "Time by which this rank is slower in a phase than the median rank, over the median step; "
-    "without blocked communication; not on CUDA.",
+    "without blocked communication.",
     Label(name="phase", values=COMPARED_PHASES),
     lean=EVERY_SERIES,
     usual=f"-0.05 to 0.05. Worry above {STRAGGLER_SCORE_HIGH:g} on one rank: its host or its data.",

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from gpu.rank_jobs import rank_variables
 from scripts.launching import SCRIPTS
 
-from zerowatch.runtime.devices.cuda_allocator import cuda_memory
+from zerowatch.runtime.devices.cuda_allocator import device_memory
 from zerowatch.runtime.devices.shared_peak_counters import SharedPeakCounters
 
 MIB = 2**20
@@ -29,7 +29,7 @@ def block(size: int) -> torch.Tensor:
 def test_each_reading_has_the_peak_since_the_last_and_torch_still_reports_its_own() -> None:
     torch.cuda.reset_peak_memory_stats(0)
     floor = torch.cuda.memory_allocated(0)
-    probe = cuda_memory(0, reset_peak=True)
+    probe = device_memory(0, reset_peak=True)
     try:
         probe.read()
         del_me = block(256 * MIB)
@@ -61,7 +61,7 @@ def test_other_statistics_are_unchanged() -> None:
 
 def test_blocks_too_small_for_large_requests_are_unusable() -> None:
     torch.cuda.empty_cache()
-    probe = cuda_memory(0, reset_peak=False)
+    probe = device_memory(0, reset_peak=False)
     blocks = [block(4 * MIB) for _ in range(64)]
     before = probe.read()["unusable"]
 
@@ -84,15 +84,12 @@ CASES = (
 @pytest.mark.parametrize("name", CASES)
 def test_after_a_step_the_held_bytes_equal_the_allocator_s(name: str, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    inherited = {k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"}
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29641"}
     # cuBLAS's workspaces come from the allocator too, and belong to no tensor.
     no_workspace = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
 
     subprocess.run(
         [sys.executable, str(SCRIPTS / "memory" / "engine_memory_cuda_job.py"), str(report), name],
-        env={**inherited, **rank, **address, **no_workspace},
+        env={**rank_variables(), **no_workspace},
         check=True,
         timeout=300,
     )

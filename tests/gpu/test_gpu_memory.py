@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zerowatch.metrics.catalog.memory import MEMORY_PEAK, MEMORY_STATES
-from zerowatch.runtime.devices.cuda_allocator import cuda_memory
+from zerowatch.runtime.devices.cuda_allocator import device_memory
 
 MIB = 2**20
 pytestmark = [
@@ -20,7 +20,7 @@ pytestmark = [
 def test_all_states_are_read_and_agree_with_torch() -> None:
     block = torch.ones(256 * MIB, dtype=torch.uint8, device="cuda")
 
-    readings = cuda_memory(0, reset_peak=False).read()
+    readings = device_memory(0, reset_peak=False).read()
 
     peaks = {f"peak_{state}" for state in MEMORY_PEAK.labels[1].values}
     assert set(readings) == {*MEMORY_STATES, *peaks, "limit", "alloc_retries", "unusable"}
@@ -35,17 +35,17 @@ def test_reading_does_not_change_torch_s_peak() -> None:
     del block
     peak = torch.cuda.max_memory_allocated(0)
 
-    cuda_memory(0, reset_peak=False).read()
+    device_memory(0, reset_peak=False).read()
 
     assert torch.cuda.max_memory_allocated(0) == peak
 
 
 def test_the_limit_does_not_depend_on_what_torch_holds() -> None:
     torch.ones(1, device="cuda")
-    before = cuda_memory(0, reset_peak=False).read()["limit"]
+    before = device_memory(0, reset_peak=False).read()["limit"]
 
     block = torch.ones(1024 * MIB, dtype=torch.uint8, device="cuda")
-    after = cuda_memory(0, reset_peak=False).read()["limit"]
+    after = device_memory(0, reset_peak=False).read()["limit"]
 
     assert block.numel() == 1024 * MIB
     assert after == pytest.approx(before, abs=64 * MIB)
@@ -63,7 +63,7 @@ def test_reading_on_another_thread_does_not_break_a_graph_capture() -> None:
     with torch.cuda.graph(graph):
         tensor.add_(1)
         thread = threading.Thread(
-            target=lambda: readings.append(cuda_memory(0, reset_peak=False).read())
+            target=lambda: readings.append(device_memory(0, reset_peak=False).read())
         )
         thread.start()
         thread.join()
