@@ -10,7 +10,7 @@ SOURCES := $(wildcard *.py) $(patsubst %/__init__.py,%,$(wildcard */__init__.py)
 # The servers that tests start, as program:package.
 SERVERS := promtool:prometheus amtool:prometheus-alertmanager kubectl:kubernetes-client
 
-.PHONY: demo test test-all check bench bench-oom docs fmt clean servers
+.PHONY: demo test test-all check bench bench-oom verify-gpu docs fmt clean servers
 
 demo: $(INSTALLED)
 	.venv/bin/zerowatch demo $(ARGS)
@@ -39,6 +39,10 @@ bench: $(INSTALLED)
 # Runs every known way to run out of memory; takes a quarter of an hour.
 bench-oom: $(INSTALLED)
 	$(VENV_PYTHON) tests/bench/memory/oom_matrix.py $(ARGS)
+
+# Three parts of nine minutes at most; exit status 2 without a GPU. ARGS=1 runs the first part.
+verify-gpu: $(INSTALLED)
+	@$(VENV_PYTHON) tests/gpu/verify.py $(ARGS)
 
 # The site, in .build/site; a broken link or reference is an error.
 docs: $(INSTALLED)

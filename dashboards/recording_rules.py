@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..metrics.catalog import communication as comm
-from ..metrics.catalog import devices, memory, overhead, training, window
+from ..metrics.catalog import devices, generation, memory, overhead, training, window
 from ..metrics.catalog.labels import NON_TRAINING_PHASES
 from ..metrics.catalog.spec import MetricSpec
 from ..metrics.thresholds import THRESHOLDS
@@ -293,6 +293,43 @@ DATA_RATIO_BY_RANK = recorded(
     ),
     "rank",
 )
+
+
+# Generation between steps, as of DeepSpeed's hybrid engine.
+GENERATING = 'phase="generate"'
+
+
+def _of_generation(spec: MetricSpec) -> RecordingRule:
+    """Return a rule for the growth of a counter in a second of generation, as a mean over ranks."""
+    return recorded(
+        spec,
+        "per_generate_second_rate5m",
+        lambda timing: ratio(
+            by("sum", rate(spec, timing.short)),
+            by("sum", rate(training.PHASE_SECONDS, timing.short, GENERATING)),
+        ),
+    )
+
+
+GENERATION_SPEED = _of_generation(generation.GENERATED_TOKENS)
+GENERATION_WAIT = _of_generation(generation.GENERATE_COMM_EXPOSED_SECONDS)
+GENERATED_LENGTH = recorded(
+    generation.GENERATED_TOKENS,
+    "per_sequence_rate5m",
+    lambda timing: ratio(
+        by("sum", rate(generation.GENERATED_TOKENS, timing.short)),
+        by("sum", rate(generation.GENERATED_SEQUENCES, timing.short)),
+    ),
+)
+# With ZeRO 3 these calls gather parameters.
+GATHERS_OF_GENERATION = recorded(
+    comm.COLLECTIVE_CALLS,
+    "generate_gathers_per_step_rate5m",
+    lambda timing: ratio(
+        by("sum", rate(comm.COLLECTIVE_CALLS, timing.short, 'op="all_gather"', GENERATING)),
+        by("sum", rate(training.STEPS, timing.short)),
+    ),
+)
 SKIPPED_RATIO = per_step(training.SKIPPED_STEPS, operation="ratio_rate5m")
 LAST_CHECKPOINT = aggregated(training.LAST_CHECKPOINT_TIMESTAMP, "max")
 
@@ -550,6 +587,10 @@ GROUPS: dict[str, tuple[RecordingRule, ...]] = {
         PHASE_SECONDS_PER_STEP,
         PHASE_RATIO,
         DATA_RATIO_BY_RANK,
+        GENERATION_SPEED,
+        GENERATION_WAIT,
+        GENERATED_LENGTH,
+        GATHERS_OF_GENERATION,
         SKIPPED_RATIO,
         LAST_CHECKPOINT,
         CHECKPOINT_INTERVAL,

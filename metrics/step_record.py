@@ -33,6 +33,35 @@ class CollectiveTotals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationTotals:
+    """The calls of `generate` in a step, such as those of DeepSpeed's hybrid engine.
+
+    Attributes:
+        calls: The number of calls that returned.
+        sequences: The number of returned sequences; None if it is unknown.
+        tokens: The new tokens of these sequences, without padding; None if they are unknown, such
+            as if a stop string may have ended a sequence.
+        seconds: The time of all calls, also of those that raised; the phase `generate`.
+        gathers: The all-gathers that the calls issued; with ZeRO 3 they gather parameters.
+        gathered_bytes: The payload of the all-gathers, in bytes.
+        peak_bytes: The peak of allocated memory by device; empty if it was not read in this step.
+    """
+
+    calls: int
+    sequences: int | None
+    tokens: int | None
+    seconds: float
+    gathers: int
+    gathered_bytes: int
+    peak_bytes: Mapping[str, float]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """New tokens per second of the calls; None if the tokens are unknown."""
+        return self.tokens / self.seconds if self.tokens is not None and self.seconds else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """One optimizer step of one rank. An unknown value is None, or absent from its mapping.
 
@@ -45,6 +74,9 @@ class StepRecord:
     cover the time since the previous record with peaks. `micro_batch_shapes` are the distinct
     micro-batches since that record, each as samples and length. `oom_risk_ratio` is the last
     computed risk by device.
+
+    Generation: `generation` has the calls of `generate` before the step, or None if there were
+    none. Their time is the phase `generate`. The peaks in `memory_bytes` do not contain them.
 
     Communication: `comm_seconds` is the length of the union of the intervals of all collectives.
     `comm_exposed_seconds` is the part of `comm_seconds` in which training could do nothing else.
@@ -82,6 +114,7 @@ class StepRecord:
     oom_risk_ratio: Mapping[str, float] = field(default_factory=dict)
     comm_exposed_phase_seconds: Mapping[str, float] = field(default_factory=dict)
     comm_seconds_is_upper_bound: bool = False
+    generation: GenerationTotals | None = None
 
     @property
     def training_seconds(self) -> float:

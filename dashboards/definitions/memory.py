@@ -22,9 +22,19 @@ from ..grafana.panels import (
     above,
     below,
 )
-from ..promql import ON_GPU, ON_HOST, by, ratio, select
-from ..recording_rules import RecordingRule
-from .queries import DEVICE, RUN, WORST, limit, of_first_rank, of_ranks, of_run, total, worst
+from ..promql import ON_HOST, by, ratio, select
+from .queries import (
+    DEVICE,
+    RUN,
+    WORST,
+    limit,
+    of_devices,
+    of_first_rank,
+    of_ranks,
+    of_run,
+    total,
+    worst,
+)
 from .shared_panels import (
     NOT_A_TRAINING_RUN,
     PHASE_COLORS,
@@ -38,21 +48,6 @@ from .shared_panels import (
 RISK_COLORS = above(OOM_RISK_HIGH, OOM_RISK_CRITICAL)
 # Shares of the memory limit. Alerts do not use them, because the risk is more precise.
 FULL = above(0.9, 0.97)
-
-
-def of_devices(rule: RecordingRule, *matchers: str, label: str = "") -> str:
-    """Return the maximum over all GPUs, or over the hosts in a run without GPUs.
-
-    Args:
-        rule: A rule with the label device.
-        matchers: Further matchers.
-        label: A label besides job and run that the result keeps.
-    """
-    labels = (label,) if label else ()
-    gpus, host = (
-        by("max", of_run(rule, matcher, *matchers), *labels) for matcher in (ON_GPU, ON_HOST)
-    )
-    return f"{gpus}\nor on (job, run) {host}"
 
 
 LIMIT = of_devices(recorded.MEMORY_LIMIT)
@@ -204,7 +199,7 @@ WHAT_FILLS_IT = (
         title="Peak of each phase",
         description="Peak bytes in each phase of the last step sampled in detail, for the fullest "
         "rank. The phase with the highest peak decides what fits: backward depends on activations, "
-        "optimizer on the optimizer states.",
+        "optimizer on the optimizer states, generate on the key-value cache.",
         queries=(Query(of_devices(recorded.PHASE_PEAK, label="phase"), "{{phase}}", shape="now"),),
         unit=BYTES,
         minimum=0,

@@ -8,7 +8,7 @@ from ...metrics.catalog.spec import MetricSpec
 from ...metrics.thresholds import Threshold
 from ..grafana.panels import Query
 from ..limits import selected
-from ..promql import by, rate, select, where
+from ..promql import ON_GPU, ON_HOST, by, rate, select, where
 from ..recording_rules import RUN_STATE, RecordingRule
 from ..run_status import FIRST_END, RunStatus
 
@@ -31,6 +31,21 @@ def of_run(what: RecordingRule | MetricSpec, *matchers: str) -> str:
 def of_ranks(what: RecordingRule | MetricSpec, *matchers: str) -> str:
     """Return a selector of the series of the chosen ranks."""
     return _select(what, *RANKS, *matchers)
+
+
+def of_devices(rule: RecordingRule, *matchers: str, label: str = "") -> str:
+    """Return the maximum over all GPUs, or over the hosts in a run without GPUs.
+
+    Args:
+        rule: A rule with the label device.
+        matchers: Further matchers.
+        label: A label besides job and run that the result keeps.
+    """
+    labels = (label,) if label else ()
+    gpus, host = (
+        by("max", of_run(rule, matcher, *matchers), *labels) for matcher in (ON_GPU, ON_HOST)
+    )
+    return f"{gpus}\nor on (job, run) {host}"
 
 
 def of_first_rank(what: RecordingRule | MetricSpec, *matchers: str) -> str:

@@ -39,6 +39,7 @@ PHASE_COLORS = {
     "data": "orange",
     "other": "text",
     "eval": "super-light-green",
+    "generate": "red",
     "checkpoint": "dark-green",
 }
 STATE_COLORS = {

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from ...metrics.catalog import communication as comm
+from ...metrics.catalog import generation, window
 from ...metrics.catalog import training as steps
-from ...metrics.catalog import window
 from ...metrics.thresholds import DATA_RATIO_HIGH
 from .. import recording_rules as recorded
 from ..grafana.dashboard import Dashboard, Row, uid_of
 from ..grafana.panels import (
+    BYTES,
     COUNT,
     FLOPS_PER_SECOND,
     PLAIN,
@@ -27,6 +28,7 @@ from .queries import (
     RANKS,
     WINDOW,
     limit,
+    of_devices,
     of_first_rank,
     of_ranks,
     of_run,
@@ -302,6 +304,72 @@ MICRO_BATCHES_AND_SHARES = sized(
     ),
 )
 
+PASSES = 'phase=~"forward|backward|optimizer"'
+NOT_GENERATING = "the run does not generate"
+GENERATION = (
+    TimeSeries(
+        title="Generated tokens per second",
+        description="New tokens per second, without prompts and padding: of one rank while it "
+        "generates, as a mean over ranks, and of the chosen ranks together over all time. If only "
+        "the second falls, training takes longer.",
+        queries=(
+            Query(of_run(recorded.GENERATION_SPEED), "one rank, while generating"),
+            Query(rate_of_ranks(generation.GENERATED_TOKENS), "all ranks, over all time"),
+        ),
+        unit=COUNT,
+        minimum=0,
+        width=8,
+        empty=NOT_GENERATING,
+    ),
+    TimeSeries(
+        title="Length of generated sequences",
+        description="New tokens of a sequence, as a mean over ranks. If it rises, generation takes "
+        "longer and needs a larger key-value cache.",
+        queries=(Query(of_run(recorded.GENERATED_LENGTH), "tokens"),),
+        unit=COUNT,
+        minimum=0,
+        width=8,
+        empty=NOT_GENERATING,
+    ),
+    TimeSeries(
+        title="Memory in generation and in training",
+        description="Peak bytes in generation and in the passes of training, for the fullest rank. "
+        "The larger one decides what fits.",
+        queries=(
+            Query(of_devices(recorded.PHASE_PEAK, recorded.GENERATING), "generation"),
+            Query(of_devices(recorded.PHASE_PEAK, PASSES), "training"),
+        ),
+        unit=BYTES,
+        minimum=0,
+        width=8,
+        dashboard=uid_of("memory"),
+    ),
+    TimeSeries(
+        title="Generation that waits for communication",
+        description="Share of the time of generation in which it could do nothing but wait for "
+        "collectives. With ZeRO 3 each token gathers all parameters: gather them once with "
+        "`hybrid_engine.pin_parameters`, or train with ZeRO 2.",
+        queries=(Query(of_run(recorded.GENERATION_WAIT), "waiting"),),
+        unit=RATIO,
+        minimum=0,
+        maximum=1,
+        width=12,
+        height=6,
+        empty=NOT_GENERATING,
+    ),
+    TimeSeries(
+        title="Gathers of parameters in generation",
+        description="All-gathers of one rank in the generation of a step. Below ZeRO 3 there are "
+        "none.",
+        queries=(Query(of_run(recorded.GATHERS_OF_GENERATION), "gathers"),),
+        unit=COUNT,
+        minimum=0,
+        width=12,
+        height=6,
+        empty="no parameters are gathered in generation",
+    ),
+)
+
 DASHBOARD = Dashboard(
     name="step_anatomy",
     title="Step anatomy",
@@ -312,6 +380,7 @@ DASHBOARD = Dashboard(
         Row("Throughput", THROUGHPUT),
         Row("Loss, gradients and learning rate", NUMBERS),
         Row("Nodes and ranks over time", OVER_TIME, collapsed=True),
+        Row("Generation", GENERATION, collapsed=True),
         Row("Micro-batches, shares and compression", MICRO_BATCHES_AND_SHARES, collapsed=True),
         Row("Profiled step", PROFILED, collapsed=True),
     ),

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from . import across_ranks, communication, devices, memory, overhead, training, tuner, window
+from . import (
+    across_ranks,
+    communication,
+    devices,
+    generation,
+    memory,
+    overhead,
+    training,
+    tuner,
+    window,
+)
 from .spec import MetricSpec
 
 CATALOG: tuple[MetricSpec, ...] = (
     *training.METRICS,
     *window.METRICS,
+    *generation.METRICS,
     *communication.METRICS,
     *memory.METRICS,
     *devices.METRICS,

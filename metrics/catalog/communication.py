@@ -127,7 +127,6 @@ COMM_LINK_BEST_BANDWIDTH = gauge(
     "Highest bandwidth sustained over three comparisons since the start. The present estimate may "
     "be above it, as it has not lasted.",
     GROUP,
-    lean=EVERY_SERIES,
     usual="Constant after the first minutes.",
 )
 COMM_EXPOSED_ERROR_RATIO = gauge(
@@ -153,7 +152,7 @@ COMM_STEP_WIRE_BYTES = gauge(
 STRAGGLER_SCORE = gauge(
     "straggler_score_ratio",
     "Time by which this rank is slower in a phase than the median rank, over the median step; "
-    "without blocked communication; not on CUDA.",
+    "without blocked communication.",
     Label(name="phase", values=COMPARED_PHASES),
     lean=EVERY_SERIES,
     usual=f"-0.05 to 0.05. Worry above {STRAGGLER_SCORE_HIGH:g} on one rank: its host or its data.",

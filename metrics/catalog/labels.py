@@ -20,7 +20,16 @@ OPS = (
 # The name of the group of zerowatch's own collectives: votes and exchanges of a TrainingRun.
 OWN_GROUP = "zerowatch"
 GROUPS = ("dp", "tp", "pp", "ep", "sp", "world", "other", OWN_GROUP)
-PHASES = ("data", "forward", "backward", "optimizer", "eval", "checkpoint", "other")
+PHASES = (
+    "data",
+    "forward",
+    "backward",
+    "optimizer",
+    "eval",
+    "generate",
+    "checkpoint",
+    "other",
+)
 # Their time is no training time: ratios leave it out.
 NON_TRAINING_PHASES = ("eval", "checkpoint")
 

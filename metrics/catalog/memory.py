@@ -57,10 +57,12 @@ MEMORY_BASELINE = gauge(
 )
 MEMORY_PHASE_PEAK = gauge(
     "memory_phase_peak_bytes",
-    "Highest memory use in a phase of the last step that was sampled in detail.",
+    "Highest memory use in a phase of the last step that was sampled in detail; in generate of the "
+    "last step with a reading.",
     DEVICE,
     PHASE,
-    usual="Highest in backward, or in optimizer at the first step.",
+    usual="Highest in backward, or in optimizer at the first step. In generate it grows with the "
+    "number of prompts and their length, by the key-value cache.",
 )
 MEMORY_FRAGMENTATION = gauge(
     "memory_fragmentation_bytes",

@@ -158,7 +158,8 @@ NONFINITE_LOSSES = counter(
 )
 STEP_DURATION = histogram(
     "step_duration_seconds",
-    "Wall time of one optimizer step, without evaluation and checkpoints.",
+    "Wall time of one optimizer step, without evaluation and checkpoints. Generation before the "
+    "step is part of it.",
     STEP_DURATION_BUCKETS,
     lean=EVERY_SERIES,
     usual="Depends on the job. Compare with the run's own hour before.",
@@ -228,8 +229,8 @@ FLOPS = counter(
 )
 MFU = gauge(
     "mfu_ratio",
-    "Model FLOPs utilization: FLOP/s of the model over the device's peak. On GPUs this is the peak "
-    "in bf16, whichever type the run uses.",
+    "Model FLOPs utilization: FLOP/s of the model over the device's peak, without generation. On "
+    "GPUs this is the peak in bf16, whichever type the run uses.",
     lean=EVERY_SERIES,
     usual="0.3 to 0.55 for dense transformers on H100 or A100 (published figures of others); "
     "lower for small models and long waits. Worry about a fall to less than 0.8 of the "

@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 
 from ...metrics.catalog.labels import OPS, OWN_GROUP, PHASES
 from ...metrics.step_record import CollectiveTotals
+from ..common.phase_timer import GENERATE
 from .comm_time import CommTime
 from .groups import CollectiveCall, Group
+
+_ALL_GATHER = OPS.index("all_gather")
 
 
 @dataclass(slots=True)
@@ -78,12 +81,16 @@ class StepCommTotals:
             had work left meanwhile.
         is_upper_bound: Whether `seconds` is only an upper bound.
         is_exposed_known: False if the end of a call could not be read.
+        generation_gathers: Number of all-gathers issued in generation; with ZeRO 3 they gather
+            parameters.
+        generation_gathered_bytes: The payload of these calls.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.is_upper_bound = False
         self.is_exposed_known = True
+        self.generation_gathers = self.generation_gathered_bytes = 0
         self._is_known = True
         self.blocked_ns = [0] * len(PHASES)
         self.host_blocked_ns = [0] * len(PHASES)
@@ -116,6 +123,9 @@ class StepCommTotals:
                         blocked_ns[call.wait_phase] += call.wait_exposed_ns
             if call.group.role == OWN_GROUP:
                 continue
+            if call.phase == GENERATE and call.op == _ALL_GATHER:
+                self.generation_gathers += 1
+                self.generation_gathered_bytes += call.payload_bytes
             sums = self._by_op.get(call.op)
             if sums is None:
                 sums = self._by_op[call.op] = _StepOpTotals()

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 Table = Mapping[str, tuple[str, ...]]  # names by "module" or "module:Class"
 
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+HYBRID_ENGINE = "deepspeed.runtime.hybrid_engine:DeepSpeedHybridEngine"
 ZERO_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"

@@ -11,9 +11,10 @@ from time import perf_counter_ns
 
 from ...metrics.catalog.labels import NON_TRAINING_PHASES, PHASES
 
-DATA, FORWARD, BACKWARD, OPTIMIZER, EVAL, CHECKPOINT, OTHER = range(len(PHASES))
+DATA, FORWARD, BACKWARD, OPTIMIZER, EVAL, GENERATE, CHECKPOINT, OTHER = range(len(PHASES))
+# The phases in which the model trains on a batch.
+PASSES = (FORWARD, BACKWARD, OPTIMIZER)
 NON_TRAINING = tuple(map(PHASES.index, NON_TRAINING_PHASES))
-_PASSES = (FORWARD, BACKWARD, OPTIMIZER)
 # Maximum intervals kept for one step. If a step has more, the earliest intervals are dropped.
 MAX_INTERVALS = 4096
 
@@ -98,7 +99,7 @@ class PhaseTimer:
 
         May be called on any thread.
         """
-        return self.current not in _PASSES and not self.passes_ns()
+        return self.current not in PASSES and not self.passes_ns()
 
     def drain(self) -> list[int]:
         """Return the nanoseconds of each phase since the last call, in the order of PHASES."""

@@ -43,6 +43,7 @@ class _Reading:
     samples: float
     flops: float
     training: float
+    generate: float
     data: float
     comm: float
     exposed: float
@@ -90,6 +91,7 @@ class RankFigures:
         if now - after.at > max(MAX_AGE_SECONDS, MAX_AGE_STEPS * step_seconds):
             return {}
         seconds = after.training - before.training
+        passes = seconds - (after.generate - before.generate)  # FLOPs of generation do not count
         exposed: float | None = after.exposed - before.exposed
         wait: float | None = after.wait - before.wait
         if not exposed and after.comm > before.comm:
@@ -101,7 +103,7 @@ class RankFigures:
             "exposed_comm": _ratio(exposed, seconds),
             "comm_wait": _ratio(wait, seconds),
             "data": _ratio(after.data - before.data, seconds),
-            "mfu": _ratio(_ratio((after.flops - before.flops) or None, seconds), peak_flops),
+            "mfu": _ratio(_ratio((after.flops - before.flops) or None, passes), peak_flops),
             "samples_per_second": _ratio((after.samples - before.samples) or None, elapsed),
         }
 
@@ -143,6 +145,7 @@ def _reading(snapshot: Snapshot, now: float) -> _Reading:
         samples=snapshot.total(training.SAMPLES),
         flops=snapshot.total(training.FLOPS),
         training=sum(spent for phase, spent in phases.items() if phase not in NON_TRAINING_PHASES),
+        generate=phases["generate"],
         data=phases["data"],
         comm=snapshot.total(communication.COMM_SECONDS),
         exposed=snapshot.total(communication.COMM_EXPOSED_SECONDS),

@@ -82,7 +82,7 @@ class WireVolumeCheck:
             return
         if record.step <= self._settled_step:
             return
-        if record.phase_seconds.keys() & set(NON_TRAINING_PHASES):
+        if record.phase_seconds.keys() & {*NON_TRAINING_PHASES, "generate"}:
             return  # these phases issue collectives of their own
         estimates = self._estimates  # another thread may replace it
         if record.micro_batches not in estimates:

@@ -21,6 +21,12 @@ from ..common.patching import AttributePatch
 from ..common.phase_timer import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseTimer
 from .batch_shape import BatchShape, batch_shape
 from .checkpoint_metrics import CheckpointMetrics
+from .generation_hooks import (
+    GENERATE_METHOD,
+    GenerateWrapper,
+    GenerationHooks,
+    generating_objects,
+)
 from .memory_hooks import MemoryHooks
 from .pipeline_hooks import INSTRUCTION_MAP, PHASE_OF_INSTRUCTION, InstructionMap, loaded_shape
 from .raw_step import StepCounts
@@ -75,12 +81,17 @@ class EngineHooks:
         self._on_exception = fail_open.wrap("oom report", memory.on_exception)
         # A loss that cannot be read must not end the phases. Losses do not depend on each other.
         self._read_loss = fail_open.wrap("loss", extract_loss, is_kept=True)
+        self._generation = GenerationHooks(engine, phase_timer, memory, fail_open)
         self._is_pipeline = hasattr(type(engine), "train_batch")
         names = PIPELINE_METHODS if self._is_pipeline else ENGINE_METHODS
         self._patches: list[AttributePatch | InstructionMap] = [
             AttributePatch(engine, name, partial(self._wrapper, name))
             for name in names
             if hasattr(engine, name)
+        ]
+        self._patches += [
+            AttributePatch(each, GENERATE_METHOD, self._generate_wrapper)
+            for each in generating_objects(engine)
         ]
         if hasattr(engine, INSTRUCTION_MAP):
             self._patches.append(InstructionMap(engine, self._instruction))
@@ -96,6 +107,11 @@ class EngineHooks:
         """Discard the micro-batches since the last step, which will be repeated or skipped."""
         self._counts = StepCounts(discarded_ns=self._phase_timer.passes_ns())
         self._shapes, self._loss = [], None
+
+    @property
+    def generated_ns(self) -> int:
+        """Nanoseconds of the host in calls of `generate`."""
+        return self._generation.generated_ns
 
     @property
     def training(self) -> bool:
@@ -125,6 +141,11 @@ class EngineHooks:
             lambda args, kwargs: self._phase_timer.enter(phase),
             lambda result, returned: self._phase_timer.leave(),
         )
+
+    def _generate_wrapper(self, original: Any) -> GenerateWrapper:
+        generation = self._generation
+        call = self._wrap(GENERATE_METHOD, original, generation.on_start, generation.on_end)
+        return GenerateWrapper(call, original)
 
     def _instruction(self, name: str, original: Any) -> Any:
         """Return the wrapper of one instruction of a pipeline."""
@@ -299,6 +320,7 @@ class EngineHooks:
             self._count_pipeline(engine, result)
         counts, self._counts = self._counts, StepCounts()
         counts.skipped = engine.skipped_steps != self._skipped_before
+        counts.generation = self._generation.take_counts()
         self._shapes = []  # shapes of forward passes without a backward pass
         self._collect(counts)
 

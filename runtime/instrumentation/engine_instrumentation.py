@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ...metrics.catalog import generation
 from ..collectives.call_batch import CallBatch
 from ..collectives.group_roles import p2p_role, role_of
 from ..common.phase_timer import CHECKPOINT
 from .checkpoint_metrics import CheckpointMetrics
 from .dataloader_hooks import DataLoaderHooks
 from .engine_hooks import EngineHooks
+from .generation_hooks import is_hybrid
 from .memory_hooks import MemoryHooks
 from .profiled_steps import ProfiledSteps
 from .raw_step import RawStep
@@ -49,8 +51,10 @@ class EngineInstrumentation:
         self._memory = memory
         self._enqueue = enqueue
         self._profiler = profiler
-        self._earlier_ns = 0
+        self._earlier_ns = self._earlier_generated_ns = 0
         self.checkpoints = CheckpointMetrics(context.recorder, context.fail_open)
+        if is_hybrid(engine):  # other engines rarely generate
+            context.recorder.start_counters(generation.METRICS)
         self._engine_hooks = self._hook(engine)
         self._dataloader_hooks = DataLoaderHooks(
             context.phase_timer, context.fail_open, self._engine_hooks
@@ -66,6 +70,11 @@ class EngineInstrumentation:
         """Nanoseconds in forward and evaluation since the last step; 0 after a backward pass."""
         return self._context.phase_timer.forward_only_ns()
 
+    @property
+    def generated_ns(self) -> int:
+        """Nanoseconds of the host in calls of `generate`, since the hooks were installed."""
+        return self._earlier_generated_ns + self._engine_hooks.generated_ns
+
     def rebind_engine(self, engine: Any) -> None:
         """Move the hooks to another engine, between two steps.
 
@@ -74,6 +83,7 @@ class EngineInstrumentation:
         """
         self._engine_hooks.restore()
         self._earlier_ns += self._engine_hooks.cost_ns
+        self._earlier_generated_ns += self._engine_hooks.generated_ns
         self._memory.rebind_engine(engine)
         calls = self._context.call_recorder
         calls.groups.set_roles(role_of, p2p_role)

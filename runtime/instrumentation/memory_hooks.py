@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ...metrics.catalog.labels import PHASES
 from ..common.fail_open import FailOpen
-from ..common.phase_timer import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, PhaseTimer
+from ..common.phase_timer import CHECKPOINT, EVAL, GENERATE, PASSES, PhaseTimer
 from ..devices.libc_memory import free_heap_bytes
 from ..memory.categories import EngineBytes, elementwise_max
 from ..memory.engine_memory import bytes_by_category
@@ -29,7 +29,6 @@ T = TypeVar("T")
 # Minimum time between two readings. The kernel and the allocator keep the peak since the last
 # reading, so no peak is lost if steps are shorter. A reading costs 0.1 ms with cold caches.
 READING_SECONDS = 0.25
-_PASSES = (FORWARD, BACKWARD, OPTIMIZER)
 # Limits the readings of a detailed sample. In a step with many micro-batches, only the first
 # micro-batches and the update are read phase by phase.
 READINGS_PER_DETAIL = 40
@@ -137,6 +136,14 @@ class MemoryHooks:
             held = elementwise_max(self._held_in_backward, held)
         self._held_before = held
 
+    def on_generation_start(self) -> None:
+        """Keep the peaks from now on apart from those of the step's training."""
+        self._reader.begin_generation()
+
+    def on_generation_end(self) -> None:
+        """End the peaks of a generation."""
+        self._reader.end_generation()
+
     def on_step_end(self) -> StepMemorySample | None:
         """Return the memory sample of this step, or None if the last sample is recent."""
         now = time.monotonic()
@@ -147,6 +154,7 @@ class MemoryHooks:
         shapes, self._shapes = tuple(self._shapes), {}
         sample = StepMemorySample(
             readings=self._reader.sample_step(),
+            generation_peaks=self._reader.take_generation_peaks(),
             shapes=shapes,
             trained_only=not self._phase_timer.left_training,
             detail=detail,
@@ -196,9 +204,9 @@ class MemoryHooks:
         return result
 
     def _read_phase(self, phase: int) -> None:
-        # Always read an evaluation. Otherwise its peak would be attributed to the next pass.
-        if phase not in (EVAL, CHECKPOINT):
-            if phase in _PASSES:
+        # Always read these phases. Otherwise their peak would be attributed to the next pass.
+        if phase not in (EVAL, GENERATE, CHECKPOINT):
+            if phase in PASSES:
                 if self._pass_readings_left <= 0:
                     return
                 self._pass_readings_left -= 1

@@ -7,15 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...metrics.catalog.labels import PHASES
-from ...metrics.step_record import StepRecord
+from ...metrics.step_record import GenerationTotals, StepRecord
 from ..collectives.call_batch import CallBatch
 from ..collectives.totals import StepCommTotals
 from ..common.device_scalar import ScalarOrPending, arrived, lose, mean, read, total
-from ..common.phase_timer import PhaseInterval
+from ..common.phase_timer import GENERATE, PhaseInterval
 from ..memory.memory_reader import Readings
 from ..memory.step_sample import StepMemorySample
 from .batch_shape import BatchShape
 from .device_phases import DevicePhaseTimes
+from .generated_tokens import GenerationCounts
 
 
 @dataclass(slots=True)
@@ -33,6 +34,7 @@ class StepCounts:
             the backward pass, as Hugging Face's Trainer does.
         skipped: Whether the step did not update the weights.
         discarded_ns: Nanoseconds of forward and backward passes that were discarded.
+        generation: The calls of `generate` since the last step. None if there were none.
     """
 
     micro_batches: int = 0
@@ -43,6 +45,7 @@ class StepCounts:
     losses_are_divided: bool = False
     skipped: bool = False
     discarded_ns: int = 0
+    generation: GenerationCounts | None = None
 
     def add(self, shapes: list[BatchShape], loss: ScalarOrPending) -> None:
         """Count one micro-batch, which consists of one or more forward passes."""
@@ -143,7 +146,10 @@ class RawStep:
             lose(one)
 
     def _scalars(self) -> tuple[ScalarOrPending, ...]:
-        return (self.gradient_norm, self.learning_rate, self.loss_scale, *self.counts.losses)
+        generation = self.counts.generation
+        tokens = () if generation is None else generation.tokens
+        losses = self.counts.losses
+        return (self.gradient_norm, self.learning_rate, self.loss_scale, *losses, *tokens)
 
     def record(
         self, comm: StepCommTotals, device_readings: Readings, oom_risk_ratio: Mapping[str, float]
@@ -176,6 +182,26 @@ class RawStep:
             comm_exposed_phase_seconds=(
                 _by_phase(comm.blocked_ns) if comm.is_exposed_known else {}
             ),
+            generation=self._generation(comm),
+        )
+
+    def _generation(self, comm: StepCommTotals) -> GenerationTotals | None:
+        counts = self.counts.generation
+        if counts is None:
+            return None
+        peaks = {} if self.memory is None else self.memory.generation_peaks
+        return GenerationTotals(
+            calls=counts.calls,
+            sequences=counts.sequences,
+            tokens=counts.total_tokens(),
+            seconds=self.phase_ns[GENERATE] / 1e9,
+            gathers=comm.generation_gathers,
+            gathered_bytes=comm.generation_gathered_bytes,
+            peak_bytes={
+                device: states["peak_allocated"]
+                for device, states in peaks.items()
+                if "peak_allocated" in states
+            },
         )
 
 

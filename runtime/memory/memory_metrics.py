@@ -7,7 +7,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from ...metrics.catalog import memory
+from ...metrics.catalog.labels import PHASES
 from ...metrics.recorder import Recorder
+from ..common.phase_timer import GENERATE
 from .categories import categories_at_peak
 from .memory_reader import Reading, Readings
 from .step_sample import StepMemorySample
@@ -40,6 +42,7 @@ class MemoryMetrics:
         """Publish the sample at the end of a step."""
         with self._recorder.commit():
             self.publish_readings(sample.readings)
+            self._publish_generation(sample.generation_peaks)
             if sample.detail is not None:
                 for device, states in sample.readings.items():
                     self._publish_detail(device, states, sample)
@@ -60,6 +63,14 @@ class MemoryMetrics:
                     recorder.set(memory.MEMORY_LIMIT, value, device)
                 else:
                     recorder.set(memory.MEMORY_BYTES, value, device, state)
+
+    def _publish_generation(self, peaks: Readings) -> None:
+        """Publish the peaks of generation as a phase, and as a part of the highest use."""
+        self.publish_readings(peaks)
+        for device, states in peaks.items():
+            if "peak_allocated" in states:
+                peak = states["peak_allocated"]
+                self._recorder.set(memory.MEMORY_PHASE_PEAK, peak, device, PHASES[GENERATE])
 
     def _publish_detail(self, device: str, states: Reading, sample: StepMemorySample) -> None:
         detail = sample.detail

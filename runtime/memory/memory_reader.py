@@ -16,7 +16,8 @@ class MemoryReader:
     """Reads all probes at once, so that a reading by one caller hides no peak from another.
 
     The peak of a probe covers the time since the last reading by any caller. The reader therefore
-    keeps the maximum since the last step, and the maximum since the last change of phase.
+    keeps the maximum since the last step, and the maximum since the last change of phase. During a
+    generation, the first of these belongs to the generation instead of the step.
 
     Thread-safe. A reading takes 0.02 ms, and 0.1 ms with cold caches.
 
@@ -38,6 +39,8 @@ class MemoryReader:
         self._lock = threading.Lock()
         self._step_peaks: dict[tuple[str, str], float] = {}
         self._phase_peaks: dict[tuple[str, str], float] = {}
+        self._generation_peaks: dict[tuple[str, str], float] = {}
+        self._is_generating = False
         self._read_at = float("-inf")
 
     @property
@@ -64,6 +67,28 @@ class MemoryReader:
             peaks, self._phase_peaks = self._phase_peaks, {}
         return _with_peaks(readings, peaks)
 
+    def begin_generation(self) -> None:
+        """Count the peaks from now on for generation, and not for the step."""
+        self._switch(is_generating=True)
+
+    def end_generation(self) -> None:
+        """Count the peaks from now on for the step again."""
+        self._switch(is_generating=False)
+
+    def take_generation_peaks(self) -> Readings:
+        """Return the peaks of generation since the last call, by device and state."""
+        with self._lock:
+            peaks, self._generation_peaks = self._generation_peaks, {}
+        by_device: dict[str, dict[str, float]] = {}
+        for (device, state), size in peaks.items():
+            by_device.setdefault(device, {})[state] = size
+        return by_device
+
+    def _switch(self, *, is_generating: bool) -> None:
+        with self._lock:
+            self._read()
+            self._is_generating = is_generating
+
     def _read(self) -> Readings:
         self._read_at = time.monotonic()
         readings: dict[str, Reading] = {}
@@ -81,9 +106,10 @@ class MemoryReader:
         return {**states, "limit": budget}
 
     def _update_peaks(self, device: str, states: Reading) -> None:
+        own = self._generation_peaks if self._is_generating else self._step_peaks
         for state in _PEAKS:
             if state in states:
-                for peaks in (self._step_peaks, self._phase_peaks):
+                for peaks in (own, self._phase_peaks):
                     key = device, state
                     peaks[key] = max(peaks.get(key, 0.0), states[state])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .categories import EngineBytes
 from .forecast.peak_readings import PeakPoint, Shape
@@ -33,7 +33,10 @@ class StepMemorySample:
     """The readings of all devices at the end of a step.
 
     Attributes:
-        readings: Bytes by device and state. Peaks cover the time since the previous sample.
+        readings: Bytes by device and state. Peaks cover the time since the previous sample, without
+            generation.
+        generation_peaks: The peaks of generation since the previous sample, by device and state.
+            Empty if nothing was generated.
         shapes: Distinct micro-batch shapes since the previous sample.
         trained_only: Whether neither an evaluation nor a checkpoint ran since the previous sample.
         detail: Phases and categories, if the step was sampled in detail.
@@ -41,6 +44,7 @@ class StepMemorySample:
 
     readings: Readings
     shapes: tuple[Shape, ...]
+    generation_peaks: Readings = field(default_factory=dict)
     trained_only: bool = True
     detail: DetailedSample | None = None
 

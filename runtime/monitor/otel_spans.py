@@ -23,6 +23,7 @@ from ..common.phase_timer import (
     DATA,
     EVAL,
     FORWARD,
+    GENERATE,
     OPTIMIZER,
     OTHER,
     PhaseInterval,
@@ -55,6 +56,7 @@ _NAMES = {
     BACKWARD: "backward",
     OPTIMIZER: "optimizer",
     EVAL: "eval",
+    GENERATE: "generate",
     CHECKPOINT: "checkpoint",
 }
 

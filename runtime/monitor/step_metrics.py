@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...metrics.catalog import communication, training
+from ...metrics.catalog import communication, generation, training
+from ...metrics.catalog.labels import PHASES
 from ...metrics.catalog.spec import MetricSpec
 from ...metrics.recorder import Recorder
 from ...metrics.step_record import StepRecord
@@ -13,8 +14,11 @@ from ..collectives.call_batch import CallBatch
 from ..collectives.comm_time import CommTime
 from ..collectives.groups import CollectiveCall
 from ..collectives.totals import PeriodTotals
+from ..common.phase_timer import GENERATE
 from ..instrumentation.raw_step import RawStep, StepCounts
 from .step_quantiles import StepQuantiles
+
+_GENERATE = PHASES[GENERATE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,8 @@ class StepMetrics:
                 records = [step.record for step in steps]
                 self._count_steps(steps)
                 self._set_latest(records)
-                self._count_flops(steps, sum(record.training_seconds for record in records))
+                self._count_generation(records)
+                self._count_flops(steps, sum(map(_pass_seconds, records)))
                 self._quantiles.add([record.training_seconds for record in records])
             for label, seconds in self._quantiles.current().items():
                 self._recorder.set(training.STEP_DURATION_QUANTILE, seconds, label)
@@ -104,6 +109,16 @@ class StepMetrics:
         if known:
             self._recorder.add(spec, sum(known))
 
+    def _count_generation(self, records: Sequence[StepRecord]) -> None:
+        generated = [each.generation for each in records if each.generation is not None]
+        if not generated:
+            return
+        self._recorder.add(generation.GENERATE_CALLS, sum(each.calls for each in generated))
+        self._add_known(generation.GENERATED_SEQUENCES, [each.sequences for each in generated])
+        self._add_known(generation.GENERATED_TOKENS, [each.tokens for each in generated])
+        waited = sum(each.comm_exposed_phase_seconds.get(_GENERATE, 0.0) for each in records)
+        self._recorder.add(generation.GENERATE_COMM_EXPOSED_SECONDS, waited)
+
     def _set_latest(self, records: Sequence[StepRecord]) -> None:
         latest = records[-1]
         self._recorder.set(training.LAST_STEP_TIMESTAMP, latest.ended_at_unix_seconds)
@@ -135,3 +150,8 @@ class StepMetrics:
                 recorder.observe(communication.COLLECTIVE_DURATION, seconds, sums.op)
         for group, seconds in totals.comm_seconds.items():
             recorder.add(communication.COMM_SECONDS, seconds, group)
+
+
+def _pass_seconds(record: StepRecord) -> float:
+    """Return the time in which the counted FLOPs were made, which is without generation."""
+    return record.training_seconds - record.phase_seconds.get(_GENERATE, 0.0)

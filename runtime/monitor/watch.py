@@ -109,6 +109,11 @@ class Watch:
         """Nanoseconds in forward and evaluation since the last step; 0 after a backward pass."""
         return self._instrumentation.forward_only_ns
 
+    @property
+    def generated_ns(self) -> int:
+        """Nanoseconds in calls of `generate` since the watch began, by the host."""
+        return self._instrumentation.generated_ns
+
     def watches(self, engine: Any) -> bool:
         """Whether this watch monitors `engine`."""
         return self._engine() is engine
@@ -265,6 +270,7 @@ class NullWatch:
     run_folder: Path | None = None
     address: str | None = None
     is_open = False
+    generated_ns = 0
 
     def __init__(self) -> None:
         self.recorder = Recorder()  # nobody reads it

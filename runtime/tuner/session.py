@@ -119,7 +119,7 @@ class ActiveTunerSession:
         self._runner: ControllerRunner | None = None  # stays None on all ranks but rank 0
         self._create_runner = self._watch.fail_open.wrap("tuner", self._new_runner)
         self._oom_risk = ReportedOomRisk()
-        self._last_end: float | None = None
+        self._last_end: float | None = None  # without the time of generation
         self._is_in_window = False  # still True at the start of a window if the last one failed
         window_runner.tuner_status_source = self._status
         self._watch.subscribe_internal(self._on_record)
@@ -144,7 +144,7 @@ class ActiveTunerSession:
         """Handle a committed window, and apply rank 0's request, if there is one."""
         self._knobs.on_window_end()
         self._is_in_window = False
-        opened, now = self._window_runner.opened, perf_counter()
+        opened, now = self._window_runner.opened, self._training_clock()
         if opened is None or not opened.tuner_statuses:  # this session is closed
             return
         if self._host_group.rank == 0:
@@ -210,7 +210,12 @@ class ActiveTunerSession:
             self._oom_risk.invalidate(now=self._engine_holder.engine.global_steps)
             if self._runner is not None:
                 self._runner.on_switched(*applied)
-        self._last_end = perf_counter()
+        self._last_end = self._training_clock()
+
+    def _training_clock(self) -> float:
+        """Return the seconds of a clock that stands still during generation."""
+        seconds: float = perf_counter() - self._watch.generated_ns / 1e9
+        return seconds
 
     def _on_window_failed(self) -> None:
         """Handle a window that ended with an error. An unopened window is not reported."""

@@ -36,6 +36,7 @@ from zerowatch.dashboards.recording_rules import (
 from zerowatch.dashboards.timing import Timing
 from zerowatch.metrics.catalog import (
     across_ranks,
+    communication,
     devices,
     memory,
     training,
@@ -76,6 +77,7 @@ ABSENT = {
     select(memory.MEMORY_LEAK): HEALTHY,
     select(tuner.TUNER_GAIN): NOTHING_TRIED,
     select(tuner.TUNER_GAIN_LOWER_BOUND): NOTHING_TRIED,
+    select(communication.COLLECTIVE_CALLS, 'op="all_gather"', 'phase="generate"'): "needs ZeRO 3",
     select(window.COMPRESSION_ERROR): "gradients travel as they are",
 }
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
+from gpu.rank_jobs import run_code
 
 pytestmark = [
     pytest.mark.gpu,
@@ -14,9 +12,6 @@ pytestmark = [
 ]
 
 START = """
-import os
-os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
-                  MASTER_PORT="29655")
 import torch
 import torch.distributed as dist
 from zerowatch.metrics.catalog.labels import OPS
@@ -30,17 +25,15 @@ collectives.open()
 dist.init_process_group("nccl")
 x = torch.ones(1 << 20, device="cuda")
 dist.all_reduce(x)
+dist.all_reduce(x, async_op=True).wait()
+torch.cuda._sleep(1000)  # kernels are loaded at their first use, which may wait
 torch.cuda.synchronize()
 collectives.call_recorder.drain()
 """
 
 
-def run(body: str) -> str:
-    finished = subprocess.run(
-        [sys.executable, "-c", START + body], capture_output=True, text=True, timeout=120
-    )
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
+def run(body: str) -> None:
+    run_code(START + body)
 
 
 def test_calls_are_timed_by_events_without_waiting_for_the_device() -> None:
@@ -102,7 +95,8 @@ def query():
 thread = threading.Thread(target=query)
 thread.start()
 graph = torch.cuda.CUDAGraph()
-y = torch.ones(8, device="cuda")
+y = torch.ones(8, device="cuda") + 1
+torch.cuda.synchronize()
 with torch.cuda.graph(graph):
     for _ in range(200):
         y = y + 1

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
+from gpu.rank_jobs import run_job
 
 from zerowatch.runtime.engine.compression.encoding import BLOCK, FORMATS, decode, encode
 from zerowatch.runtime.engine.compression.error_feedback import CompressionError
@@ -48,13 +52,47 @@ def test_inf_and_nan_stay_non_finite(name: str, bad: float) -> None:
 
 
 def test_the_error_ratio_is_not_waited_for() -> None:
+    values, errors = (torch.full((4,), each, device="cuda") for each in (2.0, 0.02))
+    first = CompressionError()  # loads kernels and pins memory, which waits for the device
+    first.add_values(values)
+    first.add_errors(errors)
+    first.close()
+    torch.cuda._sleep(1000)
+    torch.cuda.synchronize()
     error = CompressionError()
     torch.cuda._sleep(10**9)
 
-    error.add_values(torch.full((4,), 2.0, device="cuda"))
-    error.add_errors(torch.full((4,), 0.02, device="cuda"))
+    error.add_values(values)
+    error.add_errors(errors)
     error.close()
 
     assert error.ratio() is None
     torch.cuda.synchronize()
     assert error.ratio() == pytest.approx(0.01)
+
+
+# Adam divides by the size of a gradient, so that the errors of small ones weigh more.
+LIMITS = {"fp32": 0.001, "bf16": 0.1, "fp16": 0.1, "int8": 0.3, "fp8": 0.5}
+CASES = [
+    pytest.param("gloo", id="on one GPU"),
+    pytest.param(
+        "nccl",
+        id="several",
+        marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
+    ),
+]
+
+
+@pytest.mark.parametrize("backend", CASES)
+def test_training_with_compressed_gradients_stays_close(
+    backend: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    share = {"LOCAL_RANK": "0"} if backend == "gloo" else {}
+
+    ranks = run_job("compression_job.py", tmp_path, backend, world_size=2, variables=share)
+
+    record_property("differences", ranks[0])
+    for stage, found in ranks[0].items():
+        for kind, limit in LIMITS.items():
+            assert found[kind]["difference"] <= limit, (stage, kind)
+            assert found[kind]["same on all ranks"], (stage, kind)

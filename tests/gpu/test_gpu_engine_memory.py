@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from gpu.rank_jobs import rank_variables
 from scripts.launching import SCRIPTS
 
 from zerowatch.runtime.devices.cuda_allocator import device_memory
@@ -84,15 +84,12 @@ CASES = (
 @pytest.mark.parametrize("name", CASES)
 def test_after_a_step_the_held_bytes_equal_the_allocator_s(name: str, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    inherited = {k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"}
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29641"}
     # cuBLAS's workspaces come from the allocator too, and belong to no tensor.
     no_workspace = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
 
     subprocess.run(
         [sys.executable, str(SCRIPTS / "memory" / "engine_memory_cuda_job.py"), str(report), name],
-        env={**inherited, **rank, **address, **no_workspace},
+        env={**rank_variables(), **no_workspace},
         check=True,
         timeout=300,
     )

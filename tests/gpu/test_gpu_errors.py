@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu.rank_jobs import rank_variables
 from scripts.launching import SCRIPTS, start
 
 from zerowatch.runtime.common import accelerator
@@ -35,13 +36,11 @@ except RuntimeError:
 
 
 def test_after_a_device_side_assert_the_run_log_has_all_steps(tmp_path: Path) -> None:
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cuda"}
-
     finished = start(
         sys.executable,
         SCRIPTS / "monitor" / "device_assert_job.py",
         cwd=tmp_path,
-        variables=variables,
+        variables=rank_variables(),
     )
 
     assert finished.returncode == 1

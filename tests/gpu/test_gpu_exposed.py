@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from gpu.rank_jobs import free_port, rank_variables, run_code
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,9 +16,7 @@ pytestmark = [
 
 # A collective of a given duration: it sleeps on a stream of its own, as NCCL does.
 STAND_IN = """
-import os, time
-os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
-                  MASTER_PORT="29656")
+import time
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -88,9 +87,7 @@ def expect(exposed_ms, comm_ms):
 """
 # Two ranks on one device, which NCCL refuses: gloo takes CUDA tensors, and blocks the host.
 TWO_RANKS = """
-import os, sys, time
-os.environ.update(RANK=sys.argv[1], WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
-                  MASTER_PORT="29657")
+import time
 import torch
 import torch.distributed as dist
 from zerowatch.runtime.collectives.comm_time import CommTimeCounter
@@ -131,10 +128,7 @@ if dist.get_rank() == 0:
 
 
 def run(body: str) -> None:
-    finished = subprocess.run(
-        [sys.executable, "-c", STAND_IN + body], capture_output=True, text=True, timeout=120
-    )
-    assert finished.returncode == 0, finished.stderr
+    run_code(STAND_IN + body)
 
 
 def test_a_call_holds_the_compute_stream_as_long_as_it_takes() -> None:
@@ -153,6 +147,22 @@ expect(0, 50)
 dist.all_reduce(x, async_op=True)
 busy(20)
 expect(0, 50)
+""")
+
+
+def test_an_unsampled_end_is_where_the_compute_stream_has_waited() -> None:
+    run("""
+collectives.call_recorder.is_sampled = False
+work = dist.all_reduce(x, async_op=True)
+busy(20)
+work.wait()
+expect(30, 50)
+work = dist.all_reduce(x, async_op=True)
+busy(70)
+work.wait()
+expect(0, 70)  # an upper bound: the call took 50
+dist.all_reduce(x)
+expect(50, 50)
 """)
 
 
@@ -237,9 +247,13 @@ for owner, names in ((torch.cuda.Stream, "wait_stream synchronize"),
 
 
 def test_on_gloo_the_host_that_waits_for_cuda_tensors_is_blocked() -> None:
+    port = str(free_port())
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", TWO_RANKS, str(rank)], stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", TWO_RANKS],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=rank_variables("cuda", rank, 2) | {"MASTER_PORT": port},
         )
         for rank in range(2)
     ]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu.rank_jobs import run_code
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,9 +16,7 @@ pytestmark = [
 ]
 
 SCRIPT = """
-import json, os, sys, time
-os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
-                  MASTER_PORT="29658")
+import sys
 import deepspeed, torch
 from torch.profiler import ProfilerActivity, profile
 from zerowatch.metrics.catalog.memory import OFFLOAD_BYTES, OFFLOAD_SECONDS
@@ -61,10 +58,10 @@ recorder = Recorder()
 traffic.publish(recorder)
 assert not fail_open.failures, fail_open.failures
 values = recorder.snapshot().values
-print("out:", json.dumps({
+out(**{
     labels[0]: [values[OFFLOAD_BYTES][labels], values[OFFLOAD_SECONDS][labels]]
     for labels in values[OFFLOAD_BYTES]
-}))
+})
 """
 CPU = {"device": "cpu", "pin_memory": True}
 CASES: dict[str, dict[str, Any]] = {
@@ -90,16 +87,8 @@ def copied(trace: Path, arrow: str) -> tuple[int, float]:
 def test_bytes_are_those_of_the_copies_that_the_profiler_saw(name: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
 
-    finished = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(CASES[name]), str(trace)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    found = run_code(SCRIPT, json.dumps(CASES[name]), str(trace))
 
-    assert finished.returncode == 0, finished.stderr
-    (line,) = [text for text in finished.stdout.splitlines() if text.startswith("out: ")]
-    found = json.loads(line.removeprefix("out: "))
     for direction, arrow in (("to_host", "DtoH"), ("to_device", "HtoD")):
         num_bytes, seconds = found[direction]
         seen_bytes, seen_seconds = copied(trace, arrow)

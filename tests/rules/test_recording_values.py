@@ -15,6 +15,7 @@ from zerowatch.metrics.thresholds import THRESHOLDS
 MINUTES = 6
 PHASES = "zerowatch_phase_seconds_total"
 EXPOSED = "zerowatch_comm_exposed_seconds_total"
+CALLS = "zerowatch_collective_calls_total"
 ACTIVE = "zerowatch_run_active"
 SAVED = "zerowatch_last_checkpoint_timestamp_seconds"
 STEP_DURATION = "zerowatch_step_duration_seconds"
@@ -42,6 +43,9 @@ def links(*bandwidths: float) -> dict[str, str]:
     return series
 
 
+GENERATING = of_rank(0, PHASES, growing(0.5), phase="generate") | of_rank(
+    1, PHASES, growing(0.25), phase="generate"
+)
 # By what is recorded: further series, and the values by their labels beside job and run.
 CASES = {
     # 0.1 s of rank 0's second and 0.3 s of rank 1's: a fifth. A mean of ratios would give it too,
@@ -84,6 +88,27 @@ CASES = {
         | of_rank(2, "zerowatch_comm_wait_seconds_total", growing(0.5), group="dp")
         | of_rank(2, PHASES, growing(1), phase="backward"),
         {of(0): 0, of(1): 0.1, of(2): -0.3},
+    ),
+    # Half of rank 0's time and a quarter of rank 1's: 60 tokens in 0.75 s, of which it waits 0.3 s.
+    recorded.GENERATION_SPEED: (
+        GENERATING | of_both("zerowatch_generated_tokens_total", growing(30)),
+        {"": 60 / 0.75},
+    ),
+    recorded.GENERATION_WAIT: (
+        GENERATING | of_both("zerowatch_generate_comm_exposed_seconds_total", growing(0.15)),
+        {"": 0.3 / 0.75},
+    ),
+    recorded.GENERATED_LENGTH: (
+        of_both("zerowatch_generated_tokens_total", growing(30))
+        | of_both("zerowatch_generated_sequences_total", growing(2)),
+        {"": 15},
+    ),
+    # Other collectives, and gathers in other phases, are not counted; each rank takes 2 steps/s.
+    recorded.GATHERS_OF_GENERATION: (
+        of_both(CALLS, growing(40), op="all_gather", group="dp", phase="generate")
+        | of_both(CALLS, growing(5), op="all_reduce", group="dp", phase="generate")
+        | of_both(CALLS, growing(7), op="all_gather", group="dp", phase="forward"),
+        {"": 20},
     ),
     recorded.MFU: (of_both("zerowatch_mfu_ratio", standing(0.4)), {"": 0.4}),
     recorded.MFU_USUAL: (of_both("zerowatch_mfu_ratio", standing(0.4)), {"": 0.4}),

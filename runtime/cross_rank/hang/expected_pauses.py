@@ -10,14 +10,22 @@ from __future__ import annotations
 import threading
 
 from ....metrics.catalog.labels import PHASES
-from ...common.phase_timer import BACKWARD, CHECKPOINT, EVAL, OPTIMIZER, OTHER, PhaseTimer
+from ...common.phase_timer import (
+    BACKWARD,
+    CHECKPOINT,
+    EVAL,
+    GENERATE,
+    OPTIMIZER,
+    OTHER,
+    PhaseTimer,
+)
 from ..exchange.rank_messages import Heartbeat
 from .hang_context import HangContext
 from .hang_evidence import RankSetSummary
 from .thread_stacks import END, PROMPT, silent_activity
 
 # Phases without steps.
-PAUSES = {EVAL, CHECKPOINT}
+PAUSES = {EVAL, GENERATE, CHECKPOINT}
 # Longest accepted pause, in hang limits.
 ACCEPTED_LIMITS = 10
 # If a rank has waited in a collective for this fraction of the limit, it stops announcing a pause.

@@ -97,7 +97,8 @@ def decode_add(wire_format: WireFormat, wire: torch.Tensor, total: torch.Tensor)
 def _encode_blocks(wire_format: WireFormat, blocks: torch.Tensor, wire: torch.Tensor) -> None:
     codes, scales = _codes_and_scales(wire_format, wire)
     torch.amax(blocks.abs(), dim=1, keepdim=True, out=scales)
-    scales.div_(wire_format.max_code).clamp_min_(_TINY)
+    # A product, because CUDA and CPUs divide by a number in different ways.
+    scales.mul_(1 / wire_format.max_code).clamp_min_(_TINY)
     scaled = blocks / scales
     if wire_format.dtype == torch.int8:
         codes.copy_(scaled.round_())

@@ -17,6 +17,7 @@ from ...common.deepspeed_internals import (
     ENGINE,
     FP16,
     FP16_UNFUSED,
+    HYBRID_ENGINE,
     INTERNALS,
     ZERO_1_AND_2,
     ZERO_3,
@@ -51,6 +52,8 @@ def abort_window(engine: Any) -> None:
 
 def abort_unsupported_reason(engine: Any) -> str | None:
     """Return why a window of this engine cannot be aborted; None if it can."""
+    if class_path(engine) == HYBRID_ENGINE:
+        return "the hybrid engine replaces layers for generation, which an abort does not restore"
     if class_path(engine) != ENGINE:
         return f"{type(engine).__name__} runs its own schedule; only DeepSpeedEngine is supported"
     if missing := missing_names(engine, ENGINE, _INTERNALS[ENGINE]):

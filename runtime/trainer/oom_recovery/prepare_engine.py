@@ -14,9 +14,17 @@ from typing import Any
 
 import torch
 
+from ...common.deepspeed_internals import HYBRID_ENGINE, class_path
 from .abort_window import abort_unsupported_reason
 
 logger = logging.getLogger(__name__)
+
+_HYBRID = (
+    "hybrid_engine: a TrainingRun leaves generation alone. It neither runs a failed call of "
+    "generate again nor changes its batch, and it does not rebuild the engine (ZeRO stage, "
+    "offload). The tuner compares the time of training steps without generation, and no knob "
+    "changes generation"
+)
 
 
 def prepare_engine(engine: Any) -> None:
@@ -24,6 +32,8 @@ def prepare_engine(engine: Any) -> None:
     reason = abort_unsupported_reason(engine)
     if reason is not None:
         logger.warning("out-of-memory errors will end this run: %s", reason)
+    if class_path(engine) == HYBRID_ENGINE:
+        logger.warning(_HYBRID)
     reason = materialise_optimizer_states(engine)
     if reason is not None:
         logger.info("the optimizer's state is created in the first step: %s", reason)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ....metrics.catalog import communication, devices, memory, overhead, training
+from ....metrics.catalog import communication, devices, generation, memory, overhead, training
 from ....metrics.catalog.labels import (
     CAUSE,
     COMPARED_PHASES,
@@ -21,6 +21,9 @@ from ....metrics.catalog.spec import MetricSpec
 from ....metrics.recorder import Snapshot
 
 CPU = "cpu"
+GENERATE = "generate"
+# The phases whose time the tuner can shorten.
+_TUNED_PHASES = tuple(p for p in PHASES if p not in (*NON_TRAINING_PHASES, GENERATE))
 _WORLD_SIZE = training.RUN_INFO.label_names.index("world_size")
 
 
@@ -28,7 +31,8 @@ _WORLD_SIZE = training.RUN_INFO.label_names.index("world_size")
 class MetricsDelta:
     """One rank's metrics over an interval of training. A missing metric is None.
 
-    Ratios are shares of training time without evaluation and checkpoints, unless stated otherwise.
+    Ratios are shares of training time without evaluation, generation and checkpoints, unless stated
+    otherwise. What collectives cost in generation is left out, but not its bytes.
 
     Attributes:
         stale: Whether the metrics were not updated in the interval. If so, nothing else is known.
@@ -99,9 +103,7 @@ def metrics_between(before: Snapshot, after: Snapshot) -> MetricsDelta:
     if None in updated or updated[0] == updated[1]:
         return MetricsDelta(stale=True)
     phases = {phase: interval.increase(training.PHASE_SECONDS, phase) for phase in PHASES}
-    counted = known_values(
-        {phase: phases[phase] for phase in PHASES if phase not in NON_TRAINING_PHASES}
-    )
+    counted = known_values({phase: phases[phase] for phase in _TUNED_PHASES})
     seconds = sum(counted.values())
     reading = MetricsDelta(
         seconds=seconds or None,
@@ -119,9 +121,10 @@ def metrics_between(before: Snapshot, after: Snapshot) -> MetricsDelta:
 def _with_communication(reading: MetricsDelta, interval: _Interval) -> MetricsDelta:
     exposed = interval.total_increase(communication.COMM_EXPOSED_SECONDS)
     comm = interval.total_increase(communication.COMM_SECONDS)
-    training_comm = interval.total_increase(communication.COMM_SECONDS, but=OWN_GROUP)
+    training_comm = interval.total_increase(communication.COMM_SECONDS, but=(OWN_GROUP,))
     if exposed == 0 and comm:
         exposed = None  # no cross-rank comparison fell into the interval, or its thread is dead
+    exposed, training_share = _without_generation(exposed, interval)
     # A publication may contain a little more than the interval.
     ratio = _ratio(exposed, reading.seconds)
     scale = 1.0 if ratio is None or ratio <= 1 else 1 / ratio
@@ -140,8 +143,8 @@ def _with_communication(reading: MetricsDelta, interval: _Interval) -> MetricsDe
         phase: interval.increase(communication.COMM_OWN_EXPOSED_SECONDS, phase)
         for phase in reading.phase_ratios
     }
-    wire_bytes = interval.total_increase(communication.COLLECTIVE_WIRE_BYTES, but=OWN_GROUP)
-    calls = interval.total_increase(communication.COLLECTIVE_CALLS, but=OWN_GROUP)
+    wire_bytes = interval.total_increase(communication.COLLECTIVE_WIRE_BYTES, but=(OWN_GROUP,))
+    calls = interval.total_increase(communication.COLLECTIVE_CALLS, but=(OWN_GROUP, GENERATE))
     group = interval.busiest_group()
     return replace(
         reading,
@@ -149,13 +152,22 @@ def _with_communication(reading: MetricsDelta, interval: _Interval) -> MetricsDe
         own_transfer_ratio=own_ratio,
         own_exposed_ratios=_ratios(own, reading.seconds, scale),
         comm_ratio=_ratio(training_comm, reading.seconds),
-        cause_ratios=_ratios(causes, reading.seconds, scale),
+        cause_ratios=_ratios(causes, reading.seconds, scale * training_share),
         coverage=interval.lower(communication.COMM_COVERAGE_RATIO),
         step_wire_bytes=_ratio(wire_bytes, reading.steps),
         step_calls=_ratio(calls, reading.steps),
         link_bandwidth=interval.after.value(communication.COMM_LINK_BANDWIDTH, group),
         link_latency=interval.after.value(communication.COMM_LINK_LATENCY, group),
     )
+
+
+def _without_generation(exposed: float | None, interval: _Interval) -> tuple[float | None, float]:
+    """Return the exposed seconds of training only, and their share of all exposed seconds."""
+    generated = interval.total_increase(generation.GENERATE_COMM_EXPOSED_SECONDS)
+    if not exposed or not generated:
+        return exposed, 1.0
+    of_training = max(0.0, exposed - generated)
+    return of_training, of_training / exposed
 
 
 def _with_device(reading: MetricsDelta, interval: _Interval) -> MetricsDelta:
@@ -194,9 +206,10 @@ class _Interval:
         increase = -1.0 if end is None else end - (self.before.value(spec, *labels) or 0.0)
         return increase if increase >= 0 else None
 
-    def total_increase(self, spec: MetricSpec, *, but: str | None = None) -> float | None:
-        """Return the increase of a counter, summed over series without the label value `but`."""
-        series = [labels for labels in self.after.values.get(spec, {}) if but not in labels]
+    def total_increase(self, spec: MetricSpec, *, but: tuple[str, ...] = ()) -> float | None:
+        """Return the increase of a counter, summed over series without the label values `but`."""
+        every = self.after.values.get(spec, {})
+        series = [labels for labels in every if not set(but).intersection(labels)]
         parts = [self.increase(spec, *labels) for labels in series]
         known = [part for part in parts if part is not None]
         return sum(known) if known else None

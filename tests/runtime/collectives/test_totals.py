@@ -173,4 +173,4 @@ def test_the_time_that_calls_block_the_host_does_not_count_as_a_wait_of_the_devi
     backward = PHASES.index("backward")
 
     assert totals.blocked_ns[backward] == 40 * MS
-    assert totals.device_blocked_ns() == [0, 0, 10 * MS, 0, 0, 0, 0]
+    assert totals.device_blocked_ns() == [0, 0, 10 * MS, 0, 0, 0, 0, 0]

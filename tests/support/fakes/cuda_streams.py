@@ -54,6 +54,9 @@ class FakeStream:
     def synchronize(self) -> None:
         self.device.host.reach(self.busy_until)
 
+    def query(self) -> bool:
+        return self.busy_until <= self.device.host.now_ns
+
 
 class FakeEvent:
     device: FakeCuda

@@ -149,3 +149,18 @@ def test_fp8_is_converted_by_its_bits_as_torch_does() -> None:
     number = ~codes.float().isnan()
 
     assert torch.equal(to_float32(codes)[number], codes.float()[number])
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_scale_is_a_product_because_a_gpu_divides_by_a_number_in_another_way(
+    name: str, seed: int
+) -> None:
+    """CUDA computes `tensor / number` as `tensor * (1 / number)`, and CPUs divide."""
+    wire_format, values = FORMATS[name], gradients(400 * BLOCK, seed)
+    wire = torch.empty(wire_format.wire_bytes(len(values)), dtype=torch.uint8)
+
+    encode(wire_format, values.clone(), wire)
+
+    inverse = torch.tensor(1.0).div(wire_format.max_code)
+    scales = wire[len(values) * wire_format.dtype.itemsize :].view(torch.float32)
+    assert torch.equal(scales, values.view(-1, BLOCK).abs().amax(1) * inverse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -131,8 +132,8 @@ def train(
     for window in range(WINDOWS):
         before_window(window)
         for _ in range(MICRO_BATCHES):
-            x = torch.randn(MICRO_BATCH, WIDTH, generator=data).to(kind)
-            y = torch.randn(MICRO_BATCH, generator=data).to(kind)
+            x = torch.randn(MICRO_BATCH, WIDTH, generator=data).to(engine.device, kind)
+            y = torch.randn(MICRO_BATCH, generator=data).to(engine.device, kind)
             with saved_bytes(engine):
                 loss = engine(x, y)
             engine.backward(loss / MICRO_BATCHES, scale_wrt_gas=False)
@@ -155,6 +156,14 @@ def saved_bytes(engine) -> Iterator[None]:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield
     engine.saved = sum(kept.values())
+
+
+def join() -> None:
+    """Join the process group: NCCL's if DS_ACCELERATOR is "cuda"."""
+    on_cuda = os.environ.get("DS_ACCELERATOR") == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed("nccl" if on_cuda else "gloo", verbose=False)
 
 
 def weights(engine) -> torch.Tensor:

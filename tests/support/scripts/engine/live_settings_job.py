@@ -10,7 +10,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from live_settings_cases import CASES, Case
@@ -20,6 +19,7 @@ from live_settings_engines import (
     WINDOWS,
     Counts,
     give_up,
+    join,
     make_engine,
     train,
     weights,
@@ -83,7 +83,7 @@ def reasons() -> dict[str, dict[str, str | None]]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo", verbose=False)
+    join()
     counting = Counts()
     plain: dict[str, torch.Tensor] = {}
     results: dict[str, dict] = {}

@@ -22,6 +22,7 @@ from live_settings_engines import (
     WIDTH,
     WINDOWS,
     give_up,
+    join,
     make_engine,
     train,
     weights,
@@ -135,7 +136,7 @@ def run(case: Case, is_applied: bool) -> tuple[torch.Tensor, dict]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo", verbose=False)
+    join()
     plain: dict[tuple, torch.Tensor] = {}
     results: dict[str, dict] = {}
     for case in CASES:

@@ -1,6 +1,6 @@
 """Trains each configuration without and with monitoring, and writes differences as JSON per rank.
 
-`compare_monitored.py FOLDER NAME...`
+`compare_monitored.py FOLDER NAME...`; on GPUs if DS_ACCELERATOR is "cuda".
 
 What PyTorch's Flight Recorder saw of the watched training is the oracle for calls and bytes.
 """
@@ -8,6 +8,7 @@ What PyTorch's Flight Recorder saw of the watched training is the oracle for cal
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import sys
 from collections import Counter
@@ -34,7 +35,20 @@ ELEMENT_BYTES = {
     "Half": 2,
     "BFloat16": 2,
 }
-STEPS, ACCUMULATION, MICRO_BATCH, WIDTH = 4, 2, 2, 16
+ON_CUDA = os.environ.get("DS_ACCELERATOR") == "cuda"
+BACKEND = "nccl" if ON_CUDA else "gloo"
+# What NCCL's group calls the operations that torch's functions issue.
+NCCL_NAMES = {
+    "_all_gather_base": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "allreduce_coalesced": "all_reduce",
+    "all_reduce_barrier": "barrier",
+    "_broadcast_oop": "broadcast",
+    "_reduce_oop": "reduce",
+}
+STEPS, ACCUMULATION, MICRO_BATCH, WIDTH = 20 if ON_CUDA else 4, 2, 2, 16
 CONFIGURATIONS = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
@@ -83,7 +97,7 @@ def train(engine) -> torch.Tensor:
         for _ in range(ACCUMULATION):
             x = torch.randn(MICRO_BATCH, WIDTH, generator=data)
             y = torch.randn(MICRO_BATCH, generator=data)
-            loss = engine(x, y)
+            loss = engine(x.to(engine.device), y.to(engine.device))
             engine.backward(loss)
             engine.step()
         mean_loss = loss.detach().clone()
@@ -100,22 +114,28 @@ def weights(engine) -> torch.Tensor:
                 whole.append(parameter.detach().clone().flatten())
         else:
             whole.append(parameter.detach().clone().flatten())
-    return torch.cat(whole)
+    return torch.cat(whole).cpu()
 
 
 def flight_entries() -> list[dict]:
-    return pickle.loads(c10d._dump_fr_trace())["entries"]
+    dump = c10d._dump_nccl_trace if ON_CUDA else c10d._dump_fr_trace
+    return pickle.loads(dump())["entries"]
 
 
 def flight_totals(entries: list[dict]) -> tuple[Counter, Counter]:
-    """Sum calls and payload bytes by the operation gloo ran."""
+    """Sum calls and payload bytes by the operation that the backend ran."""
     calls, sizes = Counter(), Counter()
     for entry in entries:
-        op = entry["profiling_name"].removeprefix("gloo:")
+        op = entry["profiling_name"].removeprefix(f"{BACKEND}:")
+        if op == "coalesced":  # stands for calls that have entries of their own
+            continue
+        op = NCCL_NAMES.get(op, op)
         output = op == "all_gather"
         shapes = entry["output_sizes" if output else "input_sizes"]
         kinds = entry["output_dtypes" if output else "input_dtypes"]
         calls[op] += 1
+        if op == "barrier":  # on NCCL an all-reduce of one element
+            continue
         for shape, kind in zip(shapes, kinds, strict=False):
             sizes[op] += torch.Size(shape).numel() * ELEMENT_BYTES[kind]
     return calls, sizes
@@ -123,7 +143,7 @@ def flight_totals(entries: list[dict]) -> tuple[Counter, Counter]:
 
 def our_totals(snapshot) -> tuple[Counter, Counter]:
     """Sum calls and bytes by operation; gloo runs reduce_scatter as all_reduce."""
-    ran_as = {"reduce_scatter": "all_reduce"}
+    ran_as = {} if ON_CUDA else {"reduce_scatter": "all_reduce"}
     calls, sizes = Counter(), Counter()
     for (op, _, _), count in snapshot.values[communication.COLLECTIVE_CALLS].items():
         calls[ran_as.get(op, op)] += int(count)
@@ -166,6 +186,8 @@ def fresh_weights() -> list[torch.Tensor]:
 
 
 if __name__ == "__main__":
-    deepspeed.init_distributed("gloo", verbose=False)
+    if ON_CUDA:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed(BACKEND, verbose=False)
     results = {name: compare(dict(CONFIGURATIONS[name])) for name in sys.argv[2:]}
     Path(sys.argv[1], f"rank-{dist.get_rank()}.json").write_text(json.dumps(results))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -45,11 +46,21 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+class Decoder(ByteGpt):
+    """Returns prompts with new tokens, as transformers' decoders do."""
+
+    generation_config = SimpleNamespace(eos_token_id=None)
+
+    def generate(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Append two tokens to each prompt."""
+        return torch.cat((input_ids, input_ids[:, :2]), dim=1)
+
+
 def main(folder: Path) -> None:
     rank_figures.PERIOD_SECONDS = 5.0
     deepspeed.init_distributed("gloo", verbose=False)
     torch.manual_seed(0)
-    model = ByteGpt(GptConfig(hidden_size=128, num_hidden_layers=2))
+    model = Decoder(GptConfig(hidden_size=128, num_hidden_layers=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     run = zerowatch.TrainingRun(
         model, optimizer=optimizer, config=CONFIG, loss=mean_loss, settings=SETTINGS
@@ -61,6 +72,7 @@ def main(folder: Path) -> None:
     for step, (tokens,) in enumerate(loader.forever(), 1):
         time.sleep(PAUSE_SECONDS)
         run.train_batch(tokens[:, : LENGTHS[step % len(LENGTHS)] + 1])
+        run.engine.module.generate(tokens[:, : LENGTHS[0]])
         if step % EVERY_STEPS == 0:
             run.evaluate(tokens)
             run.engine.save_checkpoint(str(folder / "checkpoint"))

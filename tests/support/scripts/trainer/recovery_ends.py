@@ -18,7 +18,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from recovery_cases import ENGINES, WANTED, Fault, take
+from recovery_cases import ENGINES, ON_CUDA, WANTED, Fault, take
 from recovery_matrix import Trained
 
 from zerowatch.runtime.trainer.engine_change import EngineChange
@@ -138,7 +138,7 @@ def main(folder: Path) -> None:
     logging.disable(logging.ERROR)
     warnings.simplefilter("ignore")
     faulthandler.dump_traceback_later(150, exit=True)
-    deepspeed.init_distributed("gloo", verbose=False)
+    deepspeed.init_distributed("nccl" if ON_CUDA else "gloo", verbose=False)
     gc.freeze()
     found = {
         "gives up": {name: gives_up(name) for name in ("stage 1", "stage 3, small buckets")},

@@ -177,10 +177,13 @@ def with_faults(options: dict[str, Any], faults: Sequence[Fault]) -> tuple[dict,
     return found, trained.close()
 
 
-def without(options: dict[str, Any], faults: Sequence[Fault]) -> tuple[list[float], torch.Tensor]:
+def without(
+    options: dict[str, Any], windows: Sequence[dict[str, Any]]
+) -> tuple[list[float], torch.Tensor]:
+    """Train without a fault, with the sizes that these windows and those after them had."""
     trained = Trained(options)
-    plan = [WANTED] * WARM_UP + [fault.expected for fault in faults for _ in range(2)]
-    for window, size in enumerate(plan):
+    sizes = [max(window[which]) for window in windows for which in ("sizes", "then")]
+    for window, size in enumerate([WANTED] * WARM_UP + sizes):
         trained.run.set_micro_batch(size)
         trained.train(window, None)
     return trained.losses, trained.close()
@@ -190,7 +193,7 @@ def check(name: str, faults: Sequence[Fault]) -> dict[str, Any]:
     began = time.perf_counter()
     faulthandler.dump_traceback_later(WATCHDOG_SECONDS, exit=True)
     found, weights = with_faults(ENGINES[name], faults)
-    losses, expected = without(ENGINES[name], faults)
+    losses, expected = without(ENGINES[name], found["windows"])
     faulthandler.cancel_dump_traceback_later()
     own = range(len(losses))
     every = [id_ for window in own for id_ in batch_of(window)["ids"].tolist()]

@@ -1,0 +1,62 @@
+"""Trains with compressed gradients of each format on two ranks: `FOLDER gloo|nccl`.
+
+With gloo, two ranks may share one GPU; NCCL needs a GPU for each rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpu.jobs import engines
+
+from zerowatch.runtime.engine.compression.gradient_compressor import GradientCompressor
+
+WIDTH, COUNT, STEPS = 64, 3, 6
+KINDS = ("fp32", "bf16", "fp16", "int8", "fp8")
+
+
+def trained(stage: int, kind: str | None) -> tuple[torch.Tensor, torch.Tensor, float | None]:
+    """Return the weights before and after the training, and the error ratio."""
+    model = engines.layers(WIDTH, COUNT)
+    engine = engines.make_engine(model, engines.ds_config(stage, reduce_bucket_size=3000))
+    before = engines.weights(engine)
+    compressor = None if kind is None else GradientCompressor(kind)
+    if compressor is not None:
+        compressor.attach(engine)
+    data = torch.Generator().manual_seed(1 + dist.get_rank())
+    for _ in range(STEPS):
+        if compressor is not None:
+            compressor.begin_window()
+        engines.step(engine, torch.randn(4, WIDTH, generator=data).to(engine.device))
+        if compressor is not None:
+            compressor.commit_window()
+    engines.synchronize()
+    after = engines.weights(engine)
+    ratio = None if compressor is None else compressor.error_ratio
+    engines.give_up(engine)
+    return before, after, ratio
+
+
+def compare(stage: int) -> dict[str, Any]:
+    before, expected, _ = trained(stage, None)
+    found: dict[str, Any] = {}
+    for kind in KINDS:
+        _, actual, ratio = trained(stage, kind)
+        moved = float((expected - before).norm())
+        same = [torch.empty_like(actual) for _ in range(dist.get_world_size())]
+        dist.all_gather(same, actual.contiguous(), group=HOST)
+        found[kind] = {
+            "difference": float((actual - expected).norm()) / moved,
+            "ratio": ratio,
+            "same on all ranks": all(torch.equal(actual, each) for each in same),
+        }
+    return found
+
+
+if __name__ == "__main__":
+    engines.meet(sys.argv[2])
+    HOST = dist.new_group(backend="gloo")
+    engines.report({f"stage {stage}": compare(stage) for stage in (0, 2, 3)})

@@ -1,0 +1,48 @@
+"""What zerowatch finds out about this GPU and this torch, for the table of results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from zerowatch.runtime.common import accelerator
+from zerowatch.runtime.devices.cuda_allocator import device_memory
+from zerowatch.runtime.devices.device_probes import peak_flops_per_second
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+def test_the_accelerator_is_this_gpu(record_property: Callable[[str, object], None]) -> None:
+    used = accelerator.current
+
+    record_property("name", used.device_name(0))
+    record_property("hardware id", used.hardware_id(0).partition("-")[0])
+    assert used.kind == "cuda"
+    assert used.device_count() == torch.cuda.device_count()
+    assert len(used.device_uuid(0)) == 36
+
+
+def test_the_peak_of_this_gpu_is_known(record_property: Callable[[str, object], None]) -> None:
+    peak = peak_flops_per_second(device_index=0)
+
+    record_property("peak TFLOP/s", None if peak is None else peak / 1e12)
+    if accelerator.current.is_slice(0):
+        assert peak is None
+    else:
+        assert peak is not None, f"{torch.cuda.get_device_name(0)} is not in devices/peak_flops.py"
+
+
+def test_the_allocator_has_the_statistics_that_are_read() -> None:
+    torch.ones(1, device="cuda")
+
+    probe = device_memory(0, reset_peak=True)
+    try:
+        assert probe.own_peaks
+        assert probe.read()["allocated"] > 0
+    finally:
+        probe.close()

@@ -1,0 +1,47 @@
+"""What monitoring adds to a call of NCCL, and what NCCL's own timing adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from gpu.rank_jobs import run_job
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+Record = Callable[[str, object], None]
+# The goal is 5 us, to which CUDA adds two events; above this limit something has gone wrong.
+MAX_MICROSECONDS = {
+    "synchronous": 15.0,
+    "asynchronous, sampled": 40.0,
+    "asynchronous, not sampled": 20.0,
+}
+
+
+def test_a_call_costs_some_microseconds(tmp_path: Path, record_property: Record) -> None:
+    (found,) = run_job("hot_path_job.py", tmp_path)
+
+    record_property("microseconds", found["microseconds"])
+    assert found["failures"] == {}
+    for name, limit in MAX_MICROSECONDS.items():
+        assert found["microseconds"][name]["added"] < limit, name
+
+
+def test_nccls_own_timing_is_measured_as_an_alternative(
+    tmp_path: Path, record_property: Record
+) -> None:
+    calls: dict[str, float] = {}
+    for name, value in (("off", "0"), ("on", "1")):
+        folder = tmp_path / name
+        folder.mkdir()
+        variables = {"TORCH_NCCL_ENABLE_TIMING": value, "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+        (found,) = run_job("hot_path_job.py", folder, variables=variables)
+        calls[name] = found["microseconds"]["asynchronous, not sampled"]["plain"]
+
+    record_property("microseconds of a call without and with NCCL's timing", calls)
+    assert calls["on"] > 0

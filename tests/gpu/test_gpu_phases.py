@@ -1,0 +1,56 @@
+"""Phases on a GPU: the times of the compute stream, not of the host that runs ahead of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpu.rank_jobs import run_job
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+FORWARD, BACKWARD, LOADING = 0.020, 0.040, 0.100  # seconds, as in the job
+WARM_UP = 4
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    (report,) = run_job("phases_job.py", tmp_path_factory.mktemp("phases"))
+    return report
+
+
+def test_phases_are_times_of_the_device(
+    found: dict[str, Any], record_property: Callable[[str, object], None]
+) -> None:
+    steps = found["phases"][WARM_UP:-1]
+    forward, backward, data = (
+        statistics.median(step.get(phase, 0.0) for step in steps)
+        for phase in ("forward", "backward", "data")
+    )
+
+    record_property("seconds", {"forward": forward, "backward": backward, "data": data})
+    record_property("host's forward", found["host forward"])
+    assert found["failures"] == {}
+    assert found["host forward"] < FORWARD / 2, "the host does not run ahead: this shows nothing"
+    assert forward == pytest.approx(FORWARD, rel=0.03)
+    assert backward == pytest.approx(BACKWARD, rel=0.03)
+    for phases, seconds in zip(found["phases"], found["seconds"], strict=True):
+        assert sum(phases.values()) == pytest.approx(seconds, rel=1e-6)
+    last = found["phases"][-1]
+    assert sum(last.values()) > LOADING + FORWARD + BACKWARD
+    assert last["forward"] == pytest.approx(FORWARD, rel=0.03)
+
+
+def test_busy_and_idle_seconds_of_the_gpu_are_counted(
+    found: dict[str, Any], record_property: Callable[[str, object], None]
+) -> None:
+    seconds = found["device seconds"]
+
+    record_property("device seconds", seconds)
+    assert seconds["cuda:0 busy"] + seconds["cuda:0 idle"] > 1.0

@@ -1,0 +1,141 @@
+"""Asynchronous NCCL calls under monitoring: no other stream waits, and no memory is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from gpu.rank_jobs import run_code
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+Record = Callable[[str, object], None]
+
+START = """
+import torch
+import torch.distributed as dist
+from gpu import probes
+from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
+from zerowatch.runtime.common.fail_open import FailOpen
+torch.cuda.set_device(0)
+dist.init_process_group("nccl")
+x = torch.ones(1 << 20, device="cuda")
+for _ in range(3):  # communicators, modules and the pool of streams
+    dist.all_reduce(x)
+    dist.all_reduce(x, async_op=True).wait()
+torch.cuda._sleep(1000)
+torch.cuda.synchronize()
+fail_open = FailOpen()
+collectives = CollectiveInstrumentation(fail_open)
+
+def monitor():
+    collectives.open()
+    collectives.call_recorder.connect(None, None)
+
+def settle():
+    batch = collectives.call_recorder.drain()
+    torch.cuda.synchronize()
+    assert batch.settled() and not fail_open.failures, fail_open.failures
+"""
+
+
+def test_no_stream_of_the_script_waits_for_a_call_because_of_monitoring(
+    record_property: Record,
+) -> None:
+    found = run_code(
+        START
+        + """
+streams = [torch.cuda.Stream() for _ in range(32)]  # all of torch's pool
+for stream in streams:
+    with torch.cuda.stream(stream):
+        torch.empty(8, device="cuda").zero_()
+
+def waiting():
+    torch.cuda.synchronize()
+    found = probes.streams_that_wait(
+        streams, lambda: dist.all_reduce(x, async_op=True), lambda: torch.cuda._sleep(10**9))
+    torch.cuda.synchronize()
+    return found
+
+waiting()
+plain = waiting()
+def with_callback():  # what monitoring must not do: shows that the probe finds it
+    work = dist.all_reduce(x, async_op=True)
+    work.get_future().add_done_callback(lambda _: None)
+    return work
+torch.cuda.synchronize()
+callbacks = probes.streams_that_wait(streams, with_callback, lambda: torch.cuda._sleep(10**9))
+torch.cuda.synchronize()
+monitor()
+sampled = waiting()
+settle()
+collectives.call_recorder.is_sampled = False
+unsampled = waiting()
+settle()
+out(plain=plain, sampled=sampled, unsampled=unsampled, callbacks=callbacks)
+"""
+    )
+
+    record_property("streams that wait", found)
+    assert found["sampled"] <= found["plain"]
+    assert found["unsampled"] <= found["plain"]
+
+
+def test_outputs_are_free_for_the_next_allocation_except_in_sampled_steps(
+    record_property: Record,
+) -> None:
+    found = run_code(
+        START
+        + """
+part = torch.ones(64 << 20, device="cuda")
+
+def held():
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda._sleep(10**9)
+    whole = torch.empty_like(part)
+    work = dist.all_gather_into_tensor(whole, part, async_op=True)
+    work.wait()
+    del work, whole
+    stats = torch.cuda.memory_stats(0)
+    left = stats["active_bytes.all.current"] - stats["allocated_bytes.all.current"]
+    torch.cuda.synchronize()
+    return left
+
+held()
+plain = held()
+monitor()
+sampled = held()
+settle()
+collectives.call_recorder.is_sampled = False
+unsampled = held()
+settle()
+out(plain=plain, sampled=sampled, unsampled=unsampled)
+"""
+    )
+
+    record_property("bytes kept after the wait", found)
+    assert found["unsampled"] <= found["plain"]
+
+
+def test_private_streams_are_made_and_a_thread_may_query_while_a_graph_is_captured() -> None:
+    found = run_code("""
+import threading, torch
+from zerowatch.runtime.common import accelerator
+torch.ones(1, device="cuda")
+allowed = []
+thread = threading.Thread(
+    target=lambda: allowed.append(accelerator.current.allow_queries_while_capturing()))
+thread.start()
+thread.join()
+one, two = (accelerator.current.private_stream() for _ in range(2))
+pool = {torch.cuda.Stream().cuda_stream for _ in range(64)}
+out(allowed=allowed, private=one.cuda_stream != two.cuda_stream
+    and not {one.cuda_stream, two.cuda_stream} & pool)
+""")
+
+    assert found == {"allowed": [True], "private": True}

@@ -1,0 +1,87 @@
+"""Jobs of the GPU checks that also run on a CPU: there they show that the checks themselves work.
+
+Names that only a GPU would run are at least imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gpu.rank_jobs import JOBS, run_job
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.slow
+def test_an_engine_is_rebuilt_through_all_stages_with_its_state(tmp_path: Path) -> None:
+    (found,) = run_job("rebuild_chain_job.py", tmp_path, "AdamW", kind="cpu")
+
+    assert [each["kept"] for each in found["rebuilds"]] == [True] * 5
+    assert [each["stage"] for each in found["rebuilds"]] == [1, 2, 3, 2, 0]
+    assert found["difference"] < 1e-5
+    assert found["optimizer"] == "AdamW"
+
+
+@pytest.mark.slow
+def test_synchronizations_are_counted_in_plain_and_in_monitored_steps(tmp_path: Path) -> None:
+    (found,) = run_job("synchronizations_job.py", tmp_path, kind="cpu")
+
+    assert set(found["stages"]) == {"stage 1", "stage 3"}
+    assert found["training run"] == {"warned": 0, "own": []}
+
+
+@pytest.mark.slow
+def test_blocks_with_and_without_monitoring_are_timed(tmp_path: Path) -> None:
+    (found,) = run_job("cost_job.py", tmp_path, "tiny", kind="cpu")
+
+    assert len(found["plain"]) == len(found["monitored"]) == 2
+    assert found["failures"] == {}
+
+
+@pytest.mark.slow
+def test_calls_are_timed_on_the_thread_that_issues_them(tmp_path: Path) -> None:
+    (found,) = run_job("hot_path_job.py", tmp_path, kind="cpu")
+
+    assert found["failures"] == {}
+    assert all(each["plain"] > 0 for each in found["microseconds"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.jobs
+def test_training_with_compressed_gradients_stays_close(tmp_path: Path) -> None:
+    ranks = run_job("compression_job.py", tmp_path, "gloo", kind="cpu", world_size=2)
+
+    for found in ranks[0].values():
+        assert found["fp32"]["difference"] < 0.001
+        assert found["int8"]["difference"] < 0.3
+        assert all(each["same on all ranks"] for each in found.values())
+
+
+def imports(source: str) -> Iterator[tuple[str, str]]:
+    """Yield the module and the name of each import from zerowatch, also in strings of code."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("zerowatch"):
+            yield from ((str(node.module), alias.name) for alias in node.names)
+        elif isinstance(node, ast.Constant) and "import " in str(node.value):
+            try:
+                yield from imports(str(node.value))
+            except SyntaxError:
+                continue
+
+
+FILES = sorted([*HERE.glob("*.py"), *JOBS.glob("*.py")])
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_each_name_that_a_check_imports_exists(file: Path) -> None:
+    missing = [
+        f"{module}.{name}"
+        for module, name in imports(file.read_text())
+        if not hasattr(importlib.import_module(module), name)
+    ]
+
+    assert missing == []

@@ -1,0 +1,325 @@
+"""The command `make verify-gpu` itself, which needs no GPU: limits, failures, results, tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu import check_process, verify
+from gpu.check_process import LINES_VARIABLE, read_lines, run_check
+from gpu.checks import CHECKS, PART_SECONDS, PARTS, Check
+from gpu.verification_table import (
+    DOCUMENTS,
+    NOT_YET,
+    console_table,
+    full_table,
+    published,
+    read_results,
+    subject_table,
+    with_table,
+)
+
+HERE = Path(__file__).parent
+MACHINE = {"gpu": "NVIDIA H100", "num_gpus": 1, "torch": "2.11.0", "commit": "abc"}
+WRITE = f"""
+import json, os, sys
+def write(**entry):
+    with open(os.environ[{LINES_VARIABLE!r}], "a") as file:
+        file.write(json.dumps(entry) + "\\n")
+"""
+LONG = 60.0  # seconds, which no test here takes
+
+
+def run_script(body: str, folder: Path) -> dict[str, Any]:
+    return run_check(
+        [sys.executable, "-c", WRITE + body],
+        folder=folder,
+        limit_seconds=LONG,
+        environment={**os.environ, "TORCH_EXTENSIONS_DIR": str(folder / "extensions")},
+    )
+
+
+def check(name: str, **changed: Any) -> Check:
+    fields = {"part": 1, "subject": "memory", "shows": name, "files": [], "limit_seconds": 60}
+    return Check(name=name, **{**fields, **changed})
+
+
+def passed(test: str = "a") -> dict[str, Any]:
+    return {
+        "outcome": "passed",
+        "seconds": 1.0,
+        "tests": [{"test": test, "outcome": "passed", "seconds": 1.0}],
+    }
+
+
+def test_a_passed_check_has_its_tests_and_figures(tmp_path: Path) -> None:
+    body = 'write(started="a")\nwrite(test="a", outcome="passed", figures={"ratio": 1.5})'
+
+    result = run_script(body, tmp_path)
+
+    assert result["outcome"] == "passed"
+    assert result["tests"] == [{"test": "a", "outcome": "passed", "figures": {"ratio": 1.5}}]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ('write(test="a", outcome="failed", message="no"); sys.exit(1)', "failed"),
+        ('write(test="a", outcome="passed"); os.abort()', "crashed"),
+        ("sys.exit(5)  # pytest has found no test", "crashed"),
+        ("pass", "crashed"),
+        ('write(test="a", outcome="skipped", message="no nvcc")', "skipped"),
+    ],
+)
+def test_a_failed_process_is_no_passed_check(body: str, expected: str, tmp_path: Path) -> None:
+    result = run_script(body, tmp_path)
+
+    assert result["outcome"] == expected
+    assert ("output" in result) == (expected != "skipped")
+
+
+def test_a_hanging_check_is_ended_with_its_children_and_keeps_what_had_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = tmp_path / "tests.jsonl"
+
+    def until_it_hangs(process: subprocess.Popen[bytes], limit_seconds: float) -> int:
+        while not any("child" in entry for entry in read_lines(lines)):
+            time.sleep(0.01)
+        raise subprocess.TimeoutExpired(process.args, limit_seconds)
+
+    monkeypatch.setattr(check_process, "wait_for", until_it_hangs)
+    monkeypatch.setattr(check_process, "_GRACE_SECONDS", 0.1)
+    body = f"""
+import signal, subprocess, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+os.makedirs({str(tmp_path / "extensions" / "op")!r})
+open({str(tmp_path / "extensions" / "op" / "lock")!r}, "w").close()
+write(test="a", outcome="passed")
+write(started="b", child=child.pid)
+time.sleep(600)
+"""
+
+    result = run_script(body, tmp_path)
+
+    assert result["outcome"] == "timed out"
+    assert result["reason"] == "after 60 s in b"
+    assert [test["test"] for test in result["tests"]] == ["a"]
+    assert not list(tmp_path.rglob("lock"))
+    assert not is_running(read_lines(lines)[-1]["child"])
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_after_a_failure_the_other_checks_run() -> None:
+    outcomes = {"one": "failed", "two": "timed out", "three": "passed"}
+
+    def run(each: Check, limit_seconds: float) -> dict[str, Any]:
+        return {**passed(), "outcome": outcomes[each.name]}
+
+    result = verify.run_part(1, [check(name) for name in outcomes], MACHINE, run)
+
+    found = {name: each["outcome"] for name, each in result["checks"].items()}
+    assert found == outcomes
+    assert [verify.bad(each) for each in result["checks"].values()] == [True, True, False]
+
+
+def test_a_part_ends_after_nine_minutes_and_names_what_did_not_run() -> None:
+    clock, limits = [0.0], []
+
+    def run(each: Check, limit_seconds: float) -> dict[str, Any]:
+        limits.append(limit_seconds)
+        clock[0] += limit_seconds
+        return passed()
+
+    checks = [check(f"check {number}", limit_seconds=200) for number in range(4)]
+
+    result = verify.run_part(1, checks, MACHINE, run, now=lambda: clock[0])
+
+    assert limits == [200, 200, 140]
+    assert result["checks"]["check 3"]["outcome"] == "not run"
+    assert verify.bad(result["checks"]["check 3"])
+    assert result["seconds"] == PART_SECONDS == 540
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [({"num_gpus": 2}, "needs 2 GPUs"), ({"needs_nvcc": True}, "needs nvcc")],
+)
+def test_what_a_machine_lacks_is_the_reason_of_a_skipped_check(
+    changed: Mapping[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+
+    result = verify.run_part(1, [check("one", **changed)], MACHINE, lambda *_: pytest.fail("run"))
+
+    assert result["checks"]["one"]["outcome"] == "skipped"
+    assert reason in result["checks"]["one"]["reason"]
+    assert not verify.bad(result["checks"]["one"])
+
+
+def test_without_a_gpu_one_line_says_so_and_the_exit_status_is_2() -> None:
+    done = subprocess.run(
+        [sys.executable, str(HERE / "verify.py")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert f"torch {torch.__version__} finds no GPU" in line
+
+
+def test_an_unknown_part_or_check_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["4"], ["--only", "colectives"]):
+        with pytest.raises(SystemExit):
+            verify.main(arguments)
+
+    assert "colectives" in capsys.readouterr().err
+
+
+def test_a_checkout_that_is_not_installed_is_put_on_the_path(tmp_path: Path) -> None:
+    site = verify.make_site(tmp_path / "site")
+
+    script = "import zerowatch; print(zerowatch.__version__, zerowatch.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", script],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": f"{verify.make_site(site)}{os.pathsep}{os.pathsep.join(sys.path)}"},
+    )
+
+    assert done.stdout.split() == ["0.1.0", str(site / "zerowatch" / "__init__.py")], done.stderr
+
+
+def test_a_check_of_one_gpu_sees_one_of_several() -> None:
+    assert verify.visible({}, 2)["CUDA_VISIBLE_DEVICES"] == "0,1"
+    several = {"CUDA_VISIBLE_DEVICES": "GPU-7,GPU-8"}
+    assert verify.visible(several, 1)["CUDA_VISIBLE_DEVICES"] == "GPU-7"
+
+
+def test_each_test_of_a_gpu_belongs_to_a_check_and_each_check_to_a_part() -> None:
+    files = {file.name for file in HERE.glob("test_gpu_*.py")}
+
+    assert {name for each in CHECKS for name in each.files} == files
+    assert {each.part for each in CHECKS} == set(PARTS)
+    assert len({each.name for each in CHECKS}) == len(CHECKS)
+    assert all(each.limit_seconds <= PART_SECONDS for each in CHECKS)
+
+
+def test_a_check_by_pytest_has_a_line_for_each_test(tmp_path: Path) -> None:
+    (memory,) = [each for each in CHECKS if each.name == "memory"]
+    variables = {**verify.environment(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+
+    result = run_check(
+        verify.command(memory, tmp_path / "memory"),
+        folder=tmp_path / "memory",
+        limit_seconds=300.0,
+        environment=variables,
+    )
+
+    assert result["outcome"] == "skipped"
+    assert result["reason"] == "needs an NVIDIA GPU"
+    assert result["tests"][0]["test"].startswith("test_gpu_memory.py::")
+
+
+def test_a_part_that_runs_again_keeps_the_other_checks_of_the_same_machine(tmp_path: Path) -> None:
+    def result(name: str, machine: Mapping[str, Any]) -> dict[str, Any]:
+        checks = {name: passed()}
+        return {"part": 1, "date": "d", "seconds": 1.0, "machine": machine, "checks": checks}
+
+    verify.write_result(tmp_path, result("one", MACHINE))
+    verify.write_result(tmp_path, result("two", MACHINE))
+    both = read_results(tmp_path)
+    verify.write_result(tmp_path, result("three", {**MACHINE, "commit": "def"}))
+
+    assert set(both) == {"one", "two"}
+    assert set(read_results(tmp_path)) == {"three"}
+
+
+def result_of(**outcomes: str) -> dict[str, Any]:
+    checks = {}
+    for name, outcome in outcomes.items():
+        tests = [
+            {"test": "x", "outcome": "passed", "figures": {"ratio": 1.01}},
+            {"test": "y", "outcome": outcome, "message": "at /home/me\nAssertionError: 3"},
+        ]
+        is_run = outcome in ("passed", "failed")
+        checks[name.replace("_", "-")] = {
+            "outcome": outcome,
+            **({"tests": tests, "output": "/home/me"} if is_run else {"reason": "no nvcc"}),
+        }
+    return {
+        "part": 2,
+        "date": "2026-12-01",
+        "seconds": 9.0,
+        "machine": MACHINE,
+        "checks": checks,
+    }
+
+
+def test_a_table_says_not_yet_for_what_was_not_verified(tmp_path: Path) -> None:
+    result = result_of(rebuild="passed", recovery="failed", rebuild_fused="skipped")
+    (tmp_path / "part-2.json").write_text(json.dumps(result))
+
+    table = full_table(read_results(tmp_path))
+    row = {each.name: line for each, line in zip(CHECKS, table.splitlines()[2:], strict=True)}
+
+    assert row["rebuild"].endswith("| NVIDIA H100, torch 2.11.0, 2026-12-01 |")
+    assert "failed: 1 of 2 tests (NVIDIA H100" in row["recovery"]
+    assert row["rebuild-fused"].endswith(f"| {NOT_YET}: no nvcc |")
+    assert row["cost"].endswith(f"| {NOT_YET} |")
+
+
+def test_a_subject_is_verified_only_as_far_as_all_its_checks_have_passed() -> None:
+    results = {name: {**passed(), "machine": MACHINE, "date": "d"} for name in ("cost", "offload")}
+
+    table = subject_table(results)
+
+    assert f"| cost of monitoring | NVIDIA H100, torch 2.11.0, d; hot-path: {NOT_YET} |" in table
+    assert f"| errors | {NOT_YET} |" in table
+
+
+def test_a_published_result_has_figures_and_no_paths_of_the_machine() -> None:
+    result = published(result_of(recovery="failed"))
+
+    assert "/home/me" not in json.dumps(result)
+    assert result["checks"]["recovery"]["tests"][0]["figures"] == {"ratio": 1.01}
+
+
+def test_the_console_shows_failures_and_figures() -> None:
+    text = console_table(result_of(recovery="failed", rebuild_fused="skipped"))
+
+    assert "FAILED y: AssertionError: 3" in text
+    assert '{"ratio": 1.01}' in text
+    assert "no nvcc" in text
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_the_documents_have_the_table_of_the_last_results(document: str) -> None:
+    text = (verify.ROOT / document).read_text()
+
+    expected = with_table(text, DOCUMENTS[document](read_results(verify.RESULTS)))
+
+    assert text == expected, "run tests/gpu/verify.py publish"
+
+
+def test_a_document_without_a_place_for_the_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 places"):
+        with_table("# Title\n", "| a |")
