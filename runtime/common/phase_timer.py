@@ -14,6 +14,7 @@ from ...metrics.catalog.labels import NON_TRAINING_PHASES, PHASES
 DATA, FORWARD, BACKWARD, OPTIMIZER, EVAL, GENERATE, CHECKPOINT, OTHER = range(len(PHASES))
 # The phases in which the model trains on a batch.
 PASSES = (FORWARD, BACKWARD, OPTIMIZER)
+GENERATE_PHASE = PHASES[GENERATE]
 NON_TRAINING = tuple(map(PHASES.index, NON_TRAINING_PHASES))
 # Maximum intervals kept for one step. If a step has more, the earliest intervals are dropped.
 MAX_INTERVALS = 4096

@@ -7,9 +7,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from ...metrics.catalog import memory
-from ...metrics.catalog.labels import PHASES
 from ...metrics.recorder import Recorder
-from ..common.phase_timer import GENERATE
+from ..common.phase_timer import GENERATE_PHASE
 from .categories import categories_at_peak
 from .memory_reader import Reading, Readings
 from .step_sample import StepMemorySample
@@ -70,7 +69,7 @@ class MemoryMetrics:
         for device, states in peaks.items():
             if "peak_allocated" in states:
                 peak = states["peak_allocated"]
-                self._recorder.set(memory.MEMORY_PHASE_PEAK, peak, device, PHASES[GENERATE])
+                self._recorder.set(memory.MEMORY_PHASE_PEAK, peak, device, GENERATE_PHASE)
 
     def _publish_detail(self, device: str, states: Reading, sample: StepMemorySample) -> None:
         detail = sample.detail

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...metrics.catalog import communication, generation, training
-from ...metrics.catalog.labels import PHASES
 from ...metrics.catalog.spec import MetricSpec
 from ...metrics.recorder import Recorder
 from ...metrics.step_record import StepRecord
@@ -14,11 +13,9 @@ from ..collectives.call_batch import CallBatch
 from ..collectives.comm_time import CommTime
 from ..collectives.groups import CollectiveCall
 from ..collectives.totals import PeriodTotals
-from ..common.phase_timer import GENERATE
+from ..common.phase_timer import GENERATE_PHASE
 from ..instrumentation.raw_step import RawStep, StepCounts
 from .step_quantiles import StepQuantiles
-
-_GENERATE = PHASES[GENERATE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +113,7 @@ class StepMetrics:
         self._recorder.add(generation.GENERATE_CALLS, sum(each.calls for each in generated))
         self._add_known(generation.GENERATED_SEQUENCES, [each.sequences for each in generated])
         self._add_known(generation.GENERATED_TOKENS, [each.tokens for each in generated])
-        waited = sum(each.comm_exposed_phase_seconds.get(_GENERATE, 0.0) for each in records)
+        waited = sum(each.comm_exposed_phase_seconds.get(GENERATE_PHASE, 0.0) for each in records)
         self._recorder.add(generation.GENERATE_COMM_EXPOSED_SECONDS, waited)
 
     def _set_latest(self, records: Sequence[StepRecord]) -> None:
@@ -154,4 +151,4 @@ class StepMetrics:
 
 def _pass_seconds(record: StepRecord) -> float:
     """Return the time in which the counted FLOPs were made, which is without generation."""
-    return record.training_seconds - record.phase_seconds.get(_GENERATE, 0.0)
+    return record.training_seconds - record.phase_seconds.get(GENERATE_PHASE, 0.0)

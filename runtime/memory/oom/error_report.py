@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ...common.format_numbers import format_bytes
+from ...common.phase_timer import GENERATE_PHASE
 from ...common.report_files import create_first_free, utc_text
 from ..forecast.peak_readings import Shape
 from .evidence import OomContext, OomEvidence, TrainingSetup, collect_evidence, complete_device
@@ -234,6 +235,7 @@ def write_report(
 def advice(evidence: OomEvidence) -> list[str]:
     """Return at least one sentence of advice. The most promising advice comes first."""
     return [
+        *_generation_advice(evidence),
         *_leak_advice(evidence),
         *_other_process_advice(evidence),
         *_worker_advice(evidence),
@@ -248,11 +250,12 @@ def advice(evidence: OomEvidence) -> list[str]:
 def _moment(evidence: OomEvidence) -> Iterator[str]:
     yield f"rank {evidence.rank} on {evidence.host}, {utc_text(evidence.at_unix_seconds)}"
     yield f"last completed step: {evidence.step}; phase: {evidence.phase}"
-    batch = format_shape(evidence.shape) if evidence.shape else "unknown shape"
     setup = evidence.setup
-    total = f" of {setup.accumulation}" if setup and setup.accumulation else ""
-    number = f" {evidence.micro_batch}{total}" if evidence.micro_batch else ""
-    yield f"current micro-batch{number}: {batch}"
+    if evidence.phase != GENERATE_PHASE:
+        batch = format_shape(evidence.shape) if evidence.shape else "unknown shape"
+        total = f" of {setup.accumulation}" if setup and setup.accumulation else ""
+        number = f" {evidence.micro_batch}{total}" if evidence.micro_batch else ""
+        yield f"current micro-batch{number}: {batch}"
     if setup:
         yield f"run: {_setup(setup)}"
 
@@ -374,6 +377,14 @@ def _need(saving: PredictedSaving) -> str:
     if saving.kind == "unknown":
         return "unknown"
     return f"{_NEED_PREFIXES[saving.kind]}{format_bytes(max(0.0, saving.need_bytes))}"
+
+
+def _generation_advice(evidence: OomEvidence) -> Iterator[str]:
+    if evidence.phase == GENERATE_PHASE:
+        yield (
+            "Memory ran out in generation: generate for fewer prompts at once, or fewer new "
+            "tokens. The key-value cache grows with both."
+        )
 
 
 def _leak_advice(evidence: OomEvidence) -> Iterator[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ...common.cgroups import cgroup_folders
 from ...common.format_numbers import format_bytes
+from ...common.phase_timer import GENERATE_PHASE
 from ..forecast.peak_readings import PeakPoint, PeakPrediction, Shape
 from .oom_error import UNKNOWN_DEVICE, OomError
 from .predicted_savings import Layout, LayoutBytes, OomCase, PredictedSaving, predicted_savings
@@ -229,7 +230,12 @@ class OomEvidence:
 
     @property
     def largest_tokens(self) -> int | None:
-        """The tokens of the largest micro-batch of the last steps, or None if unknown."""
+        """The tokens of the largest micro-batch of the last steps, or None if unknown.
+
+        None in generation, where they do not matter.
+        """
+        if self.phase == GENERATE_PHASE:
+            return None
         shapes = (shape for point in self.peaks for shape in point.shapes)
         return max((shape.samples * shape.length for shape in shapes), default=None)
 
@@ -240,19 +246,21 @@ def collect_evidence(rank: int, host: str, error: OomError, context: OomContext)
     device = complete_device(error, readings)
     if device == UNKNOWN_DEVICE:
         device = training_device(readings)
+    phase = context.phase() or "other"
+    trains = phase != GENERATE_PHASE  # generation has no micro-batch
     evidence = OomEvidence(
         rank=rank,
         host=host,
         at_unix_seconds=time.time(),
         step=context.step() or 0,
-        phase=context.phase() or "other",
-        micro_batch=context.micro_batch(),
+        phase=phase,
+        micro_batch=context.micro_batch() if trains else None,
         error=error,
         device=device,
         readings=readings.get(device, {}),
         categories=context.categories(device),
-        shape=context.shape(),
-        batch_risk_ratio=context.batch_risk(device),
+        shape=context.shape() if trains else None,
+        batch_risk_ratio=context.batch_risk(device) if trains else None,
         peaks=context.peaks(device) or (),
         predictions={each.step: each for each in context.predictions(device) or ()},
         alarm_step=context.alarm_step(device),

@@ -21,9 +21,8 @@ from ....metrics.catalog.spec import MetricSpec
 from ....metrics.recorder import Snapshot
 
 CPU = "cpu"
-GENERATE = "generate"
 # The phases whose time the tuner can shorten.
-_TUNED_PHASES = tuple(p for p in PHASES if p not in (*NON_TRAINING_PHASES, GENERATE))
+_TUNED_PHASES = tuple(p for p in PHASES if p not in (*NON_TRAINING_PHASES, "generate"))
 _WORLD_SIZE = training.RUN_INFO.label_names.index("world_size")
 
 
@@ -124,7 +123,11 @@ def _with_communication(reading: MetricsDelta, interval: _Interval) -> MetricsDe
     training_comm = interval.total_increase(communication.COMM_SECONDS, but=(OWN_GROUP,))
     if exposed == 0 and comm:
         exposed = None  # no cross-rank comparison fell into the interval, or its thread is dead
-    exposed, training_share = _without_generation(exposed, interval)
+    # In generation a collective is exposed nearly all of its time: it waits for each gather.
+    generated = interval.total_increase(generation.GENERATE_COMM_EXPOSED_SECONDS) or 0.0
+    training_comm = _without(training_comm, generated)
+    all_exposed, exposed = exposed, _without(exposed, generated)
+    training_share = _ratio(exposed, all_exposed)
     # A publication may contain a little more than the interval.
     ratio = _ratio(exposed, reading.seconds)
     scale = 1.0 if ratio is None or ratio <= 1 else 1 / ratio
@@ -144,7 +147,7 @@ def _with_communication(reading: MetricsDelta, interval: _Interval) -> MetricsDe
         for phase in reading.phase_ratios
     }
     wire_bytes = interval.total_increase(communication.COLLECTIVE_WIRE_BYTES, but=(OWN_GROUP,))
-    calls = interval.total_increase(communication.COLLECTIVE_CALLS, but=(OWN_GROUP, GENERATE))
+    calls = interval.total_increase(communication.COLLECTIVE_CALLS, but=(OWN_GROUP, "generate"))
     group = interval.busiest_group()
     return replace(
         reading,
@@ -152,7 +155,7 @@ def _with_communication(reading: MetricsDelta, interval: _Interval) -> MetricsDe
         own_transfer_ratio=own_ratio,
         own_exposed_ratios=_ratios(own, reading.seconds, scale),
         comm_ratio=_ratio(training_comm, reading.seconds),
-        cause_ratios=_ratios(causes, reading.seconds, scale * training_share),
+        cause_ratios=_ratios(causes, reading.seconds, scale * (training_share or 0.0)),
         coverage=interval.lower(communication.COMM_COVERAGE_RATIO),
         step_wire_bytes=_ratio(wire_bytes, reading.steps),
         step_calls=_ratio(calls, reading.steps),
@@ -161,13 +164,9 @@ def _with_communication(reading: MetricsDelta, interval: _Interval) -> MetricsDe
     )
 
 
-def _without_generation(exposed: float | None, interval: _Interval) -> tuple[float | None, float]:
-    """Return the exposed seconds of training only, and their share of all exposed seconds."""
-    generated = interval.total_increase(generation.GENERATE_COMM_EXPOSED_SECONDS)
-    if not exposed or not generated:
-        return exposed, 1.0
-    of_training = max(0.0, exposed - generated)
-    return of_training, of_training / exposed
+def _without(seconds: float | None, part: float) -> float | None:
+    """Return the seconds less a part, which is measured apart and may exceed them a little."""
+    return None if seconds is None else max(0.0, seconds - part)
 
 
 def _with_device(reading: MetricsDelta, interval: _Interval) -> MetricsDelta:

@@ -174,3 +174,20 @@ def test_the_time_that_calls_block_the_host_does_not_count_as_a_wait_of_the_devi
 
     assert totals.blocked_ns[backward] == 40 * MS
     assert totals.device_blocked_ns() == [0, 0, 10 * MS, 0, 0, 0, 0, 0]
+
+
+def test_gathers_in_generation_are_counted_apart() -> None:
+    calls = [
+        call("all_gather", 8, 0, 1),  # in backward
+        call("all_gather", 100, 1, 2),
+        call("all_gather", 20, 2, 3),
+        call("all_reduce", 8, 3, 4),  # such as whether any rank still generates
+    ]
+    for each in calls[1:]:
+        each.phase = PHASES.index("generate")
+    totals = StepCommTotals()
+
+    totals.add(calls, comm(calls))
+
+    assert (totals.generation_gathers, totals.generation_gathered_bytes) == (2, 120)
+    assert totals.totals()["all_gather"].calls == 3

@@ -104,6 +104,20 @@ def test_a_rank_without_a_gpu_has_the_figures_of_its_host_and_no_temperature() -
     assert "device_temperature" not in known
 
 
+def test_generation_is_part_of_the_step_but_not_of_the_flops() -> None:
+    run = with_device(Run())
+    with_generation = with_device(Run())
+    with_generation.recorder.start_counters((training.PHASE_SECONDS,))
+    expected = run.train(60)
+
+    for _ in range(30):
+        with_generation.recorder.add(training.PHASE_SECONDS, 1.0, "generate")
+        known = with_generation.train(2.0)
+
+    assert known["mfu"] == pytest.approx(expected["mfu"])
+    assert known["data"] < expected["data"]
+
+
 def test_a_change_is_complete_after_a_minute_and_a_step() -> None:
     run = Run()
     run.train(300)

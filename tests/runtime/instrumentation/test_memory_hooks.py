@@ -9,7 +9,13 @@ import pytest
 from fakes.clock import FakeClock
 
 from zerowatch.runtime.common.fail_open import FailOpen
-from zerowatch.runtime.common.phase_timer import BACKWARD, EVAL, FORWARD, PhaseTimer
+from zerowatch.runtime.common.phase_timer import (
+    BACKWARD,
+    EVAL,
+    FORWARD,
+    GENERATE,
+    PhaseTimer,
+)
 from zerowatch.runtime.instrumentation import memory_hooks
 from zerowatch.runtime.instrumentation.batch_shape import BatchShape
 from zerowatch.runtime.instrumentation.memory_hooks import MemoryHooks
@@ -156,6 +162,26 @@ def test_an_evaluation_within_a_detailed_sample_does_not_change_the_passes(
     assert reading.detail.phase_peaks["cpu"]["backward"] == 900.0
     assert not reading.trained_only
     assert job.step().trained_only
+
+
+def test_a_generation_changes_neither_the_peak_of_the_step_nor_what_it_was_trained_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(monkeypatch, detail_seconds=10.0)
+    job.step()
+    job.hooks.on_generation_start()
+    job.phases.enter(GENERATE)
+    job.peak_bytes = 5000.0
+    job.phases.leave()
+    job.hooks.on_generation_end()
+
+    reading = job.step()
+
+    assert reading.generation_peaks == {"cpu": {"peak_allocated": 5000.0}}
+    assert reading.detail.phase_peaks["cpu"]["generate"] == 5000.0
+    assert reading.detail.phase_peaks["cpu"]["backward"] == 900.0
+    assert reading.trained_only
+    assert job.step().generation_peaks == {}
 
 
 def test_a_peak_that_another_thread_has_read_stays_that_of_its_phase(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from zerowatch.metrics.catalog import memory
@@ -46,6 +48,20 @@ def test_a_peak_is_published_until_a_scrape_must_have_read_it(
         metrics.publish(sample(allocated=1500.0, peak_allocated=peak))
 
     assert recorder.snapshot().values[memory.MEMORY_PEAK] == {("cpu", "allocated"): 1900.0}
+
+
+def test_the_peak_of_generation_is_a_phase_and_part_of_the_highest_use(
+    recorder: Recorder, metrics: MemoryMetrics
+) -> None:
+    training = sample(allocated=1500.0, peak_allocated=1700.0)
+    peaks = {"cpu": {"peak_allocated": 2500.0}}
+
+    metrics.publish(replace(training, generation_peaks=peaks))
+
+    values = recorder.snapshot().values
+    assert values[memory.MEMORY_PHASE_PEAK] == {("cpu", "generate"): 2500.0}
+    assert values[memory.MEMORY_PEAK] == {("cpu", "allocated"): 2500.0}
+    assert values[memory.MEMORY_BYTES] == {("cpu", "allocated"): 1500.0}
 
 
 def test_the_limit_is_a_metric_apart_from_usage(recorder: Recorder, metrics: MemoryMetrics) -> None:

@@ -16,6 +16,7 @@ from zerowatch.runtime.common.phase_timer import (
     DATA,
     EVAL,
     FORWARD,
+    GENERATE,
     OPTIMIZER,
     OTHER,
     PhaseTimer,
@@ -54,6 +55,7 @@ ONE_OF_EACH = [
     interval(OPTIMIZER, 9, 10),
     interval(CHECKPOINT, 10, 11),
     interval(EVAL, 11, 12),
+    interval(GENERATE, 12, 14),
 ]
 
 
@@ -73,6 +75,7 @@ def test_each_phase_and_each_collective_has_a_span():
         ("comm all_gather", 9.2, 9.8),
         ("checkpoint", 10, 11),
         ("eval", 11, 12),
+        ("generate", 12, 14),
     ]
 
 

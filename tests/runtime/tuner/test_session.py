@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes.clock import FakeClock
 from fakes.rank_threads import on_ranks
 
 from zerowatch.runtime.common.fail_open import FailOpen
@@ -74,3 +75,39 @@ def test_all_ranks_are_tuned_or_none_is(
     monkeypatch.setattr(session, "ActiveTunerSession", FakeSession)
 
     assert on_ranks(2, rank) == [tuned, tuned]
+
+
+def test_the_time_of_a_step_is_without_the_generation_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, steps = FakeClock(), []
+    monkeypatch.setattr(session, "perf_counter", clock)
+    monkeypatch.setattr(session, "RunKnobs", lambda *_: SimpleNamespace(on_window_end=lambda: None))
+    monkeypatch.setattr(session, "job_facts", lambda _: None)
+    runner = SimpleNamespace(on_window_end=steps.append)
+    monkeypatch.setattr(session.ActiveTunerSession, "_new_runner", lambda _: runner)
+    watch = SimpleNamespace(
+        generated_ns=0, fail_open=FailOpen(), subscribe_internal=lambda listener: None
+    )
+    status = SimpleNamespace(oom_risk=0.0, is_on_trial=False, exchanges_switch_request=False)
+    parts: Any = {
+        "engine_holder": SimpleNamespace(engine=SimpleNamespace(watch=watch)),
+        "window_runner": SimpleNamespace(opened=SimpleNamespace(tuner_statuses=[status])),
+        "host_group": SimpleNamespace(rank=0),
+        "data": None,
+        "settings": SimpleNamespace(tuner=SimpleNamespace(numerics="bitwise")),
+    }
+    tuned = session.ActiveTunerSession(**parts)
+    result: Any = SimpleNamespace(
+        step=1, seconds=2.0, samples=8, replays=0, skipped=False, loss=1.0
+    )
+
+    for _ in range(2):
+        clock.seconds += 30.0  # generation
+        watch.generated_ns += 30_000_000_000
+        clock.seconds += 2.0
+        tuned.on_window_start()
+        tuned.on_window_end(result)
+
+    assert steps[1].usable
+    assert steps[1].seconds == pytest.approx(2.0)

@@ -9,7 +9,14 @@ import pytest
 from fakes.hangs import WatchedRank, peer, run_as
 
 from zerowatch.metrics.catalog.labels import PHASES
-from zerowatch.runtime.common.phase_timer import BACKWARD, CHECKPOINT, EVAL, FORWARD, OTHER
+from zerowatch.runtime.common.phase_timer import (
+    BACKWARD,
+    CHECKPOINT,
+    EVAL,
+    FORWARD,
+    GENERATE,
+    OTHER,
+)
 
 COMPILER = ("/x/torch/_dynamo/convert_frame.py", "_compile")
 ARRIVED, MISSING = {1: peer(1, 1234)}, {1: peer(1, 1233)}
@@ -20,8 +27,8 @@ def rank(tmp_path: Path) -> WatchedRank:
     return WatchedRank(tmp_path)
 
 
-@pytest.mark.parametrize("phase", [CHECKPOINT, EVAL])
-def test_evaluation_and_checkpoints_are_no_hang_for_ten_limits(
+@pytest.mark.parametrize("phase", [CHECKPOINT, EVAL, GENERATE])
+def test_evaluation_generation_and_checkpoints_are_no_hang_for_ten_limits(
     rank: WatchedRank, phase: int
 ) -> None:
     rank.phase_timer.enter(phase)
@@ -63,7 +70,7 @@ def test_a_hang_is_found_in_a_script_that_trains_in_evaluation_mode(rank: Watche
     assert (rank.num_hangs, rank.watch.expected_pause()) == (1, None)
 
 
-@pytest.mark.parametrize("phase", [CHECKPOINT, EVAL])
+@pytest.mark.parametrize("phase", [CHECKPOINT, EVAL, GENERATE])
 @pytest.mark.parametrize(("peers", "hangs"), [(MISSING, 1), (ARRIVED, 0), (None, 0)])
 def test_no_rank_pauses_in_a_collective_at_which_a_peer_has_not_arrived(
     rank: WatchedRank, phase: int, peers: object, hangs: int
@@ -89,14 +96,15 @@ def test_ranks_that_wait_in_a_checkpoint_for_the_one_that_writes_do_not_hang(
 
 def test_a_rank_announces_why_it_pauses(rank: WatchedRank) -> None:
     announced = {OTHER: rank.watch.expected_pause()}
-    for phase in (EVAL, CHECKPOINT, FORWARD):
+    for phase in (EVAL, GENERATE, CHECKPOINT, FORWARD):
         rank.phase_timer.enter(phase)
         announced[phase] = rank.watch.expected_pause()
 
-    assert announced == {OTHER: None, EVAL: "eval", CHECKPOINT: "checkpoint", FORWARD: None}
+    expected = {EVAL: "eval", GENERATE: "generate", CHECKPOINT: "checkpoint"}
+    assert announced == {OTHER: None, **expected, FORWARD: None}
 
 
-@pytest.mark.parametrize("phase", [CHECKPOINT, EVAL])
+@pytest.mark.parametrize("phase", [CHECKPOINT, EVAL, GENERATE])
 def test_a_rank_that_waits_in_a_collective_for_half_the_limit_announces_no_pause(
     rank: WatchedRank, phase: int
 ) -> None:

@@ -420,3 +420,15 @@ def test_the_reserve_is_several_times_the_size_of_a_report(tmp_path: Path) -> No
         tracemalloc.stop()
 
     assert taken < RESERVE_BYTES / 8
+
+
+def test_an_error_in_generation_names_no_micro_batch_and_says_what_to_reduce() -> None:
+    context = FakeOomContext(None, phase=lambda: "generate", batch_risk=lambda device: 0.9)
+
+    found = collect_evidence(0, "node-0", parsed(ON_CPU), context)
+
+    assert headline(found).startswith("out of memory on cpu in generate of step 61:")
+    text = report_text(found)
+    assert "current micro-batch" not in text
+    assert "1. Memory ran out in generation: generate for fewer prompts at once" in text
+    assert "The batch had a predicted risk" not in text

@@ -60,6 +60,12 @@ class Engine:
         return self.is_managed
 
 
+class HybridEngine(Engine):
+    """Fake hybrid engine."""
+
+    __module__, __qualname__ = "deepspeed.runtime.hybrid_engine", "DeepSpeedHybridEngine"
+
+
 def named(name: str) -> Any:
     return type(name, (), {"__module__": "deepspeed.runtime.somewhere"})()
 
@@ -68,6 +74,7 @@ def named(name: str) -> Any:
     ("engine", "reason"),
     [
         (SimpleNamespace(), "only DeepSpeedEngine is supported"),
+        (HybridEngine(), "the hybrid engine replaces layers for generation"),
         (Engine(is_managed=True), "set managed_gradient_accumulation to false"),
         (Engine(has_moe_layers=True), "mixture-of-experts"),
         (Engine(zenflow=True), "ZenFlow"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from zerowatch.metrics.catalog import communication, devices, memory, overhead, training
+from zerowatch.metrics.catalog import communication, devices, generation, memory, overhead, training
 from zerowatch.metrics.catalog.labels import OWN_GROUP
 from zerowatch.metrics.catalog.tuner import SYMPTOMS
 from zerowatch.metrics.recorder import Recorder, Snapshot
@@ -335,6 +335,24 @@ def test_time_without_training_does_not_reduce_ratios(rank):
 
     assert reading.seconds == pytest.approx(10)
     assert reading.phase_ratios == pytest.approx({"forward": 0, "data": 0.1, "backward": 0.9})
+
+
+def test_generation_and_its_waits_are_left_out(rank):
+    rank.waits(1.0, "latency")
+    before = rank.snapshot()
+
+    rank.trains(forward=4.0, backward=6.0, generate=80.0).waits(62.0, "latency", under_way=63.0)
+    rank.recorder.add(generation.GENERATE_COMM_EXPOSED_SECONDS, 60.0)
+    rank.recorder.add(communication.COLLECTIVE_CALLS, 30, "all_reduce", "dp", "backward")
+    rank.recorder.add(communication.COLLECTIVE_CALLS, 900, "all_gather", "dp", "generate")
+    rank.goes_on()
+    reading = metrics_between(before, rank.snapshot())
+
+    assert reading.seconds == pytest.approx(10)
+    assert reading.phase_ratios == pytest.approx({"forward": 0.4, "backward": 0.6})
+    assert (reading.exposed_ratio, reading.comm_ratio) == pytest.approx((0.2, 0.3))
+    assert reading.cause_ratios == pytest.approx({"latency": 0.2})
+    assert reading.step_calls == 3
 
 
 def test_a_missing_metric_is_none(rank):
