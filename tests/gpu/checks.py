@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 # Of a part, from its first check on. A machine may be lent for ten minutes at a time.
 PART_SECONDS = 540
@@ -44,9 +45,17 @@ class Check:
         """Return what this machine lacks, or None."""
         if num_gpus < self.num_gpus:
             return f"needs {self.num_gpus} GPUs"
-        if self.needs_nvcc and shutil.which("nvcc") is None:
+        if self.needs_nvcc and find_nvcc() is None:
             return "needs nvcc, which compiles FusedAdam"
         return None
+
+
+def find_nvcc() -> str | None:
+    """Return the path of CUDA's compiler as torch finds it, or None."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    beside = Path(CUDA_HOME or "", "bin", "nvcc")
+    return str(beside) if CUDA_HOME and beside.exists() else shutil.which("nvcc")
 
 
 SAME, COMMUNICATION, MEMORY = "training is unchanged", "communication", "memory"
@@ -150,6 +159,14 @@ CHECKS = (
         select=["-k", "not training and not several"],
     ),
     Check(
+        name="engine-memory",
+        part=1,
+        subject=MEMORY,
+        shows="categories add up to the allocator's bytes within 1 %",
+        files=["test_gpu_engine_memory.py"],
+        limit_seconds=150,
+    ),
+    Check(
         name="same-training-ranks",
         part=1,
         subject=SEVERAL,
@@ -211,14 +228,6 @@ CHECKS = (
         subject=ERRORS,
         shows="errors of the allocator are parsed, predicted and reported",
         files=["test_gpu_oom.py"],
-        limit_seconds=150,
-    ),
-    Check(
-        name="engine-memory",
-        part=2,
-        subject=MEMORY,
-        shows="categories add up to the allocator's bytes within 1 %",
-        files=["test_gpu_engine_memory.py"],
         limit_seconds=150,
     ),
     Check(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def keep_busy(seconds: float) -> None:
         torch.cuda.synchronize()
 
 
-def test_nvml_s_device_is_torch_s_device() -> None:
+def test_nvml_s_device_is_torch_s_device(record_property: Callable[[str, object], None]) -> None:
     import pynvml
 
     (probe,) = device_probes(device_index=torch.cuda.current_device())
@@ -31,7 +32,11 @@ def test_nvml_s_device_is_torch_s_device() -> None:
         uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
         assert pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        assert probe.read()
+        probe.read()
+        readings = probe.read()
+        record_property("readings", sorted(readings))
+        record_property("health", sorted({key[0] for key in probe.health()}))
+        assert {"utilization_ratio", "power_watts", "temperature_celsius"} <= set(readings)
     finally:
         probe.close()
 
@@ -54,12 +59,33 @@ def test_a_busy_gpu_reads_busy_and_uses_energy() -> None:
         assert 0.5 < readings["sm_active_ratio"] <= 1.0
 
 
+def test_a_counter_of_bytes_that_wraps_is_left_out(
+    record_property: Callable[[str, object], None],
+) -> None:
+    import pynvml
+
+    (probe,) = device_probes(device_index=0)
+    try:
+        is_read = "pcie_received_bytes" in probe.read()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+        (answer,) = pynvml.nvmlDeviceGetFieldValues(
+            handle, [pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES]
+        )
+    finally:
+        probe.close()
+
+    is_offered = answer.nvmlReturn == pynvml.NVML_SUCCESS
+    has_32_bits = answer.valueType == pynvml.NVML_VALUE_TYPE_UNSIGNED_INT
+    record_property("PCIe counter", {"offered": is_offered, "32 bits": has_32_bits})
+    assert is_read == (is_offered and not has_32_bits)
+
+
 def test_bytes_copied_from_the_host_show_on_pcie_where_it_is_counted() -> None:
     (probe,) = device_probes(device_index=0)
     try:
         before = probe.read()
         if "pcie_received_bytes" not in before:
-            pytest.skip("this GPU or driver has no PCIe byte counters")
+            pytest.skip("this GPU or driver has no PCIe byte counters of 64 bits")
         host = torch.ones(2**28, dtype=torch.uint8).pin_memory()
         for _ in range(8):
             host.to("cuda")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.rank_jobs import free_port
 from scripts.memory.peaks import Job, median_and_p95, misses_on_longer, one_step_misses
 
 from zerowatch.runtime.memory.forecast.peak_readings import PeakPoint
@@ -16,11 +15,7 @@ pytestmark = [
 
 STEPS = 100
 PATTERNS = ("fixed", "sorted", "random", "rising")
-
-
-def on_cuda() -> dict[str, str]:
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return {"DS_ACCELERATOR": "cuda", **address}
+ON_CUDA = {"DS_ACCELERATOR": "cuda"}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +23,7 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[PeakPoint
     folder = tmp_path_factory.mktemp("peaks")
     return {
         pattern: Job.start(
-            folder / f"{pattern}.jsonl", on_cuda(), pattern=pattern, steps=STEPS
+            folder / f"{pattern}.jsonl", ON_CUDA, pattern=pattern, steps=STEPS
         ).points(timeout_seconds=180)
         for pattern in PATTERNS
     }

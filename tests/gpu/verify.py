@@ -31,7 +31,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))  # for `gpu`
 
 from gpu.check_process import run_check
-from gpu.checks import CHECKS, PART_SECONDS, PARTS, Check
+from gpu.checks import CHECKS, PART_SECONDS, PARTS, Check, find_nvcc
 from gpu.verification_table import console_table, published, write_documents
 
 ROOT = Path(__file__).parents[2]
@@ -208,7 +208,7 @@ def facts() -> dict[str, Any] | str:
         "torch": torch.__version__,
         **{name: version(name) for name in ("deepspeed", "nvidia-ml-py", "transformers")},
         "commit": commit(),
-        "nvcc": shutil.which("nvcc"),
+        "nvcc": find_nvcc(),
     }
 
 

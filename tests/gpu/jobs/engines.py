@@ -57,8 +57,9 @@ def ds_config(stage: int, *, bf16: bool = False, **zero: Any) -> dict[str, Any]:
     }
 
 
-def make_engine(model: torch.nn.Module, config: dict[str, Any]) -> Any:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+def make_engine(model: torch.nn.Module, config: dict[str, Any], optimizer: Any = None) -> Any:
+    """Return an engine, by default with torch's AdamW, which needs no compiler."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
