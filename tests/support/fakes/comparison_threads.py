@@ -78,8 +78,9 @@ class ComparedRank:
         return self.groups[0].run(op, size, ms)
 
     def step(self, **milliseconds: float) -> None:
-        """End a step; the first steps of all are the warm-up."""
-        phase_ns = [round(1e6 * milliseconds.get(phase, 10.0)) for phase in PHASES]
+        """End a step without generation; the first steps of all are the warm-up."""
+        usual = dict.fromkeys(PHASES, 10.0) | {"generate": 0.0}
+        phase_ns = [round(1e6 * each) for each in (usual | milliseconds).values()]
         self.thread.step_times.add(phase_ns, [0] * len(PHASES))
 
     def steps(self, **milliseconds: float) -> None:
