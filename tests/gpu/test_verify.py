@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.scraper import eventually
 from gpu import check_process, checks, verify
 from gpu.check_process import LINES_VARIABLE, read_lines, run_check
 from gpu.checks import CHECKS, PART_SECONDS, PARTS, Check
@@ -116,10 +117,7 @@ time.sleep(600)
     assert [test["test"] for test in result["tests"]] == ["a"]
     assert not list(tmp_path.rglob("lock"))
     child = read_lines(lines)[-1]["child"]
-    ends = time.monotonic() + LONG
-    while is_running(child) and time.monotonic() < ends:  # a killed process needs a core to end
-        time.sleep(0.01)
-    assert not is_running(child)
+    assert eventually(lambda: not is_running(child))  # a killed process needs a core to end
 
 
 def is_running(pid: int) -> bool:
