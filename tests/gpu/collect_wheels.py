@@ -6,6 +6,7 @@ and the packages in `THERE`. DeepSpeed is built here, in pure Python, because it
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -79,7 +80,11 @@ def normal(name: str) -> str:
 
 def pip(command: str, *arguments: str) -> None:
     options = ["-q", "--no-deps", *arguments]
-    subprocess.run([sys.executable, "-m", "pip", command, *options], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", command, *options],
+        check=True,
+        env={**os.environ, "DS_BUILD_OPS": "0"},
+    )
 
 
 if __name__ == "__main__":

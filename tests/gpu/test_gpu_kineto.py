@@ -39,4 +39,10 @@ def test_times_of_nccls_kernels_on_several_gpus(tmp_path: Path, record_property:
     for stage in ("stage 2", "stage 3"):
         ratios = [step["comm"] / step["kineto comm"] for step in ranks[0][stage]]
         record_property(f"{stage}: ours over kineto's", [round(ratio, 4) for ratio in ratios])
+        exposed = [
+            (step["exposed"] - step["kineto exposed"]) / step["kineto comm"]
+            for step in ranks[0][stage]
+        ]
+        record_property(f"{stage}: exposed, ours less kineto's, over its time", exposed)
         assert statistics.median(ratios) == pytest.approx(1.0, abs=TOLERANCE), stage
+        assert statistics.median(exposed) == pytest.approx(0.0, abs=TOLERANCE), stage

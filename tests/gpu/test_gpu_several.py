@@ -34,6 +34,16 @@ def test_a_slow_gpu_is_a_straggler_in_the_phase_in_which_it_is_slow(
     assert slow["scores"]["forward"] > 0.05 > fast["scores"]["forward"]
 
 
+def test_a_hang_in_nccl_is_reported_with_the_rank_that_is_missing(
+    tmp_path: Path, record_property: Record
+) -> None:
+    found, _ = run_job("hang_job.py", tmp_path, world_size=2)
+
+    record_property("records", found["recorded"])
+    assert found["failures"] == {}
+    assert "rank 1 has not arrived" in found["reports"]["hang-rank-0-1.txt"]
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_error_on_one_rank_is_replayed_on_all(name: str, tmp_path: Path) -> None:
     script = str(SCRIPTS / "trainer" / "recovery_matrix.py")

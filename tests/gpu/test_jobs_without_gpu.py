@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import ast
 import importlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gpu.rank_jobs import JOBS, run_job
+from gpu.rank_jobs import JOBS, rank_variables, run_job
+from scripts.engine.live_settings_cases import CASES
+from scripts.launching import SCRIPTS
 
 HERE = Path(__file__).parent
 
@@ -51,6 +55,46 @@ def test_calls_are_timed_on_the_thread_that_issues_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_live_settings_leave_training_on_one_rank_the_same(tmp_path: Path) -> None:
+    script = str(SCRIPTS / "engine" / "live_settings_job.py")
+
+    (found,) = run_job(script, tmp_path, *(case.name for case in CASES), kind="cpu")
+
+    for case in CASES:
+        assert found[case.name]["holds_after_apply"], case.name
+        assert found[case.name]["holds_after_undo"], case.name
+        assert found[case.name]["bitwise"], case.name
+
+
+@pytest.mark.slow
+def test_memory_savings_leave_training_on_one_rank_the_same(tmp_path: Path) -> None:
+    script, names = str(SCRIPTS / "engine" / "memory_savings_job.py"), ("0", "2", "3")
+
+    (found,) = run_job(
+        script, tmp_path, *(f"checkpointing, stage {stage}" for stage in names), kind="cpu"
+    )
+
+    for name, each in found.items():
+        assert each["bitwise"], name
+        assert max(each["saved"][3:6]) < min(each["saved"][6:8]), name
+
+
+@pytest.mark.slow
+def test_calls_on_one_rank_equal_the_flight_recorders(tmp_path: Path) -> None:
+    script = str(SCRIPTS / "monitor" / "compare_monitored.py")
+    names = ("stage 1", "stage 3", "stage 3, optimizer on cpu")
+
+    (found,) = run_job(
+        script, tmp_path, *names, kind="cpu", variables={"TORCH_FR_BUFFER_SIZE": "100000"}
+    )
+
+    for name in names:
+        assert found[name]["bitwise_equal"], name
+        assert found[name]["our_calls"] == found[name]["flight_calls"], name
+        assert found[name]["our_bytes"] == found[name]["flight_bytes"], name
+
+
+@pytest.mark.slow
 @pytest.mark.jobs
 def test_training_with_compressed_gradients_stays_close(tmp_path: Path) -> None:
     ranks = run_job("compression_job.py", tmp_path, "gloo", kind="cpu", world_size=2)
@@ -59,6 +103,20 @@ def test_training_with_compressed_gradients_stays_close(tmp_path: Path) -> None:
         assert found["fp32"]["difference"] < 1e-5
         assert found["int8"]["difference"] < 3e-2
         assert all(each["same on all ranks"] for each in found.values())
+
+
+@pytest.mark.slow
+def test_each_job_can_be_imported() -> None:
+    names = ", ".join(f"gpu.jobs.{file.stem}" for file in sorted(JOBS.glob("*.py")))
+
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {names}"],
+        capture_output=True,
+        text=True,
+        env=rank_variables("cpu"),
+    )
+
+    assert done.returncode == 0, done.stderr
 
 
 def imports(source: str) -> Iterator[tuple[str, str]]:

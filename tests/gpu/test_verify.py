@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import check_process, checks, verify
+from fakes.scraper import eventually
+from gpu import check_process, checks, collect_wheels, verify
 from gpu.check_process import LINES_VARIABLE, read_lines, run_check
 from gpu.checks import CHECKS, PART_SECONDS, PARTS, Check
 from gpu.verification_table import (
@@ -116,10 +117,7 @@ time.sleep(600)
     assert [test["test"] for test in result["tests"]] == ["a"]
     assert not list(tmp_path.rglob("lock"))
     child = read_lines(lines)[-1]["child"]
-    ends = time.monotonic() + LONG
-    while is_running(child) and time.monotonic() < ends:  # a killed process needs a core to end
-        time.sleep(0.01)
-    assert not is_running(child)
+    assert eventually(lambda: not is_running(child))  # a killed process needs a core to end
 
 
 def is_running(pid: int) -> bool:
@@ -210,6 +208,17 @@ def test_a_checkout_that_is_not_installed_is_put_on_the_path(tmp_path: Path) -> 
     )
 
     assert done.stdout.split() == ["0.1.0", str(site / "zerowatch" / "__init__.py")], done.stderr
+
+
+def test_the_wheels_for_a_machine_without_a_network_are_all_but_what_it_has() -> None:
+    versions = collect_wheels.pins(["# comment", "torch==2.13.0", "pydantic_core==2", "hjson==3"])
+
+    pinned = (verify.ROOT / "constraints.txt").read_text().splitlines()
+    needed = collect_wheels.needed(collect_wheels.pins(pinned))
+
+    assert versions == {"torch": "2.13.0", "pydantic-core": "2", "hjson": "3"}
+    assert {"deepspeed", "hjson", "pydantic-settings", "pydantic-core"} <= set(needed)
+    assert not {"torch", "numpy", "pytest", "networkx", "ruff"} & set(needed)
 
 
 def test_a_check_of_one_gpu_sees_one_of_several() -> None:

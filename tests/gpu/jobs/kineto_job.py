@@ -194,8 +194,17 @@ def with_nccl(stage: int) -> list[dict[str, float]]:
     steps = sorted(span for name, stream, span in kernels if name == "one step" and stream < 0)
     found = []
     for record, (begin, end) in zip(records[WARM_UP:], steps, strict=True):
-        calls = [s for name, _, s in kernels if "nccl" in name.lower() and begin <= s[0] < end]
-        found.append({"comm": record.comm_seconds, "kineto comm": probes.covered(calls)})
+        within = [(name, s) for name, at, s in kernels if at >= 0 and begin <= s[0] < end]
+        calls = [span for name, span in within if "nccl" in name.lower()]
+        compute = [span for name, span in within if "nccl" not in name.lower()]
+        found.append(
+            {
+                "comm": record.comm_seconds,
+                "exposed": record.comm_exposed_seconds,
+                "kineto comm": probes.covered(calls),
+                "kineto exposed": probes.exposed(calls, compute),
+            }
+        )
     return found
 
 
