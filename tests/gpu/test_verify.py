@@ -174,18 +174,44 @@ def test_what_a_machine_lacks_is_the_reason_of_a_skipped_check(
     assert not verify.bad(result["checks"]["one"])
 
 
-def test_without_a_gpu_one_line_says_so_and_the_exit_status_is_2() -> None:
-    done = subprocess.run(
-        [sys.executable, str(HERE / "verify.py")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
+def test_without_a_gpu_one_line_says_so_and_the_exit_status_is_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
-    assert done.returncode == 2
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
+    status = verify.main([])
+
+    printed = capsys.readouterr()
+    assert status == 2
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
     assert f"torch {torch.__version__} finds no GPU" in line
+
+
+@pytest.mark.parametrize(("outcome", "status"), [("passed", 0), ("failed", 1)])
+def test_each_part_leaves_a_result_that_can_be_published(
+    outcome: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "facts", lambda: MACHINE)
+    monkeypatch.setattr(verify, "runner", lambda *_: lambda *_: {**passed(), "outcome": outcome})
+    for name in DOCUMENTS:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text((verify.ROOT / name).read_text())
+
+    ended = verify.main(["1", "3", "--out", str(tmp_path / "out")])
+    monkeypatch.setattr(verify, "ROOT", tmp_path)
+    monkeypatch.setattr(verify, "RESULTS", tmp_path / "results")
+    verify.main(["publish", str(tmp_path / "out")])
+
+    assert ended == status
+    assert sorted(each.name for each in (tmp_path / "out").glob("*.json")) == [
+        "part-1.json",
+        "part-3.json",
+    ]
+    readme = (tmp_path / "README.md").read_text()
+    assert ("NVIDIA H100, torch 2.11.0" in readme) == (outcome == "passed")
+    assert ("cost: failed" in readme) == (outcome == "failed")
+    assert f"| several GPUs | {NOT_YET} |" in readme
 
 
 def test_an_unknown_part_or_check_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,18 +134,18 @@ def _verdict(check: Check, result: Result | None) -> str:
 
 def _of_subject(checks: Sequence[Check], results: Results) -> str:
     """Describe on which machines the checks of a subject have passed, and which have not."""
-    if not any(check.name in results for check in checks):
-        return NOT_YET
-    places, others = [], []
+    places, open_checks, failed = [], [], []
     for check in checks:
         result = results.get(check.name)
-        if result is not None and result["outcome"] == "passed":
+        if result is None or result["outcome"] in ("skipped", "not run"):
+            open_checks.append(f"{check.name}: {NOT_YET}")
+        elif result["outcome"] == "passed":
             places.append(_place(check, result))
-        elif result is None or result["outcome"] in ("skipped", "not run"):
-            others.append(f"{check.name}: {NOT_YET}")
         else:
-            others.append(f"{check.name}: {result['outcome']}")
-    return "; ".join(dict.fromkeys([*places, *others]))
+            failed.append(f"{check.name}: {result['outcome']}")
+    if not places and not failed:
+        return NOT_YET
+    return "; ".join(dict.fromkeys([*places, *failed, *open_checks]))
 
 
 def _place(check: Check, result: Result) -> str:

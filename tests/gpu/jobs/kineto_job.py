@@ -30,6 +30,7 @@ importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # before 
 CALL_MS, REPEATS = 30.0, 5
 WIDTH, LAYERS, BATCH, WARM_UP, STEPS = 4096, 12, 64, 6, 12
 
+STEP = "one step"  # an annotation
 Kernel = tuple[str, int, probes.Span]
 
 
@@ -110,16 +111,21 @@ CASES = (synchronous, waited_for_halfway, waited_for_when_done, two_at_once)
 
 @contextmanager
 def traced(kernels: list[Kernel]) -> Iterator[None]:
-    """Append the kernels that run within, as name, stream, and begin and end in seconds."""
+    """Append the kernels and copies that run within, and the annotations of steps.
+
+    Each is its name, its stream, or -1 for an annotation, and its begin and end in seconds.
+    """
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         yield
         torch.cuda.synchronize()
     for event in profiler.profiler.kineto_results.events():
         begin, seconds = event.start_ns() / 1e9, event.duration_ns() / 1e9
-        on_device = event.device_type() == torch.autograd.DeviceType.CUDA
-        if on_device or event.name() == "one step":
-            stream = event.device_resource_id() if on_device else -1
-            kernels.append((event.name(), stream, (begin, begin + seconds)))
+        name, on_device = event.name(), event.device_type() == torch.autograd.DeviceType.CUDA
+        # Annotations appear twice: on the host, and over the kernels that they contain.
+        if on_device and name != STEP and not name.startswith("nccl:"):
+            kernels.append((name, event.device_resource_id(), (begin, begin + seconds)))
+        elif not on_device and name == STEP:
+            kernels.append((name, -1, (begin, begin + seconds)))
 
 
 def with_stand_in() -> dict[str, dict[str, float]]:
@@ -186,17 +192,17 @@ def with_nccl(stage: int) -> list[dict[str, float]]:
     kernels: list[Kernel] = []
     with traced(kernels):
         for _ in range(STEPS):
-            with record_function("one step"):
+            with record_function(STEP):
                 engines.step(engine, batch)
                 torch.cuda.synchronize()  # so that the kernels of a step lie within it
     watch.close()
     engines.give_up(engine)
-    steps = sorted(span for name, stream, span in kernels if name == "one step" and stream < 0)
+    steps = sorted(span for name, _, span in kernels if name == STEP)
     found = []
     for record, (begin, end) in zip(records[WARM_UP:], steps, strict=True):
         within = [(name, s) for name, at, s in kernels if at >= 0 and begin <= s[0] < end]
-        calls = [span for name, span in within if "nccl" in name.lower()]
-        compute = [span for name, span in within if "nccl" not in name.lower()]
+        calls = [span for name, span in within if name.startswith("nccl")]
+        compute = [span for name, span in within if not name.startswith("nccl")]
         found.append(
             {
                 "comm": record.comm_seconds,
