@@ -46,7 +46,7 @@ class Check:
         if num_gpus < self.num_gpus:
             return f"needs {self.num_gpus} GPUs"
         if self.needs_nvcc and find_nvcc() is None:
-            return "needs nvcc, which compiles FusedAdam"
+            return "needs nvcc, which compiles kernels of DeepSpeed"
         return None
 
 
@@ -324,5 +324,15 @@ CHECKS = (
         shows="next peaks are predicted within 1 %",
         files=["test_gpu_prediction.py"],
         limit_seconds=180,
+    ),
+    Check(
+        name="generation",
+        part=3,
+        subject=TIMES,
+        shows="generation with the hybrid engine at ZeRO 2 and 3: weights as without monitoring, "
+        "tokens counted exactly, phases that add up",
+        files=["test_gpu_generation.py"],
+        limit_seconds=300,
+        needs_nvcc=True,
     ),
 )

@@ -95,6 +95,21 @@ def test_calls_on_one_rank_equal_the_flight_recorders(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_generation_on_one_rank_is_unchanged_and_counted(tmp_path: Path) -> None:
+    script = str(SCRIPTS / "monitor" / "generate_job.py")
+
+    (found,) = run_job(
+        script, tmp_path, "2", "3", kind="cpu", variables={"TORCH_FR_BUFFER_SIZE": "100000"}
+    )
+
+    for stage in ("stage 2", "stage 3"):
+        assert found[stage]["weights_are_equal"], stage
+        generated = [record["generation"] for record in found[stage]["records"]]
+        assert [e["tokens"] for e in generated] == [e["tokens"] for e in found[stage]["rounds"]]
+        assert sum(each["gathers"] for each in generated) == found[stage]["gathers"], stage
+
+
+@pytest.mark.slow
 @pytest.mark.jobs
 def test_training_with_compressed_gradients_stays_close(tmp_path: Path) -> None:
     ranks = run_job("compression_job.py", tmp_path, "gloo", kind="cpu", world_size=2)

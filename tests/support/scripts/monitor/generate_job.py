@@ -1,8 +1,8 @@
 """Trains and generates in turns with DeepSpeed's hybrid engine, with and without monitoring.
 
 `generate_job.py FOLDER STAGE...` writes what was measured and what the script itself has counted
-as JSON per rank. The sampled tokens depend on the weights and on the RNG, and end at different
-lengths.
+as JSON per rank; on GPUs if DS_ACCELERATOR is "cuda". The sampled tokens depend on the weights and
+on the RNG, and end at different lengths.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import pickle
 import sys
 import time
@@ -30,6 +31,7 @@ from zerowatch.runtime.entry_points import watch
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
+ON_CUDA = os.environ.get("DS_ACCELERATOR") == "cuda"
 ROUNDS, PROMPTS, PROMPT_LENGTH, NEW_TOKENS = 20, 4, 5, 8
 END, PADDING, VOCABULARY = 1, 0, 16
 SETTINGS = {"serve": {"enabled": False}, "memory": {"detailed_sample_seconds": 0.001}}
@@ -131,6 +133,7 @@ def train(engine: Any, stage: int) -> list[Round]:
     for _ in range(ROUNDS):
         found = Round()
         prompts = torch.randint(2, VOCABULARY, (PROMPTS, PROMPT_LENGTH), generator=data)
+        prompts = prompts.to(engine.device)
         engine.eval()
         ids = generate(engine, prompts, stage, found)
         engine.train()
@@ -145,14 +148,20 @@ def train(engine: Any, stage: int) -> list[Round]:
 def weights(engine: Any) -> torch.Tensor:
     parameters = list(engine.module.parameters())
     if not hasattr(parameters[0], "ds_id"):
-        return torch.cat([each.detach().clone().flatten() for each in parameters])
+        return torch.cat([each.detach().clone().flatten() for each in parameters]).cpu()
     with deepspeed.zero.GatheredParameters(parameters):
-        return torch.cat([each.detach().clone().flatten() for each in parameters])
+        return torch.cat([each.detach().clone().flatten() for each in parameters]).cpu()
+
+
+def flight_entries() -> list[dict[str, Any]]:
+    dump = c10d._dump_nccl_trace if ON_CUDA else c10d._dump_fr_trace
+    entries: list[dict[str, Any]] = pickle.loads(dump())["entries"]
+    return entries
 
 
 def gathers_seen(since: int, rounds: list[Round]) -> int:
     """Count the all-gathers that PyTorch's Flight Recorder saw during calls of `generate`."""
-    entries = pickle.loads(c10d._dump_fr_trace())["entries"][since:]
+    entries = flight_entries()[since:]
     created = [each["time_created_ns"] for each in entries if "gather" in each["profiling_name"]]
     return sum(start <= at <= end for at in created for start, end in [r.unix_ns for r in rounds])
 
@@ -169,7 +178,7 @@ def compare(stage: int) -> dict[str, Any]:
     records: list[zerowatch.StepRecord] = []
     opened.subscribe(records.append)
     at_start = [opened.snapshot().value(spec) for spec in METRICS]
-    seen = len(pickle.loads(c10d._dump_fr_trace())["entries"])
+    seen = len(flight_entries())
     rounds = train(engine, stage)
     gathers = gathers_seen(seen, rounds)
     opened.close()
@@ -214,7 +223,7 @@ def training_run() -> dict[str, Any]:
     run.watch.subscribe(records.append)
     torch.manual_seed(3)
     found = Round()
-    batch = torch.randint(2, VOCABULARY, (PROMPTS, PROMPT_LENGTH))
+    batch = torch.randint(2, VOCABULARY, (PROMPTS, PROMPT_LENGTH)).to(run.engine.device)
     for _ in range(2):
         run.engine.eval()
         batch = generate(run.engine, batch[:, :PROMPT_LENGTH], 2, found)
@@ -236,7 +245,9 @@ def training_run() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    deepspeed.init_distributed("gloo", verbose=False)
+    if ON_CUDA:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed("nccl" if ON_CUDA else "gloo", verbose=False)
     results = {f"stage {stage}": compare(int(stage)) for stage in sys.argv[2:]}
     results["training run"] = training_run()
     Path(sys.argv[1], f"rank-{dist.get_rank()}.json").write_text(json.dumps(results))
