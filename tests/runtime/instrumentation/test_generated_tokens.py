@@ -106,6 +106,21 @@ def test_a_result_that_is_no_table_of_tokens_is_unknown() -> None:
     assert counted(module(), RESULT) == (None, None)  # no prompt: the result begins with one
 
 
+def test_counting_reads_no_value_of_a_device() -> None:
+    # A tensor on the device "meta" has no values: reading one raises.
+    on_device = RESULT.to("meta")
+
+    assert counted(module(eos_token_id=[8, END]), on_device, PROMPT.to("meta"))[0] == 3
+    with pytest.raises(RuntimeError):
+        on_device.sum().item()
+
+
+def test_end_tokens_on_a_device_are_not_read() -> None:
+    ends = torch.tensor([END]).to("meta")
+
+    assert counted(module(), RESULT, PROMPT, eos_token_id=ends) == (None, None)
+
+
 def test_counts_of_several_calls_add_up_unless_one_is_unknown() -> None:
     counts = GenerationCounts()
 

@@ -18,6 +18,7 @@ from zerowatch.runtime.collectives.call_recorder import CallRecorder
 from zerowatch.runtime.collectives.groups import CollectiveCall
 from zerowatch.runtime.common.device_scalar import PendingScalar
 from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.instrumentation.generated_tokens import GenerationCounts
 from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
 from zerowatch.runtime.monitor.watch_thread import WatchThread
 
@@ -67,14 +68,20 @@ class Rank:
         call.end_ns = 2
         self.recorder._calls.append(call)
 
-    def end_step(self, number: int, loss: Any = 0.5, seconds: float = 1e-6) -> None:
+    def end_step(
+        self,
+        number: int,
+        loss: Any = 0.5,
+        seconds: float = 1e-6,
+        generation: GenerationCounts | None = None,
+    ) -> None:
         """Enqueue a step with the calls since the last one."""
         step = RawStep(
             step=number,
             ended_at=float(number),
             phase_ns=[round(seconds * 1e9), *([0] * (len(PHASES) - 1))],
             intervals=(),
-            counts=StepCounts(micro_batches=1, losses=[loss]),
+            counts=StepCounts(micro_batches=1, losses=[loss], generation=generation),
             coverage=None,
             gradient_norm=1.0,
             learning_rate=0.1,
@@ -134,6 +141,26 @@ def test_after_a_device_side_assert_all_steps_are_written_without_what_the_devic
     assert rank.closed == ["devices"]
     assert rank.fail_open.failures == {"step measurements": 3}
     assert rank.recorder.events.disabled
+
+
+@pytest.mark.parametrize(("is_broken", "tokens"), [(False, 12), (True, None)])
+def test_a_step_waits_for_its_generated_tokens_unless_the_device_has_failed(
+    rank: Rank, is_broken: bool, tokens: int | None
+) -> None:
+    rank.device.current.run(20)
+    generation = GenerationCounts()
+    generation.add(2, 5.0)
+    generation.add(2, PendingScalar(torch.tensor(7)))
+    rank.end_step(1, generation=generation)
+    rank.poll()
+    before = list(rank.written)
+    rank.device.synchronize()
+    rank.device.is_broken = is_broken
+
+    assert (before, rank.finish()) == ([], [1])
+    found = rank.written[0].generation
+    assert found is not None
+    assert (found.calls, found.sequences, found.tokens) == (2, 4, tokens)
 
 
 def test_a_device_that_fails_while_a_step_is_given_up_loses_no_step(
