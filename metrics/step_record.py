@@ -42,7 +42,8 @@ class GenerationTotals:
         tokens: The new tokens of these sequences, without padding; None if they are unknown, such
             as if a stop string may have ended a sequence.
         seconds: The time of all calls, also of those that raised; the phase `generate`.
-        gathers: The all-gathers that the calls issued; with ZeRO 3 they gather parameters.
+        collectives: The collectives that the calls issued.
+        gathers: The all-gathers among them; with ZeRO 3 they gather parameters.
         gathered_bytes: The payload of the all-gathers, in bytes.
         peak_bytes: The peak of allocated memory by device; empty if it was not read in this step.
     """
@@ -51,6 +52,7 @@ class GenerationTotals:
     sequences: int | None
     tokens: int | None
     seconds: float
+    collectives: int
     gathers: int
     gathered_bytes: int
     peak_bytes: Mapping[str, float]

@@ -81,16 +81,16 @@ class StepCommTotals:
             had work left meanwhile.
         is_upper_bound: Whether `seconds` is only an upper bound.
         is_exposed_known: False if the end of a call could not be read.
-        generation_gathers: Number of all-gathers issued in generation; with ZeRO 3 they gather
-            parameters.
-        generation_gathered_bytes: The payload of these calls.
+        generation_calls: Number of calls issued in generation.
+        generation_gathers: Number of all-gathers among them; with ZeRO 3 they gather parameters.
+        generation_gathered_bytes: The payload of these all-gathers.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.is_upper_bound = False
         self.is_exposed_known = True
-        self.generation_gathers = self.generation_gathered_bytes = 0
+        self.generation_calls = self.generation_gathers = self.generation_gathered_bytes = 0
         self._is_known = True
         self.blocked_ns = [0] * len(PHASES)
         self.host_blocked_ns = [0] * len(PHASES)
@@ -123,9 +123,8 @@ class StepCommTotals:
                         blocked_ns[call.wait_phase] += call.wait_exposed_ns
             if call.group.role == OWN_GROUP:
                 continue
-            if call.phase == GENERATE and call.op == _ALL_GATHER:
-                self.generation_gathers += 1
-                self.generation_gathered_bytes += call.payload_bytes
+            if call.phase == GENERATE:
+                self._add_to_generation(call)
             sums = self._by_op.get(call.op)
             if sums is None:
                 sums = self._by_op[call.op] = _StepOpTotals()
@@ -135,6 +134,12 @@ class StepCommTotals:
             if call.timed:
                 sums.timed_calls += 1
                 sums.duration_ns += call.end_ns - call.start_ns
+
+    def _add_to_generation(self, call: CollectiveCall) -> None:
+        self.generation_calls += 1
+        if call.op == _ALL_GATHER:
+            self.generation_gathers += 1
+            self.generation_gathered_bytes += call.payload_bytes
 
     def device_blocked_ns(self) -> list[int]:
         """Return the nanoseconds in which calls blocked the compute stream, by index in PHASES."""

@@ -82,8 +82,8 @@ class WireVolumeCheck:
             return
         if record.step <= self._settled_step:
             return
-        if record.phase_seconds.keys() & {*NON_TRAINING_PHASES, "generate"}:
-            return  # these phases issue collectives of their own
+        if _has_other_collectives(record):
+            return
         estimates = self._estimates  # another thread may replace it
         if record.micro_batches not in estimates:
             estimates[record.micro_batches] = None
@@ -206,3 +206,15 @@ def _calls_and_bytes(totals: CollectiveTotals | None) -> tuple[int, int]:
 def _describe(totals: CollectiveTotals | None) -> str:
     calls, payload = _calls_and_bytes(totals)
     return f"{calls} calls of {payload} bytes" if calls else "none"
+
+
+def _has_other_collectives(record: StepRecord) -> bool:
+    """Whether a step may contain collectives that are not those of its training.
+
+    Evaluation and checkpoints may issue some, and generation does with ZeRO 3.
+    """
+    if record.phase_seconds.keys() & set(NON_TRAINING_PHASES):
+        return True
+    generation = record.generation
+    is_silent = generation is not None and not generation.collectives
+    return "generate" in record.phase_seconds and not is_silent

@@ -195,6 +195,7 @@ class RawStep:
             sequences=counts.sequences,
             tokens=counts.total_tokens(),
             seconds=self.phase_ns[GENERATE] / 1e9,
+            collectives=comm.generation_calls,
             gathers=comm.generation_gathers,
             gathered_bytes=comm.generation_gathered_bytes,
             peak_bytes={

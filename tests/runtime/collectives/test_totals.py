@@ -189,5 +189,6 @@ def test_gathers_in_generation_are_counted_apart() -> None:
 
     totals.add(calls, comm(calls))
 
+    assert totals.generation_calls == 3
     assert (totals.generation_gathers, totals.generation_gathered_bytes) == (2, 120)
     assert totals.totals()["all_gather"].calls == 3

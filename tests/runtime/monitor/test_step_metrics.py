@@ -83,6 +83,7 @@ def generated(tokens: int | None, **fields: Any) -> FinishedStep:
         sequences=None if tokens is None else 4,
         tokens=tokens,
         seconds=8.0,
+        collectives=0,
         gathers=0,
         gathered_bytes=0,
         peak_bytes={},
