@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-STEPS = 60
+STEPS = 300  # long enough for several readings of the device
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
 
 
@@ -39,11 +40,17 @@ def test_the_demo_has_all_figures_of_the_gpu(
     assert "hook '" not in done.stderr, done.stderr[-4000:]
     (log,) = tmp_path.glob("runs/*/rank-0.jsonl")
     records = [json.loads(line) for line in log.read_text().splitlines()]
-    last = records[-1]
-    record_property("seconds of a step", last["seconds"])
-    record_property("phases", last["phase_seconds"])
+    losses = [record["loss"] for record in records]
+    memory, readings = (
+        [record[name]["cuda:0"] for record in records if "cuda:0" in record[name]]
+        for name in ("memory_bytes", "device_readings")
+    )
+    record_property("steps", len(records))
+    record_property("seconds of a step", statistics.median(record["seconds"] for record in records))
+    record_property("phases of the last step", records[-1]["phase_seconds"])
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
     assert len(records) >= STEPS
-    assert last["loss"] is not None
-    assert last["memory_bytes"]["cuda:0"]["allocated"] > 0
-    assert any("cuda:0" in record["device_readings"] for record in records)
+    assert losses.count(None) < 0.05 * len(losses)
+    assert all(each["allocated"] > 0 for each in memory)
+    assert memory
+    assert any("utilization_ratio" in each for each in readings)
