@@ -267,7 +267,7 @@ def test_a_check_by_pytest_has_a_line_for_each_test(tmp_path: Path) -> None:
     variables = {**verify.environment(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
 
     result = run_check(
-        verify.command(memory, tmp_path / "memory"),
+        verify.command(memory),
         folder=tmp_path / "memory",
         limit_seconds=300.0,
         environment=variables,

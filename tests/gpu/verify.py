@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run what the arguments ask for, and return the exit status."""
     parser = argparse.ArgumentParser(description="Verify zerowatch on the GPUs of this machine.")
     parser.add_argument("what", nargs="*", metavar="PART", help="1, 2, 3, or publish FOLDER")
-    parser.add_argument("--only", action="append", default=[], metavar="CHECK")
+    parser.add_argument("--only", action="append", default=[], metavar="CHECK", help="run it only")
     parser.add_argument("--out", type=Path, default=OUT, help=f"results, by default {OUT}")
     asked = parser.parse_args(arguments)
     if asked.what[:1] == ["publish"]:
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         return NO_GPU
     out = asked.out.resolve()
     chosen = [check for check in CHECKS if not asked.only or check.name in asked.only]
-    variables = environment(out)
+    variables = environment(OUT)
     results = []
     for part in [int(name) for name in asked.what] or PARTS:
         checks = [check for check in chosen if check.part == part]
@@ -125,7 +125,7 @@ def runner(out: Path, variables: Mapping[str, str]) -> Run:
         folder = out / "checks" / check.name
         shutil.rmtree(folder, ignore_errors=True)
         return run_check(
-            command(check, folder),
+            command(check),
             folder=folder,
             limit_seconds=limit_seconds,
             environment=visible(variables, check.num_gpus),
@@ -134,11 +134,11 @@ def runner(out: Path, variables: Mapping[str, str]) -> Run:
     return run
 
 
-def command(check: Check, folder: Path) -> list[str]:
+def command(check: Check) -> list[str]:
     """Return the command that runs a check. Warnings of another version of torch are no errors."""
     files = [str(Path(__file__).parent / name) for name in check.files]
     options = ["-q", "-W", "default", "--tb=short", "-p", "no:cacheprovider"]
-    place = [f"--rootdir={ROOT}", "-c", str(ROOT / "pyproject.toml"), f"--basetemp={folder}/tmp"]
+    place = [f"--rootdir={ROOT}", "-c", str(ROOT / "pyproject.toml")]
     return [sys.executable, "-m", "pytest", *files, *options, *place, *check.select]
 
 
@@ -148,17 +148,21 @@ def visible(variables: Mapping[str, str], num_gpus: int) -> dict[str, str]:
     return {**variables, "CUDA_VISIBLE_DEVICES": ",".join(listed.split(",")[:num_gpus])}
 
 
-def environment(out: Path) -> dict[str, str]:
-    """Return the environment of the checks, in which `import zerowatch` finds this checkout."""
+def environment(folder: Path) -> dict[str, str]:
+    """Return the environment of the checks, in which `import zerowatch` finds this checkout.
+
+    Args:
+        folder: For compiled kernels and the link to the checkout.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("ZEROWATCH_")}
     paths = [kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else []
     if not imports_this_checkout():
-        paths.insert(0, str(make_site(out / "site")))
+        paths.insert(0, str(make_site(folder / "site")))
     return {
         **kept,
         "PYTHONPATH": os.pathsep.join(paths),
         "DS_ACCELERATOR": "cuda",
-        "TORCH_EXTENSIONS_DIR": str(out / "extensions"),
+        "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # the same products whatever stream they run on
         "TOKENIZERS_PARALLELISM": "false",
     }
