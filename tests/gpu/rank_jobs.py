@@ -7,7 +7,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ _TESTS = Path(__file__).parents[1]
 _TAIL = 4000  # characters of standard error in a message
 # Only ends a process that hangs: the time limit of the check is shorter.
 TIMEOUT_SECONDS = 500.0
+# After a rank has failed, the others may still end by themselves.
+GRACE_SECONDS = 20.0
 
 
 def rank_variables(kind: str = "cuda", rank: int = 0, world_size: int = 1) -> dict[str, str]:
@@ -96,10 +99,11 @@ def run_job(
         for rank, file in enumerate(files)
     ]
     try:
-        codes = [rank.wait(TIMEOUT_SECONDS) for rank in ranks]
+        codes = _wait(ranks)
     finally:
         for rank in ranks:
             rank.kill()
+            rank.wait()
         texts = []
         for file in files:
             file.seek(0)
@@ -107,3 +111,13 @@ def run_job(
             file.close()
     assert codes == [0] * world_size, "\n".join(texts)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
+    """Return the exit codes. A rank without its peer may wait for ever, and has the code None."""
+    ends = time.monotonic() + TIMEOUT_SECONDS
+    while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < ends:
+        if any(codes):
+            ends = min(ends, time.monotonic() + GRACE_SECONDS)
+        time.sleep(0.05)
+    return codes

@@ -28,6 +28,8 @@ from gpu.verification_table import (
     with_table,
 )
 
+from zerowatch.metrics.catalog import CATALOG
+
 HERE = Path(__file__).parent
 MACHINE = {"gpu": "NVIDIA H100", "num_gpus": 1, "torch": "2.11.0", "commit": "abc"}
 WRITE = f"""
@@ -362,6 +364,15 @@ def test_the_documents_have_the_table_of_the_last_results(document: str) -> None
     expected = with_table(text, DOCUMENTS[document](read_results(verify.RESULTS)))
 
     assert text == expected, "run tests/gpu/verify.py publish"
+
+
+def test_help_texts_do_not_say_what_was_verified() -> None:
+    """The tables of the documents do."""
+    remarks = ("verified", "not yet", "not on CUDA")
+
+    found = [spec.name for spec in CATALOG if any(word in spec.help for word in remarks)]
+
+    assert found == []
 
 
 def test_a_document_without_a_place_for_the_table_is_refused() -> None:
