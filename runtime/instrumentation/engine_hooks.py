@@ -21,6 +21,7 @@ from ..common.patching import AttributePatch
 from ..common.phase_timer import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseTimer
 from .batch_shape import BatchShape, batch_shape
 from .checkpoint_metrics import CheckpointMetrics
+from .generated_tokens import GenerationCounts
 from .generation_hooks import (
     GENERATE_METHOD,
     GenerateWrapper,
@@ -60,6 +61,7 @@ class EngineHooks:
         memory: MemoryHooks,
         collector: StepCollector,
         checkpoints: CheckpointMetrics,
+        generated_before: GenerationCounts | None = None,
     ) -> None:
         self.cost_ns = 0
         self._engine = weakref.ref(engine)
@@ -81,7 +83,7 @@ class EngineHooks:
         self._on_exception = fail_open.wrap("oom report", memory.on_exception)
         # A loss that cannot be read must not end the phases. Losses do not depend on each other.
         self._read_loss = fail_open.wrap("loss", extract_loss, is_kept=True)
-        self._generation = GenerationHooks(engine, phase_timer, memory, fail_open)
+        self._generation = GenerationHooks(engine, phase_timer, memory, fail_open, generated_before)
         self._is_pipeline = hasattr(type(engine), "train_batch")
         names = PIPELINE_METHODS if self._is_pipeline else ENGINE_METHODS
         self._patches: list[AttributePatch | InstructionMap] = [
@@ -102,6 +104,10 @@ class EngineHooks:
         for patch in reversed(self._patches):
             patch.restore()
         self._patches.clear()
+
+    def take_generated(self) -> GenerationCounts | None:
+        """Return the calls of `generate` since the last step, for the hooks of the next engine."""
+        return self._generation.take_counts()
 
     def discard_window(self) -> None:
         """Discard the micro-batches since the last step, which will be repeated or skipped."""

@@ -13,6 +13,7 @@ from ..common.phase_timer import CHECKPOINT
 from .checkpoint_metrics import CheckpointMetrics
 from .dataloader_hooks import DataLoaderHooks
 from .engine_hooks import EngineHooks
+from .generated_tokens import GenerationCounts
 from .generation_hooks import is_hybrid
 from .memory_hooks import MemoryHooks
 from .profiled_steps import ProfiledSteps
@@ -82,6 +83,7 @@ class EngineInstrumentation:
         of the new engine's weights.
         """
         self._engine_hooks.restore()
+        generated = self._engine_hooks.take_generated()
         self._earlier_ns += self._engine_hooks.cost_ns
         self._earlier_generated_ns += self._engine_hooks.generated_ns
         self._memory.rebind_engine(engine)
@@ -89,7 +91,7 @@ class EngineInstrumentation:
         calls.groups.set_roles(role_of, p2p_role)
         self._enqueue(calls.drain())
         calls.groups.drain_coverage()
-        self._engine_hooks = self._dataloader_hooks.engine_hooks = self._hook(engine)
+        self._engine_hooks = self._dataloader_hooks.engine_hooks = self._hook(engine, generated)
 
     def discard_window(self) -> None:
         """Discard the micro-batches since the last step."""
@@ -118,9 +120,15 @@ class EngineInstrumentation:
         self._engine_hooks.restore()
         self._dataloader_hooks.restore()
 
-    def _hook(self, engine: Any) -> EngineHooks:
+    def _hook(self, engine: Any, generated_before: GenerationCounts | None = None) -> EngineHooks:
         context, memory = self._context, self._memory
         collector = StepCollector(context, engine, memory, self._enqueue, self._profiler)
         return EngineHooks(
-            engine, context.phase_timer, context.fail_open, memory, collector, self.checkpoints
+            engine,
+            context.phase_timer,
+            context.fail_open,
+            memory,
+            collector,
+            self.checkpoints,
+            generated_before,
         )

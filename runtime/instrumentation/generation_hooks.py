@@ -68,8 +68,22 @@ class GenerationHooks:
     """
 
     def __init__(
-        self, engine: Any, phase_timer: PhaseTimer, memory: MemoryHooks, fail_open: FailOpen
+        self,
+        engine: Any,
+        phase_timer: PhaseTimer,
+        memory: MemoryHooks,
+        fail_open: FailOpen,
+        earlier: GenerationCounts | None = None,
     ) -> None:
+        """Create the hooks.
+
+        Args:
+            engine: A DeepSpeed engine.
+            phase_timer: The phases of training.
+            memory: Keeps the memory of generation apart.
+            fail_open: Guards the functions that run inside training.
+            earlier: The counts since the last step of the engine that this one replaces.
+        """
         self.generated_ns = 0
         self._module = weakref.ref(engine.module)
         self._phase_timer = phase_timer
@@ -82,7 +96,7 @@ class GenerationHooks:
         self._depth = 0
         self._began_ns: int | None = None  # None unless a measured call runs
         self._options: GenerateOptions | None = None
-        self._counts: GenerationCounts | None = None
+        self._counts = earlier
 
     def take_counts(self) -> GenerationCounts | None:
         """Return the counts since the last call; None if nothing was generated."""

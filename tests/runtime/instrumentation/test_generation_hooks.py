@@ -15,6 +15,7 @@ import torch
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import FORWARD, GENERATE, PhaseTimer
 from zerowatch.runtime.instrumentation.engine_hooks import EngineHooks
+from zerowatch.runtime.instrumentation.generated_tokens import GenerationCounts
 from zerowatch.runtime.instrumentation.raw_step import StepCounts
 from zerowatch.runtime.memory.memory_reader import MemoryReader
 
@@ -72,7 +73,7 @@ class HybridEngine(Engine):
 class Run:
     """An engine with hooks, on a clock that the test sets and a memory probe."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, generated_before: GenerationCounts | None = None) -> None:
         self.engine = engine
         self.now_ns, self.peak_bytes = 0, 100.0
         self.reader = MemoryReader({"cpu": self._read}, {})
@@ -90,7 +91,7 @@ class Run:
         collector = SimpleNamespace(on_step_end=self.steps.append)
         checkpoints = SimpleNamespace()
         self.hooks = EngineHooks(
-            engine, self.phases, self.fail_open, memory, collector, checkpoints
+            engine, self.phases, self.fail_open, memory, collector, checkpoints, generated_before
         )
         engine.module.during = self._work
 
@@ -235,6 +236,19 @@ def test_restoring_leaves_the_module_and_the_engine_as_they_were(run: Run) -> No
     assert "generate" not in vars(run.engine)
     run.engine.module.generate(PROMPT)
     assert run.generated_seconds() == 0
+
+
+def test_a_generation_before_the_engine_is_replaced_counts_with_the_next_step() -> None:
+    run = Run(Engine())
+    run.engine.module.generate(PROMPT)
+    run.hooks.restore()
+
+    replaced = Run(Engine(), run.hooks.take_generated())
+    replaced.engine.module.generate(PROMPT)
+    replaced.engine.step()
+
+    assert replaced.steps[0].generation.calls == 2
+    assert replaced.steps[0].generation.total_tokens() == 4
 
 
 def test_a_module_that_does_not_generate_is_left_alone() -> None:
