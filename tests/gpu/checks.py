@@ -268,6 +268,7 @@ CHECKS = (
         "parameters, monitored over unmonitored",
         files=["test_gpu_cost.py"],
         limit_seconds=240,
+        select=["-k", "not several"],
     ),
     Check(
         name="hot-path",
@@ -324,6 +325,16 @@ CHECKS = (
         shows="next peaks are predicted within 1 %",
         files=["test_gpu_prediction.py"],
         limit_seconds=180,
+    ),
+    Check(
+        name="cost-ranks",
+        part=3,
+        subject=SEVERAL,
+        shows="step time, memory and retries as above at ZeRO 3 on two GPUs",
+        files=["test_gpu_cost.py"],
+        limit_seconds=240,
+        num_gpus=2,
+        select=["-k", "several"],
     ),
     Check(
         name="generation",

@@ -20,13 +20,28 @@ NEEDED_BYTES = 39 * GIB
 MAX_STEP_RATIO, MAX_RESERVED_RATIO = 0.02, 0.02
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "stage"),
+    [
+        pytest.param(1, 2, id="one"),
+        pytest.param(  # asynchronous gathers of parameters beside all else
+            2,
+            3,
+            id="several",
+            marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
+        ),
+    ],
+)
 def test_step_time_and_memory_of_a_large_model_stay_the_same(
-    tmp_path: Path, record_property: Callable[[str, object], None]
+    num_ranks: int,
+    stage: int,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
     if torch.cuda.get_device_properties(0).total_memory < NEEDED_BYTES:
         pytest.skip(f"needs a GPU with {NEEDED_BYTES // GIB} GiB")
 
-    (found,) = run_job("cost_job.py", tmp_path, "large")
+    found, *_ = run_job("cost_job.py", tmp_path, "large", str(stage), world_size=num_ranks)
 
     blocks = {
         name: {key: [one[key] for one in found[name]] for key in found[name][0]}

@@ -40,7 +40,7 @@ def test_synchronizations_are_counted_in_plain_and_in_monitored_steps(tmp_path: 
 
 @pytest.mark.slow
 def test_blocks_with_and_without_monitoring_are_timed(tmp_path: Path) -> None:
-    (found,) = run_job("cost_job.py", tmp_path, "tiny", kind="cpu")
+    (found,) = run_job("cost_job.py", tmp_path, "tiny", "2", kind="cpu")
 
     assert len(found["plain"]) == len(found["monitored"]) == 2
     assert found["failures"] == {}

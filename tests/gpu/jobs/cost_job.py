@@ -1,4 +1,4 @@
-"""Step time, peak reserved memory and retries with and without monitoring: `FOLDER SIZE`.
+"""Step time, peak reserved memory and retries with and without monitoring: `FOLDER SIZE STAGE`.
 
 SIZE is "large", 1.2 billion parameters, or "tiny". Blocks of steps with and without monitoring
 alternate in one process.
@@ -43,13 +43,14 @@ def block(steps: Callable[[int], None], count: int) -> dict[str, float]:
     return found
 
 
-def main(size: str) -> None:
+def main(size: str, stage: int) -> None:
     width, num_layers, tokens, samples, blocks, count = SIZES[size]
     engines.meet()
     torch.manual_seed(0)
     with engines.device():
         model = TinyGpt(width, num_layers).to(torch.bfloat16)
-    config = engines.ds_config(2, bf16=True, overlap_comm=True, reduce_bucket_size=100_000_000)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    config = engines.ds_config(stage, bf16=True, overlap_comm=True, reduce_bucket_size=100_000_000)
     engine = engines.make_engine(model, config)
     rows = torch.randint(0, VOCABULARY, (samples, tokens + 1), device=engine.device)
 
@@ -66,9 +67,8 @@ def main(size: str) -> None:
         found["monitored"].append(block(steps, count))
         failures = engines.hook_failures(watch)
         watch.close()
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     engines.report({**found, "parameters": num_parameters, "failures": failures})
 
 
 if __name__ == "__main__":
-    main(sys.argv[2])
+    main(sys.argv[2], int(sys.argv[3]))
