@@ -125,7 +125,7 @@ def test_the_kustomizations_list_exactly_the_existing_files() -> None:
         assert all((folder / base).is_dir() for base in kustomization.get("bases", []))
 
 
-@pytest.mark.parametrize("folder", [*FOLDERS, RENDERED], ids=str)
+@pytest.mark.parametrize("folder", [*FOLDERS, RENDERED], ids=lambda f: str(f.relative_to(ROOT)))
 def test_a_kustomization_has_only_fields_that_kubectl_1_20_knows(folder: Path) -> None:
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
 

@@ -90,7 +90,7 @@ CASES = (
         title="Fires if exposed communication rises from 19 to 27 %",
         series=exposed((30, 0.19), (15, 0.27), (10, 0.05)),
         alert=BOTTLENECK,
-        fires_at="36m",
+        fires_at="35m45s",
         recovers_at="51m45s",
     ),
     Case(
