@@ -35,13 +35,14 @@ class Case:
     schedule: str | None = None
     blocks: dict[str, Any] = field(default_factory=dict)
     exact: bool = False
+    fp32_tolerance: float = 1e-6
 
     @property
     def tolerance(self) -> float:
         """Largest difference of weights to training without a rebuild, relative to their norm."""
         # Other stages sum gradients in another order: the last bit of 16 differs now and then.
         sent = self.old.more.get("communication_data_type", self.precision)
-        return 1e-6 if sent == "fp32" else SIXTEEN_BITS[sent]
+        return self.fp32_tolerance if sent == "fp32" else SIXTEEN_BITS[sent]
 
     def ds_config(self, engine: Engine) -> dict[str, Any]:
         """Return the whole ds config of one of the two."""
@@ -142,7 +143,12 @@ DEFAULT_OPTIMIZER = {
     for old, new in ((0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (2, 0), (3, 0))
 } | {
     "default optimizer, stage 0 to 1 on the host": Case(
-        old=PLAIN[0], new=offloaded(1), optimizer="config"
+        old=PLAIN[0],
+        new=offloaded(1),
+        optimizer="config",
+        # DeepSpeedCPUAdam has 0.999^t in fp32: as a product if it counted all t, else by pow().
+        # One bit of that is 2e-5 of 1 - 0.999^3, and 1e-7 of a step of 0.01.
+        fp32_tolerance=1e-5,
     ),
 }
 _WARMUP = {
