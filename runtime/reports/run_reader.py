@@ -1,0 +1,693 @@
+"""Reads a run folder: the steps of each rank as numpy columns, decisions, reports and settings.
+
+It reads what is there, and lists in `problems` what is missing, damaged or cut. It imports neither
+torch nor deepspeed, so a copied run folder can be read on any machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from ...errors import ZerowatchError
+from ...metrics.step_record import SCHEMA_VERSION
+
+Column = NDArray[Any]  # float32; `ended_at` is float64, `step` and `attempt` are int64
+ReportKind = Literal["out_of_memory", "leak", "hang", "exit"]
+
+# Values of all columns of all ranks that are kept; 256 MiB. A longer run has several steps per row.
+MAX_VALUES = 64 * 2**20
+# Bytes that are read at once.
+_CHUNK_BYTES = 4 * 2**20
+# A line longer than this is no step record.
+_MAX_LINE_BYTES = 2**20
+# Larger report files are cut; most of a long hang report are stacks of other threads.
+MAX_REPORT_BYTES = 64 * 1024
+MAX_REPORTS_PER_KIND = 50
+MAX_DECISIONS = 10_000
+
+# Column name by field of the record. Values that a step does not have are NaN.
+_SCALARS = {
+    "step": "step",
+    "ended_at_unix_seconds": "ended_at",
+    "seconds": "seconds",
+    "attempt": "attempt",
+    "micro_batches": "micro_batches",
+    "samples": "samples",
+    "tokens": "tokens",
+    "loss": "loss",
+    "nonfinite_loss": "nonfinite_loss",
+    "gradient_norm": "gradient_norm",
+    "learning_rate": "learning_rate",
+    "loss_scale": "loss_scale",
+    "skipped": "skipped",
+    "comm_seconds": "comm_seconds",
+    "comm_exposed_seconds": "comm_exposed_seconds",
+}
+_TYPES: Mapping[str, type] = {"step": np.int64, "attempt": np.int64, "ended_at": np.float64}
+_COLLECTIVE_FIELDS = ("calls", "payload_bytes", "wire_bytes", "seconds")
+_GENERATION_FIELDS = ("calls", "sequences", "tokens", "seconds", "collectives", "gathered_bytes")
+_SEGMENT = re.compile(r"rank-(\d+)(?:\.(\d+))?\.jsonl")
+
+
+class RunFolderError(ZerowatchError):
+    """The folder does not exist, or holds no run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnTotals:
+    """Exact totals of a column over all recorded steps, also where a row holds several steps.
+
+    Attributes:
+        sum: Sum of the known values.
+        count: Number of known values.
+        minimum: Smallest known value; NaN if none is known.
+        maximum: Largest known value; NaN if none is known.
+    """
+
+    sum: float = 0.0
+    count: int = 0
+    minimum: float = np.nan
+    maximum: float = np.nan
+
+    @property
+    def mean(self) -> float | None:
+        """Mean of the known values; None if none is known."""
+        return self.sum / self.count if self.count else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSteps:
+    """The steps that one rank has recorded, in the order of the log.
+
+    A restart repeats the steps since its checkpoint, so `step` may decrease where `attempt`
+    increases.
+
+    Attributes:
+        rank: The global rank.
+        local_rank: The rank on its host.
+        host: Name of the host; of the last attempt.
+        world_size: Number of ranks; of the last attempt.
+        num_steps: Number of records.
+        steps_per_row: 1, or the number of successive steps in a row if the run is too long to be
+            kept in memory. Such a row has the mean of its steps, of memory the maximum, and of
+            `step`, `ended_at` and `attempt` the last value.
+        columns: Values by name, all of the same length. NaN if a step has no such value.
+
+            - `step`, `attempt`, `ended_at` (Unix seconds), `seconds`, `micro_batches`, `samples`,
+              `tokens`, `loss`, `gradient_norm`, `learning_rate`, `loss_scale`, `skipped`,
+              `nonfinite_loss` (0 or 1), `comm_seconds`, `comm_exposed_seconds`
+            - `phase.<phase>`: seconds; 0 where the phase did not occur
+            - `comm_exposed.<phase>`: seconds
+            - `collective.<op>.calls|payload_bytes|wire_bytes|seconds`: 0 where none was called
+            - `memory.<device>.<state>`: bytes; most steps are not read
+            - `device.<device>.<reading>`, `oom_risk.<device>`
+            - `generation.calls|sequences|tokens|seconds|collectives|gathered_bytes`
+        totals: Exact totals by the same names.
+        is_upper_bound: Whether `comm_seconds` of some step is only an upper bound, as on a GPU.
+
+    Examples:
+        >>> run = read_run(Path("runs/20261123T005552-c44904"))
+        >>> run.ranks[0].total("phase.forward")
+        21.4
+    """
+
+    rank: int
+    local_rank: int
+    host: str
+    world_size: int
+    num_steps: int
+    steps_per_row: int
+    columns: Mapping[str, Column]
+    totals: Mapping[str, ColumnTotals]
+    is_upper_bound: bool
+
+    def column(self, name: str) -> Column:
+        """Return a column; all NaN if no step has it."""
+        known = self.columns.get(name)
+        return np.full(self.num_rows, np.nan, np.float32) if known is None else known
+
+    def total(self, name: str) -> float | None:
+        """Return the sum of a column over all recorded steps; None if no step has a value."""
+        totals = self.totals.get(name)
+        return totals.sum if totals is not None and totals.count else None
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the columns whose names begin with a prefix and a dot, without both."""
+        return [name[len(prefix) + 1 :] for name in self.columns if name.startswith(f"{prefix}.")]
+
+    @property
+    def num_rows(self) -> int:
+        """Length of each column."""
+        return len(self.columns["step"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportFile:
+    """A report on an error that monitoring wrote into the run folder.
+
+    Attributes:
+        kind: What is reported.
+        path: The file.
+        rank: The rank that it is about; None if the name of the file does not state it.
+        headline: Its first line, which states the finding.
+        text: The whole text, at most MAX_REPORT_BYTES.
+    """
+
+    kind: ReportKind
+    path: Path
+    rank: int | None
+    headline: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRun:
+    """What a run folder holds.
+
+    Attributes:
+        folder: The run folder.
+        run_id: The id in the records; the name of the folder if there are none.
+        world_size: Number of ranks; None if it is not recorded.
+        settings: Settings of the run, nested by section; empty if the file is missing.
+        ranks: The steps by rank, ascending. A rank without a log is missing.
+        attempts: When each attempt of the run started, in Unix seconds.
+        decisions: The tuner's decisions and advice, oldest first, as `decisions.jsonl` has them.
+        reports: Reports on errors, by kind and name.
+        has_targets: Whether addresses of ranks are listed: while the run is active, and after a
+            failure. None if the file is missing.
+        problems: What is missing, damaged or cut, and where; one sentence each.
+    """
+
+    folder: Path
+    run_id: str
+    world_size: int | None
+    settings: Mapping[str, Any]
+    ranks: Mapping[int, RankSteps]
+    attempts: tuple[float, ...]
+    decisions: tuple[Mapping[str, Any], ...]
+    reports: tuple[ReportFile, ...]
+    has_targets: bool | None
+    problems: list[str]
+
+
+def read_run(folder: Path, *, max_values: int = MAX_VALUES) -> RecordedRun:
+    """Read a run folder. Damaged parts are left out, and listed in `problems`.
+
+    Args:
+        folder: The run folder, such as `runs/20261123T005552-c44904`.
+        max_values: Values of all columns that are kept. It limits the memory of the result, which
+            has 4 bytes per value.
+
+    Raises:
+        RunFolderError: There is no such folder, or nothing in it is of a run.
+
+    Examples:
+        >>> run = read_run(Path("runs/20261123T005552-c44904"))
+        >>> run.ranks[0].column("seconds").mean()
+        0.31
+    """
+    _check_folder(folder)
+    problems: list[str] = []
+    segments = _segments(folder)
+    num_bytes = sum(path.stat().st_size for paths in segments.values() for path in paths)
+    ranks: dict[int, RankSteps] = {}
+    run_ids: dict[str, None] = {}
+    for rank, paths in segments.items():
+        steps = _read_rank(rank, paths, num_bytes, max_values, run_ids, problems)
+        if steps is not None:
+            ranks[rank] = steps
+    world_size = max((steps.world_size for steps in ranks.values()), default=None)
+    problems += _missing_ranks(ranks, world_size)
+    problems += [problem for steps in ranks.values() for problem in _missing_steps(steps, segments)]
+    if len(run_ids) > 1:
+        problems.append(f"the records have several run ids: {', '.join(run_ids)}")
+    settings, attempts, decisions, has_targets = _read_small_files(folder, problems)
+    return RecordedRun(
+        folder=folder,
+        run_id=next(iter(run_ids), folder.resolve().name),
+        world_size=world_size,
+        settings=settings,
+        ranks=ranks,
+        attempts=attempts,
+        decisions=decisions,
+        reports=tuple(_read_reports(folder, problems)),
+        has_targets=has_targets,
+        problems=problems,
+    )
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise RunFolderError(f"{folder} is no folder; give the folder of a run, runs/<run_id>")
+    names = {path.name for path in folder.iterdir()}
+    is_run = {"settings.json", "attempts.jsonl", "run.lock", "decisions.jsonl"} & names
+    if is_run or any(re.match(r"(rank|metrics)-\d+\.|hang-rank-", name) for name in names):
+        return
+    runs = sorted(path.name for path in folder.iterdir() if (path / "settings.json").is_file())
+    if runs:
+        raise RunFolderError(
+            f"{folder} holds {len(runs)} runs; give the folder of one, such as {folder / runs[-1]}"
+        )
+    raise RunFolderError(
+        f"{folder} holds no run: none of rank-<r>.jsonl, settings.json and attempts.jsonl"
+    )
+
+
+def _segments(folder: Path) -> dict[int, list[Path]]:
+    """Return the files of each rank's log, the oldest segment first."""
+    found: dict[int, list[tuple[int, Path]]] = {}
+    for path in folder.iterdir():
+        match = _SEGMENT.fullmatch(path.name)
+        if match and path.is_file():
+            found.setdefault(int(match[1]), []).append((int(match[2] or 0), path))
+    return {rank: [path for _, path in sorted(found[rank], reverse=True)] for rank in sorted(found)}
+
+
+def _read_rank(
+    rank: int,
+    paths: Sequence[Path],
+    num_bytes: int,
+    max_values: int,
+    run_ids: dict[str, None],
+    problems: list[str],
+) -> RankSteps | None:
+    """Read one rank's log.
+
+    Args:
+        rank: The rank.
+        paths: Its segments, oldest first.
+        num_bytes: Bytes of the logs of all ranks, from which the rows of a step are chosen.
+        max_values: Values of all columns of all ranks to keep.
+        run_ids: Gets the run ids in the records.
+        problems: Gets what is missing or damaged.
+    """
+    columns: _Columns | None = None
+    identity: dict[str, Any] = {}
+    is_upper_bound = False
+    for path in paths:
+        lines = _Lines(path)
+        for records in _parsed(lines):
+            for record in (records[0], records[-1]):
+                run_ids[str(record.get("run_id"))] = None
+            identity = records[-1]
+            is_upper_bound |= any(record.get("comm_seconds_is_upper_bound") for record in records)
+            if columns is None:
+                line_bytes = len(orjson.dumps(records[0]))
+                num_values = num_bytes / line_bytes * len(_columns_of(records[:1]))
+                columns = _Columns(max(1, int(np.ceil(num_values / max_values))))
+            columns.add(_columns_of(records))
+        problems += lines.problems
+    if columns is None:
+        if not any(path.stat().st_size for path in paths):
+            problems.append(f"{paths[-1].name} is empty: the rank recorded no step")
+        return None
+    return RankSteps(
+        rank=rank,
+        local_rank=int(identity.get("local_rank") or 0),
+        host=str(identity.get("host", "")),
+        world_size=int(identity.get("world_size") or 1),
+        num_steps=columns.num_steps,
+        steps_per_row=columns.steps_per_row,
+        columns=columns.finished(),
+        totals=columns.totals,
+        is_upper_bound=is_upper_bound,
+    )
+
+
+class _Lines:
+    """Yields the lines of a file in blocks. What cannot be read is listed in `problems`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.problems: list[str] = []
+        self.num_bad = 0
+
+    def blocks(self) -> Iterator[list[bytes]]:
+        """Yield the lines of each few megabytes, without those that are empty."""
+        rest = b""
+        is_skipping = False  # within a line that is too long
+        try:
+            with open(self.path, "rb") as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    if lines and is_skipping:
+                        del lines[0]
+                        is_skipping = False
+                    if is_skipping:
+                        rest = b""
+                    elif len(rest) > _MAX_LINE_BYTES:
+                        self.num_bad += 1
+                        rest, is_skipping = b"", True
+                    yield [line for line in lines if line]
+        except OSError as error:
+            self.problems.append(f"{self.path.name} cannot be read: {error.strerror or error}")
+        if rest:
+            # Each record is written at once, so that only a full disk or a copy cuts a line.
+            try:
+                orjson.loads(rest)
+            except ValueError:
+                self.problems.append(
+                    f"{self.path.name}: the last line is cut after {len(rest)} bytes and left out"
+                )
+            else:
+                yield [rest]
+        if self.num_bad:
+            self.problems.append(f"{self.path.name}: {self.num_bad} damaged line(s) are left out")
+
+
+def _parsed(lines: _Lines) -> Iterator[list[dict[str, Any]]]:
+    """Yield the records of each block; damaged lines are counted and left out."""
+    newer: set[int] = set()
+    for block in lines.blocks():
+        try:
+            records = [orjson.loads(line) for line in block]
+            _columns_of(records)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            records = list(_sound_records(block))
+            lines.num_bad += len(block) - len(records)
+        newer |= {record["schema"] for record in records if record.get("schema") != SCHEMA_VERSION}
+        if records:
+            yield records
+    if newer:
+        lines.problems.append(
+            f"{lines.path.name} has the schema {', '.join(map(str, sorted(newer)))} instead of "
+            f"{SCHEMA_VERSION}: it is of another version of zerowatch, and may be misread"
+        )
+
+
+def _sound_records(block: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in block:
+        try:
+            record = orjson.loads(line)
+            _columns_of([record])
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue
+        yield record
+
+
+def _columns_of(records: Sequence[dict[str, Any]]) -> dict[str, Column]:
+    """Return the columns of some records.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: A record is not as `StepRecord` is written.
+    """
+    columns: dict[str, Column] = {
+        name: np.array(list(map(itemgetter(key), records)), dtype=_TYPES.get(name, np.float32))
+        for key, name in _SCALARS.items()
+    }
+    nested = {
+        key: [record.get(key) or {} for record in records]
+        for key in (
+            "phase_seconds",
+            "comm_exposed_phase_seconds",
+            "collectives",
+            "memory_bytes",
+            "device_readings",
+            "oom_risk_ratio",
+            "generation",
+        )
+    }
+    _add(columns, "phase", nested["phase_seconds"], absent=0.0)
+    _add(columns, "comm_exposed", nested["comm_exposed_phase_seconds"], absent=0.0)
+    for op in _keys(nested["collectives"]):
+        totals = [by_op.get(op) for by_op in nested["collectives"]]
+        for name in _COLLECTIVE_FIELDS:
+            columns[f"collective.{op}.{name}"] = np.array(
+                [0.0 if total is None else total[name] for total in totals], np.float32
+            )
+    for prefix, key in (("memory", "memory_bytes"), ("device", "device_readings")):
+        for device in _keys(nested[key]):
+            readings = [by_device.get(device) or {} for by_device in nested[key]]
+            _add(columns, f"{prefix}.{device}", readings)
+    _add(columns, "oom_risk", nested["oom_risk_ratio"])
+    if any(nested["generation"]):
+        for name in _GENERATION_FIELDS:
+            values = [totals.get(name, 0) for totals in nested["generation"]]
+            columns[f"generation.{name}"] = np.array(values, np.float32)
+    return columns
+
+
+def _keys(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for mapping in mappings for key in mapping))
+
+
+def _add(
+    columns: dict[str, Column],
+    prefix: str,
+    mappings: Sequence[Mapping[str, Any]],
+    absent: float | None = None,
+) -> None:
+    """Add a column for each key of the mappings."""
+    for key in _keys(mappings):
+        values = [mapping.get(key, absent) for mapping in mappings]
+        columns[f"{prefix}.{key}"] = np.array(values, np.float32)
+
+
+class _Columns:
+    """Joins the columns of blocks, and folds several steps into a row.
+
+    Args:
+        steps_per_row: Successive steps in a row.
+
+    Attributes:
+        totals: Exact totals by column so far.
+        num_steps: Number of steps so far.
+    """
+
+    def __init__(self, steps_per_row: int) -> None:
+        self.steps_per_row = steps_per_row
+        self.totals: dict[str, ColumnTotals] = {}
+        self.num_steps = 0
+        self._parts: dict[str, list[Column]] = {}
+        self._rows: list[int] = []  # of each part
+        self._held: dict[str, Column] = {}  # the steps of an incomplete row
+
+    def add(self, block: dict[str, Column]) -> None:
+        """Add the columns of some steps."""
+        num_steps = len(block["step"])
+        self.num_steps += num_steps
+        for name, values in block.items():
+            self.totals[name] = _added(self.totals.get(name, ColumnTotals()), values)
+        if self.steps_per_row == 1:
+            self._append(block, num_steps)
+            return
+        block = _joined([self._held, block])
+        whole = len(block["step"]) // self.steps_per_row * self.steps_per_row
+        self._held = {name: values[whole:] for name, values in block.items()}
+        if whole:
+            rows = {
+                name: _folded(name, values[:whole].reshape(-1, self.steps_per_row))
+                for name, values in block.items()
+            }
+            self._append(rows, whole // self.steps_per_row)
+
+    def finished(self) -> dict[str, Column]:
+        """Return all columns; call this once, at the end."""
+        if self._held and len(self._held["step"]):
+            rows = {
+                name: _folded(name, values.reshape(1, -1)) for name, values in self._held.items()
+            }
+            self._append(rows, 1)
+        # One column after another, so that the memory of only one is taken twice.
+        return {name: np.concatenate(self._parts.pop(name)) for name in list(self._parts)}
+
+    def _append(self, block: dict[str, Column], num_rows: int) -> None:
+        for name in self._parts.keys() - block.keys():
+            self._parts[name].append(_absent(name, num_rows))
+        for name, values in block.items():
+            if name not in self._parts:
+                self._parts[name] = [_absent(name, rows) for rows in self._rows]
+            self._parts[name].append(values)
+        self._rows.append(num_rows)
+
+
+def _joined(blocks: Sequence[dict[str, Column]]) -> dict[str, Column]:
+    """Return the columns of successive blocks."""
+    blocks = [block for block in blocks if block]
+    columns = _Columns(1)
+    for block in blocks:
+        columns._append(block, len(block["step"]))
+    return columns.finished()
+
+
+def _absent(name: str, num_rows: int) -> Column:
+    """Return the values of a column for steps that do not have it; see `RankSteps.columns`."""
+    is_zero = name.startswith(("phase.", "comm_exposed.", "collective.", "generation."))
+    return np.full(num_rows, 0.0 if is_zero else np.nan, np.float32)
+
+
+def _folded(name: str, values: Column) -> Column:
+    """Return one value for each row of steps; see `RankSteps.steps_per_row`."""
+    if name in _TYPES:
+        last: Column = values[:, -1]
+        return last
+    known = ~np.isnan(values)
+    if name.startswith(("memory.", "oom_risk.")):
+        highest = np.where(known, values, -np.inf).max(axis=1)
+        return np.where(known.any(axis=1), highest, np.nan).astype(np.float32)
+    count = known.sum(axis=1)
+    total = np.where(known, values, 0).sum(axis=1, dtype=np.float64)
+    mean = np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0)
+    folded: Column = mean.astype(np.float32)
+    return folded
+
+
+def _added(totals: ColumnTotals, values: Column) -> ColumnTotals:
+    known = values if values.dtype == np.int64 else values[~np.isnan(values)]
+    if not known.size:
+        return totals
+    return ColumnTotals(
+        sum=totals.sum + float(known.sum(dtype=np.float64)),
+        count=totals.count + known.size,
+        minimum=float(np.fmin(totals.minimum, known.min())),
+        maximum=float(np.fmax(totals.maximum, known.max())),
+    )
+
+
+def _missing_ranks(ranks: Mapping[int, RankSteps], world_size: int | None) -> list[str]:
+    if world_size is None:
+        return ["no step is recorded: there is no readable rank-<r>.jsonl"]
+    missing = [rank for rank in range(world_size) if rank not in ranks]
+    if not missing:
+        return []
+    return [f"no steps of {len(missing)} of {world_size} ranks: {_ranges(missing)}"]
+
+
+def _missing_steps(steps: RankSteps, segments: Mapping[int, Sequence[Path]]) -> Iterator[str]:
+    """Yield what is missing at the beginning and within the steps of a rank."""
+    numbers = steps.columns["step"]
+    if steps.steps_per_row > 1 or not len(numbers):
+        return
+    first = int(numbers[0])
+    attempt = int(steps.columns["attempt"][0])
+    gaps = np.diff(numbers)
+    usual = int(np.median(gaps)) if len(gaps) else 1
+    if first > max(1, usual) and attempt == 0 and len(segments[steps.rank]) > 1:
+        yield (
+            f"rank {steps.rank}: steps 1 to {first - 1} are missing: older segments of the log "
+            "were deleted (run_log.max_segments)"
+        )
+    lost = int(np.sum(gaps[gaps > max(1, usual)] - 1))
+    if lost:
+        yield f"rank {steps.rank}: {lost} steps are missing within the log"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text, such as "1, 3 to 7"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ", ".join(" to ".join(map(str, part)) for part in parts)
+
+
+def _read_small_files(
+    folder: Path, problems: list[str]
+) -> tuple[Mapping[str, Any], tuple[float, ...], tuple[Mapping[str, Any], ...], bool | None]:
+    """Return settings, starts of attempts, decisions, and whether targets are listed."""
+    settings = _read_json(folder / "settings.json", dict, problems, is_expected=True)
+    attempts = [
+        line["started_at_unix_seconds"]
+        for line in _read_json_lines(folder / "attempts.jsonl", problems)
+        if isinstance(line.get("started_at_unix_seconds"), int | float)
+    ]
+    decisions = _read_json_lines(folder / "decisions.jsonl", problems)
+    if len(decisions) > MAX_DECISIONS:
+        problems.append(f"decisions.jsonl: only the last {MAX_DECISIONS} decisions are read")
+    targets = _read_json(folder / "targets.json", list, problems)
+    return (
+        settings or {},
+        tuple(map(float, attempts)),
+        tuple(decisions[-MAX_DECISIONS:]),
+        None if targets is None else bool(targets),
+    )
+
+
+def _read_json(
+    path: Path, expected: Callable[[], Any], problems: list[str], *, is_expected: bool = False
+) -> Any:
+    """Return the content of a file; None if it is missing or damaged."""
+    try:
+        content = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        if is_expected:
+            problems.append(f"{path.name} is missing")
+        return None
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror or error}")
+        return None
+    except ValueError:
+        problems.append(f"{path.name} is damaged or cut")
+        return None
+    if type(content) is not expected:
+        problems.append(f"{path.name} is damaged: not a {expected}")
+        return None
+    return content
+
+
+def _read_json_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """Return the objects in a file of lines; a damaged line is left out."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror or error}")
+        return []
+    objects = []
+    num_bad = 0
+    for line in lines:
+        try:
+            value = orjson.loads(line)
+        except ValueError:
+            value = None
+        if isinstance(value, dict):
+            objects.append(value)
+        else:
+            num_bad += bool(line)
+    if num_bad:
+        problems.append(f"{path.name}: {num_bad} damaged line(s) are left out")
+    return objects
+
+
+# Where the reports of each kind are, below the run folder.
+_REPORTS: Mapping[ReportKind, tuple[str, ...]] = {
+    "out_of_memory": ("oom/rank-*.txt",),
+    "leak": ("memory/leak-rank-*.txt",),
+    "hang": ("hang-rank-*.txt",),
+    "exit": ("exits/rank-*.txt",),
+}
+
+
+def _read_reports(folder: Path, problems: list[str]) -> Iterator[ReportFile]:
+    for kind, patterns in _REPORTS.items():
+        paths = sorted(path for pattern in patterns for path in folder.glob(pattern))
+        if len(paths) > MAX_REPORTS_PER_KIND:
+            problems.append(f"only the first {MAX_REPORTS_PER_KIND} of {len(paths)} {kind} reports")
+        for path in paths[:MAX_REPORTS_PER_KIND]:
+            try:
+                with open(path, "rb") as file:
+                    text = file.read(MAX_REPORT_BYTES).decode(errors="replace")
+            except OSError as error:
+                name = path.relative_to(folder)
+                problems.append(f"{name} cannot be read: {error.strerror or error}")
+                continue
+            rank = re.search(r"rank-(\d+)", path.name)
+            yield ReportFile(
+                kind=kind,
+                path=path,
+                rank=int(rank[1]) if rank else None,
+                headline=text.split("\n", 1)[0],
+                text=text,
+            )

@@ -1,0 +1,73 @@
+"""Writes run folders as a run would, for tests of what reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from zerowatch.metrics.step_record import CollectiveTotals, LineWriter, StepRecord
+
+STARTED = 1_790_000_000.0
+
+
+def step_record(step: int, **changes: Any) -> StepRecord:
+    """A step of half a second: 0.1 s forward, 0.3 s backward, 0.05 s each optimizer and other."""
+    fields: dict[str, Any] = {
+        "step": step,
+        "ended_at_unix_seconds": STARTED + 0.5 * step,
+        "seconds": 0.5,
+        "phase_seconds": {"forward": 0.1, "backward": 0.3, "optimizer": 0.05, "other": 0.05},
+        "micro_batches": 1,
+        "samples": 8,
+        "tokens": 1024,
+        "loss": 5.0 / step,
+        "nonfinite_loss": False,
+        "gradient_norm": 1.5,
+        "learning_rate": 1e-3,
+        "loss_scale": None,
+        "skipped": False,
+        "collectives": {
+            "all_reduce": CollectiveTotals(
+                calls=2, payload_bytes=1000, wire_bytes=1000.0, seconds=0.1
+            )
+        },
+        "comm_seconds": 0.125,
+        "comm_exposed_seconds": 0.1,
+        "memory_bytes": {"cpu": {"allocated": 600e6, "limit": 2e9, "peak_allocated": 650e6}},
+        "device_readings": {"cpu": {"utilization_ratio": 0.75}},
+        "oom_risk_ratio": {"cpu": 0.01},
+        "comm_exposed_phase_seconds": {"backward": 0.1},
+    }
+    return StepRecord(**{**fields, **changes})
+
+
+def write_run(
+    folder: Path,
+    *,
+    ranks: int = 2,
+    steps: int = 10,
+    record: Callable[[int, int], StepRecord] = lambda rank, step: step_record(step),
+    settings: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the logs of some ranks, settings and an empty list of targets; return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank in range(ranks):
+        identity: dict[str, str | int] = {
+            "run_id": folder.name,
+            "rank": rank,
+            "local_rank": rank,
+            "world_size": ranks,
+            "host": "node-0",
+            "attempt": 0,
+        }
+        writer = LineWriter(identity)
+        with open(folder / f"rank-{rank}.jsonl", "wb") as file:
+            for step in range(1, steps + 1):
+                file.write(writer.line(record(rank, step)))
+    (folder / "settings.json").write_text(json.dumps(settings or {"enabled": True}))
+    start = json.dumps({"started_at_unix_seconds": STARTED})
+    (folder / "attempts.jsonl").write_text(f"{start}\n")
+    (folder / "targets.json").write_text("[]\n")
+    return folder
