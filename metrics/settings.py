@@ -122,7 +122,10 @@ class RunLogSettings(Section):
     segment_bytes: int = Field(default=64 * 2**20, ge=4096)
     """Bytes after which a rank's log file is rotated."""
     max_segments: int = Field(default=8, ge=1)
-    """Files kept for each rank, including the current one."""
+    """Files kept for each rank, including the current one; as many for its metrics."""
+    metrics_interval_seconds: Seconds = Field(default=15.0, ge=0)
+    """Seconds between two records of all metrics of a rank, in metrics-<rank>.jsonl; 0 writes none.
+    At most one record a second."""
 
 
 class FlopsSettings(Section):

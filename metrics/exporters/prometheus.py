@@ -66,6 +66,17 @@ def is_openmetrics(content_type: str) -> bool:
     return content_type.startswith("application/openmetrics-text")
 
 
+def process_samples() -> Iterator[tuple[Metric, str, dict[str, str], float]]:
+    """Yield each sample of the process and of the garbage collector, without the label `rank`.
+
+    Yields:
+        The metric, and the sample's name, labels and value.
+    """
+    for family in _process_registry().collect():
+        for sample in family.samples:
+            yield family, sample.name, sample.labels, sample.value
+
+
 class _SnapshotCollector(Collector):
     """The metric families of one snapshot, sorted by name."""
 

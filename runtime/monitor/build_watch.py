@@ -30,6 +30,7 @@ from .advisor import Advisor
 from .comparison_monitor import ComparisonMonitor
 from .device_sampler import DeviceSampler
 from .memory_monitor import MemoryMonitor
+from .metrics_log import MetricsLog
 from .otel_exporter import OtelExporter
 from .overhead_metrics import OverheadMetrics
 from .run_folder import RunFolder
@@ -78,6 +79,8 @@ def build_watch(
         address = server.start()
         if address is not None:
             targets.announce(address)
+        metrics_log = MetricsLog(recorder, settings, process, folder.run, address)
+        undo.callback(metrics_log.close)
 
         # The monitors.
         device_phases = None if device is None else DevicePhases(calls.events)
@@ -160,6 +163,7 @@ def build_watch(
             comparison=comparison,
             otel=otel,
             folder=folder,
+            metrics_log=metrics_log,
             subscriptions=subscriptions,
         )
         watch = Watch(
@@ -170,6 +174,7 @@ def build_watch(
             server=server,
             address=address,
             folder=folder,
+            metrics_log=metrics_log,
             run_info=run_info,
             listeners=listeners,
             subscriptions=subscriptions,
@@ -189,6 +194,7 @@ def build_watch(
                 "advisor": advisor.poll,
                 "run folder": run_info.poll,
                 "overhead": overhead.publish,
+                "metrics log": metrics_log.poll,
             }
         )
         comparison.start()

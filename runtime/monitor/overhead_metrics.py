@@ -11,6 +11,7 @@ from ..instrumentation.engine_instrumentation import EngineInstrumentation
 from ..instrumentation.watch_context import WatchContext
 from .comparison_monitor import ComparisonMonitor
 from .memory_monitor import MemoryMonitor
+from .metrics_log import MetricsLog
 from .otel_exporter import OtelExporter
 from .run_folder import RunFolder
 from .subscriptions import Subscriptions
@@ -31,12 +32,14 @@ class OverheadMetrics:
         comparison: ComparisonMonitor,
         otel: OtelExporter,
         folder: RunFolder,
+        metrics_log: MetricsLog,
         subscriptions: Subscriptions,
     ) -> None:
         self._context = context
         self._collectives, self._instrumentation = collectives, instrumentation
         self._memory, self._thread, self._comparison = memory, thread, comparison
-        self._otel, self._folder, self._subscriptions = otel, folder, subscriptions
+        self._otel, self._subscriptions = otel, subscriptions
+        self._folder, self._metrics_log = folder, metrics_log
         context.recorder.start_counters((overhead.HOOK_FAILURES,), hook=("watch thread",))
         context.recorder.set_function(
             overhead.DEAD_THREADS, lambda: context.fail_open.num_dead_threads
@@ -74,7 +77,7 @@ class OverheadMetrics:
             "graph_capture": calls.dropped_in_capture,
             "steps": thread.dropped_steps,
             "timing": thread.untimed_calls,
-            "run_log": self._folder.dropped,
+            "run_log": self._folder.dropped + self._metrics_log.dropped,
         }
         if self._subscriptions.has_listeners:
             dropped["listeners"] = self._subscriptions.dropped

@@ -84,6 +84,12 @@ class RunFolder:
             return None
         return self._runs / self.run_id
 
+    def run(self) -> tuple[str, Path] | None:
+        """Return the run id and the folder, or None where `path` is None."""
+        if self.run_id is None or self.path is None:
+            return None
+        return self.run_id, self.path
+
     @property
     def dropped(self) -> int:
         """Number of records lost so far."""

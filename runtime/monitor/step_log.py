@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ...metrics.atomic_file import open_to_append
 from ...metrics.settings import RunLogSettings, Settings
 from ...metrics.step_record import LineWriter, StepRecord
 from ..common.report_files import write_or_warn
+from .log_file import LogFile
 
-logger = logging.getLogger(__name__)
-
-# Delay between a disk error and the next attempt to write.
-RETRY_SECONDS = 10.0
 # Number of ranks up to which each rank writes every step.
 FULL_LOG_WORLD_SIZE = 64
 # In larger jobs, one rank per node writes every step. The other ranks write only the steps whose
@@ -28,12 +22,7 @@ THINNED_EVERY = 10
 class StepLog:
     """Appends step records to `rank-<r>.jsonl`.
 
-    Each line is one write, so a killed process loses at most the step in flight. If the file is
-    deleted or renamed, the log continues in a new file with the original name. In a job of more
-    than FULL_LOG_WORLD_SIZE ranks, only one rank per node writes every step.
-
-    Attributes:
-        dropped: Number of records that could not be written, or whose file was deleted.
+    In a job of more than FULL_LOG_WORLD_SIZE ranks, only one rank per node writes every step.
     """
 
     def __init__(
@@ -58,115 +47,23 @@ class StepLog:
             now: A monotonic clock, in seconds.
         """
         self.path = folder / f"rank-{identity['rank']}.jsonl"
-        self.dropped = 0
+        self._file = LogFile(self.path, settings, on_deleted=on_deleted, now=now)
         self._writer = LineWriter(identity)
-        self._settings = settings
         self._every_step = every_step
-        self._now = now
-        self._descriptor: int | None = None
-        self._bytes = self._records = 0  # the file's size; records of this process in the file
-        self._retry_at = 0.0
-        self._warned = self._warned_of_deletion = False
-        self._on_deleted = on_deleted
+
+    @property
+    def dropped(self) -> int:
+        """Number of records that could not be written, or whose file was deleted."""
+        return self._file.dropped
 
     def append(self, record: StepRecord) -> None:
         """Write a record. If writing fails, count the record as dropped."""
-        if not self._every_step and record.step % THINNED_EVERY:
-            return
-        line = self._writer.line(record)
-        try:
-            self._check_name()
-            descriptor = self._open()
-            if descriptor is not None:
-                self._write(descriptor, line)
-                self._records += 1
-                return
-        except OSError as error:
-            self._on_error(error)
-        self.dropped += 1
+        if self._every_step or record.step % THINNED_EVERY == 0:
+            self._file.append(lambda _: self._writer.line(record))
 
     def close(self) -> None:
         """Close the file. A later record would open it again."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def _open(self) -> int | None:
-        """Return the descriptor of the open file, or None during the delay after a disk error."""
-        if self._descriptor is not None and self._bytes < self._settings.segment_bytes:
-            return self._descriptor
-        if self._now() < self._retry_at:
-            return None
-        if self._descriptor is not None:
-            self.close()
-            self._rotate()
-            self._records = 0
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = open_to_append(self.path)
-        self._bytes = os.fstat(self._descriptor).st_size
-        if self._bytes and os.pread(self._descriptor, 1, self._bytes - 1) != b"\n":
-            self._write(self._descriptor, b"\n")  # ends the partial line of a killed process
-        return self._descriptor
-
-    def _check_name(self) -> None:
-        """Close the file if somebody has deleted or renamed it."""
-        if self._descriptor is None:
-            return
-        status = os.fstat(self._descriptor)
-        self._bytes = status.st_size  # smaller than before if the file was truncated
-        try:
-            if os.path.samestat(status, os.lstat(self.path)):
-                return
-        except FileNotFoundError:
-            # If the whole folder was moved, the file is still in the right place.
-            if status.st_nlink and not self.path.parent.exists():
-                return
-        self.close()
-        lost, self._records = self._records, 0
-        if status.st_nlink:
-            logger.info("the run log %s was renamed; it goes on in a new file", self.path)
-            return
-        self.dropped += lost
-        if not self._warned_of_deletion:
-            self._warned_of_deletion = True
-            logger.warning(
-                "the run log %s was deleted during the run: %d records are lost, and counted as "
-                "dropped. It goes on in a new file; training is not affected.",
-                self.path,
-                lost,
-            )
-        self._on_deleted()
-
-    def _write(self, descriptor: int, line: bytes) -> None:
-        written = os.write(descriptor, line)
-        self._bytes += written
-        if written < len(line):
-            raise OSError(f"only {written} of {len(line)} bytes were written")
-
-    def _rotate(self) -> None:
-        """Rename the full file to segment 1, renumber older segments, and delete the oldest."""
-        for age in range(self._settings.max_segments - 1, 0, -1):
-            older = self.path.with_suffix(f".{age}.jsonl")
-            newer = self.path.with_suffix(f".{age - 1}.jsonl") if age > 1 else self.path
-            if newer.exists():
-                newer.replace(older)
-        if self._settings.max_segments == 1:
-            self.path.unlink(missing_ok=True)
-
-    def _on_error(self, error: OSError) -> None:
-        self._retry_at = self._now() + RETRY_SECONDS
-        try:
-            self.close()
-        except OSError:  # the descriptor is released even if closing fails
-            self._descriptor = None
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "cannot write the run log %s: %s. Records are dropped and counted until it can be "
-                "written; training goes on. Set run_log.folder to a writable folder.",
-                self.path,
-                error,
-            )
+        self._file.close()
 
 
 def keeps_every_step(world_size: int, local_rank: int) -> bool:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .advisor import Advisor
     from .comparison_monitor import ComparisonMonitor
     from .memory_monitor import MemoryMonitor
+    from .metrics_log import MetricsLog
     from .otel_exporter import OtelExporter
     from .overhead_metrics import OverheadMetrics
     from .run_folder import RunFolder
@@ -64,6 +65,7 @@ class Watch:
         server: MetricsServer,
         address: str | None,
         folder: RunFolder,
+        metrics_log: MetricsLog,
         run_info: RunInfoPublisher,
         listeners: list[Callable[[StepRecord], object]],
         subscriptions: Subscriptions,
@@ -80,6 +82,7 @@ class Watch:
         self.address, self.advisor = address, advisor
         self._engine, self._listeners, self._subscriptions = engine, listeners, subscriptions
         self._server, self._folder, self._run_info = server, folder, run_info
+        self._metrics_log = metrics_log
         self._collectives, self._instrumentation = collectives, instrumentation
         self._memory, self._comparison = memory, comparison
         self._otel, self._thread = otel, thread
@@ -220,6 +223,9 @@ class Watch:
                 self._memory.close,
             )
             self._close_parts(lambda: self._publish_end(failed=failed, interrupted=interrupted))
+            self._publish_overhead()
+            if not self._thread.is_abandoned:  # else it may be inside of these
+                self._close_parts(self._metrics_log.close)
             self._close_parts(self._folder.close, self._otel.close)
             self._publish_overhead()
         if self._failed:

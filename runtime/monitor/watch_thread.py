@@ -166,6 +166,11 @@ class WatchThread:
         elif not self._is_abandoned and not self._thread.join(timeout_seconds):
             self._abandon(timeout_seconds)
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the thread did not end in time, so that it may still be in a call."""
+        return self._is_abandoned
+
     def _abandon(self, timeout_seconds: float) -> None:
         self._is_abandoned = True
         num_lost = sum(isinstance(item, RawStep) for item in list(self._pending))

@@ -15,12 +15,8 @@ import pytest
 
 from zerowatch.metrics.settings import RunLogSettings, Settings
 from zerowatch.metrics.step_record import StepRecord
-from zerowatch.runtime.monitor.step_log import (
-    RETRY_SECONDS,
-    StepLog,
-    keeps_every_step,
-    write_settings,
-)
+from zerowatch.runtime.monitor.log_file import RETRY_SECONDS
+from zerowatch.runtime.monitor.step_log import StepLog, keeps_every_step, write_settings
 
 IDENTITY = {"rank": 3, "host": "here"}
 

@@ -1,0 +1,136 @@
+"""Defines a line of the metrics log: what /metrics of one rank would have answered at one moment.
+
+This file defines the schema of `runs/<run_id>/metrics-<r>.jsonl`. If an older reader would
+misunderstand a change, increase SCHEMA_VERSION.
+
+The first line of a file has a head, lists all series, and has all their values. Each later line has
+the series that are new, and the values that have changed. A line with a head may also be in the
+middle of a file: after a restart, and every FULL_LINE_EVERY lines, so that a damaged line does not
+make all later lines useless.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import orjson
+
+from .exporters.series_table import Family, Series
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsHead:
+    """The rank whose metrics follow. One process of the rank writes one session.
+
+    Attributes:
+        run_id: The run.
+        rank: The global rank, which is a label of all series.
+        local_rank: The rank on its node.
+        world_size: Number of ranks.
+        host: Host name of the rank.
+        node: Value of the label `node` that Prometheus adds.
+        instance: Address at which the rank serves metrics: the label `instance`; None if it serves
+            none.
+        attempt: Restarts of this node's processes before this process.
+        session: Unix seconds at which the log of this process began. All counters began at 0 then
+            or later.
+        interval_seconds: Time between two lines.
+        detail: The setting `serve.detail`, on which the series depend.
+    """
+
+    run_id: str
+    rank: int
+    local_rank: int
+    world_size: int
+    host: str
+    node: str
+    instance: str | None
+    attempt: int
+    session: float
+    interval_seconds: float
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsLine:
+    """One line of the log.
+
+    Attributes:
+        number: Number of the line in its session, from 0. A missing number is a lost line.
+        unix_seconds: The time of the values.
+        head: The rank, if the lists of families and series start again with this line; else None.
+        families: The families that are new.
+        series: The series that are new.
+        values: The values that have changed, by index of the series. A series without a value has
+            ended.
+        cost_seconds: Time that the line before this one took to read, encode and write; None for
+            the first line.
+    """
+
+    number: int
+    unix_seconds: float
+    head: MetricsHead | None
+    families: Sequence[Family]
+    series: Sequence[Series]
+    values: Mapping[int, float | None]
+    cost_seconds: float | None
+
+
+def encode(line: MetricsLine) -> bytes:
+    """Return the line as JSON, including the newline."""
+    content: dict[str, object] = {"number": line.number, "time": line.unix_seconds}
+    if line.cost_seconds is not None:
+        content["cost_seconds"] = round(line.cost_seconds, 6)
+    if line.head is not None:
+        content["schema"] = SCHEMA_VERSION
+        content["head"] = line.head
+    if line.families:
+        content["families"] = line.families
+    if line.series:
+        content["series"] = line.series
+    content["indices"] = list(line.values)
+    content["values"] = [_as_json(value) for value in line.values.values()]
+    return orjson.dumps(content) + b"\n"
+
+
+def decode(text: bytes) -> MetricsLine:
+    """Return the line that `encode` has encoded.
+
+    Raises:
+        ValueError: The text is not a whole line, or is of a later schema. The message is the
+            reason.
+    """
+    try:
+        content = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        raise ValueError("not a whole line of JSON") from None
+    try:
+        schema = content.get("schema", SCHEMA_VERSION)
+        if schema > SCHEMA_VERSION:
+            raise ValueError(f"schema {schema} is of a later version of zerowatch")
+        head = content.get("head")
+        values = map(_as_float, content["values"])
+        return MetricsLine(
+            number=int(content["number"]),
+            unix_seconds=float(content["time"]),
+            head=None if head is None else MetricsHead(**head),
+            families=[Family(**family) for family in content.get("families", ())],
+            series=[Series(**series) for series in content.get("series", ())],
+            values=dict(zip(map(int, content["indices"]), values, strict=True)),
+            cost_seconds=content.get("cost_seconds"),
+        )
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"not a line of the metrics log ({error!r})") from None
+
+
+def _as_json(value: float | None) -> float | str | None:
+    """Return the value, or its name if JSON has no such number."""
+    return value if value is None or math.isfinite(value) else str(float(value))
+
+
+def _as_float(value: float | str | None) -> float | None:
+    return None if value is None else float(value)
