@@ -1,0 +1,193 @@
+"""Tests of the reader of metrics logs: whole ones, and files as a killed run leaves them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from recorded_metrics import STARTED, RecordedRank
+
+from zerowatch.metrics.catalog import communication, training
+from zerowatch.runtime.reports.metrics_reader import RecordedMetrics, read_metrics
+
+
+def record(folder: Path, losses: list[float], **options: object) -> Path:
+    """Write a line for each loss, and one at the end, each after one more step."""
+    with RecordedRank(folder, **options) as rank:  # type: ignore[arg-type]
+        for loss in losses:
+            rank.recorder.set(training.LOSS, loss)
+            rank.recorder.add(training.STEPS, 1)
+            rank.recorder.add(communication.COMM_CAUSE_SECONDS, 0.25, "latency")
+            rank.recorder.add(communication.COMM_CAUSE_SECONDS, 0.5, "bandwidth")
+            rank.tick()
+    return rank.path
+
+
+def loss(found: RecordedMetrics) -> float | None:
+    return found.ranks[0].value("zerowatch_loss")
+
+
+def test_last_values_values_over_time_and_totals_of_a_run(tmp_path: Path) -> None:
+    record(tmp_path, [3.0, 2.0, 1.0])
+
+    found = read_metrics(tmp_path)
+    rank = found.ranks[0]
+    assert found.problems == []
+    assert rank.value("zerowatch_loss") == 1.0
+    assert rank.value("zerowatch_mfu_ratio") is None
+    assert rank.value("zerowatch_comm_cause_seconds_total") is None  # several series
+    assert rank.value("zerowatch_comm_cause_seconds_total", cause="latency") == 0.75
+    assert rank.total("zerowatch_comm_cause_seconds_total") == 2.25
+    assert rank.total("zerowatch_oom_errors_total") is None
+    causes = rank.values("zerowatch_comm_cause_seconds_total")
+    assert causes == {(("cause", "latency"),): 0.75, (("cause", "bandwidth"),): 1.5}
+    seconds, losses = rank.over_time("zerowatch_loss")
+    assert list(seconds - STARTED) == [0, 15, 30, 45]
+    assert list(losses) == [3.0, 2.0, 1.0, 1.0]
+    assert list(rank.over_time("zerowatch_comm_cause_seconds_total")[1]) == [0.75, 1.5, 2.25, 2.25]
+    [family] = {key.family for key in rank.series("zerowatch_loss")}
+    assert (family.kind, family.help) == ("gauge", training.LOSS.help)
+
+
+def test_a_series_that_began_later_has_no_value_before(tmp_path: Path) -> None:
+    with RecordedRank(tmp_path) as rank:
+        rank.tick()
+        rank.recorder.set(training.LOSS, 2.0)
+
+    seconds, losses = read_metrics(tmp_path).ranks[0].over_time("zerowatch_loss")
+    assert len(seconds) == 2
+    assert np.isnan(losses[0])
+    assert losses[1] == 2.0
+
+
+def test_counters_are_added_up_over_the_attempts_of_a_rank(tmp_path: Path) -> None:
+    record(tmp_path, [3.0, 2.0])
+    record(tmp_path, [2.5], attempt=1, begins_at=100.0)
+
+    found = read_metrics(tmp_path)
+    rank = found.ranks[0]
+    assert found.problems == []
+    assert [head.attempt for head in rank.heads] == [0, 1]
+    assert rank.value("zerowatch_steps_total") == 1
+    assert rank.total("zerowatch_steps_total") == 3
+    assert list(rank.over_time("zerowatch_steps_total")[1]) == [1, 2, 2, 1, 1]
+    assert list(rank.over_time("zerowatch_loss")[0] - STARTED) == [0, 15, 30, 100, 115]
+
+
+def test_several_ranks_and_segments_are_one_history_per_rank(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        options = {"rank": rank, "segment_bytes": 4096, "max_segments": 50}
+        record(tmp_path, [float(step) for step in range(20)], **options)
+
+    found = read_metrics(tmp_path)
+    assert len(list(tmp_path.glob("metrics-1.*.jsonl"))) >= 2
+    assert found.problems == []
+    assert sorted(found.ranks) == [0, 1]
+    losses = found.ranks[1].over_time("zerowatch_loss")[1]
+    assert list(losses) == [*range(20), 19]
+
+
+def test_a_half_written_last_line_is_a_problem_and_the_rest_is_read(tmp_path: Path) -> None:
+    path = record(tmp_path, [3.0, 2.0])
+    os.truncate(path, path.stat().st_size - 5)
+
+    found = read_metrics(tmp_path)
+    assert loss(found) == 2.0
+    assert len(found.ranks[0].unix_seconds) == 2
+    [problem] = found.problems
+    assert "half written" in problem
+    assert f"{path}:3" in problem
+
+
+def test_a_restart_after_a_half_written_line_loses_that_line_only(tmp_path: Path) -> None:
+    path = record(tmp_path, [3.0, 2.0])
+    os.truncate(path, path.stat().st_size - 5)
+    record(tmp_path, [1.5], attempt=1, begins_at=100.0)
+
+    found = read_metrics(tmp_path)
+    assert list(found.ranks[0].over_time("zerowatch_loss")[1]) == [3.0, 2.0, 1.5, 1.5]
+    [problem] = found.problems
+    assert f"{path}:3" in problem
+
+
+def test_lines_before_the_first_list_of_series_are_left_out(tmp_path: Path) -> None:
+    path = record(tmp_path, [3.0, 2.0])
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[1:]))  # somebody has kept the end of a large file
+
+    found = read_metrics(tmp_path)
+    assert found.ranks == {}
+    [problem] = found.problems
+    assert "2 lines" in problem
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "{",
+        "[1, 2]",
+        '{"number": 1}',
+        "\x00\x00",
+        '{"number":9,"time":1,"indices":[9999],"values":[1.0]}',
+    ],
+)
+def test_a_damaged_line_is_left_out(tmp_path: Path, damage: str) -> None:
+    path = record(tmp_path, [3.0, 2.0, 1.0])
+    lines = path.read_text().splitlines()
+    lines[1] = damage
+    path.write_text("\n".join(lines) + "\n")
+
+    found = read_metrics(tmp_path)
+    assert loss(found) == 1.0
+    assert any(f"{path}:2" in problem for problem in found.problems)
+
+
+def test_lost_lines_are_counted(tmp_path: Path) -> None:
+    path = record(tmp_path, [3.0, 2.0, 1.0])
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:1] + lines[3:]))
+
+    [problem] = read_metrics(tmp_path).problems
+    assert "2 records are missing" in problem
+
+
+def test_a_later_schema_is_refused_with_its_number(tmp_path: Path) -> None:
+    path = record(tmp_path, [3.0])
+    first, *others = path.read_text().splitlines()
+    later = json.dumps({**json.loads(first), "schema": 99})
+    path.write_text("\n".join([later, *others]) + "\n")
+
+    found = read_metrics(tmp_path)
+    assert found.ranks == {}
+    assert any("schema 99" in problem for problem in found.problems)
+
+
+def test_a_run_without_metrics_logs_and_an_empty_file_are_problems(tmp_path: Path) -> None:
+    [problem] = read_metrics(tmp_path).problems
+    assert "run_log.metrics_interval_seconds" in problem
+
+    (tmp_path / "metrics-0.jsonl").touch()
+    [problem] = read_metrics(tmp_path).problems
+    assert "metrics-0.jsonl: is empty" in problem
+
+
+def test_a_long_run_is_kept_at_a_lower_resolution(tmp_path: Path) -> None:
+    record(tmp_path, [float(step) for step in range(100)], serve={"detail": "lean"})
+
+    rank = read_metrics(tmp_path, max_snapshots=10).ranks[0]
+    seconds, losses = rank.over_time("zerowatch_loss")
+    assert list(losses) == [0, 16, 32, 48, 64, 80, 96, 99]
+    assert seconds[-1] - STARTED == 100 * 15
+    assert rank.total("zerowatch_steps_total") == 100
+
+
+def test_only_the_named_series_are_kept_over_time(tmp_path: Path) -> None:
+    record(tmp_path, [3.0, 2.0])
+
+    rank = read_metrics(tmp_path, frozenset({"zerowatch_loss"})).ranks[0]
+    assert len(rank.over_time("zerowatch_loss")[0]) == 3
+    assert len(rank.over_time("zerowatch_steps_total")[0]) == 0
+    assert rank.value("zerowatch_steps_total") == 2
