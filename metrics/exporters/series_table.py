@@ -29,7 +29,8 @@ class Series:
 
     Attributes:
         family: Index in `SeriesTable.families`.
-        name: Name of the sample, such as `zerowatch_step_duration_seconds_bucket`.
+        name: Name of the sample: of a histogram, the name of the metric with `_bucket`, `_count` or
+            `_sum`.
         labels: The labels by name.
     """
 
@@ -45,7 +46,7 @@ class SeriesTable:
         >>> recorder.add(STEPS, 2)
         >>> table = SeriesTable(with_process=False)
         >>> [(table.series[index].name, value) for index, value in table.values(snapshot).items()]
-        [('zerowatch_steps_total', 2.0)]
+        [(STEPS.name, 2.0)]
 
     Args:
         with_process: Whether to add the metrics of the process and of the garbage collector, as

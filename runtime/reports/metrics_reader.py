@@ -68,9 +68,9 @@ class RankMetrics:
 
     Examples:
         >>> rank = read_metrics(Path("runs/last")).ranks[0]
-        >>> rank.total("zerowatch_comm_exposed_seconds_total", group="dp")
+        >>> rank.total(COMM_EXPOSED_SECONDS.name, group="dp")
         12.5
-        >>> seconds, values = rank.over_time("zerowatch_loss")
+        >>> seconds, values = rank.over_time(LOSS.name)
 
     Attributes:
         heads: The sessions of the rank, in order. A restart begins another one.
@@ -157,7 +157,7 @@ def read_metrics(
 
     Args:
         folder: The run folder.
-        names: The names whose values over time are kept, such as `zerowatch_loss`; None for all
+        names: The names whose values over time are kept, as in the catalog; None for all
             names, and an empty set for the last values only.
         max_snapshots: Maximum number of snapshots kept for each rank, evenly spread, and the last.
 

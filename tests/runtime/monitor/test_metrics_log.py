@@ -1,4 +1,7 @@
-"""Tests of the metrics log: it has what /metrics would have answered, whatever the disk does."""
+"""Tests of the metrics log: it has what /metrics would have answered, whatever the disk does.
+
+They cover metrics/metrics_line.py and metrics/exporters/series_table.py too.
+"""
 
 from __future__ import annotations
 
