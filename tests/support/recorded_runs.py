@@ -34,11 +34,11 @@ def step_record(step: int, **changes: Any) -> StepRecord:
             )
         },
         "comm_seconds": 0.125,
-        "comm_exposed_seconds": 0.1,
+        "comm_exposed_seconds": 0.05,
         "memory_bytes": {"cpu": {"allocated": 600e6, "limit": 2e9, "peak_allocated": 650e6}},
         "device_readings": {"cpu": {"utilization_ratio": 0.75}},
         "oom_risk_ratio": {"cpu": 0.01},
-        "comm_exposed_phase_seconds": {"backward": 0.1},
+        "comm_exposed_phase_seconds": {"backward": 0.05},
     }
     return StepRecord(**{**fields, **changes})
 

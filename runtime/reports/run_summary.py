@@ -1,0 +1,1398 @@
+"""Computes the figures of a recorded run: verdict, time, communication, memory, devices, ranks.
+
+All figures come from the step logs and metrics logs in the run folder. A figure that was not
+recorded is None. Reports, comparisons, the console and notebooks show the same summary.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from ...metrics.catalog import communication, devices, memory, overhead, training, tuner
+from ...metrics.catalog.labels import CAUSE, NON_TRAINING_PHASES
+from ...metrics.catalog.spec import MetricSpec
+from ...metrics.thresholds import (
+    COMM_COVERAGE_LOW,
+    DATA_RATIO_HIGH,
+    DEVICE_UTILIZATION_LOW,
+    EXPOSED_COMM_RATIO_HIGH,
+    LINK_BANDWIDTH_LOW,
+    MEMORY_HEADROOM_IDLE,
+    MEMORY_HEADROOM_LOW,
+    OOM_RISK_HIGH,
+    SKIPPED_RATIO_HIGH,
+    STRAGGLER_SCORE_HIGH,
+    THRESHOLDS,
+    THROTTLED_RATIO_HIGH,
+    WATCH_RATIO_HIGH,
+    Threshold,
+)
+from ..common.format_numbers import format_bytes
+from .metrics_reader import RankMetrics, RecordedMetrics, read_metrics
+from .run_reader import Column, RankSteps, RecordedRun, read_run
+
+# Raise it if an older reader of `zerowatch report --json` would misunderstand a change.
+SCHEMA_VERSION = 1
+Status = Literal[
+    "completed", "interrupted", "out_of_memory", "exception", "peer_failed", "hang", "killed",
+    "running", "unknown",
+]  # fmt: skip
+Severity = Literal["critical", "warning", "info"]
+
+# The metrics that a summary reads over time; of the others it reads the last values only.
+SUMMARY_SERIES = frozenset({communication.STRAGGLER_SCORE.name})
+LAST_STEPS = 10  # the last loss is their mean, because batches differ; at most half the run
+# A 99th percentile above this multiple of the median means that single steps stall.
+STALL_FACTOR = 1.5
+MIN_STEPS_FOR_QUANTILES = 20
+CHECKPOINT_RATIO_HIGH = 0.10
+_COMPUTE = ("forward", "backward", "optimizer")
+_CAUSE_TEXTS = {
+    "imbalance": "another rank was late",
+    "latency": "each call has a fixed cost",
+    "redundancy": "more was sent than the ZeRO stage needs",
+    "bandwidth": "the link was busy",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A problem of the run, with its evidence and what to do.
+
+    Attributes:
+        severity: "critical" if it ended the run or makes its result wrong.
+        name: Short name, such as "exposed_comm".
+        sentence: What was found, with figures.
+        advice: What to do next.
+        cost_ratio: Share of training time that it costs; 0 if that is not known.
+    """
+
+    severity: Severity
+    name: str
+    sentence: str
+    advice: str
+    cost_ratio: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What the run is. Times are Unix seconds.
+
+    Attributes:
+        started: Start of the first attempt, or of the first recorded step.
+        ended: End of the last recorded step.
+        attempts: Attempts, restarts included.
+        info: Versions, backend, accelerator and ZeRO stage, as in the metric run_info; empty if no
+            metrics log was written.
+    """
+
+    world_size: int | None
+    hosts: tuple[str, ...]
+    started: float | None
+    ended: float | None
+    attempts: int
+    info: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeShare:
+    """A part of the time of all ranks.
+
+    Attributes:
+        name: Phase or cause.
+        seconds: Mean per rank over the whole run.
+        seconds_per_step: Mean over ranks and steps.
+        ratio: Share of training time, which is without evaluation and checkpoints.
+    """
+
+    name: str
+    seconds: float
+    seconds_per_step: float
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveShare:
+    """A collective operation over all recorded steps.
+
+    Attributes:
+        calls_per_step: Calls of a rank in a step.
+        payload_bytes_per_step: Payload of a rank in a step.
+        wire_bytes_per_step: Bytes that a rank sends in a step.
+        seconds_per_step: From issue to completion, summed over calls; None if not timed.
+        bandwidth: Wire bytes over transfer time of the last calls, in bytes per second, the lowest
+            of all ranks; None if not recorded.
+    """
+
+    op: str
+    calls_per_step: float
+    payload_bytes_per_step: float
+    wire_bytes_per_step: float
+    seconds_per_step: float | None
+    bandwidth: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Memory of the rank that came nearest to the limit of a kind of device.
+
+    Attributes:
+        device: The device, such as "cuda:0".
+        rank: That rank.
+        peak_bytes: Highest recorded use.
+        limit_bytes: Limit at the end; None if unknown.
+        headroom_bytes: Limit less the predicted next peak, at the end; None if not recorded.
+        risk_ratio: Last probability that a peak of the next 50 steps exceeds the limit.
+        highest_risk_ratio: The highest recorded one.
+        categories: Bytes at a step's peak by category, and the baseline; empty if not recorded.
+        leak_bytes_per_step: Unexplained growth by category; empty if none was found.
+    """
+
+    device: str
+    rank: int
+    peak_bytes: float | None
+    limit_bytes: float | None
+    headroom_bytes: float | None
+    risk_ratio: float | None
+    highest_risk_ratio: float | None
+    categories: Mapping[str, float]
+    leak_bytes_per_step: Mapping[str, float]
+
+    @property
+    def peak_ratio(self) -> float | None:
+        """Highest use as a share of the limit."""
+        return _ratio(self.peak_bytes, self.limit_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFigures:
+    """Readings of a kind of device over all ranks that have it.
+
+    Attributes:
+        device: The device, such as "cuda".
+        readings: Minimum, mean and maximum of each reading over ranks and time; the unit is at the
+            end of its name.
+        events: Throttled seconds, ECC, link and XID errors over the run, by name; only those above
+            0.
+    """
+
+    device: str
+    readings: Mapping[str, tuple[float, float, float]]
+    events: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRow:
+    """Figures of one rank; None where nothing was recorded. Ratios are of training time.
+
+    Attributes:
+        straggler_phase: Phase in which it is slowest against the median rank.
+        straggler_score: By what share of a step, at the end.
+        wait_ratio: Waiting for later ranks in collectives, overlapped or not.
+    """
+
+    rank: int
+    host: str
+    steps: int
+    last_step: int
+    step_seconds: float
+    exposed_ratio: float | None
+    wait_ratio: float | None
+    data_ratio: float
+    memory_peak_ratio: float | None
+    oom_risk_ratio: float | None
+    utilization_ratio: float | None
+    mfu_ratio: float | None
+    straggler_phase: str | None
+    straggler_score: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunerDecision:
+    """A decision of the tuner, with its proof.
+
+    Attributes:
+        change: The knobs with their values before and after.
+        verdict: Such as "accepted" or "advised".
+        symptom: What it was meant to improve.
+        gain: Measured gain of throughput, 0.5 for half as much again.
+        lower: Lower bound of the gain.
+        upper: Upper bound of the gain.
+        predicted_gain: Predicted gain.
+        pairs: Compared pairs of blocks of steps, without and with the change.
+        steps: Steps of the trial.
+        exploration_seconds: Training time that it cost.
+    """
+
+    number: int
+    step: int
+    change: str
+    verdict: str
+    symptom: str
+    reason: str
+    numerics: str
+    gain: float | None
+    lower: float | None
+    upper: float | None
+    predicted_gain: float | None
+    pairs: int
+    steps: int
+    exploration_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunerSummary:
+    """What the tuner did.
+
+    Attributes:
+        mode: "off", "advise" or "auto"; None if it is unknown.
+        state: Its last state; None if not recorded.
+        symptoms: Symptoms of the last diagnosis above 0; None if not recorded.
+        decisions: Decisions and advice, oldest first.
+    """
+
+    mode: str | None
+    state: str | None
+    symptoms: Mapping[str, float] | None
+    decisions: tuple[TunerDecision, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitoringCost:
+    """What monitoring cost, over all ranks with a metrics log.
+
+    Attributes:
+        ratio: Share of the ranks' time; None if not recorded.
+        seconds: Seconds of each part per rank.
+        dropped: Records lost by part; only those above 0.
+        hook_failures: Failures by hook; only those above 0.
+    """
+
+    ratio: float | None
+    seconds: Mapping[str, float]
+    dropped: Mapping[str, float]
+    hook_failures: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """A report file in the run folder.
+
+    Attributes:
+        kind: "out_of_memory", "leak", "hang" or "exit".
+        path: Path below the run folder.
+        text: The whole report; at most 64 KiB.
+    """
+
+    kind: str
+    path: str
+    rank: int | None
+    headline: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """The figures of a run.
+
+    Attributes:
+        folder: The run folder, as it was given.
+        status: How the run ended, as far as the folder shows it.
+        verdict: The most important finding, in one sentence.
+        findings: All findings, the most important first.
+        figures: Numbers by name, as in `FIGURES`; None if not recorded.
+        phases: Phases of training, then evaluation and checkpoints.
+        is_upper_bound: Whether `comm_ratio` is only an upper bound, as on a GPU.
+        causes: Exposed communication by cause; "unknown" is the rest. Empty if not recorded.
+        collectives: Collectives by operation, most wire bytes first.
+        problems: What is missing, damaged or not recorded.
+
+    Examples:
+        >>> summary = summary_of(Path("runs/20261123T005552-c44904"))
+        >>> summary.figures["comm_exposed_ratio"]
+        0.151
+    """
+
+    schema: int = SCHEMA_VERSION
+    run_id: str
+    folder: str
+    status: Status
+    verdict: str
+    findings: tuple[Finding, ...]
+    figures: Mapping[str, float | None]
+    facts: RunFacts
+    phases: tuple[TimeShare, ...]
+    is_upper_bound: bool
+    causes: tuple[TimeShare, ...]
+    collectives: tuple[CollectiveShare, ...]
+    memory: tuple[DeviceMemory, ...]
+    devices: tuple[DeviceFigures, ...]
+    ranks: tuple[RankRow, ...]
+    tuner: TunerSummary
+    incidents: tuple[Incident, ...]
+    monitoring: MonitoringCost
+    problems: tuple[str, ...]
+
+
+# The figures that a summary has, with their meaning. Ratios are of training time, which is without
+# evaluation and checkpoints, unless stated otherwise.
+FIGURES: Mapping[str, str] = {
+    "steps": "recorded steps of the rank with the most",
+    "seconds": "wall time of these steps",
+    "step_seconds": "mean time of a step",
+    "step_seconds_p50": "median time of a step",
+    "step_seconds_p90": "90th percentile of step times",
+    "step_seconds_p99": "99th percentile of step times",
+    "samples_per_second": "throughput of all ranks together",
+    "tokens_per_second": "throughput of all ranks together",
+    "mfu_ratio": "model FLOPs utilization over the whole run, mean of the ranks",
+    "comm_ratio": "time with a collective in flight; on a GPU an upper bound",
+    "comm_exposed_ratio": "time in which training could only wait for communication",
+    "imbalance_ratio": "exposed communication, because another rank was late",
+    "latency_ratio": "exposed communication, by the fixed cost of each call",
+    "redundancy_ratio": "exposed communication, by bytes beyond what the ZeRO stage needs",
+    "bandwidth_ratio": "exposed communication, by the speed of the link",
+    "data_ratio": "loading data",
+    "forward_ratio": "forward",
+    "backward_ratio": "backward",
+    "optimizer_ratio": "optimizer",
+    "generate_ratio": "generation",
+    "other_ratio": "all other phases",
+    "eval_ratio": "evaluation, as a share of wall time",
+    "checkpoint_ratio": "checkpoints and rebuilds, as a share of wall time",
+    "comm_wire_bytes_per_step": "bytes that a rank sends in a step, mean of the ranks",
+    "comm_volume_ratio": "bytes sent over the reference of the ZeRO stage",
+    "comm_coverage_ratio": "recorded collectives over counted ones, the lowest of all ranks",
+    "link_bandwidth_ratio": "bandwidth over the best that the link sustained, the lowest",
+    "memory_peak_ratio": "highest memory use over its limit, of all ranks and devices",
+    "memory_headroom_ratio": "free share of the limit at the predicted next peak, the lowest",
+    "oom_risk_ratio": "highest recorded out-of-memory risk",
+    "device_utilization_ratio": "mean share of time in which a GPU was busy",
+    "device_temperature_celsius": "highest temperature of a device",
+    "straggler_score_ratio": "by what share of a step the slowest rank is behind the median rank",
+    "loss": "mean loss of the last steps",
+    "gradient_norm_max": "highest gradient norm",
+    "skipped_ratio": "share of steps whose update was skipped",
+    "nonfinite_losses": "steps whose loss was nan or inf",
+    "out_of_memory_reports": "reports on out-of-memory errors",
+    "hang_reports": "reports on hangs",
+    "exit_reports": "reports on ranks that exited uncleanly",
+    "attempts": "attempts, restarts included",
+    "monitoring_ratio": "share of the ranks' time that monitoring took",
+    "dropped_records": "records that monitoring lost",
+    "hook_failures": "exceptions in hooks of monitoring",
+    "problems": "missing or damaged parts of the run folder",
+}
+
+
+def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
+    """Compute the summary of a run.
+
+    Args:
+        run: The step logs and reports.
+        metrics: The metrics logs. Without them, causes of exposed communication, MFU, memory by
+            category, stragglers and the cost of monitoring are unknown.
+
+    Examples:
+        >>> folder = Path("runs/20261123T005552-c44904")
+        >>> summarize(read_run(folder), read_metrics(folder)).verdict
+        'Training waited for communication 31 % of its time, mostly because another rank was late.'
+    """
+    times = {rank: _RankTime.of(steps) for rank, steps in run.ranks.items()}
+    status = _status(run, metrics)
+    phases = _phases(times)
+    causes = _causes(metrics)
+    rows = tuple(_rank_row(steps, times[rank], metrics) for rank, steps in run.ranks.items())
+    memories = _memories(run, metrics)
+    device_figures = _devices(run, metrics)
+    collectives = _collectives(run, metrics)
+    monitoring = _monitoring(metrics)
+    problems = (*run.problems, *metrics.problems)
+    incidents = tuple(
+        Incident(
+            kind=report.kind,
+            path=str(report.path.relative_to(run.folder)),
+            rank=report.rank,
+            headline=report.headline,
+            text=report.text,
+        )
+        for report in run.reports
+    )
+    figures = {
+        **dict.fromkeys(FIGURES),
+        **_step_figures(run, times),
+        **{f"{share.name}_ratio": share.ratio for share in (*phases, *causes)},
+        **_communication_figures(run, times, metrics),
+        **_memory_figures(memories),
+        **_device_figures(device_figures),
+        **_loss_figures(run),
+        "straggler_score_ratio": max(
+            (row.straggler_score for row in rows if row.straggler_score is not None), default=None
+        ),
+        "out_of_memory_reports": _count(incidents, "out_of_memory"),
+        "hang_reports": _count(incidents, "hang"),
+        "exit_reports": _count(incidents, "exit"),
+        "attempts": _attempts(run),
+        "monitoring_ratio": monitoring.ratio,
+        "dropped_records": sum(monitoring.dropped.values()) if metrics.ranks else None,
+        "hook_failures": sum(monitoring.hook_failures.values()) if metrics.ranks else None,
+        "problems": len(problems),
+    }
+    figures = {name: figures[name] for name in FIGURES}
+    facts = _facts(run, metrics)
+    found = _Evidence(
+        run=run,
+        status=status,
+        figures=figures,
+        rows=rows,
+        memories=memories,
+        devices=device_figures,
+        incidents=incidents,
+        facts=facts,
+    )
+    findings = tuple(sorted(_findings(found), key=_importance))
+    return RunSummary(
+        run_id=run.run_id,
+        folder=str(run.folder),
+        status=status,
+        verdict=_verdict(found, findings),
+        findings=findings,
+        figures=figures,
+        facts=facts,
+        phases=phases,
+        is_upper_bound=any(steps.is_upper_bound for steps in run.ranks.values()),
+        causes=causes,
+        collectives=collectives,
+        memory=memories,
+        devices=device_figures,
+        ranks=rows,
+        tuner=_tuner(run, metrics),
+        incidents=incidents,
+        monitoring=monitoring,
+        problems=problems,
+    )
+
+
+def summary_of(folder: Path) -> RunSummary:
+    """Read a run folder and compute its summary.
+
+    Args:
+        folder: The run folder, such as `runs/20261123T005552-c44904`.
+
+    Raises:
+        RunFolderError: There is no such folder, or nothing in it is of a run.
+
+    Examples:
+        >>> summary_of(Path("runs/20261123T005552-c44904")).figures["step_seconds"]
+        0.31
+    """
+    return summarize(read_run(folder), read_metrics(folder, SUMMARY_SERIES))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankTime:
+    """Exact sums over all recorded steps of a rank, in seconds.
+
+    Attributes:
+        steps: Number of steps.
+        training: Without evaluation and checkpoints.
+        phases: By phase.
+        comm: With a collective in flight; None if unknown.
+        exposed: Exposed communication in training; None if unknown.
+        comm_training: Training time of the steps whose communication is known.
+        exposed_training: Training time of the steps whose exposed communication is known.
+    """
+
+    steps: int
+    wall: float
+    training: float
+    phases: Mapping[str, float]
+    comm: float | None
+    exposed: float | None
+    comm_training: float
+    exposed_training: float
+
+    @classmethod
+    def of(cls, steps: RankSteps) -> _RankTime:
+        phases = {phase: steps.total(f"phase.{phase}") or 0.0 for phase in steps.names("phase")}
+        wall = steps.total("seconds") or 0.0
+        training = wall - sum(phases.get(phase, 0.0) for phase in NON_TRAINING_PHASES)
+        exposed = steps.total("comm_exposed_seconds")
+        if exposed is not None:
+            for phase in NON_TRAINING_PHASES:
+                exposed -= steps.total(f"comm_exposed.{phase}") or 0.0
+        return cls(
+            steps=steps.num_steps,
+            wall=wall,
+            training=training,
+            phases=phases,
+            comm=steps.total("comm_seconds"),
+            exposed=exposed,
+            comm_training=training * _known_share(steps, "comm_seconds"),
+            exposed_training=training * _known_share(steps, "comm_exposed_seconds"),
+        )
+
+
+def training_seconds(steps: RankSteps) -> Column:
+    """Return the time of each row without evaluation and checkpoints, in seconds."""
+    seconds = steps.column("seconds").astype(np.float64)
+    for phase in NON_TRAINING_PHASES:
+        if f"phase.{phase}" in steps.columns:
+            seconds = seconds - steps.column(f"phase.{phase}")
+    return seconds
+
+
+def exposed_seconds(steps: RankSteps) -> Column:
+    """Return the exposed communication of each row in training, in seconds; NaN if unknown."""
+    seconds = steps.column("comm_exposed_seconds").astype(np.float64)
+    for phase in NON_TRAINING_PHASES:
+        if f"comm_exposed.{phase}" in steps.columns:
+            seconds = seconds - steps.column(f"comm_exposed.{phase}")
+    return seconds
+
+
+def _known_share(steps: RankSteps, name: str) -> float:
+    """Return the share of training time in which a column is known."""
+    totals = steps.totals[name]
+    if totals.count == steps.num_steps:
+        return 1.0
+    training = training_seconds(steps)
+    known = training[~np.isnan(steps.column(name))].sum()
+    return float(known / training.sum()) if training.sum() else 0.0
+
+
+def _status(run: RecordedRun, metrics: RecordedMetrics) -> Status:
+    reasons = [
+        reason
+        for rank in metrics.ranks.values()
+        for labels, value in rank.values(training.RUN_END_INFO.name).items()
+        for name, reason in labels
+        if name == "reason" and value
+    ]
+    for reason in ("out_of_memory", "exception", "interrupted", "peer_failed"):
+        if reason in reasons:
+            return reason
+    if is_locked(run.folder):
+        return "running"
+    kinds = {report.kind for report in run.reports}
+    if "completed" in reasons or run.has_targets is False:
+        return "completed"
+    if "exit" in kinds:
+        return "killed"
+    if "out_of_memory" in kinds:
+        return "out_of_memory"
+    return "hang" if "hang" in kinds else "unknown"
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether rank 0 of a live run on this host, or on the same file system, holds the folder."""
+    try:
+        descriptor = os.open(folder / "run.lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        question = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, question)
+        return bool(struct.unpack("hhqqi", answer)[0] != fcntl.F_UNLCK)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _facts(run: RecordedRun, metrics: RecordedMetrics) -> RunFacts:
+    ends = [float(steps.column("ended_at")[-1]) for steps in run.ranks.values()]
+    starts = [
+        float(steps.column("ended_at")[0]) - float(steps.column("seconds")[0]) * steps.steps_per_row
+        for steps in run.ranks.values()
+    ]
+    info: dict[str, str] = {}
+    for rank in metrics.ranks.values():
+        for labels in rank.values(training.RUN_INFO.name):
+            info = info or dict(labels)
+    return RunFacts(
+        world_size=run.world_size,
+        hosts=tuple(dict.fromkeys(steps.host for steps in run.ranks.values())),
+        started=min([*run.attempts, *starts], default=None),
+        ended=max(ends, default=None),
+        attempts=_attempts(run),
+        info=info,
+    )
+
+
+def _attempts(run: RecordedRun) -> int:
+    restarts = max((int(s.totals["attempt"].maximum) for s in run.ranks.values()), default=0)
+    return max(len(run.attempts), restarts + 1)
+
+
+def _shares(
+    seconds: Mapping[str, float], training: float, steps: int, ranks: int
+) -> tuple[TimeShare, ...]:
+    return tuple(
+        TimeShare(
+            name=name,
+            seconds=spent / ranks,
+            seconds_per_step=spent / steps,
+            ratio=spent / training,
+        )
+        for name, spent in seconds.items()
+    )
+
+
+def _phases(times: Mapping[int, _RankTime]) -> tuple[TimeShare, ...]:
+    """Return the phases by time, those outside of training last; their ratio is of wall time."""
+    totals: dict[str, float] = {}
+    for time in times.values():
+        for phase, seconds in time.phases.items():
+            totals[phase] = totals.get(phase, 0.0) + seconds
+    steps = sum(time.steps for time in times.values())
+    training_time = sum(time.training for time in times.values())
+    wall = sum(time.wall for time in times.values())
+    if not steps or training_time <= 0 or wall <= 0:
+        return ()
+    order = sorted(totals, key=lambda phase: -totals[phase])
+    inside = {phase: totals[phase] for phase in order if phase not in NON_TRAINING_PHASES}
+    outside = {phase: totals[phase] for phase in order if phase in NON_TRAINING_PHASES}
+    return (
+        *_shares(inside, training_time, steps, len(times)),
+        *_shares(outside, wall, steps, len(times)),
+    )
+
+
+def _metrics_training_seconds(rank: RankMetrics) -> float:
+    """Return the training time that a rank's counters contain."""
+    name = training.PHASE_SECONDS.name
+    outside = sum(rank.total(name, phase=phase) or 0.0 for phase in NON_TRAINING_PHASES)
+    return (rank.total(name) or 0.0) - outside
+
+
+def _causes(metrics: RecordedMetrics) -> tuple[TimeShare, ...]:
+    """Return exposed time by cause, and the rest as "unknown"; empty if nothing was recorded."""
+    ranks = [
+        rank
+        for rank in metrics.ranks.values()
+        if rank.total(communication.COMM_CAUSE_SECONDS.name) is not None
+    ]
+    seconds = {
+        cause: sum(
+            rank.total(communication.COMM_CAUSE_SECONDS.name, cause=cause) or 0.0 for rank in ranks
+        )
+        for cause in CAUSE.values
+    }
+    exposed = sum(rank.total(communication.COMM_EXPOSED_SECONDS.name) or 0.0 for rank in ranks)
+    steps = round(sum(rank.total(training.STEPS.name) or 0 for rank in ranks))
+    training_time = sum(map(_metrics_training_seconds, ranks))
+    if not ranks or not steps or training_time <= 0:
+        return ()
+    seconds = dict(sorted(seconds.items(), key=lambda item: -item[1]))
+    seconds["unknown"] = max(0.0, exposed - sum(seconds.values()))
+    return _shares(seconds, training_time, steps, len(ranks))
+
+
+def _collectives(run: RecordedRun, metrics: RecordedMetrics) -> tuple[CollectiveShare, ...]:
+    steps = sum(each.num_steps for each in run.ranks.values())
+    ops = dict.fromkeys(
+        name.rsplit(".", 1)[0] for each in run.ranks.values() for name in each.names("collective")
+    )
+
+    def total(op: str, part: str) -> float | None:
+        found = [each.total(f"collective.{op}.{part}") for each in run.ranks.values()]
+        known = [value for value in found if value is not None]
+        return sum(known) / steps if known else None
+
+    def bandwidth(op: str) -> float | None:
+        return min(
+            (
+                value
+                for rank in metrics.ranks.values()
+                for value in rank.values(communication.COMM_BUS_BANDWIDTH.name, op=op).values()
+            ),
+            default=None,
+        )
+
+    shares = [
+        CollectiveShare(
+            op=op,
+            calls_per_step=total(op, "calls") or 0.0,
+            payload_bytes_per_step=total(op, "payload_bytes") or 0.0,
+            wire_bytes_per_step=total(op, "wire_bytes") or 0.0,
+            seconds_per_step=total(op, "seconds"),
+            bandwidth=bandwidth(op),
+        )
+        for op in ops
+    ]
+    return tuple(sorted(shares, key=lambda share: -share.wire_bytes_per_step))
+
+
+def _rank_row(steps: RankSteps, time: _RankTime, metrics: RecordedMetrics) -> RankRow:
+    rank = metrics.ranks.get(steps.rank)
+    peaks = [_peak_and_limit(steps, device) for device in _memory_devices(steps)]
+    ratios = [ratio for peak, limit in peaks if (ratio := _ratio(peak, limit)) is not None]
+    risks = [steps.totals[f"oom_risk.{device}"].maximum for device in steps.names("oom_risk")]
+    busy = [
+        steps.totals[f"device.{name}"].mean
+        for name in steps.names("device")
+        if name.endswith(".utilization_ratio")
+    ]
+    phase, score = (None, None) if rank is None else _straggler(rank)
+    wait = None if rank is None else rank.total(communication.COMM_WAIT_SECONDS.name)
+    return RankRow(
+        rank=steps.rank,
+        host=steps.host,
+        steps=steps.num_steps,
+        last_step=int(steps.column("step")[-1]),
+        step_seconds=time.training / time.steps,
+        exposed_ratio=_ratio(time.exposed, time.exposed_training),
+        wait_ratio=None if rank is None else _ratio(wait, _metrics_training_seconds(rank)),
+        data_ratio=_ratio(time.phases.get("data", 0.0), time.training) or 0.0,
+        memory_peak_ratio=max(ratios, default=None),
+        oom_risk_ratio=max((risk for risk in risks if not math.isnan(risk)), default=None),
+        utilization_ratio=max((mean for mean in busy if mean is not None), default=None),
+        mfu_ratio=None if rank is None else _mfu(rank),
+        straggler_phase=phase,
+        straggler_score=score,
+    )
+
+
+def _straggler(rank: RankMetrics) -> tuple[str | None, float | None]:
+    """Return the phase in which a rank is slowest, and its median score over time."""
+    scores: dict[str, float] = {}
+    for labels in rank.values(communication.STRAGGLER_SCORE.name):
+        phase = dict(labels)["phase"]
+        _, values = rank.over_time(communication.STRAGGLER_SCORE.name, phase=phase)
+        known = values[~np.isnan(values)]
+        if known.size:
+            scores[phase] = float(np.median(known))
+    slowest = max(scores, key=lambda phase: scores[phase], default=None)
+    return slowest, None if slowest is None else scores[slowest]
+
+
+def _mfu(rank: RankMetrics) -> float | None:
+    """Return the MFU over all sessions of a rank."""
+    peak = max(rank.values(training.PEAK_FLOPS.name).values(), default=None)
+    generated = rank.total(training.PHASE_SECONDS.name, phase="generate") or 0.0
+    seconds = _metrics_training_seconds(rank) - generated
+    return _ratio(_ratio(rank.total(training.FLOPS.name), seconds), peak)
+
+
+def _memory_devices(steps: RankSteps) -> list[str]:
+    return list(dict.fromkeys(name.rsplit(".", 1)[0] for name in steps.names("memory")))
+
+
+def _peak_and_limit(steps: RankSteps, device: str) -> tuple[float | None, float | None]:
+    for state in ("peak_allocated", "allocated"):  # some kernels do not report the peak
+        totals = steps.totals.get(f"memory.{device}.{state}")
+        if totals is not None and totals.count:
+            return totals.maximum, _last(steps.column(f"memory.{device}.limit"))
+    return None, _last(steps.column(f"memory.{device}.limit"))
+
+
+def _memories(run: RecordedRun, metrics: RecordedMetrics) -> tuple[DeviceMemory, ...]:
+    """Return the memory of the fullest rank for each kind of device, GPUs first."""
+    worst: dict[str, tuple[float, RankSteps, str]] = {}
+    for steps in run.ranks.values():
+        for device in _memory_devices(steps):
+            peak, limit = _peak_and_limit(steps, device)
+            fullness = _ratio(peak, limit) or 0.0
+            kind = device.split(":")[0]
+            if kind not in worst or fullness > worst[kind][0]:
+                worst[kind] = (fullness, steps, device)
+    return tuple(
+        _device_memory(*worst[kind][1:], metrics) for kind in sorted(worst, key=_gpus_first)
+    )
+
+
+def _gpus_first(kind: str) -> tuple[bool, str]:
+    return kind == "cpu", kind
+
+
+def _device_memory(steps: RankSteps, device: str, metrics: RecordedMetrics) -> DeviceMemory:
+    peak, limit = _peak_and_limit(steps, device)
+    rank = metrics.ranks.get(steps.rank, RankMetrics())
+    categories = _by_label(rank, memory.MEMORY_CATEGORY_BYTES, "category", device=device)
+    baseline = rank.value(memory.MEMORY_BASELINE.name, device=device)
+    if categories and baseline:
+        categories["baseline"] = baseline
+    risks = steps.column(f"oom_risk.{device}")
+    return DeviceMemory(
+        device=device,
+        rank=steps.rank,
+        peak_bytes=peak,
+        limit_bytes=limit,
+        headroom_bytes=rank.value(memory.MEMORY_HEADROOM.name, device=device),
+        risk_ratio=_last(risks),
+        highest_risk_ratio=float(np.nanmax(risks)) if _last(risks) is not None else None,
+        categories=dict(sorted(categories.items(), key=lambda item: -item[1])),
+        leak_bytes_per_step=_by_label(rank, memory.MEMORY_LEAK, "category", device=device),
+    )
+
+
+def _by_label(rank: RankMetrics, spec: MetricSpec, label: str, **labels: str) -> dict[str, float]:
+    """Return the last values of a metric by one of its labels."""
+    return {dict(key)[label]: value for key, value in rank.values(spec.name, **labels).items()}
+
+
+def _totals_by(
+    metrics: RecordedMetrics, spec: MetricSpec, *, divided_by: float = 1.0
+) -> dict[str, float]:
+    """Return the increase of a counter over all ranks by its labels, without those that are 0."""
+    sums: dict[str, float] = {}
+    for rank in metrics.ranks.values():
+        for last in rank.last_by_session:
+            for key, value in last.items():
+                if key.name == spec.name and value:
+                    label = " ".join(text for name, text in key.labels if name != "device")
+                    sums[label] = sums.get(label, 0.0) + value / divided_by
+    return sums
+
+
+# Counters of devices that are 0 in a healthy run, with their names in reports.
+_DEVICE_EVENTS = {
+    devices.DEVICE_THROTTLED_SECONDS: "throttled seconds",
+    devices.DEVICE_ECC_ERRORS: "ECC errors",
+    devices.DEVICE_LINK_ERRORS: "link errors",
+    devices.DEVICE_XID_ERRORS: "XID errors",
+}
+
+
+def _devices(run: RecordedRun, metrics: RecordedMetrics) -> tuple[DeviceFigures, ...]:
+    parts: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    for steps in run.ranks.values():
+        for name in steps.names("device"):
+            device, reading = name.rsplit(".", 1)
+            totals = steps.totals[f"device.{name}"]
+            if totals.mean is not None:
+                kind = parts.setdefault(device.split(":")[0], {})
+                kind.setdefault(reading, []).append((totals.minimum, totals.mean, totals.maximum))
+    events = {
+        f"{text}, {label}" if label else text: value
+        for spec, text in _DEVICE_EVENTS.items()
+        for label, value in _totals_by(metrics, spec).items()
+    }
+    kinds = sorted(parts, key=_gpus_first)
+    return tuple(
+        DeviceFigures(
+            device=kind,
+            readings={
+                reading: (
+                    min(each[0] for each in found),
+                    sum(each[1] for each in found) / len(found),
+                    max(each[2] for each in found),
+                )
+                for reading, found in parts[kind].items()
+            },
+            events=events if kind == kinds[0] else {},
+        )
+        for kind in kinds
+    )
+
+
+def _monitoring(metrics: RecordedMetrics) -> MonitoringCost:
+    wall = sum(rank.total(training.PHASE_SECONDS.name) or 0.0 for rank in metrics.ranks.values())
+    num_ranks = max(1, len(metrics.ranks))
+    seconds = _totals_by(metrics, overhead.WATCH_SECONDS, divided_by=num_ranks)
+    return MonitoringCost(
+        ratio=_ratio(sum(seconds.values()) * num_ranks, wall) if metrics.ranks else None,
+        seconds=dict(sorted(seconds.items(), key=lambda item: -item[1])),
+        dropped=_totals_by(metrics, overhead.DROPPED_RECORDS),
+        hook_failures=_totals_by(metrics, overhead.HOOK_FAILURES),
+    )
+
+
+def _tuner(run: RecordedRun, metrics: RecordedMetrics) -> TunerSummary:
+    rank = metrics.ranks.get(0, RankMetrics())
+    states = _by_label(rank, tuner.TUNER_STATE, "state")
+    symptoms = _by_label(rank, tuner.TUNER_SYMPTOM, "symptom")
+    settings = run.settings.get("tuner")
+    mode = settings.get("mode") if isinstance(settings, Mapping) else None
+    decisions = tuple(decision for line in run.decisions if (decision := _decision(line)))
+    return TunerSummary(
+        mode=mode if isinstance(mode, str) else None,
+        state=next((state for state, is_current in states.items() if is_current), None),
+        symptoms={name: value for name, value in symptoms.items() if value} if symptoms else None,
+        decisions=decisions,
+    )
+
+
+def _decision(line: Mapping[str, Any]) -> TunerDecision | None:
+    """Return a line of decisions.jsonl; None if it is of another schema."""
+    try:
+        changes = ", ".join(
+            f"{change['knob']} {_knob_value(change['before'])} -> {_knob_value(change['after'])}"
+            for change in line["changes"]
+        )
+        return TunerDecision(
+            number=line["number"],
+            step=line["step"],
+            change=changes,
+            verdict=line["verdict"],
+            symptom=line["symptom"]["name"],
+            reason=line["reason"],
+            numerics=line["numerics"],
+            gain=line.get("gain"),
+            lower=line.get("lower"),
+            upper=line.get("upper"),
+            predicted_gain=line.get("predicted_gain"),
+            pairs=line.get("pairs", 0),
+            steps=line.get("steps", 0),
+            exploration_seconds=line.get("exploration_seconds", 0.0),
+        )
+    except (KeyError, TypeError):
+        return None
+
+
+def _knob_value(value: object) -> str:
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _step_figures(run: RecordedRun, times: Mapping[int, _RankTime]) -> dict[str, float | None]:
+    if not run.ranks:
+        return {}
+    reference = max(run.ranks.values(), key=lambda steps: (steps.num_steps, -steps.rank))
+    seconds = training_seconds(reference)
+    steps = sum(time.steps for time in times.values())
+    training_time = sum(time.training for time in times.values())
+
+    def per_second(name: str) -> float | None:
+        rates = [_ratio(s.total(name), times[rank].training) for rank, s in run.ranks.items()]
+        known = [rate for rate in rates if rate is not None]
+        return sum(known) if known else None
+
+    quantiles: list[float | None] = [None] * 3
+    if len(seconds) >= MIN_STEPS_FOR_QUANTILES:
+        quantiles = [float(q) for q in np.quantile(seconds, [0.5, 0.9, 0.99])]
+    return {
+        "steps": float(reference.num_steps),
+        "seconds": times[reference.rank].wall,
+        "step_seconds": training_time / steps,
+        "step_seconds_p50": quantiles[0],
+        "step_seconds_p90": quantiles[1],
+        "step_seconds_p99": quantiles[2],
+        "samples_per_second": per_second("samples"),
+        "tokens_per_second": per_second("tokens"),
+    }
+
+
+def _communication_figures(
+    run: RecordedRun, times: Mapping[int, _RankTime], metrics: RecordedMetrics
+) -> dict[str, float | None]:
+    def share(part: Callable[[_RankTime], float | None], of: Callable[[_RankTime], float]) -> Any:
+        known = [time for time in times.values() if part(time) is not None]
+        return _ratio(sum(part(time) or 0.0 for time in known), sum(map(of, known)))
+
+    wire_bytes = [
+        steps.total(f"collective.{name}")
+        for steps in run.ranks.values()
+        for name in steps.names("collective")
+        if name.endswith(".wire_bytes")
+    ]
+    known_bytes = [value for value in wire_bytes if value is not None]
+    ranks = metrics.ranks.values()
+    coverage = [rank.value(communication.COMM_COVERAGE_RATIO.name) for rank in ranks]
+    volume = [rank.value(communication.COMM_VOLUME_RATIO.name) for rank in ranks]
+    mfu = [ratio for rank in ranks if (ratio := _mfu(rank)) is not None]
+    return {
+        "comm_ratio": share(lambda time: time.comm, lambda time: time.comm_training),
+        "comm_exposed_ratio": share(lambda time: time.exposed, lambda time: time.exposed_training),
+        "comm_wire_bytes_per_step": _ratio(
+            sum(known_bytes) if known_bytes else None, sum(time.steps for time in times.values())
+        ),
+        "comm_volume_ratio": max((v for v in volume if v is not None), default=None),
+        "comm_coverage_ratio": min((v for v in coverage if v is not None), default=None),
+        "link_bandwidth_ratio": min(_link_ratios(metrics), default=None),
+        "mfu_ratio": sum(mfu) / len(mfu) if mfu else None,
+    }
+
+
+def _link_ratios(metrics: RecordedMetrics) -> Iterator[float]:
+    for rank in metrics.ranks.values():
+        best = _by_label(rank, communication.COMM_LINK_BEST_BANDWIDTH, "group")
+        now = _by_label(rank, communication.COMM_LINK_BANDWIDTH, "group")
+        for group, bandwidth in now.items():
+            ratio = _ratio(bandwidth, best.get(group))
+            if ratio is not None:
+                yield ratio
+
+
+def _memory_figures(memories: Sequence[DeviceMemory]) -> dict[str, float | None]:
+    def known(values: Iterable[float | None]) -> list[float]:
+        return [value for value in values if value is not None]
+
+    headrooms = known(_ratio(each.headroom_bytes, each.limit_bytes) for each in memories)
+    return {
+        "memory_peak_ratio": max(known(each.peak_ratio for each in memories), default=None),
+        "memory_headroom_ratio": min(headrooms, default=None),
+        "oom_risk_ratio": max(known(each.highest_risk_ratio for each in memories), default=None),
+    }
+
+
+def _device_figures(figures: Sequence[DeviceFigures]) -> dict[str, float | None]:
+    """Return utilization and temperature; a rank on the CPU measures only its own use of it."""
+    gpus = [each.readings for each in figures if each.device != "cpu"]
+    utilization = [each["utilization_ratio"][1] for each in gpus if "utilization_ratio" in each]
+    hottest = [
+        each.readings["temperature_celsius"][2]
+        for each in figures
+        if "temperature_celsius" in each.readings
+    ]
+    return {
+        "device_utilization_ratio": min(utilization, default=None),
+        "device_temperature_celsius": max(hottest, default=None),
+    }
+
+
+def _loss_figures(run: RecordedRun) -> dict[str, float | None]:
+    if not run.ranks:
+        return {}
+    first = next(iter(run.ranks.values()))
+    _, last = first_and_last_loss(first)
+    steps = sum(each.num_steps for each in run.ranks.values())
+    norms = first.totals["gradient_norm"]
+    return {
+        "loss": last,
+        "gradient_norm_max": norms.maximum if norms.count else None,
+        "skipped_ratio": sum(s.total("skipped") or 0.0 for s in run.ranks.values()) / steps,
+        "nonfinite_losses": max(s.total("nonfinite_loss") or 0.0 for s in run.ranks.values()),
+    }
+
+
+def first_and_last_loss(steps: RankSteps) -> tuple[float | None, float | None]:
+    """Return the first loss of a rank and the mean of its last ones; None if none is known."""
+    losses = steps.column("loss")
+    known = losses[~np.isnan(losses)]
+    if not known.size:
+        return None, None
+    return float(known[0]), float(known[-min(LAST_STEPS, (known.size + 1) // 2) :].mean())
+
+
+def _count(incidents: Sequence[Incident], kind: str) -> int:
+    return sum(incident.kind == kind for incident in incidents)
+
+
+def _last(values: Column) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(known[-1]) if known.size else None
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole and math.isfinite(whole) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Evidence:
+    """The parts of a summary that findings are made from."""
+
+    run: RecordedRun
+    status: Status
+    figures: Mapping[str, float | None]
+    rows: Sequence[RankRow]
+    memories: Sequence[DeviceMemory]
+    devices: Sequence[DeviceFigures]
+    incidents: Sequence[Incident]
+    facts: RunFacts
+
+    def figure(self, name: str) -> float:
+        """Return a figure; 0 if it is not recorded."""
+        return self.figures[name] or 0.0
+
+    def limit(self, threshold: Threshold) -> float:
+        """Return a threshold as the settings of the run have it."""
+        alerts = self.run.settings.get("alerts")
+        own = alerts.get("thresholds") if isinstance(alerts, Mapping) else None
+        value = own.get(threshold.name) if isinstance(own, Mapping) else None
+        return float(value) if isinstance(value, int | float) else float(THRESHOLDS[threshold.name])
+
+
+def _findings(found: _Evidence) -> Iterator[Finding]:
+    yield from _incident_findings(found)
+    yield from _loss_findings(found)
+    yield from _communication_findings(found)
+    yield from _memory_findings(found)
+    yield from _time_findings(found)
+    yield from _device_findings(found)
+    yield from _monitoring_findings(found)
+
+
+def _importance(finding: Finding) -> tuple[int, float]:
+    order: Mapping[Severity, int] = {"critical": 0, "warning": 1, "info": 2}
+    return order[finding.severity], -finding.cost_ratio
+
+
+_INCIDENT_ADVICE = {
+    "out_of_memory": "Follow the numbered list at the end of the report.",
+    "hang": "Look at the missing ranks first: their stacks and their host.",
+    "exit": "Look at the log of this rank and at the kernel log of its host.",
+    "leak": "Look at the allocation sites in the report.",
+}
+
+
+def _incident_findings(found: _Evidence) -> Iterator[Finding]:
+    ended = found.status in ("out_of_memory", "hang", "killed", "exception", "peer_failed")
+    kinds = dict.fromkeys(incident.kind for incident in found.incidents)
+    for kind in kinds:
+        same = [incident for incident in found.incidents if incident.kind == kind]
+        newest = same[-1]
+        more = f" ({len(same)} such reports)" if len(same) > 1 else ""
+        yield Finding(
+            severity="critical" if ended and kind != "leak" else "warning",
+            name=kind,
+            sentence=f"{_sentence(newest.headline)}{more}",
+            advice=f"{_INCIDENT_ADVICE[kind]} File: {newest.path}.",
+        )
+    if found.status in ("exception", "peer_failed") and not kinds.keys() - {"leak"}:
+        yield Finding(
+            severity="critical",
+            name="exception",
+            sentence="The run ended by an exception"
+            + (" of another rank." if found.status == "peer_failed" else "."),
+            advice="Look at the end of the job's own log.",
+        )
+    if found.facts.attempts > 1:
+        yield Finding(
+            severity="warning",
+            name="restarts",
+            sentence=f"The run was restarted {found.facts.attempts - 1} time(s).",
+            advice="Look at the reports of the earlier attempts, and at the job's log.",
+        )
+
+
+def _loss_findings(found: _Evidence) -> Iterator[Finding]:
+    if count := found.figure("nonfinite_losses"):
+        yield Finding(
+            severity="critical",
+            name="nonfinite_losses",
+            sentence=f"The loss was nan or inf in {count:.0f} step(s).",
+            advice="Find the first such step in the chart of the loss; lower the learning rate, or "
+            "look at the batch of this step.",
+        )
+    if (ratio := found.figure("skipped_ratio")) > found.limit(SKIPPED_RATIO_HIGH):
+        yield Finding(
+            severity="critical",
+            name="skipped_steps",
+            sentence=f"{percent(ratio)} of the steps were skipped by gradient overflow.",
+            advice="Train in bf16, or look for the cause of the overflows.",
+        )
+
+
+def _communication_findings(found: _Evidence) -> Iterator[Finding]:
+    figures = found.figures
+    exposed = found.figure("comm_exposed_ratio")
+    coverage = figures["comm_coverage_ratio"]
+    if coverage is not None and coverage < found.limit(COMM_COVERAGE_LOW):
+        yield Finding(
+            severity="warning",
+            name="comm_coverage",
+            sentence=f"Only {percent(coverage)} of the collectives were recorded, so communication "
+            "takes more time than shown.",
+            advice="See docs/trust.md for the collectives that are not recorded.",
+        )
+    if exposed > found.limit(EXPOSED_COMM_RATIO_HIGH):
+        causes = {cause: found.figure(f"{cause}_ratio") for cause in _CAUSE_TEXTS}
+        main = max(causes, key=lambda cause: causes[cause])
+        why = ""
+        if causes[main] > 0:
+            extent = "mostly" if causes[main] > exposed / 2 else "for the largest part"
+            why = f", {extent} because {_CAUSE_TEXTS[main]}"
+        yield Finding(
+            severity="warning",
+            name="exposed_comm",
+            sentence=f"Training waited for communication {percent(exposed)} of its time{why}.",
+            advice=_advice_on_cause(main if causes[main] > 0 else None, found),
+            cost_ratio=exposed,
+        )
+    link = figures["link_bandwidth_ratio"]
+    if link is not None and link < found.limit(LINK_BANDWIDTH_LOW):
+        yield Finding(
+            severity="warning",
+            name="link_bandwidth",
+            sentence=f"At the end, a link had {percent(link)} of the best bandwidth that it has "
+            "sustained.",
+            advice="Look for other traffic on the network, and at the links' error counters.",
+        )
+    slow = max(found.rows, key=lambda row: row.straggler_score or 0.0, default=None)
+    if slow is not None and (slow.straggler_score or 0.0) > found.limit(STRAGGLER_SCORE_HIGH):
+        score = slow.straggler_score or 0.0
+        yield Finding(
+            severity="warning",
+            name="straggler",
+            sentence=f"Rank {slow.rank} on {slow.host} was slower than the median rank in "
+            f"{slow.straggler_phase}, by {percent(score)} of a step.",
+            advice="Compare its device's clock and temperature with the others, look for other "
+            "jobs on its host, and compare the lengths of its samples.",
+            cost_ratio=score,
+        )
+
+
+def _advice_on_cause(cause: str | None, found: _Evidence) -> str:
+    stage = found.facts.info.get("zero_stage", "")
+    if cause == "imbalance":
+        return (
+            "Look at the slowest rank in the table of ranks. If batches differ in length, sort or "
+            "pack them, or let TrainingRun(balance=True) divide them."
+        )
+    if cause == "latency":
+        return "Send fewer, larger messages: a larger reduce_bucket_size or allgather_bucket_size."
+    if cause == "redundancy":
+        volume = found.figures["comm_volume_ratio"]
+        times = "" if volume is None else f" It sends {volume:.1f} times the reference."
+        return f"`zerowatch estimate` shows what sends more than the ZeRO stage needs.{times}"
+    if cause == "bandwidth":
+        less = "a lower ZeRO stage if memory allows, " if stage == "3" else ""
+        return (
+            f"Send less: larger micro-batches with fewer accumulation steps, {less}or gradient "
+            "compression. overlap_comm hides more of it behind backward."
+        )
+    return "The causes were not recorded; run with run_log.metrics_interval_seconds above 0."
+
+
+def _memory_findings(found: _Evidence) -> Iterator[Finding]:
+    for each in found.memories:
+        where = f"{each.device} of rank {each.rank}"
+        headroom = _ratio(each.headroom_bytes, each.limit_bytes)
+        if (each.risk_ratio or 0.0) >= found.limit(OOM_RISK_HIGH):
+            yield Finding(
+                severity="warning",
+                name="oom_risk",
+                sentence=f"At the end, {where} had a probability of {percent(each.risk_ratio)} to "
+                "run out of memory within 50 steps.",
+                advice="Use smaller micro-batches or activation checkpointing.",
+            )
+        elif headroom is not None and headroom < MEMORY_HEADROOM_LOW:
+            yield Finding(
+                severity="warning",
+                name="memory_headroom",
+                sentence=f"Only {percent(headroom)} of the memory of {where} is free at the peak.",
+                advice="A longer batch may not fit: use smaller micro-batches, or sort by length.",
+            )
+        elif headroom is not None and headroom > MEMORY_HEADROOM_IDLE and each.device != "cpu":
+            yield Finding(
+                severity="info",
+                name="memory_idle",
+                sentence=f"{percent(headroom)} of the memory of {where} was never used.",
+                advice="Larger micro-batches, or less sharding and checkpointing, may be faster.",
+            )
+        if each.leak_bytes_per_step:
+            growth = sum(each.leak_bytes_per_step.values())
+            category = max(each.leak_bytes_per_step, key=lambda c: each.leak_bytes_per_step[c])
+            yield Finding(
+                severity="warning",
+                name="memory_leak",
+                sentence=f"Memory of {where} grew by {format_bytes(growth)} per step without "
+                f"larger batches (category {category}).",
+                advice="Run with memory.leak_sites to find the lines that allocate it.",
+            )
+
+
+def _time_findings(found: _Evidence) -> Iterator[Finding]:
+    data = found.figure("data_ratio")
+    if data > found.limit(DATA_RATIO_HIGH):
+        yield Finding(
+            severity="warning",
+            name="data",
+            sentence=f"Training waited for data {percent(data)} of its time.",
+            advice="Give the DataLoader more workers or a larger prefetch_factor, or store the "
+            "data preprocessed.",
+            cost_ratio=data,
+        )
+    if (saved := found.figure("checkpoint_ratio")) > CHECKPOINT_RATIO_HIGH:
+        yield Finding(
+            severity="warning",
+            name="checkpoints",
+            sentence=f"Checkpoints and rebuilds took {percent(saved)} of the wall time.",
+            advice="Save less often, or to a faster file system.",
+            cost_ratio=saved,
+        )
+    median, slow = found.figures["step_seconds_p50"], found.figures["step_seconds_p99"]
+    if median is not None and slow is not None and slow > STALL_FACTOR * median > 0:
+        yield Finding(
+            severity="info",
+            name="stalls",
+            sentence=f"The slowest hundredth of the steps took {slow / median:.1f} times the "
+            "median or more.",
+            advice="Look at the phases of these steps in the chart of step time: data loading, "
+            "other jobs on the host, and garbage collection make single steps stall.",
+        )
+
+
+def _device_findings(found: _Evidence) -> Iterator[Finding]:
+    busy = found.figures["device_utilization_ratio"]
+    if busy is not None and busy < found.limit(DEVICE_UTILIZATION_LOW):
+        yield Finding(
+            severity="warning",
+            name="device_idle",
+            sentence=f"The GPUs were busy {percent(busy)} of the time.",
+            advice="If neither communication nor data explains it, the host is too slow: larger "
+            "micro-batches, fewer small operations, torch.compile.",
+            cost_ratio=(1 - busy) / 2,  # part of it is inevitable
+        )
+    wall = found.figure("seconds") * max(1, len(found.rows))
+    for each in found.devices:
+        for name, value in each.events.items():
+            is_throttled = name.startswith("throttled")
+            if is_throttled and value < found.limit(THROTTLED_RATIO_HIGH) * wall:
+                continue
+            unit = "seconds" if is_throttled else "times"
+            yield Finding(
+                severity="warning",
+                name="device_events",
+                sentence=f"{name[0].upper()}{name[1:]}: {value:,.0f} {unit} on all devices.",
+                advice="Look at cooling and power." if is_throttled else "See the runbook on it.",
+                cost_ratio=value / wall if is_throttled and wall else 0.0,
+            )
+
+
+def _monitoring_findings(found: _Evidence) -> Iterator[Finding]:
+    ratio = found.figure("monitoring_ratio")
+    if ratio > found.limit(WATCH_RATIO_HIGH):
+        yield Finding(
+            severity="info",
+            name="monitoring_cost",
+            sentence=f"Monitoring took {percent(ratio)} of the ranks' time.",
+            advice="Steps of a few milliseconds cost most; see the table of its parts.",
+            cost_ratio=ratio,
+        )
+
+
+def _verdict(found: _Evidence, findings: Sequence[Finding]) -> str:
+    if not found.run.ranks:
+        if findings:
+            return f"No step was recorded. {findings[0].sentence}"
+        return "No step was recorded, so nothing can be said about the run."
+    end = {
+        "running": "The run is active. ",
+        "interrupted": f"Interrupted after {found.figure('steps'):,.0f} steps. ",
+        "unknown": "The folder does not show how the run ended. ",
+    }.get(found.status, "")
+    notable = [finding for finding in findings if finding.severity != "info"]
+    if notable:
+        return f"{end}{notable[0].sentence}"
+    compute = sum(found.figure(f"{phase}_ratio") for phase in _COMPUTE)
+    exposed = found.figures["comm_exposed_ratio"]
+    waited = "" if exposed is None else f", communication was waited for {percent(exposed)}"
+    return (
+        f"{end}Nothing holds this run back: forward, backward and optimizer take "
+        f"{percent(compute)} of its time{waited}."
+    )
+
+
+def percent(ratio: float | None) -> str:
+    """Return a ratio as a percentage, with a decimal below ten percent."""
+    if ratio is None:
+        return "-"
+    return f"{100 * ratio:.1f} %" if 0 < abs(ratio) < 0.0995 else f"{100 * ratio:.0f} %"
+
+
+def _sentence(headline: str) -> str:
+    text = headline.strip() or "A report without text"
+    return f"{text[0].upper()}{text[1:]}" + ("" if text.endswith(".") else ".")

@@ -1,0 +1,255 @@
+"""Tests of the figures, findings and verdict of a recorded run."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from recorded_metrics import RecordedRank
+from recorded_runs import step_record, write_run
+
+from zerowatch.metrics.catalog import communication, memory, overhead, training
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.metrics.step_record import StepRecord
+from zerowatch.runtime.reports.run_summary import FIGURES, RunSummary, summary_of
+
+
+def names_of(summary: RunSummary) -> list[str]:
+    return [finding.name for finding in summary.findings]
+
+
+def record_metrics(recorder: Recorder, *, straggler: float = 0.0) -> None:
+    """Ten steps of 0.5 s, of which 1 s was exposed communication."""
+    recorder.add(training.STEPS, 10)
+    for phase, seconds in {"forward": 1.0, "backward": 3.0, "optimizer": 0.5, "other": 0.5}.items():
+        recorder.add(training.PHASE_SECONDS, seconds, phase)
+    recorder.add(communication.COMM_EXPOSED_SECONDS, 1.0, "dp")
+    recorder.add(communication.COMM_WAIT_SECONDS, 0.25, "dp")
+    recorder.add(communication.COMM_CAUSE_SECONDS, 0.7, "imbalance")
+    recorder.add(communication.COMM_CAUSE_SECONDS, 0.2, "bandwidth")
+    recorder.set(communication.STRAGGLER_SCORE, straggler, "forward")
+    recorder.set(communication.STRAGGLER_SCORE, 0.0, "backward")
+    recorder.add(training.FLOPS, 1e12)
+    recorder.set(training.PEAK_FLOPS, 1e12, "cpu")
+    recorder.set(memory.MEMORY_CATEGORY_BYTES, 100e6, "cpu", "activations")
+    recorder.set(memory.MEMORY_CATEGORY_BYTES, 50e6, "cpu", "parameters")
+    recorder.set(memory.MEMORY_BASELINE, 500e6, "cpu")
+    recorder.set(memory.MEMORY_HEADROOM, 1.3e9, "cpu")
+    recorder.add(overhead.WATCH_SECONDS, 0.05, "hooks")
+
+
+def test_times_are_shares_of_the_training_time_of_all_ranks(tmp_path: Path) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(
+            step,
+            seconds=1.0,
+            phase_seconds={"forward": 0.2, "backward": 0.3, "eval": 0.5},
+            comm_exposed_seconds=0.2,
+            comm_exposed_phase_seconds={"backward": 0.1, "eval": 0.1},
+            comm_seconds=None,
+        )
+
+    summary = summary_of(write_run(tmp_path / "run", record=record))
+
+    assert [(share.name, pytest.approx(share.ratio)) for share in summary.phases] == [
+        ("backward", 0.6),
+        ("forward", 0.4),
+        ("eval", 0.5),  # of wall time
+    ]
+    assert summary.phases[0].seconds == pytest.approx(3.0)
+    assert summary.phases[0].seconds_per_step == pytest.approx(0.3)
+    figures = summary.figures
+    assert figures["comm_exposed_ratio"] == pytest.approx(0.2)  # without that of the evaluation
+    assert figures["comm_ratio"] is None
+    assert figures["step_seconds"] == pytest.approx(0.5)
+    assert figures["samples_per_second"] == pytest.approx(2 * 8 / 0.5)
+
+
+def test_steps_with_unknown_communication_do_not_lower_its_share(tmp_path: Path) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        known = step_record(step)
+        return known if step % 2 else step_record(step, comm_exposed_seconds=None, loss=None)
+
+    summary = summary_of(write_run(tmp_path / "run", record=record))
+
+    assert summary.figures["comm_exposed_ratio"] == pytest.approx(0.1)
+
+
+def test_causes_add_up_to_the_exposed_time_of_the_metrics(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    for number in range(2):
+        with RecordedRank(folder, number) as rank:
+            record_metrics(rank.recorder)
+            rank.tick()
+
+    summary = summary_of(folder)
+
+    assert {share.name: pytest.approx(share.seconds) for share in summary.causes} == {
+        "imbalance": 0.7,
+        "bandwidth": 0.2,
+        "latency": 0.0,
+        "redundancy": 0.0,
+        "unknown": 0.1,
+    }
+    assert summary.causes[0].ratio == pytest.approx(0.14)
+    assert summary.figures["imbalance_ratio"] == pytest.approx(0.14)
+    assert summary.figures["mfu_ratio"] == pytest.approx(0.2)
+    assert summary.figures["monitoring_ratio"] == pytest.approx(0.01)
+    (cpu,) = summary.memory
+    assert cpu.categories == {"baseline": 500e6, "activations": 100e6, "parameters": 50e6}
+    assert cpu.peak_ratio == pytest.approx(650e6 / 2e9)
+    assert summary.figures["memory_headroom_ratio"] == pytest.approx(1.3 / 2)
+    assert summary.ranks[0].wait_ratio == pytest.approx(0.05)
+
+
+def test_the_verdict_names_the_largest_share_and_its_main_cause(tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path / "run", record=lambda rank, step: step_record(step, comm_exposed_seconds=0.15)
+    )
+    with RecordedRank(folder, 0) as rank:
+        record_metrics(rank.recorder)
+    with RecordedRank(folder, 1) as rank:
+        record_metrics(rank.recorder, straggler=0.12)
+
+    summary = summary_of(folder)
+
+    assert "30 %" in summary.verdict and "another rank was late" in summary.verdict
+    assert names_of(summary) == ["exposed_comm", "straggler"]
+    straggler = summary.findings[1].sentence
+    assert "Rank 1" in straggler and "forward" in straggler and "12 %" in straggler
+    assert summary.ranks[1].straggler_phase == "forward"
+
+
+def test_a_run_of_an_older_zerowatch_has_unknown_causes_and_says_so(tmp_path: Path) -> None:
+    summary = summary_of(write_run(tmp_path / "run"))
+
+    assert summary.causes == ()
+    assert summary.figures["imbalance_ratio"] is None
+    assert any("metrics" in problem for problem in summary.problems)
+
+
+def test_thresholds_of_the_run_replace_the_defaults(tmp_path: Path) -> None:
+    settings = {"alerts": {"thresholds": {"exposed_comm_ratio_high": 0.5}}}
+    record = lambda rank, step: step_record(step, comm_exposed_seconds=0.2)  # noqa: E731
+
+    usual = summary_of(write_run(tmp_path / "usual", record=record))
+    tolerant = summary_of(write_run(tmp_path / "tolerant", record=record, settings=settings))
+
+    assert names_of(usual) == ["exposed_comm"]
+    assert names_of(tolerant) == []
+    assert "Nothing holds this run back" in tolerant.verdict
+
+
+def test_each_problem_of_a_step_log_is_found(tmp_path: Path) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(
+            step,
+            phase_seconds={"data": 0.3, "forward": 0.1, "checkpoint": 0.1},
+            nonfinite_loss=step == 3,
+            skipped=step > 2,
+        )
+
+    summary = summary_of(write_run(tmp_path / "run", record=record))
+
+    found = names_of(summary)
+    assert found[:2] == ["nonfinite_losses", "skipped_steps"]
+    assert {"data", "checkpoints"} <= set(found)
+    assert summary.figures["nonfinite_losses"] == 1
+    assert "nan or inf in 1 step" in summary.verdict
+
+
+def test_the_reason_of_the_end_is_read_from_the_metrics(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    for number, reason in enumerate(("peer_failed", "out_of_memory")):
+        with RecordedRank(folder, number) as rank:
+            rank.recorder.set_info(training.RUN_END_INFO, reason)
+    (folder / "oom").mkdir()
+    (folder / "oom/rank-1-1.txt").write_text("out of memory on cuda:0 in forward of step 10\n")
+
+    summary = summary_of(folder)
+
+    assert summary.status == "out_of_memory"
+    assert summary.verdict == "Out of memory on cuda:0 in forward of step 10."
+    assert summary.incidents[0].path == "oom/rank-1-1.txt"
+
+
+def test_without_metrics_the_files_show_how_the_run_ended(tmp_path: Path) -> None:
+    completed = write_run(tmp_path / "completed")
+    killed = write_run(tmp_path / "killed")
+    (killed / "targets.json").write_text('[{"targets": ["10.0.0.1:9464"]}]')
+    (killed / "exits").mkdir()
+    (killed / "exits/rank-0-killed.txt").write_text("rank 0 was killed\n")
+    unknown = write_run(tmp_path / "unknown")
+    (unknown / "targets.json").unlink()
+
+    statuses = [summary_of(folder).status for folder in (completed, killed, unknown)]
+
+    assert statuses == ["completed", "killed", "unknown"]
+    assert "does not show how" in summary_of(unknown).verdict
+
+
+def test_a_locked_folder_is_of_an_active_run(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with open(folder / "run.lock", "w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        script = (
+            "import sys; from pathlib import Path\n"
+            "from zerowatch.runtime.reports.run_summary import summary_of\n"
+            "print(summary_of(Path(sys.argv[1])).status)"
+        )
+
+        answer = subprocess.run(
+            [sys.executable, "-c", script, str(folder)], capture_output=True, text=True, check=True
+        )
+
+    assert answer.stdout == "running\n"
+
+
+def test_restarts_are_found(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with open(folder / "attempts.jsonl", "a") as file:
+        file.write(json.dumps({"started_at_unix_seconds": 1_790_000_100.0}) + "\n")
+
+    summary = summary_of(folder)
+
+    assert summary.figures["attempts"] == 2
+    assert names_of(summary) == ["restarts"]
+
+
+def test_an_empty_run_has_a_verdict_and_all_figures(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text("{}")
+
+    summary = summary_of(tmp_path)
+
+    assert "No step was recorded" in summary.verdict
+    assert list(summary.figures) == list(FIGURES)
+    assert summary.figures["step_seconds"] is None
+
+
+def test_decisions_have_their_proof_and_damaged_ones_are_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    decision = {
+        "number": 1,
+        "step": 105,
+        "changes": [{"knob": "overlap_comm", "before": False, "after": True}],
+        "verdict": "accepted",
+        "symptom": {"name": "comm_bandwidth", "ratio": 0.3},
+        "reason": "",
+        "numerics": "bitwise",
+        "gain": 0.11,
+        "lower": 0.08,
+        "upper": 0.14,
+        "pairs": 6,
+        "steps": 48,
+        "exploration_seconds": 2.5,
+    }
+    (folder / "decisions.jsonl").write_text(f'{json.dumps(decision)}\n{{"schema": 99}}\n')
+
+    (found,) = summary_of(folder).tuner.decisions
+
+    assert found.change == "overlap_comm false -> true"
+    assert (found.gain, found.lower, found.upper, found.pairs) == (0.11, 0.08, 0.14, 6)
