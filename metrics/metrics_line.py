@@ -24,7 +24,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsHead:
-    """The rank whose metrics follow. One process of the rank writes one session.
+    """The rank whose metrics follow.
 
     Attributes:
         run_id: The run.
@@ -36,8 +36,6 @@ class MetricsHead:
         instance: Address at which the rank serves metrics: the label `instance`; None if it serves
             none.
         attempt: Restarts of this node's processes before this process.
-        session: Unix seconds at which the log of this process began. All counters began at 0 then
-            or later.
         interval_seconds: Time between two lines.
         detail: The setting `serve.detail`, on which the series depend.
     """
@@ -50,7 +48,6 @@ class MetricsHead:
     node: str
     instance: str | None
     attempt: int
-    session: float
     interval_seconds: float
     detail: str
 
@@ -60,6 +57,8 @@ class MetricsLine:
     """One line of the log.
 
     Attributes:
+        session: When the log of this process began, in Unix seconds. Identifies the lines that
+            belong together.
         number: Number of the line in its session, from 0. A missing number is a lost line.
         unix_seconds: The time of the values.
         head: The rank, if the lists of families and series start again with this line; else None.
@@ -71,6 +70,7 @@ class MetricsLine:
             the first line.
     """
 
+    session: float
     number: int
     unix_seconds: float
     head: MetricsHead | None
@@ -82,7 +82,11 @@ class MetricsLine:
 
 def encode(line: MetricsLine) -> bytes:
     """Return the line as JSON, including the newline."""
-    content: dict[str, object] = {"number": line.number, "time": line.unix_seconds}
+    content: dict[str, object] = {
+        "session": line.session,
+        "number": line.number,
+        "time": line.unix_seconds,
+    }
     if line.cost_seconds is not None:
         content["cost_seconds"] = round(line.cost_seconds, 6)
     if line.head is not None:
@@ -115,6 +119,7 @@ def decode(text: bytes) -> MetricsLine:
         head = content.get("head")
         values = map(_as_float, content["values"])
         return MetricsLine(
+            session=float(content["session"]),
             number=int(content["number"]),
             unix_seconds=float(content["time"]),
             head=None if head is None else MetricsHead(**head),

@@ -112,7 +112,6 @@ class MetricsLog:
             node=node_name(process.host),
             instance=self._address,
             attempt=process.attempt,
-            session=self._session,
             interval_seconds=self._interval,
             detail=self._settings.serve.detail,
         )
@@ -132,6 +131,7 @@ class MetricsLog:
         ended = self._written.keys() - values.keys()
         changed.update(dict.fromkeys(sorted(ended)))
         line = MetricsLine(
+            session=self._session,
             number=self._number,
             unix_seconds=unix_seconds,
             head=self._head if is_full else None,

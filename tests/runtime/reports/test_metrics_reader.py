@@ -131,7 +131,7 @@ def test_lines_before_the_first_list_of_series_are_left_out(tmp_path: Path) -> N
         "[1, 2]",
         '{"number": 1}',
         "\x00\x00",
-        '{"number":9,"time":1,"indices":[9999],"values":[1.0]}',
+        '{"session":1790000000,"number":9,"time":1,"indices":[9999],"values":[1.0]}',
     ],
 )
 def test_a_damaged_line_is_left_out(tmp_path: Path, damage: str) -> None:
