@@ -22,6 +22,7 @@ _MODULES = {
     "run": ".runtime.cli.main",
     "demo": ".runtime.cli.main",
     "estimate": ".runtime.cli.estimate.command",
+    "check": ".runtime.cli.check.command",
     "stack": ".dashboards.cli",
     "targets": ".dashboards.cli",
     "dashboards": ".dashboards.cli",

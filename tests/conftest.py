@@ -12,7 +12,9 @@ from functools import cache
 from typing import Any
 
 import pytest
-from extension_locks import complaint, extensions_root, stale_locks
+from extension_locks import complaint, stale_locks
+
+from zerowatch.runtime.common.extension_locks import extensions_root
 
 # Files whose jobs mostly wait or start one process at a time; they balance the two workers.
 BESIDE_JOBS = (

@@ -21,7 +21,7 @@ HOME_OF = {  # by library the file, or the folder, that may import it
     "prometheus_client": "metrics/exporters/prometheus.py",
     "opentelemetry": "metrics/exporters/",
     "grafanalib": "dashboards/grafana/",
-    "pynvml": "runtime/devices/nvml_probe.py",
+    "pynvml": "runtime/devices/nvml_",
 }
 
 

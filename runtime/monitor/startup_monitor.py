@@ -1,8 +1,7 @@
 """Logs why a job has not reached its first step, above all a stale lock of torch's extensions.
 
-DeepSpeed compiles its C++ operations on first use, and holds a lock file meanwhile. A job that is
-killed during the compilation leaves the lock file behind. Every later job then waits forever for
-the lock, without a message.
+DeepSpeed compiles its C++ operations on first use, and holds a lock file meanwhile
+(`common/extension_locks.py`).
 """
 
 from __future__ import annotations
@@ -12,19 +11,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
+from ..common.extension_locks import awaited_lock, lock_at
 from ..common.fail_open import FailOpen
 from .console_logging import show_own_lines
 
 logger = logging.getLogger(__name__)
 
-# Time without a first step before the first line is logged. Also the time between two checks.
-FIRST_SECONDS = 30.0
-_BATON = os.path.join("torch", "utils", "file_baton.py")
+# Time without a first step, or of waiting for a lock, before the first line is logged.
+FIRST_SECONDS = 20.0
+# Time between two checks for a lock, as a share of the above.
+_CHECKS = 4
 _EXTENSION = os.path.join("torch", "utils", "cpp_extension.py")
 
 
@@ -37,7 +36,7 @@ class StartupMonitor:
         has_stepped: Whether a step has ended.
         forward_only_ns: Returns the time in forward and evaluation; 0 after a backward pass.
         fail_open: Guards the checks.
-        first_seconds: Time before the first check, and between two checks.
+        first_seconds: Time before a line is logged: without a step, or of waiting for one lock.
     """
 
     def __init__(
@@ -51,6 +50,9 @@ class StartupMonitor:
         self._last_forward_only_ns = 0
         self._check = fail_open.wrap("startup", self.check)
         self._seconds = first_seconds
+        self._lock: Path | None = None
+        self._lock_since = 0.0
+        self._place_due_at = first_seconds
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_initializing = False
@@ -78,14 +80,24 @@ class StartupMonitor:
         self._stopped.set()
 
     def check(self, waited_seconds: float) -> None:
-        """Log each lock that the process waits for, and otherwise its location; each line once."""
-        lock, forward_only_ns = awaited_lock(), self._forward_only_ns()
-        evaluates = forward_only_ns > self._last_forward_only_ns
-        self._last_forward_only_ns = forward_only_ns
+        """Log a lock that the process waits for, and otherwise its location; each line once.
+
+        Args:
+            waited_seconds: Time since training was started.
+        """
+        lock = awaited_lock()
+        if lock != self._lock:
+            self._lock, self._lock_since = lock, waited_seconds
         if lock is not None:
-            self._log_once(str(lock), logging.WARNING, _lock_line(lock), waited_seconds)
-        elif self._is_initializing and not evaluates:
-            self._log_once("", logging.INFO, _place(), waited_seconds)
+            if waited_seconds - self._lock_since >= self._seconds:
+                self._log_once(str(lock), logging.WARNING, _lock_line(lock), waited_seconds)
+        elif waited_seconds >= self._place_due_at:
+            self._place_due_at = waited_seconds + self._seconds
+            forward_only_ns = self._forward_only_ns()
+            evaluates = forward_only_ns > self._last_forward_only_ns
+            self._last_forward_only_ns = forward_only_ns
+            if self._is_initializing and not evaluates:
+                self._log_once("", logging.INFO, _place(), waited_seconds)
 
     def _log_once(self, key: str, level: int, line: str, waited_seconds: float) -> None:
         if key in self._logged:
@@ -96,43 +108,24 @@ class StartupMonitor:
 
     def _run(self) -> None:
         began = time.monotonic()
-        while not self._stopped.wait(self._seconds) and not self._has_stepped():
+        while not self._stopped.wait(self._seconds / _CHECKS) and not self._has_stepped():
             self._check(time.monotonic() - began)
 
 
-def awaited_lock() -> Path | None:
-    """Return the lock file of torch's extensions that a thread waits for, or None."""
-    for frame in sys._current_frames().values():
-        code = frame.f_code
-        if code.co_name == "wait" and code.co_filename.endswith(_BATON):
-            return Path(frame.f_locals["self"].lock_file_path)
-    return None
-
-
-def _lock_line(lock: Path) -> str:
-    try:
-        age_seconds = max(0.0, time.time() - lock.stat().st_mtime)
-    except OSError:
-        return f"in FileBaton.wait of torch's cpp_extension, for the lock {lock}, just released"
-    workers = list(_processes_in(lock.parent))
-    if workers:
-        state = f"process {workers[0]} compiles there"
+def _lock_line(path: Path) -> str:
+    lock = lock_at(path)
+    if lock.age_seconds is None:
+        return f"in FileBaton.wait of torch's cpp_extension, for the lock {path}, just released"
+    if lock.builders:
+        state = f"process {lock.builders[0]} compiles there"
     else:
         state = (
             "no process of this machine compiles there. If none of another machine does, a killed "
-            f"job has left it: stop this job, remove the lock (rm {lock}), and start again"
+            f"job has left it: stop this job, remove the lock (rm {path}), and start again"
         )
     return (
-        f"in FileBaton.wait of torch's cpp_extension, for the lock {lock} since "
-        f"{_age(age_seconds)}; {state}"
+        f"in FileBaton.wait of torch's cpp_extension, for the lock {path} since {lock.age}; {state}"
     )
-
-
-def _processes_in(folder: Path) -> Iterator[int]:
-    """Yield the processes whose working folder is `folder`, such as ninja and its compilers."""
-    for process in psutil.process_iter(["cwd"]):
-        if process.info["cwd"] == str(folder) and process.pid != os.getpid():
-            yield process.pid
 
 
 def _place() -> str:
@@ -148,8 +141,3 @@ def _place() -> str:
     file = Path(innermost.f_code.co_filename)
     where = "/".join(file.parts[-2:])
     return f"in {innermost.f_code.co_name} ({where}:{innermost.f_lineno})"
-
-
-def _age(seconds: float) -> str:
-    hours, minutes = int(seconds // 3600), int(seconds % 3600 // 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {int(seconds % 60)} s"

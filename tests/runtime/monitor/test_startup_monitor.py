@@ -18,9 +18,10 @@ import pytest
 from fakes.scraper import eventually
 from torch.utils.file_baton import FileBaton
 
+from zerowatch.runtime.common.extension_locks import awaited_lock
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.monitor import startup_monitor
-from zerowatch.runtime.monitor.startup_monitor import StartupMonitor, awaited_lock
+from zerowatch.runtime.monitor.startup_monitor import FIRST_SECONDS, StartupMonitor
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 def monitor(
-    has_stepped: bool = False, seconds: float = 30.0, forward_only_ns: Sequence[int] = ()
+    has_stepped: bool = False, seconds: float = FIRST_SECONDS, forward_only_ns: Sequence[int] = ()
 ) -> StartupMonitor:
     """Make a monitor; `forward_only_ns` is the time of forward passes at each check, then 0."""
     times = iter(forward_only_ns)
@@ -57,11 +58,15 @@ def test_a_stale_lock_is_named_once_with_its_age_and_what_to_do(
     monkeypatch.chdir(lock.parent)  # this process does not compile, wherever it works
     started = monitor()
 
-    started.check(30.0)
-    started.check(60.0)
+    for seconds in (5.0, 20.0):  # 15 s of waiting
+        started.check(seconds)
+    before = log.messages[:]
+    for seconds in (25.0, 60.0):
+        started.check(seconds)
 
+    assert before == []
     (line,) = log.messages
-    assert "before the first step after 30 s" in line
+    assert "before the first step after 25 s" in line
     assert f"the lock {lock} since 3 h 5 min" in line
     assert f"rm {lock}" in line
     assert log.records[0].levelname == "WARNING"
@@ -72,7 +77,9 @@ def test_a_lock_of_a_running_compilation_is_not_called_stale(
 ) -> None:
     command = [sys.executable, "-c", "input()"]
     with subprocess.Popen(command, cwd=lock.parent, stdin=subprocess.PIPE) as compiler:
-        monitor().check(30.0)
+        started = monitor()
+        for seconds in (0.0, 20.0):
+            started.check(seconds)
         compiler.kill()
 
     (line,) = log.messages
@@ -84,16 +91,16 @@ def test_a_long_start_is_reported_with_its_place_if_training_is_initialized(
     log: pytest.LogCaptureFixture,
 ) -> None:
     started = monitor()
-    started.check(30.0)
+    started.check(20.0)
     before = log.messages[:]
 
     started.start(initializing=True)
-    started.check(30.0)
+    started.check(40.0)
     started.stop()
 
     assert before == []
     (line,) = log.messages
-    assert "before the first step after 30 s: in _place (monitor/startup_monitor.py:" in line
+    assert "before the first step after 40 s: in _place (monitor/startup_monitor.py:" in line
 
 
 def test_nothing_is_logged_while_only_forward_passes_run(log: pytest.LogCaptureFixture) -> None:
@@ -118,7 +125,8 @@ def test_of_an_engine_that_does_not_train_only_locks_are_reported(
     started.start(initializing=True)
     started.expect_no_step()
 
-    started.check(30.0)
+    for seconds in (0.0, 20.0):
+        started.check(seconds)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(startup_monitor, "awaited_lock", lambda: None)
         started.check(60.0)

@@ -19,6 +19,7 @@ enum {
     INVALID_ARGUMENT = 2,
     NOT_SUPPORTED = 3,
     NOT_FOUND = 6,
+    INSUFFICIENT_SIZE = 7,
     TIMEOUT = 10
 };
 enum { MAX_DEVICES = 8, MAX_LINKS = 36, LINE = 1024 };
@@ -50,6 +51,12 @@ typedef struct {
     unsigned int gpuInstanceId, computeInstanceId;
 } nvmlEventData_t;
 typedef struct { unsigned int version; int marginTemperature; } nvmlMarginTemperature_t;
+typedef struct { unsigned long long total, free, used; } nvmlMemory_t;
+typedef struct {
+    unsigned int pid;
+    unsigned long long usedGpuMemory;
+    unsigned int gpuInstanceId, computeInstanceId;
+} nvmlProcessInfo_t;
 typedef struct { int device; unsigned int seen; unsigned long long types; } event_set_t;
 
 /* What the tests look up: nothing may be left open. */
@@ -139,6 +146,13 @@ int nvmlSystemGetDriverVersion(char *version, unsigned int size) {
     char text[LINE];
     if (!find("driver", text)) return NOT_SUPPORTED;
     snprintf(version, size, "%s", text);
+    return SUCCESS;
+}
+
+int nvmlSystemGetCudaDriverVersion_v2(int *version) {
+    char text[LINE];
+    if (!find("cuda_version", text)) return NOT_SUPPORTED;
+    *version = atoi(text);
     return SUCCESS;
 }
 
@@ -334,4 +348,54 @@ int nvmlEventSetWait_v2(void *set, nvmlEventData_t *data, unsigned int milliseco
     struct timespec pause = {milliseconds / 1000, (milliseconds % 1000) * 1000000L};
     nanosleep(&pause, NULL);
     return TIMEOUT;
+}
+
+int nvmlDeviceGetMemoryInfo(void *device, nvmlMemory_t *memory) {
+    NUMBER(unsigned long long, &memory->total, "memory_total");
+    NUMBER(unsigned long long, &memory->used, "memory_used");
+    memory->free = memory->total - memory->used;
+    return SUCCESS;
+}
+
+/* At most one process. */
+int nvmlDeviceGetComputeRunningProcesses_v3(
+    void *device, unsigned int *count, nvmlProcessInfo_t *processes) {
+    unsigned int size = *count;
+    long long pid = 0;
+    int error = number(device, __func__, "process", &pid);
+    if (error && error != NOT_SUPPORTED) return error;
+    *count = pid != 0;
+    if (*count > size) return INSUFFICIENT_SIZE;
+    if (*count) memset(processes, 0, sizeof *processes), processes->pid = (unsigned)pid;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetMaxClockInfo(void *device, unsigned int type, unsigned int *mhz) {
+    NUMBER(unsigned, mhz, "max_clock%u", type);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetMemoryBusWidth(void *device, unsigned int *bits) {
+    NUMBER(unsigned, bits, "bus_width");
+    return SUCCESS;
+}
+
+int nvmlDeviceGetCurrPcieLinkGeneration(void *device, unsigned int *generation) {
+    NUMBER(unsigned, generation, "pcie_generation");
+    return SUCCESS;
+}
+
+int nvmlDeviceGetMaxPcieLinkGeneration(void *device, unsigned int *generation) {
+    NUMBER(unsigned, generation, "pcie_max_generation");
+    return SUCCESS;
+}
+
+int nvmlDeviceGetCurrPcieLinkWidth(void *device, unsigned int *lanes) {
+    NUMBER(unsigned, lanes, "pcie_lanes");
+    return SUCCESS;
+}
+
+int nvmlDeviceGetMaxPcieLinkWidth(void *device, unsigned int *lanes) {
+    NUMBER(unsigned, lanes, "pcie_max_lanes");
+    return SUCCESS;
 }

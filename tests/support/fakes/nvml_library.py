@@ -23,6 +23,7 @@ SOURCE = Path(__file__).with_suffix(".c")
 # A healthy H100: figures by the keys of nvml_library.c, in NVML's own units.
 HEALTHY: Mapping[str, object] = {
     "driver": "580.95.05",
+    "cuda_version": 13000,
     "0.uuid": "GPU-11111111-2222-3333-4444-555555555555",
     "0.name": "NVIDIA H100 80GB HBM3",
     "0.pci_bus_id": "00000000:1B:00.0",
@@ -43,6 +44,14 @@ HEALTHY: Mapping[str, object] = {
     "0.pcie_replays": 4,
     **{f"0.link{link}.{kind}": 0 for link in range(18) for kind in range(3)},
     "0.event_types": 8,
+    "0.memory_total": 81559 * 2**20,
+    "0.memory_used": 500 * 2**20,
+    "0.bus_width": 5120,
+    "0.max_clock2": 2619,
+    "0.pcie_generation": 1,  # idle
+    "0.pcie_max_generation": 5,
+    "0.pcie_lanes": 16,
+    "0.pcie_max_lanes": 16,
 }
 
 

@@ -1,0 +1,1 @@
+"""Checks machine, software and configuration before a run: `zerowatch check`."""

@@ -1,0 +1,148 @@
+"""Runs the command `check`: machine, software and configuration, before a run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from ....errors import CommandLineError
+
+_HELP_NPROC = (
+    "Ranks to start on this host, to check clocks and links too.  [default: one process, which "
+    "checks this host only]"
+)
+
+
+@click.command(short_help="Check machine, software and configuration before a run.")
+@click.option("--ds-config", metavar="DS_JSON", help="DeepSpeed configuration of the run.")
+@click.option("--nproc", type=click.IntRange(min=1), help=_HELP_NPROC)
+@click.option(
+    "--nnodes", type=click.IntRange(min=1), default=1, show_default=True, help="Hosts of the job."
+)
+@click.option(
+    "--rdzv-endpoint",
+    metavar="HOST:PORT",
+    help="With --nnodes: where the hosts meet, as in torchrun; run the command on each host.",
+)
+@click.option("--strict", is_flag=True, help="Exit with 1 on warnings too.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--exit-file", hidden=True)
+def check(
+    ds_config: str | None,
+    nproc: int | None,
+    nnodes: int,
+    rdzv_endpoint: str | None,
+    strict: bool,
+    as_json: bool,
+    exit_file: str | None,
+) -> None:
+    r"""Check machine, software and configuration before a run.
+
+    Prints a verdict for each check, and what to do: ok, warning (the run works, but is slower or
+    loses something), failed (the run does not start, waits forever, or fails later), or not
+    applicable. Each check is bounded in time. Nothing is changed.
+
+    Under a launcher that sets RANK and WORLD_SIZE, all ranks check together, and rank 0 prints.
+
+    \b
+    Examples:
+        zerowatch check --ds-config ds.json
+        zerowatch check --nproc 8
+        zerowatch check --nproc 8 --nnodes 2 --rdzv-endpoint host0:29400   (on both hosts)
+        srun torchrun ... --no-python zerowatch check
+
+    Exit code: 0, or 1 if a check failed.
+    """
+    if nproc is not None and "RANK" not in os.environ:
+        sys.exit(_launch(nproc, nnodes, rdzv_endpoint, _options(ds_config, strict, as_json)))
+    _exit(_check(ds_config, nproc, strict, as_json), exit_file)
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    code: int
+    has_hung: bool  # a thread of a check still runs
+
+
+def _options(ds_config: str | None, strict: bool, as_json: bool) -> list[str]:
+    given = [] if ds_config is None else ["--ds-config", ds_config]
+    return [*given, *(["--strict"] if strict else []), *(["--json"] if as_json else [])]
+
+
+def _check(ds_config: str | None, nproc: int | None, strict: bool, as_json: bool) -> _Result:
+    from . import output
+    from .all_checks import check_alone, check_together, exit_code, job_of_environment
+    from .verdicts import Runner
+
+    job, runner = job_of_environment(ds_config, nproc), Runner()
+    together = job.world_size is not None and job.world_size > 1
+    with redirect_stdout(StringIO()):  # DeepSpeed logs to stdout
+        findings = check_together(job, runner) if together else check_alone(job, runner)
+    code = exit_code(findings, strict=strict)
+    # Without a connection, each host prints its own findings.
+    ranks = f"{job.world_size} ranks, rank 0 on " if together else ""
+    if job.rank == 0 or (job.local_rank == 0 and any(f.check == "connection" for f in findings)):
+        title = f"zerowatch check: {ranks}{socket.gethostname()}"
+        if as_json:
+            click.echo(output.as_json(findings, title, code))
+        else:
+            output.print_findings(findings, title, sys.stdout)
+    return _Result(code, bool(runner.hung))
+
+
+def _exit(result: _Result, exit_file: str | None) -> NoReturn:
+    """End this process. Under our own launcher the exit code goes to a file.
+
+    torchrun prints a long report on a rank that does not exit with 0.
+    """
+    code = result.code
+    if exit_file is not None:
+        Path(exit_file, os.environ["LOCAL_RANK"]).write_text(str(code))
+        code = 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if result.has_hung:  # at its exit Python would wait for the thread
+        os._exit(code)
+    sys.exit(code)
+
+
+def _launch(nproc: int, nnodes: int, endpoint: str | None, options: list[str]) -> int:
+    """Run the check on ranks of this host, and return the exit code."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from ...devices.cpu import usable_cores
+
+    if nnodes > 1 and endpoint is None:
+        raise CommandLineError(
+            f"check: --nnodes {nnodes} needs --rdzv-endpoint, an address of the first host and a "
+            "free port, such as host0:29400"
+        )
+    meeting = ["--standalone"] if nnodes == 1 else [f"--rdzv-endpoint={endpoint}"]
+    meeting += [] if nnodes == 1 else ["--rdzv-backend=c10d", "--rdzv-id=zerowatch-check"]
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(usable_cores()) // nproc)))
+    with tempfile.TemporaryDirectory(prefix="zerowatch-check-") as folder:
+        command = [f"--nproc-per-node={nproc}", f"--nnodes={nnodes}", *meeting]
+        command += ["-m", "zerowatch.runtime.cli.check", f"--exit-file={folder}", *options]
+        try:
+            torchrun.main(command)
+        except ChildFailedError as error:
+            status = error.get_first_failure()[1].exitcode
+            sys.stderr.write(
+                f"zerowatch: check: a rank ended with status {status} before it was done\n"
+            )
+            return 1
+        except SignalException as error:
+            return 128 + error.sigval
+        codes = [int(file.read_text()) for file in Path(folder).iterdir()]
+    return max(codes, default=1)

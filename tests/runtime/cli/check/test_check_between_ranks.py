@@ -1,0 +1,180 @@
+"""`zerowatch check` on several ranks: versions, clocks, links and their faults.
+
+Covers `check/between_ranks.py`, `check/command.py` and `check/output.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from require import program
+from scripts.launching import ZEROWATCH, environment
+from servers.free_port import free_port
+
+from zerowatch.runtime.cli.check import between_ranks
+from zerowatch.runtime.cli.check.all_checks import check_together, merged
+from zerowatch.runtime.cli.check.between_ranks import LEAST_BYTES_PER_SECOND, link_finding
+from zerowatch.runtime.cli.check.verdicts import Finding, Job, Runner, Verdict
+
+LIMIT_SECONDS = 300
+GIGABIT = 1e9 / 8
+# Makes a process see another time of day. Compiled as a library that the process loads first.
+OTHER_CLOCK = """
+#define _GNU_SOURCE
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    int error = syscall(SYS_clock_gettime, clock, now);
+    if (!error && clock == CLOCK_REALTIME) now->tv_sec += 3;
+    return error;
+}
+"""
+
+
+def checked_by_ranks(
+    tmp_path: Path, of_rank_1: Mapping[str, str]
+) -> tuple[list[int], dict[str, list[dict[str, Any]]]]:
+    """Run the check on two ranks, as a launcher does; return exit codes and findings by check."""
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "zerowatch.runtime.cli.check", "--json"],
+            env=environment(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE="2",
+                LOCAL_WORLD_SIZE="2",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
+                TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"),
+                **(of_rank_1 if rank else {}),
+            ),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    outputs = [rank.communicate(timeout=LIMIT_SECONDS)[0] for rank in ranks]
+    assert outputs[1] == ""
+    findings: dict[str, list[dict[str, Any]]] = {}
+    for each in json.loads(outputs[0])["findings"]:
+        findings.setdefault(each["check"], []).append(each)
+    return [rank.returncode for rank in ranks], findings
+
+
+@pytest.mark.jobs
+def test_a_clock_that_is_wrong_and_another_version_on_a_rank_are_named(tmp_path: Path) -> None:
+    compiler = program("gcc", apt="gcc")
+    library = tmp_path / "clock.so"
+    command = [compiler, "-shared", "-fPIC", "-x", "c", "-o", str(library), "-"]
+    subprocess.run(command, input=OTHER_CLOCK, text=True, check=True)
+    installed = tmp_path / "site" / "numpy-2.0.1.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 2.0.1\n")
+
+    codes, findings = checked_by_ranks(
+        tmp_path, {"LD_PRELOAD": str(library), "PYTHONPATH": str(installed.parent)}
+    )
+
+    assert codes == [1, 1]
+    (clock,) = findings["clocks"]
+    assert clock["verdict"] == "warning"
+    assert "rank 1" in clock["text"]
+    assert "3 s ahead of that of rank 0" in clock["text"]
+    assert clock["figures"]["offset_seconds"] == pytest.approx(3, abs=0.5)
+    (versions,) = findings["same versions"]
+    assert versions["verdict"] == "failed"
+    assert "2.0.1 on rank 1" in versions["text"]
+    assert [each["verdict"] for each in findings["links"]] == ["not applicable", "ok"]
+    assert {each["where"] for each in findings["speed"]} == {"rank 0", "rank 1"}
+
+
+@pytest.mark.jobs
+@pytest.mark.slow
+def test_the_command_starts_ranks_and_returns_their_verdict(tmp_path: Path) -> None:
+    variables = environment(TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"))
+    lock = tmp_path / "extensions" / "py311_cpu" / "fused_adam" / "lock"
+
+    def run() -> subprocess.CompletedProcess[str]:
+        command = [ZEROWATCH, "check", "--nproc", "2"]
+        return subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True)
+
+    healthy = run()
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    os.utime(lock, (0, 0))
+    faulty = run()
+
+    assert healthy.returncode == 0, healthy.stdout
+    assert "the same versions on all 2 ranks" in healthy.stdout
+    assert "Gb/s, latency" in healthy.stdout
+    assert faulty.returncode == 1
+    assert "stale lock" in faulty.stdout
+    assert "Traceback" not in faulty.stderr
+
+
+def test_a_rank_that_is_missing_is_a_finding_within_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(between_ranks, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr("zerowatch.runtime.cli.check.all_checks.CHECKS", ())
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+
+    (finding,) = check_together(Job(rank=1, local_rank=1, world_size=2), Runner())
+
+    assert (finding.check, finding.verdict) == ("connection", Verdict.FAILED)
+    assert "the 2 ranks did not connect over 127.0.0.1:" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("gigabits", "latency", "between_hosts", "verdict"),
+    [
+        (25, 50e-6, True, "ok"),
+        (9, 50e-6, True, "warning"),
+        (0.9, 50e-6, True, "failed"),
+        (25, 5e-3, True, "warning"),
+        (0.9, 5e-3, False, "ok"),
+    ],
+)
+def test_a_link_between_hosts_is_compared_with_10_gigabits(
+    gigabits: float, latency: float, between_hosts: bool, verdict: str
+) -> None:
+    finding = link_finding(
+        "rank 0 (a) to rank 1 (b)", latency, gigabits * GIGABIT, between_hosts=between_hosts
+    )
+
+    assert finding.verdict == verdict
+    assert f"{gigabits} Gb/s" in finding.text
+    assert LEAST_BYTES_PER_SECOND == GIGABIT
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 4, 7])
+def test_each_host_is_in_one_transfer_at_a_time(hosts: int) -> None:
+    pairs = between_ranks.neighbors(list(range(hosts)))
+    rounds = between_ranks.rounds_of(pairs)
+
+    assert sorted(chain.from_iterable(rounds)) == sorted(pairs)
+    assert len(pairs) == (1 if hosts == 2 else hosts)
+    for each in rounds:
+        ends = list(chain.from_iterable(each))
+        assert len(ends) == len(set(ends))
+
+
+def test_equal_findings_of_several_hosts_are_one_row() -> None:
+    def finding(where: str, text: str) -> Finding:
+        return Finding(verdict=Verdict.OK, text=text, check="versions", where=where)
+
+    rows = merged([finding("a", "torch 2.13"), finding("b", "torch 2.13"), finding("c", "torch 2")])
+
+    assert [(row.where, row.text) for row in rows] == [("a, b", "torch 2.13"), ("c", "torch 2")]
