@@ -171,7 +171,7 @@ def check_nvcc(release: str | None, cuda: str, cuda_home: str | None) -> Finding
             f"no nvcc (CUDA_HOME={cuda_home}): DeepSpeed cannot compile CUDA operations, such as "
             "its default Adam",
             f"install the CUDA toolkit {cuda} and set CUDA_HOME, or use torch's optimizer "
-            '("torch_adam": true)',
+            "(torch_adam: true in the optimizer's params)",
         )
     wanted = ".".join(cuda.split(".")[:2])
     # DeepSpeed accepts other minor versions of CUDA 11 and 12, and all with DS_SKIP_CUDA_CHECK=1.

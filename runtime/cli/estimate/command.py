@@ -57,6 +57,17 @@ _MAX_RANKS = 1_000_000  # ten times the largest cluster; the time of a plan grow
     help="Samples per micro-batch; needs --sequence.  [default: from DS_JSON]",
 )
 @click.option(
+    "--grad-accum",
+    "accumulation",
+    type=click.IntRange(min=1),
+    help='Value of gradient_accumulation_steps where DS_JSON has "auto".',
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "fp16", "bf16"]),
+    help='Precision of training where DS_JSON has "auto" at bf16.enabled or fp16.enabled.',
+)
+@click.option(
     "--memory",
     metavar="SIZE",
     help="Device memory, such as 80GiB: shows the largest micro-batch that fits; needs --sequence.",
@@ -73,6 +84,8 @@ def estimate(
     stage: str,
     sequence: int | None,
     micro_batch: int | None,
+    accumulation: int | None,
+    dtype: str | None,
     memory: str | None,
     as_json: bool,
 ) -> None:
@@ -83,18 +96,27 @@ def estimate(
     (--model). Nothing is trained and no GPU is needed.
 
     Example: zerowatch estimate ds.json --world 8 --params 7B --sequence 4096 --memory 80GiB
+
+    Where DS_JSON has Hugging Face's "auto", sizes of buckets follow from the model as in Hugging
+    Face; give the others with --grad-accum, --dtype and --micro-batch.
     """
     from ...estimator.config_reader import ConfigReader
+    from .auto_values import TrainingValues, fill_in
     from .inputs import MemoryOptions, read_batch, read_model
 
     config = _read_config(config_file)
     _warn_of_misspelled_keys(config, config_file)
     configured_stage = ConfigReader(config, config_file).stage()
     model = read_model(size, model_name)
+    training = TrainingValues(accumulation=accumulation, micro_batch=micro_batch, dtype=dtype)
+    config, filled = fill_in(config, training, model)
     topology = _topology(config, world, tp, pp, backend)
     estimates = _estimates(config, model.shape, topology, stage, config_file)
     given = MemoryOptions(sequence=sequence, micro_batch=micro_batch, memory=memory)
     batch = read_batch(given, config, model, topology, config_file)
+    if filled:
+        values = ", ".join(f"{key} = {value}" for key, value in filled.items())
+        click.echo(f'zerowatch: {config_file}: "auto" filled in: {values}', err=True)
     if as_json:
         click.echo(json.dumps(_as_json(estimates, model.shape, topology, batch), indent=2))
         return

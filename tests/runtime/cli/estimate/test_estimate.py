@@ -195,8 +195,7 @@ def test_invalid_options_print_one_line_and_exit_with_code_2(estimate, ds_json, 
                     "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"},
                 }
             ),
-            "give a value here for gradient_accumulation_steps, bf16.enabled, "
-            "zero_optimization.stage3_prefetch_bucket_size",
+            "give a value here for gradient_accumulation_steps, bf16.enabled",
         ),
     ],
 )
@@ -224,6 +223,66 @@ def test_comments_and_trailing_commas_are_accepted_as_by_deepspeed(estimate, tmp
 
     assert (code, err) == (0, "")
     assert out.replace(str(file), str(ds_json)) == estimate(ds_json, *SIZE)[1]
+
+
+AUTO_CONFIG = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    },
+}
+
+
+def test_options_give_the_values_of_auto_as_hugging_face_would(estimate, tmp_path):
+    auto, by_hand = tmp_path / "auto.json", tmp_path / "by_hand.json"
+    auto.write_text(json.dumps(AUTO_CONFIG))
+    hidden = 768  # of the typical transformer of 125M
+    by_hand.write_text(
+        json.dumps(
+            {
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 4,
+                "bf16": {"enabled": True},
+                "zero_optimization": {
+                    "stage": 3,
+                    "reduce_bucket_size": hidden**2,
+                    "stage3_prefetch_bucket_size": int(0.9 * hidden**2),
+                    "stage3_param_persistence_threshold": 10 * hidden,
+                },
+            }
+        )
+    )
+    size = ("--world", 8, "--params", "125M", "--sequence", 128, "--json")
+
+    code, out, err = estimate(auto, *size, "--micro-batch", 2, "--grad-accum", 4, "--dtype", "bf16")
+
+    assert code == 0
+    assert json.loads(out) == json.loads(estimate(by_hand, *size)[1])
+    assert "gradient_accumulation_steps = 4, " in err
+    assert "bf16.enabled = True" in err
+    assert f"reduce_bucket_size = {hidden**2}" in err
+
+
+def test_a_missing_option_for_auto_is_named(estimate, tmp_path):
+    (tmp_path / "auto.json").write_text(json.dumps(AUTO_CONFIG))
+
+    answer = estimate(tmp_path / "auto.json", *SIZE, "--dtype", "bf16")
+
+    assert_error(answer, "a value here for gradient_accumulation_steps", "--grad-accum")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--grad-accum", 64), ("--dtype", "fp16"), ("--dtype", "fp32")]
+)
+def test_an_option_for_auto_where_there_is_none_is_an_error(estimate, ds_json, option, value):
+    assert_error(estimate(ds_json, *SIZE, option, value), f"{option} {value}", '"auto"')
 
 
 @pytest.mark.parametrize("stage", [2, 3])
