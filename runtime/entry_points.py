@@ -32,6 +32,7 @@ from .monitor.watch import NullWatch, Watch, WatchHandle
 if TYPE_CHECKING:
     import torch
     from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.hooks import RemovableHandle
 
 # How long a process waits at exit for collectives that the script never waited for. The backend
 # waits for these collectives in any case.
@@ -50,6 +51,8 @@ class _Process:
     collectives: CollectiveInstrumentation | None = None
     watch: Watch | None = None
     num_watches: int = 0
+    is_model_known: bool = False
+    first_step_hook: RemovableHandle | None = None
     startup: StartupMonitor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -173,34 +176,50 @@ def initialize(
     return result
 
 
-def watch(engine: Any, settings: Mapping[str, Any] | None = None) -> Watch:
-    """Watch an existing engine. Stability: stable.
+def watch(
+    engine: Any,
+    optimizer: torch.optim.Optimizer | Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Watch:
+    """Watch an existing DeepSpeed engine, or a torch model and its optimizer. Stability: stable.
 
-    A watch on another engine is closed first.
+    A watch on another engine or model is closed first.
 
     Examples:
         >>> watch = zerowatch.watch(engine, settings={"run_log": {"enabled": False}})
         >>> watch.snapshot()
 
+        Without DeepSpeed, for one process, DistributedDataParallel or FSDP2:
+
+        >>> model = DistributedDataParallel(model)
+        >>> watch = zerowatch.watch(model, torch.optim.AdamW(model.parameters()))
+
     Args:
-        engine: A DeepSpeed engine. If it is watched already, its watch is returned unchanged.
-        settings: Settings nested as in zerowatch.toml.
+        engine: A DeepSpeed engine, or the model that the training loop calls, with all its
+            wrappers. If it is watched already, its watch is returned unchanged.
+        optimizer: The optimizer of the model; each call of its `step` is a step. Not used with an
+            engine.
+        settings: Settings nested as in zerowatch.toml. With an engine, they may also be the second
+            argument.
 
     Raises:
         SettingsError: A setting is wrong.
-        TypeError: `engine` is not a DeepSpeed engine.
+        TypeError: `engine` is not a DeepSpeed engine, and no model with an optimizer.
     """
-    if not hasattr(engine, "global_steps"):
-        raise TypeError(
-            f"zerowatch.watch takes a DeepSpeed engine, got {type(engine).__name__}; "
-            "pass what deepspeed.initialize returned first"
-        )
+    if isinstance(optimizer, Mapping):
+        optimizer, settings = None, optimizer
     running = _process.watch
-    if running is not None and running.is_open and running.watches(engine):
+    block: Mapping[str, Any] = {}
+    if hasattr(engine, "global_steps"):
+        block = engine.config if isinstance(engine.config, Mapping) else {}
+        watched = engine
+    else:
+        watched = _torch_engine(engine, optimizer)
+    if running is not None and running.is_open and running.watches(watched):
         return running
-    block = engine.config if isinstance(engine.config, Mapping) else {}
-    opened = _open_watch(engine, load_settings(settings, read_zerowatch_block(block)))
-    engine.watch = opened
+    opened = _open_watch(watched, load_settings(settings, read_zerowatch_block(block)))
+    if watched is engine:
+        engine.watch = opened
     return opened
 
 
@@ -215,9 +234,31 @@ def initialize_unwatched(**kwargs: Any) -> Any:
 
 
 def instrument_torch() -> None:
-    """Instrument collectives right after torch was imported, before a process group exists."""
-    if load_settings(ds_block={"enabled": True}).enabled:
-        _process.open_collectives()
+    """Instrument collectives right after torch was imported, before a process group exists.
+
+    The first optimizer step of the process shows whether a script trains without DeepSpeed. Its
+    model is watched from then on.
+    """
+    if not load_settings(ds_block={"enabled": True}).enabled:
+        return
+    _process.open_collectives()
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    on_step = _process.fail_open.wrap("watch", _watch_torch_model)
+    _process.first_step_hook = register_optimizer_step_post_hook(
+        lambda optimizer, args, kwargs: None if _process.is_model_known else on_step(optimizer)
+    )
+
+
+def _watch_torch_model(optimizer: torch.optim.Optimizer) -> None:
+    """Watch the model of the first optimizer that steps, unless DeepSpeed has an engine."""
+    from .common.torch_engine import torch_engine, trained_model
+
+    _process.is_model_known = True
+    settings = load_settings()
+    model = trained_model(optimizer) if settings.enabled and _process.watch is None else None
+    if model is not None:
+        _open_watch(torch_engine(model, optimizer), settings)
 
 
 def wrap_deepspeed(deepspeed: ModuleType) -> None:
@@ -230,6 +271,7 @@ def wrap_deepspeed(deepspeed: ModuleType) -> None:
     def watched(*args: Any, **kwargs: Any) -> Any:
         config = _config_given(original, args, kwargs)
         show_own_lines()
+        _process.is_model_known = True
         settings = load_settings(ds_block=read_zerowatch_block(config))
         if settings.enabled:
             _process.startup.start(initializing=True)
@@ -251,6 +293,9 @@ def close_watch(*, failed: bool) -> None:
             process does not wait for a scrape. A second Ctrl-C ends the wait.
     """
     _process.startup.stop()
+    if _process.first_step_hook is not None:
+        _process.is_model_known = True
+        _process.first_step_hook.remove()
     error = sys.exception() or getattr(sys, "last_value", None)
     interrupted = failed and is_interrupt(error)
     with ended_by_next_interrupt() if interrupted else nullcontext():
@@ -314,6 +359,7 @@ def _open_watch(engine: Any, settings: Settings) -> Watch:
     from .monitor.build_watch import build_watch
 
     show_own_lines()
+    _process.is_model_known = True
     if _process.watch is not None:
         _process.watch.close()
     collectives = _process.open_collectives()
@@ -324,6 +370,33 @@ def _open_watch(engine: Any, settings: Settings) -> Watch:
     if _process.num_watches == 1:
         os.register_at_fork(after_in_child=_close_after_fork)
     return _process.watch
+
+
+def _torch_engine(model: Any, optimizer: Any) -> Any:
+    """Return the engine of a torch model.
+
+    Raises:
+        TypeError: These are not a model and its optimizer.
+    """
+    # A script without torch has neither.
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            "zerowatch.watch takes a DeepSpeed engine, or a torch model and its optimizer, got "
+            f"{type(model).__name__}; pass what deepspeed.initialize returned first"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        # Wrappers of optimizers, such as Accelerate's, hold the one whose hooks are called.
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise TypeError(
+                f"zerowatch.watch: the optimizer of a torch model is a torch.optim.Optimizer, got "
+                f"{type(optimizer).__name__}; call zerowatch.watch(model, optimizer)"
+            )
+        optimizer = inner
+    from .common.torch_engine import torch_engine
+
+    return torch_engine(model, optimizer)
 
 
 def _close_at_exit() -> None:

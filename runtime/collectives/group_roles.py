@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from deepspeed.utils import groups as registry
 
 from ...metrics.catalog.labels import OWN_GROUP
 from ..common.host_group import GROUP_DESCRIPTION
+from ..common.torch_engine import TorchEngine
+from .groups import Groups
 
 
 class _RoleHolders(NamedTuple):
@@ -57,7 +59,23 @@ _ROLES = (
         mesh_dimension="data_parallel",
     ),
 )
+_REGISTRY = "deepspeed.utils.groups"
+_NO_REGISTRY = SimpleNamespace(mpu=None, mesh_device=None)
 _SEQUENCE_STATE = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
+
+
+def set_roles(groups: Groups, engine: Any) -> None:
+    """Set how the roles of groups are found: by DeepSpeed's registry, or by a torch model."""
+    if not isinstance(engine, TorchEngine):
+        groups.set_roles(role_of, p2p_role)
+        return
+    roles = {id(group): role for group, role in engine.group_roles() if role != "other"}
+
+    def torch_role(group: dist.ProcessGroup) -> str:
+        own = role_of(group)
+        return own if own == OWN_GROUP else roles.get(id(group), own)
+
+    groups.set_roles(torch_role, torch_role)
 
 
 def role_of(group: dist.ProcessGroup) -> str:
@@ -82,25 +100,30 @@ def p2p_role(group: dist.ProcessGroup) -> str:
 
     DeepSpeed's pipeline sends between its stages over the world group.
     """
-    stages = _group_from(registry.mpu, "get_pipe_parallel_group")
+    stages = _group_from(_registry().mpu, "get_pipe_parallel_group")
     is_pipeline = stages is not None and stages.size() > 1
     return "pp" if is_pipeline and group is dist.group.WORLD else role_of(group)
 
 
 def _groups_held(holders: _RoleHolders) -> Iterator[Any]:
     for name in holders.registry:
-        held = getattr(registry, name, None)
+        held = getattr(_registry(), name, None)
         yield from held.values() if isinstance(held, dict) else (held,)
     for mpu in _mpus():
         for getter in holders.mpu:
             yield _group_from(mpu, getter)
-    mesh = registry.mesh_device
+    mesh = _registry().mesh_device
     if mesh is not None and holders.mesh_dimension in (mesh.mesh_dim_names or ()):
         yield mesh.get_group(mesh_dim=holders.mesh_dimension)
 
 
 def _mpus() -> Iterable[Any]:
-    return (registry.mpu, sys.modules.get(_SEQUENCE_STATE))
+    return (_registry().mpu, sys.modules.get(_SEQUENCE_STATE))
+
+
+def _registry() -> Any:
+    """Return DeepSpeed's registry of groups; one without groups if DeepSpeed is not imported."""
+    return sys.modules.get(_REGISTRY, _NO_REGISTRY)
 
 
 def _group_from(mpu: Any, getter: str) -> Any:
@@ -119,9 +142,9 @@ def _role_in_model(group: dist.ProcessGroup) -> str:
     The model parallel group of an mpu spans pipeline stages and tensor slices. Its role is pp if
     there are several stages.
     """
-    stages = _group_from(registry.mpu, "get_pipe_parallel_group")
-    stages = stages or _group_from(registry.mpu, "get_pipeline_model_parallel_group")
-    is_model = group is _group_from(registry.mpu, "get_model_parallel_group")
+    stages = _group_from(_registry().mpu, "get_pipe_parallel_group")
+    stages = stages or _group_from(_registry().mpu, "get_pipeline_model_parallel_group")
+    is_model = group is _group_from(_registry().mpu, "get_model_parallel_group")
     if stages is None or stages.size() == 1:
         return "tp" if is_model else "other"
     within = set(dist.get_process_group_ranks(group)) <= set(dist.get_process_group_ranks(stages))

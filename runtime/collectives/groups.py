@@ -295,7 +295,19 @@ class Groups:
         The coverage of a group is 1 - max(0, counted - recorded) / counted. `counted` is the number
         of calls that the group itself has counted, and of the calls in replays of captured graphs.
         """
-        ratios = []
+        counts = self.drain_counts()
+        return min(
+            (1 - max(0, counted - recorded) / counted for _, counted, recorded in counts),
+            default=None,
+        )
+
+    def known(self) -> list[Group]:
+        """Return the groups seen so far."""
+        return list(self._known.values())
+
+    def drain_counts(self) -> list[tuple[Group, int, int]]:
+        """Return each group with calls since the last drain: the calls counted, and recorded."""
+        counts = []
         for key, known in list(self._known.items()):
             counted = known.num_issued()
             if counted is None:
@@ -306,9 +318,9 @@ class Groups:
                 if messages is not None:  # gloo counts messages too
                     recorded, messages.recorded = recorded + messages.recorded, 0
                 issued, known.replayed = counted + known.replayed, 0
-                ratios.append(1 - max(0, issued - recorded) / issued)
+                counts.append((known, issued, recorded))
                 known.seen_from += counted
-        return min(ratios, default=None)
+        return counts
 
     def _point_to_point(self, known: Group) -> Group:
         group = known.reference()

@@ -326,7 +326,7 @@ def training_device_index() -> int | None:
     If DeepSpeed is loaded, its choice of device counts: DS_ACCELERATOR may be "cpu" although the
     machine has a GPU.
     """
-    on_device = _device_kind() == current.kind and current.is_available()
+    on_device = device_kind() == current.kind and current.is_available()
     return current.current_device() if on_device else None
 
 
@@ -355,7 +355,8 @@ def device_is_slice(index: int) -> bool:
     return current.is_available() and current.is_slice(index)
 
 
-def _device_kind() -> str:
+def device_kind() -> str:
+    """Return the kind of device that training uses, such as "cuda" or "cpu"."""
     deepspeed = sys.modules.get("deepspeed.accelerator")
     if deepspeed is not None:
         return str(deepspeed.get_accelerator().device_name())

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import DsConfigError
+from ..common.torch_engine import TorchEngine
 from ..memory.oom.predicted_savings import Layout, LayoutBytes
 from .config_reader import STAGES
 from .estimate_step import estimate_step
@@ -100,7 +101,8 @@ def engine_config(engine: Any, micro_batches: int | None = None) -> Mapping[str,
 def is_data_parallel(engine: Any) -> bool:
     """Return whether the engine is parallel over data only, not over pipelines or experts."""
     splits_model = (
-        hasattr(type(engine), "train_batch")
+        isinstance(engine, TorchEngine)  # there is no ds config to predict from
+        or hasattr(type(engine), "train_batch")
         or getattr(engine, "has_moe_layers", False)
         or getattr(engine, "sequence_parallel_size", 1) > 1
     )

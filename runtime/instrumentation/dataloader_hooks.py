@@ -6,20 +6,32 @@ from other sources, such as a plain generator, is not measured.
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
-from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from torch.utils.data import dataloader as torch_dataloader
 
 from ..common.fail_open import FailOpen
 from ..common.patching import PatchSet
 from ..common.phase_timer import DATA, EVAL, PhaseTimer
-from .engine_hooks import EngineHooks
 
-# torch's iterators with and without worker processes both inherit from the first class.
-LOADER_CLASSES = (torch_dataloader._BaseDataLoaderIter, DeepSpeedDataLoader)
+
+class TrainingState(Protocol):
+    """The hooks on an engine, as far as data loading needs them."""
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode."""
+
+
+def loader_classes() -> Iterator[type]:
+    """Yield the classes of iterators over batches. DeepSpeed's is absent until it is imported."""
+    yield torch_dataloader._BaseDataLoaderIter  # with and without worker processes
+    deepspeed = sys.modules.get("deepspeed.runtime.dataloader")
+    if deepspeed is not None:
+        yield deepspeed.DeepSpeedDataLoader
 
 
 class DataLoaderHooks:
@@ -34,7 +46,7 @@ class DataLoaderHooks:
     """
 
     def __init__(
-        self, phase_timer: PhaseTimer, fail_open: FailOpen, engine_hooks: EngineHooks
+        self, phase_timer: PhaseTimer, fail_open: FailOpen, engine_hooks: TrainingState
     ) -> None:
         self._thread = threading.get_ident()
         self._phase_timer = phase_timer
@@ -43,7 +55,7 @@ class DataLoaderHooks:
         self._enter = fail_open.wrap("data", self._on_start)
         self._leave = fail_open.wrap("data", phase_timer.leave)
         self._patches = PatchSet()
-        for owner in LOADER_CLASSES:
+        for owner in loader_classes():
             self._patches.add(owner, "__next__", self._wrapper)
 
     def restore(self) -> None:

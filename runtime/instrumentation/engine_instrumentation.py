@@ -8,8 +8,10 @@ from typing import Any
 
 from ...metrics.catalog import generation
 from ..collectives.call_batch import CallBatch
-from ..collectives.group_roles import p2p_role, role_of
+from ..collectives.group_roles import set_roles
+from ..collectives.unseen_calls import UnseenCallCounter
 from ..common.phase_timer import CHECKPOINT
+from ..common.torch_engine import TorchEngine
 from .checkpoint_metrics import CheckpointMetrics
 from .dataloader_hooks import DataLoaderHooks
 from .engine_hooks import EngineHooks
@@ -19,6 +21,7 @@ from .memory_hooks import MemoryHooks
 from .profiled_steps import ProfiledSteps
 from .raw_step import RawStep
 from .step_collector import StepCollector
+from .torch_hooks import TorchHooks
 from .watch_context import WatchContext
 
 
@@ -88,7 +91,7 @@ class EngineInstrumentation:
         self._earlier_generated_ns += self._engine_hooks.generated_ns
         self._memory.rebind_engine(engine)
         calls = self._context.call_recorder
-        calls.groups.set_roles(role_of, p2p_role)
+        set_roles(calls.groups, engine)
         self._enqueue(calls.drain())
         calls.groups.drain_coverage()
         self._engine_hooks = self._dataloader_hooks.engine_hooks = self._hook(engine, generated)
@@ -120,8 +123,18 @@ class EngineInstrumentation:
         self._engine_hooks.restore()
         self._dataloader_hooks.restore()
 
-    def _hook(self, engine: Any, generated_before: GenerationCounts | None = None) -> EngineHooks:
+    def _hook(
+        self, engine: Any, generated_before: GenerationCounts | None = None
+    ) -> EngineHooks | TorchHooks:
         context, memory = self._context, self._memory
+        if isinstance(engine, TorchEngine):
+            counter = UnseenCallCounter(context.call_recorder.groups)
+            collector = StepCollector(
+                context, engine, memory, self._enqueue, self._profiler, counter.take
+            )
+            return TorchHooks(
+                engine, context.phase_timer, context.fail_open, memory, collector, counter.mark
+            )
         collector = StepCollector(context, engine, memory, self._enqueue, self._profiler)
         return EngineHooks(
             engine,

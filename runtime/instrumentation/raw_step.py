@@ -10,6 +10,7 @@ from ...metrics.catalog.labels import PHASES
 from ...metrics.step_record import GenerationTotals, StepRecord
 from ..collectives.call_batch import CallBatch
 from ..collectives.totals import StepCommTotals
+from ..collectives.unseen_calls import UnseenCalls
 from ..common.device_scalar import ScalarOrPending, arrived, lose, mean, read, total
 from ..common.phase_timer import GENERATE, PhaseInterval
 from ..memory.memory_reader import Readings
@@ -83,6 +84,8 @@ class RawStep:
         memory: The memory sample of the step. None if the last sample is recent.
         batch: The collectives since the last step.
         device_phases: The phases on the accelerator. None on CPU.
+        unseen: The calls that process groups counted and no wrapper recorded, without a DeepSpeed
+            engine. None if there are none.
     """
 
     step: int
@@ -98,6 +101,7 @@ class RawStep:
     memory: StepMemorySample | None
     batch: CallBatch
     device_phases: DevicePhaseTimes | None = None
+    unseen: UnseenCalls | None = None
 
     @property
     def phases_show_work(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...metrics.exporters.trace_context import current_trace_labels
+from ..collectives.unseen_calls import UnseenCalls
 from ..common.device_scalar import ScalarOrPending, scalar
 from .memory_hooks import MemoryHooks
 from .profiled_steps import ProfiledSteps
@@ -35,6 +36,7 @@ class StepCollector:
         memory: MemoryHooks,
         enqueue: Callable[[RawStep], None],
         profiler: ProfiledSteps | None,
+        take_unseen: Callable[[], tuple[UnseenCalls | None, float | None]] | None = None,
     ) -> None:
         """Create a collector.
 
@@ -44,6 +46,8 @@ class StepCollector:
             memory: Reads memory at the end of a step.
             enqueue: Called with each step.
             profiler: Profiles some steps. None if profiling is off.
+            take_unseen: Returns the calls of a step that no wrapper has seen, and the coverage
+                without them. By default the coverage is read once a second.
         """
         wrap = context.fail_open.wrap
         self._engine = weakref.ref(engine)
@@ -58,6 +62,7 @@ class StepCollector:
         self._coverage = wrap("coverage", self._calls.groups.drain_coverage)
         self._issues_unseen_collectives = wrap("coverage", _is_deepcompile_active)
         self._is_unseen_logged = False
+        self._take_unseen = None if take_unseen is None else wrap("coverage", take_unseen)
         self._trace = wrap("trace", current_trace_labels)
         self._gradient_norm = wrap("gradient_norm", _gradient_norm)
         self._learning_rate = wrap("learning_rate", _learning_rate)
@@ -71,13 +76,19 @@ class StepCollector:
         if engine is None:
             return
         device_phases = self._device_phases
+        unseen, coverage = None, None
+        if self._take_unseen is None:
+            coverage = self._read_coverage(engine)
+        else:
+            unseen, coverage = self._take_unseen() or (None, None)
         step = RawStep(
             step=engine.global_steps,
             ended_at=time.time(),
             phase_ns=self._phase_timer.drain(),
             intervals=self._phase_timer.drain_intervals(),
             counts=counts,
-            coverage=self._read_coverage(engine),
+            coverage=coverage,
+            unseen=unseen,
             gradient_norm=self._gradient_norm(engine),
             learning_rate=self._learning_rate(engine),
             loss_scale=self._loss_scale(engine) if self._scales_loss else None,

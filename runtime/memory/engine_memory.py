@@ -143,6 +143,7 @@ def _new_bytes(objects: list[Any], seen: set[int], *, as_buffers: bool) -> dict[
     for tensor in objects:
         if not isinstance(tensor, torch.Tensor):  # such as a step count
             continue
+        tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor: this rank's shard
         try:
             storage = tensor.untyped_storage()
             address = storage.data_ptr()

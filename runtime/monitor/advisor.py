@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...metrics.exporters.telemetry_data import Span
 from ...metrics.recorder import Snapshot
+from ..common.torch_engine import TorchEngine
 from ..estimator.engine_estimate import is_data_parallel
 from ..instrumentation.watch_context import WatchContext
 from ..tuner.decision_reporter import DecisionReporter
@@ -49,8 +50,9 @@ class Advisor:
         self._context, self._send, self._now = context, send, now
         is_enabled = context.identity.rank == 0 and context.settings.tuner.mode != "off"
         call = context.fail_open.call
-        self._knobs_class = call("advisor", _import_knobs) if is_enabled else None
-        self._is_enabled = self._knobs_class is not None
+        is_torch = isinstance(context.engine(), TorchEngine)  # it has no knobs
+        self._knobs_class = call("advisor", _import_knobs) if is_enabled and not is_torch else None
+        self._is_enabled = is_enabled and (is_torch or self._knobs_class is not None)
         self._reporter: DecisionReporter | None = None
         self._before: Snapshot | None = None
         self._since, self._first_step = 0.0, 0

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
-
-import deepspeed.comm.comm as deepspeed_comm
 
 from ...metrics.catalog import training
 from ...metrics.exporters.server import MetricsServer
 from ...metrics.recorder import Recorder
 from ...metrics.settings import Settings
-from ..collectives.group_roles import p2p_role, role_of
+from ..collectives.group_roles import set_roles
 from ..collectives.instrument import CollectiveInstrumentation
+from ..collectives.unseen_calls import FlightRecorder
 from ..common.accelerator import training_device_index
 from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer
 from ..common.process_info import this_process
 from ..common.rank_store import RankStore, TargetDiscovery
 from ..common.step_errors import StepErrors
+from ..common.torch_engine import TorchEngine
 from ..devices.device_probes import device_probes, hardware_ids
 from ..devices.memory_probes import memory_probes
 from ..instrumentation.device_phases import DevicePhases
@@ -51,7 +52,7 @@ def build_watch(
     """Build and start the watch of an engine. If a part fails, close the parts built before it.
 
     Args:
-        engine: A DeepSpeed engine.
+        engine: A DeepSpeed engine, or a `TorchEngine`.
         collectives: The instrumentation of this process's collectives. It may be open already.
         fail_open: Wraps the functions that run inside training.
         settings: The settings of this run.
@@ -136,6 +137,7 @@ def build_watch(
             fail_open=fail_open,
             listeners=listeners,
             device_phases=device_phases,
+            flight_recorder=FlightRecorder() if isinstance(engine, TorchEngine) else None,
         )
         undo.callback(thread.stop)
 
@@ -143,8 +145,10 @@ def build_watch(
         warn_of_comms_logger()
         collectives.open()
         undo.callback(collectives.close)
-        collectives.open_backend(deepspeed_comm.cdb)
-        calls.groups.set_roles(role_of, p2p_role)
+        deepspeed_comm = sys.modules.get("deepspeed.comm.comm")
+        if deepspeed_comm is not None:  # it is imported by a script that has an engine
+            collectives.open_backend(deepspeed_comm.cdb)
+        set_roles(calls.groups, engine)
         step_metrics.publish_calls_before_start(calls.drain())
         calls.groups.drain_coverage()
         calls.connect(phase_timer, thread.enqueue, comparison.on_collective_error)

@@ -11,6 +11,7 @@ from typing import Any
 from ...metrics.catalog import memory
 from ...metrics.settings import MemorySettings
 from ..common.liveness_file import LivenessFile
+from ..common.torch_engine import TorchEngine
 from ..devices.libc_memory import free_heap_bytes
 from ..devices.memory_probes import MemoryProbe
 from ..instrumentation.memory_hooks import MemoryHooks
@@ -82,6 +83,7 @@ class MemoryMonitor:
         self._offload: OffloadTraffic | None = None
         if settings.enabled:
             self._log_devices_without_step_peaks()
+        if settings.enabled and not isinstance(engine, TorchEngine):
             self._offload = context.fail_open.call(
                 "offload", OffloadTraffic, engine, context.fail_open, context.call_recorder.events
             )

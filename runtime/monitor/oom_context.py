@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ...errors import DsConfigError
 from ...metrics.catalog.labels import PHASES
+from ..common.torch_engine import TorchEngine
 from ..devices.cuda_allocator import dump_snapshot
 from ..estimator.ds_options import read_options
 from ..estimator.engine_estimate import engine_config, estimated_layouts
@@ -109,7 +110,7 @@ class EngineOomContext(OomContext):
     def setup(self) -> TrainingSetup | None:
         """Return the training configuration of this rank."""
         engine = self._context.engine()
-        return None if engine is None else self._setup(engine)
+        return None if _has_no_config(engine) else self._setup(engine)
 
     def predict_peak(self, device: str, shape: Shape) -> float | None:
         """Return the predicted peak bytes of a micro-batch of this shape."""
@@ -118,7 +119,7 @@ class EngineOomContext(OomContext):
     def estimated_layouts(self) -> Mapping[Layout, LayoutBytes] | None:
         """Return the size of model states under the current layout and all possible layouts."""
         engine = self._context.engine()
-        return None if engine is None else self._estimated_layouts(engine)
+        return None if _has_no_config(engine) else self._estimated_layouts(engine)
 
     def dump_snapshot(self, device: str, path: Path) -> bool | None:
         """Write torch's memory snapshot of a device to a file. Return whether it was written."""
@@ -131,6 +132,10 @@ class EngineOomContext(OomContext):
             return None
         name = "memory.host_limit_bytes" if device == "cpu" else "memory.device_limit_bytes"
         return Limit(num_bytes=limit, name=name)
+
+
+def _has_no_config(engine: Any) -> bool:
+    return engine is None or isinstance(engine, TorchEngine)
 
 
 def training_setup(engine: Any) -> TrainingSetup | None:

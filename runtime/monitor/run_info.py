@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
+import sys
 from importlib.metadata import version
 from typing import Any
 
-import deepspeed
-import deepspeed.comm.comm
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
 from ...metrics.backoff import Backoff
 from ...metrics.catalog import training
+from ..common import accelerator
 from ..common.rank_store import FIRST_POLL_SECONDS, MAX_POLL_SECONDS, RankStore
 from ..instrumentation.watch_context import WatchContext
 from .run_attempts import RunStart, begin_attempt
@@ -103,9 +102,9 @@ def run_info_labels(engine: Any, run_id: str, world_size: int) -> tuple[str, ...
         run_id,
         version("zerowatch"),
         torch.__version__,
-        deepspeed.__version__,
+        getattr(sys.modules.get("deepspeed"), "__version__", "none"),
         dist.get_backend() if dist.is_initialized() else "none",
-        get_accelerator().device_name(),
+        accelerator.device_kind(),
         str(engine.zero_optimization_stage()),
         str(world_size),
     )
@@ -113,7 +112,8 @@ def run_info_labels(engine: Any, run_id: str, world_size: int) -> tuple[str, ...
 
 def warn_of_comms_logger() -> None:
     """Log a warning if DeepSpeed's comms_logger is on, because it changes the measured times."""
-    if deepspeed.comm.comm.comms_logger.enabled:
+    comm = sys.modules.get("deepspeed.comm.comm")
+    if comm is not None and comm.comms_logger.enabled:
         logger.warning(
             "DeepSpeed's comms_logger is on: it synchronizes the device after every collective, so "
             "nothing overlaps, and since 0.18.3 its n-th latency is the sum of the first n. Remove "

@@ -22,6 +22,7 @@ from ..collectives.call_recorder import CallRecorder
 from ..collectives.comm_time import CommTimeCounter
 from ..collectives.groups import CollectiveCall
 from ..collectives.totals import PeriodTotals, StepCommTotals
+from ..collectives.unseen_calls import FlightRecorder
 from ..common import accelerator
 from ..common.fail_open import FailOpen
 from ..instrumentation.device_phases import DevicePhases
@@ -77,6 +78,7 @@ class WatchThread:
         listeners: Functions that receive the record of each step, once a second. They must not
             block. The list may grow.
         device_phases: Measures the phases on the accelerator. None on CPU.
+        flight_recorder: Finds calls that no wrapper has recorded. None with a DeepSpeed engine.
 
     Attributes:
         dropped_steps: Steps lost because this thread was too slow.
@@ -98,6 +100,7 @@ class WatchThread:
         fail_open: FailOpen,
         listeners: Sequence[Listener],
         device_phases: DevicePhases | None,
+        flight_recorder: FlightRecorder | None = None,
     ) -> None:
         self.dropped_steps = self.dropped_calls = self.untimed_calls = 0
         self.cpu_seconds = 0.0
@@ -125,6 +128,7 @@ class WatchThread:
         self._calls: list[CollectiveCall] = []
         self._fail_open = fail_open
         self._num_lost = 0
+        self._flight_recorder = flight_recorder
         self._is_settled = fail_open.wrap("step measurements", _is_settled, is_kept=True)
         self._expired_calls = fail_open.wrap("step measurements", _expired_calls, is_kept=True)
         self._read_events = fail_open.wrap("collective times", self._read_batch, is_kept=True)
@@ -244,11 +248,35 @@ class WatchThread:
                 if not final and time.monotonic() - self._waiting_since < self._patience_seconds():
                     return
                 self._expire(head)
+            if self._waits_for_flight_recorder(head, at_once=final):
+                return
             self._waiting_since, self._poll_seconds = 0.0, FIRST_POLL_SECONDS
             self._pending.popleft()
+            if self._flight_recorder is not None:
+                self._fail_open.call("flight recorder", self._add_unseen_calls, head)
             self._take_calls(_batch_of(head))
             if isinstance(head, RawStep):
                 self._take_step(head)
+
+    def _waits_for_flight_recorder(self, item: CallBatch | RawStep, *, at_once: bool) -> bool:
+        recorder, unseen = self._flight_recorder, getattr(item, "unseen", None)
+        if recorder is None or unseen is None:
+            return False
+        is_read = self._fail_open.call("flight recorder", recorder.read_for, unseen, at_once)
+        return is_read is False
+
+    def _add_unseen_calls(self, item: CallBatch | RawStep) -> None:
+        """Add the calls of a step that no wrapper has recorded, as far as they can be identified.
+
+        Other calls are noted, because the Flight Recorder has them too.
+        """
+        recorder = self._flight_recorder
+        assert recorder is not None
+        batch = _batch_of(item)
+        recorder.add_recorded(batch.calls)
+        if isinstance(item, RawStep):
+            found, item.coverage = recorder.end_step(item.unseen, item.coverage)
+            batch.calls.extend(found)
 
     def _patience_seconds(self) -> float:
         return max(PATIENCE_SECONDS, PATIENCE_STEPS * max(self._step_seconds, default=0.0))
@@ -291,6 +319,8 @@ class WatchThread:
         comm, self._comm = self._comm, StepCommTotals()
         calls, self._calls = self._calls, []
         self._step_seconds.append(sum(raw.phase_ns) / 1e9)
+        if raw.unseen is not None:
+            comm.is_exposed_known = False  # the ends of these calls are not known
         raw.use_device_phases()
         risks = self._add_memory_sample(raw) or {}
         record = raw.record(comm, self._sampler.device_readings, risks)

@@ -51,7 +51,7 @@ FAULTS = (
     PlantedFault(
         file="runtime/common/accelerator.py",
         kind="dropped condition",
-        old="on_device = _device_kind() == current.kind and current.is_available()",
+        old="on_device = device_kind() == current.kind and current.is_available()",
         new="on_device = current.is_available()",
         effect="with DS_ACCELERATOR=cpu on a machine with GPUs, figures of an idle GPU",
     ),

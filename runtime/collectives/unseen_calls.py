@@ -1,0 +1,275 @@
+"""Counts the collectives that no wrapper sees, from sequence numbers and torch's Flight Recorder.
+
+DistributedDataParallel and functional collectives call a process group in C++. The group counts
+these calls, so their number and phase are known. The Flight Recorder has the operation and the
+sizes of each group's last calls, 2000 in all by default (TORCH_FR_BUFFER_SIZE). Neither shows when
+a call ended: such calls have no duration, and their step has no exposed time.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from ...metrics.catalog.labels import OPS
+from .groups import CollectiveCall, Group, Groups, sequence_number
+
+# Share of time that reading the Flight Recorder may take. A full buffer takes about 25 ms.
+READ_TIME_RATIO = 0.005
+MIN_PAUSE_SECONDS = 1.0
+# The Flight Recorder's names of operations contain these words. The first that matches counts.
+_OP_OF_WORD: Mapping[str, str] = {
+    "reduce_scatter": "reduce_scatter",
+    "all_gather": "all_gather",
+    "allgather": "all_gather",
+    "all_to_all": "all_to_all",
+    "alltoall": "all_to_all",
+    "all_reduce": "all_reduce",
+    "allreduce": "all_reduce",
+    "broadcast": "broadcast",
+    "barrier": "barrier",
+}
+_DTYPES: Mapping[str, torch.dtype] = {
+    "Float": torch.float32,
+    "Double": torch.float64,
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Long": torch.int64,
+    "Int": torch.int32,
+    "Short": torch.int16,
+    "Char": torch.int8,
+    "Byte": torch.uint8,
+    "Bool": torch.bool,
+}
+_ALL_REDUCE, _REDUCE_SCATTER = OPS.index("all_reduce"), OPS.index("reduce_scatter")
+
+Entry = tuple[int, int, torch.dtype | None]  # index in OPS, payload bytes, dtype
+_Entries = Mapping[tuple[str, int], Entry]  # by the group's name and sequence number
+
+
+@dataclass(slots=True)
+class UnseenCalls:
+    """The calls of a step that process groups counted, and that were not recorded.
+
+    Attributes:
+        missing: Number of these calls, by group.
+        counted: Number of all calls of the step, by group.
+        ranges: The group, phase, and first and last sequence number of each stretch of calls.
+        counted_at: When they were counted, by the reader's clock.
+    """
+
+    missing: Mapping[Group, int]
+    counted: Mapping[Group, int]
+    ranges: list[tuple[Group, int, int, int]]
+    counted_at: float
+
+
+class UnseenCallCounter:
+    """Reads the sequence numbers of all groups where a phase ends, on the training thread.
+
+    Args:
+        groups: The process groups.
+        now: The clock of the `FlightRecorder`.
+    """
+
+    def __init__(self, groups: Groups, now: Callable[[], float] = time.monotonic) -> None:
+        self._groups, self._now = groups, now
+        self._reached: dict[Group, int] = {}
+        self._ranges: list[tuple[Group, int, int, int]] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self._find_groups()
+        self._groups.drain_counts()
+        self._ranges.clear()
+        self._reached.clear()
+        self.mark(0)
+        self._ranges.clear()
+
+    def mark(self, phase: int) -> None:
+        """Attribute the calls since the last mark to a phase, given by its index in PHASES."""
+        for known in self._groups.known():
+            group = known.reference()
+            if group is None:
+                continue
+            number = sequence_number(group)
+            before = self._reached.get(known, known.seen_from)
+            if number > before:
+                self._ranges.append((known, phase, before + 1, number))
+            self._reached[known] = number
+
+    def take(self) -> tuple[UnseenCalls | None, float | None]:
+        """Return the unseen calls since the last take, if any, and the coverage without them."""
+        self._find_groups()
+        ranges, self._ranges = self._ranges, []
+        counts = self._groups.drain_counts()
+        coverage = coverage_of((counted, recorded) for _, counted, recorded in counts)
+        missing = {known: counted - recorded for known, counted, recorded in counts}
+        missing = {known: number for known, number in missing.items() if number > 0}
+        if not missing:
+            return None, coverage
+        counted = {known: number for known, number, _ in counts}
+        kept = [each for each in ranges if each[0] in missing]
+        return UnseenCalls(missing, counted, kept, self._now()), coverage
+
+    def _find_groups(self) -> None:
+        """Find groups that no wrapped call has used, such as the group of DDP."""
+        for group in list(c10d._world.pg_map):
+            self._groups.find(group)
+
+
+class FlightRecorder:
+    """Finds the calls that no wrapper has seen. Used on the watch thread.
+
+    Args:
+        dump: Returns the Flight Recorder's content; None if this version of torch has none.
+        now: A monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        dump: Callable[[], Mapping[str, Any]] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._dump = dump or _dump_of_torch()
+        self._now = now
+        self._read_at, self._due = float("-inf"), 0.0
+        self._entries: _Entries = {}
+        self._recorded: dict[Group, Counter[tuple[int, int]]] = {}
+
+    def add_recorded(self, calls: Iterable[CollectiveCall]) -> None:
+        """Note the recorded calls since the last step, which are in the Flight Recorder too."""
+        for call in calls:
+            counter = self._recorded.setdefault(call.group, Counter())
+            runs_all_reduce = call.op == _REDUCE_SCATTER and call.group.backend == "gloo"
+            counter[_ALL_REDUCE if runs_all_reduce else call.op, call.payload_bytes] += 1
+
+    def read_for(self, unseen: UnseenCalls, at_once: bool) -> bool:
+        """Read the Flight Recorder if it is time. Return whether the calls can be looked up.
+
+        Args:
+            unseen: The calls of a step.
+            at_once: Whether to read now, because the watch ends.
+        """
+        if self._dump is None or unseen.counted_at <= self._read_at:
+            return True
+        began = self._now()
+        if began < self._due and not at_once:
+            return False
+        self._read_at = began
+        self._entries = dict(_entries(self._dump()))
+        cost_seconds = self._now() - began
+        self._due = began + max(MIN_PAUSE_SECONDS, cost_seconds / READ_TIME_RATIO)
+        return True
+
+    def end_step(
+        self, unseen: UnseenCalls | None, coverage: float | None
+    ) -> tuple[list[CollectiveCall], float | None]:
+        """Return the calls of a step that could be identified, and the coverage with them.
+
+        The calls of a group count only if all of them were identified.
+
+        Args:
+            unseen: The unseen calls of the step; None if there are none.
+            coverage: The coverage without them.
+        """
+        recorded, self._recorded = self._recorded, {}
+        if unseen is None:
+            return [], coverage
+        found: list[CollectiveCall] = []
+        identified: Counter[Group] = Counter()
+        for known, number in unseen.missing.items():
+            calls = self._find_in(known, unseen, recorded.get(known, Counter()))
+            if len(calls) == number:
+                found += calls
+                identified[known] = number
+        return found, coverage_of(
+            (counted, counted - unseen.missing.get(known, 0) + identified[known])
+            for known, counted in unseen.counted.items()
+        )
+
+    def _find_in(
+        self, known: Group, unseen: UnseenCalls, recorded: Counter[tuple[int, int]]
+    ) -> list[CollectiveCall]:
+        group = known.reference()
+        if group is None:
+            return []
+        calls = []
+        for owner, phase, first, last in unseen.ranges:
+            for number in range(first, last + 1) if owner is known else ():
+                entry = self._entries.get((group.group_name, number))
+                if entry is None:
+                    continue
+                op, size, dtype = entry
+                if recorded[op, size] > 0:
+                    recorded[op, size] -= 1
+                    continue
+                calls.append(_untimed_call(op, known, size, dtype, phase))
+        return calls
+
+
+def coverage_of(counts: Iterable[tuple[int, int]]) -> float | None:
+    """Return the lowest ratio of recorded to counted calls; None without calls."""
+    ratios = [1 - max(0, counted - recorded) / counted for counted, recorded in counts if counted]
+    return min(ratios, default=None)
+
+
+def _untimed_call(
+    op: int, group: Group, size: int, dtype: torch.dtype | None, phase: int
+) -> CollectiveCall:
+    call = CollectiveCall(op, group, size, dtype, phase)
+    call.timed, call.is_lost = False, True
+    call.issued_ns = call.wait_phase = 0
+    call.settle()
+    return call
+
+
+def _entries(content: Mapping[str, Any]) -> Iterator[tuple[tuple[str, int], Entry]]:
+    for each in content.get("entries", ()):
+        entry = None if each.get("is_p2p") else _entry(each)
+        if entry is not None:
+            yield (each["process_group"][0], each["collective_seq_id"]), entry
+
+
+def _entry(each: Mapping[str, Any]) -> Entry | None:
+    """Return the operation and its payload; None for one that is not known."""
+    name = str(each["profiling_name"]).partition(":")[2]
+    op = next((label for word, label in _OP_OF_WORD.items() if word in name), None)
+    if op is None:
+        return None
+    if op == "barrier":
+        return OPS.index(op), 0, None
+    side = "output" if op == "all_gather" else "input"
+    dtypes = [_DTYPES.get(str(one)) for one in each[f"{side}_dtypes"]]
+    sizes = [_product(size) for size in each[f"{side}_sizes"]]
+    if not dtypes or None in dtypes or len(dtypes) not in (1, len(sizes)):
+        return None
+    known = [one for one in dtypes if one is not None]
+    known *= len(sizes) if len(known) == 1 else 1
+    payload = sum(size * one.itemsize for size, one in zip(sizes, known, strict=True))
+    return OPS.index(op), payload, known[0]
+
+
+def _product(sizes: Iterable[int]) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+def _dump_of_torch() -> Callable[[], Mapping[str, Any]] | None:
+    """Return a function that reads the Flight Recorder of this process, without stack traces."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
+    if dump is None:  # torch before 2.8 has one for NCCL only
+        dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+    if dump is None:
+        return None
+    return lambda: pickle.loads(dump(True, False, False))

@@ -1,0 +1,329 @@
+"""Measures phases, micro-batches and steps of a torch training loop without a DeepSpeed engine.
+
+A forward pass is a call of the watched model, a backward pass a call of `torch.autograd.backward`,
+which `loss.backward()` calls, and a step is a call of the watched optimizer's `step`. A micro-batch
+ends with its backward pass. Time that belongs to none of these is in the phase `other`: a call of
+`model.module(...)`, `torch.autograd.grad`, gradient clipping.
+
+The class of the model is patched, not the model, so that a copy or a pickle of the model has no
+hooks. The optimizer has hooks of its own for steps, which its copies and pickles do not have.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+
+from ..common.device_scalar import ScalarOrPending, scalar
+from ..common.fail_open import FailOpen
+from ..common.patching import PatchSet
+from ..common.phase_timer import BACKWARD, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseTimer
+from ..common.torch_engine import TorchEngine
+from .batch_shape import BatchShape, batch_shape
+from .generated_tokens import GenerationCounts
+from .memory_hooks import MemoryHooks
+from .raw_step import StepCounts
+from .step_collector import StepCollector
+
+GradScaler = torch.amp.grad_scaler.GradScaler
+_Loss = tuple[ScalarOrPending, float | None]  # a loss, and the number it was divided by
+
+
+class TorchHooks:
+    """Hooks on one model and its optimizer, until `restore`.
+
+    Attributes:
+        cost_ns: Nanoseconds that the hooks have taken on the training thread.
+        generated_ns: Always 0, because calls of `generate` are not measured.
+    """
+
+    generated_ns = 0
+
+    def __init__(
+        self,
+        engine: TorchEngine,
+        phase_timer: PhaseTimer,
+        fail_open: FailOpen,
+        memory: MemoryHooks,
+        collector: StepCollector,
+        mark_calls: Callable[[int], object],
+    ) -> None:
+        """Install the hooks.
+
+        Args:
+            engine: The model and its optimizer.
+            phase_timer: The phases of training.
+            fail_open: Wraps the functions that run inside training.
+            memory: Reads memory.
+            collector: Gets the steps.
+            mark_calls: Called with each phase that ends, to attribute collectives that no wrapper
+                sees.
+        """
+        self.cost_ns = 0
+        self._engine = weakref.ref(engine)
+        self._model = weakref.ref(engine.model)
+        self._thread = threading.get_ident()
+        self._phase_timer = phase_timer
+        self._collect = collector.on_step_end
+        self._mark_calls = fail_open.wrap("coverage", mark_calls)
+        self._fail_open = fail_open
+        self._open = True
+        self._counts = StepCounts()
+        self._divisors: list[float | None] = []
+        self._shapes: list[BatchShape] = []
+        self._unscaled: tuple[weakref.ref[torch.Tensor], _Loss] | None = None
+        self._passes: list[int] = []  # the phases that these hooks have entered
+        self._steps_with_closure = False
+        self._on_batch_start = fail_open.wrap("batch risk", memory.on_batch_start)
+        self._on_gradients = fail_open.wrap("memory categories", memory.on_backward_end)
+        self._on_update_start = fail_open.wrap("memory categories", memory.on_update_start)
+        self._on_exception = fail_open.wrap("oom report", memory.on_exception)
+        self._read_loss = fail_open.wrap("loss", self._loss_of, is_kept=True)
+        self._patches = PatchSet()
+        self._patches.add(type(engine.model), "__call__", self._call_wrapper)
+        self._patches.add(torch.autograd, "backward", self._backward_wrapper)
+        self._patches.add(GradScaler, "scale", self._scale_wrapper)
+        self._patches.add(GradScaler, "step", self._scaler_step_wrapper)
+        optimizer = engine.optimizer
+        assert optimizer is not None  # the caller of `watch` holds it
+        before = fail_open.wrap("step", self._on_step_start)
+        after = fail_open.wrap("step", self._on_step_end)
+        self._handles = [
+            optimizer.register_step_pre_hook(lambda _, args, kwargs: before(args, kwargs)),
+            optimizer.register_step_post_hook(lambda _, args, kwargs: after()),
+        ]
+
+    def restore(self) -> None:
+        """Remove the hooks. Safe to call twice."""
+        self._open = False
+        self._patches.restore()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def take_generated(self) -> GenerationCounts | None:
+        """Return None: calls of `generate` are not measured."""
+        return None
+
+    def discard_window(self) -> None:
+        """Discard the micro-batches since the last step."""
+        self._begin_step()
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        model = self._model()
+        return model is not None and model.training
+
+    def _is_on_training_thread(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    def _call_wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the call of the model's class. The calls of other instances pass through."""
+        start = self._fail_open.wrap("forward", self._on_forward_start)
+        is_compiling, model_of = torch.compiler.is_compiling, self._model
+
+        def called(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not self._open or module is not model_of():
+                return original(module, *args, **kwargs)
+            if self._is_nested():
+                return original(module, *args, **kwargs)
+            return self._measured(lambda: start(args, kwargs), original, module, *args, **kwargs)
+
+        return called
+
+    def _backward_wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        start = self._fail_open.wrap("backward", self._on_backward_start)
+        end = self._fail_open.wrap("backward", self._on_backward_end)
+        is_compiling = torch.compiler.is_compiling
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not self._open or self._is_nested():
+                return original(*args, **kwargs)
+            tensors = args[0] if args else kwargs.get("tensors")
+            result = self._measured(lambda: start(tensors), original, *args, **kwargs)
+            end()
+            return result
+
+        return backward
+
+    def _measured(
+        self,
+        on_start: Callable[[], object],
+        original: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Call a pass between `on_start`, which enters its phase, and the end of the phase."""
+        entered_ns = perf_counter_ns()
+        depth = len(self._passes)
+        on_start()
+        self.cost_ns += perf_counter_ns() - entered_ns
+        try:
+            return original(*args, **kwargs)
+        except (RuntimeError, MemoryError) as error:
+            self._on_exception(error)
+            raise
+        finally:
+            ended_ns = perf_counter_ns()
+            self._leave_to(depth)
+            self.cost_ns += perf_counter_ns() - ended_ns
+
+    def _is_nested(self) -> bool:
+        """Whether a pass runs already, or another thread calls: a recomputation, a second model."""
+        if not self._is_on_training_thread():
+            return True
+        return bool(self._passes) and self._passes[-1] != OPTIMIZER
+
+    def _enter(self, phase: int) -> None:
+        self._mark_calls(self._phase_timer.current)
+        self._phase_timer.enter(phase)
+        self._passes.append(phase)
+
+    def _leave_to(self, depth: int) -> None:
+        """Leave the phases that were entered above `depth`. None, if entering has failed."""
+        while len(self._passes) > depth:
+            self._mark_calls(self._passes.pop())
+            self._phase_timer.leave()
+
+    def _on_forward_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._end_failed_step()
+        if self.training and torch.is_grad_enabled():
+            shape = batch_shape(args, kwargs)
+            self._shapes.append(shape)
+            self._enter(FORWARD)
+            self._on_batch_start(shape, self._counts.micro_batches + 1)
+        else:
+            self._enter(EVAL)
+
+    def _on_backward_start(self, tensors: Any) -> None:
+        self._end_failed_step()
+        self._enter(BACKWARD)
+        if self._shapes:
+            loss, divisor = self._read_loss(tensors) or (None, None)
+            self._counts.losses.append(loss)
+            self._divisors.append(divisor)
+
+    def _on_backward_end(self) -> None:
+        """Count a micro-batch, unless the model was not called, as by the loss of another model."""
+        if self._shapes:
+            self._on_gradients()
+            *losses, last = self._counts.losses
+            self._counts.losses = losses
+            self._counts.add(self._shapes, last)
+            self._shapes = []
+
+    def _on_step_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._is_on_training_thread():
+            self._leave_to(0)
+            # The first argument is the optimizer.
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            self._steps_with_closure = closure is not None
+            self._on_update_start()
+            self._enter(OPTIMIZER)
+
+    def _end_failed_step(self) -> None:
+        """End a step that raised. A pass within a step belongs to the step's closure."""
+        if self._passes == [OPTIMIZER] and not self._steps_with_closure:
+            self._leave_to(0)
+
+    def _on_step_end(self, *, skipped: bool = False) -> None:
+        if not self._is_on_training_thread():
+            return
+        self._leave_to(0)
+        self._mark_calls(OTHER)
+        engine = self._engine()
+        if engine is None:
+            return
+        engine.global_steps += 1
+        counts, divisors = self._counts, self._divisors
+        counts.skipped = skipped
+        if counts.micro_batches > 1:
+            counts.losses_are_divided = are_all(divisors, counts.micro_batches)
+            if not counts.losses_are_divided and any(one is not None for one in divisors):
+                counts.losses = []  # divided by another number: what the losses were is not known
+        self._begin_step()
+        self._collect(counts)
+
+    def _begin_step(self) -> None:
+        self._counts, self._divisors = StepCounts(), []
+        self._shapes, self._unscaled = [], None
+
+    def _loss_of(self, tensors: Any) -> _Loss | None:
+        """Return the loss of a backward pass and the number by which it was divided last.
+
+        A loss that a GradScaler has multiplied is the one before. None if it is not one number.
+        """
+        loss = tensors[0] if isinstance(tensors, tuple | list) and tensors else tensors
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            return None
+        if self._unscaled is not None and self._unscaled[0]() is loss:
+            return self._unscaled[1]
+        return scalar(loss.detach()), divisor_of(loss)
+
+    def _scale_wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        note = self._fail_open.wrap("loss", self._note_unscaled)
+
+        def scale(scaler: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            scaled = original(scaler, outputs, *args, **kwargs)
+            if self._open and isinstance(outputs, torch.Tensor) and self._is_on_training_thread():
+                note(outputs, scaled)
+            return scaled
+
+        return scale
+
+    def _note_unscaled(self, outputs: torch.Tensor, scaled: Any) -> None:
+        if outputs.numel() == 1 and isinstance(scaled, torch.Tensor) and scaled is not outputs:
+            self._unscaled = weakref.ref(scaled), (scalar(outputs.detach()), divisor_of(outputs))
+
+    def _scaler_step_wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        end = self._fail_open.wrap("step", lambda: self._on_step_end(skipped=True))
+
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            engine = self._engine()
+            before = None if engine is None else engine.global_steps
+            result = original(scaler, optimizer, *args, **kwargs)
+            if (
+                self._open
+                and engine is not None
+                and optimizer is engine.optimizer
+                and engine.global_steps == before
+            ):
+                end()  # the optimizer was not called
+            return result
+
+        return step
+
+
+def divisor_of(loss: torch.Tensor) -> float | None:
+    """Return the number by which the last operation divided a loss; None if it did not divide.
+
+    `loss / 4` and `loss * 0.25` are divided by a number. `total / tokens`, with a tensor on a
+    device, is not.
+    """
+    node: Any = loss.grad_fn
+    name = "" if node is None else node.name()
+    if not name.startswith(("DivBackward", "MulBackward")):
+        return None
+    other = getattr(node, "_saved_other", None)
+    if isinstance(other, torch.Tensor):
+        if other.ndim or other.device.type != "cpu" or other.requires_grad:
+            return None
+        other = float(other)
+    if not isinstance(other, int | float) or not other:
+        return None
+    return float(other) if name.startswith("Div") else 1 / other
+
+
+def are_all(divisors: list[float | None], number: int) -> bool:
+    """Return whether there are divisors, and each is this number."""
+    return bool(divisors) and all(
+        each is not None and math.isclose(each, number, rel_tol=1e-6) for each in divisors
+    )

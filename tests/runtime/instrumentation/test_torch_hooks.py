@@ -1,0 +1,336 @@
+"""Tests of a watch on a torch model without DeepSpeed: `torch_hooks.py` and `torch_engine.py`.
+
+Real models, optimizers and watches, in this process.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import zerowatch
+from zerowatch.metrics.catalog import training
+from zerowatch.metrics.step_record import StepRecord
+from zerowatch.runtime.common.torch_engine import steps_so_far, torch_engine, trained_model
+from zerowatch.runtime.instrumentation.torch_hooks import divisor_of
+
+QUIET = {"serve": {"enabled": False}, "run_log": {"enabled": False}, "tuner": {"mode": "off"}}
+SAMPLES, WIDTH = 4, 8
+
+Step = Callable[[nn.Module, torch.optim.Optimizer], None]
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.5)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(SAMPLES, WIDTH)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@contextmanager
+def records_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[Callable[[], list[StepRecord]]]:
+    """Watch a model. The function that it yields closes the watch, and returns the records."""
+    watch = zerowatch.watch(model, optimizer, QUIET)
+    records: list[StepRecord] = []
+    watch.subscribe(records.append)
+
+    def end() -> list[StepRecord]:
+        watch.close()
+        return records
+
+    try:
+        yield end
+    finally:
+        watch.close()
+
+
+def record_of(step: Step) -> StepRecord:
+    model, optimizer = make()
+    with records_of(model, optimizer) as end:
+        step(model, optimizer)
+        (record,) = end()
+    return record
+
+
+def places() -> list[object]:
+    """What the hooks replace, apart from the hooks of the optimizer."""
+    scaler = torch.amp.grad_scaler.GradScaler
+    return [
+        nn.Sequential.__dict__.get("__call__"),
+        torch.autograd.backward,
+        scaler.__dict__["scale"],
+        scaler.__dict__["step"],
+    ]
+
+
+def test_a_step_has_its_phases_samples_loss_and_learning_rate() -> None:
+    record = record_of(train_step)
+
+    assert record.step == 1
+    assert record.micro_batches == 1
+    assert record.samples == SAMPLES
+    assert record.learning_rate == 0.5
+    assert {"forward", "backward", "optimizer"} <= record.phase_seconds.keys()
+    model, _ = make()
+    assert record.loss == pytest.approx(
+        model(torch.ones(SAMPLES, WIDTH)).square().mean().item(), rel=1e-6
+    )
+    assert record.gradient_norm is None  # torch keeps none
+    assert record.comm_exposed_seconds == 0  # there is no communication
+
+
+def test_the_weights_are_the_same_with_and_without_a_watch() -> None:
+    plain, watched = make(), make()
+
+    for _ in range(3):
+        train_step(*plain)
+    with records_of(*watched):
+        for _ in range(3):
+            train_step(*watched)
+
+    pairs = zip(plain[0].parameters(), watched[0].parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_close_restores_everything() -> None:
+    model, optimizer = make()
+    before, attributes = places(), dict(vars(model))
+
+    with records_of(model, optimizer):
+        assert all(a is not b for a, b in zip(before, places(), strict=True))
+        assert vars(model) == attributes  # nothing is written to the model
+
+    assert all(a is b for a, b in zip(before, places(), strict=True))
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_copies_and_pickles_of_a_watched_model_are_not_watched() -> None:
+    model, optimizer = make()
+
+    with records_of(model, optimizer) as end:
+        copied = copy.deepcopy(model)
+        pickled = pickle.loads(pickle.dumps((model, optimizer)))
+        copied(torch.ones(SAMPLES, WIDTH)).sum().backward()
+        train_step(*pickled)
+        train_step(model, optimizer)
+        (record,) = end()
+
+    assert record.micro_batches == 1
+    assert record.samples == SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("scaled", "loss"),
+    [
+        (lambda loss: loss, 2.0),
+        (lambda loss: loss / 2, 2.0),  # divided by the number of micro-batches
+        (lambda loss: loss * 0.5, 2.0),
+        (lambda loss: loss / torch.full((1,), 4.0), 0.5),  # a part of the loss, such as tokens
+        (lambda loss: loss / 8, None),  # what the losses were is not known
+    ],
+)
+def test_the_loss_of_two_micro_batches_is_their_mean_or_unknown(
+    scaled: Callable[[torch.Tensor], torch.Tensor], loss: float | None
+) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for value in (1.0, 3.0):
+            output = model(torch.ones(SAMPLES, WIDTH)).mean()
+            scaled(output - output.detach() + value).backward()
+        optimizer.step()
+
+    record = record_of(step)
+
+    assert record.micro_batches == 2
+    assert record.samples == 2 * SAMPLES
+    assert record.loss == (None if loss is None else pytest.approx(loss))
+
+
+def test_the_loss_of_a_grad_scaler_is_the_loss_before_it() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        output = model(torch.ones(SAMPLES, WIDTH)).mean()
+        scaler.scale(output - output.detach() + 2.0).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    record = record_of(step)
+
+    assert record.loss == pytest.approx(2.0)
+    assert not record.skipped
+
+
+def test_a_step_that_a_grad_scaler_skips_is_a_skipped_step() -> None:
+    model, _ = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    with records_of(model, optimizer) as end:
+        for factor in (float("inf"), 1.0):
+            scaler.scale(model(torch.ones(SAMPLES, WIDTH)).mean() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        records = end()
+
+    assert [(record.step, record.skipped) for record in records] == [(1, True), (2, False)]
+    assert [record.micro_batches for record in records] == [1, 1]
+
+
+def test_evaluation_and_another_model_are_no_micro_batches() -> None:
+    other, _ = make()
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        with torch.no_grad():
+            model(torch.ones(SAMPLES, WIDTH))
+        other(torch.ones(SAMPLES, WIDTH)).sum().backward()
+        train_step(model, optimizer)
+
+    record = record_of(step)
+
+    assert record.micro_batches == 1
+    assert record.samples == SAMPLES
+    assert record.phase_seconds["eval"] > 0
+
+
+def test_a_closure_runs_its_passes_within_the_step() -> None:
+    model, _ = make()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(SAMPLES, WIDTH)).square().mean()
+        loss.backward()
+        return loss
+
+    with records_of(model, optimizer) as end:
+        optimizer.step(closure)
+        (record,) = end()
+
+    assert record.micro_batches >= 1
+    assert {"forward", "backward", "optimizer"} <= record.phase_seconds.keys()
+
+
+def test_a_pass_that_raises_ends_its_phase() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        with pytest.raises(RuntimeError):
+            model(torch.ones(SAMPLES, WIDTH + 1))
+        with pytest.raises(RuntimeError):
+            torch.ones(1).backward()
+        train_step(model, optimizer)
+
+    record = record_of(step)
+
+    assert record.step == 1
+    assert "optimizer" in record.phase_seconds
+
+
+def test_recomputed_activations_are_part_of_backward() -> None:
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = torch.utils.checkpoint.checkpoint(
+                self.inner, x, use_reentrant=True
+            )
+            return output
+
+    model = Recomputed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with records_of(model, optimizer) as end:
+        model(torch.ones(SAMPLES, WIDTH, requires_grad=True)).sum().backward()
+        optimizer.step()
+        (record,) = end()
+
+    assert record.micro_batches == 1
+
+
+def test_steps_continue_at_the_number_in_the_optimizers_state() -> None:
+    model, optimizer = make()
+    for _ in range(3):
+        train_step(model, optimizer)
+
+    with records_of(model, optimizer) as end:
+        train_step(model, optimizer)
+        (record,) = end()
+
+    assert record.step == 4
+    assert steps_so_far(torch.optim.SGD(model.parameters(), lr=0.1)) == 0
+
+
+def test_a_second_call_returns_the_same_watch() -> None:
+    model, optimizer = make()
+
+    with records_of(model, optimizer):
+        first = zerowatch.watch(model, optimizer, QUIET)
+
+        assert zerowatch.watch(model, optimizer, QUIET) is first
+
+
+def test_the_watch_keeps_neither_the_model_nor_the_optimizer() -> None:
+    model, optimizer = make()
+    watch = zerowatch.watch(model, optimizer, QUIET)
+    train_step(model, optimizer)
+    engine, released = torch_engine(model, optimizer), weakref.ref(optimizer)
+    assert watch.watches(engine)
+
+    del optimizer
+    gc.collect()
+    assert released() is None
+    assert engine.optimizer is None
+    del model, engine
+    gc.collect()
+
+    assert watch.watches(None)
+    watch.close()
+
+
+def test_the_metrics_name_no_deepspeed_stage() -> None:
+    model, optimizer = make()
+    watch = zerowatch.watch(model, optimizer, QUIET)
+    train_step(model, optimizer)
+    watch.close()
+
+    (labels,) = watch.snapshot().values[training.RUN_INFO]
+
+    assert "none" in labels
+
+
+@pytest.mark.parametrize("arguments", [(nn.Linear(1, 1),), (nn.Linear(1, 1), "adam"), (3,)])
+def test_other_arguments_are_an_error_that_names_what_to_pass(arguments: tuple[object]) -> None:
+    with pytest.raises(TypeError, match="optimizer"):
+        zerowatch.watch(*arguments)
+
+
+def test_the_model_of_an_optimizer_is_the_outermost_module() -> None:
+    model, optimizer = make()
+    outer = nn.Sequential(model)
+    copied = copy.deepcopy(outer)
+
+    found = trained_model(optimizer)
+
+    assert found is outer
+    assert copied is not found
+
+
+def test_a_loss_without_an_operation_is_not_divided() -> None:
+    assert divisor_of(torch.ones(())) is None
+    assert divisor_of(torch.ones((), requires_grad=True) / 4) == 4.0
