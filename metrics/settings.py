@@ -68,6 +68,13 @@ class Section(BaseModel):
     )
 
 
+def _host_names(given: object) -> object:
+    """Return names from the text of an environment variable; other values unchanged."""
+    if isinstance(given, str):
+        return tuple(name.strip() for name in given.split(",") if name.strip())
+    return given
+
+
 class ServeSettings(Section):
     """The HTTP server of /metrics and /targets."""
 
@@ -102,6 +109,12 @@ class ServeSettings(Section):
     basic_auth_file: Path | None = None
     """File with one line `user:password` per user, of whom clients of every page but /healthz must
     be one. It is read again when it changes."""
+    live_page: bool = True
+    """Whether rank 0 serves a page about the run at `/`, for browsers."""
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_host_names)] = ()
+    """More names by which browsers may reach the pages, such as that of a proxy, besides localhost,
+    IP addresses and the names of this machine. ".example.org" allows all names below it, "*" any.
+    In the environment variable, separated by commas."""
 
     @model_validator(mode="after")
     def _tls_is_whole(self) -> ServeSettings:

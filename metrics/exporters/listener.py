@@ -36,6 +36,13 @@ MAX_CLIENTS = 64
 BACKLOG = 256
 # Clients that are accepted before those with new data are served.
 ACCEPTED_AT_ONCE = 16
+# Streams of events at the same time, which need no slot of MAX_CLIENTS. A further one is refused.
+MAX_STREAMS = 4
+# Time between two events of a stream, and the share of one core that all streams may use.
+EVENT_SECONDS = 1.0
+STREAM_CPU_SHARE = 0.005
+# A stream is closed if its client has not taken an event for this time.
+STREAM_STALL_SECONDS = 30.0
 # Delay after `accept` has failed for lack of descriptors or memory. The client stays in the queue,
 # so without a delay the loop would retry at once, forever.
 ACCEPT_RETRY_SECONDS = 0.5
@@ -92,6 +99,9 @@ class Listener:
         self._site = site
         self._tls = tls
         self._clients: dict[Connection, None] = {}  # in order of acceptance
+        # The streams of events, by the time at which the client had taken all events.
+        self._streams: dict[Connection, float] = {}
+        self._event_due = 0.0
         self._stopping = threading.Event()
         self._cpu_budget = CpuBudget()
         self._accounted_seconds = 0.0
@@ -123,13 +133,18 @@ class Listener:
             ready = self._selector.select(self._seconds_to_deadline())
             self._stopping.wait(self._cpu_budget.pause_seconds())
             for key, _ in ready:
-                if isinstance(key.data, Connection):
-                    if key.data in self._clients:  # else replaced by a client of this round
-                        self._advance(key.data)
+                connection = key.data
+                if isinstance(connection, Connection):
+                    # Else the connection was replaced by a client of this round.
+                    if connection in self._clients or connection in self._streams:
+                        self._advance(connection, connection.advance)
                 elif key.fileobj is self._socket:
                     self._accept()
             self._close_overdue()
+            if self._streams and time.monotonic() >= self._event_due:
+                self._send_events()
             self._account_cpu_time()
+        self._send_events()  # the last event: the end of the run
 
     def stop(self) -> None:
         """Make `serve` return at once. Any thread may call this."""
@@ -141,9 +156,10 @@ class Listener:
         """Close all sockets. In a forked child, the connections of the parent stay open."""
         for open_socket in (self._socket, self._waking, self._woken):
             open_socket.close()
-        for client in self._clients:
+        for client in (*self._clients, *self._streams):
             client.socket.close()
         self._clients.clear()
+        self._streams.clear()
         self._selector.close()
 
     def _accept(self) -> None:
@@ -167,32 +183,66 @@ class Listener:
             if len(self._clients) >= MAX_CLIENTS:
                 self._site.failed(None)
                 self._close(next(iter(self._clients)))
-            connection = Connection(client, address, self._site, time.monotonic())
+            connection = Connection(
+                client, address, self._site, time.monotonic(), self._has_free_stream
+            )
             self._clients[connection] = None
             self._selector.register(client, selectors.EVENT_READ, connection)
-            self._advance(connection)
+            self._advance(connection, connection.advance)
 
-    def _advance(self, connection: Connection) -> None:
+    def _advance(self, connection: Connection, serve: Callable[[], int]) -> None:
         """Serve a client as far as possible now, and close the connection when it is complete."""
         with contextlib.ExitStack() as on_end:
             on_end.callback(self._close, connection)
-            events = connection.advance()
+            events = serve()
             if events:
                 self._selector.modify(connection.socket, events, connection)
                 on_end.pop_all()
+        if connection.is_stream and connection in self._clients:
+            self._begin_stream(connection)
+
+    def _begin_stream(self, connection: Connection) -> None:
+        now = time.monotonic()
+        if not self._streams:
+            self._event_due = now + EVENT_SECONDS
+        del self._clients[connection]
+        self._streams[connection] = now
+        # Otherwise the system would keep events for a client that has vanished for 15 minutes.
+        milliseconds = int(1000 * STREAM_STALL_SECONDS)
+        connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+
+    def _has_free_stream(self) -> bool:
+        return len(self._streams) < MAX_STREAMS
+
+    def _send_events(self) -> None:
+        """Send an event to each stream whose client has taken the last one. Close stalled ones."""
+        started, now = time.thread_time(), time.monotonic()
+        for connection, taken_at in list(self._streams.items()):
+            if not connection.has_unsent:
+                self._streams[connection] = now
+                self._advance(connection, connection.send_event)
+            elif now - taken_at > STREAM_STALL_SECONDS:
+                self._close(connection)
+        spent = time.thread_time() - started
+        self._event_due = now + max(EVENT_SECONDS, spent / STREAM_CPU_SHARE)
 
     def _close(self, connection: Connection) -> None:
-        del self._clients[connection]
+        self._clients.pop(connection, None)
+        self._streams.pop(connection, None)
         self._selector.unregister(connection.socket)
         with contextlib.suppress(OSError):
             connection.socket.shutdown(socket.SHUT_WR)  # the client reads the rest, then the end
         connection.socket.close()
 
     def _seconds_to_deadline(self) -> float | None:
+        """Return the time until a connection is overdue, or until the next event of the streams."""
         oldest = next(iter(self._clients), None)
-        if oldest is None:
+        deadlines = [] if oldest is None else [oldest.accepted_at + CLIENT_TIMEOUT_SECONDS]
+        if self._streams:
+            deadlines.append(self._event_due)
+        if not deadlines:
             return None
-        return max(0.0, oldest.accepted_at + CLIENT_TIMEOUT_SECONDS - time.monotonic())
+        return max(0.0, min(deadlines) - time.monotonic())
 
     def _close_overdue(self) -> None:
         """Close connections whose request or response has not ended in time.

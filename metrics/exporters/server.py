@@ -8,8 +8,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any, Protocol
 from urllib.parse import parse_qs
@@ -25,6 +25,7 @@ from ..recorder import Recorder
 from ..settings import ServeSettings
 from .client_auth import ClientAuth
 from .detail import served
+from .host_check import HostCheck, machine_names
 from .http_connection import Request, RequestHandler, Response
 from .listener import Listener, advertised_address, listen
 from .prometheus import content_type_for, exposition, is_openmetrics
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 # The page for readiness probes. It needs no authorization, and shows no figures of the run.
 HEALTH_PATH = "/healthz"
+# Pages for programs. Programs may use any name of this machine, such as one of a name server, so
+# the header Host is checked for browsers only.
+_FOR_PROGRAMS = ("/metrics", "/targets", HEALTH_PATH)
 # Minimum time between two renderings of the same format. The metrics change once a second.
 RENDER_SECONDS = 0.5
 # Longest wait for the serving thread to end. It usually ends at once.
@@ -72,6 +76,8 @@ class MetricsServer:
         serves_run: Returns whether this rank belongs to the run with the given id. A scrape of
             another run (`/metrics?run=<id>`) is refused, because a later run may serve at the
             address of an earlier run.
+        pages: More pages, by path. A page `/` replaces the list of pages. It must not show figures
+            of the run: it is also the body of a response to a browser without authorization.
     """
 
     def __init__(
@@ -87,19 +93,23 @@ class MetricsServer:
         unix_now: Callable[[], float] = time.time,
         is_watch_dead: Callable[[], bool] = lambda: False,
         serves_run: Callable[[str], bool] = lambda _: True,
+        pages: Mapping[str, Callable[[Request], Response]] | None = None,
     ) -> None:
         self._recorder = recorder
         self._rank = rank
         self._local_rank = local_rank
         self._settings = settings
         self._serves_run = serves_run
-        self._routes: dict[str, Callable[[str], Response]] = {
+        self._routes: dict[str, Callable[[Request], Response]] = {
             "/": self._index,
             "/metrics": self._metrics,
             HEALTH_PATH: lambda _: self._health(),
         }
         if targets is not None:
             self._routes["/targets"] = lambda _: _json(targets())
+        self._front_page = None if pages is None else pages.get("/")
+        self._routes |= pages or {}
+        self._hosts: HostCheck | None = None
         self._targets = targets
         self._scrapes = ScrapeTracker(now)
         self._now, self._unix_now = now, unix_now
@@ -124,6 +134,10 @@ class MetricsServer:
             return None
         site = RequestHandler(
             answer=self._answer, failed=self._on_failure, spent=self._on_cpu_spent
+        )
+        advertised = self._settings.advertise_host
+        self._hosts = HostCheck(
+            (*machine_names(), *([advertised] if advertised else ())), self._settings.allowed_hosts
         )
         try:
             self._auth = ClientAuth(self._settings)
@@ -221,14 +235,33 @@ class MetricsServer:
             )
 
     def _answer(self, request: Request) -> Response:
-        path, _, query = request.path.partition("?")
-        if path != HEALTH_PATH and self._auth and not self._auth.admits(request.authorization):
-            return _unauthorized(self._auth.challenge)
-        for run in parse_qs(query).get("run", ()):
+        if not self._is_from_here(request):
+            return _foreign(request)
+        if request.path != HEALTH_PATH and self._auth:
+            if not self._auth.admits(request.authorization):
+                return self._unauthorized(self._auth.challenge, request)
+        for run in parse_qs(request.query).get("run", ()):
             if not self._serves_run(run):
                 return _not_this_run(run)
-        route = self._routes.get(path)
-        return route(request.accept) if route else self._not_found()
+        route = self._routes.get(request.path)
+        return route(request) if route else self._not_found()
+
+    def _is_from_here(self, request: Request) -> bool:
+        """Whether a request is not from a page of a foreign site (`host_check.py`)."""
+        if request.path in _FOR_PROGRAMS and not request.is_browser:
+            return True
+        return self._hosts is None or self._hosts.admits(request.host)
+
+    def _unauthorized(self, challenge: str, request: Request) -> Response:
+        if request.path == "/" and self._front_page is not None:
+            page = self._front_page(request)
+        else:
+            page = _text(
+                "Authorization is required: serve.auth_token_file or serve.basic_auth_file is "
+                "set.\n"
+            )
+        headers = {**page.headers, "WWW-Authenticate": challenge}
+        return replace(page, status=HTTPStatus.UNAUTHORIZED, headers=headers)
 
     def _health(self) -> Response:
         """Return status 503 with the reason if the metrics are no longer updated."""
@@ -249,10 +282,10 @@ class MetricsServer:
             HTTPStatus.SERVICE_UNAVAILABLE,
         )
 
-    def _metrics(self, accept: str) -> Response:
-        rendering = self._render(accept)
+    def _metrics(self, request: Request) -> Response:
+        rendering = self._render(request.accept)
         return Response(
-            content_type=content_type_for(accept),
+            content_type=content_type_for(request.accept),
             body=rendering.body,
             sent=lambda client: self._scrapes.note(client, run_active=rendering.run_active),
         )
@@ -282,7 +315,7 @@ class MetricsServer:
             )
             return rendering
 
-    def _index(self, _: str) -> Response:
+    def _index(self, _: Request) -> Response:
         links = "".join(f'<p><a href="{path}">{path}</a></p>' for path in self._routes)
         page = f"<!doctype html><title>zerowatch</title><p>zerowatch, rank {self._rank}</p>{links}"
         return Response(content_type="text/html; charset=utf-8", body=page.encode())
@@ -322,12 +355,11 @@ def _not_this_run(run: str) -> Response:
     return _text(f"Run {run} is not served here; another one is.\n", HTTPStatus.NOT_FOUND)
 
 
-def _unauthorized(challenge: str) -> Response:
-    return Response(
-        content_type="text/plain",
-        body=b"Authorization is required: serve.auth_token_file or serve.basic_auth_file is set.\n",
-        status=HTTPStatus.UNAUTHORIZED,
-        headers={"WWW-Authenticate": challenge},
+def _foreign(request: Request) -> Response:
+    return _text(
+        f"The host {request.host!r} is no name of this machine. If it is the right one, such as "
+        "that of a proxy, add it to the setting serve.allowed_hosts of the run.\n",
+        HTTPStatus.FORBIDDEN,
     )
 
 

@@ -1,0 +1,175 @@
+"""Finds what is wrong with a run at this moment, by the thresholds of the alerts.
+
+Prometheus evaluates the alerts over minutes, and over all ranks. Rank 0 has neither, so its result
+is only what would fire if the present values lasted. Each problem names the alert, and with it the
+section of the runbook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ...metrics.catalog import across_ranks, communication, memory, overhead, training, tuner
+from ...metrics.recorder import Snapshot
+from ...metrics.thresholds import (
+    COMM_COVERAGE_LOW,
+    DATA_RATIO_HIGH,
+    EXPOSED_COMM_RATIO_HIGH,
+    OOM_RISK_CRITICAL,
+    OOM_RISK_HIGH,
+    STEPS_TO_JUDGE,
+    Threshold,
+)
+from .step_history import PHASE_INDEX, Point
+
+Severity = Literal["critical", "warning", "info"]
+SEVERITIES = ("critical", "warning", "info")
+Limit = Callable[[Threshold], float]
+# Age of the last update of the metrics from which they count as stale.
+STALE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A threshold that is exceeded now.
+
+    Attributes:
+        alert: The name of the alert about it.
+        severity: The severity of the alert.
+        text: The figures.
+    """
+
+    alert: str
+    severity: Severity
+    text: str
+
+
+def current_problems(
+    snapshot: Snapshot,
+    *,
+    recent: Point | None,
+    slow: Mapping[int, Mapping[str, float]],
+    thresholds: Mapping[str, float],
+    now: float,
+) -> list[Problem]:
+    """Return the problems of now, critical ones first; none of a run that has ended.
+
+    Args:
+        snapshot: The metrics of rank 0.
+        recent: The steps of the last minute.
+        slow: By rank the phases in which it is slow, with its score.
+        thresholds: Thresholds that the settings replace, by name.
+        now: Unix time.
+    """
+    if not snapshot.value(training.RUN_ACTIVE) or training.RUN_END_INFO in snapshot.values:
+        return []
+
+    def limit(threshold: Threshold) -> float:
+        return thresholds.get(threshold.name, float(threshold))
+
+    found = [
+        *_of_progress(snapshot, recent, now),
+        *_of_communication(snapshot, recent, slow, limit),
+        *_of_memory(snapshot, limit),
+    ]
+    return sorted(found, key=lambda problem: SEVERITIES.index(problem.severity))
+
+
+def _of_progress(snapshot: Snapshot, recent: Point | None, now: float) -> Iterator[Problem]:
+    updated_at = snapshot.value(overhead.WATCH_LAST_UPDATE_TIMESTAMP)
+    if updated_at is not None and now - updated_at > STALE_SECONDS:
+        yield Problem(
+            alert="ZerowatchMetricsStale",
+            severity="warning",
+            text=f"the metrics were last updated {now - updated_at:.0f} s ago",
+        )
+    if snapshot.value(communication.HANG_ACTIVE):
+        yield Problem(
+            alert="ZerowatchRankHung",
+            severity="critical",
+            text="rank 0 makes no progress; the report is in the run folder under hangs/",
+        )
+    if recent is not None and recent.nonfinite_losses:
+        yield Problem(
+            alert="ZerowatchLossNotFinite",
+            severity="critical",
+            text=f"{recent.nonfinite_losses} of the last {recent.steps} steps had a loss that is "
+            "not finite",
+        )
+    if snapshot.value(tuner.TUNER_STATE, "safe_mode"):
+        yield Problem(
+            alert="ZerowatchTunerSafeMode",
+            severity="warning",
+            text="the tuner could not undo a change",
+        )
+
+
+def _of_communication(
+    snapshot: Snapshot,
+    recent: Point | None,
+    slow: Mapping[int, Mapping[str, float]],
+    limit: Limit,
+) -> Iterator[Problem]:
+    if recent is not None and recent.steps >= STEPS_TO_JUDGE:
+        exposed = recent.exposed_seconds / recent.timed_seconds if recent.timed_seconds else 0.0
+        if exposed > limit(EXPOSED_COMM_RATIO_HIGH):
+            yield Problem(
+                alert="ZerowatchCommBottleneck",
+                severity="warning",
+                text=f"{exposed:.0%} of the last minute was exposed communication, above "
+                f"{limit(EXPOSED_COMM_RATIO_HIGH):.0%}",
+            )
+        seconds = recent.training_seconds
+        data = recent.phase_seconds[PHASE_INDEX["data"]] / seconds if seconds else 0.0
+        if data > limit(DATA_RATIO_HIGH):
+            yield Problem(
+                alert="ZerowatchDataBound",
+                severity="warning",
+                text=f"{data:.0%} of the last minute was spent loading data, above "
+                f"{limit(DATA_RATIO_HIGH):.0%}",
+            )
+    coverage = snapshot.value(communication.COMM_COVERAGE_RATIO)
+    if coverage is not None and coverage < limit(COMM_COVERAGE_LOW):
+        yield Problem(
+            alert="ZerowatchCommCoverageLow",
+            severity="info",
+            text=f"only {coverage:.1%} of the collectives are recorded",
+        )
+    if mismatches := snapshot.value(communication.COLLECTIVE_MISMATCHES):
+        yield Problem(
+            alert="ZerowatchCollectiveMismatch",
+            severity="critical",
+            text=f"the collectives differed between ranks {mismatches:.0f} times since the start",
+        )
+    for rank, phases in slow.items():
+        for phase, score in phases.items():
+            yield Problem(
+                alert="ZerowatchStragglerRank",
+                severity="warning",
+                text=f"rank {rank} is slow in {phase}: {score:.0%} of a step",
+            )
+
+
+def _of_memory(snapshot: Snapshot, limit: Limit) -> Iterator[Problem]:
+    extremes = snapshot.values.get(across_ranks.RANKS_EXTREME, {})
+    highest = snapshot.value(across_ranks.RANKS_OOM_RISK, "max")
+    if highest is None:  # a run of one rank
+        highest = max(snapshot.values.get(memory.OOM_RISK, {}).values(), default=0.0)
+    rank = extremes.get(("oom_risk", "max"), 0.0)
+    if highest > limit(OOM_RISK_HIGH):
+        is_critical = highest > limit(OOM_RISK_CRITICAL)
+        yield Problem(
+            alert="ZerowatchOomRiskCritical" if is_critical else "ZerowatchOomRiskHigh",
+            severity="critical" if is_critical else "warning",
+            text=f"rank {rank:.0f} runs out of memory within 50 steps with a probability of "
+            f"{highest:.0%}",
+        )
+    for device, category in snapshot.values.get(memory.MEMORY_LEAK, {}):
+        grown = snapshot.value(memory.MEMORY_LEAK, device, category) or 0.0
+        yield Problem(
+            alert="ZerowatchMemoryLeak",
+            severity="warning",
+            text=f"memory on {device} grows by {grown / 2**20:.1f} MiB per step ({category})",
+        )
