@@ -23,9 +23,9 @@ from .accounting.rank_comm_costs import RankCommCosts
 from .exchange.rank_messages import CompareResult, Heartbeat, RankReport
 from .exchange.store_channel import PATIENCE_EXCHANGES, StoreChannel
 from .exchange.store_log import StoreConnection
-from .rank_figures import RankFigures
+from .rank_figures import Figures, RankFigures
 from .rank_statistics import RankStatistics
-from .stragglers import StepTimes, StepTimeSampler, compared_rank_set
+from .stragglers import StepTimes, StepTimeSampler, Straggler, compared_rank_set
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +100,9 @@ class ComparisonThread:
         if clients is not None:
             recorder.start_counters((communication.EXCHANGE_FAILURES,))
         self._reporter = CompareReporter(recorder, rank, now)
-        figures, statistics = RankFigures(recorder, now), RankStatistics(recorder)
-        self._read_figures = fail_open.wrap("rank figures", figures.read)
-        self._publish_statistics = fail_open.wrap("rank statistics", statistics.publish)
+        self._statistics = RankStatistics(recorder)
+        self._read_figures = fail_open.wrap("rank figures", RankFigures(recorder, now).read)
+        self._publish_statistics = fail_open.wrap("rank statistics", self._statistics.publish)
         self._connection = None if clients is None else StoreConnection(clients, now)
         self._channel: StoreChannel | None = None
         self._own_step_times: StepTimes | None = None
@@ -119,6 +119,16 @@ class ComparisonThread:
         """Last heartbeats of other ranks by rank. Read only while training makes no progress."""
         channel = self._open_channel
         return {} if channel is None else channel.peers
+
+    @property
+    def rank_figures(self) -> Mapping[int, Figures]:
+        """The last figures of all ranks, on rank 0; else empty. Any thread may read them."""
+        return self._statistics.figures
+
+    @property
+    def stragglers(self) -> Sequence[Straggler]:
+        """The slow ranks of the rank set over which this rank's step times are compared."""
+        return self._reporter.stragglers
 
     @property
     def divergence(self) -> str | None:
@@ -317,12 +327,14 @@ class CompareReporter:
 
     Attributes:
         divergence: A message that names the ranks whose collectives diverged, or None.
+        stragglers: The ranks that are slow now.
     """
 
     def __init__(
         self, recorder: Recorder, rank: int, now: Callable[[], float] = time.monotonic
     ) -> None:
         self.divergence: str | None = None
+        self.stragglers: Sequence[Straggler] = ()
         self._recorder = recorder
         self._rank = rank
         self._now = now
@@ -341,6 +353,7 @@ class CompareReporter:
             if logs:
                 logger.error("%s", self.divergence)
         if result.reference is not None:
+            self.stragglers = result.stragglers
             if own_step_times is not None:
                 scores = result.reference.scores(own_step_times)
                 for phase, score in zip(COMPARED_PHASES, scores, strict=True):

@@ -14,9 +14,14 @@ from .rank_figures import NUM_FIGURES, Figures
 
 
 class RankStatistics:
-    """Publishes the statistics over ranks. A figure that no rank has is not served."""
+    """Publishes the statistics over ranks. A figure that no rank has is not served.
+
+    Attributes:
+        figures: The last figures by rank.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
+        self.figures: Mapping[int, Figures] = {}
         self._recorder = recorder
 
     def publish(self, figures: Mapping[int, Figures]) -> None:
@@ -25,6 +30,7 @@ class RankStatistics:
         Args:
             figures: The figures by rank. Ranks that are not in it are left out.
         """
+        self.figures = figures
         ranks = np.array(sorted(figures), np.int64)
         rows = [figures[rank] for rank in ranks.tolist()]
         columns = np.array(rows, np.float64).reshape(-1, NUM_FIGURES).T

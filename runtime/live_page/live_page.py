@@ -74,7 +74,7 @@ class LivePage:
         run_id: Callable[[], str | None],
         folder: Callable[[], Path | None],
         targets: Callable[[], Sequence[Mapping[str, Any]]],
-        read: Callable[[Callable[[], None]], Callable[[], object]] = lambda body: body,
+        read: Callable[[Callable[[], None]], Callable[[], object]],
         unix_now: Callable[[], float] = time.time,
     ) -> None:
         self.figures: Callable[[], Mapping[int, Mapping[str, float]]] = dict

@@ -7,6 +7,7 @@ positions are evenly spaced in bytes, which is nearly evenly spaced in steps.
 from __future__ import annotations
 
 import bisect
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -47,14 +48,14 @@ def sample_steps(
         )
         if max_steps < 1 or not end:
             return []
-        spacing = max(1, end // max_steps)
+        spacing = math.ceil(end / max_steps)
         points: dict[float, Point] = {}
         for position in range(0, end, spacing):
             line = log.line_from(position)
             point = None if line is None else _point(line)
             if point is not None and point.ended_at < before_unix_seconds:
                 points[point.ended_at] = point
-        return [points[ended_at] for ended_at in sorted(points)][-max_steps:]
+        return [points[ended_at] for ended_at in sorted(points)]
 
 
 def segments(folder: Path, rank: int) -> list[Path]:

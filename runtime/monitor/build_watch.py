@@ -27,6 +27,7 @@ from ..instrumentation.device_phases import DevicePhases
 from ..instrumentation.engine_instrumentation import EngineInstrumentation
 from ..instrumentation.flops import flops_counter, publish_peak
 from ..instrumentation.watch_context import WatchContext
+from ..live_page.live_page import LivePage
 from .advisor import Advisor
 from .comparison_monitor import ComparisonMonitor
 from .device_sampler import DeviceSampler
@@ -66,6 +67,7 @@ def build_watch(
         targets = TargetDiscovery(store, process)
         folder = RunFolder(settings, process, store, targets)
         undo.callback(folder.close)
+        live_page = _live_page(process.rank, recorder, settings, folder, fail_open)
         server = MetricsServer(
             recorder=recorder,
             rank=process.rank,
@@ -75,6 +77,7 @@ def build_watch(
             make_thread=fail_open.thread,
             is_watch_dead=partial(fail_open.has_died, "watch"),
             serves_run=folder.serves_run,
+            pages=None if live_page is None else live_page.pages,
         )
         undo.callback(server.close)
         address = server.start()
@@ -120,6 +123,9 @@ def build_watch(
         subscriptions = Subscriptions(fail_open)
         undo.callback(subscriptions.close)
         listeners = [*comparison.listeners, subscriptions.enqueue]
+        if live_page is not None:
+            live_page.figures, live_page.slow = comparison.rank_figures, comparison.slow_phases
+            listeners.append(fail_open.wrap("live page", live_page.on_step))
         undo.callback(folder.close)
         thread = WatchThread(
             step_metrics=step_metrics,
@@ -204,3 +210,19 @@ def build_watch(
         comparison.start()
         undo.pop_all()
     return watch
+
+
+def _live_page(
+    rank: int, recorder: Recorder, settings: Settings, folder: RunFolder, fail_open: FailOpen
+) -> LivePage | None:
+    """Return the live page of the run, on rank 0; None if it is off."""
+    if rank != 0 or not (settings.serve.enabled and settings.serve.live_page):
+        return None
+    return LivePage(
+        recorder=recorder,
+        thresholds=settings.alerts.thresholds,
+        run_id=lambda: folder.run_id,
+        folder=lambda: folder.path,
+        targets=folder.targets,
+        read=partial(fail_open.wrap, "live page", is_kept=True),
+    )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ...metrics.catalog.across_ranks import STATISTICS
 from ...metrics.step_record import StepRecord
 from ..collectives.groups import CollectiveCall
 from ..common.accelerator import training_device_index
@@ -70,6 +72,24 @@ class ComparisonMonitor:
     def add_step_times(self, phase_ns: Sequence[int], blocked_ns: Sequence[int]) -> None:
         """Add the nanoseconds of a step in each of PHASES, and the blocked part of each."""
         self._thread.step_times.add(phase_ns, blocked_ns)
+
+    def rank_figures(self) -> dict[int, dict[str, float]]:
+        """Return the known figures of each rank (`across_ranks.STATISTICS`), on rank 0."""
+        return {
+            rank: {
+                name: value
+                for name, value in zip(STATISTICS, figures.tolist(), strict=True)
+                if not math.isnan(value)
+            }
+            for rank, figures in self._thread.rank_figures.items()
+        }
+
+    def slow_phases(self) -> dict[int, dict[str, float]]:
+        """Return by rank the phases in which it is slow now, with its score."""
+        slow: dict[int, dict[str, float]] = {}
+        for straggler in self._thread.stragglers:
+            slow.setdefault(straggler.rank, {})[straggler.phase] = straggler.score
+        return slow
 
     def forget_hooks(self) -> None:
         """Drop the profiler in a forked child, because it belongs to the parent process."""

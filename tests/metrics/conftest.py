@@ -42,6 +42,7 @@ def make_server(recorder, fail_open):
             unix_now=time.time,
             is_watch_dead=lambda: False,
             serves_run=lambda _: True,
+            pages=None,
             **settings,
         ):
             server = MetricsServer(
@@ -55,6 +56,7 @@ def make_server(recorder, fail_open):
                 unix_now=unix_now,
                 is_watch_dead=is_watch_dead,
                 serves_run=serves_run,
+                pages=pages,
             )
             servers.callback(server.close)
             return server

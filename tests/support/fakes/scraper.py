@@ -13,9 +13,13 @@ PATIENCE_SECONDS = 120.0
 
 
 def get(
-    address: str, path: str = "/metrics", tls: ssl.SSLContext | None = None, **headers: str
+    address: str,
+    path: str = "/metrics",
+    tls: ssl.SSLContext | None = None,
+    method: str = "GET",
+    **headers: str,
 ) -> tuple[int, str, str]:
-    """Return status, content type and text of a page."""
+    """Return status, content type and text of a page. In names of headers, "_" stands for "-"."""
     host, port = address.rsplit(":", 1)
     client = (
         http.client.HTTPConnection(host, int(port), timeout=60)
@@ -23,7 +27,8 @@ def get(
         else http.client.HTTPSConnection(host, int(port), timeout=60, context=tls)
     )
     with contextlib.closing(client):
-        client.request("GET", path, headers=headers)
+        named = {name.replace("_", "-"): text for name, text in headers.items()}
+        client.request(method, path, headers=named)
         response = client.getresponse()
         return response.status, response.headers["Content-Type"], response.read().decode()
 

@@ -1,0 +1,134 @@
+"""Tests of the problems that the page names: alerts that would fire if the present lasted."""
+
+from __future__ import annotations
+
+import pytest
+from recorded_runs import STARTED, step_record
+
+from zerowatch.dashboards.alerts import alerts
+from zerowatch.dashboards.timing import Timing
+from zerowatch.metrics.catalog import across_ranks, communication, memory, overhead, training, tuner
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.runtime.live_page.current_problems import current_problems
+from zerowatch.runtime.live_page.step_history import CAUSES, StepHistory
+
+NOW = STARTED + 60
+ALERTS = {alert.name: alert for alert in alerts(Timing())}
+
+
+@pytest.fixture
+def recorder():
+    recorder = Recorder()
+    recorder.set(training.RUN_ACTIVE, 1)
+    return recorder
+
+
+def last_minute(**changes):
+    history = StepHistory(lambda: [0.0] * len(CAUSES))
+    for step in range(1, 21):
+        history.add(step_record(step, **changes))
+    return history.last_seconds(60.0, min_steps=1)
+
+
+HEALTHY = last_minute(comm_exposed_seconds=0.05)
+
+
+def problems(recorder, *, recent=HEALTHY, slow=None, thresholds=None):
+    return current_problems(
+        recorder.snapshot(),
+        recent=recent,
+        slow=slow or {},
+        thresholds=thresholds or {},
+        now=NOW,
+    )
+
+
+def names(*arguments, **options):
+    return [problem.alert for problem in problems(*arguments, **options)]
+
+
+def test_a_healthy_run_has_no_problems(recorder):
+    recorder.set(communication.COMM_COVERAGE_RATIO, 1.0)
+    recorder.set(memory.OOM_RISK, 0.01, "cpu")
+    recorder.set(overhead.WATCH_LAST_UPDATE_TIMESTAMP, NOW - 1)
+    recorder.add(communication.COLLECTIVE_MISMATCHES, 0)
+    recorder.set(tuner.TUNER_STATE, 0, "safe_mode")
+
+    assert names(recorder) == []
+    assert names(recorder, recent=None) == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "value", "labels", "alert"),
+    [
+        (overhead.WATCH_LAST_UPDATE_TIMESTAMP, NOW - 31, (), "ZerowatchMetricsStale"),
+        (communication.HANG_ACTIVE, 1, (), "ZerowatchRankHung"),
+        (tuner.TUNER_STATE, 1, ("safe_mode",), "ZerowatchTunerSafeMode"),
+        (communication.COMM_COVERAGE_RATIO, 0.98, (), "ZerowatchCommCoverageLow"),
+        (communication.COLLECTIVE_MISMATCHES, 1, (), "ZerowatchCollectiveMismatch"),
+        (memory.OOM_RISK, 0.6, ("cpu",), "ZerowatchOomRiskHigh"),
+        (memory.OOM_RISK, 0.81, ("cpu",), "ZerowatchOomRiskCritical"),
+        (across_ranks.RANKS_OOM_RISK, 0.6, ("max",), "ZerowatchOomRiskHigh"),
+        (memory.MEMORY_LEAK, 1e6, ("cpu", "other"), "ZerowatchMemoryLeak"),
+    ],
+)
+def test_a_metric_beyond_its_threshold_is_a_problem(recorder, spec, value, labels, alert):
+    recorder.set(spec, value, *labels)
+
+    [problem] = problems(recorder)
+
+    assert problem.alert == alert
+    assert problem.severity == ALERTS[alert].severity
+
+
+@pytest.mark.parametrize(
+    ("changes", "alert"),
+    [
+        ({"comm_exposed_seconds": 0.11}, "ZerowatchCommBottleneck"),
+        (
+            {"comm_exposed_seconds": 0.0, "phase_seconds": {"data": 0.06, "forward": 0.44}},
+            "ZerowatchDataBound",
+        ),
+        ({"comm_exposed_seconds": 0.0, "nonfinite_loss": True}, "ZerowatchLossNotFinite"),
+    ],
+)
+def test_steps_of_the_last_minute_beyond_a_threshold_are_a_problem(recorder, changes, alert):
+    [problem] = problems(recorder, recent=last_minute(**changes))
+
+    assert problem.alert == alert
+    assert problem.severity == ALERTS[alert].severity
+
+
+def test_a_slow_rank_is_a_problem(recorder):
+    [problem] = problems(recorder, slow={3: {"backward": 0.25}})
+
+    assert problem.text == "rank 3 is slow in backward: 25% of a step"
+    assert problem.severity == ALERTS[problem.alert].severity
+
+
+def test_thresholds_of_the_settings_replace_the_defaults(recorder):
+    slow_steps = last_minute(comm_exposed_seconds=0.11)
+
+    assert names(recorder, recent=slow_steps, thresholds={"exposed_comm_ratio_high": 0.3}) == []
+
+
+def test_critical_problems_come_first(recorder):
+    recorder.set(communication.COMM_COVERAGE_RATIO, 0.98)
+    recorder.set(memory.OOM_RISK, 0.6, "cpu")
+    recorder.set(communication.HANG_ACTIVE, 1)
+
+    assert [problem.severity for problem in problems(recorder)] == ["critical", "warning", "info"]
+
+
+def test_the_highest_risk_names_its_rank(recorder):
+    recorder.set(across_ranks.RANKS_OOM_RISK, 0.9, "max")
+    recorder.set(across_ranks.RANKS_EXTREME, 5, "oom_risk", "max")
+
+    assert problems(recorder)[0].text.startswith("rank 5 ")
+
+
+def test_a_run_that_has_ended_has_no_problems(recorder):
+    recorder.set(communication.HANG_ACTIVE, 1)
+    recorder.set(training.RUN_ACTIVE, 0)
+
+    assert names(recorder) == []

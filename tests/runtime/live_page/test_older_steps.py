@@ -1,0 +1,91 @@
+"""Tests of steps sampled from the run log: their spacing, segments, and damaged lines."""
+
+from __future__ import annotations
+
+import pytest
+from recorded_runs import STARTED, step_record, write_run
+
+from zerowatch.metrics.settings import RunLogSettings
+from zerowatch.runtime.live_page.older_steps import MAX_LINE_BYTES, sample_steps, segments
+from zerowatch.runtime.monitor.step_log import StepLog
+
+LONG_AFTER = STARTED + 1e9
+
+
+def steps_of(points):
+    return [point.step for point in points]
+
+
+def test_all_steps_are_returned_if_there_are_few(tmp_path):
+    folder = write_run(tmp_path / "run", steps=10)
+
+    points = sample_steps(folder, 0, LONG_AFTER, 100)
+
+    assert steps_of(points) == list(range(1, 11))
+    assert points[0].loss_sum == 5.0
+    assert points[0].peak_bytes == {"cpu": 650e6}
+
+
+def test_many_steps_are_sampled_evenly(tmp_path):
+    folder = write_run(tmp_path / "run", ranks=1, steps=5000)
+
+    steps = steps_of(sample_steps(folder, 0, LONG_AFTER, 100))
+
+    gaps = [later - earlier for earlier, later in zip(steps, steps[1:], strict=False)]
+    assert 90 <= len(steps) <= 100
+    assert steps[0] == 1
+    assert steps[-1] > 4900
+    assert max(gaps) <= 2 * 50
+
+
+def test_only_steps_before_the_given_time_are_returned(tmp_path):
+    folder = write_run(tmp_path / "run", ranks=1, steps=1000)
+
+    steps = steps_of(sample_steps(folder, 0, STARTED + 0.5 * 101, 1000))
+
+    assert steps == list(range(1, 101))
+
+
+def test_rotated_segments_are_read_from_the_oldest_on(tmp_path):
+    settings = RunLogSettings(segment_bytes=4096, max_segments=5)
+    identity = {"run_id": "run", "rank": 0, "attempt": 0}
+    log = StepLog(tmp_path, identity, settings)
+    for step in range(1, 31):
+        log.append(step_record(step))
+    log.close()
+
+    steps = steps_of(sample_steps(tmp_path, 0, LONG_AFTER, 1000))
+
+    assert len(segments(tmp_path, 0)) > 2
+    assert steps == list(range(steps[0], 31))
+
+
+def test_damaged_lines_are_left_out(tmp_path):
+    folder = write_run(tmp_path / "run", ranks=1, steps=4)
+    log = folder / "rank-0.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    lines[1] = b'{"step": 2, "secon\n'
+    lines[2] = b"[]\n"
+    log.write_bytes(b"".join(lines) + b'{"step": 5')
+
+    assert steps_of(sample_steps(folder, 0, LONG_AFTER, 100)) == [1, 4]
+
+
+def test_a_line_longer_than_the_first_read_is_found(tmp_path):
+    shapes = [(8, length) for length in range(MAX_LINE_BYTES // 20)]
+    folder = write_run(
+        tmp_path / "run",
+        ranks=1,
+        steps=3,
+        record=lambda _, step: step_record(step, micro_batch_shapes=shapes),
+    )
+
+    assert steps_of(sample_steps(folder, 0, LONG_AFTER, 100)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no record\n"])
+def test_a_missing_or_empty_log_has_no_steps(tmp_path, content):
+    if content is not None:
+        (tmp_path / "rank-0.jsonl").write_bytes(content)
+
+    assert sample_steps(tmp_path, 0, LONG_AFTER, 100) == []
