@@ -23,7 +23,7 @@ import orjson
 from ...metrics.catalog.communication import COMM_CAUSE_SECONDS
 from ...metrics.catalog.training import RUN_ACTIVE, RUN_END_INFO
 from ...metrics.exporters.http_connection import Request, Response
-from ...metrics.recorder import Recorder, Snapshot
+from ...metrics.recorder import Recorder
 from ...metrics.step_record import StepRecord
 from .older_steps import sample_steps
 from .run_state import Ranks, run_state

@@ -121,7 +121,7 @@ def _records_of(descriptor: int, offset: int, *, skip: bool) -> Iterator[Mapping
             record = orjson.loads(line)
         except orjson.JSONDecodeError:
             continue
-        if isinstance(record, dict) and _REQUIRED <= record.keys():
+        if isinstance(record, dict) and record.keys() >= _REQUIRED:
             yield record
 
 

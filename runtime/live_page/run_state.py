@@ -6,7 +6,7 @@ Each value is that of a metric, or a sum of series of one metric, so that the pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...metrics.catalog import communication, devices, memory, overhead, training, tuner

@@ -130,7 +130,7 @@ def test_streams_whose_clients_read_nothing_do_not_disturb_scrapes_and_are_close
     slow = [open_stream(address, receive_buffer=4096) for _ in range(MAX_STREAMS)]
 
     assert [get(address)[0] for _ in range(3)] == [200, 200, 200]
-    assert all(b"" == drain(client) for client in slow)
+    assert all(drain(client) == b"" for client in slow)
 
 
 def drain(client: socket.socket) -> bytes:

@@ -25,7 +25,8 @@ def test_names_of_the_machine_and_all_addresses_are_admitted(host):
 
 
 @pytest.mark.parametrize(
-    "host", ["attacker.example", "localhost.attacker.example", "node7.attacker.example", "1.2.3.4.x"]
+    "host",
+    ["attacker.example", "localhost.attacker.example", "node7.attacker.example", "1.2.3.4.x"],
 )
 def test_other_names_are_refused(host):
     assert not HostCheck(names=("node7",)).admits(host)
@@ -49,7 +50,9 @@ def test_a_star_allows_every_name():
 def test_the_machine_has_the_aliases_and_domains_of_its_host_name(tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
     hosts, resolver = tmp_path / "hosts", tmp_path / "resolv.conf"
-    hosts.write_text("127.0.0.1 localhost\n127.0.1.1 node7.lab.example node7 # alias\n10.0.0.8 n8\n")
+    hosts.write_text(
+        "127.0.0.1 localhost\n127.0.1.1 node7.lab.example node7 # alias\n10.0.0.8 n8\n"
+    )
     resolver.write_text("nameserver 10.0.0.1\nsearch cluster.example. example.org\n")
 
     names = machine_names(hosts, resolver)

@@ -1,4 +1,4 @@
-"""Opens pages in the machine's own chromium. Tests are skipped without it, or without playwright."""
+"""Opens pages in the machine's own chromium. Without it or playwright, the tests are skipped."""
 
 from __future__ import annotations
 

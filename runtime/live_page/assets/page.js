@@ -430,6 +430,7 @@
     });
   }
 
+  const BYTE_STEPS = Array.from({ length: 50 }, (_, power) => 2 ** power);
   const size = (box) => ({ width: Math.max(200, box.clientWidth - 26), height: 190 });
 
   function plot(chart, series, box) {
@@ -445,7 +446,7 @@
     return new uPlot({
       ...size(box),
       scales: { y: { range: spread } },
-      axes: [axis, { ...axis, size: 64,
+      axes: [axis, { ...axis, size: 64, incrs: chart.axis === bytes ? BYTE_STEPS : undefined,
         values: (plotted, ticks) => ticks.map((tick) => (chart.axis ?? number)(tick)) }],
       cursor: { sync: { key: "run" }, drag: { x: true, y: false } },
       series: [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from recorded_runs import STARTED, step_record, write_run
 
@@ -31,7 +33,7 @@ def test_many_steps_are_sampled_evenly(tmp_path):
 
     steps = steps_of(sample_steps(folder, 0, LONG_AFTER, 100))
 
-    gaps = [later - earlier for earlier, later in zip(steps, steps[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(steps)]
     assert 90 <= len(steps) <= 100
     assert steps[0] == 1
     assert steps[-1] > 4900

@@ -160,9 +160,7 @@ def test_all_steps_include_those_of_the_run_log(make_run, visit, tmp_path):
     with opened.page.expect_response(lambda answer: answer.url.endswith("/live/older")):
         opened.page.click("text=all")
 
-    opened.page.wait_for_function(
-        "document.querySelector('.chart .u-legend .u-value') !== null"
-    )
+    opened.page.wait_for_function("document.querySelector('.chart .u-legend .u-value') !== null")
     assert opened.problems == []
 
 
