@@ -237,9 +237,9 @@ class MetricsServer:
     def _answer(self, request: Request) -> Response:
         if not self._is_from_here(request):
             return _foreign(request)
-        if request.path != HEALTH_PATH and self._auth:
-            if not self._auth.admits(request.authorization):
-                return self._unauthorized(self._auth.challenge, request)
+        auth = None if request.path == HEALTH_PATH else self._auth
+        if auth is not None and not auth.admits(request.authorization):
+            return self._unauthorized(auth.challenge, request)
         for run in parse_qs(request.query).get("run", ()):
             if not self._serves_run(run):
                 return _not_this_run(run)
