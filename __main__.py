@@ -23,6 +23,7 @@ _MODULES = {
     "demo": ".runtime.cli.main",
     "estimate": ".runtime.cli.estimate.command",
     "check": ".runtime.cli.check.command",
+    "report": ".runtime.cli.report_command",
     "stack": ".dashboards.cli",
     "targets": ".dashboards.cli",
     "dashboards": ".dashboards.cli",

@@ -135,6 +135,7 @@ class TrainingRun:
         engine = factory.create_initial(model, ds_config, tuner_settings(settings, tuner, numerics))
         warn_of_batch_statistics(model)
         with ExitStack() as undo:  # closes the opened parts if a later part fails
+            engine.watch.writes_report = True
             undo.callback(engine.watch.close)
             prepare_engine(engine)
             self._host_group = group = undo.enter_context(closing(HostGroup()))

@@ -42,6 +42,12 @@ def utc_text(unix_seconds: float) -> str:
     return f"{datetime.fromtimestamp(unix_seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
+def display_path(path: Path) -> str:
+    """Return a path relative to the working folder, or as it is if it lies elsewhere."""
+    folder = Path.cwd()
+    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
+
+
 def write_or_warn(path: Path, text: str, *, mode: int = 0o644) -> None:
     """Replace a small file atomically. Log a warning if this fails."""
     try:

@@ -78,6 +78,11 @@ class RunFolder:
             self._open(self.run_id)
 
     @property
+    def rank(self) -> int:
+        """The global rank of this process."""
+        return self._process.rank
+
+    @property
     def path(self) -> Path | None:
         """The folder. None until the run has an id, or if no run log is written."""
         if self.run_id is None or not self._settings.run_log.enabled:

@@ -19,6 +19,7 @@ from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
 from ..common.fail_open import FailOpen
 from ..common.interrupts import is_interrupt
+from .final_report import announce_report
 from .run_end_reason import end_reason
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class Watch:
         settings: The settings of this run.
         fail_open: Wraps the functions that run inside training.
         advisor: Logs changes that would make the run faster, until a tuner replaces the advisor.
+        writes_report: Whether `close` writes `report.html` on rank 0 after an end in good order,
+            which takes a few seconds at most.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Watch:
         self._on_run_error = fail_open.wrap("oom report", memory.on_run_error)
         self._trace_run_error = fail_open.wrap("traces", otel.trace_run_error)
         self._closed = self._failed = False
+        self.writes_report = False
 
     @property
     def run_id(self) -> str | None:
@@ -228,6 +232,7 @@ class Watch:
                 self._close_parts(self._metrics_log.close)
             self._close_parts(self._folder.close, self._otel.close)
             self._publish_overhead()
+            self._close_parts(lambda: self._announce_report(writes=not failed and not interrupted))
         if self._failed:
             self._close_parts(self._server.close)
         elif at_exit:
@@ -255,6 +260,11 @@ class Watch:
             reason = end_reason(error, failed=failed, interrupted=interrupted)
             self.recorder.set_info(training.RUN_END_INFO, reason)
 
+    def _announce_report(self, *, writes: bool) -> None:
+        folder = self.run_folder
+        if folder is not None and self._folder.rank == 0:
+            announce_report(folder, writes=writes and self.writes_report)
+
     def _close_hooks(self) -> None:
         self._close_parts(
             self._instrumentation.restore,
@@ -276,6 +286,7 @@ class NullWatch:
     run_folder: Path | None = None
     address: str | None = None
     is_open = False
+    writes_report = False
     generated_ns = 0
 
     def __init__(self) -> None:

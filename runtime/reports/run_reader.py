@@ -18,6 +18,7 @@ import orjson
 from numpy.typing import NDArray
 
 from ...errors import ZerowatchError
+from ...metrics.atomic_file import regular_file_status
 from ...metrics.step_record import SCHEMA_VERSION
 
 Column = NDArray[Any]  # float32; `ended_at` is float64, `step` and `attempt` are int64
@@ -619,7 +620,7 @@ def _read_json(
 ) -> Any:
     """Return the content of a file; None if it is missing or damaged."""
     try:
-        content = orjson.loads(path.read_bytes())
+        content = orjson.loads(_content(path))
     except FileNotFoundError:
         if is_expected:
             problems.append(f"{path.name} is missing")
@@ -636,10 +637,15 @@ def _read_json(
     return content
 
 
+def _content(path: Path) -> bytes:
+    regular_file_status(path)  # a FIFO would wait for the other end
+    return path.read_bytes()
+
+
 def _read_json_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     """Return the objects in a file of lines; a damaged line is left out."""
     try:
-        lines = path.read_bytes().splitlines()
+        lines = _content(path).splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -672,7 +678,9 @@ _REPORTS: Mapping[ReportKind, tuple[str, ...]] = {
 
 def _read_reports(folder: Path, problems: list[str]) -> Iterator[ReportFile]:
     for kind, patterns in _REPORTS.items():
-        paths = sorted(path for pattern in patterns for path in folder.glob(pattern))
+        paths = sorted(
+            path for pattern in patterns for path in folder.glob(pattern) if path.is_file()
+        )
         if len(paths) > MAX_REPORTS_PER_KIND:
             problems.append(f"only the first {MAX_REPORTS_PER_KIND} of {len(paths)} {kind} reports")
         for path in paths[:MAX_REPORTS_PER_KIND]:

@@ -1390,6 +1390,8 @@ def percent(ratio: float | None) -> str:
     """Return a ratio as a percentage, with a decimal below ten percent."""
     if ratio is None:
         return "-"
+    if 0 < abs(ratio) < 0.0005:
+        return "< 0.1 %"
     return f"{100 * ratio:.1f} %" if 0 < abs(ratio) < 0.0995 else f"{100 * ratio:.0f} %"
 
 

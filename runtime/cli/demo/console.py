@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from rich import box
@@ -21,8 +22,9 @@ from ....metrics.recorder import Snapshot
 from ....metrics.step_record import StepRecord
 from ....metrics.thresholds import DEVICE_UTILIZATION_LOW, EXPOSED_COMM_RATIO_HIGH
 from ...common.format_numbers import UNKNOWN, format_bytes, format_ratio
+from ...common.report_files import display_path
+from ...reports.write_report import REPORT_FILE, report_command
 from ...tuner.policy.diagnose import MEMORY_IDLE, MEMORY_PRESSURE
-from .launch_ranks import display_path
 from .summary import Summary, advise, summarize
 
 if TYPE_CHECKING:
@@ -104,6 +106,7 @@ class DemoConsole:
             num_ranks=self._num_ranks,
             causes=_by_label(snapshot, COMM_CAUSE_SECONDS),
             run_log=display_path(folder / "rank-0.jsonl") if folder else None,
+            report=_report_of(folder),
             tuner=TunerOutcome(
                 decisions=_by_label(snapshot, TUNER_DECISIONS),
                 symptoms=_by_label(snapshot, TUNER_SYMPTOM),
@@ -168,6 +171,13 @@ class DemoConsole:
         line = step_line(since_last, step=step, num_steps=self._num_steps)
         self._out.print(line, end=end, soft_wrap=not self._is_terminal, no_wrap=True)
         self._drawn_at = time.monotonic()
+
+
+def _report_of(folder: Path | None) -> str | None:
+    """Return the path of the report that the end of the run has written, and its command."""
+    if folder is None or not (folder / REPORT_FILE).is_file():
+        return None
+    return f"{display_path(folder / REPORT_FILE)} (made by: {report_command(folder)})"
 
 
 class _Output(Console):
@@ -264,6 +274,7 @@ def summary_tables(
     num_ranks: int,
     causes: Mapping[str, float],
     run_log: str | None,
+    report: str | None,
     tuner: TunerOutcome,
     advice: Sequence[str],
 ) -> RenderableType:
@@ -274,13 +285,14 @@ def summary_tables(
         num_ranks: Ranks of the job.
         causes: Seconds in which training waited for communication, by cause.
         run_log: Path of the step records; None if none were written.
+        report: Path of the report and the command that makes it; None if it was not written.
         tuner: Activity of the tuner.
         advice: Lines on what to try next.
     """
     return Group(
         _time_table(summary, num_ranks, causes),
         _communication_table(summary),
-        _other_figures(summary, run_log, _tuner_result(tuner)),
+        _other_figures(summary, run_log, report, _tuner_result(tuner)),
         Text("\nWhat to try next", style="bold"),
         *(Text(f"  {line}") for line in advice),
     )
@@ -325,7 +337,7 @@ def _communication_table(summary: Summary) -> Table:
     return table
 
 
-def _other_figures(summary: Summary, run_log: str | None, tuner: str) -> Table:
+def _other_figures(summary: Summary, run_log: str | None, report: str | None, tuner: str) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -338,6 +350,8 @@ def _other_figures(summary: Summary, run_log: str | None, tuner: str) -> Table:
     table.add_row("device", f"{format_ratio(summary.utilization_ratio)} busy, all ranks")
     table.add_row("tuner", tuner)
     table.add_row("run log", run_log or "none written (setting run_log.enabled)")
+    if report is not None:
+        table.add_row("report", report)
     return table
 
 

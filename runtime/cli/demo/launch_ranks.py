@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 import warnings
-from pathlib import Path
 
 from ....errors import CommandLineError
 from ....metrics.settings import load_settings
@@ -96,9 +95,3 @@ def quiet_deepspeed() -> None:
     # On CPU DeepSpeed compiles a shared-memory all-reduce that only inference uses: half a minute
     # at the first start, and an error without a C++ compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def display_path(path: Path) -> str:
-    """Return a path relative to the working folder, or as it is if it lies elsewhere."""
-    folder = Path.cwd()
-    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)

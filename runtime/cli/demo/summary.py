@@ -12,7 +12,7 @@ from pathlib import Path
 from ....metrics.catalog.labels import NON_TRAINING_PHASES
 from ....metrics.step_record import CollectiveTotals, StepRecord
 from ....metrics.thresholds import DATA_RATIO_HIGH, DEVICE_UTILIZATION_LOW, EXPOSED_COMM_RATIO_HIGH
-from .launch_ranks import display_path
+from ...common.report_files import display_path
 
 LAST_STEPS = 10  # the final loss is their mean, because batches differ; at most half the run
 

@@ -1,0 +1,89 @@
+"""Implements `zerowatch report`: the report of a run as a page, Markdown or JSON."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from ...errors import CommandLineError
+
+EXIT_CODE_OF_CONDITION = 3
+_STANDARD_OUTPUT = Path("-")
+
+
+@click.command(short_help="Report where the time of a run went, and what to do next.")
+@click.argument(
+    "run_dir", type=click.Path(path_type=Path, file_okay=False), metavar="RUN_DIR", required=False
+)
+@click.option(
+    "--html", "form", flag_value="html", default="html", help="Write an HTML page; the default."
+)
+@click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
+@click.option("--json", "form", flag_value="json", help="Print JSON.")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    help="File to write; - prints.  [default: RUN_DIR/report.html for HTML]",
+)
+@click.option(
+    "--fail-on",
+    "conditions",
+    multiple=True,
+    metavar="CONDITION",
+    help="Exit with code 3 if a figure meets the condition, such as 'comm_exposed_ratio>0.3'. May "
+    "be given several times.",
+)
+@click.option("--figures", "lists_figures", is_flag=True, help="List the figures for --fail-on.")
+def report(
+    run_dir: Path | None,
+    form: Literal["html", "markdown", "json"],
+    output: Path | None,
+    conditions: tuple[str, ...],
+    lists_figures: bool,
+) -> None:
+    """Write the report of the run whose folder is RUN_DIR, such as runs/20261123T005552-c44904.
+
+    The report is one HTML file that opens without a network: verdict, where the time went, why
+    communication was waited for, memory, devices, loss, the tuner's decisions, error reports, and a
+    table of ranks. Damaged or missing parts of the folder are listed.
+
+    In CI, --fail-on checks figures: exit code 3 means that a condition holds, 2 that it cannot be
+    checked.
+
+    Example: zerowatch report runs/nightly --markdown --fail-on 'comm_exposed_ratio>0.3'
+    """
+    from ...metrics.atomic_file import atomic_write
+    from ..reports.fail_on import Condition
+    from ..reports.run_summary import FIGURES
+    from ..reports.write_report import REPORT_FILE, make_report
+
+    if lists_figures:
+        width = max(map(len, FIGURES))
+        click.echo("\n".join(f"{name:{width}}  {text}" for name, text in FIGURES.items()))
+        return
+    if run_dir is None:
+        raise click.UsageError("Missing argument 'RUN_DIR'.", click.get_current_context())
+    parsed = [Condition.parse(text) for text in conditions]
+    summary, text = make_report(run_dir, form)
+    if output is None:
+        output = run_dir / REPORT_FILE if form == "html" else _STANDARD_OUTPUT
+    if output == _STANDARD_OUTPUT:
+        click.echo(text, nl=False)
+    else:
+        try:
+            atomic_write(output, text)
+        except OSError as error:
+            raise CommandLineError(
+                f"cannot write {output}: {error.strerror}; give another file by --output"
+            ) from None
+        click.echo(f"{summary.verdict}\n{output}")
+    held = [condition for condition in parsed if condition.holds(summary.figures)]
+    for condition in held:
+        value = summary.figures[condition.figure]
+        click.echo(f"zerowatch: {condition}: it is {value:.4g}", err=True)
+    if held:
+        sys.exit(EXIT_CODE_OF_CONDITION)

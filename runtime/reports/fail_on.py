@@ -1,0 +1,87 @@
+"""Reads conditions such as "comm_exposed_ratio>0.3", and checks them against a summary."""
+
+from __future__ import annotations
+
+import difflib
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ...errors import CommandLineError, cut
+from .run_summary import FIGURES
+
+_OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+_CONDITION = re.compile(r"\s*(\w+)\s*(>=|<=|==|!=|>|<)\s*([-+.\w]+)\s*(%?)\s*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """A condition on a figure of a run.
+
+    Attributes:
+        figure: Name of the figure, one of `FIGURES`.
+        sign: Such as ">".
+        limit: The number that the figure is compared with.
+    """
+
+    figure: str
+    sign: str
+    limit: float
+
+    @classmethod
+    def parse(cls, text: str) -> Condition:
+        """Return the condition that a text states.
+
+        Args:
+            text: Such as "comm_exposed_ratio>0.3" or "comm_exposed_ratio > 30 %".
+
+        Raises:
+            CommandLineError: It is no condition, or its figure does not exist.
+
+        Examples:
+            >>> Condition.parse("step_seconds>=0.5").limit
+            0.5
+        """
+        match = _CONDITION.fullmatch(text)
+        try:
+            limit = float(match[3]) if match else None
+        except ValueError:
+            limit = None
+        if match is None or limit is None or limit != limit:
+            raise CommandLineError(
+                f"--fail-on {cut(repr(text))} is no condition; write FIGURE>NUMBER, such as "
+                "'comm_exposed_ratio>0.3'"
+            )
+        if match[1] not in FIGURES:
+            close = difflib.get_close_matches(match[1], FIGURES, n=3, cutoff=0.4)
+            advice = f"did you mean {' or '.join(close)}? " if close else ""
+            raise CommandLineError(
+                f"--fail-on {cut(repr(text))}: there is no figure {cut(match[1])}; {advice}"
+                "`zerowatch report --figures` lists all"
+            )
+        return cls(figure=match[1], sign=match[2], limit=limit / 100 if match[4] else limit)
+
+    def holds(self, figures: Mapping[str, float | None]) -> bool:
+        """Whether the condition holds.
+
+        Raises:
+            CommandLineError: The run has not recorded the figure.
+        """
+        value = figures[self.figure]
+        if value is None:
+            raise CommandLineError(
+                f"--fail-on: {self.figure} is not recorded in this run, so {self} is not checked"
+            )
+        return _OPERATORS[self.sign](value, self.limit)
+
+    def __str__(self) -> str:
+        """Return it as it may be written."""
+        return f"{self.figure} {self.sign} {self.limit:g}"

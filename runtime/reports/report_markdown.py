@@ -1,0 +1,126 @@
+"""Writes the report of a run as Markdown, for a comment on a change or a ticket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from ..common.format_numbers import UNKNOWN, format_bytes
+from .report_page import (
+    CAUSE_TEXTS,
+    NOT_RECORDED,
+    STATUS_TEXTS,
+    facts_of,
+    format_seconds,
+    gain_text,
+    headline_figures,
+    without_decisions,
+)
+from .run_summary import RunSummary, percent
+
+MAX_RANKS = 64
+MAX_DECISIONS = 20
+
+
+def report_markdown(summary: RunSummary) -> str:
+    """Return the report as Markdown."""
+    return "\n".join(_lines(summary)) + "\n"
+
+
+def _lines(summary: RunSummary) -> Iterator[str]:
+    yield f"## {_plain(summary.run_id)}: {STATUS_TEXTS[summary.status][0]}"
+    yield from ("", f"**{_plain(summary.verdict)}**", "", _plain(" · ".join(facts_of(summary))), "")
+    yield from _table(
+        ("figure", "value"), [(name, text) for name, _, text in headline_figures(summary)]
+    )
+    if summary.findings:
+        yield from ("", "### What to do next", "")
+        for number, finding in enumerate(summary.findings, 1):
+            yield f"{number}. **{_plain(finding.sentence)}** {_plain(finding.advice)}"
+    yield from ("", "### Where the time went", "")
+    yield from _table(
+        ("phase", "share", "per step"),
+        [(s.name, percent(s.ratio), format_seconds(s.seconds_per_step)) for s in summary.phases],
+    )
+    yield from ("", "### Why communication was waited for", "")
+    yield from _table(
+        ("cause", "share of training time", "per step"),
+        [
+            (CAUSE_TEXTS[s.name], percent(s.ratio), format_seconds(s.seconds_per_step))
+            for s in summary.causes
+        ],
+    )
+    yield from ("", "### Memory", "")
+    yield from _table(
+        ("device", "rank", "peak", "limit", "risk", "largest categories"),
+        [
+            (
+                each.device,
+                str(each.rank),
+                format_bytes(each.peak_bytes),
+                format_bytes(each.limit_bytes),
+                percent(each.highest_risk_ratio),
+                ", ".join(
+                    f"{name} {format_bytes(size)}" for name, size in [*each.categories.items()][:3]
+                )
+                or NOT_RECORDED,
+            )
+            for each in summary.memory
+        ],
+    )
+    yield from ("", "### Ranks", "")
+    yield from _table(
+        ("rank", "host", "steps", "step time", "exposed", "peak memory", "behind the median rank"),
+        [
+            (
+                str(row.rank),
+                row.host,
+                str(row.steps),
+                format_seconds(row.step_seconds),
+                percent(row.exposed_ratio),
+                percent(row.memory_peak_ratio),
+                UNKNOWN
+                if row.straggler_score is None
+                else f"{100 * row.straggler_score:+.1f} % in {row.straggler_phase}",
+            )
+            for row in summary.ranks[:MAX_RANKS]
+        ],
+    )
+    if len(summary.ranks) > MAX_RANKS:
+        yield f"\n{len(summary.ranks) - MAX_RANKS} more ranks are in the JSON report."
+    yield from ("", "### Tuner", "")
+    if not summary.tuner.decisions:
+        yield without_decisions(summary)
+    else:
+        yield from _table(
+            ("step", "change", "verdict", "gain"),
+            [
+                (str(each.step), each.change, each.verdict, gain_text(each))
+                for each in summary.tuner.decisions[-MAX_DECISIONS:]
+            ],
+        )
+    if summary.incidents:
+        yield from ("", "### Errors and hangs", "")
+        for incident in summary.incidents:
+            yield f"- `{incident.path}`: {_plain(incident.headline)}"
+    yield from ("", f"Monitoring took {percent(summary.monitoring.ratio)} of the ranks' time.")
+    if summary.problems:
+        yield from ("", "### What is missing", "")
+        yield from (f"- {_plain(problem)}" for problem in summary.problems)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:
+    if not rows:
+        return [f"{NOT_RECORDED[0].upper()}{NOT_RECORDED[1:]}."]
+    return [
+        f"| {' | '.join(heads)} |",
+        f"|{'---|' * len(heads)}",
+        *(f"| {' | '.join(map(_plain, row))} |" for row in rows),
+    ]
+
+
+def _plain(text: str) -> str:
+    """Escape what Markdown or HTML would read as markup."""
+    text = text.replace("\n", " ").replace("&", "&amp;").replace("<", "&lt;")
+    for sign in "\\`*_|[]":
+        text = text.replace(sign, f"\\{sign}")
+    return text
