@@ -27,6 +27,7 @@ _MODULES = {
     "stack": ".dashboards.cli",
     "targets": ".dashboards.cli",
     "dashboards": ".dashboards.cli",
+    "export": ".dashboards.cli",
 }
 
 

@@ -1,4 +1,4 @@
-"""The commands `zerowatch dashboards`, `zerowatch stack` and `zerowatch targets`.
+"""The commands `zerowatch dashboards`, `stack`, `targets` and `export`.
 
 Each command imports its implementation only when it runs, so that --help needs no extra packages.
 """
@@ -192,6 +192,43 @@ def targets(runs: Path | None, listen: str, forget_hours: float) -> None:
         pass
     finally:
         server.close()
+
+
+@click.command(short_help="Convert the metrics of a run, for a Prometheus that did not scrape it.")
+@click.argument(
+    "run_folder",
+    metavar="RUN_DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+)
+@click.option(
+    "--openmetrics",
+    is_flag=True,
+    help="Write OpenMetrics text, which promtool makes into blocks of Prometheus.",
+)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="File to write; by default the text is printed.",
+)
+@click.option("--job", default="zerowatch", show_default=True, help="Value of the label `job`.")
+@click.option("--rank", "ranks", type=int, multiple=True, help="Only this rank; may be repeated.")
+def export(
+    run_folder: Path, openmetrics: bool, output: Path | None, job: str, ranks: tuple[int, ...]
+) -> None:
+    """Convert the metrics that the run in RUN_DIR has recorded, to see them in Grafana.
+
+    Prints the commands that make blocks of Prometheus, and the panels that stay empty.
+
+    Example: zerowatch export runs/night-7 --openmetrics --output night-7.om
+    """
+    if not openmetrics:
+        raise click.UsageError("name the format: --openmetrics")
+    from .run_export import export_openmetrics
+
+    lines = export_openmetrics(run_folder, output, job=job, ranks=ranks, rendered=RENDERED)
+    for line in lines:
+        click.echo(printable(line), err=output is None)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -52,8 +53,14 @@ def rule_files(
     """
     timing = timing or Timing()
     known = alerts(timing)
+    recording = recording_rules(timing, thresholds or {})
+    backfill = {
+        f"backfill/recording-{number}.yaml": yaml_text(content)
+        for number, content in enumerate(by_dependence(recording), start=1)
+    }
     return {
-        "prometheus/recording.yaml": yaml_text(recording_rules(timing, thresholds or {})),
+        "prometheus/recording.yaml": yaml_text(recording),
+        **backfill,
         "prometheus/alerts.yaml": yaml_text(alert_rules(known, timing, links or Links())),
         "prometheus/dcgm.yaml": yaml_text(dcgm_rules(timing, links or Links())),
         "alertmanager/alertmanager.yml": yaml_text(alertmanager(known, timing, webhook_url)),
@@ -76,6 +83,36 @@ def recording_rules(timing: Timing, thresholds: Mapping[str, float]) -> dict[str
             for name, rules in GROUPS.items()
         ]
     }
+
+
+def by_dependence(recording: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Split recording rules into files, each of which reads results of the files before it only.
+
+    Prometheus evaluates the rules of a moment together. `promtool tsdb create-blocks-from rules`
+    evaluates one rule for all moments, and only on what is stored.
+
+    Args:
+        recording: The content of the file with all recording rules.
+    """
+    expressions = {
+        rule["record"]: rule["expr"] for group in recording["groups"] for rule in group["rules"]
+    }
+    reads = {
+        name: expressions.keys() & set(re.findall(r"[\w:]+", expression))
+        for name, expression in expressions.items()
+    }
+    files, done = [], set[str]()
+    while done != expressions.keys():
+        ready = {name for name in expressions.keys() - done if reads[name] <= done}
+        if not ready:
+            raise ValueError(f"recording rules read each other: {expressions.keys() - done}")
+        groups = (
+            {**group, "rules": [rule for rule in group["rules"] if rule["record"] in ready]}
+            for group in recording["groups"]
+        )
+        files.append({"groups": [group for group in groups if group["rules"]]})
+        done |= ready
+    return files
 
 
 def alert_rules(known: Iterable[Alert], timing: Timing, links: Links) -> dict[str, Any]:

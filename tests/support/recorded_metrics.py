@@ -31,6 +31,7 @@ class RecordedRank:
         world_size: int = 2,
         local_rank: int | None = None,
         begins_at: float = 0.0,
+        started: float = STARTED,
         address: str | None = "127.0.0.1:9464",
         serve: dict[str, Any] | None = None,
         **run_log: Any,
@@ -56,7 +57,7 @@ class RecordedRank:
             lambda: (folder.name, folder),
             address,
             now=lambda: self.seconds,
-            unix_now=lambda: STARTED + self.seconds,
+            unix_now=lambda: started + self.seconds,
         )
 
     def tick(self, seconds: float | None = None) -> None:

@@ -1,4 +1,7 @@
-"""Tests of the reader of metrics logs: whole ones, and files as a killed run leaves them."""
+"""Tests of the reader of metrics logs: whole ones, and files as a killed run leaves them.
+
+They cover metrics/metrics_log_reader.py too.
+"""
 
 from __future__ import annotations
 
