@@ -24,6 +24,7 @@ from ...metrics.catalog.communication import COMM_CAUSE_SECONDS
 from ...metrics.catalog.training import RUN_ACTIVE, RUN_END_INFO
 from ...metrics.exporters.http_connection import Request, Response
 from ...metrics.recorder import Recorder
+from ...metrics.settings import ServeSettings
 from ...metrics.step_record import StepRecord
 from .older_steps import sample_steps
 from .run_state import Ranks, run_state
@@ -193,6 +194,14 @@ class LivePage:
         older = [] if folder is None else sample_steps(folder, 0, before, OLDER_STEPS)
         body = orjson.dumps({"status": "ready", **columns(older)})
         self._older = self._unix_now(), body
+
+
+def page_url(address: str | None, settings: ServeSettings) -> str | None:
+    """Return the URL of the live page, given rank 0's "host:port"; None if it is not served."""
+    if address is None or not settings.live_page:
+        return None
+    scheme = "http" if settings.tls_certificate is None else "https"
+    return f"{scheme}://{address}/"
 
 
 def _json(body: bytes) -> Response:

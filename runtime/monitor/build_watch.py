@@ -27,7 +27,7 @@ from ..instrumentation.device_phases import DevicePhases
 from ..instrumentation.engine_instrumentation import EngineInstrumentation
 from ..instrumentation.flops import flops_counter, publish_peak
 from ..instrumentation.watch_context import WatchContext
-from ..live_page.live_page import LivePage
+from ..live_page.live_page import LivePage, page_url
 from .advisor import Advisor
 from .comparison_monitor import ComparisonMonitor
 from .device_sampler import DeviceSampler
@@ -183,6 +183,7 @@ def build_watch(
             fail_open=fail_open,
             server=server,
             address=address,
+            live_page_url=None if live_page is None else page_url(address, settings.serve),
             folder=folder,
             metrics_log=metrics_log,
             run_info=run_info,

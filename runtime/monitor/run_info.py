@@ -15,6 +15,7 @@ from ...metrics.catalog import training
 from ..common import accelerator
 from ..common.rank_store import FIRST_POLL_SECONDS, MAX_POLL_SECONDS, RankStore
 from ..instrumentation.watch_context import WatchContext
+from ..live_page.live_page import page_url
 from .run_attempts import RunStart, begin_attempt
 from .run_folder import RunFolder
 
@@ -82,11 +83,18 @@ class RunInfoPublisher:
             return
         self._logged = True
         logger.info(
-            "watching %d rank(s); metrics %s; run log %s",
+            "watching %d rank(s); %s; run log %s",
             self._context.identity.world_size,
-            f"http://{self._address}/metrics" if self._address else "not served",
+            self._pages(),
             self._folder.path or "not written",
         )
+
+    def _pages(self) -> str:
+        if self._address is None:
+            return "metrics not served"
+        metrics = f"metrics http://{self._address}/metrics"
+        page = page_url(self._address, self._context.settings.serve)
+        return metrics if page is None else f"live page {page}, {metrics}"
 
 
 def publish_thresholds(context: WatchContext) -> None:

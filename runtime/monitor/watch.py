@@ -50,6 +50,7 @@ class Watch:
 
     Attributes:
         address: "host:port" at which this rank serves its metrics. None if it serves none.
+        live_page_url: The URL of the live page, on rank 0. None if it is not served.
         recorder: Holds all metric values.
         settings: The settings of this run.
         fail_open: Wraps the functions that run inside training.
@@ -67,6 +68,7 @@ class Watch:
         fail_open: FailOpen,
         server: MetricsServer,
         address: str | None,
+        live_page_url: str | None,
         folder: RunFolder,
         metrics_log: MetricsLog,
         run_info: RunInfoPublisher,
@@ -82,7 +84,7 @@ class Watch:
         thread: WatchThread,
     ) -> None:
         self.settings, self.recorder, self.fail_open = settings, recorder, fail_open
-        self.address, self.advisor = address, advisor
+        self.address, self.live_page_url, self.advisor = address, live_page_url, advisor
         self._engine, self._listeners, self._subscriptions = engine, listeners, subscriptions
         self._server, self._folder, self._run_info = server, folder, run_info
         self._metrics_log = metrics_log
@@ -285,6 +287,7 @@ class NullWatch:
     run_id: str | None = None
     run_folder: Path | None = None
     address: str | None = None
+    live_page_url: str | None = None
     is_open = False
     writes_report = False
     generated_ns = 0

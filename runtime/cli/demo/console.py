@@ -146,6 +146,9 @@ class DemoConsole:
         """Print each rank's address once; that of a late rank comes between the lines."""
         if len(self._printed_addresses) == self._num_ranks:
             return
+        page = self._watch.live_page_url
+        if page is not None and not self._printed_addresses:
+            self._out.print(f"  live page {page}", highlight=False)
         for address in self._addresses():
             if address not in self._printed_addresses:
                 self._printed_addresses.add(address)

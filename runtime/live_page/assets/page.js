@@ -36,6 +36,7 @@
 
   function percent(value) {
     if (!known(value)) return "-";
+    if (value > 0 && value < 0.0005) return "< 0.1 %";
     return `${(100 * value).toFixed(value < 0.0995 && value > 0 ? 1 : 0)} %`;
   }
 

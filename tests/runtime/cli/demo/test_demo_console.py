@@ -48,7 +48,10 @@ def fake_watch(run_folder, symptoms=None, state="observe", **verdicts):
     }
     snapshot = Snapshot(values=values, distributions={})
     return SimpleNamespace(
-        address="127.0.0.1:9464", run_folder=run_folder, snapshot=lambda: snapshot
+        address="127.0.0.1:9464",
+        live_page_url="http://127.0.0.1:9464/",
+        run_folder=run_folder,
+        snapshot=lambda: snapshot,
     )
 
 
@@ -244,6 +247,7 @@ def test_no_color_is_honored_on_a_terminal(watch, monkeypatch):
 def test_the_addresses_of_all_ranks_and_the_run_log_are_printed(watch):
     text = console_output(watch, io.StringIO(), step(1))
 
+    assert text.count("live page http://127.0.0.1:9464/\n") == 1
     assert "curl 127.0.0.1:9464/metrics\n" in text
     assert "curl 127.0.0.1:9465/metrics\n" in text
     assert f"{watch.run_folder}/rank-0.jsonl" in text.replace("\n", "")
@@ -271,7 +275,7 @@ def test_lines_are_held_until_all_addresses_are_known(watch):
         "127.0.0.1:9465/metrics",
     ]
     assert [first for first, _ in lines] == [
-        *("curl", "curl", "run", "step"),
+        *("live", "curl", "curl", "run", "step"),
         *("1/4", "2/4", "3/4", "4/4"),
     ]
 
@@ -280,7 +284,7 @@ def test_the_address_of_a_very_late_rank_comes_between_the_lines(watch):
     lines = run_with_a_late_rank(watch, late_at=11, num_steps=12)
 
     firsts = [first for first, _ in lines]
-    assert firsts[:4] == ["curl", "run", "step", "1/12"]
+    assert firsts[:5] == ["live", "curl", "run", "step", "1/12"]
     assert firsts[-3:] == ["11/12", "curl", "12/12"]
 
 
