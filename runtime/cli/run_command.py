@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from argparse import Namespace
@@ -75,7 +76,9 @@ def _check(options: Namespace) -> None:
     script = options.training_script
     if options.module:
         package = script.partition(".")[0]
-        if PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
+        # The second finds packages that are installed in editable form, by a finder of their own.
+        here = PathFinder.find_spec(package, [os.getcwd(), *sys.path])
+        if here is None and importlib.util.find_spec(package) is None:
             raise CommandLineError(f"run: no module named {package!r}, here or installed")
     elif not os.path.isfile(script):
         raise CommandLineError(f"run: no script {script!r} in {os.getcwd()}")

@@ -79,11 +79,12 @@ def check_alone(job: Job, runner: Runner) -> list[Finding]:
     return [*found, replace(skipped(_ALONE), check="between ranks")]
 
 
-def check_together(job: Job, runner: Runner) -> list[Finding]:
+def check_together(job: Job, runner: Runner) -> tuple[list[Finding], Ranks | None]:
     """Run all checks on all ranks, which call this together.
 
     Returns:
-        The findings of all ranks, on each rank; of this rank alone if the ranks do not connect.
+        The findings of all ranks, on each rank, and the ranks, which the caller closes. If they do
+        not connect, the findings of this rank alone, and None.
     """
     from . import between_ranks
 
@@ -106,13 +107,13 @@ def check_together(job: Job, runner: Runner) -> list[Finding]:
     late = between_ranks.connect_fault(job, TimeoutError("timed out"))
     faults = runner.call("connection", limit_seconds, connect, late)
     if not connected:
-        return [*own, *faults]
+        return [*own, *faults], None
     ranks = connected[0]
     for name, limit_seconds, check_ranks in between_ranks.BETWEEN_RANKS:
         own += runner.call(name, limit_seconds, partial(check_ranks, ranks))
     gathered: list[Finding] = []
     faults = runner.call("connection", 60, partial(_exchange, ranks, own, gathered))
-    return merged([*gathered, *faults] if gathered else [*own, *faults])
+    return merged([*gathered, *faults] if gathered else [*own, *faults]), ranks
 
 
 def _exchange(ranks: Ranks, own: Sequence[Finding], into: list[Finding]) -> Iterable[Finding]:
@@ -120,8 +121,6 @@ def _exchange(ranks: Ranks, own: Sequence[Finding], into: list[Finding]) -> Iter
 
     found = [each for of_rank in ranks.gather(list(own)) for each in of_rank]
     into += [*found, *(replace(each, check="speed") for each in slow_ranks(ranks, found))]
-    ranks.barrier()
-    ranks.close()
     return ()
 
 

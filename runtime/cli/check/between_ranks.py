@@ -112,10 +112,15 @@ class Ranks:
         """Return a rank with its host."""
         return f"rank {rank} ({self.places[rank].host})"
 
-    def close(self) -> None:
-        """Leave the groups."""
+    def close(self) -> Iterator[Finding]:
+        """Wait until all ranks are done, and leave the groups. Yields nothing.
+
+        A launcher ends the other ranks as soon as one has exited with an error.
+        """
         with suppress(RuntimeError):
+            self.barrier()
             dist.destroy_process_group()
+        yield from ()
 
 
 def _this_place(job: Job) -> Place:

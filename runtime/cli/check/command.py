@@ -16,6 +16,7 @@ import click
 
 from ....errors import CommandLineError
 
+_CLOSE_SECONDS = 30
 _HELP_NPROC = (
     "Ranks to start on this host, to check clocks and links too.  [default: one process, which "
     "checks this host only]"
@@ -86,7 +87,9 @@ def _check(ds_config: str | None, nproc: int | None, strict: bool, as_json: bool
     job, runner = job_of_environment(ds_config, nproc), Runner()
     together = job.world_size is not None and job.world_size > 1
     with redirect_stdout(StringIO()):  # DeepSpeed logs to stdout
-        findings = check_together(job, runner) if together else check_alone(job, runner)
+        findings, group = (
+            check_together(job, runner) if together else (check_alone(job, runner), None)
+        )
     code = exit_code(findings, strict=strict)
     # Without a connection, each host prints its own findings.
     ranks = f"{job.world_size} ranks, rank 0 on " if together else ""
@@ -96,6 +99,9 @@ def _check(ds_config: str | None, nproc: int | None, strict: bool, as_json: bool
             click.echo(output.as_json(findings, title, code))
         else:
             output.print_findings(findings, title, sys.stdout)
+        sys.stdout.flush()
+    if group is not None:
+        runner.call("connection", _CLOSE_SECONDS, group.close)
     return _Result(code, bool(runner.hung))
 
 

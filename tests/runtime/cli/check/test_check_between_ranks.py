@@ -131,8 +131,9 @@ def test_a_rank_that_is_missing_is_a_finding_within_the_limit(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
 
-    (finding,) = check_together(Job(rank=1, local_rank=1, world_size=2), Runner())
+    (finding,), ranks = check_together(Job(rank=1, local_rank=1, world_size=2), Runner())
 
+    assert ranks is None
     assert (finding.check, finding.verdict) == ("connection", Verdict.FAILED)
     assert "the 2 ranks did not connect over 127.0.0.1:" in finding.text
 

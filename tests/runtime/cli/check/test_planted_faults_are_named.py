@@ -303,7 +303,6 @@ def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         ("CUDA_LAUNCH_BLOCKING", "1", "environment", "warning", "CUDA_LAUNCH_BLOCKING=1"),
         ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "environment", "warning", "every collective"),
-        ("ZEROWATCH_SERVE_PROT", "1", "environment", "failed", "ZEROWATCH_SERVE_PROT"),
         (
             *("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:maybe", "allocator", "failed"),
             "expandable_segments:maybe",
@@ -328,6 +327,16 @@ def test_a_variable_that_does_harm_is_named(
 
     assert fault["verdict"] == verdict
     assert words in fault["text"]
+
+
+def test_a_setting_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROWATCH_SERVE_PROT", "1")
+
+    code, findings = checked()
+
+    (fault,) = [each for each in findings if each["check"] == "environment"]
+    assert (code, fault["verdict"]) == (1, "failed")
+    assert "ZEROWATCH_SERVE_PROT" in fault["text"]
 
 
 # The ds config

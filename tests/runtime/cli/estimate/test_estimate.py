@@ -1,6 +1,6 @@
 """Tests of the command `estimate`: output and errors.
 
-Covers `estimate/command.py` and `estimate/inputs.py`.
+Covers `estimate/command.py`, `estimate/inputs.py` and `estimate/auto_values.py`.
 """
 
 from __future__ import annotations
