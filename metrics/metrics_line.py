@@ -66,8 +66,8 @@ class MetricsLine:
         series: The series that are new.
         values: The values that have changed, by index of the series. A series without a value has
             ended.
-        cost_seconds: Time that the line before this one took to read, encode and write; None for
-            the first line.
+        cost_seconds: CPU time that the line before this one took to read, encode and write; None
+            for the first line.
     """
 
     session: float

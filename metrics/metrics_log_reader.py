@@ -45,7 +45,7 @@ class MetricsSnapshot:
             seconds. All its counters began at 0.
         unix_seconds: The time of the values.
         values: The values by series. The mapping is reused for the next snapshot.
-        cost_seconds: Time that the snapshot before this one took; None if it is unknown.
+        cost_seconds: CPU time that the snapshot before this one took; None if it is unknown.
     """
 
     head: MetricsHead

@@ -87,10 +87,10 @@ class MetricsLog:
 
     def _append(self) -> None:
         assert self._file is not None
-        started_at = self._now()
+        started_at = time.thread_time()
         self._file.append(self._line)
         self._number += 1
-        self._cost_seconds = self._now() - started_at
+        self._cost_seconds = time.thread_time() - started_at
 
     def _open(self) -> bool:
         """Choose the file once the run is known; return whether it is."""

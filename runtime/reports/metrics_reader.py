@@ -43,7 +43,7 @@ class RankMetrics:
         last: The last values, by series. Series that had ended are left out.
         last_by_session: The same at the end of each process.
         unix_seconds: The times of the snapshots that were kept.
-        cost_seconds: The time that each snapshot took to read, encode and write, as far as known.
+        cost_seconds: CPU time that each snapshot took to read, encode and write, as far as known.
         columns: The values over time, by series. NaN where a series had no value.
     """
 

@@ -43,6 +43,7 @@ from zerowatch.metrics.catalog import (
     tuner,
     window,
 )
+from zerowatch.metrics.exporters.openmetrics_file import write_openmetrics
 
 pytestmark = pytest.mark.jobs
 
@@ -111,8 +112,8 @@ class Question:
 class Answers:
     """The number of series that each query of dashboards, recording rules and alerts returns."""
 
-    def __init__(self, prometheus: Prometheus, rules: Mapping[str, Any]) -> None:
-        self.prometheus = prometheus
+    def __init__(self, prometheus: Prometheus, rules: Mapping[str, Any], folder: Path) -> None:
+        self.prometheus, self.folder = prometheus, folder
         self._recorded = {rule["record"]: rule["expr"] for rule in _rules(rules["recording"])}
         self._absent = {absent: next(iter(selectors(absent))) for absent in ABSENT}
         self.questions = [*self._of_dashboards(), *self._of_rules(rules)]
@@ -203,7 +204,9 @@ def answers(tmp_path_factory) -> Iterator[Answers]:
     port = free_port()
     prometheus = Prometheus(folder, CONFIG.format(port=port))
     with contextlib.closing(prometheus), training_run(folder, port):
-        found = Answers(prometheus, {name: yaml.safe_load(text) for name, text in texts.items()})
+        found = Answers(
+            prometheus, {name: yaml.safe_load(text) for name, text in texts.items()}, folder
+        )
         both_up = f'count(up{{run="{RUN}"}} == 1) == 2'
         assert eventually(lambda: bool(prometheus.series(both_up)), PATIENCE_SECONDS, pause=0.2)
         (folder / "begin").touch()
@@ -217,6 +220,7 @@ def training_run(folder: Path, port: int) -> Iterator[None]:
         "ZEROWATCH_SERVE_PORT": str(port),
         "ZEROWATCH_SERVE_LINGER_SECONDS": "0",
         "ZEROWATCH_RUN_ID": RUN,
+        "ZEROWATCH_RUN_LOG_METRICS_INTERVAL_SECONDS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
     job = SCRIPTS / "monitor" / "dashboard_job.py"
@@ -241,6 +245,25 @@ def test_every_recording_rule_has_data(answers):
 
 def test_every_operand_of_an_alert_has_data(answers):
     assert answers.missing("alerts") == []
+
+
+def test_an_export_of_the_run_has_the_series_that_prometheus_has_scraped(answers, tmp_path):
+    """Names and all labels are the same, but for what Prometheus writes itself."""
+    select = f'{{run="{RUN}",__name__=~"up|(zerowatch|process|python)_.+"}}'
+
+    def difference() -> set[tuple[str, ...]]:
+        with (tmp_path / "run.om").open("w") as file:
+            exported = write_openmetrics(answers.folder / "runs" / RUN, file, job="zerowatch")
+        scraped = (each["metric"] for each in answers.prometheus.series(select))
+        return {key({"__name__": name, **labels}) for name, labels in exported.series} ^ set(
+            map(key, scraped)
+        )
+
+    def key(labels: Mapping[str, str]) -> tuple[str, ...]:
+        return tuple(sorted(f"{name}={value}" for name, value in labels.items()))
+
+    # A series that has just begun may be in one of the two only.
+    assert eventually(lambda: not difference(), PATIENCE_SECONDS, pause=1.0), difference()
 
 
 def test_series_listed_as_absent_have_no_data(answers):

@@ -49,6 +49,7 @@ from zerowatch.runtime.instrumentation.engine_hooks import ENGINE_METHODS
 from zerowatch.runtime.monitor.comparison_monitor import ComparisonMonitor
 from zerowatch.runtime.monitor.subscriptions import Subscriptions
 from zerowatch.runtime.monitor.watch_thread import WatchThread
+from zerowatch.runtime.reports.metrics_reader import read_metrics
 
 # DeepSpeed imports this with the first engine, and the compiler with it: once, before the forks.
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
@@ -713,6 +714,32 @@ def a_second_ctrl_c_ends_the_wait_for_the_last_scrape_and_the_targets_are_withdr
     assert targets.read_text() == "[]\n"
     assert watch.snapshot().value(training.RUN_ACTIVE) == 0
     assert not own_threads()
+
+
+def the_last_record_of_the_metrics_has_the_end_of_the_run() -> None:
+    folder = Path(os.environ["CHECKPOINTS"])
+    engine = make(watched=False)
+    watch = zerowatch.watch(
+        engine, {"serve": {"enabled": False}, "run_log": {"folder": str(folder)}}
+    )
+    for _ in range(3):
+        step(engine)
+    watch.close()
+
+    assert watch.run_folder is not None
+    found = read_metrics(watch.run_folder)
+    [rank] = found.ranks.values()
+    assert found.problems == []
+    assert rank.value(training.STEPS.name) == 3
+    assert rank.value(training.RUN_ACTIVE.name) == 0
+    assert rank.value(training.RUN_END_INFO.name, reason="completed") == 1
+    last = watch.snapshot()
+    for spec in (training.PHASE_SECONDS, memory.MEMORY_CATEGORY_BYTES, communication.COMM_SECONDS):
+        for labels, value in last.values.get(spec, {}).items():
+            by_name = dict(zip(spec.label_names, labels, strict=True))
+            assert rank.value(spec.name, **by_name) == value
+    [head] = rank.heads
+    assert (head.run_id, head.instance) == (watch.run_id, None)
 
 
 def what_cannot_be_called_is_no_listener() -> None:
