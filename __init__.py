@@ -27,43 +27,69 @@ if TYPE_CHECKING:
     from .metrics.step_record import StepRecord as StepRecord
     from .runtime.entry_points import initialize as initialize
     from .runtime.entry_points import watch as watch
+    from .runtime.integrations.accelerate_tracker import AccelerateTracker as AccelerateTracker
+    from .runtime.integrations.lightning_callback import LightningCallback as LightningCallback
+    from .runtime.integrations.transformers_callback import (
+        TransformersCallback as TransformersCallback,
+    )
     from .runtime.monitor.watch import Watch as Watch
+    from .runtime.sinks.mlflow_sink import MlflowSink as MlflowSink
+    from .runtime.sinks.sink import Sink as Sink
+    from .runtime.sinks.sink import SinkRun as SinkRun
+    from .runtime.sinks.tensorboard_sink import TensorboardSink as TensorboardSink
+    from .runtime.sinks.wandb_sink import WandbSink as WandbSink
     from .runtime.trainer.window.step_result import StepResult as StepResult
     from .runtime.training_run import TrainingRun as TrainingRun
 
 _MODULES = {
+    "AccelerateTracker": "runtime.integrations.accelerate_tracker",
     "BatchError": "errors",
     "CheckpointError": "errors",
     "CommandLineError": "errors",
     "DsConfigError": "errors",
+    "LightningCallback": "runtime.integrations.lightning_callback",
+    "MlflowSink": "runtime.sinks.mlflow_sink",
     "NonFiniteLossError": "errors",
     "PeerFailedError": "errors",
     "PeerOutOfMemoryError": "errors",
     "RebuildError": "errors",
     "Settings": "metrics.settings",
     "SettingsError": "errors",
+    "Sink": "runtime.sinks.sink",
+    "SinkRun": "runtime.sinks.sink",
     "StepRecord": "metrics.step_record",
     "StepResult": "runtime.trainer.window.step_result",
+    "TensorboardSink": "runtime.sinks.tensorboard_sink",
     "TrainingRun": "runtime.training_run",
+    "TransformersCallback": "runtime.integrations.transformers_callback",
+    "WandbSink": "runtime.sinks.wandb_sink",
     "Watch": "runtime.monitor.watch",
     "ZerowatchError": "errors",
     "initialize": "runtime.entry_points",
     "watch": "runtime.entry_points",
 }
 __all__ = [
+    "AccelerateTracker",
     "BatchError",
     "CheckpointError",
     "CommandLineError",
     "DsConfigError",
+    "LightningCallback",
+    "MlflowSink",
     "NonFiniteLossError",
     "PeerFailedError",
     "PeerOutOfMemoryError",
     "RebuildError",
     "Settings",
     "SettingsError",
+    "Sink",
+    "SinkRun",
     "StepRecord",
     "StepResult",
+    "TensorboardSink",
     "TrainingRun",
+    "TransformersCallback",
+    "WandbSink",
     "Watch",
     "ZerowatchError",
     "initialize",

@@ -289,6 +289,30 @@ class TunerSettings(Section):
     in run_log.folder, and none if no run log is written. Delete it to reset."""
 
 
+def _names(given: object) -> object:
+    """Return names from a list, or from the text of an environment variable."""
+    return given.replace(",", " ").split() if isinstance(given, str) else given
+
+
+class SinksSettings(Section):
+    """Experiment trackers that get the values of rank 0's step record and metrics."""
+
+    names: Annotated[
+        tuple[Literal["mlflow", "tensorboard", "wandb"], ...], NoDecode, BeforeValidator(_names)
+    ] = ()
+    """Trackers, each with an extra of the same name: `wandb` and `mlflow` write to the script's
+    run, or to one of their own. In the environment variable: names separated by commas."""
+    deepspeed_monitor: bool = True
+    """Whether to write where the ds config's own `tensorboard`, `wandb` and `csv_monitor` write."""
+    interval_seconds: Seconds = Field(default=1.0, ge=0)
+    """Minimum seconds between two steps that are written; 0 writes each step. The last step is
+    always written."""
+    metrics_interval_seconds: Seconds = Field(default=15.0, ge=0)
+    """Minimum seconds between two steps that are written with all values of /metrics."""
+    tensorboard_folder: Path | None = None
+    """Folder of TensorBoard's files; by default `tensorboard` in the run folder."""
+
+
 def _thresholds(given: object) -> dict[str, float]:
     """Return thresholds from a table, or from the text of an environment variable."""
     try:
@@ -341,6 +365,7 @@ class Settings(BaseSettings):
     memory: MemorySettings = MemorySettings()
     profile: ProfileSettings = ProfileSettings()
     otel: OtelSettings = OtelSettings()
+    sinks: SinksSettings = SinksSettings()
     tuner: TunerSettings = TunerSettings()
     alerts: AlertSettings = AlertSettings()
 

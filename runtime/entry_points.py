@@ -53,6 +53,7 @@ class _Process:
     num_watches: int = 0
     is_model_known: bool = False
     first_step_hook: RemovableHandle | None = None
+    attached_settings: Mapping[str, Any] | None = None
     startup: StartupMonitor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -272,7 +273,7 @@ def wrap_deepspeed(deepspeed: ModuleType) -> None:
         config = _config_given(original, args, kwargs)
         show_own_lines()
         _process.is_model_known = True
-        settings = load_settings(ds_block=read_zerowatch_block(config))
+        settings = load_settings(_process.attached_settings, read_zerowatch_block(config))
         if settings.enabled:
             _process.startup.start(initializing=True)
         _process.fail_open.call("ds config", warn_of_misspelled_keys, config)
@@ -283,6 +284,48 @@ def wrap_deepspeed(deepspeed: ModuleType) -> None:
 
     watched.zerowatch_original = original  # type: ignore[attr-defined]
     deepspeed.initialize = watched  # type: ignore[attr-defined]
+
+
+def attach(settings: Mapping[str, Any] | None = None) -> Callable[[], None]:
+    """Watch the engines that DeepSpeed creates from now on, as `zerowatch run` does.
+
+    Args:
+        settings: Settings nested as in zerowatch.toml.
+
+    Returns:
+        A function that ends this, except under `zerowatch run`. The watch of an engine stays open.
+
+    Raises:
+        SettingsError: A setting is wrong.
+    """
+    import deepspeed
+
+    if not load_settings(settings, {"enabled": True}).enabled:
+        return lambda: None
+    _process.attached_settings = settings
+    original = deepspeed.initialize
+    if hasattr(original, "zerowatch_original"):
+        return _forget_settings
+    instrument_torch()
+    wrap_deepspeed(deepspeed)
+    watched = deepspeed.initialize
+
+    def detach() -> None:
+        _forget_settings()
+        if deepspeed.initialize is watched:
+            deepspeed.initialize = original
+
+    return detach
+
+
+def current_watch() -> Watch | None:
+    """Return the open watch of this process, if there is one."""
+    watch = _process.watch
+    return watch if watch is not None and watch.is_open else None
+
+
+def _forget_settings() -> None:
+    _process.attached_settings = None
 
 
 def close_watch(*, failed: bool) -> None:

@@ -39,7 +39,10 @@ DROPPED_RECORDS = counter(
     "Records lost, by the part that lost them.",
     Label(
         name="part",
-        values=("collectives", "steps", "timing", "graph_capture", "run_log", "otlp", "listeners"),
+        values=(
+            *("collectives", "steps", "timing", "graph_capture", "run_log", "otlp"),
+            *("listeners", "sinks"),
+        ),
     ),
     lean=Lean(only={"part": ("steps", "run_log")}),
     usual="0. `timing` and `graph_capture` may grow slowly on devices.",

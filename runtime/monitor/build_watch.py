@@ -28,6 +28,7 @@ from ..instrumentation.engine_instrumentation import EngineInstrumentation
 from ..instrumentation.flops import flops_counter, publish_peak
 from ..instrumentation.watch_context import WatchContext
 from ..live_page.live_page import LivePage, page_url
+from ..sinks.configured_sinks import configured_sinks
 from .advisor import Advisor
 from .comparison_monitor import ComparisonMonitor
 from .device_sampler import DeviceSampler
@@ -40,6 +41,7 @@ from .run_info import RunInfoPublisher, publish_thresholds, warn_of_comms_logger
 from .step_metrics import StepMetrics
 from .subscriptions import Subscriptions
 from .watch import EngineRef, Watch
+from .watch_sinks import WatchSinks
 from .watch_thread import WatchThread
 
 
@@ -122,7 +124,15 @@ def build_watch(
         advisor = Advisor(context, otel.send)
         subscriptions = Subscriptions(fail_open)
         undo.callback(subscriptions.close)
-        listeners = [*comparison.listeners, subscriptions.enqueue]
+        sinks = WatchSinks(context)
+        undo.callback(sinks.close)
+        if process.rank == 0:
+            for name, sink in (
+                fail_open.call("sinks", lambda: list(configured_sinks(settings.sinks, engine_ref)))
+                or ()
+            ):
+                sinks.add(sink, name)
+        listeners = [*comparison.listeners, subscriptions.enqueue, sinks.enqueue]
         if live_page is not None:
             live_page.figures, live_page.slow = comparison.rank_figures, comparison.slow_phases
             listeners.append(fail_open.wrap("live page", live_page.on_step))
@@ -175,6 +185,7 @@ def build_watch(
             folder=folder,
             metrics_log=metrics_log,
             subscriptions=subscriptions,
+            sinks=sinks,
         )
         watch = Watch(
             engine=engine_ref,
@@ -189,6 +200,7 @@ def build_watch(
             run_info=run_info,
             listeners=listeners,
             subscriptions=subscriptions,
+            sinks=sinks,
             overhead=overhead,
             collectives=collectives,
             instrumentation=instrumentation,

@@ -15,6 +15,7 @@ from .metrics_log import MetricsLog
 from .otel_exporter import OtelExporter
 from .run_folder import RunFolder
 from .subscriptions import Subscriptions
+from .watch_sinks import WatchSinks
 from .watch_thread import WatchThread
 
 
@@ -34,11 +35,12 @@ class OverheadMetrics:
         folder: RunFolder,
         metrics_log: MetricsLog,
         subscriptions: Subscriptions,
+        sinks: WatchSinks,
     ) -> None:
         self._context = context
         self._collectives, self._instrumentation = collectives, instrumentation
         self._memory, self._thread, self._comparison = memory, thread, comparison
-        self._otel, self._subscriptions = otel, subscriptions
+        self._otel, self._subscriptions, self._sinks = otel, subscriptions, sinks
         self._folder, self._metrics_log = folder, metrics_log
         context.recorder.start_counters((overhead.HOOK_FAILURES,), hook=("watch thread",))
         context.recorder.set_function(
@@ -81,4 +83,6 @@ class OverheadMetrics:
         }
         if self._subscriptions.has_listeners:
             dropped["listeners"] = self._subscriptions.dropped
+        if self._sinks.has_sinks:
+            dropped["sinks"] = self._sinks.dropped
         return dropped | ({"otlp": self._otel.dropped} if self._otel.is_on else {})

@@ -1,4 +1,4 @@
-"""Calls the script's listeners with each step's record, on a thread that listeners may block."""
+"""Calls listeners with each step's record, on a thread that listeners may block."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import logging
 import queue
 from collections.abc import Callable
+from typing import TypeAlias
 
 from ...metrics.step_record import StepRecord
 from ..common.fail_open import FailOpen
@@ -18,21 +19,30 @@ MAX_WAITING = 1024
 CLOSE_SECONDS = 5.0
 
 
+# A record, a call, or None at the end.
+_Item: TypeAlias = StepRecord | Callable[[], object] | None
+
+
 class Subscriptions:
     """Calls the listeners of one watch on a shared thread, which starts with the first listener.
+
+    Args:
+        fail_open: Counts failures, and makes the thread.
+        kind: What the listeners are, in log lines and as the name of the thread.
 
     Attributes:
         dropped: Number of records that were dropped because listeners were too slow.
     """
 
-    def __init__(self, fail_open: FailOpen) -> None:
+    def __init__(self, fail_open: FailOpen, kind: str = "listener") -> None:
         self.dropped = 0
-        self._fail_open = fail_open
+        self._fail_open, self._kind = fail_open, kind
+        self._ends: list[Callable[[], object]] = []
         self._listeners: list[Callable[[StepRecord], object]] = []
-        self._waiting: queue.SimpleQueue[StepRecord | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._closed = False
-        self._thread = fail_open.thread("listener", self._run)
-        self._start = fail_open.wrap("listener thread", self._start_thread)
+        self._thread = fail_open.thread(kind, self._run)
+        self._start = fail_open.wrap(f"{kind} thread", self._start_thread)
 
     @property
     def has_listeners(self) -> bool:
@@ -45,9 +55,33 @@ class Subscriptions:
             self._listeners.append(self._fail_open.wrap("listener", listener, BaseException))
             self._start()
 
+    def add_kept(
+        self, name: str, listener: Callable[[StepRecord], object], on_end: Callable[[], object]
+    ) -> None:
+        """Call `listener` from the next record on, also after it raised, and `on_end` at the end.
+
+        Args:
+            name: The name under which failures are counted.
+            listener: Gets each record.
+            on_end: Called by `close` after the last record, on the same thread.
+        """
+        if not self._closed:
+            wrap = self._fail_open.wrap
+            self._listeners.append(wrap(name, listener, BaseException, is_kept=True))
+            self._ends.append(wrap(name, on_end, BaseException))
+            self._start()
+
     def enqueue(self, record: StepRecord) -> None:
         """Queue a record for the listeners. Never blocks."""
-        if not self._listeners or self._closed:
+        if self._listeners:
+            self._put(record)
+
+    def enqueue_call(self, name: str, call: Callable[[], object]) -> None:
+        """Queue a function to be called once. A failure is counted under the name. Never blocks."""
+        self._put(self._fail_open.wrap(name, call, BaseException))
+
+    def _put(self, record: StepRecord | Callable[[], object]) -> None:
+        if self._closed:
             return
         self._start()
         if self._waiting.qsize() < MAX_WAITING:
@@ -55,9 +89,11 @@ class Subscriptions:
             return
         if not self.dropped:
             logger.warning(
-                "a listener is more than %d steps late: further records are not passed to "
-                "listeners while it is, and counted. Make the listener faster.",
+                "a %s is more than %d steps late: further records are not passed on while it is, "
+                "and counted. Make the %s faster.",
+                self._kind,
                 MAX_WAITING,
+                self._kind,
             )
         self.dropped += 1
 
@@ -65,7 +101,7 @@ class Subscriptions:
         """Wait until the listeners have handled the queued records. Safe to call twice."""
         if self._closed:
             return
-        if self._listeners:
+        if self._listeners or not self._waiting.empty():
             self._start()
         self._closed = True
         self._waiting.put(None)
@@ -79,8 +115,8 @@ class Subscriptions:
         self._waiting.put(None)
         self.dropped += num_lost
         logger.warning(
-            "a listener did not return within %g s at the end: %d record(s) were not passed to "
-            "listeners",
+            "a %s did not return within %g s at the end: %d record(s) were not passed on",
+            self._kind,
             timeout_seconds,
             num_lost,
         )
@@ -95,9 +131,14 @@ class Subscriptions:
                 record = self._waiting.get(timeout=1.0)
             except queue.Empty:  # a failure may have lost the item that marks the end
                 if self._closed:
-                    return
+                    break
                 continue
             if record is None:
-                return
+                break
+            if callable(record):
+                record()
+                continue
             for listener in self._listeners:
                 listener(record)
+        for end in self._ends:
+            end()

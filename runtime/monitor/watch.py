@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -20,6 +20,7 @@ from ...metrics.step_record import StepRecord
 from ..common.fail_open import FailOpen
 from ..common.interrupts import is_interrupt
 from .final_report import announce_report
+from ..sinks.sink import Sink
 from .run_end_reason import end_reason
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from .run_folder import RunFolder
     from .run_info import RunInfoPublisher
     from .subscriptions import Subscriptions
+    from .watch_sinks import WatchSinks
     from .watch_thread import WatchThread
 
 
@@ -74,6 +76,7 @@ class Watch:
         run_info: RunInfoPublisher,
         listeners: list[Callable[[StepRecord], object]],
         subscriptions: Subscriptions,
+        sinks: WatchSinks,
         overhead: OverheadMetrics,
         collectives: CollectiveInstrumentation,
         instrumentation: EngineInstrumentation,
@@ -86,6 +89,7 @@ class Watch:
         self.settings, self.recorder, self.fail_open = settings, recorder, fail_open
         self.address, self.live_page_url, self.advisor = address, live_page_url, advisor
         self._engine, self._listeners, self._subscriptions = engine, listeners, subscriptions
+        self._sinks = sinks
         self._server, self._folder, self._run_info = server, folder, run_info
         self._metrics_log = metrics_log
         self._collectives, self._instrumentation = collectives, instrumentation
@@ -146,6 +150,36 @@ class Watch:
                 f"Watch.subscribe takes a function of a StepRecord, got {type(listener).__name__}"
             )
         self._subscriptions.add(listener)
+
+    def add_sink(self, sink: Sink) -> None:
+        """Write the values of the step record and of `/metrics` to a sink, on rank 0.
+
+        On the other ranks the call has no effect. `sinks.interval_seconds` says how often a step is
+        written. The methods of the sink are called on a thread that only sinks use.
+
+        Raises:
+            TypeError: `sink` has not the methods of a `Sink`.
+        """
+        for method in ("open", "write", "close"):
+            if not callable(getattr(sink, method, None)):
+                raise TypeError(
+                    f"Watch.add_sink takes an object with open, write and close, "
+                    f"got {type(sink).__name__} without {method}"
+                )
+        self._sinks.add(sink, type(sink).__name__)
+
+    def log_values(self, values: Mapping[str, object], step: int | None = None) -> None:
+        """Append values of the script, such as an evaluation's loss, to `logged.jsonl`.
+
+        The file is in the run folder, with one JSON object per call: `step`, `unix_seconds` and
+        `values`. It is written on rank 0, and on another thread. On the other ranks the call has no
+        effect.
+
+        Args:
+            values: Numbers, texts, or tensors of one element, which are read on the other thread.
+            step: The step of the script; by default none.
+        """
+        self._sinks.log_values(values, step)
 
     def subscribe_internal(self, listener: Callable[[StepRecord], object]) -> None:
         """Call `listener`, a function of zerowatch that never blocks, on the watch thread."""
@@ -225,6 +259,7 @@ class Watch:
                 lambda: self._thread.enqueue(self._collectives.call_recorder.drain()),
                 self._thread.stop,
                 self._subscriptions.close,
+                lambda: self._sinks.close(failed=failed),
                 self._comparison.stop,
                 self._memory.close,
             )
@@ -304,6 +339,12 @@ class NullWatch:
 
     def subscribe_internal(self, listener: Callable[[StepRecord], object]) -> None:
         """Never call the listener."""
+
+    def add_sink(self, sink: Sink) -> None:
+        """Never write to the sink."""
+
+    def log_values(self, values: Mapping[str, object], step: int | None = None) -> None:
+        """Do nothing."""
 
     def snapshot(self) -> Snapshot:
         """Return a snapshot without values."""

@@ -1,0 +1,50 @@
+"""Trains a tiny GPT-2 with DeepSpeed, and writes zerowatch's values to experiment trackers.
+
+ZEROWATCH_SINKS_NAMES=tensorboard zerowatch run --nproc-per-node 2 examples/experiment_trackers.py
+zerowatch run --nproc-per-node 2 examples/experiment_trackers.py --deepspeed-monitor
+"""
+
+import argparse
+
+import deepspeed
+import torch
+from tiny_gpt import Sentences, fingerprint, tiny_gpt
+
+MONITORS = {
+    "tensorboard": {"enabled": True, "output_path": "logs", "job_name": "tensorboard"},
+    "csv_monitor": {"enabled": True, "output_path": "logs", "job_name": "csv"},
+}
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int)
+parser.add_argument("--deepspeed-monitor", action="store_true", help="use the ds config's monitors")
+options = parser.parse_args()
+
+config = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "zero_optimization": {"stage": 2},
+    "zero_force_ds_cpu_optimizer": False,
+    "zero_allow_untested_optimizer": True,
+    **(MONITORS if options.deepspeed_monitor else {}),
+}
+model = tiny_gpt()
+engine, _, loader, _ = deepspeed.initialize(
+    model=model,
+    optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
+    training_data=Sentences(),
+    config=config,
+)
+losses, window = [], []
+for batch in loader:
+    batch = {name: ids.to(engine.device) for name, ids in batch.items()}
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    engine.step()
+    window.append(loss.item())
+    if len(window) == 2:
+        losses.append(sum(window) / 2)
+        window.clear()
+if engine.global_rank == 0:
+    print("losses:", *losses)
+    print("weights:", fingerprint(model))

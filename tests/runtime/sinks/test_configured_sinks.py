@@ -1,0 +1,49 @@
+"""Tests of which sinks the settings and the ds config ask for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from zerowatch.metrics.settings import load_settings
+from zerowatch.runtime.sinks import configured_sinks as module
+from zerowatch.runtime.sinks.configured_sinks import configured_sinks
+
+
+def names(*, wandb_monitor: object = None, **settings: object) -> list[str]:
+    engine: Any = SimpleNamespace(
+        monitor=SimpleNamespace(tb_monitor=None, wandb_monitor=wandb_monitor, csv_monitor=None),
+        train_batch_size=lambda: 8,
+    )
+    loaded = load_settings({"sinks": settings}).sinks
+    return [name for name, _ in configured_sinks(loaded, lambda: engine)]
+
+
+def test_no_tracker_is_written_to_unless_asked_for() -> None:
+    assert names() == []
+
+
+def test_the_environment_variable_names_several_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROWATCH_SINKS_NAMES", "tensorboard, mlflow")
+
+    assert names() == ["tensorboard", "mlflow"]
+
+
+def test_a_tracker_of_the_ds_config_is_written_to_once() -> None:
+    assert names(wandb_monitor=object(), names=["wandb", "mlflow"]) == ["wandb", "mlflow"]
+
+
+def test_the_monitors_of_the_ds_config_can_be_left_out() -> None:
+    assert names(wandb_monitor=object(), deepspeed_monitor=False) == []
+
+
+def test_a_missing_library_is_named_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+
+    assert names(names=["wandb"]) == []
+
+    assert "pip install 'zerowatch[wandb]'" in caplog.text

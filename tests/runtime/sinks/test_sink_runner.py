@@ -1,0 +1,111 @@
+"""Tests of when a sink is called and what it gets, also after errors (`runtime/sinks/sink.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes.clock import FakeClock
+from fakes.steps import step
+
+from zerowatch.metrics.catalog.training import STEPS
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.metrics.settings import SinksSettings
+from zerowatch.metrics.step_record import StepRecord
+from zerowatch.runtime.sinks.sink import SinkRun
+from zerowatch.runtime.sinks.sink_runner import FIRST_RETRY_SECONDS, SinkRunner
+
+METRIC = "zerowatch/metrics/steps_total"
+
+
+class RecordingSink:
+    """Keeps what it gets; raises in the calls that a test names."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.written: dict[int, Mapping[str, float]] = {}
+        self.error: Exception | None = None
+
+    def open(self, run: SinkRun) -> None:
+        self.calls.append(f"open {run.run_id}")
+        self._maybe_raise()
+
+    def write(self, values: Mapping[str, float], *, step: int, unix_seconds: float) -> None:
+        self.calls.append(f"write {step}")
+        self._maybe_raise()
+        self.written[step] = values
+
+    def close(self, *, failed: bool) -> None:
+        self.calls.append(f"close {failed}")
+
+    def _maybe_raise(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def sink() -> RecordingSink:
+    return RecordingSink()
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def runner(sink: RecordingSink, clock: FakeClock) -> SinkRunner:
+    recorder = Recorder()
+    recorder.set(STEPS, 9)
+    run = SinkRun(run_id="r", folder=Path("runs/r"))
+    return SinkRunner(sink, lambda: run, recorder.snapshot, SinksSettings(), clock)
+
+
+def record(number: int, ended_at: float) -> StepRecord:
+    return replace(step(number), ended_at_unix_seconds=ended_at)
+
+
+def test_steps_are_written_once_per_interval_and_the_last_one_always(
+    runner: SinkRunner, sink: RecordingSink
+) -> None:
+    for number in range(1, 9):
+        runner.on_step(record(number, 100 + 0.4 * number))
+    runner.close(failed=False)
+
+    # The interval is a second.
+    assert sink.calls == ["open r", "write 1", "write 4", "write 7", "write 8", "close False"]
+
+
+def test_metrics_come_with_the_first_step_then_once_per_interval_and_at_the_end(
+    runner: SinkRunner, sink: RecordingSink
+) -> None:
+    for number in range(1, 11):
+        runner.on_step(record(number, 5.0 * number))
+    runner.on_step(record(11, 50.1))
+    runner.close(failed=True)
+
+    with_metrics = [number for number, values in sink.written.items() if METRIC in values]
+    assert with_metrics == [1, 4, 7, 10, 11]
+    assert sink.calls[-1] == "close True"
+
+
+def test_a_sink_that_raised_is_called_again_after_a_delay(
+    runner: SinkRunner, sink: RecordingSink, clock: FakeClock
+) -> None:
+    sink.error = ConnectionError("no server")
+    with pytest.raises(ConnectionError):
+        runner.on_step(record(1, 1))
+    sink.error = None
+    runner.on_step(record(2, 10))
+    clock.seconds += 1.01 * FIRST_RETRY_SECONDS
+    runner.on_step(record(3, 20))
+
+    assert sink.calls == ["open r", "open r", "write 3"]
+
+
+def test_a_sink_that_never_opened_is_not_closed(runner: SinkRunner, sink: RecordingSink) -> None:
+    runner.close(failed=False)
+
+    assert sink.calls == []

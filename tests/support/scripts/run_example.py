@@ -1,0 +1,12 @@
+"""Runs a script of `examples/` without compiling DeepSpeed's shared-memory op."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import deepspeed
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+sys.argv = sys.argv[1:]
+sys.path[0] = str(Path(sys.argv[0]).parent)
+runpy.run_path(sys.argv[0], run_name="__main__")
