@@ -7,7 +7,7 @@ torchrun --nproc-per-node 2 examples/accelerate_loop.py --tracker
 import argparse
 
 import torch
-from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 from tiny_gpt import Sentences, fingerprint, tiny_gpt
 
 DS_CONFIG = {
@@ -27,8 +27,11 @@ if options.tracker:
 
     trackers.append(zerowatch.AccelerateTracker())
 
+# Else, on a machine without a GPU, each rank takes itself for the only one.
+PartialState(cpu=not torch.cuda.is_available())
 accelerator = Accelerator(
-    deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=DS_CONFIG), log_with=trackers
+    deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=DS_CONFIG),
+    log_with=trackers,
 )
 accelerator.init_trackers("tiny-gpt", config={"lr": 1e-3})
 model = tiny_gpt()

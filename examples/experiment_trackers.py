@@ -1,7 +1,8 @@
-"""Trains a tiny GPT-2 with DeepSpeed, and writes zerowatch's values to experiment trackers.
+r"""Trains a tiny GPT-2 with DeepSpeed, and writes zerowatch's values to experiment trackers.
 
 ZEROWATCH_SINKS_NAMES=tensorboard zerowatch run --nproc-per-node 2 examples/experiment_trackers.py
-zerowatch run --nproc-per-node 2 examples/experiment_trackers.py --deepspeed-monitor
+zerowatch run --nproc-per-node 2 examples/experiment_trackers.py \
+    --deepspeed-monitor tensorboard csv_monitor
 """
 
 import argparse
@@ -13,11 +14,13 @@ from tiny_gpt import Sentences, fingerprint, tiny_gpt
 MONITORS = {
     "tensorboard": {"enabled": True, "output_path": "logs", "job_name": "tensorboard"},
     "csv_monitor": {"enabled": True, "output_path": "logs", "job_name": "csv"},
+    "wandb": {"enabled": True, "project": "tiny-gpt"},
 }
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--local_rank", type=int)
-parser.add_argument("--deepspeed-monitor", action="store_true", help="use the ds config's monitors")
+parser.add_argument(
+    "--deepspeed-monitor", nargs="*", default=[], choices=MONITORS, help="monitors of the ds config"
+)
 options = parser.parse_args()
 
 config = {
@@ -26,7 +29,7 @@ config = {
     "zero_optimization": {"stage": 2},
     "zero_force_ds_cpu_optimizer": False,
     "zero_allow_untested_optimizer": True,
-    **(MONITORS if options.deepspeed_monitor else {}),
+    **{name: MONITORS[name] for name in options.deepspeed_monitor},
 }
 model = tiny_gpt()
 engine, _, loader, _ = deepspeed.initialize(

@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 examples/huggingface_trainer.py --callback
 import argparse
 import os
 
+import torch
 from tiny_gpt import Sentences, fingerprint, tiny_gpt
 from transformers import Trainer, TrainingArguments
 
@@ -37,10 +38,12 @@ trainer = Trainer(
         gradient_accumulation_steps=2,
         max_steps=options.steps,
         logging_steps=1,
+        save_strategy="no",
         eval_strategy="steps",
         eval_steps=options.steps,
-        save_strategy="no",
         report_to="none",
+        # Else, on a machine without a GPU, each rank takes itself for the only one.
+        use_cpu=not torch.cuda.is_available(),
         disable_tqdm=True,
     ),
     train_dataset=Sentences(),

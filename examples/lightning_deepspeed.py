@@ -41,6 +41,18 @@ class DeepSpeedAnywhere(DeepSpeedStrategy):
         else:
             DDPStrategy.setup_environment(self)
 
+    def setup_distributed(self) -> None:
+        if isinstance(self.accelerator, CUDAAccelerator):
+            super().setup_distributed()
+        else:
+            self.set_world_ranks()
+            self._init_deepspeed_distributed()
+
+    @property
+    def root_device(self) -> torch.device:
+        device = super().root_device
+        return torch.device("cpu", self.local_rank) if device.type == "cpu" else device
+
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--callback", action="store_true", help="monitor by a callback")

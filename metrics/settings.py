@@ -309,6 +309,9 @@ class SinksSettings(Section):
     always written."""
     metrics_interval_seconds: Seconds = Field(default=15.0, ge=0)
     """Minimum seconds between two steps that are written with all values of /metrics."""
+    timeout_seconds: Seconds = Field(default=30.0, ge=0)
+    """Maximum seconds to wait at the end of a run until all values are written; after Ctrl-C at
+    most 5 s."""
     tensorboard_folder: Path | None = None
     """Folder of TensorBoard's files; by default `tensorboard` in the run folder."""
 

@@ -407,7 +407,12 @@ def _open_watch(engine: Any, settings: Settings) -> Watch:
         _process.watch.close()
     collectives = _process.open_collectives()
     _process.watch = build_watch(
-        engine, collectives, _process.fail_open, settings, _process.num_watches
+        engine,
+        collectives,
+        _process.fail_open,
+        settings,
+        _process.num_watches,
+        _close_at_exit_before_trackers,
     )
     _process.num_watches += 1
     if _process.num_watches == 1:
@@ -445,6 +450,15 @@ def _torch_engine(model: Any, optimizer: Any) -> Any:
 def _close_at_exit() -> None:
     # After an uncaught exception the interpreter sets last_value before it runs exit handlers.
     close_watch(failed=hasattr(sys, "last_value"))
+
+
+def _close_at_exit_before_trackers() -> None:
+    """Let the watch close before the experiment trackers that are open now, at exit.
+
+    Exit handlers run in reverse order, and W&B's ends its run.
+    """
+    atexit.unregister(_close_at_exit)
+    atexit.register(_close_at_exit)
 
 
 def _close_after_fork() -> None:

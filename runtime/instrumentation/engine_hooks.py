@@ -85,6 +85,7 @@ class EngineHooks:
         self._read_loss = fail_open.wrap("loss", extract_loss, is_kept=True)
         self._generation = GenerationHooks(engine, phase_timer, memory, fail_open, generated_before)
         self._is_pipeline = hasattr(type(engine), "train_batch")
+        self._losses_are_divided = is_divided_by_lightning(engine.module)
         names = PIPELINE_METHODS if self._is_pipeline else ENGINE_METHODS
         self._patches: list[AttributePatch | InstructionMap] = [
             AttributePatch(engine, name, partial(self._wrapper, name))
@@ -264,7 +265,8 @@ class EngineHooks:
         self._inside_backward = True
         self._phase_timer.enter(BACKWARD)
         self._loss = self._read_loss(args[0] if args else kwargs.get("loss"))
-        if not (args[2] if len(args) > 2 else kwargs.get("scale_wrt_gas", True)):
+        is_undivided = args[2] if len(args) > 2 else kwargs.get("scale_wrt_gas", True)
+        if self._losses_are_divided or not is_undivided:
             self._counts.losses_are_divided = True  # the caller has divided them
 
     def _on_backward_end(self, result: Any, returned: bool) -> None:
@@ -329,6 +331,17 @@ class EngineHooks:
         counts.generation = self._generation.take_counts()
         self._shapes = []  # shapes of forward passes without a backward pass
         self._collect(counts)
+
+
+def is_divided_by_lightning(module: Any) -> bool:
+    """Whether Lightning's loop divides the losses of a module by the number of micro-batches.
+
+    The loop does so under every strategy, and DeepSpeed divides them once more.
+    """
+    is_automatic = getattr(module, "automatic_optimization", False)
+    return bool(is_automatic) and any(
+        kind.__name__ == "LightningModule" for kind in type(module).__mro__
+    )
 
 
 def extract_loss(output: Any) -> ScalarOrPending:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -51,6 +52,7 @@ def build_watch(
     fail_open: FailOpen,
     settings: Settings,
     watch_index: int,
+    on_sink_open: Callable[[], object] = lambda: None,
 ) -> Watch:
     """Build and start the watch of an engine. If a part fails, close the parts built before it.
 
@@ -60,6 +62,7 @@ def build_watch(
         fail_open: Wraps the functions that run inside training.
         settings: The settings of this run.
         watch_index: Number of watches that this process had before. Equal on all ranks.
+        on_sink_open: Called on the thread of the sinks each time one has opened.
     """
     process, device, recorder = this_process(), training_device_index(), Recorder()
     calls, phase_timer, engine_ref = collectives.call_recorder, PhaseTimer(), EngineRef(engine)
@@ -124,7 +127,7 @@ def build_watch(
         advisor = Advisor(context, otel.send)
         subscriptions = Subscriptions(fail_open)
         undo.callback(subscriptions.close)
-        sinks = WatchSinks(context)
+        sinks = WatchSinks(context, on_sink_open)
         undo.callback(sinks.close)
         if process.rank == 0:
             for name, sink in (

@@ -19,8 +19,8 @@ from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
 from ..common.fail_open import FailOpen
 from ..common.interrupts import is_interrupt
-from .final_report import announce_report
 from ..sinks.sink import Sink
+from .final_report import announce_report
 from .run_end_reason import end_reason
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ class Watch:
                 lambda: self._thread.enqueue(self._collectives.call_recorder.drain()),
                 self._thread.stop,
                 self._subscriptions.close,
-                lambda: self._sinks.close(failed=failed),
+                lambda: self._sinks.close(failed=failed, interrupted=interrupted),
                 self._comparison.stop,
                 self._memory.close,
             )

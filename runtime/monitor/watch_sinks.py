@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import orjson
 
@@ -11,16 +11,21 @@ from ...metrics.atomic_file import open_to_append
 from ..instrumentation.watch_context import WatchContext
 from ..sinks.sink import Sink, SinkRun
 from ..sinks.sink_runner import SinkRunner
-from .subscriptions import Subscriptions
+from .subscriptions import CLOSE_SECONDS, Subscriptions
 
 LOGGED_FILE = "logged.jsonl"
 
 
 class WatchSinks:
-    """The sinks of one watch. Ranks other than 0 have none, and their calls have no effect."""
+    """The sinks of one watch. Ranks other than 0 have none, and their calls have no effect.
 
-    def __init__(self, context: WatchContext) -> None:
-        self._context = context
+    Args:
+        context: The parts of the watch.
+        on_open: Called on the thread of the sinks each time one has opened.
+    """
+
+    def __init__(self, context: WatchContext, on_open: Callable[[], object] = lambda: None) -> None:
+        self._context, self._on_open = context, on_open
         self._is_writer = context.identity.rank == 0
         self._failed = False
         self._subscriptions = Subscriptions(context.fail_open, "sink")
@@ -40,7 +45,13 @@ class WatchSinks:
         """Write the following steps to a sink."""
         if self._is_writer:
             context = self._context
-            runner = SinkRunner(sink, self._run, context.recorder.snapshot, context.settings.sinks)
+            runner = SinkRunner(
+                sink,
+                self._run,
+                context.recorder.snapshot,
+                context.settings.sinks,
+                self._on_open,
+            )
             self._subscriptions.add_kept(
                 f"sink {name}", runner.on_step, lambda: runner.close(failed=self._failed)
             )
@@ -51,10 +62,11 @@ class WatchSinks:
             line = {"step": step, "unix_seconds": time.time(), "values": dict(values)}
             self._subscriptions.enqueue_call("logged values", lambda: self._append(line))
 
-    def close(self, *, failed: bool = False) -> None:
-        """Write the last step and close all sinks. Waits a few seconds at most."""
+    def close(self, *, failed: bool = False, interrupted: bool = False) -> None:
+        """Write the last step and close all sinks. Waits `sinks.timeout_seconds` at most."""
         self._failed = failed
-        self._subscriptions.close()
+        limit = self._context.settings.sinks.timeout_seconds
+        self._subscriptions.close(min(limit, CLOSE_SECONDS) if interrupted else limit)
 
     def _run(self) -> SinkRun:
         run_id = self._context.run_id()

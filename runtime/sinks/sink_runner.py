@@ -28,6 +28,7 @@ class SinkRunner:
         run: Returns the run. It is called before the first write.
         snapshot: Returns the metrics.
         settings: The intervals.
+        on_open: Called each time a sink has opened.
         now: A monotonic clock, in seconds.
     """
 
@@ -37,40 +38,43 @@ class SinkRunner:
         run: Callable[[], SinkRun],
         snapshot: Callable[[], Snapshot],
         settings: SinksSettings,
+        on_open: Callable[[], object] = lambda: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sink, self._run, self._snapshot, self._settings = sink, run, snapshot, settings
+        self._on_open = on_open
         self._backoff = Backoff(FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, now)
         self._is_open = False
-        self._pending: StepRecord | None = None
+        self._last: StepRecord | None = None
+        self._is_written = self._has_metrics = False  # of the last step
         self._step_due = self._metrics_due = float("-inf")
 
     def on_step(self, record: StepRecord) -> None:
         """Write the values of a step, if the interval since the last one is over."""
-        self._pending = record
+        self._last, self._is_written, self._has_metrics = record, False, False
         if record.ended_at_unix_seconds >= self._step_due and self._backoff.is_due:
-            self._write_pending(with_metrics=record.ended_at_unix_seconds >= self._metrics_due)
+            self._write(record, with_metrics=record.ended_at_unix_seconds >= self._metrics_due)
 
     def close(self, *, failed: bool) -> None:
-        """Write the last step with the final metrics, and close the sink."""
+        """Write what is missing of the last step, with the final metrics, and close the sink."""
         try:
-            if self._pending is not None:
-                self._write_pending(with_metrics=True)
+            if self._last is not None and not (self._is_written and self._has_metrics):
+                self._write(self._last, with_metrics=True)
         finally:
             if self._is_open:
                 self._sink.close(failed=failed)
 
-    def _write_pending(self, *, with_metrics: bool) -> None:
-        record, self._pending = self._pending, None
-        assert record is not None
+    def _write(self, record: StepRecord, *, with_metrics: bool) -> None:
         ended_at = record.ended_at_unix_seconds
-        values = step_values(record)
+        values = {} if self._is_written else step_values(record)
         if with_metrics:
             values |= metric_values(self._snapshot())
+        self._is_written, self._has_metrics = True, with_metrics
         try:
             if not self._is_open:
                 self._sink.open(self._run())
                 self._is_open = True
+                self._on_open()
             self._sink.write(values, step=record.step, unix_seconds=ended_at)
         except BaseException:
             self._backoff.start_delay()

@@ -61,11 +61,12 @@ class WandbSink:
         import wandb
 
         assert self._run is not None
+        row = {STEP: float(step), **values}
         if self._is_own:
-            self._run.log(dict(values), commit=True)
+            self._run.log(row, commit=True)
         elif not self._is_finished:
             try:
-                self._run.log(dict(values), commit=False)
+                self._run.log(row, commit=False)
             except wandb.errors.UsageError as error:
                 self._is_finished = True
                 logger.info("the script has finished its W&B run; no more values: %s", error)

@@ -60,7 +60,7 @@ def runner(sink: RecordingSink, clock: FakeClock) -> SinkRunner:
     recorder = Recorder()
     recorder.set(STEPS, 9)
     run = SinkRun(run_id="r", folder=Path("runs/r"))
-    return SinkRunner(sink, lambda: run, recorder.snapshot, SinksSettings(), clock)
+    return SinkRunner(sink, lambda: run, recorder.snapshot, SinksSettings(), now=clock)
 
 
 def record(number: int, ended_at: float) -> StepRecord:
@@ -89,6 +89,17 @@ def test_metrics_come_with_the_first_step_then_once_per_interval_and_at_the_end(
     with_metrics = [number for number, values in sink.written.items() if METRIC in values]
     assert with_metrics == [1, 4, 7, 10, 11]
     assert sink.calls[-1] == "close True"
+
+
+def test_a_last_step_without_metrics_gets_them_at_the_end_and_nothing_twice(
+    runner: SinkRunner, sink: RecordingSink
+) -> None:
+    runner.on_step(record(1, ended_at=1.0))
+    runner.on_step(record(2, ended_at=9.0))
+    runner.close(failed=False)
+
+    assert sink.calls == ["open r", "write 1", "write 2", "write 2", "close False"]
+    assert list(sink.written[2]) == [METRIC]
 
 
 def test_a_sink_that_raised_is_called_again_after_a_delay(

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import wandb
-from wandb.proto.wandb_internal_pb2 import Record
+from wandb_files import rows as rows_in
 
 from zerowatch.runtime.sinks.sink import SinkRun
 from zerowatch.runtime.sinks.wandb_sink import WandbSink
 
 RUN = SinkRun(run_id="r", folder=None)
-BLOCK, HEADER = 32768, 7  # of LevelDB's log format, which W&B's offline files have
 
 
 @pytest.fixture(autouse=True)
@@ -28,33 +25,8 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def rows(folder: Path) -> list[tuple[int, dict[str, object]]]:
-    """Return step and values of each row in the one offline run below a folder."""
-    (file,) = (path for path in folder.rglob("*.wandb") if "latest-run" not in path.parts)
-    found = []
-    for data in log_entries(file.read_bytes()):
-        record = Record.FromString(data)
-        if record.WhichOneof("record_type") == "history":
-            row = record.history
-            values = {
-                item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                for item in row.item
-            }
-            own = {name: value for name, value in values.items() if not name.startswith("_")}
-            found.append((row.step.num, own))
-    return found
-
-
-def log_entries(content: bytes) -> Iterator[bytes]:
-    position, entry = HEADER, b""  # the file has a header of its own
-    while position + HEADER <= len(content):
-        if BLOCK - position % BLOCK < HEADER:
-            position += BLOCK - position % BLOCK
-        _, length, kind = struct.unpack("<IHB", content[position : position + HEADER])
-        entry += content[position + HEADER : position + HEADER + length]
-        position += HEADER + length
-        if kind in (1, 4):  # the whole entry, or its last part
-            yield entry
-            entry = b""
+    wandb.teardown()  # waits until W&B's own process has written the file
+    return rows_in(folder)
 
 
 def test_values_join_the_rows_of_the_scripts_run_and_move_no_step(tmp_path: Path) -> None:
