@@ -256,7 +256,7 @@ def _watch_torch_model(optimizer: torch.optim.Optimizer) -> None:
     from .common.torch_engine import torch_engine, trained_model
 
     _process.is_model_known = True
-    settings = load_settings()
+    settings = load_settings(_process.attached_settings)
     model = trained_model(optimizer) if settings.enabled and _process.watch is None else None
     if model is not None:
         _open_watch(torch_engine(model, optimizer), settings)
@@ -287,7 +287,7 @@ def wrap_deepspeed(deepspeed: ModuleType) -> None:
 
 
 def attach(settings: Mapping[str, Any] | None = None) -> Callable[[], None]:
-    """Watch the engines that DeepSpeed creates from now on, as `zerowatch run` does.
+    """Watch the engines and models that train from now on, as `zerowatch run` does.
 
     Args:
         settings: Settings nested as in zerowatch.toml.
@@ -312,6 +312,8 @@ def attach(settings: Mapping[str, Any] | None = None) -> Callable[[], None]:
 
     def detach() -> None:
         _forget_settings()
+        if _process.first_step_hook is not None:
+            _process.first_step_hook.remove()
         if deepspeed.initialize is watched:
             deepspeed.initialize = original
 

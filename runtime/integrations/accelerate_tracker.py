@@ -40,7 +40,7 @@ class AccelerateTracker(GeneralTracker):  # type: ignore[misc]
         self, settings: Mapping[str, Any] | None = None, sinks: Iterable[Sink] = ()
     ) -> None:
         super().__init__()
-        self._attachment = Attachment("Accelerate", settings, sinks)
+        self._attachment = Attachment("AccelerateTracker", settings, sinks)
         self._configuration: Mapping[str, Any] = {}
 
     @property
@@ -64,6 +64,6 @@ class AccelerateTracker(GeneralTracker):  # type: ignore[misc]
 
     def _begin(self) -> None:
         self._attachment.begin()
-        if self._configuration:
+        if self._configuration and self.tracker.is_open:
             self.tracker.log_values(self._configuration)
             self._configuration = {}

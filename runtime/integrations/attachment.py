@@ -1,4 +1,4 @@
-"""Monitors the engine that a framework creates, from before its creation to the end of training."""
+"""Monitors what a framework trains, from before it creates the engine to the end of training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..entry_points import attach, current_watch
-from ..monitor.watch import NullWatch, WatchHandle
+from ..monitor.watch import NullWatch, Watch, WatchHandle
 from ..sinks.sink import Sink
 
 logger = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ class Attachment:
     """What the callbacks of all frameworks have in common.
 
     Args:
-        framework: Name of the framework, for log lines.
+        callback: Name of the callback, for log lines.
         settings: Settings nested as in zerowatch.toml.
         sinks: Sinks to add to the watch.
 
@@ -26,10 +26,10 @@ class Attachment:
     """
 
     def __init__(
-        self, framework: str, settings: Mapping[str, Any] | None, sinks: Iterable[Sink]
+        self, callback: str, settings: Mapping[str, Any] | None, sinks: Iterable[Sink]
     ) -> None:
-        self._framework, self._sinks = framework, tuple(sinks)
-        self._begun: WatchHandle | None = None
+        self._callback, self._sinks = callback, tuple(sinks)
+        self._begun: Watch | None = None
         self._detach = attach(settings)
 
     @property
@@ -38,17 +38,9 @@ class Attachment:
         return current_watch() or NullWatch()
 
     def begin(self) -> None:
-        """Add the sinks, once the engine exists. Has an effect once per watch."""
-        watch = self.watch
-        if isinstance(watch, NullWatch):
-            if not self._begun:
-                self._begun = watch
-                logger.warning(
-                    "%s has created no DeepSpeed engine that is monitored: nothing is recorded; "
-                    "configure DeepSpeed, and create the callback before the engine",
-                    self._framework,
-                )
-        elif watch is not self._begun:
+        """Add the sinks as soon as there is a watch. Has an effect once per watch."""
+        watch = current_watch()
+        if watch is not None and watch is not self._begun:
             self._begun = watch
             for sink in self._sinks:
                 watch.add_sink(sink)
@@ -58,6 +50,12 @@ class Attachment:
         watch = current_watch()
         if watch is not None:
             watch.close(failed=failed)
+        elif self._begun is None and not failed:
+            logger.warning(
+                "nothing of this training was monitored: create %s before the model is prepared "
+                "for training, and check ZEROWATCH_ENABLED",
+                self._callback,
+            )
 
     def detach(self) -> None:
         """Restore `deepspeed.initialize`, unless the script runs under `zerowatch run`."""

@@ -56,12 +56,15 @@ class LightningCallback(Callback):
             SettingsError: A setting is wrong.
         """
         if stage == "fit":
-            self._attachment = Attachment("Lightning", self._settings, self._sinks)
+            self._attachment = Attachment("LightningCallback", self._settings, self._sinks)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Add the sinks."""
-        if self._attachment is not None:
-            self._attachment.begin()
+        """Add the sinks; with DeepSpeed, the engine exists."""
+        self._begin()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Add the sinks after the first step: without DeepSpeed, monitoring begins in it."""
+        self._begin()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Record what the module has logged."""
@@ -80,6 +83,10 @@ class LightningCallback(Callback):
         """Write what is pending, and end monitoring."""
         if stage == "fit":
             self._end(failed=False)
+
+    def _begin(self) -> None:
+        if self._attachment is not None:
+            self._attachment.begin()
 
     def _log(self, trainer: Any) -> None:
         # Tensors are read on another thread: reading one here would wait for the device.

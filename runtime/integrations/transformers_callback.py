@@ -39,7 +39,7 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(
         self, settings: Mapping[str, Any] | None = None, sinks: Iterable[Sink] = ()
     ) -> None:
-        self._attachment = Attachment("the Trainer", settings, sinks)
+        self._attachment = Attachment("TransformersCallback", settings, sinks)
 
     @property
     def watch(self) -> WatchHandle:
@@ -47,7 +47,11 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc]
         return self._attachment.watch
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add the sinks; the Trainer has created its engine."""
+        """Add the sinks; with DeepSpeed, the engine exists."""
+        self._attachment.begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add the sinks after the first step: without DeepSpeed, monitoring begins in it."""
         self._attachment.begin()
 
     def on_log(

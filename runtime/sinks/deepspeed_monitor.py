@@ -23,6 +23,8 @@ def deepspeed_sinks(engine: Callable[[], Any]) -> Iterator[tuple[str, Sink]]:
         engine: Returns the engine, which a rebuild replaces, or None if it is gone.
     """
     monitor: Any = getattr(engine(), "monitor", None)
+    if monitor is None:  # a model without DeepSpeed
+        return
     samples = GlobalSamples(engine)
     if getattr(getattr(monitor, "tb_monitor", None), "summary_writer", None) is not None:
         yield "tensorboard", DeepSpeedTensorboardSink(engine, samples)

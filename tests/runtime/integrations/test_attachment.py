@@ -49,13 +49,12 @@ def test_a_wrong_setting_is_an_error_before_training() -> None:
         Attachment("a framework", {"serve": {"prot": 1}}, ())
 
 
-def test_training_without_an_engine_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    attachment = Attachment("a framework", None, ())
+def test_training_that_was_not_monitored_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    attachment = Attachment("TheCallback", None, ())
 
-    attachment.begin()
     attachment.begin()
     attachment.close()
     attachment.detach()
 
     (line,) = caplog.messages
-    assert "a framework" in line
+    assert "TheCallback" in line
