@@ -98,7 +98,8 @@ def _text(value: object) -> str:
 
 
 def _section(title: str, *parts: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"
+    name = title.lower().replace(" ", "-")
+    return f'<section id="{name}"><h2>{escape(title)}</h2>{"".join(parts)}</section>'
 
 
 def _charts(drawn: Mapping[str, Chart], *names: str) -> str:
@@ -118,7 +119,9 @@ def _paragraph(text: str, kind: str = "") -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[object]], *, kind: str = "") -> str:
-    """Return a table. A cell that is a pair has a value to sort by and a text."""
+    """Return a table; nothing without rows. A cell that is a pair has a value and its text."""
+    if not rows:
+        return ""
     sides = [" class='left'" if isinstance(cell, Html) else "" for cell in rows[0]]
     head = "".join(
         f'<th scope="col"{side}>{escape(each)}</th>'
@@ -143,7 +146,8 @@ def _head(summary: RunSummary) -> str:
     status, kind = STATUS_TEXTS[summary.status]
     facts = " · ".join(facts_of(summary))
     cards = "".join(
-        f'<div class="card"><span>{escape(name)}</span><b data-figure="{figure}">{escape(text)}</b>'
+        f'<div class="card"><span>{escape(name)}</span>'
+        f'<b data-figure="{figure}" data-value="{summary.figures[figure]}">{escape(text)}</b>'
         "</div>"
         for name, figure, text in headline_figures(summary)
     )
@@ -260,9 +264,9 @@ def _time(summary: RunSummary) -> str:
     rows = [
         (
             Html(f"{_swatch(COLORS.get(share.name, NUM_COLORS))}{escape(share.name)}"),
-            _share_text(share, summary),
-            format_seconds(share.seconds_per_step),
-            format_duration(share.seconds),
+            (share.ratio, _share_text(share)),
+            (share.seconds_per_step, format_seconds(share.seconds_per_step)),
+            (share.seconds, format_duration(share.seconds)),
         )
         for share in summary.phases
     ]
@@ -278,7 +282,7 @@ def _time(summary: RunSummary) -> str:
     return bar + table + quantiles
 
 
-def _share_text(share: TimeShare, summary: RunSummary) -> str:
+def _share_text(share: TimeShare) -> str:
     outside = share.name in ("eval", "checkpoint")
     return f"{percent(share.ratio)}{' of wall time' if outside else ''}"
 
@@ -304,12 +308,13 @@ def _communication(summary: RunSummary) -> str:
             (
                 Html(_swatch(COLORS[share.name]) + escape(CAUSE_TEXTS[share.name])),
                 percent(share.seconds / whole) if whole else UNKNOWN,
-                percent(share.ratio),
-                format_seconds(share.seconds_per_step),
+                (share.ratio, percent(share.ratio)),
+                (share.seconds_per_step, format_seconds(share.seconds_per_step)),
+                (share.seconds, format_duration(share.seconds)),
             )
             for share in summary.causes
         ]
-        heads = ("cause", "share of waiting", "share of training time", "per step")
+        heads = ("cause", "share of waiting", "share of training time", "per step", "of each rank")
         parts.append(_table(heads, rows))
     else:
         parts.append(_paragraph(f"Causes: {NOT_RECORDED}.", "quiet"))
@@ -382,7 +387,7 @@ def _memory(summary: RunSummary) -> str:
             rows = [
                 (
                     Html(_swatch(color) + escape(name)),
-                    format_bytes(each.categories[name]),
+                    (each.categories[name], format_bytes(each.categories[name])),
                     percent(share),
                 )
                 for name, share, color in shares

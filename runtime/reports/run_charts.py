@@ -184,7 +184,11 @@ def _chart(
     is_stacked: bool = False,
     is_log: bool = False,
 ) -> Chart:
-    known = {text: values for text, values in curves.items() if np.isfinite(values).any()}
+    known = {
+        text: values
+        for text, values in curves.items()
+        if np.isfinite(values).any() and (np.nansum(values) > 0 or not is_stacked)
+    }
     return Chart(
         name=name,
         title=title,

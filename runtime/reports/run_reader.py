@@ -296,16 +296,16 @@ def _read_rank(
     is_upper_bound = False
     for path in paths:
         lines = _Lines(path)
-        for records in _parsed(lines):
+        for records, block in _parsed(lines):
             for record in (records[0], records[-1]):
                 run_ids[str(record.get("run_id"))] = None
             identity = records[-1]
             is_upper_bound |= any(record.get("comm_seconds_is_upper_bound") for record in records)
             if columns is None:
                 line_bytes = len(orjson.dumps(records[0]))
-                num_values = num_bytes / line_bytes * len(_columns_of(records[:1]))
+                num_values = num_bytes / line_bytes * len(block)
                 columns = _Columns(max(1, int(np.ceil(num_values / max_values))))
-            columns.add(_columns_of(records))
+            columns.add(block)
         problems += lines.problems
     if columns is None:
         if not any(path.stat().st_size for path in paths):
@@ -365,19 +365,20 @@ class _Lines:
             self.problems.append(f"{self.path.name}: {self.num_bad} damaged line(s) are left out")
 
 
-def _parsed(lines: _Lines) -> Iterator[list[dict[str, Any]]]:
-    """Yield the records of each block; damaged lines are counted and left out."""
+def _parsed(lines: _Lines) -> Iterator[tuple[list[dict[str, Any]], dict[str, Column]]]:
+    """Yield the records and columns of each block; damaged lines are counted and left out."""
     newer: set[int] = set()
     for block in lines.blocks():
         try:
             records = [orjson.loads(line) for line in block]
-            _columns_of(records)
+            columns = _columns_of(records)
         except (ValueError, TypeError, KeyError, AttributeError):
             records = list(_sound_records(block))
+            columns = _columns_of(records)
             lines.num_bad += len(block) - len(records)
         newer |= {record["schema"] for record in records if record.get("schema") != SCHEMA_VERSION}
         if records:
-            yield records
+            yield records, columns
     if newer:
         lines.problems.append(
             f"{lines.path.name} has the schema {', '.join(map(str, sorted(newer)))} instead of "

@@ -901,7 +901,7 @@ def _monitoring(metrics: RecordedMetrics) -> MonitoringCost:
     num_ranks = max(1, len(metrics.ranks))
     seconds = _totals_by(metrics, overhead.WATCH_SECONDS, divided_by=num_ranks)
     return MonitoringCost(
-        ratio=_ratio(sum(seconds.values()) * num_ranks, wall) if metrics.ranks else None,
+        ratio=_ratio(sum(seconds.values()) * num_ranks, wall) if seconds else None,
         seconds=dict(sorted(seconds.items(), key=lambda item: -item[1])),
         dropped=_totals_by(metrics, overhead.DROPPED_RECORDS),
         hook_failures=_totals_by(metrics, overhead.HOOK_FAILURES),

@@ -33,6 +33,7 @@ from bench.monitoring_cost import (
 )
 from bench.mutations import line_coverage, mutation_check
 from bench.rank_processes import PYTHONPATH
+from bench.reports import report_cost
 from bench.result_table import Row, render
 from bench.scale import thousand_ranks
 from bench.trainer import (
@@ -76,6 +77,7 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "tuner_memory": memory_pressure.bench,
     "tuner_reaction": link_changes.bench,
     "variable_length": growing_batches.bench,
+    "report": report_cost.bench,
     "line_coverage": line_coverage.bench,
     "mutations": mutation_check.bench,
 }

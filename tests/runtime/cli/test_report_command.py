@@ -1,0 +1,208 @@
+"""Tests of the command `report`: its forms, its files, and its exit codes for CI.
+
+Covers `report_command.py`, `fail_on.py`, `report_markdown.py` and `write_report.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from recorded_runs import step_record, write_run
+
+from zerowatch.__main__ import main
+from zerowatch.runtime.reports.run_summary import FIGURES
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "runs" / "night", steps=40)
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["zerowatch", "report", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        return int(end.value.code or 0), out, err
+
+    return run
+
+
+def test_the_page_is_written_into_the_run_folder(folder: Path, report: Command) -> None:
+    code, out, _ = report(folder)
+
+    page = (folder / "report.html").read_text()
+    assert code == 0
+    assert "Nothing holds this run back" in out and str(folder / "report.html") in out
+    assert "var uPlot=" in page and "Nothing holds this run back" in page
+    assert len(page) < 300_000
+
+
+def test_the_page_loads_nothing_from_elsewhere(folder: Path, report: Command) -> None:
+    _, page, _ = report(folder, "--output", "-")
+
+    assert page.startswith("<!doctype html>")
+    assert "default-src 'none'" in page
+    assert not any(f"{name}=" in page for name in ("src", "href", "@import", "action"))
+
+
+def test_names_in_the_run_folder_are_text_and_never_markup(tmp_path: Path, report: Command) -> None:
+    evil = '</script><img src=x onerror="alert(1)">'
+    folder = write_run(tmp_path / "run", ranks=1)
+    log = (folder / "rank-0.jsonl").read_text()
+    for name in ("node-0", "forward", "all_reduce"):
+        log = log.replace(f'"{name}"', json.dumps(f"{name}{evil}"))
+    (folder / "rank-0.jsonl").write_text(log)
+    (folder / "hang-rank-0-1.txt").write_text(evil)
+
+    _, page, _ = report(folder, "--output", "-")
+    _, markdown, _ = report(folder, "--markdown")
+
+    assert "<img" not in page
+    assert "<img" not in markdown
+    assert page.count("</script>") == 3
+
+
+def test_json_has_all_figures(folder: Path, report: Command) -> None:
+    code, out, _ = report(folder, "--json")
+
+    summary = json.loads(out)
+    assert code == 0
+    assert summary["schema"] == 1
+    assert list(summary["figures"]) == list(FIGURES)
+    assert summary["figures"]["step_seconds"] == pytest.approx(0.5)
+    assert not (folder / "report.html").exists()
+
+
+def test_markdown_has_the_verdict_and_the_tables(folder: Path, report: Command) -> None:
+    _, out, _ = report(folder, "--markdown")
+
+    assert out.startswith("## night: completed\n\n**Nothing holds this run back")
+    assert "| backward | 60 % | 300 ms |" in out
+    assert "| 1 | node-0 | 40 |" in out
+
+
+def test_output_names_another_file(folder: Path, tmp_path: Path, report: Command) -> None:
+    target = tmp_path / "reports" / "night.md"
+
+    code, out, _ = report(folder, "--markdown", "--output", target)
+
+    assert code == 0
+    assert target.read_text().startswith("## night")
+    assert str(target) in out
+
+
+def test_a_condition_that_holds_exits_with_code_3(folder: Path, report: Command) -> None:
+    held, _, err = report(folder, "--fail-on", "comm_exposed_ratio>0.05")
+    not_held, _, _ = report(folder, "--fail-on", "comm_exposed_ratio > 30 %")
+    one_of_two, _, _ = report(folder, "--fail-on", "steps<1", "--fail-on", "step_seconds >= 0.4")
+
+    assert (held, not_held, one_of_two) == (3, 0, 3)
+    assert "comm_exposed_ratio > 0.05: it is 0.1" in err
+    assert (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("condition", "expected"),
+    [
+        ("comm_exposed>0.3", "did you mean comm_exposed_ratio"),
+        ("comm_exposed_ratio", "is no condition"),
+        ("comm_exposed_ratio>much", "is no condition"),
+        ("comm_exposed_ratio>nan", "is no condition"),
+        ("mfu_ratio<0.3", "mfu_ratio is not recorded in this run"),
+    ],
+)
+def test_a_condition_that_cannot_be_checked_exits_with_code_2(
+    folder: Path, report: Command, condition: str, expected: str
+) -> None:
+    code, _, err = report(folder, "--fail-on", condition)
+
+    assert code == 2
+    assert expected in err
+
+
+def test_the_figures_for_conditions_are_listed(report: Command) -> None:
+    code, out, _ = report("--figures")
+
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == list(FIGURES)
+
+
+def test_a_wrong_folder_is_named(tmp_path: Path, report: Command) -> None:
+    code, _, err = report(tmp_path)
+    no_argument, _, _ = report()
+
+    assert code == no_argument == 2
+    assert "holds no run" in err
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    folder: Path, tmp_path: Path, report: Command
+) -> None:
+    (tmp_path / "file").write_text("")
+
+    code, _, err = report(folder, "--output", tmp_path / "file" / "report.html")
+
+    assert code == 2
+    assert "cannot write" in err and "--output" in err
+
+
+@pytest.mark.parametrize("form", ["--html", "--markdown", "--json"])
+def test_a_cut_a_half_written_and_an_empty_run_say_what_is_missing(
+    tmp_path: Path, report: Command, form: str
+) -> None:
+    cut = write_run(tmp_path / "cut", ranks=3)
+    log = cut / "rank-0.jsonl"
+    log.write_bytes(log.read_bytes()[:-50])
+    (cut / "rank-1.jsonl").unlink()
+    (cut / "settings.json").write_text('{"half": ')
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "attempts.jsonl").touch()
+
+    code, text, _ = report(cut, form, "--output", "-")
+    empty_code, empty_text, _ = report(empty, form, "--output", "-")
+
+    assert code == empty_code == 0
+    for said in (
+        "rank-0.jsonl",
+        "last line is cut",
+        "1 of 3 ranks",
+        "settings.json",
+        "metrics log",
+    ):
+        assert said in text.replace("\\", "")
+    assert "No step was recorded" in empty_text
+
+
+def test_numbers_that_are_not_finite_do_not_break_the_report(
+    tmp_path: Path, report: Command
+) -> None:
+    folder = write_run(
+        tmp_path / "run",
+        record=lambda rank, step: step_record(step, loss=float("nan"), seconds=0.0),
+    )
+
+    code, out, _ = report(folder, "--json")
+
+    assert code == 0
+    assert json.loads(out)["figures"]["loss"] is None
+
+
+def test_neither_torch_nor_deepspeed_is_loaded(folder: Path) -> None:
+    script = (
+        "import sys; from zerowatch.__main__ import commands\n"
+        f"commands(['report', {str(folder)!r}], standalone_mode=False)\n"
+        "assert not {'torch', 'deepspeed'} & set(sys.modules)"
+    )
+
+    subprocess.run([sys.executable, "-c", script], check=True)

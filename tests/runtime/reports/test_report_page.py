@@ -1,0 +1,233 @@
+"""Tests of the report in a browser: values, charts, light and dark, and a narrow screen.
+
+Covers `report_page.py`, `run_charts.py` and the files in `assets/`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser_page import chromium, opened
+from recorded_metrics import RecordedRank
+from recorded_runs import step_record, write_run
+
+from zerowatch.metrics.catalog import communication, memory, training
+from zerowatch.metrics.step_record import StepRecord
+from zerowatch.runtime.reports.metrics_reader import read_metrics
+from zerowatch.runtime.reports.run_charts import CHART_SERIES, MAX_POINTS, Chart, charts_of
+from zerowatch.runtime.reports.run_reader import read_run
+from zerowatch.runtime.reports.run_summary import summary_of
+from zerowatch.runtime.reports.write_report import make_report
+
+CHARTS = ("phases", "exposed", "causes", "throughput", "loss", "gradient_norm", "memory")
+
+
+def recorded(folder: Path, *, steps: int = 60) -> Path:
+    """A run of two ranks, of which the second is slower in forward from the middle on."""
+
+    def record(rank: int, step: int) -> StepRecord:
+        late = 0.05 if rank and step > steps / 2 else 0.0
+        return step_record(
+            step,
+            seconds=0.5 + late,
+            phase_seconds={"forward": 0.1 + late, "backward": 0.35, "optimizer": 0.05},
+            comm_exposed_seconds=0.15 - late,
+        )
+
+    write_run(folder, steps=steps, record=record)
+    for number in range(2):
+        with RecordedRank(folder, number, metrics_interval_seconds=5.0) as rank:
+            for count in range(1, 6):
+                rank.recorder.add(training.STEPS, steps / 5)
+                rank.recorder.add(training.PHASE_SECONDS, 5.0, "forward")
+                rank.recorder.add(communication.COMM_EXPOSED_SECONDS, 1.0, "dp")
+                rank.recorder.add(communication.COMM_CAUSE_SECONDS, 0.8, "imbalance")
+                rank.recorder.add(communication.COMM_CAUSE_SECONDS, 0.05 * count, "latency")
+                rank.recorder.set(training.MFU, 0.3)
+                rank.recorder.set(memory.MEMORY_CATEGORY_BYTES, 100e6, "cpu", "activations")
+                rank.tick()
+    return folder
+
+
+def charts_by_name(folder: Path) -> dict[str, Chart]:
+    charts = charts_of(read_run(folder), read_metrics(folder, CHART_SERIES))
+    return {chart.name: chart for chart in charts}
+
+
+def curves(chart: Chart) -> dict[str, list[float | None]]:
+    return {curve.name: list(curve.values) for curve in chart.curves}
+
+
+def test_a_short_run_has_a_point_for_each_step(tmp_path: Path) -> None:
+    charts = charts_by_name(recorded(tmp_path / "run"))
+
+    phases = curves(charts["phases"])
+    assert charts["phases"].steps == list(range(1, 61))
+    assert phases["forward"][:30] == [pytest.approx(0.1)] * 30
+    assert phases["forward"][30:] == [pytest.approx(0.125)] * 30
+    exposed = curves(charts["exposed"])
+    assert exposed["all ranks"][0] == pytest.approx(0.3)
+    assert exposed["lowest rank"][-1] == pytest.approx(0.1 / 0.55)
+    assert exposed["highest rank"][-1] == pytest.approx(0.15 / 0.5)
+    assert curves(charts["loss"])["loss"][9] == pytest.approx(0.5)
+    assert curves(charts["throughput"])["tokens"][0] == pytest.approx(2 * 1024 / 0.5)
+    assert curves(charts["memory"])["peak on cpu"][0] == pytest.approx(650e6 / 2e9)
+
+
+def test_causes_over_time_are_shares_of_training_time(tmp_path: Path) -> None:
+    chart = charts_by_name(recorded(tmp_path / "run"))["causes"]
+
+    shares = curves(chart)
+    assert set(shares) == {"imbalance", "latency"}
+    assert shares["imbalance"] == [pytest.approx(0.16)] * len(chart.steps)
+    assert shares["latency"][0] == pytest.approx(0.02)
+    assert list(chart.steps) == sorted(chart.steps)
+
+
+def test_a_long_run_has_few_points_with_the_same_mean(tmp_path: Path) -> None:
+    charts = charts_by_name(recorded(tmp_path / "run", steps=3000))
+
+    chart = charts["phases"]
+    forward = [value for value in curves(chart)["forward"] if value is not None]
+    assert len(chart.steps) <= MAX_POINTS
+    assert chart.steps[-1] == 3000
+    assert math.fsum(forward) / len(forward) == pytest.approx(0.1125)
+    assert "6 steps" in chart.note
+
+
+def test_steps_that_a_restart_repeats_are_joined(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", ranks=1)
+    log = folder / "rank-0.jsonl"
+    log.write_bytes(log.read_bytes() + b"".join(log.read_bytes().splitlines(keepends=True)[5:]))
+
+    chart = charts_by_name(folder)["phases"]
+
+    assert chart.steps == list(range(1, 11))
+    assert curves(chart)["forward"] == [pytest.approx(0.1)] * 10
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = recorded(tmp_path_factory.mktemp("runs") / "night")
+    (folder / "report.html").write_text(make_report(folder)[1])
+    return folder
+
+
+def address(folder: Path) -> str:
+    return (folder / "report.html").as_uri()
+
+
+@pytest.mark.slow
+def test_the_page_shows_the_values_of_the_logs_and_requests_nothing(
+    browser: Any, folder: Path
+) -> None:
+    figures = summary_of(folder).figures
+    with opened(browser, address(folder)) as (page, seen):
+        cards = page.eval_on_selector_all(
+            "[data-figure]", "all => all.map(e => [e.dataset.figure, e.dataset.value])"
+        )
+        drawn = page.eval_on_selector_all(
+            ".chart canvas",
+            "all => all.map(e => [e.closest('.chart').id, new Set(e.getContext('2d')"
+            ".getImageData(0, 0, e.width, e.height).data).size > 8])",
+        )
+        forward = page.text_content("#chart-phases .u-legend .u-series:nth-child(2) .u-value")
+        causes = page.text_content("#why-communication-was-waited-for table")
+
+    assert {name: float(value) for name, value in cards} == {
+        name: figures[name] for name, _ in cards
+    }
+    assert figures["comm_exposed_ratio"] == pytest.approx(16.5 / 61.5)
+    assert {name.removeprefix("chart-") for name, is_drawn in drawn if is_drawn} >= set(CHARTS)
+    assert forward == "125 ms"  # of the last step, mean over the ranks
+    assert "imbalance: another rank was late" in causes
+    assert seen == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [400, 1200])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_fits_its_screen_in_light_and_dark(
+    browser: Any, folder: Path, scheme: str, width: int
+) -> None:
+    viewport = {"width": width, "height": 800}
+    with opened(browser, address(folder), viewport=viewport, color_scheme=scheme) as (page, seen):
+        needed = page.evaluate("document.documentElement.scrollWidth")
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        clipped = page.eval_on_selector_all(
+            "p, li, .verdict, .card", "all => all.filter(e => e.scrollWidth > e.clientWidth).length"
+        )
+        chart_width = page.evaluate("document.querySelector('.chart canvas').clientWidth")
+
+    assert needed == width
+    assert clipped == 0
+    assert chart_width <= width
+    brightness = sum(map(int, background.removeprefix("rgb(").removesuffix(")").split(",")))
+    assert (brightness > 400) == (scheme == "light")
+    assert seen == []
+
+
+@pytest.mark.slow
+def test_charts_follow_the_width_and_the_theme(browser: Any, folder: Path) -> None:
+    width = "document.querySelector('.uplot').clientWidth"
+    with opened(browser, address(folder), viewport={"width": 1200, "height": 800}) as (page, seen):
+        page.set_viewport_size({"width": 420, "height": 800})
+        page.wait_for_function(f"{width} < 420")
+        page.emulate_media(color_scheme="dark")
+        page.wait_for_function("document.querySelectorAll('.uplot').length > 5")
+        one_each = page.evaluate(
+            "[...document.querySelectorAll('.chart')].every("
+            "e => e.querySelectorAll('.uplot').length === 1)"
+        )
+
+    assert one_each
+    assert seen == []
+
+
+@pytest.mark.slow
+def test_the_table_of_ranks_is_sorted_by_a_click(browser: Any, folder: Path) -> None:
+    with opened(browser, address(folder)) as (page, _):
+        page.click("#ranks th button:text-is('step time')")
+        first = page.text_content("#ranks tbody tr td")
+        page.click("#ranks th button:text-is('step time')")
+        then = page.text_content("#ranks tbody tr td")
+
+    assert (first, then) == ("1", "0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["cut", "empty", "one step"])
+def test_a_damaged_run_opens_without_an_error(browser: Any, tmp_path: Path, damage: str) -> None:
+    folder = recorded(tmp_path / "run", steps=1 if damage == "one step" else 10)
+    for path in folder.glob("*-*.jsonl"):
+        if damage == "empty":
+            path.write_bytes(b"")
+        elif damage == "cut":
+            path.write_bytes(path.read_bytes()[:-30])
+    (folder / "report.html").write_text(make_report(folder)[1])
+
+    with opened(browser, address(folder)) as (page, seen):
+        missing = page.text_content("#what-is-missing")
+
+    assert seen == []
+    assert ("rank-0.jsonl" in missing) == (damage != "one step")
+
+
+def test_the_curves_in_the_page_are_json(folder: Path) -> None:
+    page = (folder / "report.html").read_text()
+    text = page.split('id="charts">')[1].split("</script>")[0]
+
+    charts = json.loads(text)
+
+    assert {chart["name"] for chart in charts} >= set(CHARTS)
