@@ -7,9 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from zerowatch.runtime.cli.check.hardware import check_accelerator, check_speed
+from zerowatch.runtime.cli.check.software import check_cuda
+from zerowatch.runtime.cli.check.verdicts import Job
 from zerowatch.runtime.common import accelerator
 from zerowatch.runtime.devices.cuda_allocator import device_memory
 from zerowatch.runtime.devices.device_probes import peak_flops_per_second
+from zerowatch.runtime.devices.nvml_inventory import nvml_inventory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,3 +50,28 @@ def test_the_allocator_has_the_statistics_that_are_read() -> None:
         assert probe.read()["allocated"] > 0
     finally:
         probe.close()
+
+
+def test_zerowatch_check_measures_this_gpu_against_its_peaks(
+    record_property: Callable[[str, object], None],
+) -> None:
+    product, copy = check_speed(Job())
+
+    record_property("check: bf16 product TFLOP/s", product.figures["flops_per_second"] / 1e12)
+    record_property("check: copy GB/s", copy.figures["bytes_per_second"] / 1e9)
+    if not accelerator.current.is_slice(0):
+        assert [product.verdict, copy.verdict] == ["ok", "ok"], (product.text, copy.text)
+        assert "of the peak" in copy.text  # bus width and clock are read
+
+
+def test_zerowatch_check_finds_no_fault_of_driver_and_device() -> None:
+    inventory = nvml_inventory()
+    assert inventory is not None
+
+    cuda = check_cuda(torch.version.cuda, is_rocm=False, nvml=inventory)
+    found = [*cuda, *check_accelerator(Job())]
+
+    assert [each for each in found if each.verdict != "ok"] == []
+    assert inventory.devices[0].total_bytes == pytest.approx(
+        torch.cuda.get_device_properties(0).total_memory, rel=0.1
+    )

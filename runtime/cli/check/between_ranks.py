@@ -55,7 +55,8 @@ class Place:
     Attributes:
         host: Name of the host.
         machine: Equal for two ranks if they share a machine and its network interfaces.
-        device: Product name of the rank's GPU; empty on CPU.
+        device: Product name of the rank's GPU; empty on CPU, and for a rank without a GPU of its
+            own, with which NCCL refuses to connect.
         versions: Versions that must be equal on all ranks.
     """
 
@@ -125,10 +126,9 @@ class Ranks:
 
 def _this_place(job: Job) -> Place:
     device, name = accelerator.current, ""
-    if device.is_available():
-        index = job.local_rank % device.device_count()
-        device.module.set_device(index)
-        name = device.device_name(index)
+    if device.is_available() and job.local_rank < device.device_count():
+        device.module.set_device(job.local_rank)
+        name = device.device_name(job.local_rank)
     return Place(
         rank=job.rank,
         host=socket.gethostname(),
