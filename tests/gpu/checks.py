@@ -69,8 +69,8 @@ CHECKS = (
         name="facts",
         part=1,
         subject=DEVICES,
-        shows="versions; the peak FLOP/s of this GPU are in the table, and `zerowatch check` reaches "
-        "a usual share of them",
+        shows="versions; the peak FLOP/s of this GPU are in the table; `zerowatch check` reaches a "
+        "usual share of them",
         files=["test_gpu_facts.py"],
         limit_seconds=90,
     ),
