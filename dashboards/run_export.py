@@ -78,10 +78,12 @@ def _commands(exported: ExportedRun, output: Path | None, rendered: Path) -> Ite
     # The rules see the last values at the evaluation that follows them.
     end = math.ceil(exported.last_seconds) + EVALUATION_SECONDS
     times = f"--start={math.floor(exported.first_seconds)} --end={end}"
+    # A series ends that long after its last value: a file cannot mark the end of a series.
+    lookback = 4 * math.ceil(max(exported.interval_seconds, EVALUATION_SECONDS))
     yield "To see the run in Grafana:"
     yield f"  promtool tsdb create-blocks-from openmetrics {shown} {DATA}"
     yield f"  touch empty.yml && prometheus --config.file=empty.yml --storage.tsdb.path={DATA} \\"
-    yield "      --storage.tsdb.retention.time=10y &"
+    yield f"      --storage.tsdb.retention.time=10y --query.lookback-delta={lookback}s &"
     yield (
         "  For the recorded series, the next commands in order; wait a minute after each one, or "
         "restart"

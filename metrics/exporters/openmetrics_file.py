@@ -36,6 +36,7 @@ class ExportedRun:
         run_id: The run; empty if there are no metrics.
         first_seconds: Unix seconds of the first sample; infinite if there are none.
         last_seconds: Unix seconds of the last sample.
+        interval_seconds: Time between two records, the longest of all ranks.
         num_samples: Number of samples.
         series: The name and the labels of each series.
         problems: What is missing or damaged in the logs, and what was left out.
@@ -44,6 +45,7 @@ class ExportedRun:
     run_id: str = ""
     first_seconds: float = math.inf
     last_seconds: float = -math.inf
+    interval_seconds: float = 0.0
     num_samples: int = 0
     series: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -162,6 +164,9 @@ def _processes(paths: list[Path], job: str, exported: ExportedRun) -> list[_Proc
         if process is None:
             process = found[snapshot.session] = _Process(target=_target(snapshot.head, job))
             exported.run_id = snapshot.head.run_id
+            exported.interval_seconds = max(
+                exported.interval_seconds, snapshot.head.interval_seconds
+            )
         process.add(snapshot.unix_seconds, snapshot.values)
     return [found[session] for session in sorted(found)]
 

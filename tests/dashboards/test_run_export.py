@@ -253,6 +253,7 @@ def backfilled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backfilled]
                 rank.recorder.set_info(training.RUN_END_INFO, "completed")
     options = ("--openmetrics", "--output", str(folder / "run.om"))
     printed = run_export(folder / RUN, *options).stdout
+    assert "--storage.tsdb.retention.time=10y --query.lookback-delta=60s" in printed
     commands = re.findall(r"^  promtool (.*)$", printed, re.MULTILINE)
     promtool(folder, commands[0])
     for command in commands[1:]:
@@ -264,7 +265,8 @@ def backfilled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backfilled]
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[Prometheus]:
-    prometheus = Prometheus(folder, "", "--storage.tsdb.retention.time=10y")
+    flags = ("--storage.tsdb.retention.time=10y", "--query.lookback-delta=60s")
+    prometheus = Prometheus(folder, "", *flags)
     with contextlib.closing(prometheus):
         assert eventually(prometheus.is_ready, 300, pause=0.1), prometheus.log.read_text()
         yield prometheus
