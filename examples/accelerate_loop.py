@@ -1,7 +1,7 @@
 """Trains a tiny GPT-2 with Accelerate and DeepSpeed.
 
-zerowatch run --nproc-per-node 2 examples/accelerate_loop.py
-torchrun --nproc-per-node 2 examples/accelerate_loop.py --tracker
+zerowatch run --standalone --nproc-per-node 2 examples/accelerate_loop.py
+torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py --tracker
 """
 
 import argparse

@@ -1,7 +1,9 @@
 r"""Trains a tiny GPT-2 with DeepSpeed, and writes zerowatch's values to experiment trackers.
 
-ZEROWATCH_SINKS_NAMES=tensorboard zerowatch run --nproc-per-node 2 examples/experiment_trackers.py
-zerowatch run --nproc-per-node 2 examples/experiment_trackers.py \
+export ZEROWATCH_SINKS_NAMES=tensorboard
+zerowatch run --standalone --nproc-per-node 2 examples/experiment_trackers.py
+
+zerowatch run --standalone --nproc-per-node 2 examples/experiment_trackers.py \
     --deepspeed-monitor tensorboard csv_monitor
 """
 

@@ -1,7 +1,7 @@
 """Trains a tiny GPT-2 with Hugging Face's Trainer and DeepSpeed.
 
-zerowatch run --nproc-per-node 2 examples/huggingface_trainer.py
-torchrun --nproc-per-node 2 examples/huggingface_trainer.py --callback
+zerowatch run --standalone --nproc-per-node 2 examples/huggingface_trainer.py
+torchrun --standalone --nproc-per-node 2 examples/huggingface_trainer.py --callback
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Trains a tiny GPT-2 with Lightning's DeepSpeedStrategy.
 
-zerowatch run --nproc-per-node 2 examples/lightning_deepspeed.py
-torchrun --nproc-per-node 2 examples/lightning_deepspeed.py --callback
+zerowatch run --standalone --nproc-per-node 2 examples/lightning_deepspeed.py
+torchrun --standalone --nproc-per-node 2 examples/lightning_deepspeed.py --callback
 """
 
 import argparse

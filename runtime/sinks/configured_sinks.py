@@ -36,10 +36,15 @@ def configured_sinks(
     for name in settings.names:
         if name in by_deepspeed:
             continue
-        if find_spec(name) is None:
+        if not _is_installed(name):
             logger.warning(
                 "sink %s is off: the library %s is not installed; pip install 'zerowatch[%s]'",
                 *(name, name, name),
             )
         else:
             yield name, _SINKS[name](settings)
+
+
+def _is_installed(library: str) -> bool:
+    spec = find_spec(library)
+    return spec is not None and spec.origin is not None  # W&B's folder ./wandb has no origin

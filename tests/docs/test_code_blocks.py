@@ -197,6 +197,11 @@ def test_a_command_line_works(block: Block, line: str, folder: Path) -> None:
             assert name.removeprefix("ZEROWATCH_").lower() in known_variables(), name
 
     match words:
+        case [_, *rest] if example := next((w for w in rest if w.startswith("examples/")), None):
+            # `tests/examples/` runs the examples.
+            source = (ROOT / example).read_text()
+            options = rest[rest.index(example) + 1 :]
+            assert [each for each in options if each.startswith("--") and each not in source] == []
         case ["make", *targets]:
             wanted = [each for each in targets if "=" not in each]
             assert (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,10 +40,12 @@ def test_the_monitors_of_the_ds_config_can_be_left_out() -> None:
     assert names(wandb_monitor=object(), deepspeed_monitor=False) == []
 
 
+# W&B's own folder ./wandb can be imported, and has no origin.
+@pytest.mark.parametrize("spec", [None, ModuleSpec("wandb", None)])
 def test_a_missing_library_is_named_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, spec: ModuleSpec | None
 ) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(module, "find_spec", lambda name: spec)
 
     assert names(names=["wandb"]) == []
 
