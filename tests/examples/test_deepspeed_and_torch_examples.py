@@ -1,0 +1,115 @@
+"""The examples of DDP, FSDP2, pipelines, AutoTP and generation, on two ranks with gloo.
+
+Each runs without monitoring and with it: the output, and so the weights, are the same. Covers
+`torch_engine.py`, `torch_hooks.py` and `unseen_calls.py` on process groups.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripts.forked_ranks import start_ranks
+
+pytestmark = pytest.mark.jobs
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = 12
+PARAMETERS = 132_992  # of the language model of torch_ddp.py and torch_fsdp2.py
+FLOAT = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """The records of rank 0 in a monitored run of an example, and what differs from a plain run."""
+
+    records: list[dict[str, Any]]
+    output: list[str]
+    plain_output: list[str]
+
+
+def lines(text: str) -> list[str]:
+    return sorted(line for line in text.splitlines() if line.startswith(("step ", "weights")))
+
+
+def run(name: str, folder: Path, *options: str, watches_itself: bool = False) -> Run:
+    """Run an example without and with monitoring. `options` belong to the plain run."""
+    script, steps = EXAMPLES / name, ("--steps", str(STEPS))
+    plain = start_ranks(2, script, *steps, *options, cwd=folder)
+    assert plain.returncode == 0, plain.stderr
+    attached = () if watches_itself else ("-m", "zerowatch")
+    monitored = start_ranks(2, *attached, script, *steps, cwd=folder)
+    assert monitored.returncode == 0, monitored.stderr
+    assert "Traceback" not in monitored.stderr
+    (log,) = (folder / "runs").glob("*/rank-0.jsonl")
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    return Run(records, lines(monitored.stdout), lines(plain.stdout))
+
+
+def test_ddp_is_monitored_without_a_change_of_the_script(tmp_path: Path) -> None:
+    found = run("torch_ddp.py", tmp_path)
+
+    assert found.output == found.plain_output
+    assert [record["step"] for record in found.records] == list(range(2, STEPS + 1))
+    *_, last = found.records
+    assert last["micro_batches"] == 2
+    assert last["samples"] == 2 * 4
+    assert last["tokens"] == 2 * 4 * 32
+    # DDP all-reduces each gradient once in a step, in C++: counted, and not timed.
+    (all_reduce,) = last["collectives"].values()
+    assert all_reduce["payload_bytes"] == PARAMETERS * FLOAT
+    assert all_reduce["seconds"] is None
+    assert last["comm_exposed_seconds"] is None
+    assert {"data", "forward", "backward", "optimizer"} <= last["phase_seconds"].keys()
+
+
+@pytest.mark.slow
+def test_fsdp2_is_monitored_by_one_line(tmp_path: Path) -> None:
+    found = run("torch_fsdp2.py", tmp_path, "--no-watch", watches_itself=True)
+
+    assert found.output == found.plain_output
+    assert [record["step"] for record in found.records] == list(range(1, STEPS + 1))
+    *_, last = found.records
+    collectives = last["collectives"]
+    assert collectives["reduce_scatter"]["payload_bytes"] == PARAMETERS * FLOAT
+    assert collectives["reduce_scatter"]["seconds"] > 0
+    # Forward gathers all parameters, backward those of the two layers.
+    assert collectives["all_gather"]["calls"] == 5
+
+
+@pytest.mark.slow
+def test_fsdp2_is_monitored_without_a_change_of_the_script(tmp_path: Path) -> None:
+    script = EXAMPLES / "torch_fsdp2.py"
+
+    done = start_ranks(
+        2, "-m", "zerowatch", script, "--no-watch", "--steps", str(STEPS), cwd=tmp_path
+    )
+
+    assert done.returncode == 0, done.stderr
+    (log,) = (tmp_path / "runs").glob("*/rank-0.jsonl")
+    assert len(log.read_text().splitlines()) == STEPS - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "op", "phase"),
+    [
+        ("deepspeed_pipeline.py", "send", "forward"),
+        ("deepspeed_auto_tp.py", "all_reduce", "forward"),
+        ("hybrid_engine_rl.py", "all_reduce", "generate"),
+    ],
+)
+def test_an_example_with_deepspeed_is_monitored_without_a_change_of_the_script(
+    tmp_path: Path, name: str, op: str, phase: str
+) -> None:
+    found = run(name, tmp_path)
+
+    assert found.output == found.plain_output
+    assert [record["step"] for record in found.records] == list(range(1, STEPS + 1))
+    *_, last = found.records
+    assert last["collectives"][op]["calls"] > 0
+    assert last["phase_seconds"][phase] > 0
+    assert last["comm_exposed_seconds"] is not None
