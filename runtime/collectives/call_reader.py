@@ -68,6 +68,35 @@ def backend_readers() -> Iterator[tuple[str, CallReader]]:
                 yield function.name, call_reader(row, function, function.backend_parameters)
 
 
+def functional_readers(
+    parameters_of: Callable[[str], Sequence[str] | None], group_of: Callable[[Any], Any]
+) -> Iterator[tuple[str, CallReader]]:
+    """Yield the readers of functional collectives, by name. Their results are waited for later.
+
+    Args:
+        parameters_of: Returns the parameters of a function in order, or None without the function.
+        group_of: Returns the process group, from any form in which a caller may give it.
+    """
+    for row in OPERATIONS:
+        for name in row.functional:
+            parameters = parameters_of(name)
+            if parameters is None:
+                continue
+            given = _getter(parameters, "group")
+            yield (
+                name,
+                CallReader(
+                    group=_resolved(given, group_of),
+                    payloads=_payloads(OPS.index(row.label), parameters, parameters[:1]),
+                    device_index=_device_index(_getter(parameters, parameters[0])),
+                    payload_times_group_size=row.label == "all_gather",  # the whole output
+                    use_group_sequence=False,
+                    has_future=False,
+                    point_to_point=False,
+                ),
+            )
+
+
 def call_reader(row: Operation, function: Function, parameters: Sequence[str]) -> CallReader:
     """Make the reader of one function from the names of its parameters, in order.
 
@@ -120,6 +149,10 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
     while isinstance(value, list | tuple) and value:
         value = value[0]
     return value if isinstance(value, torch.Tensor) else None
+
+
+def _resolved(getter: Getter, group_of: Callable[[Any], Any]) -> Getter:
+    return lambda args, kwargs: group_of(getter(args, kwargs))
 
 
 def _device_index(payload: Getter) -> Getter:

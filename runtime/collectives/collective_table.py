@@ -80,6 +80,8 @@ class Operation:
             the ranks is then the time of the transfer.
         point_to_point: Whether only two ranks take part. These calls do not have a sequence number
             that is common to the group.
+        functional: Functions of torch.distributed._functional_collectives that issue it; their
+            first parameter is the input. DTensor calls these.
     """
 
     label: str
@@ -90,6 +92,7 @@ class Operation:
     payload_times_group_size: bool = False
     symmetric: bool = False
     point_to_point: bool = False
+    functional: tuple[str, ...] = ()
 
 
 _GLOO_SEGMENT_BYTES = 1 << 20  # gloo's kMaxSegmentSize
@@ -152,6 +155,7 @@ OPERATIONS: tuple[Operation, ...] = (
         payload=("tensor", "tensors"),
         wire_formula=_all_reduce_factor,
         symmetric=True,
+        functional=("all_reduce",),
         functions=(
             Function(name="all_reduce"),
             Function(name="all_reduce_coalesced"),
@@ -174,6 +178,8 @@ OPERATIONS: tuple[Operation, ...] = (
         ),
         wire_formula=_ring_factor,
         symmetric=True,
+        # The second is an older name, which calls the first in newer versions.
+        functional=("all_gather_single", "all_gather_tensor"),
         functions=(
             Function(name="all_gather"),
             Function(name="all_gather_into_tensor", backend_parameters=_ALL_GATHER_PARAMETERS),
@@ -191,6 +197,7 @@ OPERATIONS: tuple[Operation, ...] = (
         payload=("input", "input_tensor", "input_list"),
         wire_formula=_reduce_scatter_factor,
         symmetric=True,
+        functional=("reduce_scatter_single", "reduce_scatter_tensor"),
         functions=(
             Function(name="reduce_scatter", use_group_sequence=True),
             Function(
@@ -212,6 +219,7 @@ OPERATIONS: tuple[Operation, ...] = (
         label="broadcast",
         payload=("tensor",),
         wire_formula=_ring_factor,
+        functional=("broadcast",),
         functions=(Function(name="broadcast"),),
     ),
     Operation(
@@ -219,6 +227,7 @@ OPERATIONS: tuple[Operation, ...] = (
         payload=("input", "input_tensor_list"),
         wire_formula=_ring_factor,
         symmetric=True,
+        functional=("all_to_all_single",),
         functions=(Function(name="all_to_all"), Function(name="all_to_all_single")),
     ),
     Operation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -242,6 +242,9 @@ class CollectiveCall:
         self.settled = True
 
 
+GroupCounts = tuple[Group, int, int]  # a group, its calls that it counted, and those recorded
+
+
 class Groups:
     """Records the process groups seen so far, by weak references."""
 
@@ -295,17 +298,13 @@ class Groups:
         The coverage of a group is 1 - max(0, counted - recorded) / counted. `counted` is the number
         of calls that the group itself has counted, and of the calls in replays of captured graphs.
         """
-        counts = self.drain_counts()
-        return min(
-            (1 - max(0, counted - recorded) / counted for _, counted, recorded in counts),
-            default=None,
-        )
+        return lowest_coverage(self.drain_counts())
 
     def known(self) -> list[Group]:
         """Return the groups seen so far."""
         return list(self._known.values())
 
-    def drain_counts(self) -> list[tuple[Group, int, int]]:
+    def drain_counts(self) -> list[GroupCounts]:
         """Return each group with calls since the last drain: the calls counted, and recorded."""
         counts = []
         for key, known in list(self._known.items()):
@@ -336,6 +335,14 @@ class Groups:
         for rank_set in self.rank_sets():
             groups = (group for group in list(self._known.values()) if group.rank_set is rank_set)
             rank_set.roles = [group.role for group in groups] or rank_set.roles
+
+
+def lowest_coverage(counts: Iterable[GroupCounts]) -> float | None:
+    """Return the lowest coverage of any group; None without calls."""
+    return min(
+        (1 - max(0, counted - recorded) / counted for _, counted, recorded in counts),
+        default=None,
+    )
 
 
 def sequence_number(group: ProcessGroup) -> int:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from ..common.patching import PatchSet
 from .call_reader import CallReader, backend_readers, torch_readers
 from .call_recorder import CallRecorder
 from .stream_waits import StreamHooks
+
+if TYPE_CHECKING:
+    from .functional_collectives import FunctionalCollectives
 
 
 class _InsideCall(threading.local):
@@ -46,6 +49,8 @@ class CollectiveInstrumentation:
         self._patches = PatchSet()
         self._wrappers: set[Callable[..., Any]] = set()
         self._backend: Any = None
+        self._fail_open = fail_open
+        self._functional: FunctionalCollectives | None = None
         self._inside = _InsideCall()
         recorder = self.call_recorder
         self._on_call = fail_open.wrap("collectives", recorder.on_call)
@@ -58,7 +63,8 @@ class CollectiveInstrumentation:
     @property
     def total_cost_ns(self) -> int:
         """Nanoseconds spent on recording calls, waits, and the synchronization of streams."""
-        return self.cost_ns + self._stream_hooks.cost_ns
+        functional = 0 if self._functional is None else self._functional.cost_ns
+        return self.cost_ns + self._stream_hooks.cost_ns + functional
 
     def open(self) -> None:
         """Wrap torch's functions in both modules through which callers reach them."""
@@ -83,10 +89,22 @@ class CollectiveInstrumentation:
             if hasattr(backend, name):
                 self._patches.add(backend, name, partial(self._wrapper, reader))
 
+    def open_functional(self) -> None:
+        """Wrap the functional collectives, which DTensor and FSDP2 use. Imports torch's module."""
+        from .functional_collectives import FunctionalCollectives
+
+        if self._functional is None:
+            self._functional = FunctionalCollectives(
+                self._fail_open, self.call_recorder, self._inside
+            )
+        self._functional.open()
+
     def close(self) -> None:
         """Restore the original functions. Wrappers that callers still hold just call them."""
         self._open = False
         self._stream_hooks.close()
+        if self._functional is not None:
+            self._functional.close()
         self._patches.restore()
         self._release_captured()
         self._wrappers.clear()

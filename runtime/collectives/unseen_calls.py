@@ -3,7 +3,8 @@
 DistributedDataParallel and functional collectives call a process group in C++. The group counts
 these calls, so their number and phase are known. The Flight Recorder has the operation and the
 sizes of each group's last calls, 2000 in all by default (TORCH_FR_BUFFER_SIZE). Neither shows when
-a call ended: such calls have no duration, and their step has no exposed time.
+a call ended: such calls have no duration, their step has no exposed time, and the coverage does not
+count them as recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from ...metrics.catalog.labels import OPS
-from .groups import CollectiveCall, Group, Groups, sequence_number
+from .groups import CollectiveCall, Group, Groups, lowest_coverage, sequence_number
 
 # Share of time that reading the Flight Recorder may take. A full buffer takes about 25 ms.
 READ_TIME_RATIO = 0.005
@@ -60,13 +61,13 @@ class UnseenCalls:
 
     Attributes:
         missing: Number of these calls, by group.
-        counted: Number of all calls of the step, by group.
+        names: The names of these groups. The script may destroy the groups before they are read.
         ranges: The group, phase, and first and last sequence number of each stretch of calls.
         counted_at: When they were counted, by the reader's clock.
     """
 
     missing: Mapping[Group, int]
-    counted: Mapping[Group, int]
+    names: Mapping[Group, str]
     ranges: list[tuple[Group, int, int, int]]
     counted_at: float
 
@@ -107,18 +108,19 @@ class UnseenCallCounter:
             self._reached[known] = number
 
     def take(self) -> tuple[UnseenCalls | None, float | None]:
-        """Return the unseen calls since the last take, if any, and the coverage without them."""
+        """Return the unseen calls since the last take, if any, and the coverage."""
         self._find_groups()
         ranges, self._ranges = self._ranges, []
         counts = self._groups.drain_counts()
-        coverage = coverage_of((counted, recorded) for _, counted, recorded in counts)
+        coverage = lowest_coverage(counts)
         missing = {known: counted - recorded for known, counted, recorded in counts}
         missing = {known: number for known, number in missing.items() if number > 0}
         if not missing:
             return None, coverage
-        counted = {known: number for known, number, _ in counts}
         kept = [each for each in ranges if each[0] in missing]
-        return UnseenCalls(missing, counted, kept, self._now()), coverage
+        groups = {known: known.reference() for known in missing}
+        names = {known: group.group_name for known, group in groups.items() if group is not None}
+        return UnseenCalls(missing, names, kept, self._now()), coverage
 
     def _find_groups(self) -> None:
         """Find groups that no wrapped call has used, such as the group of DDP."""
@@ -170,42 +172,31 @@ class FlightRecorder:
         self._due = began + max(MIN_PAUSE_SECONDS, cost_seconds / READ_TIME_RATIO)
         return True
 
-    def end_step(
-        self, unseen: UnseenCalls | None, coverage: float | None
-    ) -> tuple[list[CollectiveCall], float | None]:
-        """Return the calls of a step that could be identified, and the coverage with them.
+    def end_step(self, unseen: UnseenCalls | None) -> list[CollectiveCall]:
+        """Return the calls of a step that could be identified.
 
         The calls of a group count only if all of them were identified.
 
         Args:
             unseen: The unseen calls of the step; None if there are none.
-            coverage: The coverage without them.
         """
         recorded, self._recorded = self._recorded, {}
-        if unseen is None:
-            return [], coverage
         found: list[CollectiveCall] = []
-        identified: Counter[Group] = Counter()
+        if unseen is None:
+            return found
         for known, number in unseen.missing.items():
             calls = self._find_in(known, unseen, recorded.get(known, Counter()))
-            if len(calls) == number:
-                found += calls
-                identified[known] = number
-        return found, coverage_of(
-            (counted, counted - unseen.missing.get(known, 0) + identified[known])
-            for known, counted in unseen.counted.items()
-        )
+            found += calls if len(calls) == number else []
+        return found
 
     def _find_in(
         self, known: Group, unseen: UnseenCalls, recorded: Counter[tuple[int, int]]
     ) -> list[CollectiveCall]:
-        group = known.reference()
-        if group is None:
-            return []
+        name = unseen.names.get(known)
         calls = []
         for owner, phase, first, last in unseen.ranges:
             for number in range(first, last + 1) if owner is known else ():
-                entry = self._entries.get((group.group_name, number))
+                entry = self._entries.get((name or "", number))
                 if entry is None:
                     continue
                 op, size, dtype = entry
@@ -214,12 +205,6 @@ class FlightRecorder:
                     continue
                 calls.append(_untimed_call(op, known, size, dtype, phase))
         return calls
-
-
-def coverage_of(counts: Iterable[tuple[int, int]]) -> float | None:
-    """Return the lowest ratio of recorded to counted calls; None without calls."""
-    ratios = [1 - max(0, counted - recorded) / counted for counted, recorded in counts if counted]
-    return min(ratios, default=None)
 
 
 def _untimed_call(

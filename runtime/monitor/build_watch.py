@@ -164,6 +164,8 @@ def build_watch(
         warn_of_comms_logger()
         collectives.open()
         undo.callback(collectives.close)
+        if isinstance(engine, TorchEngine):
+            collectives.open_functional()
         deepspeed_comm = sys.modules.get("deepspeed.comm.comm")
         if deepspeed_comm is not None:  # it is imported by a script that has an engine
             collectives.open_backend(deepspeed_comm.cdb)

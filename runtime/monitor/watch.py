@@ -281,6 +281,25 @@ class Watch:
         else:
             self._server.close_after_final_scrape(self._withdraw_targets)
 
+    def _repr_html_(self) -> str:
+        """Return the state of the run on this rank, which a notebook shows for the object."""
+        shown = self.fail_open.call("notebook", self._html)
+        return "<b>zerowatch</b>" if shown is None else shown
+
+    def _html(self) -> str:
+        from ..common.process_info import this_process
+        from ..live_page.live_page import page_url
+        from .watch_html import watch_html
+
+        is_rank_0 = this_process().rank == 0  # the other ranks serve no page
+        return watch_html(
+            self.snapshot(),
+            run_id=self.run_id,
+            is_open=self.is_open,
+            page_url=page_url(self.address, self.settings.serve) if is_rank_0 else None,
+            folder=self.run_folder,
+        )
+
     def close_after_fork(self) -> None:
         """Deactivate the watch in a forked child: close the sockets, touch no thread."""
         self._closed = True
@@ -371,6 +390,10 @@ class NullWatch:
 
     def close(self) -> None:
         """Do nothing."""
+
+    def _repr_html_(self) -> str:
+        """Return that monitoring is off."""
+        return "<b>zerowatch</b> &middot; monitoring is off"
 
 
 # The type of `engine.watch`, whether the engine is watched or not.

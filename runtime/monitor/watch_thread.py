@@ -275,8 +275,7 @@ class WatchThread:
         batch = _batch_of(item)
         recorder.add_recorded(batch.calls)
         if isinstance(item, RawStep):
-            found, item.coverage = recorder.end_step(item.unseen, item.coverage)
-            batch.calls.extend(found)
+            batch.calls.extend(recorder.end_step(item.unseen))
 
     def _patience_seconds(self) -> float:
         return max(PATIENCE_SECONDS, PATIENCE_STEPS * max(self._step_seconds, default=0.0))

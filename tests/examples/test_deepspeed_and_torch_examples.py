@@ -1,7 +1,8 @@
 """The examples of DDP, FSDP2, pipelines, AutoTP and generation, on two ranks with gloo.
 
 Each runs without monitoring and with it: the output, and so the weights, are the same. Covers
-`torch_engine.py`, `torch_hooks.py` and `unseen_calls.py` on process groups.
+`torch_engine.py`, `torch_hooks.py`, `unseen_calls.py` and `functional_collectives.py` on process
+groups.
 """
 
 from __future__ import annotations
@@ -78,6 +79,10 @@ def test_fsdp2_is_monitored_by_one_line(tmp_path: Path) -> None:
     assert collectives["reduce_scatter"]["seconds"] > 0
     # Forward gathers all parameters, backward those of the two layers.
     assert collectives["all_gather"]["calls"] == 5
+    # Gradient clipping all-reduces the squared norm of each parameter by a functional collective.
+    assert collectives["all_reduce"]["calls"] == 1
+    assert collectives["all_reduce"]["seconds"] > 0
+    assert last["comm_exposed_seconds"] > 0
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
@@ -21,14 +20,10 @@ ALL_REDUCE, REDUCE_SCATTER = OPS.index("all_reduce"), OPS.index("reduce_scatter"
 
 
 class Group:
-    """The record of a group of two ranks named "0"."""
+    """The record of a group of two ranks."""
 
     backend = "gloo"
-    group_name = "0"
     busy_until_ns = maybe_busy_until_ns = -(2**63)
-
-    def __init__(self) -> None:
-        self.reference = weakref.ref(self)
 
 
 def entry(number: int, name: str, elements: int, dtype: str = "Float") -> dict[str, Any]:
@@ -47,7 +42,7 @@ def entry(number: int, name: str, elements: int, dtype: str = "Float") -> dict[s
 def unseen(group: Any, number: int, *, first: int = 1, counted_at: float = 0.0) -> UnseenCalls:
     return UnseenCalls(
         missing={group: number},
-        counted={group: number},
+        names={group: "0"},
         ranges=[(group, BACKWARD, first, first + number - 1)],
         counted_at=counted_at,
     )
@@ -75,13 +70,12 @@ def test_an_unseen_call_has_its_operation_bytes_and_phase(
     step = unseen(group, 1)
 
     assert flight.read_for(step, at_once=False)
-    (call,), coverage = flight.end_step(step, None)
+    (call,) = flight.end_step(step)
 
     assert OPS[call.op] == op
     assert call.payload_bytes == payload_bytes
     assert call.phase == BACKWARD
     assert not call.timed  # when it ended is not known
-    assert coverage == 1
 
 
 def test_calls_that_a_wrapper_recorded_are_not_counted_again() -> None:
@@ -89,13 +83,12 @@ def test_calls_that_a_wrapper_recorded_are_not_counted_again() -> None:
     flight = recorder([entry(1, "gloo:all_reduce", 100), entry(2, "gloo:all_reduce", 7)])
     # gloo runs a reduce_scatter as an all_reduce, and the Flight Recorder has that.
     flight.add_recorded([CollectiveCall(REDUCE_SCATTER, group, 400, None, BACKWARD)])
-    step = UnseenCalls({group: 1}, {group: 2}, [(group, BACKWARD, 1, 2)], 0.0)
+    step = UnseenCalls({group: 1}, {group: "0"}, [(group, BACKWARD, 1, 2)], 0.0)
 
     flight.read_for(step, at_once=False)
-    (call,), coverage = flight.end_step(step, 0.5)
+    (call,) = flight.end_step(step)
 
     assert call.payload_bytes == 28
-    assert coverage == 1
 
 
 @pytest.mark.parametrize(
@@ -107,20 +100,18 @@ def test_calls_that_a_wrapper_recorded_are_not_counted_again() -> None:
         [],
     ],
 )
-def test_calls_that_cannot_all_be_identified_lower_the_coverage(
+def test_calls_that_cannot_all_be_identified_are_left_out(
     entries: list[dict[str, Any]],
 ) -> None:
     flight, step = recorder(entries), unseen(Group(), 2)
 
     flight.read_for(step, at_once=False)
-    found, coverage = flight.end_step(step, 0.0)
 
-    assert found == []
-    assert coverage == 0
+    assert flight.end_step(step) == []
 
 
-def test_a_step_without_unseen_calls_keeps_its_coverage() -> None:
-    assert recorder([]).end_step(None, 1.0) == ([], 1.0)
+def test_a_step_without_unseen_calls_gets_none() -> None:
+    assert recorder([]).end_step(None) == []
 
 
 def test_the_flight_recorder_is_read_at_most_once_a_second_except_at_the_end() -> None:
