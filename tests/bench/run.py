@@ -24,6 +24,7 @@ from bench.incidents import incident_matrix
 from bench.memory import oom_risk, peak_prediction, planned_memory
 from bench.monitoring_cost import (
     hot_path,
+    live_page_cost,
     otlp_cost,
     scrape_cost,
     slow_clients,
@@ -53,6 +54,7 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "threads": thread_cost.bench,
     "scrape": scrape_cost.bench,
     "slow_clients": slow_clients.bench,
+    "live_page": live_page_cost.bench,
     "scale": thousand_ranks.bench,
     "cross_rank": exchange_cost.bench,
     "skipped": skipped_collective.bench,
