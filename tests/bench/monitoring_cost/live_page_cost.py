@@ -1,4 +1,4 @@
-"""Measures the live page with 10,000 steps: memory and frames of the browser, cost of the server."""
+"""Measures the live page with 10,000 steps: memory and frames of a browser, cost of the server."""
 
 from __future__ import annotations
 
@@ -77,9 +77,7 @@ def _record(step: int) -> object:
     return step_record(step, seconds=STEP_SECONDS, ended_at_unix_seconds=at)
 
 
-def _steps_arrive(
-    run: LiveRun, visit: Visit, browser: Browser, num_steps: int
-) -> Iterator[Row]:
+def _steps_arrive(run: LiveRun, visit: Visit, browser: Browser, num_steps: int) -> Iterator[Row]:
     page, heaps, scrapes, parts = visit.page, [], [], 20
     page.evaluate(_WATCH_FRAMES)
     for part in range(parts):

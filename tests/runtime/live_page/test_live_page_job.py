@@ -1,4 +1,4 @@
-"""The live page of a real job of two ranks: its figures are those of /metrics and of the run log."""
+"""The live page of a real job: its figures are those of /metrics and of the run log."""
 
 from __future__ import annotations
 
