@@ -53,7 +53,9 @@ def train(
 ) -> Trained:
     folder.mkdir()
     job = (*by, SCRIPTS / "run_example.py", EXAMPLES / example, *arguments)
-    done = start_ranks(2, *job, cwd=folder, variables=variables)
+    # Lightning recognizes torchrun by this variable.
+    by_torchrun = {"TORCHELASTIC_RUN_ID": "examples"}
+    done = start_ranks(2, *job, cwd=folder, variables={**by_torchrun, **(variables or {})})
     assert done.returncode == 0, done.stderr
     (losses,) = re.findall(r"^losses: (.*)$", done.stdout, re.MULTILINE)
     (weights,) = re.findall(r"^weights: (\w+)$", done.stdout, re.MULTILINE)
