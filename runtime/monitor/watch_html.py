@@ -28,6 +28,7 @@ _COLORS = {
     "other": "#9ca3af",
 }
 _STYLE = "font:13px/1.5 system-ui,sans-serif;max-width:560px"
+_TABLE_STYLE = "border-collapse:collapse;margin:.3em 0;font:inherit;color:inherit"
 # A share of the bar below this is listed, and not drawn.
 _SMALLEST_SHARE = 0.005
 
@@ -58,12 +59,16 @@ def watch_html(
         for name, value in _rows(snapshot, now)
     )
     state = _state(snapshot, is_open)
-    link = f'<a href="{escape(page_url)}">live page</a> &middot; ' if page_url and is_open else ""
+    link = (
+        f'<a style="color:inherit" href="{escape(page_url)}">live page</a> &middot; '
+        if page_url and is_open
+        else ""
+    )
     where = f"run log <code>{escape(str(folder))}</code>" if folder else "no run log"
     return (
         f'<div style="{_STYLE}"><b>zerowatch</b> &middot; {escape(state)} &middot; '
         f"<code>{escape(run_id or 'no run id yet')}</code>"
-        f'<table style="border-collapse:collapse;margin:.3em 0">{rows}</table>'
+        f'<table style="{_TABLE_STYLE}">{rows}</table>'
         f"{_phase_bar(snapshot)}<div>{link}{where}</div></div>"
     )
 
