@@ -73,6 +73,7 @@ def page_html(summary: RunSummary, charts: Sequence[Chart]) -> str:
         _section("Cost of monitoring", _monitoring(summary)),
         _section("What is missing", _missing(summary)),
     )
+    body = "".join(sections).replace(" %", "\N{NO-BREAK SPACE}%")
     data = orjson.dumps(charts).decode().replace("<", "\\u003c")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -80,7 +81,7 @@ def page_html(summary: RunSummary, charts: Sequence[Chart]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(summary.run_id)} - zerowatch report</title>"
         f"<style>{asset('uPlot.min.css')}\n{asset('report.css')}</style></head>"
-        f"<body><main>{''.join(sections)}</main>"
+        f"<body><main>{body}</main>"
         f'<script type="application/json" id="charts">{data}</script>'
         f"<script>{asset('uPlot.iife.min.js')}</script><script>{asset('report.js')}</script>"
         "</body></html>\n"

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from chosen_cases import chosen
 from package_tree import ROOT
+from recorded_runs import write_run
 from require import program
 from scripts.forked_ranks import start_ranks
 from scripts.launching import ABORTED, SCRIPTS, ZEROWATCH, Finished
@@ -96,6 +97,7 @@ def filled(folder: Path) -> Path:
     (folder / "my_project.py").write_text(
         "import torch\n\n\ndef build():\n    return torch.nn.Linear(64, 64)\n"
     )
+    write_run(folder / "runs" / "nightly")
     return folder
 
 

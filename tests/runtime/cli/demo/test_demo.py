@@ -172,6 +172,9 @@ def assert_is_trained(finished, folder):
     assert "Time of 6 steps by phase (rank 0 of 2)" in finished.stdout
     (log,) = folder.glob("runs/*/rank-0.jsonl")
     assert str(log.relative_to(folder)) in finished.stdout
+    report = log.with_name("report.html")
+    assert f"{report.relative_to(folder)} (made by: zerowatch report runs/" in finished.stdout
+    assert '<div class="verdict">' in report.read_text()
     steps = [json.loads(line) for line in log.read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
