@@ -180,7 +180,7 @@ def _report_of(folder: Path | None) -> str | None:
     """Return the path of the report that the end of the run has written, and its command."""
     if folder is None or not (folder / REPORT_FILE).is_file():
         return None
-    return f"{display_path(folder / REPORT_FILE)} (made by: {report_command(folder)})"
+    return f"{display_path(folder / REPORT_FILE)}\nmade by: {report_command(folder)}"
 
 
 class _Output(Console):

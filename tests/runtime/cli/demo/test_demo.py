@@ -173,7 +173,8 @@ def assert_is_trained(finished, folder):
     (log,) = folder.glob("runs/*/rank-0.jsonl")
     assert str(log.relative_to(folder)) in finished.stdout
     report = log.with_name("report.html")
-    assert f"{report.relative_to(folder)} (made by: zerowatch report runs/" in finished.stdout
+    assert str(report.relative_to(folder)) in finished.stdout
+    assert f"made by: zerowatch report {report.parent.relative_to(folder)}" in finished.stdout
     assert '<div class="verdict">' in report.read_text()
     steps = [json.loads(line) for line in log.read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
