@@ -38,6 +38,7 @@ class CommTimeCounter:
     def __init__(self) -> None:
         self._all = IntervalUnion()
         self._by_group: dict[str, IntervalUnion] = {}
+        self._num_batches = 0
 
     def measure(self, batch: CallBatch) -> CommTime:
         """Settle the calls of a batch whose events were read, and return the time they add."""
@@ -46,9 +47,10 @@ class CommTimeCounter:
             for call in batch.calls:
                 group = call.group
                 group.busy_until_ns = group.maybe_busy_until_ns = _BEFORE_ALL
+        self._num_batches += 1
         by_group: dict[str, list[Interval]] = {}
         for call in batch.calls:
-            call.settle()
+            call.settle(self._num_batches)
             if call.timed:
                 by_group.setdefault(call.group.role, []).append((call.start_ns, call.end_ns))
         everything = [interval for intervals in by_group.values() for interval in intervals]

@@ -165,10 +165,13 @@ class CollectiveCall:
             is the event at its end.
         stream_wait: The point at which the compute stream began to wait for the call; None if the
             stream did not wait.
+        batch: The number of the batch that the call was settled in. A batch holds the calls of one
+            step, or a part of them.
         settled: Whether `settle` has set `duration_ns`, `exposed_ns` and `wait_exposed_ns`.
     """
 
     __slots__ = (
+        "batch",
         "dtype",
         "duration_ns",
         "end_event",
@@ -211,19 +214,21 @@ class CollectiveCall:
         self.stream_wait: StreamWait | None = None
         # This constructor is on the hot path. The other attributes are set when the call returns or
         # settles.
+        self.batch: int
         self.issued_ns: int
         self.wait_phase: int
         self.duration_ns: int
         self.exposed_ns: int
         self.wait_exposed_ns: int
 
-    def settle(self) -> None:
+    def settle(self, batch: int = 0) -> None:
         """Compute how long the call took, and how much of this time it blocked training.
 
         A group runs one call after the other. `duration_ns` therefore begins at the issue of the
         call or at the end of the group's previous call, whichever is later. `exposed_ns` is the
         time in which training was blocked, and `wait_exposed_ns` is the part spent in `wait()`.
         """
+        self.batch = batch
         self.duration_ns = self.exposed_ns = self.wait_exposed_ns = 0
         if self.timed:
             end_ns, group = self.end_ns, self.group
