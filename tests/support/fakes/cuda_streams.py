@@ -243,6 +243,9 @@ class FakeCuda:
 
     new_stream = next_of_pool
 
+    def has_one_queue(self) -> bool:
+        return accelerator.CudaAccelerator().has_one_queue()
+
     def private_stream(self) -> FakeStream:
         self.private.append(self.Stream(self.current_index))
         return self.private[-1]
