@@ -156,8 +156,9 @@ class SamplingSettings(Section):
     device_interval_seconds: Seconds = Field(default=1.0, gt=0)
     """Seconds between two readings of a device."""
     exact_collectives_steps: int = Field(default=16, ge=0)
-    """Average steps between two with exact ends of asynchronous NCCL calls, whose outputs then stay
-    in memory until they end; 0 never."""
+    """Average steps between two with exact ends of asynchronous NCCL calls; 0 never, as with
+    CUDA_DEVICE_MAX_CONNECTIONS=1. Memory that such a call has written is then free for other use
+    only after all calls that the same group issued before the memory was freed."""
 
 
 class CrossRankSettings(Section):

@@ -69,7 +69,8 @@ class StepRecord:
 
     Time: `seconds` is the wall time since the previous step, including all phases. The values of
     `phase_seconds` add up to `seconds`. On a GPU both are times of the compute stream, between
-    events at each change of phase.
+    events at each change of phase. If the events could not be recorded or read, both are times of
+    the host, and `phases_are_host_times` is True. It is False on CPU.
 
     Memory and devices: `memory_bytes` and `device_readings` are keyed by device, then by state or
     reading. The catalog metric of a key states its unit. The peaks in `memory_bytes`
@@ -84,11 +85,14 @@ class StepRecord:
     `comm_exposed_seconds` is the part of `comm_seconds` in which training could do nothing else.
     `comm_exposed_phase_seconds` divides this part by phase. `collectives` does not contain
     zerowatch's own collectives (votes), but the seconds include them. The seconds are None if the
-    end of a call could not be read. On a GPU the ends of asynchronous calls are exact in sampled
+    end of a call could not be marked or read, as in a captured or replayed CUDA graph; calls in a
+    coalescing block are left out. On a GPU the ends of asynchronous calls are exact in sampled
     steps (`sampling.exact_collectives_steps`). In the other steps `comm_seconds_is_upper_bound` is
     True: `comm_seconds` and the seconds in `collectives` extend to the point where training had
     waited for the call, which it may have reached late. `comm_exposed_seconds` is exact in all
-    steps.
+    steps for calls that the compute stream waits for by `Work.wait`. If another stream waits, other
+    work of that stream may be included, except in sampled steps. Waits by a call's future are not
+    seen.
 
     Examples:
         >>> engine.watch.subscribe(lambda record: print(record.step, record.phase_seconds))
@@ -117,6 +121,7 @@ class StepRecord:
     comm_exposed_phase_seconds: Mapping[str, float] = field(default_factory=dict)
     comm_seconds_is_upper_bound: bool = False
     generation: GenerationTotals | None = None
+    phases_are_host_times: bool = False
 
     @property
     def training_seconds(self) -> float:

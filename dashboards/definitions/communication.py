@@ -56,7 +56,7 @@ AT_A_GLANCE = sized(
         title="Overlapped communication",
         description="Share of communication time that overlaps with computation, so that training "
         "does not wait for it. Higher is better; `overlap_comm` and larger buckets increase it. On "
-        "GPUs it is an upper bound.",
+        "GPUs most asynchronous communication counts until training has waited for it.",
         queries=(
             Query(
                 f"clamp_min(1 - {by('sum', of_run(recorded.EXPOSED_RATIO))}"
@@ -94,8 +94,9 @@ COST = (
     TimeSeries(
         title="Communication share of training time",
         description="**exposed** is the share of training time in which training waits for "
-        "communication. **all** also counts communication that overlaps with computation; on GPUs "
-        "it is an upper bound. An alert fires if both exposed means are above the line.",
+        "communication. **all** also counts communication that overlaps with computation; on GPUs, "
+        "most of it counts until training has waited for it. An alert fires if both exposed means "
+        "are above the line.",
         queries=(
             Query(of_run(recorded.EXPOSED_RATIO), "exposed, 5 minutes"),
             Query(of_run(recorded.EXPOSED_RATIO_LONG), "exposed, 30 minutes"),

@@ -50,9 +50,10 @@ COLLECTIVE_DURATION = histogram(
 )
 COMM_SECONDS = counter(
     "comm_seconds_total",
-    "Seconds during which at least one collective was in flight. An upper bound on a GPU: "
-    "outside of sampled steps (sampling.exact_collectives_steps), asynchronous ones count until "
-    "training has waited for them.",
+    "Seconds during which at least one timed collective was in flight. Asynchronous ones on a GPU "
+    "are exact in sampled steps (sampling.exact_collectives_steps); in others they count until "
+    "training has waited for them, or not at all if it does not. Ones in coalescing blocks and "
+    "CUDA graphs do not count.",
     GROUP,
     lean=Lean(without=("group",)),
     usual="Any rate up to 1: communication may overlap with computation. Compare "
@@ -78,7 +79,8 @@ COMM_WAIT_SECONDS = counter(
     "comm_wait_seconds_total",
     "Seconds of collectives spent waiting for a later rank: measured where the same call was found "
     "on all ranks, else estimated from the link. Asynchronous calls on a GPU are measured in "
-    "sampled steps (sampling.exact_collectives_steps); those of other steps count like them.",
+    "sampled steps (sampling.exact_collectives_steps); those of other steps count like the mean "
+    "of the last four, without the first.",
     GROUP,
     lean=Lean(without=("group",)),
     usual="Small and equal on all ranks. The rank that waits least is the one that the others"

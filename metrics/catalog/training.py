@@ -176,8 +176,9 @@ STEP_DURATION_QUANTILE = summary(
 )
 PHASE_SECONDS = counter(
     "phase_seconds_total",
-    "Seconds by phase, of the training thread on cpu and of the compute stream on a GPU; phases do "
-    "not overlap and add up to wall time.",
+    "Seconds by phase, of the training thread on cpu and of the compute stream on a GPU (of the "
+    "training thread if the stream's times could not be read: see phases_are_host_times in the run "
+    "log); phases do not overlap and add up to wall time.",
     PHASE,
     lean=EVERY_SERIES,
     from_zero=True,

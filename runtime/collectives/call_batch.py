@@ -32,10 +32,13 @@ class CallBatch:
         anchor: An event of about the time when the batch was drained; None if the batch has no
             device calls. Device times are measured relative to the anchor, because elapsed times
             are float32 and would lose precision over hours. It may be the end of one of the calls.
+        is_complete: False if there were further calls or waits, whose times are unknown: in a graph
+            that was captured or replayed, or because recording them failed.
     """
 
     calls: list[CollectiveCall]
     anchor: Event | None = None
+    is_complete: bool = True
 
     def settled(self) -> bool:
         """Return whether every call has ended and can be read. This method never waits."""

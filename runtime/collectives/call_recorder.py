@@ -6,7 +6,6 @@ This is the hot path of monitoring, because it runs on the training thread for e
 from __future__ import annotations
 
 import itertools
-import logging
 import sys
 import threading
 import time
@@ -29,8 +28,6 @@ from .event_pool import EventPool
 from .groups import CollectiveCall, Group, Groups, sequence_number
 from .stream_waits import StreamWaitTracker, is_training_thread
 
-logger = logging.getLogger(__name__)
-
 # Number of calls after which a batch is passed on, even if the step has not ended.
 BATCH_CALLS = 4096
 _GOLDEN_RATIO = 0x9E3779B1  # times 2**32
@@ -46,8 +43,8 @@ class CallRecorder:
         stream_waits: Tracks the calls that the compute stream waits for.
         dropped_calls: Number of calls that were lost because nothing received their batch.
         is_sampled: Whether the ends of asynchronous calls on a device are exact now. An exact end
-            costs a few microseconds on the training thread, and the allocator keeps the outputs of
-            the call until the call has ended.
+            costs a few microseconds on the training thread. The allocator reuses the outputs of
+            the call only after all calls that the group issued before the outputs were freed.
         sample_interval: Ends are exact in one of this many steps. 0 for no step.
     """
 
@@ -59,8 +56,11 @@ class CallRecorder:
         self.is_sampled = True
         self.sample_interval = 1
         self._accelerator = accelerator.current
-        # By group: the calls of one group end in the order in which they are issued.
-        self._private_streams: dict[Group, Stream | None] = {}
+        # By group and device: the calls of one group end in the order in which they are issued.
+        self._private_streams: dict[tuple[Group, int | None], Stream | None] = {}
+        self._making_streams = threading.Lock()
+        self._left_out = 0  # calls that could not be recorded completely
+        self._num_gaps = 0  # as of the last drain
         self._unwaited: list[CollectiveCall] = []  # of the last batch, without an end so far
         self._calls: list[CollectiveCall] = []
         self._draining = threading.RLock()  # two threads must not drain the same calls
@@ -125,14 +125,14 @@ class CallRecorder:
         for call in self._unwaited:
             call.timed = call.timed and call.end_event is not None
         self._unwaited = [call for call in calls if call.is_bound and call.end_event is None]
-        batch = CallBatch(calls)
+        waits, before = self.stream_waits, self._num_gaps
+        self._num_gaps = waits.dropped_in_capture + waits.replayed_calls + self._left_out
+        batch = CallBatch(calls, is_complete=self._num_gaps == before)
         if any(call.start_event is not None for call in calls):
             try:
                 batch.anchor = self.events.record()
             except RuntimeError as error:
-                if not self.events.disabled:
-                    self.events.disabled = True
-                    logger.warning("collectives are not timed any more: %s", error)
+                self.events.disable(error)
                 batch.lose()
         return batch
 
@@ -176,19 +176,22 @@ class CallRecorder:
             rank_set.issued += 1
             calls[0].sequence = rank_set.issued
         rank_set.recent.extend(calls)
-        if self._coalescing and process_group in self._coalescing:
-            self._record_coalesced(calls, process_group)
-        elif reader.use_group_sequence:
-            group.recorded -= sequence_number(process_group)
-        else:
-            group.recorded += 1
-        if group.on_device:
-            device_index = reader.device_index(args, kwargs)
+        is_marked = False
+        try:
+            if self._coalescing and process_group in self._coalescing:
+                self._record_coalesced(calls, process_group)
+            elif reader.use_group_sequence:
+                group.recorded -= sequence_number(process_group)
+            else:
+                group.recorded += 1
             # A group may have a second backend, for tensors in host memory.
-            if device_index != ON_CPU and not self._mark_start(calls, device_index):
-                CallBatch(calls).discard()
-                return None
-        return calls
+            device_index = reader.device_index(args, kwargs) if group.on_device else ON_CPU
+            is_marked = device_index == ON_CPU or self._mark_start(calls, device_index)
+        finally:
+            if not is_marked:
+                self._leave_out(calls)
+                self._count_by_sequence(reader, group)
+        return calls if is_marked else None
 
     def on_return(
         self,
@@ -199,13 +202,20 @@ class CallRecorder:
         ended_ns: int,
     ) -> None:
         """Record the end of the calls. For asynchronous calls, arrange to record their end."""
-        if reader.use_group_sequence:
-            group = calls[0].group
-            process_group = group.reference()
-            group.recorded += sequence_number(process_group) if process_group else 0
-        if not reader.has_future:
-            self._keep_handles(calls, work, started_ns)
-            return
+        self._count_by_sequence(reader, calls[0].group)
+        try:
+            if reader.has_future:
+                self._record_end(calls, work, started_ns, ended_ns)
+            else:
+                self._keep_handles(calls, work, started_ns)
+        except BaseException:
+            self._under_way.difference_update(calls)
+            self._leave_out(calls)
+            raise
+
+    def _record_end(
+        self, calls: list[CollectiveCall], work: Any, started_ns: int, ended_ns: int
+    ) -> None:
         asynchronous = work is not None and hasattr(work, "get_future")
         on_device = calls[0].start_event is not None
         if on_device:
@@ -284,10 +294,25 @@ class CallRecorder:
         while self._under_way and time.monotonic() < deadline:
             time.sleep(0.005)
 
+    def _count_by_sequence(self, reader: CallReader, group: Group) -> None:
+        """Count a call of which the group's sequence number was subtracted before."""
+        if reader.use_group_sequence:
+            process_group = group.reference()
+            if process_group is not None and process_group not in self._coalescing:
+                group.recorded += sequence_number(process_group)
+
+    def _leave_out(self, calls: list[CollectiveCall]) -> None:
+        """Give up calls that were not recorded completely, so that nothing waits for them."""
+        self._left_out += 1
+        CallBatch(calls).discard()
+
     def _mark_message_ends(self, messages: list[CollectiveCall]) -> None:
+        on_device = any(call.start_event is not None for call in messages)
+        if on_device and not self._may_record(len(messages)):
+            return  # the messages stay untimed
         before: CollectiveCall | None = None
         for call in messages:
-            if call.settled:  # the call was read already
+            if call.settled or call.is_lost:
                 continue
             if before is not None and call.wait_ns:
                 call.wait_ns = before.end_ns  # each instant of the wait counts for one call only
@@ -315,21 +340,36 @@ class CallRecorder:
 
     def _private_stream(self, group: Group) -> Stream | None:
         """Return the stream that waits for the calls of a group. Groups that ended leave theirs."""
+        streams, device = self._private_streams, self.stream_waits.device_index
+        if (group, device) not in streams:
+            with self._making_streams:
+                self._make_private_stream(group, device)
+        return streams[group, device]
+
+    def _make_private_stream(self, group: Group, device: int | None) -> None:
         streams = self._private_streams
-        if group not in streams:
-            ended = next((other for other in streams if other.reference() is None), None)
-            streams[group] = (
-                self._accelerator.private_stream() if ended is None else streams.pop(ended)
-            )
-        return streams[group]
+        ended = (key for key in streams if key[1] == device and key[0].reference() is None)
+        unused = next(ended, None)
+        streams[group, device] = (
+            self._accelerator.private_stream() if unused is None else streams.pop(unused)
+        )
 
     def _mark_bound(self, call: CollectiveCall) -> None:
         """Mark that the current stream has waited for a call, which has ended before."""
-        waits = self.stream_waits
-        if waits.drops_in_capture(1) or not waits.is_on_device(self._accelerator.current_device()):
-            call.timed = False
-        else:
+        if self._may_record(1):
             call.end_event = self.events.record()
+        else:
+            call.timed, call.is_lost = False, True
+
+    def _may_record(self, num_waits: int) -> bool:
+        """Return whether events may be recorded on the current stream.
+
+        If the stream captures a graph, the waits are counted as dropped.
+        """
+        waits = self.stream_waits
+        return not waits.drops_in_capture(num_waits) and waits.is_on_device(
+            self._accelerator.current_device()
+        )
 
     def _record_wait(self, call: CollectiveCall) -> None:
         if call.start_event is not None:
@@ -391,8 +431,8 @@ class CallRecorder:
     def _mark_start(self, calls: list[CollectiveCall], device_index: int | None) -> bool:
         """Mark the start of the calls on the current stream.
 
-        The calls are not timed if this thread's current device is not the device of the payload,
-        because the current stream is not a stream of that device.
+        The times of the calls are lost if events cannot be read, or if this thread's current device
+        is not the device of the payload: the current stream is not a stream of that device then.
 
         Returns:
             False if the stream is capturing a graph, so that the calls cannot be timed.
@@ -402,9 +442,14 @@ class CallRecorder:
         on_device = self.stream_waits.is_on_device(device_index)
         if on_device and self.stream_waits.drops_in_capture(len(calls), calls[0].group):
             return False
+        is_lost = not on_device or self.events.disabled
         for call in calls:
-            call.timed = call.timed and on_device and not self.events.disabled
-            call.start_event = self.events.record() if call.timed else None
+            if not call.timed:  # in a coalescing block
+                continue
+            if is_lost:
+                call.timed, call.is_lost = False, True
+            else:
+                call.start_event = self.events.record()
         return True
 
     def _mark_end(self, call: CollectiveCall, ended_ns: int) -> None:

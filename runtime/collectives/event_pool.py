@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 
 from ..common import accelerator
 from ..common.accelerator import Event, Stream
+
+logger = logging.getLogger(__name__)
 
 # Maximum number of unused events that are kept.
 POOL_SIZE = 4096
@@ -23,6 +26,16 @@ class EventPool:
         self._free: deque[Event] = deque(maxlen=POOL_SIZE)
         self._make = accelerator.current.Event
         self._record = self._make.record  # the original method, before `StreamHooks` wraps it
+
+    def disable(self, reason: object) -> None:
+        """Stop the use of events, because they cannot be read."""
+        if not self.disabled:
+            self.disabled = True
+            logger.warning(
+                "collectives and phases are not timed on the device any more: %s. From now on the "
+                "phases of steps are times of the host, and the times of collectives are unknown.",
+                reason,
+            )
 
     def record(self, stream: Stream | None = None) -> Event:
         """Mark this moment on a stream, by default on the current one."""

@@ -22,7 +22,9 @@ RoleOf = Callable[[ProcessGroup], str]
 # Number of recent calls that are kept for each rank set, to compare ranks and for hang reports.
 # DeepSpeed issues up to some hundred calls per step.
 RECENT_CALLS = 8192
-_NEVER = 2**63  # a time in nanoseconds that is later than any other
+# Times in nanoseconds that are later and earlier than any other.
+NEVER = 2**63
+BEFORE_ALL = -(2**63)
 
 
 class RankSet:
@@ -72,9 +74,9 @@ class Group:
             the group's collectives, and may have another role.
         replayed: Number of calls in replays of captured graphs since the last drain. Such calls are
             neither counted by the group nor recorded.
-        busy_until_ns: The time when its last settled call ended.
-        maybe_busy_until_ns: The latest time at which a settled call ended that has only an upper
-            bound of its end.
+        busy_until_ns: The time when its last settled call with an exact end ended.
+        maybe_busy_until_ns: The upper bound of the end of the calls since then. NEVER if nothing
+            has waited for the last one.
     """
 
     __slots__ = (
@@ -106,7 +108,7 @@ class Group:
         self.recorded = self.replayed = 0
         self.rank_set = rank_set
         self.point_to_point: Group | None = None
-        self.busy_until_ns = self.maybe_busy_until_ns = -(2**63)
+        self.busy_until_ns = self.maybe_busy_until_ns = BEFORE_ALL
         self._wire_factors = [wire_factor(op, self.backend, self.size) for op in OPS]
 
     def wire_factor(self, op: int, payload_bytes: int) -> float:
@@ -160,15 +162,18 @@ class CollectiveCall:
         is_bound: Whether `end_ns` or `duration_ns` is only an upper bound. So it is for a call on a
             device whose end is marked where a stream had waited for it, and for a call that may
             have queued behind such a call. If such a call is not timed, nothing has waited for it.
-        is_lost: Whether the end of the call could not be read in time, or not at all.
+        is_lost: Whether the end of the call could not be marked, or not be read in time.
         start_event: The event at the start of the call, if the call runs on a stream. `end_event`
             is the event at its end.
         stream_wait: The point at which the compute stream began to wait for the call; None if the
             stream did not wait.
+        batch: The number of the batch that the call was settled in. A batch holds the calls of one
+            step, or a part of them.
         settled: Whether `settle` has set `duration_ns`, `exposed_ns` and `wait_exposed_ns`.
     """
 
     __slots__ = (
+        "batch",
         "dtype",
         "duration_ns",
         "end_event",
@@ -211,34 +216,38 @@ class CollectiveCall:
         self.stream_wait: StreamWait | None = None
         # This constructor is on the hot path. The other attributes are set when the call returns or
         # settles.
+        self.batch: int
         self.issued_ns: int
         self.wait_phase: int
         self.duration_ns: int
         self.exposed_ns: int
         self.wait_exposed_ns: int
 
-    def settle(self) -> None:
+    def settle(self, batch: int = 0) -> None:
         """Compute how long the call took, and how much of this time it blocked training.
 
         A group runs one call after the other. `duration_ns` therefore begins at the issue of the
         call or at the end of the group's previous call, whichever is later. `exposed_ns` is the
         time in which training was blocked, and `wait_exposed_ns` is the part spent in `wait()`.
         """
+        self.batch = batch
         self.duration_ns = self.exposed_ns = self.wait_exposed_ns = 0
         if self.timed:
             end_ns, group = self.end_ns, self.group
             self.duration_ns = max(0, end_ns - max(self.start_ns, group.busy_until_ns))
+            # Earlier calls of the group have ended before this one.
             if self.is_bound:
-                group.maybe_busy_until_ns = max(end_ns, group.maybe_busy_until_ns)
+                group.maybe_busy_until_ns = end_ns
             else:
                 self.is_bound = self.start_ns < group.maybe_busy_until_ns
                 group.busy_until_ns = max(end_ns, group.busy_until_ns)
+                group.maybe_busy_until_ns = BEFORE_ALL
             issued_ns = min(self.issued_ns, end_ns)
             if self.wait_ns:
                 self.wait_exposed_ns = max(0, end_ns - max(self.wait_ns, issued_ns))
             self.exposed_ns = issued_ns - self.start_ns + self.wait_exposed_ns
         elif self.is_bound:
-            self.group.maybe_busy_until_ns = _NEVER
+            self.group.maybe_busy_until_ns = NEVER
         self.settled = True
 
 
@@ -311,12 +320,13 @@ class Groups:
             counted = known.num_issued()
             if counted is None:
                 del self._known[key]
-            elif counted + known.replayed > 0:
-                recorded, known.recorded = known.recorded, 0
-                messages = known.point_to_point
-                if messages is not None:  # gloo counts messages too
-                    recorded, messages.recorded = recorded + messages.recorded, 0
-                issued, known.replayed = counted + known.replayed, 0
+                continue
+            records = [known] if known.point_to_point is None else [known, known.point_to_point]
+            issued = counted + sum(each.replayed for each in records)
+            if issued > 0:
+                recorded = sum(each.recorded for each in records)  # gloo counts messages too
+                for each in records:
+                    each.recorded = each.replayed = 0
                 counts.append((known, issued, recorded))
                 known.seen_from += counted
         return counts

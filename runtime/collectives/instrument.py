@@ -54,9 +54,10 @@ class CollectiveInstrumentation:
         self._inside = _InsideCall()
         recorder = self.call_recorder
         self._on_call = fail_open.wrap("collectives", recorder.on_call)
-        self._on_return = fail_open.wrap("collectives", recorder.on_return)
-        self._on_wait_start = fail_open.wrap("collectives", recorder.on_wait_start)
-        self._on_wait_end = fail_open.wrap("collectives", recorder.on_wait_end)
+        # Kept: a call that on_call has begun must end, and a call that ends in a wait must, too.
+        self._on_return = fail_open.wrap("collectives", recorder.on_return, is_kept=True)
+        self._on_wait_start = fail_open.wrap("collectives", recorder.on_wait_start, is_kept=True)
+        self._on_wait_end = fail_open.wrap("collectives", recorder.on_wait_end, is_kept=True)
         self._on_error = fail_open.wrap("collectives", recorder.on_error)
         self._stream_hooks = StreamHooks(fail_open, recorder.stream_waits, self._inside)
 

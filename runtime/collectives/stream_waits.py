@@ -38,10 +38,12 @@ class StreamWaitTracker:
     Attributes:
         dropped_in_capture: Number of calls and waits that were left out because a graph was being
             captured.
+        replayed_calls: Number of calls in replays of captured graphs.
+        device_index: The device on which events are recorded; None until the device is initialized.
     """
 
     def __init__(self, events: EventPool) -> None:
-        self.dropped_in_capture = 0
+        self.dropped_in_capture = self.replayed_calls = 0
         self._events = events
         self._accelerator = accelerator.current
         self._current_stream = self._accelerator.current_stream
@@ -49,7 +51,7 @@ class StreamWaitTracker:
         self._handle_of = self._accelerator.stream_handle
         self._phase_timer: PhaseTimer | None = None
         self._training_thread = get_ident()
-        self._device_index: int | None = None  # the device on which events are recorded
+        self.device_index: int | None = None
         self._compute: Stream | None = None
         # The graph that is being captured, and the calls in each captured graph, by group.
         self._capturing: Any = None
@@ -66,10 +68,10 @@ class StreamWaitTracker:
         """
         self._phase_timer = phase_timer
         self._training_thread = get_ident()
-        self._device_index = self._compute = None
+        self.device_index = self._compute = None
         self._events.clear()
         if self._accelerator.is_initialized():
-            self._device_index = self._accelerator.current_device()
+            self.device_index = self._accelerator.current_device()
             self._compute = self._current_stream()
         self._carried.clear()
         self._recorded.clear()
@@ -82,9 +84,9 @@ class StreamWaitTracker:
         """
         if device_index is None:
             return False
-        if self._device_index is None and self._accelerator.is_initialized():
-            self._device_index = device_index
-        return device_index == self._device_index == self._accelerator.current_device()
+        if self.device_index is None and self._accelerator.is_initialized():
+            self.device_index = device_index
+        return device_index == self.device_index == self._accelerator.current_device()
 
     def drops_in_capture(self, num_calls: int, group: Group | None = None) -> bool:
         """Return whether the current stream captures a graph. If so, count the calls as dropped.
@@ -112,6 +114,7 @@ class StreamWaitTracker:
         """Count the calls of a graph that runs: neither Python nor their groups see them."""
         for group, num_calls in self._captured.get(graph, _NO_CALLS).items():
             group.replayed += num_calls
+            self.replayed_calls += num_calls
 
     def blocks_compute(self, calls: Iterable[CollectiveCall]) -> bool:
         """Return whether synchronous calls block the compute stream.

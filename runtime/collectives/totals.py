@@ -75,12 +75,14 @@ class StepCommTotals:
     sums can be compared with the plan of an engine.
 
     Attributes:
-        seconds: Seconds in which at least one call ran, without calls whose end is unknown.
+        seconds: Seconds in which at least one call ran, without calls whose end is unknown, and
+            without calls in coalescing blocks.
         blocked_ns: Nanoseconds in which calls blocked training, by index in PHASES.
         host_blocked_ns: The part of `blocked_ns` in calls that blocked the host. A device may have
             had work left meanwhile.
         is_upper_bound: Whether `seconds` is only an upper bound.
-        is_exposed_known: False if the end of a call could not be read.
+        is_exposed_known: False if the end of a call could not be marked or read, or if calls are
+            missing.
         generation_calls: Number of calls issued in generation.
         generation_gathers: Number of all-gathers among them; with ZeRO 3 they gather parameters.
         generation_gathered_bytes: The payload of these all-gathers.
@@ -109,6 +111,7 @@ class StepCommTotals:
     def add(self, calls: Iterable[CollectiveCall], comm: CommTime) -> None:
         """Add a batch of calls and the time that they took."""
         self.seconds += comm.seconds
+        self.is_exposed_known &= comm.is_complete
         by_device, by_host = (self.blocked_ns,), (self.blocked_ns, self.host_blocked_ns)
         for call in calls:
             if call.is_bound:

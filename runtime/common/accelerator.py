@@ -109,6 +109,9 @@ class Accelerator(Protocol):
         The stream is never destroyed, because the allocator may still refer to it.
         """
 
+    def has_one_queue(self) -> bool:
+        """Return whether all streams share one queue, so that one that waits holds the others."""
+
     def stream_handle(self, stream: Any) -> int | None:
         """Return a number that identifies a stream, or None for a stream of another class."""
 
@@ -184,6 +187,10 @@ class CudaAccelerator:
         if create is None or create(ctypes.byref(handle), _STREAM_NON_BLOCKING) != 0:
             return None
         return torch.cuda.ExternalStream(handle.value)
+
+    def has_one_queue(self) -> bool:
+        """Return whether CUDA_DEVICE_MAX_CONNECTIONS is 1, as Megatron requires."""
+        return not torch.version.hip and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
     @staticmethod
     def stream_handle(stream: Any) -> int | None:

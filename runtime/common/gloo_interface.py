@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 VARIABLE = "GLOO_SOCKET_IFNAME"
 # Launchers' names of the number of ranks on a node: torchrun, DeepSpeed, Open MPI.
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+# Slurm's names of the number of nodes, of a step and of the job's allocation.
+_NUM_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 # An address that is on no network (RFC 5737). The route to it is the default route.
 _ELSEWHERE = "192.0.2.1"
 
@@ -52,8 +54,9 @@ def gloo_interface(
         return next((name for name in outside if _nccl_accepts(name, wanted)), None)
     address = route(environ.get("MASTER_ADDR", "localhost"))
     if address is not None and _is_local(address):
-        # Without a known number of local ranks, this may be a job on a single node.
-        address = None if local_size is None else route(_ELSEWHERE)
+        # Without a known number of local ranks or nodes, this may be a job on a single node.
+        several_nodes = local_size is not None or _num_nodes(environ) > 1
+        address = route(_ELSEWHERE) if several_nodes else None
     return next((name for name, found in outside.items() if address in found), None)
 
 
@@ -95,6 +98,12 @@ def _own_address(destination: str) -> str | None:
             return str(probe.getsockname()[0])
     except OSError:
         return None
+
+
+def _num_nodes(environ: Mapping[str, str]) -> int:
+    """Return the number of nodes by Slurm's variables; 1 without them."""
+    found = next((environ[name] for name in _NUM_NODES if name in environ), "1")
+    return int(found) if found.isdecimal() else 1
 
 
 def _is_local(address: str) -> bool:

@@ -10,6 +10,7 @@ device waits for the host, the wait counts for the phase that the host is in.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,9 +22,13 @@ from ..common import accelerator
 from ..common.accelerator import Event
 from ..common.phase_timer import BACKWARD, FORWARD, MAX_INTERVALS, PhaseInterval
 
+logger = logging.getLogger(__name__)
+
 # Maximum number of marks that wait to be read. There are about six in a step, so this many wait
 # only if the watch thread is stuck. The times of the steps without marks are then lost.
 MAX_MARKS = 65536
+# Number of marks that cannot be read, after which phases are no longer timed on the device.
+MAX_LOST = 2
 
 
 @dataclass(slots=True)
@@ -67,6 +72,7 @@ class DevicePhases:
         self._stream = self._accelerator.current_stream()
         self._marks: deque[_Mark | _Discard | DevicePhaseTimes] = deque()
         self._failed = self._has_gap = False
+        self._num_lost = 0
         self._last: Event | None = None  # the last event that the device has passed
         self._totals = _Totals(is_lost=False)
 
@@ -98,19 +104,35 @@ class DevicePhases:
         """Read the marks that the device has passed, and complete the steps that end there.
 
         Raises:
-            Exception: An event could not be read. The times of this and of all later steps are
-                lost, because errors of a device recur.
+            Exception: An event could not be read. The times of its step are lost. After MAX_LOST
+                such errors, so are those of all later steps.
         """
         try:
             while self._marks and self._read_next(self._marks[0]):
                 self._marks.popleft()
-        except BaseException:
-            self._failed = True
-            for mark in list(self._marks):
-                if isinstance(mark, DevicePhaseTimes):
-                    mark.is_read = True
-            self._marks.clear()
+        except BaseException as error:
+            self._num_lost += 1
+            if self._num_lost < MAX_LOST:
+                self._lose_first_mark()
+            else:
+                self._stop(error)
             raise
+
+    def _lose_first_mark(self) -> None:
+        self._marks.popleft()
+        self._last, self._totals.is_lost = None, True
+
+    def _stop(self, error: BaseException) -> None:
+        self._failed = True
+        for mark in list(self._marks):
+            if isinstance(mark, DevicePhaseTimes):
+                mark.is_read = True
+        self._marks.clear()
+        logger.warning(
+            "phases are not timed on the device any more: %s. From now on the phases of steps are "
+            "times of the host, which show where the script waits for the device.",
+            error,
+        )
 
     def _read_next(self, mark: _Mark | _Discard | DevicePhaseTimes) -> bool:
         """Read the next mark. Return False if the device has not passed it."""

@@ -187,6 +187,7 @@ class RawStep:
                 _by_phase(comm.blocked_ns) if comm.is_exposed_known else {}
             ),
             generation=self._generation(comm),
+            phases_are_host_times=not self.phases_show_work,
         )
 
     def _generation(self, comm: StepCommTotals) -> GenerationTotals | None:

@@ -6,10 +6,12 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from ...metrics.exporters.trace_context import current_trace_labels
 from ..collectives.unseen_calls import UnseenCalls
+from ..common import accelerator
 from ..common.device_scalar import ScalarOrPending, scalar
 from .memory_hooks import MemoryHooks
 from .profiled_steps import ProfiledSteps
@@ -54,7 +56,8 @@ class StepCollector:
         self._phase_timer = context.phase_timer
         self._device_phases = context.device_phases
         self._calls = context.call_recorder
-        self._calls.sample_interval = context.settings.sampling.exact_collectives_steps
+        interval = context.settings.sampling.exact_collectives_steps
+        self._calls.sample_interval = 0 if _waits_would_block_compute() else interval
         self._calls.is_sampled = self._calls.sample_interval > 0  # a short run has exact times too
         self._enqueue = enqueue
         self._read_memory = wrap("memory", memory.on_step_end)
@@ -118,6 +121,19 @@ class StepCollector:
                 "communication cover only the other collectives."
             )
         return 0.0
+
+
+@cache
+def _waits_would_block_compute() -> bool:
+    """Return whether the wait of a private stream would hold kernels behind it; log it once."""
+    has_one_queue = accelerator.current.has_one_queue()
+    if has_one_queue:
+        logger.info(
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1, so no step has exact ends of asynchronous "
+            "collectives: a stream that waits for them would hold the kernels of training. Their "
+            "waits and bandwidths are unknown."
+        )
+    return has_one_queue
 
 
 def _is_deepcompile_active(engine: Any) -> bool:

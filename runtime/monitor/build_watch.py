@@ -94,7 +94,9 @@ def build_watch(
         # The monitors.
         device_phases = None if device is None else DevicePhases(calls.events)
         if device_phases is not None:
-            phase_timer.on_interval_end = fail_open.wrap("device phases", device_phases.mark)
+            phase_timer.on_interval_end = fail_open.wrap(
+                "device phases", device_phases.mark, is_kept=True
+            )
         context = WatchContext(
             engine=engine_ref,
             identity=process,

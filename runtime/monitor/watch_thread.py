@@ -83,7 +83,8 @@ class WatchThread:
     Attributes:
         dropped_steps: Steps lost because this thread was too slow.
         dropped_calls: Calls lost because this thread was too slow.
-        untimed_calls: Calls without a duration, because their end was not observed in time.
+        untimed_calls: Calls without a duration, because their end was not marked or not read in
+            time.
         cpu_seconds: CPU time that this thread has used.
     """
 
@@ -114,7 +115,9 @@ class WatchThread:
         self._trace = fail_open.wrap("traces", otel.trace) if otel.makes_traces else None
         self._on_device = device_phases is not None
         self._read_phases = (
-            None if device_phases is None else fail_open.wrap("device phases", device_phases.read)
+            None
+            if device_phases is None
+            else fail_open.wrap("device phases", device_phases.read, is_kept=True)
         )
         self._inbox: queue.SimpleQueue[CallBatch | RawStep | None] = queue.SimpleQueue()
         self._pending: deque[CallBatch | RawStep] = deque()
@@ -191,7 +194,7 @@ class WatchThread:
 
     def _run(self) -> None:
         if self._on_device and not accelerator.current.allow_queries_while_capturing():
-            self._events.disabled = True
+            self._events.disable("torch cannot query events while a graph is captured")
         running = True
         while running and not self._is_abandoned:
             is_stopping = self._is_stopping  # a failure may have lost the None that `stop` enqueues
@@ -282,26 +285,24 @@ class WatchThread:
 
     def _expire(self, item: CallBatch | RawStep) -> None:
         """Give up the measurements of an item that are not complete yet."""
-        num_expired = self._expired_calls(item)
-        if num_expired is None:
+        if self._expired_calls(item) is None:
             self._lose(item)
-        else:
-            self.untimed_calls += num_expired
 
     def _lose(self, item: CallBatch | RawStep) -> None:
         """Give up the measurements of an item that the device refuses to return.
 
         If this happens twice, collectives are no longer timed.
         """
-        self.untimed_calls += item.lose()
+        item.lose()
         self._num_lost += 1
         if self._num_lost >= MAX_LOST:
-            self._events.disabled = True
+            self._events.disable(f"the measurements of {MAX_LOST} steps could not be read")
 
     def _take_calls(self, batch: CallBatch) -> None:
         if self._read_events(batch) is None:
             self._lose(batch)
         time_taken = self._comm_time.measure(batch)
+        self.untimed_calls += sum(call.is_lost for call in batch.calls)
         self._comm.add(batch.calls, time_taken)
         self._totals.add(batch.calls, time_taken)
         if self._trace is not None:

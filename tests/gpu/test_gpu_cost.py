@@ -53,9 +53,14 @@ def test_step_time_and_memory_of_a_large_model_stay_the_same(
     record_property("step seconds", {name: each["seconds"] for name, each in blocks.items()})
     record_property("added step time", step)
     record_property("added peak reserved memory", reserved)
+    exact = {interval: each["reserved"] for interval, each in found["exact"].items()}
+    record_property("peak reserved by exact_collectives_steps", exact)
     record_property("retries", {name: sum(each["retries"]) for name, each in blocks.items()})
     assert found["parameters"] > 1e9
     assert found["failures"] == {}
     assert step < MAX_STEP_RATIO
     assert reserved < MAX_RESERVED_RATIO
+    without_exact_ends = [exact["0"] for _ in blocks["plain"]["reserved"]]
+    added = probes.added_ratio(blocks["plain"]["reserved"], without_exact_ends)
+    assert added < MAX_RESERVED_RATIO
     assert sum(blocks["monitored"]["retries"]) <= sum(blocks["plain"]["retries"])

@@ -139,3 +139,46 @@ out(allowed=allowed, private=one.cuda_stream != two.cuda_stream
 """)
 
     assert found == {"allowed": [True], "private": True}
+
+
+@pytest.mark.parametrize("connections", [None, "1"], ids=["unset", "one connection"])
+def test_a_kernel_does_not_wait_behind_a_private_stream_except_in_a_single_queue(
+    record_property: Record, connections: str | None
+) -> None:
+    variables = {} if connections is None else {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    found = run_code(
+        """
+import torch
+from zerowatch.runtime.common import accelerator
+torch.cuda.set_device(0)
+x = torch.ones(8, device="cuda")
+_ = x + 1  # loads the kernels
+torch.cuda._sleep(1000)
+private, other = accelerator.current.private_stream(), torch.cuda.Stream()
+
+def kernel_ms(marks, waits):
+    torch.cuda.synchronize()
+    begin, end, slept = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    begin.record()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(10**9)
+        if marks:
+            slept.record()
+    if waits:
+        private.wait_event(slept)
+    _ = x + 1
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+kernel_ms(True, True)
+out(plain=kernel_ms(False, False), marked=kernel_ms(True, False), waited=kernel_ms(True, True),
+    has_one_queue=accelerator.current.has_one_queue())
+""",
+        **variables,
+    )
+
+    record_property("milliseconds until a kernel has run", found)
+    assert found["has_one_queue"] is (connections == "1")
+    if not found["has_one_queue"]:  # zerowatch makes no private stream wait otherwise
+        assert found["waited"] < found["plain"] + 100  # the other stream sleeps for some 500 ms

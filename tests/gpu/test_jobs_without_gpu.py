@@ -43,6 +43,7 @@ def test_blocks_with_and_without_monitoring_are_timed(tmp_path: Path) -> None:
     (found,) = run_job("cost_job.py", tmp_path, "tiny", "2", kind="cpu")
 
     assert len(found["plain"]) == len(found["monitored"]) == 2
+    assert set(found["exact"]) == {"0", "1"}
     assert found["failures"] == {}
 
 

@@ -20,9 +20,9 @@ from .link_estimate import Link, LinkEstimate
 RECENT_MESSAGES = 64
 # Maximum number of message sizes that are tracked. The least recently used size is dropped.
 MAX_MESSAGE_SIZES = 32
-# Number of recent exact calls of an operation and size over which a mean goes, and the maximum
-# number of such means. The least recently used mean is dropped.
-RECENT_EXACT_CALLS = 256
+# Number of recent steps with exact calls over which the mean of an operation and size goes, and the
+# maximum number of such means. The least recently used mean is dropped.
+RECENT_EXACT_STEPS = 4
 MAX_MEANS = 1024
 
 
@@ -135,17 +135,48 @@ class CostTotals:
 
 
 @dataclass(slots=True)
-class _MeanCost:
-    """The mean duration and wait, in seconds, of about the last RECENT_EXACT_CALLS calls."""
+class _StepCost:
+    """The mean duration and wait of the exact calls of one step, in seconds."""
 
-    num_calls: float = 0.0
+    batch: int
+    num_calls: int = 0
     duration: float = 0.0
     wait: float = 0.0
 
     def add(self, duration: float, wait: float) -> None:
-        self.num_calls = min(self.num_calls + 1, RECENT_EXACT_CALLS)
+        self.num_calls += 1
         self.duration += (duration - self.duration) / self.num_calls
         self.wait += (wait - self.wait) / self.num_calls
+
+
+class _RecentCost:
+    """The costs of the exact calls of one operation and size in the last RECENT_EXACT_STEPS steps.
+
+    Each step counts alike, because one call of a step may wait for the other ranks on behalf of all
+    others. The first step is left out: communicators are created in it, and ranks start at
+    different times.
+    """
+
+    def __init__(self) -> None:
+        self._first_batch: int | None = None
+        self._steps: deque[_StepCost] = deque(maxlen=RECENT_EXACT_STEPS)
+
+    def add(self, batch: int, duration: float, wait: float) -> None:
+        if self._first_batch is None:
+            self._first_batch = batch
+        if batch == self._first_batch:
+            return
+        if not self._steps or self._steps[-1].batch != batch:
+            self._steps.append(_StepCost(batch))
+        self._steps[-1].add(duration, wait)
+
+    def mean(self) -> tuple[float, float] | None:
+        """Return the duration and wait of an average call; None before the second step."""
+        if not self._steps:
+            return None
+        steps, num_steps = self._steps, len(self._steps)
+        duration = sum(step.duration for step in steps) / num_steps
+        return duration, sum(step.wait for step in steps) / num_steps
 
 
 class CommCosts:
@@ -166,7 +197,7 @@ class CommCosts:
         self._estimate = LinkEstimate()
         self._symmetric: dict[int, list[tuple[float, float]]] = {}  # by op: wire bytes, seconds
         self._bus_bandwidths: dict[int, float] = {}
-        self._means: OrderedDict[tuple[int, int], _MeanCost] = OrderedDict()  # by op and bytes
+        self._recent: OrderedDict[tuple[int, int], _RecentCost] = OrderedDict()  # by op and bytes
         self._messages: OrderedDict[int, deque[float]] = OrderedDict()
         self._is_stale = False
 
@@ -196,7 +227,7 @@ class CommCosts:
             self._symmetric.setdefault(call.op, []).append((wire_bytes, min_seconds))
         duration = call.duration_ns / 1e9
         wait = max(0.0, duration - min_seconds)
-        self._add_to_mean(call, duration, wait)
+        self._add_to_recent(call, duration, wait)
         self._add(call, wire_bytes, duration, wait, totals, volume_ratio)
 
     def add_estimated(
@@ -212,7 +243,7 @@ class CommCosts:
             self._add_message(call)
         wire_bytes, duration = _wire_bytes(call), call.duration_ns / 1e9
         wait = max(0.0, duration - self._transfer_seconds(wire_bytes, duration))
-        self._add_to_mean(call, duration, wait)
+        self._add_to_recent(call, duration, wait)
         self._add(call, wire_bytes, duration, wait, totals, volume_ratio)
 
     def add_inexact(
@@ -220,16 +251,18 @@ class CommCosts:
     ) -> None:
         """Add a call of whose duration some rank has only an upper bound.
 
-        Its duration and wait count as the mean of the exact calls of its operation and size.
-        Without such calls, only its exposed time is added.
+        Its duration and wait count as the mean over the last RECENT_EXACT_STEPS steps with exact
+        calls of its operation and size, without the first such step. Before the second, only its
+        exposed time is added.
         """
-        mean = self._means.get((call.op, call.payload_bytes))
         if not call.timed:
             return
+        recent = self._recent.get((call.op, call.payload_bytes))
+        mean = None if recent is None else recent.mean()
         if mean is None:
             totals.add_exposed(call)
         else:
-            self._add(call, _wire_bytes(call), mean.duration, mean.wait, totals, volume_ratio)
+            self._add(call, _wire_bytes(call), *mean, totals, volume_ratio)
 
     def add_exposed_only(self, call: CollectiveCall, totals: CostTotals) -> None:
         """Add the exposed time of an unmatched call. Its wait and causes stay unknown."""
@@ -296,14 +329,14 @@ class CommCosts:
             moves_data=wire_bytes > 0 and role != OWN_GROUP,
         )
 
-    def _add_to_mean(self, call: CollectiveCall, duration: float, wait: float) -> None:
+    def _add_to_recent(self, call: CollectiveCall, duration: float, wait: float) -> None:
         if call.start_event is None:
             return  # on the host every call is exact
         key = (call.op, call.payload_bytes)
-        self._means.setdefault(key, _MeanCost()).add(duration, wait)
-        self._means.move_to_end(key)
-        if len(self._means) > MAX_MEANS:
-            self._means.popitem(last=False)
+        self._recent.setdefault(key, _RecentCost()).add(call.batch, duration, wait)
+        self._recent.move_to_end(key)
+        if len(self._recent) > MAX_MEANS:
+            self._recent.popitem(last=False)
 
     def _add_message(self, call: CollectiveCall) -> None:
         """Add the shortest duration of the recent messages of this size to the link estimate."""

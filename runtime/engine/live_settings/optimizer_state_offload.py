@@ -20,7 +20,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ....errors import ZerowatchError
-from ...common.deepspeed_internals import ENGINE, missing_reason
+from ...common.deepspeed_internals import ENGINE, missing_reason, unknown_subclass_reason
 from ...common.patching import AttributePatch
 
 # Attributes with master weights: of ZeRO 1 and 2, ZeRO 3, BF16_Optimizer and FP16_Optimizer.
@@ -47,6 +47,9 @@ class OptimizerStateOffload:
             return "the engine has no optimizer with states"
         if getattr(engine, "pipeline_parallelism", False):
             return "a pipeline engine updates within train_batch"
+        unknown = unknown_subclass_reason(engine.optimizer)
+        if unknown is not None:
+            return unknown
         offload = engine.zero_offload_optimizer()
         if offload is not None and str(offload.device) != "none":
             return "the optimizer is on the host or on NVMe already"

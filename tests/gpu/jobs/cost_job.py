@@ -1,7 +1,7 @@
 """Step time, peak reserved memory and retries with and without monitoring: `FOLDER SIZE STAGE`.
 
 SIZE is "large", 1.2 billion parameters, or "tiny". Blocks of steps with and without monitoring
-alternate in one process.
+alternate in one process. Two more blocks have exact ends of collectives in all steps and in none.
 """
 
 from __future__ import annotations
@@ -67,7 +67,14 @@ def main(size: str, stage: int) -> None:
         found["monitored"].append(block(steps, count))
         failures = engines.hook_failures(watch)
         watch.close()
-    engines.report({**found, "parameters": num_parameters, "failures": failures})
+    exact = {}
+    for interval in (0, 1):
+        sampling = {"sampling": {"exact_collectives_steps": interval}}
+        watch = zerowatch.watch(engine, SETTINGS | sampling)
+        exact[str(interval)] = block(steps, count)
+        failures |= engines.hook_failures(watch)
+        watch.close()
+    engines.report({**found, "exact": exact, "parameters": num_parameters, "failures": failures})
 
 
 if __name__ == "__main__":

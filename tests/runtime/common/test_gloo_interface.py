@@ -69,6 +69,25 @@ def test_without_the_number_of_local_ranks_a_local_master_means_a_single_node() 
     assert gloo_interface({}, 16, INTERFACES, routes.get) is None
 
 
+@pytest.mark.parametrize(
+    ("variables", "interface"),
+    [
+        ({"SLURM_NNODES": "2"}, "eno1"),
+        ({"SLURM_JOB_NUM_NODES": "2"}, "eno1"),
+        ({"SLURM_NNODES": "2", "SLURM_STEP_NUM_NODES": "1"}, None),
+        ({"SLURM_NNODES": "1"}, None),
+    ],
+)
+def test_under_srun_the_number_of_nodes_shows_whether_a_local_master_is_reached_by_others(
+    variables: dict[str, str], interface: str | None
+) -> None:
+    routes = ROUTES | {"node-0": "127.0.1.1"}
+
+    chosen = gloo_interface({"MASTER_ADDR": "node-0", **variables}, 16, INTERFACES, routes.get)
+
+    assert chosen == interface
+
+
 def test_without_a_route_gloo_chooses_itself() -> None:
     assert chosen(MASTER_ADDR="unknown") is None
 

@@ -13,6 +13,7 @@ from fakes.sleeping_collectives import ManualClock
 from zerowatch.metrics.catalog.labels import PHASES
 from zerowatch.runtime.collectives.call_batch import CallBatch
 from zerowatch.runtime.collectives.event_pool import EventPool
+from zerowatch.runtime.collectives.totals import StepCommTotals
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import (
     BACKWARD,
@@ -30,7 +31,7 @@ from zerowatch.runtime.cross_rank.stragglers import (
     step_time_reference,
 )
 from zerowatch.runtime.instrumentation import device_phases
-from zerowatch.runtime.instrumentation.device_phases import DevicePhases
+from zerowatch.runtime.instrumentation.device_phases import MAX_LOST, DevicePhases
 from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
 
 LAUNCH_MS = 1.0  # what the host needs to queue a pass
@@ -228,21 +229,41 @@ def test_a_long_evaluation_between_steps_keeps_no_marks_that_the_device_has_pass
     assert rank.read(rank.train())["data"] == pytest.approx(1000, rel=0.1)
 
 
-def test_an_event_that_cannot_be_read_ends_the_times_of_the_device_but_no_step(rank, monkeypatch):
-    step = rank.train()
+def fail_to_read(*_: object) -> None:
+    raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+def test_an_event_that_cannot_be_read_loses_its_step_only(rank, monkeypatch):
+    rank.read(rank.train())
+    lost = rank.train()
     rank.cuda.synchronize()
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    monkeypatch.setattr(rank.cuda.Event, "elapsed_time", fail)
-    with pytest.raises(RuntimeError, match="assert"):
-        rank.device.read()
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.cuda.Event, "elapsed_time", fail_to_read)
+        with pytest.raises(RuntimeError, match="assert"):
+            rank.device.read()
     later = rank.train()
 
+    assert rank.read(lost)["forward"] == pytest.approx(LAUNCH_MS)
+    assert not lost.phases_show_work
+    assert rank.read(later) == pytest.approx({"forward": 20, "backward": 40, "optimizer": 10})
+
+
+def test_events_that_cannot_be_read_end_the_times_of_the_device_but_no_step(
+    rank, monkeypatch, caplog
+):
+    step = rank.train()
+    rank.cuda.synchronize()
+    monkeypatch.setattr(rank.cuda.Event, "query", fail_to_read)
+    for _ in range(MAX_LOST):
+        with pytest.raises(RuntimeError, match="assert"):
+            rank.device.read()
+    later = rank.train()
+    records = [each.record(StepCommTotals(), {}, {}) for each in (step, later)]
+
     assert [each.settled() for each in (step, later)] == [True, True]
-    assert not later.phases_show_work
     assert rank.read(later)["forward"] == pytest.approx(LAUNCH_MS)
+    assert [record.phases_are_host_times for record in records] == [True, True]
+    assert "times of the host" in caplog.text
 
 
 def test_a_step_in_which_an_event_could_not_be_recorded_is_lost(rank, monkeypatch):

@@ -10,6 +10,7 @@ from zerowatch.metrics.settings import SamplingSettings
 from zerowatch.runtime.collectives.call_recorder import CallRecorder
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import PhaseTimer
+from zerowatch.runtime.instrumentation import step_collector
 from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
 from zerowatch.runtime.instrumentation.step_collector import StepCollector
 
@@ -79,6 +80,29 @@ def test_no_step_is_sampled_if_the_setting_is_0(monkeypatch: pytest.MonkeyPatch)
         rank.end_step()
 
     assert not any(sampled)
+
+
+@pytest.mark.parametrize(("connections", "expected"), [("1", [False]), ("8", [True, False])])
+def test_no_step_is_sampled_if_all_streams_share_one_queue_which_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    connections: str,
+    expected: list[bool],
+) -> None:
+    step_collector._waits_would_block_compute.cache_clear()
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    caplog.set_level("INFO")
+
+    sampled = []
+    for rank in (Rank(monkeypatch), Rank(monkeypatch)):
+        for _ in range(20):
+            sampled.append(rank.recorder.is_sampled)
+            rank.end_step()
+    step_collector._waits_would_block_compute.cache_clear()
+
+    messages = [entry.message for entry in caplog.records if "MAX_CONNECTIONS" in entry.message]
+    assert sorted(set(sampled), reverse=True) == expected
+    assert len(messages) == (connections == "1")
 
 
 def test_collectives_of_deepcompile_make_the_coverage_0_and_are_logged_once(

@@ -102,11 +102,13 @@ class FakeFuture:
     A callback therefore runs at once, in the thread that adds it. torch calls it on the next stream
     of the pool, after that stream was made to wait for the end of the call. Both this and `wait`
     record the outputs on the waiting stream, so the allocator keeps their memory until that stream
-    has passed the end.
+    has passed the end. `wait` makes the current stream of the outputs' device wait, whichever
+    device is the current one.
     """
 
-    def __init__(self, device: FakeCuda, end: int, outputs: object) -> None:
+    def __init__(self, device: FakeCuda, device_index: int, end: int, outputs: object) -> None:
         self.device, self.end, self.outputs = device, end, outputs
+        self.device_index = device_index
 
     def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
         with self.device.stream(self.device.next_of_pool()):
@@ -114,7 +116,7 @@ class FakeFuture:
             callback(self)
 
     def wait(self) -> object:
-        stream = self.device.current
+        stream = self.device.stream_of(self.device_index)
         stream.busy_until = max(stream.busy_until, self.end)
         self.device.recorded_on.append(stream)
         return self.outputs
@@ -160,8 +162,8 @@ class FakeCuda:
         self.Stream = type("Stream", (FakeStream,), {"device": self})
         self.Event = type("Event", (FakeEvent,), {"device": self})
         self.Graph = type("Graph", (FakeGraph,), {"device": self})
-        self.current: FakeStream = self.Stream()
         self.current_index = 0
+        self._current: dict[int, FakeStream] = {}  # by device
         self.used_devices: set[int] = set()
         self.recorded_on: list[FakeStream] = []
         self.pool = [self.Stream() for _ in range(POOL_SIZE)]
@@ -203,19 +205,34 @@ class FakeCuda:
     def current_device(self) -> int:
         return self.current_index
 
+    @property
+    def current(self) -> FakeStream:
+        return self.stream_of(self.current_index)
+
+    @current.setter
+    def current(self, stream: FakeStream) -> None:
+        self._current[stream.device_index] = stream
+
+    def stream_of(self, device_index: int) -> FakeStream:
+        """Return the current stream of a device."""
+        if device_index not in self._current:
+            self._current[device_index] = self.Stream(device_index)
+        return self._current[device_index]
+
     def current_stream(self) -> FakeStream:
         self.used_devices.add(self.current_index)
-        if self.current_index != self.current.device_index:
-            return self.Stream(self.current_index)
         return self.current
 
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
+        """Make a stream and its device current, as in torch."""
+        device_before, self.current_index = self.current_index, stream.device_index
         before, self.current = self.current, stream
         try:
             yield
         finally:
             self.current = before
+            self.current_index = device_before
 
     on_stream = stream
 
@@ -226,8 +243,11 @@ class FakeCuda:
 
     new_stream = next_of_pool
 
+    def has_one_queue(self) -> bool:
+        return accelerator.CudaAccelerator().has_one_queue()
+
     def private_stream(self) -> FakeStream:
-        self.private.append(self.Stream())
+        self.private.append(self.Stream(self.current_index))
         return self.private[-1]
 
     def synchronize(self) -> None:
@@ -237,17 +257,20 @@ class FakeCuda:
     def all_reduce(
         self, tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False
     ) -> FakeWork | None:
-        if group not in self._of_group:
-            self._of_group[group] = self.new_stream()
-        nccl, issuing = self._of_group[group], self.current
-        nccl.busy_until = max(nccl.busy_until, issuing.reached())
+        index = max(0, tensor.get_device())  # NCCL uses the device of the payload
+        if (group, index) not in self._of_group:
+            new = self.Stream(index) if index else self.new_stream()
+            self._of_group[group, index] = new
+        nccl = self._of_group[group, index]
+        nccl.busy_until = max(nccl.busy_until, self.stream_of(index).reached())
         nccl.run(float(tensor[0]))
         end = nccl.busy_until
         self.host.reach(self.host.now_ns + 1)  # to issue it takes the host some time
 
         def wait() -> None:
-            self.current.busy_until = max(self.current.busy_until, end)
+            waiting = self.stream_of(index)
+            waiting.busy_until = max(waiting.busy_until, end)
 
         if not async_op:
             return wait()
-        return FakeWork(FakeFuture(self, end, tensor), wait)
+        return FakeWork(FakeFuture(self, index, end, tensor), wait)

@@ -107,6 +107,9 @@ class HostAccelerator:
     def on_stream(self, stream: Any) -> Iterator[None]:
         yield
 
+    def has_one_queue(self) -> bool:
+        return False
+
     def private_stream(self) -> Any:
         return None
 

@@ -43,13 +43,13 @@ class FakeGroup:
         return call
 
     def settle(
-        self, call: CollectiveCall, ms: float, exposed_ms: float | None = None
+        self, call: CollectiveCall, ms: float, exposed_ms: float | None = None, batch: int = 0
     ) -> CollectiveCall:
         """End a call `ms` after it began, having blocked training for all of that or less."""
         call.start_ns = self._now_ns
         call.end_ns = self._now_ns = self._now_ns + round(ms * MS)
         call.issued_ns = call.start_ns + round((ms if exposed_ms is None else exposed_ms) * MS)
-        call.settle()
+        call.settle(batch)
         return call
 
     def run(

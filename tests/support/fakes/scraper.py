@@ -38,6 +38,8 @@ def eventually(
 ) -> bool:
     """Wait until the condition is true; return False after the timeout."""
     deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
         time.sleep(pause)
-    return condition()
+    return True  # it may be false again by now, such as `up` after a scrape that took too long

@@ -391,37 +391,87 @@ def test_own_collectives_have_causes_and_say_nothing_of_the_link(rank: Accounted
     assert communication.COMM_LINK_LATENCY not in rank.recorder.snapshot().values
 
 
-def run_on_device(rank: AccountedRank, ms: float, exposed_ms: float, *, is_bound: bool) -> None:
+def run_on_device(
+    rank: AccountedRank, ms: float, exposed_ms: float, *, step: int = 0, is_bound: bool = False
+) -> None:
     call = rank.group.issue()
     call.start_event, call.is_bound = object(), is_bound
-    rank.group.settle(call, ms, exposed_ms)
+    rank.group.settle(call, ms, exposed_ms, batch=step)
+
+
+def wait_of_bound_call(rank: AccountedRank) -> float:
+    """Return the milliseconds of wait that a call with only an upper bound adds."""
+    before = rank.value(communication.COMM_WAIT_SECONDS, "dp")
+    run_on_device(rank, 90, 5, is_bound=True)
+    rank.match(rank.report().first_timed, 1000 * INEXACT)
+    return rank.value(communication.COMM_WAIT_SECONDS, "dp") - before
+
+
+def sample(rank: AccountedRank, step: int, *waits_ms: float) -> None:
+    """Run a sampled step with calls of 1 ms, besides these waits."""
+    for wait_ms in waits_ms:
+        run_on_device(rank, wait_ms + 1, 1, step=step)
+    rank.match(rank.report().first_timed, *(1.0 for _ in waits_ms))
 
 
 def test_a_call_with_a_bound_counts_like_the_mean_of_exact_calls(rank: AccountedRank) -> None:
-    run_on_device(rank, 10, 8, is_bound=False)
-    run_on_device(rank, 6, 6, is_bound=False)
-    run_on_device(rank, 90, 5, is_bound=True)  # compute reached its wait late
+    run_on_device(rank, 50, 8, step=1)
+    run_on_device(rank, 10, 8, step=2)
+    run_on_device(rank, 6, 6, step=2)
+    run_on_device(rank, 90, 5, step=3, is_bound=True)  # compute reached its wait late
     report = rank.report()
 
-    rank.match(1, 4, 4, report.durations[2])
+    rank.match(1, 4, 4, 4, report.durations[3])
 
-    assert report.durations[2] == INEXACT
-    assert rank.value(communication.COMM_EXPOSED_SECONDS, "dp") == pytest.approx(8 + 6 + 5)
-    assert rank.value(communication.COMM_WAIT_SECONDS, "dp") == pytest.approx(6 + 2 + 4, abs=1e-5)
-    assert rank.value(communication.COMM_TRANSFER_SECONDS, "dp") == pytest.approx(12, abs=1e-5)
-    assert sum(rank.causes().values()) == pytest.approx(8 + 6 + 5)
+    assert report.durations[3] == INEXACT
+    assert rank.value(communication.COMM_EXPOSED_SECONDS, "dp") == pytest.approx(8 + 8 + 6 + 5)
+    wait = rank.value(communication.COMM_WAIT_SECONDS, "dp")
+    assert wait == pytest.approx(46 + 6 + 2 + 4, abs=1e-4)
+    assert rank.value(communication.COMM_TRANSFER_SECONDS, "dp") == pytest.approx(16, abs=1e-4)
+    assert sum(rank.causes().values()) == pytest.approx(8 + 8 + 6 + 5)
     assert rank.accounting.unmatched == 0
 
 
 def test_a_call_with_a_bound_on_another_rank_is_not_an_exact_one(rank: AccountedRank) -> None:
-    run_on_device(rank, 10, 8, is_bound=False)
-    run_on_device(rank, 30, 8, is_bound=False)
+    run_on_device(rank, 10, 8, step=1)
+    run_on_device(rank, 10, 8, step=2)
+    run_on_device(rank, 30, 8, step=3)
     rank.report()
 
-    rank.match(1, 4, 1000 * INEXACT)
+    rank.match(1, 4, 4, 1000 * INEXACT)
 
-    assert rank.value(communication.COMM_WAIT_SECONDS, "dp") == pytest.approx(6 + 6, abs=1e-5)
+    assert rank.value(communication.COMM_WAIT_SECONDS, "dp") == pytest.approx(6 + 6 + 6, abs=1e-4)
     assert rank.accounting.unmatched == 0
+
+
+def test_the_wait_of_the_first_step_counts_once_and_in_no_other_step(rank: AccountedRank) -> None:
+    sample(rank, 1, 20_000)
+
+    before_the_second_sample = wait_of_bound_call(rank)
+    sample(rank, 8, 3)
+
+    assert before_the_second_sample == 0
+    assert wait_of_bound_call(rank) == pytest.approx(3, abs=0.01)
+
+
+def test_a_new_wait_counts_fully_after_four_sampled_steps(rank: AccountedRank) -> None:
+    for step in range(1, 300):
+        sample(rank, step, 1)
+    sample(rank, 300, 41)
+    after_one = wait_of_bound_call(rank)
+    for step in range(301, 304):
+        sample(rank, step, 41)
+
+    assert after_one == pytest.approx(11, abs=0.01)
+    assert wait_of_bound_call(rank) == pytest.approx(41, abs=0.01)
+
+
+def test_each_sampled_step_counts_alike_whatever_its_number_of_calls(rank: AccountedRank) -> None:
+    sample(rank, 1, 0)
+    sample(rank, 2, *[2] * 30)
+    sample(rank, 3, 6)
+
+    assert wait_of_bound_call(rank) == pytest.approx(4, abs=0.01)
 
 
 def test_calls_with_bounds_alone_have_no_wait_and_no_link(rank: AccountedRank) -> None:

@@ -14,18 +14,24 @@ from typing import Any
 import pytest
 import torch
 from chosen_cases import chosen, tiers
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from scripts.engine.live_settings_cases import CASES, ON_FOUR_RANKS, Case
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
 
 from zerowatch.errors import ZerowatchError
 from zerowatch.runtime.common.undo import set_attributes
-from zerowatch.runtime.engine.live_settings import all_settings, bucket_settings
+from zerowatch.runtime.engine.live_settings import (
+    all_settings,
+    bucket_settings,
+    optimizer_state_offload,
+)
 from zerowatch.runtime.engine.live_settings.all_settings import (
     TIMER_SYNCHRONIZED_SETTING,
     MinimalBuckets,
 )
 from zerowatch.runtime.engine.live_settings.bucket_settings import REDUCE_BUCKET_SIZE_SETTING
+from zerowatch.runtime.engine.live_settings.optimizer_state_offload import OptimizerStateOffload
 
 # Over more than two ranks these change the order of sums; the others are bitwise neutral.
 REORDER_SUMS = {
@@ -207,6 +213,22 @@ def test_an_optimizer_that_overrides_zero_s_own_has_none_of_its_settings(place: 
 
     assert reasons.pop(TIMER_SYNCHRONIZED_SETTING.name) is None
     assert set(reasons.values()) == {f"{name} overrides methods of ZeRO's own optimizer"}
+
+
+def test_states_of_an_optimizer_that_overrides_zero_s_own_are_not_offloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = SimpleNamespace(device_name=lambda: "cuda")
+    monkeypatch.setattr(optimizer_state_offload, "get_accelerator", lambda: gpu)
+    engine = an_engine()
+    kind = type("Custom", (DeepSpeedZeroOptimizer_Stage3,), {})
+    engine.optimizer = kind.__new__(kind)
+    engine.basic_optimizer = SimpleNamespace(state={})
+    engine.zero_offload_optimizer = lambda: None
+
+    reason = OptimizerStateOffload().unsupported_reason(engine)
+
+    assert reason == "Custom overrides methods of ZeRO's own optimizer"
 
 
 def an_engine() -> SimpleNamespace:
