@@ -76,7 +76,7 @@ def test_the_page_of_a_job_agrees_with_its_metrics_and_its_run_log(job, tmp_path
         visit = Visit(browser)
         visit.page.goto(f"http://{address}/")
         visit.page.wait_for_function(
-            "Number(document.querySelector('[data-key=\"training.steps\"]')?.dataset.value) >= 12"
+            "() => Number(document.querySelector('[data-key=\"training.steps\"]')?.dataset.value) >= 12"
         )
         before = sums_of(address)
         steps = before["zerowatch_steps_total"]
