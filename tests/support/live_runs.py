@@ -64,7 +64,8 @@ class LiveRun:
         for number in range(1, count + 1):
             self.steps += 1
             at = last - 0.5 * (count - number)
-            record = step_record(self.steps, ended_at_unix_seconds=at, **changes)
+            fields = {"ended_at_unix_seconds": at, "comm_exposed_seconds": 0.1, **changes}
+            record = step_record(self.steps, **fields)
             self.page.on_step(record)
             with self.recorder.commit():
                 self.recorder.add(training.STEPS, 1)

@@ -76,7 +76,8 @@ def test_the_page_of_a_job_agrees_with_its_metrics_and_its_run_log(job, tmp_path
         visit = Visit(browser)
         visit.page.goto(f"http://{address}/")
         visit.page.wait_for_function(
-            "Number(document.querySelector('[data-key=\"training.steps\"]')?.dataset.value) >= 12"
+            "() => Number(document.querySelector('[data-key=\"training.steps\"]')"
+            "?.dataset.value) >= 12"
         )
         before = sums_of(address)
         steps = before["zerowatch_steps_total"]
@@ -100,9 +101,9 @@ def test_the_page_of_a_job_agrees_with_its_metrics_and_its_run_log(job, tmp_path
             backward = record["phase_seconds"]["backward"]
             assert points["phases"]["backward"][index] == pytest.approx(backward, rel=1e-5)
 
+        assert visit.problems == []
         visit.page.wait_for_selector("#status:text('completed')", timeout=1000 * TIMEOUT_SECONDS)
         last = visit.figures()
 
-    assert visit.problems == []
     assert last["training.steps"] == STEPS == len(records(folder))
     assert last["training.loss"] == pytest.approx(records(folder)[-1]["loss"])

@@ -30,7 +30,7 @@ def state_of(recorder, *, ranks=NO_RANKS, recent=None, now=NOW):
 def last_minute(steps=100):
     history = StepHistory(lambda: [0.1] * len(CAUSES))
     for step in range(1, steps + 1):
-        history.add(step_record(step))
+        history.add(step_record(step, comm_exposed_seconds=0.1))
     return history.last_seconds(60.0, min_steps=1)
 
 

@@ -22,7 +22,7 @@ def history(causes):
 
 def add_steps(history, first, last, **changes):
     for step in range(first, last + 1):
-        history.add(step_record(step, **changes))
+        history.add(step_record(step, **{"comm_exposed_seconds": 0.1, **changes}))
 
 
 def test_steps_of_a_second_are_one_point(history):
@@ -55,7 +55,7 @@ def test_causes_are_the_increase_since_the_point_before(history, causes):
 
 
 def test_steps_whose_exposed_time_or_loss_is_unknown_are_left_out_of_their_ratios(history):
-    history.add(step_record(1))
+    history.add(step_record(1, comm_exposed_seconds=0.1))
     history.add(step_record(2, comm_exposed_seconds=None, loss=None))
 
     shown = columns(history.points())
