@@ -23,7 +23,7 @@ test: $(INSTALLED) servers
 	$(VENV_PYTHON) -m pytest -n 2 -m "not slow" $(REPORTS) $(ARGS)
 
 # The slow tests too: before an issue is closed, and before a release.
-test-all: $(INSTALLED) servers
+test-all: .venv/.integrations servers
 	$(VENV_PYTHON) -m pytest -n 2 $(REPORTS) $(ARGS)
 
 check: $(INSTALLED) .build/zerowatch
@@ -79,6 +79,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo 'Installing into .venv: one to three minutes, once.'
 	@$(PIP_INSTALL) pip setuptools
 	@DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+# The libraries of the integrations, which only slow tests use.
+.venv/.integrations: $(INSTALLED)
+	@echo 'Installing the libraries of the integrations into .venv.'
+	@DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation -e '.[dev,integrations]'
 	@touch $@
 
 # A test whose server is missing skips itself and says so. While packages are installed,

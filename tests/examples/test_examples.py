@@ -14,13 +14,18 @@ import pytest
 from package_tree import ROOT
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb_files import rows
 
 from zerowatch.metrics.catalog.communication import COMM_EXPOSED_SECONDS
 from zerowatch.metrics.catalog.training import STEPS
 from zerowatch.metrics.catalog.training import TOKENS as TOKENS_TOTAL
 from zerowatch.runtime.reports.metrics_reader import read_metrics
+
+for library in ("lightning", "mlflow", "tensorboard", "wandb"):
+    pytest.importorskip(library, reason="needs the extra integrations")
+from tensorboard.backend.event_processing.event_accumulator import (  # noqa: E402
+    EventAccumulator,
+)
+from wandb_files import rows  # noqa: E402
 
 pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 

@@ -10,12 +10,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.tensorboard import SummaryWriter
+import pytest
 
 from zerowatch.runtime.sinks.deepspeed_monitor import deepspeed_sinks
 from zerowatch.runtime.sinks.sink import Sink, SinkRun
 from zerowatch.runtime.sinks.wandb_sink import WandbSink
+
+pytest.importorskip("tensorboard", reason="needs the extra tensorboard")
+from tensorboard.backend.event_processing.event_accumulator import (
+    EventAccumulator,
+)
+from torch.utils.tensorboard import SummaryWriter
 
 BATCH_SIZE = 8
 

@@ -6,11 +6,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import mlflow
 import pytest
 
 from zerowatch.runtime.sinks.mlflow_sink import MAX_PER_REQUEST, MlflowSink
 from zerowatch.runtime.sinks.sink import SinkRun
+
+mlflow = pytest.importorskip("mlflow", reason="needs the extra mlflow")
 
 RUN = SinkRun(run_id="r", folder=None)
 

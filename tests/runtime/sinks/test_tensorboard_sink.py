@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from zerowatch.errors import SettingsError
 from zerowatch.runtime.sinks.sink import SinkRun
 from zerowatch.runtime.sinks.tensorboard_sink import TensorboardSink
+
+pytest.importorskip("tensorboard", reason="needs the extra tensorboard")
+from tensorboard.backend.event_processing.event_accumulator import (
+    EventAccumulator,
+)
 
 
 def test_the_run_folder_gets_the_event_file_with_steps_and_times(tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import wandb
 from wandb_files import rows as rows_in
 
 from zerowatch.runtime.sinks.sink import SinkRun
 from zerowatch.runtime.sinks.wandb_sink import WandbSink
+
+wandb = pytest.importorskip("wandb", reason="needs the extra wandb")
 
 RUN = SinkRun(run_id="r", folder=None)
 

@@ -22,11 +22,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import deepspeed
-import torch._dynamo  # noqa: F401 - likewise: the first optimizer would
-from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 - and the first engine this
+# DeepSpeed's autotuner imports mlflow where it is installed, and with it OpenTelemetry's SDK.
+sys.modules["mlflow"] = None  # type: ignore[assignment]
+import deepspeed  # noqa: E402
+import torch._dynamo  # noqa: E402, F401 - likewise: the first optimizer would
+from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: E402, F401 - and the first engine this
 
-import zerowatch  # noqa: F401
+import zerowatch  # noqa: E402, F401
+
+del sys.modules["mlflow"]  # examples use it
 
 # What an engine, a watch and a TrainingRun import when they start.
 IMPORTS = (
