@@ -234,9 +234,7 @@ def build_watch(
     return watch
 
 
-def _print_progress(
-    subscriptions: Subscriptions, recorder: Recorder, settings: Settings
-) -> None:
+def _print_progress(subscriptions: Subscriptions, recorder: Recorder, settings: Settings) -> None:
     from .progress import Progress  # it imports rich
 
     progress = Progress(

@@ -83,9 +83,7 @@ def _time_table(summary: RunSummary) -> Table:
     table.add_section()
     if (comm := figures["comm_ratio"]) is not None:
         limit = " (at most)" if summary.is_upper_bound else ""
-        table.add_row(
-            f"of which communication{limit}", _part_of(step_seconds, comm), percent(comm)
-        )
+        table.add_row(f"of which communication{limit}", _part_of(step_seconds, comm), percent(comm))
     table.add_row(
         "of which training waited for it", _part_of(step_seconds, exposed), percent(exposed)
     )

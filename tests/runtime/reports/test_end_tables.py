@@ -21,9 +21,7 @@ from zerowatch.runtime.reports.run_summary import summary_of
 
 def waiting(rank: int, step: int) -> StepRecord:
     """A step of 0.5 s that waits 0.2 s for communication."""
-    return step_record(
-        step, comm_exposed_seconds=0.2, comm_exposed_phase_seconds={"backward": 0.2}
-    )
+    return step_record(step, comm_exposed_seconds=0.2, comm_exposed_phase_seconds={"backward": 0.2})
 
 
 def printed_tables(folder: Path) -> str:
