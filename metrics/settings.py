@@ -55,6 +55,7 @@ MAX_BYTES = 2**63
 Seconds = Annotated[float, Field(le=MAX_SECONDS)]
 Bytes = Annotated[ByteSize, Field(le=MAX_BYTES)]
 Detail = Literal["full", "lean"]
+ConsoleMode = Literal["summary", "bar", "lines", "off"]
 # Not "." or "..", and not hidden, as `.tuner` is.
 MAX_RUN_ID_LENGTH = 80
 RUN_ID_PATTERN = rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_RUN_ID_LENGTH - 1}}}"
@@ -360,6 +361,11 @@ class Settings(BaseSettings):
     run_id: Annotated[str, AfterValidator(_run_id)] | None = None
     """Name of the run and of its folder; by default made on rank 0 and shared with the others. If
     another live run has it, a number is appended."""
+    console: ConsoleMode = "summary"
+    """What is printed on stderr besides at most three lines and warnings. `summary`: at the end of
+    `zerowatch run` and of a TrainingRun, where the time went and what to try next. `lines`: also a
+    line of figures every 10 seconds. `bar`: also a line of figures that is redrawn, on a terminal;
+    elsewhere as `lines`. `off`: neither figures nor the summary."""
     serve: ServeSettings = ServeSettings()
     run_log: RunLogSettings = RunLogSettings()
     flops: FlopsSettings = FlopsSettings()

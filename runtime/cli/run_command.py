@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
-from typing import NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from ...errors import CommandLineError
 from ...metrics.settings import ENVIRONMENT_PREFIX, load_settings
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -30,26 +35,46 @@ def launch(arguments: Sequence[str]) -> int:
         CommandLineError: The script does not exist, or an option prevents monitoring.
         SettingsError: A setting is invalid.
     """
+    from ..common.launcher_link import receive_run_folder
+    from .run_end import print_run_end
+
+    options = _parse(arguments)
+    _check(options)
+    _set_run_id(options)
+    _prepare_restarts(options)
+    settings = load_settings()
+    with receive_run_folder() as receiver:
+        code, error = _run_ranks(_monitored_command(arguments, options), settings.run_log.folder)
+        if (folder := receiver.folder()) is not None:
+            is_in_order = code in (0, 128 + signal.SIGINT)
+            print_run_end(folder, is_in_order=is_in_order, console=settings.console)
+    if error is not None:
+        error.name = options.training_script  # otherwise torchrun's summary names zerowatch
+        sys.stderr.write(f"{error.format_msg()}\n")
+    return code
+
+
+def _run_ranks(command: list[str], runs: Path) -> tuple[int, ChildFailedError | None]:
+    """Run torchrun with a command line; return the exit code, and the error of a rank that failed.
+
+    Args:
+        command: The command line.
+        runs: The folder of run folders.
+    """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from .launcher_notes import record_worker_exits
 
-    options = _parse(arguments)
-    _check(options)
-    _set_run_id(options)
-    _prepare_restarts(options)
     try:
-        with record_worker_exits(load_settings().run_log.folder):
-            torchrun.main(_monitored_command(arguments, options))
+        with record_worker_exits(runs):
+            torchrun.main(command)
     except ChildFailedError as error:
-        error.name = options.training_script  # otherwise torchrun's summary names zerowatch
-        sys.stderr.write(f"{error.format_msg()}\n")
-        return _exit_code(error.get_first_failure()[1].exitcode)
+        return _exit_code(error.get_first_failure()[1].exitcode), error
     except SignalException as error:
-        return 128 + error.sigval
-    return 0
+        return 128 + error.sigval, None
+    return 0, None
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:

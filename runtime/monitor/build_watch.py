@@ -129,6 +129,8 @@ def build_watch(
         advisor = Advisor(context, otel.send)
         subscriptions = Subscriptions(fail_open)
         undo.callback(subscriptions.close)
+        if process.rank == 0 and settings.console in ("bar", "lines"):
+            _print_progress(subscriptions, recorder, settings)
         sinks = WatchSinks(context, on_sink_open)
         undo.callback(sinks.close)
         if process.rank == 0:
@@ -230,6 +232,18 @@ def build_watch(
         comparison.start()
         undo.pop_all()
     return watch
+
+
+def _print_progress(subscriptions: Subscriptions, recorder: Recorder, settings: Settings) -> None:
+    from .progress import Progress  # it imports rich
+
+    progress = Progress(
+        sys.stderr,
+        is_bar=settings.console == "bar",
+        total_steps=settings.tuner.total_steps,
+        recorder=recorder,
+    )
+    subscriptions.add_kept("progress", progress.on_step, progress.on_end)
 
 
 def _live_page(

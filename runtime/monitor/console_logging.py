@@ -22,9 +22,10 @@ def show_own_lines() -> None:
     handler = ConsoleHandler()
     handler.setFormatter(logging.Formatter("zerowatch: %(message)s"))
     ours.addHandler(handler)
-    # These modules log once per run: the location of metrics and logs, killed ranks, a loaded
-    # checkpoint, decisions of the tuner, and a slow start.
+    # These modules log once per run: the location of metrics and logs, the report, killed ranks, a
+    # loaded checkpoint, decisions of the tuner, and a slow start.
     for name in (
+        "zerowatch.runtime.monitor.final_report",
         "zerowatch.runtime.monitor.run_info",
         "zerowatch.runtime.monitor.startup_monitor",
         "zerowatch.runtime.memory.oom.killed_ranks",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ...metrics.backoff import Backoff
 from ...metrics.catalog import training
 from ..common import accelerator
+from ..common.launcher_link import send_run_folder
 from ..common.rank_store import FIRST_POLL_SECONDS, MAX_POLL_SECONDS, RankStore
 from ..instrumentation.watch_context import WatchContext
 from ..live_page.live_page import page_url
@@ -82,6 +83,8 @@ class RunInfoPublisher:
         if self._context.identity.rank != 0 or self._logged:
             return
         self._logged = True
+        if self._folder.path is not None:
+            send_run_folder(self._folder.path)
         logger.info(
             "watching %d rank(s); %s; run log %s",
             self._context.identity.world_size,

@@ -57,8 +57,8 @@ class Watch:
         settings: The settings of this run.
         fail_open: Wraps the functions that run inside training.
         advisor: Logs changes that would make the run faster, until a tuner replaces the advisor.
-        writes_report: Whether `close` writes `report.html` on rank 0 after an end in good order,
-            which takes a few seconds at most.
+        writes_report: Whether `close` writes `report.html` and prints the tables of the run on rank
+            0 after an end in good order, which takes a few seconds at most.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class Watch:
                 self._close_parts(self._metrics_log.close)
             self._close_parts(self._folder.close, self._otel.close)
             self._publish_overhead()
-            self._close_parts(lambda: self._announce_report(writes=not failed and not interrupted))
+            self._close_parts(lambda: self._announce_report(ok=not failed and not interrupted))
         if self._failed:
             self._close_parts(self._server.close)
         elif at_exit:
@@ -316,10 +316,12 @@ class Watch:
             reason = end_reason(error, failed=failed, interrupted=interrupted)
             self.recorder.set_info(training.RUN_END_INFO, reason)
 
-    def _announce_report(self, *, writes: bool) -> None:
+    def _announce_report(self, *, ok: bool) -> None:
         folder = self.run_folder
         if folder is not None and self._folder.rank == 0:
-            announce_report(folder, writes=writes and self.writes_report)
+            announce_report(
+                folder, is_ours=ok and self.writes_report, console=self.settings.console
+            )
 
     def _close_hooks(self) -> None:
         self._close_parts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +19,7 @@ from .report_markdown import report_markdown
 from .report_page import page_html
 from .run_charts import CHART_SERIES, charts_of
 from .run_reader import RunFolderError, read_run
-from .run_summary import RunSummary, summarize
+from .run_summary import RunSummary, summarize, summary_of
 
 Form = Literal["html", "markdown", "json"]
 REPORT_FILE = "report.html"
@@ -56,29 +57,57 @@ def report_command(folder: Path) -> str:
     return f"zerowatch report {shlex.quote(display_path(folder))}"
 
 
-def write_final_report(folder: Path) -> Path | None:
-    """Write `report.html` into the folder of a run that ends, if that takes a few seconds only.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalReport:
+    """What is known of a run that has ended.
 
-    It never raises, and it returns after MAX_SECONDS even if the file system does not answer. Only
-    rank 0 calls this function.
-
-    Returns:
-        The file; None if it was not written.
+    Attributes:
+        summary: The figures; None if reading the logs would take long, or failed.
+        page: The report, if it was written.
     """
-    written: list[Path] = []
 
-    def write() -> None:
-        output = folder / REPORT_FILE
+    summary: RunSummary | None
+    page: Path | None
+
+
+def final_report(folder: Path, *, writes_page: bool) -> FinalReport:
+    """Summarize a run that has ended, if that takes a few seconds only.
+
+    It never raises, and it returns after MAX_SECONDS even if the file system does not answer.
+
+    Args:
+        folder: The run folder.
+        writes_page: Whether to write `report.html` into it.
+    """
+    summaries: list[RunSummary] = []
+    pages: list[Path] = []
+
+    def read() -> None:
         with contextlib.suppress(
             OSError, RunFolderError
         ):  # the disk is full, or a folder was moved
-            if sum(path.stat().st_size for path in folder.glob("*.jsonl")) <= MAX_LOG_BYTES:
-                atomic_write(output, make_report(folder)[1])
-                written.append(output)
+            if sum(path.stat().st_size for path in folder.glob("*.jsonl")) > MAX_LOG_BYTES:
+                return
+            if not writes_page:
+                summaries.append(summary_of(folder))
+                return
+            summary, page = make_report(folder)
+            summaries.append(summary)
+            atomic_write(folder / REPORT_FILE, page)
+            pages.append(folder / REPORT_FILE)
 
     # A daemon thread: the process may exit while the file system does not answer.
-    work = FailOpen().wrap("report", write, is_retried=False)
+    work = FailOpen().wrap("report", read, is_retried=False)
     thread = threading.Thread(target=work, name="zerowatch-report", daemon=True)
     thread.start()
     thread.join(MAX_SECONDS)
-    return written[0] if written else None
+    return FinalReport(
+        summary=summaries[0] if summaries else None, page=pages[0] if pages else None
+    )
+
+
+def report_line(folder: Path, page: Path | None) -> str:
+    """Return the line that names the report of a run, or only the command that makes it."""
+    if page is None:
+        return f"report of this run: {report_command(folder)}"
+    return f"report of this run: {display_path(page)}; to make it again: {report_command(folder)}"

@@ -34,8 +34,8 @@ def main() -> None:
     model = ByteGpt()
     sequences = NextByteSequences(text, model.config.max_position_embeddings)
     config = ds_config(steps=options.steps, stage=options.stage)
-    # The tuner does not try changes that cannot pay off by then.
-    settings = {"tuner": {"total_steps": options.steps}}
+    # The tuner does not try changes that cannot pay off by then. The demo has a console of its own.
+    settings = {"tuner": {"total_steps": options.steps}, "console": "off"}
     run = TrainingRun(model, config=config, loss=mean_loss, settings=settings, tuner="auto")
     batch_samples = config["train_micro_batch_size_per_gpu"] * dist.get_world_size()
     batches = run.loader(sequences, batch_samples=batch_samples, seed=SEED).forever()

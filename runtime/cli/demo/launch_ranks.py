@@ -89,7 +89,8 @@ def quiet_deepspeed() -> None:
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # The console prints the same information.
-    logging.getLogger("zerowatch.runtime.monitor.run_info").setLevel(logging.WARNING)
+    for name in ("run_info", "final_report"):
+        logging.getLogger(f"zerowatch.runtime.monitor.{name}").setLevel(logging.WARNING)
     # DeepSpeed calls all_gather_into_tensor, which torch 2.13 deprecates.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     # On CPU DeepSpeed compiles a shared-memory all-reduce that only inference uses: half a minute

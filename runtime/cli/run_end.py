@@ -1,0 +1,33 @@
+"""Prints the end of a run after all ranks of `zerowatch run` have ended."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ...metrics.settings import ConsoleMode
+from ..reports.end_tables import print_end_tables
+from ..reports.write_report import REPORT_FILE, final_report, report_line
+
+
+def print_run_end(folder: Path, *, is_in_order: bool, console: ConsoleMode) -> None:
+    """Print where the time of a run went, what to try next, and the line that makes its report.
+
+    Nothing is printed of a run without a step.
+
+    Args:
+        folder: The run folder.
+        is_in_order: Whether the run ended in good order or by Ctrl-C. After a failure no tables are
+            printed, because the error must stay in view.
+        console: What is printed; with "off" only the line of the report.
+    """
+    if not (folder / "rank-0.jsonl").is_file():
+        return
+    if is_in_order and console != "off":
+        summary = final_report(folder, writes_page=False).summary
+        if summary is not None:
+            print_end_tables(summary, sys.stderr)
+    page = folder / REPORT_FILE
+    line = report_line(folder, page if is_in_order and page.is_file() else None)
+    sys.stderr.write(f"zerowatch: {line}\n")
+    sys.stderr.flush()

@@ -1,0 +1,60 @@
+"""Connects `zerowatch run` with rank 0, which names its run folder to the launcher.
+
+The launcher cannot compute the folder: a number is appended to the id of a run if another live run
+has it, and on several nodes rank 0 makes the id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...metrics.atomic_file import atomic_write
+
+# Not ZEROWATCH_..., whose names are settings.
+_VARIABLE = "_ZEROWATCH_RUN_FOLDER_FILE"
+
+
+def has_launcher() -> bool:
+    """Whether `zerowatch run` started this process and prints the end of the run."""
+    return _VARIABLE in os.environ
+
+
+def send_run_folder(folder: Path) -> None:
+    """Name the run folder to the launcher, if there is one; only rank 0 calls this."""
+    if path := os.environ.get(_VARIABLE):
+        with contextlib.suppress(OSError):  # the launcher has ended, or the disk is full
+            atomic_write(Path(path), str(folder))
+
+
+class RunFolderReceiver:
+    """Receives the run folder from rank 0, if rank 0 is on this node."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def folder(self) -> Path | None:
+        """Return the folder of the last attempt; None if no rank 0 has named one."""
+        try:
+            return Path(self._path.read_text())
+        except OSError:
+            return None
+
+
+@contextlib.contextmanager
+def receive_run_folder() -> Iterator[RunFolderReceiver]:
+    """Let the ranks that this process starts name their run folder while the context is open."""
+    with tempfile.TemporaryDirectory(prefix="zerowatch-", ignore_cleanup_errors=True) as folder:
+        path = Path(folder) / "run_folder"
+        before = os.environ.get(_VARIABLE)
+        os.environ[_VARIABLE] = str(path)
+        try:
+            yield RunFolderReceiver(path)
+        finally:
+            if before is None:
+                del os.environ[_VARIABLE]
+            else:
+                os.environ[_VARIABLE] = before

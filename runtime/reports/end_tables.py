@@ -1,0 +1,124 @@
+"""Shows on a terminal where the time of a run went, and what to try next."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Iterator
+from typing import TextIO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from .report_page import CAUSE_TEXTS, facts_of, format_seconds, headline_figures
+from .run_summary import RunSummary, percent
+
+# Width in a log file, and the largest on a terminal.
+PLAIN_WIDTH = 100
+MAX_FINDINGS = 3
+# Phases and causes below this share of training time are left out.
+MIN_RATIO = 0.0005
+
+
+def print_end_tables(summary: RunSummary, stream: TextIO) -> None:
+    """Print the tables at the end of a run; in color only on a terminal. It never raises OSError.
+
+    Args:
+        summary: The figures of the run.
+        stream: Such as `sys.stderr`, which may be closed.
+
+    Examples:
+        >>> print_end_tables(summary_of(Path("runs/20261123T005552-c44904")), sys.stderr)
+    """
+    is_terminal = stream.isatty()
+    width = min(PLAIN_WIDTH, shutil.get_terminal_size().columns) if is_terminal else PLAIN_WIDTH
+    text = io.StringIO()
+    Console(file=text, width=width, force_terminal=is_terminal, highlight=False).print(
+        end_tables(summary)
+    )
+    # A table pads its cells, which would leave spaces at the ends of lines in log files.
+    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    try:
+        stream.write("\n".join(lines) + "\n")
+        stream.flush()
+    except OSError:  # the pipe is closed, or the disk is full
+        pass
+
+
+def end_tables(summary: RunSummary) -> RenderableType:
+    """Return the verdict, where the time went, the headline figures and what to try next."""
+    parts: list[RenderableType] = [
+        Text(),
+        Text(summary.verdict, style="bold"),
+        Text(" · ".join(facts_of(summary)), style="dim"),
+    ]
+    if summary.phases:
+        parts.append(_time_table(summary))
+    parts.append(_figures_table(summary))
+    if summary.findings:
+        parts += [Text("\nWhat to try next", style="bold"), *_findings(summary)]
+    return Group(*parts)
+
+
+def _time_table(summary: RunSummary) -> Table:
+    table = Table(
+        title="Where the time went",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        title_style="bold",
+    )
+    table.add_column("mean of the ranks")
+    table.add_column("per step", justify="right")
+    table.add_column("share", justify="right")
+    for share in summary.phases:
+        if share.ratio >= MIN_RATIO:
+            table.add_row(share.name, format_seconds(share.seconds_per_step), percent(share.ratio))
+    figures = summary.figures
+    exposed, step_seconds = figures["comm_exposed_ratio"], figures["step_seconds"]
+    if exposed is None:
+        return table
+    table.add_section()
+    if (comm := figures["comm_ratio"]) is not None:
+        limit = " (at most)" if summary.is_upper_bound else ""
+        table.add_row(f"of which communication{limit}", _part_of(step_seconds, comm), percent(comm))
+    table.add_row(
+        "of which training waited for it", _part_of(step_seconds, exposed), percent(exposed)
+    )
+    for cause in summary.causes:
+        if cause.ratio >= MIN_RATIO:
+            table.add_row(
+                f"  {CAUSE_TEXTS[cause.name]}",
+                format_seconds(cause.seconds_per_step),
+                percent(cause.ratio),
+                style="dim",
+            )
+    return table
+
+
+def _part_of(seconds: float | None, ratio: float) -> str:
+    return format_seconds(None if seconds is None else seconds * ratio)
+
+
+def _figures_table(summary: RunSummary) -> Table:
+    """Return the headline figures that were recorded, two in a row."""
+    table = Table.grid(padding=(0, 2))
+    known = [(title, text) for title, _, text in headline_figures(summary)]
+    for at in range(0, len(known), 2):
+        row = [cell for title, text in known[at : at + 2] for cell in (Text(title, "bold"), text)]
+        table.add_row(*row)
+    return table
+
+
+def _findings(summary: RunSummary) -> Iterator[RenderableType]:
+    shown = summary.findings[:MAX_FINDINGS]
+    for number, finding in enumerate(shown, 1):
+        text = Text(f"{number}. ")
+        # The verdict has the sentence of the first finding.
+        if finding.sentence not in summary.verdict:
+            text.append(f"{finding.sentence} ")
+        yield Padding(text.append(finding.advice), (0, 0, 0, 2))
+    if len(summary.findings) > len(shown):
+        yield Text(f"  {len(summary.findings) - len(shown)} more in the report.", style="dim")

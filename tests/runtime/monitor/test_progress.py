@@ -1,0 +1,129 @@
+"""Tests of the lines of figures that the setting `console` asks for."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from recorded_runs import step_record
+
+from zerowatch.errors import SettingsError
+from zerowatch.metrics.catalog import training
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.metrics.settings import load_settings
+from zerowatch.runtime.monitor.progress import LINE_SECONDS, REDRAW_SECONDS, Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def progress(
+    stream: io.StringIO, clock: Clock, *, is_bar: bool, total_steps: int | None = None
+) -> Progress:
+    recorder = Recorder()
+    recorder.set(training.MFU, 0.31)
+    return Progress(stream, is_bar=is_bar, total_steps=total_steps, recorder=recorder, now=clock)
+
+
+def test_lines_come_at_intervals_and_once_at_the_end() -> None:
+    stream, clock = io.StringIO(), Clock()
+    shown = progress(stream, clock, is_bar=False)
+
+    for step in range(1, 42):  # ten seconds have 20 steps
+        shown.on_step(step_record(step))
+        clock.seconds += LINE_SECONDS / 20
+    shown.on_end()
+
+    lines = stream.getvalue().splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        f"zerowatch: step {step}" for step in (1, 21, 41)
+    ]
+
+
+def test_a_line_has_the_figures_of_the_steps_since_the_last_line() -> None:
+    stream, clock = io.StringIO(), Clock()
+    shown = progress(stream, clock, is_bar=False, total_steps=500)
+    shown.on_step(step_record(1))
+    shown.on_step(step_record(2, seconds=0.2, phase_seconds={}, comm_exposed_seconds=0.02))
+    shown.on_step(step_record(3, seconds=0.4, phase_seconds={}, comm_exposed_seconds=0.1))
+    shown.on_end()
+
+    line = stream.getvalue().splitlines()[-1]
+
+    assert line.startswith("zerowatch: step 3/500, loss 1.667, ")
+    for figure in ("300 ms/step", "3,413 tokens/s", "communication 20%", "620 MiB", "MFU 31%"):
+        assert figure in line
+
+
+def test_unknown_figures_are_left_out() -> None:
+    stream = io.StringIO()
+    shown = Progress(stream, is_bar=False, total_steps=None, recorder=Recorder(), now=Clock())
+
+    shown.on_step(
+        step_record(
+            1,
+            loss=None,
+            tokens=None,
+            samples=None,
+            gradient_norm=None,
+            comm_exposed_seconds=None,
+            memory_bytes={},
+        )
+    )
+
+    assert stream.getvalue() == "zerowatch: step 1, 500 ms/step\n"
+
+
+def test_a_bar_without_a_terminal_prints_lines_without_carriage_returns() -> None:
+    stream, clock = io.StringIO(), Clock()
+    shown = progress(stream, clock, is_bar=True, total_steps=3)
+
+    for step in (1, 2, 3):
+        shown.on_step(step_record(step))
+        clock.seconds += LINE_SECONDS
+    shown.on_end()
+
+    assert not {"\r", "\x1b"} & set(stream.getvalue())
+    assert stream.getvalue().count("\n") == 3
+
+
+def test_a_bar_redraws_one_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    stream, clock = Terminal(), Clock()
+    shown = progress(stream, clock, is_bar=True, total_steps=4)
+
+    for step in (1, 2, 3, 4):
+        shown.on_step(step_record(step))
+        clock.seconds += REDRAW_SECONDS
+    shown.on_end()
+
+    assert stream.getvalue().count("\r") == 4
+    assert stream.getvalue().count("\n") == 1 and stream.getvalue().endswith("\n")
+    assert "step 4/4" in stream.getvalue()
+
+
+def test_a_closed_stream_does_not_raise() -> None:
+    stream = io.StringIO()
+    shown = progress(stream, Clock(), is_bar=False)
+    stream.close()
+
+    shown.on_step(step_record(1))
+    shown.on_end()
+
+
+def test_the_environment_chooses_the_console(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings().console == "summary"
+    monkeypatch.setenv("ZEROWATCH_CONSOLE", "bar")
+    assert load_settings().console == "bar"
+    monkeypatch.setenv("ZEROWATCH_CONSOLE", "loud")
+    with pytest.raises(SettingsError, match="'summary', 'bar', 'lines' or 'off'"):
+        load_settings()

@@ -1,0 +1,131 @@
+"""Tests of the tables at the end of a run."""
+
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+
+import pytest
+from recorded_metrics import RecordedRank
+from recorded_runs import step_record, write_run
+
+from zerowatch.metrics.catalog import communication, training
+from zerowatch.metrics.step_record import StepRecord
+from zerowatch.runtime.cli.run_end import print_run_end
+from zerowatch.runtime.common import launcher_link
+from zerowatch.runtime.monitor.final_report import announce_report
+from zerowatch.runtime.reports.end_tables import PLAIN_WIDTH, print_end_tables
+from zerowatch.runtime.reports.run_summary import summary_of
+
+
+def waiting(rank: int, step: int) -> StepRecord:
+    """A step of 0.5 s that waits 0.2 s for communication."""
+    return step_record(step, comm_exposed_seconds=0.2, comm_exposed_phase_seconds={"backward": 0.2})
+
+
+def printed_tables(folder: Path) -> str:
+    stream = io.StringIO()
+    print_end_tables(summary_of(folder), stream)
+    return stream.getvalue()
+
+
+def test_the_tables_show_where_the_time_went_and_what_to_try(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "night", record=waiting)
+    with RecordedRank(folder) as rank:
+        rank.recorder.add(training.STEPS, 10)
+        rank.recorder.add(training.PHASE_SECONDS, 5.0, "backward")
+        rank.recorder.add(communication.COMM_EXPOSED_SECONDS, 2.0, "dp")
+        rank.recorder.add(communication.COMM_CAUSE_SECONDS, 1.5, "imbalance")
+
+    lines = printed_tables(folder).splitlines()
+
+    def row(start: str) -> list[str]:
+        (line,) = [line for line in lines if line.strip().startswith(start)]
+        return line.split()[-3:]
+
+    assert row("backward") == ["ms", "60", "%"]
+    assert row("of which training waited for it") == ["ms", "40", "%"]
+    assert row("imbalance: another rank was late") == ["ms", "30", "%"]
+    at = lines.index("What to try next")
+    assert "1. " in lines[at + 1]
+
+
+def test_a_log_file_gets_neither_control_characters_nor_spaces_at_line_ends(tmp_path: Path) -> None:
+    text = printed_tables(write_run(tmp_path / "night"))
+
+    assert not {"\r", "\x1b"} & set(text)
+    assert all(line == line.rstrip() and len(line) <= PLAIN_WIDTH for line in text.split("\n"))
+
+
+def test_a_closed_stream_does_not_raise(tmp_path: Path) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    print_end_tables(summary_of(write_run(tmp_path / "night")), Closed())
+
+
+def test_a_training_run_prints_its_tables_and_its_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_run(tmp_path / "night")
+
+    with caplog.at_level(logging.INFO):
+        announce_report(folder, is_ours=True, console="summary")
+
+    assert "Where the time went" in capsys.readouterr().err
+    assert "report.html" in caplog.text
+    assert (folder / "report.html").is_file()
+
+
+def test_off_leaves_only_the_line_of_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        announce_report(write_run(tmp_path / "night"), is_ours=True, console="off")
+
+    assert capsys.readouterr().err == ""
+    assert len(caplog.records) == 1
+
+
+def test_under_zerowatch_run_the_launcher_prints_the_end_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_run(tmp_path / "night")
+
+    with launcher_link.receive_run_folder() as receiver, caplog.at_level(logging.INFO):
+        launcher_link.send_run_folder(folder)
+        announce_report(folder, is_ours=True, console="summary")
+        in_rank = capsys.readouterr().err
+        received = receiver.folder()
+        assert received is not None
+        print_run_end(received, is_in_order=True, console="summary")
+
+    assert (in_rank, caplog.text) == ("", "")
+    printed = capsys.readouterr().err
+    assert printed.count("Where the time went") == 1
+    assert printed.count("zerowatch report ") == 1
+    assert not launcher_link.has_launcher()
+
+
+def test_after_a_failure_the_launcher_prints_one_line_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_run_end(write_run(tmp_path / "night"), is_in_order=False, console="summary")
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("zerowatch: report of this run: zerowatch report ")
+
+
+def test_a_run_without_a_step_prints_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_run_end(tmp_path, is_in_order=True, console="summary")
+
+    assert capsys.readouterr().err == ""
+
+
+def test_a_launcher_whose_rank_0_is_elsewhere_receives_no_folder() -> None:
+    with launcher_link.receive_run_folder() as receiver:
+        assert receiver.folder() is None
