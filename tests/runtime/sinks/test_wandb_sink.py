@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from wandb_files import rows as rows_in
 
 from zerowatch.runtime.sinks.sink import SinkRun
 from zerowatch.runtime.sinks.wandb_sink import WandbSink
 
 wandb = pytest.importorskip("wandb", reason="needs the extra wandb")
+from wandb_files import rows as rows_in  # noqa: E402
 
 RUN = SinkRun(run_id="r", folder=None)
 
