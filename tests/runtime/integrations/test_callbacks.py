@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import deepspeed
 import pytest
 from accelerate.tracking import GeneralTracker
-from lightning.pytorch import Callback, LightningModule
 from transformers import TrainerCallback
 
 import zerowatch
@@ -28,7 +27,6 @@ def initialize(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         ("TransformersCallback", TrainerCallback),
         ("AccelerateTracker", GeneralTracker),
-        ("LightningCallback", Callback),
     ],
 )
 def test_a_callback_is_of_the_class_that_its_framework_accepts(name: str, base: type) -> None:
@@ -45,8 +43,15 @@ def test_a_tracker_without_an_engine_accepts_all_calls() -> None:
     assert isinstance(tracker.tracker, NullWatch)
 
 
+def test_lightnings_callback_is_of_the_class_that_lightning_accepts() -> None:
+    lightning = pytest.importorskip("lightning.pytorch", reason="needs the extra lightning")
+
+    assert isinstance(zerowatch.LightningCallback(), lightning.Callback)
+
+
 def test_lightning_divides_losses_unless_a_module_optimizes_by_itself() -> None:
-    automatic, manual = LightningModule(), LightningModule()
+    lightning = pytest.importorskip("lightning.pytorch", reason="needs the extra lightning")
+    automatic, manual = lightning.LightningModule(), lightning.LightningModule()
     manual.automatic_optimization = False
 
     divided = [is_divided_by_lightning(module) for module in (automatic, manual, object())]
