@@ -28,3 +28,22 @@ def format_count(number: int) -> str:
 def format_ratio(ratio: float | None) -> str:
     """Write a ratio as a whole percentage, or UNKNOWN for None."""
     return UNKNOWN if ratio is None else f"{ratio:.0%}"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """Return a short time with three digits, such as "412 ms"."""
+    if seconds is None:
+        return UNKNOWN
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}" if seconds < 1000 else f"{seconds:,.0f} {unit}"
+    return f"{seconds / 1e-6:.3g} µs" if seconds else "0 s"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a long time, such as "3 h 12 min"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.3g} s"

@@ -13,7 +13,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from .report_page import CAUSE_TEXTS, facts_of, format_seconds, headline_figures
+from ..common.format_numbers import format_seconds
+from .report_page import CAUSE_TEXTS, facts_of, headline_figures
 from .run_summary import RunSummary, percent
 
 # Width in a log file, and the largest on a terminal.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..common.format_numbers import UNKNOWN, format_bytes
+from ..common.format_numbers import UNKNOWN, format_bytes, format_seconds
 from .report_page import (
     CAUSE_TEXTS,
     NOT_RECORDED,
     STATUS_TEXTS,
     facts_of,
-    format_seconds,
     gain_text,
     headline_figures,
     without_decisions,

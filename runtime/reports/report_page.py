@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from functools import cache
 from html import escape
-from pathlib import Path
 
-import orjson
-
-from ..common.format_numbers import format_bytes
+from ..common.format_numbers import UNKNOWN, format_bytes, format_duration, format_seconds
+from .page_parts import Html, bar, chart_places, document, paragraph, section, swatch, table
 from .run_charts import COLORS, NUM_COLORS, Chart
 from .run_summary import Finding, Incident, RunSummary, TimeShare, TunerDecision, percent
 
-ASSETS = Path(__file__).parent / "assets"
-# The page loads nothing and sends nothing, even if a name in the run folder tries to.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 # Text of all error reports together; the rest is in the run folder.
 MAX_INCIDENT_BYTES = 1_000_000
 MAX_RANKS = 2000
@@ -43,10 +37,6 @@ CAUSE_TEXTS = {
 }
 
 
-class Html(str):
-    """Text that is HTML already. All other text is escaped."""
-
-
 def page_html(summary: RunSummary, charts: Sequence[Chart]) -> str:
     """Return the report as HTML.
 
@@ -57,90 +47,25 @@ def page_html(summary: RunSummary, charts: Sequence[Chart]) -> str:
     drawn = {chart.name: chart for chart in charts}
     sections = (
         _head(summary),
-        _section("What to do next", _findings(summary)),
-        _section("Where the time went", _time(summary), _charts(drawn, "phases", "throughput")),
-        _section(
+        section("What to do next", _findings(summary)),
+        section("Where the time went", _time(summary), chart_places(drawn, "phases", "throughput")),
+        section(
             "Why communication was waited for",
             _communication(summary),
-            _charts(drawn, "exposed", "causes"),
+            chart_places(drawn, "exposed", "causes"),
         ),
-        _section("Memory", _memory(summary), _charts(drawn, "memory")),
-        _section("Devices", _devices(summary), _charts(drawn, "utilization", "temperature", "mfu")),
-        _section("Loss", _loss(summary), _charts(drawn, "loss", "gradient_norm")),
-        _section("Tuner", _tuner(summary)),
-        _section("Errors and hangs", _incidents(summary)),
-        _section("Ranks", _ranks(summary)),
-        _section("Cost of monitoring", _monitoring(summary)),
-        _section("What is missing", _missing(summary)),
+        section("Memory", _memory(summary), chart_places(drawn, "memory")),
+        section(
+            "Devices", _devices(summary), chart_places(drawn, "utilization", "temperature", "mfu")
+        ),
+        section("Loss", _loss(summary), chart_places(drawn, "loss", "gradient_norm")),
+        section("Tuner", _tuner(summary)),
+        section("Errors and hangs", _incidents(summary)),
+        section("Ranks", _ranks(summary)),
+        section("Cost of monitoring", _monitoring(summary)),
+        section("What is missing", _missing(summary)),
     )
-    body = "".join(sections).replace(" %", "\N{NO-BREAK SPACE}%")
-    data = orjson.dumps(charts).decode().replace("<", "\\u003c")
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(summary.run_id)} - zerowatch report</title>"
-        f"<style>{asset('uPlot.min.css')}\n{asset('report.css')}</style></head>"
-        f"<body><main>{body}</main>"
-        f'<script type="application/json" id="charts">{data}</script>'
-        f"<script>{asset('uPlot.iife.min.js')}</script><script>{asset('report.js')}</script>"
-        "</body></html>\n"
-    )
-
-
-@cache
-def asset(name: str) -> str:
-    """Return the text of a file in `assets/`, such as "uPlot.iife.min.js"."""
-    return (ASSETS / name).read_text(encoding="utf-8")
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, Html) else escape(str(value))
-
-
-def _section(title: str, *parts: str) -> str:
-    name = title.lower().replace(" ", "-")
-    return f'<section id="{name}"><h2>{escape(title)}</h2>{"".join(parts)}</section>'
-
-
-def _charts(drawn: Mapping[str, Chart], *names: str) -> str:
-    """Return the places of charts, in which the script draws them."""
-    places = "".join(
-        f'<div><h3>{escape(chart.title)}</h3><p class="note">{escape(chart.note)}</p>'
-        f'<div class="chart" id="chart-{chart.name}" role="img" '
-        f'aria-label="{escape(chart.title)} over steps"></div></div>'
-        for name in names
-        if (chart := drawn.get(name)) is not None
-    )
-    return f'<div class="charts">{places}</div>' if places else ""
-
-
-def _paragraph(text: str, kind: str = "") -> str:
-    return f'<p class="{kind}">{_text(text)}</p>'
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[object]], *, kind: str = "") -> str:
-    """Return a table; nothing without rows. A cell that is a pair has a value and its text."""
-    if not rows:
-        return ""
-    sides = [" class='left'" if isinstance(cell, Html) else "" for cell in rows[0]]
-    head = "".join(
-        f'<th scope="col"{side}>{escape(each)}</th>'
-        for each, side in zip(heads, sides, strict=True)
-    )
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    return (
-        f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, tuple):
-        key, text = value
-        return f'<td data-value="{"" if key is None else key}">{_text(text)}</td>'
-    kind = ' class="wrap"' if isinstance(value, Html) else ""
-    return f"<td{kind}>{_text(value)}</td>"
+    return document(f"{summary.run_id} - zerowatch report", "".join(sections), charts)
 
 
 def _head(summary: RunSummary) -> str:
@@ -200,28 +125,6 @@ def headline_figures(summary: RunSummary) -> Iterator[tuple[str, str, str]]:
     yield from (row for row in rows if figures[row[1]] is not None)
 
 
-UNKNOWN = "-"
-
-
-def format_seconds(seconds: float | None) -> str:
-    """Return a short time with three digits, such as "412 ms"."""
-    if seconds is None:
-        return UNKNOWN
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}" if seconds < 1000 else f"{seconds:,.0f} {unit}"
-    return f"{seconds / 1e-6:.3g} µs" if seconds else "0 s"
-
-
-def format_duration(seconds: float) -> str:
-    """Return a long time, such as "3 h 12 min"."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.3g} s"
-
-
 def _count(number: float | None) -> str:
     if number is None:
         return UNKNOWN
@@ -230,7 +133,7 @@ def _count(number: float | None) -> str:
 
 def _findings(summary: RunSummary) -> str:
     if not summary.findings:
-        return _paragraph("No figure is beyond its usual limit.")
+        return paragraph("No figure is beyond its usual limit.")
     return f'<ol class="findings">{"".join(map(_finding, summary.findings))}</ol>'
 
 
@@ -241,46 +144,31 @@ def _finding(finding: Finding) -> str:
     )
 
 
-def _swatch(color: int) -> str:
-    return f'<span class="swatch" style="background:var(--c{color})"></span>'
-
-
-def _bar(shares: Sequence[tuple[str, float, int]]) -> str:
-    """Return a bar of parts: name, share of the bar, color."""
-    parts = "".join(
-        f'<i style="width:{100 * share:.2f}%;background:var(--c{color})" '
-        f'title="{escape(name)} {percent(share)}"></i>'
-        for name, share, color in shares
-        if share > 0
-    )
-    return f'<div class="bar">{parts}</div>'
-
-
 def _time(summary: RunSummary) -> str:
     if not summary.phases:
-        return _paragraph("No step was recorded.")
+        return paragraph("No step was recorded.")
     # Evaluation and checkpoints are outside of training time.
     inside = [share for share in summary.phases if share.name not in ("eval", "checkpoint")]
-    bar = _bar([(share.name, share.ratio, COLORS.get(share.name, NUM_COLORS)) for share in inside])
+    shares = [(share.name, share.ratio, COLORS.get(share.name, NUM_COLORS)) for share in inside]
     rows = [
         (
-            Html(f"{_swatch(COLORS.get(share.name, NUM_COLORS))}{escape(share.name)}"),
+            Html(f"{swatch(COLORS.get(share.name, NUM_COLORS))}{escape(share.name)}"),
             (share.ratio, _share_text(share)),
             (share.seconds_per_step, format_seconds(share.seconds_per_step)),
             (share.seconds, format_duration(share.seconds)),
         )
         for share in summary.phases
     ]
-    table = _table(("phase", "share of training time", "per step", "of each rank"), rows)
+    phases = table(("phase", "share of training time", "per step", "of each rank"), rows)
     figures = summary.figures
     quantiles = ""
     if figures["step_seconds_p50"] is not None:
-        quantiles = _paragraph(
+        quantiles = paragraph(
             f"Half of the steps took at most {format_seconds(figures['step_seconds_p50'])}, 90 % "
             f"at most {format_seconds(figures['step_seconds_p90'])}, 99 % at most "
             f"{format_seconds(figures['step_seconds_p99'])}."
         )
-    return bar + table + quantiles
+    return bar(shares) + phases + quantiles
 
 
 def _share_text(share: TimeShare) -> str:
@@ -292,22 +180,20 @@ def _communication(summary: RunSummary) -> str:
     figures = summary.figures
     exposed, comm = figures["comm_exposed_ratio"], figures["comm_ratio"]
     if exposed is None and comm is None:
-        return _paragraph("Communication was not recorded.")
+        return paragraph("Communication was not recorded.")
     most = "at most " if summary.is_upper_bound else ""
     text = (
         f"A collective was in flight {most}{percent(comm)} of training time. Training waited for "
         f"communication {percent(exposed)} of its time; the rest was hidden behind computation."
     )
-    parts = [_paragraph(text)]
+    parts = [paragraph(text)]
     if summary.causes:
         whole = sum(share.seconds for share in summary.causes)
         if whole:
-            parts.append(
-                _bar([(s.name, s.seconds / whole, COLORS[s.name]) for s in summary.causes])
-            )
+            parts.append(bar([(s.name, s.seconds / whole, COLORS[s.name]) for s in summary.causes]))
         rows = [
             (
-                Html(_swatch(COLORS[share.name]) + escape(CAUSE_TEXTS[share.name])),
+                Html(swatch(COLORS[share.name]) + escape(CAUSE_TEXTS[share.name])),
                 percent(share.seconds / whole) if whole else UNKNOWN,
                 (share.ratio, percent(share.ratio)),
                 (share.seconds_per_step, format_seconds(share.seconds_per_step)),
@@ -316,9 +202,9 @@ def _communication(summary: RunSummary) -> str:
             for share in summary.causes
         ]
         heads = ("cause", "share of waiting", "share of training time", "per step", "of each rank")
-        parts.append(_table(heads, rows))
+        parts.append(table(heads, rows))
     else:
-        parts.append(_paragraph(f"Causes: {NOT_RECORDED}.", "quiet"))
+        parts.append(paragraph(f"Causes: {NOT_RECORDED}.", "quiet"))
     checks = [
         f"{name} {text}"
         for name, text in (
@@ -329,7 +215,7 @@ def _communication(summary: RunSummary) -> str:
         if text
     ]
     if checks:
-        parts.append(_paragraph("; ".join(checks) + ".", "quiet"))
+        parts.append(paragraph("; ".join(checks) + ".", "quiet"))
     if summary.collectives:
         operations = [
             (
@@ -350,7 +236,7 @@ def _communication(summary: RunSummary) -> str:
             "in flight",
             "bandwidth",
         )
-        parts.append(_table(heads_of_operations, operations))
+        parts.append(table(heads_of_operations, operations))
     return "".join(parts)
 
 
@@ -364,7 +250,7 @@ def _factor(ratio: float | None) -> str:
 
 def _memory(summary: RunSummary) -> str:
     if not summary.memory:
-        return _paragraph(f"Memory: {NOT_RECORDED}.", "quiet")
+        return paragraph(f"Memory: {NOT_RECORDED}.", "quiet")
     parts = []
     for each in summary.memory:
         sentences = [
@@ -378,7 +264,7 @@ def _memory(summary: RunSummary) -> str:
                 f"risk to run out of memory within 50 steps {percent(each.risk_ratio)} at the end, "
                 f"{percent(each.highest_risk_ratio)} at the highest"
             )
-        parts.append(_paragraph("; ".join(sentences) + "."))
+        parts.append(paragraph("; ".join(sentences) + "."))
         limit = each.limit_bytes or sum(each.categories.values())
         if each.categories and limit:
             shares = [
@@ -387,37 +273,37 @@ def _memory(summary: RunSummary) -> str:
             ]
             rows = [
                 (
-                    Html(_swatch(color) + escape(name)),
+                    Html(swatch(color) + escape(name)),
                     (each.categories[name], format_bytes(each.categories[name])),
                     percent(share),
                 )
                 for name, share, color in shares
             ]
-            parts.append(_bar(shares))
-            parts.append(_table(("category at a step's peak", "size", "share of limit"), rows))
+            parts.append(bar(shares))
+            parts.append(table(("category at a step's peak", "size", "share of limit"), rows))
         else:
-            parts.append(_paragraph(f"Categories on {each.device}: {NOT_RECORDED}.", "quiet"))
+            parts.append(paragraph(f"Categories on {each.device}: {NOT_RECORDED}.", "quiet"))
         for category, growth in each.leak_bytes_per_step.items():
             parts.append(
-                _paragraph(f"Leak in {category}: {format_bytes(growth)} per step.", "warning")
+                paragraph(f"Leak in {category}: {format_bytes(growth)} per step.", "warning")
             )
     return "".join(parts)
 
 
 def _devices(summary: RunSummary) -> str:
     if not summary.devices:
-        return _paragraph(f"Devices: {NOT_RECORDED}.", "quiet")
+        return paragraph(f"Devices: {NOT_RECORDED}.", "quiet")
     rows = [
         (f"{each.device}: {_reading_name(name)}", *(_reading(name, value) for value in values))
         for each in summary.devices
         for name, values in each.readings.items()
     ]
-    table = _table(("reading, over ranks and time", "lowest", "mean", "highest"), rows)
+    readings = table(("reading, over ranks and time", "lowest", "mean", "highest"), rows)
     events = [
         f"{name}: {value:,.3g}" for each in summary.devices for name, value in each.events.items()
     ]
     note = "On the CPU, a rank measures only its own use."
-    return table + _paragraph("; ".join(events) if events else note, "quiet")
+    return readings + paragraph("; ".join(events) if events else note, "quiet")
 
 
 def _reading_name(name: str) -> str:
@@ -438,20 +324,20 @@ def _reading(name: str, value: float) -> str:
 def _loss(summary: RunSummary) -> str:
     figures = summary.figures
     if figures["loss"] is None:
-        return _paragraph(f"Loss: {NOT_RECORDED}.", "quiet")
+        return paragraph(f"Loss: {NOT_RECORDED}.", "quiet")
     text = f"Mean of the last steps: {figures['loss']:.4g}."
     if skipped := figures["skipped_ratio"]:
         text += f" Skipped steps: {percent(skipped)}."
     if nonfinite := figures["nonfinite_losses"]:
         text += f" Steps with nan or inf: {nonfinite:.0f}."
-    return _paragraph(text)
+    return paragraph(text)
 
 
 def _tuner(summary: RunSummary) -> str:
     tuner = summary.tuner
     decisions = tuner.decisions[-MAX_DECISIONS:]
     if not decisions:
-        return _paragraph(without_decisions(summary), "quiet")
+        return paragraph(without_decisions(summary), "quiet")
     rows = [
         (
             str(each.step),
@@ -464,7 +350,7 @@ def _tuner(summary: RunSummary) -> str:
         for each in decisions
     ]
     heads = ("step", "change", "verdict", "gain", "proof and cost", "why")
-    return _table(heads, rows, kind="wide")
+    return table(heads, rows, kind="wide")
 
 
 def without_decisions(summary: RunSummary) -> str:
@@ -498,7 +384,7 @@ def gain_text(decision: TunerDecision) -> str:
 
 def _incidents(summary: RunSummary) -> str:
     if not summary.incidents:
-        return _paragraph("No report on an error, a leak or a hang.")
+        return paragraph("No report on an error, a leak or a hang.")
     parts = []
     room = MAX_INCIDENT_BYTES
     for each in summary.incidents:
@@ -518,7 +404,7 @@ def _incident(incident: Incident, text: str) -> str:
 
 def _ranks(summary: RunSummary) -> str:
     if not summary.ranks:
-        return _paragraph("No rank has recorded a step.", "quiet")
+        return paragraph("No rank has recorded a step.", "quiet")
     rows = [
         (
             (row.rank, row.rank),
@@ -553,8 +439,8 @@ def _ranks(summary: RunSummary) -> str:
         "MFU",
     )
     more = len(summary.ranks) - MAX_RANKS
-    note = _paragraph(f"{more} more ranks are in the JSON report.", "quiet") if more > 0 else ""
-    return _table(heads, rows, kind="sortable") + note
+    note = paragraph(f"{more} more ranks are in the JSON report.", "quiet") if more > 0 else ""
+    return table(heads, rows, kind="sortable") + note
 
 
 def _straggler(phase: str | None, score: float | None) -> str:
@@ -564,7 +450,7 @@ def _straggler(phase: str | None, score: float | None) -> str:
 def _monitoring(summary: RunSummary) -> str:
     cost = summary.monitoring
     if cost.ratio is None:
-        return _paragraph(f"Cost: {NOT_RECORDED}.", "quiet")
+        return paragraph(f"Cost: {NOT_RECORDED}.", "quiet")
     rows = [(part.replace("_", " "), format_seconds(value)) for part, value in cost.seconds.items()]
     lost = [
         *(f"{value:,.0f} records lost by {part}" for part, value in cost.dropped.items()),
@@ -574,14 +460,14 @@ def _monitoring(summary: RunSummary) -> str:
         ),
     ]
     return (
-        _paragraph(f"Monitoring took {percent(cost.ratio)} of the time of each rank.")
-        + _table(("part", "of each rank"), rows)
-        + _paragraph("; ".join(lost) + "." if lost else "Nothing was lost, no hook failed.")
+        paragraph(f"Monitoring took {percent(cost.ratio)} of the time of each rank.")
+        + table(("part", "of each rank"), rows)
+        + paragraph("; ".join(lost) + "." if lost else "Nothing was lost, no hook failed.")
     )
 
 
 def _missing(summary: RunSummary) -> str:
     if not summary.problems:
-        return _paragraph("All files of the run were there and whole.")
+        return paragraph("All files of the run were there and whole.")
     items = "".join(f"<li>{escape(problem)}</li>" for problem in summary.problems)
     return f"<ul>{items}</ul>"

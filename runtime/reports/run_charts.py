@@ -83,7 +83,7 @@ def charts_of(run: RecordedRun, metrics: RecordedMetrics) -> tuple[Chart, ...]:
     """
     if not run.ranks:
         return ()
-    bins = _Bins(run.ranks.values())
+    bins = Bins(run.ranks.values())
     charts = (
         _phases(run, bins),
         _exposed(run, bins),
@@ -99,7 +99,7 @@ def charts_of(run: RecordedRun, metrics: RecordedMetrics) -> tuple[Chart, ...]:
     return tuple(chart for chart in charts if chart is not None and chart.curves)
 
 
-class _Bins:
+class Bins:
     """Equal ranges of step numbers.
 
     Args:
@@ -141,7 +141,7 @@ class _Bins:
     def mean(self, run: RecordedRun, values: Callable[[RankSteps], Column]) -> Floats:
         """Return the mean over all ranks and the steps of each bin."""
         pairs = [self.sums(steps, values(steps)) for steps in run.ranks.values()]
-        return _divided(sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs))
+        return divided(sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs))
 
     def ratios(
         self, run: RecordedRun, part: Callable[[RankSteps], Column]
@@ -158,7 +158,8 @@ class _Bins:
         return pairs
 
 
-def _divided(part: Floats | int, whole: Floats | int) -> Floats:
+def divided(part: Floats | int, whole: Floats | int) -> Floats:
+    """Return a quotient; NaN where the whole is 0."""
     whole = np.asarray(whole, float)
     ratio: Floats = np.divide(part, whole, out=np.full(whole.shape, np.nan), where=whole > 0)
     return ratio
@@ -173,7 +174,7 @@ def _curve(name: str, place: int, values: Floats) -> Curve:
     )
 
 
-def _chart(
+def chart_of(
     name: str,
     title: str,
     unit: str,
@@ -184,6 +185,7 @@ def _chart(
     is_stacked: bool = False,
     is_log: bool = False,
 ) -> Chart:
+    """Return a chart of the curves that have known values, and are not 0 if it is stacked."""
     known = {
         text: values
         for text, values in curves.items()
@@ -203,22 +205,23 @@ def _chart(
     )
 
 
-def _per_point(bins: _Bins) -> str:
+def per_point(bins: Bins) -> str:
+    """Return a sentence about the steps in a point; empty if each has one."""
     return "" if bins.num_steps == 1 else f" Each point has {bins.num_steps} steps."
 
 
-def _phases(run: RecordedRun, bins: _Bins) -> Chart:
+def _phases(run: RecordedRun, bins: Bins) -> Chart:
     named = {name for steps in run.ranks.values() for name in steps.names("phase")}
     curves = {
         phase: bins.mean(run, lambda steps, phase=phase: _zero_if_absent(steps, f"phase.{phase}"))  # type: ignore[misc]
         for phase in PHASES
         if phase in named
     }
-    return _chart(
+    return chart_of(
         "phases",
         "Time of a step by phase",
         "seconds",
-        f"Mean over the ranks.{_per_point(bins)}",
+        f"Mean over the ranks.{per_point(bins)}",
         bins.steps,
         curves,
         is_stacked=True,
@@ -229,18 +232,18 @@ def _zero_if_absent(steps: RankSteps, name: str) -> Column:
     return steps.columns[name] if name in steps.columns else np.zeros(steps.num_rows, np.float32)
 
 
-def _exposed(run: RecordedRun, bins: _Bins) -> Chart:
+def _exposed(run: RecordedRun, bins: Bins) -> Chart:
     pairs = bins.ratios(run, exposed_seconds)
-    curves = {"all ranks": _divided(sum(p for p, _ in pairs), sum(w for _, w in pairs))}
+    curves = {"all ranks": divided(sum(p for p, _ in pairs), sum(w for _, w in pairs))}
     if len(pairs) > 1:
-        each = np.stack([_divided(part, whole) for part, whole in pairs])
+        each = np.stack([divided(part, whole) for part, whole in pairs])
         curves["highest rank"] = _over_ranks(each, np.fmax)
         curves["lowest rank"] = _over_ranks(each, np.fmin)
-    return _chart(
+    return chart_of(
         "exposed",
         "Exposed communication",
         "ratio",
-        f"Share of training time in which training could only wait.{_per_point(bins)}",
+        f"Share of training time in which training could only wait.{per_point(bins)}",
         bins.steps,
         curves,
     )
@@ -251,44 +254,44 @@ def _over_ranks(values: Floats, function: np.ufunc) -> Floats:
     return result
 
 
-def _throughput(run: RecordedRun, bins: _Bins) -> Chart:
+def _throughput(run: RecordedRun, bins: Bins) -> Chart:
     for name in ("tokens", "samples"):
         pairs = bins.ratios(run, lambda steps, name=name: steps.column(name))  # type: ignore[misc]
-        rates = np.stack([_divided(part, whole) for part, whole in pairs])
+        rates = np.stack([divided(part, whole) for part, whole in pairs])
         if np.isfinite(rates).any():
             break
     total = np.where(np.isnan(rates).all(axis=0), np.nan, np.nansum(rates, axis=0))
-    return _chart(
+    return chart_of(
         "throughput",
         f"{name.capitalize()} per second",
         "per_second",
-        f"All ranks together.{_per_point(bins)}",
+        f"All ranks together.{per_point(bins)}",
         bins.steps,
         {name: total},
     )
 
 
-def _loss(run: RecordedRun, bins: _Bins) -> Chart:
+def _loss(run: RecordedRun, bins: Bins) -> Chart:
     first = next(iter(run.ranks.values()))
     total, count = bins.sums(first, first.column("loss"))
-    return _chart(
+    return chart_of(
         "loss",
         "Loss",
         "",
-        f"Of rank {first.rank}.{_per_point(bins)}",
+        f"Of rank {first.rank}.{per_point(bins)}",
         bins.steps,
-        {"loss": _divided(total, count)},
+        {"loss": divided(total, count)},
     )
 
 
-def _gradient_norm(run: RecordedRun, bins: _Bins) -> Chart:
+def _gradient_norm(run: RecordedRun, bins: Bins) -> Chart:
     first = next(iter(run.ranks.values()))
     norms = bins.highest(first, first.column("gradient_norm"))
-    return _chart(
+    return chart_of(
         "gradient_norm",
         "Gradient norm",
         "",
-        f"Highest of each point.{_per_point(bins)}",
+        f"Highest of each point.{per_point(bins)}",
         bins.steps,
         {"gradient norm": norms},
         is_log=bool(np.nanmin(norms) > 0) if np.isfinite(norms).any() else False,
@@ -307,7 +310,7 @@ def _by_kind(run: RecordedRun, prefix: str, ending: str) -> dict[str, list[tuple
     return found
 
 
-def _memory(run: RecordedRun, bins: _Bins) -> Chart:
+def _memory(run: RecordedRun, bins: Bins) -> Chart:
     curves: dict[str, Floats] = {}
     for kind, columns in _by_kind(run, "memory", ".limit").items():
         shares = []
@@ -320,47 +323,47 @@ def _memory(run: RecordedRun, bins: _Bins) -> Chart:
     for kind, columns in _by_kind(run, "oom_risk", "").items():
         risks = [bins.highest(steps, steps.columns[name]) for steps, name in columns]
         curves[f"risk on {kind}"] = _over_ranks(np.stack(risks), np.fmax)
-    return _chart(
+    return chart_of(
         "memory",
         "Memory and out-of-memory risk",
         "ratio",
         "Share of the limit on the fullest rank, and probability of an out-of-memory error within "
-        f"50 steps.{_per_point(bins)}",
+        f"50 steps.{per_point(bins)}",
         bins.steps,
         curves,
     )
 
 
-def _readings(run: RecordedRun, bins: _Bins, reading: str) -> dict[str, Floats]:
+def _readings(run: RecordedRun, bins: Bins, reading: str) -> dict[str, Floats]:
     """Return the mean over ranks by kind of device, and the lowest and highest rank."""
     curves: dict[str, Floats] = {}
     for kind, columns in _by_kind(run, "device", f".{reading}").items():
-        each = np.stack([_divided(*bins.sums(s, s.columns[name])) for s, name in columns])
+        each = np.stack([divided(*bins.sums(s, s.columns[name])) for s, name in columns])
         counts = np.isfinite(each).sum(axis=0)
-        curves[kind] = _divided(np.nansum(each, axis=0), counts)
+        curves[kind] = divided(np.nansum(each, axis=0), counts)
         if len(columns) > 1:
             curves[f"{kind}, highest rank"] = _over_ranks(each, np.fmax)
             curves[f"{kind}, lowest rank"] = _over_ranks(each, np.fmin)
     return curves
 
 
-def _utilization(run: RecordedRun, bins: _Bins) -> Chart:
-    return _chart(
+def _utilization(run: RecordedRun, bins: Bins) -> Chart:
+    return chart_of(
         "utilization",
         "Use of devices",
         "ratio",
-        f"Share of time in which a device was busy; of the CPU, by each rank.{_per_point(bins)}",
+        f"Share of time in which a device was busy; of the CPU, by each rank.{per_point(bins)}",
         bins.steps,
         _readings(run, bins, "utilization_ratio"),
     )
 
 
-def _temperature(run: RecordedRun, bins: _Bins) -> Chart:
-    return _chart(
+def _temperature(run: RecordedRun, bins: Bins) -> Chart:
+    return chart_of(
         "temperature",
         "Temperature of devices",
         "celsius",
-        f"Degrees Celsius.{_per_point(bins)}",
+        f"Degrees Celsius.{per_point(bins)}",
         bins.steps,
         _readings(run, bins, "temperature_celsius"),
     )
@@ -408,10 +411,10 @@ def _causes(run: RecordedRun, metrics: RecordedMetrics) -> Chart | None:
         for rank in ranks
     )
     curves = {
-        cause: _divided(sum(_increases(rank, name, at, cause=cause) for rank in ranks), whole)
+        cause: divided(sum(_increases(rank, name, at, cause=cause) for rank in ranks), whole)
         for cause in CAUSE.values
     }
-    return _chart(
+    return chart_of(
         "causes",
         "Exposed communication by cause",
         "ratio",
@@ -430,7 +433,7 @@ def _mfu(run: RecordedRun, metrics: RecordedMetrics) -> Chart | None:
     at = max((seconds for seconds, _ in found), key=len)
     at = at[:: -(-len(at) // MAX_POINTS)]
     each = [np.interp(at, s[np.isfinite(v)], v[np.isfinite(v)]) for s, v in found]
-    return _chart(
+    return chart_of(
         "mfu",
         "Model FLOPs utilization",
         "ratio",

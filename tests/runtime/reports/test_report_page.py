@@ -1,6 +1,6 @@
 """Tests of the report in a browser: values, charts, light and dark, and a narrow screen.
 
-Covers `report_page.py`, `run_charts.py` and the files in `assets/`.
+Covers `report_page.py`, `page_parts.py`, `run_charts.py` and the files in `assets/`.
 """
 
 from __future__ import annotations
