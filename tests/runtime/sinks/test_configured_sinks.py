@@ -13,6 +13,12 @@ from zerowatch.runtime.sinks import configured_sinks as module
 from zerowatch.runtime.sinks.configured_sinks import configured_sinks
 
 
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All libraries of trackers can be found; none is imported before its sink opens."""
+    monkeypatch.setattr(module, "find_spec", lambda name: ModuleSpec(name, None, origin="a.py"))
+
+
 def names(*, wandb_monitor: object = None, **settings: object) -> list[str]:
     engine: Any = SimpleNamespace(
         monitor=SimpleNamespace(tb_monitor=None, wandb_monitor=wandb_monitor, csv_monitor=None),
