@@ -116,5 +116,11 @@ RANKS_EXTREME = gauge(
     usual="Changes from minute to minute. The same rank for half an hour deserves a look at "
     "its host.",
 )
+RANKS_SAME_LOSS = gauge(
+    "ranks_same_loss",
+    "1 if the losses of all ranks were equal to the last digit in the last window of 32 steps, "
+    "else 0. Only with data parallelism alone.",
+    usual="0. 1: all ranks are probably fed the same samples, so all but one of them are wasted.",
+)
 
-METRICS = (*STATISTICS.values(), RANKS_REPORTING, RANKS_EXTREME)
+METRICS = (*STATISTICS.values(), RANKS_REPORTING, RANKS_EXTREME, RANKS_SAME_LOSS)

@@ -1,12 +1,14 @@
-"""Notes which rank exited first, as the agent of torchrun in this process sees it.
+"""Prints and notes which rank exited first, as the agent of torchrun in this process sees it.
 
-The next start reports the ranks that exited uncleanly, and reads the notes.
+The line is printed at once, before torchrun ends the other ranks. The next start reports the ranks
+that exited uncleanly, and reads the notes.
 """
 
 from __future__ import annotations
 
 import signal
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +16,15 @@ from typing import Any
 
 from ..common.exit_notes import ExitNote, write_exit_note
 from ..common.fail_open import FailOpen
-from ..memory.oom.killed_ranks import workers_of_host
+from ..common.liveness_file import ProcessMarker
+from ..memory.oom.killed_ranks import exit_headline, workers_of_host
 
 
 @contextmanager
 def record_worker_exits(runs: Path) -> Iterator[None]:
-    """Note the exits of this process's workers, of each attempt, while the context is open.
+    """Note and print the exits of this process's workers while the context is open.
+
+    Each attempt prints one line.
 
     Args:
         runs: The folder of run folders.
@@ -27,7 +32,8 @@ def record_worker_exits(runs: Path) -> Iterator[None]:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     original = LocalElasticAgent._monitor_workers
-    note = FailOpen().wrap("exit notes", write_notes)
+    # A failure is logged, and the next attempt is noted again.
+    note = FailOpen().wrap("exit notes", write_notes, is_kept=True)
 
     def monitor(agent: Any, worker_group: Any) -> Any:
         result = original(agent, worker_group)
@@ -44,7 +50,7 @@ def record_worker_exits(runs: Path) -> Iterator[None]:
 
 
 def write_notes(runs: Path, pids: Mapping[int, int], failures: Mapping[int, Any]) -> None:
-    """Write a note on each worker that has left its liveness file.
+    """Write a note on each worker that has left its liveness file, and print who exited first.
 
     Args:
         runs: The folder of run folders.
@@ -67,6 +73,24 @@ def write_notes(runs: Path, pids: Mapping[int, int], failures: Mapping[int, Any]
             text = f"exited {_how(code)}, after rank {first} had exited {how_first}"
         note = ExitNote(text=text, may_be_oom_kill=code == -signal.SIGKILL)
         write_exit_note(folder, process, "launcher", note)
+    sys.stderr.write(f"zerowatch: {_first_exit(first, pids, how_first, left)}\n")
+    sys.stderr.flush()
+
+
+def _first_exit(
+    first: int,
+    pids: Mapping[int, int],
+    how: str,
+    left: Mapping[tuple[int, int], tuple[Path, ProcessMarker]],
+) -> str:
+    """Return the line on the rank that exited first.
+
+    A rank that an exception ended has removed its liveness file, and has printed its traceback.
+    """
+    known = left.get((first, pids.get(first, -1)))
+    if known is not None:
+        return exit_headline(*known)
+    return f"rank {first} was the first rank of this host to exit, {how}; its own lines say why"
 
 
 def _how(code: int) -> str:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from ...metrics.catalog import communication
 from ...metrics.catalog.labels import COMPARED_PHASES
 from ...metrics.recorder import Recorder
+from ...metrics.step_record import StepRecord
 from ..collectives.groups import Groups, RankSet
 from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer
@@ -25,6 +26,7 @@ from .exchange.store_channel import PATIENCE_EXCHANGES, StoreChannel
 from .exchange.store_log import StoreConnection
 from .rank_figures import Figures, RankFigures
 from .rank_statistics import RankStatistics
+from .same_losses import LossWindows, SameLosses
 from .stragglers import StepTimes, StepTimeSampler, Straggler, compared_rank_set
 
 logger = logging.getLogger(__name__)
@@ -101,7 +103,12 @@ class ComparisonThread:
             recorder.start_counters((communication.EXCHANGE_FAILURES,))
         self._reporter = CompareReporter(recorder, rank, now)
         self._statistics = RankStatistics(recorder)
-        self._read_figures = fail_open.wrap("rank figures", RankFigures(recorder, now).read)
+        self._figures = RankFigures(recorder, now)
+        self._read_figures = fail_open.wrap("rank figures", self._figures.read)
+        self._loss_windows = LossWindows()
+        self._publish_same_losses = fail_open.wrap(
+            "same losses", SameLosses(recorder, world_size).publish
+        )
         self._publish_statistics = fail_open.wrap("rank statistics", self._statistics.publish)
         self._connection = None if clients is None else StoreConnection(clients, now)
         self._channel: StoreChannel | None = None
@@ -140,6 +147,14 @@ class ComparisonThread:
         """Whether another rank announces a hang."""
         channel = self._open_channel
         return channel is not None and channel.others_hang
+
+    def compare_losses(self) -> None:
+        """Compare the losses of the ranks, because each of them should have its own data."""
+        self._figures.read_losses = lambda: self._loss_windows.last
+
+    def on_step(self, record: StepRecord) -> None:
+        """Add the loss of a step, on the watch thread."""
+        self._loss_windows.add(record.step, record.loss)
 
     def start(self) -> None:
         """Start the thread."""
@@ -276,6 +291,7 @@ class ComparisonThread:
             figures |= channel.known_figures()
         if self._rank == 0:
             self._publish_statistics({} if channel is None else figures)
+            self._publish_same_losses(figures)
             figures = {}  # nobody reads them
         if channel is None:
             return

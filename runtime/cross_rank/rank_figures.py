@@ -20,9 +20,11 @@ from ...metrics.catalog.labels import NON_TRAINING_PHASES, PHASES
 from ...metrics.catalog.spec import MetricSpec
 from ...metrics.recorder import Recorder, Snapshot
 
-# The figures of a rank, in the order of `across_ranks.STATISTICS`; NaN if a figure is unknown.
+# The figures of a rank, in the order of `across_ranks.STATISTICS`, then the last window of losses
+# and their hash; NaN if a figure is unknown.
 Figures = npt.NDArray[np.float32]
-NUM_FIGURES = len(across_ranks.STATISTICS)
+NUM_FIGURES = len(across_ranks.STATISTICS) + 2
+LOSS_WINDOW, LOSS_HASH = NUM_FIGURES - 2, NUM_FIGURES - 1
 
 PERIOD_SECONDS = 60.0
 # Figures about steps are left out if the last step is older than this, and than three steps.
@@ -56,9 +58,13 @@ class RankFigures:
     Args:
         recorder: Holds the metrics.
         now: A monotonic clock, in seconds.
+
+    Attributes:
+        read_losses: Returns the last window of losses and their hash; NaN if they are unknown.
     """
 
     def __init__(self, recorder: Recorder, now: Callable[[], float] = time.monotonic) -> None:
+        self.read_losses: Callable[[], tuple[float, float]] = lambda: (math.nan, math.nan)
         self._recorder = recorder
         self._now = now
         # Only readings at which there was a new step.
@@ -78,7 +84,7 @@ class RankFigures:
             **self._of_steps(now, _of_device(snapshot, training.PEAK_FLOPS, device)),
             **self._of_device(snapshot, now, device),
         }
-        figures = (known.get(name) for name in across_ranks.STATISTICS)
+        figures = [*(known.get(name) for name in across_ranks.STATISTICS), *self.read_losses()]
         return np.array([math.nan if each is None else each for each in figures], np.float32)
 
     def _of_steps(self, now: float, peak_flops: float | None) -> dict[str, float | None]:

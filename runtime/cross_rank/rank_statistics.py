@@ -35,7 +35,8 @@ class RankStatistics:
         rows = [figures[rank] for rank in ranks.tolist()]
         columns = np.array(rows, np.float64).reshape(-1, NUM_FIGURES).T
         with self._recorder.commit():
-            for (figure, spec), column in zip(STATISTICS.items(), columns, strict=True):
+            statistics = columns[: len(STATISTICS)]
+            for (figure, spec), column in zip(STATISTICS.items(), statistics, strict=True):
                 is_known = ~np.isnan(column)
                 self._recorder.set(RANKS_REPORTING, int(is_known.sum()), figure)
                 self._publish_figure(figure, spec, ranks[is_known], column[is_known])

@@ -7,15 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
+
 from ...metrics.catalog.across_ranks import STATISTICS
 from ...metrics.step_record import StepRecord
 from ..collectives.groups import CollectiveCall
 from ..common.accelerator import training_device_index
 from ..common.rank_store import StoreClientFactory
+from ..common.torch_engine import TorchEngine
 from ..cross_rank.comparison_thread import ComparisonThread
 from ..cross_rank.error_analyzer import CollectiveErrorAnalyzer
 from ..cross_rank.hang.hang_context import HangContext
 from ..cross_rank.hang.hang_monitor import HangMonitor
+from ..estimator.engine_estimate import is_data_parallel
 from ..estimator.volume_check import WireVolumeCheck
 from ..instrumentation.profiled_steps import ProfiledSteps
 from ..instrumentation.watch_context import WatchContext
@@ -43,7 +47,10 @@ class ComparisonMonitor:
         self._hang_monitor = self._new_hang_monitor()
         self._thread.expected_pause = self._hang_monitor.expected_pause
         self.profiler = self._new_profiler()
+        if _each_rank_has_own_data(context.engine()):
+            self._thread.compare_losses()
         self.listeners: list[Callable[[StepRecord], object]] = [
+            fail_open.wrap("same losses", self._thread.on_step),
             fail_open.wrap("volume", self._check_volume),
             fail_open.wrap("hang", self._hang_monitor.on_step_end),
         ]
@@ -78,7 +85,7 @@ class ComparisonMonitor:
         return {
             rank: {
                 name: value
-                for name, value in zip(STATISTICS, figures.tolist(), strict=True)
+                for name, value in zip(STATISTICS, figures.tolist(), strict=False)
                 if not math.isnan(value)
             }
             for rank, figures in self._thread.rank_figures.items()
@@ -156,3 +163,15 @@ class ComparisonMonitor:
         on_device = training_device_index() is not None
         recorder = self._context.recorder
         return ProfiledSteps(every_steps, recorder, on_device=on_device) if every_steps else None
+
+
+def _each_rank_has_own_data(engine: Any) -> bool:
+    """Whether each rank of the job should train on its own samples: data parallelism alone.
+
+    The stages of a pipeline and the slices of a model share their samples.
+    """
+    if not isinstance(engine, TorchEngine):
+        return is_data_parallel(engine)
+    groups = [group for group, _ in engine.group_roles()]
+    roles = {role for _, role in engine.group_roles()}
+    return roles == {"dp"} and all(group.size() == dist.get_world_size() for group in groups)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...metrics.catalog import communication, devices, memory, overhead, training, tuner
+from ...metrics.catalog import across_ranks, communication, devices, memory, overhead, training, tuner
 from ...metrics.catalog.labels import CAUSE, NON_TRAINING_PHASES
 from ...metrics.catalog.spec import MetricSpec
 from ...metrics.thresholds import (
@@ -380,6 +380,7 @@ FIGURES: Mapping[str, str] = {
     "device_temperature_celsius": "highest temperature of a device",
     "straggler_score_ratio": "by what share of a step the slowest rank is behind the median rank",
     "loss": "mean loss of the last steps",
+    "same_losses": "1 if all ranks had equal losses, as when they are fed the same data",
     "gradient_norm_max": "highest gradient norm",
     "skipped_ratio": "share of steps whose update was skipped",
     "nonfinite_losses": "steps whose loss was nan or inf",
@@ -435,6 +436,7 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
         **_memory_figures(memories),
         **_device_figures(device_figures),
         **_loss_figures(run),
+        "same_losses": metrics.ranks.get(0, RankMetrics()).value(across_ranks.RANKS_SAME_LOSS.name),
         "straggler_score_ratio": max(
             (row.straggler_score for row in rows if row.straggler_score is not None), default=None
         ),
@@ -1117,6 +1119,7 @@ class _Evidence:
 def _findings(found: _Evidence) -> Iterator[Finding]:
     yield from _incident_findings(found)
     yield from _loss_findings(found)
+    yield from _data_findings(found)
     yield from _communication_findings(found)
     yield from _memory_findings(found)
     yield from _time_findings(found)
@@ -1182,6 +1185,18 @@ def _loss_findings(found: _Evidence) -> Iterator[Finding]:
             name="skipped_steps",
             sentence=f"{percent(ratio)} of the steps were skipped by gradient overflow.",
             advice="Train in bf16, or look for the cause of the overflows.",
+        )
+
+
+def _data_findings(found: _Evidence) -> Iterator[Finding]:
+    if found.figure("same_losses"):
+        yield Finding(
+            severity="critical",
+            name="same_losses",
+            sentence="The losses of all ranks were equal to the last digit, so the ranks were "
+            "probably fed the same samples.",
+            advice="Give each rank its own part of the data, such as by DistributedSampler. Ignore "
+            "this in a test that trains on one batch.",
         )
 
 

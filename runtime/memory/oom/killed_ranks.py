@@ -156,6 +156,29 @@ def detect_killed_ranks(
     return killed_ranks
 
 
+def exit_headline(folder: Path, process: ProcessMarker, root: Path = ROOT) -> str:
+    """Return one line on a process of this host that has just exited; the next start reports it.
+
+    Args:
+        folder: The run folder of the process.
+        process: The process, from its liveness file.
+        root: The root of the file system. Tests set another root.
+
+    Raises:
+        OSError: A file of the system or of the run folder cannot be read.
+
+    Examples:
+        >>> exit_headline(folder, process)
+        'rank 1 was the first rank of this host to exit, by SIGSEGV, after step 30; last reading...'
+    """
+    records = read_last_records(
+        folder, process.rank, process.started_at_unix_seconds, before_unix_seconds=math.inf
+    )
+    notes = read_exit_notes(folder, process)
+    finding = _finding(process, records, notes, died_together=1, root=root)
+    return _headline(process, finding, notes, records)
+
+
 def classify_exit(
     process: ProcessMarker,
     *,
@@ -351,26 +374,14 @@ def _report(
     try:
         (folder / FOLDER).mkdir(exist_ok=True)
         path.rename(folder / FOLDER / name)
-        same_boot = process.boot_id == boot_id(root)
+        died_together = sum(_is_same_launch(process, other) for other in together)
+        finding = _finding(process, records, notes, died_together=died_together, root=root)
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
             logger.info(
                 "%s cannot be moved, so it is reported again at each start: %s", path, error
             )
         return None
-    finding = classify_exit(
-        process,
-        same_boot=same_boot,
-        now=count_oom_kills_in(process.kills.cgroup_file, root),
-        died_together=sum(_is_same_launch(process, other) for other in together),
-        limit_ratio=_latest(records, "limit_ratio"),
-        risk_ratio=_latest(records, "risk_ratio"),
-        log=read_kernel_log(root),
-        last_seen=_last_seen(records),
-    )
-    if notes and not any(note.may_be_oom_kill for note in notes):
-        reason = "its exit is known, and was none by SIGKILL"
-        finding = ExitFinding(cause=ExitCause.OTHERWISE, reason=reason)
     is_oom = finding.cause in (ExitCause.OOM_KILLER, ExitCause.PROBABLY_OOM_KILLER)
     text = _report_text(process, finding, notes, records)
     report = _write(folder / ("oom" if is_oom else FOLDER), process.rank, text)
@@ -386,6 +397,34 @@ def _report(
         notes=notes,
         records=tuple(records),
         report=report,
+    )
+
+
+def _finding(
+    process: ProcessMarker,
+    records: Sequence[LastRecord],
+    notes: Sequence[ExitNote],
+    *,
+    died_together: int,
+    root: Path,
+) -> ExitFinding:
+    """Return the likely cause of an exit, by all that is known.
+
+    Raises:
+        OSError: The boot id of this host cannot be read.
+    """
+    if notes and not any(note.may_be_oom_kill for note in notes):
+        reason = "its exit is known, and was none by SIGKILL"
+        return ExitFinding(cause=ExitCause.OTHERWISE, reason=reason)
+    return classify_exit(
+        process,
+        same_boot=process.boot_id == boot_id(root),
+        now=count_oom_kills_in(process.kills.cgroup_file, root),
+        died_together=died_together,
+        limit_ratio=_latest(records, "limit_ratio"),
+        risk_ratio=_latest(records, "risk_ratio"),
+        log=read_kernel_log(root),
+        last_seen=_last_seen(records),
     )
 
 

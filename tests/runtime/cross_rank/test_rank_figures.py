@@ -38,7 +38,7 @@ class Run:
 
     def read(self) -> dict[str, float]:
         figures = self._figures.read().tolist()
-        named = zip(STATISTICS, figures, strict=True)
+        named = zip(STATISTICS, figures[: len(STATISTICS)], strict=True)
         return {name: value for name, value in named if not math.isnan(value)}
 
     def _step(self) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from fakes.clock import FakeClock
 from fakes.comparison_threads import INTERVAL_SECONDS, ComparedRank, ComparedRanks
+from recorded_runs import step_record
 from torch.distributed import HashStore
 
 from zerowatch.metrics.catalog import communication, memory
@@ -20,6 +21,7 @@ from zerowatch.metrics.catalog.across_ranks import (
     RANKS_EXTREME,
     RANKS_OOM_RISK,
     RANKS_REPORTING,
+    RANKS_SAME_LOSS,
     RANKS_STEP_DURATION,
     STATISTICS,
 )
@@ -32,7 +34,9 @@ from zerowatch.runtime.cross_rank.rank_statistics import RankStatistics
 
 
 def figures(**known: float) -> np.ndarray:
-    return np.array([known.get(name, math.nan) for name in STATISTICS], np.float32)
+    values = np.full(NUM_FIGURES, np.nan, np.float32)
+    values[: len(STATISTICS)] = [known.get(name, math.nan) for name in STATISTICS]
+    return values
 
 
 def statistics(snapshot: Snapshot, figure: str) -> dict[str, float]:
@@ -80,7 +84,7 @@ def test_their_number_does_not_depend_on_the_number_of_ranks() -> None:
 
     snapshot = recorder.snapshot()
     assert sum(len(snapshot.values[spec]) for spec in STATISTICS.values()) == 30
-    assert sum(len(snapshot.values[spec]) for spec in METRICS) == 60
+    assert sum(len(snapshot.values[spec]) for spec in METRICS if spec in snapshot.values) == 60
 
 
 class Job:
@@ -123,6 +127,34 @@ def test_rank_zero_has_the_statistics_of_all_ranks(num_ranks: int) -> None:
     assert snapshot.value(RANKS_REPORTING, "step_duration") == num_ranks
     assert snapshot.value(RANKS_EXTREME, "step_duration", "max") == np.argmax(durations)
     assert [rank.fail_open.failures for rank in job.ranks] == [{}] * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, 66])
+@pytest.mark.parametrize("is_same", [True, False])
+def test_rank_zero_finds_equal_losses_in_the_reports_of_all_ranks(
+    num_ranks: int, is_same: bool
+) -> None:
+    job = Job(num_ranks)
+    for rank in job.ranks:
+        rank.thread.compare_losses()
+        for step in range(1, 100):
+            has_own_data = not is_same and rank.rank == num_ranks - 1
+            loss = 1 / step + (1e-9 if has_own_data else 0.0)
+            rank.thread.on_step(step_record(step, loss=loss))
+
+    snapshot = job.exchange(times=3)
+
+    assert snapshot.value(RANKS_SAME_LOSS) == is_same
+    assert RANKS_SAME_LOSS not in job.ranks[1].recorder.snapshot().values
+
+
+def test_losses_are_not_compared_where_ranks_share_samples() -> None:
+    job = Job(2)
+    for rank in job.ranks:
+        for step in range(1, 100):
+            rank.thread.on_step(step_record(step))
+
+    assert RANKS_SAME_LOSS not in job.exchange(times=3).values
 
 
 def test_other_ranks_publish_no_statistics() -> None:

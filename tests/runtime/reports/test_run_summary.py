@@ -12,7 +12,7 @@ import pytest
 from recorded_metrics import RecordedRank
 from recorded_runs import step_record, write_run
 
-from zerowatch.metrics.catalog import communication, memory, overhead, training
+from zerowatch.metrics.catalog import across_ranks, communication, memory, overhead, training
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.reports.run_summary import FIGURES, RunSummary, summary_of
@@ -40,6 +40,18 @@ def record_metrics(recorder: Recorder, *, straggler: float = 0.0) -> None:
     recorder.set(memory.MEMORY_BASELINE, 500e6, "cpu")
     recorder.set(memory.MEMORY_HEADROOM, 1.3e9, "cpu")
     recorder.add(overhead.WATCH_SECONDS, 0.05, "hooks")
+
+
+def test_equal_losses_on_all_ranks_are_the_verdict(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with RecordedRank(folder, 0) as rank:
+        record_metrics(rank.recorder)
+        rank.recorder.set(across_ranks.RANKS_SAME_LOSS, 1)
+
+    summary = summary_of(folder)
+
+    assert summary.findings[0].name == "same_losses"
+    assert "same samples" in summary.verdict
 
 
 def test_times_are_shares_of_the_training_time_of_all_ranks(tmp_path: Path) -> None:

@@ -524,6 +524,26 @@ def test_the_launcher_notes_which_rank_exited_first(tmp_path: Path) -> None:
     assert [note.may_be_oom_kill for note in notes] == [False, False, True, False]
 
 
+def test_the_launcher_prints_one_line_on_the_rank_that_exited_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line must not wait for the next start; the other ranks only follow."""
+    host = socket.gethostname()
+    leave_markers(tmp_path / "one", *(process(rank=r, pid=100 + r, host=host) for r in range(2)))
+
+    write_notes(tmp_path, {0: 100, 1: 101}, failures({1: -signal.SIGSEGV, 0: -signal.SIGTERM}))
+    write_notes(tmp_path, {2: 102, 3: 103}, failures({3: 1, 2: -signal.SIGTERM}))
+
+    killed, raised = capsys.readouterr().err.splitlines()
+    assert killed == (
+        "zerowatch: rank 1 was the first rank of this host to exit, by SIGSEGV, "
+        "before its first record"
+    )
+    assert raised.startswith(
+        "zerowatch: rank 3 was the first rank of this host to exit, with code 1"
+    )
+
+
 def test_the_launcher_notes_nothing_on_processes_of_others_with_the_same_id(tmp_path: Path) -> None:
     own = process(host=socket.gethostname(), started_at_unix_seconds=2000.0)
     others = {
