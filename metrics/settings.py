@@ -206,6 +206,10 @@ class ProfileSettings(Section):
 
     every_steps: int = Field(default=0, ge=0)
     """Profile every n-th step; 0 is never. The first profiled step takes a second longer."""
+    max_traces: int = Field(default=3, ge=0)
+    """Traces kept of each of the first 8 ranks in `traces/` of the run folder, for Perfetto and
+    chrome://tracing; 0 writes none. Python stands still while a trace is written: about a second
+    for a trace of 50 MB."""
 
 
 def _base_url(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Runs every n-th step under PyTorch's profiler, to verify the measured times.
+"""Runs every n-th step under PyTorch's profiler: verifies the measured times, writes traces.
 
 This is off by default. The first profiled step takes a second longer, the profiler slows every
 profiled step, and on a device the end of the step waits for the device. A profile starts and ends
@@ -22,6 +22,7 @@ from ...metrics.step_record import StepRecord
 from ..collectives.comm_time import Interval, IntervalUnion
 from ..common import accelerator
 from ..common.patching import PatchSet
+from .trace_files import TraceFiles
 
 # The name of the profiler event that spans the step.
 MARK = "zerowatch: profiled step"
@@ -67,8 +68,15 @@ class ProfiledSteps:
     script starts a profile, the profile of this class therefore ends first.
     """
 
-    def __init__(self, every_steps: int, recorder: Recorder, *, on_device: bool) -> None:
-        self._every_steps = every_steps
+    def __init__(
+        self,
+        every_steps: int,
+        recorder: Recorder,
+        *,
+        on_device: bool,
+        traces: TraceFiles | None = None,
+    ) -> None:
+        self._every_steps, self._traces = every_steps, traces
         self._recorder = recorder
         self._on_device = on_device
         self._profile: Any = None
@@ -89,6 +97,8 @@ class ProfiledSteps:
         if finished is None or finished[0] > record.step:
             return
         self._finished = None
+        if self._traces is not None:
+            self._traces.save(*finished)
         if finished[0] < record.step:  # its record was lost
             return
         overlap = read_overlap(finished[1].events(), on_device=self._on_device)

@@ -22,6 +22,7 @@ from ..cross_rank.hang.hang_monitor import HangMonitor
 from ..estimator.engine_estimate import is_data_parallel
 from ..estimator.volume_check import WireVolumeCheck
 from ..instrumentation.profiled_steps import ProfiledSteps
+from ..instrumentation.trace_files import TraceFiles
 from ..instrumentation.watch_context import WatchContext
 
 
@@ -159,10 +160,15 @@ class ComparisonMonitor:
         return engine is None or engine.module.training
 
     def _new_profiler(self) -> ProfiledSteps | None:
-        every_steps = self._context.settings.profile.every_steps
-        on_device = training_device_index() is not None
-        recorder = self._context.recorder
-        return ProfiledSteps(every_steps, recorder, on_device=on_device) if every_steps else None
+        context, settings = self._context, self._context.settings.profile
+        if not settings.every_steps:
+            return None
+        return ProfiledSteps(
+            settings.every_steps,
+            context.recorder,
+            on_device=training_device_index() is not None,
+            traces=TraceFiles(context.folder, context.identity.rank, settings.max_traces),
+        )
 
 
 def _each_rank_has_own_data(engine: Any) -> bool:

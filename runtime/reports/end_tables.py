@@ -88,6 +88,10 @@ def _time_table(summary: RunSummary) -> Table:
     table.add_row(
         "of which training waited for it", _part_of(step_seconds, exposed), percent(exposed)
     )
+    if (bubble := figures["pipeline_bubble_ratio"]) is not None:
+        table.add_row(
+            "  bubble: a stage waited for another", _part_of(step_seconds, bubble), percent(bubble)
+        )
     for cause in summary.causes:
         if cause.ratio >= MIN_RATIO:
             table.add_row(

@@ -17,7 +17,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...metrics.catalog import across_ranks, communication, devices, memory, overhead, training, tuner
+from ...metrics.catalog import (
+    across_ranks,
+    communication,
+    devices,
+    memory,
+    overhead,
+    training,
+    tuner,
+)
 from ...metrics.catalog.labels import CAUSE, NON_TRAINING_PHASES
 from ...metrics.catalog.spec import MetricSpec
 from ...metrics.thresholds import (
@@ -361,6 +369,7 @@ FIGURES: Mapping[str, str] = {
     "latency_ratio": "exposed communication, by the fixed cost of each call",
     "redundancy_ratio": "exposed communication, by bytes beyond what the ZeRO stage needs",
     "bandwidth_ratio": "exposed communication, by the speed of the link",
+    "pipeline_bubble_ratio": "stages of a pipeline waiting for another stage, without transfer",
     "data_ratio": "loading data",
     "forward_ratio": "forward",
     "backward_ratio": "backward",
@@ -1013,8 +1022,19 @@ def _communication_figures(
         "comm_volume_ratio": max((v for v in volume if v is not None), default=None),
         "comm_coverage_ratio": min((v for v in coverage if v is not None), default=None),
         "link_bandwidth_ratio": min(_link_ratios(metrics), default=None),
+        "pipeline_bubble_ratio": _pipeline_bubble(metrics),
         "mfu_ratio": sum(mfu) / len(mfu) if mfu else None,
     }
+
+
+def _pipeline_bubble(metrics: RecordedMetrics) -> float | None:
+    """Return the share of training time in which a stage waited for another; None if no stages."""
+    waits = [
+        (wait, _metrics_training_seconds(rank))
+        for rank in metrics.ranks.values()
+        if (wait := rank.total(communication.COMM_WAIT_SECONDS.name, group="pp")) is not None
+    ]
+    return _ratio(sum(wait for wait, _ in waits), sum(seconds for _, seconds in waits))
 
 
 def _link_ratios(metrics: RecordedMetrics) -> Iterator[float]:
@@ -1251,6 +1271,11 @@ def _communication_findings(found: _Evidence) -> Iterator[Finding]:
 
 def _advice_on_cause(cause: str | None, found: _Evidence) -> str:
     stage = found.facts.info.get("zero_stage", "")
+    if cause == "imbalance" and found.figure("pipeline_bubble_ratio"):
+        return (
+            "Give the pipeline more micro-batches per step (gradient_accumulation_steps), and its "
+            "stages equal work (partition_method)."
+        )
     if cause == "imbalance":
         return (
             "Look at the slowest rank in the table of ranks. If batches differ in length, sort or "

@@ -42,6 +42,27 @@ def record_metrics(recorder: Recorder, *, straggler: float = 0.0) -> None:
     recorder.add(overhead.WATCH_SECONDS, 0.05, "hooks")
 
 
+def test_the_bubble_of_a_pipeline_is_the_wait_of_its_stages(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    for number, wait in enumerate((0.5, 1.5)):
+        with RecordedRank(folder, number) as rank:
+            record_metrics(rank.recorder)
+            rank.recorder.add(communication.COMM_WAIT_SECONDS, wait, "pp")
+
+    summary = summary_of(folder)
+
+    assert summary.figures["pipeline_bubble_ratio"] == pytest.approx(2.0 / 10.0)
+    assert "gradient_accumulation_steps" in summary.findings[0].advice
+
+
+def test_a_job_without_stages_has_no_bubble(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with RecordedRank(folder, 0) as rank:
+        record_metrics(rank.recorder)
+
+    assert summary_of(folder).figures["pipeline_bubble_ratio"] is None
+
+
 def test_equal_losses_on_all_ranks_are_the_verdict(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     with RecordedRank(folder, 0) as rank:
