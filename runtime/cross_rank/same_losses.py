@@ -12,6 +12,7 @@ import math
 import struct
 import zlib
 from collections.abc import Mapping
+from itertools import pairwise
 
 from ...metrics.catalog.across_ranks import RANKS_SAME_LOSS
 from ...metrics.recorder import Recorder
@@ -58,7 +59,7 @@ class LossWindows:
 
     def _hash(self) -> float:
         losses = self._losses
-        changes = sum(before != after for before, after in zip(losses, losses[1:], strict=False))
+        changes = sum(before != after for before, after in pairwise(losses))
         is_known = len(losses) == WINDOW_STEPS and all(map(math.isfinite, losses))
         if not is_known or changes < MIN_CHANGES:
             return math.nan

@@ -18,8 +18,6 @@ from zerowatch.runtime.cross_rank.rank_figures import (
 )
 from zerowatch.runtime.cross_rank.same_losses import WINDOW_STEPS, LossWindows, SameLosses
 
-Chance = np.random.Generator
-
 
 def windows_of(losses: list[float], first_step: int = 1) -> LossWindows:
     windows = LossWindows()

@@ -43,7 +43,12 @@ def record_metrics(recorder: Recorder, *, straggler: float = 0.0) -> None:
 
 
 def test_the_bubble_of_a_pipeline_is_the_wait_of_its_stages(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(
+            step, comm_exposed_seconds=0.2, comm_exposed_phase_seconds={"backward": 0.2}
+        )
+
+    folder = write_run(tmp_path / "run", record=record)
     for number, wait in enumerate((0.5, 1.5)):
         with RecordedRank(folder, number) as rank:
             record_metrics(rank.recorder)
