@@ -7,8 +7,9 @@ PYTHONS := $(or $(PYTHON),python3.11 python3.12 python3.13 python3)
 PIP_INSTALL := $(VENV_PYTHON) -m pip --disable-pip-version-check install -qq -c constraints.txt
 SOURCES := $(wildcard *.py) $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 
-# The servers that tests start, as program:package.
-SERVERS := promtool:prometheus amtool:prometheus-alertmanager kubectl:kubernetes-client
+# The servers and other programs that tests start, as program:package.
+SERVERS := promtool:prometheus amtool:prometheus-alertmanager kubectl:kubernetes-client \
+  tmux:tmux
 
 .PHONY: demo test test-all check bench bench-oom verify-gpu docs fmt clean servers
 

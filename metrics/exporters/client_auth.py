@@ -24,6 +24,34 @@ logger = logging.getLogger(__name__)
 REALM = "zerowatch"
 
 
+def authorization_header(token_file: Path | None, basic_auth_file: Path | None) -> str | None:
+    """Return the header Authorization with which a client is admitted; None without a file.
+
+    The files are those of `serve.auth_token_file` and `serve.basic_auth_file`. Of several users the
+    first is taken, and a token comes before users.
+
+    Raises:
+        SettingsError: A file cannot be read, or contains no secret.
+    """
+    if token_file is not None:
+        return f"Bearer {_first_secret('auth_token_file', token_file, _token).decode('latin-1')}"
+    if basic_auth_file is not None:
+        user = _first_secret("basic_auth_file", basic_auth_file, _users)
+        return f"Basic {base64.b64encode(user).decode()}"
+    return None
+
+
+def _first_secret(setting: str, path: Path, parse: Callable[[bytes], list[bytes]]) -> bytes:
+    try:
+        regular_file_status(path)
+        secrets = parse(path.read_bytes())
+    except OSError as error:
+        raise _file_error(setting, f"cannot read {path} ({error.strerror})") from None
+    if not secrets:
+        raise _file_error(setting, f"{path} contains none")
+    return secrets[0]
+
+
 class ClientAuth:
     """The clients that may read the metrics. Without a secret file, everybody may.
 
@@ -102,17 +130,19 @@ class _SecretFile:
                 return
             content = self._path.read_bytes()
         except OSError as error:
-            raise self._error(f"cannot read {self._path} ({error.strerror})") from None
+            fault = f"cannot read {self._path} ({error.strerror})"
+            raise _file_error(self._setting, fault) from None
         secrets = self._parse(content)
         if not secrets:
-            raise self._error(f"{self._path} contains none")
+            raise _file_error(self._setting, f"{self._path} contains none")
         self._version, self._digests = version, [_digest(secret) for secret in secrets]
 
-    def _error(self, fault: str) -> SettingsError:
-        content = "one line user:password per user" if "basic" in self._setting else "the token"
-        return SettingsError(
-            f"serve.{self._setting}: {fault}; give a file that this user may read, with {content}"
-        )
+
+def _file_error(setting: str, fault: str) -> SettingsError:
+    content = "one line user:password per user" if "basic" in setting else "the token"
+    return SettingsError(
+        f"serve.{setting}: {fault}; give a file that this user may read, with {content}"
+    )
 
 
 def _version(path: Path) -> tuple[int, ...]:

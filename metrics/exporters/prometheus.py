@@ -1,9 +1,12 @@
-"""Renders a snapshot as text with prometheus_client. No other file imports that library."""
+"""Renders a snapshot as text, and reads such text, with prometheus_client.
+
+No other file imports that library.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate, chain
 
 from prometheus_client import GCCollector, ProcessCollector
@@ -18,6 +21,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.exposition import choose_encoder, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from ..catalog.spec import MetricSpec
@@ -64,6 +68,39 @@ def content_type_for(accept_header: str) -> str:
 def is_openmetrics(content_type: str) -> bool:
     """Whether a content type is OpenMetrics. All versions of OpenMetrics get the same text."""
     return content_type.startswith("application/openmetrics-text")
+
+
+def read_exposition(text: str, specs: Iterable[MetricSpec]) -> Snapshot:
+    """Return the values of some metrics from text in the classic format, as `exposition` renders.
+
+    Histograms are left out. A metric with `serve.detail = "lean"` has fewer label values.
+
+    Args:
+        text: The text of one rank.
+        specs: The metrics to read; all others are skipped, which saves most of the time.
+
+    Raises:
+        ValueError: The text is not in this format.
+
+    Examples:
+        >>> _, text = exposition(recorder.snapshot(), 0, "")
+        >>> read_exposition(text.decode(), [STEPS]).value(STEPS)
+        2.0
+    """
+    by_name = {spec.name: spec for spec in specs}
+    chosen = [line for line in text.splitlines() if _sample_name(line) in by_name]
+    values: dict[MetricSpec, dict[LabelValues, float]] = {}
+    for family in text_string_to_metric_families("\n".join([*chosen, ""])):
+        for sample in family.samples:
+            spec = by_name[sample.name]
+            known = (sample.labels.get(name) for name in spec.label_names)
+            labels = tuple(value for value in known if value is not None)
+            values.setdefault(spec, {})[labels] = sample.value
+    return Snapshot(values=values, distributions={})
+
+
+def _sample_name(line: str) -> str:
+    return line.partition("{")[0].partition(" ")[0]
 
 
 def process_samples() -> Iterator[tuple[Metric, str, dict[str, str], float]]:

@@ -1,0 +1,449 @@
+"""Scrapes the ranks of a run that is active, and computes what the terminal shows of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...metrics.catalog import (
+    across_ranks,
+    communication,
+    devices,
+    memory,
+    overhead,
+    training,
+    tuner,
+)
+from ...metrics.catalog.labels import CAUSE, NON_TRAINING_PHASES, PHASES
+from ...metrics.catalog.memory import MEMORY_CATEGORIES
+from ...metrics.exporters.prometheus import read_exposition
+from ...metrics.recorder import Snapshot
+from ...metrics.thresholds import STRAGGLER_SCORE_HIGH
+from ..live_page.run_state import Ranks, run_state
+from .http_client import NoAnswerError
+from .recent_seconds import RecentSeconds, Spent, combined
+from .run_view import (
+    AlertView,
+    MemoryView,
+    RankState,
+    RankView,
+    RunView,
+    Share,
+    TunerView,
+)
+
+# Ranks that are scraped at a time, and threads for that. Of more ranks, the others are scraped in
+# turn; rank 0 each time.
+MAX_SCRAPES = 64
+THREADS = 16
+OWN_SIGNALS = "the ranks' own signals"
+_METRICS = (
+    *training.METRICS,
+    *communication.METRICS,
+    *memory.METRICS,
+    *devices.METRICS,
+    *across_ranks.METRICS,
+    *tuner.METRICS,
+    *overhead.METRICS,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A rank to scrape. `url` is that of its /metrics."""
+
+    rank: int
+    node: str
+    url: str
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rank:
+    """The scrapes of one rank.
+
+    Attributes:
+        tried_at: Monotonic seconds of the last scrape.
+        answered_at: Monotonic seconds of the last one with an answer.
+        error: Why the last one had none.
+    """
+
+    target: Target
+    recent: RecentSeconds = field(default_factory=RecentSeconds)
+    snapshot: Snapshot | None = None
+    tried_at: float = float("-inf")
+    answered_at: float | None = None
+    error: str = ""
+
+    @property
+    def state(self) -> RankState:
+        if self.snapshot is not None and _has_ended(self.snapshot):
+            return "ended"
+        return "no answer" if self.error or self.snapshot is None else "running"
+
+
+class LiveRun:
+    """The ranks of one run, scraped again with each `read`.
+
+    Args:
+        run_id: The run.
+        source: Where the targets are from, to show it.
+        get: Returns the body of a page; raises NoAnswerError.
+        now: A monotonic clock, in seconds.
+        unix_now: A clock that returns Unix seconds.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        source: str,
+        get: Callable[[str], bytes],
+        *,
+        now: Callable[[], float] = time.monotonic,
+        unix_now: Callable[[], float] = time.time,
+    ) -> None:
+        self._run_id, self._source, self._get = run_id, source, get
+        self._now, self._unix_now = now, unix_now
+        self._ranks: dict[int, _Rank] = {}
+
+    @property
+    def answers(self) -> bool:
+        """Whether any rank has answered its last scrape."""
+        return any(rank.snapshot and not rank.error for rank in self._ranks.values())
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all ranks have ended."""
+        return bool(self._ranks) and all(r.state == "ended" for r in self._ranks.values())
+
+    def read(self, targets: Iterable[Target], notes: Sequence[str] = ()) -> RunView:
+        """Scrape the ranks and return the run at this moment.
+
+        Args:
+            targets: All ranks.
+            notes: What else could not be read, to show it.
+        """
+        for target in targets:
+            known = self._ranks.get(target.rank)
+            if known is None:
+                self._ranks[target.rank] = _Rank(target=target)
+            else:
+                known.target = target
+        self._scrape()
+        return self._view(notes)
+
+    def _scrape(self) -> None:
+        by_age = sorted(
+            (rank for rank in self._ranks.values() if rank.state != "ended" or not rank.error),
+            key=lambda rank: (rank.target.rank != 0, rank.tried_at),
+        )
+        waiting = deque(by_age[:MAX_SCRAPES])
+
+        def work() -> None:
+            while waiting:
+                try:
+                    rank = waiting.popleft()
+                except IndexError:  # another thread was faster
+                    return
+                self._scrape_rank(rank)
+
+        # Daemon threads: the program can end while a host does not answer.
+        threads = [
+            threading.Thread(target=work, name="zerowatch-top-scrape", daemon=True)
+            for _ in range(min(THREADS, len(waiting)))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _scrape_rank(self, rank: _Rank) -> None:
+        rank.tried_at = self._now()
+        try:
+            text = self._get(rank.target.url).decode()
+            snapshot = read_exposition(text, _METRICS)
+            if training.RUN_ACTIVE not in snapshot.values:
+                raise NoAnswerError("its answer has no metrics of a run")
+        except NoAnswerError as error:
+            rank.error = str(error)
+            return
+        except ValueError:
+            rank.error = "its answer is not in the format of Prometheus"
+            return
+        rank.error, rank.snapshot, rank.answered_at = "", snapshot, self._now()
+        rank.recent.add(snapshot, now=rank.answered_at)
+
+    def _view(self, notes: Sequence[str]) -> RunView:
+        now = self._unix_now()
+        ranks = [self._ranks[rank] for rank in sorted(self._ranks)]
+        rows = [self._rank_view(rank) for rank in ranks]
+        shown = [rank for rank in ranks if rank.snapshot and rank.state != "no answer"]
+        spent = [(rank, rank.recent.spent()) for rank in shown]
+        # Sums need ranks of the same period: a rank that was restarted has only its start.
+        first = spent[0][1] if spent else None
+        total = combined(each for _, each in spent if first and each.is_whole == first.is_whole)
+        lead = self._ranks.get(0)
+        snapshot = lead.snapshot if lead is not None and lead.snapshot is not None else _NOTHING
+        thresholds = {
+            name: value
+            for (name,), value in snapshot.values.get(training.ALERT_THRESHOLD, {}).items()
+        }
+        limit = thresholds.get(STRAGGLER_SCORE_HIGH.name, float(STRAGGLER_SCORE_HIGH))
+        state: Mapping[str, Any] = run_state(
+            snapshot,
+            recent=lead.recent.spent().point(now) if lead and lead.snapshot else None,
+            ranks=Ranks(
+                figures={},
+                slow={rank.target.rank: slow for rank in shown if (slow := _slow(rank, limit))},
+                addresses={},
+                nodes={},
+            ),
+            thresholds=thresholds,
+            run_id=self._run_id,
+            now=now,
+        )
+        return RunView(
+            run_id=self._run_id,
+            status=state["status"] if lead and lead.state != "no answer" else "no answer",
+            source=self._source,
+            is_live=True,
+            at=now - min((r.age_seconds for r in rows if r.age_seconds is not None), default=0.0),
+            period=_period(total),
+            facts=list(_facts(snapshot, state, rows, total)),
+            phases=_phases(total),
+            exposed=_exposed(total),
+            causes=_causes(total),
+            memory=_memory(shown),
+            ranks=rows,
+            alerts=[
+                *(AlertView(name=p["alert"], **_without(p, "alert")) for p in state["problems"]),
+                *_of_other_ranks(ranks),
+            ],
+            alerts_source=OWN_SIGNALS,
+            tuner=_tuner(state["tuner"]),
+            straggler_threshold=limit,
+            notes=[*notes, *_missing(snapshot, rows)],
+        )
+
+    def _rank_view(self, rank: _Rank) -> RankView:
+        target, snapshot = rank.target, rank.snapshot
+        age = None if rank.answered_at is None else self._now() - rank.answered_at
+        row = RankView(
+            rank=target.rank, node=target.node, state=rank.state, note=rank.error, age_seconds=age
+        )
+        if snapshot is None or rank.state == "no answer":
+            return row
+        spent = rank.recent.spent()
+        scores = {
+            phase: score
+            for (phase,), score in snapshot.values.get(communication.STRAGGLER_SCORE, {}).items()
+        }
+        slowest = max(scores, key=lambda phase: scores[phase], default=None)
+        memories = _memory([rank])
+        utilization = snapshot.values.get(devices.DEVICE_UTILIZATION, {})
+        return RankView(
+            rank=target.rank,
+            node=target.node,
+            state=rank.state,
+            age_seconds=age,
+            steps=int(snapshot.total(training.STEPS)),
+            step_seconds=snapshot.value(training.STEP_DURATION_QUANTILE, "0.5"),
+            exposed_ratio=_ratio(spent.exposed, spent.training_seconds),
+            wait_ratio=_ratio(spent.wait, spent.training_seconds),
+            data_ratio=_ratio(spent.phases.get("data"), spent.training_seconds),
+            memory_ratio=_highest(_ratio(m.peak_bytes, m.limit_bytes) for m in memories),
+            risk_ratio=_highest(m.risk_ratio for m in memories),
+            utilization_ratio=_highest(
+                value for (name,), value in utilization.items() if name != "cpu"
+            ),
+            mfu_ratio=snapshot.value(training.MFU),
+            straggler_score=scores[slowest] if slowest else None,
+            straggler_phase=slowest,
+        )
+
+
+_NOTHING = Snapshot(values={}, distributions={})
+
+
+def _has_ended(snapshot: Snapshot) -> bool:
+    return training.RUN_END_INFO in snapshot.values or snapshot.value(training.RUN_ACTIVE) == 0
+
+
+def _slow(rank: _Rank, limit: float) -> dict[str, float]:
+    snapshot = rank.snapshot or _NOTHING
+    scores = snapshot.values.get(communication.STRAGGLER_SCORE, {})
+    return {phase: score for (phase,), score in scores.items() if score > limit}
+
+
+def _period(total: Spent | None) -> str:
+    if total is None:
+        return "no values yet"
+    return "since the start" if total.is_whole else f"last {total.period_seconds:.0f} s"
+
+
+def _facts(
+    snapshot: Snapshot, state: Mapping[str, Any], rows: Sequence[RankView], total: Spent | None
+) -> Iterator[tuple[str, str]]:
+    def fact(name: str, value: float | None, form: str, unit: str = "") -> Iterator[Any]:
+        if value is not None:
+            yield name, f"{value:{form}}{unit}"
+
+    known = state["training"]
+    yield from fact("steps", known["steps"], ",.0f")
+    quantiles = known["step_seconds"]
+    for name, quantile in (("step p50", "0.5"), ("p99", "0.99")):
+        if quantile in quantiles:
+            yield name, format_seconds(quantiles[quantile])
+    is_complete = total is not None and total.ranks == snapshot.value(training.WORLD_SIZE)
+    if is_complete and total is not None:  # else a sum over ranks would be too low
+        seconds = sum(total.phases.values()) / total.ranks
+        for name, amount in (("tokens/s", total.tokens), ("samples/s", total.samples)):
+            if amount:
+                yield from fact(name, _ratio(amount, seconds), ",.4g")
+                break
+    yield from fact("loss", known["loss"], ".4g")
+    mfu = [row.mfu_ratio for row in rows if row.mfu_ratio is not None]
+    yield from fact("MFU", sum(mfu) / len(mfu) if mfu else None, ".1%")
+    yield from fact("grad norm", known["gradient_norm"], ".3g")
+    yield from fact("lr", known["learning_rate"], ".3g")
+    yield from fact("skipped", known["skipped"] or None, ".0f")
+    info = state["run"]
+    if stage := info.get("zero_stage"):
+        yield "ZeRO", stage
+    if backend := info.get("backend"):
+        yield "backend", backend
+    yield from fact("attempt", info["attempt"] or None, ".0f")
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration with three digits and its unit, such as "123 ms" or "1.53 s"."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.1f} min"
+
+
+def _share(name: str, seconds: float, total: Spent) -> Share:
+    return Share(
+        name=name,
+        ratio=seconds / total.training_seconds if total.training_seconds else 0.0,
+        seconds_per_step=_ratio(seconds, total.steps),
+    )
+
+
+def _phases(total: Spent | None) -> list[Share]:
+    if total is None:
+        return []
+    in_order = [phase for phase in PHASES if phase not in NON_TRAINING_PHASES]
+    return [
+        _share(phase, total.phases[phase], total)
+        for phase in (*in_order, *NON_TRAINING_PHASES)
+        if total.phases.get(phase)
+    ]
+
+
+def _exposed(total: Spent | None) -> Share | None:
+    if total is None or total.exposed is None or not total.training_seconds:
+        return None
+    return _share("exposed", total.exposed, total)
+
+
+def _causes(total: Spent | None) -> list[Share]:
+    if total is None or not total.exposed or not total.causes:
+        return []
+    causes = [_share(cause, total.causes.get(cause, 0.0), total) for cause in CAUSE.values]
+    rest = max(0.0, total.exposed - sum(total.causes.values()))
+    causes.sort(key=lambda cause: -cause.ratio)
+    return [*causes, *([_share("unknown", rest, total)] if rest > 0.005 * total.exposed else [])]
+
+
+def _memory(ranks: Sequence[_Rank]) -> list[MemoryView]:
+    """Return, for each kind of device, the rank that is nearest to the limit."""
+    nearest: dict[str, tuple[tuple[float, float], MemoryView]] = {}
+    for rank in ranks:
+        snapshot = rank.snapshot or _NOTHING
+        for device in {
+            labels[0]
+            for spec in (memory.MEMORY_PEAK, memory.MEMORY_LIMIT)
+            for labels in snapshot.values.get(spec, {})
+        }:
+            view = _memory_view(snapshot, device, rank.target.rank)
+            used = _ratio(view.peak_bytes, view.limit_bytes) or 0.0
+            key = (round(view.risk_ratio or 0.0, 2), used)
+            kind = device.partition(":")[0]
+            if kind not in nearest or key > nearest[kind][0]:
+                nearest[kind] = key, view
+    return [nearest[kind][1] for kind in sorted(nearest, key=lambda kind: (kind == "cpu", kind))]
+
+
+def _memory_view(snapshot: Snapshot, device: str, rank: int) -> MemoryView:
+    categories = {
+        category: value
+        for category in MEMORY_CATEGORIES
+        if (value := snapshot.value(memory.MEMORY_CATEGORY_BYTES, device, category))
+    }
+    if baseline := snapshot.value(memory.MEMORY_BASELINE, device):
+        categories["baseline"] = baseline
+    return MemoryView(
+        device=f"{device} rank {rank}",
+        peak_bytes=snapshot.value(memory.MEMORY_PEAK, device, "allocated"),
+        limit_bytes=snapshot.value(memory.MEMORY_LIMIT, device),
+        predicted_bytes=snapshot.value(memory.MEMORY_PREDICTED_PEAK, device),
+        risk_ratio=snapshot.value(memory.OOM_RISK, device),
+        categories=dict(sorted(categories.items(), key=lambda item: -item[1])),
+    )
+
+
+def _of_other_ranks(ranks: Sequence[_Rank]) -> Iterator[AlertView]:
+    """Yield what rank 0's metrics do not show of the other ranks."""
+    for rank in ranks:
+        number, snapshot = rank.target.rank, rank.snapshot
+        if rank.state == "no answer":
+            yield AlertView(
+                severity="critical",
+                name="no answer",
+                text=f"rank {number} on {rank.target.node} does not answer: {rank.error}",
+            )
+        elif number and snapshot is not None and snapshot.value(communication.HANG_ACTIVE):
+            yield AlertView(
+                severity="critical",
+                name="ZerowatchRankHung",
+                text=f"rank {number} makes no progress; the report is in the run folder",
+            )
+
+
+def _missing(snapshot: Snapshot, rows: Sequence[RankView]) -> Iterator[str]:
+    world_size = snapshot.value(training.WORLD_SIZE)
+    if world_size is not None and len(rows) < world_size:
+        yield f"{world_size - len(rows):.0f} of {world_size:.0f} ranks are not among the targets"
+
+
+def _tuner(tuner: Mapping[str, Any]) -> TunerView:
+    gains = tuner["gains"]
+    knobs = {
+        name: f"{value:,.6g}" + (f" ({gains[name]:+.0%})" if name in gains else "")
+        for name, value in tuner["knobs"].items()
+    }
+    return TunerView(
+        state=tuner["state"],
+        symptoms=dict(sorted(tuner["symptoms"].items(), key=lambda item: -item[1])),
+        knobs=knobs,
+        decisions=[
+            f"{number:.0f} {verdict.replace('_', ' ')}"
+            for verdict, number in tuner["decisions"].items()
+        ],
+    )
+
+
+def _without(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != name}
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None
+
+
+def _highest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)

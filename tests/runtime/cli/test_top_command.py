@@ -1,0 +1,75 @@
+"""Tests of the command `top`: its errors before the screen opens, and what it imports.
+
+Covers `top_command.py`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerowatch.__main__ import main
+from zerowatch.runtime.cli import top_command
+
+NO_ADDRESS = "127.0.0.1:9"
+
+
+def error_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> str:
+    monkeypatch.setattr(sys, "argv", ["zerowatch", "top", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Standard input and output that are a terminal, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(top_command, "has_terminal", lambda: True)
+
+
+def test_without_textual_the_command_that_installs_it_is_named(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(top_command, "find_spec", lambda name: None)
+
+    assert "pip install 'zerowatch[top]'" in error_of(monkeypatch, capsys)
+
+
+def test_without_a_terminal_the_report_is_named(monkeypatch, capsys) -> None:
+    error = error_of(monkeypatch, capsys)
+
+    assert "needs a terminal" in error and "zerowatch report" in error
+
+
+@pytest.mark.usefixtures("terminal")
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), "no run below runs"),
+        (("runs/none",), "no folder and no address"),
+        ((NO_ADDRESS,), "http://127.0.0.1:9/targets: connection refused"),
+        ((NO_ADDRESS, "--token-file", "none"), "cannot read none"),
+        ((NO_ADDRESS, "--ca-file", "none"), "cannot read certificates from none"),
+    ],
+)
+def test_what_is_missing_is_an_error_of_the_command_line(
+    monkeypatch, capsys, arguments: tuple[str, ...], expected: str
+) -> None:
+    assert expected in error_of(monkeypatch, capsys, *arguments)
+
+
+def test_neither_torch_nor_deepspeed_is_loaded() -> None:
+    script = (
+        "import sys, zerowatch.runtime.cli.top_command, zerowatch.runtime.top.screen;"
+        "print('torch' in sys.modules, 'deepspeed' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.split() == ["False", "False"]

@@ -1,0 +1,126 @@
+"""Tests of the client: authorization, TLS, and the reasons of what goes wrong."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fakes.certificates import Authority
+from served_ranks import two_ranks
+
+from zerowatch.errors import SettingsError
+from zerowatch.runtime.top.http_client import Access, HttpClient, NoAnswerError
+from zerowatch.runtime.top.run_source import ServedRun
+
+
+def test_a_token_file_admits_to_all_ranks(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    with two_ranks(auth_token_file=token) as ranks:
+        view = ServedRun(ranks[0].targets_url, HttpClient(Access(token_file=token)).get).read()
+
+    assert [rank.state for rank in view.ranks] == ["running", "running"]
+
+
+def test_a_file_of_users_admits_its_first_user(tmp_path: Path) -> None:
+    users = tmp_path / "users"
+    users.write_text("# monitoring\nana:pass word\nbob:other\n")
+    with two_ranks(basic_auth_file=users) as ranks:
+        view = ServedRun(ranks[0].targets_url, HttpClient(Access(basic_auth_file=users)).get).read()
+
+    assert view.status == "training"
+
+
+def test_a_refusal_names_the_options(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    with (
+        two_ranks(auth_token_file=token) as ranks,
+        pytest.raises(NoAnswerError, match=r"401; give --token-file or --basic-auth-file"),
+    ):
+        HttpClient(Access()).get(ranks[0].targets_url)
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_a_missing_or_empty_file_is_named_at_the_start(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_text(content)
+
+    with pytest.raises(SettingsError, match=str(file)):
+        HttpClient(Access(token_file=file))
+
+
+def test_a_file_without_certificates_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "ca.pem"
+    file.write_text("nothing")
+
+    with pytest.raises(SettingsError, match=r"ca\.pem"):
+        HttpClient(Access(ca_file=file))
+
+
+@pytest.fixture
+def redirecting() -> Iterator[tuple[str, list[str]]]:
+    """A server that sends its clients to another path, and the paths that were asked for."""
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(302)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            return
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/targets", asked
+        server.shutdown()
+        thread.join()
+
+
+def test_a_redirect_is_not_followed(redirecting: tuple[str, list[str]]) -> None:
+    url, asked = redirecting
+
+    with pytest.raises(NoAnswerError, match="302"):
+        HttpClient(Access()).get(url)
+
+    assert asked == ["/targets"]
+
+
+def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with two_ranks() as ranks:
+        assert HttpClient(Access()).get(ranks[0].targets_url).startswith(b"[")
+
+
+@pytest.mark.parametrize("url", ["http://no-such-host.invalid/", "http://127.0.0.1:9/"])
+def test_no_answer_has_a_reason(url: str) -> None:
+    with pytest.raises(NoAnswerError, match=r"\w{4}"):
+        HttpClient(Access()).get(url)
+
+
+def test_ranks_with_tls_are_read_with_the_certificate_of_their_authority(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    server, client = authority.issue("rank"), authority.issue("top")
+    both = tmp_path / "client.pem"
+    both.write_bytes(client.certificate.read_bytes() + client.key.read_bytes())
+    settings = {
+        "tls_certificate": server.certificate,
+        "tls_key": server.key,
+        "tls_client_ca": authority.certificate,
+    }
+    access = Access(ca_file=authority.certificate, client_certificate=both)
+    with two_ranks(**settings) as ranks:
+        url = f"https://{ranks[0].address}/targets"
+        view = ServedRun(url, HttpClient(access).get).read()
+        with pytest.raises(NoAnswerError, match="give --ca-file"):
+            HttpClient(Access()).get(url)
+
+    assert [rank.state for rank in view.ranks] == ["running", "running"]

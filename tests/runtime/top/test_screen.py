@@ -1,0 +1,234 @@
+"""Tests of the screen at several sizes and of its panels, without a terminal.
+
+Covers `screen.py`, `panels.py` and `run_view.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from recorded_runs import write_run
+from rich.console import Console
+from served_ranks import two_ranks
+from textual.pilot import Pilot
+
+from zerowatch.runtime.top import panels
+from zerowatch.runtime.top.http_client import Access, HttpClient, NoAnswerError
+from zerowatch.runtime.top.run_source import RunFolder, ServedRun
+from zerowatch.runtime.top.run_view import AlertView, RankView, RunView, TunerView
+from zerowatch.runtime.top.screen import TopScreen
+
+SIZES = [(80, 24), (100, 50), (200, 24), (200, 50)]
+PATIENCE_SECONDS = 60.0
+
+
+class FixedRun:
+    """A run that is always the same, or that has an error first."""
+
+    def __init__(self, *views: RunView | NoAnswerError) -> None:
+        self.views = list(views)
+
+    def read(self) -> RunView:
+        view = self.views[0] if len(self.views) == 1 else self.views.pop(0)
+        if isinstance(view, NoAnswerError):
+            raise view
+        return view
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[RunView]:
+    with two_ranks(second_answers=False) as ranks:
+        yield ServedRun(ranks[0].targets_url, HttpClient(Access()).get).read()
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> RunView:
+    return RunFolder(write_run(tmp_path / "night", steps=40), HttpClient(Access()).get).read()
+
+
+def shown_by(app: TopScreen) -> list[str]:
+    """The lines of the screen."""
+    size = app.size
+    console = Console(width=size.width, height=size.height, file=None, color_system=None)
+    with console.capture() as captured:
+        console.print(app.screen._compositor.render_update(full=True))
+    return captured.get().split("\n")
+
+
+def on_screen(
+    run: FixedRun,
+    size: tuple[int, int],
+    body: Callable[[TopScreen, Pilot[None]], Awaitable[None]],
+) -> None:
+    """Run a body on a screen of a size."""
+
+    async def play() -> None:
+        app = TopScreen(run, interval_seconds=1.0)
+        async with app.run_test(size=size) as pilot:
+            await body(app, pilot)
+
+    asyncio.run(play())
+
+
+async def until(pilot: Pilot[None], condition: Callable[[], bool], what: str = "") -> None:
+    """Wait for a condition."""
+    for _ in range(int(PATIENCE_SECONDS / 0.05)):
+        if condition():
+            return
+        await pilot.pause(0.05)
+    raise AssertionError(f"timed out {what}")
+
+
+def texts(app: TopScreen) -> str:
+    return "\n".join(shown_by(app))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_parts_are_visible_at_each_size(live: RunView, size: tuple[int, int]) -> None:
+    async def body(app: TopScreen, pilot: Pilot[None]) -> None:
+        for part in (
+            "night-7", "training", "steps 20", "backward", "60.0%", "exposed    20.0%",
+            "imbalance", "cpu rank 0", "risk 2%", "observe", "Stragglers", "2 ranks, 1 silent",
+            "refused", "does not answer", "q quit",
+        ):  # fmt: skip
+            await until(pilot, lambda part=part: part in texts(app), part)
+
+    on_screen(FixedRun(live), size, body)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_finished_run_shows_its_verdict_and_its_ranks(
+    recorded: RunView, size: tuple[int, int]
+) -> None:
+    async def body(app: TopScreen, pilot: Pilot[None]) -> None:
+        parts = ("Nothing holds this run back", "completed", "ended 2026", "whole run", "backward")
+        for part in (*parts, "60.0%", "steps 40"):
+            await until(pilot, lambda part=part: part in texts(app), part)
+
+    on_screen(FixedRun(recorded), size, body)
+
+
+def test_the_layout_follows_the_size_of_the_terminal(live: RunView) -> None:
+    async def body(app: TopScreen, pilot: Pilot[None]) -> None:
+        await until(pilot, lambda: "steps 20" in texts(app))
+        narrow = next(line for line in shown_by(app) if "Where the time goes" in line)
+        assert "Memory" not in narrow
+
+        await pilot.resize_terminal(200, 50)
+        await until(pilot, lambda: "Memory" in shown_by(app)[2])
+        assert "Where the time goes" in shown_by(app)[2]
+        await until(pilot, lambda: "node-0" in texts(app))
+
+    on_screen(FixedRun(live), (80, 24), body)
+
+
+def test_ranks_are_sorted_by_the_key_s(live: RunView) -> None:
+    async def body(app: TopScreen, pilot: Pilot[None]) -> None:
+        await until(pilot, lambda: "sorted by rank" in texts(app))
+        await pilot.press("s")
+        await until(pilot, lambda: "sorted by slow in" in texts(app))
+
+    on_screen(FixedRun(live), (80, 24), body)
+
+
+def test_q_quits(live: RunView) -> None:
+    ended = []
+
+    async def play() -> None:
+        app = TopScreen(FixedRun(live), interval_seconds=1.0)
+        async with app.run_test() as pilot:
+            await pilot.press("q")
+        ended.append(app.return_code)
+
+    asyncio.run(play())
+
+    assert ended == [0]
+
+
+def test_an_error_is_shown_until_the_run_can_be_read(live: RunView) -> None:
+    async def body(app: TopScreen, pilot: Pilot[None]) -> None:
+        await until(pilot, lambda: "refused; trying again" in texts(app))
+        await until(pilot, lambda: "steps 20" in texts(app))
+
+    on_screen(FixedRun(NoAnswerError("connection refused"), live), (80, 24), body)
+
+
+def test_lines_are_never_wider_than_the_panel(live: RunView) -> None:
+    for width in (20, 39, 60, 79, 130):
+        for draw in (
+            panels.time_panel, panels.comm_panel, panels.memory_panel, panels.tuner_panel,
+            panels.alerts_panel,
+        ):  # fmt: skip
+            for line in draw(live, width, 30).split("\n"):
+                assert line.cell_len <= width, (draw.__name__, line.plain)
+        for text in (
+            panels.header(live, width, live.at),
+            panels.straggler_strip(live, width),
+            panels.ranks_rows(live, width, "rank"),
+        ):
+            assert all(line.cell_len <= width for line in text.split("\n"))
+
+
+def test_a_panel_that_is_too_low_says_how_many_lines_are_hidden(live: RunView) -> None:
+    text = panels.comm_panel(live, 60, 3).plain.split("\n")
+
+    assert len(text) == 3
+    assert text[-1] == "… 4 more lines"
+
+
+def test_the_strip_has_a_character_for_each_rank() -> None:
+    ranks = [
+        RankView(rank=0, node="", state="running", straggler_score=0.0),
+        RankView(rank=1, node="", state="running", straggler_score=0.07, straggler_phase="data"),
+        RankView(rank=2, node="", state="no answer"),
+        RankView(rank=3, node="", state="running"),
+        RankView(rank=4, node="", state="running", straggler_score=0.5, straggler_phase="forward"),
+    ]
+    text = panels.straggler_strip(view_of(ranks), 100).plain
+
+    assert "▁▆x-█  rank 4: +50% in forward; rank 1: +7% in data" in text
+
+
+def test_ranks_that_do_not_answer_come_first_in_all_orders_but_their_number() -> None:
+    ranks = [
+        RankView(rank=0, node="a", state="running", steps=5, exposed_ratio=0.5),
+        RankView(rank=1, node="b", state="no answer", note="timed out", age_seconds=12.0),
+    ]
+    by_exposed = panels.ranks_rows(view_of(ranks), 80, "exposed").plain.split("\n")
+    by_rank = panels.ranks_rows(view_of(ranks), 80, "rank").plain.split("\n")
+
+    assert by_exposed[0].split()[:5] == ["1", "no", "answer", "for", "12"]
+    assert by_rank[0].split()[:2] == ["0", "5"]
+
+
+def test_texts_of_a_run_send_no_codes_to_the_terminal(live: RunView) -> None:
+    evil = "\x1b]0;title\x07[bold]\u202e"
+    view = replace(
+        live,
+        run_id=evil,
+        source=evil,
+        verdict=evil,
+        notes=[evil],
+        alerts=[AlertView(severity="info", name=evil, text=evil)],
+        ranks=[RankView(rank=0, node=evil, state="no answer", note=evil)],
+    )
+    drawn = (
+        panels.header(view, 200, view.at),
+        panels.alerts_panel(view, 200, 50),
+        panels.ranks_rows(view, 200, "rank"),
+    )
+
+    assert all(line.plain.isprintable() for text in drawn for line in text.split("\n"))
+    assert "[bold]" in drawn[1].plain
+
+
+def view_of(ranks: list[RankView]) -> RunView:
+    return RunView(
+        run_id="run", status="training", source="", is_live=True, at=0.0, period="last 60 s",
+        facts=[], phases=[], exposed=None, causes=[], memory=[], ranks=ranks, alerts=[],
+        alerts_source="", tuner=TunerView(), straggler_threshold=0.05,
+    )  # fmt: skip
