@@ -40,6 +40,8 @@ from .run_view import (
 # turn; rank 0 each time.
 MAX_SCRAPES = 64
 THREADS = 16
+# Share of exposed time above which the part without a cause is shown.
+MIN_REST = 0.005
 OWN_SIGNALS = "the ranks' own signals"
 _METRICS = (
     *training.METRICS,
@@ -356,7 +358,13 @@ def _causes(total: Spent | None) -> list[Share]:
     causes = [_share(cause, total.causes.get(cause, 0.0), total) for cause in CAUSE.values]
     rest = max(0.0, total.exposed - sum(total.causes.values()))
     causes.sort(key=lambda cause: -cause.ratio)
-    return [*causes, *([_share("unknown", rest, total)] if rest > 0.005 * total.exposed else [])]
+    return with_rest(causes, _share("unknown", rest, total))
+
+
+def with_rest(causes: list[Share], rest: Share) -> list[Share]:
+    """Return the causes, with the rest of exposed time if it is more than a rounding error."""
+    is_shown = rest.ratio > MIN_REST * sum(cause.ratio for cause in (*causes, rest))
+    return [*causes, rest] if is_shown else causes
 
 
 def _memory(ranks: Sequence[_Rank]) -> list[MemoryView]:
@@ -426,14 +434,12 @@ def _tuner(tuner: Mapping[str, Any]) -> TunerView:
         name: f"{value:,.6g}" + (f" ({gains[name]:+.0%})" if name in gains else "")
         for name, value in tuner["knobs"].items()
     }
+    counts = [f"{n:.0f} {verdict.replace('_', ' ')}" for verdict, n in tuner["decisions"].items()]
     return TunerView(
         state=tuner["state"],
         symptoms=dict(sorted(tuner["symptoms"].items(), key=lambda item: -item[1])),
         knobs=knobs,
-        decisions=[
-            f"{number:.0f} {verdict.replace('_', ' ')}"
-            for verdict, number in tuner["decisions"].items()
-        ],
+        decisions=[f"decisions: {', '.join(counts)}"] if counts else [],
     )
 
 

@@ -121,12 +121,15 @@ def tuner_panel(view: RunView, width: int, height: int) -> Text:
         lines += _wrapped("symptoms", _pairs(tuner.symptoms, "{:.0%}"), width)
     elif tuner.state:
         lines.append(Text("no symptoms", style=DIM))
-    lines += _wrapped("decisions", tuner.decisions, width)
+    for decision in tuner.decisions:
+        line = Text(printable(decision), no_wrap=True)
+        line.truncate(width, overflow="ellipsis")
+        lines.append(line)
     if len(lines) < height - 1:
         knobs = [f"{name} {value}" for name, value in tuner.knobs.items()]
         lines += _wrapped("knobs", knobs, width)
     empty = "no tuner" if view.is_live else "nothing recorded"
-    return _joined(lines, "" if tuner.state else empty, height)
+    return _joined(lines[:height], "" if tuner.state else empty, height)
 
 
 def straggler_strip(view: RunView, width: int) -> Text:

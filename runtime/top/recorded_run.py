@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...metrics.thresholds import STRAGGLER_SCORE_HIGH
 from ..reports.run_summary import RankRow, RunSummary, TimeShare, summary_of
-from .live_run import format_seconds
+from .live_run import format_seconds, with_rest
 from .run_view import AlertView, MemoryView, RankView, RunView, Share, TunerView
 
 # A run that is active is read again after this time, and after ten times the time of reading it.
@@ -79,7 +79,7 @@ def recorded_view(summary: RunSummary, at: float) -> RunView:
         exposed=None
         if exposed is None
         else Share(name="exposed", ratio=exposed, seconds_per_step=None),
-        causes=_shares(summary.causes),
+        causes=_causes(summary.causes),
         memory=[
             MemoryView(
                 device=f"{row.device} rank {row.rank}",
@@ -120,6 +120,11 @@ def _shares(shares: Iterable[TimeShare]) -> list[Share]:
         for share in shares
         if share.seconds
     ]
+
+
+def _causes(shares: Iterable[TimeShare]) -> list[Share]:
+    *causes, rest = _shares(shares) or [Share(name="unknown", ratio=0.0, seconds_per_step=None)]
+    return with_rest(causes, rest) if rest.name == "unknown" else [*causes, rest]
 
 
 def _facts(summary: RunSummary) -> Iterator[tuple[str, str]]:
