@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..common.format_numbers import format_seconds
-from .report_page import CAUSE_TEXTS, facts_of, headline_figures
+from .report_page import CAUSE_TEXTS, facts_of, headline_figures, without_decisions
 from .run_summary import RunSummary, percent
 
 # Width in a log file, and the largest on a terminal.
@@ -59,6 +59,8 @@ def end_tables(summary: RunSummary) -> RenderableType:
     if summary.phases:
         parts.append(_time_table(summary))
     parts.append(_figures_table(summary))
+    if summary.tuner.mode == "auto":
+        parts.append(Text(f"\n{_tuner(summary)}"))
     if summary.findings:
         parts += [Text("\nWhat to try next", style="bold"), *_findings(summary)]
     return Group(*parts)
@@ -88,10 +90,6 @@ def _time_table(summary: RunSummary) -> Table:
     table.add_row(
         "of which training waited for it", _part_of(step_seconds, exposed), percent(exposed)
     )
-    if (bubble := figures["pipeline_bubble_ratio"]) is not None:
-        table.add_row(
-            "  bubble: a stage waited for another", _part_of(step_seconds, bubble), percent(bubble)
-        )
     for cause in summary.causes:
         if cause.ratio >= MIN_RATIO:
             table.add_row(
@@ -100,6 +98,9 @@ def _time_table(summary: RunSummary) -> Table:
                 percent(cause.ratio),
                 style="dim",
             )
+        if cause.name == "imbalance" and (bubble := figures["pipeline_bubble_ratio"]) is not None:
+            name = "    of it the bubble: for another pipeline stage"
+            table.add_row(name, _part_of(step_seconds, bubble), percent(bubble), style="dim")
     return table
 
 
@@ -115,6 +116,14 @@ def _figures_table(summary: RunSummary) -> Table:
         row = [cell for title, text in known[at : at + 2] for cell in (Text(title, "bold"), text)]
         table.add_row(*row)
     return table
+
+
+def _tuner(summary: RunSummary) -> str:
+    decisions = summary.tuner.decisions
+    if not decisions:
+        return without_decisions(summary)
+    accepted = sum(decision.verdict == "accepted" for decision in decisions)
+    return f"The tuner kept {accepted} of {len(decisions)} changes; see decisions.jsonl."
 
 
 def _findings(summary: RunSummary) -> Iterator[RenderableType]:

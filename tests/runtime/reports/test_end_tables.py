@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from recorded_metrics import RecordedRank
 from recorded_runs import step_record, write_run
 
 from zerowatch.metrics.catalog import communication, training
+from zerowatch.metrics.catalog.tuner import TUNER_SYMPTOM
 from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.cli.run_end import print_run_end
 from zerowatch.runtime.common import launcher_link
@@ -49,6 +51,32 @@ def test_the_tables_show_where_the_time_went_and_what_to_try(tmp_path: Path) -> 
     assert row("imbalance: another rank was late") == ["ms", "30", "%"]
     at = lines.index("What to try next")
     assert "1. " in lines[at + 1]
+
+
+def test_a_run_with_the_tuner_says_what_it_did(tmp_path: Path) -> None:
+    auto = {"tuner": {"mode": "auto"}}
+    observed = write_run(tmp_path / "observed", settings=auto)
+    with RecordedRank(observed) as rank:
+        rank.recorder.set(TUNER_SYMPTOM, 0.0, "comm_latency")
+    (write_run(tmp_path / "changed", settings=auto) / "decisions.jsonl").write_text(
+        "".join(json.dumps(decision(verdict)) + "\n" for verdict in ("accepted", "rolled_back"))
+    )
+
+    assert "found nothing that holds the run back" in printed_tables(observed)
+    assert "kept 1 of 2 changes" in printed_tables(tmp_path / "changed")
+    assert "tuner" not in printed_tables(write_run(tmp_path / "other")).lower()
+
+
+def decision(verdict: str) -> dict[str, object]:
+    return {
+        "number": 1,
+        "step": 5,
+        "changes": [{"knob": "zero_stage", "before": 2, "after": 0}],
+        "verdict": verdict,
+        "symptom": {"name": "comm_latency"},
+        "reason": "measured",
+        "numerics": "reassociation",
+    }
 
 
 def test_a_log_file_gets_neither_control_characters_nor_spaces_at_line_ends(tmp_path: Path) -> None:
