@@ -7,11 +7,13 @@ PYTHONS := $(or $(PYTHON),python3.11 python3.12 python3.13 python3)
 PIP_INSTALL := $(VENV_PYTHON) -m pip --disable-pip-version-check install -qq -c constraints.txt
 SOURCES := $(wildcard *.py) $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 
+IMAGE := $(or $(TRAINER_IMAGE),zerowatch/trainer:cpu)
+
 # The servers and other programs that tests start, as program:package.
 SERVERS := promtool:prometheus amtool:prometheus-alertmanager kubectl:kubernetes-client \
   tmux:tmux
 
-.PHONY: demo test test-all check bench bench-oom verify-gpu docs fmt clean servers
+.PHONY: demo test test-all check bench bench-oom verify-gpu docs image fmt clean servers
 
 demo: $(INSTALLED)
 	.venv/bin/zerowatch demo $(ARGS)
@@ -48,6 +50,11 @@ verify-gpu: $(INSTALLED)
 # The site, in .build/site; a broken link or reference is an error.
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+
+# zerowatch with its demo, as the compose files start it. ARGS='--build-arg TORCH_INDEX=' takes a
+# torch with CUDA.
+image:
+	docker build --file docker/trainer.Dockerfile --tag $(IMAGE) $(ARGS) .
 
 fmt: $(INSTALLED)
 	.venv/bin/ruff format .

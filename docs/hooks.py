@@ -43,9 +43,10 @@ def on_startup(**_: Any) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the runbook, which is part of the package, as a page."""
-    runbook = (ROOT / "dashboards" / "runbook.md").read_text()
-    files.append(File.generated(config, "runbook.md", content=runbook))
+    """Add pages whose sources are elsewhere: the runbook of the package, and the changelog."""
+    for page, source in (("runbook.md", "dashboards/runbook.md"), ("changelog.md", "CHANGELOG.md")):
+        content = (ROOT / source).read_text()
+        files.append(File.generated(config, page, content=content))
     return files
 
 

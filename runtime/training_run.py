@@ -15,7 +15,8 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 
-from ..errors import BatchError, RebuildError, shortened
+from ..errors import BatchError, RebuildError, ZerowatchError, shortened
+from .common.deepspeed_internals import training_run_refusal
 from .common.ds_config import MICRO_BATCH, training_config, zero_stage
 from .common.host_group import HostGroup
 from .engine.compression.gradient_compressor import check_kind
@@ -102,7 +103,8 @@ class TrainingRun:
         SettingsError: A setting is wrong.
         TypeError: An argument has a wrong type.
         ValueError: `compression` is unknown, or not possible with this engine.
-        ZerowatchError: `activation_checkpointing` selects no module.
+        ZerowatchError: `activation_checkpointing` selects no module, or the installed DeepSpeed is
+            too old.
 
     Examples:
         >>> def loss(model, batch):
@@ -503,7 +505,11 @@ class _EngineFactory:
         Raises:
             DsConfigError: DeepSpeed refuses its configuration.
             SettingsError: A setting is wrong.
+            ZerowatchError: This release of DeepSpeed is too old.
         """
+        refusal = training_run_refusal()
+        if refusal is not None:
+            raise ZerowatchError(refusal)
         engine = initialize(
             model=module,
             model_parameters=_trained(module),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -13,17 +14,22 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+import require
 from package_tree import ROOT, package_files, package_folders
 
 import zerowatch
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 HEAVY = ("torch", "deepspeed", "prometheus_client")
-NOT_SOURCE = shutil.ignore_patterns(".*", "build", "runs", "*.egg-info", "__pycache__")
+DATA_FOLDERS = ("runtime", "metrics", "dashboards", "docker")
+PICTURES = "zerowatch/dashboards/pictures/"  # of the README
+NOT_SOURCE = shutil.ignore_patterns(
+    ".git", ".venv", ".build", ".*_cache", "build", "runs", "*.egg-info", "__pycache__"
+)
 
 
 @pytest.fixture(scope="module")
-def names_in_wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     # A copy, because setuptools writes into the tree it builds. `tests` comes along: it must stay
     # out of the wheel by itself.
@@ -31,7 +37,34 @@ def names_in_wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     command = ["pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder)]
     subprocess.run([sys.executable, "-m", *command, str(source)], check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def names_in_wheel(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder in which nothing but the wheel is installed."""
+    folder = tmp_path_factory.mktemp("site")
+    command = ["pip", "install", "-q", "--no-deps", "--no-index", "--target", str(folder)]
+    subprocess.run([sys.executable, "-m", *command, str(wheel)], check=True)
+    return folder
+
+
+def run_installed(
+    site: Path, cwd: Path, *arguments: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the installed program, outside of the checkout."""
+    return subprocess.run(
+        [site / "bin/zerowatch", *arguments],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(site)} | variables,
+        capture_output=True,
+        text=True,
+    )
 
 
 def modules_after(statement: str, cwd: Path) -> set[str]:
@@ -62,6 +95,130 @@ def test_a_wheel_holds_every_module_and_no_other(names_in_wheel: set[str]) -> No
 
 def test_a_wheel_has_the_marker_for_type_checkers(names_in_wheel: set[str]) -> None:
     assert "zerowatch/py.typed" in names_in_wheel
+
+
+def test_a_wheel_puts_only_zerowatch_at_the_top_level(names_in_wheel: set[str]) -> None:
+    top = {name.partition("/")[0] for name in names_in_wheel}
+
+    assert top == {"zerowatch", f"zerowatch-{zerowatch.__version__}.dist-info"}
+
+
+def test_a_wheel_holds_every_file_of_the_package_that_is_not_a_module(
+    names_in_wheel: set[str],
+) -> None:
+    files = [file for folder in DATA_FOLDERS for file in (ROOT / folder).rglob("*")]
+    data = {
+        f"zerowatch/{file.relative_to(ROOT).as_posix()}"
+        for file in (*files, ROOT / "compose.yaml", ROOT / ".env.example")
+        if file.is_file() and file.suffix not in (".py", ".pyc")
+    }
+
+    missing = data - names_in_wheel
+
+    assert {name for name in missing if not name.startswith(PICTURES)} == set()
+    assert "zerowatch/docker/trainer.Dockerfile" in data
+
+
+def test_the_image_is_built_from_all_files_of_the_wheel(names_in_wheel: set[str]) -> None:
+    ignored, *admitted = [
+        line
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if not line.startswith("#")
+    ]
+    allowed = {line.removeprefix("!") for line in admitted if line.startswith("!")}
+    sources = {name.split("/")[1] for name in names_in_wheel if name.startswith("zerowatch/")}
+
+    assert ignored == "*"
+    assert {name for name in sources if not name.endswith(".py")} <= allowed
+    assert {"*.py", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"} <= allowed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--version"], f"zerowatch, version {zerowatch.__version__}"),
+        (["--help"], "report"),
+        (["estimate", "ds.json", "--world", "8", "--params", "7B"], "Memory per rank"),
+        (["dashboards", "--help"], "build"),
+    ],
+)
+def test_a_command_of_the_installed_wheel_works(
+    installed: Path, tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    (tmp_path / "ds.json").write_text(
+        '{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}'
+    )
+
+    done = run_installed(installed, tmp_path, *arguments)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert words in done.stdout
+
+
+def test_the_installed_program_imports_the_installed_package(
+    installed: Path, tmp_path: Path
+) -> None:
+    script = "import zerowatch; print(zerowatch.__file__)"
+
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(installed)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.stdout.strip() == str(installed / "zerowatch/__init__.py")
+    assert {path.name for path in installed.iterdir()} == {
+        "bin",
+        "zerowatch",
+        f"zerowatch-{zerowatch.__version__}.dist-info",
+    }
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_program_prints_its_completion_for_a_shell(
+    installed: Path, tmp_path: Path, shell: str
+) -> None:
+    if shell == "bash":
+        require.program("bash", apt="bash")  # click asks it for its version
+
+    done = run_installed(installed, tmp_path, _ZEROWATCH_COMPLETE=f"{shell}_source")
+
+    assert done.returncode == 0
+    assert f"_ZEROWATCH_COMPLETE={shell}_complete" in done.stdout
+    assert "_zerowatch_completion" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("zerowatch repo", {"report"}),
+        ("zerowatch stack u", {"up"}),
+        ("zerowatch report --fail", {"--fail-on"}),
+    ],
+)
+def test_bash_completes_commands_and_options(
+    installed: Path, tmp_path: Path, typed: str, expected: set[str]
+) -> None:
+    done = run_installed(
+        installed,
+        tmp_path,
+        _ZEROWATCH_COMPLETE="bash_complete",
+        COMP_WORDS=typed,
+        COMP_CWORD=str(len(typed.split()) - 1),
+    )
+
+    assert {line.removeprefix("plain,") for line in done.stdout.splitlines()} == expected
+
+
+def test_every_extra_is_documented() -> None:
+    page = (ROOT / "docs/install.md").read_text()
+
+    extras = PYPROJECT["project"]["optional-dependencies"].keys() - {"dev", "docs", "preview"}
+
+    assert [extra for extra in extras if f"| `{extra}` |" not in page] == []
 
 
 @pytest.mark.parametrize("module", ["zerowatch", "zerowatch.metrics.catalog"])

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
+from .ds_config import MANAGED
+
 logger = logging.getLogger(__name__)
 
 Table = Mapping[str, tuple[str, ...]]  # names by "module" or "module:Class"
@@ -257,6 +259,25 @@ INTERNALS: Mapping[str, Table] = {
     },
     "trainer/checkpoint": {ENGINE: ("_copy_recovery_script",), **CHECKPOINT_CLASSES},
 }
+
+
+# The first release whose engine leaves the end of a window to its caller.
+FIRST_FOR_TRAINING_RUN = "0.19.4"
+
+
+def training_run_refusal() -> str | None:
+    """Return why a TrainingRun cannot use the installed DeepSpeed; None if it can."""
+    import deepspeed
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    if hasattr(DeepSpeedEngine, MANAGED):
+        return None
+    return (
+        f"TrainingRun needs DeepSpeed {FIRST_FOR_TRAINING_RUN} or newer, got "
+        f"{deepspeed.__version__}, which ends windows itself (it has no {MANAGED}); "
+        "pip install -U deepspeed, or keep your own loop: zerowatch.initialize and `zerowatch run` "
+        "monitor this release"
+    )
 
 
 def class_path(instance: Any) -> str:

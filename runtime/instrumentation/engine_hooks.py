@@ -216,10 +216,11 @@ class EngineHooks:
     def _wrap_prologue(self, original: Any) -> Any:
         on_gradient = self._fail_open.wrap("_backward_prologue", self._on_first_gradient)
 
-        def hooked() -> Any:
+        # DeepSpeed 0.17 passes arguments, and calls it inside `engine.backward` only.
+        def hooked(*args: Any) -> Any:
             if self._open and not self._inside_backward and not torch.compiler.is_compiling():
                 on_gradient()
-            return original()
+            return original(*args)
 
         return hooked
 
@@ -313,8 +314,11 @@ class EngineHooks:
         engine = self._engine()
         if engine is not None:
             self._steps_before, self._skipped_before = engine.global_steps, engine.skipped_steps
-            managed = engine.managed_gradient_accumulation()  # if not, each call is a step
-            updates = not managed or engine.is_gradient_accumulation_boundary()
+            # If the script accumulates by itself, each call is a step. Older releases of DeepSpeed
+            # always count micro-batches themselves.
+            managed = getattr(engine, "managed_gradient_accumulation", None)
+            by_script = managed is not None and not managed()
+            updates = by_script or engine.is_gradient_accumulation_boundary()
             if updates and not self._is_pipeline:
                 self._on_update_start()
         self._phase_timer.enter(OTHER if self._is_pipeline else OPTIMIZER)

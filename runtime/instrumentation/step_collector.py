@@ -138,7 +138,8 @@ def _waits_would_block_compute() -> bool:
 
 def _is_deepcompile_active(engine: Any) -> bool:
     """Return whether DeepCompile issues collectives: in C++, on communicators of its own."""
-    return bool(engine.is_deepcompile_active())
+    is_active = getattr(engine, "is_deepcompile_active", None)  # DeepSpeed 0.17 lacks it
+    return is_active is not None and bool(is_active())
 
 
 def _gradient_norm(engine: Any) -> ScalarOrPending:
