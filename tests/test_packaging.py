@@ -22,6 +22,7 @@ import zerowatch
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 HEAVY = ("torch", "deepspeed", "prometheus_client")
 DATA_FOLDERS = ("runtime", "metrics", "dashboards", "docker")
+FOR_DEVELOPERS = {"dev", "docs", "integrations", "preview"}  # extras
 PICTURES = "zerowatch/dashboards/pictures/"  # of the README
 NOT_SOURCE = shutil.ignore_patterns(
     ".git", ".venv", ".build", ".*_cache", "build", "runs", "*.egg-info", "__pycache__"
@@ -216,7 +217,7 @@ def test_bash_completes_commands_and_options(
 def test_every_extra_is_documented() -> None:
     page = (ROOT / "docs/install.md").read_text()
 
-    extras = PYPROJECT["project"]["optional-dependencies"].keys() - {"dev", "docs", "preview"}
+    extras = PYPROJECT["project"]["optional-dependencies"].keys() - FOR_DEVELOPERS
 
     assert [extra for extra in extras if f"| `{extra}` |" not in page] == []
 

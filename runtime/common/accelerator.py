@@ -318,7 +318,10 @@ _KINDS: dict[str, type[Accelerator]] = {"cuda": CudaAccelerator}
 
 def _of_this_build() -> Accelerator:
     """Return the accelerator for which torch was built."""
-    found = torch.accelerator.current_accelerator()
+    try:
+        found = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6, on a machine without a device
+        found = None
     return _KINDS.get("cpu" if found is None else found.type, CudaAccelerator)()
 
 
