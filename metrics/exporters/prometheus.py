@@ -88,7 +88,7 @@ def read_exposition(text: str, specs: Iterable[MetricSpec]) -> Snapshot:
         2.0
     """
     by_name = {spec.name: spec for spec in specs}
-    chosen = [line for line in text.splitlines() if _sample_name(line) in by_name]
+    chosen = [line for line in text.split("\n") if _sample_name(line) in by_name]
     values: dict[MetricSpec, dict[LabelValues, float]] = {}
     for family in text_string_to_metric_families("\n".join([*chosen, ""])):
         for sample in family.samples:

@@ -9,6 +9,10 @@ import os
 import pytest
 from fakes.scraper import get
 
+from zerowatch.errors import SettingsError
+from zerowatch.metrics.exporters.client_auth import ClientAuth, authorization_header
+from zerowatch.metrics.settings import ServeSettings
+
 TOKEN, USERS = "t0ken-7", "prometheus:s3cret\n# a comment\nadmin:pa:ss\n"
 
 
@@ -156,3 +160,27 @@ def test_a_fifo_is_not_read(make_server, tmp_path, caplog):
 
     assert make_server(auth_token_file=tmp_path / "fifo").start() is None
     assert "it is not a regular file" in caplog.text
+
+
+def test_the_header_of_a_client_is_admitted(tmp_path):
+    token, users = tmp_path / "token", tmp_path / "users"
+    token.write_text("  secret \n")
+    users.write_text("# team\nana:pass word\nbob:x\n")
+    auth = ClientAuth(ServeSettings(auth_token_file=token, basic_auth_file=users))
+
+    bearer, basic = authorization_header(token, users), authorization_header(None, users)
+
+    assert authorization_header(None, None) is None
+    assert bearer == "Bearer secret"
+    assert bearer is not None and auth.admits(bearer)
+    assert basic is not None and auth.admits(basic)
+
+
+@pytest.mark.parametrize("content", [None, "", "no user\n"])
+def test_a_file_without_a_user_is_named(tmp_path, content):
+    users = tmp_path / "users"
+    if content is not None:
+        users.write_text(content)
+
+    with pytest.raises(SettingsError, match=f"basic_auth_file: .*{users}"):
+        authorization_header(None, users)

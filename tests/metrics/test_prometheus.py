@@ -14,10 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families as parse_cla
 from require import program
 
 from zerowatch.metrics.catalog import CATALOG
-from zerowatch.metrics.catalog.communication import COLLECTIVE_DURATION
+from zerowatch.metrics.catalog.communication import COLLECTIVE_DURATION, COMM_EXPOSED_SECONDS
 from zerowatch.metrics.catalog.memory import MEMORY_BYTES
 from zerowatch.metrics.catalog.training import LOSS, RUN_INFO, STEP_DURATION, STEPS
-from zerowatch.metrics.exporters.prometheus import exposition
+from zerowatch.metrics.exporters.detail import served
+from zerowatch.metrics.exporters.prometheus import exposition, read_exposition
 from zerowatch.metrics.exporters.trace_context import current_trace_labels
 from zerowatch.metrics.recorder import Recorder
 
@@ -236,3 +237,30 @@ def test_opentelemetry_is_not_imported_to_find_the_trace():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
 
     assert run.stdout == "None False\n", run.stderr
+
+
+def test_text_is_read_back_as_the_values_it_was_rendered_from():
+    recorder = recorder_of_everything()
+    recorder.set(MEMORY_BYTES, 2**34, 'odd "device"\\\u2028\n', "allocated")
+    written = recorder.snapshot()
+
+    _, text = exposition(written, 3, "", with_process=True)
+
+    assert read_exposition(text.decode(), CATALOG).values == written.values
+
+
+def test_series_of_lean_detail_are_read_without_the_labels_they_lost():
+    recorder = Recorder()
+    recorder.add(COMM_EXPOSED_SECONDS, 1, "dp")
+    recorder.add(COMM_EXPOSED_SECONDS, 2, "tp")
+    _, text = exposition(served(recorder.snapshot(), "lean"), 0, "")
+
+    read = read_exposition(text.decode(), [COMM_EXPOSED_SECONDS])
+
+    assert read.total(COMM_EXPOSED_SECONDS) == 3
+
+
+@pytest.mark.parametrize("line", ['zerowatch_steps_total{rank="0} 1', "zerowatch_steps_total x"])
+def test_a_damaged_line_of_a_metric_to_read_is_an_error(line):
+    with pytest.raises(ValueError):
+        read_exposition(f"{line}\n", [STEPS])
