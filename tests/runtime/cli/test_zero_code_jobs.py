@@ -60,6 +60,15 @@ def assert_that_output_is_unchanged_and_steps_are_logged(
     assert own_lines(finished) == own_lines(unmonitored) != []
     each = list(range(1, steps + 1))
     assert steps_logged(cwd) == {f"rank-{rank}.jsonl": each for rank in range(num)}
+    assert_that_the_run_is_announced_once(finished, has_tables=run is launched)
+
+
+def assert_that_the_run_is_announced_once(finished: Finished, *, has_tables: bool) -> None:
+    """Whatever the number of ranks: where the run is, its report, and under a launcher tables."""
+    ours = [line for line in finished.stderr.splitlines() if line.startswith("zerowatch: ")]
+    assert [line.split()[1] for line in ours] == ["watching", "report"]
+    assert finished.stderr.count("Where the time went") == has_tables
+    assert "\r" not in finished.stderr
 
 
 @pytest.mark.parametrize(
