@@ -17,6 +17,7 @@ from ..common.launcher_link import send_run_folder
 from ..common.rank_store import FIRST_POLL_SECONDS, MAX_POLL_SECONDS, RankStore
 from ..instrumentation.watch_context import WatchContext
 from ..live_page.live_page import page_url
+from .ds_config_file import write_ds_config
 from .run_attempts import RunStart, begin_attempt
 from .run_folder import RunFolder
 
@@ -42,7 +43,7 @@ class RunInfoPublisher:
         self._start_backoff = Backoff(FIRST_POLL_SECONDS, MAX_POLL_SECONDS)
         self._folder = folder
         self._address = address
-        self._published = self._logged = False
+        self._published = self._logged = self._has_written_config = False
         context.recorder.set(training.WORLD_SIZE, context.identity.world_size)
 
     def poll(self) -> None:
@@ -56,6 +57,7 @@ class RunInfoPublisher:
             self._published = True
             self._log()
             recorder.set_info(training.RUN_INFO, *run_info_labels(engine, run_id, world_size))
+            self._write_ds_config(engine)
         if self._start is None and run_id is not None and self._start_backoff.is_due:
             self._publish_start()
 
@@ -63,6 +65,13 @@ class RunInfoPublisher:
         """Publish the info again, for another engine of the same run."""
         self._context.recorder.set(training.RUN_ACTIVE, 1)  # it was 0 while no engine existed
         self._published = False
+
+    def _write_ds_config(self, engine: Any) -> None:
+        """Write the ds config of the first engine; `decisions.jsonl` has what a run changes."""
+        folder = self._folder.path
+        if self._context.identity.rank == 0 and folder is not None and not self._has_written_config:
+            self._has_written_config = True
+            write_ds_config(folder, engine)
 
     def _publish_start(self) -> None:
         """Publish when the run started, which rank 0 reads from the run folder and shares."""

@@ -179,6 +179,8 @@ class RecordedRun:
         run_id: The id in the records; the name of the folder if there are none.
         world_size: Number of ranks; None if it is not recorded.
         settings: Settings of the run, nested by section; empty if the file is missing.
+        ds_config: The ds config with which the last attempt started, without secrets. None if it
+            was not recorded: there is no DeepSpeed, or an older zerowatch has written the run.
         ranks: The steps by rank, ascending. A rank without a log is missing.
         attempts: When each attempt of the run started, in Unix seconds.
         decisions: The tuner's decisions and advice, oldest first, as `decisions.jsonl` has them.
@@ -192,6 +194,7 @@ class RecordedRun:
     run_id: str
     world_size: int | None
     settings: Mapping[str, Any]
+    ds_config: Mapping[str, Any] | None
     ranks: Mapping[int, RankSteps]
     attempts: tuple[float, ...]
     decisions: tuple[Mapping[str, Any], ...]
@@ -237,6 +240,7 @@ def read_run(folder: Path, *, max_values: int = MAX_VALUES) -> RecordedRun:
         run_id=next(iter(run_ids), folder.resolve().name),
         world_size=world_size,
         settings=settings,
+        ds_config=_read_json(folder / "ds_config.json", dict, problems),
         ranks=ranks,
         attempts=attempts,
         decisions=decisions,

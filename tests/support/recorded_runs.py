@@ -50,6 +50,7 @@ def write_run(
     steps: int = 10,
     record: Callable[[int, int], StepRecord] = lambda rank, step: step_record(step),
     settings: Mapping[str, Any] | None = None,
+    ds_config: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the logs of some ranks, settings and an empty list of targets; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,6 +68,8 @@ def write_run(
             for step in range(1, steps + 1):
                 file.write(writer.line(record(rank, step)))
     (folder / "settings.json").write_text(json.dumps(settings or {"enabled": True}))
+    if ds_config is not None:
+        (folder / "ds_config.json").write_text(json.dumps(ds_config))
     start = json.dumps({"started_at_unix_seconds": STARTED})
     (folder / "attempts.jsonl").write_text(f"{start}\n")
     (folder / "targets.json").write_text("[]\n")

@@ -1,0 +1,69 @@
+"""Tests of the ds config in the run folder; covers `ds_config_file.py`."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from zerowatch.runtime.monitor.ds_config_file import DS_CONFIG_FILE, write_ds_config
+
+
+def written(folder: Path, config: Any) -> dict[str, Any]:
+    write_ds_config(folder, SimpleNamespace(config=config))
+    content: dict[str, Any] = json.loads((folder / DS_CONFIG_FILE).read_text())
+    return content
+
+
+def test_the_ds_config_is_written_without_secrets_and_for_the_owner_only(tmp_path: Path) -> None:
+    config = {
+        "train_batch_size": 8,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 1e6},
+        "monitor": [{"comet": {"api_key": "abc", "project": "llm"}}],
+        "max_token": 512,
+        "zerowatch": {"tuner": {"mode": "auto"}},
+    }
+
+    content = written(tmp_path, config)
+
+    assert content["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1e6}
+    assert content["monitor"][0]["comet"] == {"api_key": "(not recorded)", "project": "llm"}
+    assert content["max_token"] == 512
+    assert "zerowatch" not in content
+    mode = (tmp_path / DS_CONFIG_FILE).stat().st_mode
+    assert stat.S_IMODE(mode) == 0o600
+
+
+def test_a_config_given_as_a_path_is_written_as_deepspeed_has_read_it(tmp_path: Path) -> None:
+    engine = SimpleNamespace(
+        config="ds.json", _config=SimpleNamespace(_param_dict={"train_batch_size": 8})
+    )
+
+    write_ds_config(tmp_path, engine)
+
+    assert json.loads((tmp_path / DS_CONFIG_FILE).read_text()) == {"train_batch_size": 8}
+
+
+def test_values_that_are_not_json_are_written_as_text(tmp_path: Path) -> None:
+    assert written(tmp_path, {"dtype": torch.bfloat16}) == {"dtype": "torch.bfloat16"}
+
+
+def test_without_deepspeed_there_is_no_file(tmp_path: Path) -> None:
+    write_ds_config(tmp_path, SimpleNamespace(config={}))
+
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_logged_and_does_not_raise(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+
+    write_ds_config(tmp_path / "file", SimpleNamespace(config={"train_batch_size": 8}))
+
+    assert "cannot write" in caplog.text
