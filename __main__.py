@@ -24,6 +24,7 @@ _MODULES = {
     "estimate": ".runtime.cli.estimate.command",
     "check": ".runtime.cli.check.command",
     "report": ".runtime.cli.report_command",
+    "compare": ".runtime.cli.compare_command",
     "top": ".runtime.cli.top_command",
     "stack": ".dashboards.cli",
     "targets": ".dashboards.cli",

@@ -1,4 +1,4 @@
-"""Reads conditions such as "comm_exposed_ratio>0.3", and checks them against a summary."""
+"""Reads conditions such as "comm_exposed_ratio>0.3", and checks them against figures."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ _OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
 }
+_EXAMPLES = {"report": "comm_exposed_ratio>0.3", "compare": "throughput_ratio<0.95"}
 _CONDITION = re.compile(r"\s*(\w+)\s*(>=|<=|==|!=|>|<)\s*([-+.\w]+)\s*(%?)\s*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """A condition on a figure of a run.
+    """A condition on a figure of a run, or of a comparison.
 
     Attributes:
-        figure: Name of the figure, one of `FIGURES`.
+        figure: Name of the figure, such as one of `FIGURES`.
         sign: Such as ">".
         limit: The number that the figure is compared with.
     """
@@ -37,11 +38,15 @@ class Condition:
     limit: float
 
     @classmethod
-    def parse(cls, text: str) -> Condition:
+    def parse(
+        cls, text: str, figures: Mapping[str, str] = FIGURES, command: str = "report"
+    ) -> Condition:
         """Return the condition that a text states.
 
         Args:
             text: Such as "comm_exposed_ratio>0.3" or "comm_exposed_ratio > 30 %".
+            figures: The figures that there are, by name.
+            command: The command that lists them with --figures.
 
         Raises:
             CommandLineError: It is no condition, or its figure does not exist.
@@ -58,14 +63,14 @@ class Condition:
         if match is None or limit is None or limit != limit:
             raise CommandLineError(
                 f"--fail-on {cut(repr(text))} is no condition; write FIGURE>NUMBER, such as "
-                "'comm_exposed_ratio>0.3'"
+                f"'{_EXAMPLES[command]}'"
             )
-        if match[1] not in FIGURES:
-            close = difflib.get_close_matches(match[1], FIGURES, n=3, cutoff=0.4)
+        if match[1] not in figures:
+            close = difflib.get_close_matches(match[1], figures, n=3, cutoff=0.4)
             advice = f"did you mean {' or '.join(close)}? " if close else ""
             raise CommandLineError(
                 f"--fail-on {cut(repr(text))}: there is no figure {cut(match[1])}; {advice}"
-                "`zerowatch report --figures` lists all"
+                f"`zerowatch {command} --figures` lists all"
             )
         return cls(figure=match[1], sign=match[2], limit=limit / 100 if match[4] else limit)
 
@@ -73,7 +78,7 @@ class Condition:
         """Whether the condition holds.
 
         Raises:
-            CommandLineError: The run has not recorded the figure.
+            CommandLineError: The figure is not known.
         """
         value = figures[self.figure]
         if value is None:

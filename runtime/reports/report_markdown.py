@@ -26,22 +26,22 @@ def report_markdown(summary: RunSummary) -> str:
 
 
 def _lines(summary: RunSummary) -> Iterator[str]:
-    yield f"## {_plain(summary.run_id)}: {STATUS_TEXTS[summary.status][0]}"
-    yield from ("", f"**{_plain(summary.verdict)}**", "", _plain(" · ".join(facts_of(summary))), "")
-    yield from _table(
+    yield f"## {plain(summary.run_id)}: {STATUS_TEXTS[summary.status][0]}"
+    yield from ("", f"**{plain(summary.verdict)}**", "", plain(" · ".join(facts_of(summary))), "")
+    yield from markdown_table(
         ("figure", "value"), [(name, text) for name, _, text in headline_figures(summary)]
     )
     if summary.findings:
         yield from ("", "### What to do next", "")
         for number, finding in enumerate(summary.findings, 1):
-            yield f"{number}. **{_plain(finding.sentence)}** {_plain(finding.advice)}"
+            yield f"{number}. **{plain(finding.sentence)}** {plain(finding.advice)}"
     yield from ("", "### Where the time went", "")
-    yield from _table(
+    yield from markdown_table(
         ("phase", "share", "per step"),
         [(s.name, percent(s.ratio), format_seconds(s.seconds_per_step)) for s in summary.phases],
     )
     yield from ("", "### Why communication was waited for", "")
-    yield from _table(
+    yield from markdown_table(
         ("cause", "share of training time", "per step"),
         [
             (CAUSE_TEXTS[s.name], percent(s.ratio), format_seconds(s.seconds_per_step))
@@ -49,7 +49,7 @@ def _lines(summary: RunSummary) -> Iterator[str]:
         ],
     )
     yield from ("", "### Memory", "")
-    yield from _table(
+    yield from markdown_table(
         ("device", "rank", "peak", "limit", "risk", "largest categories"),
         [
             (
@@ -67,7 +67,7 @@ def _lines(summary: RunSummary) -> Iterator[str]:
         ],
     )
     yield from ("", "### Ranks", "")
-    yield from _table(
+    yield from markdown_table(
         ("rank", "host", "steps", "step time", "exposed", "peak memory", "behind the median rank"),
         [
             (
@@ -90,7 +90,7 @@ def _lines(summary: RunSummary) -> Iterator[str]:
     if not summary.tuner.decisions:
         yield without_decisions(summary)
     else:
-        yield from _table(
+        yield from markdown_table(
             ("step", "change", "verdict", "gain"),
             [
                 (str(each.step), each.change, each.verdict, gain_text(each))
@@ -100,24 +100,25 @@ def _lines(summary: RunSummary) -> Iterator[str]:
     if summary.incidents:
         yield from ("", "### Errors and hangs", "")
         for incident in summary.incidents:
-            yield f"- `{incident.path}`: {_plain(incident.headline)}"
+            yield f"- `{incident.path}`: {plain(incident.headline)}"
     yield from ("", f"Monitoring took {percent(summary.monitoring.ratio)} of the ranks' time.")
     if summary.problems:
         yield from ("", "### What is missing", "")
-        yield from (f"- {_plain(problem)}" for problem in summary.problems)
+        yield from (f"- {plain(problem)}" for problem in summary.problems)
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:
+    """Yield the lines of a table; without rows, that nothing was recorded."""
     if not rows:
         return [f"{NOT_RECORDED[0].upper()}{NOT_RECORDED[1:]}."]
     return [
         f"| {' | '.join(heads)} |",
         f"|{'---|' * len(heads)}",
-        *(f"| {' | '.join(map(_plain, row))} |" for row in rows),
+        *(f"| {' | '.join(map(plain, row))} |" for row in rows),
     ]
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Escape what Markdown or HTML would read as markup."""
     text = text.replace("\n", " ").replace("&", "&amp;").replace("<", "&lt;")
     for sign in "\\`*_|[]":

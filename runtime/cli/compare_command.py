@@ -1,0 +1,118 @@
+"""Implements `zerowatch compare`: two runs side by side, with what differs significantly."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from ...errors import CommandLineError
+from .report_command import EXIT_CODE_OF_CONDITION
+
+_STANDARD_OUTPUT = Path("-")
+COMPARISON_FILE = "compare.html"
+
+
+@click.command(short_help="Compare two runs over their common steps.")
+@click.argument("a", type=click.Path(path_type=Path, file_okay=False), required=False)
+@click.argument("b", type=click.Path(path_type=Path, file_okay=False), required=False)
+@click.option(
+    "--text", "form", flag_value="text", default="text", help="Print tables; the default."
+)
+@click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
+@click.option("--json", "form", flag_value="json", help="Print JSON.")
+@click.option("--html", "form", flag_value="html", help="Write an HTML page with charts.")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    help="File to write; - prints.  [default: B/compare.html for HTML]",
+)
+@click.option(
+    "--warm-up",
+    type=click.IntRange(min=0),
+    help="Common steps to leave out at the beginning.  [default: a tenth, from 5 to 50]",
+)
+@click.option(
+    "--fail-on",
+    "conditions",
+    multiple=True,
+    metavar="CONDITION",
+    help="Exit with code 3 if a figure meets the condition, such as 'throughput_ratio<0.95'. May "
+    "be given several times.",
+)
+@click.option("--figures", "lists_figures", is_flag=True, help="List the figures for --fail-on.")
+def compare(
+    a: Path | None,
+    b: Path | None,
+    form: Literal["text", "markdown", "json", "html"],
+    output: Path | None,
+    warm_up: int | None,
+    conditions: tuple[str, ...],
+    lists_figures: bool,
+) -> None:
+    """Compare the run whose folder is B with the reference A.
+
+    Of the steps that both runs have, throughput, phases, communication, memory and loss are
+    compared, with intervals that allow for the correlation of successive steps. The comparison
+    lists what differs in settings, ds config, software and hardware, and in which respects the runs
+    are not comparable.
+
+    In CI, --fail-on checks figures: exit code 3 means that a condition holds, 2 that it cannot be
+    checked.
+
+    Example: zerowatch compare runs/before runs/after --fail-on 'throughput_ratio_upper<1'
+    """
+    import orjson
+
+    from ...metrics.atomic_file import atomic_write
+    from ..reports.comparison_page import comparison_page
+    from ..reports.comparison_text import comparison_markdown, comparison_text
+    from ..reports.fail_on import Condition
+    from ..reports.run_comparison import COMPARISON_FIGURES, read_source
+    from ..reports.run_comparison import compare as compare_sources
+
+    if lists_figures:
+        longest = max(map(len, COMPARISON_FIGURES))
+        for name, meaning in COMPARISON_FIGURES.items():
+            click.echo(f"{name:{longest}}  {meaning}")
+        return
+    if a is None or b is None:
+        missing = "A" if a is None else "B"
+        raise click.UsageError(f"Missing argument '{missing}'.", click.get_current_context())
+    parsed = [Condition.parse(text, COMPARISON_FIGURES, "compare") for text in conditions]
+    first, second = read_source(a), read_source(b)
+    comparison = compare_sources(first, second, warm_up=warm_up)
+    if form == "html":
+        text = comparison_page(comparison, first, second)
+        output = output or b / COMPARISON_FILE
+    elif form == "markdown":
+        text = comparison_markdown(comparison)
+    elif form == "json":
+        text = orjson.dumps(comparison, option=orjson.OPT_INDENT_2).decode() + "\n"
+    else:
+        is_terminal = output in (None, _STANDARD_OUTPUT) and sys.stdout.isatty()
+        width = shutil.get_terminal_size().columns if is_terminal else None
+        text = comparison_text(comparison, width=width)
+    if output in (None, _STANDARD_OUTPUT):
+        click.echo(text, nl=False)
+    else:
+        assert output is not None
+        try:
+            atomic_write(output, text)
+        except OSError as error:
+            raise CommandLineError(
+                f"cannot write {output}: {error.strerror}; give another file by --output"
+            ) from None
+        click.echo(f"{comparison.verdict}\n{output}")
+    held = [condition for condition in parsed if condition.holds(comparison.figures)]
+    for condition in held:
+        value = comparison.figures[condition.figure]
+        click.echo(f"zerowatch: {condition}: it is {value:.4g}", err=True)
+    if held:
+        for each in comparison.incomparable:
+            click.echo(f"zerowatch: {each.sentence}", err=True)
+        sys.exit(EXIT_CODE_OF_CONDITION)

@@ -1,0 +1,311 @@
+"""Tests of the comparison of two runs; covers `run_comparison.py` and `configuration.py`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from recorded_metrics import RecordedRank
+from recorded_runs import STARTED, step_record, write_run
+
+from zerowatch.metrics.catalog import communication, devices, training
+from zerowatch.metrics.step_record import CollectiveTotals, StepRecord
+from zerowatch.runtime.reports.run_comparison import (
+    COMPARISON_FIGURES,
+    ComparisonError,
+    Measure,
+    RunComparison,
+    compare_runs,
+)
+from zerowatch.runtime.reports.run_reader import RunFolderError
+
+
+def noise(seed: int, size: int) -> list[float]:
+    """Noise of 5 % whose successive values resemble each other."""
+    values = np.random.default_rng(seed).normal(scale=0.05, size=size)
+    for index in range(1, size):
+        values[index] += 0.4 * values[index - 1]
+    return [float(value) for value in values]
+
+
+def noisy_run(
+    folder: Path, seed: int, *, steps: int = 200, backward: float = 0.3, ranks: int = 1, **more: Any
+) -> Path:
+    """A run whose steps take 0.2 s and `backward`, with noise in both."""
+    forward, other = noise(seed, steps + 1), noise(seed + 10_000, steps + 1)
+
+    def record(rank: int, step: int) -> StepRecord:
+        phases = {
+            "forward": 0.2 * (1 + forward[step]),
+            "backward": backward * (1 + other[step]),
+        }
+        seconds = sum(phases.values())
+        ended_at = STARTED + seed + step * seconds
+        return step_record(
+            step, seconds=seconds, phase_seconds=phases, ended_at_unix_seconds=ended_at, **more
+        )
+
+    return write_run(folder, ranks=ranks, steps=steps, record=record)
+
+
+def measures(comparison: RunComparison) -> dict[str, Measure]:
+    return {measure.name: measure for measure in comparison.measures}
+
+
+def test_the_true_ratio_is_within_the_interval_in_nearly_all_runs(tmp_path: Path) -> None:
+    true_ratio = 0.5 / 0.53
+    inside = found = backward_inside = 0
+    for seed in range(40):
+        a = noisy_run(tmp_path / f"a{seed}", seed)
+        b = noisy_run(tmp_path / f"b{seed}", seed + 100, backward=0.33)
+        comparison = compare_runs(a, b)
+        figures = comparison.figures
+        lower, upper = figures["throughput_ratio_lower"], figures["throughput_ratio_upper"]
+        assert lower is not None and upper is not None
+        inside += lower < true_ratio < upper
+        found += upper < 1
+        change = measures(comparison)["phase.backward"].change
+        assert change is not None and change.lower is not None and change.upper is not None
+        backward_inside += change.lower < 0.03 < change.upper
+
+    assert inside >= 36
+    assert backward_inside >= 38
+    assert found >= 36
+
+
+def test_equal_runs_are_rarely_significant(tmp_path: Path) -> None:
+    throughput = parts = 0
+    for seed in range(40):
+        a = noisy_run(tmp_path / f"a{seed}", seed)
+        b = noisy_run(tmp_path / f"b{seed}", seed + 100)
+        found = [m for m in compare_runs(a, b).measures if m.change and m.change.is_significant]
+        throughput += any(m.group == "throughput" for m in found)
+        parts += any(m.group != "throughput" for m in found)
+
+    assert throughput <= 5  # 5 % of 40, and two standard deviations
+    assert parts <= 5  # of all phases and collectives together
+
+
+def test_the_verdict_names_the_gain_and_the_phase_that_changed(tmp_path: Path) -> None:
+    a = noisy_run(tmp_path / "a", 1, steps=400)
+    b = noisy_run(tmp_path / "b", 2, steps=400, backward=0.2)
+
+    comparison = compare_runs(a, b)
+
+    assert comparison.verdict.startswith("B processes 2")
+    assert "more tokens per second than A (95 % interval +" in comparison.verdict
+    assert "backward takes" in comparison.verdict and "less" in comparison.verdict
+    assert "forward" not in comparison.verdict
+    assert comparison.figures["throughput_ratio"] == pytest.approx(0.5 / 0.4, rel=0.03)
+    assert list(comparison.figures) == list(COMPARISON_FIGURES)
+
+
+def test_only_common_steps_after_the_warm_up_are_compared(tmp_path: Path) -> None:
+    def slow_start(rank: int, step: int) -> StepRecord:
+        return step_record(step, seconds=5.0 if step <= 10 else 0.5)
+
+    a = write_run(tmp_path / "a", steps=100, record=slow_start)
+    b = write_run(
+        tmp_path / "b",
+        steps=300,
+        record=lambda rank, step: step_record(step, seconds=0.5 if step <= 100 else 3.0),
+    )
+
+    comparison = compare_runs(a, b)
+    with_warm_up = compare_runs(a, b, warm_up=0)
+
+    assert (comparison.steps.common, comparison.steps.warm_up) == (100, 10)
+    assert (comparison.steps.first, comparison.steps.last) == (11, 100)
+    assert comparison.figures["step_seconds_ratio"] == pytest.approx(1.0)
+    assert with_warm_up.figures["step_seconds_ratio"] == pytest.approx(0.5 / 0.95)
+    assert "No significant difference" in comparison.verdict
+
+
+def test_steps_after_a_restart_are_left_out(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "a", ranks=1, steps=100)
+    b = write_run(
+        tmp_path / "b",
+        ranks=1,
+        steps=100,
+        record=lambda rank, step: step_record(step, seconds=9.0 if 50 < step <= 55 else 0.5),
+    )
+    lines = (b / "rank-0.jsonl").read_text().splitlines()
+    restarted = [line.replace('"attempt":0', '"attempt":1') for line in lines[50:]]
+    (b / "rank-0.jsonl").write_text("\n".join([*lines[:50], *restarted, ""]))
+
+    comparison = compare_runs(a, b)
+
+    assert comparison.figures["step_seconds_ratio"] == pytest.approx(1.0)
+    assert comparison.steps.compared == 85
+
+
+def test_collectives_and_memory_are_compared(tmp_path: Path) -> None:
+    def more(rank: int, step: int) -> StepRecord:
+        totals = CollectiveTotals(calls=4, payload_bytes=1000, wire_bytes=3000.0, seconds=0.2)
+        memory = {"cpu": {"allocated": 600e6, "limit": 2e9, "peak_allocated": 975e6}}
+        return step_record(step, collectives={"all_gather": totals}, memory_bytes=memory)
+
+    found = measures(
+        compare_runs(
+            write_run(tmp_path / "a", steps=80), write_run(tmp_path / "b", steps=80, record=more)
+        )
+    )
+
+    assert (found["wire_bytes"].a, found["wire_bytes"].b) == (1000, 3000)
+    assert found["collective.all_gather.calls"].a == 0
+    assert found["collective.all_gather.calls"].b == 4
+    change = found["collective.all_gather.seconds"].change
+    assert change is not None and change.value == pytest.approx(0.2)
+    assert change.is_significant
+    peak = found["memory_peak.cpu"].change
+    assert peak is not None and peak.value == pytest.approx(0.5)
+
+
+def test_other_batches_are_not_comparable_but_throughput_is(tmp_path: Path) -> None:
+    a = noisy_run(tmp_path / "a", 1)
+    b = noisy_run(tmp_path / "b", 2, backward=0.5, samples=16, tokens=2048)
+
+    comparison = compare_runs(a, b)
+
+    assert [each.respect for each in comparison.incomparable] == ["batch"]
+    assert "samples per step 8 and 16" in comparison.incomparable[0].sentence
+    found = measures(comparison)
+    for name in ("step_seconds", "phase.backward", "comm_exposed_seconds", "loss"):
+        assert found[name].change is None
+        assert found[name].not_comparable == "batch"
+    assert comparison.figures["step_seconds_ratio"] is None
+    assert comparison.figures["throughput_ratio"] == pytest.approx(2 * 0.5 / 0.7, rel=0.05)
+
+
+def with_device(folder: Path, name: str) -> Path:
+    with RecordedRank(folder, world_size=1) as rank:
+        rank.recorder.set_info(devices.DEVICE_INFO, "cuda:0", "uuid", "0000:01", name, "600")
+        rank.tick()
+    return folder
+
+
+def test_other_hardware_is_named(tmp_path: Path) -> None:
+    a = with_device(noisy_run(tmp_path / "a", 1), "NVIDIA A100")
+    b = with_device(noisy_run(tmp_path / "b", 2, ranks=2), "NVIDIA H100")
+
+    comparison = compare_runs(a, b)
+
+    sentence = comparison.incomparable[0].sentence
+    assert comparison.incomparable[0].respect == "hardware"
+    assert "ranks 1 and 2" in sentence and "1 x NVIDIA A100 and 1 x NVIDIA H100" in sentence
+    assert comparison.verdict.startswith("The hardware differs.")
+
+
+def test_communication_that_was_not_recorded_is_not_comparable(tmp_path: Path) -> None:
+    a, b = noisy_run(tmp_path / "a", 1), noisy_run(tmp_path / "b", 2)
+    with RecordedRank(b, world_size=1) as rank:
+        rank.recorder.set(communication.COMM_COVERAGE_RATIO, 0.4)
+        rank.recorder.add(training.STEPS, 1)
+        rank.tick()
+
+    comparison = compare_runs(a, b)
+
+    assert "Only 40 % of the collectives of B" in comparison.incomparable[0].sentence
+    assert measures(comparison)["comm_exposed_seconds"].not_comparable == "communication"
+    assert measures(comparison)["phase.forward"].change is not None
+
+
+def test_differences_of_configuration_are_listed(tmp_path: Path) -> None:
+    a = write_run(
+        tmp_path / "a",
+        steps=80,
+        settings={"run_id": "x", "tuner": {"mode": "off"}},
+        ds_config={"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}, "bf16": {}},
+    )
+    b = write_run(
+        tmp_path / "b",
+        steps=80,
+        settings={"run_id": "y", "tuner": {"mode": "auto"}},
+        ds_config={"zero_optimization": {"stage": 3, "reduce_bucket_size": 500000000}},
+    )
+
+    found = [(d.source, d.name, d.a, d.b) for d in compare_runs(a, b).differences]
+
+    assert found == [
+        ("ds config", "zero_optimization.stage", "2", "3"),
+        ("ds config", "bf16", "{}", "not set"),
+        ("settings", "tuner.mode", "off", "auto"),
+    ]
+
+
+def test_a_missing_ds_config_is_named_and_not_compared(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "a", steps=80, ds_config={"train_batch_size": 8})
+
+    comparison = compare_runs(a, write_run(tmp_path / "b", steps=80))
+
+    assert comparison.differences == ()
+    assert "the ds config of B is not recorded, so it is not compared" in comparison.problems
+
+
+def test_few_steps_have_no_interval(tmp_path: Path) -> None:
+    a, b = (write_run(tmp_path / name, steps=30) for name in "ab")
+    for name, seconds in (("c", 0.5), ("d", 0.4)):
+        write_run(
+            tmp_path / name,
+            steps=30,
+            record=lambda rank, step, seconds=seconds: step_record(step, seconds=seconds),  # type: ignore[misc]
+        )
+    comparison = compare_runs(tmp_path / "c", tmp_path / "d")
+
+    assert "25 compared steps are too few for an interval" in comparison.verdict
+    assert comparison.figures["throughput_ratio"] == pytest.approx(1.25)
+    assert comparison.figures["throughput_ratio_lower"] is None
+    assert compare_runs(a, b).figures["throughput_ratio"] == pytest.approx(1.0)
+
+
+def shifted(folder: Path) -> Path:
+    return write_run(folder, steps=20, record=lambda rank, step: step_record(step + 500))
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (lambda folder: folder, "are the same run"),
+        (lambda folder: shutil.copytree(folder, folder.with_name("copy")), "are the same run"),
+        (
+            lambda folder: write_run(folder.with_name("empty"), steps=0),
+            r"\(B\) has no recorded step.*rank-0.jsonl is empty",
+        ),
+        (
+            lambda folder: shifted(folder.with_name("later")),
+            "no step in common: A has steps 1 to 80, B has steps 501 to 520",
+        ),
+        (lambda folder: write_run(folder.with_name("short"), steps=4), "only 4 steps in common"),
+    ],
+)
+def test_runs_that_cannot_be_compared_are_named(
+    tmp_path: Path, other: Callable[[Path], Path], expected: str
+) -> None:
+    a = write_run(tmp_path / "a", steps=80)
+
+    with pytest.raises(ComparisonError, match=expected):
+        compare_runs(a, other(a))
+
+
+def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="is no folder"):
+        compare_runs(write_run(tmp_path / "a"), tmp_path / "b")
+
+
+def test_a_truncated_run_is_compared_and_what_is_missing_is_said(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "a", steps=100), write_run(tmp_path / "b", steps=100)
+    for rank in range(2):
+        log = b / f"rank-{rank}.jsonl"
+        log.write_bytes(log.read_bytes()[: log.stat().st_size * 9 // 10])
+
+    comparison = compare_runs(a, b)
+
+    assert comparison.steps.common < 100
+    assert any(
+        problem.startswith("B: rank-0.jsonl: the last line is cut")
+        for problem in comparison.problems
+    )
