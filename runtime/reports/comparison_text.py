@@ -148,6 +148,8 @@ def interval_text(measure: Measure) -> str:
     change = measure.change
     if change is None or change.lower is None or change.upper is None:
         return ""
+    if change.lower == change.upper == 0:
+        return "0"
     lower, upper = (
         _signed(bound, measure.unit, is_relative=change.is_relative)
         for bound in (change.lower, change.upper)

@@ -514,7 +514,7 @@ class _Measures:
         if both.any():
             last = [float(each[both][-LAST_STEPS:].mean()) for each in losses]
             yield _plain_measure(
-                "loss", "loss", f"mean of the last {min(LAST_STEPS, int(both.sum()))} common steps",
+                "loss", "loss", f"loss, mean of the last {min(LAST_STEPS, int(both.sum()))} common steps",
                 "", *last, not_comparable=self._work,
             )  # fmt: skip
         yield self._figure("loss", "skipped_ratio", "skipped steps, whole run", "ratio")
