@@ -513,10 +513,8 @@ class _Measures:
         both = np.isfinite(losses[0]) & np.isfinite(losses[1])
         if both.any():
             last = [float(each[both][-LAST_STEPS:].mean()) for each in losses]
-            yield _plain_measure(
-                "loss", "loss", f"loss, mean of the last {min(LAST_STEPS, int(both.sum()))} common steps",
-                "", *last, not_comparable=self._work,
-            )  # fmt: skip
+            title = f"loss, mean of the last {min(LAST_STEPS, int(both.sum()))} common steps"
+            yield _plain_measure("loss", "loss", title, "", *last, not_comparable=self._work)
         yield self._figure("loss", "skipped_ratio", "skipped steps, whole run", "ratio")
 
     def _names(self, prefix: str) -> list[str]:

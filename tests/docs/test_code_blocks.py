@@ -97,7 +97,8 @@ def filled(folder: Path) -> Path:
     (folder / "my_project.py").write_text(
         "import torch\n\n\ndef build():\n    return torch.nn.Linear(64, 64)\n"
     )
-    write_run(folder / "runs" / "nightly")
+    for run in ("nightly", "before", "after"):
+        write_run(folder / "runs" / run)
     return folder
 
 
