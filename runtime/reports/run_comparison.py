@@ -138,7 +138,8 @@ class RunComparison:
         problems: What is missing or damaged, with the run.
 
     Examples:
-        >>> compare_runs(Path("runs/before"), Path("runs/after")).verdict
+        >>> a, b = (read_source(Path("runs") / name) for name in ("before", "after"))
+        >>> compare(a, b).verdict
         'B processes 12.3 % more tokens per second than A (95 % interval +10.1 to +14.5 %).'
     """
 
@@ -175,21 +176,6 @@ COMPARISON_FIGURES: Mapping[str, str] = {
 }
 
 
-def compare_runs(a: Path, b: Path, *, warm_up: int | None = None) -> RunComparison:
-    """Read two run folders and compare them.
-
-    Args:
-        a: Folder of the reference.
-        b: Folder of the other run.
-        warm_up: Common steps to leave out at the beginning. None for a tenth, from 5 to 50.
-
-    Raises:
-        RunFolderError: There is no such folder, or nothing in it is of a run.
-        ComparisonError: Both are the same run, one has no steps, or they have no step in common.
-    """
-    return compare(read_source(a), read_source(b), warm_up=warm_up)
-
-
 def read_source(folder: Path) -> RunSource:
     """Read a run folder for a comparison.
 
@@ -201,7 +187,16 @@ def read_source(folder: Path) -> RunSource:
 
 
 def compare(a: RunSource, b: RunSource, *, warm_up: int | None = None) -> RunComparison:
-    """Compare two runs; see `compare_runs`."""
+    """Compare two runs.
+
+    Args:
+        a: The reference.
+        b: The other run.
+        warm_up: Common steps to leave out at the beginning. None for a tenth, from 5 to 50.
+
+    Raises:
+        ComparisonError: Both are the same run, one has no steps, or they have no step in common.
+    """
     _check(a.run, b.run)
     steps = _StepPairs(a.run, b.run, warm_up)
     changed = differences(a, b)

@@ -16,7 +16,7 @@ from recorded_runs import step_record, write_run
 
 from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.reports.comparison_page import comparison_page
-from zerowatch.runtime.reports.run_comparison import compare, compare_runs, read_source
+from zerowatch.runtime.reports.run_comparison import compare, read_source
 
 pytestmark = pytest.mark.slow
 
@@ -73,7 +73,7 @@ def address(runs: tuple[Path, Path]) -> str:
 def test_the_page_shows_the_values_of_the_comparison_and_requests_nothing(
     browser: Any, runs: tuple[Path, Path], address: str
 ) -> None:
-    changes = {m.name: m.change for m in compare_runs(*runs).measures}
+    changes = {m.name: m.change for m in compare(*map(read_source, runs)).measures}
     with opened(browser, address) as (page, seen):
         cards = page.eval_on_selector_all(
             "[data-measure]", "all => all.map(e => [e.dataset.measure, e.dataset.value])"

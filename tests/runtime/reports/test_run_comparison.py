@@ -19,7 +19,8 @@ from zerowatch.runtime.reports.run_comparison import (
     ComparisonError,
     Measure,
     RunComparison,
-    compare_runs,
+    compare,
+    read_source,
 )
 from zerowatch.runtime.reports.run_reader import RunFolderError
 
@@ -50,6 +51,10 @@ def noisy_run(
         )
 
     return write_run(folder, ranks=ranks, steps=steps, record=record)
+
+
+def compare_runs(a: Path, b: Path, *, warm_up: int | None = None) -> RunComparison:
+    return compare(read_source(a), read_source(b), warm_up=warm_up)
 
 
 def measures(comparison: RunComparison) -> dict[str, Measure]:
