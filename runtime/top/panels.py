@@ -52,7 +52,9 @@ def printable(text: str) -> str:
 def header(view: RunView, width: int, now: float) -> Text:
     """Return two lines: the run with its state, and its most important figures."""
     age = max(0.0, now - view.at)
-    if view.is_live:
+    if view.is_live and all(rank.state == "ended" for rank in view.ranks):
+        kind = "last values"
+    elif view.is_live:
         kind = "live" if age < 10 else f"live, {format_age(age)} ago"
     elif view.status == "running":
         kind = f"log, last step {format_age(age)} ago"

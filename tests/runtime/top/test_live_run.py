@@ -12,6 +12,7 @@ from served_ranks import ServedRank, two_ranks
 
 from zerowatch.metrics.catalog import communication, training
 from zerowatch.metrics.recorder import Recorder
+from zerowatch.runtime.top import panels
 from zerowatch.runtime.top.http_client import Access, HttpClient, NoAnswerError
 from zerowatch.runtime.top.live_run import MAX_SCRAPES, LiveRun, Target
 from zerowatch.runtime.top.recent_seconds import RecentSeconds
@@ -116,6 +117,7 @@ def test_a_run_that_ends_keeps_its_last_values() -> None:
         view = source.read()
 
     assert view.status == "completed"
+    assert "completed  2 ranks | last values" in panels.header(view, 200, view.at).plain
     assert [rank.state for rank in view.ranks] == ["ended", "ended"]
     assert view.ranks[0].steps == 20
     assert not view.notes
