@@ -79,17 +79,16 @@ class Progress:
         console = Console(file=self._stream, highlight=False)
         bar = self._bar(console, self._last[-1].step)
         # A longer line would wrap, and could not be cleared. The bar has color codes without width.
+        # The cursor returns to the start, so that what others print begins there.
         room = max(0, console.width - 1 - (BAR_WIDTH + 1 if bar else 0))
-        self._write(f"{_CLEAR}{bar}{line[:room]}")
+        self._write(f"{_CLEAR}{bar}{line[:room]}\r")
 
     def _bar(self, console: Console, step: int) -> str:
         if self._total_steps is None:
             return ""
         with console.capture() as capture:
-            console.print(
-                ProgressBar(total=self._total_steps, completed=step, width=BAR_WIDTH), end=" "
-            )
-        return capture.get()
+            console.print(ProgressBar(total=self._total_steps, completed=step, width=BAR_WIDTH))
+        return f"{capture.get().rstrip()} "
 
     def _write(self, text: str) -> None:
         try:
@@ -117,7 +116,7 @@ def _figures(steps: Sequence[StepRecord], mfu: float | None) -> Iterator[str]:
     if last.loss is not None:
         yield f"loss {last.loss:.4g}"
     if last.gradient_norm is not None:
-        yield f"gradient norm {last.gradient_norm:.3g}"
+        yield f"grad norm {last.gradient_norm:.3g}"
     yield f"{1000 * seconds / len(steps):,.0f} ms/step"
     for name, counts in (
         ("tokens", [step.tokens for step in steps]),
@@ -130,7 +129,7 @@ def _figures(steps: Sequence[StepRecord], mfu: float | None) -> Iterator[str]:
     waits = [step for step in steps if step.comm_exposed_seconds is not None]
     if waits and (of := sum(step.training_seconds for step in waits)):
         exposed = sum(step.comm_exposed_seconds or 0.0 for step in waits)
-        yield f"waits for communication {format_ratio(exposed / of)}"
+        yield f"comm wait {format_ratio(exposed / of)}"
     if last.memory_bytes:
         # "cuda:0" sorts after "cpu".
         readings = [step.memory_bytes.get(max(last.memory_bytes), {}) for step in steps]

@@ -60,7 +60,7 @@ def test_a_line_has_the_figures_of_the_steps_since_the_last_line() -> None:
     line = stream.getvalue().splitlines()[-1]
 
     assert line.startswith("zerowatch: step 3/500, loss 1.667, ")
-    for figure in ("300 ms/step", "3,413 tokens/s", "communication 20%", "620 MiB", "MFU 31%"):
+    for figure in ("300 ms/step", "3,413 tokens/s", "comm wait 20%", "620 MiB", "MFU 31%"):
         assert figure in line
 
 
@@ -106,9 +106,9 @@ def test_a_bar_redraws_one_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -
         clock.seconds += REDRAW_SECONDS
     shown.on_end()
 
-    assert stream.getvalue().count("\r") == 4
+    assert stream.getvalue().count("\x1b[2K") == 4
     assert stream.getvalue().count("\n") == 1 and stream.getvalue().endswith("\n")
-    assert "step 4/4" in stream.getvalue()
+    assert " step 4/4" in stream.getvalue()
 
 
 def test_a_closed_stream_does_not_raise() -> None:
