@@ -103,7 +103,8 @@ def as_language(forward: Callable, x: torch.Tensor, y: torch.Tensor) -> torch.Te
 
 def run(case: Case, is_applied: bool) -> tuple[torch.Tensor, dict]:
     engine = make(case)
-    found: dict = {"saved": [], "num_offloaded": []}
+    spans = {"applied": (APPLY_BEFORE, UNDO_BEFORE), "undone": (UNDO_BEFORE, WINDOWS)}
+    found: dict = {"saved": [], "num_offloaded": [], "spans": spans}
     undos: list[Undo] = []
     forwards = {name: vars(m).get("forward") for name, m in engine.module.named_modules()}
 
