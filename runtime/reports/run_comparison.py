@@ -38,6 +38,8 @@ MAX_WARM_UP_STEPS = 50
 RESTART_WARM_UP_STEPS = 5
 # Changes below this share of a step are not significant, whatever the noise: clocks and float32.
 MIN_CHANGE = 1e-4
+# Causes of less time in a step are rests of rounding.
+_MIN_CAUSE_SECONDS = 1e-6
 # The verdict names phases that changed by more than this share of a step.
 _NOTABLE_RATIO = 0.01
 Floats = NDArray[np.float64]
@@ -428,6 +430,8 @@ class _Measures:
         causes = [{share.name: share for share in x.summary.causes} for x in (self._a, self._b)]
         for cause in dict.fromkeys(name for each in causes for name in each):
             found = [each[cause].seconds_per_step if cause in each else None for each in causes]
+            if all(seconds is None or seconds < _MIN_CAUSE_SECONDS for seconds in found):
+                continue
             yield _plain_measure(
                 "communication", f"cause.{cause}", f"cause: {cause}, whole run", "seconds", *found,
                 not_comparable=self._comm,
@@ -843,7 +847,7 @@ def _notes(a: RunSource, b: RunSource, steps: _StepPairs) -> Iterator[str]:
         )
     if any(x.summary.is_upper_bound for x in (a, b)):
         yield "On GPUs, the time of collectives in flight is an upper bound in most steps."
-    if any(each.tuner.decisions for each in (a.summary, b.summary)):
+    if any(d.verdict != "advised" for x in (a, b) for d in x.summary.tuner.decisions):
         yield "The tuner made trials or changes during a run, which are among the compared steps."
     losses = steps.values(_column("loss"), is_all=True)
     if np.array_equal(losses[0], losses[1]):  # not if a loss is unknown, because nan != nan
