@@ -1,4 +1,4 @@
-"""Monitoring works with older releases of DeepSpeed and with Python 3.12.
+"""Monitoring works with older releases of DeepSpeed, and with Python 3.12 and the lowest torch.
 
 An older DeepSpeed is installed into a folder, which precedes the installed one. Python 3.12 gets an
 environment of its own, with all packages from the index, which takes some minutes and gigabytes.
@@ -11,6 +11,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.slow  # installs packages, and trains with each of them
 JOB = SCRIPTS / "versions_job.py"
 TOO_OLD_FOR_TRAINING_RUN = ("0.17.6", "0.18.9")
 OLDER = (*TOO_OLD_FOR_TRAINING_RUN, FIRST_FOR_TRAINING_RUN)
+LOWEST_TORCH = "2.6.0"
 PHASES = ["backward", "forward", "optimizer", "other"]
 NOT_SOURCE = shutil.ignore_patterns(
     ".git", ".venv", ".build", ".*_cache", "build", "runs", "*.egg-info", "__pycache__"
@@ -70,7 +72,8 @@ def start(
 
 def result(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    (report,) = (line for line in done.stdout.splitlines() if line.startswith('{"losses"'))
+    return dict(json.loads(report))
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -115,7 +118,7 @@ def test_a_training_run_works_with_the_first_release_that_it_accepts(
 
 @pytest.fixture(scope="module")
 def python_312(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Python 3.12 of an environment in which `pip install zerowatch` was called."""
+    """Python 3.12 of an environment into which pip has installed zerowatch and the lowest torch."""
     program = shutil.which("python3.12")
     if program is None or subprocess.run([program, "-c", ""], capture_output=True).returncode:
         pytest.skip("needs python3.12")
@@ -123,11 +126,23 @@ def python_312(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = shutil.copytree(ROOT, folder / "source", ignore=NOT_SOURCE)
     subprocess.run([program, "-m", "venv", str(folder / "environment")], check=True)
     python = folder / "environment/bin/python"
-    pip(python, "-c", ROOT / "constraints.txt", source)
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    others = [line for line in pinned if not line.startswith(("torch==", "sympy=="))]
+    (folder / "others.txt").write_text("\n".join(others))
+    pip(python, "-c", folder / "others.txt", source, f"torch=={LOWEST_TORCH}")
     return python
 
 
-def test_python_312_trains_and_monitors(python_312: Path, tmp_path: Path) -> None:
+def test_the_lowest_torch_and_deepspeed_here_are_those_of_pyproject() -> None:
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+
+    assert f"deepspeed>={OLDER[0]}" in requirements
+    assert f"torch>={LOWEST_TORCH.removesuffix('.0')}" in requirements
+
+
+def test_python_312_and_the_lowest_torch_train_and_monitor(
+    python_312: Path, tmp_path: Path
+) -> None:
     watched = result(start(tmp_path / "watched", 2, "watch", python=python_312))
     run = result(start(tmp_path / "run", 2, "run", python=python_312))
 
