@@ -46,6 +46,7 @@ class GenerationTotals:
         gathers: The all-gathers among them; with ZeRO 3 they gather parameters.
         gathered_bytes: The payload of the all-gathers, in bytes.
         peak_bytes: The peak of allocated memory by device; empty if it was not read in this step.
+            Without a device whose peak cannot be reset.
     """
 
     calls: int

@@ -2,7 +2,9 @@
 
 `current` is the accelerator in use. `CudaAccelerator` supports NVIDIA GPUs and AMD GPUs (ROCm),
 which torch presents as CUDA. To support another kind of accelerator, write a class with the members
-of `Accelerator`, and add it to `_KINDS`. Phases, collectives and memory need nothing else. A row in
+of `Accelerator`, and add it to `_KINDS`. Phases, collectives and the memory in use need nothing
+else. Peaks of memory then cover the whole run, so they belong to no step, phase or generation, and
+there is no forecast: `devices/shared_peak_counters.py` resets the counters of CUDA only. A row in
 `devices/device_probes.py` adds utilization and power, and `devices/peak_flops.py` adds the peak
 FLOP/s. `training_device_index` also requires that DeepSpeed's accelerator is of this kind.
 Importing this module does not initialize a device.

@@ -151,7 +151,9 @@ class EngineHooks:
 
     def _generate_wrapper(self, original: Any) -> GenerateWrapper:
         generation = self._generation
-        call = self._wrap(GENERATE_METHOD, original, generation.on_start, generation.on_end)
+        call = self._wrap(
+            GENERATE_METHOD, original, generation.on_start, generation.on_end, is_paired=True
+        )
         return GenerateWrapper(call, original)
 
     def _instruction(self, name: str, original: Any) -> Any:
@@ -178,8 +180,10 @@ class EngineHooks:
         self,
         name: str,
         original: Any,
-        on_start: Callable[..., None],
+        on_start: Callable[..., object],
         on_end: Callable[[Any, bool], None],
+        *,
+        is_paired: bool = False,
     ) -> Any:
         """Wrap a method.
 
@@ -188,15 +192,18 @@ class EngineHooks:
             original: The method itself.
             on_start: Called with the arguments, `(args, kwargs)`.
             on_end: Called with the result and whether the method returned.
+            is_paired: Whether `on_end` is called only, and always, after an `on_start` that has
+                returned true. A hook that was dropped then leaves no half of a pair.
         """
-        on_start, on_end = self._fail_open.wrap(name, on_start), self._fail_open.wrap(name, on_end)
+        on_start = self._fail_open.wrap(name, on_start)
+        on_end = self._fail_open.wrap(name, on_end, is_kept=is_paired)
         is_compiling = torch.compiler.is_compiling
 
         def hooked(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not self._open:
                 return original(*args, **kwargs)
             entered_ns = perf_counter_ns()
-            on_start(args, kwargs)
+            has_begun = on_start(args, kwargs) or not is_paired
             started_ns = perf_counter_ns()
             result, returned = None, False
             try:
@@ -207,7 +214,8 @@ class EngineHooks:
                 raise
             finally:
                 ended_ns = perf_counter_ns()
-                on_end(result, returned)
+                if has_begun:
+                    on_end(result, returned)
                 self.cost_ns += perf_counter_ns() - ended_ns + started_ns - entered_ns
             return result
 

@@ -93,7 +93,6 @@ class GenerationHooks:
         self._read_options = fail_open.wrap("generation", generate_options, is_kept=True)
         self._count_result = fail_open.wrap("generation", count_result, is_kept=True)
         self._thread = threading.get_ident()
-        self._depth = 0
         self._began_ns: int | None = None  # None unless a measured call runs
         self._options: GenerateOptions | None = None
         self._counts = earlier
@@ -103,28 +102,26 @@ class GenerationHooks:
         counts, self._counts = self._counts, None
         return counts
 
-    def on_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Begin a call."""
-        if threading.get_ident() != self._thread:
-            return
-        self._depth += 1
-        if self._depth > 1 or self._phase_timer.current in PASSES:
-            return
+    def on_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Begin a call, and return whether it is measured. Only then must `on_end` follow."""
+        is_nested = self._began_ns is not None
+        if threading.get_ident() != self._thread or is_nested:
+            return False
+        if self._phase_timer.current in PASSES:
+            return False
         self._options = self._read_options(self._module(), args, kwargs)
-        self._begin_memory()
         self._phase_timer.enter(GENERATE)
+        self._begin_memory()
         self._began_ns = perf_counter_ns()
+        return True
 
     def on_end(self, result: Any, returned: bool) -> None:
-        """End a call."""
-        if threading.get_ident() != self._thread:
+        """End a measured call."""
+        if self._began_ns is None:
             return
-        self._depth -= 1
-        if self._depth or self._began_ns is None:
-            return
-        self._phase_timer.leave()
         self.generated_ns += perf_counter_ns() - self._began_ns
         self._began_ns = None
+        self._phase_timer.leave()
         self._end_memory()
         if returned:
             counted = self._count_result(result, self._options)

@@ -2,7 +2,8 @@
 
 Every few seconds, one step is sampled in detail. The hooks then read memory at each change of phase
 and sum the engine's tensors three times. In other steps, the hooks read memory at most once, at the
-end of the step.
+end of the step. In addition, they read it at the start and at the end of each measured call of
+`generate`, so that its peak is not counted for training.
 """
 
 from __future__ import annotations
@@ -215,6 +216,8 @@ class MemoryHooks:
                     return
                 self._other_readings_left -= 1
         for device, states in self._reader.sample_phase().items():
+            if phase == GENERATE and "peak_allocated" not in states:
+                continue  # what the call has used is free by now
             peak = states.get("peak_allocated", states.get("allocated", 0.0))
             peaks = self._phase_peaks.setdefault(device, {})
             name = PHASES[phase]

@@ -54,7 +54,10 @@ class MemoryMonitor:
         self._enabled = settings.enabled
         self._probes = probes
         reads = {probe.device: wrap("memory", probe.read) for probe in probes}
-        self._reader = MemoryReader(reads, _budgets(settings, reads))
+        by_device = {probe.device: probe for probe in probes}
+        self._reader = MemoryReader(
+            reads, _budgets(settings, reads), lambda device: by_device[device].own_peaks
+        )
         self._metrics = MemoryMetrics(context.recorder, self._baseline(engine))
         self._forecasts = MemoryForecasts(context.recorder)
         self._leaks = LeakMonitor(

@@ -9,6 +9,8 @@ from typing import Any
 # More calls than torch's pool has streams, so that each stream would get one.
 NUM_CALLS = 40
 
+_OWN = ("runtime/", "metrics/")  # the packages that run in training
+
 Span = tuple[float, float]
 
 
@@ -57,9 +59,9 @@ def added_ratio(plain: Sequence[float], monitored: Sequence[float]) -> float:
 
 
 def own_synchronizations(places: Iterable[str], root: str) -> list[str]:
-    """Return those places "FILE:LINE" that are in the package, without its tests."""
-    return [
-        place.removeprefix(f"{root}/")
-        for place in places
-        if place.startswith(f"{root}/") and not place.startswith((f"{root}/tests/", f"{root}/."))
-    ]
+    """Return those places "FILE:LINE" that are in zerowatch's packages or in its root's modules.
+
+    Other folders of the checkout may hold installed packages, such as DeepSpeed.
+    """
+    inside = [place.removeprefix(f"{root}/") for place in places if place.startswith(f"{root}/")]
+    return [place for place in inside if "/" not in place or place.startswith(_OWN)]

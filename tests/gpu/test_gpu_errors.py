@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,23 +38,47 @@ except RuntimeError:
 """
 
 
-def test_after_a_device_side_assert_the_run_log_has_all_steps(tmp_path: Path) -> None:
+# NCCL's watchdog thread may find the failed kernel before the script does. By default it then ends
+# the process. With "0" it leaves that to the script.
+RETHROW = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
+
+
+def after_a_device_side_assert(folder: Path, **variables: str) -> tuple[Any, list[dict[str, Any]]]:
+    """Run a script that fails in step 21; return its process and its step records."""
     finished = start(
         sys.executable,
         SCRIPTS / "monitor" / "device_assert_job.py",
-        cwd=tmp_path,
-        variables=rank_variables(),
+        cwd=folder,
+        variables={**rank_variables(), **variables},
     )
+    (log,) = folder.glob("runs/*/rank-0.jsonl")
+    return finished, [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def test_after_a_device_side_assert_the_run_log_has_all_steps(tmp_path: Path) -> None:
+    finished, records = after_a_device_side_assert(tmp_path, **{RETHROW: "0"})
 
     assert finished.returncode == 1
     assert "device-side assert" in finished.stderr
     assert "hook 'close' failed" not in finished.stderr
     assert "hook 'step records' failed" not in finished.stderr
-    (log,) = tmp_path.glob("runs/*/rank-0.jsonl")
-    records = [json.loads(line) for line in log.read_text().splitlines()]
     assert [record["step"] for record in records][:20] == list(range(1, 21))
     losses = [record.get("loss") for record in records[:20]]
     assert all(loss is None or math.isfinite(loss) for loss in losses)
+
+
+def test_a_run_that_nccl_s_watchdog_ends_has_whole_lines_in_its_run_log(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    finished, records = after_a_device_side_assert(tmp_path, **{RETHROW: "1"})
+
+    is_aborted = finished.returncode == -signal.SIGABRT
+    record_property("ended by the watchdog", is_aborted)
+    record_property("steps in the run log", len(records))
+    assert is_aborted or finished.returncode == 1
+    steps = [record["step"] for record in records]
+    assert steps == list(range(1, len(steps) + 1))
+    assert is_aborted or len(steps) >= 20
 
 
 def test_a_failed_kernel_is_recognized() -> None:

@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
+from gpu.checks import missing_for_triton
 from gpu.rank_jobs import run_job
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None, reason="needs triton, which torch.compile uses"
-    ),
 ]
+MISSING = missing_for_triton()
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    (report,) = run_job("graphs_job.py", tmp_path_factory.mktemp("graphs"))
-    return report
-
-
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_model_trains_as_without_monitoring(
-    found: dict[str, Any], mode: str, record_property: Callable[[str, object], None]
+    mode: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    record_property("coverage", found[mode]["coverage"])
+    (found,) = run_job("graphs_job.py", tmp_path, mode)
 
+    record_property("coverage", found[mode]["coverage"])
     assert found[mode]["bitwise"]
     assert found[mode]["steps"] == 12
     assert found[mode]["failures"] == {}
 
 
-def test_graphs_are_captured_and_replayed_between_monitored_steps(found: dict[str, Any]) -> None:
-    assert found["captured"] == {"equal": True, "failures": {}}
+def test_graphs_are_captured_and_replayed_between_monitored_steps(tmp_path: Path) -> None:
+    (found,) = run_job("graphs_job.py", tmp_path, "captured")
+
+    assert found["captured"] == {"equal": True, "captures": 20, "failures": {}}

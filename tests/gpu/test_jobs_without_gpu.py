@@ -56,6 +56,15 @@ def test_calls_are_timed_on_the_thread_that_issues_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_steps_between_captures_train_although_what_is_captured_has_no_gradient(
+    tmp_path: Path,
+) -> None:
+    (found,) = run_job("graphs_job.py", tmp_path, "captured", kind="cpu")
+
+    assert found["captured"] == {"equal": True, "captures": 20, "failures": {}}
+
+
+@pytest.mark.slow
 def test_live_settings_leave_training_on_one_rank_the_same(tmp_path: Path) -> None:
     script, cases = str(SCRIPTS / "engine" / "live_settings_job.py"), CASES[::5]
 
@@ -96,14 +105,16 @@ def test_calls_on_one_rank_equal_the_flight_recorders(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_generation_on_one_rank_is_unchanged_and_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["hybrid", "plain"])
+def test_generation_on_one_rank_is_unchanged_and_counted(engine: str, tmp_path: Path) -> None:
     script = str(SCRIPTS / "monitor" / "generate_job.py")
 
     (found,) = run_job(
-        script, tmp_path, "2", "3", kind="cpu", variables={"TORCH_FR_BUFFER_SIZE": "100000"}
+        script, tmp_path, engine, "2", "3", kind="cpu", variables={"TORCH_FR_BUFFER_SIZE": "100000"}
     )
 
     for stage in ("stage 2", "stage 3"):
+        assert ("Hybrid" in found[stage]["engine"]) == (engine == "hybrid")
         assert found[stage]["weights_are_equal"], stage
         generated = [record["generation"] for record in found[stage]["records"]]
         assert [e["tokens"] for e in generated] == [e["tokens"] for e in found[stage]["rounds"]]

@@ -62,6 +62,8 @@ def test_an_added_ratio_is_of_pairs_so_that_a_drift_of_the_machine_cancels_out()
 
 
 def test_only_places_in_the_package_are_its_own() -> None:
-    places = ["/repo/runtime/a.py:3", "/repo/tests/b.py:1", "/repo/.venv/torch/c.py:2", "/x/d.py:1"]
+    own = ["runtime/a.py:3", "metrics/b.py:1", "__init__.py:7"]
+    others = ["tests/b.py:1", ".venv/torch/c.py:2", "site/deepspeed/runtime/engine.py:4"]
+    places = [f"/repo/{place}" for place in own + others]
 
-    assert probes.own_synchronizations(places, "/repo") == ["runtime/a.py:3"]
+    assert probes.own_synchronizations([*places, "/x/d.py:1"], "/repo") == own

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.ops.op_builder import builder
 from fakes.scraper import eventually
 from gpu import check_process, checks, collect_wheels, verify
 from gpu.check_process import LINES_VARIABLE, read_lines, run_check
@@ -176,10 +179,72 @@ def test_what_a_machine_lacks_is_the_reason_of_a_skipped_check(
     assert not verify.bad(result["checks"]["one"])
 
 
+@pytest.mark.parametrize(
+    ("nvcc", "torch_cuda", "is_refused"),
+    [
+        ("12.8", "12.8", False),
+        ("12.4", "12.8", False),
+        ("12.8", "13.0", True),
+        ("13.1", "13.0", True),  # DeepSpeed lists no minor versions of 13 that fit together
+        ("12.8", None, True),
+    ],
+)
+def test_kernels_need_the_nvcc_that_deepspeed_accepts(
+    nvcc: str,
+    torch_cuda: str | None,
+    is_refused: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = tmp_path / "nvcc"
+    program.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {nvcc}, V{nvcc}.89'\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(checks, "find_nvcc", lambda: str(program))
+    monkeypatch.setattr(builder, "installed_cuda_version", lambda _: map(int, nvcc.split(".")))
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    monkeypatch.delenv("DS_SKIP_CUDA_CHECK", raising=False)
+
+    reason = checks.missing_for_deepspeed_kernels()
+
+    assert (reason is not None) == is_refused
+    if torch_cuda is not None and is_refused:
+        assert reason is not None
+        assert nvcc in reason
+        assert torch_cuda in reason
+        with pytest.raises(builder.CUDAMismatchException):
+            builder.assert_no_cuda_mismatch()
+    elif torch_cuda is not None:
+        assert builder.assert_no_cuda_mismatch()
+
+
+def test_what_torch_compile_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(checks.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    no_compiler = checks.missing_for_triton()
+    (tmp_path / "gcc").write_text("#!/bin/sh\n")
+    (tmp_path / "gcc").chmod(0o755)
+    no_header = checks.missing_for_triton()
+    (tmp_path / "Python.h").touch()
+
+    assert "C compiler" in str(no_compiler)
+    assert "Python.h" in str(no_header)
+    assert checks.missing_for_triton() is None
+
+
+@pytest.mark.parametrize(
+    ("cuda", "said"),
+    [("12.8", "finds no GPU"), (None, "was built without CUDA. Install the build with CUDA")],
+)
 def test_without_a_gpu_one_line_says_so_and_the_exit_status_is_2(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    cuda: str | None,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
 
     status = verify.main([])
 
@@ -187,12 +252,16 @@ def test_without_a_gpu_one_line_says_so_and_the_exit_status_is_2(
     assert status == 2
     assert printed.out == ""
     (line,) = printed.err.splitlines()
-    assert f"torch {torch.__version__} finds no GPU" in line
+    assert f"torch {torch.__version__} {said}" in line
 
 
 @pytest.mark.parametrize(("outcome", "status"), [("passed", 0), ("failed", 1)])
 def test_each_part_leaves_a_result_that_can_be_published(
-    outcome: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    outcome: str,
+    status: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(verify, "facts", lambda: MACHINE)
     monkeypatch.setattr(verify, "runner", lambda *_: lambda *_: {**passed(), "outcome": outcome})
@@ -214,6 +283,10 @@ def test_each_part_leaves_a_result_that_can_be_published(
     assert ("NVIDIA H100, torch 2.11.0" in readme) == (outcome == "passed")
     assert ("cost: failed" in readme) == (outcome == "failed")
     assert f"| several GPUs | {NOT_YET} |" in readme
+    printed = capsys.readouterr().out
+    assert ("checks/cost/output.txt. Again: tests/gpu/verify.py --only cost" in printed) == (
+        outcome == "failed"
+    )
 
 
 def test_an_unknown_part_or_check_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,22 +354,50 @@ def test_a_check_by_pytest_has_a_line_for_each_test(tmp_path: Path) -> None:
 
 
 def test_a_part_that_runs_again_keeps_the_other_checks_of_the_same_machine(tmp_path: Path) -> None:
-    def result(name: str, machine: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "part": 1,
-            "date": "d",
-            "seconds": 1.0,
-            "machine": machine,
-            "checks": {name: passed()},
-        }
+    def result(name: str, machine: Mapping[str, Any], date: str) -> dict[str, Any]:
+        checks = {name: {**passed(), "date": date}}
+        return {"part": 1, "seconds": 1.0, "machine": machine, "checks": checks}
 
-    verify.write_result(tmp_path, result("one", MACHINE))
-    verify.write_result(tmp_path, result("two", MACHINE))
+    verify.write_result(tmp_path, result("one", MACHINE, "2026-12-01"))
+    verify.write_result(tmp_path, result("two", MACHINE, "2026-12-02"))
     both = read_results(tmp_path)
-    verify.write_result(tmp_path, result("three", {**MACHINE, "commit": "def"}))
+    verify.write_result(tmp_path, result("three", {**MACHINE, "commit": "def"}, "2026-12-03"))
 
-    assert set(both) == {"one", "two"}
+    dates = {name: check["date"] for name, check in both.items()}
+    assert dates == {"one": "2026-12-01", "two": "2026-12-02"}
     assert set(read_results(tmp_path)) == {"three"}
+
+
+def test_each_result_has_the_date_on_which_it_was_found() -> None:
+    result = verify.run_part(
+        1, [check("one"), check("two", num_gpus=2)], MACHINE, lambda *_: passed()
+    )
+
+    today = datetime.datetime.now(datetime.UTC).date()
+    dates = [datetime.date.fromisoformat(each["date"]) for each in result["checks"].values()]
+    assert all(datetime.timedelta(0) <= today - date <= datetime.timedelta(1) for date in dates)
+
+
+def test_the_list_names_each_check_and_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    status = verify.main(["--list"])
+
+    lines = capsys.readouterr().out.splitlines()
+    named = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert status == 0
+    assert sorted(named) == sorted(each.name for each in CHECKS)
+    (ranks,) = [line for line in lines if line.startswith("  ranks ")]
+    assert ranks.endswith("[2 GPUs]")
+
+
+def test_a_machine_without_a_network_writes_only_into_a_folder_that_git_ignores() -> None:
+    text = (verify.ROOT / "CONTRIBUTING.md").read_text()
+    section = text[text.index("## Verification on a GPU") : text.index("## Language")]
+
+    names = r"(?:collect_wheels\.py |--target |--out |PYTHONPATH=\$PWD/)(\S+)"
+    folders = re.findall(names, section)
+
+    assert len(folders) >= 3
+    assert all(folder.startswith(".build/") for folder in folders), folders
 
 
 def result_of(**outcomes: str) -> dict[str, Any]:
@@ -309,11 +410,11 @@ def result_of(**outcomes: str) -> dict[str, Any]:
         is_run = outcome in ("passed", "failed")
         found[name.replace("_", "-")] = {
             "outcome": outcome,
+            "date": "2026-12-01",
             **({"tests": tests, "output": "/home/me"} if is_run else {"reason": "no nvcc"}),
         }
     return {
         "part": 2,
-        "date": "2026-12-01",
         "seconds": 9.0,
         "machine": MACHINE,
         "checks": found,

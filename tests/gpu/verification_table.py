@@ -59,12 +59,12 @@ def published(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the last result of each check, with the machine and the date of its part."""
+    """Return the last result of each check, with the machine of its part."""
     found: dict[str, dict[str, Any]] = {}
     for file in sorted(folder.glob("part-*.json")):
         part = json.loads(file.read_text())
         for name, check in part["checks"].items():
-            found[name] = {**check, "machine": part["machine"], "date": part["date"]}
+            found[name] = {**check, "machine": part["machine"]}
     return found
 
 

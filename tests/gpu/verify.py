@@ -1,11 +1,13 @@
 """Verifies zerowatch on the GPUs of this machine: `make verify-gpu`.
 
     tests/gpu/verify.py [1|2|3]... [--only CHECK]... [--out FOLDER]   run parts, all by default
+    tests/gpu/verify.py --list                                        name all checks
     tests/gpu/verify.py publish [FOLDER]                              update the documents
 
 A part takes at most nine minutes, and may start on a new machine. Each check runs in a process of
-its own; after a failure the others still run. FOLDER/part-N.json has the result. The exit status is
-0 if nothing has failed, 1 if a check has, and 2 without a GPU.
+its own; after a failure the others still run. FOLDER/part-N.json has the result, and
+FOLDER/checks/CHECK/output.txt the output of a check. The exit status is 0 if nothing has failed, 1
+if a check has, and 2 without a GPU.
 
 Any Python with torch, pytest and zerowatch's dependencies can run this file. zerowatch itself need
 not be installed: if it is not, a link to this checkout is put on PYTHONPATH.
@@ -31,7 +33,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))  # for `gpu`
 
 from gpu.check_process import run_check
-from gpu.checks import CHECKS, PART_SECONDS, PARTS, Check, find_nvcc
+from gpu.checks import CHECKS, PART_SECONDS, PARTS, Check, find_nvcc, nvcc_version
 from gpu.verification_table import console_table, published, write_documents
 
 ROOT = Path(__file__).parents[2]
@@ -49,10 +51,14 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Verify zerowatch on the GPUs of this machine.")
     parser.add_argument("what", nargs="*", metavar="PART", help="1, 2, 3, or publish FOLDER")
     parser.add_argument("--only", action="append", default=[], metavar="CHECK", help="run it only")
+    parser.add_argument("--list", action="store_true", help="name all checks, and run none")
     parser.add_argument("--out", type=Path, default=OUT, help=f"results, by default {OUT}")
     asked = parser.parse_args(arguments)
+    if asked.list:
+        print(list_of_checks())
+        return 0
     if asked.what[:1] == ["publish"]:
-        publish(Path(asked.what[1]) if len(asked.what) > 1 else OUT)
+        publish(Path(asked.what[1]) if len(asked.what) > 1 else None)
         return 0
     unknown = {*asked.what} - {str(part) for part in PARTS}
     unknown |= {*asked.only} - {check.name for check in CHECKS}
@@ -75,7 +81,24 @@ def main(arguments: Sequence[str]) -> int:
             print(console_table(result), flush=True)
             results.append(result)
     print(f"Results: {out}/part-N.json. To update the documents: tests/gpu/verify.py publish {out}")
-    return int(any(bad(check) for result in results for check in result["checks"].values()))
+    checks = [pair for result in results for pair in result["checks"].items()]
+    failed = [name for name, check in checks if bad(check)]
+    for name in failed:
+        print(f"{name}: {out}/checks/{name}/output.txt. Again: tests/gpu/verify.py --only {name}")
+    return int(bool(failed))
+
+
+def list_of_checks() -> str:
+    """Return a line for each check, by part: its name, its time limit and what it shows."""
+    lines = []
+    for part, covers in PARTS.items():
+        lines.append(f"Part {part}: {covers}")
+        lines += [
+            f"  {check.name:20} {check.limit_seconds:4} s  {check.shows}{check.needs}"
+            for check in CHECKS
+            if check.part == part
+        ]
+    return "\n".join(lines)
 
 
 def run_part(
@@ -95,6 +118,7 @@ def run_part(
         now: A monotonic clock, in seconds.
     """
     ends, found = now() + PART_SECONDS, {}
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
     for check in checks:
         left = ends - now()
         reason = check.missing(machine["num_gpus"])
@@ -107,11 +131,10 @@ def run_part(
             print(f"  {check.name} ...", end="", flush=True)
             found[check.name] = run(check, min(check.limit_seconds, left))
             print(f" {found[check.name]['outcome']}", flush=True)
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+        found[check.name]["date"] = date
     seconds = round(now() - ends + PART_SECONDS, 1)
     return {
         "part": part,
-        "date": date,
         "seconds": seconds,
         "machine": dict(machine),
         "checks": found,
@@ -198,6 +221,12 @@ def facts() -> dict[str, Any] | str:
         import torch
     except ImportError as error:
         return f"verify-gpu: nothing was verified: torch cannot be imported ({error})"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return (
+            f"verify-gpu: nothing was verified: torch {torch.__version__} was built without CUDA. "
+            f"Install the build with CUDA, from PyPI: "
+            f"{sys.executable} -m pip install --force-reinstall -c constraints.txt torch"
+        )
     if not torch.cuda.is_available():
         return f"verify-gpu: nothing was verified: torch {torch.__version__} finds no GPU"
     nccl = torch.cuda.nccl.version()
@@ -213,6 +242,7 @@ def facts() -> dict[str, Any] | str:
         **{name: version(name) for name in ("deepspeed", "nvidia-ml-py", "transformers")},
         "commit": commit(),
         "nvcc": find_nvcc(),
+        "nvcc_version": nvcc_version(),
     }
 
 
@@ -255,13 +285,18 @@ def write_result(out: Path, result: dict[str, Any]) -> None:
     file.write_text(json.dumps(result, indent=1, default=str) + "\n")
 
 
-def publish(folder: Path) -> None:
-    """Copy the results of a folder to `tests/gpu/results/`, and update the documents from them."""
-    files = sorted(folder.glob("part-*.json"))
-    if not files:
+def publish(folder: Path | None = None) -> None:
+    """Copy the results of a folder to `tests/gpu/results/`, and update the documents from them.
+
+    Args:
+        folder: None for the results of the last run, or if there are none, for none. The documents
+            then have only the checks as they are now.
+    """
+    files = sorted((folder or OUT).glob("part-*.json"))
+    if folder is not None and not files:
         raise SystemExit(f"verify-gpu: {folder} has no part-N.json")
-    RESULTS.mkdir(exist_ok=True)
     for file in files:
+        RESULTS.mkdir(exist_ok=True)
         result = published(json.loads(file.read_text()))
         (RESULTS / file.name).write_text(json.dumps(result, indent=1) + "\n")
     write_documents(ROOT, RESULTS)

@@ -1,7 +1,10 @@
-"""Trains with torch.compile and CUDA graphs, with and without monitoring: `FOLDER`."""
+"""Trains with torch.compile and CUDA graphs, with and without monitoring: `FOLDER PART...`."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +13,7 @@ from gpu.jobs import engines
 import zerowatch
 from zerowatch.metrics.catalog.communication import COMM_COVERAGE_RATIO
 
-WIDTH, STEPS = 256, 12
+WIDTH, STEPS, CAPTURES = 256, 12, 20
 
 
 def train(engine: Any) -> torch.Tensor:
@@ -48,35 +51,53 @@ def compiled(mode: str | None) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def capture() -> Iterator[Callable[[], None]]:
+    """Capture a graph in the strictest mode, and yield its replay; on a CPU, capture nothing."""
+    if not engines.ON_CUDA:
+        yield lambda: None
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        yield graph.replay
+
+
 def captured() -> dict[str, Any]:
-    """Capture a forward pass between the steps of a monitored run, in the strictest mode."""
+    """Capture a forward pass between the steps of a monitored run."""
     engine = engines.make_engine(engines.layers(WIDTH, 2), engines.ds_config(1))
     watch = zerowatch.watch(engine, engines.QUIET)
     x = torch.randn(4, WIDTH, device=engine.device)
-    engines.step(engine, x)
     layer = torch.nn.Linear(WIDTH, WIDTH).to(engine.device).eval()
+    replays = []
     with torch.no_grad():
         for _ in range(3):
             layer(x)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        for _ in range(20):  # the watch thread queries meanwhile
-            engines.step(engine, x)
-            with torch.cuda.graph(graph, capture_error_mode="global"):
-                y = layer(x)
-            graph.replay()
-            graph = torch.cuda.CUDAGraph()
-    expected = layer(x)
-    torch.cuda.synchronize()
+    engines.synchronize()
+    for _ in range(CAPTURES):  # the watch thread queries meanwhile
+        engines.step(engine, x)
+        with torch.no_grad(), capture() as replay:
+            y = layer(x)
+        replay()
+        replays.append(replay)  # a graph lives until the device has run it
+    with torch.no_grad():
+        expected = layer(x)
+    engines.synchronize()
     watch.close()
-    found = {"equal": bool(torch.allclose(y, expected)), "failures": engines.hook_failures(watch)}
+    found = {
+        "equal": bool(torch.allclose(y, expected)),
+        "captures": len(replays),
+        "failures": engines.hook_failures(watch),
+    }
     engines.give_up(engine)
     return found
 
 
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "default": lambda: compiled(None),
+    "reduce-overhead": lambda: compiled("reduce-overhead"),
+    "captured": captured,
+}
+
 if __name__ == "__main__":
     engines.meet()
-    report = {"default": compiled(None), "reduce-overhead": compiled("reduce-overhead")}
-    if engines.ON_CUDA:
-        report["captured"] = captured()
-    engines.report(report)
+    engines.report({part: PARTS[part]() for part in sys.argv[2:]})

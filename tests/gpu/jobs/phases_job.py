@@ -60,16 +60,21 @@ def main() -> None:
     watch.subscribe(records.append)
     batch = torch.randn(4, 64, device=engine.device)
     host = []
-    for _ in range(WARM_UP + STEPS):
+    for number in range(WARM_UP + STEPS):
+        if number == WARM_UP:
+            engines.synchronize()
+            warmed_up = time.perf_counter()
         began = time.perf_counter()
         loss = engine(batch).square().mean()
         host.append(time.perf_counter() - began)
         engine.backward(loss)
         engine.step()
     engines.synchronize()
+    trained = time.perf_counter()
     time.sleep(LOADING_SECONDS)  # the device is idle; counts for what comes next
     engines.step(engine, batch)
     engines.synchronize()
+    ended = time.perf_counter()
     time.sleep(2.5)  # two samples of the device
     watch.close()
     seconds = watch.snapshot().values.get(devices.DEVICE_SECONDS, {}).items()
@@ -78,6 +83,7 @@ def main() -> None:
             "host forward": sorted(host[WARM_UP:])[STEPS // 2],
             "phases": [dict(record.phase_seconds) for record in records],
             "seconds": [record.seconds for record in records],
+            "script's seconds": {"steps": trained - warmed_up, "last": ended - trained},
             "device seconds": {" ".join(labels): value for labels, value in seconds},
             "failures": engines.hook_failures(watch),
         }

@@ -195,6 +195,28 @@ def test_a_call_that_raises_ends_the_phase_and_passes_the_error_on(run: Run) -> 
     assert run.steps[0].generation.calls == 1
 
 
+def test_a_dropped_hook_of_one_wrapper_leaves_those_of_the_other_in_pairs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = HybridEngine()
+    run = Run(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(PhaseTimer, "enter", fail)
+        engine.module.generate(PROMPT)
+    engine.module.generate(PROMPT)
+
+    engine.generate(PROMPT)
+    engine.generate(PROMPT)
+
+    assert run.phases.current != GENERATE
+    assert run.hooks.take_generated().calls == 2
+    assert run.fail_open.failures == {"generate": 1}
+
+
+def fail(*_: object) -> None:
+    raise ValueError
+
+
 def test_memory_of_a_generation_is_apart_from_the_step(run: Run) -> None:
     run.peak_bytes = 300.0
     run.engine.module.generate(PROMPT)

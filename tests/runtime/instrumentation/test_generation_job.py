@@ -27,7 +27,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     script = SCRIPTS / "monitor" / "generate_job.py"
     variables = {"TORCH_FR_BUFFER_SIZE": "200000"}
 
-    finished = start_ranks(2, script, folder, *STAGES, cwd=folder, variables=variables)
+    finished = start_ranks(2, script, folder, "hybrid", *STAGES, cwd=folder, variables=variables)
 
     assert finished.returncode == 0, finished.stderr
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]

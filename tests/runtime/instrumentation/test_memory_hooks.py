@@ -40,12 +40,12 @@ class Job:
         self.held = {"cpu": {"gradients": 10}}
         monkeypatch.setattr(memory_hooks, "bytes_by_category", lambda engine: dict(self.held))
         self.engine = Engine()
-        self.peak_bytes = 500.0
+        self.peak_bytes, self.has_own_peaks = 500.0, True
         self.assessed: list[Shape] = []
         self.phases = PhaseTimer()
         self.hooks = MemoryHooks(
             self.engine,
-            MemoryReader({"cpu": self._read}, {}),
+            MemoryReader({"cpu": self._read}, {}, lambda device: self.has_own_peaks),
             self.phases,
             FailOpen(),
             forecasts=SimpleNamespace(assess_batch=self.assessed.append),
@@ -182,6 +182,25 @@ def test_a_generation_changes_neither_the_peak_of_the_step_nor_what_it_was_train
     assert reading.detail.phase_peaks["cpu"]["backward"] == 900.0
     assert reading.trained_only
     assert job.step().generation_peaks == {}
+
+
+def test_without_peaks_of_its_own_a_generation_has_no_peak_and_a_phase_what_is_in_use_at_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(monkeypatch, detail_seconds=10.0)
+    job.has_own_peaks = False
+    job.step()
+    job.hooks.on_generation_start()
+    job.phases.enter(GENERATE)
+    job.peak_bytes = 5000.0
+    job.phases.leave()
+    job.hooks.on_generation_end()
+
+    reading = job.step()
+
+    assert reading.generation_peaks == {}
+    assert "generate" not in reading.detail.phase_peaks["cpu"]
+    assert 5000.0 not in reading.detail.phase_peaks["cpu"].values()
 
 
 def test_a_peak_that_another_thread_has_read_stays_that_of_its_phase(

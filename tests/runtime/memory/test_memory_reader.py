@@ -73,3 +73,18 @@ def test_the_age_is_that_of_the_last_reading() -> None:
 
     assert before == float("inf")
     assert reader.age_seconds < 60
+
+
+def test_a_peak_that_cannot_be_reset_belongs_to_no_phase_and_to_no_generation() -> None:
+    probe = Probe(allocated=100.0, peak_allocated=300.0)
+    reader = MemoryReader({"cuda:0": probe}, {}, lambda device: False)
+    reader.begin_generation()
+    probe.states["peak_allocated"] = 900.0  # from now on, also after the generation
+    reader.end_generation()
+
+    phase = reader.sample_phase()
+    step = reader.sample_step()
+
+    assert reader.take_generation_peaks() == {}
+    assert phase == {"cuda:0": {"allocated": 100.0}}
+    assert step["cuda:0"]["peak_allocated"] == 900.0

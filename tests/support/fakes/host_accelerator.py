@@ -1,7 +1,9 @@
 """A kind of accelerator that zerowatch does not know: tensors on the host, and its own class only.
 
 The methods are what a class for another kind in `runtime/common/accelerator.py` has. Its clock
-counts the events: each event is recorded a millisecond after the one before.
+counts the events: each event is recorded a millisecond after the one before. The device lags: it
+has passed an event only when it is asked for the second time. Its peak of memory grows and is never
+reset.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch._C._autograd import DeviceType
 from zerowatch.runtime.common.accelerator import Accelerator
 
 GIB = 2**30
+MIB = 2**20
 _CLOCK = count(1)
 
 
@@ -30,11 +33,13 @@ class HostStream:
 
 
 class HostEvent:
+    recorded = passed = 0  # the last event in the queue, and the last that the device has passed
+
     def __init__(self, enable_timing: bool = False) -> None:
         self.milliseconds = 0
 
     def record(self, stream: Any = None) -> None:
-        self.milliseconds = next(_CLOCK)
+        HostEvent.recorded = self.milliseconds = next(_CLOCK)
 
     def wait(self, stream: Any = None) -> None:
         """Work on the host is done already."""
@@ -43,7 +48,9 @@ class HostEvent:
         """Work on the host is done already."""
 
     def query(self) -> bool:
-        return self.milliseconds > 0
+        has_passed = 0 < self.milliseconds <= HostEvent.passed
+        HostEvent.passed = HostEvent.recorded
+        return has_passed
 
     def elapsed_time(self, end_event: Any) -> float:
         return float(end_event.milliseconds - self.milliseconds)
@@ -72,6 +79,7 @@ class HostAccelerator:
         self.module: Any = types.ModuleType("host_device")
         self.module.synchronize = lambda: None
         self._stream = HostStream()
+        self.peak_bytes = 2 * GIB
 
     def is_built(self) -> bool:
         return True
@@ -124,7 +132,8 @@ class HostAccelerator:
 
     def memory_stats(self, index: int) -> dict[str, Any]:
         groups = ("allocated_bytes", "reserved_bytes", "inactive_split_bytes", "active_bytes")
-        stats = {name: {"all": {"current": GIB, "peak": 2 * GIB}} for name in groups}
+        self.peak_bytes += MIB
+        stats = {name: {"all": {"current": GIB, "peak": self.peak_bytes}} for name in groups}
         return {**stats, "num_alloc_retries": 0, "num_ooms": 0}
 
     def memory_info(self, index: int) -> tuple[int, int]:

@@ -879,6 +879,9 @@ def another_kind_of_accelerator_needs_nothing_but_its_class() -> None:
     assert records[-1].phase_seconds["data"] > 0
     assert values[memory.MEMORY_BYTES]["cpu:0", "allocated"] == GIB
     assert values[memory.MEMORY_LIMIT][("cpu:0",)] == 8 * GIB
+    assert values[memory.MEMORY_PEAK]["cpu:0", "allocated"] > 2 * GIB  # of the whole run
+    in_phases = values.get(memory.MEMORY_PHASE_PEAK, {}).items()
+    assert {size for (device, _), size in in_phases if device == "cpu:0"} <= {GIB}
     assert not [each for each in values.get(overhead.HOOK_FAILURES, {}).values() if each]
 
 

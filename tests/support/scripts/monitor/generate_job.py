@@ -1,8 +1,9 @@
-"""Trains and generates in turns with DeepSpeed's hybrid engine, with and without monitoring.
+"""Trains and generates in turns with one engine, with and without monitoring.
 
-`generate_job.py FOLDER STAGE...` writes what was measured and what the script itself has counted
-as JSON per rank; on GPUs if DS_ACCELERATOR is "cuda". The sampled tokens depend on the weights and
-on the RNG, and end at different lengths.
+`generate_job.py FOLDER hybrid|plain STAGE...` writes what was measured and what the script itself
+has counted as JSON per rank; on GPUs if DS_ACCELERATOR is "cuda". With `hybrid`, the engine is
+DeepSpeed's hybrid engine, which compiles an op on a GPU. The sampled tokens depend on the weights
+and on the RNG, and end at different lengths.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch._C import _distributed_c10d as c10d
 from transformers import LogitsProcessor, LogitsProcessorList, Qwen2Config, Qwen2ForCausalLM
 
@@ -32,6 +34,7 @@ from zerowatch.runtime.entry_points import watch
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 ON_CUDA = os.environ.get("DS_ACCELERATOR") == "cuda"
+IS_HYBRID = sys.argv[2:3] == ["hybrid"]
 ROUNDS, PROMPTS, PROMPT_LENGTH, NEW_TOKENS = 20, 4, 5, 8
 END, PADDING, VOCABULARY = 1, 0, 16
 SETTINGS = {"serve": {"enabled": False}, "memory": {"detailed_sample_seconds": 0.001}}
@@ -68,6 +71,7 @@ class Round:
     outside_ns: int = 0  # around the call
     unix_ns: tuple[int, int] = (0, 0)
     step_ns: tuple[int, int] = (0, 0)  # before and after the step
+    idle_ns: int = 0  # of the first and last round: when the device has ended the step
     samples: list[list[int]] = field(default_factory=list)
 
 
@@ -77,7 +81,7 @@ def config_of(stage: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": PROMPTS,
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
-        "hybrid_engine": {"enabled": True},
+        "hybrid_engine": {"enabled": IS_HYBRID},
         "zero_optimization": zero or {"stage": stage},
     }
 
@@ -130,7 +134,7 @@ def train(engine: Any, stage: int) -> list[Round]:
     data = torch.Generator().manual_seed(1 + dist.get_rank())
     torch.manual_seed(7 + dist.get_rank())
     rounds = []
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         found = Round()
         prompts = torch.randint(2, VOCABULARY, (PROMPTS, PROMPT_LENGTH), generator=data)
         prompts = prompts.to(engine.device)
@@ -141,6 +145,9 @@ def train(engine: Any, stage: int) -> list[Round]:
         before_ns = time.perf_counter_ns()
         engine.step()
         found.step_ns = before_ns, time.perf_counter_ns()
+        if number in (0, ROUNDS - 1):
+            get_accelerator().synchronize()
+            found.idle_ns = time.perf_counter_ns()
         rounds.append(found)
     return rounds
 
@@ -248,6 +255,7 @@ if __name__ == "__main__":
     if ON_CUDA:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed("nccl" if ON_CUDA else "gloo", verbose=False)
-    results = {f"stage {stage}": compare(int(stage)) for stage in sys.argv[2:]}
-    results["training run"] = training_run()
+    results = {f"stage {stage}": compare(int(stage)) for stage in sys.argv[3:]}
+    if IS_HYBRID:
+        results["training run"] = training_run()
     Path(sys.argv[1], f"rank-{dist.get_rank()}.json").write_text(json.dumps(results))
