@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from servers.free_port import free_port
 
 JOBS = Path(__file__).parent / "jobs"
 _TESTS = Path(__file__).parents[1]
@@ -42,13 +43,6 @@ def rank_variables(kind: str = "cuda", rank: int = 0, world_size: int = 1) -> di
         "GLOO_SOCKET_IFNAME": "lo",
         "ZEROWATCH_SERVE_PORT": "0",
     }
-
-
-def free_port() -> int:
-    """Return a port of the loopback interface that nothing listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def run_code(code: str, *arguments: str, **variables: str) -> dict[str, Any]:

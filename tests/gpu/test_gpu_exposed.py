@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import torch
-from gpu.rank_jobs import free_port, rank_variables, run_code
+from gpu.rank_jobs import rank_variables, run_code
+from servers.free_port import free_port
 
 pytestmark = [
     pytest.mark.gpu,

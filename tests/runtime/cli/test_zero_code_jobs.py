@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from scripts.launching import (
     start,
     steps_logged,
 )
+from servers.free_port import free_port
 
 pytestmark = pytest.mark.jobs
 
@@ -87,15 +87,9 @@ def test_a_script_that_imports_names_from_deepspeed_is_monitored(tmp_path):
     assert_that_output_is_unchanged_and_steps_are_logged(launched, 1, script, steps=4, cwd=tmp_path)
 
 
-@pytest.fixture
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
-
-
 @pytest.mark.slow
-def test_the_deepspeed_launcher_starts_a_monitored_script_by_module(tmp_path, free_port):
-    job = ("--num_gpus", "2", "--master_port", free_port, "--module", "zerowatch")
+def test_the_deepspeed_launcher_starts_a_monitored_script_by_module(tmp_path):
+    job = ("--num_gpus", "2", "--master_port", free_port(), "--module", "zerowatch")
 
     finished = start(DEEPSPEED, *job, SCRIPTS / "cli" / "train_tiny.py", cwd=tmp_path)
 

@@ -27,7 +27,6 @@ HELPERS = {
     "own_threads",
     "run_in_fork",
     "run_to_its_end",
-    "free_port",
 }
 CHECKS = [
     node.name

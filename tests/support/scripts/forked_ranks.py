@@ -11,7 +11,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from scripts.launching import (
     clean,
     environment,
 )
+from servers.free_port import free_port
 
 GRACE_SECONDS = 30.0
 
@@ -81,7 +81,7 @@ def running_ranks(
     first_server: int = 0,
 ) -> Iterator[RunningRanks]:
     """Start `python COMMAND` on each rank; ranks that are left at the end are killed."""
-    words, port = [str(part) for part in command], _free_port()
+    words, port = [str(part) for part in command], free_port()
     with tempfile.TemporaryDirectory(prefix="zerowatch-ranks-") as name:
         streams = [
             {stream: Path(name, f"{stream}-{rank}") for stream in ("stdout", "stderr")}
@@ -182,12 +182,6 @@ def _place(rank: int, num: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 class _Server:

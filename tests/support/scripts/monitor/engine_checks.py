@@ -14,7 +14,6 @@ import importlib
 import logging
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -36,6 +35,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 sys.path.append(str(Path(__file__).parents[2]))
 
 from fakes.host_accelerator import GIB, host_accelerator
+from servers.free_port import free_port
 
 import zerowatch
 import zerowatch.runtime.monitor.build_watch
@@ -928,12 +928,6 @@ def run_in_fork(check: Callable[[], None], folder: Path) -> None:
         if not (may_abort and status == -signal.SIGABRT and ABORTED in output.read_text()):
             break
     folder.joinpath(f"{check.__name__}.status").write_text(str(status))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":
