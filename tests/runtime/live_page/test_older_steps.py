@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import json
+from itertools import pairwise
 
 import pytest
 from recorded_runs import STARTED, step_record, write_run
