@@ -29,7 +29,8 @@ def atomic_write(path: Path, text: str, *, mode: int = 0o644, durable: bool = Fa
     # O_EXCL, because a link that another user has created under this name would be followed.
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
-        with open(descriptor, "w") as file:
+        # A path may have bytes that are not UTF-8; they are written as they are.
+        with open(descriptor, "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
             if durable:
                 file.flush()

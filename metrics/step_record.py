@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import orjson
 
+from .catalog.labels import NON_TRAINING_PHASES
+
 SCHEMA_VERSION = 1
 
 
@@ -127,8 +129,27 @@ class StepRecord:
     @property
     def training_seconds(self) -> float:
         """Wall time of the step in seconds, without evaluation and checkpoints."""
-        excluded = self.phase_seconds.get("eval", 0.0) + self.phase_seconds.get("checkpoint", 0.0)
-        return self.seconds - excluded
+        return self.seconds - sum(self.phase_seconds.get(p, 0.0) for p in NON_TRAINING_PHASES)
+
+    @property
+    def training_exposed_seconds(self) -> float | None:
+        """Exposed communication within `training_seconds`; None if it is unknown."""
+        return exposed_in_training(self.comm_exposed_seconds, self.comm_exposed_phase_seconds)
+
+
+def exposed_in_training(
+    exposed_seconds: float | None, by_phase: Mapping[str, float]
+) -> float | None:
+    """Return the exposed communication of a step without that of evaluation and checkpoints.
+
+    Args:
+        exposed_seconds: `StepRecord.comm_exposed_seconds`.
+        by_phase: `StepRecord.comm_exposed_phase_seconds`.
+    """
+    if exposed_seconds is None:
+        return None
+    outside = sum(by_phase.get(phase, 0.0) for phase in NON_TRAINING_PHASES)
+    return max(0.0, exposed_seconds - outside)
 
 
 class LineWriter:

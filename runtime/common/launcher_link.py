@@ -39,7 +39,7 @@ class RunFolderReceiver:
     def folder(self) -> Path | None:
         """Return the folder of the last attempt; None if no rank 0 has named one."""
         try:
-            return Path(self._path.read_text())
+            return Path(self._path.read_text(encoding="utf-8", errors="surrogateescape"))
         except OSError:
             return None
 

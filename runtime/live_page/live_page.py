@@ -38,6 +38,8 @@ RECENT_STEPS = 10
 # Steps that are read from the run log, and the time for which they are kept.
 OLDER_STEPS = 600
 OLDER_SECONDS = 60.0
+# Digits of the number of a point; Python refuses to read numbers of thousands of digits.
+MAX_DIGITS = 18
 
 _ROOT = __package__.rpartition(".")[0]
 # The parts of the page, by their place in page.html.
@@ -127,7 +129,8 @@ class LivePage:
     def _poll(self, request: Request) -> Response:
         """Answer with one event. For clients for which there is no free stream."""
         since = parse_qs(request.query).get("since", [""])[0]
-        body, _ = self._update(int(since) if since.isdecimal() else None)
+        is_number = since.isdecimal() and len(since) <= MAX_DIGITS
+        body, _ = self._update(int(since) if is_number else None)
         return _json(body)
 
     def _update(self, next_point: int | None) -> tuple[bytes, int]:
@@ -239,4 +242,4 @@ def page() -> Response:
 
 
 def _asset(package: str, path: str) -> str:
-    return resources.files(f"{_ROOT}.{package}").joinpath(path).read_text()
+    return resources.files(f"{_ROOT}.{package}").joinpath(path).read_text("utf-8")

@@ -52,7 +52,7 @@ def sample_steps(
         points: dict[float, Point] = {}
         for position in range(0, end, spacing):
             line = log.line_from(position)
-            point = None if line is None else _point(line)
+            point = None if line is None else _point_or_none(line)
             if point is not None and point.ended_at < before_unix_seconds:
                 points[point.ended_at] = point
         return [points[ended_at] for ended_at in sorted(points)]
@@ -94,7 +94,10 @@ class _Log:
     def is_from(self, position: int, unix_seconds: float) -> bool:
         """Whether the first record after a position ended at a time or later."""
         record = self.line_from(position)
-        return record is None or record["ended_at_unix_seconds"] >= unix_seconds
+        if record is None:
+            return True
+        ended_at = record["ended_at_unix_seconds"]
+        return isinstance(ended_at, int | float) and ended_at >= unix_seconds
 
     def _records(self, position: int) -> Iterator[Mapping[str, Any]]:
         index = bisect.bisect_right(self.ends, position)
@@ -128,16 +131,39 @@ def _records_of(descriptor: int, offset: int, *, skip: bool) -> Iterator[Mapping
 _REQUIRED = {"step", "ended_at_unix_seconds", "seconds", "phase_seconds"}
 
 
+def _point_or_none(record: Mapping[str, Any]) -> Point | None:
+    """Return the step of a record; None if a value of it has another type."""
+    try:
+        return _point(record)
+    except (AttributeError, TypeError, ValueError):
+        return None
+
+
 def _point(record: Mapping[str, Any]) -> Point:
     return single_step(
-        step=record["step"],
-        ended_at=record["ended_at_unix_seconds"],
-        seconds=record["seconds"],
-        phase_seconds=record["phase_seconds"],
-        exposed_seconds=record.get("comm_exposed_seconds"),
-        loss=record.get("loss"),
-        nonfinite_loss=record.get("nonfinite_loss", False),
-        samples=record.get("samples"),
-        tokens=record.get("tokens"),
-        memory_bytes=record.get("memory_bytes", {}),
+        step=int(record["step"]),
+        ended_at=float(record["ended_at_unix_seconds"]),
+        seconds=float(record["seconds"]),
+        phase_seconds=_floats(record["phase_seconds"]),
+        exposed_seconds=_float(record.get("comm_exposed_seconds")),
+        exposed_phase_seconds=_floats(record.get("comm_exposed_phase_seconds", {})),
+        loss=_float(record.get("loss")),
+        nonfinite_loss=bool(record.get("nonfinite_loss")),
+        samples=_int(record.get("samples")),
+        tokens=_int(record.get("tokens")),
+        memory_bytes={
+            device: _floats(states) for device, states in record.get("memory_bytes", {}).items()
+        },
     )
+
+
+def _floats(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def _float(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _int(value: Any) -> int | None:
+    return None if value is None else int(value)

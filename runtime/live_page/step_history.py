@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ...metrics.catalog.labels import CAUSE, NON_TRAINING_PHASES, PHASES
-from ...metrics.step_record import StepRecord
+from ...metrics.step_record import StepRecord, exposed_in_training
 
 # Length of a new point, and the number of such points: a quarter of an hour.
 FINE_SECONDS = 1.0
@@ -32,12 +32,12 @@ class Point:
 
     Attributes:
         step: The last step.
-        started_at: Unix time at which the first step began.
         ended_at: Unix time at which the last step ended.
+        seconds: Wall time of the steps, which no change of the system's clock falsifies.
         steps: The number of steps.
         phase_seconds: The seconds of all steps in each of PHASES.
         timed_seconds: Training time of the steps whose exposed time is known.
-        exposed_seconds: Exposed communication of those steps.
+        exposed_seconds: Exposed communication of those steps, in training.
         loss_sum: The sum of the losses of `loss_steps` steps. The others have none.
         nonfinite_losses: The number of steps whose loss is not a finite number.
         samples: The samples of the steps; 0 if unknown. So are the tokens.
@@ -47,8 +47,8 @@ class Point:
     """
 
     step: int
-    started_at: float
     ended_at: float
+    seconds: float
     steps: int
     phase_seconds: list[float]
     timed_seconds: float
@@ -64,6 +64,7 @@ class Point:
     def merge(self, later: Point) -> None:
         """Add the steps of a later point. Lists and mappings are replaced, not changed."""
         self.step, self.ended_at = later.step, later.ended_at
+        self.seconds += later.seconds
         self.steps += later.steps
         self.phase_seconds = _sums(self.phase_seconds, later.phase_seconds)
         self.timed_seconds += later.timed_seconds
@@ -80,9 +81,9 @@ class Point:
         self.cause_seconds = _sums(self.cause_seconds, later.cause_seconds)
 
     @property
-    def seconds(self) -> float:
-        """The time from the beginning of the first step to the end of the last."""
-        return self.ended_at - self.started_at
+    def started_at(self) -> float:
+        """Unix time at which the first step began."""
+        return self.ended_at - self.seconds
 
     @property
     def training_seconds(self) -> float:
@@ -101,6 +102,7 @@ def single_step(
     seconds: float,
     phase_seconds: Mapping[str, float],
     exposed_seconds: float | None,
+    exposed_phase_seconds: Mapping[str, float],
     loss: float | None,
     nonfinite_loss: bool,
     samples: int | None,
@@ -109,14 +111,15 @@ def single_step(
 ) -> Point:
     """Return the point of one step, given the values of its record."""
     excluded = sum(phase_seconds.get(phase, 0.0) for phase in NON_TRAINING_PHASES)
+    exposed = exposed_in_training(exposed_seconds, exposed_phase_seconds)
     return Point(
         step=step,
-        started_at=ended_at - seconds,
         ended_at=ended_at,
+        seconds=seconds,
         steps=1,
         phase_seconds=[phase_seconds.get(phase, 0.0) for phase in PHASES],
-        timed_seconds=0.0 if exposed_seconds is None else seconds - excluded,
-        exposed_seconds=exposed_seconds or 0.0,
+        timed_seconds=0.0 if exposed is None else seconds - excluded,
+        exposed_seconds=exposed or 0.0,
         loss_sum=loss or 0.0,
         loss_steps=int(loss is not None),
         nonfinite_losses=int(nonfinite_loss),
@@ -144,6 +147,7 @@ class StepHistory:
         self._recent: deque[Point] = deque()
         self._coarse: deque[Point] = deque(maxlen=COARSE_POINTS)
         self._num_closed = 0
+        self._last_ended_at = self._clock_shift = 0.0
         self._lock = threading.Lock()
 
     @property
@@ -153,12 +157,18 @@ class StepHistory:
 
     def add(self, record: StepRecord) -> None:
         """Add a step."""
+        ended_at = record.ended_at_unix_seconds + self._clock_shift
+        if ended_at <= self._last_ended_at:  # the clock was set back; charts need rising times
+            self._clock_shift += self._last_ended_at + record.seconds - ended_at
+            ended_at = self._last_ended_at + record.seconds
+        self._last_ended_at = ended_at
         point = single_step(
             step=record.step,
-            ended_at=record.ended_at_unix_seconds,
+            ended_at=ended_at,
             seconds=record.seconds,
             phase_seconds=record.phase_seconds,
             exposed_seconds=record.comm_exposed_seconds,
+            exposed_phase_seconds=record.comm_exposed_phase_seconds,
             loss=record.loss,
             nonfinite_loss=record.nonfinite_loss,
             samples=record.samples,

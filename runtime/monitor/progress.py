@@ -126,9 +126,9 @@ def _figures(steps: Sequence[StepRecord], mfu: float | None) -> Iterator[str]:
         if len(known) == len(steps) and seconds:
             yield f"{sum(known) / seconds:,.0f} {name}/s per rank"
             break
-    waits = [step for step in steps if step.comm_exposed_seconds is not None]
+    waits = [step for step in steps if step.training_exposed_seconds is not None]
     if waits and (of := sum(step.training_seconds for step in waits)):
-        exposed = sum(step.comm_exposed_seconds or 0.0 for step in waits)
+        exposed = sum(step.training_exposed_seconds or 0.0 for step in waits)
         yield f"comm wait {format_ratio(exposed / of)}"
     if last.memory_bytes:
         # "cuda:0" sorts after "cpu".

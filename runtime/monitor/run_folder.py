@@ -127,7 +127,7 @@ class RunFolder:
             return
         file = self.path / TARGETS_FILE
         # Leave a file that a later watch of the same run id has written, and do not create one.
-        if file.is_file() and file.read_text() == text:
+        if file.is_file() and file.read_text("utf-8") == text:
             write_or_warn(file, "[]\n")
 
     def serves_run(self, run: str) -> bool:

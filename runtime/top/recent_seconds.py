@@ -53,8 +53,8 @@ class Spent:
         """Return the increases of one rank as a point of its history, for the current problems."""
         return Point(
             step=0,
-            started_at=ended_at - sum(self.phases.values()),
             ended_at=ended_at,
+            seconds=sum(self.phases.values()),
             steps=int(self.steps),
             phase_seconds=[self.phases.get(phase, 0.0) for phase in PHASES],
             timed_seconds=0.0 if self.exposed is None else self.training_seconds,

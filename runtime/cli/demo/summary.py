@@ -83,7 +83,7 @@ def summarize(records: Sequence[StepRecord], *, num_ranks: int) -> Summary:
         phase_seconds=_phase_seconds(records),
         comm_seconds=_total([record.comm_seconds for record in records]),
         comm_seconds_is_upper_bound=any(record.comm_seconds_is_upper_bound for record in records),
-        exposed_seconds=_total([record.comm_exposed_seconds for record in records]),
+        exposed_seconds=_total([record.training_exposed_seconds for record in records]),
         collectives=_collectives(records),
         samples_per_second=_samples_per_second(records, seconds, num_ranks),
         first_loss=losses[0] if losses else None,

@@ -7,7 +7,10 @@ import contextlib
 import hashlib
 import http.client
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 from fakes.scraper import eventually, get
@@ -99,6 +102,14 @@ def test_polling_returns_the_points_since_a_number(run):
     assert (everything["step"], everything["reset"]) == ([2, 4, 6], True)
     assert (new["step"], new["reset"]) == ([6], False)
     assert (unknown["step"], unknown["reset"]) == ([2, 4, 6], True)
+
+
+def test_a_number_of_thousands_of_digits_is_no_number_of_a_point(run):
+    run.add_steps(4)
+
+    status, _, text = get(run.address, f"/live/state?since={'9' * 5000}")
+
+    assert (status, json.loads(text)["points"]["reset"]) == (200, True)
 
 
 def test_a_stream_is_refused_to_another_origin(run):
@@ -201,3 +212,19 @@ def test_the_pages_need_authorization_and_the_refusal_has_the_form_for_a_token(m
     assert 'id="token"' in refused[0][2]
     assert all("night-7" not in text for _, _, text in refused)
     assert admitted[0] == 200
+
+
+def test_the_page_and_a_file_with_any_sign_need_no_locale(tmp_path):
+    script = (
+        "import locale, sys; from pathlib import Path\n"
+        "from zerowatch.metrics.atomic_file import atomic_write\n"
+        "from zerowatch.runtime.live_page.live_page import page\n"
+        "assert locale.getpreferredencoding(False) != 'UTF-8'\n"
+        "atomic_write(Path(sys.argv[1]), page().body.decode())"
+    )
+    variables = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-X", "utf8=0", "-c", script, str(tmp_path / "page.html")]
+
+    subprocess.run(command, env=variables, check=True)
+
+    assert (tmp_path / "page.html").read_bytes() == live_page.page().body

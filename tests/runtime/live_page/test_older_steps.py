@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -71,6 +72,20 @@ def test_damaged_lines_are_left_out(tmp_path):
     log.write_bytes(b"".join(lines) + b'{"step": 5')
 
     assert steps_of(sample_steps(folder, 0, LONG_AFTER, 100)) == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("memory_bytes", None), ("ended_at_unix_seconds", None), ("phase_seconds", 3), ("loss", "x")],
+)
+def test_a_record_with_a_value_of_another_type_is_left_out(tmp_path, field, value):
+    folder = write_run(tmp_path / "run", ranks=1, steps=4)
+    log = folder / "rank-0.jsonl"
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    records[1][field] = value
+    log.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+    assert steps_of(sample_steps(folder, 0, LONG_AFTER, 100)) == [1, 3, 4]
 
 
 def test_a_line_longer_than_the_first_read_is_found(tmp_path):

@@ -140,3 +140,31 @@ def test_a_history_without_steps_has_no_points(history):
     assert history.points() == []
     assert history.last_seconds(60.0, min_steps=1) is None
     assert columns([])["ended_at"] == []
+
+
+def test_exposed_communication_of_evaluation_is_no_part_of_training(history):
+    history.add(
+        step_record(
+            1,
+            seconds=2.0,
+            phase_seconds={"forward": 0.2, "backward": 0.2, "eval": 1.6},
+            comm_seconds=1.2,
+            comm_exposed_seconds=1.0,
+            comm_exposed_phase_seconds={"eval": 0.95, "backward": 0.05},
+        )
+    )
+
+    assert columns(history.points())["exposed_ratio"] == [pytest.approx(0.05 / 0.4)]
+
+
+@pytest.mark.parametrize("change", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_delays_no_point_and_falsifies_no_rate(history, change):
+    add_steps(history, 1, 10)
+
+    for step in range(11, 21):
+        history.add(step_record(step, ended_at_unix_seconds=STARTED + 0.5 * step + change))
+
+    shown = columns(history.points())
+    assert shown["step"] == [2, 4, 6, 8, 10, 12, 14, 16, 18, 20]
+    assert shown["ended_at"] == sorted(set(shown["ended_at"]))
+    assert shown["samples_per_second"] == [pytest.approx(16.0)] * 10

@@ -64,6 +64,22 @@ def test_a_line_has_the_figures_of_the_steps_since_the_last_line() -> None:
         assert figure in line
 
 
+def test_communication_of_evaluation_is_no_wait_of_training() -> None:
+    stream = io.StringIO()
+    shown = progress(stream, Clock(), is_bar=False, total_steps=None)
+    shown.on_step(
+        step_record(
+            1,
+            seconds=2.0,
+            phase_seconds={"backward": 0.4, "eval": 1.6},
+            comm_exposed_seconds=1.0,
+            comm_exposed_phase_seconds={"eval": 0.9, "backward": 0.1},
+        )
+    )
+
+    assert "comm wait 25%" in stream.getvalue()
+
+
 def test_unknown_figures_are_left_out() -> None:
     stream = io.StringIO()
     shown = Progress(stream, is_bar=False, total_steps=None, recorder=Recorder(), now=Clock())
