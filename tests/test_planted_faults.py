@@ -15,8 +15,7 @@ PACKAGES = {
 }
 
 
-def test_there_are_thirty_planted_faults_in_all_packages() -> None:
-    assert len(FAULTS) == 30
+def test_there_are_planted_faults_in_all_packages() -> None:
     assert {fault.package for fault in FAULTS} == PACKAGES
 
 

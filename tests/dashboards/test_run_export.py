@@ -237,11 +237,11 @@ class Backfilled:
 
 
 @pytest.fixture(scope="module")
-def backfilled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backfilled]:
+def backfilled(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Iterator[Backfilled]:
     """Export a run, and run the commands that the export prints."""
     folder = tmp_path_factory.mktemp("export")
     started = time.time() - 6 * 3600
-    draw = random.Random(0)
+    draw = random.Random(seed)
     for number in (0, 1):
         address = f"127.0.0.1:{9464 + number}"
         with RecordedRank(folder / RUN, number, address=address, started=started) as rank:

@@ -228,6 +228,8 @@ def test_a_command_line_works(block: Block, line: str, folder: Path) -> None:
             assert address.endswith(("/metrics", "/targets"))
         case [_, script, *_] if script.endswith(".py"):
             assert (ROOT / script).is_file()
+        case ["python3", "-m", "pip", "install", *_, wheels]:
+            assert wheels == ".build/wheels/*.whl"  # where the block before puts them
         case ["python3.11", "-m", "venv", _]:
             pass  # what `make` does itself
         case _:

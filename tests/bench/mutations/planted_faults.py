@@ -254,4 +254,40 @@ FAULTS = (
         new='same=(*IDENTITY, "device")',
         effect="a critical risk of one rank silences the warnings about all other ranks",
     ),
+    # Packages that came after the first run of the list.
+    PlantedFault(
+        file="runtime/reports/run_summary.py",
+        kind="wrong denominator",
+        old="        step_seconds=time.training / time.steps,",
+        new="        step_seconds=time.training,",
+        effect="the table of ranks shows the time of all steps as that of one step",
+    ),
+    PlantedFault(
+        file="runtime/live_page/older_steps.py",
+        kind="wrong comparison",
+        old="point is not None and point.ended_at < before_unix_seconds",
+        new="point is not None",
+        effect="steps that the page has already are drawn twice",
+    ),
+    PlantedFault(
+        file="runtime/top/recent_seconds.py",
+        kind="dropped reset",
+        old="            self._scrapes.clear()  # the rank was restarted",
+        new="            pass",
+        effect="negative rates for a minute after a rank was restarted",
+    ),
+    PlantedFault(
+        file="runtime/integrations/lightning_callback.py",
+        kind="dropped condition",
+        old="        if not trainer.sanity_checking:",
+        new="        if True:",
+        effect="what the module logs in Lightning's sanity check is recorded as a value of the run",
+    ),
+    PlantedFault(
+        file="runtime/sinks/mlflow_sink.py",
+        kind="wrong unit",
+        old="int(1000 * unix_seconds)",
+        new="int(unix_seconds)",
+        effect="MLflow shows the values in January 1970",
+    ),
 )

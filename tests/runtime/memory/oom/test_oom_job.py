@@ -107,7 +107,9 @@ def test_the_job_ends_by_its_own_unchanged_error(kind: str, jobs: dict[str, JobR
     assert "DefaultCPUAllocator: can't allocate memory" in job.measured["text"]
     assert job.measured["notes"] == []
     assert job.measured["chained"] == ["None", "None"]
-    assert job.finished.stderr.rstrip().endswith(f"RuntimeError: {job.measured['text']}")
+    *output, last = job.finished.stderr.splitlines()
+    assert "\n".join(output).endswith(f"RuntimeError: {job.measured['text']}")
+    assert last.startswith("zerowatch: report of this run: ")
 
 
 @pytest.mark.parametrize("kind", KINDS)
