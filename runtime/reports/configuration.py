@@ -9,6 +9,8 @@ from typing import Any, Literal
 import orjson
 
 from ...metrics.catalog import devices
+from ..common.hidden_secrets import without_secret_parts, without_secrets
+from ..common.plain_text import printable
 from .metrics_reader import RecordedMetrics
 from .run_reader import RecordedRun
 from .run_summary import RunSummary, shared_work
@@ -90,7 +92,7 @@ def _differing(
     for name in dict.fromkeys([*a, *b]):
         first, second = a.get(name, NOT_SET), b.get(name, NOT_SET)
         if not _is_same(name, first, second):
-            yield Difference(source=source, name=name, a=_value(first), b=_value(second))
+            yield Difference(source=source, name=printable(name), a=_value(first), b=_value(second))
 
 
 def _is_same(name: str, a: object, b: object) -> bool:
@@ -102,10 +104,10 @@ def _is_same(name: str, a: object, b: object) -> bool:
 
 def _value(value: object) -> str:
     if isinstance(value, str):
-        return value
+        return printable(without_secret_parts(value))
     if isinstance(value, float):
         return f"{value:.6g}" if abs(value) < 1e15 else str(value)
-    return orjson.dumps(value, default=str).decode()
+    return printable(orjson.dumps(without_secrets(value), default=str).decode())
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:

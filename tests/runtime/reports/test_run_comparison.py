@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -272,6 +273,19 @@ def test_differences_of_configuration_are_listed(tmp_path: Path) -> None:
         ("ds config", "bf16", "{}", "not set"),
         ("settings", "tuner.mode", "off", "auto"),
     ]
+
+
+def test_neither_secrets_nor_control_codes_of_a_configuration_are_shown(tmp_path: Path) -> None:
+    a = noisy_run(tmp_path / "a", 1, ranks=1)
+    b = noisy_run(tmp_path / "b", 2, ranks=1)
+    for folder, name in ((a, "ann"), (b, "bob")):
+        settings = {"otel": {"endpoint": f"https://{name}:s3cret-{name}@host"}, "label": "\x1b[2J"}
+        (folder / "settings.json").write_text(json.dumps({**settings, f"\x1b{name}": 1}))
+
+    found = [str(each) for each in compare_runs(a, b).differences]
+
+    assert not any("s3cret" in each or "\x1b" in each for each in found)
+    assert len(found) == 3
 
 
 def test_a_missing_ds_config_is_named_and_not_compared(tmp_path: Path) -> None:
