@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ...errors import ZerowatchError
 from ...metrics.atomic_file import regular_file_status
 from ...metrics.step_record import SCHEMA_VERSION
+from ..common.exit_notes import unreported_notes
 from ..common.plain_text import printable
 
 Column = NDArray[Any]  # float32; `ended_at` is float64, `step` and `attempt` are int64
@@ -256,7 +257,7 @@ def read_run(folder: Path, *, max_values: int = MAX_VALUES) -> RecordedRun:
         ranks=ranks,
         attempts=attempts,
         decisions=decisions,
-        reports=tuple(_read_reports(folder, problems)),
+        reports=(*_read_reports(folder, problems), *_unreported_exits(folder, ranks, problems)),
         has_targets=has_targets,
         problems=problems,
     )
@@ -758,6 +759,20 @@ def _read_reports(folder: Path, problems: list[str]) -> Iterator[ReportFile]:
                 headline=printable(text.split("\n", 1)[0]),
                 text=text,
             )
+
+
+def _unreported_exits(
+    folder: Path, ranks: Mapping[int, RankSteps], problems: list[str]
+) -> Iterator[ReportFile]:
+    """Yield the exits that a launcher noted and that no later start on the host has reported."""
+    for path, rank in list(unreported_notes(folder).items())[:MAX_REPORTS_PER_KIND]:
+        note = _read_json(path, dict, problems)
+        if not isinstance(note, dict) or not isinstance(note.get("text"), str):
+            continue
+        steps = ranks.get(rank)
+        last = f"after step {steps.columns['step'][-1]}" if steps else "before its first record"
+        headline = printable(f"rank {rank} {note['text']}, {last}")
+        yield ReportFile(kind="exit", path=path, rank=rank, headline=headline, text=headline)
 
 
 def _age_order(path: Path) -> tuple[float, list[int], str]:

@@ -44,6 +44,7 @@ from ...metrics.thresholds import (
     WATCH_RATIO_HIGH,
     Threshold,
 )
+from ..common.exit_notes import AFTER_FIRST, FIRST_TO_EXIT
 from ..common.format_numbers import format_bytes
 from ..common.plain_text import printable
 from .metrics_reader import RankMetrics, RecordedMetrics, read_metrics
@@ -1240,12 +1241,16 @@ def _incident_findings(found: _Evidence) -> Iterator[Finding]:
     for kind in kinds:
         same = [incident for incident in found.incidents if incident.kind == kind]
         newest = same[-1]
+        if AFTER_FIRST in newest.headline:
+            first = [incident for incident in same if FIRST_TO_EXIT in incident.headline]
+            newest = (first or same)[-1]
         more = f" ({len(same)} such reports)" if len(same) > 1 else ""
+        file = f" File: {newest.path}." if newest.path.endswith(".txt") else ""
         yield Finding(
             severity="critical" if ended and kind != "leak" else "warning",
             name=kind,
             sentence=f"{_sentence(newest.headline)}{more}",
-            advice=f"{_INCIDENT_ADVICE[kind]} File: {newest.path}.",
+            advice=f"{_INCIDENT_ADVICE[kind]}{file}",
         )
     if found.status in ("exception", "peer_failed") and not kinds.keys() - {"leak"}:
         yield Finding(
@@ -1337,10 +1342,21 @@ def _communication_findings(found: _Evidence) -> Iterator[Finding]:
             name="straggler",
             sentence=f"Rank {slow.rank} on {slow.host} was slower than the median rank in "
             f"{slow.straggler_phase}, by {percent(score)} of a step.",
-            advice="Compare its device's clock and temperature with the others, look for other "
-            "jobs on its host, and compare the lengths of its samples.",
+            advice=_advice_on_straggler(slow.straggler_phase),
             cost_ratio=score,
         )
+
+
+def _advice_on_straggler(phase: str | None) -> str:
+    if phase == "data":
+        return (
+            "Look at the data loader of this rank: its workers, the storage that it reads from, "
+            "and other jobs on its host."
+        )
+    return (
+        "Compare its device's clock and temperature with the others, look for other jobs on its "
+        "host, and compare the lengths of its samples."
+    )
 
 
 def _advice_on_cause(cause: str | None, found: _Evidence) -> str:

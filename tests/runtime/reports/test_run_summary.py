@@ -17,6 +17,7 @@ from recorded_runs import STARTED, step_record, write_run
 from zerowatch.metrics.catalog import across_ranks, communication, memory, overhead, training
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.step_record import StepRecord
+from zerowatch.runtime.common.exit_notes import AFTER_FIRST, FIRST_TO_EXIT
 from zerowatch.runtime.reports.end_tables import print_end_tables
 from zerowatch.runtime.reports.metrics_reader import read_metrics
 from zerowatch.runtime.reports.run_reader import read_run
@@ -236,6 +237,47 @@ def test_without_metrics_the_files_show_how_the_run_ended(tmp_path: Path) -> Non
 
     assert statuses == ["completed", "killed", "unknown"]
     assert "does not show how" in summary_of(unknown).verdict
+
+
+def test_before_the_next_start_the_launchers_notes_show_how_the_run_ended(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=40)
+    (folder / "targets.json").write_text('[{"targets": ["10.0.0.1:9464"]}]')
+    (folder / "exits").mkdir()
+    texts = (f"{FIRST_TO_EXIT}, by SIGKILL", f"was ended, {AFTER_FIRST}0 had exited by SIGKILL")
+    for rank, text in enumerate(texts):
+        note = json.dumps({"text": text, "may_be_oom_kill": rank == 0})
+        (folder / f"exits/rank-{rank}-{100 + rank}-7-launcher.note.json").write_text(note)
+
+    summary = summary_of(folder)
+
+    assert summary.status == "killed"
+    assert summary.figures["exit_reports"] == 2
+    assert summary.verdict.startswith("Rank 0 was the first") and "after step 40" in summary.verdict
+    assert "note.json" not in summary.findings[0].advice
+
+
+def test_a_note_that_a_start_has_reported_is_no_second_report(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "exits").mkdir()
+    (folder / "exits/rank-0-100-7-launcher.note.json").write_text('{"text": "exited"}')
+    (folder / "exits/rank-0-100-7.life.json").write_text("{}")
+    (folder / "exits/rank-0-killed.txt").write_text("rank 0 exited\n")
+
+    assert summary_of(folder).figures["exit_reports"] == 1
+
+
+@pytest.mark.parametrize("phase", ["data", "forward"])
+def test_the_advice_on_a_slow_rank_is_on_the_phase_in_which_it_is_slow(
+    tmp_path: Path, phase: str
+) -> None:
+    folder = write_run(tmp_path / "run")
+    with RecordedRank(folder, 1) as rank:
+        rank.recorder.set(communication.STRAGGLER_SCORE, 0.4, phase)
+
+    summary = summary_of(folder)
+
+    slow = next(finding for finding in summary.findings if finding.name == "straggler")
+    assert ("data loader" in slow.advice) == (phase == "data")
 
 
 def test_a_locked_folder_is_of_an_active_run(tmp_path: Path) -> None:
