@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..common.exit_notes import ExitNote, write_exit_note
+from ..common.exit_notes import AFTER_FIRST, FIRST_TO_EXIT, ExitNote, write_exit_note
 from ..common.fail_open import FailOpen
 from ..common.liveness_file import ProcessMarker
 from ..memory.oom.killed_ranks import exit_headline, workers_of_host
@@ -66,11 +66,11 @@ def write_notes(runs: Path, pids: Mapping[int, int], failures: Mapping[int, Any]
         folder, process = left[rank, pid]
         code = failures[rank].exitcode if rank in failures else -signal.SIGTERM
         if rank == first:
-            text = f"was the first rank of this host to exit, {how_first}"
+            text = f"{FIRST_TO_EXIT}, {how_first}"
         elif code == -signal.SIGTERM:
-            text = f"was ended by the launcher, after rank {first} had exited {how_first}"
+            text = f"was ended by the launcher, {AFTER_FIRST}{first} had exited {how_first}"
         else:
-            text = f"exited {_how(code)}, after rank {first} had exited {how_first}"
+            text = f"exited {_how(code)}, {AFTER_FIRST}{first} had exited {how_first}"
         note = ExitNote(text=text, may_be_oom_kill=code == -signal.SIGKILL)
         write_exit_note(folder, process, "launcher", note)
     sys.stderr.write(f"zerowatch: {_first_exit(first, pids, how_first, left)}\n")
@@ -90,7 +90,7 @@ def _first_exit(
     known = left.get((first, pids.get(first, -1)))
     if known is not None:
         return exit_headline(*known)
-    return f"rank {first} was the first rank of this host to exit, {how}; its own lines say why"
+    return f"rank {first} {FIRST_TO_EXIT}, {how}; its own lines say why"
 
 
 def _how(code: int) -> str:

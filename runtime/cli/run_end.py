@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from ...metrics.settings import ConsoleMode
-from ..reports.end_tables import print_end_tables
+from ..reports.end_tables import print_end_tables, write_if_open
 from ..reports.write_report import REPORT_FILE, final_report, report_line
 
 
@@ -29,5 +29,4 @@ def print_run_end(folder: Path, *, is_in_order: bool, console: ConsoleMode) -> N
             print_end_tables(summary, sys.stderr)
     page = folder / REPORT_FILE
     line = report_line(folder, page if is_in_order and page.is_file() else None)
-    sys.stderr.write(f"zerowatch: {line}\n")
-    sys.stderr.flush()
+    write_if_open(sys.stderr, f"zerowatch: {line}\n")

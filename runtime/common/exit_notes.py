@@ -1,20 +1,29 @@
 """Writes and reads notes on how processes of a run exited. The next start reports them.
 
 A process that ends itself without cleaning up writes a note to `exits/` in the run folder. A
-launcher writes a note for each of its ranks that exits.
+launcher writes a note for each of its ranks that exits. The next start on the host moves the
+liveness file of the process there and writes a report. Until then, the notes are all that the
+folder shows.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .liveness_file import ProcessMarker
 
 FOLDER = "exits"
+# A liveness file that was reported is moved into the folder. Its new name has this ending.
+REPORTED_SUFFIX = ".life.json"
+# How the first rank of a host to exit, and those that exited because of it, are described.
+FIRST_TO_EXIT = "was the first rank of this host to exit"
+AFTER_FIRST = "after rank "
 _SUFFIX = ".note.json"
+_NAME = re.compile(r"(rank-(\d+)-\d+-\d+)-.+\.note\.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +59,16 @@ def read_exit_notes(folder: Path, process: ProcessMarker) -> Sequence[ExitNote]:
         except (OSError, ValueError, TypeError):  # incomplete, or written by another version
             continue
     return notes
+
+
+def unreported_notes(folder: Path) -> Mapping[Path, int]:
+    """Return the rank of each process that no report covers, by the first note on the process."""
+    first: dict[str, tuple[Path, int]] = {}
+    for path in sorted((folder / FOLDER).glob(f"rank-*{_SUFFIX}")):
+        match = _NAME.fullmatch(path.name)
+        if match and not path.with_name(f"{match[1]}{REPORTED_SUFFIX}").exists():
+            first.setdefault(match[1], (path, int(match[2])))
+    return dict(first.values())
 
 
 def _prefix(process: ProcessMarker) -> str:

@@ -120,7 +120,7 @@ def trained_model(optimizer: torch.optim.Optimizer) -> nn.Module | None:
     """
     trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
     # `type` instead of isinstance: a lazy object must not be loaded by this search.
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    modules = [each for each in gc.get_objects() if _is_module(each)]
     inner = {id(child) for module in modules for child in vars(module)["_modules"].values()}
     counts = [
         (sum(id(one) in trained for one in module.parameters()), module)
@@ -129,6 +129,11 @@ def trained_model(optimizer: torch.optim.Optimizer) -> nn.Module | None:
     ]
     most, model = max(counts, key=lambda pair: pair[0], default=(0, None))
     return model if most else None
+
+
+def _is_module(thing: object) -> bool:
+    """Whether an object is a module whose `__init__` has run."""
+    return issubclass(type(thing), nn.Module) and {"_modules", "_parameters"} <= vars(thing).keys()
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

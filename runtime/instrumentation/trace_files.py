@@ -27,7 +27,7 @@ class TraceFiles:
     def __init__(self, folder: Callable[[], Path | None], rank: int, max_files: int) -> None:
         self._folder, self._rank = folder, rank
         self._max_files = max_files if rank < MAX_RANKS else 0
-        self._written: deque[Path] = deque()
+        self._written: deque[Path] | None = None
 
     def save(self, step: int, results: Any) -> Path | None:
         """Write the trace of a step, and remove the oldest trace if there are too many.
@@ -49,7 +49,16 @@ class TraceFiles:
         path = folder / FOLDER / f"rank-{self._rank}-step-{step}.pt.trace.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         results.save(str(path))
+        if self._written is None:
+            self._written = self._earlier(path.parent)
+        if path in self._written:  # a step that was repeated after a resume
+            self._written.remove(path)
         self._written.append(path)
         while len(self._written) > self._max_files:
             self._written.popleft().unlink(missing_ok=True)
         return path
+
+    def _earlier(self, folder: Path) -> deque[Path]:
+        """Return the traces of this rank in the folder, also of earlier attempts, oldest first."""
+        found = folder.glob(f"rank-{self._rank}-step-*.pt.trace.json")
+        return deque(sorted(found, key=lambda path: path.stat().st_mtime))

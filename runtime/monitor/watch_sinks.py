@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import orjson
 
 from ...metrics.atomic_file import open_to_append
+from ..common.hidden_secrets import without_secrets
 from ..instrumentation.watch_context import WatchContext
 from ..sinks.sink import Sink, SinkRun
 from ..sinks.sink_runner import SinkRunner
@@ -57,7 +58,7 @@ class WatchSinks:
             )
 
     def log_values(self, values: Mapping[str, object], step: int | None) -> None:
-        """Append values of the script to `logged.jsonl`."""
+        """Append values of the script to `logged.jsonl`, without secrets."""
         if self._is_writer:
             line = {"step": step, "unix_seconds": time.time(), "values": dict(values)}
             self._subscriptions.enqueue_call("logged values", lambda: self._append(line))
@@ -77,7 +78,7 @@ class WatchSinks:
         folder = self._context.folder()
         if folder is not None:
             with open(open_to_append(folder / LOGGED_FILE), "ab") as file:
-                file.write(orjson.dumps(line, default=_plain) + b"\n")
+                file.write(orjson.dumps(without_secrets(line), default=_plain) + b"\n")
 
 
 def _plain(value: object) -> object:

@@ -9,9 +9,11 @@ from typing import Any, Literal
 import orjson
 
 from ...metrics.catalog import devices
+from ..common.hidden_secrets import without_secret_parts, without_secrets
+from ..common.plain_text import printable
 from .metrics_reader import RecordedMetrics
 from .run_reader import RecordedRun
-from .run_summary import RunSummary
+from .run_summary import RunSummary, shared_work
 
 Source = Literal["hardware", "batch", "software", "ds config", "settings", "tuner"]
 NOT_SET = "not set"
@@ -57,7 +59,7 @@ def differences(a: RunSource, b: RunSource) -> tuple[Difference, ...]:
     found: list[Difference] = []
     for source, first, second in (
         ("hardware", _hardware(a), _hardware(b)),
-        ("batch", _batch(a.run), _batch(b.run)),
+        ("batch", _batch(a), _batch(b)),
         ("software", _software(a), _software(b)),
         ("ds config", _ds_config(a, b), _ds_config(b, a)),
         ("settings", dict(_flat(a.run.settings)), dict(_flat(b.run.settings))),
@@ -90,11 +92,11 @@ def _differing(
     for name in dict.fromkeys([*a, *b]):
         first, second = a.get(name, NOT_SET), b.get(name, NOT_SET)
         if not _is_same(name, first, second):
-            yield Difference(source=source, name=name, a=_value(first), b=_value(second))
+            yield Difference(source=source, name=printable(name), a=_value(first), b=_value(second))
 
 
 def _is_same(name: str, a: object, b: object) -> bool:
-    if name == "tokens per step" and isinstance(a, float) and isinstance(b, float):
+    if name.startswith("tokens per step") and isinstance(a, float) and isinstance(b, float):
         return abs(a - b) <= TOKENS_TOLERANCE * max(a, b)
     # 1e6 and 1000000 are the same number, 1 and true are not the same value.
     return a == b and isinstance(a, bool) == isinstance(b, bool)
@@ -102,10 +104,10 @@ def _is_same(name: str, a: object, b: object) -> bool:
 
 def _value(value: object) -> str:
     if isinstance(value, str):
-        return value
+        return printable(without_secret_parts(value))
     if isinstance(value, float):
         return f"{value:.6g}" if abs(value) < 1e15 else str(value)
-    return orjson.dumps(value, default=str).decode()
+    return printable(orjson.dumps(without_secrets(value), default=str).decode())
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -143,8 +145,9 @@ def _hardware(source: RunSource) -> dict[str, object]:
     return facts
 
 
-def _batch(run: RecordedRun) -> dict[str, object]:
+def _batch(source: RunSource) -> dict[str, object]:
     """Return the batch of a step of all ranks, as the step logs have it."""
+    run, shared = source.run, shared_work(source.run, source.metrics)
     facts: dict[str, object] = {}
     ranks = run.world_size or 1
     for name in ("samples", "tokens", "micro_batches"):
@@ -153,6 +156,8 @@ def _batch(run: RecordedRun) -> dict[str, object]:
             mean = sum(known) / len(known)
             each_rank = name == "micro_batches"
             title = "micro-batches per step" if each_rank else f"{name} per step"
+            if name in shared:  # a sum over ranks would count some of it several times
+                each_rank, title = True, f"{name} per step of a rank"
             facts[title] = round(mean if each_rank else mean * ranks, 3)
     return facts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import shutil
 from collections.abc import Iterator
@@ -25,28 +26,32 @@ MIN_RATIO = 0.0005
 
 
 def print_end_tables(summary: RunSummary, stream: TextIO) -> None:
-    """Print the tables at the end of a run; in color only on a terminal. It never raises OSError.
+    """Print the tables at the end of a run; in color only on a terminal.
 
     Args:
         summary: The figures of the run.
-        stream: Such as `sys.stderr`, which may be closed.
+        stream: Such as `sys.stderr`. If it is closed or its disk is full, nothing is printed.
 
     Examples:
         >>> print_end_tables(summary_of(Path("runs/20261123T005552-c44904")), sys.stderr)
     """
-    is_terminal = stream.isatty()
+    is_terminal = not stream.closed and stream.isatty()
     width = min(PLAIN_WIDTH, shutil.get_terminal_size().columns) if is_terminal else PLAIN_WIDTH
     text = io.StringIO()
     Console(file=text, width=width, force_terminal=is_terminal, highlight=False).print(
         end_tables(summary)
     )
     # A table pads its cells, which would leave spaces at the ends of lines in log files.
-    lines = [line.rstrip() for line in text.getvalue().splitlines()]
-    try:
-        stream.write("\n".join(lines) + "\n")
+    lines = "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
+    encoding = stream.encoding or "utf-8"  # that of the locale may lack the lines of the tables
+    write_if_open(stream, lines.encode(encoding, "replace").decode(encoding))
+
+
+def write_if_open(stream: TextIO, text: str) -> None:
+    """Write a text, unless the pipe or the stream is closed or the disk is full."""
+    with contextlib.suppress(OSError, ValueError):
+        stream.write(text)
         stream.flush()
-    except OSError:  # the pipe is closed, or the disk is full
-        pass
 
 
 def end_tables(summary: RunSummary) -> RenderableType:
@@ -86,7 +91,9 @@ def _time_table(summary: RunSummary) -> Table:
     table.add_section()
     if (comm := figures["comm_ratio"]) is not None:
         limit = " (at most)" if summary.is_upper_bound else ""
-        table.add_row(f"of which communication{limit}", _part_of(step_seconds, comm), percent(comm))
+        # Its ratio is of wall time, because it contains that of evaluation and checkpoints.
+        per_step = _part_of(_wall_seconds_per_step(summary), comm)
+        table.add_row(f"of which communication{limit}", per_step, percent(comm))
     table.add_row(
         "of which training waited for it", _part_of(step_seconds, exposed), percent(exposed)
     )
@@ -102,6 +109,11 @@ def _time_table(summary: RunSummary) -> Table:
             name = "    of it the bubble: for another pipeline stage"
             table.add_row(name, _part_of(step_seconds, bubble), percent(bubble), style="dim")
     return table
+
+
+def _wall_seconds_per_step(summary: RunSummary) -> float | None:
+    seconds, steps = summary.figures["seconds"], summary.figures["steps"]
+    return seconds / steps if seconds is not None and steps else None
 
 
 def _part_of(seconds: float | None, ratio: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..common.format_numbers import UNKNOWN, format_bytes, format_seconds
+from ..common.plain_text import printable
 from .report_page import (
     CAUSE_TEXTS,
     NOT_RECORDED,
@@ -88,7 +89,7 @@ def _lines(summary: RunSummary) -> Iterator[str]:
         yield f"\n{len(summary.ranks) - MAX_RANKS} more ranks are in the JSON report."
     yield from ("", "### Tuner", "")
     if not summary.tuner.decisions:
-        yield without_decisions(summary)
+        yield plain(without_decisions(summary))
     else:
         yield from markdown_table(
             ("step", "change", "verdict", "gain"),
@@ -100,7 +101,7 @@ def _lines(summary: RunSummary) -> Iterator[str]:
     if summary.incidents:
         yield from ("", "### Errors and hangs", "")
         for incident in summary.incidents:
-            yield f"- `{incident.path}`: {plain(incident.headline)}"
+            yield f"- {plain(incident.path)}: {plain(incident.headline)}"
     yield from ("", f"Monitoring took {percent(summary.monitoring.ratio)} of the ranks' time.")
     if summary.problems:
         yield from ("", "### What is missing", "")
@@ -120,7 +121,7 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Itera
 
 def plain(text: str) -> str:
     """Escape what Markdown or HTML would read as markup."""
-    text = text.replace("\n", " ").replace("&", "&amp;").replace("<", "&lt;")
+    text = printable(text).replace("&", "&amp;").replace("<", "&lt;")
     for sign in "\\`*_|[]":
         text = text.replace(sign, f"\\{sign}")
     return text

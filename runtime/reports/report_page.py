@@ -183,7 +183,7 @@ def _communication(summary: RunSummary) -> str:
         return paragraph("Communication was not recorded.")
     most = "at most " if summary.is_upper_bound else ""
     text = (
-        f"A collective was in flight {most}{percent(comm)} of training time. Training waited for "
+        f"A collective was in flight {most}{percent(comm)} of wall time. Training waited for "
         f"communication {percent(exposed)} of its time; the rest was hidden behind computation."
     )
     parts = [paragraph(text)]

@@ -5,7 +5,7 @@ Steps are divided into bins, so that a chart of 100,000 steps is as small as one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from ...metrics.catalog import communication, training
 from ...metrics.catalog.labels import CAUSE, NON_TRAINING_PHASES, PHASES
 from .metrics_reader import RankMetrics, RecordedMetrics
 from .run_reader import Column, RankSteps, RecordedRun
-from .run_summary import SUMMARY_SERIES, exposed_seconds, training_seconds
+from .run_summary import SUMMARY_SERIES, exposed_seconds, shared_work, training_seconds
 
 MAX_POINTS = 500
 # The metrics that the charts read over time.
@@ -88,7 +88,7 @@ def charts_of(run: RecordedRun, metrics: RecordedMetrics) -> tuple[Chart, ...]:
         _phases(run, bins),
         _exposed(run, bins),
         _causes(run, metrics),
-        _throughput(run, bins),
+        _throughput(run, bins, shared_work(run, metrics)),
         _loss(run, bins),
         _gradient_norm(run, bins),
         _memory(run, bins),
@@ -254,12 +254,16 @@ def _over_ranks(values: Floats, function: np.ufunc) -> Floats:
     return result
 
 
-def _throughput(run: RecordedRun, bins: Bins) -> Chart:
+def _throughput(run: RecordedRun, bins: Bins, shared: Collection[str]) -> Chart | None:
     for name in ("tokens", "samples"):
+        if name in shared:
+            continue
         pairs = bins.ratios(run, lambda steps, name=name: steps.column(name))  # type: ignore[misc]
         rates = np.stack([divided(part, whole) for part, whole in pairs])
         if np.isfinite(rates).any():
             break
+    else:
+        return None
     total = np.where(np.isnan(rates).all(axis=0), np.nan, np.nansum(rates, axis=0))
     return chart_of(
         "throughput",
@@ -370,12 +374,16 @@ def _temperature(run: RecordedRun, bins: Bins) -> Chart:
 
 
 def _steps_at(run: RecordedRun, unix_seconds: Floats) -> Floats:
-    """Return the step, with a fraction, at some times."""
+    """Return the step, with a fraction, at some times.
+
+    After a restart it stays at the highest step until the repeated steps are over, because a chart
+    cannot go back.
+    """
     first = next(iter(run.ranks.values()))
     ended_at = first.column("ended_at").astype(float)
     order = np.argsort(ended_at, kind="stable")
     steps: Floats = np.interp(unix_seconds, ended_at[order], first.column("step")[order])
-    return steps
+    return np.maximum.accumulate(steps)
 
 
 def _increases(rank: RankMetrics, name: str, at: Floats, **labels: str) -> Floats:

@@ -25,7 +25,14 @@ from .configuration import Difference, RunSource, differences, not_recorded
 from .metrics_reader import read_metrics
 from .run_charts import CHART_SERIES
 from .run_reader import Column, RankSteps, RecordedRun, read_run
-from .run_summary import LAST_STEPS, RunSummary, exposed_seconds, summarize, training_seconds
+from .run_summary import (
+    LAST_STEPS,
+    RunSummary,
+    exposed_seconds,
+    shared_work,
+    summarize,
+    training_seconds,
+)
 
 # Raise it if an older reader of `zerowatch compare --json` would misunderstand a change.
 SCHEMA_VERSION = 1
@@ -368,6 +375,7 @@ class _Measures:
         self._steps = steps
         self._work: Respect | None = "batch" if "batch" in respects else None
         self._comm: Respect | None = "communication" if "communication" in respects else self._work
+        self._work_is_unknown = _shares_differently(a, b)
         self._seconds = steps.values(training_seconds)
         self._step_seconds = _mean(self._seconds[0]) or 0.0
         # Readers look at the largest changes of the parts of a step, so the intervals of all parts
@@ -385,22 +393,32 @@ class _Measures:
 
     def _throughput(self) -> Iterator[Measure]:
         a, b = self._a.run, self._b.run
+        shared = [shared_work(each.run, each.metrics) for each in (self._a, self._b)]
         has_work = False
         for name in ("tokens", "samples"):
             done = self._steps.values(_column(name))
-            if all(np.nansum(each) > 0 for each in done):
-                yield _rate(name, done, self._seconds, (a.world_size or 1, b.world_size or 1))
-                has_work = True
+            if self._work_is_unknown or not all(np.nansum(each) > 0 for each in done):
+                continue
+            has_work = True
+            if name in shared[0]:  # a sum over ranks would count some of it several times
+                title = f"{name} per second of a rank"
+                yield _rate(name, title, done, self._seconds, (1, 1))
+            else:
+                factors = (a.world_size or 1, b.world_size or 1)
+                yield _rate(name, f"{name} per second", done, self._seconds, factors)
         if not has_work:
             ones = (np.ones_like(self._seconds[0]), np.ones_like(self._seconds[1]))
-            yield _rate("steps", ones, self._seconds, (1, 1), not_comparable=self._work)
+            yield _rate(
+                "steps", "steps per second", ones, self._seconds, (1, 1), not_comparable=self._work
+            )
         yield _relative_measure(
             "throughput", "step_seconds", "time of a step", "seconds", self._seconds,
             not_comparable=self._work,
         )  # fmt: skip
         for quantile in (50, 90, 99):
-            values = [float(np.nanpercentile(each, quantile)) for each in self._seconds]
-            if len(self._seconds[0]) >= MIN_VALUES:
+            # Means of several steps vary less than the steps.
+            if len(self._seconds[0]) >= MIN_VALUES and self._steps.facts.steps_per_value == 1:
+                values = [float(np.nanpercentile(each, quantile)) for each in self._seconds]
                 yield _plain_measure(
                     "throughput", f"step_seconds_p{quantile}",
                     "median time of a step" if quantile == 50 else f"{quantile} % of steps within",
@@ -591,6 +609,7 @@ def _with_interval(
 
 def _rate(
     name: str,
+    title: str,
     done: tuple[Floats, Floats],
     seconds: tuple[Floats, Floats],
     factors: tuple[float, float],
@@ -604,7 +623,6 @@ def _rate(
     """
     is_known = np.isfinite(done[0]) & np.isfinite(done[1])
     is_known &= np.isfinite(seconds[0]) & np.isfinite(seconds[1])
-    title = f"{name} per second"
     if not is_known.any():
         return _plain_measure("throughput", f"{name}_per_second", title, "per_second", None, None)
     work = [each[is_known] for each in done]
@@ -740,6 +758,12 @@ def _incomparable(
             sentence=f"The batch of a step differs ({_listed(batch)}), so times of a step, phases, "
             "collectives and losses are not comparable; throughput is.",
         )
+    elif _shares_differently(a, b):
+        yield Incomparability(
+            respect="batch",
+            sentence="In one of the runs, ranks share samples (tensor, sequence or pipeline "
+            "parallelism), so the batches of a step and what depends on them are not comparable.",
+        )
     coverage = [x.summary.figures["comm_coverage_ratio"] for x in (a, b)]
     known = [each for each in coverage if each is not None]
     if known and min(known) < THRESHOLDS[COMM_COVERAGE_LOW.name]:
@@ -749,6 +773,14 @@ def _incomparable(
             sentence=f"Only {100 * min(known):.0f} % of the collectives of {low} were recorded, so "
             "communication is not comparable.",
         )
+
+
+def _shares_differently(a: RunSource, b: RunSource) -> bool:
+    """Whether sums of samples and tokens over the ranks of A and B mean different things."""
+    shared = shared_work(a.run, a.metrics)
+    return shared != shared_work(b.run, b.metrics) or (
+        bool(shared) and a.run.world_size != b.run.world_size
+    )
 
 
 def _listed(changed: Sequence[Difference]) -> str:
@@ -772,7 +804,7 @@ def _verdict(
     machines = "The hardware differs. " if "hardware" in respects else ""
     main = _main_measure(measures)
     change = main.change
-    what = main.title.removesuffix(" per second")
+    what = main.title.partition(" per second")[0]
     if change is None:
         return (
             f"{machines}The throughput of the runs cannot be compared: their batches differ, and "

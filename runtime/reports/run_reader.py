@@ -6,12 +6,14 @@ torch nor deepspeed, so a copied run folder can be read on any machine.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import orjson
@@ -20,6 +22,8 @@ from numpy.typing import NDArray
 from ...errors import ZerowatchError
 from ...metrics.atomic_file import regular_file_status
 from ...metrics.step_record import SCHEMA_VERSION
+from ..common.exit_notes import unreported_notes
+from ..common.plain_text import printable
 
 Column = NDArray[Any]  # float32; `ended_at` is float64, `step` and `attempt` are int64
 ReportKind = Literal["out_of_memory", "leak", "hang", "exit"]
@@ -56,6 +60,13 @@ _SCALARS = {
 _TYPES: Mapping[str, type] = {"step": np.int64, "attempt": np.int64, "ended_at": np.float64}
 _COLLECTIVE_FIELDS = ("calls", "payload_bytes", "wire_bytes", "seconds")
 _GENERATION_FIELDS = ("calls", "sequences", "tokens", "seconds", "collectives", "gathered_bytes")
+# Fields of a record that hold the same in all records of a process, with their types.
+_IDENTITY: Mapping[str, type] = {"schema": int, "world_size": int, "local_rank": int, "host": str}
+# Times beyond this, in the year 5138, and steps beyond this, which are no exact float, are damage.
+_MAX_UNIX_SECONDS = 1e11
+_MAX_STEP = 2**53
+# What a line raises that is not as `StepRecord` is written.
+_DAMAGE = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
 _SEGMENT = re.compile(r"rank-(\d+)(?:\.(\d+))?\.jsonl")
 
 
@@ -184,7 +195,7 @@ class RecordedRun:
         ranks: The steps by rank, ascending. A rank without a log is missing.
         attempts: When each attempt of the run started, in Unix seconds.
         decisions: The tuner's decisions and advice, oldest first, as `decisions.jsonl` has them.
-        reports: Reports on errors, by kind and name.
+        reports: Reports on errors, by kind, the oldest first.
         has_targets: Whether addresses of ranks are listed: while the run is active, and after a
             failure. None if the file is missing.
         problems: What is missing, damaged or cut, and where; one sentence each.
@@ -222,29 +233,31 @@ def read_run(folder: Path, *, max_values: int = MAX_VALUES) -> RecordedRun:
     _check_folder(folder)
     problems: list[str] = []
     segments = _segments(folder)
-    num_bytes = sum(path.stat().st_size for paths in segments.values() for path in paths)
+    num_bytes = sum(_size(path) for paths in segments.values() for path in paths)
     ranks: dict[int, RankSteps] = {}
     run_ids: dict[str, None] = {}
     for rank, paths in segments.items():
-        steps = _read_rank(rank, paths, num_bytes, max_values, run_ids, problems)
+        with ExitStack() as opened:
+            logs = _opened(folder, rank, paths, opened, problems)
+            steps = _read_rank(rank, logs, num_bytes, max_values, run_ids, problems)
         if steps is not None:
             ranks[rank] = steps
+            problems += _missing_steps(steps, len(logs))
     world_size = max((steps.world_size for steps in ranks.values()), default=None)
     problems += _missing_ranks(ranks, world_size)
-    problems += [problem for steps in ranks.values() for problem in _missing_steps(steps, segments)]
     if len(run_ids) > 1:
         problems.append(f"the records have several run ids: {', '.join(run_ids)}")
     settings, attempts, decisions, has_targets = _read_small_files(folder, problems)
     return RecordedRun(
         folder=folder,
-        run_id=next(iter(run_ids), folder.resolve().name),
+        run_id=next(iter(run_ids), printable(folder.resolve().name)),
         world_size=world_size,
         settings=settings,
         ds_config=_read_json(folder / "ds_config.json", dict, problems),
         ranks=ranks,
         attempts=attempts,
         decisions=decisions,
-        reports=tuple(_read_reports(folder, problems)),
+        reports=(*_read_reports(folder, problems), *_unreported_exits(folder, ranks, problems)),
         has_targets=has_targets,
         problems=problems,
     )
@@ -277,9 +290,41 @@ def _segments(folder: Path) -> dict[int, list[Path]]:
     return {rank: [path for _, path in sorted(found[rank], reverse=True)] for rank in sorted(found)}
 
 
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # it was rotated or deleted meanwhile
+        return 0
+
+
+def _opened(
+    folder: Path, rank: int, paths: Sequence[Path], files: ExitStack, problems: list[str]
+) -> list[BinaryIO]:
+    """Open all segments of a rank before reading any, the oldest first.
+
+    The run may rotate its log meanwhile: each segment then has the name of the next older one. So
+    they are opened from the newest to the oldest, and a file that has two names is taken once.
+    """
+    names = [path.name for path in reversed(paths)]
+    oldest = _SEGMENT.fullmatch(names[-1])
+    age = int(oldest[2] or 0) if oldest else 0
+    found: dict[tuple[int, int], BinaryIO] = {}
+    for name in (*names, f"rank-{rank}.{age + 1}.jsonl"):
+        try:
+            file = files.enter_context((folder / name).open("rb"))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            problems.append(f"{name} cannot be read: {error.strerror or error}")
+            continue
+        status = os.fstat(file.fileno())
+        found.setdefault((status.st_dev, status.st_ino), file)
+    return list(reversed(found.values()))
+
+
 def _read_rank(
     rank: int,
-    paths: Sequence[Path],
+    logs: Sequence[BinaryIO],
     num_bytes: int,
     max_values: int,
     run_ids: dict[str, None],
@@ -289,7 +334,7 @@ def _read_rank(
 
     Args:
         rank: The rank.
-        paths: Its segments, oldest first.
+        logs: Its open segments, oldest first.
         num_bytes: Bytes of the logs of all ranks, from which the rows of a step are chosen.
         max_values: Values of all columns of all ranks to keep.
         run_ids: Gets the run ids in the records.
@@ -298,11 +343,11 @@ def _read_rank(
     columns: _Columns | None = None
     identity: dict[str, Any] = {}
     is_upper_bound = False
-    for path in paths:
-        lines = _Lines(path)
+    for log in logs:
+        lines = _Lines(log)
         for records, block in _parsed(lines):
             for record in (records[0], records[-1]):
-                run_ids[str(record.get("run_id"))] = None
+                run_ids[printable(record.get("run_id"))] = None
             identity = records[-1]
             is_upper_bound |= any(record.get("comm_seconds_is_upper_bound") for record in records)
             if columns is None:
@@ -312,14 +357,14 @@ def _read_rank(
             columns.add(block)
         problems += lines.problems
     if columns is None:
-        if not any(path.stat().st_size for path in paths):
-            problems.append(f"{paths[-1].name} is empty: the rank recorded no step")
+        if logs and not any(os.fstat(log.fileno()).st_size for log in logs):
+            problems.append(f"rank-{rank}.jsonl is empty: the rank recorded no step")
         return None
     return RankSteps(
         rank=rank,
-        local_rank=int(identity.get("local_rank") or 0),
-        host=str(identity.get("host", "")),
-        world_size=int(identity.get("world_size") or 1),
+        local_rank=identity["local_rank"],
+        host=printable(identity["host"]),
+        world_size=identity["world_size"],
         num_steps=columns.num_steps,
         steps_per_row=columns.steps_per_row,
         columns=columns.finished(),
@@ -331,8 +376,9 @@ def _read_rank(
 class _Lines:
     """Yields the lines of a file in blocks. What cannot be read is listed in `problems`."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, file: BinaryIO) -> None:
+        self.name = Path(file.name).name
+        self._file = file
         self.problems: list[str] = []
         self.num_bad = 0
 
@@ -341,32 +387,31 @@ class _Lines:
         rest = b""
         is_skipping = False  # within a line that is too long
         try:
-            with open(self.path, "rb") as file:
-                while chunk := file.read(_CHUNK_BYTES):
-                    *lines, rest = (rest + chunk).split(b"\n")
-                    if lines and is_skipping:
-                        del lines[0]
-                        is_skipping = False
-                    if is_skipping:
-                        rest = b""
-                    elif len(rest) > _MAX_LINE_BYTES:
-                        self.num_bad += 1
-                        rest, is_skipping = b"", True
-                    yield [line for line in lines if line]
+            while chunk := self._file.read(_CHUNK_BYTES):
+                *lines, rest = (rest + chunk).split(b"\n")
+                if lines and is_skipping:
+                    del lines[0]
+                    is_skipping = False
+                if is_skipping:
+                    rest = b""
+                elif len(rest) > _MAX_LINE_BYTES:
+                    self.num_bad += 1
+                    rest, is_skipping = b"", True
+                yield [line for line in lines if line]
         except OSError as error:
-            self.problems.append(f"{self.path.name} cannot be read: {error.strerror or error}")
+            self.problems.append(f"{self.name} cannot be read: {error.strerror or error}")
         if rest:
             # Each record is written at once, so that only a full disk or a copy cuts a line.
             try:
                 orjson.loads(rest)
             except ValueError:
                 self.problems.append(
-                    f"{self.path.name}: the last line is cut after {len(rest)} bytes and left out"
+                    f"{self.name}: the last line is cut after {len(rest)} bytes and left out"
                 )
             else:
                 yield [rest]
         if self.num_bad:
-            self.problems.append(f"{self.path.name}: {self.num_bad} damaged line(s) are left out")
+            self.problems.append(f"{self.name}: {self.num_bad} damaged line(s) are left out")
 
 
 def _parsed(lines: _Lines) -> Iterator[tuple[list[dict[str, Any]], dict[str, Column]]]:
@@ -376,16 +421,16 @@ def _parsed(lines: _Lines) -> Iterator[tuple[list[dict[str, Any]], dict[str, Col
         try:
             records = [orjson.loads(line) for line in block]
             columns = _columns_of(records)
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except _DAMAGE:
             records = list(_sound_records(block))
             columns = _columns_of(records)
             lines.num_bad += len(block) - len(records)
-        newer |= {record["schema"] for record in records if record.get("schema") != SCHEMA_VERSION}
+        newer |= {record["schema"] for record in records if record["schema"] != SCHEMA_VERSION}
         if records:
             yield records, columns
     if newer:
         lines.problems.append(
-            f"{lines.path.name} has the schema {', '.join(map(str, sorted(newer)))} instead of "
+            f"{lines.name} has the schema {', '.join(map(str, sorted(newer)))} instead of "
             f"{SCHEMA_VERSION}: it is of another version of zerowatch, and may be misread"
         )
 
@@ -395,7 +440,7 @@ def _sound_records(block: Iterable[bytes]) -> Iterator[dict[str, Any]]:
         try:
             record = orjson.loads(line)
             _columns_of([record])
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except _DAMAGE:
             continue
         yield record
 
@@ -404,12 +449,21 @@ def _columns_of(records: Sequence[dict[str, Any]]) -> dict[str, Column]:
     """Return the columns of some records.
 
     Raises:
-        AttributeError, KeyError, TypeError, ValueError: A record is not as `StepRecord` is written.
+        AttributeError, KeyError, OverflowError, TypeError, ValueError: A record is not as
+            `StepRecord` is written.
     """
+    for key, kind in _IDENTITY.items():
+        if any(type(record[key]) is not kind for record in records):
+            raise TypeError(key)
     columns: dict[str, Column] = {
         name: np.array(list(map(itemgetter(key), records)), dtype=_TYPES.get(name, np.float32))
         for key, name in _SCALARS.items()
     }
+    times, numbers = columns["ended_at"], columns["step"]
+    if not (np.abs(times) < _MAX_UNIX_SECONDS).all() or not np.isfinite(columns["seconds"]).all():
+        raise ValueError("a step without a time")
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < _MAX_STEP:
+        raise ValueError("no number of a step")
     nested = {
         key: [record.get(key) or {} for record in records]
         for key in (
@@ -568,7 +622,7 @@ def _missing_ranks(ranks: Mapping[int, RankSteps], world_size: int | None) -> li
     return [f"no steps of {len(missing)} of {world_size} ranks: {_ranges(missing)}"]
 
 
-def _missing_steps(steps: RankSteps, segments: Mapping[int, Sequence[Path]]) -> Iterator[str]:
+def _missing_steps(steps: RankSteps, num_segments: int) -> Iterator[str]:
     """Yield what is missing at the beginning and within the steps of a rank."""
     numbers = steps.columns["step"]
     if steps.steps_per_row > 1 or not len(numbers):
@@ -577,7 +631,7 @@ def _missing_steps(steps: RankSteps, segments: Mapping[int, Sequence[Path]]) -> 
     attempt = int(steps.columns["attempt"][0])
     gaps = np.diff(numbers)
     usual = int(np.median(gaps)) if len(gaps) else 1
-    if first > max(1, usual) and attempt == 0 and len(segments[steps.rank]) > 1:
+    if first > max(1, usual) and attempt == 0 and num_segments > 1:
         yield (
             f"rank {steps.rank}: steps 1 to {first - 1} are missing: older segments of the log "
             "were deleted (run_log.max_segments)"
@@ -684,11 +738,12 @@ _REPORTS: Mapping[ReportKind, tuple[str, ...]] = {
 def _read_reports(folder: Path, problems: list[str]) -> Iterator[ReportFile]:
     for kind, patterns in _REPORTS.items():
         paths = sorted(
-            path for pattern in patterns for path in folder.glob(pattern) if path.is_file()
+            (path for pattern in patterns for path in folder.glob(pattern) if path.is_file()),
+            key=_age_order,
         )
         if len(paths) > MAX_REPORTS_PER_KIND:
-            problems.append(f"only the first {MAX_REPORTS_PER_KIND} of {len(paths)} {kind} reports")
-        for path in paths[:MAX_REPORTS_PER_KIND]:
+            problems.append(f"only the last {MAX_REPORTS_PER_KIND} of {len(paths)} {kind} reports")
+        for path in paths[-MAX_REPORTS_PER_KIND:]:
             try:
                 with open(path, "rb") as file:
                     text = file.read(MAX_REPORT_BYTES).decode(errors="replace")
@@ -701,6 +756,29 @@ def _read_reports(folder: Path, problems: list[str]) -> Iterator[ReportFile]:
                 kind=kind,
                 path=path,
                 rank=int(rank[1]) if rank else None,
-                headline=text.split("\n", 1)[0],
+                headline=printable(text.split("\n", 1)[0]),
                 text=text,
             )
+
+
+def _unreported_exits(
+    folder: Path, ranks: Mapping[int, RankSteps], problems: list[str]
+) -> Iterator[ReportFile]:
+    """Yield the exits that a launcher noted and that no later start on the host has reported."""
+    for path, rank in list(unreported_notes(folder).items())[:MAX_REPORTS_PER_KIND]:
+        note = _read_json(path, dict, problems)
+        if not isinstance(note, dict) or not isinstance(note.get("text"), str):
+            continue
+        steps = ranks.get(rank)
+        last = f"after step {steps.columns['step'][-1]}" if steps else "before its first record"
+        headline = printable(f"rank {rank} {note['text']}, {last}")
+        yield ReportFile(kind="exit", path=path, rank=rank, headline=headline, text=headline)
+
+
+def _age_order(path: Path) -> tuple[float, list[int], str]:
+    """Order reports by their time, then by the numbers in their names."""
+    try:
+        time = path.stat().st_mtime
+    except OSError:
+        time = 0.0
+    return time, [int(number) for number in re.findall(r"\d+", path.name)], path.name

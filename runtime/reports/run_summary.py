@@ -44,7 +44,9 @@ from ...metrics.thresholds import (
     WATCH_RATIO_HIGH,
     Threshold,
 )
+from ..common.exit_notes import AFTER_FIRST, FIRST_TO_EXIT
 from ..common.format_numbers import format_bytes
+from ..common.plain_text import printable
 from .metrics_reader import RankMetrics, RecordedMetrics, read_metrics
 from .run_reader import Column, RankSteps, RecordedRun, read_run
 
@@ -151,7 +153,7 @@ class CollectiveShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Memory of the rank that came nearest to the limit of a kind of device.
+    """Memory of a device of a rank; `RunSummary.memory` has the fullest of each kind.
 
     Attributes:
         device: The device, such as "cuda:0".
@@ -174,6 +176,16 @@ class DeviceMemory:
     highest_risk_ratio: float | None
     categories: Mapping[str, float]
     leak_bytes_per_step: Mapping[str, float]
+
+    @property
+    def kind(self) -> str:
+        """The kind of the device, such as "cuda"."""
+        return self.device.split(":")[0]
+
+    @property
+    def headroom_ratio(self) -> float | None:
+        """Free share of the limit at the predicted next peak."""
+        return _ratio(self.headroom_bytes, self.limit_bytes)
 
     @property
     def peak_ratio(self) -> float | None:
@@ -360,10 +372,10 @@ FIGURES: Mapping[str, str] = {
     "step_seconds_p50": "median time of a step",
     "step_seconds_p90": "90th percentile of step times",
     "step_seconds_p99": "99th percentile of step times",
-    "samples_per_second": "throughput of all ranks together",
-    "tokens_per_second": "throughput of all ranks together",
+    "samples_per_second": "of all ranks; unknown if ranks share samples (tensor parallelism)",
+    "tokens_per_second": "of all ranks; unknown if ranks share tokens (tensor parallelism)",
     "mfu_ratio": "model FLOPs utilization over the whole run, mean of the ranks",
-    "comm_ratio": "time with a collective in flight; on a GPU an upper bound",
+    "comm_ratio": "time with a collective in flight, of wall time; on a GPU an upper bound",
     "comm_exposed_ratio": "time in which training could only wait for communication",
     "imbalance_ratio": "exposed communication, because another rank was late",
     "latency_ratio": "exposed communication, by the fixed cost of each call",
@@ -417,20 +429,21 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
         >>> summarize(read_run(folder), read_metrics(folder)).verdict
         'Training waited for communication 31 % of its time, mostly because another rank was late.'
     """
-    times = {rank: _RankTime.of(steps) for rank, steps in run.ranks.items()}
+    each_time = {rank: _RankTime.of(steps) for rank, steps in run.ranks.items()}
+    times = _with_all_steps(each_time)
     status = _status(run, metrics)
     phases = _phases(times)
     causes = _causes(metrics)
-    rows = tuple(_rank_row(steps, times[rank], metrics) for rank, steps in run.ranks.items())
+    rows = tuple(_rank_row(steps, each_time[rank], metrics) for rank, steps in run.ranks.items())
     memories = _memories(run, metrics)
     device_figures = _devices(run, metrics)
-    collectives = _collectives(run, metrics)
+    collectives = _collectives([run.ranks[rank] for rank in times], metrics)
     monitoring = _monitoring(metrics)
-    problems = (*run.problems, *metrics.problems)
+    problems = tuple(map(printable, (*run.problems, *metrics.problems)))
     incidents = tuple(
         Incident(
             kind=report.kind,
-            path=str(report.path.relative_to(run.folder)),
+            path=printable(report.path.relative_to(run.folder)),
             rank=report.rank,
             headline=report.headline,
             text=report.text,
@@ -439,7 +452,7 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
     )
     figures = {
         **dict.fromkeys(FIGURES),
-        **_step_figures(run, times),
+        **_step_figures(run, each_time, metrics),
         **{f"{share.name}_ratio": share.ratio for share in (*phases, *causes)},
         **_communication_figures(run, times, metrics),
         **_memory_figures(memories),
@@ -473,7 +486,7 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
     findings = tuple(sorted(_findings(found), key=_importance))
     return RunSummary(
         run_id=run.run_id,
-        folder=str(run.folder),
+        folder=printable(run.folder),
         status=status,
         verdict=_verdict(found, findings),
         findings=findings,
@@ -483,7 +496,7 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
         is_upper_bound=any(steps.is_upper_bound for steps in run.ranks.values()),
         causes=causes,
         collectives=collectives,
-        memory=memories,
+        memory=_fullest(memories),
         devices=device_figures,
         ranks=rows,
         tuner=_tuner(run, metrics),
@@ -519,7 +532,7 @@ class _RankTime:
         phases: By phase.
         comm: With a collective in flight; None if unknown.
         exposed: Exposed communication in training; None if unknown.
-        comm_training: Training time of the steps whose communication is known.
+        comm_wall: Wall time of the steps whose communication is known.
         exposed_training: Training time of the steps whose exposed communication is known.
     """
 
@@ -529,7 +542,7 @@ class _RankTime:
     phases: Mapping[str, float]
     comm: float | None
     exposed: float | None
-    comm_training: float
+    comm_wall: float
     exposed_training: float
 
     @classmethod
@@ -548,8 +561,9 @@ class _RankTime:
             phases=phases,
             comm=steps.total("comm_seconds"),
             exposed=exposed,
-            comm_training=training * _known_share(steps, "comm_seconds"),
-            exposed_training=training * _known_share(steps, "comm_exposed_seconds"),
+            comm_wall=wall * _known_share(steps, "comm_seconds", steps.column("seconds")),
+            exposed_training=training
+            * _known_share(steps, "comm_exposed_seconds", training_seconds(steps)),
         )
 
 
@@ -571,20 +585,20 @@ def exposed_seconds(steps: RankSteps) -> Column:
     return seconds
 
 
-def _known_share(steps: RankSteps, name: str) -> float:
-    """Return the share of training time in which a column is known."""
-    totals = steps.totals[name]
-    if totals.count == steps.num_steps:
+def _known_share(steps: RankSteps, name: str, seconds: Column) -> float:
+    """Return the share of the time of the steps in which a column is known."""
+    if steps.totals[name].count == steps.num_steps:
         return 1.0
-    training = training_seconds(steps)
-    known = training[~np.isnan(steps.column(name))].sum()
-    return float(known / training.sum()) if training.sum() else 0.0
+    known = seconds[~np.isnan(steps.column(name))].sum(dtype=np.float64)
+    whole = seconds.sum(dtype=np.float64)
+    return float(known / whole) if whole else 0.0
 
 
 def _status(run: RecordedRun, metrics: RecordedMetrics) -> Status:
     reasons = [
         reason
         for rank in metrics.ranks.values()
+        if _is_of_last_attempt(rank, run)
         for labels, value in rank.values(training.RUN_END_INFO.name).items()
         for name, reason in labels
         if name == "reason" and value
@@ -604,10 +618,19 @@ def _status(run: RecordedRun, metrics: RecordedMetrics) -> Status:
     return "hang" if "hang" in kinds else "unknown"
 
 
+def _is_of_last_attempt(rank: RankMetrics, run: RecordedRun) -> bool:
+    """Whether a rank wrote in the last attempt: a restart may have fewer ranks."""
+    return (
+        not run.attempts
+        or not rank.unix_seconds.size
+        or (float(rank.unix_seconds[-1]) >= max(run.attempts))
+    )
+
+
 def is_locked(folder: Path) -> bool:
     """Whether rank 0 of a live run on this host, or on the same file system, holds the folder."""
     try:
-        descriptor = os.open(folder / "run.lock", os.O_RDONLY)
+        descriptor = os.open(folder / "run.lock", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return False
     try:
@@ -629,7 +652,7 @@ def _facts(run: RecordedRun, metrics: RecordedMetrics) -> RunFacts:
     info: dict[str, str] = {}
     for rank in metrics.ranks.values():
         for labels in rank.values(training.RUN_INFO.name):
-            info = info or dict(labels)
+            info = info or {name: printable(text) for name, text in labels}
     return RunFacts(
         world_size=run.world_size,
         hosts=tuple(dict.fromkeys(steps.host for steps in run.ranks.values())),
@@ -643,6 +666,16 @@ def _facts(run: RecordedRun, metrics: RecordedMetrics) -> RunFacts:
 def _attempts(run: RecordedRun) -> int:
     restarts = max((int(s.totals["attempt"].maximum) for s in run.ranks.values()), default=0)
     return max(len(run.attempts), restarts + 1)
+
+
+def _with_all_steps(times: Mapping[int, _RankTime]) -> dict[int, _RankTime]:
+    """Return the ranks with at least half as many steps as the rank with the most.
+
+    In large jobs most ranks record every tenth step, which is more often one with an evaluation or
+    a checkpoint than the steps between.
+    """
+    most = max((time.steps for time in times.values()), default=0)
+    return {rank: time for rank, time in times.items() if 2 * time.steps >= most}
 
 
 def _shares(
@@ -709,14 +742,16 @@ def _causes(metrics: RecordedMetrics) -> tuple[TimeShare, ...]:
     return _shares(seconds, training_time, steps, len(ranks))
 
 
-def _collectives(run: RecordedRun, metrics: RecordedMetrics) -> tuple[CollectiveShare, ...]:
-    steps = sum(each.num_steps for each in run.ranks.values())
+def _collectives(
+    ranks: Sequence[RankSteps], metrics: RecordedMetrics
+) -> tuple[CollectiveShare, ...]:
+    steps = sum(each.num_steps for each in ranks)
     ops = dict.fromkeys(
-        name.rsplit(".", 1)[0] for each in run.ranks.values() for name in each.names("collective")
+        name.rsplit(".", 1)[0] for each in ranks for name in each.names("collective")
     )
 
     def total(op: str, part: str) -> float | None:
-        found = [each.total(f"collective.{op}.{part}") for each in run.ranks.values()]
+        found = [each.total(f"collective.{op}.{part}") for each in ranks]
         known = [value for value in found if value is not None]
         return sum(known) / steps if known else None
 
@@ -808,17 +843,24 @@ def _peak_and_limit(steps: RankSteps, device: str) -> tuple[float | None, float 
 
 
 def _memories(run: RecordedRun, metrics: RecordedMetrics) -> tuple[DeviceMemory, ...]:
-    """Return the memory of the fullest rank for each kind of device, GPUs first."""
-    worst: dict[str, tuple[float, RankSteps, str]] = {}
-    for steps in run.ranks.values():
-        for device in _memory_devices(steps):
-            peak, limit = _peak_and_limit(steps, device)
-            fullness = _ratio(peak, limit) or 0.0
-            kind = device.split(":")[0]
-            if kind not in worst or fullness > worst[kind][0]:
-                worst[kind] = (fullness, steps, device)
+    """Return the memory of each rank and device, by kind of device, GPUs first."""
+    rows = [
+        _device_memory(steps, device, metrics)
+        for steps in run.ranks.values()
+        for device in _memory_devices(steps)
+    ]
+    return tuple(sorted(rows, key=lambda row: _gpus_first(row.kind)))
+
+
+def _fullest(memories: Sequence[DeviceMemory]) -> tuple[DeviceMemory, ...]:
+    """Return the memory of the fullest rank for each kind of device."""
+    kinds = dict.fromkeys(each.kind for each in memories)
     return tuple(
-        _device_memory(*worst[kind][1:], metrics) for kind in sorted(worst, key=_gpus_first)
+        max(
+            (each for each in memories if each.kind == kind),
+            key=lambda each: (each.peak_ratio or 0.0, each.peak_bytes or 0.0),
+        )
+        for kind in kinds
     )
 
 
@@ -927,7 +969,7 @@ def _tuner(run: RecordedRun, metrics: RecordedMetrics) -> TunerSummary:
     mode = settings.get("mode") if isinstance(settings, Mapping) else None
     decisions = tuple(decision for line in run.decisions if (decision := _decision(line)))
     return TunerSummary(
-        mode=mode if isinstance(mode, str) else None,
+        mode=printable(mode) if isinstance(mode, str) else None,
         state=next((state for state, is_current in states.items() if is_current), None),
         symptoms={name: value for name, value in symptoms.items() if value} if symptoms else None,
         decisions=decisions,
@@ -942,23 +984,27 @@ def _decision(line: Mapping[str, Any]) -> TunerDecision | None:
             for change in line["changes"]
         )
         return TunerDecision(
-            number=line["number"],
-            step=line["step"],
-            change=changes,
-            verdict=line["verdict"],
-            symptom=line["symptom"]["name"],
-            reason=line["reason"],
-            numerics=line["numerics"],
-            gain=line.get("gain"),
-            lower=line.get("lower"),
-            upper=line.get("upper"),
-            predicted_gain=line.get("predicted_gain"),
-            pairs=line.get("pairs", 0),
-            steps=line.get("steps", 0),
-            exploration_seconds=line.get("exploration_seconds", 0.0),
+            number=int(line["number"]),
+            step=int(line["step"]),
+            change=printable(changes),
+            verdict=printable(line["verdict"]),
+            symptom=printable(line["symptom"]["name"]),
+            reason=printable(line["reason"]),
+            numerics=printable(line["numerics"]),
+            gain=_number(line.get("gain")),
+            lower=_number(line.get("lower")),
+            upper=_number(line.get("upper")),
+            predicted_gain=_number(line.get("predicted_gain")),
+            pairs=int(line.get("pairs", 0)),
+            steps=int(line.get("steps", 0)),
+            exploration_seconds=float(line.get("exploration_seconds", 0.0)),
         )
-    except (KeyError, TypeError):
+    except (KeyError, OverflowError, TypeError, ValueError):
         return None
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def _knob_value(value: object) -> str:
@@ -967,21 +1013,50 @@ def _knob_value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _step_figures(run: RecordedRun, times: Mapping[int, _RankTime]) -> dict[str, float | None]:
+def shared_work(run: RecordedRun, metrics: RecordedMetrics) -> frozenset[str]:
+    """Return which of "samples" and "tokens" ranks share, so that a sum over ranks is too large.
+
+    The slices of a model and of a sequence share both. The stages of a pipeline share samples; its
+    tokens are recorded by the first stage only. The groups are in the metrics logs, unless
+    `serve.detail` is "lean"; AutoTP is in the ds config.
+    """
+    roles = {
+        dict(key.labels).get("group")
+        for rank in metrics.ranks.values()
+        for last in rank.last_by_session
+        for key in last
+        if key.name == communication.COMM_SECONDS.name
+    }
+    tensor = (run.ds_config or {}).get("tensor_parallel")
+    size = tensor.get("autotp_size") if isinstance(tensor, Mapping) else None
+    if roles & {"tp", "sp"} or (isinstance(size, int) and size > 1):
+        return frozenset({"samples", "tokens"})
+    return frozenset({"samples"} if "pp" in roles else ())
+
+
+def _step_figures(
+    run: RecordedRun, times: Mapping[int, _RankTime], metrics: RecordedMetrics
+) -> dict[str, float | None]:
     if not run.ranks:
         return {}
     reference = max(run.ranks.values(), key=lambda steps: (steps.num_steps, -steps.rank))
     seconds = training_seconds(reference)
-    steps = sum(time.steps for time in times.values())
-    training_time = sum(time.training for time in times.values())
+    complete = _with_all_steps(times).values()
+    steps = sum(time.steps for time in complete)
+    training_time = sum(time.training for time in complete)
+
+    shared = shared_work(run, metrics)
 
     def per_second(name: str) -> float | None:
+        if name in shared:
+            return None
         rates = [_ratio(s.total(name), times[rank].training) for rank, s in run.ranks.items()]
         known = [rate for rate in rates if rate is not None]
         return sum(known) if known else None
 
     quantiles: list[float | None] = [None] * 3
-    if len(seconds) >= MIN_STEPS_FOR_QUANTILES:
+    # Means of several steps vary less than the steps.
+    if len(seconds) >= MIN_STEPS_FOR_QUANTILES and reference.steps_per_row == 1:
         quantiles = [float(q) for q in np.quantile(seconds, [0.5, 0.9, 0.99])]
     return {
         "steps": float(reference.num_steps),
@@ -1004,7 +1079,7 @@ def _communication_figures(
 
     wire_bytes = [
         steps.total(f"collective.{name}")
-        for steps in run.ranks.values()
+        for steps in (run.ranks[rank] for rank in times)
         for name in steps.names("collective")
         if name.endswith(".wire_bytes")
     ]
@@ -1014,7 +1089,7 @@ def _communication_figures(
     volume = [rank.value(communication.COMM_VOLUME_RATIO.name) for rank in ranks]
     mfu = [ratio for rank in ranks if (ratio := _mfu(rank)) is not None]
     return {
-        "comm_ratio": share(lambda time: time.comm, lambda time: time.comm_training),
+        "comm_ratio": share(lambda time: time.comm, lambda time: time.comm_wall),
         "comm_exposed_ratio": share(lambda time: time.exposed, lambda time: time.exposed_training),
         "comm_wire_bytes_per_step": _ratio(
             sum(known_bytes) if known_bytes else None, sum(time.steps for time in times.values())
@@ -1051,7 +1126,7 @@ def _memory_figures(memories: Sequence[DeviceMemory]) -> dict[str, float | None]
     def known(values: Iterable[float | None]) -> list[float]:
         return [value for value in values if value is not None]
 
-    headrooms = known(_ratio(each.headroom_bytes, each.limit_bytes) for each in memories)
+    headrooms = known(each.headroom_ratio for each in memories)
     return {
         "memory_peak_ratio": max(known(each.peak_ratio for each in memories), default=None),
         "memory_headroom_ratio": min(headrooms, default=None),
@@ -1166,12 +1241,16 @@ def _incident_findings(found: _Evidence) -> Iterator[Finding]:
     for kind in kinds:
         same = [incident for incident in found.incidents if incident.kind == kind]
         newest = same[-1]
+        if AFTER_FIRST in newest.headline:
+            first = [incident for incident in same if FIRST_TO_EXIT in incident.headline]
+            newest = (first or same)[-1]
         more = f" ({len(same)} such reports)" if len(same) > 1 else ""
+        file = f" File: {newest.path}." if newest.path.endswith(".txt") else ""
         yield Finding(
             severity="critical" if ended and kind != "leak" else "warning",
             name=kind,
             sentence=f"{_sentence(newest.headline)}{more}",
-            advice=f"{_INCIDENT_ADVICE[kind]} File: {newest.path}.",
+            advice=f"{_INCIDENT_ADVICE[kind]}{file}",
         )
     if found.status in ("exception", "peer_failed") and not kinds.keys() - {"leak"}:
         yield Finding(
@@ -1263,10 +1342,21 @@ def _communication_findings(found: _Evidence) -> Iterator[Finding]:
             name="straggler",
             sentence=f"Rank {slow.rank} on {slow.host} was slower than the median rank in "
             f"{slow.straggler_phase}, by {percent(score)} of a step.",
-            advice="Compare its device's clock and temperature with the others, look for other "
-            "jobs on its host, and compare the lengths of its samples.",
+            advice=_advice_on_straggler(slow.straggler_phase),
             cost_ratio=score,
         )
+
+
+def _advice_on_straggler(phase: str | None) -> str:
+    if phase == "data":
+        return (
+            "Look at the data loader of this rank: its workers, the storage that it reads from, "
+            "and other jobs on its host."
+        )
+    return (
+        "Compare its device's clock and temperature with the others, look for other jobs on its "
+        "host, and compare the lengths of its samples."
+    )
 
 
 def _advice_on_cause(cause: str | None, found: _Evidence) -> str:
@@ -1297,41 +1387,56 @@ def _advice_on_cause(cause: str | None, found: _Evidence) -> str:
 
 
 def _memory_findings(found: _Evidence) -> Iterator[Finding]:
-    for each in found.memories:
-        where = f"{each.device} of rank {each.rank}"
-        headroom = _ratio(each.headroom_bytes, each.limit_bytes)
-        if (each.risk_ratio or 0.0) >= found.limit(OOM_RISK_HIGH):
-            yield Finding(
-                severity="warning",
-                name="oom_risk",
-                sentence=f"At the end, {where} had a probability of {percent(each.risk_ratio)} to "
-                "run out of memory within 50 steps.",
-                advice="Use smaller micro-batches or activation checkpointing.",
-            )
-        elif headroom is not None and headroom < MEMORY_HEADROOM_LOW:
-            yield Finding(
-                severity="warning",
-                name="memory_headroom",
-                sentence=f"Only {percent(headroom)} of the memory of {where} is free at the peak.",
-                advice="A longer batch may not fit: use smaller micro-batches, or sort by length.",
-            )
-        elif headroom is not None and headroom > MEMORY_HEADROOM_IDLE and each.device != "cpu":
-            yield Finding(
-                severity="info",
-                name="memory_idle",
-                sentence=f"{percent(headroom)} of the memory of {where} was never used.",
-                advice="Larger micro-batches, or less sharding and checkpointing, may be faster.",
-            )
-        if each.leak_bytes_per_step:
-            growth = sum(each.leak_bytes_per_step.values())
-            category = max(each.leak_bytes_per_step, key=lambda c: each.leak_bytes_per_step[c])
+    for kind in dict.fromkeys(each.kind for each in found.memories):
+        ranks = [each for each in found.memories if each.kind == kind]
+        yield from _limit_findings(ranks, found)
+        leaks = [each for each in ranks if each.leak_bytes_per_step]
+        if leaks:
+            worst = max(leaks, key=lambda each: sum(each.leak_bytes_per_step.values()))
+            growth = worst.leak_bytes_per_step
+            more = f", and on {len(leaks) - 1} more ranks" if len(leaks) > 1 else ""
             yield Finding(
                 severity="warning",
                 name="memory_leak",
-                sentence=f"Memory of {where} grew by {format_bytes(growth)} per step without "
-                f"larger batches (category {category}).",
+                sentence=f"Memory of {_place(worst)} grew by {format_bytes(sum(growth.values()))} "
+                "per step without larger batches "
+                f"(category {max(growth, key=lambda category: growth[category])}){more}.",
                 advice="Run with memory.leak_sites to find the lines that allocate it.",
             )
+
+
+def _limit_findings(ranks: Sequence[DeviceMemory], found: _Evidence) -> Iterator[Finding]:
+    """Yield how near the ranks are to the limit of a kind of device."""
+    riskiest = max(ranks, key=lambda each: each.risk_ratio or 0.0)
+    known = [(each.headroom_ratio, each) for each in ranks if each.headroom_ratio is not None]
+    headroom, tightest = min(known, key=lambda pair: pair[0], default=(None, riskiest))
+    if (riskiest.risk_ratio or 0.0) >= found.limit(OOM_RISK_HIGH):
+        yield Finding(
+            severity="warning",
+            name="oom_risk",
+            sentence=f"At the end, {_place(riskiest)} had a probability of "
+            f"{percent(riskiest.risk_ratio)} to run out of memory within 50 steps.",
+            advice="Use smaller micro-batches or activation checkpointing.",
+        )
+    elif headroom is not None and headroom < MEMORY_HEADROOM_LOW:
+        yield Finding(
+            severity="warning",
+            name="memory_headroom",
+            sentence=f"Only {percent(headroom)} of the memory of {_place(tightest)} is free at the "
+            "peak.",
+            advice="A longer batch may not fit: use smaller micro-batches, or sort by length.",
+        )
+    elif headroom is not None and headroom > MEMORY_HEADROOM_IDLE and tightest.kind != "cpu":
+        yield Finding(
+            severity="info",
+            name="memory_idle",
+            sentence=f"{percent(headroom)} of the memory of {_place(tightest)} was never used.",
+            advice="Larger micro-batches, or less sharding and checkpointing, may be faster.",
+        )
+
+
+def _place(memory: DeviceMemory) -> str:
+    return f"{memory.device} of rank {memory.rank}"
 
 
 def _time_findings(found: _Evidence) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from ...metrics.thresholds import (
     OOM_RISK_HIGH,
 )
 from ..common.format_numbers import format_bytes
+from ..common.plain_text import printable
 from .live_run import format_seconds
 from .run_view import AlertView, MemoryView, RankView, RunView, Share
 
@@ -44,11 +45,6 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
-def printable(text: str) -> str:
-    """Replace unprintable characters, so that no text of a run sends codes to the terminal."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
-
-
 def header(view: RunView, width: int, now: float) -> Text:
     """Return two lines: the run with its state, and its most important figures."""
     age = max(0.0, now - view.at)
@@ -65,7 +61,7 @@ def header(view: RunView, width: int, now: float) -> Text:
     ranks = f"{num_ranks} rank{'s' * (num_ranks != 1)}"
     line = Text(no_wrap=True)
     line.append(f" {printable(view.run_id)} ", style="reverse")
-    line.append(f" {view.status} ", style=_STATUS.get(view.status, BAD))
+    line.append(f" {printable(view.status)} ", style=_STATUS.get(view.status, BAD))
     line.append(f" {ranks}")
     if silent:
         line.append(f", {silent} silent", style=BAD)
@@ -375,7 +371,7 @@ def _title(name: str, more: str, width: int) -> Text:
 
 def _bar_line(share: Share, width: int, style: str, indent: int = 0) -> Text:
     line = Text(no_wrap=True)
-    line.append(f"{' ' * indent}{share.name[:10]:<10}"[:11].ljust(11 + indent))
+    line.append(f"{' ' * indent}{printable(share.name)[:10]:<10}"[:11].ljust(11 + indent))
     line.append(f"{share.ratio:>5.1%} " if share.ratio < 0.9995 else f"{share.ratio:>5.0%} ")
     per_step = ""
     if share.seconds_per_step is not None:

@@ -14,6 +14,7 @@ from textual.containers import Container, VerticalScroll
 from textual.widgets import Footer, Static
 
 from ...errors import ZerowatchError
+from ..common.plain_text import printable
 from . import panels
 from .run_source import RunSource
 from .run_view import RunView
@@ -147,7 +148,7 @@ class TopScreen(App[None]):
             if not self._is_paused:
                 try:
                     view = self._source.read()
-                except ZerowatchError as error:
+                except (ZerowatchError, OSError) as error:  # the folder may change while it is read
                     self.call_from_thread(self._show_error, str(error))
                 else:
                     self.call_from_thread(self._show, view)
@@ -159,9 +160,9 @@ class TopScreen(App[None]):
 
     def _show_error(self, error: str) -> None:
         if self._view is None:
-            self.query_one("#header", Panel).show_text(f"{panels.printable(error)}; trying again")
+            self.query_one("#header", Panel).show_text(f"{printable(error)}; trying again")
         else:
-            self.notify(error, severity="error", markup=False)
+            self.notify(printable(error), severity="error", markup=False)
 
     def _draw(self) -> None:
         if self._view is None:

@@ -18,6 +18,7 @@ import psutil
 from ....errors import SettingsError
 from ....metrics.exporters.listener import candidate_ports
 from ...common.format_numbers import format_bytes
+from ...common.hidden_secrets import without_secret_parts
 from .verdicts import Finding, Job, failed, ok, skipped, warning
 
 # Where torchrun and deepspeed rendezvous by default.
@@ -129,16 +130,17 @@ def _listener(port: int) -> str:
 
 def _check_collector(endpoint: str) -> Finding:
     """Connect to the OpenTelemetry collector."""
+    shown = without_secret_parts(endpoint)
     try:
         parts = urlsplit(endpoint)
         host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
         socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
     except (OSError, ValueError) as error:
         return warning(
-            f"the collector {endpoint} does not answer: {error}",
+            f"the collector {shown} does not answer: {error}",
             "start it, or correct otel.endpoint; without it no traces are kept",
         )
-    return ok(f"the collector {endpoint} accepts connections")
+    return ok(f"the collector {shown} accepts connections")
 
 
 def check_disk(job: Job) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ....metrics.thresholds import OOM_RISK_HIGH
-from ...common.exit_notes import FOLDER, ExitNote, read_exit_notes
+from ...common.exit_notes import FOLDER, REPORTED_SUFFIX, ExitNote, read_exit_notes
 from ...common.format_numbers import format_bytes
 from ...common.liveness_file import (
     ROOT,
@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 # Only this many of the newest runs are searched. The search takes 0.1 ms per run.
 MAX_RUNS = 100
-# A reported liveness file is moved next to its report. Its new name has this ending.
-REPORTED_SUFFIX = ".life.json"
 # The ranks of one launch all start within this time.
 LAUNCH_SECONDS = 600.0
 # If the last peak was above this share of the limit, the next step has likely exceeded the limit.

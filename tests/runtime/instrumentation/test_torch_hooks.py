@@ -338,6 +338,14 @@ def test_the_model_of_an_optimizer_is_the_outermost_module() -> None:
     assert copied is not found
 
 
+def test_a_module_that_is_not_initialized_does_not_prevent_the_search() -> None:
+    model, optimizer = make()
+    unfinished = nn.Linear.__new__(nn.Linear)
+
+    assert trained_model(optimizer) is model
+    assert not vars(unfinished)
+
+
 def test_a_loss_without_an_operation_is_not_divided() -> None:
     assert divisor_of(torch.ones(())) is None
     assert divisor_of(torch.ones((), requires_grad=True) / 4) == 4.0

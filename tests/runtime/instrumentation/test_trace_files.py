@@ -41,6 +41,26 @@ def test_only_the_newest_traces_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["rank-0-step-4.pt.trace.json", "rank-0-step-6.pt.trace.json"]
 
 
+def test_a_repeated_step_replaces_its_trace_and_is_the_newest(tmp_path: Path) -> None:
+    class Results:
+        def save(self, path: str) -> None:
+            Path(path).write_text("{}")
+
+    traces = TraceFiles(lambda: tmp_path, rank=0, max_files=2)
+    for number in (2, 4, 2, 6):
+        traces.save(number, Results())
+
+    assert names(tmp_path) == ["rank-0-step-2.pt.trace.json", "rank-0-step-6.pt.trace.json"]
+
+
+def test_traces_of_earlier_attempts_count(tmp_path: Path) -> None:
+    for _ in range(3):
+        profile_steps(TraceFiles(lambda: tmp_path, rank=0, max_files=2), last=5)
+    profile_steps(TraceFiles(lambda: tmp_path, rank=0, max_files=2), last=7)
+
+    assert names(tmp_path) == ["rank-0-step-4.pt.trace.json", "rank-0-step-6.pt.trace.json"]
+
+
 def test_nothing_is_written_without_a_folder_or_on_a_late_rank_or_if_off(tmp_path: Path) -> None:
     for traces in (
         TraceFiles(lambda: None, rank=0, max_files=3),

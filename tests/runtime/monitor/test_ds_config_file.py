@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import pytest
 import torch
 
@@ -37,6 +38,43 @@ def test_the_ds_config_is_written_without_secrets_and_for_the_owner_only(tmp_pat
     assert "zerowatch" not in content
     mode = (tmp_path / DS_CONFIG_FILE).stat().st_mode
     assert stat.S_IMODE(mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        {"apiKey": "s3cret"},
+        {"api-key": "s3cret"},
+        {"hub_tokens": ["s3cret"]},
+        {"WANDB_API_KEY": "s3cret"},
+        {"private_key_pem": "s3cret"},
+        {"passwd": "s3cret"},
+        {"credentials": {"user": "ann", "secret": "s3cret"}},
+        {"headers": {"Authorization": "Bearer s3cret"}},
+        {"header": "Authorization: Bearer s3cret"},
+        {"url": "https://ann:s3cret@host/path"},
+    ],
+)
+def test_a_secret_is_recognized_by_its_name_or_its_form(
+    tmp_path: Path, secret: dict[str, Any]
+) -> None:
+    content = written(tmp_path, {"train_batch_size": 8, "monitor": secret})
+
+    assert "s3cret" not in json.dumps(content)
+    assert "(not recorded)" in json.dumps(content)
+
+
+def test_names_with_such_words_inside_are_no_secrets(tmp_path: Path) -> None:
+    config = {"tokenizer": "gpt2", "monkey": "x", "keyboard": "y", "author": "ann", "path": "/a"}
+
+    assert written(tmp_path, config) == config
+
+
+def test_numbers_that_json_does_not_have_are_written_as_text(tmp_path: Path) -> None:
+    write_ds_config(tmp_path, SimpleNamespace(config={"a": float("inf"), "b": [float("nan")]}))
+
+    text = (tmp_path / DS_CONFIG_FILE).read_bytes()
+    assert orjson.loads(text) == {"a": "Infinity", "b": ["NaN"]}
 
 
 def test_a_config_given_as_a_path_is_written_as_deepspeed_has_read_it(tmp_path: Path) -> None:

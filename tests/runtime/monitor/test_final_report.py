@@ -1,6 +1,6 @@
-"""Tests of the end of a run: its report, its tables, and the line that makes the report.
+"""Tests of the end of a run: its report, and the line that makes it.
 
-Covers `final_report.py`, and `final_report` of `runtime/reports/write_report.py`.
+Covers `final_report.py` and `write_final_report` of `runtime/reports/write_report.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_the_line_is_the_command_that_makes_the_report(
 
 def test_a_written_report_is_named_too(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        announce_report(folder, is_ours=True, console="off")
+        announce_report(folder, is_ours=True, console="lines")
 
     (line,) = announced(caplog)
     assert "runs/night run/report.html" in line and "zerowatch report 'runs/night run'" in line
@@ -56,9 +56,9 @@ def test_a_run_without_a_step_has_no_line(tmp_path: Path, caplog: pytest.LogCapt
 def test_a_long_log_is_not_read_at_the_end_of_training(folder: Path) -> None:
     os.truncate(folder / "rank-1.jsonl", write_report.MAX_LOG_BYTES + 1)
 
-    ended = write_report.final_report(folder, writes_page=True)
+    found = write_report.final_report(folder, writes_page=True)
 
-    assert ended == write_report.FinalReport(summary=None, page=None)
+    assert (found.summary, found.page) == (None, None)
     assert not (folder / "report.html").exists()
 
 
@@ -69,9 +69,9 @@ def test_a_file_system_that_does_not_answer_delays_the_end_for_a_limited_time(
     monkeypatch.setattr(write_report, "MAX_SECONDS", 0.1)
     monkeypatch.setattr(write_report, "make_report", lambda folder: answered.wait(60))
 
-    ended = write_report.final_report(folder, writes_page=True)
+    found = write_report.final_report(folder, writes_page=True)
 
-    assert ended == write_report.FinalReport(summary=None, page=None)
+    assert (found.summary, found.page) == (None, None)
 
     answered.set()
 
@@ -84,7 +84,7 @@ def test_an_error_in_the_report_does_not_reach_training(
 
     monkeypatch.setattr(write_report, "make_report", fail)
 
-    announce_report(folder, is_ours=True, console="off")
+    announce_report(folder, is_ours=True, console="lines")
 
     assert "training goes on" in caplog.text
 
@@ -98,6 +98,6 @@ def test_a_folder_that_cannot_be_written_gives_the_line_only(
     monkeypatch.setattr(write_report, "atomic_write", fail)
 
     with caplog.at_level(logging.INFO):
-        announce_report(folder, is_ours=True, console="off")
+        announce_report(folder, is_ours=True, console="lines")
 
     assert announced(caplog) == ["report of this run: zerowatch report 'runs/night run'"]

@@ -121,6 +121,17 @@ def test_what_the_script_logs_is_in_a_file_with_its_step(
     assert lines[0]["unix_seconds"] > 1e9
 
 
+def test_secrets_in_what_the_script_logs_are_left_out(tmp_path: Path, fail_open: FailOpen) -> None:
+    sinks = watch_sinks(tmp_path, fail_open)
+
+    sinks.log_values({"lr": 0.1, "hub_token": "hf_s3cret", "args": {"api_key": "s3cret"}}, None)
+    sinks.close()
+
+    text = (tmp_path / "logged.jsonl").read_text()
+    assert json.loads(text)["values"]["lr"] == 0.1
+    assert "s3cret" not in text
+
+
 def test_what_the_script_logs_without_a_run_folder_is_dropped(fail_open: FailOpen) -> None:
     sinks = watch_sinks(None, fail_open)
 

@@ -94,6 +94,34 @@ def test_a_closed_stream_does_not_raise(tmp_path: Path) -> None:
     print_end_tables(summary_of(write_run(tmp_path / "night")), Closed())
 
 
+def test_a_stream_that_was_closed_does_not_raise(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    stream.close()
+
+    print_end_tables(summary_of(write_run(tmp_path / "night")), stream)
+
+
+def test_a_stream_without_the_signs_of_the_tables_gets_the_figures(tmp_path: Path) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+
+    print_end_tables(summary_of(write_run(tmp_path / "night")), stream)
+
+    stream.seek(0)
+    assert "300 ms" in stream.read()
+
+
+def test_a_closed_pipe_does_not_change_the_exit_code_of_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stderr", Closed())
+
+    print_run_end(write_run(tmp_path / "night"), is_in_order=True, console="lines")
+
+
 def test_a_training_run_prints_its_tables_and_its_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -112,6 +112,26 @@ def test_steps_that_a_restart_repeats_are_joined(tmp_path: Path) -> None:
     assert curves(chart)["forward"] == [pytest.approx(0.1)] * 10
 
 
+def test_charts_over_time_do_not_go_back_at_a_restart(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", ranks=1, steps=100)
+    log = folder / "rank-0.jsonl"
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    for number, record in enumerate(records[50:]):
+        record.update(step=21 + number, attempt=1)
+    log.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    with RecordedRank(folder, metrics_interval_seconds=2.0) as rank:
+        for _ in range(25):
+            rank.recorder.add(training.PHASE_SECONDS, 2.0, "forward")
+            rank.recorder.add(communication.COMM_CAUSE_SECONDS, 0.5, "latency")
+            rank.recorder.set(training.MFU, 0.3)
+            rank.tick()
+
+    charts = charts_by_name(folder)
+
+    for name in ("causes", "mfu"):
+        assert list(charts[name].steps) == sorted(charts[name].steps)
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with chromium() as found:

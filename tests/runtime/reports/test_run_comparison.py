@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -186,6 +187,38 @@ def test_other_batches_are_not_comparable_but_throughput_is(tmp_path: Path) -> N
     assert comparison.figures["throughput_ratio"] == pytest.approx(2 * 0.5 / 0.7, rel=0.05)
 
 
+def with_role(folder: Path, role: str) -> Path:
+    with RecordedRank(folder, world_size=1) as rank:
+        rank.recorder.add(communication.COMM_SECONDS, 1.0, role)
+    return folder
+
+
+def test_ranks_that_share_samples_are_not_compared_with_ranks_that_do_not(tmp_path: Path) -> None:
+    a = with_role(noisy_run(tmp_path / "a", 1, ranks=2), "dp")
+    b = with_role(noisy_run(tmp_path / "b", 2, ranks=2), "tp")
+
+    comparison = compare_runs(a, b)
+
+    assert [each.respect for each in comparison.incomparable] == ["batch"]
+    assert "ranks share samples" in comparison.incomparable[0].sentence
+    assert comparison.figures["throughput_ratio"] is None
+    assert "cannot be compared" in comparison.verdict
+
+
+def test_of_ranks_that_share_samples_the_throughput_of_a_rank_is_compared(tmp_path: Path) -> None:
+    runs = [
+        with_role(noisy_run(tmp_path / name, seed, ranks=2), "tp")
+        for seed, name in enumerate(("a", "b"))
+    ]
+
+    comparison = compare_runs(*runs)
+
+    tokens = measures(comparison)["tokens_per_second"]
+    assert tokens.title == "tokens per second of a rank"
+    assert tokens.a == pytest.approx(1024 / 0.5, rel=0.05)
+    assert comparison.figures["throughput_ratio"] == pytest.approx(1.0, rel=0.05)
+
+
 def with_device(folder: Path, name: str) -> Path:
     with RecordedRank(folder, world_size=1) as rank:
         rank.recorder.set_info(devices.DEVICE_INFO, "cuda:0", "uuid", "0000:01", name, "600")
@@ -240,6 +273,19 @@ def test_differences_of_configuration_are_listed(tmp_path: Path) -> None:
         ("ds config", "bf16", "{}", "not set"),
         ("settings", "tuner.mode", "off", "auto"),
     ]
+
+
+def test_neither_secrets_nor_control_codes_of_a_configuration_are_shown(tmp_path: Path) -> None:
+    a = noisy_run(tmp_path / "a", 1, ranks=1)
+    b = noisy_run(tmp_path / "b", 2, ranks=1)
+    for folder, name in ((a, "ann"), (b, "bob")):
+        settings = {"otel": {"endpoint": f"https://{name}:s3cret-{name}@host"}, "label": "\x1b[2J"}
+        (folder / "settings.json").write_text(json.dumps({**settings, f"\x1b{name}": 1}))
+
+    found = [str(each) for each in compare_runs(a, b).differences]
+
+    assert not any("s3cret" in each or "\x1b" in each for each in found)
+    assert len(found) == 3
 
 
 def test_a_missing_ds_config_is_named_and_not_compared(tmp_path: Path) -> None:

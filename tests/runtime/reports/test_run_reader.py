@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from recorded_runs import STARTED, step_record, write_run
 
 from zerowatch.metrics.step_record import CollectiveTotals, StepRecord
+from zerowatch.runtime.reports import run_reader
 from zerowatch.runtime.reports.run_reader import RunFolderError, read_run
 
 
@@ -112,7 +114,7 @@ def test_a_damaged_line_is_left_out_and_counted(tmp_path: Path, damage: bytes) -
     run = read_run(folder)
 
     assert run.ranks[0].num_steps == 10
-    assert run.problems == ["rank-0.jsonl: 1 damaged line(s) are left out"]
+    assert run.problems[0] == "rank-0.jsonl: 1 damaged line(s) are left out"
 
 
 def test_an_endless_line_takes_no_memory(tmp_path: Path) -> None:
@@ -126,7 +128,7 @@ def test_an_endless_line_takes_no_memory(tmp_path: Path) -> None:
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert run.ranks[0].num_steps == 10
-    assert run.problems == ["rank-0.jsonl: 1 damaged line(s) are left out"]
+    assert run.problems[0] == "rank-0.jsonl: 1 damaged line(s) are left out"
     assert peak_bytes < 40 * 2**20
 
 
@@ -232,3 +234,77 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         read_run(tmp_path / "runs")
     with pytest.raises(RunFolderError, match="holds no run"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("schema", None),
+        ("schema", "1"),
+        ("step", 2**63 + 5),
+        ("step", -1),
+        ("ended_at_unix_seconds", None),
+        ("ended_at_unix_seconds", 1e18),
+        ("seconds", None),
+        ("world_size", "many"),
+        ("local_rank", None),
+        ("host", 3),
+    ],
+)
+@pytest.mark.parametrize("place", [0, 3, 9])
+def test_a_record_with_a_value_of_another_type_is_left_out_and_counted(
+    tmp_path: Path, field: str, value: object, place: int
+) -> None:
+    folder = write_run(tmp_path / "run", ranks=1)
+    log = folder / "rank-0.jsonl"
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    records[place][field] = value
+    log.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+    run = read_run(folder)
+
+    assert run.ranks[0].num_steps == 9
+    assert run.problems[0] == "rank-0.jsonl: 1 damaged line(s) are left out"
+
+
+def test_a_log_that_is_rotated_while_it_is_read_loses_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "run", ranks=1, steps=30)
+    current, first, second = (folder / f"rank-0{age}.jsonl" for age in ("", ".1", ".2"))
+    lines = current.read_bytes().splitlines(keepends=True)
+    first.write_bytes(b"".join(lines[:15]))
+    current.write_bytes(b"".join(lines[15:]))
+    list_segments = run_reader._segments
+
+    def rotated_after_listing(folder: Path) -> object:
+        segments = list_segments(folder)
+        first.rename(second)
+        current.rename(first)
+        current.write_bytes(b"")
+        return segments
+
+    monkeypatch.setattr(run_reader, "_segments", rotated_after_listing)
+
+    run = read_run(folder)
+
+    assert run.ranks[0].column("step").tolist() == list(range(1, 31))
+
+
+def test_a_log_that_is_deleted_while_it_is_read_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "run")
+    list_segments = run_reader._segments
+
+    def deleted_after_listing(folder: Path) -> object:
+        segments = list_segments(folder)
+        (folder / "rank-0.jsonl").unlink()
+        return segments
+
+    monkeypatch.setattr(run_reader, "_segments", deleted_after_listing)
+
+    run = read_run(folder)
+
+    assert list(run.ranks) == [1]
+    assert "no steps of 1 of 2 ranks: 0" in run.problems

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from recorded_metrics import RecordedRank
-from recorded_runs import step_record, write_run
+from recorded_runs import STARTED, step_record, write_run
 
 from zerowatch.metrics.catalog import across_ranks, communication, memory, overhead, training
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.step_record import StepRecord
-from zerowatch.runtime.reports.run_summary import FIGURES, RunSummary, summary_of
+from zerowatch.runtime.common.exit_notes import AFTER_FIRST, FIRST_TO_EXIT
+from zerowatch.runtime.reports.end_tables import print_end_tables
+from zerowatch.runtime.reports.metrics_reader import read_metrics
+from zerowatch.runtime.reports.run_reader import read_run
+from zerowatch.runtime.reports.run_summary import FIGURES, RunSummary, summarize, summary_of
+from zerowatch.runtime.reports.write_report import Form, make_report
+
+FORMS: tuple[Form, ...] = ("html", "markdown", "json")
 
 
 def names_of(summary: RunSummary) -> list[str]:
@@ -230,6 +239,47 @@ def test_without_metrics_the_files_show_how_the_run_ended(tmp_path: Path) -> Non
     assert "does not show how" in summary_of(unknown).verdict
 
 
+def test_before_the_next_start_the_launchers_notes_show_how_the_run_ended(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=40)
+    (folder / "targets.json").write_text('[{"targets": ["10.0.0.1:9464"]}]')
+    (folder / "exits").mkdir()
+    texts = (f"{FIRST_TO_EXIT}, by SIGKILL", f"was ended, {AFTER_FIRST}0 had exited by SIGKILL")
+    for rank, text in enumerate(texts):
+        note = json.dumps({"text": text, "may_be_oom_kill": rank == 0})
+        (folder / f"exits/rank-{rank}-{100 + rank}-7-launcher.note.json").write_text(note)
+
+    summary = summary_of(folder)
+
+    assert summary.status == "killed"
+    assert summary.figures["exit_reports"] == 2
+    assert summary.verdict.startswith("Rank 0 was the first") and "after step 40" in summary.verdict
+    assert "note.json" not in summary.findings[0].advice
+
+
+def test_a_note_that_a_start_has_reported_is_no_second_report(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "exits").mkdir()
+    (folder / "exits/rank-0-100-7-launcher.note.json").write_text('{"text": "exited"}')
+    (folder / "exits/rank-0-100-7.life.json").write_text("{}")
+    (folder / "exits/rank-0-killed.txt").write_text("rank 0 exited\n")
+
+    assert summary_of(folder).figures["exit_reports"] == 1
+
+
+@pytest.mark.parametrize("phase", ["data", "forward"])
+def test_the_advice_on_a_slow_rank_is_on_the_phase_in_which_it_is_slow(
+    tmp_path: Path, phase: str
+) -> None:
+    folder = write_run(tmp_path / "run")
+    with RecordedRank(folder, 1) as rank:
+        rank.recorder.set(communication.STRAGGLER_SCORE, 0.4, phase)
+
+    summary = summary_of(folder)
+
+    slow = next(finding for finding in summary.findings if finding.name == "straggler")
+    assert ("data loader" in slow.advice) == (phase == "data")
+
+
 def test_a_locked_folder_is_of_an_active_run(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     with open(folder / "run.lock", "w") as lock:
@@ -291,3 +341,176 @@ def test_decisions_have_their_proof_and_damaged_ones_are_left_out(tmp_path: Path
 
     assert found.change == "overlap_comm false -> true"
     assert (found.gain, found.lower, found.upper, found.pairs) == (0.11, 0.08, 0.14, 6)
+
+
+def test_collectives_of_evaluation_are_part_of_wall_time(tmp_path: Path) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(
+            step,
+            seconds=1.0,
+            phase_seconds={"forward": 0.2, "eval": 0.8},
+            comm_seconds=0.6 if step % 2 else None,
+        )
+
+    summary = summary_of(write_run(tmp_path / "run", record=record))
+
+    assert summary.figures["comm_ratio"] == pytest.approx(0.6)
+
+
+def test_the_memory_of_every_rank_counts(tmp_path: Path) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        peak = 1.5e9 if rank == 0 else 1.4e9
+        return step_record(
+            step,
+            memory_bytes={"cuda:0": {"allocated": 1e9, "limit": 2e9, "peak_allocated": peak}},
+            oom_risk_ratio={"cuda:0": 0.0 if rank == 0 else 0.9},
+        )
+
+    folder = write_run(tmp_path / "run", record=record)
+    for number in range(2):
+        with RecordedRank(folder, number) as rank:
+            rank.recorder.set(memory.MEMORY_HEADROOM, 0.4e9 if number else 0.6e9, "cuda:0")
+            if number:
+                rank.recorder.set(memory.MEMORY_LEAK, 2e6, "cuda:0", "other")
+
+    summary = summary_of(folder)
+
+    assert summary.memory[0].rank == 0  # the fullest
+    assert summary.figures["oom_risk_ratio"] == pytest.approx(0.9)
+    assert summary.figures["memory_headroom_ratio"] == pytest.approx(0.2)
+    found = {finding.name: finding.sentence for finding in summary.findings}
+    assert "cuda:0 of rank 1 had a probability of 90 %" in found["oom_risk"]
+    assert "cuda:0 of rank 1 grew" in found["memory_leak"]
+
+
+def test_quantiles_of_means_of_several_steps_are_not_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=400)
+    long = summarize(read_run(folder, max_values=2000), read_metrics(folder))
+
+    assert summary_of(folder).figures["step_seconds_p99"] is not None
+    assert long.figures["step_seconds_p99"] is None
+    assert long.figures["step_seconds"] == pytest.approx(0.5)
+
+
+def test_ranks_that_record_every_tenth_step_do_not_distort_the_shares(tmp_path: Path) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        if step % 50:
+            return step_record(step)
+        return step_record(step, seconds=2.5, phase_seconds={"forward": 0.5, "eval": 2.0})
+
+    folder = write_run(tmp_path / "run", ranks=8, steps=100, record=record)
+    for rank in range(1, 8):
+        log = folder / f"rank-{rank}.jsonl"
+        log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[9::10]))
+
+    summary = summary_of(folder)
+
+    seconds = {share.name: share.seconds for share in summary.phases}
+    assert seconds["backward"] == pytest.approx(98 * 0.3)
+    assert {share.name: share.ratio for share in summary.phases}["eval"] == pytest.approx(4 / 54)
+    assert summary.figures["samples_per_second"] == pytest.approx(8 * 8 / 0.5)
+
+
+@pytest.mark.parametrize(
+    ("role", "samples", "tokens"),
+    [("dp", 32.0, 4096.0), ("pp", None, 4096.0), ("tp", None, None), ("sp", None, None)],
+)
+def test_ranks_that_share_samples_have_no_sum_of_samples(
+    tmp_path: Path, role: str, samples: float | None, tokens: float | None
+) -> None:
+    folder = write_run(tmp_path / "run")
+    with RecordedRank(folder) as rank:
+        rank.recorder.add(communication.COMM_SECONDS, 1.0, role)
+
+    figures = summary_of(folder).figures
+
+    assert (figures["samples_per_second"], figures["tokens_per_second"]) == (samples, tokens)
+
+
+def test_a_rank_that_a_restart_left_out_does_not_decide_how_the_run_ended(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with open(folder / "attempts.jsonl", "a") as file:
+        file.write(json.dumps({"started_at_unix_seconds": STARTED + 90.0}) + "\n")
+    for number in range(2):
+        with RecordedRank(folder, number) as rank:
+            rank.recorder.set_info(training.RUN_END_INFO, "exception")
+    with RecordedRank(folder, attempt=1, world_size=1, begins_at=100.0) as rank:
+        rank.recorder.set_info(training.RUN_END_INFO, "completed")
+
+    assert summary_of(folder).status == "completed"
+
+
+def test_the_newest_report_is_named_whatever_its_rank(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "exits").mkdir()
+    for at, (rank, text) in enumerate(((2, "rank 2 was killed"), (10, "rank 10 was killed"))):
+        path = folder / f"exits/rank-{rank}-killed.txt"
+        path.write_text(text)
+        os.utime(path, (STARTED + at, STARTED + at))
+
+    assert summary_of(folder).findings[0].sentence == "Rank 10 was killed. (2 such reports)"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gain": "much"},
+        {"pairs": None},
+        {"exploration_seconds": []},
+        {"symptom": "comm"},
+        {"number": 1e999},
+    ],
+)
+def test_a_decision_with_values_of_other_types_is_left_out(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    folder = write_run(tmp_path / "run")
+    decision = {
+        "number": 1,
+        "step": 5,
+        "changes": [],
+        "verdict": "accepted",
+        "symptom": {"name": "data"},
+        "reason": "",
+        "numerics": "",
+    }
+    (folder / "decisions.jsonl").write_text(json.dumps({**decision, **change}) + "\n")
+
+    summary, _ = make_report(folder)
+
+    assert summary.tuner.decisions == ()
+
+
+def test_no_text_of_a_run_folder_sends_codes_to_a_terminal(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", settings={"tuner": {"mode": "\x1b[2J"}})
+    (folder / "oom").mkdir()
+    (folder / "oom/rank-0-\x1b[2J.txt").write_text("\x1b]0;title\x07out of memory\x9b2J")
+    log = folder / "rank-0.jsonl"
+    log.write_text(log.read_text().replace("node-0", "node\\u001b[2J"))
+    printed = io.StringIO()
+
+    summary, markdown = make_report(folder, "markdown")
+    print_end_tables(summary, printed)
+
+    for text in (summary.verdict, markdown, printed.getvalue()):
+        assert not any(code in text for code in "\x1b\x07\x9b")
+
+
+def test_names_that_are_not_utf_8_are_reported(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    write_run(tmp_path / "run").rename(folder)
+    (folder / "oom").mkdir()
+    (folder / os.fsdecode(b"oom/rank-0-\xe9.txt")).write_text("out of memory")
+
+    for form in FORMS:
+        summary, text = make_report(folder, form)
+        text.encode()
+
+    assert summary.incidents[0].path == "oom/rank-0- .txt"
+
+
+def test_a_lock_that_is_a_fifo_is_no_lock(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    os.mkfifo(folder / "run.lock")
+
+    assert summary_of(folder).status == "completed"

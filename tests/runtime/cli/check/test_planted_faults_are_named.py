@@ -24,6 +24,7 @@ from click.testing import CliRunner
 from servers.free_port import free_port
 
 from zerowatch.__main__ import commands
+from zerowatch.runtime.cli.check import host
 
 HOUR = 3600
 HEALTHY_CONFIG = {
@@ -43,6 +44,8 @@ def healthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     monkeypatch.setenv("ZEROWATCH_SERVE_PORT", str(free_port()))
+    # Other jobs of this machine may have the usual port.
+    monkeypatch.setattr(host, "_RENDEZVOUS_PORT", free_port())
 
 
 def checked(*options: str) -> tuple[int, list[dict[str, Any]]]:
@@ -192,6 +195,16 @@ def test_a_collector_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPat
     fault = named("ports")
 
     assert f"the collector {endpoint} does not answer" in fault["text"]
+
+
+def test_the_password_of_a_collector_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://ann:s3cret@{address}")
+
+    fault = named("ports")
+
+    assert f"@{address} does not answer" in fault["text"]
+    assert "s3cret" not in str(fault)
 
 
 # The disk of the run folder
