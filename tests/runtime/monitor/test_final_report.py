@@ -1,6 +1,6 @@
 """Tests of the end of a run: its report, and the line that makes it.
 
-Covers `final_report.py` and `write_final_report` of `runtime/reports/write_report.py`.
+Covers `final_report.py`, and `final_report` of `runtime/reports/write_report.py`.
 """
 
 from __future__ import annotations
