@@ -8,12 +8,18 @@ groups.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scripts.forked_ranks import start_ranks
+
+from zerowatch.metrics.catalog.training import STEPS as STEPS_TOTAL
+from zerowatch.metrics.catalog.training import TOKENS as TOKENS_TOTAL
+from zerowatch.runtime.reports.metrics_reader import read_metrics
+from zerowatch.runtime.reports.run_summary import summary_of
 
 pytestmark = pytest.mark.jobs
 
@@ -30,6 +36,20 @@ class Run:
     records: list[dict[str, Any]]
     output: list[str]
     plain_output: list[str]
+    folder: Path
+
+    def printed(self, name: str) -> dict[int, float]:
+        """The values that the script printed under a name, by step."""
+        found = (re.match(rf"step (\d+): {name} (\S+)$", line) for line in self.output)
+        return {int(match[1]): float(match[2]) for match in found if match}
+
+    def assert_metrics(self) -> None:
+        """The metrics log of each rank has the steps, and as many tokens as the run log."""
+        metrics = read_metrics(self.folder, frozenset())
+        assert sorted(metrics.ranks) == [0, 1]
+        assert {m.total(STEPS_TOTAL.name) for m in metrics.ranks.values()} == {len(self.records)}
+        tokens = sum(record["tokens"] for record in self.records)
+        assert metrics.ranks[0].total(TOKENS_TOTAL.name) == tokens
 
 
 def lines(text: str) -> list[str]:
@@ -47,7 +67,7 @@ def run(name: str, folder: Path, *options: str, watches_itself: bool = False) ->
     assert "Traceback" not in monitored.stderr
     (log,) = (folder / "runs").glob("*/rank-0.jsonl")
     records = [json.loads(line) for line in log.read_text().splitlines()]
-    return Run(records, lines(monitored.stdout), lines(plain.stdout))
+    return Run(records, lines(monitored.stdout), lines(plain.stdout), log.parent)
 
 
 def test_ddp_is_monitored_without_a_change_of_the_script(tmp_path: Path) -> None:
@@ -65,6 +85,9 @@ def test_ddp_is_monitored_without_a_change_of_the_script(tmp_path: Path) -> None
     assert all_reduce["seconds"] is None
     assert last["comm_exposed_seconds"] is None
     assert {"data", "forward", "backward", "optimizer"} <= last["phase_seconds"].keys()
+    found.assert_metrics()
+    losses = {record["step"]: record["loss"] for record in found.records}
+    assert found.printed("loss") == {10: pytest.approx(losses[10], rel=1e-4)}
 
 
 @pytest.mark.slow
@@ -100,15 +123,26 @@ def test_fsdp2_is_monitored_without_a_change_of_the_script(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "op", "phase"),
+    ("name", "op", "phase", "samples", "length", "throughput"),
     [
-        ("deepspeed_pipeline.py", "send", "forward"),
-        ("deepspeed_auto_tp.py", "all_reduce", "forward"),
-        ("hybrid_engine_rl.py", "all_reduce", "generate"),
+        # Both stages work on the same samples, and only the first one sees the tokens.
+        ("deepspeed_pipeline.py", "send", "forward", 16, 32, {"tokens_per_second"}),
+        # Both slices of the model are fed the same samples.
+        ("deepspeed_auto_tp.py", "all_reduce", "forward", 8, 32, set()),
+        (
+            "hybrid_engine_rl.py", "all_reduce", "generate", 8, 16,
+            {"samples_per_second", "tokens_per_second"},
+        ),
     ],
-)
+)  # fmt: skip
 def test_an_example_with_deepspeed_is_monitored_without_a_change_of_the_script(
-    tmp_path: Path, name: str, op: str, phase: str
+    tmp_path: Path,
+    name: str,
+    op: str,
+    phase: str,
+    samples: int,
+    length: int,
+    throughput: set[str],
 ) -> None:
     found = run(name, tmp_path)
 
@@ -118,3 +152,11 @@ def test_an_example_with_deepspeed_is_monitored_without_a_change_of_the_script(
     assert last["collectives"][op]["calls"] > 0
     assert last["phase_seconds"][phase] > 0
     assert last["comm_exposed_seconds"] is not None
+    assert (last["samples"], last["tokens"]) == (samples, samples * length)
+    found.assert_metrics()
+    if name == "deepspeed_pipeline.py":  # the others print the loss of one micro-batch, or none
+        losses = {record["step"]: record["loss"] for record in found.records}
+        assert found.printed("loss") == {10: pytest.approx(losses[10], rel=1e-5)}
+    figures = summary_of(found.folder).figures
+    known = {name for name in ("samples_per_second", "tokens_per_second") if figures[name]}
+    assert known == throughput

@@ -160,7 +160,14 @@ def test_all_steps_include_those_of_the_run_log(make_run, visit, tmp_path):
     with opened.page.expect_response(lambda answer: answer.url.endswith("/live/older")):
         opened.page.click("text=all")
 
-    opened.page.wait_for_function("document.querySelector('.chart .u-legend .u-value') !== null")
+    # At the left end of a chart, the legend shows the time of the first step of the run log.
+    place = opened.page.locator(".chart .u-over").first.bounding_box()
+    opened.page.mouse.move(place["x"] + 1, place["y"] + place["height"] / 2)
+    opened.page.wait_for_function(
+        "first => document.querySelector('.chart .u-legend .u-value').textContent === "
+        "new Date(1000 * first).toLocaleTimeString()",
+        arg=STARTED + 0.5,
+    )
     assert opened.problems == []
 
 
