@@ -237,6 +237,8 @@ def build_watch(
 def _print_progress(subscriptions: Subscriptions, recorder: Recorder, settings: Settings) -> None:
     from .progress import Progress  # it imports rich
 
+    if sys.stderr is None or sys.stderr.closed:  # as of a daemon
+        return
     progress = Progress(
         sys.stderr,
         is_bar=settings.console == "bar",

@@ -10,7 +10,7 @@ import fcntl
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -1029,7 +1029,12 @@ def shared_work(run: RecordedRun, metrics: RecordedMetrics) -> frozenset[str]:
     }
     tensor = (run.ds_config or {}).get("tensor_parallel")
     size = tensor.get("autotp_size") if isinstance(tensor, Mapping) else None
-    if roles & {"tp", "sp"} or (isinstance(size, int) and size > 1):
+    return shared_by(roles | ({"tp"} if isinstance(size, int) and size > 1 else set()))
+
+
+def shared_by(roles: Collection[str | None]) -> frozenset[str]:
+    """Return which of "samples" and "tokens" ranks share that have groups of these roles."""
+    if "tp" in roles or "sp" in roles:
         return frozenset({"samples", "tokens"})
     return frozenset({"samples"} if "pp" in roles else ())
 

@@ -24,6 +24,7 @@ from ...metrics.exporters.prometheus import read_exposition
 from ...metrics.recorder import Snapshot
 from ...metrics.thresholds import STRAGGLER_SCORE_HIGH
 from ..live_page.run_state import Ranks, run_state
+from ..reports.run_summary import shared_by
 from .http_client import NoAnswerError
 from .recent_seconds import RecentSeconds, Spent, combined
 from .run_view import (
@@ -302,8 +303,10 @@ def _facts(
     is_complete = total is not None and total.ranks == snapshot.value(training.WORLD_SIZE)
     if is_complete and total is not None:  # else a sum over ranks would be too low
         seconds = sum(total.phases.values()) / total.ranks
+        roles = {role for (role, *_) in snapshot.values.get(communication.COMM_SECONDS, {})}
+        shared = shared_by(roles)
         for name, amount in (("tokens/s", total.tokens), ("samples/s", total.samples)):
-            if amount:
+            if amount and not name.startswith(tuple(shared)):
                 yield from fact(name, _ratio(amount, seconds), ",.4g")
                 break
     yield from fact("loss", known["loss"], ".4g")

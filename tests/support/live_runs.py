@@ -108,6 +108,6 @@ class LiveRun:
         recorder.set(tuner.TUNER_KNOB_VALUE, 5e8, "reduce_bucket_size")
         self.page.figures = lambda: {
             0: {"step_duration": 0.5, "comm_wait": 0.15, "exposed_comm": 0.2, "oom_risk": 0.02},
-            1: {"step_duration": 0.5, "comm_wait": 0.01, "exposed_comm": 0.05, "oom_risk": 0.01},
+            1: {"step_duration": 0.5, "comm_wait": 0.01, "exposed_comm": 0.05, "oom_risk": 0.03},
         }
         self.page.slow = lambda: {1: {"backward": 0.21}}

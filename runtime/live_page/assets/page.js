@@ -146,8 +146,9 @@
     return item;
   }
 
-  function cards({ training, communication, memory }) {
-    const risk = memory.map((each) => each.risk).filter(known);
+  function cards({ training, communication, memory, ranks }) {
+    const risk = [...memory.map((each) => each.risk), ...ranks.rows.map((each) => each.oom_risk)]
+      .filter(known);
     const highest = risk.length ? Math.max(...risk) : null;
     const throughput = known(training.tokens_per_second)
       ? ["tokens per second", "training.tokens_per_second", training.tokens_per_second]
@@ -164,7 +165,8 @@
         "communication.exposed_ratio", communication.exposed_ratio,
         `whole run ${percent(communication.run_exposed_ratio)}`,
         communication.exposed_ratio > 0.2 ? "warning" : ""),
-      card("risk of out of memory", percent(highest), "memory.risk", highest, "next 50 steps",
+      card("risk of out of memory", percent(highest), "memory.risk", highest,
+        ranks.rows.length > 1 ? "highest rank, next 50 steps" : "next 50 steps",
         highest > 0.8 ? "bad" : highest > 0.5 ? "warning" : ""),
       card("MFU", percent(training.mfu), "training.mfu", training.mfu,
         `learning rate ${number(training.learning_rate)}`),

@@ -109,6 +109,7 @@ def test_the_figures_on_the_page_are_those_of_the_metrics(run, visit):
     }
     assert shown["communication.exposed_ratio"] == pytest.approx(0.2)
     assert shown["ranks.1.comm_wait"] == 0.01
+    assert shown["memory.risk"] == 0.03  # of rank 1; that of rank 0 is 0.02
 
 
 def test_the_page_shows_new_steps_without_loading_again(run, visit, monkeypatch):

@@ -10,8 +10,11 @@ from recorded_runs import step_record
 from zerowatch.errors import SettingsError
 from zerowatch.metrics.catalog import training
 from zerowatch.metrics.recorder import Recorder
-from zerowatch.metrics.settings import load_settings
+from zerowatch.metrics.settings import Settings, load_settings
+from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.monitor.build_watch import _print_progress
 from zerowatch.runtime.monitor.progress import LINE_SECONDS, REDRAW_SECONDS, Progress
+from zerowatch.runtime.monitor.subscriptions import Subscriptions
 
 
 class Terminal(io.StringIO):
@@ -143,3 +146,17 @@ def test_the_environment_chooses_the_console(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("ZEROWATCH_CONSOLE", "loud")
     with pytest.raises(SettingsError, match="'summary', 'bar', 'lines' or 'off'"):
         load_settings()
+
+
+@pytest.mark.parametrize("stream", [None, "closed"])
+def test_without_standard_error_no_progress_is_printed_and_monitoring_goes_on(
+    monkeypatch: pytest.MonkeyPatch, stream: str | None
+) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr("sys.stderr", closed if stream else None)
+    subscriptions = Subscriptions(FailOpen())
+
+    _print_progress(subscriptions, Recorder(), Settings(console="bar"))
+
+    assert not subscriptions.has_listeners

@@ -39,6 +39,18 @@ def test_phases_and_causes_are_means_over_all_ranks() -> None:
     assert sum(cause.ratio for cause in view.causes) == pytest.approx(view.exposed.ratio)
 
 
+@pytest.mark.parametrize(
+    ("role", "named"), [("dp", "tokens/s"), ("pp", "tokens/s"), ("tp", None), ("sp", None)]
+)
+def test_work_that_ranks_share_has_no_sum_over_ranks(role: str, named: str | None) -> None:
+    with two_ranks() as ranks:
+        ranks[0].recorder.set(training.WORLD_SIZE, 2)
+        ranks[0].recorder.add(communication.COMM_SECONDS, 1.0, role)
+        facts = dict(read(ranks[0]).facts)
+
+    assert next((name for name in facts if name.endswith("s/s")), None) == named
+
+
 def test_each_rank_has_its_own_figures() -> None:
     with two_ranks() as ranks:
         first, second = read(ranks[0]).ranks
