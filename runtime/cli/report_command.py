@@ -1,4 +1,4 @@
-"""Implements `zerowatch report`: the report of a run as a page, Markdown or JSON."""
+"""Implements `zerowatch report`: the report of a run as tables and a page, Markdown or JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ _STANDARD_OUTPUT = Path("-")
     "run_dir", type=click.Path(path_type=Path, file_okay=False), metavar="RUN_DIR", required=False
 )
 @click.option(
-    "--html", "form", flag_value="html", default="html", help="Write an HTML page; the default."
+    "--html",
+    "form",
+    flag_value="html",
+    default="html",
+    help="Print tables and write an HTML page; the default.",
 )
 @click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
 @click.option("--json", "form", flag_value="json", help="Print JSON.")
@@ -45,11 +49,11 @@ def report(
     conditions: tuple[str, ...],
     lists_figures: bool,
 ) -> None:
-    """Write the report of the run whose folder is RUN_DIR, such as runs/20261123T005552-c44904.
+    """Report on the run whose folder is RUN_DIR, such as runs/20261123T005552-c44904.
 
-    The report is one HTML file that opens without a network: verdict, where the time went, why
-    communication was waited for, memory, devices, loss, the tuner's decisions, error reports, and a
-    table of ranks. Damaged or missing parts of the folder are listed.
+    The terminal shows where the time went, the ranks, errors, and what to try next. The page adds
+    charts, collectives, memory, devices, loss, and the tuner's decisions. It is one HTML file that
+    opens without a network. Damaged or missing parts of the folder are listed.
 
     In CI, --fail-on checks figures: exit code 3 means that a condition holds, 2 that it cannot be
     checked.
@@ -57,6 +61,7 @@ def report(
     Example: zerowatch report runs/nightly --markdown --fail-on 'comm_exposed_ratio>0.3'
     """
     from ...metrics.atomic_file import atomic_write
+    from ..reports.end_tables import print_end_tables
     from ..reports.fail_on import Condition
     from ..reports.run_summary import FIGURES
     from ..reports.write_report import REPORT_FILE, make_report
@@ -80,7 +85,11 @@ def report(
             raise CommandLineError(
                 f"cannot write {output}: {error.strerror}; give another file by --output"
             ) from None
-        click.echo(f"{summary.verdict}\n{output}")
+        if form == "html":
+            print_end_tables(summary, sys.stdout, is_whole=True)
+            click.echo(f"\nThe whole report: {output}")
+        else:
+            click.echo(f"{summary.verdict}\n{output}")
     held = [condition for condition in parsed if condition.holds(summary.figures)]
     for condition in held:
         value = summary.figures[condition.figure]

@@ -1,11 +1,14 @@
-"""Shows on a terminal where the time of a run went, and what to try next."""
+"""Shows on a terminal where the time of a run went, and what to try next.
+
+The end of a run shows this in short; `zerowatch report` adds the ranks, errors and what is missing.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from rich import box
@@ -16,21 +19,25 @@ from rich.text import Text
 
 from ..common.format_numbers import format_seconds
 from .report_page import CAUSE_TEXTS, facts_of, headline_figures, without_decisions
+from .report_markdown import behind_median
 from .run_summary import RunSummary, percent
 
 # Width in a log file, and the largest on a terminal.
 PLAIN_WIDTH = 100
 MAX_FINDINGS = 3
+# The slowest ranks, of a run with more than this.
+MAX_RANKS = 16
 # Phases and causes below this share of training time are left out.
 MIN_RATIO = 0.0005
 
 
-def print_end_tables(summary: RunSummary, stream: TextIO) -> None:
+def print_end_tables(summary: RunSummary, stream: TextIO, *, is_whole: bool = False) -> None:
     """Print the tables at the end of a run; in color only on a terminal.
 
     Args:
         summary: The figures of the run.
         stream: Such as `sys.stderr`. If it is closed or its disk is full, nothing is printed.
+        is_whole: Whether to print all findings, and the ranks, errors and what is missing.
 
     Examples:
         >>> print_end_tables(summary_of(Path("runs/20261123T005552-c44904")), sys.stderr)
@@ -39,7 +46,7 @@ def print_end_tables(summary: RunSummary, stream: TextIO) -> None:
     width = min(PLAIN_WIDTH, shutil.get_terminal_size().columns) if is_terminal else PLAIN_WIDTH
     text = io.StringIO()
     Console(file=text, width=width, force_terminal=is_terminal, highlight=False).print(
-        end_tables(summary)
+        end_tables(summary, is_whole=is_whole)
     )
     # A table pads its cells, which would leave spaces at the ends of lines in log files.
     lines = "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
@@ -54,8 +61,13 @@ def write_if_open(stream: TextIO, text: str) -> None:
         stream.flush()
 
 
-def end_tables(summary: RunSummary) -> RenderableType:
-    """Return the verdict, where the time went, the headline figures and what to try next."""
+def end_tables(summary: RunSummary, *, is_whole: bool = False) -> RenderableType:
+    """Return the verdict, where the time went, the headline figures and what to try next.
+
+    Args:
+        summary: The figures of the run.
+        is_whole: As for `print_end_tables`.
+    """
     parts: list[RenderableType] = [
         Text(),
         Text(summary.verdict, style="bold"),
@@ -64,10 +76,17 @@ def end_tables(summary: RunSummary) -> RenderableType:
     if summary.phases:
         parts.append(_time_table(summary))
     parts.append(_figures_table(summary))
+    if is_whole and summary.ranks:
+        parts += _ranks(summary)
     if summary.tuner.mode == "auto":
         parts.append(Text(f"\n{_tuner(summary)}"))
     if summary.findings:
-        parts += [Text("\nWhat to try next", style="bold"), *_findings(summary)]
+        shown = len(summary.findings) if is_whole else MAX_FINDINGS
+        parts += [Text("\nWhat to try next", style="bold"), *_findings(summary, shown)]
+    if is_whole:
+        incidents = [f"{incident.path}: {incident.headline}" for incident in summary.incidents]
+        parts += _list("Errors and hangs", incidents)
+        parts += _list("What is missing", summary.problems)
     return Group(*parts)
 
 
@@ -112,8 +131,8 @@ def _time_table(summary: RunSummary) -> Table:
 
 
 def _wall_seconds_per_step(summary: RunSummary) -> float | None:
-    seconds, steps = summary.figures["seconds"], summary.figures["steps"]
-    return seconds / steps if seconds is not None and steps else None
+    """Return the mean time of a step over the ranks, with evaluation and checkpoints."""
+    return sum(share.seconds_per_step for share in summary.phases) or None
 
 
 def _part_of(seconds: float | None, ratio: float) -> str:
@@ -130,6 +149,37 @@ def _figures_table(summary: RunSummary) -> Table:
     return table
 
 
+def _ranks(summary: RunSummary) -> Iterator[RenderableType]:
+    """Yield the table of ranks, or of the slowest ones."""
+    slowest = sorted(summary.ranks, key=lambda row: -(row.straggler_score or 0.0))[:MAX_RANKS]
+    has_hosts = len(summary.facts.hosts) > 1
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    heads = ("host", "steps", "step time", "waited", "data", "memory", "behind the median rank")
+    for head in ("rank", *heads[0 if has_hosts else 1 :]):
+        table.add_column(head, justify="left" if head in ("host", heads[-1]) else "right")
+    for row in sorted(slowest, key=lambda row: row.rank):
+        table.add_row(
+            str(row.rank),
+            *([row.host] if has_hosts else []),
+            f"{row.steps:,}",
+            format_seconds(row.step_seconds),
+            percent(row.exposed_ratio),
+            percent(row.data_ratio),
+            percent(row.memory_peak_ratio),
+            behind_median(row),
+        )
+    yield Text("\nRanks", style="bold")
+    yield table
+    if len(summary.ranks) > MAX_RANKS:
+        yield Text(f"  the slowest {MAX_RANKS} of {len(summary.ranks):,} ranks", style="dim")
+
+
+def _list(title: str, lines: Sequence[str]) -> Iterator[RenderableType]:
+    if lines:
+        yield Text(f"\n{title}", style="bold")
+        yield from (Padding(Text(f"- {line}"), (0, 0, 0, 2)) for line in lines)
+
+
 def _tuner(summary: RunSummary) -> str:
     decisions = summary.tuner.decisions
     if not decisions:
@@ -138,8 +188,8 @@ def _tuner(summary: RunSummary) -> str:
     return f"The tuner kept {accepted} of {len(decisions)} changes; see decisions.jsonl."
 
 
-def _findings(summary: RunSummary) -> Iterator[RenderableType]:
-    shown = summary.findings[:MAX_FINDINGS]
+def _findings(summary: RunSummary, num_shown: int) -> Iterator[RenderableType]:
+    shown = summary.findings[:num_shown]
     for number, finding in enumerate(shown, 1):
         text = Text(f"{number}. ")
         # The verdict has the sentence of the first finding.

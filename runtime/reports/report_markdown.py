@@ -15,7 +15,7 @@ from .report_page import (
     headline_figures,
     without_decisions,
 )
-from .run_summary import RunSummary, percent
+from .run_summary import RankRow, RunSummary, percent
 
 MAX_RANKS = 64
 MAX_DECISIONS = 20
@@ -78,9 +78,7 @@ def _lines(summary: RunSummary) -> Iterator[str]:
                 format_seconds(row.step_seconds),
                 percent(row.exposed_ratio),
                 percent(row.memory_peak_ratio),
-                UNKNOWN
-                if row.straggler_score is None
-                else f"{100 * row.straggler_score:+.1f} % in {row.straggler_phase}",
+                behind_median(row),
             )
             for row in summary.ranks[:MAX_RANKS]
         ],
@@ -106,6 +104,13 @@ def _lines(summary: RunSummary) -> Iterator[str]:
     if summary.problems:
         yield from ("", "### What is missing", "")
         yield from (f"- {plain(problem)}" for problem in summary.problems)
+
+
+def behind_median(row: RankRow) -> str:
+    """Return by what share of a step a rank is behind the median rank, such as "+4.1 % in data"."""
+    if row.straggler_score is None:
+        return UNKNOWN
+    return f"{100 * row.straggler_score:+.1f} % in {row.straggler_phase}"
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:

@@ -32,6 +32,8 @@ ReportKind = Literal["out_of_memory", "leak", "hang", "exit"]
 MAX_VALUES = 64 * 2**20
 # Bytes that are read at once.
 _CHUNK_BYTES = 4 * 2**20
+# Ranks of one attempt make their steps together, and write them within this time.
+_MAX_LAG_SECONDS = 30.0
 # A line longer than this is no step record.
 _MAX_LINE_BYTES = 2**20
 # Larger report files are cut; most of a long hang report are stacks of other threads.
@@ -245,6 +247,7 @@ def read_run(folder: Path, *, max_values: int = MAX_VALUES) -> RecordedRun:
             problems += _missing_steps(steps, len(logs))
     world_size = max((steps.world_size for steps in ranks.values()), default=None)
     problems += _missing_ranks(ranks, world_size)
+    problems += _missing_ends(ranks)
     if len(run_ids) > 1:
         problems.append(f"the records have several run ids: {', '.join(run_ids)}")
     settings, attempts, decisions, has_targets = _read_small_files(folder, problems)
@@ -620,6 +623,21 @@ def _missing_ranks(ranks: Mapping[int, RankSteps], world_size: int | None) -> li
     if not missing:
         return []
     return [f"no steps of {len(missing)} of {world_size} ranks: {_ranges(missing)}"]
+
+
+def _missing_ends(ranks: Mapping[int, RankSteps]) -> Iterator[str]:
+    """Yield the ranks of which others of the same attempt have many later steps."""
+    attempts: dict[int, list[RankSteps]] = {}
+    for steps in ranks.values():
+        if steps.num_rows:
+            attempts.setdefault(int(steps.columns["attempt"][-1]), []).append(steps)
+    for of_attempt in attempts.values():
+        last = max(of_attempt, key=lambda steps: int(steps.columns["step"][-1]))
+        for steps in of_attempt:
+            own, most = int(steps.columns["step"][-1]), int(last.columns["step"][-1])
+            lag = float(last.columns["ended_at"][-1] - steps.columns["ended_at"][-1])
+            if own < most and lag > _MAX_LAG_SECONDS:
+                yield f"rank {steps.rank}: its log ends with step {own:,} of {most:,}"
 
 
 def _missing_steps(steps: RankSteps, num_segments: int) -> Iterator[str]:

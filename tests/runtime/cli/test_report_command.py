@@ -47,6 +47,20 @@ def test_the_page_is_written_into_the_run_folder(folder: Path, report: Command) 
     assert len(page) < 300_000
 
 
+def test_a_terminal_shows_the_tables_the_ranks_and_what_is_missing(
+    folder: Path, report: Command
+) -> None:
+    log = folder / "rank-1.jsonl"
+    log.write_bytes(log.read_bytes()[:-9])
+
+    _, out, _ = report(folder)
+
+    lines = [line.split() for line in out.splitlines()]
+    assert ["backward", "300", "ms", "60", "%"] in lines
+    assert [line[:2] for line in lines if line[2:4] == ["500", "ms"]] == [["0", "40"], ["1", "39"]]
+    assert "rank-1.jsonl: the last line is cut" in out
+
+
 def test_the_page_loads_nothing_from_elsewhere(folder: Path, report: Command) -> None:
     _, page, _ = report(folder, "--output", "-")
 

@@ -17,7 +17,7 @@ from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.cli.run_end import print_run_end
 from zerowatch.runtime.common import launcher_link
 from zerowatch.runtime.monitor.final_report import announce_report
-from zerowatch.runtime.reports.end_tables import PLAIN_WIDTH, print_end_tables
+from zerowatch.runtime.reports.end_tables import MAX_RANKS, PLAIN_WIDTH, print_end_tables
 from zerowatch.runtime.reports.run_summary import summary_of
 
 
@@ -53,6 +53,26 @@ def test_the_tables_show_where_the_time_went_and_what_to_try(tmp_path: Path) -> 
     assert "1. " in lines[at + 1]
 
 
+def test_communication_takes_no_less_than_the_wait_for_it(tmp_path: Path) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        seconds = 4.0 if (rank, step) == (1, 1) else 0.5  # it waited for the start of rank 0
+        waited = seconds - 0.4
+        return step_record(
+            step,
+            seconds=seconds,
+            phase_seconds={"backward": seconds},
+            comm_seconds=waited,
+            comm_exposed_seconds=waited,
+            comm_exposed_phase_seconds={"backward": waited},
+        )
+
+    lines = printed_tables(write_run(tmp_path / "night", record=record)).splitlines()
+
+    communication = next(line for line in lines if "of which communication" in line)
+    wait = next(line for line in lines if "of which training waited" in line)
+    assert communication.split()[-4:] == wait.split()[-4:]
+
+
 def test_a_run_with_the_tuner_says_what_it_did(tmp_path: Path) -> None:
     auto = {"tuner": {"mode": "auto"}}
     observed = write_run(tmp_path / "observed", settings=auto)
@@ -77,6 +97,23 @@ def decision(verdict: str) -> dict[str, object]:
         "reason": "measured",
         "numerics": "reassociation",
     }
+
+
+def test_a_whole_report_of_many_ranks_shows_the_slowest_ones(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "night", ranks=MAX_RANKS + 4)
+    with RecordedRank(folder, MAX_RANKS + 1) as rank:
+        rank.recorder.set(communication.STRAGGLER_SCORE, 0.4, "forward")
+    stream = io.StringIO()
+
+    print_end_tables(summary_of(folder), stream, is_whole=True)
+
+    printed = stream.getvalue()
+    rows = printed[printed.index("Ranks") : printed.index("the slowest")].splitlines()[3:-1]
+    assert [row.split()[0] for row in rows] == [
+        *map(str, range(MAX_RANKS - 1)),
+        str(MAX_RANKS + 1),
+    ]
+    assert "+40.0 % in forward" in rows[-1]
 
 
 def test_a_log_file_gets_neither_control_characters_nor_spaces_at_line_ends(tmp_path: Path) -> None:

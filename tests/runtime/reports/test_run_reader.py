@@ -102,6 +102,14 @@ def test_a_cut_last_line_is_left_out_and_named(tmp_path: Path) -> None:
     assert "rank-0.jsonl" in problem and "cut" in problem
 
 
+def test_a_log_that_ends_long_before_those_of_other_ranks_is_named(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=100)
+    log = folder / "rank-1.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:7]))
+
+    assert read_run(folder).problems == ["rank 1: its log ends with step 7 of 100"]
+
+
 @pytest.mark.parametrize(
     "damage", [b'{"half": \n', b"\0" * 50 + b"\n", b"[1, 2]\n", b'{"step": "seven"}\n', b"null\n"]
 )
