@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..common.format_numbers import format_seconds
-from .report_page import CAUSE_TEXTS, facts_of, headline_figures, without_decisions
 from .report_markdown import behind_median
+from .report_page import CAUSE_TEXTS, facts_of, headline_figures, without_decisions
 from .run_summary import RunSummary, percent
 
 # Width in a log file, and the largest on a terminal.
