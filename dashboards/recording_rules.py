@@ -22,7 +22,7 @@ from ..metrics.catalog.spec import MetricSpec
 from ..metrics.thresholds import THRESHOLDS
 from .promql import ON_HOST, by, rate, ratio, recorded_name, select, where, with_node
 from .run_status import STATE_BY_REASON, RunStatus
-from .timing import Timing
+from .timing import MINUTE, Timing
 
 # The phases that count as training time, the denominator of the ratios.
 TRAINING_PHASES = f'phase!~"{"|".join(NON_TRAINING_PHASES)}"'
@@ -344,22 +344,35 @@ CHECKPOINT_INTERVAL = recorded(
     training.LAST_CHECKPOINT_TIMESTAMP, "interval1d", _checkpoint_interval
 )
 
-# The times at which ranks were last read, by what they then exported. They outlast the targets and
-# a restart of Prometheus, so that an alert on a dead run can use them for hours.
+# When ranks were last read as training, and as ended in good order (to a minute). The times outlast
+# the targets and a restart of Prometheus, so that an alert on a dead run can use them for hours.
 IN_GOOD_ORDER = ("completed", "interrupted")
 _BAD_END = f'reason!~"{"|".join(IN_GOOD_ORDER)}"'
 
 
-def _read_at(value: int) -> str:
-    """Return the time of the last scrape of each rank that exports this value of run_active."""
+def _active_at() -> str:
+    """Return the time of the last scrape of each rank that trains."""
     active = select(training.RUN_ACTIVE)
-    return f"timestamp({active}) and ({active} == {value})"
+    return f"timestamp({active}) and ({active} == 1)"
+
+
+def _ended_at(timing: Timing) -> str:
+    """Return the time of this evaluation for each rank that ended in good order in the last minute.
+
+    A rank stops serving once its end was read, so a scrape later the value is gone. An evaluation
+    may never see it at an instant. A rank that ends by an exception exports 0 as well, and its
+    reason.
+    """
+    minute = timing.duration(MINUTE)
+    ended = f"last_over_time({select(training.RUN_ACTIVE)}[{minute}]) == 0"
+    badly = f"last_over_time({select(training.RUN_END_INFO, _BAD_END)}[{minute}])"
+    return f"time() + ({ended}) unless on (job, run, rank) {badly}"
 
 
 RANK_ACTIVE_TIME = recorded(
     training.RUN_ACTIVE,
     "active_timestamp_seconds",
-    lambda timing: by("max", _read_at(1), "rank", "instance"),
+    lambda timing: by("max", _active_at(), "rank", "instance"),
     "rank",
     "instance",
 )
@@ -368,15 +381,10 @@ RUN_ACTIVE_TIME = recorded(
     "active_timestamp_seconds",
     lambda timing: by("max", RANK_ACTIVE_TIME.select()),
 )
-# Only ends in good order: a rank that ends by an exception exports 0 as well, and its reason.
 RANK_ENDED_TIME = recorded(
     training.RUN_ACTIVE,
     "ended_timestamp_seconds",
-    lambda timing: by(
-        "max",
-        f"{_read_at(0)} unless on (job, run, rank) {select(training.RUN_END_INFO, _BAD_END)}",
-        "rank",
-    ),
+    lambda timing: by("max", _ended_at(timing), "rank"),
     "rank",
 )
 

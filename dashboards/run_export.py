@@ -17,7 +17,8 @@ from ..metrics.exporters.openmetrics_file import ExportedRun, write_openmetrics
 
 # The folder of blocks and the address of Prometheus in the commands that are shown.
 DATA = "data"
-URL = "http://127.0.0.1:9090"
+# Not 9090: there listens the Prometheus of the stack, and promtool would ask that one.
+ADDRESS = "127.0.0.1:9095"
 # Time between two evaluations of the recording rules, as in their files.
 EVALUATION_SECONDS = 15
 
@@ -83,7 +84,8 @@ def _commands(exported: ExportedRun, output: Path | None, rendered: Path) -> Ite
     yield "To see the run in Grafana:"
     yield f"  promtool tsdb create-blocks-from openmetrics {shown} {DATA}"
     yield f"  touch empty.yml && prometheus --config.file=empty.yml --storage.tsdb.path={DATA} \\"
-    yield f"      --storage.tsdb.retention.time=10y --query.lookback-delta={lookback}s &"
+    yield f"      --storage.tsdb.retention.time=10y --query.lookback-delta={lookback}s \\"
+    yield f"      --web.listen-address={ADDRESS} &"
     yield (
         "  For the recorded series, the next commands in order; wait a minute after each one, or "
         "restart"
@@ -91,8 +93,8 @@ def _commands(exported: ExportedRun, output: Path | None, rendered: Path) -> Ite
     yield "  Prometheus, because it finds new blocks once a minute:"
     for rules in sorted((rendered / "backfill").glob("*.yaml")):
         yield (
-            f"  promtool tsdb create-blocks-from rules {times} --url={URL} --output-dir={DATA} "
-            f"{shlex.quote(str(rules))}"
+            f"  promtool tsdb create-blocks-from rules {times} --url=http://{ADDRESS} "
+            f"--output-dir={DATA} {shlex.quote(str(rules))}"
         )
 
 

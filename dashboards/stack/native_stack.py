@@ -237,7 +237,8 @@ class NativeStack:
             "what it sees: `zerowatch stack status --native`",
             f"  Prometheus    {self._prometheus.url}",
             f"  Alertmanager  {self._alertmanager.url}",
-            f"  alerts        tail -f {self._processes.log('alert-log')}",
+            f"  alerts        {self._prometheus.url}/alerts",
+            f"  as lines      tail -f {self._processes.log('alert-log')}",
             f"  runbook       {self._runbook_url}",
         ]
 

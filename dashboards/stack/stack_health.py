@@ -27,6 +27,11 @@ _ADVICE = (
         "nothing listens there: the job has crashed or was killed, or ended while Prometheus was "
         "down, or it serves on 127.0.0.1 of another machine or container; then set serve.host",
     ),
+    (
+        "HTTP status 401",
+        "the job asks for a token or a password, as serve.auth_token_file or serve.basic_auth_file "
+        "is set: give it to Prometheus",
+    ),
     ("HTTP status 404", "another run or program serves at that address; this one has ended"),
     (
         "no such host",

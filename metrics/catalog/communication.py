@@ -205,7 +205,7 @@ HANG_ACTIVE = gauge(
     "hang_active",
     "1 while this rank hangs, 0 otherwise; hangs_total counts when it becomes 1.",
     lean=EVERY_SERIES,
-    usual="0. At 1, read `hangs/` in the run folder at once.",
+    usual="0. At 1, read `hang-rank-*.txt` in the run folder at once.",
 )
 
 METRICS = (

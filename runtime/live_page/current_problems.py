@@ -19,6 +19,7 @@ from ...metrics.thresholds import (
     EXPOSED_COMM_RATIO_HIGH,
     OOM_RISK_CRITICAL,
     OOM_RISK_HIGH,
+    RECORDS_LOST_HIGH,
     STEPS_TO_JUDGE,
     Threshold,
 )
@@ -66,15 +67,46 @@ def current_problems(
     if not snapshot.value(training.RUN_ACTIVE) or training.RUN_END_INFO in snapshot.values:
         return []
 
-    def limit(threshold: Threshold) -> float:
-        return thresholds.get(threshold.name, float(threshold))
-
+    limit = limit_of(thresholds)
     found = [
+        *problems_of_rank(snapshot, 0, limit),
         *_of_progress(snapshot, recent, now),
         *_of_communication(snapshot, recent, slow, limit),
         *_of_memory(snapshot, limit),
     ]
     return sorted(found, key=lambda problem: SEVERITIES.index(problem.severity))
+
+
+def limit_of(thresholds: Mapping[str, float]) -> Limit:
+    """Return a function that returns the value of a threshold, with those of the settings."""
+    return lambda threshold: thresholds.get(threshold.name, float(threshold))
+
+
+def problems_of_rank(snapshot: Snapshot, rank: int, limit: Limit) -> Iterator[Problem]:
+    """Yield the problems that each rank's own metrics show, from those of any rank."""
+    if snapshot.value(communication.HANG_ACTIVE):
+        yield Problem(
+            alert="ZerowatchRankHung",
+            severity="critical",
+            text=f"rank {rank} makes no progress; the first line of hang-rank-{rank}-*.txt in the "
+            "run folder names the ranks that are missing",
+        )
+    if snapshot.value(overhead.DEAD_THREADS):
+        yield Problem(
+            alert="ZerowatchMonitoringDead",
+            severity="warning",
+            text=f"a monitoring thread of rank {rank} has ended: some of its figures no longer "
+            "change; its log has the reason",
+        )
+    for part in ("steps", "run_log"):
+        lost = snapshot.value(overhead.DROPPED_RECORDS, part) or 0.0
+        if lost > limit(RECORDS_LOST_HIGH):
+            yield Problem(
+                alert="ZerowatchRecordsLost",
+                severity="warning",
+                text=f"rank {rank} has lost {lost:,.0f} records since the start ({part}); its log "
+                "has the reason",
+            )
 
 
 def _of_progress(snapshot: Snapshot, recent: Point | None, now: float) -> Iterator[Problem]:
@@ -84,12 +116,6 @@ def _of_progress(snapshot: Snapshot, recent: Point | None, now: float) -> Iterat
             alert="ZerowatchMetricsStale",
             severity="warning",
             text=f"the metrics were last updated {now - updated_at:.0f} s ago",
-        )
-    if snapshot.value(communication.HANG_ACTIVE):
-        yield Problem(
-            alert="ZerowatchRankHung",
-            severity="critical",
-            text="rank 0 makes no progress; the report is in the run folder under hangs/",
         )
     if recent is not None and recent.nonfinite_losses:
         yield Problem(

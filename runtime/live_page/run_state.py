@@ -126,6 +126,7 @@ def _training(snapshot: Snapshot, recent: Point | None) -> dict[str, object]:
         "learning_rate": snapshot.value(training.LEARNING_RATE),
         "loss_scale": snapshot.value(training.LOSS_SCALE),
         "mfu": snapshot.value(training.MFU),
+        "nonfinite_losses": snapshot.value(training.NONFINITE_LOSSES),
         "skipped": snapshot.value(training.SKIPPED_STEPS),
         "checkpoints": snapshot.value(training.CHECKPOINTS, "saved"),
         "last_checkpoint_at": snapshot.value(training.LAST_CHECKPOINT_TIMESTAMP),

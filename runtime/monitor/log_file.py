@@ -132,7 +132,7 @@ class LogFile:
         written = os.write(descriptor, line)
         self._bytes += written
         if written < len(line):
-            raise OSError(f"only {written} of {len(line)} bytes were written")
+            raise OSError(f"only {written} of {len(line)} bytes were written, as on a full disk")
 
     def _rotate(self) -> None:
         """Rename the full file to segment 1, renumber older segments, and delete the oldest."""

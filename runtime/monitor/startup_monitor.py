@@ -133,11 +133,19 @@ def _place() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "the main thread has ended"
-    innermost = frame
+    innermost = script = None
     while frame is not None:
         if frame.f_code.co_filename.endswith(_EXTENSION):
             return "torch compiles a C++ extension, once for this machine; that takes minutes"
+        if not frame.f_code.co_filename.startswith("<"):  # as in the import system of Python
+            innermost = innermost or frame
+            if script is None and frame.f_globals.get("__name__") == "__main__":
+                script = frame
         frame = frame.f_back
+    if innermost is None:
+        return "in code without a file"
     file = Path(innermost.f_code.co_filename)
-    where = "/".join(file.parts[-2:])
-    return f"in {innermost.f_code.co_name} ({where}:{innermost.f_lineno})"
+    place = f"in {innermost.f_code.co_name} ({'/'.join(file.parts[-2:])}:{innermost.f_lineno})"
+    if script is None or script is innermost:
+        return place
+    return f"{place}, from line {script.f_lineno} of {Path(script.f_code.co_filename).name}"

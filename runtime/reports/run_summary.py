@@ -738,7 +738,9 @@ def _causes(metrics: RecordedMetrics) -> tuple[TimeShare, ...]:
     if not ranks or not steps or training_time <= 0:
         return ()
     seconds = dict(sorted(seconds.items(), key=lambda item: -item[1]))
-    seconds["unknown"] = max(0.0, exposed - sum(seconds.values()))
+    unknown = exposed - sum(seconds.values())
+    # Without such calls, a residue of rounding is left.
+    seconds["unknown"] = unknown if unknown > 1e-6 * exposed else 0.0
     return _shares(seconds, training_time, steps, len(ranks))
 
 
@@ -1391,6 +1393,17 @@ def _advice_on_cause(cause: str | None, found: _Evidence) -> str:
     return "The causes were not recorded; run with run_log.metrics_interval_seconds above 0."
 
 
+def _less_memory(device: DeviceMemory) -> str:
+    """Return what to do against the largest part of the memory, except for the baseline."""
+    largest = next((name for name in device.categories if name != "baseline"), None)
+    if largest == "other":
+        return (
+            "Most of it is held by the script, not by the engine (category other): look for "
+            "losses, outputs or batches that are kept. memory.trace_leaks finds the lines."
+        )
+    return "Use smaller micro-batches or activation checkpointing."
+
+
 def _memory_findings(found: _Evidence) -> Iterator[Finding]:
     for kind in dict.fromkeys(each.kind for each in found.memories):
         ranks = [each for each in found.memories if each.kind == kind]
@@ -1406,7 +1419,7 @@ def _memory_findings(found: _Evidence) -> Iterator[Finding]:
                 sentence=f"Memory of {_place(worst)} grew by {format_bytes(sum(growth.values()))} "
                 "per step without larger batches "
                 f"(category {max(growth, key=lambda category: growth[category])}){more}.",
-                advice="Run with memory.leak_sites to find the lines that allocate it.",
+                advice="Run with memory.trace_leaks to find the lines that allocate it.",
             )
 
 
@@ -1421,7 +1434,7 @@ def _limit_findings(ranks: Sequence[DeviceMemory], found: _Evidence) -> Iterator
             name="oom_risk",
             sentence=f"At the end, {_place(riskiest)} had a probability of "
             f"{percent(riskiest.risk_ratio)} to run out of memory within 50 steps.",
-            advice="Use smaller micro-batches or activation checkpointing.",
+            advice=_less_memory(riskiest),
         )
     elif headroom is not None and headroom < MEMORY_HEADROOM_LOW:
         yield Finding(
@@ -1514,6 +1527,13 @@ def _monitoring_findings(found: _Evidence) -> Iterator[Finding]:
         )
 
 
+def _steps(found: _Evidence) -> str:
+    last, recorded = max(row.last_step for row in found.rows), found.figure("steps")
+    if last <= recorded:
+        return f"{recorded:,.0f} steps"
+    return f"{last:,} steps, of which {recorded:,.0f} are recorded"
+
+
 def _verdict(found: _Evidence, findings: Sequence[Finding]) -> str:
     if not found.run.ranks:
         if findings:
@@ -1521,7 +1541,7 @@ def _verdict(found: _Evidence, findings: Sequence[Finding]) -> str:
         return "No step was recorded, so nothing can be said about the run."
     end = {
         "running": "The run is active. ",
-        "interrupted": f"Interrupted after {found.figure('steps'):,.0f} steps. ",
+        "interrupted": f"Interrupted after {_steps(found)}. ",
         "unknown": "The folder does not show how the run ended. ",
     }.get(found.status, "")
     notable = [finding for finding in findings if finding.severity != "info"]

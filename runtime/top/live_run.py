@@ -23,6 +23,7 @@ from ...metrics.catalog.memory import MEMORY_CATEGORIES
 from ...metrics.exporters.prometheus import read_exposition
 from ...metrics.recorder import Snapshot
 from ...metrics.thresholds import STRAGGLER_SCORE_HIGH
+from ..live_page.current_problems import Limit, limit_of, problems_of_rank
 from ..live_page.run_state import Ranks, run_state
 from ..reports.run_summary import shared_by
 from .http_client import NoAnswerError
@@ -223,7 +224,7 @@ class LiveRun:
             ranks=rows,
             alerts=[
                 *(AlertView(name=p["alert"], **_without(p, "alert")) for p in state["problems"]),
-                *_of_other_ranks(ranks),
+                *_of_other_ranks(ranks, limit_of(thresholds)),
             ],
             alerts_source=OWN_SIGNALS,
             tuner=_tuner(state["tuner"]),
@@ -407,7 +408,7 @@ def _memory_view(snapshot: Snapshot, device: str, rank: int) -> MemoryView:
     )
 
 
-def _of_other_ranks(ranks: Sequence[_Rank]) -> Iterator[AlertView]:
+def _of_other_ranks(ranks: Sequence[_Rank], limit: Limit) -> Iterator[AlertView]:
     """Yield what rank 0's metrics do not show of the other ranks."""
     for rank in ranks:
         number, snapshot = rank.target.rank, rank.snapshot
@@ -417,12 +418,9 @@ def _of_other_ranks(ranks: Sequence[_Rank]) -> Iterator[AlertView]:
                 name="no answer",
                 text=f"rank {number} on {rank.target.node} does not answer: {rank.error}",
             )
-        elif number and snapshot is not None and snapshot.value(communication.HANG_ACTIVE):
-            yield AlertView(
-                severity="critical",
-                name="ZerowatchRankHung",
-                text=f"rank {number} makes no progress; the report is in the run folder",
-            )
+        elif number and rank.state == "running" and snapshot is not None:
+            for problem in problems_of_rank(snapshot, number, limit):
+                yield AlertView(severity=problem.severity, name=problem.alert, text=problem.text)
 
 
 def _missing(snapshot: Snapshot, rows: Sequence[RankView]) -> Iterator[str]:

@@ -258,7 +258,7 @@ def backfilled(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Iterator[
     promtool(folder, commands[0])
     for command in commands[1:]:
         with serving(folder) as prometheus:
-            promtool(folder, command.replace("127.0.0.1:9090", prometheus.address))
+            promtool(folder, command.replace("127.0.0.1:9095", prometheus.address))
     with serving(folder) as prometheus:
         yield Backfilled(prometheus, started, printed)
 

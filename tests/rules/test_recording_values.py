@@ -137,11 +137,16 @@ CASES = {
         {f'instance="10.0.0.0:9464", {of(0)}': 357},
     ),
     recorded.RUN_ACTIVE_TIME: (of_rank(1, ACTIVE, gauge((4.1, 1), (2, 0))), {"": 357}),
+    # The end was read once, 17 s before the evaluation, and the next scrape failed.
     recorded.RANK_ENDED_TIME: (
-        of_both(ACTIVE, gauge((4.1, 1), (2, 0)))
-        | of_rank(0, "zerowatch_run_end_info", gauge((4.1, None), (2, 1)), reason="exception")
-        | of_rank(1, "zerowatch_run_end_info", gauge((4.1, None), (2, 1)), reason="completed"),
-        {of(1): 357},
+        of_both(ACTIVE, gauge((5.7, 1), (0.1, 0), (1, None)))
+        | of_rank(
+            0, "zerowatch_run_end_info", gauge((5.7, None), (0.1, 1), (1, None)), reason="exception"
+        )
+        | of_rank(
+            1, "zerowatch_run_end_info", gauge((5.7, None), (0.1, 1), (1, None)), reason="completed"
+        ),
+        {of(1): 360},
     ),
     recorded.NODE_MEMORY_RATIO: (
         of_both("zerowatch_memory_bytes", standing(3e9), device="cpu", state="allocated", node="n")

@@ -46,7 +46,7 @@ def check(
     as_json: bool,
     exit_file: str | None,
 ) -> None:
-    r"""Check machine, software and configuration before a run.
+    """Check machine, software and configuration before a run.
 
     Prints a verdict for each check, and what to do: ok, warning (the run works, but is slower or
     loses something), failed (the run does not start, waits forever, or fails later), or not
@@ -62,7 +62,7 @@ def check(
         srun torchrun ... --no-python zerowatch check
 
     Exit code: 0, or 1 if a check failed.
-    """
+    """  # noqa: D301  # click needs the character, not a raw string
     if nproc is not None and "RANK" not in os.environ:
         sys.exit(_launch(nproc, nnodes, rdzv_endpoint, _options(ds_config, strict, as_json)))
     _exit(_check(ds_config, nproc, strict, as_json), exit_file)

@@ -312,6 +312,7 @@
         ? `${number(training.checkpoints)}, the last ${seconds(now - training.last_checkpoint_at)} ago`
         : number(training.checkpoints)],
       ["skipped steps", number(training.skipped)],
+      ["steps with a loss of nan or inf", number(training.nonfinite_losses)],
     ];
     return lines.filter(([, text]) => text !== undefined && text !== null)
       .map(([name, text]) => row(name, String(text)));

@@ -58,6 +58,7 @@ def test_reachable_ranks_are_listed_in_numerical_order() -> None:
             'net/http: HTTP/1.x transport connection broken: malformed HTTP response "\\x15"',
             "scheme: https",
         ),
+        ("server returned HTTP status 401 Unauthorized", "a token or a password"),
         ("server returned HTTP status 404 Not Found", "another run or program"),
         ("server returned HTTP status 500 Internal Server Error", "the log of the job"),
     ],

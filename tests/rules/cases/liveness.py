@@ -73,7 +73,7 @@ def renamed(run: str, series: Series) -> Series:
 
 
 def normal_ends(every: float) -> Case:
-    """Return five runs that end in good order. In some, ranks miss the last scrape."""
+    """Return six runs that end in good order. In some, ranks miss the last scrape."""
     last = every / 60  # minutes for which a value is read once
     ended, missed = ((10, 1), (last, 0), (20, GONE)), ((10, 1), (20, GONE))
     histories = {
@@ -83,6 +83,9 @@ def normal_ends(every: float) -> Case:
         "only-rank-1-does": (missed, ended),
         "rank-1-ends-later": (ended, ((10 + last, 1), (last, 0), (20, GONE))),
         "rank-1-ends-later-and-does-not-export-it": (ended, ((10 + last, 1), (20, GONE))),
+        # At 10:05 with scrapes each 5 s: gone at 10:10, so no evaluation finds the value.
+        "all-ends-are-read-once-between-evaluations": (((10 + last, 1), (last, 0), (20, GONE)),)
+        * 2,
     }
     series: Series = {}
     for run, ranks in histories.items():

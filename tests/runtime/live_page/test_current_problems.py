@@ -63,6 +63,8 @@ def test_a_healthy_run_has_no_problems(recorder):
     [
         (overhead.WATCH_LAST_UPDATE_TIMESTAMP, NOW - 31, (), "ZerowatchMetricsStale"),
         (communication.HANG_ACTIVE, 1, (), "ZerowatchRankHung"),
+        (overhead.DEAD_THREADS, 1, (), "ZerowatchMonitoringDead"),
+        (overhead.DROPPED_RECORDS, 101, ("run_log",), "ZerowatchRecordsLost"),
         (tuner.TUNER_STATE, 1, ("safe_mode",), "ZerowatchTunerSafeMode"),
         (communication.COMM_COVERAGE_RATIO, 0.98, (), "ZerowatchCommCoverageLow"),
         (communication.COLLECTIVE_MISMATCHES, 1, (), "ZerowatchCollectiveMismatch"),

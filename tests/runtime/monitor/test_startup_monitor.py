@@ -103,6 +103,24 @@ def test_a_long_start_is_reported_with_its_place_if_training_is_initialized(
     assert "before the first step after 40 s: in _place (monitor/startup_monitor.py:" in line
 
 
+def test_the_place_is_in_a_file_and_names_the_line_of_the_script(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    started = monitor()
+    started.start(initializing=True)
+
+    # As a script that imports a module: code without a file, below a line of the script.
+    script = compile("\n\nimported()", "/jobs/train.py", "exec")
+    imported = compile("check(40.0)", "<frozen importlib._bootstrap>", "exec")
+    names = {"__name__": "importlib", "check": started.check}
+    exec(script, {"__name__": "__main__", "imported": lambda: exec(imported, names)})
+    started.stop()
+
+    (line,) = log.messages
+    assert "in _place (monitor/startup_monitor.py:" in line
+    assert line.endswith(", from line 3 of train.py")
+
+
 def test_nothing_is_logged_while_only_forward_passes_run(log: pytest.LogCaptureFixture) -> None:
     started = monitor(forward_only_ns=[10, 20, 20])
     started.start(initializing=True)

@@ -224,6 +224,51 @@ def test_the_reason_of_the_end_is_read_from_the_metrics(tmp_path: Path) -> None:
     assert summary.incidents[0].path == "oom/rank-1-1.txt"
 
 
+def test_an_interrupted_run_has_its_last_step_though_steps_are_missing(tmp_path: Path) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(step if step <= 20 else 2_000)
+
+    folder = write_run(tmp_path / "run", steps=21, record=record)
+    with RecordedRank(folder, 0) as rank:
+        rank.recorder.set_info(training.RUN_END_INFO, "interrupted")
+
+    verdict = summary_of(folder).verdict
+
+    assert verdict.startswith("Interrupted after 2,000 steps, of which 21 are recorded. ")
+
+
+@pytest.mark.parametrize(
+    ("category", "advice"),
+    [("other", "memory.trace_leaks"), ("activations", "smaller micro-batches")],
+)
+def test_the_advice_on_a_full_memory_depends_on_what_fills_it(
+    tmp_path: Path, category: str, advice: str
+) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(step, oom_risk_ratio={"cpu": 0.9})
+
+    folder = write_run(tmp_path / "run", record=record)
+    with RecordedRank(folder, 0) as rank:
+        rank.recorder.set(memory.MEMORY_CATEGORY_BYTES, 1e9, "cpu", category)
+        rank.recorder.set(memory.MEMORY_CATEGORY_BYTES, 1e6, "cpu", "parameters")
+        rank.recorder.set(memory.MEMORY_BASELINE, 2e9, "cpu")
+
+    [finding] = [each for each in summary_of(folder).findings if each.name == "oom_risk"]
+
+    assert advice in finding.advice
+
+
+def test_without_calls_of_unknown_wait_rounding_is_no_cause(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with RecordedRank(folder, 0) as rank:
+        record_metrics(rank.recorder)
+        rank.recorder.add(communication.COMM_CAUSE_SECONDS, 0.1 - 1e-12, "latency")
+
+    seconds = {cause.name: cause.seconds for cause in summary_of(folder).causes}
+
+    assert seconds["unknown"] == 0
+
+
 def test_without_metrics_the_files_show_how_the_run_ended(tmp_path: Path) -> None:
     completed = write_run(tmp_path / "completed")
     killed = write_run(tmp_path / "killed")

@@ -10,7 +10,7 @@ from fakes.clock import FakeClock
 from live_runs import RUN_ID
 from served_ranks import ServedRank, two_ranks
 
-from zerowatch.metrics.catalog import communication, training
+from zerowatch.metrics.catalog import communication, overhead, training
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.top import panels
 from zerowatch.runtime.top.http_client import Access, HttpClient, NoAnswerError
@@ -94,6 +94,16 @@ def test_a_rank_that_does_not_answer_is_named_with_the_reason() -> None:
     assert view.ranks[1].steps is None
     assert any(a.severity == "critical" and "rank 1" in a.text for a in view.alerts)
     assert not any(name in ("tokens/s", "samples/s") for name, _ in view.facts)
+
+
+def test_a_dead_monitoring_thread_and_lost_records_of_another_rank_are_among_the_alerts() -> None:
+    with two_ranks() as ranks:
+        ranks[1].recorder.set(overhead.DEAD_THREADS, 1)
+        ranks[1].recorder.add(overhead.DROPPED_RECORDS, 437, "run_log")
+        alerts = {alert.name: alert.text for alert in read(ranks[0]).alerts}
+
+    assert "thread of rank 1 has ended" in alerts["ZerowatchMonitoringDead"]
+    assert "rank 1 has lost 437 records" in alerts["ZerowatchRecordsLost"]
 
 
 def test_a_rank_that_stops_to_answer_keeps_the_age_of_its_last_answer() -> None:
