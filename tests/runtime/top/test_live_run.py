@@ -46,6 +46,9 @@ def test_work_that_ranks_share_has_no_sum_over_ranks(role: str, named: str | Non
     with two_ranks() as ranks:
         ranks[0].recorder.set(training.WORLD_SIZE, 2)
         ranks[0].recorder.add(communication.COMM_SECONDS, 1.0, role)
+        for rank in ranks:
+            rank.recorder.add(training.SAMPLES, 160)
+            rank.recorder.add(training.TOKENS, 20_480)
         facts = dict(read(ranks[0]).facts)
 
     assert next((name for name in facts if name.endswith("s/s")), None) == named
