@@ -12,6 +12,8 @@ from time import perf_counter_ns
 from ...metrics.catalog.labels import NON_TRAINING_PHASES, PHASES
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, EVAL, GENERATE, CHECKPOINT, OTHER = range(len(PHASES))
+# Stands for the phase of an interval that does not count.
+UNCOUNTED = -1
 # The phases in which the model trains on a batch.
 PASSES = (FORWARD, BACKWARD, OPTIMIZER)
 GENERATE_PHASE = PHASES[GENERATE]
@@ -33,7 +35,8 @@ class PhaseTimer:
         since_ns: Time of the last change of phase.
         left_training: Set when an evaluation or a checkpoint begins. The reader resets it.
         on_change: Called with the current phase before the phase changes, unless None.
-        on_interval_end: Called with the phase of each interval that ends, unless None.
+        on_interval_end: Called with the phase of each interval that ends, or with UNCOUNTED, unless
+            None.
     """
 
     __slots__ = (
@@ -41,6 +44,7 @@ class PhaseTimer:
         "_now_ns",
         "_outer",
         "_started",
+        "_stopped",
         "_totals",
         "current",
         "left_training",
@@ -54,7 +58,7 @@ class PhaseTimer:
         self._totals = [0] * len(PHASES)
         self._intervals: deque[PhaseInterval] | None = None
         self._outer: list[int] = []
-        self._started = False
+        self._started = self._stopped = False
         self.left_training = False
         self.on_change: Callable[[int], object] | None = None
         self.on_interval_end: Callable[[int], object] | None = None
@@ -76,6 +80,20 @@ class PhaseTimer:
         """End the innermost phase. The enclosing phase continues."""
         self._accrue()
         self.current = self._outer.pop()
+
+    def stop(self) -> None:
+        """Stop the clock until a phase begins or ends, as at the end of a cell of a notebook.
+
+        The time since the last change of phase does not count either, if no pass of the next step
+        has begun.
+        """
+        self._accrue(is_counted=self.current != OTHER or not self.is_between_steps())
+        self._stopped = True
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the clock is stopped. May be read on any thread."""
+        return self._stopped
 
     def idle_seconds(self) -> float:
         """Return the time since the last change of phase. May be called on any thread."""
@@ -119,13 +137,15 @@ class PhaseTimer:
         kept, self._intervals = self._intervals, deque(maxlen=MAX_INTERVALS)
         return kept
 
-    def _accrue(self) -> None:
+    def _accrue(self, *, is_counted: bool = True) -> None:
         if self.on_change is not None:
             self.on_change(self.current)
+        is_counted, self._stopped = is_counted and not self._stopped, False
         if self.on_interval_end is not None:
-            self.on_interval_end(self.current)
+            self.on_interval_end(self.current if is_counted else UNCOUNTED)
         now_ns = self._now_ns()
-        self._totals[self.current] += now_ns - self.since_ns
-        if self._intervals is not None:
-            self._intervals.append((self.current, self.since_ns, now_ns))
+        if is_counted:
+            self._totals[self.current] += now_ns - self.since_ns
+            if self._intervals is not None:
+                self._intervals.append((self.current, self.since_ns, now_ns))
         self.since_ns = now_ns

@@ -120,19 +120,24 @@ class RankStore:
 
 
 class TargetDiscovery:
-    """Collects on rank 0 the addresses at which the ranks serve their metrics."""
+    """Collects on rank 0 the addresses at which the ranks serve their metrics.
+
+    The address of rank 0 itself is known without a store, as in a script without a process group.
+    """
 
     def __init__(
         self, store: RankStore, process: ProcessInfo, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._store, self._process = store, process
         self._backoff = Backoff(FIRST_POLL_SECONDS, MAX_POLL_SECONDS, now)
+        self._own: str | None = None
         self._known: dict[int, dict[str, str]] = {}
         self._missing = set(range(process.world_size))
 
     def announce(self, address: str) -> None:
         """Write this rank's address for rank 0."""
         entry = json.dumps({"address": address, "host": node_name(self._process.host)})
+        self._own = entry
         self._store.put(f"address/{self._process.rank}", entry)
 
     def poll(self) -> bool:
@@ -143,11 +148,15 @@ class TargetDiscovery:
         addresses = {
             rank: json.loads(entry)
             for rank in sorted(self._missing)
-            if (entry := self._store.get(f"address/{rank}")) is not None
+            if (entry := self._entry(rank)) is not None
         }
         self._known.update(addresses)
         self._missing -= addresses.keys()
         return bool(addresses)
+
+    def _entry(self, rank: int) -> str | None:
+        is_own = rank == self._process.rank
+        return self._own if is_own else self._store.get(f"address/{rank}")
 
     def targets(self, run_id: str) -> list[dict[str, object]]:
         """Return the known ranks in Prometheus' http_sd and file_sd form."""

@@ -20,7 +20,7 @@ from ...metrics.catalog.labels import PHASES
 from ..collectives.event_pool import EventPool
 from ..common import accelerator
 from ..common.accelerator import Event
-from ..common.phase_timer import BACKWARD, FORWARD, MAX_INTERVALS, PhaseInterval
+from ..common.phase_timer import BACKWARD, FORWARD, MAX_INTERVALS, UNCOUNTED, PhaseInterval
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,10 @@ class DevicePhases:
         self._totals = _Totals(is_lost=False)
 
     def mark(self, phase: int) -> None:
-        """Mark the end of an interval of a phase. The next interval begins at the same event."""
+        """Mark the end of an interval of a phase, or of one that does not count (UNCOUNTED).
+
+        The next interval begins at the same event.
+        """
         if self._failed or len(self._marks) >= MAX_MARKS:
             self._has_gap = True
             return
@@ -154,7 +157,7 @@ class DevicePhases:
         totals.num_marks += 1
         if event is None:
             totals.is_lost = True
-        elif before is not None:  # the run begins at the first mark
+        elif before is not None and phase != UNCOUNTED:  # the run begins at the first mark
             totals.add(phase, round(before.elapsed_time(event) * 1e6))
         if before is not None:
             self._events.release(before)

@@ -265,6 +265,8 @@ class EngineHooks:
             self._phase_timer.enter(EVAL)
 
     def _on_forward_end(self, output: Any, returned: bool) -> None:
+        if not returned and self._phase_timer.current == FORWARD and self._shapes:
+            self._shapes.pop()  # its samples have no gradient
         self._phase_timer.leave()
         # A weak reference, because the output may hold the whole autograd graph. The output is read
         # only if the script calls `loss.backward()` itself.
@@ -283,6 +285,8 @@ class EngineHooks:
         self._phase_timer.leave()
         if returned:
             self._count_micro_batch()
+        else:
+            self._shapes, self._loss = [], None
 
     def _on_first_gradient(self) -> None:
         """Begin a backward pass that the script started. Runs on any of autograd's threads."""

@@ -1,4 +1,4 @@
-"""Installs the hooks of one watch: on its engine, on data loading and on memory."""
+"""Installs the hooks of one watch: on its engine, on data loading, and on cells of a notebook."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from .engine_hooks import EngineHooks
 from .generated_tokens import GenerationCounts
 from .generation_hooks import is_hybrid
 from .memory_hooks import MemoryHooks
+from .notebook_cells import NotebookCells
 from .profiled_steps import ProfiledSteps
 from .raw_step import RawStep
 from .step_collector import StepCollector
@@ -63,6 +64,7 @@ class EngineInstrumentation:
         self._dataloader_hooks = DataLoaderHooks(
             context.phase_timer, context.fail_open, self._engine_hooks
         )
+        self._cells = NotebookCells(context.fail_open.wrap("notebook", context.phase_timer.stop))
 
     @property
     def cost_ns(self) -> int:
@@ -122,6 +124,7 @@ class EngineInstrumentation:
         """Remove the hooks. Safe to call twice."""
         self._engine_hooks.restore()
         self._dataloader_hooks.restore()
+        self._cells.restore()
 
     def _hook(
         self, engine: Any, generated_before: GenerationCounts | None = None

@@ -134,7 +134,16 @@ class TorchHooks:
                 return original(module, *args, **kwargs)
             if self._is_nested():
                 return original(module, *args, **kwargs)
-            return self._measured(lambda: start(args, kwargs), original, module, *args, **kwargs)
+            num_shapes, returned = len(self._shapes), False
+            try:
+                result = self._measured(
+                    lambda: start(args, kwargs), original, module, *args, **kwargs
+                )
+                returned = True
+            finally:
+                if not returned:  # its samples have no gradient
+                    del self._shapes[num_shapes:]
+            return result
 
         return called
 
@@ -147,7 +156,14 @@ class TorchHooks:
             if is_compiling() or not self._open or self._is_nested():
                 return original(*args, **kwargs)
             tensors = args[0] if args else kwargs.get("tensors")
-            result = self._measured(lambda: start(tensors), original, *args, **kwargs)
+            num_losses, returned = len(self._counts.losses), False
+            try:
+                result = self._measured(lambda: start(tensors), original, *args, **kwargs)
+                returned = True
+            finally:
+                if not returned:  # no micro-batch has ended
+                    del self._counts.losses[num_losses:], self._divisors[num_losses:]
+                    self._shapes = []
             end()
             return result
 

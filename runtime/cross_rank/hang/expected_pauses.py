@@ -61,7 +61,7 @@ class ExpectedPauses:
 
         It reads all stacks, so it is called only after the limit has passed.
         """
-        own = silent_activity(self._training_thread)
+        own = self._silent_activity()
         # A prompt may stay open for hours. But a debugger's prompt may be on a hung run's stack.
         is_prompt = own == PROMPT and not self._waiting_rank_sets()
         if own is not None and (is_prompt or idle_seconds < ACCEPTED_LIMITS * limit_seconds):
@@ -75,11 +75,15 @@ class ExpectedPauses:
         """
         pause = self._pause_phase()
         if pause is None and idle_seconds > MIN_IDLE_SECONDS:
-            pause = silent_activity(self._training_thread)
+            pause = self._silent_activity()
         if pause is None or idle_seconds > ACCEPTED_LIMITS * limit_seconds:
             return None
         waits = idle_seconds > WAITING_LIMITS * limit_seconds and self._waiting_rank_sets()
         return None if waits else pause
+
+    def _silent_activity(self) -> str | None:
+        """Return the activity that explains a lack of progress; a cell without training is one."""
+        return PROMPT if self._phase_timer.is_stopped else silent_activity(self._training_thread)
 
     def _pause_phase(self) -> str | None:
         """Return the phase if it is a pause. In evaluation mode, `other` counts as a pause.

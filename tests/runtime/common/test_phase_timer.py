@@ -11,6 +11,7 @@ from zerowatch.runtime.common.phase_timer import (
     FORWARD,
     OPTIMIZER,
     OTHER,
+    UNCOUNTED,
     PhaseTimer,
 )
 
@@ -83,3 +84,36 @@ def test_forward_passes_are_without_training_until_a_backward_begins():
     seen.append(timer.forward_only_ns())
 
     assert seen == [0, 10, 20, 0, 0]
+
+
+def test_time_in_which_the_clock_is_stopped_belongs_to_no_step() -> None:
+    time = HandTurned()
+    timer = PhaseTimer(time)
+    timer.record_intervals()
+    ended: list[int] = []
+    timer.on_interval_end = ended.append
+
+    timer.enter(FORWARD)
+    time.ns = 10
+    timer.leave()
+    timer.drain()  # the end of a step
+    time.ns = 30
+    timer.stop()  # no pass of the next step has begun: these 20 are not part of it
+    stopped = timer.is_stopped
+    time.ns = 1000
+    timer.enter(FORWARD)
+    time.ns = 1003
+    timer.leave()
+    time.ns = 1005
+    timer.stop()  # within a step
+    time.ns = 2000
+    timer.enter(BACKWARD)
+    time.ns = 2004
+    timer.leave()
+    totals = timer.drain()
+
+    assert stopped and not timer.is_stopped
+    assert (totals[FORWARD], totals[BACKWARD], totals[OTHER]) == (3, 4, 2)
+    assert sum(totals) == 9
+    assert sum(end - start for _, start, end in timer.drain_intervals()) == 10 + 9
+    assert ended.count(UNCOUNTED) == 3

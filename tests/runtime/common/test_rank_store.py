@@ -213,6 +213,17 @@ def test_a_client_waits_with_one_connection_until_rank_zero_has_started(store, m
     assert clients._client is client
 
 
+def test_rank_zero_lists_itself_without_a_process_group():
+    alone = ProcessInfo(rank=0, local_rank=0, world_size=1, host="host-0", attempt=0)
+    targets = TargetDiscovery(RankStore(alone, WATCH_INDEX), alone)
+
+    targets.announce("127.0.0.1:9464")
+    found = targets.poll()
+
+    assert found
+    assert [each["targets"] for each in targets.targets("run")] == [["127.0.0.1:9464"]]
+
+
 def test_watches_of_one_process_do_not_share_texts(store):
     first = RankStore(process(0), 1, store)
     first.put("run_id", "first")

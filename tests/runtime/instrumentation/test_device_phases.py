@@ -119,6 +119,16 @@ def test_a_wait_of_the_host_for_the_loss_is_time_of_the_passes_and_not_of_the_sc
     assert rank.read(step) == pytest.approx({"forward": 20, "backward": 40, "optimizer": 10})
 
 
+def test_time_in_which_the_clock_is_stopped_is_not_timed_on_the_device_either(rank):
+    rank.train()
+    rank.host.elapse(100)
+    rank.timer.stop()
+    rank.host.elapse(5000)
+    step = rank.train()
+
+    assert rank.read(step) == pytest.approx({"forward": 20, "backward": 40, "optimizer": 10})
+
+
 def test_loading_counts_only_while_the_device_has_nothing_left_to_do(rank):
     rank.train()  # 70 ms of work, queued in 3 ms
     rank.load(30)

@@ -244,6 +244,30 @@ def test_a_pass_that_raises_ends_its_phase() -> None:
     assert "optimizer" in record.phase_seconds
 
 
+def test_a_pass_that_raises_is_no_micro_batch_and_has_no_samples_and_no_loss() -> None:
+    class Interrupted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+            raise KeyboardInterrupt
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        with pytest.raises(RuntimeError):
+            model(torch.ones(SAMPLES, WIDTH + 1))
+        loss = 1000 * Interrupted.apply(model(torch.ones(SAMPLES, WIDTH))).mean()
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+        train_step(model, optimizer)
+
+    record = record_of(step)
+
+    assert (record.micro_batches, record.samples) == (1, SAMPLES)
+    assert record.loss == record_of(train_step).loss
+
+
 def test_recomputed_activations_are_part_of_backward() -> None:
     class Recomputed(nn.Module):
         def __init__(self) -> None:

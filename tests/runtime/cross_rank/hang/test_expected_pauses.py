@@ -206,3 +206,15 @@ def test_a_prompt_may_stay_open_for_hours_unless_a_collective_is_in_flight(
     rank.pass_seconds(3600)
 
     assert rank.num_hangs == hangs
+
+
+@pytest.mark.parametrize(("waits", "hangs"), [(False, 0), (True, 1)])
+def test_a_cell_without_training_is_no_hang_unless_a_collective_is_in_flight(
+    rank: WatchedRank, waits: bool, hangs: int
+) -> None:
+    rank.phase_timer.stop()
+    rank.context.is_waiting = waits
+
+    rank.pass_seconds(3600)
+
+    assert rank.num_hangs == hangs

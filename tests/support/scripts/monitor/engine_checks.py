@@ -364,7 +364,7 @@ def an_exception_in_training_passes_and_the_next_step_is_whole() -> None:
     engine.watch.close()
 
     assert "zerowatch" not in str(caught)
-    assert [record.step for record in records] == [1, 2]
+    assert [(record.step, record.samples) for record in records] == [(1, 2), (2, 2)]
     assert set(records[1].phase_seconds) == {"forward", "backward", "optimizer", "other"}
 
 
