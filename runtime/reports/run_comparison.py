@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -215,10 +216,16 @@ def compare(a: RunSource, b: RunSource, *, warm_up: int | None = None) -> RunCom
     return RunComparison(
         a=a.summary,
         b=b.summary,
-        verdict=_verdict(by_name, steps, incomparable),
+        verdict=" ".join(
+            [
+                _verdict(by_name, steps, incomparable),
+                *_slow_ranks(a.summary, b.summary),
+                *_changed_software(changed),
+            ]
+        ),
         steps=steps.facts,
         incomparable=incomparable,
-        notes=tuple(_notes(a, b, steps)),
+        notes=tuple(_notes(a, b, steps, by_name)),
         measures=measures,
         differences=changed,
         figures=_figures(by_name, steps, changed),
@@ -437,6 +444,9 @@ class _Measures:
                 )
             else:
                 yield self._difference("phases", f"phase.{phase}", phase, values, self._work)
+
+        title = "lag of the slowest rank, whole run"
+        yield self._figure("phases", "straggler_score_ratio", title, "ratio")
 
     def _communication(self) -> Iterator[Measure]:
         for name, title, of in (
@@ -856,7 +866,31 @@ def _reasons(measures: Mapping[str, Measure]) -> str:
     return f"Per step, {' and '.join(filter(None, [', '.join(texts[:-1]), texts[-1]]))}."
 
 
-def _notes(a: RunSource, b: RunSource, steps: _StepPairs) -> Iterator[str]:
+def _slow_ranks(a: RunSummary, b: RunSummary) -> Iterator[str]:
+    """Yield which rank was slow in one run only: the means over the ranks do not show it."""
+    slow = [
+        next((each.sentence for each in run.findings if each.name == "straggler"), None)
+        for run in (a, b)
+    ]
+    places = [None if sentence is None else sentence.partition(", by ")[0] for sentence in slow]
+    if places[0] == places[1]:
+        return
+    for letter, sentence in zip("AB", slow, strict=True):
+        if sentence is not None:
+            yield f"In {letter}, {sentence[0].lower()}{sentence[1:]}"
+
+
+def _changed_software(changed: Sequence[Difference]) -> Iterator[str]:
+    """Yield a sentence on the ds config and the versions that differ."""
+    found = [str(each) for each in changed if each.source in ("ds config", "software")]
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        yield f"What was changed: {', '.join(found[:3])}{more}."
+
+
+def _notes(
+    a: RunSource, b: RunSource, steps: _StepPairs, measures: Mapping[str, Measure]
+) -> Iterator[str]:
     facts = steps.facts
     yield (
         f"Steps {facts.first:,} to {facts.last:,} of both runs are compared, "
@@ -881,9 +915,27 @@ def _notes(a: RunSource, b: RunSource, steps: _StepPairs) -> Iterator[str]:
         yield "On GPUs, the time of collectives in flight is an upper bound in most steps."
     if any(d.verdict != "advised" for x in (a, b) for d in x.summary.tuner.decisions):
         yield "The tuner made trials or changes during a run, which are among the compared steps."
+    if any(_overlaps(measures, value) for value in (attrgetter("a"), attrgetter("b"))):
+        yield (
+            "The time of a collective operation is the sum over its calls, some of which were in "
+            "flight at the same time."
+        )
     losses = steps.values(_column("loss"), is_all=True)
     if np.array_equal(losses[0], losses[1]):  # not if a loss is unknown, because nan != nan
         yield f"The losses of all {facts.common:,} common steps are equal."
+
+
+def _overlaps(
+    measures: Mapping[str, Measure], value: Callable[[Measure], float | None]
+) -> bool:
+    """Return whether the calls of an operation took longer than any collective was in flight."""
+    whole = measures.get("comm_seconds")
+    limit = None if whole is None else value(whole)
+    return limit is not None and any(
+        (value(each) or 0.0) > 1.01 * limit
+        for each in measures.values()
+        if each.group == "collectives" and each.unit == "seconds"
+    )
 
 
 def _has_device_names(source: RunSource) -> bool:

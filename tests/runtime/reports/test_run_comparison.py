@@ -35,7 +35,14 @@ def noise(seed: int, size: int) -> list[float]:
 
 
 def noisy_run(
-    folder: Path, seed: int, *, steps: int = 200, backward: float = 0.3, ranks: int = 1, **more: Any
+    folder: Path,
+    seed: int,
+    *,
+    steps: int = 200,
+    backward: float = 0.3,
+    ranks: int = 1,
+    ds_config: dict[str, Any] | None = None,
+    **more: Any,
 ) -> Path:
     """A run whose steps take 0.2 s and `backward`, with noise in both."""
     forward, other = noise(seed, steps + 1), noise(seed + 10_000, steps + 1)
@@ -51,7 +58,7 @@ def noisy_run(
             step, seconds=seconds, phase_seconds=phases, ended_at_unix_seconds=ended_at, **more
         )
 
-    return write_run(folder, ranks=ranks, steps=steps, record=record)
+    return write_run(folder, ranks=ranks, steps=steps, record=record, ds_config=ds_config)
 
 
 def compare_runs(a: Path, b: Path, *, warm_up: int | None = None) -> RunComparison:
@@ -250,6 +257,32 @@ def test_communication_that_was_not_recorded_is_not_comparable(tmp_path: Path) -
     assert "Only 40 % of the collectives of B" in comparison.incomparable[0].sentence
     assert measures(comparison)["comm_exposed_seconds"].not_comparable == "communication"
     assert measures(comparison)["phase.forward"].change is not None
+
+
+def test_the_verdict_names_a_slow_rank_and_what_was_changed(tmp_path: Path) -> None:
+    a = noisy_run(tmp_path / "a", 1, ranks=2, ds_config={"zero_optimization": {"stage": 2}})
+    b = noisy_run(
+        tmp_path / "b", 2, ranks=2, backward=0.4, ds_config={"zero_optimization": {"stage": 3}}
+    )
+    with RecordedRank(b, 1) as rank:
+        rank.recorder.set(communication.STRAGGLER_SCORE, 0.4, "data")
+
+    verdict = compare_runs(a, b).verdict
+
+    assert "In B, rank 1 on node-0 was slower than the median rank in data, by 40 %" in verdict
+    assert verdict.endswith("What was changed: zero_optimization.stage: 2 -> 3.")
+
+
+def test_calls_in_flight_at_once_are_named(tmp_path: Path) -> None:
+    def run(name: str, seed: int, seconds: float) -> Path:
+        totals = CollectiveTotals(calls=9, payload_bytes=90, wire_bytes=90.0, seconds=seconds)
+        collectives = {"all_gather": totals}
+        return noisy_run(tmp_path / name, seed, comm_seconds=0.1, collectives=collectives)
+
+    a, b, overlapping = run("a", 1, 0.1), run("b", 2, 0.1), run("c", 3, 0.4)
+
+    assert not any("in flight" in note for note in compare_runs(a, b).notes)
+    assert any("in flight at the same time" in note for note in compare_runs(a, overlapping).notes)
 
 
 def test_differences_of_configuration_are_listed(tmp_path: Path) -> None:
