@@ -925,9 +925,7 @@ def _notes(
         yield f"The losses of all {facts.common:,} common steps are equal."
 
 
-def _overlaps(
-    measures: Mapping[str, Measure], value: Callable[[Measure], float | None]
-) -> bool:
+def _overlaps(measures: Mapping[str, Measure], value: Callable[[Measure], float | None]) -> bool:
     """Return whether the calls of an operation took longer than any collective was in flight."""
     whole = measures.get("comm_seconds")
     limit = None if whole is None else value(whole)
