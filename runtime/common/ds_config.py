@@ -175,16 +175,18 @@ def config_origin(config: object) -> str:
     return "DeepSpeed configuration"
 
 
-def training_config(config: object) -> dict[str, Any]:
+def training_config(config: object, *, is_candidate: bool = False) -> dict[str, Any]:
     """Return a copy of a ds config in which TrainingRun instead of the engine ends a window.
 
     Args:
         config: A mapping, or the path of a JSON file.
+        is_candidate: Whether the config is only considered, so that no warning is logged.
 
     Raises:
         DsConfigError: The config cannot be read, lacks a micro-batch size, or has a wrong ZeRO
             stage.
     """
+    level = logging.DEBUG if is_candidate else logging.WARNING
     if not isinstance(config, Mapping | str | os.PathLike):
         raise DsConfigError(
             "config must be a ds config as a dict, or the path of a JSON file, got "
@@ -208,15 +210,17 @@ def training_config(config: object) -> dict[str, Any]:
     if isinstance(zero, Mapping) and zero.get("overlap_comm") and stage < 2:
         # All gradients are reduced in step(), when no computation can overlap.
         ours["zero_optimization"] = {**zero, "overlap_comm": False}
-        logger.warning(
+        logger.log(
+            level,
             "zero_optimization.overlap_comm disabled: it has no effect below stage 2, where a "
-            "TrainingRun reduces gradients once per step"
+            "TrainingRun reduces gradients once per step",
         )
     fp16 = ours.get("fp16")
     if isinstance(fp16, Mapping) and fp16.get("enabled") and stage == 0:
-        logger.warning(
+        logger.log(
+            level,
             "fp16 at ZeRO stage 0: DeepSpeed 0.19 divides gradients by a loss scale that the loss "
-            "was not multiplied by, so updates are too small. Use bf16, or stage 1"
+            "was not multiplied by, so updates are too small. Use bf16, or stage 1",
         )
     return ours
 

@@ -81,7 +81,7 @@ class Progress:
         # A longer line would wrap, and could not be cleared. The bar has color codes without width.
         # The cursor returns to the start, so that what others print begins there.
         room = max(0, console.width - 1 - (BAR_WIDTH + 1 if bar else 0))
-        self._write(f"{_CLEAR}{bar}{line[:room]}\r")
+        self._write(f"{_CLEAR}{bar}{_fitting(line, room)}\r")
 
     def _bar(self, console: Console, step: int) -> str:
         if self._total_steps is None:
@@ -96,6 +96,13 @@ class Progress:
             self._stream.flush()
         except (OSError, ValueError):  # the pipe or the stream is closed
             pass
+
+
+def _fitting(line: str, room: int) -> str:
+    """Return the first figures of a line that fit as a whole: a cut number is a wrong one."""
+    if len(line) <= room:
+        return line
+    return line[: room + 2].rpartition(", ")[0][:room]
 
 
 def progress_line(steps: Sequence[StepRecord], total_steps: int | None, mfu: float | None) -> str:

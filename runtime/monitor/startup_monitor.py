@@ -25,6 +25,7 @@ FIRST_SECONDS = 20.0
 # Time between two checks for a lock, as a share of the above.
 _CHECKS = 4
 _EXTENSION = os.path.join("torch", "utils", "cpp_extension.py")
+_COMPILES = "torch compiles a C++ extension, once for this machine; that takes minutes"
 
 
 class StartupMonitor:
@@ -96,8 +97,12 @@ class StartupMonitor:
             forward_only_ns = self._forward_only_ns()
             evaluates = forward_only_ns > self._last_forward_only_ns
             self._last_forward_only_ns = forward_only_ns
-            if self._is_initializing and not evaluates:
-                self._log_once("", logging.INFO, _place(), waited_seconds)
+            place = _place()
+            # `deepspeed.init_distributed` compiles too, before training is initialized.
+            if place == _COMPILES:
+                self._log_once(place, logging.INFO, place, waited_seconds)
+            elif self._is_initializing and not evaluates:
+                self._log_once("", logging.INFO, place, waited_seconds)
 
     def _log_once(self, key: str, level: int, line: str, waited_seconds: float) -> None:
         if key in self._logged:
@@ -136,7 +141,7 @@ def _place() -> str:
     innermost = script = None
     while frame is not None:
         if frame.f_code.co_filename.endswith(_EXTENSION):
-            return "torch compiles a C++ extension, once for this machine; that takes minutes"
+            return _COMPILES
         if not frame.f_code.co_filename.startswith("<"):  # as in the import system of Python
             innermost = innermost or frame
             if script is None and frame.f_globals.get("__name__") == "__main__":

@@ -45,10 +45,12 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
-def header(view: RunView, width: int, now: float) -> Text:
+def header(view: RunView, width: int, now: float, *, is_paused: bool = False) -> Text:
     """Return two lines: the run with its state, and its most important figures."""
     age = max(0.0, now - view.at)
-    if view.is_live and all(rank.state == "ended" for rank in view.ranks):
+    if is_paused:
+        kind = f"paused at {datetime.fromtimestamp(view.at, UTC):%H:%M:%S} UTC"
+    elif view.is_live and all(rank.state == "ended" for rank in view.ranks):
         kind = "last values"
     elif view.is_live:
         kind = "live" if age < 10 else f"live, {format_age(age)} ago"
@@ -65,7 +67,8 @@ def header(view: RunView, width: int, now: float) -> Text:
     line.append(f" {ranks}")
     if silent:
         line.append(f", {silent} silent", style=BAD)
-    line.append(f" | {kind}", style=DIM)
+    line.append(" | ", style=DIM)
+    line.append(kind, style=WARN if is_paused else DIM)
     line.append(f" | {printable(view.source)}", style=DIM)
     line.truncate(width, overflow="ellipsis")
     facts = Text(no_wrap=True)

@@ -100,7 +100,7 @@ class TopScreen(App[None]):
 
     def compose(self) -> ComposeResult:
         """Yield the widgets."""
-        yield Panel("header", lambda view, width, _: panels.header(view, width, self._now()))
+        yield Panel("header", self._draw_header)
         with Container(id="panels"):
             yield Panel("time", panels.time_panel)
             yield Panel("comm", panels.comm_panel)
@@ -116,6 +116,9 @@ class TopScreen(App[None]):
             with VerticalScroll(id="alerts-box"):
                 yield Static(id="alerts", markup=False)
         yield Footer(show_command_palette=False)
+
+    def _draw_header(self, view: RunView, width: int, _: int) -> Text:
+        return panels.header(view, width, self._now(), is_paused=self._is_paused)
 
     def on_mount(self) -> None:
         """Begin to read the run."""
@@ -141,6 +144,7 @@ class TopScreen(App[None]):
         """Stop reading, or go on."""
         self._is_paused = not self._is_paused
         self.notify("paused" if self._is_paused else "reading again", timeout=2)
+        self._draw()
 
     def _read_on(self) -> None:
         while not self._stopped.is_set():

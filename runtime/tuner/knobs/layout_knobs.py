@@ -73,7 +73,7 @@ class ZeroLayouts:
             if wanted[name] != now[name]:
                 zero[name] = self._offload_block(on=bool(wanted[name]))
         config = merged(self._source.config, {ZERO: zero})
-        return training_config(config) if self._is_training_run else config
+        return training_config(config, is_candidate=True) if self._is_training_run else config
 
     def unsupported_reason(self, target: Configuration) -> str | None:
         """Return why the engine cannot be rebuilt with a layout; None if no reason is known."""

@@ -205,6 +205,21 @@ def test_a_configuration_that_a_training_run_cannot_read_is_explained(ds_json, c
     assert str(caught.value).startswith(fault)
 
 
+def test_only_a_config_that_is_used_logs_what_is_changed_in_it(caplog):
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1, "overlap_comm": True},
+    }
+
+    candidate = training_config(config, is_candidate=True)
+    before = [record for record in caplog.records if record.levelname == "WARNING"]
+    used = training_config(config)
+
+    assert before == []
+    assert candidate == used
+    assert "overlap_comm disabled" in caplog.text
+
+
 @pytest.mark.parametrize("stage", ["x", [1], None, 7, -1, float("inf")], ids=repr)
 def test_a_zero_stage_that_does_not_exist_is_refused(stage):
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}

@@ -130,6 +130,21 @@ def test_a_bar_redraws_one_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -
     assert " step 4/4" in stream.getvalue()
 
 
+@pytest.mark.parametrize("width", [8, 30, 45, 60, 80, 200])
+def test_a_bar_shows_no_part_of_a_figure(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    plain, wide = Terminal(), io.StringIO()
+    for stream in (plain, wide):
+        shown = progress(stream, Clock(), is_bar=True)
+        shown.on_step(step_record(120))
+
+    line = plain.getvalue().rpartition("\x1b[2K")[2].rstrip("\r")
+    whole = wide.getvalue().strip().removeprefix("zerowatch: ")
+    figures = [figure for figure in line.split(", ") if figure]
+    assert len(line) < width
+    assert figures == whole.split(", ")[: len(figures)]
+
+
 def test_a_closed_stream_does_not_raise() -> None:
     stream = io.StringIO()
     shown = progress(stream, Clock(), is_bar=False)

@@ -121,6 +121,18 @@ def test_the_place_is_in_a_file_and_names_the_line_of_the_script(
     assert line.endswith(", from line 3 of train.py")
 
 
+def test_a_compilation_is_named_before_training_is_initialized(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    started = monitor()
+    torch = compile("check(40.0)\ncheck(60.0)", "/site/torch/utils/cpp_extension.py", "exec")
+
+    exec(torch, {"__name__": "torch.utils.cpp_extension", "check": started.check})
+
+    (line,) = log.messages
+    assert "after 40 s: torch compiles a C++ extension" in line
+
+
 def test_nothing_is_logged_while_only_forward_passes_run(log: pytest.LogCaptureFixture) -> None:
     started = monitor(forward_only_ns=[10, 20, 20])
     started.start(initializing=True)

@@ -135,6 +135,17 @@ def test_ranks_are_sorted_by_the_key_s(live: RunView) -> None:
     on_screen(FixedRun(live), (80, 24), body)
 
 
+def test_a_paused_screen_is_marked_until_it_reads_again(live: RunView) -> None:
+    async def body(app: TopScreen, pilot: Pilot[None]) -> None:
+        await until(pilot, lambda: "night-7" in texts(app))
+        await pilot.press("space")
+        await until(pilot, lambda: "| paused at " in texts(app))
+        await pilot.press("space")
+        await until(pilot, lambda: "paused at " not in texts(app))
+
+    on_screen(FixedRun(live), (80, 24), body)
+
+
 def test_q_quits(live: RunView) -> None:
     ended = []
 
