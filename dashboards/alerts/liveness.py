@@ -7,7 +7,7 @@ from ...metrics.catalog import training, window
 from ...metrics.thresholds import RESTARTS_HIGH
 from .. import recording_rules as recorded
 from ..limits import above
-from ..promql import by, select
+from ..promql import IDENTITY, by, select
 from ..timing import MINUTE, Timing
 from .alert import NODE, NUMBER, RANK, RUN, Alert, InhibitRule
 from .communication import COMM_BOTTLENECK, COMM_RATIO_ROSE, LINK_SLOW, STRAGGLER_RANK
@@ -17,6 +17,8 @@ from .training import DATA_BOUND, LOW_DEVICE_UTILIZATION, MFU_DROPPED, OVERVIEW
 RANKS_MISSING = "ZerowatchRanksMissing"
 TARGET_NEVER_UP = "ZerowatchTargetNeverUp"
 TRAINING_STALLED = "ZerowatchTrainingStalled"
+# Hosts that an alert on a whole run names.
+HOSTS_NAMED = 4
 # How long a run or rank must be gone. With a scrape interval of a minute, one failed scrape raises
 # no alert, and an alert is sent within three minutes: 60 s until the next scrape, 10 s for its
 # timeout, 15 s until the next evaluation, these 75 s, and 20 s that Alertmanager waits.
@@ -55,6 +57,18 @@ def _last(rule: recorded.RecordingRule, time_range: str) -> str:
     return f"max_over_time({rule.select()}[{time_range}])"
 
 
+def _hosts(timing: Timing) -> str:
+    """Return a template that lists the hosts on which ranks of the run were last training."""
+    matchers = ", ".join(f"{label}=%q" for label in IDENTITY)
+    labels = " ".join(f"$labels.{label}" for label in IDENTITY)
+    seen = f"max_over_time({recorded.RANK_ACTIVE_TIME.select(matchers)}[{timing.history}])"
+    query = f"`topk({HOSTS_NAMED}, max by (node) ({seen}))`"
+    return (
+        f"{{{{ range $place, $host := printf {query} {labels} | query | sortByLabel `node` }}}}"
+        "{{ if $place }}, {{ end }}{{ $host.Labels.node }}{{ end }}"
+    )
+
+
 def _run_died(timing: Timing) -> Alert:
     # One rank that ended in good order is enough: Prometheus may not have read the end of others.
     # Earlier ends of the run do not count, because a run may be resumed under its id.
@@ -74,8 +88,9 @@ def _run_died(timing: Timing) -> Alert:
         summary=f"Training {RUN} has died",
         description=(
             "No rank of the run answers, and none ended in good order. A rank was last seen "
-            "training at {{ $value | humanizeTimestamp }}. Read the end of the launcher's output, "
-            "and restart the run from its last checkpoint. The alert ends when the run answers "
+            "training at {{ $value | humanizeTimestamp }}. Hosts of its ranks: "
+            f"{_hosts(timing)}. The end of the launcher's output names the rank that exited "
+            "first. Restart the run from its last checkpoint. The alert ends when the run answers "
             "again, or after six hours."
         ),
         dashboard=OVERVIEW,

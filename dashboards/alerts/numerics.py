@@ -43,9 +43,8 @@ def _loss_not_finite(timing: Timing) -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"The loss of training {RUN} is not a finite number",
         description=(
-            f"The loss was NaN or infinite in {NUMBER} steps of the last five minutes. The "
-            "dashboard shows whether this continues. If it does, stop the run and return to the "
-            "last good checkpoint."
+            f"The loss was NaN or infinite in {NUMBER} steps of the last five minutes. If "
+            "the loss stays so, stop the run and return to the last good checkpoint."
         ),
         dashboard=ANATOMY,
     )

@@ -157,9 +157,10 @@ CASES = (
             dashboard="zerowatch-overview",
             summary="Training night-7 has died",
             description="No rank of the run answers, and none ended in good order. A rank was last "
-            "seen training at 1970-01-01 00:09:55 +0000 UTC. Read the end of the launcher's "
-            "output, and restart the run from its last checkpoint. The alert ends when the run "
-            "answers again, or after six hours.",
+            "seen training at 1970-01-01 00:09:55 +0000 UTC. Hosts of its ranks: node-0, node-1. "
+            "The end of the launcher's output names the rank that exited first. Restart the run "
+            "from its last checkpoint. The alert ends when the run answers again, or after six "
+            "hours.",
         ),
     ),
     Case(
