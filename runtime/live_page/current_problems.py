@@ -30,6 +30,8 @@ SEVERITIES = ("critical", "warning", "info")
 Limit = Callable[[Threshold], float]
 # Age of the last update of the metrics from which they count as stale.
 STALE_SECONDS = 30.0
+# For so long a loss that was not finite is a problem, as in the alert.
+NONFINITE_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,7 @@ def current_problems(
     slow: Mapping[int, Mapping[str, float]],
     thresholds: Mapping[str, float],
     now: float,
+    nonfinite_at: float | None = None,
 ) -> list[Problem]:
     """Return the problems of now, critical ones first; none of a run that has ended.
 
@@ -63,6 +66,7 @@ def current_problems(
         slow: By rank the phases in which it is slow, with its score.
         thresholds: Thresholds that the settings replace, by name.
         now: Unix time.
+        nonfinite_at: Unix time of the last loss that was not finite, if known.
     """
     if not snapshot.value(training.RUN_ACTIVE) or training.RUN_END_INFO in snapshot.values:
         return []
@@ -70,7 +74,7 @@ def current_problems(
     limit = limit_of(thresholds)
     found = [
         *problems_of_rank(snapshot, 0, limit),
-        *_of_progress(snapshot, recent, now),
+        *_of_progress(snapshot, recent, now, nonfinite_at),
         *_of_communication(snapshot, recent, slow, limit),
         *_of_memory(snapshot, limit),
     ]
@@ -109,7 +113,9 @@ def problems_of_rank(snapshot: Snapshot, rank: int, limit: Limit) -> Iterator[Pr
             )
 
 
-def _of_progress(snapshot: Snapshot, recent: Point | None, now: float) -> Iterator[Problem]:
+def _of_progress(
+    snapshot: Snapshot, recent: Point | None, now: float, nonfinite_at: float | None
+) -> Iterator[Problem]:
     updated_at = snapshot.value(overhead.WATCH_LAST_UPDATE_TIMESTAMP)
     if updated_at is not None and now - updated_at > STALE_SECONDS:
         yield Problem(
@@ -123,6 +129,12 @@ def _of_progress(snapshot: Snapshot, recent: Point | None, now: float) -> Iterat
             severity="critical",
             text=f"{recent.nonfinite_losses} of the last {recent.steps} steps had a loss that is "
             "not finite",
+        )
+    elif nonfinite_at is not None and now - nonfinite_at < NONFINITE_SECONDS:
+        yield Problem(
+            alert="ZerowatchLossNotFinite",
+            severity="critical",
+            text=f"the last loss that is not finite was {now - nonfinite_at:.0f} s ago",
         )
     if snapshot.value(tuner.TUNER_STATE, "safe_mode"):
         yield Problem(

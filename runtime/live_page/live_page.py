@@ -99,6 +99,7 @@ class LivePage:
             "/live/events": self._events,
             "/live/state": self._poll,
             "/live/older": lambda _: self._older_steps(),
+            "/live/runbook": _runbook,
         }
 
     def on_step(self, record: StepRecord) -> None:
@@ -158,6 +159,7 @@ class LivePage:
             thresholds=self._thresholds,
             run_id=self._run_id(),
             now=now,
+            nonfinite_at=self._history.nonfinite_at,
         )
         body = orjson.dumps(state)
         self._state = now, end, body
@@ -209,6 +211,23 @@ def page_url(address: str | None, settings: ServeSettings) -> str | None:
 
 def _json(body: bytes) -> Response:
     return Response(content_type="application/json", body=body)
+
+
+def _runbook(request: Request) -> Response:
+    """Answer with the section of the runbook on an alert, as it is written."""
+    alert = parse_qs(request.query).get("alert", [""])[0]
+    section = _sections().get(alert)
+    status = HTTPStatus.NOT_FOUND if section is None else HTTPStatus.OK
+    body = section or "The runbook has no section on this alert.\n"
+    return Response(content_type="text/plain; charset=utf-8", body=body.encode(), status=status)
+
+
+@cache
+def _sections() -> Mapping[str, str]:
+    """Return the sections of the runbook by alert."""
+    file = resources.files(_ROOT.rpartition(".")[0]).joinpath("dashboards/runbook.md")
+    sections = file.read_text("utf-8").split("\n## ")[1:]
+    return {section.partition("\n")[0]: f"## {section}" for section in sections}
 
 
 @cache

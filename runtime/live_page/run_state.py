@@ -49,6 +49,7 @@ def run_state(
     thresholds: Mapping[str, float],
     run_id: str | None,
     now: float,
+    nonfinite_at: float | None = None,
 ) -> dict[str, object]:
     """Return the state of the run, as values that can be converted to JSON. Unknown is None.
 
@@ -59,9 +60,15 @@ def run_state(
         thresholds: Thresholds of alerts that the settings replace.
         run_id: The id of the run.
         now: Unix time.
+        nonfinite_at: Unix time of the last loss that was not finite, if known.
     """
     problems = current_problems(
-        snapshot, recent=recent, slow=ranks.slow, thresholds=thresholds, now=now
+        snapshot,
+        recent=recent,
+        slow=ranks.slow,
+        thresholds=thresholds,
+        now=now,
+        nonfinite_at=nonfinite_at,
     )
     return {
         "now": now,

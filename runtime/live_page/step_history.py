@@ -138,6 +138,9 @@ class StepHistory:
 
     Args:
         cause_seconds: Returns the exposed seconds of the run so far, in the order of CAUSES.
+
+    Attributes:
+        nonfinite_at: Unix seconds of the last step with a loss that is not finite; None if none had.
     """
 
     def __init__(self, cause_seconds: Callable[[], Sequence[float]]) -> None:
@@ -149,6 +152,7 @@ class StepHistory:
         self._num_closed = 0
         self._last_ended_at = self._clock_shift = 0.0
         self._lock = threading.Lock()
+        self.nonfinite_at: float | None = None
 
     @property
     def num_closed(self) -> int:
@@ -162,6 +166,8 @@ class StepHistory:
             self._clock_shift += self._last_ended_at + record.seconds - ended_at
             ended_at = self._last_ended_at + record.seconds
         self._last_ended_at = ended_at
+        if record.nonfinite_loss:
+            self.nonfinite_at = record.ended_at_unix_seconds
         point = single_step(
             step=record.step,
             ended_at=ended_at,

@@ -110,7 +110,7 @@
     badge.textContent = state.status.replaceAll("_", " ");
     badge.className = `badge ${GOOD.includes(state.status) ? "good"
       : NEUTRAL.includes(state.status) ? "" : "bad"}`;
-    byId("problems").replaceChildren(...state.problems.map(problem));
+    showProblems(state.problems);
     byId("cards").replaceChildren(...cards(state));
     byId("phases").replaceChildren(...phases(state.phases));
     byId("causes").replaceChildren(...causes(communication));
@@ -140,9 +140,23 @@
       known(training.step) ? `step ${training.step}` : "";
   }
 
+  /** Show the problems. Only what has changed is replaced: a link must stay to be clicked. */
+  function showProblems(problems) {
+    const shown = JSON.stringify(problems);
+    if (shown === page.problems) return;
+    page.problems = shown;
+    byId("problems").replaceChildren(...problems.map(problem));
+  }
+
   function problem(each) {
     const item = element("li", undefined, each.severity);
     item.append(element("b", each.alert), each.text);
+    if (!token()) { // a link cannot send one
+      const link = element("a", "what to do");
+      link.href = `${base}live/runbook?alert=${encodeURIComponent(each.alert)}`;
+      link.target = "_blank";
+      item.append(" ", link);
+    }
     return item;
   }
 

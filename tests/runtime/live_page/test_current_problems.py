@@ -33,13 +33,14 @@ def last_minute(**changes):
 HEALTHY = last_minute(comm_exposed_seconds=0.05)
 
 
-def problems(recorder, *, recent=HEALTHY, slow=None, thresholds=None):
+def problems(recorder, *, recent=HEALTHY, slow=None, thresholds=None, nonfinite_at=None):
     return current_problems(
         recorder.snapshot(),
         recent=recent,
         slow=slow or {},
         thresholds=thresholds or {},
         now=NOW,
+        nonfinite_at=nonfinite_at,
     )
 
 
@@ -134,3 +135,14 @@ def test_a_run_that_has_ended_has_no_problems(recorder):
     recorder.set(training.RUN_ACTIVE, 0)
 
     assert names(recorder) == []
+
+
+def test_a_loss_that_was_not_finite_is_a_problem_for_as_long_as_in_the_alert(recorder):
+    history = StepHistory(lambda: [0.0] * len(CAUSES))
+    history.add(step_record(1, nonfinite_loss=True, ended_at_unix_seconds=NOW - 200))
+
+    [problem] = problems(recorder, nonfinite_at=history.nonfinite_at)
+
+    assert (problem.alert, problem.severity) == ("ZerowatchLossNotFinite", "critical")
+    assert "200 s ago" in problem.text
+    assert names(recorder, nonfinite_at=NOW - 301) == []

@@ -112,6 +112,16 @@ def test_a_number_of_thousands_of_digits_is_no_number_of_a_point(run):
     assert (status, json.loads(text)["points"]["reset"]) == (200, True)
 
 
+def test_each_problem_has_its_section_of_the_runbook(run):
+    status, _, text = get(run.address, "/live/runbook?alert=ZerowatchRankHung")
+    unknown, _, _ = get(run.address, "/live/runbook?alert=../settings")
+
+    assert (status, unknown) == (200, 404)
+    assert text.startswith("## ZerowatchRankHung\n")
+    assert "### What to do" in text
+    assert "\n## " not in text
+
+
 def test_a_stream_is_refused_to_another_origin(run):
     def status(origin: str) -> int:
         host, port = run.address.rsplit(":", 1)
@@ -203,12 +213,12 @@ def test_the_pages_need_authorization_and_the_refusal_has_the_form_for_a_token(m
     secret = tmp_path / "token"
     secret.write_text("s3cret")
     run = make_run(auth_token_file=secret)
-    paths = ("/", "/live/state", "/live/older", "/live/events", "/metrics")
+    paths = ("/", "/live/state", "/live/older", "/live/events", "/live/runbook", "/metrics")
 
     refused = [get(run.address, path) for path in paths]
     admitted = get(run.address, "/live/state", Authorization="Bearer s3cret")
 
-    assert [status for status, _, _ in refused] == [401] * 5
+    assert [status for status, _, _ in refused] == [401] * 6
     assert 'id="token"' in refused[0][2]
     assert all("night-7" not in text for _, _, text in refused)
     assert admitted[0] == 200
