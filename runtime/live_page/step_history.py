@@ -140,7 +140,7 @@ class StepHistory:
         cause_seconds: Returns the exposed seconds of the run so far, in the order of CAUSES.
 
     Attributes:
-        nonfinite_at: Unix seconds of the last step with a loss that is not finite; None if none had.
+        nonfinite_at: Unix seconds of the last step whose loss was not finite; None without one.
     """
 
     def __init__(self, cause_seconds: Callable[[], Sequence[float]]) -> None:
