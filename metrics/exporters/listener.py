@@ -282,8 +282,8 @@ def listen(settings: ServeSettings, local_rank: int, site: RequestHandler) -> Li
             ) from None
         if port != ports[0]:
             logger.warning(
-                "port %d is taken: local rank %d serves on %d instead. Point Prometheus there, or "
-                "set serve.port.",
+                "port %d is taken: local rank %d serves on %d instead. /targets and targets.json "
+                "list that port; a Prometheus with targets of its own needs it, or set serve.port.",
                 ports[0],
                 local_rank,
                 listener.server_address[1],

@@ -63,7 +63,8 @@ def test_a_rank_uses_the_next_fallback_port_when_its_port_is_in_use(make_server,
     assert address == f"127.0.0.1:{next_port}"
     assert [record.message for record in caplog.records] == [
         f"port {port} is taken: local rank 0 serves on {next_port} instead. "
-        "Point Prometheus there, or set serve.port."
+        "/targets and targets.json list that port; a Prometheus with targets of its own needs it, "
+        "or set serve.port."
     ]
 
 
