@@ -30,6 +30,8 @@ PACKAGE = ("__init__.py", "errors.py", "metrics", "runtime")
 REPOSITORY_LINK = re.compile(
     r"\[([^\]]+)\]\((?:\.\./)+((?:runtime|metrics|dashboards|docker|tests)/[^)#]*|[A-Z]+\.md)(?:#[^)]*)?\)"
 )
+# A paragraph for readers of the repository, where the generated parts are missing.
+REPOSITORY_NOTE = re.compile(r"^\*In the repository.*?\n\n", re.MULTILINE | re.DOTALL)
 MARKER = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 
 
@@ -52,6 +54,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in what is generated; name files of the repository without a link to them."""
+    markdown = REPOSITORY_NOTE.sub("", markdown)
     markdown = MARKER.sub(lambda found: GENERATED[found[1]](), markdown)
     return REPOSITORY_LINK.sub(r"\1 (`\2`)", markdown)
 

@@ -16,7 +16,7 @@ _STANDARD_OUTPUT = Path("-")
 
 @click.command(short_help="Report where the time of a run went, and what to do next.")
 @click.argument(
-    "run_dir", type=click.Path(path_type=Path, file_okay=False), metavar="RUN_DIR", required=False
+    "run_dir", type=click.Path(path_type=Path, file_okay=False), metavar="[RUN_DIR]", required=False
 )
 @click.option(
     "--html",
@@ -49,7 +49,7 @@ def report(
     conditions: tuple[str, ...],
     lists_figures: bool,
 ) -> None:
-    """Report on the run whose folder is RUN_DIR, such as runs/20261123T005552-c44904.
+    """Report on the run whose folder is RUN_DIR, by default the newest run below ./runs.
 
     The terminal shows where the time went, the ranks, errors, and what to try next. The page adds
     charts, collectives, memory, devices, loss, and the tuner's decisions. It is one HTML file that
@@ -61,17 +61,21 @@ def report(
     Example: zerowatch report runs/nightly --markdown --fail-on 'comm_exposed_ratio>0.3'
     """
     from ...metrics.atomic_file import atomic_write
+    from ...metrics.settings import load_settings
     from ..reports.end_tables import print_end_tables
     from ..reports.fail_on import Condition
     from ..reports.run_summary import FIGURES
     from ..reports.write_report import REPORT_FILE, make_report
+    from ..top.run_source import newest_run
 
     if lists_figures:
         width = max(map(len, FIGURES))
         click.echo("\n".join(f"{name:{width}}  {text}" for name, text in FIGURES.items()))
         return
     if run_dir is None:
-        raise click.UsageError("Missing argument 'RUN_DIR'.", click.get_current_context())
+        if conditions:  # a check of another run than the intended one would go unnoticed
+            raise click.UsageError("--fail-on needs RUN_DIR.", click.get_current_context())
+        run_dir = newest_run(load_settings().run_log.folder)
     parsed = [Condition.parse(text) for text in conditions]
     summary, text = make_report(run_dir, form)
     if output is None:

@@ -68,7 +68,7 @@ def top(
     if not has_terminal():
         raise CommandLineError(
             "`zerowatch top` needs a terminal; with ssh use `ssh -t`, and for text use "
-            "`zerowatch report RUN_DIR --markdown`"
+            "`zerowatch report RUN_DIR`"
         )
     from ...metrics.settings import load_settings
     from ..top.http_client import Access, HttpClient

@@ -1126,7 +1126,7 @@ def _link_ratios(metrics: RecordedMetrics) -> Iterator[float]:
         for group, bandwidth in now.items():
             ratio = _ratio(bandwidth, best.get(group))
             if ratio is not None:
-                yield ratio
+                yield min(ratio, 1.0)  # a bandwidth above the best has not lasted yet
 
 
 def _memory_figures(memories: Sequence[DeviceMemory]) -> dict[str, float | None]:
@@ -1483,8 +1483,8 @@ def _time_findings(found: _Evidence) -> Iterator[Finding]:
             name="stalls",
             sentence=f"The slowest hundredth of the steps took {slow / median:.1f} times the "
             "median or more.",
-            advice="Look at the phases of these steps in the chart of step time: data loading, "
-            "other jobs on the host, and garbage collection make single steps stall.",
+            advice="Look at the phases of these steps in the report's chart of step time: data "
+            "loading, other jobs on the host, and garbage collection make single steps stall.",
         )
 
 
@@ -1515,6 +1515,14 @@ def _device_findings(found: _Evidence) -> Iterator[Finding]:
             )
 
 
+def _advice_on_monitoring(found: _Evidence) -> str:
+    profile = found.run.settings.get("profile")
+    every = profile.get("every_steps") if isinstance(profile, Mapping) else None
+    if isinstance(every, int) and every > 0:
+        return f"Every step number {every} was profiled, which costs most: raise profile.every_steps."
+    return "Steps of a few milliseconds cost most; the page of the report has a table of its parts."
+
+
 def _monitoring_findings(found: _Evidence) -> Iterator[Finding]:
     ratio = found.figure("monitoring_ratio")
     if ratio > found.limit(WATCH_RATIO_HIGH):
@@ -1522,7 +1530,7 @@ def _monitoring_findings(found: _Evidence) -> Iterator[Finding]:
             severity="info",
             name="monitoring_cost",
             sentence=f"Monitoring took {percent(ratio)} of the ranks' time.",
-            advice="Steps of a few milliseconds cost most; see the table of its parts.",
+            advice=_advice_on_monitoring(found),
             cost_ratio=ratio,
         )
 

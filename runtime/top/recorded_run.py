@@ -66,7 +66,7 @@ def recorded_view(summary: RunSummary, at: float) -> RunView:
         summary: The summary.
         at: Unix time at which rank 0 last wrote to the folder.
     """
-    exposed = summary.figures["comm_exposed_ratio"]
+    exposed, step_seconds = summary.figures["comm_exposed_ratio"], summary.figures["step_seconds"]
     return RunView(
         run_id=summary.run_id,
         status=summary.status.replace("_", " "),
@@ -78,7 +78,11 @@ def recorded_view(summary: RunSummary, at: float) -> RunView:
         phases=_shares(summary.phases),
         exposed=None
         if exposed is None
-        else Share(name="exposed", ratio=exposed, seconds_per_step=None),
+        else Share(
+            name="exposed",
+            ratio=exposed,
+            seconds_per_step=None if step_seconds is None else exposed * step_seconds,
+        ),
         causes=_causes(summary.causes),
         memory=[
             MemoryView(

@@ -22,6 +22,7 @@ from .run_view import RunView
 Get = Callable[[str], bytes]
 _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}")
 _RUN_FILES = ("settings.json", "attempts.jsonl", "rank-0.jsonl")
+_OTHERS = ", or the address of rank 0 such as http://node-0:9464/targets"
 
 
 class RunSource(Protocol):
@@ -182,10 +183,10 @@ def open_source(
         CommandLineError: There is no such run.
     """
     if argument is None:
-        return RunFolder(newest_run(runs), get)
+        return RunFolder(newest_run(runs, others=_OTHERS), get)
     if Path(argument).is_dir():
         folder = Path(argument)
-        return RunFolder(folder if _is_run(folder) else newest_run(folder), get)
+        return RunFolder(folder if _is_run(folder) else newest_run(folder, others=_OTHERS), get)
     url = targets_url(argument)
     if url is None:
         raise CommandLineError(
@@ -212,8 +213,12 @@ def targets_url(argument: str) -> str | None:
     return text if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/targets"
 
 
-def newest_run(runs: Path) -> Path:
+def newest_run(runs: Path, *, others: str = "") -> Path:
     """Return the run folder to which rank 0 wrote last.
+
+    Args:
+        runs: The folder of run folders.
+        others: What the user may give instead of a run folder, for the error.
 
     Raises:
         CommandLineError: There is none.
@@ -223,10 +228,7 @@ def newest_run(runs: Path) -> Path:
     except OSError:
         found = []
     if not found:
-        raise CommandLineError(
-            f"no run below {runs}; give a run folder, or the address of rank 0 such as "
-            "http://node-0:9464/targets"
-        )
+        raise CommandLineError(f"no run below {runs}; give a run folder{others}")
     return max(found, key=last_write)
 
 

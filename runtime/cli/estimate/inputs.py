@@ -233,7 +233,8 @@ def _samples(config: Mapping[str, Any], topology: Topology, steps: int) -> int:
         return samples
     if isinstance(total, int):
         return max(1, total // (steps * topology.data_parallel))
-    raise CommandLineError(f"{MICRO_BATCH} is not in the configuration; give --micro-batch")
+    state = "not in the configuration" if samples is None else f"{samples!r} there"
+    raise CommandLineError(f"{MICRO_BATCH} is {state}; give --micro-batch")
 
 
 def _activations(

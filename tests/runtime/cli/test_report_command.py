@@ -61,6 +61,19 @@ def test_a_terminal_shows_the_tables_the_ranks_and_what_is_missing(
     assert "rank-1.jsonl: the last line is cut" in out
 
 
+def test_without_a_folder_the_newest_run_is_reported_but_not_checked(
+    folder: Path, report: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parents[1])
+
+    code, out, _ = report()
+    refused, _, err = report("--fail-on", "steps>1")
+
+    assert code == 0
+    assert "runs/night/report.html" in out
+    assert refused == 2 and "needs RUN_DIR" in err
+
+
 def test_the_page_loads_nothing_from_elsewhere(folder: Path, report: Command) -> None:
     _, page, _ = report(folder, "--output", "-")
 

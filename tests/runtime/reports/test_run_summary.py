@@ -311,6 +311,25 @@ def test_a_note_that_a_start_has_reported_is_no_second_report(tmp_path: Path) ->
     assert summary_of(folder).figures["exit_reports"] == 1
 
 
+def test_profiled_steps_are_named_as_the_cost_of_monitoring(tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path / f"run-{every}", settings={"profile": {"every_steps": every}})
+        for every in (0, 10)
+    ]
+    for folder in folders:
+        with RecordedRank(folder) as rank:
+            record_metrics(rank.recorder)
+            rank.recorder.add(overhead.WATCH_SECONDS, 1.0, "hooks")
+
+    advice = [
+        next(f.advice for f in summary_of(folder).findings if f.name == "monitoring_cost")
+        for folder in folders
+    ]
+
+    assert "few milliseconds" in advice[0]
+    assert "profile.every_steps" in advice[1]
+
+
 @pytest.mark.parametrize("phase", ["data", "forward"])
 def test_the_advice_on_a_slow_rank_is_on_the_phase_in_which_it_is_slow(
     tmp_path: Path, phase: str
