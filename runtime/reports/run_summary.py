@@ -1519,7 +1519,9 @@ def _advice_on_monitoring(found: _Evidence) -> str:
     profile = found.run.settings.get("profile")
     every = profile.get("every_steps") if isinstance(profile, Mapping) else None
     if isinstance(every, int) and every > 0:
-        return f"Every step number {every} was profiled, which costs most: raise profile.every_steps."
+        return (
+            f"Every step number {every} was profiled, which costs most: raise profile.every_steps."
+        )
     return "Steps of a few milliseconds cost most; the page of the report has a table of its parts."
 
 
