@@ -68,6 +68,12 @@ _MODULES = {
     "initialize": "runtime.entry_points",
     "watch": "runtime.entry_points",
 }
+# The extra that a name needs. Without it, the name stands for a class that cannot be created.
+_EXTRAS = {
+    "AccelerateTracker": "hf",
+    "LightningCallback": "lightning",
+    "TransformersCallback": "hf",
+}
 __all__ = [
     "AccelerateTracker",
     "BatchError",
@@ -102,8 +108,23 @@ def __getattr__(name: str) -> object:
     if name == "__version__":
         return import_module("importlib.metadata").version(__name__)
     if name in _MODULES:
-        return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+        try:
+            return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+        except ModuleNotFoundError as error:
+            if name not in _EXTRAS:
+                raise
+            return _without_extra(name, error.name or str(error))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _without_extra(name: str, missing: str) -> type:
+    """Return a class in place of one that cannot be imported, so that help() and `*` work."""
+    needs = f"zerowatch.{name} needs {missing}: pip install 'zerowatch[{_EXTRAS[name]}]'"
+
+    def refuse(self: object, *args: object, **kwargs: object) -> None:
+        raise ModuleNotFoundError(needs, name=missing)
+
+    return type(name, (), {"__init__": refuse, "__doc__": needs, "__module__": __name__})
 
 
 def __dir__() -> list[str]:

@@ -7,6 +7,7 @@ visible together: a snapshot contains all of them or none.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from bisect import bisect_left
@@ -68,6 +69,38 @@ class Snapshot:
     def distribution(self, spec: MetricSpec, *labels: str) -> Distribution | None:
         """Return the histogram of one series, or None if nothing was observed."""
         return self.distributions.get(spec, {}).get(labels)
+
+    def series(self) -> dict[str, float]:
+        """Return all values by name and labels, as `/metrics` has them, without the label `rank`.
+
+        Of a histogram there are the sum and the count.
+
+        Examples:
+            >>> snapshot.series()['zerowatch_phase_seconds_total{phase="forward"}']
+            4.73
+        """
+        found = {
+            _series_name(spec.name, spec, labels): value
+            for spec, series in self.values.items()
+            for labels, value in series.items()
+        }
+        for spec, distributions in self.distributions.items():
+            for labels, seen in distributions.items():
+                found[_series_name(f"{spec.name}_sum", spec, labels)] = seen.sum
+                found[_series_name(f"{spec.name}_count", spec, labels)] = float(seen.count)
+        return found
+
+    def __repr__(self) -> str:
+        """Return the number of the series. `series` returns their values."""
+        return f"<Snapshot of {len(self.series())} series; series() returns them by name>"
+
+
+def _series_name(name: str, spec: MetricSpec, labels: LabelValues) -> str:
+    text = ",".join(
+        f"{label}={json.dumps(value, ensure_ascii=False)}"
+        for label, value in zip(spec.label_names, labels, strict=True)
+    )
+    return f"{name}{{{text}}}" if text else name
 
 
 class _Histogram:

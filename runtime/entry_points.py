@@ -10,6 +10,7 @@ import atexit
 import difflib
 import functools
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     import torch
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.hooks import RemovableHandle
+
+logger = logging.getLogger(__name__)
 
 # How long a process waits at exit for collectives that the script never waited for. The backend
 # waits for these collectives in any case.
@@ -197,7 +200,8 @@ def watch(
 
     Args:
         engine: A DeepSpeed engine, or the model that the training loop calls, with all its
-            wrappers. If it is watched already, its watch is returned unchanged.
+            wrappers. If it is watched already, its watch is returned unchanged; other settings are
+            then ignored with a warning.
         optimizer: The optimizer of the model; each call of its `step` is a step. Not used with an
             engine.
         settings: Settings nested as in zerowatch.toml. With an engine, they may also be the second
@@ -216,9 +220,15 @@ def watch(
         watched = engine
     else:
         watched = _torch_engine(engine, optimizer)
+    loaded = load_settings(settings, read_zerowatch_block(block))
     if running is not None and running.is_open and running.watches(watched):
+        if settings and loaded != running.settings:
+            logger.warning(
+                "zerowatch.watch: this is watched already, with other settings, which stay. Call "
+                "close() on its watch first to watch it with the new ones."
+            )
         return running
-    opened = _open_watch(watched, load_settings(settings, read_zerowatch_block(block)))
+    opened = _open_watch(watched, loaded)
     if watched is engine:
         engine.watch = opened
     return opened
@@ -444,8 +454,13 @@ def _torch_engine(model: Any, optimizer: Any) -> Any:
                 f"{type(optimizer).__name__}; call zerowatch.watch(model, optimizer)"
             )
         optimizer = inner
-    from .common.torch_engine import torch_engine
+    from .common.torch_engine import torch_engine, trains
 
+    if not trains(optimizer, model):
+        logger.warning(
+            "zerowatch.watch: the optimizer has no parameter of the model, so its steps may train "
+            "another model. If the model was made again, make the optimizer again, too."
+        )
     return torch_engine(model, optimizer)
 
 

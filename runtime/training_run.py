@@ -439,6 +439,14 @@ class TrainingRun:
         """
         self._window_runner.replay.on_window_abort.append(undo)
 
+    def __repr__(self) -> str:
+        """Return the steps and samples of the run, and the state of its watch."""
+        return f"<zerowatch.TrainingRun: {self.steps} steps, {self.samples} samples, {self.watch}>"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows for the run: the state of its watch."""
+        return self.watch._repr_html_()
+
     def close(self) -> None:
         """Close the watch and free the run's resources. Safe to call twice."""
         self._undo.close()

@@ -244,6 +244,23 @@ def test_the_public_names_are_listed_before_they_are_imported(tmp_path: Path) ->
     assert set(loaded).isdisjoint(HEAVY)
 
 
+def test_a_name_of_an_extra_can_be_read_without_its_library(tmp_path: Path) -> None:
+    script = (
+        "import sys; sys.modules |= dict.fromkeys(['accelerate', 'transformers', 'lightning']);"
+        "from zerowatch import AccelerateTracker;"  # help(zerowatch) reads each name
+        "print(AccelerateTracker.__doc__);"
+        "AccelerateTracker()"
+    )
+    command = [sys.executable, "-c", script]
+
+    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
+
+    assert "zerowatch[hf]" in done.stdout
+    assert done.stderr.splitlines()[-1].startswith(
+        "ModuleNotFoundError: zerowatch.AccelerateTracker"
+    )
+
+
 def test_the_version_is_that_of_the_installed_package() -> None:
     assert zerowatch.__version__ == version("zerowatch")
 

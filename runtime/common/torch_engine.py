@@ -112,6 +112,12 @@ def torch_engine(model: nn.Module, optimizer: torch.optim.Optimizer) -> TorchEng
     return engine
 
 
+def trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether an optimizer has a parameter of a model."""
+    own = {id(one) for one in model.parameters()}
+    return any(id(one) in own for group in optimizer.param_groups for one in group["params"])
+
+
 def trained_model(optimizer: torch.optim.Optimizer) -> nn.Module | None:
     """Return the outermost module that holds the parameters of an optimizer; None without one.
 

@@ -11,6 +11,7 @@ hooks. The optimizer has hooks of its own for steps, which its copies and pickle
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import weakref
@@ -19,18 +20,24 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..common.device_scalar import ScalarOrPending, scalar
 from ..common.fail_open import FailOpen
 from ..common.patching import PatchSet
 from ..common.phase_timer import BACKWARD, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseTimer
-from ..common.torch_engine import TorchEngine
+from ..common.torch_engine import TorchEngine, trains
 from .batch_shape import BatchShape, batch_shape
 from .generated_tokens import GenerationCounts
 from .memory_hooks import MemoryHooks
 from .raw_step import StepCounts
 from .step_collector import StepCollector
 
+logger = logging.getLogger(__name__)
+
+# After so many steps of other optimizers without one of the watched optimizer, it is checked
+# whether they train the watched model.
+OTHER_STEPS = 10
 GradScaler = torch.amp.grad_scaler.GradScaler
 _Loss = tuple[ScalarOrPending, float | None]  # a loss, and the number it was divided by
 
@@ -80,6 +87,8 @@ class TorchHooks:
         self._unscaled: tuple[weakref.ref[torch.Tensor], _Loss] | None = None
         self._passes: list[int] = []  # the phases that these hooks have entered
         self._steps_with_closure = False
+        self._other_steps = 0  # of other optimizers since the last step of the watched one
+        self._is_other_logged = False
         self._on_batch_start = fail_open.wrap("batch risk", memory.on_batch_start)
         self._on_gradients = fail_open.wrap("memory categories", memory.on_backward_end)
         self._on_update_start = fail_open.wrap("memory categories", memory.on_update_start)
@@ -94,9 +103,11 @@ class TorchHooks:
         assert optimizer is not None  # the caller of `watch` holds it
         before = fail_open.wrap("step", self._on_step_start)
         after = fail_open.wrap("step", self._on_step_end)
+        other = fail_open.wrap("step", self._on_other_step)
         self._handles = [
             optimizer.register_step_pre_hook(lambda _, args, kwargs: before(args, kwargs)),
             optimizer.register_step_post_hook(lambda _, args, kwargs: after()),
+            register_optimizer_step_post_hook(lambda stepped, args, kwargs: other(stepped)),
         ]
 
     def restore(self) -> None:
@@ -253,6 +264,7 @@ class TorchHooks:
     def _on_step_end(self, *, skipped: bool = False) -> None:
         if not self._is_on_training_thread():
             return
+        self._other_steps = 0
         self._leave_to(0)
         self._mark_calls(OTHER)
         engine = self._engine()
@@ -267,6 +279,20 @@ class TorchHooks:
                 counts.losses = []  # divided by another number: what the losses were is not known
         self._begin_step()
         self._collect(counts)
+
+    def _on_other_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Log once if another optimizer trains the model and the watched one does not."""
+        engine = self._engine()
+        if self._is_other_logged or engine is None or optimizer is engine.optimizer:
+            return
+        self._other_steps += 1
+        if self._other_steps % OTHER_STEPS == 0 and trains(optimizer, engine.model):
+            self._is_other_logged = True
+            logger.warning(
+                "another optimizer trains the watched model, and the watched optimizer does not: "
+                "these steps are not counted. If the optimizer was made again, call "
+                "zerowatch.watch(model, optimizer) again."
+            )
 
     def _begin_step(self) -> None:
         self._counts, self._divisors = StepCounts(), []

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import queue
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 from ...metrics.step_record import StepRecord
@@ -66,9 +67,10 @@ class Subscriptions:
             on_end: Called by `close` after the last record, on the same thread.
         """
         if not self._closed:
-            wrap = self._fail_open.wrap
-            self._listeners.append(wrap(name, listener, BaseException, is_kept=True))
-            self._ends.append(wrap(name, on_end, BaseException))
+            # One hook for both: an end that fails like the calls before it is not logged again.
+            call = self._fail_open.wrap(name, _call, BaseException, is_kept=True)
+            self._listeners.append(lambda record: call(partial(listener, record)))
+            self._ends.append(lambda: call(on_end))
             self._start()
 
     def enqueue(self, record: StepRecord) -> None:
@@ -142,3 +144,7 @@ class Subscriptions:
                 listener(record)
         for end in self._ends:
             end()
+
+
+def _call(body: Callable[[], object]) -> None:
+    body()

@@ -220,7 +220,12 @@ class Watch:
         return self._instrumentation.checkpoints.saving()
 
     def snapshot(self) -> Snapshot:
-        """Return all metric values as they are now."""
+        """Return all metric values as they are now.
+
+        Examples:
+            >>> watch.snapshot().series()["zerowatch_steps_total"]
+            128.0
+        """
         return self.recorder.snapshot()
 
     def close(
@@ -280,6 +285,22 @@ class Watch:
                 self._close_parts(self._server.close)
         else:
             self._server.close_after_final_scrape(self._withdraw_targets)
+
+    def __repr__(self) -> str:
+        """Return the state of the run on this rank in one line."""
+        shown = self.fail_open.call("repr", self._text)
+        return f"<{shown or 'zerowatch.Watch'}>"
+
+    def _text(self) -> str:
+        from .watch_html import watch_text
+
+        return watch_text(
+            self.snapshot(),
+            run_id=self.run_id,
+            is_open=self.is_open,
+            page_url=self.live_page_url,
+            folder=self.run_folder,
+        )
 
     def _repr_html_(self) -> str:
         """Return the state of the run on this rank, which a notebook shows for the object."""
@@ -392,6 +413,10 @@ class NullWatch:
 
     def close(self) -> None:
         """Do nothing."""
+
+    def __repr__(self) -> str:
+        """Return that monitoring is off."""
+        return "<zerowatch.Watch: monitoring is off>"
 
     def _repr_html_(self) -> str:
         """Return that monitoring is off."""

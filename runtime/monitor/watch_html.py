@@ -1,4 +1,4 @@
-"""Shows a watch in a notebook, as a small piece of HTML without scripts.
+"""Shows a watch in a notebook, as a small piece of HTML without scripts; and as a line of text.
 
 Colors come from the notebook's own theme, apart from the bars. Each value is that of a metric of
 this rank, or a sum of series of one metric. A value that is not known is left out.
@@ -28,6 +28,7 @@ _COLORS = {
     "other": "#9ca3af",
 }
 _STYLE = "font:13px/1.5 system-ui,sans-serif;max-width:560px"
+_LINK_STYLE = "color:inherit;text-decoration:underline"
 _TABLE_STYLE = "border-collapse:collapse;margin:.3em 0;font:inherit;color:inherit"
 # A share of the bar below this is listed, and not drawn.
 _SMALLEST_SHARE = 0.005
@@ -60,7 +61,7 @@ def watch_html(
     )
     state = _state(snapshot, is_open)
     link = (
-        f'<a style="color:inherit" href="{escape(page_url)}">live page</a> &middot; '
+        f'<a style="{_LINK_STYLE}" href="{escape(page_url)}">live page</a> &middot; '
         if page_url and is_open
         else ""
     )
@@ -71,6 +72,31 @@ def watch_html(
         f'<table style="{_TABLE_STYLE}">{rows}</table>'
         f"{_phase_bar(snapshot)}<div>{link}{where}</div></div>"
     )
+
+
+def watch_text(
+    snapshot: Snapshot,
+    *,
+    run_id: str | None,
+    is_open: bool,
+    page_url: str | None,
+    folder: Path | None,
+) -> str:
+    """Return the state of a run on this rank as one line. The arguments are those of `watch_html`.
+
+    Examples:
+        >>> watch_text(snapshot, run_id="night-7", is_open=True, page_url=None, folder=None)
+        'zerowatch.Watch night-7: training, 128 steps, loss 0.1232'
+    """
+    steps, loss = snapshot.value(training.STEPS), snapshot.value(training.LOSS)
+    parts = [
+        _state(snapshot, is_open),
+        f"{steps:,.0f} step{'' if steps == 1 else 's'}" if steps else None,
+        None if loss is None else f"loss {loss:.5g}",
+        f"live page {page_url}" if page_url and is_open else None,
+        f"run log {folder}" if folder else None,
+    ]
+    return f"zerowatch.Watch {run_id or 'without run id'}: {', '.join(filter(None, parts))}"
 
 
 def _state(snapshot: Snapshot, is_open: bool) -> str:

@@ -1560,6 +1560,12 @@ def _verdict(found: _Evidence, findings: Sequence[Finding]) -> str:
     compute = sum(found.figure(f"{phase}_ratio") for phase in _COMPUTE)
     exposed = found.figures["comm_exposed_ratio"]
     waited = "" if exposed is None else f", communication was waited for {percent(exposed)}"
+    outside = found.figure("other_ratio")
+    if outside > compute:
+        return (
+            f"{end}The phase other takes {percent(outside)} of the time: neither data loading nor "
+            f"a pass. Forward, backward and optimizer take {percent(compute)}{waited}."
+        )
     return (
         f"{end}Nothing holds this run back: forward, backward and optimizer take "
         f"{percent(compute)} of its time{waited}."

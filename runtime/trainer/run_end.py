@@ -173,6 +173,28 @@ class RunEnd:
         )
         self._host_group.close()  # raises an error on ranks that wait in this group
 
+    @contextmanager
+    def updating(self, place: str) -> Iterator[None]:
+        """End the run if Ctrl-C interrupts this context, in which weights are updated in part.
+
+        A notebook continues after an interrupt, and its next call would train on such weights.
+
+        Args:
+            place: Name of the function that updates.
+        """
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            self.end(error, place)
+            self._own_error = ZerowatchError(
+                f"this run has ended: {describe_error(error)[0]} interrupted {place}, so the "
+                "weights may be updated in part. Make the model and its TrainingRun again, and "
+                "load the last checkpoint"
+            )
+            raise
+
     def peer_failure(self) -> PeerFailedError | None:
         """Return the error of the other rank that ended the run; None if no other rank did."""
         with suppress(RuntimeError):

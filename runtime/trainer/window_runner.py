@@ -100,7 +100,7 @@ class WindowRunner:
         self.tuner_status_source: TunerStatusSource = no_tuner_status
         self.opened: WindowAgreement | None = None
         self._loss, self._engine_holder = loss, engine_holder
-        self._host_group, self._metrics = host_group, metrics
+        self._host_group, self._metrics, self._run_end = host_group, metrics, run_end
         engine = engine_holder.engine
         self.peak_history = PeakHistory(engine.watch, str(engine.device))
         self._guard = CollectiveGuard(host_group)
@@ -137,19 +137,20 @@ class WindowRunner:
             self._abort(local_batches, error)
             rng.restore()
             raise
-        skipped = self._update(local_batches, sums.weight / window.divisor)
-        sizes = split_sizes(window.num_samples, replayed.micro_batches)
-        result = StepResult(
-            step=self.steps + 1,
-            loss=sums.mean_loss,
-            samples=window.total_samples,
-            weight=sums.weight,
-            micro_batches=tuple(filter(None, sizes)),
-            replays=replayed.replays,
-            skipped=skipped,
-            seconds=perf_counter() - began,
-        )
-        self._commit(result)
+        with self._run_end.updating("engine.step()"):
+            skipped = self._update(local_batches, sums.weight / window.divisor)
+            sizes = split_sizes(window.num_samples, replayed.micro_batches)
+            result = StepResult(
+                step=self.steps + 1,
+                loss=sums.mean_loss,
+                samples=window.total_samples,
+                weight=sums.weight,
+                micro_batches=tuple(filter(None, sizes)),
+                replays=replayed.replays,
+                skipped=skipped,
+                seconds=perf_counter() - began,
+            )
+            self._commit(result)
         self._metrics.publish_window(
             result,
             own_samples=window.num_samples,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from zerowatch.metrics.catalog.communication import (
     COLLECTIVE_CALLS,
@@ -14,6 +15,7 @@ from zerowatch.metrics.catalog.communication import (
 from zerowatch.metrics.catalog.memory import OOMS
 from zerowatch.metrics.catalog.overhead import DEAD_THREADS
 from zerowatch.metrics.catalog.training import LOSS, RUN_INFO, SAMPLES, STEPS
+from zerowatch.metrics.exporters.prometheus import exposition
 from zerowatch.metrics.recorder import Recorder
 
 FACTS = ("run-1", "0.1.0", "2.13.0", "0.19.8", "gloo", "cpu", "2", "2")
@@ -173,3 +175,30 @@ def test_a_gauge_with_a_function_has_its_value_of_the_moment_of_the_snapshot():
 
     assert first.value(DEAD_THREADS) == 0
     assert recorder.snapshot().value(DEAD_THREADS) == 1
+
+
+def test_the_series_of_a_snapshot_have_the_names_and_values_of_the_exposition():
+    recorder = Recorder()
+    recorder.add(STEPS, 3)
+    recorder.set(LOSS, 0.25)
+    recorder.add(COLLECTIVE_CALLS, 2, "all_reduce", "dp", "backward")
+    recorder.observe(COLLECTIVE_DURATION, 0.5, "all_reduce")
+    recorder.set_info(RUN_INFO, 'a "quoted" \\ name', *FACTS[1:])
+    snapshot = recorder.snapshot()
+
+    _, text = exposition(snapshot, 0, "")
+    shown = {
+        (sample.name, *sorted(sample.labels.items() - {("rank", "0")})): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+        if not sample.name.endswith("_bucket")
+    }
+    ours = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for line, value in snapshot.series().items()
+        for family in text_string_to_metric_families(f"{line} {value}\n")
+        for sample in family.samples
+    }
+
+    assert ours == shown
+    assert f"{len(ours)} series" in repr(snapshot)

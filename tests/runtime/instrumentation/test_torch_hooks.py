@@ -18,10 +18,11 @@ from fakes.scraper import eventually
 from torch import nn
 
 import zerowatch
+from zerowatch.errors import SettingsError
 from zerowatch.metrics.catalog import training
 from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.common.torch_engine import steps_so_far, torch_engine, trained_model
-from zerowatch.runtime.instrumentation.torch_hooks import divisor_of
+from zerowatch.runtime.instrumentation.torch_hooks import OTHER_STEPS, divisor_of
 
 QUIET = {"serve": {"enabled": False}, "run_log": {"enabled": False}, "tuner": {"mode": "off"}}
 SAMPLES, WIDTH = 4, 8
@@ -311,6 +312,49 @@ def test_a_second_call_returns_the_same_watch() -> None:
         first = zerowatch.watch(model, optimizer, QUIET)
 
         assert zerowatch.watch(model, optimizer, QUIET) is first
+
+
+def test_other_settings_for_an_open_watch_are_checked_and_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, optimizer = make()
+
+    with records_of(model, optimizer):
+        first = zerowatch.watch(model, optimizer)
+        silent = not caplog.records
+        second = zerowatch.watch(model, optimizer, {"serve": {"port": 9999}})
+        with pytest.raises(SettingsError, match="port"):
+            zerowatch.watch(model, optimizer, {"serve": {"prot": 9999}})
+
+    assert silent and first is second
+    assert "close()" in caplog.text
+
+
+def test_an_optimizer_of_another_model_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    (model, _), (_, optimizer) = make(), make()
+
+    with records_of(model, optimizer):
+        assert "no parameter of the model" in caplog.text
+
+
+def test_an_optimizer_that_takes_the_place_of_the_watched_one_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, optimizer = make()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with records_of(model, optimizer):
+        for _ in range(2 * OTHER_STEPS):  # two optimizers that take turns, as Muon and AdamW
+            train_step(model, optimizer)
+            train_step(model, other)
+        silent = not caplog.records
+        for _ in range(2 * OTHER_STEPS):
+            train_step(*make())  # another model
+        for _ in range(2 * OTHER_STEPS):
+            train_step(model, other)
+        watch_again = [each for each in caplog.records if "another optimizer" in each.message]
+
+    assert silent and len(watch_again) == 1
 
 
 def test_the_watch_keeps_neither_the_model_nor_the_optimizer() -> None:

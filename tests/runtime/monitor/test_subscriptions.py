@@ -59,6 +59,21 @@ def test_a_listener_that_raises_anything_is_dropped_and_the_others_go_on(
     assert fail_open.failures == {"listener": 1}
 
 
+def test_what_fails_at_each_call_and_at_the_end_is_logged_once(
+    subscriptions: Subscriptions, fail_open: FailOpen, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no tracking server")
+
+    subscriptions.add_kept("sink", fail, fail)
+    for number in range(3):
+        subscriptions.enqueue(number)
+    subscriptions.close()
+
+    assert fail_open.failures == {"sink": 4}
+    assert len(caplog.records) == 1
+
+
 def test_records_that_a_blocked_listener_never_gets_are_counted_and_logged(
     subscriptions: Subscriptions, caplog: pytest.LogCaptureFixture
 ) -> None:

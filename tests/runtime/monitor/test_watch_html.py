@@ -128,4 +128,5 @@ def test_a_watch_shows_itself_in_a_notebook() -> None:
 
     assert "ended" in text
     assert "steps1" in text.replace(" ", "")
-    assert "off" in NullWatch()._repr_html_()
+    assert f"{watch.run_id}: ended (completed), 1 step, loss " in repr(watch)
+    assert "off" in NullWatch()._repr_html_() and "off" in repr(NullWatch())

@@ -251,3 +251,31 @@ def test_the_thread_ends_quietly_once_the_store_is_gone() -> None:
     peer.start()
 
     wait_until(lambda: not peer._thread.is_alive())
+
+
+def test_after_an_interrupted_update_each_call_says_that_the_run_has_ended() -> None:
+    (alone,) = run_ends(1)
+
+    def interrupted() -> None:
+        with alone.updating("engine.step()"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        call(alone, interrupted)
+
+    for _ in range(2):
+        error = raised_by(lambda: call(alone))
+        assert isinstance(error, ZerowatchError)
+        assert "KeyboardInterrupt" in str(error) and "checkpoint" in str(error)
+
+
+def test_an_error_in_an_update_passes_and_the_run_of_one_rank_may_continue() -> None:
+    (alone,) = run_ends(1)
+    own = ValueError("lr")
+
+    def fails() -> None:
+        with alone.updating("engine.step()"):
+            raise own
+
+    assert raised_by(lambda: call(alone, fails)) is own
+    assert call(alone) is None
