@@ -12,14 +12,27 @@ make all later lines useless.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import orjson
 
 from .exporters.series_table import Family, Series
 
 SCHEMA_VERSION = 1
+# A time beyond this, in the year 5138, is damage.
+MAX_UNIX_SECONDS = 1e11
+# The types of the fields of `MetricsHead`, `Family` and `Series`.
+_FIELD_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("run_id", "host", "node", "detail", "name", "kind", "help"), str),
+    **dict.fromkeys(("rank", "local_rank", "world_size", "attempt", "family"), int),
+    "interval_seconds": (int, float),
+    "instance": (str, type(None)),
+    "labels": dict,
+}
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,18 +131,36 @@ def decode(text: bytes) -> MetricsLine:
             raise ValueError(f"schema {schema} is of a later version of zerowatch")
         head = content.get("head")
         values = map(_as_float, content["values"])
+        session, unix_seconds = float(content["session"]), float(content["time"])
+        if not all(abs(each) < MAX_UNIX_SECONDS for each in (session, unix_seconds)):  # nor NaN
+            raise TypeError("no time")
         return MetricsLine(
-            session=float(content["session"]),
+            session=session,
             number=int(content["number"]),
-            unix_seconds=float(content["time"]),
-            head=None if head is None else MetricsHead(**head),
-            families=[Family(**family) for family in content.get("families", ())],
-            series=[Series(**series) for series in content.get("series", ())],
+            unix_seconds=unix_seconds,
+            head=None if head is None else _checked(MetricsHead, head),
+            families=[_checked(Family, family) for family in content.get("families", ())],
+            series=[_checked(Series, series) for series in content.get("series", ())],
             values=dict(zip(map(int, content["indices"]), values, strict=True)),
-            cost_seconds=content.get("cost_seconds"),
+            cost_seconds=_as_float(content.get("cost_seconds")),
         )
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError) as error:
         raise ValueError(f"not a line of the metrics log ({error!r})") from None
+
+
+def _checked(kind: Callable[..., T], fields: Mapping[str, Any]) -> T:
+    """Return a part of a line.
+
+    Raises:
+        TypeError: A field is missing, or has another type.
+    """
+    for name, value in fields.items():
+        if not isinstance(value, _FIELD_TYPES.get(name, object)):
+            raise TypeError(f"{name} is {value!r:.40}")
+    texts = (*fields.get("labels", {}).items(),)
+    if not all(isinstance(text, str) for pair in texts for text in pair):
+        raise TypeError(f"labels are {texts!r:.40}")
+    return kind(**fields)
 
 
 def _as_json(value: float | None) -> float | str | None:

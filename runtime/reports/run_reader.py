@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ...errors import ZerowatchError
 from ...metrics.atomic_file import regular_file_status
+from ...metrics.metrics_line import MAX_UNIX_SECONDS
 from ...metrics.step_record import SCHEMA_VERSION
 from ..common.exit_notes import unreported_notes
 from ..common.plain_text import printable
@@ -64,9 +65,9 @@ _COLLECTIVE_FIELDS = ("calls", "payload_bytes", "wire_bytes", "seconds")
 _GENERATION_FIELDS = ("calls", "sequences", "tokens", "seconds", "collectives", "gathered_bytes")
 # Fields of a record that hold the same in all records of a process, with their types.
 _IDENTITY: Mapping[str, type] = {"schema": int, "world_size": int, "local_rank": int, "host": str}
-# Times beyond this, in the year 5138, and steps beyond this, which are no exact float, are damage.
-_MAX_UNIX_SECONDS = 1e11
+# More steps than an exact float can count, and more ranks than this, are damage.
 _MAX_STEP = 2**53
+_MAX_RANKS = 10**6
 # What a line raises that is not as `StepRecord` is written.
 _DAMAGE = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
 _SEGMENT = re.compile(r"rank-(\d+)(?:\.(\d+))?\.jsonl")
@@ -458,12 +459,14 @@ def _columns_of(records: Sequence[dict[str, Any]]) -> dict[str, Column]:
     for key, kind in _IDENTITY.items():
         if any(type(record[key]) is not kind for record in records):
             raise TypeError(key)
+    if any(record["world_size"] > _MAX_RANKS for record in records):
+        raise ValueError("world_size")
     columns: dict[str, Column] = {
-        name: np.array(list(map(itemgetter(key), records)), dtype=_TYPES.get(name, np.float32))
+        name: _array(list(map(itemgetter(key), records)), _TYPES.get(name, np.float32))
         for key, name in _SCALARS.items()
     }
     times, numbers = columns["ended_at"], columns["step"]
-    if not (np.abs(times) < _MAX_UNIX_SECONDS).all() or not np.isfinite(columns["seconds"]).all():
+    if not (np.abs(times) < MAX_UNIX_SECONDS).all() or not np.isfinite(columns["seconds"]).all():
         raise ValueError("a step without a time")
     if len(numbers) and not 0 <= numbers.min() <= numbers.max() < _MAX_STEP:
         raise ValueError("no number of a step")
@@ -484,8 +487,8 @@ def _columns_of(records: Sequence[dict[str, Any]]) -> dict[str, Column]:
     for op in _keys(nested["collectives"]):
         totals = [by_op.get(op) for by_op in nested["collectives"]]
         for name in _COLLECTIVE_FIELDS:
-            columns[f"collective.{op}.{name}"] = np.array(
-                [0.0 if total is None else total[name] for total in totals], np.float32
+            columns[f"collective.{op}.{name}"] = _array(
+                [0.0 if total is None else total[name] for total in totals]
             )
     for prefix, key in (("memory", "memory_bytes"), ("device", "device_readings")):
         for device in _keys(nested[key]):
@@ -495,8 +498,16 @@ def _columns_of(records: Sequence[dict[str, Any]]) -> dict[str, Column]:
     if any(nested["generation"]):
         for name in _GENERATION_FIELDS:
             values = [totals.get(name, 0) for totals in nested["generation"]]
-            columns[f"generation.{name}"] = np.array(values, np.float32)
+            columns[f"generation.{name}"] = _array(values)
     return columns
+
+
+def _array(values: Sequence[Any], dtype: type = np.float32) -> Column:
+    """Return numbers as an array; one whose values are lists is refused."""
+    column: Column = np.array(values, dtype)
+    if column.ndim != 1:
+        raise ValueError("a list in place of a number")
+    return column
 
 
 def _keys(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -512,7 +523,7 @@ def _add(
     """Add a column for each key of the mappings."""
     for key in _keys(mappings):
         values = [mapping.get(key, absent) for mapping in mappings]
-        columns[f"{prefix}.{key}"] = np.array(values, np.float32)
+        columns[f"{prefix}.{key}"] = _array(values)
 
 
 class _Columns:

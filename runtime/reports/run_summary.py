@@ -986,8 +986,8 @@ def _decision(line: Mapping[str, Any]) -> TunerDecision | None:
             for change in line["changes"]
         )
         return TunerDecision(
-            number=int(line["number"]),
-            step=int(line["step"]),
+            number=_integer(line["number"]),
+            step=_integer(line["step"]),
             change=printable(changes),
             verdict=printable(line["verdict"]),
             symptom=printable(line["symptom"]["name"]),
@@ -997,12 +997,24 @@ def _decision(line: Mapping[str, Any]) -> TunerDecision | None:
             lower=_number(line.get("lower")),
             upper=_number(line.get("upper")),
             predicted_gain=_number(line.get("predicted_gain")),
-            pairs=int(line.get("pairs", 0)),
-            steps=int(line.get("steps", 0)),
+            pairs=_integer(line.get("pairs", 0)),
+            steps=_integer(line.get("steps", 0)),
             exploration_seconds=float(line.get("exploration_seconds", 0.0)),
         )
     except (KeyError, OverflowError, TypeError, ValueError):
         return None
+
+
+def _integer(value: Any) -> int:
+    """Return a count.
+
+    Raises:
+        OverflowError, TypeError, ValueError: It is none, or larger than JSON can hold.
+    """
+    number = int(value)
+    if abs(number) >= 2**53:
+        raise OverflowError(number)
+    return number
 
 
 def _number(value: Any) -> float | None:
@@ -1057,7 +1069,13 @@ def _step_figures(
     def per_second(name: str) -> float | None:
         if name in shared:
             return None
-        rates = [_ratio(s.total(name), times[rank].training) for rank, s in run.ranks.items()]
+        rates = [
+            _ratio(
+                each.total(name),
+                times[rank].training * _known_share(each, name, training_seconds(each)),
+            )
+            for rank, each in run.ranks.items()
+        ]
         known = [rate for rate in rates if rate is not None]
         return sum(known) if known else None
 

@@ -93,7 +93,8 @@ def final_report(folder: Path, *, writes_page: bool) -> FinalReport:
                 return
             summary, page = make_report(folder)
             summaries.append(summary)
-            atomic_write(folder / REPORT_FILE, page)
+            # It contains reports on errors, which only their owner can read.
+            atomic_write(folder / REPORT_FILE, page, mode=0o600)
             pages.append(folder / REPORT_FILE)
 
     # A daemon thread: the process may exit while the file system does not answer.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import threading
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def test_a_written_report_is_named_too(folder: Path, caplog: pytest.LogCaptureFi
     (line,) = announced(caplog)
     assert "runs/night run/report.html" in line and "zerowatch report 'runs/night run'" in line
     assert "Nothing holds this run back" in (folder / "report.html").read_text()
+    assert stat.S_IMODE((folder / "report.html").stat().st_mode) == 0o600  # has error reports
 
 
 def test_a_run_without_a_step_has_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -92,7 +94,7 @@ def test_an_error_in_the_report_does_not_reach_training(
 def test_a_folder_that_cannot_be_written_gives_the_line_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(path: Path, text: str) -> None:
+    def fail(path: Path, text: str, *, mode: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(write_report, "atomic_write", fail)

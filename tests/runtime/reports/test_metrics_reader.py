@@ -148,6 +148,31 @@ def test_a_damaged_line_is_left_out(tmp_path: Path, damage: str) -> None:
     assert any(f"{path}:2" in problem for problem in found.problems)
 
 
+@pytest.mark.parametrize(
+    ("place", "change"),
+    [
+        (1, {"cost_seconds": "x"}),
+        (1, {"time": "nan"}),
+        (1, {"session": 1e308}),
+        (0, {"series": [{"family": 0, "name": "x", "labels": {"a": []}}]}),
+        (0, {"series": [{"family": "0", "name": "x", "labels": {}}]}),
+        (0, {"families": [{"name": [], "kind": "gauge", "help": ""}]}),
+        (0, {"head": {"run_id": []}}),
+    ],
+)
+def test_a_value_of_another_type_is_damage(
+    tmp_path: Path, place: int, change: dict[str, object]
+) -> None:
+    path = record(tmp_path, [3.0, 2.0, 1.0])
+    lines = path.read_text().splitlines()
+    lines[place] = json.dumps({**json.loads(lines[place]), **change})
+    path.write_text("\n".join(lines) + "\n")
+
+    problems = read_metrics(tmp_path).problems
+
+    assert any(f"{path}:{place + 1}" in problem for problem in problems)
+
+
 def test_lost_lines_are_counted(tmp_path: Path) -> None:
     path = record(tmp_path, [3.0, 2.0, 1.0])
     lines = path.read_text().splitlines(keepends=True)

@@ -491,6 +491,16 @@ def test_ranks_that_share_samples_have_no_sum_of_samples(
     assert (figures["samples_per_second"], figures["tokens_per_second"]) == (samples, tokens)
 
 
+def test_steps_with_unknown_samples_do_not_lower_the_throughput(tmp_path: Path) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(step) if step % 2 else step_record(step, samples=None, tokens=None)
+
+    figures = summary_of(write_run(tmp_path / "run", record=record)).figures
+
+    assert figures["samples_per_second"] == pytest.approx(2 * 8 / 0.5)
+    assert figures["tokens_per_second"] == pytest.approx(2 * 1024 / 0.5)
+
+
 def test_a_rank_that_a_restart_left_out_does_not_decide_how_the_run_ended(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     with open(folder / "attempts.jsonl", "a") as file:
@@ -523,6 +533,7 @@ def test_the_newest_report_is_named_whatever_its_rank(tmp_path: Path) -> None:
         {"exploration_seconds": []},
         {"symptom": "comm"},
         {"number": 1e999},
+        {"number": 2**64 + 1},
     ],
 )
 def test_a_decision_with_values_of_other_types_is_left_out(
