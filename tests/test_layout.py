@@ -76,7 +76,7 @@ def test_metric_names_stand_in_the_catalog_only() -> None:
         for place, node in nodes()
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
-        and (node.value == PREFIX or any(name in node.value for name in names))
+        and (node.value == PREFIX or any(name in without_examples(node.value) for name in names))
         and not place.startswith("metrics/catalog/")
     ]
 
@@ -126,6 +126,11 @@ def test_only_the_console_prints() -> None:
     ]
 
     assert prints == []
+
+
+def without_examples(text: str) -> str:
+    """Leave out the examples of a docstring: users read names as they are."""
+    return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith(">>>"))
 
 
 def test_each_module_is_named_in_a_test_file() -> None:

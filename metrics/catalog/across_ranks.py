@@ -120,6 +120,7 @@ RANKS_SAME_LOSS = gauge(
     "ranks_same_loss",
     "1 if the losses of all ranks were equal to the last digit in the last window of 32 steps, "
     "else 0. Only with data parallelism alone.",
+    lean=EVERY_SERIES,
     usual="0. 1: all ranks are probably fed the same samples, so all but one of them are wasted.",
 )
 

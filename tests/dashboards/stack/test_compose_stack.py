@@ -52,10 +52,21 @@ class Docker:
         return calls[-1][1:] if calls else []
 
 
+SERVICES = ("GRAFANA", "PROMETHEUS", "ALERTMANAGER", "ALERT_LOG", "TRAINER", "TEMPO", "OTLP")
+
+
 @pytest.fixture
 def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Docker:
     monkeypatch.setenv("PATH", str(tmp_path))
-    for variable in ("GRAFANA", "PROMETHEUS", "ALERTMANAGER", "TRAINER", "TEMPO", "OTLP"):
+    for variable in (
+        "GRAFANA",
+        "PROMETHEUS",
+        "ALERTMANAGER",
+        "ALERT_LOG",
+        "TRAINER",
+        "TEMPO",
+        "OTLP",
+    ):
         monkeypatch.setenv(f"{variable}_PORT", str(free_port()))
     return Docker(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Tests of the ds config in the run folder; covers `ds_config_file.py`."""
+"""Tests of the ds config in the run folder; covers `ds_config_file.py` and `hidden_secrets.py`."""
 
 from __future__ import annotations
 
