@@ -224,8 +224,8 @@ def watch(
     if running is not None and running.is_open and running.watches(watched):
         if settings and loaded != running.settings:
             logger.warning(
-                "zerowatch.watch: this is watched already, with other settings, which stay. Call "
-                "close() on its watch first to watch it with the new ones."
+                "this is watched already, with other settings, which stay. Call close() on its "
+                "watch first, to watch it with the new ones."
             )
         return running
     opened = _open_watch(watched, loaded)
@@ -458,7 +458,7 @@ def _torch_engine(model: Any, optimizer: Any) -> Any:
 
     if not trains(optimizer, model):
         logger.warning(
-            "zerowatch.watch: the optimizer has no parameter of the model, so its steps may train "
+            "the watched optimizer has no parameter of the watched model, so its steps may train "
             "another model. If the model was made again, make the optimizer again, too."
         )
     return torch_engine(model, optimizer)

@@ -25,6 +25,8 @@ FIRST_SECONDS = 20.0
 # Time between two checks for a lock, as a share of the above.
 _CHECKS = 4
 _EXTENSION = os.path.join("torch", "utils", "cpp_extension.py")
+# Frames of monitoring itself are left out: they wrap the calls of the script.
+_OWN = os.path.join(str(Path(__file__).parents[1]), "")
 _COMPILES = "torch compiles a C++ extension, once for this machine; that takes minutes"
 
 
@@ -142,7 +144,8 @@ def _place() -> str:
     while frame is not None:
         if frame.f_code.co_filename.endswith(_EXTENSION):
             return _COMPILES
-        if not frame.f_code.co_filename.startswith("<"):  # as in the import system of Python
+        # "<" is as in the import system of Python.
+        if not frame.f_code.co_filename.startswith(("<", _OWN)):
             innermost = innermost or frame
             if script is None and frame.f_globals.get("__name__") == "__main__":
                 script = frame

@@ -1540,7 +1540,7 @@ def _advice_on_monitoring(found: _Evidence) -> str:
         return (
             f"Every step number {every} was profiled, which costs most: raise profile.every_steps."
         )
-    return "Steps of a few milliseconds cost most; the page of the report has a table of its parts."
+    return "Steps of a few milliseconds cost most; the page of the report lists the parts."
 
 
 def _monitoring_findings(found: _Evidence) -> Iterator[Finding]:

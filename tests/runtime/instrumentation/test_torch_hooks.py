@@ -334,7 +334,7 @@ def test_an_optimizer_of_another_model_is_warned_of(caplog: pytest.LogCaptureFix
     (model, _), (_, optimizer) = make(), make()
 
     with records_of(model, optimizer):
-        assert "no parameter of the model" in caplog.text
+        assert "no parameter of the watched model" in caplog.text
 
 
 def test_an_optimizer_that_takes_the_place_of_the_watched_one_is_warned_of_once(

@@ -100,7 +100,8 @@ def test_a_long_start_is_reported_with_its_place_if_training_is_initialized(
 
     assert before == []
     (line,) = log.messages
-    assert "before the first step after 40 s: in _place (monitor/startup_monitor.py:" in line
+    place = "in test_a_long_start_is_reported_with_its_place_if_training_is_initialized ("
+    assert f"before the first step after 40 s: {place}monitor/test_startup_monitor.py:" in line
 
 
 def test_the_place_is_in_a_file_and_names_the_line_of_the_script(
@@ -117,7 +118,7 @@ def test_the_place_is_in_a_file_and_names_the_line_of_the_script(
     started.stop()
 
     (line,) = log.messages
-    assert "in _place (monitor/startup_monitor.py:" in line
+    assert "(monitor/test_startup_monitor.py:" in line
     assert line.endswith(", from line 3 of train.py")
 
 
