@@ -115,6 +115,10 @@ class EngineHooks:
         self._counts = StepCounts(discarded_ns=self._phase_timer.passes_ns())
         self._shapes, self._loss = [], None
 
+    def expect_divided_losses(self) -> None:
+        """The sum of the losses of this step is the loss of the step."""
+        self._counts.losses_are_divided = True
+
     @property
     def generated_ns(self) -> int:
         """Nanoseconds of the host in calls of `generate`."""

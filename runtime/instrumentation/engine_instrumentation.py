@@ -1,4 +1,4 @@
-"""Installs the hooks of one watch: on its engine, on data loading, and on cells of a notebook."""
+"""Installs the hooks of one watch: on its engine, on data loading, frameworks and notebooks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..common.torch_engine import TorchEngine
 from .checkpoint_metrics import CheckpointMetrics
 from .dataloader_hooks import DataLoaderHooks
 from .engine_hooks import EngineHooks
+from .framework_hooks import FrameworkHooks
 from .generated_tokens import GenerationCounts
 from .generation_hooks import is_hybrid
 from .memory_hooks import MemoryHooks
@@ -65,6 +66,9 @@ class EngineInstrumentation:
             context.phase_timer, context.fail_open, self._engine_hooks
         )
         self._cells = NotebookCells(context.fail_open.wrap("notebook", context.phase_timer.stop))
+        self._framework_hooks = FrameworkHooks(
+            context.phase_timer, context.fail_open, self._engine_hooks
+        )
 
     @property
     def cost_ns(self) -> int:
@@ -96,7 +100,9 @@ class EngineInstrumentation:
         set_roles(calls.groups, engine)
         self._enqueue(calls.drain())
         calls.groups.drain_coverage()
-        self._engine_hooks = self._dataloader_hooks.engine_hooks = self._hook(engine, generated)
+        self._engine_hooks = self._hook(engine, generated)
+        self._dataloader_hooks.engine_hooks = self._engine_hooks
+        self._framework_hooks.engine_hooks = self._engine_hooks
 
     def discard_window(self) -> None:
         """Discard the micro-batches since the last step."""
@@ -125,6 +131,7 @@ class EngineInstrumentation:
         self._engine_hooks.restore()
         self._dataloader_hooks.restore()
         self._cells.restore()
+        self._framework_hooks.restore()
 
     def _hook(
         self, engine: Any, generated_before: GenerationCounts | None = None

@@ -126,6 +126,10 @@ class TorchHooks:
         """Discard the micro-batches since the last step."""
         self._begin_step()
 
+    def expect_divided_losses(self) -> None:
+        """The sum of the losses of this step is the loss of the step."""
+        self._counts.losses_are_divided = True
+
     @property
     def training(self) -> bool:
         """Whether the model is in training mode."""
@@ -273,7 +277,7 @@ class TorchHooks:
         engine.global_steps += 1
         counts, divisors = self._counts, self._divisors
         counts.skipped = skipped
-        if counts.micro_batches > 1:
+        if counts.micro_batches > 1 and not counts.losses_are_divided:
             counts.losses_are_divided = are_all(divisors, counts.micro_batches)
             if not counts.losses_are_divided and any(one is not None for one in divisors):
                 counts.losses = []  # divided by another number: what the losses were is not known
