@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ from ..tuner.policy.trial import Decision
 
 if TYPE_CHECKING:
     from ..tuner.knobs.read_only_knobs import ReadOnlyKnobs
+
+logger = logging.getLogger(__name__)
 
 # Minimum length of the interval that a diagnosis covers, in seconds and in steps. The interval must
 # be long, because exposed communication is published some seconds late.
@@ -87,6 +90,12 @@ class Advisor:
         self._before = snapshot
         self._since, self._first_step = self._now(), engine.global_steps
         if self._reporter is None:
+            if self._context.settings.tuner.mode == "auto":
+                # A TrainingRun has disabled this advisor before the first step.
+                logger.warning(
+                    "tuner.mode is auto, but the tuner can change a job only in a TrainingRun: it "
+                    "advises, and changes nothing"
+                )
             self._reporter = DecisionReporter(self._context, mode="advise", send=self._send)
             # Published at once, so a run has the same series from its first steps on.
             self._reporter.on_state(State.OBSERVE)

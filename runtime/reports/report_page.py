@@ -15,6 +15,7 @@ from .run_summary import Finding, Incident, RunSummary, TimeShare, TunerDecision
 MAX_INCIDENT_BYTES = 1_000_000
 MAX_RANKS = 2000
 MAX_DECISIONS = 500
+DIAGNOSIS_SECONDS, DIAGNOSIS_STEPS = 30.0, 20  # no diagnosis is made from less
 NOT_RECORDED = "not recorded"
 
 STATUS_TEXTS = {
@@ -325,7 +326,7 @@ def _loss(summary: RunSummary) -> str:
     figures = summary.figures
     if figures["loss"] is None:
         return paragraph(f"Loss: {NOT_RECORDED}.", "quiet")
-    text = f"Mean of the last steps: {figures['loss']:.4g}."
+    text = f"Mean of all ranks over the last steps: {figures['loss']:.4g}."
     if skipped := figures["skipped_ratio"]:
         text += f" Skipped steps: {percent(skipped)}."
     if nonfinite := figures["nonfinite_losses"]:
@@ -367,7 +368,13 @@ def without_decisions(summary: RunSummary) -> str:
         if name != "memory_idle"
     )
     state = "" if tuner.state is None else f" Last state: {tuner.state}."
-    found = f"Symptoms: {problems}." if problems else "It found nothing that holds the run back."
+    seconds, steps = summary.figures["seconds"] or 0.0, summary.figures["steps"] or 0.0
+    if problems:
+        found = f"Symptoms: {problems}."
+    elif seconds < DIAGNOSIS_SECONDS or steps < DIAGNOSIS_STEPS:
+        found = "The run was too short for a diagnosis."
+    else:
+        found = "It found nothing that holds the run back."
     return f"No decision or advice.{mode} {found}{state}"
 
 

@@ -25,6 +25,7 @@ from ...metrics.catalog import (
     overhead,
     training,
     tuner,
+    window,
 )
 from ...metrics.catalog.labels import CAUSE, NON_TRAINING_PHASES
 from ...metrics.catalog.spec import MetricSpec
@@ -60,9 +61,11 @@ Severity = Literal["critical", "warning", "info"]
 
 # The metrics that a summary reads over time; of the others it reads the last values only.
 SUMMARY_SERIES = frozenset({communication.STRAGGLER_SCORE.name})
-LAST_STEPS = 10  # the last loss is their mean, because batches differ; at most half the run
+LAST_STEPS = 10  # the last loss is their mean, because batches differ; at most a tenth of the run
 # A 99th percentile above this multiple of the median means that single steps stall.
 STALL_FACTOR = 1.5
+OTHER_RATIO_HIGH = 0.5
+STEPS_OF_A_HUNDREDTH = 100  # fewer steps have no slowest hundredth
 MIN_STEPS_FOR_QUANTILES = 20
 CHECKPOINT_RATIO_HIGH = 0.10
 _COMPUTE = ("forward", "backward", "optimizer")
@@ -400,7 +403,7 @@ FIGURES: Mapping[str, str] = {
     "device_utilization_ratio": "mean share of time in which a GPU was busy",
     "device_temperature_celsius": "highest temperature of a device",
     "straggler_score_ratio": "by what share of a step the slowest rank is behind the median rank",
-    "loss": "mean loss of the last steps",
+    "loss": "loss of the last steps, mean of all ranks",
     "same_losses": "1 if all ranks had equal losses, as when they are fed the same data",
     "gradient_norm_max": "highest gradient norm",
     "skipped_ratio": "share of steps whose update was skipped",
@@ -970,6 +973,8 @@ def _tuner(run: RecordedRun, metrics: RecordedMetrics) -> TunerSummary:
     settings = run.settings.get("tuner")
     mode = settings.get("mode") if isinstance(settings, Mapping) else None
     decisions = tuple(decision for line in run.decisions if (decision := _decision(line)))
+    if mode == "auto" and states and rank.total(window.RESTARTS.name) is None:
+        mode = "advise"  # not a TrainingRun
     return TunerSummary(
         mode=printable(mode) if isinstance(mode, str) else None,
         state=next((state for state, is_current in states.items() if is_current), None),
@@ -1178,24 +1183,24 @@ def _loss_figures(run: RecordedRun) -> dict[str, float | None]:
     if not run.ranks:
         return {}
     first = next(iter(run.ranks.values()))
-    _, last = first_and_last_loss(first)
+    losses = [loss for each in run.ranks.values() if (loss := last_loss(each)) is not None]
     steps = sum(each.num_steps for each in run.ranks.values())
     norms = first.totals["gradient_norm"]
     return {
-        "loss": last,
+        "loss": sum(losses) / len(losses) if losses else None,
         "gradient_norm_max": norms.maximum if norms.count else None,
         "skipped_ratio": sum(s.total("skipped") or 0.0 for s in run.ranks.values()) / steps,
         "nonfinite_losses": max(s.total("nonfinite_loss") or 0.0 for s in run.ranks.values()),
     }
 
 
-def first_and_last_loss(steps: RankSteps) -> tuple[float | None, float | None]:
-    """Return the first loss of a rank and the mean of its last ones; None if none is known."""
+def last_loss(steps: RankSteps) -> float | None:
+    """Return the mean of the last losses of a rank; None if none is known."""
     losses = steps.column("loss")
     known = losses[~np.isnan(losses)]
     if not known.size:
-        return None, None
-    return float(known[0]), float(known[-min(LAST_STEPS, (known.size + 1) // 2) :].mean())
+        return None
+    return float(known[-min(LAST_STEPS, (known.size + 9) // 10) :].mean())
 
 
 def _count(incidents: Sequence[Incident], kind: str) -> int:
@@ -1494,8 +1499,19 @@ def _time_findings(found: _Evidence) -> Iterator[Finding]:
             advice="Save less often, or to a faster file system.",
             cost_ratio=saved,
         )
+    if (other := found.figure("other_ratio")) > OTHER_RATIO_HIGH:
+        yield Finding(
+            severity="warning",
+            name="other",
+            sentence=f"Training spent {percent(other)} of its time outside of the model, the "
+            "optimizer and the data loader.",
+            advice="Look at what the script does between the passes: callbacks, logging, metrics, "
+            "batches that no DataLoader makes, waits for other ranks.",
+            cost_ratio=other,
+        )
     median, slow = found.figures["step_seconds_p50"], found.figures["step_seconds_p99"]
-    if median is not None and slow is not None and slow > STALL_FACTOR * median > 0:
+    are_enough = found.figure("steps") >= STEPS_OF_A_HUNDREDTH
+    if are_enough and median is not None and slow is not None and slow > STALL_FACTOR * median > 0:
         yield Finding(
             severity="info",
             name="stalls",

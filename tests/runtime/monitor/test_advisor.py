@@ -208,3 +208,12 @@ def test_a_plain_deepspeed_script_is_advised(tmp_path):
     assert "micro_batch_samples" in {record.decision.knob for record in records}
     assert '+  "train_micro_batch_size_per_gpu": 4,' in finished.stderr
     assert [replay(record) for record in records] == [ReplayDifference()] * len(records)
+
+
+def test_a_run_that_asks_for_auto_without_a_training_run_logs_that_it_only_advises(make_run, caplog):
+    run = make_run(mode="auto")
+    run.later()
+
+    warnings = [one for one in caplog.messages if "TrainingRun" in one]
+
+    assert len(warnings) == 1

@@ -75,7 +75,7 @@ def test_communication_takes_no_less_than_the_wait_for_it(tmp_path: Path) -> Non
 
 def test_a_run_with_the_tuner_says_what_it_did(tmp_path: Path) -> None:
     auto = {"tuner": {"mode": "auto"}}
-    observed = write_run(tmp_path / "observed", settings=auto)
+    observed = write_run(tmp_path / "observed", settings=auto, steps=100)
     with RecordedRank(observed) as rank:
         rank.recorder.set(TUNER_SYMPTOM, 0.0, "comm_latency")
     (write_run(tmp_path / "changed", settings=auto) / "decisions.jsonl").write_text(

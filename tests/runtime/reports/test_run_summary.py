@@ -14,7 +14,15 @@ import pytest
 from recorded_metrics import RecordedRank
 from recorded_runs import STARTED, step_record, write_run
 
-from zerowatch.metrics.catalog import across_ranks, communication, memory, overhead, training
+from zerowatch.metrics.catalog import (
+    across_ranks,
+    communication,
+    memory,
+    overhead,
+    training,
+    tuner,
+    window,
+)
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.common.exit_notes import AFTER_FIRST, FIRST_TO_EXIT
@@ -589,3 +597,46 @@ def test_a_lock_that_is_a_fifo_is_no_lock(tmp_path: Path) -> None:
     os.mkfifo(folder / "run.lock")
 
     assert summary_of(folder).status == "completed"
+
+
+def test_the_loss_is_the_mean_of_all_ranks_at_the_end(tmp_path: Path) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(step, loss=10.0 * (rank + 1) - step)
+
+    folder = write_run(tmp_path / "run", ranks=2, steps=10, record=record)
+
+    assert summary_of(folder).figures["loss"] == pytest.approx((0.0 + 10.0) / 2)
+
+
+def test_time_outside_of_the_passes_is_a_finding(tmp_path: Path) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(step, phase_seconds={"forward": 0.1, "other": 0.4})
+
+    summary = summary_of(write_run(tmp_path / "run", record=record))
+
+    assert names_of(summary)[0] == "other"
+    assert "80 %" in summary.verdict
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(50, False), (100, True)])
+def test_few_steps_have_no_slowest_hundredth(tmp_path: Path, steps: int, expected: bool) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(step, seconds=5.0 if step > steps - 2 else 0.5)
+
+    summary = summary_of(write_run(tmp_path / "run", steps=steps, record=record))
+
+    assert ("stalls" in names_of(summary)) is expected
+
+
+@pytest.mark.parametrize(("is_training_run", "mode"), [(False, "advise"), (True, "auto")])
+def test_only_a_training_run_has_the_tuner_in_the_mode_auto(
+    tmp_path: Path, is_training_run: bool, mode: str
+) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "settings.json").write_text(json.dumps({"tuner": {"mode": "auto"}}))
+    with RecordedRank(folder, 0) as rank:
+        rank.recorder.set(tuner.TUNER_STATE, 1, "observe")
+        if is_training_run:
+            rank.recorder.start_counters(window.ON_RANK_ZERO)
+
+    assert summary_of(folder).tuner.mode == mode
