@@ -169,8 +169,8 @@ class ConfigReader:
             names = ", ".join(dict.fromkeys(self._auto_keys))
             self.reject(
                 '"auto" is filled in by Hugging Face when training starts; '
-                f"give a value here for {names}, or the options --grad-accum, --dtype and "
-                "--micro-batch"
+                f"give a value here for {names}, or the options --grad-accum, --dtype and, "
+                "with --sequence, --micro-batch"
             )
 
     def reject(self, problem: str) -> NoReturn:

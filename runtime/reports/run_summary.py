@@ -1499,14 +1499,14 @@ def _time_findings(found: _Evidence) -> Iterator[Finding]:
             advice="Save less often, or to a faster file system.",
             cost_ratio=saved,
         )
-    if (other := found.figure("other_ratio")) > OTHER_RATIO_HIGH:
+    if (other := _own_other_ratio(found)) > OTHER_RATIO_HIGH:
         yield Finding(
-            severity="warning",
+            severity="info",
             name="other",
             sentence=f"Training spent {percent(other)} of its time outside of the model, the "
             "optimizer and the data loader.",
             advice="Look at what the script does between the passes: callbacks, logging, metrics, "
-            "batches that no DataLoader makes, waits for other ranks.",
+            "batches that no DataLoader makes.",
             cost_ratio=other,
         )
     median, slow = found.figures["step_seconds_p50"], found.figures["step_seconds_p99"]
@@ -1520,6 +1520,14 @@ def _time_findings(found: _Evidence) -> Iterator[Finding]:
             advice="Look at the phases of these steps in the report's chart of step time: data "
             "loading, other jobs on the host, and garbage collection make single steps stall.",
         )
+
+
+def _own_other_ratio(found: _Evidence) -> float:
+    """Return the share of the phase `other` in training time, without waits for communication."""
+    ranks = found.run.ranks.values()
+    waited = sum(steps.total("comm_exposed.other") or 0.0 for steps in ranks)
+    training_time = sum(_RankTime.of(steps).training for steps in ranks)
+    return found.figure("other_ratio") - (_ratio(waited, training_time) or 0.0)
 
 
 def _device_findings(found: _Evidence) -> Iterator[Finding]:
@@ -1594,15 +1602,17 @@ def _verdict(found: _Evidence, findings: Sequence[Finding]) -> str:
     compute = sum(found.figure(f"{phase}_ratio") for phase in _COMPUTE)
     exposed = found.figures["comm_exposed_ratio"]
     waited = "" if exposed is None else f", communication was waited for {percent(exposed)}"
+    generate = found.figure("generate_ratio")
+    generated = f", generation {percent(generate)}" if generate else ""
     outside = found.figure("other_ratio")
     if outside > compute:
         return (
             f"{end}The phase other takes {percent(outside)} of the time: neither data loading nor "
-            f"a pass. Forward, backward and optimizer take {percent(compute)}{waited}."
+            f"a pass. Forward, backward and optimizer take {percent(compute)}{generated}{waited}."
         )
     return (
         f"{end}Nothing holds this run back: forward, backward and optimizer take "
-        f"{percent(compute)} of its time{waited}."
+        f"{percent(compute)} of its time{generated}{waited}."
     )
 
 

@@ -81,10 +81,9 @@ def _refused(path: str, content: dict[str, Any], job: Job) -> Iterator[Finding]:
     known = {key: value for key, value in content.items() if value != "auto"}
     autos = sorted(_autos(content))
     if autos:
-        yield warning(
-            f'{path}: "auto" at {", ".join(autos)}: Hugging Face fills it in, DeepSpeed alone '
-            "does not",
-            "without Hugging Face, give values",
+        yield ok(
+            f'{path}: "auto" at {", ".join(autos)}: Hugging Face\'s Trainer or Accelerate fills it '
+            "in; without them, DeepSpeed refuses it"
         )
     # DeepSpeed reads it in this process, as if for one rank.
     given = {key: known.pop(key) for key in _BATCH_KEYS if key in known}

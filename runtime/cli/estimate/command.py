@@ -98,7 +98,7 @@ def estimate(
     Example: zerowatch estimate ds.json --world 8 --params 7B --sequence 4096 --memory 80GiB
 
     Where DS_JSON has Hugging Face's "auto", sizes of buckets follow from the model as in Hugging
-    Face; give the others with --grad-accum, --dtype and --micro-batch.
+    Face; give the others with --grad-accum, --dtype and, with --sequence, --micro-batch.
     """
     from ...estimator.config_reader import ConfigReader
     from .auto_values import TrainingValues, fill_in

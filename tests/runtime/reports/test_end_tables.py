@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -222,3 +223,22 @@ def test_a_run_without_a_step_prints_nothing(
 def test_a_launcher_whose_rank_0_is_elsewhere_receives_no_folder() -> None:
     with launcher_link.receive_run_folder() as receiver:
         assert receiver.folder() is None
+
+
+def test_communication_per_step_is_the_mean_of_the_ranks_as_the_phases_are(tmp_path: Path) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        late = rank == 1 and step == 1  # rank 0 began later, which rank 1 waited for
+        seconds = 10.5 if late else 0.5
+        return step_record(
+            step,
+            seconds=seconds,
+            phase_seconds={"forward": 0.5, **({"other": 10.0} if late else {})},
+            comm_seconds=seconds - 0.5,
+            comm_exposed_seconds=seconds - 0.5,
+            comm_exposed_phase_seconds={"other": seconds - 0.5},
+        )
+
+    printed = printed_tables(write_run(tmp_path / "run", record=record))
+
+    assert re.search(r"of which communication +500 ms +50 %", printed)
+    assert re.search(r"of which training waited for it +500 ms +50 %", printed)

@@ -615,7 +615,32 @@ def test_time_outside_of_the_passes_is_a_finding(tmp_path: Path) -> None:
     summary = summary_of(write_run(tmp_path / "run", record=record))
 
     assert names_of(summary)[0] == "other"
-    assert "80 %" in summary.verdict
+    assert "80 %" in summary.findings[0].sentence
+
+
+def test_the_verdict_on_a_run_that_generates_has_the_time_of_it(tmp_path: Path) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(step, phase_seconds={"forward": 0.1, "generate": 0.4})
+
+    verdict = summary_of(write_run(tmp_path / "run", record=record)).verdict
+
+    assert "20 % of its time, generation 80 %" in verdict
+
+
+def test_waits_for_other_ranks_are_not_time_outside_of_the_passes(tmp_path: Path) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        phases = {"forward": 0.1, "other": 0.4}
+        waited = {"other": 0.3}
+        return step_record(
+            step,
+            phase_seconds=phases,
+            comm_exposed_seconds=0.3,
+            comm_exposed_phase_seconds=waited,
+        )
+
+    summary = summary_of(write_run(tmp_path / "run", record=record))
+
+    assert "other" not in names_of(summary)
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(50, False), (100, True)])

@@ -366,7 +366,6 @@ def test_a_setting_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch)
         ({"zero_optimization": {"stage": 5}}, "failed", "zero_optimization.stage"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "failed", "bfloat16"),
         ({"train_micro_batch_size_per_gpu": "4"}, "failed", "train_micro_batch_size_per_gpu"),
-        ({"gradient_accumulation_steps": "auto"}, "warning", '"auto" at gradient_acc'),
         ({"wandb": {"enabled": True}}, "failed", "package wandb is not installed"),
         ({"zerowatch": {"serve": {"prot": 1}}}, "failed", "serve.prot"),
         (
@@ -390,6 +389,14 @@ def test_a_setting_of_the_ds_config_that_does_harm_is_named(
     assert fault["verdict"] == verdict
     assert words in fault["text"]
     assert "ds.json" in fault["text"]
+
+
+def test_auto_of_hugging_face_is_no_fault_of_the_ds_config(tmp_path: Path) -> None:
+    _, findings = checked(*ds_config(tmp_path, gradient_accumulation_steps="auto"))
+
+    (found,) = [each for each in findings if each["check"] == "ds config"]
+    assert found["verdict"] == "ok"
+    assert '"auto" at gradient_accumulation_steps' in found["text"]
 
 
 def test_batch_sizes_that_do_not_fit_the_number_of_ranks_are_named(
