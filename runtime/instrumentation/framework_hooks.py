@@ -1,6 +1,7 @@
 """Measures what the training loops of other libraries do besides training: evaluate and save.
 
-Such a loop may evaluate the bare model, and write files of its own. Hooks on the engine see neither.
+Such a loop may evaluate the bare model, and write files of its own. Hooks on the engine see
+neither of them.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ class FrameworkHooks:
         The Trainer divides the losses by the number of micro-batches, or by the tokens of the whole
         step, so that their sum is what it logs.
         """
-        expect = self._fail_open.wrap("framework", lambda: self.engine_hooks.expect_divided_losses())
+        expect = self._fail_open.wrap(
+            "framework", lambda: self.engine_hooks.expect_divided_losses()
+        )
 
         def hooked(*args: Any, **kwargs: Any) -> Any:
             if self._is_seen():

@@ -210,7 +210,7 @@ def test_a_plain_deepspeed_script_is_advised(tmp_path):
     assert [replay(record) for record in records] == [ReplayDifference()] * len(records)
 
 
-def test_a_run_that_asks_for_auto_without_a_training_run_logs_that_it_only_advises(make_run, caplog):
+def test_auto_without_a_training_run_is_logged_once_as_advice_only(make_run, caplog):
     run = make_run(mode="auto")
     run.later()
 
