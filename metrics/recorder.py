@@ -76,7 +76,7 @@ class Snapshot:
         Of a histogram there are the sum and the count.
 
         Examples:
-            >>> snapshot.series()['zerowatch_phase_seconds_total{phase="forward"}']
+            >>> snapshot.series()[PHASE_SECONDS.name + '{phase="forward"}']
             4.73
         """
         found = {

@@ -223,7 +223,7 @@ class Watch:
         """Return all metric values as they are now.
 
         Examples:
-            >>> watch.snapshot().series()["zerowatch_steps_total"]
+            >>> watch.snapshot().series()[training.STEPS.name]
             128.0
         """
         return self.recorder.snapshot()

@@ -90,9 +90,10 @@ def facts_of(summary: RunSummary) -> Iterator[str]:
     facts, info = summary.facts, summary.facts.info
     if facts.world_size:
         hosts = f" on {len(facts.hosts)} hosts" if len(facts.hosts) > 1 else ""
-        yield f"{facts.world_size} ranks{hosts}"
+        yield f"{facts.world_size} rank{'' if facts.world_size == 1 else 's'}{hosts}"
     if info:
-        yield f"ZeRO {info['zero_stage']}, {info['accelerator']}, {info['backend']}"
+        stage = "none" if info["zero_stage"] == "none" else f"ZeRO {info['zero_stage']}"
+        yield _listed(stage, info["accelerator"], info["backend"])
     if facts.started is not None:
         yield f"{datetime.fromtimestamp(facts.started, UTC):%Y-%m-%d %H:%M} UTC"
         if facts.ended is not None:
@@ -100,7 +101,17 @@ def facts_of(summary: RunSummary) -> Iterator[str]:
     if facts.attempts > 1:
         yield f"{facts.attempts} attempts"
     if info:
-        yield f"torch {info['torch']}, deepspeed {info['deepspeed']}, zerowatch {info['version']}"
+        deepspeed = info["deepspeed"]
+        yield _listed(
+            f"torch {info['torch']}",
+            "none" if deepspeed == "none" else f"deepspeed {deepspeed}",
+            f"zerowatch {info['version']}",
+        )
+
+
+def _listed(*facts: str) -> str:
+    """Join facts; a run without DeepSpeed or a process group has "none" for some."""
+    return ", ".join(fact for fact in facts if fact != "none")
 
 
 def headline_figures(summary: RunSummary) -> Iterator[tuple[str, str, str]]:

@@ -19,6 +19,7 @@ from recorded_runs import step_record, write_run
 from zerowatch.metrics.catalog import communication, memory, training
 from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.reports.metrics_reader import read_metrics
+from zerowatch.runtime.reports.report_page import facts_of
 from zerowatch.runtime.reports.run_charts import CHART_SERIES, MAX_POINTS, Chart, charts_of
 from zerowatch.runtime.reports.run_reader import read_run
 from zerowatch.runtime.reports.run_summary import summary_of
@@ -52,6 +53,21 @@ def recorded(folder: Path, *, steps: int = 60) -> Path:
                 rank.recorder.set(memory.MEMORY_CATEGORY_BYTES, 100e6, "cpu", "activations")
                 rank.tick()
     return folder
+
+
+def test_the_facts_of_one_process_without_deepspeed_name_neither_a_stage_nor_a_backend(
+    tmp_path: Path,
+) -> None:
+    write_run(tmp_path, ranks=1)
+    with RecordedRank(tmp_path, 0, metrics_interval_seconds=5.0) as rank:
+        rank.recorder.set_info(
+            training.RUN_INFO, "run", "0.1.0", "2.13.0", "none", "none", "cpu", "none", "1"
+        )
+        rank.tick()
+
+    ranks, hardware, *_, versions = facts_of(summary_of(tmp_path))
+
+    assert (ranks, hardware, versions) == ("1 rank", "cpu", "torch 2.13.0, zerowatch 0.1.0")
 
 
 def charts_by_name(folder: Path) -> dict[str, Chart]:
