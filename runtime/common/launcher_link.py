@@ -14,20 +14,28 @@ from pathlib import Path
 
 from ...metrics.atomic_file import atomic_write
 
-# Not ZEROWATCH_..., whose names are settings.
+# Not ZEROWATCH_..., whose names are settings. The process of the launcher, and the file.
 _VARIABLE = "_ZEROWATCH_RUN_FOLDER_FILE"
 
 
 def has_launcher() -> bool:
     """Whether `zerowatch run` started this process and prints the end of the run."""
-    return _VARIABLE in os.environ
+    return _file() is not None
 
 
 def send_run_folder(folder: Path) -> None:
     """Name the run folder to the launcher, if there is one; only rank 0 calls this."""
-    if path := os.environ.get(_VARIABLE):
+    path = _file()
+    if path is not None:
         with contextlib.suppress(OSError):  # the launcher has ended, or the disk is full
-            atomic_write(Path(path), str(folder))
+            atomic_write(path, str(folder))
+
+
+def _file() -> Path | None:
+    """Return the launcher's file; None in a job that a rank starts, which inherits the variable."""
+    process, _, path = os.environ.get(_VARIABLE, "").partition(" ")
+    is_ours = process in (str(os.getppid()), str(os.getpid()))
+    return Path(path) if is_ours and path else None
 
 
 class RunFolderReceiver:
@@ -50,7 +58,7 @@ def receive_run_folder() -> Iterator[RunFolderReceiver]:
     with tempfile.TemporaryDirectory(prefix="zerowatch-", ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "run_folder"
         before = os.environ.get(_VARIABLE)
-        os.environ[_VARIABLE] = str(path)
+        os.environ[_VARIABLE] = f"{os.getpid()} {path}"
         try:
             yield RunFolderReceiver(path)
         finally:

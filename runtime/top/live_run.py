@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -171,6 +172,8 @@ class LiveRun:
             snapshot = read_exposition(text, _METRICS)
             if training.RUN_ACTIVE not in snapshot.values:
                 raise NoAnswerError("its answer has no metrics of a run")
+            if not _has_finite_counters(snapshot):
+                raise NoAnswerError("its counters are no numbers")
         except NoAnswerError as error:
             rank.error = str(error)
             return
@@ -270,6 +273,15 @@ class LiveRun:
 
 
 _NOTHING = Snapshot(values={}, distributions={})
+
+
+def _has_finite_counters(snapshot: Snapshot) -> bool:
+    return all(
+        math.isfinite(value)
+        for spec, series in snapshot.values.items()
+        if spec.kind == "counter"
+        for value in series.values()
+    )
 
 
 def _has_ended(snapshot: Snapshot) -> bool:

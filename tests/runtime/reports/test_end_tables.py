@@ -6,6 +6,8 @@ import io
 import json
 import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -242,3 +244,25 @@ def test_communication_per_step_is_the_mean_of_the_ranks_as_the_phases_are(tmp_p
 
     assert re.search(r"of which communication +500 ms +50 %", printed)
     assert re.search(r"of which training waited for it +500 ms +50 %", printed)
+
+
+def test_a_job_that_a_rank_starts_does_not_answer_to_the_launcher(tmp_path: Path) -> None:
+    answers = (
+        "from pathlib import Path; from zerowatch.runtime.common import launcher_link as link\n"
+        "link.send_run_folder(Path('inner')); print(link.has_launcher())"
+    )
+    rank = (
+        "import subprocess, sys; from pathlib import Path\n"
+        "from zerowatch.runtime.common import launcher_link as link\n"
+        "link.send_run_folder(Path('outer')); print(link.has_launcher(), flush=True)\n"
+        f"subprocess.run([sys.executable, '-c', {answers!r}], check=True)"
+    )
+
+    with launcher_link.receive_run_folder() as receiver:
+        done = subprocess.run(
+            [sys.executable, "-c", rank], check=True, capture_output=True, text=True
+        )
+        folder = receiver.folder()
+
+    assert done.stdout.split() == ["True", "False"]
+    assert folder == Path("outer")

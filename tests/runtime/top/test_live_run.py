@@ -54,6 +54,16 @@ def test_work_that_ranks_share_has_no_sum_over_ranks(role: str, named: str | Non
     assert next((name for name in facts if name.endswith("s/s")), None) == named
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_rank_whose_counters_are_no_numbers_has_no_figures(value: float) -> None:
+    with two_ranks() as ranks:
+        ranks[1].recorder.add(training.STEPS, value)
+        first, second = read(ranks[0]).ranks
+
+    assert (first.state, second.state) == ("running", "no answer")
+    assert second.note == "its counters are no numbers"
+
+
 def test_each_rank_has_its_own_figures() -> None:
     with two_ranks() as ranks:
         first, second = read(ranks[0]).ranks
