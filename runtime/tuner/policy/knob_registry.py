@@ -125,7 +125,8 @@ MICRO_BATCH_SAMPLES = KnobSpec(
     },
     ds_key=("train_micro_batch_size_per_gpu",),
     description="samples of a micro-batch; the global batch stays the same",
-    advice="DataLoader(..., batch_size={value}), or what else cuts batches",
+    advice="DataLoader(..., batch_size={value}), TrainingArguments(per_device_train_batch_size="
+    "{value}), or what else cuts batches",
     splits_batch=True,
     stepping="micro_batches",
     memory_neutral=True,  # the plan of micro-batches is kept by configuration

@@ -149,7 +149,8 @@ def test_an_advice_has_the_diff_of_the_ds_config(reports, caplog):
         '+  "train_micro_batch_size_per_gpu": 16,',
         '-  "gradient_accumulation_steps": 4,',
         '+  "gradient_accumulation_steps": 1,',
-        "+ DataLoader(..., batch_size=16), or what else cuts batches",
+        "+ DataLoader(..., batch_size=16), TrainingArguments(per_device_train_batch_size=16), or "
+        "what else cuts batches",
     ]
     assert reports.value(tuner.TUNER_DECISIONS, "advised") == 1
     assert tuner.TUNER_GAIN not in reports.recorder.snapshot().values

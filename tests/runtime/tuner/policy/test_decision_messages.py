@@ -138,7 +138,8 @@ def test_the_diff_of_the_ds_config_keeps_the_global_batch():
         "   },",
         '-  "gradient_accumulation_steps": 4,',
         '+  "gradient_accumulation_steps": 1,',
-        "+ DataLoader(..., batch_size=16), or what else cuts batches",
+        "+ DataLoader(..., batch_size=16), TrainingArguments(per_device_train_batch_size=16), or "
+        "what else cuts batches",
     ]
 
 
