@@ -44,7 +44,7 @@ def liveness_alerts(timing: Timing) -> tuple[Alert, ...]:
     return (
         _run_died(timing),
         _rank_vanished(timing),
-        _rank_hung(),
+        _rank_hung(timing),
         _training_stalled(timing),
         _no_first_step(timing),
         _target_never_up(timing),
@@ -132,7 +132,21 @@ def _rank_vanished(timing: Timing) -> Alert:
     )
 
 
-def _rank_hung() -> Alert:
+def _awaited(timing: Timing) -> str:
+    """Return a template that names the rank for which a rank that hangs waits, and its host."""
+    of_run = ", ".join(f"{label}=%q" for label in (*IDENTITY, "rank"))
+    labels = " ".join(f"$labels.{label}" for label in IDENTITY)
+    awaited = f"`{select(comm.HANG_AWAITED_RANK, of_run)}` {labels} $labels.rank"
+    host = f"`last_over_time({select(training.RUN_ACTIVE, of_run)}[{timing.hour}])` {labels} $rank"
+    return (
+        f"{{{{ with printf {awaited} | query }}}}"
+        '{{ $rank := . | first | value | printf "%.0f" }} It waits for rank {{ $rank }}'
+        f"{{{{ with printf {host} | query }}}} on {{{{ . | first | label `node` }}}}{{{{ end }}}}."
+        "{{ end }}"
+    )
+
+
+def _rank_hung(timing: Timing) -> Alert:
     hangs = f"{by('max', select(comm.HANG_ACTIVE), 'rank')} == 1"
     return Alert(
         name="ZerowatchRankHung",
@@ -143,9 +157,10 @@ def _rank_hung() -> Alert:
         keep_firing_seconds=MINUTE,  # longer than a failed scrape
         summary=f"Rank {RANK} of training {RUN} hangs on {NODE}",
         description=(
-            f"Rank {RANK} on {NODE} makes no progress, and usually all other ranks wait with it. "
-            "The first line of hang-rank-*.txt in the run folder names the ranks that are missing, "
-            "and the collective. The host to look at is that of a missing rank."
+            f"Rank {RANK} on {NODE} makes no progress, and usually all other ranks wait with it."
+            f"{_awaited(timing)} The first line of hang-rank-*.txt in the run folder names the "
+            "ranks that are missing, and the collective. The host to look at is that of a missing "
+            "rank."
         ),
         dashboard=OVERVIEW,
         inhibits=InhibitRule(alerts=(TRAINING_STALLED, *OF_SLOW_RUNS)),

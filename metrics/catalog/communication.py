@@ -207,6 +207,13 @@ HANG_ACTIVE = gauge(
     lean=EVERY_SERIES,
     usual="0. At 1, read `hang-rank-*.txt` in the run folder at once.",
 )
+HANG_AWAITED_RANK = gauge(
+    "hang_awaited_rank",
+    "While this rank hangs in a collective: the rank that has not arrived there, of several the one"
+    " that has been silent for longest. Absent otherwise.",
+    lean=EVERY_SERIES,
+    usual="Absent. If present, look at the host of that rank.",
+)
 
 METRICS = (
     COLLECTIVE_CALLS,
@@ -234,4 +241,5 @@ METRICS = (
     PEER_HEARTBEAT_AGE,
     HANGS,
     HANG_ACTIVE,
+    HANG_AWAITED_RANK,
 )

@@ -89,11 +89,13 @@ def limit_of(thresholds: Mapping[str, float]) -> Limit:
 def problems_of_rank(snapshot: Snapshot, rank: int, limit: Limit) -> Iterator[Problem]:
     """Yield the problems that each rank's own metrics show, from those of any rank."""
     if snapshot.value(communication.HANG_ACTIVE):
+        awaited = snapshot.value(communication.HANG_AWAITED_RANK)
+        waits = "" if awaited is None else f" and waits for rank {awaited:.0f}"
         yield Problem(
             alert="ZerowatchRankHung",
             severity="critical",
-            text=f"rank {rank} makes no progress; the first line of hang-rank-{rank}-*.txt in the "
-            "run folder names the ranks that are missing",
+            text=f"rank {rank} makes no progress{waits}; the first line of hang-rank-{rank}-*.txt "
+            "in the run folder names the ranks that are missing",
         )
     if snapshot.value(overhead.DEAD_THREADS):
         yield Problem(

@@ -30,6 +30,7 @@ from .hang_context import HangContext
 from .hang_detector import HangDetector, HangState, ProgressSample
 from .hang_evidence import HangEvidence
 from .hang_report import summary, write_flight_recorder_dump, write_report
+from .missing_ranks import awaited_rank
 from .thread_stacks import python_location
 
 logger = logging.getLogger(__name__)
@@ -131,8 +132,12 @@ class HangMonitor:
     def close(self, timeout_seconds: float = REPORT_SECONDS) -> None:
         """End a hang, and wait up to `timeout_seconds` for a report that is being written."""
         if self._settings.enabled:
-            self._recorder.set(communication.HANG_ACTIVE, 0)
+            self._set_no_hang()
         self._wait_for_report(timeout_seconds)
+
+    def _set_no_hang(self) -> None:
+        self._recorder.set(communication.HANG_ACTIVE, 0)
+        self._recorder.remove(communication.HANG_AWAITED_RANK)
 
     def _wait_for_report(self, timeout_seconds: float) -> None:
         if self._writing is not None:
@@ -155,7 +160,7 @@ class HangMonitor:
 
     def _on_resumed(self) -> None:
         self._is_announced = False
-        self._recorder.set(communication.HANG_ACTIVE, 0)
+        self._set_no_hang()
         self._context.announce_hang(False)
         _run_on_thread(
             "zerowatch-hang",
@@ -164,6 +169,9 @@ class HangMonitor:
 
     def _start_report(self, *, is_announced: bool) -> None:
         evidence = self._evidence(is_announced=is_announced)
+        awaited = awaited_rank(evidence)
+        if awaited is not None:
+            self._recorder.set(communication.HANG_AWAITED_RANK, awaited)
         self._on_hang_found(summary(evidence))
         self._writing = _run_on_thread("zerowatch-hang", lambda: self._report(evidence))
 

@@ -41,6 +41,12 @@ def missing_ranks(evidence: HangEvidence) -> list[MissingRanks]:
     return list(missing.values())
 
 
+def awaited_rank(evidence: HangEvidence) -> int | None:
+    """Return the missing rank that has been silent for longest; None if none is known."""
+    ranks = {rank for each in missing_ranks(evidence) for rank in each.ranks}
+    return next(iter(sort_by_silence(ranks, evidence.peers or {})), None)
+
+
 def waiting_ranks(evidence: HangEvidence) -> list[MissingRanks]:
     """Return, for each rank set, the ranks in a collective that this rank has not issued."""
     waiting = []

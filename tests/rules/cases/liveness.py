@@ -293,7 +293,9 @@ CASES = (
     # Ranks that hang or never begin.
     Case(
         title="Fires at the next evaluation if a rank hangs, for as long as it does",
-        series=training(25) | of_rank(1, "zerowatch_hang_active", gauge((5, 0), (15, 1), (5, 0))),
+        series=training(25)
+        | of_rank(1, "zerowatch_hang_active", gauge((5, 0), (15, 1), (5, 0)))
+        | of_rank(1, "zerowatch_hang_awaited_rank", gauge((5, GONE), (15, 0), (5, GONE))),
         alert=HUNG,
         fires_at="5m15s",
         recovers_at="21m15s",
@@ -302,8 +304,9 @@ CASES = (
             dashboard="zerowatch-overview",
             summary="Rank 1 of training night-7 hangs on node-1",
             description="Rank 1 on node-1 makes no progress, and usually all other ranks wait with "
-            "it. The first line of hang-rank-*.txt in the run folder names the ranks that are "
-            "missing, and the collective. The host to look at is that of a missing rank.",
+            "it. It waits for rank 0 on node-0. The first line of hang-rank-*.txt in the run "
+            "folder names the ranks that are missing, and the collective. The host to look at is "
+            "that of a missing rank.",
         ),
     ),
     Case(

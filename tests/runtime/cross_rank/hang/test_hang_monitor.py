@@ -98,6 +98,22 @@ def test_a_hang_is_active_until_training_resumes(tmp_path: Path) -> None:
     assert check_for_seconds(rank, 1) == 0
 
 
+def test_the_rank_that_a_hang_waits_for_is_known_as_long_as_it_hangs(tmp_path: Path) -> None:
+    rank = WatchedRank(tmp_path)
+
+    def awaited() -> float | None:
+        return rank.recorder.snapshot().value(communication.HANG_AWAITED_RANK)
+
+    check_for_seconds(rank, 29)
+    before = awaited()
+    check_for_seconds(rank, 2)
+    meanwhile = awaited()
+    rank.phase_timer.enter(FORWARD)
+    check_for_seconds(rank, 1)
+
+    assert (before, meanwhile, awaited()) == (None, 1, None)
+
+
 def test_a_hang_ends_with_monitoring(tmp_path: Path) -> None:
     rank = WatchedRank(tmp_path)
     check_for_seconds(rank, 40)
