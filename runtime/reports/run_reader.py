@@ -24,6 +24,7 @@ from ...metrics.atomic_file import regular_file_status
 from ...metrics.metrics_line import MAX_UNIX_SECONDS
 from ...metrics.step_record import SCHEMA_VERSION
 from ..common.exit_notes import unreported_notes
+from ..common.liveness_file import SUFFIX
 from ..common.plain_text import printable
 
 Column = NDArray[Any]  # float32; `ended_at` is float64, `step` and `attempt` are int64
@@ -199,6 +200,7 @@ class RecordedRun:
         attempts: When each attempt of the run started, in Unix seconds.
         decisions: The tuner's decisions and advice, oldest first, as `decisions.jsonl` has them.
         reports: Reports on errors, by kind, the oldest first.
+        unclosed: Ranks that have not removed their liveness files: they are active, or were killed.
         has_targets: Whether addresses of ranks are listed: while the run is active, and after a
             failure. None if the file is missing.
         problems: What is missing, damaged or cut, and where; one sentence each.
@@ -213,6 +215,7 @@ class RecordedRun:
     attempts: tuple[float, ...]
     decisions: tuple[Mapping[str, Any], ...]
     reports: tuple[ReportFile, ...]
+    unclosed: tuple[int, ...]
     has_targets: bool | None
     problems: list[str]
 
@@ -262,6 +265,7 @@ def read_run(folder: Path, *, max_values: int = MAX_VALUES) -> RecordedRun:
         attempts=attempts,
         decisions=decisions,
         reports=(*_read_reports(folder, problems), *_unreported_exits(folder, ranks, problems)),
+        unclosed=tuple(_unclosed(folder)),
         has_targets=has_targets,
         problems=problems,
     )
@@ -633,7 +637,7 @@ def _missing_ranks(ranks: Mapping[int, RankSteps], world_size: int | None) -> li
     missing = [rank for rank in range(world_size) if rank not in ranks]
     if not missing:
         return []
-    return [f"no steps of {len(missing)} of {world_size} ranks: {_ranges(missing)}"]
+    return [f"no steps of {len(missing)} of {world_size} ranks: {number_ranges(missing)}"]
 
 
 def _missing_ends(ranks: Mapping[int, RankSteps]) -> Iterator[str]:
@@ -670,7 +674,7 @@ def _missing_steps(steps: RankSteps, num_segments: int) -> Iterator[str]:
         yield f"rank {steps.rank}: {lost} steps are missing within the log"
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def number_ranges(numbers: Sequence[int]) -> str:
     """Return ascending numbers as text, such as "1, 3 to 7"."""
     parts: list[list[int]] = []
     for number in numbers:
@@ -788,6 +792,14 @@ def _read_reports(folder: Path, problems: list[str]) -> Iterator[ReportFile]:
                 headline=printable(text.split("\n", 1)[0]),
                 text=text,
             )
+
+
+def _unclosed(folder: Path) -> list[int]:
+    names = (
+        re.fullmatch(r"rank-(\d+)", path.name.removesuffix(SUFFIX))
+        for path in folder.glob(f"rank-*{SUFFIX}")
+    )
+    return sorted(int(name[1]) for name in names if name)
 
 
 def _unreported_exits(

@@ -49,7 +49,7 @@ from ..common.exit_notes import AFTER_FIRST, FIRST_TO_EXIT
 from ..common.format_numbers import format_bytes
 from ..common.plain_text import printable
 from .metrics_reader import RankMetrics, RecordedMetrics, read_metrics
-from .run_reader import Column, RankSteps, RecordedRun, read_run
+from .run_reader import Column, RankSteps, RecordedRun, number_ranges, read_run
 
 # Raise it if an older reader of `zerowatch report --json` would misunderstand a change.
 SCHEMA_VERSION = 1
@@ -1586,6 +1586,14 @@ def _steps(found: _Evidence) -> str:
     return f"{last:,} steps, of which {recorded:,.0f} are recorded"
 
 
+def _unknown_end(unclosed: Sequence[int]) -> str:
+    sentence = "The folder does not show how the run ended"
+    if unclosed:
+        ranks = f"rank{'s' * (len(unclosed) > 1)} {number_ranges(unclosed)}"
+        sentence += f": {ranks} were killed, or are active on another machine"
+    return f"{sentence}. "
+
+
 def _verdict(found: _Evidence, findings: Sequence[Finding]) -> str:
     if not found.run.ranks:
         if findings:
@@ -1594,7 +1602,7 @@ def _verdict(found: _Evidence, findings: Sequence[Finding]) -> str:
     end = {
         "running": "The run is active. ",
         "interrupted": f"Interrupted after {_steps(found)}. ",
-        "unknown": "The folder does not show how the run ended. ",
+        "unknown": _unknown_end(found.run.unclosed),
     }.get(found.status, "")
     notable = [finding for finding in findings if finding.severity != "info"]
     if notable:
