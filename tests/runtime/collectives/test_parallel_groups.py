@@ -128,7 +128,7 @@ def test_a_pipelines_phases_add_up(ranks):
             phases = step["phase_seconds"]
             assert set(phases) == {*OF_EVERY_SCHEDULE, "data"}
             assert math.isclose(sum(phases.values()), step["seconds"])
-            assert phases["other"] < step["seconds"] / 2
+            assert all(seconds > 0 for seconds in phases.values())
 
 
 def test_an_evaluation_of_a_pipeline_is_a_phase_of_its_own(ranks):

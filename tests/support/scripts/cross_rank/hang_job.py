@@ -1,6 +1,11 @@
-"""Trains until killed. With RANK_1_IS_STUCK, rank 1 blocks after ten steps until it may resume."""
+"""Trains until killed.
+
+With RANK_1_IS_STUCK, rank 1 blocks after ten steps until it may resume. If there is a file `stop`,
+rank 1 stops itself between two steps: a signal from outside could stop it within a collective.
+"""
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -36,5 +41,7 @@ engine, _, _, _ = deepspeed.initialize(
 while not IS_STUCK or engine.global_steps < 20:
     if IS_STUCK and RANK == 1 and engine.global_steps == 10:
         block_training()
+    if RANK == 1 and (FOLDER / "stop").exists():
+        os.kill(os.getpid(), signal.SIGSTOP)
     engine.backward(engine(torch.ones(4, 8)).square().mean())
     engine.step()
