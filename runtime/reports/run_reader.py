@@ -281,7 +281,8 @@ def _check_folder(folder: Path) -> None:
     runs = sorted(path.name for path in folder.iterdir() if (path / "settings.json").is_file())
     if runs:
         raise RunFolderError(
-            f"{folder} is a folder of runs; give the folder of one, such as {folder / runs[-1]}"
+            f"{folder} holds {len(runs)} run{'s' * (len(runs) > 1)}; give the folder of one, "
+            f"such as {folder / runs[-1]}"
         )
     raise RunFolderError(
         f"{folder} holds no run: none of rank-<r>.jsonl, settings.json and attempts.jsonl"

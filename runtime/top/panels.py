@@ -73,7 +73,7 @@ def header(view: RunView, width: int, now: float, *, is_paused: bool = False) ->
     line.truncate(width, overflow="ellipsis")
     facts = Text(no_wrap=True)
     for name, value in view.facts:
-        part = Text.assemble((f" {name} ", DIM), (printable(value), TITLE))
+        part = Text.assemble((f" {printable(name)} ", DIM), (printable(value), TITLE))
         if facts.cell_len + part.cell_len > width:
             break
         facts.append_text(part)
@@ -151,7 +151,8 @@ def straggler_strip(view: RunView, width: int) -> Text:
         key=lambda rank: -(rank.straggler_score or 0.0),
     )
     named = [
-        f"rank {rank.rank}: +{rank.straggler_score:.0%} in {rank.straggler_phase}" for rank in slow
+        f"rank {rank.rank}: +{rank.straggler_score:.0%} in {printable(rank.straggler_phase)}"
+        for rank in slow
     ]
     words = "; ".join(named) if slow else ("none" if known else "not compared")
     wrapped = [strip[at : at + width] for at in range(0, len(strip), width)] or [Text()]
@@ -240,7 +241,7 @@ _COLUMNS = (
         text=lambda rank: (
             _UNKNOWN
             if rank.straggler_score is None or not rank.straggler_phase
-            else f"{rank.straggler_phase} {rank.straggler_score:+.0%}"
+            else f"{printable(rank.straggler_phase)} {rank.straggler_score:+.0%}"
         ),
         is_bad=lambda rank, view: (rank.straggler_score or 0) > view.straggler_threshold,
     ),

@@ -152,7 +152,8 @@ class TopScreen(App[None]):
             if not self._is_paused:
                 try:
                     view = self._source.read()
-                except (ZerowatchError, OSError) as error:  # the folder may change while it is read
+                except (ZerowatchError, OSError, ValueError) as error:
+                    # A folder may change while it is read, and a rank may answer anything.
                     self.call_from_thread(self._show_error, str(error))
                 else:
                     self.call_from_thread(self._show, view)

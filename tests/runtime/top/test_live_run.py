@@ -5,6 +5,8 @@ Covers `live_run.py` and `recent_seconds.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fakes.clock import FakeClock
 from live_runs import RUN_ID
@@ -237,3 +239,19 @@ def test_nothing_at_the_address_is_an_error_with_the_reason() -> None:
 
     with pytest.raises(NoAnswerError, match=r"127\.0\.0\.1:9/targets: .*refused"):
         source.read()
+
+
+def test_labels_of_a_rank_send_no_codes_to_the_terminal() -> None:
+    with two_ranks() as ranks:
+        view = read(ranks[0])
+    slow = replace(view.ranks[1], straggler_score=0.5, straggler_phase="\x1b[2J")
+
+    view = replace(view, ranks=[slow], status="\x1b[3J", facts=[("\x1b[4J", "\x1b[5J")])
+
+    drawn = (
+        panels.header(view, 200, view.at),
+        panels.straggler_strip(view, 200),
+        panels.ranks_rows(view, 200, "rank"),
+    )
+    assert not any("\x1b" in text.plain for text in drawn)
+    assert [code in text.plain for code, text in zip(("[3J", "[2J", "[2J"), drawn, strict=True)]

@@ -29,12 +29,12 @@ PATIENCE_SECONDS = 60.0
 class FixedRun:
     """A run that is always the same, or that has an error first."""
 
-    def __init__(self, *views: RunView | NoAnswerError) -> None:
+    def __init__(self, *views: RunView | Exception) -> None:
         self.views = list(views)
 
     def read(self) -> RunView:
         view = self.views[0] if len(self.views) == 1 else self.views.pop(0)
-        if isinstance(view, NoAnswerError):
+        if isinstance(view, Exception):
             raise view
         return view
 
@@ -160,12 +160,20 @@ def test_q_quits(live: RunView) -> None:
     assert ended == [0]
 
 
-def test_an_error_is_shown_until_the_run_can_be_read(live: RunView) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        NoAnswerError("http://a:1/targets: refused"),
+        FileNotFoundError(2, "refused"),
+        ValueError("refused"),
+    ],
+)
+def test_an_error_is_shown_until_the_run_can_be_read(live: RunView, error: Exception) -> None:
     async def body(app: TopScreen, pilot: Pilot[None]) -> None:
         await until(pilot, lambda: "refused; trying again" in texts(app))
         await until(pilot, lambda: "steps 20" in texts(app))
 
-    on_screen(FixedRun(NoAnswerError("connection refused"), live), (80, 24), body)
+    on_screen(FixedRun(error, live), (80, 24), body)
 
 
 def test_lines_are_never_wider_than_the_panel(live: RunView) -> None:
