@@ -238,7 +238,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(RunFolderError, match="no folder"):
         read_run(tmp_path / "missing")
-    with pytest.raises(RunFolderError, match=r"is a folder of runs; .* such as .*/b$"):
+    with pytest.raises(RunFolderError, match=r"2 runs.*b"):
         read_run(tmp_path / "runs")
     with pytest.raises(RunFolderError, match="holds no run"):
         read_run(tmp_path)
