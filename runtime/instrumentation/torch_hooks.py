@@ -75,6 +75,7 @@ class TorchHooks:
         self.cost_ns = 0
         self._engine = weakref.ref(engine)
         self._model = weakref.ref(engine.model)
+        self._module = weakref.ref(engine.module)
         self._thread = threading.get_ident()
         self._phase_timer = phase_timer
         self._collect = collector.on_step_end
@@ -132,9 +133,13 @@ class TorchHooks:
 
     @property
     def training(self) -> bool:
-        """Whether the model is in training mode."""
-        model = self._model()
-        return model is not None and model.training
+        """Whether the model is in training mode.
+
+        The mode of a wrapper does not count: after an evaluation, Lightning restores that of the
+        modules within DDP only.
+        """
+        module = self._module()
+        return module is not None and module.training
 
     def _is_on_training_thread(self) -> bool:
         return threading.get_ident() == self._thread

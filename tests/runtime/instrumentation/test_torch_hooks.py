@@ -14,8 +14,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 from fakes.scraper import eventually
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import zerowatch
 from zerowatch.errors import SettingsError
@@ -417,3 +419,23 @@ def test_a_module_that_is_not_initialized_does_not_prevent_the_search() -> None:
 def test_a_loss_without_an_operation_is_not_divided() -> None:
     assert divisor_of(torch.ones(())) is None
     assert divisor_of(torch.ones((), requires_grad=True) / 4) == 4.0
+
+
+def test_a_wrapper_that_was_left_in_evaluation_mode_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning restores the mode of the modules within DDP, and not of DDP itself."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, optimizer = make()
+        wrapper = DistributedDataParallel(model)
+        wrapper.eval()
+        model.train()
+        with records_of(wrapper, optimizer) as end:
+            train_step(wrapper, optimizer)
+            (record,) = end()
+    finally:
+        dist.destroy_process_group()
+
+    assert record.samples == SAMPLES
+    assert record.loss is not None
+    assert "eval" not in record.phase_seconds
