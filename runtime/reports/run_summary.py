@@ -10,6 +10,7 @@ import fcntl
 import math
 import os
 import struct
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ from ...metrics.thresholds import (
     Threshold,
 )
 from ..common.exit_notes import AFTER_FIRST, FIRST_TO_EXIT
-from ..common.format_numbers import format_bytes
+from ..common.format_numbers import format_bytes, format_duration
 from ..common.plain_text import printable
 from .metrics_reader import RankMetrics, RecordedMetrics, read_metrics
 from .run_reader import Column, RankSteps, RecordedRun, number_ranges, read_run
@@ -61,6 +62,8 @@ Severity = Literal["critical", "warning", "info"]
 
 # The metrics that a summary reads over time; of the others it reads the last values only.
 SUMMARY_SERIES = frozenset({communication.STRAGGLER_SCORE.name})
+# From then on the verdict on an active run says how long ago its last step ended.
+SILENT_SECONDS = 300.0
 LAST_STEPS = 10  # the last loss is their mean, because batches differ; at most a tenth of the run
 # A 99th percentile above this multiple of the median means that single steps stall.
 STALL_FACTOR = 1.5
@@ -1594,13 +1597,21 @@ def _unknown_end(unclosed: Sequence[int]) -> str:
     return f"{sentence}. "
 
 
+def _activity(found: _Evidence) -> str:
+    """Return that the run is active, and how old its figures are, as in a hang or on a full disk."""
+    age = 0.0 if found.facts.ended is None else time.time() - found.facts.ended
+    if age < SILENT_SECONDS:
+        return "The run is active. "
+    return f"The run is active, but its last recorded step ended {format_duration(age)} ago. "
+
+
 def _verdict(found: _Evidence, findings: Sequence[Finding]) -> str:
     if not found.run.ranks:
         if findings:
             return f"No step was recorded. {findings[0].sentence}"
         return "No step was recorded, so nothing can be said about the run."
     end = {
-        "running": "The run is active. ",
+        "running": _activity(found),
         "interrupted": f"Interrupted after {_steps(found)}. ",
         "unknown": _unknown_end(found.run.unclosed),
     }.get(found.status, "")
