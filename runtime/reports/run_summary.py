@@ -10,10 +10,10 @@ import fcntl
 import math
 import os
 import struct
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import time as unix_seconds
 from typing import Any, Literal
 
 import numpy as np
@@ -1598,8 +1598,8 @@ def _unknown_end(unclosed: Sequence[int]) -> str:
 
 
 def _activity(found: _Evidence) -> str:
-    """Return that the run is active, and how old its figures are, as in a hang or on a full disk."""
-    age = 0.0 if found.facts.ended is None else time.time() - found.facts.ended
+    """Return that the run is active, and how old its figures are if it hangs or the disk is full."""
+    age = 0.0 if found.facts.ended is None else unix_seconds() - found.facts.ended
     if age < SILENT_SECONDS:
         return "The run is active. "
     return f"The run is active, but its last recorded step ended {format_duration(age)} ago. "
