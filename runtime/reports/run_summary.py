@@ -1598,7 +1598,7 @@ def _unknown_end(unclosed: Sequence[int]) -> str:
 
 
 def _activity(found: _Evidence) -> str:
-    """Return that the run is active, and how old its figures are if it hangs or the disk is full."""
+    """Return that the run is active, and how old its figures are (a hang, or a full disk)."""
     age = 0.0 if found.facts.ended is None else unix_seconds() - found.facts.ended
     if age < SILENT_SECONDS:
         return "The run is active. "
