@@ -10,7 +10,7 @@ import bisect
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -79,7 +79,10 @@ class _Log:
 
     @classmethod
     def open(cls, paths: Sequence[Path], files: ExitStack) -> _Log:
-        descriptors = [files.enter_context(path.open("rb")).fileno() for path in paths]
+        descriptors = []
+        for path in paths:
+            with suppress(FileNotFoundError):  # it was rotated meanwhile
+                descriptors.append(files.enter_context(path.open("rb")).fileno())
         sizes = [os.fstat(descriptor).st_size for descriptor in descriptors]
         return cls(descriptors=descriptors, ends=list(accumulate(sizes)))
 

@@ -84,6 +84,8 @@ def find_checkpoint(
     if error is None:
         agreed = _agreed(checkpoints, own, host_group)
         if agreed is None:
+            if host_group.rank == 0:
+                logger.info("no checkpoint in %s: training does not resume", checkpoints.path)
             return None
         tried = agreed.name
         checkpoint, error = _checked(checkpoints, tried, engine, host_group)

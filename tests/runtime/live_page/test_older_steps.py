@@ -9,6 +9,7 @@ import pytest
 from recorded_runs import STARTED, step_record, write_run
 
 from zerowatch.metrics.settings import RunLogSettings
+from zerowatch.runtime.live_page import older_steps
 from zerowatch.runtime.live_page.older_steps import MAX_LINE_BYTES, sample_steps, segments
 from zerowatch.runtime.monitor.step_log import StepLog
 
@@ -61,6 +62,14 @@ def test_rotated_segments_are_read_from_the_oldest_on(tmp_path):
 
     assert len(segments(tmp_path, 0)) > 2
     assert steps == list(range(steps[0], 31))
+
+
+def test_a_segment_that_is_rotated_meanwhile_does_not_prevent_the_reading(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "run", ranks=1, steps=4)
+    listed = [folder / "rank-0.1.jsonl", folder / "rank-0.jsonl"]
+    monkeypatch.setattr(older_steps, "segments", lambda folder, rank: listed)
+
+    assert steps_of(sample_steps(folder, 0, LONG_AFTER, 100)) == [1, 2, 3, 4]
 
 
 def test_damaged_lines_are_left_out(tmp_path):

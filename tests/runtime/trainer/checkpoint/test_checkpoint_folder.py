@@ -93,6 +93,16 @@ def test_loading_from_a_folder_without_checkpoints_returns_none(tmp_path: Path) 
     assert load(tmp_path / "none") is None
 
 
+def test_a_folder_without_a_checkpoint_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert load(tmp_path / "none") is None
+
+    (line,) = caplog.messages
+    assert f"no checkpoint in {tmp_path / 'none'}" in line
+
+
 def test_the_last_checkpoints_and_foreign_files_are_kept(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "step-old").mkdir()
