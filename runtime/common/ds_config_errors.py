@@ -113,6 +113,13 @@ _BATCH_KEYS = (
 _BLOCKS = ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler", "comms_logger")
 
 
+_NO_LAUNCHER = (
+    "Without a launcher, DeepSpeed looks for MPI. Start the script with `zerowatch run`; in a "
+    "notebook set RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR=127.0.0.1 and MASTER_PORT in "
+    "os.environ first."
+)
+
+
 class ConfigErrors(AbstractContextManager[None]):
     """Explains configuration errors in a `with` block. All errors are still raised."""
 
@@ -137,6 +144,8 @@ class ConfigErrors(AbstractContextManager[None]):
         traceback: TracebackType | None,
     ) -> None:
         """Explain the error, if there is one."""
+        if isinstance(error, ModuleNotFoundError) and error.name == "mpi4py":
+            error.add_note(_NO_LAUNCHER)
         explanation = None if error is None else self._explain(error, self._config)
         if error is None or explanation is None:
             return

@@ -13,7 +13,12 @@ from deepspeed.runtime.zero.config import get_zero_config
 
 from zerowatch.errors import DsConfigError, SettingsError
 from zerowatch.runtime.common.ds_config import read_zerowatch_block, training_config, zero_stage
-from zerowatch.runtime.common.ds_config_errors import explain_config_error, warn_of_misspelled_keys
+from zerowatch.runtime.common.ds_config_errors import (
+    ConfigErrors,
+    explain_config_error,
+    warn_of_misspelled_keys,
+)
+from zerowatch.runtime.common.fail_open import FailOpen
 
 pytestmark = [
     # DeepSpeed leaves the file that it reads open.
@@ -236,3 +241,11 @@ def test_the_zero_stage_is_read_as_deepspeed_reads_it(zero):
     expected = get_zero_config({"zero_optimization": zero}).stage
 
     assert zero_stage({"zero_optimization": zero}) == expected
+
+
+def test_a_start_without_a_launcher_says_what_to_set():
+    with pytest.raises(ModuleNotFoundError) as caught, ConfigErrors({}, FailOpen()):
+        raise ModuleNotFoundError("No module named 'mpi4py'", name="mpi4py")  # as DeepSpeed does
+
+    (note,) = caught.value.__notes__
+    assert "MASTER_PORT" in note and "zerowatch run" in note
