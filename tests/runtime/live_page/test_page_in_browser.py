@@ -121,7 +121,8 @@ def test_the_page_shows_new_steps_without_loading_again(run, visit, monkeypatch)
     opened.page.wait_for_selector('[data-key="training.loss"][data-value="1.25"]')
     assert opened.figures()["training.steps"] == 124
     paths = [url.partition(run.address)[2] for _, url in opened.requests]
-    assert paths == ["/", "/live/events"]
+    assert paths[0] == "/"
+    assert set(paths[1:]) == {"/live/events"}  # again if a busy machine has cut the stream
 
 
 def test_no_request_fails_and_all_go_to_the_run_and_only_read(run, visit):
