@@ -20,6 +20,7 @@ DS_CONFIG = {
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--callback", action="store_true", help="monitor by a callback")
+parser.add_argument("--ddp", action="store_true", help="train without DeepSpeed")
 parser.add_argument("--steps", type=int, default=20)
 options = parser.parse_args()
 
@@ -33,14 +34,14 @@ trainer = Trainer(
     model=tiny_gpt(),
     args=TrainingArguments(
         output_dir="output",
-        deepspeed=DS_CONFIG,
+        deepspeed=None if options.ddp else DS_CONFIG,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
         max_steps=options.steps,
         logging_steps=1,
         save_strategy="no",
         eval_strategy="steps",
-        eval_steps=options.steps,
+        eval_steps=options.steps // 2,
         report_to="none",
         # Else, on a machine without a GPU, each rank takes itself for the only one.
         use_cpu=not torch.cuda.is_available(),

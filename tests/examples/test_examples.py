@@ -87,8 +87,23 @@ def test_weights_are_the_same_and_figures_are_right_in_each_way(
 
     assert {run.weights for run in (plain, zero_code, by_callback, both)} == {plain.weights}
     for run in (zero_code, by_callback, both):
+        if "huggingface" in example:  # after step 10, with the bare model
+            evaluated = [each["step"] for each in run.records(0) if "eval" in each["phase_seconds"]]
+            assert evaluated == [11]
         assert_figures(run, plain.losses, is_mean_over_ranks="huggingface" in example)
     assert_logged(by_callback, plain.losses)
+
+
+def test_the_trainers_figures_without_deepspeed_are_right(tmp_path: Path) -> None:
+    plain = train(tmp_path / "plain", "huggingface_trainer.py", "--ddp")
+
+    run = train(tmp_path / "run", "huggingface_trainer.py", "--ddp", by=MONITORED)
+
+    assert run.weights == plain.weights
+    first, second = run.records(0), run.records(1)  # from the second step on
+    losses = [(one["loss"] + two["loss"]) / 2 for one, two in zip(first, second, strict=True)]
+    assert losses == pytest.approx(plain.losses[1:], rel=1e-5)
+    assert {record["samples"] for record in (*first, *second)} == {SAMPLES}
 
 
 def assert_figures(run: Trained, losses: list[float], *, is_mean_over_ranks: bool) -> None:
