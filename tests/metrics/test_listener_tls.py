@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import os
 import socket
 import ssl
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 from fakes.certificates import Authority
-from fakes.scraper import get
+from fakes.scraper import eventually, get
 
 from zerowatch.metrics.catalog.overhead import EXPORTER_FAILURES
+from zerowatch.metrics.exporters import listener
+from zerowatch.metrics.exporters.http_connection import Response
 
 
 @pytest.fixture
@@ -158,3 +161,35 @@ def test_a_key_with_a_password_is_rejected_without_a_prompt(make_server, authori
 
     assert address is None
     assert "its own PEM key without a password" in caplog.text
+
+
+def test_a_stream_of_events_goes_on_over_tls_until_the_client_leaves(
+    make_server, authority, monkeypatch
+):
+    monkeypatch.setattr(listener, "EVENT_SECONDS", 0.02)
+    count = itertools.count()
+
+    def event() -> bytes:
+        return b"data: %d\n\n" % next(count)
+
+    def page(_) -> Response:
+        return Response(content_type="text/event-stream", body=event(), next_event=event)
+
+    pair = authority.issue("server")
+    server = make_server(
+        tls_certificate=pair.certificate, tls_key=pair.key, pages={"/events": page}
+    )
+    host, port = server.start().rsplit(":", 1)
+    context = client_context(authority)
+    with (
+        socket.create_connection((host, int(port)), timeout=120) as plain,
+        context.wrap_socket(plain, server_hostname=host) as client,
+    ):
+        client.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        received = b""
+        while b"data: 3\n\n" not in received:
+            part = client.recv(65536)
+            assert part, received
+            received += part
+
+    assert eventually(lambda: not server._listener._streams)
