@@ -30,7 +30,7 @@ from .optimizer_layout import (
 _UPDATE_COUNTS = ("step",)
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 # State of a dynamic loss scale; two classes have most of these in common.
-_SCALE_NAMES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+SCALE_NAMES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _OVERRIDES = ("custom_loss_scaler", "external_loss_scale")
 # A new engine's optimizer may be of another class, such as DeepSpeed's own on the host. Its update
 # count is then a number or a tensor.
@@ -120,12 +120,10 @@ def take_snapshot(engine: Any, rank: int, world_size: int) -> TrainingStateSnaps
         LookupError: The optimizer is of an unknown kind.
         ValueError: The optimizer has a state that is neither one number per weight nor a scalar.
     """
-    parameters = {
-        name: _describe(parameter) for name, parameter in engine.module.named_parameters()
-    }
+    parameters = describe_parameters(engine.module)
     groups = engine.optimizer.param_groups
     for tensor in layout_of(engine):
-        _copy_updated(tensor, parameters, rank, world_size)
+        copy_updated(tensor, parameters, rank, world_size)
     _copy_weights(engine.module, parameters, rank, world_size)
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)
     return TrainingStateSnapshot(
@@ -140,6 +138,11 @@ def take_snapshot(engine: Any, rank: int, world_size: int) -> TrainingStateSnaps
     )
 
 
+def describe_parameters(module: torch.nn.Module) -> dict[str, ParamSnapshot]:
+    """Return the snapshots of a module's parameters by name, without any values."""
+    return {name: _describe(parameter) for name, parameter in module.named_parameters()}
+
+
 def _describe(parameter: Any) -> ParamSnapshot:
     shape = torch.Size(getattr(parameter, "ds_shape", parameter.shape))
     partitioned = hasattr(parameter, "ds_shape")
@@ -151,12 +154,18 @@ def _describe(parameter: Any) -> ParamSnapshot:
     )
 
 
-def _copy_updated(
+def copy_updated(
     holder: OptimizerTensor,
     parameters: Mapping[str, ParamSnapshot],
     rank: int,
     world_size: int,
 ) -> None:
+    """Copy this rank's parts of the parameters in an optimizer's tensor into their snapshots.
+
+    Raises:
+        KeyError: The tensor has a parameter that is not in `parameters`.
+        ValueError: The optimizer has a state that is neither one number per weight nor a scalar.
+    """
     tensors, scalars = split_state(holder)
     for name in holder.members:
         kept = parameters[name]
@@ -269,7 +278,7 @@ def copy_counters(engine: Any) -> EngineCounters:
     return EngineCounters(
         counts={name: getattr(engine, name) for name in _COUNTS},
         scheduler=None if scheduler is None else copy.deepcopy(scheduler.state_dict()),
-        scale=_present(_loss_scaler(engine.optimizer), _SCALE_NAMES),
+        scale=_present(_loss_scaler(engine.optimizer), SCALE_NAMES),
         overrides=_present(engine.optimizer, _OVERRIDES),
         autocast_scale=None if scaler is None else copy.deepcopy(scaler.state_dict()),
     )

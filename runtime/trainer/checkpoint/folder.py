@@ -319,9 +319,10 @@ def check_engine(folder: Path, saved: EngineInfo, now: EngineInfo) -> None:
     Raises:
         CheckpointError: The checkpoint does not match the engine; the message says what to do.
     """
+    model_ranks = saved.world_size // saved.data_parallel_size
+    model_ranks_now = now.world_size // now.data_parallel_size
     differences = [
-        (saved.world_size, now.world_size, "rank(s)", _SAME_RANKS),
-        (saved.data_parallel_size, now.data_parallel_size, "data-parallel rank(s)", _SAME_RANKS),
+        (model_ranks, model_ranks_now, "rank(s) for each copy of the model", _SAME_RANKS),
         (saved.zero_stage, now.zero_stage, "as ZeRO stage", _SAME_CONFIG),
         (saved.dtypes, now.dtypes, "as data types", _SAME_CONFIG),
         (saved.optimizer, now.optimizer, "as optimizer", _SAME_CONFIG),
@@ -341,8 +342,8 @@ def check_engine(folder: Path, saved: EngineInfo, now: EngineInfo) -> None:
 
 
 _SAME_RANKS = (
-    "each rank's file holds its own shard of the optimizer state. Start as many ranks as then; "
-    "DeepSpeed's ds_to_universal converts its files for any number of ranks"
+    "only the number of copies of the model may change. Start as many ranks as then; DeepSpeed's "
+    "ds_to_universal converts its files for any number of ranks"
 )
 _SAME_CONFIG = (
     "the layout of the files depends on it. Load with the ds config that zerowatch.json there "

@@ -27,6 +27,7 @@ from .folder import (
     recovery_hint,
 )
 from .plan_file import check_plan
+from .read_shards import read_shards
 from .run_state import RunState, read_rank
 from .safe_load import load_plain
 
@@ -48,12 +49,15 @@ class FoundCheckpoint:
         state: State of this rank, except the engine.
         superseded: Later checkpoints in the same parent folder that were passed over, because they
             are damaged or `latest` names an earlier checkpoint.
+        is_resharded: Whether another number of ranks wrote it. `state` is then that of rank
+            `rank % world_size` of that run.
     """
 
     path: Path
     manifest: Manifest
     state: RunState
     superseded: frozenset[Path] = frozenset()
+    is_resharded: bool = False
 
 
 def find_checkpoint(
@@ -111,7 +115,7 @@ def load_checkpoint(checkpoint: FoundCheckpoint, engine: Any, host_group: HostCo
 
     Args:
         checkpoint: The checkpoint.
-        engine: A DeepSpeed engine of the same ds config, on as many ranks.
+        engine: A DeepSpeed engine of the same ds config, on any number of ranks.
         host_group: Group of all ranks.
 
     Raises:
@@ -121,9 +125,20 @@ def load_checkpoint(checkpoint: FoundCheckpoint, engine: Any, host_group: HostCo
     path, manifest = checkpoint.path, checkpoint.manifest
     with raise_on_all_ranks(host_group, f"load {path}", NOTHING_LOADED):
         check_engine(path, manifest.engine, engine_info(engine))
-    read_engine(engine, path.parent, path.name, host_group)
+    if checkpoint.is_resharded and manifest.engine.zero_stage > 0:
+        read_shards(engine, path, manifest, host_group)
+    else:
+        read_engine(engine, path.parent, path.name, host_group)
     engine.micro_steps = manifest.micro_steps
     engine.global_samples = manifest.samples
+    if checkpoint.is_resharded and host_group.rank == 0:
+        logger.warning(
+            "%s was written by %d rank(s) and is loaded by %d: updates are of the same batches, "
+            "and equal up to rounding",
+            path,
+            manifest.engine.world_size,
+            host_group.world_size,
+        )
     if host_group.rank == 0:
         logger.info("checkpoint loaded, training resumes after step %d: %s", manifest.steps, path)
 
@@ -236,10 +251,12 @@ def _checked(
         for file_name in names:
             if file_name.endswith(".pt"):
                 load_plain(path / file_name)
-        state = read_rank(path, host_group.rank)
+        world_size = manifest.engine.world_size
+        state = read_rank(path, host_group.rank % world_size)
         _check_consistent(path, manifest, state)
         check_plan(state.micro_batch_plan, path)
-        return FoundCheckpoint(path=path, manifest=manifest, state=state)
+        is_resharded = world_size != host_group.world_size
+        return FoundCheckpoint(path=path, manifest=manifest, state=state, is_resharded=is_resharded)
 
     return _on_all_ranks(host_group, f"load {path}", check)
 

@@ -26,6 +26,7 @@ from .load import find_checkpoint, load_checkpoint
 from .plan_file import MicroBatchPlan, PlanFile, check_plan
 from .run_state import RunState
 from .save import save_checkpoint
+from .shard_layout import shard_layout
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class CheckpointManager:
             data=self._data.state_dict(),
             compression=holder.compressor.state_dict() if holder.compressor else None,
             client_state=client_state,
+            shard=shard_layout(holder.engine),
         )
         watch = holder.engine.watch
         with watch.saving_checkpoint(), holder.optimizer_states_on_device():
@@ -99,10 +101,21 @@ class CheckpointManager:
             self._apply_plan(check_plan(state.micro_batch_plan, checkpoint.path))
             self._data.load_state_dict(state.data or {})
             if holder.compressor is not None and state.compression is not None:
-                holder.compressor.load_state_dict(state.compression)
+                if checkpoint.is_resharded:
+                    logger.warning(
+                        "the rounding errors of compressed gradients in %s are discarded: they "
+                        "belong to another number of ranks; training goes on, no action is needed",
+                        checkpoint.path,
+                    )
+                else:
+                    holder.compressor.load_state_dict(state.compression)
         self._apply_plan_file()
-        if state is not None:
-            RngState(**state.rng).restore()  # last, because a rebuild draws random numbers
+        if checkpoint is not None and state is not None:  # last: a rebuild draws random numbers
+            rng = RngState(**state.rng)
+            if group.rank < checkpoint.manifest.engine.world_size:
+                rng.restore()
+            else:
+                rng.restore_for_new_rank(group.rank)
         return state
 
     def on_window_end(self) -> None:

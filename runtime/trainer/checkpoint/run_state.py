@@ -7,7 +7,7 @@ class changes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ class RunState:
         data: This rank's position in its data: a loader's `state_dict()`.
         compression: Residuals of gradient compression on this rank.
         client_state: The caller's own state.
+        shard: Description of this rank's shard of the optimizer (`shard_layout`); None if there is
+            none. Checkpoints of earlier versions lack it.
     """
 
     steps: int
@@ -54,6 +56,7 @@ class RunState:
     data: Mapping[str, Any] | None = None
     compression: Mapping[str, Any] | None = None
     client_state: Any = None
+    shard: Sequence[Mapping[str, Any]] | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """Return a serializable copy on the host.
@@ -73,6 +76,7 @@ class RunState:
         keys = set(_FIELDS)
         if not isinstance(values, dict):
             raise CheckpointError("it is of another program")
+        values = {"shard": None, **values}
         if values.keys() != keys:
             odd = ", ".join(sorted(keys.symmetric_difference(values)))
             raise CheckpointError(

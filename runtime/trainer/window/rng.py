@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from dataclasses import dataclass
@@ -41,6 +42,19 @@ class RngState:
             host=torch.get_rng_state(),
             cuda=(device.get_rng_state(),) if in_use else (),
         )
+
+    def restore_for_new_rank(self, rank: int) -> None:
+        """Seed the generators from the state of another rank, differently for each new rank.
+
+        Args:
+            rank: Number of the new rank, which has no state of its own.
+        """
+        digest = hashlib.sha256(self.host.numpy().tobytes() + rank.to_bytes(8, "little")).digest()
+        seed = int.from_bytes(digest[:4], "little")
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed)
+        torch.manual_seed(seed)  # the generators of all devices
 
     def restore(self) -> None:
         """Set the generators to this state."""

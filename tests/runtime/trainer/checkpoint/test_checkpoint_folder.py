@@ -193,13 +193,13 @@ def test_another_engine_is_rejected(tmp_path: Path, engine: PlainEngine, message
         load(tmp_path, engine)
 
 
-def test_another_number_of_ranks_is_rejected(tmp_path: Path) -> None:
+def test_another_number_of_ranks_for_a_copy_of_the_model_is_rejected(tmp_path: Path) -> None:
     save(tmp_path, 1)
     engine = PlainEngine()
     engine.world_size = 4
 
     with pytest.raises(
-        CheckpointError, match=r"with 1 rank\(s\), this run has 4: .* as many ranks"
+        CheckpointError, match=r"with 1 rank\(s\) for each .*, this run has 4: .* as many ranks"
     ):
         load(tmp_path, engine)
 
