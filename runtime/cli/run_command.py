@@ -44,7 +44,11 @@ def launch(arguments: Sequence[str]) -> int:
     _prepare_restarts(options)
     settings = load_settings()
     with receive_run_folder() as receiver:
-        code, error = _run_ranks(_monitored_command(arguments, options), settings.run_log.folder)
+        code, error = _run_ranks(
+            _monitored_command(arguments, options),
+            settings.run_log.folder,
+            options.rdzv_endpoint,
+        )
         if (folder := receiver.folder()) is not None:
             is_in_order = code in (0, 128 + signal.SIGINT)
             print_run_end(folder, is_in_order=is_in_order, console=settings.console)
@@ -54,22 +58,32 @@ def launch(arguments: Sequence[str]) -> int:
     return code
 
 
-def _run_ranks(command: list[str], runs: Path) -> tuple[int, ChildFailedError | None]:
+def _run_ranks(
+    command: list[str], runs: Path, endpoint: str
+) -> tuple[int, ChildFailedError | None]:
     """Run torchrun with a command line; return the exit code, and the error of a rank that failed.
 
     Args:
         command: The command line.
         runs: The folder of run folders.
+        endpoint: Address of the rendezvous store.
+
+    Raises:
+        CommandLineError: The rendezvous store or another node is lost.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     from .launcher_notes import record_worker_exits
+    from .node_watch import rendezvous_failure, watch_nodes
 
     try:
-        with record_worker_exits(runs):
+        with record_worker_exits(runs), watch_nodes(endpoint):
             torchrun.main(command)
+    except RendezvousError as error:
+        raise CommandLineError(rendezvous_failure(error, endpoint)) from error
     except ChildFailedError as error:
         return _exit_code(error.get_first_failure()[1].exitcode), error
     except SignalException as error:

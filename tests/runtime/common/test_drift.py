@@ -48,6 +48,11 @@ USED_NAMES: tuple[tuple[str, str, str], ...] = (
         "runtime/cli/launcher_notes.py",
         "_monitor_workers",
     ),
+    (
+        "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent",
+        "runtime/cli/node_watch.py",
+        "_start_workers _monitor_workers",
+    ),
     ("torch.distributed:Work", COLLECTIVES, "get_future wait"),
     ("torch.cuda:Stream", STREAMS, "wait_stream wait_event synchronize"),
     ("torch.cuda:Event", STREAMS, "record wait synchronize"),
