@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import CommandLineError
+from ..common.fail_open import FailOpen
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -163,13 +164,17 @@ def watch_nodes(endpoint: str) -> Iterator[None]:
 
     start, monitor = LocalElasticAgent._start_workers, LocalElasticAgent._monitor_workers
     watches: list[NodeWatch] = []
+    # A store that cannot be opened twice leaves the nodes unwatched.
+    heartbeats_of = FailOpen().wrap("heartbeats of nodes", _heartbeats, is_kept=True)
 
     def started(agent: Any, worker_group: Any) -> Any:
         ids = start(agent, worker_group)
         while watches:
             watches.pop().close()
         if _is_watched(agent, worker_group):
-            watches.append(NodeWatch(_heartbeats(agent, worker_group), _ending(agent, endpoint)))
+            heartbeats = heartbeats_of(agent, worker_group)
+            if heartbeats is not None:
+                watches.append(NodeWatch(heartbeats, _ending(agent, endpoint)))
         return ids
 
     def monitored(agent: Any, worker_group: Any) -> Any:
