@@ -13,12 +13,15 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 from ..errors import cut, shortened
 
 # What a value counts: a ratio is 0 to 1, a factor is a multiple of something usual.
 Unit = Literal["ratio", "factor", "count", "seconds", "bytes", "celsius"]
+# How bad a problem is, the worst first.
+Severity = Literal["critical", "warning", "info"]
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 
 class Threshold(float):

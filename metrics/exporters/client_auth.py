@@ -34,22 +34,12 @@ def authorization_header(token_file: Path | None, basic_auth_file: Path | None) 
         SettingsError: A file cannot be read, or contains no secret.
     """
     if token_file is not None:
-        return f"Bearer {_first_secret('auth_token_file', token_file, _token).decode('latin-1')}"
+        _, secrets = _read_secrets("auth_token_file", token_file, _token)
+        return f"Bearer {secrets[0].decode('latin-1')}"
     if basic_auth_file is not None:
-        user = _first_secret("basic_auth_file", basic_auth_file, _users)
-        return f"Basic {base64.b64encode(user).decode()}"
+        _, secrets = _read_secrets("basic_auth_file", basic_auth_file, _users)
+        return f"Basic {base64.b64encode(secrets[0]).decode()}"
     return None
-
-
-def _first_secret(setting: str, path: Path, parse: Callable[[bytes], list[bytes]]) -> bytes:
-    try:
-        regular_file_status(path)
-        secrets = parse(path.read_bytes())
-    except OSError as error:
-        raise _file_error(setting, f"cannot read {path} ({error.strerror})") from None
-    if not secrets:
-        raise _file_error(setting, f"{path} contains none")
-    return secrets[0]
 
 
 class ClientAuth:
@@ -124,18 +114,32 @@ class _SecretFile:
 
     def _read(self) -> None:
         """Read the file if it has changed since the last call."""
-        try:
-            version = _version(self._path)
-            if version == self._version:
-                return
-            content = self._path.read_bytes()
-        except OSError as error:
-            fault = f"cannot read {self._path} ({error.strerror})"
-            raise _file_error(self._setting, fault) from None
-        secrets = self._parse(content)
-        if not secrets:
-            raise _file_error(self._setting, f"{self._path} contains none")
-        self._version, self._digests = version, [_digest(secret) for secret in secrets]
+        version, secrets = _read_secrets(self._setting, self._path, self._parse, self._version)
+        if version != self._version:
+            self._version, self._digests = version, [_digest(secret) for secret in secrets]
+
+
+def _read_secrets(
+    setting: str,
+    path: Path,
+    parse: Callable[[bytes], list[bytes]],
+    known: tuple[int, ...] | None = None,
+) -> tuple[tuple[int, ...], list[bytes]]:
+    """Return the version of a file and its secrets; no secrets if its version is known.
+
+    Raises:
+        SettingsError: The file cannot be read, or contains no secret.
+    """
+    try:
+        version = _version(path)
+        if version == known:
+            return version, []
+        secrets = parse(path.read_bytes())
+    except OSError as error:
+        raise _file_error(setting, f"cannot read {path} ({error.strerror})") from None
+    if not secrets:
+        raise _file_error(setting, f"{path} contains none")
+    return version, secrets
 
 
 def _file_error(setting: str, fault: str) -> SettingsError:

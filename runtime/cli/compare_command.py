@@ -9,10 +9,19 @@ from typing import Literal
 
 import click
 
-from ...errors import CommandLineError
-from .report_command import EXIT_CODE_OF_CONDITION
+from .figure_options import (
+    EXIT_CODE_OF_CONDITION,
+    STANDARD_OUTPUT,
+    fail_on_option,
+    figures_option,
+    json_option,
+    markdown_option,
+    output_option,
+    print_conditions_that_hold,
+    print_figures,
+    write_output,
+)
 
-_STANDARD_OUTPUT = Path("-")
 COMPARISON_FILE = "compare.html"
 
 
@@ -22,29 +31,17 @@ COMPARISON_FILE = "compare.html"
 @click.option(
     "--text", "form", flag_value="text", default="text", help="Print tables; the default."
 )
-@click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
-@click.option("--json", "form", flag_value="json", help="Print JSON.")
+@markdown_option
+@json_option
 @click.option("--html", "form", flag_value="html", help="Write an HTML page with charts.")
-@click.option(
-    "--output",
-    "-o",
-    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
-    help="File to write; - prints.  [default: B/compare.html for HTML]",
-)
+@output_option("B/compare.html")
 @click.option(
     "--warm-up",
     type=click.IntRange(min=0),
     help="Common steps to leave out at the beginning.  [default: a tenth, from 5 to 50]",
 )
-@click.option(
-    "--fail-on",
-    "conditions",
-    multiple=True,
-    metavar="CONDITION",
-    help="Exit with code 3 if a figure meets the condition, such as 'throughput_ratio<0.95'. May "
-    "be given several times.",
-)
-@click.option("--figures", "lists_figures", is_flag=True, help="List the figures for --fail-on.")
+@fail_on_option("throughput_ratio<0.95")
+@figures_option
 def compare(
     a: Path | None,
     b: Path | None,
@@ -68,7 +65,6 @@ def compare(
     """
     import orjson
 
-    from ...metrics.atomic_file import atomic_write
     from ..reports.comparison_page import comparison_page
     from ..reports.comparison_text import comparison_markdown, comparison_text
     from ..reports.fail_on import Condition
@@ -76,9 +72,7 @@ def compare(
     from ..reports.run_comparison import compare as compare_sources
 
     if lists_figures:
-        longest = max(map(len, COMPARISON_FIGURES))
-        for name, meaning in COMPARISON_FIGURES.items():
-            click.echo(f"{name:{longest}}  {meaning}")
+        print_figures(COMPARISON_FIGURES)
         return
     if a is None or b is None:
         missing = "A" if a is None else "B"
@@ -94,25 +88,16 @@ def compare(
     elif form == "json":
         text = orjson.dumps(comparison, option=orjson.OPT_INDENT_2).decode() + "\n"
     else:
-        is_terminal = output in (None, _STANDARD_OUTPUT) and sys.stdout.isatty()
+        is_terminal = output in (None, STANDARD_OUTPUT) and sys.stdout.isatty()
         width = shutil.get_terminal_size().columns if is_terminal else None
         text = comparison_text(comparison, width=width)
-    if output in (None, _STANDARD_OUTPUT):
+    if output in (None, STANDARD_OUTPUT):
         click.echo(text, nl=False)
     else:
         assert output is not None
-        try:
-            atomic_write(output, text)
-        except OSError as error:
-            raise CommandLineError(
-                f"cannot write {output}: {error.strerror}; give another file by --output"
-            ) from None
+        write_output(output, text)
         click.echo(f"{comparison.verdict}\n{output}")
-    held = [condition for condition in parsed if condition.holds(comparison.figures)]
-    for condition in held:
-        value = comparison.figures[condition.figure]
-        click.echo(f"zerowatch: {condition}: it is {value:.4g}", err=True)
-    if held:
+    if print_conditions_that_hold(parsed, comparison.figures):
         for each in comparison.incomparable:
             click.echo(f"zerowatch: {each.sentence}", err=True)
         sys.exit(EXIT_CODE_OF_CONDITION)

@@ -8,10 +8,18 @@ from typing import Literal
 
 import click
 
-from ...errors import CommandLineError
-
-EXIT_CODE_OF_CONDITION = 3
-_STANDARD_OUTPUT = Path("-")
+from .figure_options import (
+    EXIT_CODE_OF_CONDITION,
+    STANDARD_OUTPUT,
+    fail_on_option,
+    figures_option,
+    json_option,
+    markdown_option,
+    output_option,
+    print_conditions_that_hold,
+    print_figures,
+    write_output,
+)
 
 
 @click.command(short_help="Report where the time of a run went, and what to do next.")
@@ -25,23 +33,11 @@ _STANDARD_OUTPUT = Path("-")
     default="html",
     help="Print tables and write an HTML page; the default.",
 )
-@click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
-@click.option("--json", "form", flag_value="json", help="Print JSON.")
-@click.option(
-    "--output",
-    "-o",
-    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
-    help="File to write; - prints.  [default: RUN_DIR/report.html for HTML]",
-)
-@click.option(
-    "--fail-on",
-    "conditions",
-    multiple=True,
-    metavar="CONDITION",
-    help="Exit with code 3 if a figure meets the condition, such as 'comm_exposed_ratio>0.3'. May "
-    "be given several times.",
-)
-@click.option("--figures", "lists_figures", is_flag=True, help="List the figures for --fail-on.")
+@markdown_option
+@json_option
+@output_option("RUN_DIR/report.html")
+@fail_on_option("comm_exposed_ratio>0.3")
+@figures_option
 def report(
     run_dir: Path | None,
     form: Literal["html", "markdown", "json"],
@@ -60,7 +56,6 @@ def report(
 
     Example: zerowatch report runs/nightly --markdown --fail-on 'comm_exposed_ratio>0.3'
     """
-    from ...metrics.atomic_file import atomic_write
     from ...metrics.settings import load_settings
     from ..reports.end_tables import print_end_tables
     from ..reports.fail_on import Condition
@@ -69,8 +64,7 @@ def report(
     from ..top.run_source import newest_run
 
     if lists_figures:
-        width = max(map(len, FIGURES))
-        click.echo("\n".join(f"{name:{width}}  {text}" for name, text in FIGURES.items()))
+        print_figures(FIGURES)
         return
     if run_dir is None:
         if conditions:  # a check of another run than the intended one would go unnoticed
@@ -79,24 +73,15 @@ def report(
     parsed = [Condition.parse(text) for text in conditions]
     summary, text = make_report(run_dir, form)
     if output is None:
-        output = run_dir / REPORT_FILE if form == "html" else _STANDARD_OUTPUT
-    if output == _STANDARD_OUTPUT:
+        output = run_dir / REPORT_FILE if form == "html" else STANDARD_OUTPUT
+    if output == STANDARD_OUTPUT:
         click.echo(text, nl=False)
     else:
-        try:
-            atomic_write(output, text)
-        except OSError as error:
-            raise CommandLineError(
-                f"cannot write {output}: {error.strerror}; give another file by --output"
-            ) from None
+        write_output(output, text)
         if form == "html":
             print_end_tables(summary, sys.stdout, is_whole=True)
             click.echo(f"\nThe whole report: {output}")
         else:
             click.echo(f"{summary.verdict}\n{output}")
-    held = [condition for condition in parsed if condition.holds(summary.figures)]
-    for condition in held:
-        value = summary.figures[condition.figure]
-        click.echo(f"zerowatch: {condition}: it is {value:.4g}", err=True)
-    if held:
+    if print_conditions_that_hold(parsed, summary.figures):
         sys.exit(EXIT_CODE_OF_CONDITION)

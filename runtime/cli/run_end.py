@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from ...metrics.settings import ConsoleMode
-from ..reports.end_tables import print_end_tables, write_if_open
+from ..common.plain_text import write_if_open
+from ..reports.end_tables import print_end_tables
 from ..reports.write_report import REPORT_FILE, final_report, report_line
 
 

@@ -1,6 +1,9 @@
-"""Makes texts of a run folder safe to print: a folder may come from another machine or user."""
+"""Prints safely: texts of a run folder from elsewhere, and to streams that may be closed."""
 
 from __future__ import annotations
+
+import contextlib
+from typing import TextIO
 
 
 def printable(text: object) -> str:
@@ -14,3 +17,10 @@ def printable(text: object) -> str:
         'loss [2J'
     """
     return "".join(letter if letter.isprintable() else " " for letter in str(text))
+
+
+def write_if_open(stream: TextIO, text: str) -> None:
+    """Write a text, unless the pipe or the stream is closed or the disk is full."""
+    with contextlib.suppress(OSError, ValueError):
+        stream.write(text)
+        stream.flush()

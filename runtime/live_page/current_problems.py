@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from ...metrics.catalog import across_ranks, communication, memory, overhead, training, tuner
 from ...metrics.recorder import Snapshot
@@ -20,13 +19,13 @@ from ...metrics.thresholds import (
     OOM_RISK_CRITICAL,
     OOM_RISK_HIGH,
     RECORDS_LOST_HIGH,
+    SEVERITIES,
     STEPS_TO_JUDGE,
+    Severity,
     Threshold,
 )
 from .step_history import PHASE_INDEX, Point
 
-Severity = Literal["critical", "warning", "info"]
-SEVERITIES = ("critical", "warning", "info")
 Limit = Callable[[Threshold], float]
 # Age of the last update of the metrics from which they count as stale.
 STALE_SECONDS = 30.0

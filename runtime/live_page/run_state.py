@@ -125,9 +125,9 @@ def _training(snapshot: Snapshot, recent: Point | None) -> dict[str, object]:
         "step": None if recent is None else recent.step,
         "steps": snapshot.value(training.STEPS),
         "step_seconds": {quantile: value for (quantile,), value in quantiles.items()},
-        "steps_per_second": _ratio(None if recent is None else recent.steps, seconds),
-        "samples_per_second": _ratio((recent and recent.samples) or None, seconds),
-        "tokens_per_second": _ratio((recent and recent.tokens) or None, seconds),
+        "steps_per_second": ratio_or_none(None if recent is None else recent.steps, seconds),
+        "samples_per_second": ratio_or_none((recent and recent.samples) or None, seconds),
+        "tokens_per_second": ratio_or_none((recent and recent.tokens) or None, seconds),
         "loss": snapshot.value(training.LOSS),
         "gradient_norm": snapshot.value(training.GRADIENT_NORM),
         "learning_rate": snapshot.value(training.LEARNING_RATE),
@@ -156,7 +156,7 @@ def _phases(snapshot: Snapshot, recent: Point | None) -> dict[str, object]:
 def _communication(snapshot: Snapshot, recent: Point | None) -> dict[str, object]:
     exposed_ratio = recent_causes = None
     if recent is not None:
-        exposed_ratio = _ratio(recent.exposed_seconds, recent.timed_seconds)
+        exposed_ratio = ratio_or_none(recent.exposed_seconds, recent.timed_seconds)
         recent_causes = dict(zip(CAUSES, recent.cause_seconds, strict=True))
     training_seconds = sum(
         spent
@@ -166,7 +166,7 @@ def _communication(snapshot: Snapshot, recent: Point | None) -> dict[str, object
     exposed = snapshot.total(communication.COMM_EXPOSED_SECONDS)
     return {
         "exposed_ratio": exposed_ratio,
-        "run_exposed_ratio": _ratio(exposed, training_seconds),
+        "run_exposed_ratio": ratio_or_none(exposed, training_seconds),
         "exposed_seconds": exposed,
         "seconds": snapshot.total(communication.COMM_SECONDS),
         "causes": {
@@ -279,5 +279,6 @@ def _by_label(snapshot: Snapshot, spec: MetricSpec) -> dict[str, float]:
     return {labels[0]: value for labels, value in snapshot.values.get(spec, {}).items()}
 
 
-def _ratio(part: float | None, whole: float | None) -> float | None:
+def ratio_or_none(part: float | None, whole: float | None) -> float | None:
+    """Return a ratio; None if a part of it is unknown, or the whole is 0."""
     return part / whole if part is not None and whole else None

@@ -86,7 +86,7 @@ class ComparisonMonitor:
         return {
             rank: {
                 name: value
-                for name, value in zip(STATISTICS, figures.tolist(), strict=False)
+                for name, value in zip(STATISTICS, figures[: len(STATISTICS)].tolist(), strict=True)
                 if not math.isnan(value)
             }
             for rank, figures in self._thread.rank_figures.items()

@@ -14,6 +14,7 @@ from ...metrics.catalog import training
 from ...metrics.recorder import Recorder
 from ...metrics.step_record import StepRecord
 from ..common.format_numbers import format_bytes, format_ratio
+from ..common.plain_text import write_if_open
 
 LINE_SECONDS = 10.0
 REDRAW_SECONDS = 1.0
@@ -66,7 +67,7 @@ class Progress:
         if self._since_last:
             self._print()
         if self._redraws and self._last:
-            self._write("\n")
+            write_if_open(self._stream, "\n")
 
     def _print(self) -> None:
         self._last, self._since_last = self._since_last, []
@@ -74,14 +75,14 @@ class Progress:
         mfu = self._recorder.snapshot().value(training.MFU)
         line = progress_line(self._last, self._total_steps, mfu)
         if not self._redraws:
-            self._write(f"zerowatch: {line}\n")
+            write_if_open(self._stream, f"zerowatch: {line}\n")
             return
         console = Console(file=self._stream, highlight=False)
         bar = self._bar(console, self._last[-1].step)
         # A longer line would wrap, and could not be cleared. The bar has color codes without width.
         # The cursor returns to the start, so that what others print begins there.
         room = max(0, console.width - 1 - (BAR_WIDTH + 1 if bar else 0))
-        self._write(f"{_CLEAR}{bar}{_fitting(line, room)}\r")
+        write_if_open(self._stream, f"{_CLEAR}{bar}{_fitting(line, room)}\r")
 
     def _bar(self, console: Console, step: int) -> str:
         if self._total_steps is None:
@@ -89,13 +90,6 @@ class Progress:
         with console.capture() as capture:
             console.print(ProgressBar(total=self._total_steps, completed=step, width=BAR_WIDTH))
         return f"{capture.get().rstrip()} "
-
-    def _write(self, text: str) -> None:
-        try:
-            self._stream.write(text)
-            self._stream.flush()
-        except (OSError, ValueError):  # the pipe or the stream is closed
-            pass
 
 
 def _fitting(line: str, room: int) -> str:

@@ -288,36 +288,22 @@ class Watch:
 
     def __repr__(self) -> str:
         """Return the state of the run on this rank in one line."""
-        shown = self.fail_open.call("repr", self._text)
-        return f"<{shown or 'zerowatch.Watch'}>"
-
-    def _text(self) -> str:
         from .watch_html import watch_text
 
-        return watch_text(
+        return f"<{self.fail_open.call('repr', self._shown, watch_text) or 'zerowatch.Watch'}>"
+
+    def _repr_html_(self) -> str:
+        """Return the state of the run on this rank, which a notebook shows for the object."""
+        from .watch_html import watch_html
+
+        return self.fail_open.call("notebook", self._shown, watch_html) or "<b>zerowatch</b>"
+
+    def _shown(self, form: Callable[..., str]) -> str:
+        return form(
             self.snapshot(),
             run_id=self.run_id,
             is_open=self.is_open,
             page_url=self.live_page_url,
-            folder=self.run_folder,
-        )
-
-    def _repr_html_(self) -> str:
-        """Return the state of the run on this rank, which a notebook shows for the object."""
-        shown = self.fail_open.call("notebook", self._html)
-        return "<b>zerowatch</b>" if shown is None else shown
-
-    def _html(self) -> str:
-        from ..common.process_info import this_process
-        from ..live_page.live_page import page_url
-        from .watch_html import watch_html
-
-        is_rank_0 = this_process().rank == 0  # the other ranks serve no page
-        return watch_html(
-            self.snapshot(),
-            run_id=self.run_id,
-            is_open=self.is_open,
-            page_url=page_url(self.address, self.settings.serve) if is_rank_0 else None,
             folder=self.run_folder,
         )
 

@@ -5,7 +5,6 @@ The end of a run shows this in short; `zerowatch report` adds the ranks, errors 
 
 from __future__ import annotations
 
-import contextlib
 import io
 import shutil
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..common.format_numbers import format_seconds
+from ..common.plain_text import write_if_open
 from .report_markdown import behind_median
 from .report_page import CAUSE_TEXTS, facts_of, headline_figures, without_decisions
 from .run_summary import RunSummary, percent
@@ -52,13 +52,6 @@ def print_end_tables(summary: RunSummary, stream: TextIO, *, is_whole: bool = Fa
     lines = "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
     encoding = stream.encoding or "utf-8"  # that of the locale may lack the lines of the tables
     write_if_open(stream, lines.encode(encoding, "replace").decode(encoding))
-
-
-def write_if_open(stream: TextIO, text: str) -> None:
-    """Write a text, unless the pipe or the stream is closed or the disk is full."""
-    with contextlib.suppress(OSError, ValueError):
-        stream.write(text)
-        stream.flush()
 
 
 def end_tables(summary: RunSummary, *, is_whole: bool = False) -> RenderableType:

@@ -44,6 +44,7 @@ from ...metrics.thresholds import (
     THRESHOLDS,
     THROTTLED_RATIO_HIGH,
     WATCH_RATIO_HIGH,
+    Severity,
     Threshold,
 )
 from ..common.exit_notes import AFTER_FIRST, FIRST_TO_EXIT
@@ -58,7 +59,6 @@ Status = Literal[
     "completed", "interrupted", "out_of_memory", "exception", "peer_failed", "hang", "killed",
     "running", "unknown",
 ]  # fmt: skip
-Severity = Literal["critical", "warning", "info"]
 
 # The metrics that a summary reads over time; of the others it reads the last values only.
 SUMMARY_SERIES = frozenset({communication.STRAGGLER_SCORE.name})

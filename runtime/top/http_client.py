@@ -16,7 +16,7 @@ from ...metrics.exporters.client_auth import authorization_header
 # A rank answers within milliseconds. A screen should not wait longer for a host that is gone.
 TIMEOUT_SECONDS = 4.0
 MAX_BYTES = 16 * 2**20
-# A rank waits at its end until regular clients have read that it is over, and tells clients apart
+# A rank waits at its end until regular clients have read that it is over, and distinguishes clients
 # by this name: so the screen shows the last values.
 USER_AGENT = "zerowatch-top"
 

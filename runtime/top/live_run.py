@@ -25,7 +25,7 @@ from ...metrics.exporters.prometheus import read_exposition
 from ...metrics.recorder import Snapshot
 from ...metrics.thresholds import STRAGGLER_SCORE_HIGH
 from ..live_page.current_problems import Limit, limit_of, problems_of_rank
-from ..live_page.run_state import Ranks, run_state
+from ..live_page.run_state import Ranks, ratio_or_none, run_state
 from ..reports.run_summary import shared_by
 from .http_client import NoAnswerError
 from .recent_seconds import RecentSeconds, Spent, combined
@@ -258,10 +258,10 @@ class LiveRun:
             age_seconds=age,
             steps=int(snapshot.total(training.STEPS)),
             step_seconds=snapshot.value(training.STEP_DURATION_QUANTILE, "0.5"),
-            exposed_ratio=_ratio(spent.exposed, spent.training_seconds),
-            wait_ratio=_ratio(spent.wait, spent.training_seconds),
-            data_ratio=_ratio(spent.phases.get("data"), spent.training_seconds),
-            memory_ratio=_highest(_ratio(m.peak_bytes, m.limit_bytes) for m in memories),
+            exposed_ratio=ratio_or_none(spent.exposed, spent.training_seconds),
+            wait_ratio=ratio_or_none(spent.wait, spent.training_seconds),
+            data_ratio=ratio_or_none(spent.phases.get("data"), spent.training_seconds),
+            memory_ratio=_highest(ratio_or_none(m.peak_bytes, m.limit_bytes) for m in memories),
             risk_ratio=_highest(m.risk_ratio for m in memories),
             utilization_ratio=_highest(
                 value for (name,), value in utilization.items() if name != "cpu"
@@ -320,7 +320,7 @@ def _facts(
         shared = shared_by(roles)
         for name, amount in (("tokens/s", total.tokens), ("samples/s", total.samples)):
             if amount and not name.startswith(tuple(shared)):
-                yield from fact(name, _ratio(amount, seconds), ",.4g")
+                yield from fact(name, ratio_or_none(amount, seconds), ",.4g")
                 break
     yield from fact("loss", known["loss"], ".4g")
     mfu = [row.mfu_ratio for row in rows if row.mfu_ratio is not None]
@@ -347,7 +347,7 @@ def _share(name: str, seconds: float, total: Spent) -> Share:
     return Share(
         name=name,
         ratio=seconds / total.training_seconds if total.training_seconds else 0.0,
-        seconds_per_step=_ratio(seconds, total.steps),
+        seconds_per_step=ratio_or_none(seconds, total.steps),
     )
 
 
@@ -394,7 +394,7 @@ def _memory(ranks: Sequence[_Rank]) -> list[MemoryView]:
             for labels in snapshot.values.get(spec, {})
         }:
             view = _memory_view(snapshot, device, rank.target.rank)
-            used = _ratio(view.peak_bytes, view.limit_bytes) or 0.0
+            used = ratio_or_none(view.peak_bytes, view.limit_bytes) or 0.0
             key = (round(view.risk_ratio or 0.0, 2), used)
             kind = device.partition(":")[0]
             if kind not in nearest or key > nearest[kind][0]:
@@ -458,10 +458,6 @@ def _tuner(tuner: Mapping[str, Any]) -> TunerView:
 
 def _without(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key != name}
-
-
-def _ratio(part: float | None, whole: float | None) -> float | None:
-    return part / whole if part is not None and whole else None
 
 
 def _highest(values: Iterable[float | None]) -> float | None:

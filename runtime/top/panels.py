@@ -17,13 +17,12 @@ from ...metrics.thresholds import (
     OOM_RISK_CRITICAL,
     OOM_RISK_HIGH,
 )
-from ..common.format_numbers import format_bytes
+from ..common.format_numbers import UNKNOWN, format_bytes, format_ratio
 from ..common.plain_text import printable
 from .live_run import format_seconds
 from .run_view import AlertView, MemoryView, RankView, RunView, Share
 
 TITLE, DIM, BAD, WARN, GOOD, ACCENT = "bold", "dim", "bold red", "yellow", "green", "cyan"
-_UNKNOWN = "-"
 _SEVERITY = {"critical": (BAD, "!!"), "warning": (WARN, "! "), "info": (ACCENT, "i ")}
 _STATUS = {
     "training": GOOD,
@@ -191,55 +190,51 @@ class _Column:
     is_bad: Callable[[RankView, RunView], bool] = lambda rank, view: False
 
 
-def _percent(ratio: float | None) -> str:
-    return _UNKNOWN if ratio is None else f"{ratio:.0%}"
-
-
 def _seconds(seconds: float | None) -> str:
-    return _UNKNOWN if seconds is None else format_seconds(seconds)
+    return UNKNOWN if seconds is None else format_seconds(seconds)
 
 
 _COLUMNS = (
     _Column(title="rank", width=5, level=0, text=lambda rank: str(rank.rank)),
-    _Column(title="node", width=16, level=2, text=lambda rank: printable(rank.node) or _UNKNOWN),
+    _Column(title="node", width=16, level=2, text=lambda rank: printable(rank.node) or UNKNOWN),
     _Column(
         title="steps",
         width=8,
         level=0,
-        text=lambda rank: _UNKNOWN if rank.steps is None else f"{rank.steps:,}",
+        text=lambda rank: UNKNOWN if rank.steps is None else f"{rank.steps:,}",
     ),
     _Column(title="step", width=9, level=0, text=lambda rank: _seconds(rank.step_seconds)),
     _Column(
         title="exposed",
         width=8,
         level=0,
-        text=lambda rank: _percent(rank.exposed_ratio),
+        text=lambda rank: format_ratio(rank.exposed_ratio),
         is_bad=lambda rank, view: (rank.exposed_ratio or 0) > float(EXPOSED_COMM_RATIO_HIGH),
     ),
-    _Column(title="wait", width=6, level=0, text=lambda rank: _percent(rank.wait_ratio)),
-    _Column(title="data", width=6, level=0, text=lambda rank: _percent(rank.data_ratio)),
+    _Column(title="wait", width=6, level=0, text=lambda rank: format_ratio(rank.wait_ratio)),
+    _Column(title="data", width=6, level=0, text=lambda rank: format_ratio(rank.data_ratio)),
     _Column(
         title="mem",
         width=6,
         level=0,
-        text=lambda rank: _percent(rank.memory_ratio),
+        text=lambda rank: format_ratio(rank.memory_ratio),
         is_bad=lambda rank, view: (rank.memory_ratio or 0) > 1 - float(MEMORY_HEADROOM_LOW),
     ),
     _Column(
         title="risk",
         width=6,
         level=0,
-        text=lambda rank: _percent(rank.risk_ratio),
+        text=lambda rank: format_ratio(rank.risk_ratio),
         is_bad=lambda rank, view: (rank.risk_ratio or 0) > float(OOM_RISK_HIGH),
     ),
-    _Column(title="util", width=6, level=1, text=lambda rank: _percent(rank.utilization_ratio)),
-    _Column(title="MFU", width=6, level=1, text=lambda rank: _percent(rank.mfu_ratio)),
+    _Column(title="util", width=6, level=1, text=lambda rank: format_ratio(rank.utilization_ratio)),
+    _Column(title="MFU", width=6, level=1, text=lambda rank: format_ratio(rank.mfu_ratio)),
     _Column(
         title="slow in",
         width=16,
         level=0,
         text=lambda rank: (
-            _UNKNOWN
+            UNKNOWN
             if rank.straggler_score is None or not rank.straggler_phase
             else f"{printable(rank.straggler_phase)} {rank.straggler_score:+.0%}"
         ),
@@ -341,8 +336,8 @@ def _memory_lines(row: MemoryView, width: int, height: int) -> list[Text]:
     first = Text(no_wrap=True)
     first.append(f"{printable(row.device)} ", style=TITLE)
     first.append("risk ")
-    first.append(_percent(risk), style=risk_style if risk is not None else DIM)
-    first.append(f" {_percent(ratio)} of {format_bytes(limit)}")
+    first.append(format_ratio(risk), style=risk_style if risk is not None else DIM)
+    first.append(f" {format_ratio(ratio)} of {format_bytes(limit)}")
     room = width - first.cell_len - 1
     if ratio is not None and room >= 8:
         first.append(" ")

@@ -7,10 +7,9 @@ from typing import Any
 
 import orjson
 
+from ...metrics.thresholds import SEVERITIES
 from .http_client import NoAnswerError
-from .run_view import AlertView, Severity
-
-SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
+from .run_view import AlertView
 
 
 def prometheus_alerts(get: Callable[[str], bytes], url: str, run_id: str) -> list[AlertView]:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-Severity = Literal["critical", "warning", "info"]
+from ...metrics.thresholds import Severity
+
 RankState = Literal["running", "ended", "no answer", "recorded"]
 
 

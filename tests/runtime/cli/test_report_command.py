@@ -1,6 +1,7 @@
 """Tests of the command `report`: its forms, its files, and its exit codes for CI.
 
-Covers `report_command.py`, `fail_on.py`, `report_markdown.py` and `write_report.py`.
+Covers `report_command.py`, `figure_options.py`, `fail_on.py`, `report_markdown.py` and
+`write_report.py`.
 """
 
 from __future__ import annotations

@@ -45,8 +45,9 @@ def test_with_a_tuner_memory_never_runs_out(jobs, kind: str):
 def test_the_losses_are_those_of_the_run_that_ran_out(jobs, kind: str):
     auto, off = jobs[kind, "auto"].windows, jobs[kind, "off"].windows
 
+    # When the tuner acts, and so which sums are ordered otherwise, depends on the machine.
     assert [window["loss"] for window in auto] == pytest.approx(
-        [window["loss"] for window in off], rel=1e-5
+        [window["loss"] for window in off], rel=1e-4
     )
 
 

@@ -366,7 +366,7 @@ def test_a_setting_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch)
         ({"zero_optimization": {"stage": 5}}, "failed", "zero_optimization.stage"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "failed", "bfloat16"),
         ({"train_micro_batch_size_per_gpu": "4"}, "failed", "train_micro_batch_size_per_gpu"),
-        ({"wandb": {"enabled": True}}, "failed", "package wandb is not installed"),
+        ({"comet": {"enabled": True}}, "failed", "package comet_ml is not installed"),
         ({"zerowatch": {"serve": {"prot": 1}}}, "failed", "serve.prot"),
         (
             {

@@ -1,0 +1,82 @@
+"""What `zerowatch report` and `zerowatch compare` share: options, the file, and --fail-on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ...errors import CommandLineError
+
+if TYPE_CHECKING:
+    from ..reports.fail_on import Condition
+
+EXIT_CODE_OF_CONDITION = 3
+STANDARD_OUTPUT = Path("-")
+C = TypeVar("C", bound=Callable[..., Any])
+
+markdown_option = click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
+json_option = click.option("--json", "form", flag_value="json", help="Print JSON.")
+figures_option = click.option(
+    "--figures", "lists_figures", is_flag=True, help="List the figures for --fail-on."
+)
+
+
+def output_option(default: str) -> Callable[[C], C]:
+    """Return the option --output, given the file to which HTML is written by default."""
+    return click.option(
+        "--output",
+        "-o",
+        type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+        help=f"File to write; - prints.  [default: {default} for HTML]",
+    )
+
+
+def fail_on_option(example: str) -> Callable[[C], C]:
+    """Return the option --fail-on, given a condition to show."""
+    return click.option(
+        "--fail-on",
+        "conditions",
+        multiple=True,
+        metavar="CONDITION",
+        help=f"Exit with code 3 if a figure meets the condition, such as '{example}'. May be given "
+        "several times.",
+    )
+
+
+def print_figures(figures: Mapping[str, str]) -> None:
+    """Print the name and the meaning of each figure."""
+    width = max(map(len, figures))
+    click.echo("\n".join(f"{name:{width}}  {text}" for name, text in figures.items()))
+
+
+def write_output(output: Path, text: str) -> None:
+    """Write a file.
+
+    Raises:
+        CommandLineError: It cannot be written.
+    """
+    from ...metrics.atomic_file import atomic_write
+
+    try:
+        atomic_write(output, text)
+    except OSError as error:
+        raise CommandLineError(
+            f"cannot write {output}: {error.strerror}; give another file by --output"
+        ) from None
+
+
+def print_conditions_that_hold(
+    conditions: Sequence[Condition], figures: Mapping[str, float | None]
+) -> bool:
+    """Print each condition that holds, with the value of its figure. Return whether one does.
+
+    Raises:
+        CommandLineError: The figure of a condition is not known.
+    """
+    held = [condition for condition in conditions if condition.holds(figures)]
+    for condition in held:
+        click.echo(f"zerowatch: {condition}: it is {figures[condition.figure]:.4g}", err=True)
+    return bool(held)
