@@ -158,6 +158,7 @@ class TrainingRun:
             self._data = TrainingData(group, holder, balance=balance)
             undo.callback(self._data.close)
             self._checkpoints = CheckpointManager(holder, runner, self._data, group)
+            undo.callback(self._checkpoints.close)
             holder.checkpoint_activations(activation_checkpointing)
             holder.compress(compression)
             self._tuner = create_tuner_session(holder, runner, group, self._data)

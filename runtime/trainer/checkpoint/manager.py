@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from ....errors import RebuildError
@@ -22,6 +23,8 @@ from ..data.training_data import TrainingData
 from ..engine_holder import EngineHolder
 from ..window.rng import RngState
 from ..window_runner import WindowRunner
+from .engine_files import is_writer_rank
+from .folder_owner import FolderOwner
 from .load import find_checkpoint, load_checkpoint
 from .plan_file import MicroBatchPlan, PlanFile, check_plan
 from .run_state import RunState
@@ -54,6 +57,9 @@ class CheckpointManager:
         self._is_node_leader = this_process().local_rank == 0
         self._superseded: set[Path] = set()
         self._written = self._relevant_state()
+        # Without monitoring there is no run id, so a restarted run must load before it saves.
+        run_id = host_group.broadcast_text(engine_holder.engine.watch.run_id or token_hex(8))
+        self._owner = FolderOwner(run_id)
         window_runner.on_fatal_oom.append(self._record_failure)
 
     def save(self, folder: str | Path, client_state: Any, keep: int) -> Path:
@@ -75,7 +81,13 @@ class CheckpointManager:
         watch = holder.engine.watch
         with watch.saving_checkpoint(), holder.optimizer_states_on_device():
             saved = save_checkpoint(
-                folder, holder.engine, self._host_group, state, keep, self._superseded
+                folder,
+                holder.engine,
+                self._host_group,
+                state,
+                keep,
+                self._superseded,
+                self._owner,
             )
         if self._host_group.rank == 0:
             with suppress(OSError):  # the file system fails just now
@@ -87,6 +99,8 @@ class CheckpointManager:
         holder, runner, group = self._engine_holder, self._window_runner, self._host_group
         own = launcher_may_restart() if fallback is None else fallback
         allowed = bool(group.all_gather([own]).min())  # if all ranks allow it
+        if is_writer_rank(holder.engine):
+            self._owner.note_load(Path(folder).absolute())
         checkpoint = find_checkpoint(folder, holder.engine, group, fallback=allowed)
         state = None
         if checkpoint is not None:
@@ -128,6 +142,10 @@ class CheckpointManager:
                 self._plan_file.write(
                     self._plan(), steps=self._window_runner.steps, config=self._config_if_rebuilt()
                 )
+
+    def close(self) -> None:
+        """Release the folders of checkpoints, so that another run may save. Safe to call twice."""
+        self._owner.close()
 
     def _plan(self) -> MicroBatchPlan:
         return MicroBatchPlan(

@@ -24,6 +24,7 @@ from .folder import (
     file_info,
     partial_name,
 )
+from .folder_owner import FolderOwner
 from .run_state import RunState, rank_file, write_rank
 from .safe_load import load_plain
 
@@ -46,6 +47,7 @@ def save_checkpoint(
     state: RunState,
     keep: int = 2,
     superseded: set[Path] | None = None,
+    owner: FolderOwner | None = None,
 ) -> Path:
     """Write a checkpoint between two windows, and return its folder; all ranks must call it.
 
@@ -60,14 +62,16 @@ def save_checkpoint(
         superseded: Checkpoints that the load before passed over (`FoundCheckpoint.superseded`).
             Superseded checkpoints do not count toward `keep`. They are deleted, and removed from
             the set.
+        owner: Reserves the folder for this run; None if the caller has reserved it.
 
     Raises:
-        CheckpointError: `state` holds something that is not plain data, or a rank cannot write.
+        CheckpointError: `state` holds something that is not plain data, a rank cannot write, or the
+            folder belongs to another run.
     """
     checkpoints = CheckpointFolder(Path(folder).absolute())
     what = f"save step {state.steps} to {checkpoints.path}"
     is_writer = is_writer_rank(engine)
-    numbers = _agreed_numbers(checkpoints, host_group, state.steps, what, is_writer=is_writer)
+    numbers = _agreed_numbers(checkpoints, host_group, state.steps, what, owner if is_writer else None, is_writer=is_writer)
     name = checkpoint_name(state.steps, numbers.repeat)
     partial = checkpoints.path / partial_name(name)
     try:
@@ -98,13 +102,16 @@ def _agreed_numbers(
     host_group: HostCollectives,
     steps: int,
     what: str,
+    owner: FolderOwner | None,
     *,
     is_writer: bool,
 ) -> _Numbers:
-    """Clean the folder up, and agree on the numbers of the next checkpoint."""
+    """Reserve the folder, clean it up, and agree on the numbers of the next checkpoint."""
     own = _Numbers()
     with raise_on_all_ranks(host_group, what, UNHARMED):
         if is_writer:
+            if owner is not None:
+                owner.claim(checkpoints)
             checkpoints.prepare()
             save_number = 1 + max(checkpoints.save_numbers().values(), default=0)
             own = _Numbers(save_number, checkpoints.next_repeat(steps))
