@@ -36,8 +36,9 @@ def atomic_write(path: Path, text: str, *, mode: int = 0o644, durable: bool = Fa
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)  # errors of an open file do not name it
         raise
     if durable:
         sync(path.parent)

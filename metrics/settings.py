@@ -257,6 +257,15 @@ class OtelSettings(Section):
     an export, the end of a run at most 1 s."""
 
 
+class CheckpointSettings(Section):
+    """Checkpoints of a TrainingRun."""
+
+    background: bool = False
+    """Whether `save` only copies the state to host memory, and a thread writes it while training
+    goes on. Needs as much host memory as this rank's files; without it, files are written at
+    once."""
+
+
 class TunerSettings(Section):
     """What the tuner may change, how certain it must be, and what it may cost."""
 
@@ -380,6 +389,7 @@ class Settings(BaseSettings):
     profile: ProfileSettings = ProfileSettings()
     otel: OtelSettings = OtelSettings()
     sinks: SinksSettings = SinksSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
     tuner: TunerSettings = TunerSettings()
     alerts: AlertSettings = AlertSettings()
 

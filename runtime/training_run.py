@@ -16,8 +16,9 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 
 from ..errors import BatchError, RebuildError, ZerowatchError, shortened
+from ..metrics.settings import load_settings
 from .common.deepspeed_internals import training_run_refusal
-from .common.ds_config import MICRO_BATCH, training_config, zero_stage
+from .common.ds_config import MICRO_BATCH, read_zerowatch_block, training_config, zero_stage
 from .common.host_group import HostGroup
 from .engine.compression.gradient_compressor import check_kind
 from .engine.live_settings.activation_checkpointing import ModuleSelector
@@ -133,6 +134,7 @@ class TrainingRun:
     ) -> None:
         _check_arguments(model, loss, balance, compression, activation_checkpointing)
         ds_config = training_config(config)
+        background = load_settings(settings, read_zerowatch_block(ds_config)).checkpoint.background
         factory = _EngineFactory(optimizer, lr_scheduler)
         engine = factory.create_initial(model, ds_config, tuner_settings(settings, tuner, numerics))
         warn_of_batch_statistics(model)
@@ -157,7 +159,9 @@ class TrainingRun:
             self._window_runner = undo.enter_context(closing(runner))
             self._data = TrainingData(group, holder, balance=balance)
             undo.callback(self._data.close)
-            self._checkpoints = CheckpointManager(holder, runner, self._data, group)
+            self._checkpoints = CheckpointManager(
+                holder, runner, self._data, group, background=background
+            )
             undo.callback(self._checkpoints.close)
             holder.checkpoint_activations(activation_checkpointing)
             holder.compress(compression)
@@ -375,7 +379,14 @@ class TrainingRun:
             self._engine_holder.rebuild(changes)
 
     @_collective
-    def save(self, folder: str | Path, *, client_state: Any = None, keep: int = 2) -> Path:
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        client_state: Any = None,
+        keep: int = 2,
+        background: bool | None = None,
+    ) -> Path:
         """Write a checkpoint between two accumulation windows, completely or not at all.
 
         Besides the engine's state, a checkpoint holds the micro-batch plan, the random generators,
@@ -389,16 +400,35 @@ class TrainingRun:
             keep: How many checkpoints to keep, including this one. Checkpoints that `load` passed
                 over do not count and are deleted. These are damaged checkpoints, and checkpoints
                 newer than the loaded one.
+            background: Whether only the copy of the state to host memory is waited for, and a
+                thread writes it while training goes on. By default the setting
+                `checkpoint.background`. A save first waits until the previous one is written.
 
         Returns:
-            The folder of this checkpoint.
+            The folder of this checkpoint. With `background` it exists once the checkpoint is
+            complete.
 
         Raises:
-            CheckpointError: The checkpoint cannot be written; raised on all ranks. Earlier
+            CheckpointError: The checkpoint cannot be written, or the previous one could not be
+                written in the background. Or the folder is in use by another run, or has
+                checkpoints of a run that this run has not loaded. Raised on all ranks. Earlier
                 checkpoints are unchanged, and training can continue.
+
+        Examples:
+            >>> run.save("checkpoints", background=True)
+            PosixPath('/data/checkpoints/step-00001000')
         """
         self._tuner.pause_trial()
-        return self._checkpoints.save(folder, client_state, keep)
+        return self._checkpoints.save(folder, client_state, keep, background=background)
+
+    @_collective
+    def wait_for_save(self) -> None:
+        """Wait until the last checkpoint of `save(background=True)` is complete.
+
+        Raises:
+            CheckpointError: It could not be written; raised on all ranks.
+        """
+        self._checkpoints.wait()
 
     @_collective
     def load(self, folder: str | Path, *, fallback: bool | None = None) -> int | None:
@@ -449,7 +479,13 @@ class TrainingRun:
         return self.watch._repr_html_()
 
     def close(self) -> None:
-        """Close the watch and free the run's resources. Safe to call twice."""
+        """Close the watch and free the run's resources. Safe to call twice.
+
+        Waits until the last checkpoint is written.
+
+        Raises:
+            CheckpointError: The last checkpoint could not be written in the background.
+        """
         self._undo.close()
 
     @contextmanager

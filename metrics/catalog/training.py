@@ -97,11 +97,19 @@ CHECKPOINT_SECONDS = counter(
     lean=EVERY_SERIES,
     from_zero=True,
     usual="A rate below 0.05: at most 5 % of the time (a rule of thumb). Above it, save less "
-    "often or asynchronously.",
+    "often, or in the background.",
+)
+CHECKPOINT_BACKGROUND_SECONDS = counter(
+    "checkpoint_background_seconds_total",
+    "Seconds in which a TrainingRun wrote checkpoints while training went on.",
+    from_zero=True,
+    usual="Less than the time between two saves: a save waits until the one before it is written. "
+    "0 if `checkpoint.background` is off.",
 )
 LAST_CHECKPOINT_TIMESTAMP = gauge(
     "last_checkpoint_timestamp_seconds",
-    "Unix time at which the last checkpoint was saved.",
+    "Unix time at which the last checkpoint was saved; of one that was written in the background, "
+    "the time of its state.",
     lean=EVERY_SERIES,
     usual="At most twice the usual interval ago. Absent until the first checkpoint of this "
     "process.",
@@ -254,6 +262,7 @@ METRICS = (
     PRODUCTIVE_SECONDS,
     CHECKPOINTS,
     CHECKPOINT_SECONDS,
+    CHECKPOINT_BACKGROUND_SECONDS,
     LAST_CHECKPOINT_TIMESTAMP,
     LAST_CHECKPOINT_BYTES,
     ALERT_THRESHOLD,

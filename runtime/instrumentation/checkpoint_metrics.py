@@ -14,7 +14,8 @@ from ..common.fail_open import FailOpen
 class CheckpointMetrics:
     """Counts checkpoints on the training thread.
 
-    A TrainingRun saves a checkpoint by the engine's own method. Only the outer call is counted.
+    A TrainingRun saves a checkpoint by the engine's own method. Only the outer call is counted. If
+    it only copies the state, the checkpoint counts as saved when a thread has written it.
     """
 
     def __init__(self, recorder: Recorder, fail_open: FailOpen) -> None:
@@ -23,6 +24,7 @@ class CheckpointMetrics:
         self._began = 0.0
         self.begin = fail_open.wrap("checkpoint metrics", self._begin)
         self.end = fail_open.wrap("checkpoint metrics", self._end)
+        self.written = fail_open.wrap("checkpoint metrics", self._written)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -35,18 +37,47 @@ class CheckpointMetrics:
         finally:
             self.end(saved=saved)
 
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Return a context manager in which a state is copied; only an error counts as an end."""
+        self.begin()
+        copied = False
+        try:
+            yield
+            copied = True
+        finally:
+            self.end(saved=None if copied else False)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Return a context manager in which training waits for the thread that writes."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end(saved=None)
+
+    def _written(self, *, saved: bool, seconds: float, began_at: float) -> None:
+        recorder = self._recorder
+        with recorder.commit():
+            recorder.add(training.CHECKPOINTS, 1, "saved" if saved else "failed")
+            recorder.add(training.CHECKPOINT_BACKGROUND_SECONDS, seconds)
+            if saved:
+                recorder.set(training.LAST_CHECKPOINT_TIMESTAMP, began_at)
+
     def _begin(self) -> None:
         self._depth += 1
         if self._depth == 1:
             self._began = time.perf_counter()
 
-    def _end(self, *, saved: bool) -> None:
+    def _end(self, *, saved: bool | None) -> None:
         self._depth -= 1
         if self._depth:
             return
         recorder = self._recorder
         with recorder.commit():
-            recorder.add(training.CHECKPOINTS, 1, "saved" if saved else "failed")
+            if saved is not None:
+                recorder.add(training.CHECKPOINTS, 1, "saved" if saved else "failed")
             recorder.add(training.CHECKPOINT_SECONDS, time.perf_counter() - self._began)
             if saved:
                 recorder.set(training.LAST_CHECKPOINT_TIMESTAMP, time.time())

@@ -219,6 +219,24 @@ class Watch:
         """Return a context manager in which one checkpoint is saved, for the checkpoint metrics."""
         return self._instrumentation.checkpoints.saving()
 
+    def copying_checkpoint(self) -> AbstractContextManager[None]:
+        """Return a context manager in which a state is copied, to be written in the background."""
+        return self._instrumentation.checkpoints.copying()
+
+    def waiting_for_checkpoint(self) -> AbstractContextManager[None]:
+        """Return a context manager in which training waits for a checkpoint in the background."""
+        return self._instrumentation.checkpoints.waiting()
+
+    def on_checkpoint_written(self, *, saved: bool, seconds: float, began_at: float) -> None:
+        """Count a checkpoint that a thread has written, or failed to write.
+
+        Args:
+            saved: Whether it is complete.
+            seconds: Time of writing.
+            began_at: Unix time at which its state was copied.
+        """
+        self._instrumentation.checkpoints.written(saved=saved, seconds=seconds, began_at=began_at)
+
     def snapshot(self) -> Snapshot:
         """Return all metric values as they are now.
 
@@ -396,6 +414,17 @@ class NullWatch:
     def saving_checkpoint(self) -> AbstractContextManager[None]:
         """Return a context manager that does nothing."""
         return nullcontext()
+
+    def copying_checkpoint(self) -> AbstractContextManager[None]:
+        """Return a context manager that does nothing."""
+        return nullcontext()
+
+    def waiting_for_checkpoint(self) -> AbstractContextManager[None]:
+        """Return a context manager that does nothing."""
+        return nullcontext()
+
+    def on_checkpoint_written(self, *, saved: bool, seconds: float, began_at: float) -> None:
+        """Do nothing."""
 
     def close(self) -> None:
         """Do nothing."""

@@ -46,8 +46,16 @@ def is_writer_rank(engine: Any) -> bool:
     return int(rank) == 0
 
 
-def write_engine(engine: Any, folder: Path, name: str) -> list[Path]:
+WriteLater = Callable[[Callable[[Any, Path], object], Any, Path], None]
+
+
+def write_engine(
+    engine: Any, folder: Path, name: str, write_later: WriteLater | None = None
+) -> list[Path]:
     """Write this rank's files by DeepSpeed, and return their paths; all ranks must call it.
+
+    If `write_later` is given, it is called instead of the function that writes a state to a path,
+    with that function, the state and the path. It must copy the state.
 
     DeepSpeed ends the save with a barrier. If a rank raised an error before the barrier, the other
     ranks would wait forever. So this function raises write errors only after the barrier.
@@ -66,9 +74,12 @@ def write_engine(engine: Any, folder: Path, name: str) -> list[Path]:
     written: list[Path] = []
 
     def recorded(save: Callable[..., Any]) -> Callable[..., Any]:
-        def write(state_dict: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        def write(state_dict: Any, path: Any) -> Any:
             written.append(Path(path))
-            return save(state_dict, path, *args, **kwargs)
+            named = _as_os_error(save, path)
+            if write_later is not None:
+                return write_later(named, state_dict, Path(path))
+            return named(state_dict, Path(path))
 
         return _deferred(write, failures)
 
@@ -110,6 +121,18 @@ def read_engine(engine: Any, folder: Path, name: str, host_group: HostCollective
             raise CheckpointError(f"DeepSpeed finds nothing to load in {folder / name}")
     if clip is not None:  # restore the ds config's value, which the load replaced
         engine.optimizer.clip_grad = clip
+
+
+def _as_os_error(save: Callable[..., Any], own_path: Any) -> Callable[[Any, Path], Any]:
+    """Return `save` with its path as DeepSpeed passed it, and torch's errors as OSError."""
+
+    def write(state_dict: Any, path: Path) -> Any:
+        try:
+            return save(state_dict, own_path)
+        except RuntimeError as error:
+            raise write_error(path, error) from error
+
+    return write
 
 
 def _deferred(original: Callable[..., Any], failures: list[Exception]) -> Callable[..., Any]:

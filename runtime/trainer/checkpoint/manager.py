@@ -8,27 +8,34 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
 from ....errors import RebuildError
 from ....metrics.catalog import training
+from ...common.collective_attempt import raise_on_all_ranks
 from ...common.host_group import HostGroup
 from ...common.process_info import launcher_may_restart, this_process
+from ...devices.available_memory import available_host_bytes
 from ..data.training_data import TrainingData
 from ..engine_holder import EngineHolder
 from ..window.rng import RngState
 from ..window_runner import WindowRunner
+from .background_save import BackgroundSaver, copy_checkpoint
 from .engine_files import is_writer_rank
 from .folder_owner import FolderOwner
 from .load import find_checkpoint, load_checkpoint
 from .plan_file import MicroBatchPlan, PlanFile, check_plan
+from .rank_exchange import StoreExchange
 from .run_state import RunState
-from .save import save_checkpoint
+from .save import UNHARMED, save_checkpoint
 from .shard_layout import shard_layout
 
 logger = logging.getLogger(__name__)
@@ -42,6 +49,7 @@ class CheckpointManager:
         window_runner: Runner of the windows, whose plan and counts are saved.
         data: Data of the run, whose position is saved.
         host_group: Group of all ranks.
+        background: Whether a thread writes the checkpoints, if `save` is not asked for either.
     """
 
     def __init__(
@@ -50,6 +58,8 @@ class CheckpointManager:
         window_runner: WindowRunner,
         data: TrainingData,
         host_group: HostGroup,
+        *,
+        background: bool,
     ) -> None:
         self._engine_holder, self._window_runner = engine_holder, window_runner
         self._data, self._host_group = data, host_group
@@ -60,11 +70,20 @@ class CheckpointManager:
         # Without monitoring there is no run id, so a restarted run must load before it saves.
         run_id = host_group.broadcast_text(engine_holder.engine.watch.run_id or token_hex(8))
         self._owner = FolderOwner(run_id)
+        self._is_background = background
+        self._saver: BackgroundSaver | None = None
         window_runner.on_fatal_oom.append(self._record_failure)
 
-    def save(self, folder: str | Path, client_state: Any, keep: int) -> Path:
-        """Write a checkpoint; see `TrainingRun.save`."""
-        holder, runner = self._engine_holder, self._window_runner
+    def save(
+        self, folder: str | Path, client_state: Any, keep: int, *, background: bool | None
+    ) -> Path:
+        """Write a checkpoint, or copy its state and write it later; see `TrainingRun.save`."""
+        holder, runner, group = self._engine_holder, self._window_runner, self._host_group
+        self.wait()
+        watch = holder.engine.watch
+        own = self._is_background if background is None else background
+        in_background = bool(group.all_gather([own]).min())  # if all ranks request it
+        began_at = time.time()
         state = RunState(
             steps=runner.steps,
             samples=runner.samples,
@@ -78,24 +97,47 @@ class CheckpointManager:
             client_state=client_state,
             shard=shard_layout(holder.engine),
         )
-        watch = holder.engine.watch
+        if in_background:
+            self._saver = self._saver or BackgroundSaver(StoreExchange(group))
+            with watch.copying_checkpoint(), holder.optimizer_states_on_device():
+                pending = copy_checkpoint(
+                    folder,
+                    holder.engine,
+                    group,
+                    state,
+                    _available_bytes,
+                    keep,
+                    self._superseded,
+                    self._owner,
+                )
+            on_end = partial(self._on_background_save, watch, pending.path, began_at)
+            self._saver.start(pending, on_end)
+            return pending.path
         with watch.saving_checkpoint(), holder.optimizer_states_on_device():
             saved = save_checkpoint(
-                folder,
-                holder.engine,
-                self._host_group,
-                state,
-                keep,
-                self._superseded,
-                self._owner,
+                folder, holder.engine, group, state, keep, self._superseded, self._owner
             )
-        if self._host_group.rank == 0:
-            with suppress(OSError):  # the file system fails just now
-                watch.recorder.set(training.LAST_CHECKPOINT_BYTES, _num_bytes(saved))
+        self._publish_size(watch, saved)
         return saved
+
+    def wait(self) -> None:
+        """Wait until no checkpoint is being written beside training; all ranks must call it.
+
+        Raises:
+            CheckpointError: The last checkpoint was not completed.
+        """
+        if self._saver is None:
+            return
+        self._wait_for_threads(self._saver)
+        failure = self._saver.take_failure()
+        with raise_on_all_ranks(self._host_group, "complete the last checkpoint", UNHARMED):
+            if failure is not None:
+                raise failure
 
     def load(self, folder: str | Path, *, fallback: bool | None) -> RunState | None:
         """Load the last checkpoint, if there is one, and the plan file if it is newer."""
+        if self._saver is not None:
+            self._wait_for_threads(self._saver)
         holder, runner, group = self._engine_holder, self._window_runner, self._host_group
         own = launcher_may_restart() if fallback is None else fallback
         allowed = bool(group.all_gather([own]).min())  # if all ranks allow it
@@ -144,8 +186,35 @@ class CheckpointManager:
                 )
 
     def close(self) -> None:
-        """Release the folders of checkpoints, so that another run may save. Safe to call twice."""
-        self._owner.close()
+        """Wait for the last checkpoint, and let other runs save. Safe to call twice.
+
+        Raises:
+            CheckpointError: The last checkpoint was not completed.
+        """
+        try:
+            if self._saver is not None:
+                self._saver.close()
+        finally:
+            self._owner.close()
+
+    def _wait_for_threads(self, saver: BackgroundSaver) -> None:
+        with self._engine_holder.engine.watch.waiting_for_checkpoint():
+            saver.wait_for_own_files()
+            # Fails if a rank was killed; this rank's thread would wait for it.
+            self._host_group.all_gather([0.0])
+            saver.wait()
+
+    def _on_background_save(
+        self, watch: Any, path: Path, began_at: float, saved: bool, seconds: float
+    ) -> None:
+        watch.on_checkpoint_written(saved=saved, seconds=seconds, began_at=began_at)
+        if saved:
+            self._publish_size(watch, path)
+
+    def _publish_size(self, watch: Any, saved: Path) -> None:
+        if self._host_group.rank == 0:
+            with suppress(OSError):  # the file system fails just now
+                watch.recorder.set(training.LAST_CHECKPOINT_BYTES, _num_bytes(saved))
 
     def _plan(self) -> MicroBatchPlan:
         return MicroBatchPlan(
@@ -202,6 +271,11 @@ class CheckpointManager:
 
     def _record_failure(self, length: int, samples: int) -> None:
         self._plan_file.add_failure(length=length, samples=samples)
+
+
+def _available_bytes() -> float:
+    """Return this rank's share of the memory that is available on its node, in bytes."""
+    return available_host_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def _num_bytes(folder: Path) -> int:

@@ -102,9 +102,17 @@ def write_rank(checkpoint: Path, rank: int, state: RunState) -> None:
         CheckpointError: The state holds something that is not plain data.
     """
     checkpoint.mkdir(parents=True, exist_ok=True)
-    path = rank_file(checkpoint, rank)
+    write_plain(state.to_plain(), rank_file(checkpoint, rank))
+
+
+def write_plain(values: Mapping[str, Any], path: Path) -> None:
+    """Write what `RunState.to_plain` returned.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     try:
-        torch.save(state.to_plain(), path)
+        torch.save(values, path)
     except RuntimeError as error:  # torch reports disk errors as RuntimeError
         raise write_error(path, error) from error
 

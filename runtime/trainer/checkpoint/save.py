@@ -6,8 +6,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 UNHARMED = "Earlier checkpoints are unchanged, and training may go on"
 
 
-class _Numbers(NamedTuple):
+class SaveNumbers(NamedTuple):
     """Save number of a checkpoint, and its repeat number among checkpoints of the same step."""
 
     save_number: int = 0
@@ -71,7 +71,14 @@ def save_checkpoint(
     checkpoints = CheckpointFolder(Path(folder).absolute())
     what = f"save step {state.steps} to {checkpoints.path}"
     is_writer = is_writer_rank(engine)
-    numbers = _agreed_numbers(checkpoints, host_group, state.steps, what, owner if is_writer else None, is_writer=is_writer)
+    numbers = agreed_numbers(
+        checkpoints,
+        host_group,
+        state.steps,
+        what,
+        owner if is_writer else None,
+        is_writer=is_writer,
+    )
     name = checkpoint_name(state.steps, numbers.repeat)
     partial = checkpoints.path / partial_name(name)
     try:
@@ -82,22 +89,24 @@ def save_checkpoint(
             own = write_engine(engine, checkpoints.path, partial.name)
             for path in _own_part(partial):
                 sync(path)
-            written = _checked(partial, [*own, rank_file(partial, host_group.rank)])
-        written = _written_here(host_group, written, is_writer=is_writer)
+            written = checked(partial, [*own, rank_file(partial, host_group.rank)])
+        plain = {file_name: asdict(info) for file_name, info in written.items()}
+        texts = host_group.all_gather_text(json.dumps([is_writer, plain]))
+        written = written_here(host_group.rank, map(json.loads, texts))
         with raise_on_all_ranks(host_group, what, UNHARMED):
             if is_writer:
-                manifest = _manifest(partial, engine, numbers, state, written)
-                _commit(checkpoints, partial, name, manifest)
+                manifest = manifest_without_files(engine, numbers, state)
+                commit(checkpoints, partial, name, manifest, written)
     except CheckpointError:
         if is_writer:
             shutil.rmtree(partial, ignore_errors=True)
         raise
     if is_writer:
-        _prune(checkpoints, keep, set() if superseded is None else superseded)
+        prune(checkpoints, keep, set() if superseded is None else superseded)
     return checkpoints.path / name
 
 
-def _agreed_numbers(
+def agreed_numbers(
     checkpoints: CheckpointFolder,
     host_group: HostCollectives,
     steps: int,
@@ -105,31 +114,32 @@ def _agreed_numbers(
     owner: FolderOwner | None,
     *,
     is_writer: bool,
-) -> _Numbers:
+) -> SaveNumbers:
     """Reserve the folder, clean it up, and agree on the numbers of the next checkpoint."""
-    own = _Numbers()
+    own = SaveNumbers()
     with raise_on_all_ranks(host_group, what, UNHARMED):
         if is_writer:
             if owner is not None:
                 owner.claim(checkpoints)
             checkpoints.prepare()
             save_number = 1 + max(checkpoints.save_numbers().values(), default=0)
-            own = _Numbers(save_number, checkpoints.next_repeat(steps))
-    return _Numbers._make(map(int, host_group.all_gather(own).max(axis=0)))
+            own = SaveNumbers(save_number, checkpoints.next_repeat(steps))
+    return SaveNumbers._make(map(int, host_group.all_gather(own).max(axis=0)))
 
 
 def _own_part(partial: Path) -> Iterator[Path]:
     """Yield the files that this rank syncs to the disk; the ranks of a node divide them."""
-    files = sorted(_files(partial))
+    files = sorted(files_of(partial))
     first, every = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     yield from files[first::every]
 
 
-def _files(checkpoint: Path) -> Iterator[Path]:
+def files_of(checkpoint: Path) -> Iterator[Path]:
+    """Yield all files of a checkpoint."""
     return (path for path in checkpoint.rglob("*") if path.is_file())
 
 
-def _checked(partial: Path, written: Iterable[Path]) -> dict[str, FileInfo]:
+def checked(partial: Path, written: Iterable[Path]) -> dict[str, FileInfo]:
     """Return size and checksum of files that this rank wrote.
 
     Raises:
@@ -143,32 +153,26 @@ def _checked(partial: Path, written: Iterable[Path]) -> dict[str, FileInfo]:
     return checked
 
 
-def _written_here(
-    host_group: HostCollectives, own: Mapping[str, FileInfo], *, is_writer: bool
-) -> dict[str, FileInfo]:
+def written_here(rank: int, rows: Iterable[Sequence[Any]]) -> dict[str, FileInfo]:
     """Return the files that the ranks wrote into this rank's folder, if this rank manages it.
 
     With local disks each node has a folder of its own, which the node's first rank manages.
+
+    Args:
+        rank: This rank.
+        rows: For each rank, whether it manages a folder, and its files as plain dicts.
     """
-    plain = {name: asdict(info) for name, info in own.items()}
-    ranks = map(json.loads, host_group.all_gather_text(json.dumps([is_writer, plain])))
     written: dict[str, FileInfo] = {}
-    for rank, (starts_folder, files) in enumerate(ranks):
-        if starts_folder and rank > host_group.rank:
+    for other, (starts_folder, files) in enumerate(rows):
+        if starts_folder and other > rank:
             break
-        if rank >= host_group.rank:
+        if other >= rank:
             written |= {name: FileInfo(**info) for name, info in files.items()}
     return written
 
 
-def _manifest(
-    partial: Path,
-    engine: Any,
-    numbers: _Numbers,
-    state: RunState,
-    written: Mapping[str, FileInfo],
-) -> Manifest:
-    names = {str(path.relative_to(partial)): path for path in sorted(_files(partial))}
+def manifest_without_files(engine: Any, numbers: SaveNumbers, state: RunState) -> Manifest:
+    """Return the manifest of a checkpoint before its files are written."""
     return Manifest(
         serial=numbers.save_number,
         steps=state.steps,
@@ -177,19 +181,41 @@ def _manifest(
         engine=engine_info(engine),
         config=state.config,
         rebuilt=state.rebuilt,
-        files={name: written.get(name) or file_info(path) for name, path in names.items()},
+        files={},
     )
 
 
-def _commit(checkpoints: CheckpointFolder, partial: Path, name: str, manifest: Manifest) -> None:
-    atomic_write(checkpoints.manifest(partial.name), manifest.to_json(), durable=True)
-    for folder in {path.parent for path in _files(partial)}:
+def commit(
+    checkpoints: CheckpointFolder,
+    partial: Path,
+    name: str,
+    manifest: Manifest,
+    written: Mapping[str, FileInfo],
+) -> None:
+    """Write the manifest, and make the checkpoint complete; its files must be on the disk.
+
+    Args:
+        checkpoints: Folder of all checkpoints.
+        partial: Folder of this checkpoint as long as it is incomplete.
+        name: Name of this checkpoint.
+        manifest: Manifest without files.
+        written: Files of known size and checksum; all others are read.
+
+    Raises:
+        CheckpointError: The ds config cannot be saved.
+        OSError: The disk fails.
+    """
+    names = {str(path.relative_to(partial)): path for path in sorted(files_of(partial))}
+    files = {each: written.get(each) or file_info(path) for each, path in names.items()}
+    complete = replace(manifest, files=files)
+    atomic_write(checkpoints.manifest(partial.name), complete.to_json(), durable=True)
+    for folder in {path.parent for path in files_of(partial)}:
         sync(folder)
     checkpoints.commit(name)
     logger.info("checkpoint of step %d saved: %s", manifest.steps, checkpoints.path / name)
 
 
-def _prune(checkpoints: CheckpointFolder, keep: int, superseded: set[Path]) -> None:
+def prune(checkpoints: CheckpointFolder, keep: int, superseded: set[Path]) -> None:
     """Delete superseded checkpoints and the oldest ones; a failure does not stop training.
 
     A damaged checkpoint is among the superseded ones once a load has found the damage.

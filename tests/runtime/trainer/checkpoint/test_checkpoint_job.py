@@ -30,7 +30,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return [json.loads(file.read_text()) for file in files]
 
 
-@pytest.mark.parametrize("who", ["new engine", "same engine"])
+@pytest.mark.parametrize("who", ["new engine", "same engine", "background"])
 @pytest.mark.parametrize("name", tiers(ENGINES, quick=QUICK))
 def test_a_run_resumes_from_its_checkpoint_bit_for_bit(
     ranks: list[dict], name: str, who: str
@@ -39,6 +39,11 @@ def test_a_run_resumes_from_its_checkpoint_bit_for_bit(
         found = rank[name]
         assert found[who] == found["through"]
         assert len(found["through"]["losses"]) == 3
+
+
+@pytest.mark.parametrize("name", tiers(ENGINES, quick=QUICK))
+def test_a_save_in_the_background_writes_the_same_files(ranks: list[dict], name: str) -> None:
+    assert all(rank[name]["same files"] for rank in ranks)
 
 
 def test_loading_before_the_first_checkpoint_returns_none_and_save_returns_a_folder(
@@ -65,7 +70,11 @@ def test_a_full_disk_on_one_rank_raises_on_all_and_leaves_the_previous_checkpoin
         "failed on rank 1, whose error has the reason. Earlier checkpoints are unchanged"
         in errors[0]["full disk"]
     )
-    assert "zerowatch-rank-00001.pt cannot be written; is the disk full?" in errors[1]["full disk"]
+    reason = "zerowatch-rank-00001.pt cannot be written; is the disk full?"
+    assert reason in errors[1]["full disk"]
+    for each in errors:
+        assert "rank 1 failed with" in each["full disk, background"]
+        assert reason in each["full disk, background"]
     assert errors[0]["left"] == "step-00000001"
     assert errors[0]["step"] == "1"
 

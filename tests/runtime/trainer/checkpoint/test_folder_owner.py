@@ -128,6 +128,18 @@ def test_a_damaged_owner_file_is_replaced_after_a_load(tmp_path: Path, damage: b
     assert json.loads((tmp_path / OWNER).read_text())["run_id"] == "second"
 
 
+def test_a_kill_before_the_end_of_a_longer_text_is_cut_off_leaves_a_known_owner(
+    tmp_path: Path,
+) -> None:
+    first = run("first")
+    save(tmp_path, first)
+    first.close()
+    with (tmp_path / OWNER).open("a") as file:
+        file.write('.example.org", "pid": 1}')
+
+    save(tmp_path, run("first"), 2)
+
+
 def test_a_folder_that_was_deleted_during_the_run_is_reserved_again(tmp_path: Path) -> None:
     first = run("first")
     save(tmp_path / "saves", first)

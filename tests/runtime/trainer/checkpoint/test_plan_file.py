@@ -209,7 +209,8 @@ def test_a_ds_config_that_no_engine_can_have_is_ignored_with_one_line(
 ) -> None:
     plan_file(tmp_path).write(PLAN, steps=3, config=config)
     given = {"train_micro_batch_size_per_gpu": 4}
-    engine = SimpleNamespace(watch=SimpleNamespace(run_folder=tmp_path), global_rank=0)
+    watch = SimpleNamespace(run_folder=tmp_path, run_id="mine")
+    engine = SimpleNamespace(watch=watch, global_rank=0, use_node_local_storage=lambda: False)
     runner = SimpleNamespace(
         steps=0,
         micro_batch_samples=4,
@@ -218,7 +219,7 @@ def test_a_ds_config_that_no_engine_can_have_is_ignored_with_one_line(
     )
     metrics = SimpleNamespace(count_rebuild=lambda *_: None)
     holder = EngineHolder(engine, given, host_group=ALONE, metrics=metrics, make_engine=None)
-    manager = CheckpointManager(holder, runner, data=None, host_group=ALONE)
+    manager = CheckpointManager(holder, runner, data=None, host_group=ALONE, background=False)
 
     with caplog.at_level(logging.WARNING):
         state = manager.load(tmp_path / "no checkpoints yet", fallback=False)

@@ -77,6 +77,25 @@ def test_run_id_log_and_ports_stay_the_same(killed: RestartResult) -> None:
     assert attempts == set(range(len(killed.kills) + 1))
 
 
+@pytest.mark.slow
+def test_kills_while_checkpoints_are_written_in_the_background_change_nothing(
+    tmp_path: Path, uninterrupted: RestartResult
+) -> None:
+    in_background = {"ZEROWATCH_CHECKPOINT_BACKGROUND": "true"}
+    killed = train(
+        tmp_path, steps=STEPS, save_every=1, kills=8, seed=5, launched=False, **in_background
+    )
+
+    assert killed.code == 0
+    for kill, event in zip(killed.kills, killed.of(0, "resumed")[1:], strict=True):
+        assert kill.step is not None
+        assert kill.step - 2 <= event["step"] <= kill.step + 1  # the last save may be incomplete
+    for rank in (0, 1):
+        assert killed.committed(rank) == uninterrupted.committed(rank)
+        (through,), (ended,) = uninterrupted.of(rank, "ended"), killed.of(rank, "ended")
+        assert ended["weights"] == through["weights"]
+
+
 @pytest.mark.parametrize(
     "launched", tiers([False, True], quick=[False]), ids=["forked", "launched"]
 )

@@ -1,6 +1,7 @@
 """Saves runs of many engines, and loads checkpoints that another number of ranks saved.
 
-`reshard_checks.py FOLDER save NAME...` trains each engine, saves it half-way, and trains on.
+`reshard_checks.py FOLDER save NAME...` trains each engine, saves it half-way, and trains on. Every
+second engine is saved in the background.
 `reshard_checks.py FOLDER load NAME...` loads these checkpoints, and trains on. Both write what they
 found to FOLDER, per rank.
 """
@@ -117,7 +118,8 @@ def save(name: str, folder: Path) -> dict[str, Any]:
     run = new_run(name, seed=0)
     batches = run.loader(Samples(), batch_samples=BATCH, seed=1).forever()
     train(run, batches, SAVED)
-    run.save(folder / name.replace(" ", "-"))
+    in_background = list(ENGINES).index(name) % 2 == 1
+    run.save(folder / name.replace(" ", "-"), background=in_background)
     return end(run, {"state": full_state(run), "steps": train(run, batches, STEPS)})
 
 

@@ -151,14 +151,26 @@ def check(name: str, folder: Path) -> dict[str, Any]:
     begun = [run.load(saves), run.steps]
     train(run, batches, STEPS // 2)
     path = run.save(saves, client_state=batches.position)
+    copied = saves.with_name(f"{saves.name}-background")
+    run.save(copied, client_state=batches.position, background=True)
     found = {"saved": path.name, "begun": begun}
     found["through"] = outcome(run, train(run, batches, STEPS))
+    run.wait_for_save()
+    found["same files"] = content(saves) == content(copied)
+    found["background"] = resume(run, copied)
     found["same engine"] = resume(run, saves)
     end(run)
     run = new_run(name, seed=1)
     found["new engine"] = resume(run, saves)
     end(run)
     return found
+
+
+def content(saves: Path) -> dict[str, bytes]:
+    """Return the files of the only checkpoint in a folder."""
+    (checkpoint,) = saves.glob("step-*")
+    paths = [path for path in checkpoint.rglob("*") if path.is_file()]
+    return {str(path.relative_to(checkpoint)): path.read_bytes() for path in paths}
 
 
 def rebuilt(folder: Path) -> dict[str, Any]:
@@ -188,6 +200,8 @@ def refusals(folder: Path) -> dict[str, str]:
     found = {"object": error_of(run.save, saves, client_state=object)}
     with full_disk_on_rank(1):
         found["full disk"] = error_of(run.save, saves)
+        run.save(saves, background=True)
+        found["full disk, background"] = error_of(run.wait_for_save)
     found["left"] = " ".join(sorted(path.name for path in saves.iterdir() if path.is_dir()))
     end(run)
     run = new_run("stage 2", seed=0)

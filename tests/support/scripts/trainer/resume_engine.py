@@ -24,6 +24,9 @@ class SingleRankHostGroup:
     def all_gather_text(self, text):
         return [text]
 
+    def broadcast_text(self, text):
+        return text
+
 
 class TwoDisks:
     """Host group of one rank of two; the other's values are given in order, and then are 0."""
@@ -70,7 +73,9 @@ class PlainEngine:
         path = Path(folder) / tag
         path.mkdir(parents=True, exist_ok=True)
         self.checkpoint_engine.save({"weight": self.module.weight.data}, path / "model.pt")
-        state = {"steps": self.global_steps, "clip_grad": self.optimizer.clip_grad}
+        moments = torch.zeros(2, *self.module.weight.shape)
+        clip_grad = self.optimizer.clip_grad
+        state = {"steps": self.global_steps, "clip_grad": clip_grad, "moments": moments}
         self.checkpoint_engine.save(state, path / "optimizer.pt")
 
     def load_checkpoint(self, folder, tag):
