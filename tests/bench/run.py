@@ -42,6 +42,8 @@ from bench.trainer import (
     growing_batches,
     rebuild_cost,
     repeated_kills,
+    save_faults,
+    save_pause,
     uneven_ranks,
     vote_cost,
 )
@@ -69,6 +71,8 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "compression": gradient_compression.bench,
     "rebuild": rebuild_cost.bench,
     "restart": repeated_kills.bench,
+    "saves": save_pause.bench,
+    "save_faults": save_faults.bench,
     "votes": vote_cost.bench,
     "tuner_simulation": simulated_trials.bench,
     "tuner_cost": idle_cost.bench,

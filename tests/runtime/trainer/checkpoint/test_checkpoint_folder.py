@@ -70,12 +70,12 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.parametrize("mode", [[], ["background"]], ids=["waited for", "background"])
 def test_a_kill_at_any_moment_leaves_a_complete_checkpoint_and_the_next_one_cleans_up(
-    tmp_path: Path,
+    tmp_path: Path, mode: list[str]
 ) -> None:
-    finished = start(
-        sys.executable, SCRIPTS / "trainer" / "resume_killed.py", tmp_path, cwd=tmp_path
-    )
+    script = SCRIPTS / "trainer" / "resume_killed.py"
+    finished = start(sys.executable, script, tmp_path, *mode, cwd=tmp_path)
 
     assert finished.returncode == 0, finished.stderr
     kills = json.loads((tmp_path / "found.json").read_text())
@@ -83,7 +83,10 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint_and_the_next_one_clea
     for kill in kills:
         (step,) = set(kill["steps"])
         assert kill["weight"] == step
-        assert len(kill["after"]) == 3, kill
+        assert len(kill["after"]) == 4, kill  # `latest`, the owner, and two checkpoints
+    places = Counter(kill["killed_at"] for kill in kills)
+    for name in ("zerowatch-rank-00000.pt", "model.pt", "optimizer.pt"):
+        assert places[f"write /.partial-step-00000003/{name}"] > 1
     found = Counter(kill["steps"][0] for kill in kills)
     assert found.keys() == {2, 3}
     assert found[2] > 5 < found[3]
