@@ -70,6 +70,7 @@ class EngineHolder:
         config: The ds config in use.
         compressor: Compressor of the gradients; None without compression.
         is_rebuilt: Whether the first engine has been replaced.
+        num_changes: Changes of the engine so far: replacements, and attachments on or off.
         on_engine_replaced: Functions to call when the engine has been replaced, before attachments
             are attached to the new engine.
     """
@@ -85,6 +86,7 @@ class EngineHolder:
         self.engine, self.config = engine, config
         self.compressor: GradientCompressor | None = None
         self.is_rebuilt = False
+        self.num_changes = 0
         self._watch, self._host_group, self._metrics = engine.watch, host_group, metrics
         self._make_engine = make_engine
         self.on_engine_replaced: list[Callable[[], None]] = []
@@ -313,6 +315,7 @@ class EngineHolder:
 
     def _replace_engine(self, engine: Any) -> None:
         self.engine = engine
+        self.num_changes += 1
         self._watch.rebind_engine(engine)
         for notify in self.on_engine_replaced:
             notify()
@@ -322,10 +325,12 @@ class EngineHolder:
         return [undo for undo in undos if isinstance(undo, OffloadedOptimizerStates)]
 
     def _attach(self, change: EngineChange, attachment: Attachment) -> None:
+        self.num_changes += 1
         self._attached[change] = (attachment, attachment.attach(self.engine))
 
     def _detach(self, change: EngineChange) -> None:
         if change in self._attached:
+            self.num_changes += 1
             self._attached.pop(change)[1]()
 
     def _reattach_all(self) -> None:

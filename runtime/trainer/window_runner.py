@@ -130,7 +130,10 @@ class WindowRunner:
         try:
             attempt = partial(self._attempt, window)
             replayed = self.replay.run_window(
-                local_batches, attempt, guard_requested=opened.guard_requested
+                local_batches,
+                attempt,
+                guard_requested=opened.guard_requested,
+                votes_requested=opened.records_missing,
             )
             sums = self._sums_of_all_ranks(replayed.outcome)
         except BaseException as error:  # BaseException: a script may save after Ctrl-C
@@ -180,14 +183,20 @@ class WindowRunner:
         self._guard.close()
 
     def _open(self, batch: Any) -> WindowAgreement:
-        return open_window(
+        holder = self._engine_holder
+        records = self._guard.prepare_records(holder.engine, holder.num_changes)
+        opened = open_window(
             self._host_group,
             batch,
             micro_batch_samples=self.micro_batch_samples,
             exponent=self.exponent,
             requests_guard=self.peak_history.is_low,
+            records=records if holder.compressor is None else 0,
             tuner_status=self.tuner_status_source(),
         )
+        if not opened.records_agree or holder.compressor is not None:
+            self._guard.recorder.forbid()
+        return opened
 
     def _attempt(self, window: Window, num_micro_batches: int) -> LossSums:
         began = perf_counter()
@@ -213,6 +222,7 @@ class WindowRunner:
         if not accelerator.has_failed():
             self._engine_holder.abort_window()
         self._discard_passes()
+        self._guard.recorder.clear()
         self._record_fatal_oom(local_batches, error)
 
     def _discard_passes(self) -> None:

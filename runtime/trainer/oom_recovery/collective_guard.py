@@ -4,7 +4,8 @@ While the guard is armed, all ranks vote before each collective of the training.
 armed, they vote only before the first collective of each forward and each backward. A rank that ran
 out of memory, or whose loss raised an error, joins the next vote of the other ranks. All ranks then
 raise an error instead of issuing the collective. So no rank waits for a rank that failed, and every
-communicator can still be used.
+communicator can still be used. A rank that ran out of memory within a pass first issues the other
+collectives of that pass, if they are known from earlier passes; see `recorded_passes`.
 
 All ranks must issue the same collectives in the same order. ZeRO, tensor parallelism and sequence
 parallelism do so, but pipeline stages do not.
@@ -17,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +26,22 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ....errors import PeerOutOfMemoryError
+from ....metrics.catalog.labels import OWN_GROUP
 from ...collectives.collective_table import Guard, guarded_methods
 from ...collectives.groups import sequence_number
 from ...common.host_group import HostCollectives
 from ...common.patching import PatchSet
 from ...memory.oom.oom_error import is_caused_by_oom
+from .recorded_passes import (
+    PassRecorder,
+    engine_generation,
+    gathers_recorded,
+    has_collectives_within_passes,
+    issue,
+)
 
 _PASSES = ("forward", "backward")
+_BACKEND = "gloo"  # NCCL was not tried
 _WORKSPACE_COPIES = 2  # one copy of the tensor, and one for the segments of gloo's ring
 
 
@@ -61,10 +72,13 @@ class CollectiveGuard:
         armed: Whether the ranks vote before each collective within a window. Change it between two
             windows, on all ranks.
         aborted_by: The vote that ended the last window; OK if no vote ended it.
+        recorder: Recorder of the collectives of each pass.
     """
 
     def __init__(self, host_group: HostCollectives) -> None:
         self.armed = False
+        self.recorder = PassRecorder()
+        self._backend: Any = None
         self._host_group = host_group
         self._is_single_rank = host_group.world_size == 1
         self._patches = PatchSet()
@@ -79,7 +93,9 @@ class CollectiveGuard:
         """Wrap the methods of DeepSpeed's backend object, `deepspeed.comm.comm.cdb`."""
         if self._patches or self._is_single_rank:
             return
-        self._patches.add_existing(backend, guarded_methods(Guard.OOM), self._wrapper)
+        self._backend = backend
+        for name in guarded_methods(Guard.OOM):
+            self._patches.add_existing(backend, [name], partial(self._wrapper, name))
 
     def close(self) -> None:
         """Restore the methods. A wrapper that other code has wrapped becomes a pass-through."""
@@ -87,7 +103,7 @@ class CollectiveGuard:
         self._patches.restore()
 
     @contextmanager
-    def window(self, engine: Any = None) -> Iterator[None]:
+    def window(self, engine: Any = None, *, is_recorded: bool = True) -> Iterator[None]:
         """Guard the collectives of this thread and its autograd threads in the `with` block.
 
         The block ends with a vote.
@@ -95,6 +111,7 @@ class CollectiveGuard:
         Args:
             engine: DeepSpeed's engine. Each call of its `forward` or `backward` ends a pass.
                 Without an engine the whole window is one pass.
+            is_recorded: Whether the collectives of the engine's passes are recorded.
 
         Raises:
             PeerOutOfMemoryError: A rank ran out of memory since the last vote.
@@ -106,12 +123,17 @@ class CollectiveGuard:
         self.aborted_by = Vote.OK
         self._issued_before = {} if self._is_single_rank else _sequence_numbers()
         passes = PatchSet()
+        self.recorder.begin_window(is_recording=is_recorded and engine is not None)
         if engine is not None and not self._is_single_rank:
-            passes.add_existing(engine, _PASSES, self._pass_wrapper)
+            for name in _PASSES:
+                passes.add_existing(engine, [name], partial(self._pass_wrapper, name))
+            gathers_recorded(engine, self.recorder, passes)
         try:
             yield
             if self.aborted_by:  # the script caught the exception
                 raise self._aborted()
+            if not self._is_single_rank:
+                self.recorder.end_window(self._num_issued())
             self._vote()
         finally:
             passes.restore()
@@ -138,6 +160,52 @@ class CollectiveGuard:
             for group, number in _sequence_numbers().items()
         }
 
+    def prepare_records(self, engine: Any, *changes: object) -> int:
+        """Return a number that is equal on ranks with equal records; see `PassRecorder.prepare`.
+
+        No votes are requested if the records are not needed, or cannot be used.
+
+        Args:
+            engine: DeepSpeed's engine.
+            changes: Values that change if the collectives of a pass may change.
+        """
+        if self._is_single_rank:
+            return 0
+        number = self.recorder.prepare(engine_generation(engine, *changes))
+        is_used = has_collectives_within_passes(engine) and dist.get_backend() == _BACKEND
+        return number if is_used else max(number, 0)
+
+    def unfinished_reason(self) -> str:
+        """Return why this rank cannot issue the rest of its unfinished pass; "" if it can."""
+        if self._failed_in_collective:
+            return "the error was raised within a collective"
+        rest, reason = self.recorder.rest()
+        if reason:
+            return reason
+        if any(dist.get_backend(call.group) != _BACKEND for call in rest):
+            return f"only collectives of {_BACKEND} are issued with other values"
+        issued, num_calls = self._num_issued(), self.recorder.num_calls
+        if issued != num_calls:
+            return f"{num_calls} of the {issued} collectives of this window are recorded"
+        return ""
+
+    def issue_rest(self, partitions: Mapping[int, torch.Tensor]) -> bool:
+        """Issue the rest of the unfinished pass with scratch tensors.
+
+        Returns:
+            Whether memory sufficed. Without memory no collective is issued.
+        """
+        rest, _ = self.recorder.rest()
+        self._call.is_active = True  # no votes
+        try:
+            is_issued = issue(
+                rest, self._backend, partitions, lambda each: probe_workspace((each,), {})
+            )
+        finally:
+            self._call.is_active = False
+        self._is_in_pass = not is_issued
+        return is_issued
+
     def report(self, vote: Vote) -> None:
         """Join the next vote of the other ranks as a failed rank, and set `aborted_by`.
 
@@ -145,6 +213,13 @@ class CollectiveGuard:
         """
         if not self.aborted_by:
             self.aborted_by = Vote(self._exchange_vote(vote))
+
+    def _num_issued(self) -> int:
+        """Return how many collectives this rank has issued in the window, without votes."""
+        own: set[str] = set()
+        if dist.is_initialized():
+            own = {each.group_name for each in c10d._world.pg_map if each.group_desc == OWN_GROUP}
+        return sum(num for group, num in self.issued_collectives().items() if group not in own)
 
     def _vote(self) -> None:
         self.aborted_by = Vote(self._exchange_vote(Vote.OK))
@@ -186,13 +261,15 @@ class CollectiveGuard:
         is_own = threading.get_ident() == self._window_thread
         return is_own or torch._C._current_graph_task_id() != -1
 
-    def _wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        is_compiling, call = torch.compiler.is_compiling, self._call
+    def _wrapper(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        is_compiling, call, recorder = torch.compiler.is_compiling, self._call, self.recorder
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not self._is_guarded():
+                recorder.num_outside += not call.is_active
                 return original(*args, **kwargs)
             self._before_collective(args, kwargs)
+            recorder.record(name, args, kwargs)
             call.is_active, has_failed = True, True
             try:
                 result = original(*args, **kwargs)
@@ -204,13 +281,15 @@ class CollectiveGuard:
 
         return guarded
 
-    def _pass_wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def ending(*args: Any, **kwargs: Any) -> Any:
+    def _pass_wrapper(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run_pass(*args: Any, **kwargs: Any) -> Any:
+            self.recorder.begin_pass(name)
             result = original(*args, **kwargs)
             self._is_in_pass = False  # all ranks have issued its collectives
+            self.recorder.end_pass()
             return result
 
-        return ending
+        return run_pass
 
 
 def probe_workspace(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from time import perf_counter
 from types import TracebackType
-from typing import Generic, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -34,6 +34,7 @@ from .abort_window import abort_unsupported_reason, abort_window
 from .collective_guard import CollectiveGuard, Vote
 from .escalation import EscalationPolicy
 from .micro_batch_planner import MemoryMeasurements, MicroBatchPlanner, size_after_oom
+from .recorded_passes import partitions_of
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,7 @@ class OomReplay:
         attempt: Callable[[int], T],
         *,
         guard_requested: bool = False,
+        votes_requested: bool = False,
     ) -> ReplayResult[T]:
         """Run a window's attempts until one succeeds on all ranks.
 
@@ -127,6 +129,7 @@ class OomReplay:
                 of micro-batches, without the update.
             guard_requested: Whether any rank requests the guard, because its memory use has changed
                 or its memory is low.
+            votes_requested: Whether any rank requests votes before each collective of this window.
 
         Raises:
             PeerOutOfMemoryError: Not even one sample fits in another rank's memory.
@@ -134,9 +137,8 @@ class OomReplay:
             RuntimeError: Not even one sample fits in this rank's memory; this rank's own error.
             Exception: An attempt, or a function of `on_window_abort`, failed on this rank.
         """
-        self._guard.armed = self.planner.begin_window(
-            local_batches, guard_requested=guard_requested
-        )
+        is_guarded = self.planner.begin_window(local_batches, guard_requested=guard_requested)
+        self._guard.armed = is_guarded or votes_requested
         rng = RngState.capture()
         own_error: BaseException | None = None
         replays, lost_seconds = 0, 0.0
@@ -169,6 +171,8 @@ class OomReplay:
             PeerFailedError: The attempt failed on another rank.
             Exception: The attempt failed on this rank; this rank's own error.
         """
+        # An evaluation may change which parameters of ZeRO 3 are gathered.
+        self._guard.recorder.num_outside += 1
         capture, outcomes = self._attempt(lambda count: attempt(), 0, "evaluate")
         if capture.origin is None:
             return outcomes[0]
@@ -188,7 +192,9 @@ class OomReplay:
         """
         if not self._guard.armed:
             try:
-                return step()
+                result = step()
+                self._guard.recorder.num_outside = 0
+                return result
             except Exception as error:
                 self._run_end.end(error, "engine.step()")
                 raise
@@ -196,6 +202,7 @@ class OomReplay:
         with FailureCapture() as failure, OomCapture() as capture, self._guard.window():
             outcomes.append(step())
         self._raise_failure(failure.take(), capture, "engine.step()")
+        self._guard.recorder.num_outside = 0
         if capture.origin is None:
             return outcomes[0]
         if capture.origin is OomOrigin.OWN and capture.error is not None:
@@ -218,7 +225,7 @@ class OomReplay:
         """
         self._num_attempts += 1
         outcomes: list[T] = []
-        window = self._guard.window(self._engine_source.engine)
+        window = self._guard.window(self._engine_source.engine, is_recorded=place == _TRAIN_BATCH)
         with FailureCapture() as failure, OomCapture() as capture, window:
             outcomes.append(attempt(count))
         self._raise_failure(failure.take(), capture, place)
@@ -287,12 +294,42 @@ class OomReplay:
         if capture.origin is OomOrigin.OWN and capture.error is not None:
             for notify in self.on_error:
                 notify(capture.error)
+            if reason is None and not self._guard.can_report:
+                self._issue_rest(engine, capture.error)
             reason = self._notify_peers(Vote.OUT_OF_MEMORY, capture.error, _TRAIN_BATCH) or reason
         if reason is not None:
             _give_up(capture.error, f"this window cannot be run again: {reason}")
         gc.collect()  # frees tensors in reference cycles
         abort_window(engine)
+        self._guard.recorder.clear()
         accelerator.current.empty_cache()  # the next attempt needs blocks of other sizes
+
+    def _issue_rest(self, engine: Any, error: BaseException) -> None:
+        """Issue the other collectives of this rank's unfinished pass, if they are known.
+
+        The other ranks then reach their next vote, in which this rank can report its error.
+
+        Args:
+            engine: DeepSpeed's engine.
+            error: This rank's out-of-memory error.
+
+        Raises:
+            RuntimeError: A collective failed; the run has ended.
+        """
+        reason = self._guard.unfinished_reason()
+        if not reason and _is_raised_in_wait(error):
+            reason = "the error was raised while this rank waited for a collective"
+        if reason:
+            logger.warning("the other collectives of this pass are not issued: %s", reason)
+            return
+        gc.collect()
+        try:
+            abort_window(engine)  # frees memory for the scratch tensors
+            accelerator.current.empty_cache()
+            self._guard.issue_rest(partitions_of(engine))
+        except RuntimeError as collective_error:
+            self._run_end.end(collective_error, _TRAIN_BATCH)
+            raise
 
     def _notify_peers(self, vote: Vote, error: BaseException, place: str) -> str | None:
         """Make all ranks leave the window. If a rank may be in a collective, end the run.
@@ -414,6 +451,14 @@ def oom_origin(error: BaseException) -> tuple[OomOrigin | None, BaseException | 
         return None, None
     own = [link for link in chain if is_caused_by_oom(link)]
     return (OomOrigin.OWN, own[-1]) if own else (OomOrigin.PEER, error)
+
+
+def _is_raised_in_wait(error: BaseException) -> bool:
+    """Return whether a collective in flight may have raised the error when it was waited for."""
+    traces = (link.__traceback__ for link in _chain(error))
+    return any(
+        frame.f_code.co_name == "wait" for trace in traces for frame, _ in traceback.walk_tb(trace)
+    )
 
 
 def _give_up(error: BaseException | None, reason: str) -> NoReturn:

@@ -65,6 +65,8 @@ class WindowAgreement:
         window: This rank's part of the window.
         local_batches: Sizes of the local batches of all ranks.
         guard_requested: Whether any rank requests the guard of collectives.
+        records_agree: Whether all ranks have the same records of collectives.
+        records_missing: Whether a rank requests votes because it has no records yet.
         tuner_statuses: Status of each rank's tuner, in rank order, the same on all ranks; empty
             without a tuner.
     """
@@ -72,6 +74,8 @@ class WindowAgreement:
     window: Window
     local_batches: LocalBatches
     guard_requested: bool
+    records_agree: bool
+    records_missing: bool
     tuner_statuses: Sequence[TunerStatus]
 
 
@@ -83,6 +87,7 @@ class _RankReport(NamedTuple):
     micro_batch_samples: int
     length: int
     requests_guard: bool
+    records: int
 
 
 def open_window(
@@ -92,6 +97,7 @@ def open_window(
     micro_batch_samples: int,
     exponent: int = 0,
     requests_guard: bool = False,
+    records: int = 0,
     tuner_status: TunerStatus | None = None,
 ) -> WindowAgreement:
     """Exchange the sizes of all ranks' local batches, and the status of their tuners.
@@ -102,13 +108,17 @@ def open_window(
         micro_batch_samples: Maximum samples of this rank's micro-batches.
         exponent: Exponent of the divisor of gradients, the same on all ranks; see `Window`.
         requests_guard: Whether this rank requests the guard, because its memory is low.
+        records: Digest of this rank's records of collectives, below 2**53; 0 without records, and
+            negative to request votes instead.
         tuner_status: Status of this rank's tuner. Either all ranks pass a status or no rank does.
 
     Raises:
         BatchError: A rank's local batch cannot be trained on; raised on all ranks.
     """
     problem, samples, length = _measure(batch)
-    own = _RankReport(problem is not None, samples, micro_batch_samples, length, requests_guard)
+    own = _RankReport(
+        problem is not None, samples, micro_batch_samples, length, requests_guard, records
+    )
     # Use plain lists. The caches are cold here, and even on this little data a numpy call takes
     # 20 us.
     rows: list[list[float]] = host_group.all_gather([*own, *(tuner_status or ())]).tolist()
@@ -132,6 +142,8 @@ def open_window(
         window=window,
         local_batches=local_batches,
         guard_requested=any(each.requests_guard for each in reports),
+        records_agree=all(each.records == records for each in reports),
+        records_missing=any(each.records < 0 for each in reports),
         tuner_statuses=[TunerStatus._make(row[len(own) :]) for row in rows] if has_tuner else [],
     )
 

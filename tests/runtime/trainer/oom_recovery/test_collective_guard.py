@@ -141,6 +141,8 @@ def test_a_rank_that_failed_inside_a_collective_cannot_report_because_others_may
 class Engine:
     """Fake engine, each of whose passes issues collectives."""
 
+    optimizer = None
+
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
 

@@ -77,6 +77,7 @@ class Rank:
         **options: Any,
     ) -> None:
         engine = SimpleNamespace(
+            optimizer=None,
             unsupported_reason=unsupported_reason,
             zero_optimization_partition_gradients=lambda: stage >= 2,
         )

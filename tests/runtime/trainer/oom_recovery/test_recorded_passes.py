@@ -1,0 +1,392 @@
+"""Tests of recorded passes: a rank that failed issues exactly what the other ranks will issue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fakes.rank_threads import FakeHostGroup, on_ranks
+
+from zerowatch.runtime.trainer.oom_recovery.collective_guard import (
+    CollectiveGuard,
+    PeerOutOfMemoryError,
+    Vote,
+)
+from zerowatch.runtime.trainer.oom_recovery.recorded_passes import (
+    VOTES_NEEDED,
+    Call,
+    EngineGeneration,
+    PassRecorder,
+    issue,
+)
+
+OUT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes."
+SMALL, LARGE = torch.ones(2), torch.ones(6)
+ZERO_2, OTHER = EngineGeneration("settings"), EngineGeneration("others")
+ZERO_3, OTHER_TRACE = EngineGeneration("settings", "trace"), EngineGeneration("settings", "other")
+
+
+@pytest.fixture(autouse=True)
+def process_group() -> Iterator[None]:
+    """Create the default process group, with this process as its only rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Backend:
+    """Fake backend that keeps the name and a copy of the tensors of each call."""
+
+    def __init__(self) -> None:
+        self.issued: list[tuple[str, list[list[float]]]] = []
+
+    def _keep(self, name: str, *tensors: torch.Tensor) -> None:
+        self.issued.append((name, [tensor.tolist() for tensor in tensors]))
+
+    def all_reduce(self, tensor, op=None, group=None, async_op=False) -> None:
+        self._keep("all_reduce", tensor)
+
+    def reduce(self, tensor, dst, op=None, group=None, async_op=False) -> None:
+        self._keep(f"reduce to {dst}", tensor)
+
+    def reduce_scatter_tensor(self, output_tensor, input_tensor, group=None) -> None:
+        self._keep("reduce_scatter_tensor", output_tensor, input_tensor)
+
+    def all_gather_into_tensor(self, output_tensor, input_tensor, group=None) -> None:
+        self._keep("all_gather_into_tensor", input_tensor)
+
+    def broadcast(self, tensor, src) -> None:
+        self._keep("broadcast", tensor)
+
+
+def run_pass(recorder: PassRecorder, *calls: tuple[Any, ...], name: str = "backward") -> None:
+    recorder.begin_pass(name)
+    for method, *args in calls:
+        recorder.record(method, tuple(args), {})
+    recorder.end_pass()
+
+
+def recorded(
+    *calls: tuple[Any, ...], windows: int = 2, generation: EngineGeneration = ZERO_2
+) -> PassRecorder:
+    """Return a recorder of windows of one backward each; the next window has begun."""
+    recorder = PassRecorder()
+    for _ in range(windows):
+        recorder.prepare(generation)
+        recorder.begin_window()
+        run_pass(recorder, *calls)
+    recorder.prepare(generation)
+    recorder.begin_window()
+    return recorder
+
+
+def rest_after(recorder: PassRecorder, *calls: tuple[Any, ...]) -> tuple[list[str], str]:
+    """Return the calls that are left after these calls of an unfinished backward."""
+    recorder.begin_pass("backward")
+    for method, *args in calls:
+        recorder.record(method, tuple(args), {})
+    rest, reason = recorder.rest()
+    return [call.name for call in rest], reason
+
+
+CALLS = (("all_reduce", SMALL), ("reduce", LARGE, 0), ("all_reduce", LARGE))
+
+
+def test_the_rest_of_a_pass_is_what_the_last_two_passes_issued() -> None:
+    assert rest_after(recorded(*CALLS)) == (["all_reduce", "reduce", "all_reduce"], "")
+    assert rest_after(recorded(*CALLS), CALLS[0]) == (["reduce", "all_reduce"], "")
+    assert rest_after(recorded(*CALLS), *CALLS) == ([], "")
+
+
+def test_one_pass_is_no_record() -> None:
+    rest, reason = rest_after(recorded(*CALLS, windows=1))
+
+    assert rest == []
+    assert reason
+
+
+@pytest.mark.parametrize(
+    "other",
+    [("all_reduce", LARGE), ("reduce", SMALL, 0), ("all_reduce", SMALL.double())],
+    ids=["size", "operation", "dtype"],
+)
+def test_a_pass_that_issued_another_collective_than_before_has_no_rest(other: Any) -> None:
+    recorder = recorded(*CALLS)
+
+    assert rest_after(recorder, other)[1]
+    recorder.end_pass()
+    for _ in range(5):  # a model that varies once varies again
+        recorder.prepare(ZERO_2)
+        recorder.begin_window()
+        run_pass(recorder, *CALLS)
+    recorder.begin_window()
+    assert rest_after(recorder, CALLS[0])[1]
+
+
+def test_a_shorter_pass_than_before_is_a_difference() -> None:
+    recorder = recorded(*CALLS)
+    run_pass(recorder, *CALLS[:2])
+
+    assert recorder.prepare(ZERO_2) == 0
+
+
+def test_passes_at_different_positions_of_a_window_have_different_records() -> None:
+    recorder = PassRecorder()
+    for _ in range(3):
+        recorder.prepare(ZERO_2)
+        recorder.begin_window()
+        run_pass(recorder, ("all_reduce", LARGE))
+        run_pass(recorder, ("all_reduce", SMALL))
+        run_pass(recorder, ("reduce", SMALL, 0), name="forward")
+    recorder.prepare(ZERO_2)
+    recorder.begin_window()
+
+    assert rest_after(recorder) == (["all_reduce"], "")
+    assert recorder.rest()[0][0].num_values == 6
+    recorder.record("all_reduce", (LARGE,), {})
+    recorder.end_pass()
+    recorder.begin_pass("backward")
+    assert recorder.rest()[0][0].num_values == 2
+
+
+@pytest.mark.parametrize("generation", [OTHER, ZERO_3])
+def test_another_generation_of_the_engine_has_no_records(generation: EngineGeneration) -> None:
+    recorder = recorded(*CALLS)
+
+    assert recorder.prepare(ZERO_2) > 0
+    assert recorder.prepare(generation) == VOTES_NEEDED
+    recorder.begin_window()
+    assert rest_after(recorder, CALLS[0])[1]
+
+
+def test_votes_are_requested_until_the_passes_have_records() -> None:
+    recorder = PassRecorder()
+    numbers = []
+    for _ in range(3):
+        numbers.append(recorder.prepare(ZERO_2))
+        recorder.begin_window()
+        run_pass(recorder, *CALLS)
+
+    assert numbers[:2] == [VOTES_NEEDED] * 2
+    assert numbers[2] > 0
+
+
+def test_votes_are_requested_in_four_windows_at_most_if_the_passes_vary() -> None:
+    recorder = PassRecorder()
+
+    def prepared(count: int) -> list[int]:
+        numbers = []
+        for number in range(count):
+            numbers.append(recorder.prepare((ZERO_3, OTHER_TRACE)[number % 2]))
+            recorder.begin_window()
+            run_pass(recorder, ("all_reduce", torch.ones(number)))
+        return numbers
+
+    assert prepared(6) == [VOTES_NEEDED] * 4 + [0] * 2
+    recorder.clear()  # an aborted window
+    assert prepared(6) == [VOTES_NEEDED] * 4 + [0] * 2
+
+
+def test_at_zero_3_a_window_after_a_collective_outside_of_windows_uses_no_record() -> None:
+    recorder = recorded(*CALLS, generation=ZERO_3)
+    recorder.num_outside += 1  # an evaluation or a save may gather parameters
+
+    assert recorder.prepare(ZERO_3) == VOTES_NEEDED
+    recorder.begin_window()
+    assert rest_after(recorder, ("reduce", SMALL, 0))[1]
+    assert recorder.prepare(ZERO_3) == 0  # it is the same before each window
+    recorder.num_outside = 0  # the update
+
+    assert recorder.prepare(ZERO_3) > 0
+
+
+def test_at_zero_2_a_collective_outside_of_windows_changes_nothing() -> None:
+    recorder = recorded(*CALLS)
+    recorder.num_outside += 1
+
+    assert recorder.prepare(ZERO_2) > 0
+    recorder.begin_window()
+    assert rest_after(recorder, CALLS[0]) == (["reduce", "all_reduce"], "")
+
+
+def test_equal_records_have_equal_digests_that_a_float_holds() -> None:
+    one, other = recorded(*CALLS), recorded(*CALLS)
+    shorter = recorded(*CALLS[:2])
+
+    assert one.prepare(ZERO_2) == other.prepare(ZERO_2) == int(float(one.prepare(ZERO_2)))
+    assert one.prepare(ZERO_2) != shorter.prepare(ZERO_2)
+
+
+def test_records_that_differ_between_ranks_are_not_used() -> None:
+    recorder = recorded(*CALLS)
+    recorder.forbid()
+
+    assert rest_after(recorder, CALLS[0])[1]
+
+
+def test_nothing_is_issued_if_a_window_had_collectives_that_are_not_recorded() -> None:
+    recorder = recorded(*CALLS)
+    run_pass(recorder, *CALLS)
+    recorder.end_window(len(CALLS))
+    assert recorder.prepare(ZERO_2) != 0
+
+    recorder.begin_window()
+    run_pass(recorder, *CALLS)
+    recorder.end_window(len(CALLS) + 1)
+
+    assert recorder.prepare(ZERO_2) == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (("broadcast", SMALL, 0), "broadcast"),
+        (("all_gather_into_tensor", LARGE, SMALL), "partitions"),
+    ],
+)
+def test_a_rest_with_a_call_of_unknown_values_is_refused(call: Any, named: str) -> None:
+    assert named in rest_after(recorded(("all_reduce", SMALL), call))[1]
+
+
+def parameter(number: int, *values: float) -> Any:
+    partition = torch.tensor(values)
+    partition.ds_numel = partition.numel()
+    return SimpleNamespace(ds_id=number, ds_tensor=partition)
+
+
+def gathered(parameters: list[Any], *sizes: int) -> tuple[list[Call], str]:
+    """Return the rest of a pass whose gathers assemble these parameters."""
+    recorder = PassRecorder()
+    for _ in range(2):
+        recorder.prepare(ZERO_2)
+        recorder.begin_window()
+        recorder.begin_pass("backward")
+        with recorder.gathering(parameters):
+            for size in sizes:
+                tensors = (torch.empty(size), torch.empty(size))
+                recorder.record("all_gather_into_tensor", tensors, {})
+        recorder.end_pass()
+    recorder.prepare(ZERO_2)
+    recorder.begin_window()
+    recorder.begin_pass("backward")
+    return recorder.rest()
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (3,)], ids=["one by one", "in one call"])
+def test_gathers_send_this_ranks_partitions_and_reductions_send_zeros(sizes: Any) -> None:
+    parameters = [parameter(9, 5.0, 6.0), parameter(4, 7.0)]
+    rest, reason = gathered(parameters, *sizes)
+    assert not reason
+    reductions, _ = (
+        recorded(("reduce_scatter_tensor", LARGE.clone(), LARGE.clone()), ("reduce", SMALL, 0)),
+        None,
+    )
+    reductions.begin_pass("backward")
+    backend = Backend()
+
+    partitions = {each.ds_id: each.ds_tensor for each in parameters}
+    assert issue([*rest, *reductions.rest()[0]], backend, partitions, lambda tensor: None)
+
+    names, tensors = zip(*backend.issued, strict=True)
+    assert names[-2:] == ("reduce_scatter_tensor", "reduce to 0")
+    sent = [value for each in tensors[:-2] for value in each[0]]
+    assert sent == [7.0, 5.0, 6.0]  # in order of ids
+    assert tensors[-2:] == ([[0.0] * 6, [0.0] * 6], [[0.0] * 2])
+
+
+def test_a_gather_of_other_sizes_than_its_parameters_is_refused() -> None:
+    assert gathered([parameter(1, 5.0), parameter(2, 6.0)], 1, 2)[1]
+
+
+def test_nothing_is_issued_without_memory_for_the_scratch_tensors() -> None:
+    recorder, backend = recorded(*CALLS), Backend()
+    recorder.begin_pass("backward")
+
+    def run_out(tensor: torch.Tensor) -> None:
+        assert tensor.nbytes == LARGE.nbytes
+        raise RuntimeError(OUT)
+
+    assert not issue(recorder.rest()[0], backend, {}, run_out)
+    assert backend.issued == []
+
+
+class Engine:
+    """Fake engine whose passes issue collectives, and which fails before one of them."""
+
+    optimizer = None
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend, self.fails_before = backend, -1
+
+    def backward(self) -> None:
+        for number, (method, *args) in enumerate(CALLS):
+            if number == self.fails_before:
+                raise RuntimeError(OUT)
+            getattr(self.backend, method)(*args)
+
+
+@pytest.mark.parametrize("fails_before", [1, 2])
+def test_all_ranks_leave_an_unarmed_window_after_the_pass_in_which_one_ran_out(
+    fails_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CollectiveGuard, "issued_collectives", issued_by_backend)
+
+    def train(host_group: FakeHostGroup) -> tuple[Vote, list[str]]:
+        backend, guard = Backend(), CollectiveGuard(host_group)
+        engine = Engine(backend)
+        guard.open(backend)
+        for _ in range(2):
+            guard.prepare_records(engine)
+            with guard.window(engine):
+                engine.backward()
+        backend.issued.clear()
+        guard.prepare_records(engine)
+        engine.fails_before = fails_before if host_group.rank == 1 else -1
+        try:
+            with guard.window(engine):
+                engine.backward()
+                engine.backward()
+        except PeerOutOfMemoryError:
+            pass
+        except RuntimeError:
+            assert not guard.can_report
+            assert guard.unfinished_reason() == ""
+            assert guard.issue_rest({})
+            assert guard.can_report
+            guard.report(Vote.OUT_OF_MEMORY)
+        return guard.aborted_by, [name for name, _ in backend.issued]
+
+    names = ["all_reduce", "reduce to 0", "all_reduce"]
+    assert on_ranks(2, train) == [(Vote.OUT_OF_MEMORY, names)] * 2
+
+
+def issued_by_backend(guard: CollectiveGuard) -> dict[str, int]:
+    return {"all": guard.recorder.num_calls}
+
+
+def test_a_rank_with_collectives_that_were_not_recorded_cannot_issue_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CollectiveGuard, "issued_collectives", issued_by_backend)
+
+    def train(host_group: FakeHostGroup) -> str:
+        backend, guard = Backend(), CollectiveGuard(host_group)
+        engine = Engine(backend)
+        guard.open(backend)
+        for _ in range(3):
+            guard.prepare_records(engine)
+            with guard.window(engine):
+                engine.backward()
+        engine.fails_before = 1
+        monkeypatch.setattr(guard, "issued_collectives", lambda: {"all": 2})
+        with pytest.raises(RuntimeError, match="allocate"), guard.window(engine):
+            engine.backward()
+        host_group.all_max(0)
+        return guard.unfinished_reason()
+
+    for reason in on_ranks(2, train):
+        assert "1 of the 2 collectives" in reason
