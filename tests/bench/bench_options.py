@@ -13,7 +13,7 @@ class Options:
         steps: Timed steps of each arm of `overhead`.
         quick: Whether to try everything at tiny sizes.
         only: The incidents to plant; all if empty.
-        resume: Whether to plant only the incidents that have no result yet.
+        resume: Whether to run only the incidents or cases that have no result yet.
         show: Whether to print the results of incidents that there are, and to plant none.
     """
 

@@ -2,6 +2,7 @@
 
 .venv/bin/python tests/bench/run.py [--quick] [--steps N] [names...]
 .venv/bin/python tests/bench/run.py incidents [--only NAME,NAME] [--resume] [--show]
+.venv/bin/python tests/bench/run.py unguarded_oom [--resume]
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from bench.trainer import (
     save_faults,
     save_pause,
     uneven_ranks,
+    unguarded_oom,
     vote_cost,
 )
 from bench.tuner import idle_cost, link_changes, loss_effect, memory_pressure, simulated_trials
@@ -73,6 +75,7 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "restart": repeated_kills.bench,
     "saves": save_pause.bench,
     "save_faults": save_faults.bench,
+    "unguarded_oom": unguarded_oom.bench,
     "votes": vote_cost.bench,
     "tuner_simulation": simulated_trials.bench,
     "tuner_cost": idle_cost.bench,
@@ -87,6 +90,7 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "line_coverage": line_coverage.bench,
     "mutations": mutation_check.bench,
 }
+RESUMED = (["incidents"], ["unguarded_oom"])
 
 
 def main() -> None:
@@ -95,13 +99,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=800, help="timed steps of each overhead arm")
     parser.add_argument("--quick", action="store_true", help="tiny sizes; the figures mean little")
     parser.add_argument("--only", default="", help="incidents: a list, or names with commas")
-    parser.add_argument("--resume", action="store_true", help="incidents: those without a result")
+    parser.add_argument("--resume", action="store_true", help="only what has no result yet")
     parser.add_argument("--show", action="store_true", help="incidents: print the kept results")
     asked = parser.parse_args()
     os.environ["PYTHONPATH"] = PYTHONPATH  # for the scripts that benches start
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no rank is left behind
-    if (asked.only or asked.resume or asked.show) and asked.names != ["incidents"]:
-        parser.error("--only, --resume and --show are options of the bench incidents")
+    if (asked.only or asked.show) and asked.names != ["incidents"]:
+        parser.error("--only and --show are options of the bench incidents")
+    if asked.resume and asked.names not in RESUMED:
+        parser.error("--resume is an option of the benches incidents and unguarded_oom")
     for name in asked.names:
         if name not in BENCHES:
             parser.error(f"no bench is called {name!r}; there are {', '.join(BENCHES)}")
