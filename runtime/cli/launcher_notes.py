@@ -29,24 +29,36 @@ def record_worker_exits(runs: Path) -> Iterator[None]:
     Args:
         runs: The folder of run folders.
     """
+    from torch.distributed.elastic.agent.server.api import WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-    original = LocalElasticAgent._monitor_workers
+    original, stop = LocalElasticAgent._monitor_workers, LocalElasticAgent._stop_workers
     # A failure is logged, and the next attempt is noted again.
     note = FailOpen().wrap("exit notes", write_notes, is_kept=True)
 
     def monitor(agent: Any, worker_group: Any) -> Any:
         result = original(agent, worker_group)
         if result.failures:
-            pids = {worker.global_rank: worker.id for worker in worker_group.workers}
-            note(runs, pids, result.failures)
+            note(runs, worker_pids(worker_group), result.failures)
         return result
 
+    def stopped(agent: Any, worker_group: Any) -> None:
+        stop(agent, worker_group)
+        if worker_group.state == WorkerState.HEALTHY:  # torch stops healthy ranks only then
+            note_ended_workers(runs, worker_pids(worker_group), "another node waited to join")
+
     LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]
+    LocalElasticAgent._stop_workers = stopped  # type: ignore[method-assign]
     try:
         yield
     finally:
         LocalElasticAgent._monitor_workers = original  # type: ignore[method-assign]
+        LocalElasticAgent._stop_workers = stop  # type: ignore[method-assign]
+
+
+def worker_pids(worker_group: Any) -> Mapping[int, int]:
+    """Return the process ids of the workers of torch's agent, by rank."""
+    return {worker.global_rank: worker.id for worker in worker_group.workers}
 
 
 def write_notes(runs: Path, pids: Mapping[int, int], failures: Mapping[int, Any]) -> None:
@@ -75,6 +87,26 @@ def write_notes(runs: Path, pids: Mapping[int, int], failures: Mapping[int, Any]
         write_exit_note(folder, process, "launcher", note)
     sys.stderr.write(f"zerowatch: {_first_exit(first, pids, how_first, left)}\n")
     sys.stderr.flush()
+
+
+def note_ended_workers(runs: Path, pids: Mapping[int, int], reason: str) -> None:
+    """Write a note on each worker that the launcher ends. A failure is logged.
+
+    Args:
+        runs: The folder of run folders.
+        pids: Process ids of the workers by rank.
+        reason: Why the launcher ends them, such as "node host7 was lost".
+    """
+    FailOpen().wrap("exit notes", _write_end_notes)(runs, pids, reason)
+
+
+def _write_end_notes(runs: Path, pids: Mapping[int, int], reason: str) -> None:
+    text = f"was ended by the launcher, because {reason}"
+    left = workers_of_host(runs, socket.gethostname())
+    for worker in pids.items():
+        if worker in left:
+            note = ExitNote(text=text, may_be_oom_kill=False)
+            write_exit_note(*left[worker], "launcher", note)
 
 
 def _first_exit(

@@ -19,10 +19,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import CommandLineError
 from ..common.fail_open import FailOpen
+from .launcher_notes import note_ended_workers, worker_pids
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -41,6 +43,8 @@ MIN_CHECKS = 20
 MAX_WATCHED = 8
 # Stuck ranks do not react to SIGTERM in a collective of NCCL.
 KILL_AFTER_SECONDS = 3
+# A run folder on a lost host blocks its readers.
+NOTES_SECONDS = 2.0
 _ENDED = "ended"
 
 
@@ -152,13 +156,14 @@ class NodeWatch:
 
 
 @contextmanager
-def watch_nodes(endpoint: str) -> Iterator[None]:
+def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
     """Watch the other nodes of each attempt that an agent of torch starts while this is open.
 
     Only attempts on several nodes are watched, and only if `--max-restarts` allows restarts.
 
     Args:
         endpoint: Address of the rendezvous store, as the user wrote it.
+        runs: The folder of run folders. Ranks that are ended get a note there.
     """
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
@@ -174,7 +179,7 @@ def watch_nodes(endpoint: str) -> Iterator[None]:
         if _is_watched(agent, worker_group):
             heartbeats = heartbeats_of(agent, worker_group)
             if heartbeats is not None:
-                watches.append(NodeWatch(heartbeats, _ending(agent, endpoint)))
+                watches.append(NodeWatch(heartbeats, _ending(agent, endpoint, runs)))
         return ids
 
     def monitored(agent: Any, worker_group: Any) -> Any:
@@ -190,6 +195,8 @@ def watch_nodes(endpoint: str) -> Iterator[None]:
             return result
         _report_lost_nodes(agent, lost)
         agent._pcontext.close(signal.SIGTERM, KILL_AFTER_SECONDS)
+        names = " and ".join(node.name for node in lost)
+        note_ended_workers(runs, worker_pids(worker_group), f"node {names} was lost")
         return RunResult(state=WorkerState.UNHEALTHY)
 
     LocalElasticAgent._start_workers = started  # type: ignore[method-assign]
@@ -256,12 +263,16 @@ def _heartbeats(agent: Any, worker_group: Any) -> NodeHeartbeats:
     return NodeHeartbeats(attempt, worker_group.group_rank, worker_group.group_world_size, name)
 
 
-def _ending(agent: Any, endpoint: str) -> Callable[[], None]:
+def _ending(agent: Any, endpoint: str, runs: Path) -> Callable[[], None]:
     def end() -> None:
         _print(store_lost_text(endpoint, f"has not answered for {STORE_LOST_SECONDS:.0f} s"))
         for pid in agent._pcontext.pids().values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        ended = (runs, worker_pids(agent._worker_group), f"the store at {endpoint} was lost")
+        notes = threading.Thread(target=note_ended_workers, args=ended, daemon=True)
+        notes.start()
+        notes.join(NOTES_SECONDS)
         os._exit(1)
 
     return end

@@ -80,7 +80,7 @@ def _run_ranks(
     from .node_watch import rendezvous_failure, watch_nodes
 
     try:
-        with record_worker_exits(runs), watch_nodes(endpoint):
+        with record_worker_exits(runs), watch_nodes(endpoint, runs):
             torchrun.main(command)
     except RendezvousError as error:
         raise CommandLineError(rendezvous_failure(error, endpoint)) from error

@@ -412,7 +412,7 @@ def _finding(
         OSError: The boot id of this host cannot be read.
     """
     if notes and not any(note.may_be_oom_kill for note in notes):
-        reason = "its exit is known, and was none by SIGKILL"
+        reason = "it is known how the process ended"
         return ExitFinding(cause=ExitCause.OTHERWISE, reason=reason)
     return classify_exit(
         process,

@@ -46,7 +46,7 @@ USED_NAMES: tuple[tuple[str, str, str], ...] = (
     (
         "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent",
         "runtime/cli/launcher_notes.py",
-        "_monitor_workers",
+        "_monitor_workers _stop_workers",
     ),
     (
         "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent",

@@ -19,7 +19,7 @@ import pytest
 from scripts.launching import SCRIPTS
 from scripts.memory.oom_cgroup import memory_cgroup
 
-from zerowatch.runtime.cli.launcher_notes import write_notes
+from zerowatch.runtime.cli.launcher_notes import note_ended_workers, write_notes
 from zerowatch.runtime.common.exit_notes import ExitNote, read_exit_notes, write_exit_note
 from zerowatch.runtime.common.liveness_file import (
     LivenessFile,
@@ -522,6 +522,19 @@ def test_the_launcher_notes_which_rank_exited_first(tmp_path: Path) -> None:
         "was ended by the launcher, after rank 2 had exited by SIGKILL",
     ]
     assert [note.may_be_oom_kill for note in notes] == [False, False, True, False]
+
+
+def test_the_launcher_notes_why_it_ended_healthy_ranks(tmp_path: Path) -> None:
+    host = socket.gethostname()
+    workers = [process(rank=rank, pid=100 + rank, host=host) for rank in range(2)]
+    leave_markers(tmp_path / "one", *workers)
+
+    note_ended_workers(tmp_path, {0: 100, 1: 101, 2: 102}, "node host7 was lost")
+
+    for worker in workers:
+        (note,) = read_exit_notes(tmp_path / "one", worker)
+        assert note.text == "was ended by the launcher, because node host7 was lost"
+        assert not note.may_be_oom_kill
 
 
 def test_the_launcher_prints_one_line_on_the_rank_that_exited_first(
