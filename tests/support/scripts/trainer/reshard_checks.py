@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,19 +88,27 @@ def full_state(run: zerowatch.TrainingRun) -> dict[str, Any]:
     link = getattr(run.engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
     if link is not None:  # DeepSpeed links the states to the parameters at the first step only
         link()
+    if run.engine.zero_optimization_stage() == 0:  # each rank has all of it
+        for path, tensor in tensors(run.engine.optimizer.state_dict(), "optimizer"):
+            state[path] = tensor.double().flatten().tolist()
+        return state
     for name, parameter in run.module.named_parameters():
-        if run.engine.zero_optimization_stage() == 0:
-            own = run.engine.basic_optimizer.state.get(parameter, {})
-            for key in ("exp_avg", "exp_avg_sq"):
-                if key in own:
-                    state[f"{name} {key}"] = own[key].double().flatten().tolist()
-        elif parameter.requires_grad:
+        if parameter.requires_grad:
             values = {"master": safe_get_full_fp32_param(parameter)}
             for key in ("exp_avg", "exp_avg_sq"):
                 values[key] = safe_get_full_optimizer_state(parameter, key)
             for key, value in values.items():
                 state[f"{name} {key}"] = value.double().flatten().tolist()
     return state
+
+
+def tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a nested value, each with its path."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, dict | list | tuple):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from tensors(part, f"{path} {key}")
 
 
 def train(run: zerowatch.TrainingRun, batches: Any, until: int) -> list[dict[str, Any]]:
