@@ -6,17 +6,15 @@ The ranks are a script that sleeps, as ranks that wait in a collective do.
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-from lab.two_hosts import Host, cut, missing, two_hosts
-from scripts.launching import ZEROWATCH, environment
+from lab.node_launchers import NodeLaunchers
+from lab.switched_hosts import switched_hosts
+from lab.two_hosts import Host, cut, missing
 
 REASON = missing()
 pytestmark = [
@@ -36,51 +34,26 @@ time.sleep(10_000)
 """
 
 
-class Launchers:
-    """Launchers on two hosts, whose store is on one of them."""
+class SleepingRanks(NodeLaunchers):
+    """A job of two hosts that sleeps. The store is on one of them."""
 
-    def __init__(self, folder: Path, hosts: Sequence[Host], store: int, undo: ExitStack) -> None:
-        self.hosts, self._folder = hosts, folder
-        self._processes: list[subprocess.Popen[bytes]] = []
-        (folder / "sleeper.py").write_text(SLEEPER)
-        for number, host in enumerate(hosts):
-            command = host.command(
-                *(ZEROWATCH, "run", "--nnodes", "1:2", "--nproc-per-node", 1),
-                *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[store].address}:29400"),
-                *("--rdzv-conf", f"is_host={int(number == store)},read_timeout=600"),
-                *("--rdzv-id", "job", "--local-addr", host.address, "--max-restarts", 3),
-                *(folder / "sleeper.py", self._started(number)),
-            )
-            with (folder / f"output-{number}.txt").open("w") as file:
-                process = subprocess.Popen(
-                    command, env=environment(), stdout=file, stderr=file, start_new_session=True
-                )
-            undo.callback(self.kill, number)
-            self._processes.append(process)
+    def __init__(self, folder: Path, hosts: Sequence[Host], store: int) -> None:
+        path = folder / "sleeper.py"
+        path.write_text(SLEEPER)
+        self._started = [folder / f"started-{number}.txt" for number in range(2)]
+        super().__init__(
+            folder,
+            hosts,
+            store=hosts[store],
+            nodes="1:2",
+            script=lambda number: (path, self._started[number]),
+        )
 
     def starts(self, number: int) -> list[dict[str, str]]:
         """Return the places of the ranks that have started on a host."""
-        path = self._started(number)
+        path = self._started[number]
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
-
-    def output(self, number: int) -> str:
-        return (self._folder / f"output-{number}.txt").read_text()
-
-    def code(self, number: int) -> int | None:
-        return self._processes[number].poll()
-
-    def kill(self, number: int) -> None:
-        """Kill every process of a host."""
-        listed = subprocess.run(
-            ["ip", "netns", "pids", self.hosts[number].namespace], capture_output=True, text=True
-        )
-        for pid in map(int, listed.stdout.split()):
-            os.kill(pid, signal.SIGKILL)
-        self._processes[number].wait()
-
-    def _started(self, number: int) -> Path:
-        return self._folder / f"started-{number}.txt"
 
 
 @pytest.fixture
@@ -89,10 +62,13 @@ def undo() -> Iterator[ExitStack]:
         yield stack
 
 
-def launchers(folder: Path, undo: ExitStack, store: int) -> Launchers:
-    """Return launchers whose ranks have met on both hosts."""
-    launched = Launchers(folder, undo.enter_context(two_hosts(None)), store, undo)
-    wait_until(lambda: all(_has_met(launched.starts(number)) for number in (0, 1)))
+def sleeping_ranks(folder: Path, undo: ExitStack, store: int) -> SleepingRanks:
+    """Return a job that runs on both hosts."""
+    hosts = undo.enter_context(switched_hosts(2))
+    launched = undo.enter_context(closing(SleepingRanks(folder, hosts, store)))
+    for number in (0, 1):
+        launched.start(number)
+    wait_until(lambda: all(_has_met(launched, number) for number in (0, 1)))
     time.sleep(10.0)  # some heartbeats
     return launched
 
@@ -104,14 +80,15 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.2)
 
 
-def _has_met(starts: Sequence[dict[str, str]]) -> bool:
-    return any(start["WORLD_SIZE"] == "2" for start in starts)
+def _has_met(launched: SleepingRanks, number: int) -> bool:
+    assert launched.code(number) is None, launched.output(number)
+    return any(start["WORLD_SIZE"] == "2" for start in launched.starts(number))
 
 
 def test_a_host_whose_link_is_down_is_left_and_training_starts_without_it(
     tmp_path: Path, undo: ExitStack
 ) -> None:
-    launched = launchers(tmp_path, undo, store=0)
+    launched = sleeping_ranks(tmp_path, undo, store=0)
     before = len(launched.starts(0))
 
     cut(launched.hosts[1])
@@ -128,7 +105,7 @@ def test_a_host_whose_link_is_down_is_left_and_training_starts_without_it(
 def test_a_lost_store_ends_the_launcher_with_an_error_that_names_it(
     tmp_path: Path, undo: ExitStack, loss: str
 ) -> None:
-    launched = launchers(tmp_path, undo, store=1)
+    launched = sleeping_ranks(tmp_path, undo, store=1)
 
     if loss == "kill":
         launched.kill(1)

@@ -79,13 +79,13 @@ def two_hosts(
     ]
     with ExitStack() as undo:
         for host in hosts:
-            _run("ip", "netns", "add", host.namespace)
-            undo.callback(_run, "ip", "netns", "del", host.namespace)
-            _run("ip", "-n", host.namespace, "link", "set", "lo", "up")
+            run_tool("ip", "netns", "add", host.namespace)
+            undo.callback(run_tool, "ip", "netns", "del", host.namespace)
+            run_tool("ip", "-n", host.namespace, "link", "set", "lo", "up")
         first, second = hosts
-        _run("ip", "link", "add", first.device, "type", "veth", "peer", "name", second.device)
+        run_tool("ip", "link", "add", first.device, "type", "veth", "peer", "name", second.device)
         for host in hosts:
-            _settle(host, host.device, f"{host.address}/24")
+            set_up_device(host, host.device, f"{host.address}/24")
         for n, host in enumerate(hosts):
             if host.management_address is not None:
                 _manage(host, here=f"{prefix}m{n}", there=f"{prefix}c{n}")
@@ -104,15 +104,20 @@ def throttle(hosts: Sequence[Host], rate: str | None) -> None:
     for host in hosts:
         queue = ("dev", host.device, "root")
         if rate is None:
-            _run(*host.command("tc", "qdisc", "del", *queue))
+            run_tool(*host.command("tc", "qdisc", "del", *queue))
         else:
             shape = ("rate", rate, "burst", BURST, "latency", QUEUE)
-            _run(*host.command("tc", "qdisc", "replace", *queue, "tbf", *shape))
+            run_tool(*host.command("tc", "qdisc", "replace", *queue, "tbf", *shape))
 
 
 def cut(host: Host) -> None:
     """Take a host off the link. Nothing closes its connections: the other host waits for it."""
-    _run(*host.command("ip", "link", "set", host.device, "down"))
+    run_tool(*host.command("ip", "link", "set", host.device, "down"))
+
+
+def reconnect(host: Host) -> None:
+    """Undo `cut`."""
+    run_tool(*host.command("ip", "link", "set", host.device, "up"))
 
 
 def run_on_both(
@@ -160,19 +165,20 @@ def _manage(host: Host, *, here: str, there: str) -> None:
     """Connect this machine with the host; the device is removed with the namespace."""
     address = str(host.management_address)
     gateway = address.removesuffix(".2") + ".1"
-    _run("ip", "link", "add", here, "type", "veth", "peer", "name", there)
-    _settle(host, there, f"{address}/30")
-    _run("ip", "addr", "add", f"{gateway}/30", "dev", here)
-    _run("ip", "link", "set", here, "up")
+    run_tool("ip", "link", "add", here, "type", "veth", "peer", "name", there)
+    set_up_device(host, there, f"{address}/30")
+    run_tool("ip", "addr", "add", f"{gateway}/30", "dev", here)
+    run_tool("ip", "link", "set", here, "up")
 
 
-def _settle(host: Host, device: str, address: str) -> None:
+def set_up_device(host: Host, device: str, address: str) -> None:
     """Move a device to the host's namespace and set its address."""
     inside = ("ip", "-n", host.namespace)
-    _run("ip", "link", "set", device, "netns", host.namespace)
-    _run(*inside, "addr", "add", address, "dev", device)
-    _run(*inside, "link", "set", device, "up")
+    run_tool("ip", "link", "set", device, "netns", host.namespace)
+    run_tool(*inside, "addr", "add", address, "dev", device)
+    run_tool(*inside, "link", "set", device, "up")
 
 
-def _run(*command: object) -> None:
+def run_tool(*command: object) -> None:
+    """Run a command; raise a CalledProcessError if it fails."""
     subprocess.run([str(part) for part in command], check=True, capture_output=True)
