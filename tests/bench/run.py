@@ -41,6 +41,7 @@ from bench.scale import thousand_ranks
 from bench.trainer import (
     gradient_compression,
     growing_batches,
+    lost_node,
     rebuild_cost,
     repeated_kills,
     save_faults,
@@ -73,6 +74,7 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "compression": gradient_compression.bench,
     "rebuild": rebuild_cost.bench,
     "restart": repeated_kills.bench,
+    "lost_node": lost_node.bench,
     "saves": save_pause.bench,
     "save_faults": save_faults.bench,
     "unguarded_oom": unguarded_oom.bench,

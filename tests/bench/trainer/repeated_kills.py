@@ -11,9 +11,9 @@ from bench.bench_options import Options
 from bench.result_table import Row
 from scripts.trainer.run_restart_job import RestartResult, train
 
-KILLS, EARLY_KILLS = 20, 4
-STEPS, SAVE_EVERY = 200, 5
-SEED = 7
+KILLS, EARLY_KILLS = 50, 10
+STEPS, SAVE_EVERY = 400, 5
+SEED = 127057
 SECONDS_A_KILL = 180.0  # a start takes five to ten on two cores that are idle
 
 
@@ -72,10 +72,12 @@ def _ended(course: RestartResult, rank: int) -> tuple[list[float], int]:
 
 
 def _restart_seconds(killed: RestartResult) -> list[float]:
-    """Return the seconds from each kill until the next attempt trained, if it did."""
-    resumed = {event["attempt"]: event["at"] for event in killed.of(0, "resumed")}
+    """Return the seconds from each kill to the next attempt's first window, if it trained."""
+    trained: dict[int, float] = {}
+    for event in killed.of(0, "committed"):
+        trained.setdefault(event["attempt"], event["at"])
     return [
-        resumed[kill.attempt + 1] - kill.at_unix_seconds
+        trained[kill.attempt + 1] - kill.at_unix_seconds
         for kill in killed.kills
-        if kill.attempt + 1 in resumed
+        if kill.attempt + 1 in trained
     ]

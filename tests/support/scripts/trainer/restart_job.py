@@ -1,16 +1,15 @@
 """A training script that is killed and restarted; it resumes from its last checkpoint.
 
-`restart_job.py FOLDER STEPS SAVE_EVERY [FULL_AFTER]`, on any ranks. Logs in FOLDER, per rank, its
-process, the first step of each attempt, and every committed window. After FULL_AFTER windows the
-memory of rank 1 holds one sample at a time.
+`restart_job.py FOLDER STEPS SAVE_EVERY [OPTIONS]`, on any ranks. Logs in FOLDER, per rank, its
+process, the first step of each attempt, and every committed window.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import time
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +47,10 @@ class Samples(torch.utils.data.Dataset[dict[str, Any]]):
 class Net(torch.nn.Module):
     """With dropout, so that generators that are not restored show in the weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.body = torch.nn.Linear(WIDTH, WIDTH + 1)
-        self.dropout = torch.nn.Dropout(0.2)
+        self.dropout = torch.nn.Dropout(dropout)
         self.head = torch.nn.Linear(WIDTH + 1, WIDTH)
         self.is_memory_full = False
 
@@ -98,17 +97,34 @@ class EventLog:
         self._file.write(f"{line}\n")
 
 
-def main(folder: Path, steps: int, save_every: int, full_after: int) -> None:
+def options() -> Namespace:
+    parser = ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("save_every", type=int)
+    parser.add_argument(
+        "--full-after", type=int, help="windows after which rank 1's memory holds one sample"
+    )
+    parser.add_argument("--dropout", type=float, default=0.2)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds before each window")
+    return parser.parse_args()
+
+
+def main(chosen: Namespace) -> None:
     rank = int(os.environ["RANK"])
-    events = EventLog(folder, rank)
-    events.log("started", pid=os.getpid())
+    saves, steps = chosen.folder / "saves", chosen.steps
+    events = EventLog(chosen.folder, rank)
+    # Each attempt has a port of its own.
+    place = {"ranks": int(os.environ["WORLD_SIZE"]), "port": os.environ.get("MASTER_PORT")}
+    events.log("started", pid=os.getpid(), **place)
     torch.manual_seed(0)
-    memory = FullMemory(rank, full_after)
-    run = zerowatch.TrainingRun(Net(), config=CONFIG, loss=memory)
-    run.load(folder / "saves")
+    memory = FullMemory(rank, steps if chosen.full_after is None else chosen.full_after)
+    run = zerowatch.TrainingRun(Net(chosen.dropout), config=CONFIG, loss=memory)
+    run.load(saves)
     batches = run.loader(Samples(), batch_samples=8, seed=1).forever()
     events.log("resumed", step=run.steps, address=run.watch.address, run_id=run.watch.run_id)
     while run.steps < steps:
+        time.sleep(chosen.pause)
         batch = next(batches)
         memory.steps = run.steps
         done = run.train_batch(batch)
@@ -120,8 +136,8 @@ def main(folder: Path, steps: int, save_every: int, full_after: int) -> None:
             micro_batches=done.micro_batches,
             replays=done.replays,
         )
-        if done.step % save_every == 0:
-            run.save(folder / "saves")
+        if done.step % chosen.save_every == 0:
+            run.save(saves)
     weights = torch.cat([each.detach().flatten() for each in run.module.parameters()])
     events.log("ended", weights=weights.tolist(), samples=run.samples)
     run.close()
@@ -130,5 +146,4 @@ def main(folder: Path, steps: int, save_every: int, full_after: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    steps, save_every, *full_after = map(int, sys.argv[2:])
-    main(Path(sys.argv[1]), steps, save_every, *(full_after or [steps]))
+    main(options())

@@ -8,7 +8,7 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -65,6 +65,7 @@ def train(
     seed: int = 0,
     timeout_seconds: float = TIMEOUT_SECONDS,
     launched: bool = True,
+    options: Sequence[object] = (),
     **variables: str,
 ) -> RestartResult:
     """Run the job to its end on two ranks, killing one in each of its attempts but the last.
@@ -80,10 +81,12 @@ def train(
         timeout_seconds: After this everything is killed.
         launched: Whether `zerowatch run` starts and restarts the ranks, if anything interrupts
             them. Without it they are forked, with the variables that torchrun sets.
+        options: More options of the job.
         variables: Of the job's environment.
     """
     restarts = kills + (full_after is not None)
-    command = [SCRIPT, folder, steps, save_every, *([] if full_after is None else [full_after])]
+    full = [] if full_after is None else ["--full-after", full_after]
+    command = [SCRIPT, folder, steps, save_every, *full, *options]
     moments = _moments(random.Random(seed), steps, kills, early_kills)
     run = _run_launched if launched and restarts else _run_forked
     code, done, output = run(
@@ -94,7 +97,7 @@ def train(
         deadline=time.monotonic() + timeout_seconds,
         variables=variables,
     )
-    events = [_events(folder, rank) for rank in range(2)]
+    events = [read_events(folder, rank) for rank in range(2)]
     return RestartResult(folder=folder, code=code, kills=done, events=events, output=output)
 
 
@@ -199,7 +202,7 @@ class _RankKiller:
         time.sleep(moment.seconds)
         os.kill(pid, signal.SIGKILL)
         killed_at = time.time()
-        events = _events(self._folder, moment.rank)
+        events = read_events(self._folder, moment.rank)
         done = [event["step"] for event in events if event["what"] == "committed"]
         return Kill(
             attempt=attempt,
@@ -211,7 +214,7 @@ class _RankKiller:
     def _wait_for(self, what: str, attempt: int, rank: int, step: int | None) -> dict[str, Any]:
         """Return an event of an attempt once it is logged, at this step or a later one."""
         while self.seconds_left() and self._is_running():
-            for event in _events(self._folder, rank):
+            for event in read_events(self._folder, rank):
                 late_enough = step is None or event.get("step", 0) >= step
                 if (event["attempt"], event["what"]) == (attempt, what) and late_enough:
                     return event
@@ -245,13 +248,14 @@ def _end(job: subprocess.Popen[bytes], folder: Path) -> None:
     job.kill()
     job.wait()
     for rank in range(2):
-        for event in _events(folder, rank):
+        for event in read_events(folder, rank):
             if event["what"] == "started":
                 with suppress(ProcessLookupError):
                     os.kill(event["pid"], signal.SIGKILL)
 
 
-def _events(folder: Path, rank: int) -> list[dict[str, Any]]:
+def read_events(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """Return what a rank has logged in all its attempts."""
     path = folder / f"events-{rank}.jsonl"
     if not path.exists():
         return []
