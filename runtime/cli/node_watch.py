@@ -83,7 +83,7 @@ class NodeHeartbeats:
         self._count = 0
         self._has_ended = False
         self._seen: dict[int, tuple[str, float]] = {}  # by node: its heartbeat, since when
-        self._answered_at = now()
+        self._started_at = self._answered_at = now()
 
     def beat(self) -> None:
         """Write a heartbeat, and read the others.
@@ -114,6 +114,11 @@ class NodeHeartbeats:
             if count != _ENDED and seconds > NODE_LOST_SECONDS:
                 lost.append(LostNode(name, seconds))
         return lost
+
+    def unheard_seconds(self) -> float:
+        """Return for how long a node that is watched has sent no heartbeat at all; 0 if none."""
+        is_complete = len(self._seen) == len(self._watched)
+        return 0.0 if is_complete else self._answered_at - self._started_at
 
     def store_silence_seconds(self) -> float:
         """Return the seconds since the store has answered last."""
@@ -169,6 +174,7 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
 
     start, monitor = LocalElasticAgent._start_workers, LocalElasticAgent._monitor_workers
     watches: list[NodeWatch] = []
+    members: dict[str, str] = {}
     # A store that cannot be opened twice leaves the nodes unwatched.
     heartbeats_of = FailOpen().wrap("heartbeats of nodes", _heartbeats, is_kept=True)
 
@@ -176,10 +182,12 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
         ids = start(agent, worker_group)
         while watches:
             watches.pop().close()
+        members.clear()
         if _is_watched(agent, worker_group):
             heartbeats = heartbeats_of(agent, worker_group)
             if heartbeats is not None:
                 watches.append(NodeWatch(heartbeats, _ending(agent, endpoint, runs)))
+                members.update(_members(worker_group))
         return ids
 
     def monitored(agent: Any, worker_group: Any) -> Any:
@@ -191,6 +199,10 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
         if result.state == WorkerState.SUCCEEDED:
             watches[0].heartbeats.end()
         lost = watches[0].heartbeats.lost_nodes()
+        unheard = watches[0].heartbeats.unheard_seconds()
+        if not lost and unheard > NODE_LOST_SECONDS:
+            left = _members(worker_group)
+            lost = [LostNode(members[key], unheard) for key in members if key not in left]
         if result.state != WorkerState.HEALTHY or not lost:
             return result
         _report_lost_nodes(agent, lost)
@@ -253,6 +265,17 @@ def _is_watched(agent: Any, worker_group: Any) -> bool:
     spec = worker_group.spec
     is_dynamic = spec.rdzv_handler.get_backend() != "static"  # static nodes cannot meet again
     return bool(is_dynamic and worker_group.group_world_size > 1 and spec.max_restarts > 0)
+
+
+def _members(worker_group: Any) -> dict[str, str]:
+    """Return the nodes of torch's rendezvous, by a unique key; empty if it does not list them.
+
+    The rendezvous drops a node after 15 s without a sign of it, by the clocks of two nodes. It is
+    asked only about a node that was lost before its first heartbeat.
+    """
+    holder = getattr(worker_group.spec.rdzv_handler, "_state_holder", None)
+    nodes = () if holder is None else holder.state.participants
+    return {repr(node): node.addr for node in nodes}
 
 
 def _heartbeats(agent: Any, worker_group: Any) -> NodeHeartbeats:

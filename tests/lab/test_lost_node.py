@@ -15,6 +15,7 @@ import pytest
 from lab.node_launchers import NodeLaunchers
 from lab.switched_hosts import switched_hosts
 from lab.two_hosts import Host, cut, missing
+from scripts.launching import TORCHRUN, ZEROWATCH
 
 REASON = missing()
 pytestmark = [
@@ -62,12 +63,14 @@ def undo() -> Iterator[ExitStack]:
         yield stack
 
 
-def sleeping_ranks(folder: Path, undo: ExitStack, store: int) -> SleepingRanks:
-    """Return a job that runs on both hosts."""
+def sleeping_ranks(
+    folder: Path, undo: ExitStack, store: int, second: Sequence[str] = (ZEROWATCH, "run")
+) -> SleepingRanks:
+    """Return a job that runs on both hosts; `second` is the launcher of the second one."""
     hosts = undo.enter_context(switched_hosts(2))
     launched = undo.enter_context(closing(SleepingRanks(folder, hosts, store)))
-    for number in (0, 1):
-        launched.start(number)
+    launched.start(0)
+    launched.start(1, second)
     wait_until(lambda: all(_has_met(launched, number) for number in (0, 1)))
     time.sleep(10.0)  # some heartbeats
     return launched
@@ -99,6 +102,19 @@ def test_a_host_whose_link_is_down_is_left_and_training_starts_without_it(
     wait_until(lambda: launched.code(1) is not None)  # its store is out of reach
     assert f"{launched.hosts[0].address}:29400 (--rdzv-endpoint)" in launched.output(1)
     assert launched.code(1) == 1
+
+
+def test_a_host_that_is_lost_before_its_first_heartbeat_is_left(
+    tmp_path: Path, undo: ExitStack
+) -> None:
+    launched = sleeping_ranks(tmp_path, undo, store=0, second=(TORCHRUN,))  # sends none
+    before = len(launched.starts(0))
+
+    launched.kill(1)
+
+    wait_until(lambda: len(launched.starts(0)) > before)
+    assert launched.starts(0)[-1]["WORLD_SIZE"] == "1"
+    assert f"node lost: {launched.hosts[1].address}" in launched.output(0)
 
 
 @pytest.mark.parametrize("loss", ["kill", "cut"])

@@ -70,12 +70,17 @@ def test_nodes_that_send_heartbeats_are_not_lost(clock: Clock) -> None:
     assert first.lost_nodes() == second.lost_nodes() == []
 
 
-def test_a_node_that_never_sent_a_heartbeat_is_not_lost(clock: Clock) -> None:
-    first, _ = nodes(HashStore(), clock, 2)
+def test_a_node_that_never_sent_a_heartbeat_is_unheard_and_not_lost(clock: Clock) -> None:
+    """It may run without `zerowatch run`: torch's rendezvous is asked about it."""
+    first, second = nodes(HashStore(), clock, 2)
 
     pass_time(clock, 10 * NODE_LOST_SECONDS, first)
 
     assert first.lost_nodes() == []
+    assert first.unheard_seconds() == 10 * NODE_LOST_SECONDS
+    second.beat()
+    first.beat()
+    assert first.unheard_seconds() == 0.0
 
 
 def test_a_node_whose_ranks_have_succeeded_is_not_lost(clock: Clock) -> None:

@@ -61,12 +61,12 @@ class NodeLaunchers:
         assert self._server.stdout is not None
         self._server.stdout.readline()
 
-    def start(self, number: int) -> None:
+    def start(self, number: int, program: Sequence[str] = (ZEROWATCH, "run")) -> None:
         """Start the launcher of a host; its output is appended to that of earlier ones."""
         host = self.hosts[number]
         is_store = int(host == self.store)
         command = host.command(
-            *(ZEROWATCH, "run", "--nnodes", self._nodes, "--nproc-per-node", 1),
+            *(*program, "--nnodes", self._nodes, "--nproc-per-node", 1),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.store.address}:{STORE_PORT}"),
             *("--rdzv-conf", f"is_host={is_store},read_timeout={STORE_WAIT_SECONDS}"),
             *("--rdzv-id", "job", "--local-addr", host.address),
