@@ -22,7 +22,7 @@ from ..metrics.catalog.spec import MetricSpec
 from ..metrics.thresholds import THRESHOLDS
 from .promql import ON_HOST, by, rate, ratio, recorded_name, select, where, with_node
 from .run_status import STATE_BY_REASON, RunStatus
-from .timing import MINUTE, Timing
+from .timing import MINUTE, SHORT_SECONDS, Timing
 
 # The phases that count as training time, the denominator of the ratios.
 TRAINING_PHASES = f'phase!~"{"|".join(NON_TRAINING_PHASES)}"'
@@ -495,6 +495,19 @@ WATCH_RATIO_BY_PART = recorded(
 )
 
 
+def _rate_since_start(timing: Timing) -> str:
+    """Return the samples per second of all ranks, over the range or since the start of the run.
+
+    `rate` divides by the whole range, so it would rise slowly from 0 during a new run's first five
+    minutes.
+    """
+    whole = timing.seconds(SHORT_SECONDS)
+    age = f"time() - {by('min', select(training.RUN_START_TIMESTAMP))}"
+    share = f"(clamp({age}, {timing.seconds(_LEAST_AGE_SECONDS)}, {whole}) / {whole})"
+    samples = by("sum", rate(training.SAMPLES, timing.short))
+    return f"{samples}\n/ on (job, run) {share}\nor {samples}"
+
+
 def _state_of_run() -> str:
     """Return the state of each run with a rank that answers; the first state that applies."""
     active = f"{by('max', select(training.RUN_ACTIVE))} == 1"
@@ -527,12 +540,13 @@ def _step_quantile(operation: str, aggregation: str, parameter: str = "") -> Rec
 
 # Runs as a whole, for dashboards.
 STALLED_SECONDS = 300.0  # without progress
+_LEAST_AGE_SECONDS = 15.0  # of a run, because clocks differ
 RUN_STATE = recorded(training.RUN_ACTIVE, "state", lambda timing: _state_of_run())
 RUN_START = aggregated(training.RUN_START_TIMESTAMP, "min")
 RUN_ATTEMPT = aggregated(training.RUN_ATTEMPT, "max")
 WORLD_SIZE = aggregated(training.WORLD_SIZE, "max")
 STEPS_DONE = aggregated(training.STEPS, "max")
-SAMPLES_RATE = summed_rate(training.SAMPLES)
+SAMPLES_RATE = recorded(training.SAMPLES, "rate5m", lambda timing: _rate_since_start(timing))
 GOODPUT = recorded(
     training.PRODUCTIVE_SECONDS,
     "start_ratio",

@@ -173,7 +173,7 @@ KNOBS = (
             ),
             unit=RATIO,
             thresholds=(Step(BAD), Step(GOOD, 0)),
-            empty=NO_TUNER,
+            empty="no change tried in this run",
         ),
     ),
     TimeSeries(

@@ -52,8 +52,13 @@ def print_figures(figures: Mapping[str, str]) -> None:
     click.echo("\n".join(f"{name:{width}}  {text}" for name, text in figures.items()))
 
 
-def write_output(output: Path, text: str) -> None:
+def write_output(output: Path, text: str, *, mode: int = 0o644) -> None:
     """Write a file.
+
+    Args:
+        output: The file.
+        text: Its content.
+        mode: The permissions of the file.
 
     Raises:
         CommandLineError: It cannot be written.
@@ -61,7 +66,7 @@ def write_output(output: Path, text: str) -> None:
     from ...metrics.atomic_file import atomic_write
 
     try:
-        atomic_write(output, text)
+        atomic_write(output, text, mode=mode)
     except OSError as error:
         raise CommandLineError(
             f"cannot write {output}: {error.strerror}; give another file by --output"

@@ -60,7 +60,7 @@ def report(
     from ..reports.end_tables import print_end_tables
     from ..reports.fail_on import Condition
     from ..reports.run_summary import FIGURES
-    from ..reports.write_report import REPORT_FILE, make_report
+    from ..reports.write_report import REPORT_FILE, REPORT_MODE, make_report
     from ..top.run_source import newest_run
 
     if lists_figures:
@@ -72,12 +72,15 @@ def report(
         run_dir = newest_run(load_settings().run_log.folder)
     parsed = [Condition.parse(text) for text in conditions]
     summary, text = make_report(run_dir, form)
-    if output is None:
-        output = run_dir / REPORT_FILE if form == "html" else STANDARD_OUTPUT
+    mode = 0o644
+    if output is None and form == "html":
+        output, mode = run_dir / REPORT_FILE, REPORT_MODE
+    elif output is None:
+        output = STANDARD_OUTPUT
     if output == STANDARD_OUTPUT:
         click.echo(text, nl=False)
     else:
-        write_output(output, text)
+        write_output(output, text, mode=mode)
         if form == "html":
             print_end_tables(summary, sys.stdout, is_whole=True)
             click.echo(f"\nThe whole report: {output}")

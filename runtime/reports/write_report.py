@@ -23,6 +23,7 @@ from .run_summary import RunSummary, summarize, summary_of
 
 Form = Literal["html", "markdown", "json"]
 REPORT_FILE = "report.html"
+REPORT_MODE = 0o600  # it contains reports on errors, which only their owner can read
 # At the end of training a report is written only of logs up to this size: about 100,000 steps of
 # one rank, read in two or three seconds.
 MAX_LOG_BYTES = 128 * 2**20
@@ -93,8 +94,7 @@ def final_report(folder: Path, *, writes_page: bool) -> FinalReport:
                 return
             summary, page = make_report(folder)
             summaries.append(summary)
-            # It contains reports on errors, which only their owner can read.
-            atomic_write(folder / REPORT_FILE, page, mode=0o600)
+            atomic_write(folder / REPORT_FILE, page, mode=REPORT_MODE)
             pages.append(folder / REPORT_FILE)
 
     # A daemon thread: the process may exit while the file system does not answer.

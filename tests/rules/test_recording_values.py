@@ -162,6 +162,12 @@ CASES = {
         of_rank(1, "zerowatch_straggler_score_ratio", standing(0.2), phase="forward"),
         {f'phase="forward", {of(1)}': 0.2},
     ),
+    # A run that started at 238 s, as its counter grows from 0 then; 16 samples/s on each rank.
+    recorded.SAMPLES_RATE: (
+        of_both("zerowatch_samples_total", counter((4, None), (MINUTES - 4, 16)))
+        | of_both("zerowatch_run_start_timestamp_seconds", standing(238)),
+        {"": 32},
+    ),
     # Both ranks take the same two steps a second.
     recorded.STEPS_RATE: ({}, {"": 2}),
     recorded.PHASE_RATIO: (

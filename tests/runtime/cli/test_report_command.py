@@ -7,6 +7,7 @@ Covers `report_command.py`, `figure_options.py`, `fail_on.py`, `report_markdown.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -46,6 +47,20 @@ def test_the_page_is_written_into_the_run_folder(folder: Path, report: Command) 
     assert "Nothing holds this run back" in out and str(folder / "report.html") in out
     assert "var uPlot=" in page and "Nothing holds this run back" in page
     assert len(page) < 300_000
+
+
+def test_only_its_owner_can_read_a_page_that_was_not_given_another_place(
+    folder: Path, tmp_path: Path, report: Command
+) -> None:
+    own, published = folder / "report.html", tmp_path / "published.html"
+
+    before = os.umask(0o022)
+    report(folder)
+    report(folder, "--output", published)
+    os.umask(before)
+
+    assert own.stat().st_mode & 0o777 == 0o600
+    assert published.stat().st_mode & 0o777 == 0o644
 
 
 def test_a_terminal_shows_the_tables_the_ranks_and_what_is_missing(

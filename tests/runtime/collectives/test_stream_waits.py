@@ -208,18 +208,21 @@ def test_exposed_is_exact_and_comm_a_bound_in_a_step_that_is_not_sampled(
     assert rank.cuda.recorded_on == []
 
 
-def test_each_instant_of_one_wait_for_two_groups_belongs_to_one(rank: DeviceRank) -> None:
+@pytest.mark.parametrize(("computed_ms", "exposed_ms"), [(2, 10), (11, 1)])
+def test_each_instant_of_one_wait_for_two_groups_belongs_to_one(
+    rank: DeviceRank, computed_ms: int, exposed_ms: int
+) -> None:
     other = FourRankGroup("world", "nccl")
     with rank.on_side():
         first = rank.begin(10)
         rank.begin(12, group=other).wait()
         first.wait()
-    rank.compute.run(2)
+    rank.compute.run(computed_ms)
     rank.compute.wait_stream(rank.side)
 
     (step,) = rank.steps()
 
-    assert step.exposed_seconds == pytest.approx(0.010)
+    assert step.exposed_seconds == pytest.approx(exposed_ms / 1000, abs=1e-8)
 
 
 def test_a_wait_in_the_next_step_belongs_to_the_step_of_the_call(rank: DeviceRank) -> None:

@@ -54,11 +54,19 @@ class Terminal:
         self._call("resize-window", "-x", width, "-y", height)
 
     def waits_for(self, *parts: str) -> str:
-        """Wait until all parts are on the screen, and return the screen."""
-        assert eventually(lambda: all(part in self.shown() for part in parts), pause=0.2), (
-            self.shown()
-        )
-        return self.shown()
+        """Wait until all parts are on the screen, and return that screen."""
+        return self.waits_until(lambda screen: all(part in screen for part in parts))
+
+    def waits_until(self, condition: Callable[[str], bool]) -> str:
+        """Wait until a condition of the screen holds, and return that screen."""
+        screens: list[str] = []
+
+        def holds() -> bool:
+            screens.append(self.shown())
+            return condition(screens[-1])
+
+        assert eventually(holds, pause=0.2), screens[-1]
+        return screens[-1]
 
     def close(self) -> None:
         """End the command and the server."""
@@ -98,12 +106,16 @@ def test_an_active_run_is_shown_resized_and_left_by_q(
         screen.waits_for("1 silent", "no answer", "refused")
 
         screen.resize(WIDE)
-        wide = screen.waits_for("node-0").splitlines()
-        assert any("Where the time goes" in line and "Memory" in line for line in wide)
+        screen.waits_until(
+            lambda shown: any(
+                "Where the time goes" in line and "Memory" in line for line in shown.splitlines()
+            )
+        )
+        screen.waits_for("node-0")
         screen.send("s")
         screen.waits_for("sorted by slow in")
         screen.resize(NARROW)
-        assert eventually(lambda: max(map(len, screen.shown().splitlines())) <= 80, pause=0.2)
+        screen.waits_until(lambda shown: max(map(len, shown.splitlines())) <= NARROW[0])
 
         screen.send("q")
         screen.waits_for("exit 0")

@@ -164,6 +164,16 @@ def test_a_summary_has_all_fields_of_a_call(group: TwoRanks) -> None:
     assert (call.phase, call.seconds) == ("backward", pytest.approx(0.005))
 
 
+def test_the_time_of_a_call_that_has_not_settled_is_in_seconds(group: TwoRanks) -> None:
+    returned(group.begin())
+    returned(group.begin(), end_ms=0)
+
+    ended, in_flight = context_of(group, now_ns=lambda: 3002 * MS).last_calls() or ()
+
+    assert (ended.in_flight, ended.seconds) == (False, pytest.approx(0.005))
+    assert (in_flight.in_flight, in_flight.seconds) == (True, pytest.approx(3.0))
+
+
 def test_only_the_last_calls_are_listed_and_all_in_flight(group: TwoRanks) -> None:
     returned(group.begin(), end_ms=0)
     for _ in range(500):

@@ -19,6 +19,7 @@ get_accelerator().is_fp16_supported = lambda: True
 torch.set_num_threads(1)
 
 BF16 = {"bf16": {"enabled": True}}
+SUMS_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 # 3,200 parameters in buckets of 1,500: bucket borders fall within parameters, and the parameters
 # divide evenly over neither 2 nor 4 ranks.
 CASES: dict[str, dict[str, Any]] = {
@@ -30,13 +31,15 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 2, no buckets": {"stage": 2, "contiguous_gradients": False},
     "stage 2, overlap": {"stage": 2, "overlap_comm": True},
     "stage 2, bf16": {"stage": 2},
+    "stage 2, bf16, sums in fp32": {"stage": 2},
     "BF16_Optimizer": {"stage": 1},
     "stage 3": {"stage": 3},
     "stage 3, to all": {"stage": 3, "reduce_scatter": False},
 }
 TYPES: dict[str, dict[str, Any]] = {
     "stage 2, bf16": BF16,
-    "BF16_Optimizer": BF16 | {"data_types": {"grad_accum_dtype": "fp32"}},
+    "stage 2, bf16, sums in fp32": BF16 | SUMS_IN_FP32,
+    "BF16_Optimizer": BF16 | SUMS_IN_FP32,
 }
 WIDTH = 19
 

@@ -19,6 +19,7 @@ from zerowatch.metrics.catalog import CATALOG, communication, overhead, training
 from zerowatch.runtime.common.host_group import HostGroup
 from zerowatch.runtime.engine.rebuild.engine_replacement import UndoneRebuildError, rebuild
 from zerowatch.runtime.entry_points import watch
+from zerowatch.runtime.instrumentation import step_collector
 
 BEFORE, AFTER = 2, 2
 
@@ -133,6 +134,7 @@ def watched(host_group: HostGroup) -> dict[str, Any]:
     """Rebuild a monitored engine; return the change of its counters."""
     case = Case(old=PLAIN[1], new=PLAIN[3])
     run = Run(case)
+    step_collector.COVERAGE_SECONDS = 0.0  # of each step
     opened = watch(run.engine, {"serve": {"enabled": False}})
     run.steps(BEFORE)
     before = _settled(opened, BEFORE)
@@ -141,10 +143,13 @@ def watched(host_group: HostGroup) -> dict[str, Any]:
         run.engine = rebuild(
             run.engine, run.config_of(case.new), make_engine=run.make_engine, host_group=host_group
         )
+    dist.group.WORLD.allreduce([torch.zeros(1)])  # between the engines, and not recorded
     opened.rebind_engine(run.engine)
     gc.collect()
     gone = old() is None
-    run.steps(AFTER)
+    run.steps(1)
+    coverage = _settled(opened, BEFORE + 1).value(communication.COMM_COVERAGE_RATIO)
+    run.steps(AFTER - 1)
     after = _settled(opened, BEFORE + AFTER)
     infos = _infos(opened, stage="3")
     found = {
@@ -158,7 +163,7 @@ def watched(host_group: HostGroup) -> dict[str, Any]:
             key[0]: n for key, n in after.values.get(overhead.HOOK_FAILURES, {}).items() if n
         },
         "seconds": after.distribution(training.STEP_DURATION).count,
-        "coverage": after.value(communication.COMM_COVERAGE_RATIO),
+        "coverage": coverage,
     }
     opened.close()
     run.stop()
