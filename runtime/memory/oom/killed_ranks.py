@@ -368,10 +368,9 @@ def _report(
         folder, process.rank, process.started_at_unix_seconds, before_unix_seconds
     )
     notes = read_exit_notes(folder, process)
-    name = f"rank-{process.rank}-{process.pid}-{process.start_ticks}{REPORTED_SUFFIX}"
     try:
-        (folder / FOLDER).mkdir(exist_ok=True)
-        path.rename(folder / FOLDER / name)
+        if not _claim(folder, path, process):
+            return None
         died_together = sum(_is_same_launch(process, other) for other in together)
         finding = _finding(process, records, notes, died_together=died_together, root=root)
     except OSError as error:
@@ -396,6 +395,27 @@ def _report(
         records=tuple(records),
         report=report,
     )
+
+
+def _claim(folder: Path, path: Path, process: ProcessMarker) -> bool:
+    """Move the liveness file of a process away; return whether this rank moved it.
+
+    The rank's next process may have written its own file at this path, after it had reported its
+    predecessor. That file is put back.
+
+    Raises:
+        FileNotFoundError: Another rank has moved the file.
+        OSError: The file cannot be moved.
+    """
+    name = f"rank-{process.rank}-{process.pid}-{process.start_ticks}{REPORTED_SUFFIX}"
+    (folder / FOLDER).mkdir(exist_ok=True)
+    moved = folder / FOLDER / f"{name}.{os.getpid()}"
+    path.rename(moved)
+    if read_marker(moved) != process:
+        moved.rename(path)
+        return False
+    moved.rename(folder / FOLDER / name)
+    return True
 
 
 def _finding(

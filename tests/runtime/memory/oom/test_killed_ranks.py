@@ -10,6 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from zerowatch.runtime.common.liveness_file import (
     has_exited,
     read_marker,
 )
+from zerowatch.runtime.memory.oom import killed_ranks
 from zerowatch.runtime.memory.oom.kernel_log import (
     MACHINE_PID_NAMESPACE,
     KernelLog,
@@ -410,6 +412,30 @@ def test_a_second_kill_in_the_same_run_gets_a_separate_report(tmp_path: Path) ->
     assert again.report is not None
     assert again.report.name == "rank-0-killed-2.txt"
     assert stat.S_IMODE(again.report.stat().st_mode) == 0o600
+
+
+def test_the_file_of_a_process_that_starts_during_the_search_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank reports the dead process, and writes its own file, while this one searches."""
+    file = tmp_path / "one" / "rank-1.alive.json"
+    leave_markers(tmp_path / "one", process(rank=1))
+    successor = current_process(1, HOST)
+    assert successor is not None
+
+    def read_notes_late(folder: Path, dead: ProcessMarker) -> Sequence[ExitNote]:
+        monkeypatch.undo()
+        assert len(detect_killed_ranks(tmp_path, HOST)) == 1
+        leave_markers(tmp_path / "one", successor)
+        return read_exit_notes(folder, dead)
+
+    monkeypatch.setattr(killed_ranks, "read_exit_notes", read_notes_late)
+
+    assert detect_killed_ranks(tmp_path, HOST) == []
+
+    assert read_marker(file) == successor
+    reports = sorted(path.name for path in (tmp_path / "one" / "exits").iterdir())
+    assert reports == ["rank-1-4194305-100.life.json", "rank-1-killed.txt"]
 
 
 def test_an_incomplete_liveness_file_is_ignored(tmp_path: Path) -> None:
