@@ -16,7 +16,6 @@ from typing import Any
 
 from ..common.exit_notes import AFTER_FIRST, FIRST_TO_EXIT, ExitNote, write_exit_note
 from ..common.fail_open import FailOpen
-from ..common.liveness_file import ProcessMarker
 from ..memory.oom.killed_ranks import exit_headline, workers_of_host
 
 
@@ -72,20 +71,27 @@ def write_notes(runs: Path, pids: Mapping[int, int], failures: Mapping[int, Any]
     first = min(failures, key=lambda rank: failures[rank].timestamp)
     how_first = _how(failures[first].exitcode)
     left = workers_of_host(runs, socket.gethostname())
-    for rank, pid in pids.items():
-        if (rank, pid) not in left:
-            continue
-        folder, process = left[rank, pid]
-        code = failures[rank].exitcode if rank in failures else -signal.SIGTERM
-        if rank == first:
-            text = f"{FIRST_TO_EXIT}, {how_first}"
-        elif code == -signal.SIGTERM:
-            text = f"was ended by the launcher, {AFTER_FIRST}{first} had exited {how_first}"
-        else:
-            text = f"exited {_how(code)}, {AFTER_FIRST}{first} had exited {how_first}"
-        note = ExitNote(text=text, may_be_oom_kill=code == -signal.SIGKILL)
-        write_exit_note(folder, process, "launcher", note)
-    sys.stderr.write(f"zerowatch: {_first_exit(first, pids, how_first, left)}\n")
+    notes = {rank: _note_on(rank, first, failures) for rank in pids if (rank, pids[rank]) in left}
+    error: OSError | None = None
+    for rank, note in notes.items():
+        try:
+            write_exit_note(*left[rank, pids[rank]], "launcher", note)
+        except OSError as unwritten:  # as on a full disk
+            error = unwritten
+    if first in notes:
+        line = exit_headline(*left[first, pids[first]], notes[first])
+    else:
+        # Usually an exception has ended the rank: it has removed its file, and has printed its
+        # traceback. Or it could not write its file.
+        line = f"rank {first} {FIRST_TO_EXIT}, {how_first}"
+        line += "; its own lines say why" if failures[first].exitcode >= 0 else ""
+    sys.stderr.write(f"zerowatch: {line}\n")
+    if error is not None:
+        sys.stderr.write(
+            f"zerowatch: exits of ranks could not be noted in the run folder: {error}; the next "
+            "start cannot report how they exited. Free space on its disk, or set run_log.folder "
+            "to a writable folder\n"
+        )
     sys.stderr.flush()
 
 
@@ -109,20 +115,17 @@ def _write_end_notes(runs: Path, pids: Mapping[int, int], reason: str) -> None:
             write_exit_note(*left[worker], "launcher", note)
 
 
-def _first_exit(
-    first: int,
-    pids: Mapping[int, int],
-    how: str,
-    left: Mapping[tuple[int, int], tuple[Path, ProcessMarker]],
-) -> str:
-    """Return the line on the rank that exited first.
-
-    A rank that an exception ended has removed its liveness file, and has printed its traceback.
-    """
-    known = left.get((first, pids.get(first, -1)))
-    if known is not None:
-        return exit_headline(*known)
-    return f"rank {first} {FIRST_TO_EXIT}, {how}; its own lines say why"
+def _note_on(rank: int, first: int, failures: Mapping[int, Any]) -> ExitNote:
+    """Return the note on a rank's exit after the rank `first` had exited."""
+    code = failures[rank].exitcode if rank in failures else -signal.SIGTERM
+    how_first = _how(failures[first].exitcode)
+    if rank == first:
+        text = f"{FIRST_TO_EXIT}, {how_first}"
+    elif code == -signal.SIGTERM:
+        text = f"was ended by the launcher, {AFTER_FIRST}{first} had exited {how_first}"
+    else:
+        text = f"exited {_how(code)}, {AFTER_FIRST}{first} had exited {how_first}"
+    return ExitNote(text=text, may_be_oom_kill=code == -signal.SIGKILL)
 
 
 def _how(code: int) -> str:

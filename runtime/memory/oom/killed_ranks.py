@@ -154,25 +154,26 @@ def detect_killed_ranks(
     return killed_ranks
 
 
-def exit_headline(folder: Path, process: ProcessMarker, root: Path = ROOT) -> str:
+def exit_headline(folder: Path, process: ProcessMarker, note: ExitNote, root: Path = ROOT) -> str:
     """Return one line on a process of this host that has just exited; the next start reports it.
 
     Args:
         folder: The run folder of the process.
         process: The process, from its liveness file.
+        note: A note on the exit, for a run folder that has none, because it cannot be written.
         root: The root of the file system. Tests set another root.
 
     Raises:
         OSError: A file of the system or of the run folder cannot be read.
 
     Examples:
-        >>> exit_headline(folder, process)
+        >>> exit_headline(folder, process, note)
         'rank 1 was the first rank of this host to exit, by SIGSEGV, after step 30; last reading...'
     """
     records = read_last_records(
         folder, process.rank, process.started_at_unix_seconds, before_unix_seconds=math.inf
     )
-    notes = read_exit_notes(folder, process)
+    notes = read_exit_notes(folder, process) or [note]
     finding = _finding(process, records, notes, died_together=1, root=root)
     return _headline(process, finding, notes, records)
 

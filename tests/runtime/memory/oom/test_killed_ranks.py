@@ -572,15 +572,33 @@ def test_the_launcher_prints_one_line_on_the_rank_that_exited_first(
 
     write_notes(tmp_path, {0: 100, 1: 101}, failures({1: -signal.SIGSEGV, 0: -signal.SIGTERM}))
     write_notes(tmp_path, {2: 102, 3: 103}, failures({3: 1, 2: -signal.SIGTERM}))
+    write_notes(tmp_path, {4: 104}, failures({4: -signal.SIGKILL}))
 
-    killed, raised = capsys.readouterr().err.splitlines()
+    killed, raised, unknown = capsys.readouterr().err.splitlines()
     assert killed == (
         "zerowatch: rank 1 was the first rank of this host to exit, by SIGSEGV, "
         "before its first record"
     )
-    assert raised.startswith(
-        "zerowatch: rank 3 was the first rank of this host to exit, with code 1"
+    assert raised == (
+        "zerowatch: rank 3 was the first rank of this host to exit, with code 1; its own lines say "
+        "why"
     )
+    assert unknown == "zerowatch: rank 4 was the first rank of this host to exit, by SIGKILL"
+
+
+def test_the_launcher_prints_the_line_too_if_the_notes_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = socket.gethostname()
+    leave_markers(tmp_path / "one", process(pid=100, host=host))
+    (tmp_path / "one" / "exits").touch()  # no folder, as on a full disk
+
+    write_notes(tmp_path, {0: 100}, failures({0: -signal.SIGKILL}))
+
+    line, error = capsys.readouterr().err.splitlines()
+    assert line.startswith("zerowatch: rank 0 was the first rank of this host to exit, by SIGKILL")
+    assert str(tmp_path / "one" / "exits") in error
+    assert "run_log.folder" in error
 
 
 def test_the_launcher_notes_nothing_on_processes_of_others_with_the_same_id(tmp_path: Path) -> None:
