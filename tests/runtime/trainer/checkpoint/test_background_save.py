@@ -205,6 +205,35 @@ def test_ranks_exchange_texts_over_a_store_and_a_stop_ends_the_wait(tmp_path: Pa
         exchanges[0].gather("e")
 
 
+def saver_without_peer(folder: Path, **limits: float) -> BackgroundSaver:
+    """Return a saver that has written its files, and the other rank of which was killed."""
+    exchange = StoreExchange(_Rank(0), torch.distributed.HashStore())
+    saver = BackgroundSaver(exchange, **limits)
+    saver.start(copy_of(folder, trained()), lambda saved, seconds: None)
+    saver.wait_for_own_files()
+    assert (folder / ".partial-step-00000001" / "model.pt").is_file()
+    return saver
+
+
+def test_a_rank_that_was_killed_is_waited_for_only_for_a_time(tmp_path: Path) -> None:
+    saver = saver_without_peer(tmp_path, peer_seconds=0.0)
+
+    with pytest.raises(CheckpointError, match="other ranks have not written their files"):
+        saver.close()
+
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_the_time_is_another_if_an_error_ends_the_process(tmp_path: Path) -> None:
+    saver = saver_without_peer(tmp_path, peer_seconds=1e9, peer_seconds_after_error=0.0)
+
+    with pytest.raises(CheckpointError, match="other ranks have not written their files"):
+        try:
+            raise ValueError("of the script")
+        finally:
+            saver.close()
+
+
 class _Rank(SingleRankHostGroup):
     world_size = 2
 
