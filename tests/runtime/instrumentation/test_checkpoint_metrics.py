@@ -50,3 +50,38 @@ def test_a_failed_checkpoint_is_counted_and_is_not_the_last_one(recorder, checkp
     found = recorder.snapshot()
     assert found.value(training.CHECKPOINTS, "failed") == 1
     assert found.value(training.LAST_CHECKPOINT_TIMESTAMP) is None
+
+
+def test_a_copied_state_is_counted_when_a_thread_has_written_it(recorder, checkpoints) -> None:
+    with checkpoints.copying(), checkpoints.saving():  # `saving` is the engine's own method
+        pass
+    copied = recorder.snapshot()
+    assert copied.total(training.CHECKPOINTS) == 0
+    assert copied.value(training.CHECKPOINT_SECONDS) > 0
+    assert copied.value(training.LAST_CHECKPOINT_TIMESTAMP) is None
+
+    checkpoints.written(saved=True, seconds=7.0, began_at=123.0)
+    checkpoints.written(saved=False, seconds=2.0, began_at=456.0)
+
+    found = recorder.snapshot()
+    assert found.value(training.CHECKPOINTS, "saved") == 1
+    assert found.value(training.CHECKPOINTS, "failed") == 1
+    assert found.value(training.CHECKPOINT_BACKGROUND_SECONDS) == 9.0
+    assert found.value(training.LAST_CHECKPOINT_TIMESTAMP) == 123.0
+    assert found.value(training.CHECKPOINT_SECONDS) == copied.value(training.CHECKPOINT_SECONDS)
+
+
+def test_a_state_that_cannot_be_copied_is_a_failed_checkpoint(recorder, checkpoints) -> None:
+    with pytest.raises(MemoryError), checkpoints.copying():
+        raise MemoryError
+
+    assert recorder.snapshot().value(training.CHECKPOINTS, "failed") == 1
+
+
+def test_waiting_for_a_thread_takes_time_and_counts_no_checkpoint(recorder, checkpoints) -> None:
+    with pytest.raises(OSError, match="disk"), checkpoints.waiting():
+        raise OSError("disk full")
+
+    found = recorder.snapshot()
+    assert found.value(training.CHECKPOINT_SECONDS) > 0
+    assert found.total(training.CHECKPOINTS) == 0

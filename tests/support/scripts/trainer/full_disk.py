@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -101,6 +102,7 @@ def small_disk(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        gc.collect()  # files that were loaded are mapped
         subprocess.run(["umount", str(folder)], check=True)
 
 
