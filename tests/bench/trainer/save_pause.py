@@ -1,7 +1,7 @@
 """Measures how long training pauses for a checkpoint that it waits for, and for one in background.
 
-Saves of both kinds alternate on two ranks. An A/A run compares pairs of saves that training waits
-for. The windows that run while a checkpoint is written are compared with the windows after it.
+Saves of both kinds take turns on two ranks. An A/A run compares two saves that training waits for.
+The windows that run while a checkpoint is written are compared with the windows after it.
 """
 
 from __future__ import annotations

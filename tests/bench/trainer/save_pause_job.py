@@ -47,28 +47,31 @@ def main() -> None:
 
 
 def measure(run: Any, folder: Path, pairs: int) -> dict[str, Any]:
+    """Return seconds by kind of save; the kinds take turns in being the first of three."""
     times: dict[str, list[float]] = {
         name: [] for name in ("waited", "again", "copied", "writing", "beside", "after")
     }
     window(run)
-    pause(run, folder / "warm", background=False)
-    pause(run, folder / "warm", background=True)
+    for background in (False, True):
+        pause(run, folder / "same" / str(background), background=background)
     run.wait_for_save()
-    equal, num_bytes = True, 0
-    for _ in range(pairs):
-        dist.barrier()
-        times["waited"].append(pause(run, folder / "waited", background=False))
-        times["again"].append(pause(run, folder / "waited", background=False))
-        before = written_seconds(run)
-        times["copied"].append(pause(run, folder / "copied", background=True))
-        times["beside"].append(window(run))
-        run.wait_for_save()
-        times["writing"].append(written_seconds(run) - before)
-        times["after"].append(window(run))
-        waited, copied = (content(folder / name) for name in ("waited", "copied"))
-        equal = equal and waited == copied
-        num_bytes = sum(map(len, copied.values()))
-    return {**times, "equal": equal, "bytes": num_bytes}
+    files = [content(folder / "same" / str(background)) for background in (False, True)]
+    for number in range(pairs):
+        for place in range(3):
+            kind = ("waited", "again", "copied")[(number + place) % 3]
+            in_background = kind == "copied"
+            before = written_seconds(run)
+            dist.barrier()
+            times[kind].append(pause(run, folder / kind, background=in_background))
+            beside = window(run)
+            run.wait_for_save()
+            after = window(run)
+            if in_background:
+                times["beside"].append(beside)
+                times["after"].append(after)
+                times["writing"].append(written_seconds(run) - before)
+    num_bytes = sum(map(len, files[0].values()))
+    return {**times, "equal": files[0] == files[1], "bytes": num_bytes}
 
 
 def window(run: Any) -> float:
