@@ -15,6 +15,7 @@ class Options:
         only: The incidents to plant; all if empty.
         resume: Whether to run only the incidents or cases that have no result yet.
         show: Whether to print the results of incidents that there are, and to plant none.
+        minutes: Length of the training in `chaos`.
     """
 
     steps: int
@@ -22,3 +23,4 @@ class Options:
     only: tuple[str, ...] = ()
     resume: bool = False
     show: bool = False
+    minutes: float = 30.0

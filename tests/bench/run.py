@@ -3,6 +3,7 @@
 .venv/bin/python tests/bench/run.py [--quick] [--steps N] [names...]
 .venv/bin/python tests/bench/run.py incidents [--only NAME,NAME] [--resume] [--show]
 .venv/bin/python tests/bench/run.py unguarded_oom [--resume]
+.venv/bin/python tests/bench/run.py chaos [--minutes N]
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # for `bench`
 sys.path.append(str(Path(__file__).parents[1] / "support"))  # for `scripts`, `fakes`, `servers`
 
 from bench.bench_options import Options
+from bench.chaos import chaos
 from bench.cross_rank import exchange_cost, skipped_collective, stopped_rank
 from bench.incidents import incident_matrix
 from bench.memory import oom_risk, peak_prediction, planned_memory
@@ -79,6 +81,7 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "save_faults": save_faults.bench,
     "unguarded_oom": unguarded_oom.bench,
     "votes": vote_cost.bench,
+    "chaos": chaos.bench,
     "tuner_simulation": simulated_trials.bench,
     "tuner_cost": idle_cost.bench,
     "tuner_loss": loss_effect.bench,
@@ -103,6 +106,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="incidents: a list, or names with commas")
     parser.add_argument("--resume", action="store_true", help="only what has no result yet")
     parser.add_argument("--show", action="store_true", help="incidents: print the kept results")
+    parser.add_argument("--minutes", type=float, default=30.0, help="chaos: length of training")
     asked = parser.parse_args()
     os.environ["PYTHONPATH"] = PYTHONPATH  # for the scripts that benches start
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no rank is left behind
@@ -120,6 +124,7 @@ def main() -> None:
         only=tuple(name for name in asked.only.split(",") if name),
         resume=asked.resume,
         show=asked.show,
+        minutes=asked.minutes,
     )
     rows = [row for name in asked.names or BENCHES for row in _run(name, options)]
     _print_names("GOALS MISSED", [row.what for row in rows if row.met is False])

@@ -2,7 +2,7 @@
 
 Needs root and iproute2. The link is a pair of virtual devices, each throttled by the kernel's token
 bucket (tc-tbf(8)). Each host can also have a line of its own to this machine, which is never
-throttled: monitoring goes over that.
+throttled: monitoring goes over that. A single host has its loopback device as the link.
 """
 
 from __future__ import annotations
@@ -94,11 +94,36 @@ def two_hosts(
         yield hosts
 
 
+@contextmanager
+def one_host(number: int = 99) -> Iterator[Host]:
+    """Create a host with a line to this machine, and remove it at the end.
+
+    Its ranks reach each other over its loopback device.
+
+    Args:
+        number: From 0 to 99; a number that no managed hosts have at the same time.
+    """
+    prefix = f"zw{os.getpid()}r{number}"
+    host = Host(
+        namespace=f"{prefix}n0",
+        device="lo",
+        address="127.0.0.1",
+        management_address=f"10.77.{2 * number + 1}.2",
+    )
+    with ExitStack() as undo:
+        run_tool("ip", "netns", "add", host.namespace)
+        undo.callback(run_tool, "ip", "netns", "del", host.namespace)
+        # By default a packet is larger than what the throttle lets pass at once.
+        run_tool("ip", "-n", host.namespace, "link", "set", "lo", "mtu", "1500", "up")
+        _manage(host, here=f"{prefix}m0", there=f"{prefix}c0")
+        yield host
+
+
 def throttle(hosts: Sequence[Host], rate: str | None) -> None:
     """Change the link's bandwidth, also while programs run on it; None takes the throttle away.
 
     Args:
-        hosts: Both ends; only what a host sends is throttled.
+        hosts: All ends; only what a host sends is throttled.
         rate: The bandwidth as tc spells it.
     """
     for host in hosts:
