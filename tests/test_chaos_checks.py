@@ -209,6 +209,7 @@ def test_growth_is_read_outside_of_faults_only() -> None:
     (growth,) = growths([start, *readings], [fault(STOP, 102.5, 103.1, 103.2)], [STEPS])
 
     assert growth.resident_bytes == 2 * 2**20
+    assert growth.late_resident_bytes == 0
     assert growth.descriptors == 2
     assert growth.threads == 0
     assert growth.seconds == 6.0

@@ -264,10 +264,11 @@ def _leak_rows(outcome: Outcome) -> Iterator[Row]:
         longest = max(growth.seconds for growth in own)
         spread = f"{len(own)} processes, read over {longest:.0f} s at most"
         mib = max(growth.resident_bytes for growth in own) / 2**20
+        late_mib = max(growth.late_resident_bytes for growth in own) / 2**20
         yield Row(
             what=f"{name}: RSS growth",
             measured=f"{mib:+.1f} MiB at most",
-            spread=spread,
+            spread=f"{late_mib:+.1f} MiB at most in the second half; {spread}",
             goal=f"<= {GROWTH_MIB:g} MiB",
             met=mib <= GROWTH_MIB,
         )

@@ -179,11 +179,16 @@ def longest_pause(planted: PlantedFault, events: Sequence[Sequence[Event]]) -> f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """By how much a process grew, from its first quiet readings to its last ones."""
+    """By how much a process grew, from its first quiet readings to its last ones.
+
+    Attributes:
+        late_resident_bytes: The part of the growth in the second half of the readings.
+    """
 
     rank: int
     seconds: float
     resident_bytes: float
+    late_resident_bytes: float
     descriptors: float
     threads: float
 
@@ -210,6 +215,7 @@ def growths(
             rank=rank,
             seconds=own[-1].at - own[0].at,
             resident_bytes=_grown([reading.resident_bytes for reading in own]),
+            late_resident_bytes=_grown([one.resident_bytes for one in own[len(own) // 2 :]]),
             descriptors=_grown([reading.descriptors for reading in own]),
             threads=_grown([reading.threads for reading in own]),
         )
