@@ -132,6 +132,13 @@ class TwoHostJob:
             time.sleep(POLL_SECONDS)
         return found
 
+    def wait_for_launcher(self, number: int) -> int:
+        """Wait until the launcher of a host has ended; return its exit code."""
+        self.wait(lambda: self.launchers.code(number) is not None, f"end of launcher {number}")
+        code = self.launchers.code(number)
+        assert code is not None
+        return code
+
     def wait_until_ended(self, process: int) -> float:
         """Return when a process has ended, in Unix seconds."""
         self.wait(lambda: not _is_running(process), f"end of process {process}")
@@ -178,7 +185,7 @@ def _replaced_nodes(num: int, early: int, steps: int) -> Iterator[Row]:
             job.launchers.start(moment.host)
             if survivor is not None:
                 left.append(job.wait_until_ended(survivor) - killed_at[-1])
-        codes = [job.wait(lambda n=n: _ended(job, n), f"end of host {n}") for n in (0, 1)]
+        codes = [job.wait_for_launcher(number) for number in (0, 1)]
         attempts = job.attempts()
     through = _undisturbed(steps)
     same = all(
@@ -197,7 +204,7 @@ def _replaced_nodes(num: int, early: int, steps: int) -> Iterator[Row]:
         measured="equal bit for bit" if same and whole else "differ",
         spread=f"{early} while starting; saved every {SAVE_EVERY} windows; exit codes {codes}",
         goal="as undisturbed",
-        met=same and whole and codes == ["0", "0"],
+        met=same and whole and codes == [0, 0],
     )
     yield _seconds("the other node leaves, after a kill", left, LEFT_GOAL)
     yield _seconds(
@@ -221,10 +228,11 @@ def _fewer_and_more_nodes(loss: str, changed: int) -> Iterator[Row]:
         else:
             cut(job.hosts[1])
         left = job.wait_until_ended(survivor) - lost_at
+        if loss != "kill":
+            error = _error_row(job, 1, lost_at, "the node without a link ends")
         alone = job.train_to(1, 1, since=lost_at)
         alone = job.train_to(alone.resumed + changed, 1, since=lost_at)
         if loss != "kill":
-            error = _error_row(job, 1, lost_at, "the node without a link ends")
             reconnect(job.hosts[1])
         joined_at = time.time()
         job.launchers.start(1)
@@ -274,7 +282,7 @@ def _lost_store(loss: str) -> Row:
 
 def _error_row(job: TwoHostJob, number: int, lost_at: float, what: str) -> Row:
     """Return the row on a launcher that ends with an error about the store."""
-    code = job.wait(lambda: _ended(job, number), what)
+    code = job.wait_for_launcher(number)
     seconds = time.time() - lost_at
     is_clear = f"{job.launchers.store.address}:" in job.launchers.output(number)
     rank = job.rank_of(number)
@@ -283,7 +291,7 @@ def _error_row(job: TwoHostJob, number: int, lost_at: float, what: str) -> Row:
         measured=f"{seconds:.1f} s",
         spread=f"exit code {code}{'' if is_clear else ', error unclear'}",
         goal=f"<= {ERROR_GOAL:.0f} s",
-        met=seconds <= ERROR_GOAL and is_clear and code != "0" and rank is None,
+        met=seconds <= ERROR_GOAL and is_clear and code != 0 and rank is None,
     )
 
 
@@ -374,11 +382,6 @@ def _attempt(parts: Sequence[Sequence[Event]]) -> Attempt:
             for part in parts
         ],
     )
-
-
-def _ended(job: TwoHostJob, number: int) -> str | None:
-    code = job.launchers.code(number)
-    return None if code is None else str(code)
 
 
 def _is_running(process: int) -> bool:
