@@ -17,6 +17,7 @@ pytestmark = pytest.mark.jobs
 ENGINES = (
     *("stage 0", "stage 1", "stage 2", "stage 3", "stage 3, nothing kept", "stage 2, offload"),
     *("stage 3, offload", "bf16, stage 0", "bf16, stage 2", "BF16_Optimizer"),
+    *("two groups, stage 2", "two groups, stage 3", "rebuilt, stage 2"),
 )
 QUICK = ("stage 2", "stage 3")
 CHANGES = ("2 to 1", "1 to 2", "3 to 2", "2 to 3")

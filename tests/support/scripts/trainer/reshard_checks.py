@@ -26,6 +26,12 @@ import zerowatch
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
+CONFIGS: dict[str, dict[str, Any]] = {
+    **ENGINES,
+    "two groups, stage 2": {"zero_optimization": {"stage": 2}},
+    "two groups, stage 3": {"zero_optimization": {"stage": 3}},
+    "rebuilt, stage 2": {"zero_optimization": {"stage": 2}},
+}
 SAVED, STEPS, BATCH, SAMPLES, WIDTH = 3, 8, 12, 60, 9
 
 
@@ -59,19 +65,31 @@ def loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return ((model(x).float() - batch["x"].sum(dim=1)) ** 2).mean()
 
 
+def two_groups(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    biases = [each for each in parameters if each.ndim == 1]
+    weights = [each for each in parameters if each.ndim > 1]
+    return torch.optim.AdamW(
+        [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}], lr=0.02
+    )
+
+
 def new_run(name: str, seed: int) -> zerowatch.TrainingRun:
     torch.manual_seed(seed)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.5,
+        "steps_per_print": 10**9,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
+        **CONFIGS[name],
+    }
+    has_groups = name.startswith("two groups")
+    if not has_groups:
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.02}}
     return zerowatch.TrainingRun(
         Net(),
-        config={
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_clipping": 0.5,
-            "steps_per_print": 10**9,
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
-            **ENGINES[name],
-        },
+        config=config,
         loss=loss,
+        optimizer=two_groups if has_groups else None,
         settings=QUIET,
     )
 
@@ -125,9 +143,11 @@ def train(run: zerowatch.TrainingRun, batches: Any, until: int) -> list[dict[str
 
 def save(name: str, folder: Path) -> dict[str, Any]:
     run = new_run(name, seed=0)
+    if name.startswith("rebuilt"):
+        run.rebuild({"zero_optimization": {"stage": 3}})
     batches = run.loader(Samples(), batch_samples=BATCH, seed=1).forever()
     train(run, batches, SAVED)
-    in_background = list(ENGINES).index(name) % 2 == 1
+    in_background = list(CONFIGS).index(name) % 2 == 1
     run.save(folder / name.replace(" ", "-"), background=in_background)
     return end(run, {"state": full_state(run), "steps": train(run, batches, STEPS)})
 
