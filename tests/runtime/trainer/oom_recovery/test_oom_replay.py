@@ -423,6 +423,46 @@ def test_tensors_in_the_frames_of_an_error_are_freed_before_the_next_attempt() -
     assert alive == [False, False]
 
 
+def in_model() -> None:
+    raise RuntimeError(OUT)
+
+
+def wait() -> None:
+    raise RuntimeError(OUT)  # as a collective in flight does, which the other ranks have entered
+
+
+@pytest.mark.parametrize(("place", "is_issued"), [(in_model, True), (wait, False)])
+def test_the_rest_of_a_pass_is_issued_unless_a_collective_raised_the_error(
+    aborted: list[Any], place: Callable[[], None], is_issued: bool
+) -> None:
+    replay = alone(fits=8).replay
+    issued: list[Any] = []
+    replay._guard = SimpleNamespace(unfinished_reason=lambda: "", issue_rest=issued.append)
+    engine = SimpleNamespace(module=torch.nn.Linear(1, 1))
+
+    replay._issue_rest(engine, ended_by(place))
+
+    assert aborted == [engine] * is_issued  # frees memory first
+    assert len(issued) == is_issued
+
+
+def test_the_run_ends_if_a_collective_of_the_rest_fails() -> None:
+    replay = alone(fits=8).replay
+
+    def issue_rest(partitions: object) -> None:
+        raise RuntimeError("connection closed by peer")
+
+    replay._guard = SimpleNamespace(unfinished_reason=lambda: "", issue_rest=issue_rest)
+    ended: list[str] = []
+    replay._run_end = SimpleNamespace(end=lambda error, place: ended.append(str(error)))
+    engine = SimpleNamespace(module=torch.nn.Linear(1, 1))
+
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        replay._issue_rest(engine, ended_by(in_model))
+
+    assert ended == ["connection closed by peer"]
+
+
 def test_an_update_that_runs_out_of_memory_raises_and_is_not_repeated(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
