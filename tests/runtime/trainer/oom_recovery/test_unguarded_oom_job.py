@@ -98,3 +98,15 @@ def test_the_failed_rank_issues_the_other_collectives_of_its_pass(
     assert not any(window["guarded"] for rank in ranks for window in rank["windows"])
     for rank in (ranks[0], *ranks[2:]):
         assert not any(window["reasons"] for window in rank["windows"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stage 2, small buckets", "stage 3, small buckets"])
+def test_the_run_ends_on_all_ranks_if_the_collectives_are_not_known(
+    name: str, tmp_path: Path
+) -> None:
+    peer, failing = (rank["windows"][-1] for rank in run(2, name, "no records", tmp_path))
+
+    assert "can't allocate memory" in failing["ended"]
+    assert failing["reasons"] == ["the collectives of this pass are not known"]
+    assert peer["ended"].startswith("PeerFailedError")

@@ -3,9 +3,9 @@
 `unguarded_oom.py FOLDER PLAN`. The plan is a JSON list of `{"engine": NAME, "faults": [...]}`, with
 the fields of a `Fault` and the number of the failing rank. Weights and losses are compared with
 those of a run that used the same sizes from the start. A run that ends is the last one: its ranks
-do not train on. `"with"` names what is combined with the faults: "checkpointing" of activations, or
-a "rebuild", "evaluate" or "save" before the first or each fault. With `"costs": true`, windows
-without a fault are counted instead.
+do not train on. `"with"` names what is combined with the faults: "checkpointing" of activations, a
+"rebuild", "evaluate" or "save" before the first or each fault, or "no records". With
+`"costs": true`, windows without a fault are counted instead.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class Combined(Trained):
         self.feature, self.folder = feature, folder
         if feature == "checkpointing":
             self.run._window_runner._engine_holder.checkpoint_activations(True)
+        if feature == "no records":
+            self.guard.recorder.prepare = lambda generation: 0
         if feature == "rebuild":
             self.train(FIRST, None)
             self.losses.clear()
