@@ -11,6 +11,7 @@ from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, VerticalScroll
+from textual.events import Resize
 from textual.widgets import Footer, Static
 
 from ...errors import ZerowatchError
@@ -172,6 +173,10 @@ class TopScreen(App[None]):
     def _draw(self) -> None:
         if self._view is None:
             return
+        if self.screen.outer_size != self.size:
+            # textual 8 passes a new size to the screen by a timer of 8 ms. If the timer is late, as
+            # on a busy machine, it is skipped, and all later sizes with it.
+            self.screen.post_message(Resize(self.size, self.size))
         for panel in self.query(Panel):
             panel.show(self._view)
         self.call_after_refresh(self._draw_lists)

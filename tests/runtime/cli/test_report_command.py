@@ -180,7 +180,10 @@ def test_the_figures_for_conditions_are_listed(report: Command) -> None:
     assert [line.split()[0] for line in out.splitlines()] == list(FIGURES)
 
 
-def test_a_wrong_folder_is_named(tmp_path: Path, report: Command) -> None:
+def test_a_wrong_folder_is_named(
+    tmp_path: Path, report: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # without runs
     code, _, err = report(tmp_path)
     no_argument, _, _ = report()
 

@@ -66,7 +66,9 @@ def assert_that_output_is_unchanged_and_steps_are_logged(
 def assert_that_the_run_is_announced_once(finished: Finished, *, has_tables: bool) -> None:
     """Whatever the number of ranks: where the run is, its report, and under a launcher tables."""
     ours = [line for line in finished.stderr.splitlines() if line.startswith("zerowatch: ")]
-    assert [line.split()[1] for line in ours] == ["watching", "report"]
+    # A start that takes more than a minute, as on a busy machine, is reported too.
+    lines = [line for line in ours if "still before the first step" not in line]
+    assert [line.split()[1] for line in lines] == ["watching", "report"]
     assert finished.stderr.count("Where the time went") == has_tables
     assert "\r" not in finished.stderr
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,19 @@ def test_the_layout_follows_the_size_of_the_terminal(live: RunView) -> None:
         await pilot.resize_terminal(200, 50)
         await until(pilot, lambda: "Memory" in shown_by(app)[2])
         assert "Where the time goes" in shown_by(app)[2]
+        await until(pilot, lambda: "node-0" in texts(app))
+
+    on_screen(FixedRun(live), (80, 24), body)
+
+
+def test_a_new_size_is_shown_although_a_busy_machine_skips_the_timer_of_textual(
+    live: RunView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(app: TopScreen, pilot: Pilot[None]) -> None:
+        await until(pilot, lambda: "steps 20" in texts(app))
+        monkeypatch.setattr(app, "set_timer", partial(app.set_timer, pause=True))
+
+        await pilot.resize_terminal(200, 50)
         await until(pilot, lambda: "node-0" in texts(app))
 
     on_screen(FixedRun(live), (80, 24), body)
