@@ -502,8 +502,7 @@ def _rate_since_start(timing: Timing) -> str:
     minutes.
     """
     whole = timing.seconds(SHORT_SECONDS)
-    age = f"time() - {by('min', select(training.RUN_START_TIMESTAMP))}"
-    share = f"(clamp({age}, {timing.seconds(_LEAST_AGE_SECONDS)}, {whole}) / {whole})"
+    share = f"(clamp({_RUN_AGE}, {timing.seconds(_LEAST_AGE_SECONDS)}, {whole}) / {whole})"
     samples = by("sum", rate(training.SAMPLES, timing.short))
     return f"{samples}\n/ on (job, run) {share}\nor {samples}"
 
@@ -540,6 +539,7 @@ def _step_quantile(operation: str, aggregation: str, parameter: str = "") -> Rec
 
 # Runs as a whole, for dashboards.
 STALLED_SECONDS = 300.0  # without progress
+_RUN_AGE = f"time() - {by('min', select(training.RUN_START_TIMESTAMP))}"  # in seconds
 _LEAST_AGE_SECONDS = 15.0  # of a run, because clocks differ
 RUN_STATE = recorded(training.RUN_ACTIVE, "state", lambda timing: _state_of_run())
 RUN_START = aggregated(training.RUN_START_TIMESTAMP, "min")
@@ -552,7 +552,7 @@ GOODPUT = recorded(
     "start_ratio",
     lambda timing: (
         f"{by('max', select(training.PRODUCTIVE_SECONDS))}\n"
-        f"/ (time() - {by('min', select(training.RUN_START_TIMESTAMP))})\n"
+        f"/ ({_RUN_AGE})\n"
         # The counter knows its own attempt only, and the time is that of all attempts.
         f"and on (job, run) {by('max', select(training.RUN_ATTEMPT))} == 0"
     ),

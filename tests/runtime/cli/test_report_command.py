@@ -55,9 +55,11 @@ def test_only_its_owner_can_read_a_page_that_was_not_given_another_place(
     own, published = folder / "report.html", tmp_path / "published.html"
 
     before = os.umask(0o022)
-    report(folder)
-    report(folder, "--output", published)
-    os.umask(before)
+    try:
+        report(folder)
+        report(folder, "--output", published)
+    finally:
+        os.umask(before)
 
     assert own.stat().st_mode & 0o777 == 0o600
     assert published.stat().st_mode & 0o777 == 0o644

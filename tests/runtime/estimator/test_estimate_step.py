@@ -327,6 +327,23 @@ def test_an_invalid_configuration_raises_with_key_and_advice(config, words):
         read_options(config, stage=2 if "stage" not in str(config) else None, origin="ds.json")
 
 
+def test_of_the_gathers_with_hpz_those_of_backward_stay_within_a_group():
+    released_at_once = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    zero = {"stage": 3, "zero_hpz_partition_size": 2, **released_at_once}
+
+    gathers = [
+        sent
+        for sent in estimate({**zero, "stage3_param_persistence_threshold": 0}).collectives
+        if sent.purpose == "parameters"
+    ]
+
+    # Forward gathers from all 8 ranks, and backward the secondary partitions of a pair, in bf16.
+    assert {sent.group_size: sent.payload_bytes for sent in gathers} == {
+        8: 6 * 1600 * 2,
+        2: 6 * 1600 * 2,
+    }
+
+
 def test_hpz_groups_must_divide_the_ranks():
     with pytest.raises(DsConfigError, match="does not divide 8"):
         estimate({"stage": 3, "zero_hpz_partition_size": 3})

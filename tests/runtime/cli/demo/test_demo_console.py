@@ -124,6 +124,23 @@ def test_utilization_is_summed_over_ranks_on_cpu_only():
     assert ratios == [0.8, 0.4]
 
 
+def test_a_summary_has_the_memory_of_the_gpu_if_the_host_s_is_recorded_too():
+    on_gpu = step(1, peak=3e9, busy=0.9, device="cuda:0")
+    both = {**on_gpu.memory_bytes, **step(1, peak=5e9).memory_bytes}
+    record = dataclasses.replace(on_gpu, memory_bytes=both)
+
+    summary = summarize([record], num_ranks=1)
+
+    assert (summary.device, summary.peak_bytes) == ("cuda:0", 3e9)
+
+
+def test_each_line_has_the_means_of_its_own_steps(watch):
+    output = console_output(watch, io.StringIO(), step(1, seconds=1.0), step(2, seconds=3.0))
+
+    lines = [line.split() for line in output.splitlines() if line.lstrip().startswith(("1/", "2/"))]
+    assert [words[3] for words in lines] == ["1.000", "3.000"]  # s/step
+
+
 @pytest.mark.parametrize(
     ("stage", "change"),
     [(0, "Larger micro-batches"), (2, "zerowatch demo --stage 0"), (3, "demo --stage 2")],

@@ -146,6 +146,7 @@ def test_fp16_skips_the_same_steps_with_compression(two: list[dict]) -> None:
     for rank in two:
         plain, compressed = rank["loss scaling"]
 
+        assert compressed[3], "errors are kept at the loss scale of another window"
         assert plain == compressed
         assert plain[0] > 0, "nothing overflowed: the test proves nothing"
 

@@ -169,10 +169,12 @@ def loss_scaling() -> list[Any]:
         compressor = GradientCompressor(kind) if kind else None
         if compressor is not None:
             compressor.attach(engine)
+        scaler, follows_scale = engine.optimizer.loss_scaler, True
         for step in range(12):
             skipped = engine.skipped_steps
             if compressor is not None:
                 compressor.begin_window()
+                follows_scale &= compressor._compressor.gradient_scale == scaler.cur_scale
             backward(engine, step)
             engine.step()
             if compressor is not None and engine.skipped_steps > skipped:
@@ -180,7 +182,7 @@ def loss_scaling() -> list[Any]:
             elif compressor is not None:
                 compressor.commit_window()
         finite = bool(weights(engine).isfinite().all())
-        found.append([engine.skipped_steps, engine.optimizer.loss_scaler.cur_scale, finite])
+        found.append([engine.skipped_steps, scaler.cur_scale, finite, follows_scale])
     return found
 
 
