@@ -183,18 +183,21 @@ class WindowRunner:
         self._guard.close()
 
     def _open(self, batch: Any) -> WindowAgreement:
-        holder = self._engine_holder
-        records = self._guard.prepare_records(holder.engine, holder.num_changes)
+        holder, records = self._engine_holder, 0
+        if holder.compressor is None:
+            records = self._guard.prepare_records(holder.engine, holder.num_changes)
+        else:
+            self._guard.recorder.pause()
         opened = open_window(
             self._host_group,
             batch,
             micro_batch_samples=self.micro_batch_samples,
             exponent=self.exponent,
             requests_guard=self.peak_history.is_low,
-            records=records if holder.compressor is None else 0,
+            records=records,
             tuner_status=self.tuner_status_source(),
         )
-        if not opened.records_agree or holder.compressor is not None:
+        if not opened.records_agree:
             self._guard.recorder.forbid()
         return opened
 

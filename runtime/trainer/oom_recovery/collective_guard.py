@@ -163,17 +163,17 @@ class CollectiveGuard:
     def prepare_records(self, engine: Any, *changes: object) -> int:
         """Return a number that is equal on ranks with equal records; see `PassRecorder.prepare`.
 
-        No votes are requested if the records are not needed, or cannot be used.
+        Nothing is recorded if the records are not needed, or cannot be used.
 
         Args:
             engine: DeepSpeed's engine.
             changes: Values that change if the collectives of a pass may change.
         """
-        if self._is_single_rank:
-            return 0
-        number = self.recorder.prepare(engine_generation(engine, *changes))
         is_used = has_collectives_within_passes(engine) and dist.get_backend() == _BACKEND
-        return number if is_used else max(number, 0)
+        if self._is_single_rank or not is_used:
+            self.recorder.pause()
+            return 0
+        return self.recorder.prepare(engine_generation(engine, *changes))
 
     def unfinished_reason(self) -> str:
         """Return why this rank cannot issue the rest of its unfinished pass; "" if it can."""

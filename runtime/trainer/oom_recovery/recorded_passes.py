@@ -8,12 +8,14 @@ gathers send the rank's own partitions, so that the other ranks compute with the
 
 A pass has a record if the last two passes at the same position issued the same collectives. A
 record is used only if it is the same on all ranks, and if this pass has issued its first calls. In
-the few windows in which records are missing, the ranks vote before each collective instead.
+the few windows in which records are missing, the ranks vote before each collective instead. Passes
+that vary have no record, and after a few windows they are not recorded any more.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +27,8 @@ import torch.distributed as dist
 
 from ...common.deepspeed_internals import ZERO_1_AND_2, ZERO_3, class_path
 from ...common.patching import PatchSet
+
+logger = logging.getLogger(__name__)
 
 # Parameters of the methods of DeepSpeed's backend object, in order.
 _PARAMETERS: Mapping[str, tuple[str, ...]] = {
@@ -52,6 +56,7 @@ _TRACE_SETTINGS = (
 )
 _DIGEST_BYTES = 6
 _EQUAL_NEEDED = 2
+_DIFFERENCES_ALLOWED = 4  # after these, a position is not recorded any more
 _WINDOWS_WITH_VOTES = 4  # after a change; ZeRO 3 changes its gathers in the second and third window
 VOTES_NEEDED = -1  # instead of a digest
 
@@ -125,7 +130,8 @@ class PassRecorder:
 
     def __init__(self) -> None:
         self.num_outside = self.num_calls = 0
-        self._has_foreign_calls = self._is_disturbed = False
+        self._has_foreign_calls = self._is_disturbed = self._is_paused = False
+        self._num_forbidden = 0
         self._generation: EngineGeneration | None = None
         self._windows_left = _WINDOWS_WITH_VOTES
         self._records: dict[PassKey, _Record] = {}
@@ -142,6 +148,7 @@ class PassRecorder:
         Args:
             generation: Values that change if the collectives of a pass may change.
         """
+        self._is_paused = self._has_foreign_calls
         if generation != self._generation:
             if self._generation is None or generation.settings != self._generation.settings:
                 self._windows_left = _WINDOWS_WITH_VOTES
@@ -163,8 +170,18 @@ class PassRecorder:
         return self._digest
 
     def forbid(self) -> None:
-        """Use no record in the next window, because the ranks' records differ."""
+        """Use no record in the next window, because the ranks' records differ.
+
+        After a few such windows nothing is recorded, until the engine changes or a window is
+        aborted.
+        """
         self._usable = {}
+        self._num_forbidden += 1
+        self._is_paused = self._is_paused or self._num_forbidden > _DIFFERENCES_ALLOWED
+
+    def pause(self) -> None:
+        """Neither use nor record anything in the next window. Call this instead of `prepare`."""
+        self._usable, self._is_paused = {}, True
 
     def clear(self) -> None:
         """Forget all records, because a window was aborted."""
@@ -173,7 +190,7 @@ class PassRecorder:
 
     def _forget_records(self) -> None:
         self._records.clear()
-        self._usable, self._digest = {}, 0
+        self._usable, self._digest, self._num_forbidden = {}, 0, 0
 
     def _is_complete(self) -> bool:
         """Return whether each pass so far has a record, or varies and will have none."""
@@ -182,10 +199,11 @@ class PassRecorder:
 
     def begin_window(self, *, is_recording: bool = True) -> None:
         """Begin a window, or an evaluation or update, which are not recorded."""
-        self._is_recording = is_recording and not self._is_disturbed
+        self._is_recording = is_recording and not (self._is_disturbed or self._is_paused)
         self.num_calls = self._num_backwards = self._position = 0
         self._last: PassKey | None = None
         self._key: PassKey | None = None
+        self._is_adding = False
         self._calls: list[Call] = []
         self._expected: list[Call] | None = None
 
@@ -207,6 +225,12 @@ class PassRecorder:
         self._key = PassKey(name, self._num_backwards == 0, number)
         self._calls, self._position = [], 0
         self._expected = self._usable.get(self._key) if self._is_recording else None
+        record = self._records.get(self._key)
+        self._is_adding = (
+            self._is_recording
+            and self._expected is None
+            and (record is None or not record.is_refused)
+        )
 
     def end_pass(self) -> None:
         """Compare the pass with the record of its position."""
@@ -217,37 +241,39 @@ class PassRecorder:
         if not self._is_recording:
             return
         if self._expected is None:
-            record = self._records.setdefault(key, _Record())
-            record.add(self._calls)
-            self._digest = None
+            if self._is_adding:
+                record = self._records.setdefault(key, _Record())
+                was_usable = record.is_usable
+                record.add(self._calls)
+                if record.is_usable != was_usable:
+                    self._digest = None
+            self._is_adding = False
         elif self._position != len(self._expected):
             self._refuse(key)
 
     def record(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Record a collective that is about to be issued."""
+        """Record a collective that is about to be issued. No error of this method is raised."""
         self.num_calls += 1
-        if self._expected is None:
-            if self.is_adding:
-                self._calls.append(_call(name, args, kwargs))
+        expected = self._expected
+        if expected is None and not self._is_adding:
             return
-        if self._position < len(self._expected):
-            call, tensor = self._expected[self._position], args[0] if args else None
-            if tensor is None:
-                tensor = next(iter(kwargs.values()))
-            if (
-                name == call.name
-                and tensor.dtype is call.dtype
-                and tensor.numel() == call.num_values
-            ):
+        try:
+            if expected is None:
+                self._calls.append(_call(name, args, kwargs))
+                return
+            call = expected[self._position]
+            if name == call.name and (call.reason or _is_same(call, args, kwargs)):
                 self._position += 1
                 return
+        except Exception as error:  # the collective itself raises what is wrong with its arguments
+            logger.debug("a call of %s is not in the record of its pass: %r", name, error)
         if self._key is not None:
             self._refuse(self._key)
 
     @property
     def is_adding(self) -> bool:
         """Whether this pass is recorded, because it has no record to compare it with."""
-        return self._is_recording and self._expected is None and self._key is not None
+        return self._is_adding
 
     @contextmanager
     def gathering(self, parameters: Iterable[Any]) -> Iterator[None]:
@@ -268,8 +294,9 @@ class PassRecorder:
 
     def _refuse(self, key: PassKey) -> None:
         """Do not use this record any more: the pass has issued other collectives than before."""
-        self._records[key].is_refused = True
-        self._digest, self._expected, self._usable, self._is_recording = None, None, {}, False
+        self._records.setdefault(key, _Record()).is_refused = True
+        self._digest, self._expected, self._usable = None, None, {}
+        self._is_recording = self._is_adding = False
 
 
 @dataclass(slots=True)
@@ -279,11 +306,13 @@ class _Record:
     Attributes:
         calls: Collectives of the last pass.
         num_equal: Consecutive passes with these collectives.
+        num_differences: Passes with other collectives than the pass before.
         is_refused: Whether the passes at this position differ.
     """
 
     calls: list[Call] = field(default_factory=list)
     num_equal: int = 0
+    num_differences: int = 0
     is_refused: bool = False
 
     @property
@@ -291,8 +320,12 @@ class _Record:
         return self.num_equal >= _EQUAL_NEEDED and not self.is_refused
 
     def add(self, calls: list[Call]) -> None:
-        self.num_equal = self.num_equal + 1 if self.num_equal and calls == self.calls else 1
-        self.calls = calls
+        if self.num_equal and calls == self.calls:
+            self.num_equal += 1
+        else:
+            self.num_differences += self.num_equal > 0
+            self.num_equal, self.calls = 1, calls
+        self.is_refused = self.num_differences > _DIFFERENCES_ALLOWED
 
 
 def _digest(records: Mapping[PassKey, _Record]) -> int:
@@ -393,6 +426,14 @@ def _call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         device=first.device,
         reason=reason,
     )
+
+
+def _is_same(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether these are arguments of a recorded call, which has a tensor."""
+    tensor = args[0] if args else kwargs[_PARAMETERS[call.name][0]]
+    if tensor.dtype is not call.dtype or tensor.numel() != call.num_values:
+        return False
+    return call.root is None or call.root == (args[1] if len(args) > 1 else kwargs["dst"])
 
 
 def _with_shards(calls: Sequence[Call], parameters: Sequence[Any]) -> list[Call]:

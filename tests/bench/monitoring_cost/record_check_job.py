@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from bench import gpt_training
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from zerowatch.runtime.trainer.oom_recovery.recorded_passes import (
     EngineGeneration,
@@ -16,13 +18,14 @@ from zerowatch.runtime.trainer.oom_recovery.recorded_passes import (
 )
 
 CALLS = 200
+SIZE = 1024
 WARM_UP_REPEATS = 20
 
 
 def main() -> None:
     asked = gpt_training.arguments()
     gpt_training.meet()
-    tensor = torch.ones(1024)
+    tensor = torch.ones(SIZE)
     found = {}
     for name in ("all_reduce", "all_gather_into_tensor"):
         arguments = (tensor, None, None, False) if name == "all_reduce" else (tensor, tensor)
@@ -42,23 +45,35 @@ def check_microseconds(name: str, arguments: tuple[Any, ...], repeats: int) -> l
         pass
 
     checked = recorded_gather(recorder, gather) if name != "all_reduce" else gather
+    parameters = [sharded_parameter()]
     added = []
     for number in range(repeats + WARM_UP_REPEATS):
         is_known = recorder.prepare(generation) > 0
         recorder.begin_window()
         recorder.begin_pass("backward")
-        plain, taken = per_call(nothing), per_call(checked)
+        plain, taken = per_call(nothing, parameters), per_call(checked, parameters)
+        reason = recorder.rest()[1]
         recorder.end_pass()
         if number >= WARM_UP_REPEATS:
-            assert is_known
+            assert is_known and not reason
             added.append(taken - plain)
     return sorted(added)
 
 
-def per_call(function: Callable[..., None]) -> float:
+def sharded_parameter() -> Any:
+    """Return a parameter of ZeRO 3 that is not gathered."""
+    return SimpleNamespace(
+        ds_id=0,
+        ds_status=ZeroParamStatus.NOT_AVAILABLE,
+        ds_secondary_tensor=None,
+        ds_tensor=SimpleNamespace(ds_numel=SIZE),
+    )
+
+
+def per_call(function: Callable[..., None], parameters: list[Any]) -> float:
     begin = time.thread_time_ns()  # another process on the core does not count
     for _ in range(CALLS):
-        function((), True, False)
+        function(parameters, True, False)
     return (time.thread_time_ns() - begin) / CALLS / 1000
 
 

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from fakes.rank_threads import FakeHostGroup, on_ranks
 
+from zerowatch.runtime.collectives.collective_table import Guard, guarded_methods
+from zerowatch.runtime.common.deepspeed_internals import ZERO_1_AND_2
 from zerowatch.runtime.trainer.oom_recovery.collective_guard import (
     CollectiveGuard,
     PeerOutOfMemoryError,
@@ -132,6 +134,87 @@ def test_a_shorter_pass_than_before_is_a_difference() -> None:
     run_pass(recorder, *CALLS[:2])
 
     assert recorder.prepare(ZERO_2) == 0
+
+
+TENSORS = {"tensor": SMALL}
+
+
+@pytest.mark.parametrize("name", guarded_methods(Guard.OOM))
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((), {}), (([SMALL, SMALL], SMALL), {}), ((), {"group": None}), ((3,), {})],
+    ids=["none", "list", "group first", "number"],
+)
+def test_no_call_makes_the_recorder_raise(name: str, args: Any, kwargs: Any) -> None:
+    recorder = PassRecorder()
+    for _ in range(4):
+        recorder.prepare(ZERO_2)
+        recorder.begin_window()
+        recorder.begin_pass("forward")
+        recorder.record(name, args, kwargs)
+        recorder.record("all_reduce", (), {"group": None, **TENSORS})
+        recorder.end_pass()
+
+    recorder.prepare(ZERO_2)
+    recorder.begin_window()
+    recorder.begin_pass("forward")
+    assert recorder.rest()[1]  # the call cannot be issued with other values
+    recorder.record(name, args, kwargs)
+    rest, reason = recorder.rest()
+    assert ([call.name for call in rest], reason) == (["all_reduce"], "")
+
+
+def test_a_call_that_cannot_even_be_described_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> int:
+        raise RuntimeError("this group was destroyed")
+
+    monkeypatch.setattr(dist, "get_world_size", fail)
+    recorder = recorded(*CALLS, windows=3)
+
+    assert rest_after(recorder)[1]
+
+
+def test_a_reduction_to_another_rank_is_a_difference() -> None:
+    recorder = recorded(*CALLS)
+
+    assert rest_after(recorder, CALLS[0], ("reduce", LARGE, 1))[1]
+
+
+@pytest.mark.parametrize("reason", ["varies", "differs between ranks", "paused", "not recorded"])
+def test_a_pass_without_a_record_is_not_recorded_for_ever(reason: str) -> None:
+    recorder, recorded_in = PassRecorder(), []
+    for number in range(20):
+        if reason == "paused":
+            recorder.pause()
+        else:
+            recorder.prepare(ZERO_2)
+        if reason == "differs between ranks":
+            recorder.forbid()
+        recorder.begin_window()
+        recorder.begin_pass("forward")
+        if recorder.is_adding:
+            recorded_in.append(number)
+        for _ in range(1 + number % 2 if reason == "varies" else 1):
+            recorder.record("all_reduce", (), TENSORS)
+        recorder.end_pass()
+        recorder.end_window(2 if reason == "not recorded" else recorder.num_calls)
+
+    assert len(recorded_in) <= 6
+    assert bool(recorded_in) == (reason != "paused")
+
+
+def test_a_pass_that_varies_does_not_renew_the_digest_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorder, texts = PassRecorder(), []
+    monkeypatch.setattr(Call, "text", lambda call: texts.append(call) or call.name)
+    for number in range(20):
+        assert (recorder.prepare(ZERO_2) > 0) == (number >= 4)
+        recorder.begin_window()
+        run_pass(recorder, *CALLS, name="forward")
+        run_pass(recorder, *CALLS[: 1 + number % 2])
+
+    assert len(texts) == len(CALLS)
 
 
 def test_passes_at_different_positions_of_a_window_have_different_records() -> None:
@@ -314,13 +397,20 @@ def test_nothing_is_issued_without_memory_for_the_scratch_tensors() -> None:
     assert backend.issued == []
 
 
+class Zero2:
+    """Fake optimizer, of the class by which ZeRO 1 and 2 are recognized."""
+
+    partition_gradients = True
+
+
+Zero2.__module__, Zero2.__qualname__ = ZERO_1_AND_2.split(":")
+
+
 class Engine:
     """Fake engine whose passes issue collectives, and which fails before one of them."""
 
-    optimizer = None
-
     def __init__(self, backend: Backend) -> None:
-        self.backend, self.fails_before = backend, -1
+        self.backend, self.fails_before, self.optimizer = backend, -1, Zero2()
 
     def backward(self) -> None:
         for number, (method, *args) in enumerate(CALLS):

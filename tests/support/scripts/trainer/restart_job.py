@@ -57,11 +57,12 @@ class Net(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.body(x))
         if self.is_memory_full:
-            hidden.register_hook(run_out_of_memory)
+            hidden.register_hook(wait)
         return self.head(self.dropout(hidden))
 
 
-def run_out_of_memory(gradient: torch.Tensor) -> None:
+def wait(gradient: torch.Tensor) -> None:
+    """Run out of memory as in the wait for a collective, after which no window is run again."""
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
 
 
@@ -72,7 +73,7 @@ def loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 class FullMemory:
     """Loss whose backward runs out of memory on one rank with more than one sample, from a step on.
 
-    Backward has reduced the head's gradients by then, so that no window can be run again.
+    Backward has reduced the head's gradients by then.
     """
 
     def __init__(self, rank: int, after: int) -> None:
