@@ -446,12 +446,14 @@ class TrainingRun:
 
         Returns:
             The step after which training resumes; None if there is no checkpoint yet. The caller's
-            own state is in `client_state`.
+            own state is in `client_state`. If n other ranks wrote the checkpoint, rank k gets the
+            state of rank `k % n`.
 
         Raises:
             CheckpointError: The checkpoint is damaged, was saved from another model or with another
-                number of ranks, or holds objects. Or the positions in the data differ between the
-                ranks. Raised on all ranks; the caller may then load another checkpoint.
+                number of ranks for each copy of the model, or holds objects. Or the positions in
+                the data differ between the ranks. Raised on all ranks; the caller may then load
+                another checkpoint.
             RebuildError: The engine that the checkpoint was saved from cannot be built here.
         """
         self._tuner.pause_trial()

@@ -15,14 +15,18 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 from ....errors import RebuildError
 from ....metrics.catalog import training
 from ...common.collective_attempt import raise_on_all_ranks
 from ...common.host_group import HostGroup
-from ...common.process_info import launcher_may_restart, this_process
+from ...common.process_info import (
+    launcher_may_restart,
+    launcher_run_id,
+    new_run_id,
+    this_process,
+)
 from ...devices.available_memory import available_host_bytes
 from ..data.training_data import TrainingData
 from ..engine_holder import EngineHolder
@@ -30,7 +34,7 @@ from ..window.rng import RngState
 from ..window_runner import WindowRunner
 from .background_save import BackgroundSaver, copy_checkpoint
 from .engine_files import is_writer_rank
-from .folder_owner import FolderOwner
+from .folder_owner import folder_owner
 from .load import find_checkpoint, load_checkpoint
 from .plan_file import MicroBatchPlan, PlanFile, check_plan
 from .rank_exchange import StoreExchange
@@ -67,9 +71,8 @@ class CheckpointManager:
         self._is_node_leader = this_process().local_rank == 0
         self._superseded: set[Path] = set()
         self._written = self._relevant_state()
-        # Without monitoring there is no run id, so a restarted run must load before it saves.
-        run_id = host_group.broadcast_text(engine_holder.engine.watch.run_id or token_hex(8))
-        self._owner = FolderOwner(run_id)
+        run_id = engine_holder.engine.watch.run_id or launcher_run_id() or new_run_id()
+        self._owner = folder_owner(run_id, host_group)
         self._is_background = background
         self._saver: BackgroundSaver | None = None
         window_runner.on_fatal_oom.append(self._record_failure)

@@ -8,15 +8,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from scripts.trainer.resume_engine import PlainEngine, SingleRankHostGroup
 
 from zerowatch.errors import CheckpointError
+from zerowatch.runtime.common.process_info import launcher_identity
 from zerowatch.runtime.trainer.checkpoint.folder import CheckpointFolder
-from zerowatch.runtime.trainer.checkpoint.folder_owner import OWNER, FolderOwner
+from zerowatch.runtime.trainer.checkpoint.folder_owner import OWNER, FolderOwner, folder_owner
 from zerowatch.runtime.trainer.checkpoint.run_state import RunState
 from zerowatch.runtime.trainer.checkpoint.save import save_checkpoint
 
@@ -86,16 +89,80 @@ def test_a_folder_that_another_run_saved_into_after_the_load_is_refused(tmp_path
     save(tmp_path, first)
     first.close()
 
-    with pytest.raises(CheckpointError, match="'first' since it was loaded"):
+    with pytest.raises(CheckpointError, match=r"'first'.* since it was loaded"):
         save(tmp_path, second)
 
 
-def test_a_restarted_run_of_the_same_id_goes_on(tmp_path: Path) -> None:
-    first = run("same")
+def test_an_attempt_whose_launcher_was_there_before_goes_on_without_a_load(tmp_path: Path) -> None:
+    first = FolderOwner("job", ["node a", "node b"], "attempt 0")
     save(tmp_path, first)
     first.close()
 
-    save(tmp_path, run("same"), 2)
+    second = FolderOwner("job-2", ["node c", "node b"], "attempt 1")
+    save(tmp_path, second, 2)
+
+    assert json.loads((tmp_path / OWNER).read_text())["launchers"] == ["node b", "node c"]
+
+
+def test_without_a_launcher_a_run_of_the_same_id_is_another_run(tmp_path: Path) -> None:
+    first = FolderOwner("job", ["", ""], "attempt 0")
+    save(tmp_path, first)
+    first.close()
+
+    with pytest.raises(CheckpointError, match=r"checkpoints of run 'job'.*call `load`"):
+        save(tmp_path, FolderOwner("job", ["", ""], "attempt 1"))
+
+
+def test_another_launcher_with_the_same_run_id_is_refused_also_when_it_restarts(
+    tmp_path: Path,
+) -> None:
+    first = FolderOwner("job", ["launcher of experiment 1"], "1, attempt 0")
+    save(tmp_path, first)
+    first.close()
+    before = content(tmp_path)
+
+    for attempt in ("2, attempt 0", "2, attempt 1"):
+        with pytest.raises(CheckpointError, match=r"checkpoints of run 'job'.*call `load`"):
+            save(tmp_path, FolderOwner("job", ["launcher of experiment 2"], attempt))
+
+    assert content(tmp_path) == before
+
+
+def test_a_second_run_of_the_same_processes_is_refused_unless_loaded(tmp_path: Path) -> None:
+    first = FolderOwner("job", ["launcher"], "attempt 0")
+    save(tmp_path, first)
+    first.close()
+
+    with pytest.raises(CheckpointError, match=r"call `load`"):
+        save(tmp_path, FolderOwner("job", ["launcher"], "attempt 0"))
+
+
+def test_a_run_of_the_same_id_that_saved_after_the_load_is_noticed(tmp_path: Path) -> None:
+    first = FolderOwner("job", ["launcher 1"], "1")
+    save(tmp_path, first)
+    first.close()
+    second = FolderOwner("job", ["launcher 2"], "2")
+    second.note_load(tmp_path)
+    third = FolderOwner("job", ["launcher 3"], "3")
+    third.note_load(tmp_path)
+    save(tmp_path, third, 2)
+    third.close()
+
+    with pytest.raises(CheckpointError, match=r"'job'.* since it was loaded"):
+        save(tmp_path, second, 2)
+
+
+def test_ranks_agree_on_the_owner_and_its_launchers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{tmp_path}/errors/attempt_1/0/error.json")
+
+    owner = folder_owner("job", SingleRankHostGroup())
+    save(tmp_path / "saves", owner)
+
+    written = json.loads((tmp_path / "saves" / OWNER).read_text())
+    assert written["run_id"] == "job"
+    assert written["launchers"] == [launcher_identity()]
 
 
 def test_checkpoints_of_an_earlier_version_are_refused_unless_loaded(tmp_path: Path) -> None:
@@ -131,13 +198,13 @@ def test_a_damaged_owner_file_is_replaced_after_a_load(tmp_path: Path, damage: b
 def test_a_kill_before_the_end_of_a_longer_text_is_cut_off_leaves_a_known_owner(
     tmp_path: Path,
 ) -> None:
-    first = run("first")
+    first = FolderOwner("job", ["launcher"], "attempt 0")
     save(tmp_path, first)
     first.close()
     with (tmp_path / OWNER).open("a") as file:
         file.write('.example.org", "pid": 1}')
 
-    save(tmp_path, run("first"), 2)
+    save(tmp_path, FolderOwner("job", ["launcher"], "attempt 1"), 2)
 
 
 def test_a_folder_that_was_deleted_during_the_run_is_reserved_again(tmp_path: Path) -> None:
@@ -169,7 +236,7 @@ from pathlib import Path
 from zerowatch.runtime.trainer.checkpoint.folder import CheckpointFolder
 from zerowatch.runtime.trainer.checkpoint.folder_owner import FolderOwner
 
-owner = FolderOwner("killed")
+owner = FolderOwner("killed", ["launcher"], "attempt 0")
 owner.claim(CheckpointFolder(Path(sys.argv[1])))
 worker = os.fork()
 if worker == 0:  # as a worker of a DataLoader, which outlives its parent
@@ -200,6 +267,136 @@ def test_a_kill_releases_the_folder_although_a_forked_worker_lives_on(tmp_path: 
         process.wait()
         process.stdout.close()
         os.kill(worker, signal.SIGKILL)
+
+
+@pytest.fixture
+def lock_of_earlier_attempt(tmp_path: Path) -> Iterator[Path]:
+    """A folder that stays locked, as a file server does it for a host that was lost."""
+    first = FolderOwner("killed", ["launcher"], "attempt 0")
+    save(tmp_path, first)
+    yield tmp_path
+    first.close()
+
+
+def change_owner(folder: Path, **changes: object) -> None:
+    """Change the owner file in place, so that it stays locked."""
+    owner = json.loads((folder / OWNER).read_text())
+    (folder / OWNER).write_text(json.dumps({**owner, **changes}))
+
+
+def restarted(launcher: str = "launcher") -> FolderOwner:
+    return FolderOwner(
+        "killed", [launcher], "attempt 1", wait_seconds=0.0, restart_wait_seconds=0.3
+    )
+
+
+def test_a_restart_goes_on_without_the_lock_of_a_lost_host(
+    lock_of_earlier_attempt: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = lock_of_earlier_attempt
+    change_owner(folder, boot_id="of the lost host", host="lost")
+
+    owner = restarted()
+    save(folder, owner, 2)
+    save(folder, owner, 3)
+
+    assert f"{folder} is still locked by run 'killed' (process" in caplog.text
+    assert caplog.text.count("is still locked") == 1
+    assert json.loads((folder / OWNER).read_text())["attempt"] == "attempt 1"
+
+
+def test_a_restart_without_the_lock_notices_another_run_at_its_next_save(
+    lock_of_earlier_attempt: Path,
+) -> None:
+    folder = lock_of_earlier_attempt
+    change_owner(folder, boot_id="of the lost host", host="lost")
+    owner = restarted()
+    save(folder, owner, 2)
+
+    change_owner(folder, instance="of another run", run_id="other")
+
+    with pytest.raises(CheckpointError, match=r"in use by run 'other'.* since the last save"):
+        save(folder, owner, 3)
+
+
+def test_a_restart_is_refused_while_its_earlier_attempt_lives_on_this_host(
+    lock_of_earlier_attempt: Path,
+) -> None:
+    with pytest.raises(CheckpointError, match="in use by run 'killed'"):
+        save(lock_of_earlier_attempt, restarted(), 2)
+
+
+def test_another_run_does_not_go_on_without_the_lock_of_a_lost_host(
+    lock_of_earlier_attempt: Path,
+) -> None:
+    folder = lock_of_earlier_attempt
+    change_owner(folder, boot_id="of the lost host", host="lost")
+    other = restarted("another launcher")
+    other.note_load(folder)
+
+    with pytest.raises(CheckpointError, match=f"host lost was lost.*delete {folder / OWNER}"):
+        save(folder, other, 2)
+
+
+def test_the_owner_file_is_writable_for_a_group_that_the_umask_allows(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        run("first").claim(CheckpointFolder(tmp_path))
+    finally:
+        os.umask(before)
+
+    assert (tmp_path / OWNER).stat().st_mode & 0o777 == 0o664
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("umask", [0o002, 0o022])
+def test_a_colleague_continues_or_reads_what_to_do(umask: int) -> None:
+    with tempfile.TemporaryDirectory() as name:  # another user cannot enter tmp_path
+        Path(name).chmod(0o755)
+        folder = Path(name) / "saves"
+        first = run("first")
+        before = os.umask(umask)
+        try:
+            save(folder, first)
+        finally:
+            os.umask(before)
+        first.close()
+        folder.chmod(0o775)
+
+        found = as_colleague(lambda: load_and_claim(folder))
+
+    if umask == 0o002:
+        assert found == "claimed"
+    else:
+        assert f"Let its owner, root, run `chmod g+w {folder / OWNER}`" in found
+
+
+def load_and_claim(folder: Path) -> str:
+    second = run("second")
+    second.note_load(folder)
+    try:
+        second.claim(CheckpointFolder(folder))
+    except CheckpointError as error:
+        return str(error)
+    return "claimed"
+
+
+def as_colleague(action: Callable[[], str]) -> str:
+    """Return what an action returns for another user of root's group."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(0)
+            os.setuid(12345)
+            os.write(writer, action().encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with open(reader) as file:
+        return file.read()
 
 
 def test_a_process_that_is_ending_is_waited_for(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 
 import torch
 from resume_engine import PlainEngine, SingleRankHostGroup
@@ -96,7 +97,8 @@ def save(engine: PlainEngine, folder: Path, *, background: bool = False) -> None
         micro_batch_plan={"micro_batch_samples": 4},
         client_state={"step": steps, "noise": torch.zeros(NOISE)},
     )
-    host_group, owner = SingleRankHostGroup(), FolderOwner("killed")
+    host_group = SingleRankHostGroup()
+    owner = FolderOwner("killed", ["launcher"], attempt=token_hex(8))  # as after a restart
     if background:
         pending = copy_checkpoint(folder, engine, host_group, state, lambda: 2**30, owner=owner)
         saver = BackgroundSaver(StoreExchange(host_group))
