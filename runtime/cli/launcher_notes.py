@@ -1,7 +1,8 @@
 """Prints and notes which rank exited first, as the agent of torchrun in this process sees it.
 
 The line is printed at once, before torchrun ends the other ranks. The next start reports the ranks
-that exited uncleanly, and reads the notes.
+that exited uncleanly, and reads the notes. A run folder whose host is lost blocks its readers, so
+it is read and written on a thread.
 """
 
 from __future__ import annotations
@@ -9,14 +10,21 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..common.exit_notes import AFTER_FIRST, FIRST_TO_EXIT, ExitNote, write_exit_note
 from ..common.fail_open import FailOpen
+from ..common.plain_text import write_if_open
 from ..memory.oom.killed_ranks import exit_headline, workers_of_host
+
+T = TypeVar("T")
+
+# The launcher waits for a run folder for this time; a busy disk takes less.
+NOTES_SECONDS = 10.0
 
 
 @contextmanager
@@ -69,30 +77,20 @@ def write_notes(runs: Path, pids: Mapping[int, int], failures: Mapping[int, Any]
         failures: torch's ProcessFailure by rank, the first to exit first among those of a second.
     """
     first = min(failures, key=lambda rank: failures[rank].timestamp)
-    how_first = _how(failures[first].exitcode)
-    left = workers_of_host(runs, socket.gethostname())
-    notes = {rank: _note_on(rank, first, failures) for rank in pids if (rank, pids[rank]) in left}
-    error: OSError | None = None
-    for rank, note in notes.items():
-        try:
-            write_exit_note(*left[rank, pids[rank]], "launcher", note)
-        except OSError as unwritten:  # as on a full disk
-            error = unwritten
-    if first in notes:
-        line = exit_headline(*left[first, pids[first]], notes[first])
-    else:
+    noted = _call_with_limit(runs, lambda: _write_exit_notes(runs, pids, failures, first))
+    line, error = (None, None) if noted is None else noted
+    if line is None:
         # Usually an exception has ended the rank: it has removed its file, and has printed its
         # traceback. Or it could not write its file.
-        line = f"rank {first} {FIRST_TO_EXIT}, {how_first}"
+        line = f"rank {first} {FIRST_TO_EXIT}, {_how(failures[first].exitcode)}"
         line += "; its own lines say why" if failures[first].exitcode >= 0 else ""
-    sys.stderr.write(f"zerowatch: {line}\n")
+    _print(line)
     if error is not None:
-        sys.stderr.write(
-            f"zerowatch: exits of ranks could not be noted in the run folder: {error}; the next "
-            "start cannot report how they exited. Free space on its disk, or set run_log.folder "
-            "to a writable folder\n"
+        _print(
+            f"exits of ranks could not be noted in the run folder: {error}; the next start cannot "
+            "report how they exited. Free space on its disk, or set run_log.folder to a writable "
+            "folder"
         )
-    sys.stderr.flush()
 
 
 def note_ended_workers(runs: Path, pids: Mapping[int, int], reason: str) -> None:
@@ -103,16 +101,62 @@ def note_ended_workers(runs: Path, pids: Mapping[int, int], reason: str) -> None
         pids: Process ids of the workers by rank.
         reason: Why the launcher ends them, such as "node host7 was lost".
     """
-    FailOpen().wrap("exit notes", _write_end_notes)(runs, pids, reason)
-
-
-def _write_end_notes(runs: Path, pids: Mapping[int, int], reason: str) -> None:
     text = f"was ended by the launcher, because {reason}"
+    FailOpen().call("exit notes", _call_with_limit, runs, lambda: _write_notes(runs, pids, text))
+
+
+def _write_exit_notes(
+    runs: Path, pids: Mapping[int, int], failures: Mapping[int, Any], first: int
+) -> tuple[str | None, OSError | None]:
+    """Write the notes after the rank `first` had exited.
+
+    Returns:
+        The line on the first rank, None if it has left no liveness file, and the error of the disk.
+    """
+    left = workers_of_host(runs, socket.gethostname())
+    notes = {rank: _note_on(rank, first, failures) for rank in pids if (rank, pids[rank]) in left}
+    error: OSError | None = None
+    for rank, note in notes.items():
+        try:
+            write_exit_note(*left[rank, pids[rank]], "launcher", note)
+        except OSError as unwritten:  # as on a full disk
+            error = unwritten
+    if first not in notes:
+        return None, error
+    return exit_headline(*left[first, pids[first]], notes[first]), error
+
+
+def _write_notes(runs: Path, pids: Mapping[int, int], text: str) -> None:
     left = workers_of_host(runs, socket.gethostname())
     for worker in pids.items():
         if worker in left:
             note = ExitNote(text=text, may_be_oom_kill=False)
             write_exit_note(*left[worker], "launcher", note)
+
+
+def _call_with_limit(runs: Path, body: Callable[[], T]) -> T | None:
+    """Call a function that reads and writes run folders, and wait for at most `NOTES_SECONDS`.
+
+    Returns:
+        Its result, or None if it has failed, which is logged, or has not returned yet, which is
+        printed.
+    """
+    results: list[T | None] = []
+    thread = threading.Thread(
+        target=lambda: results.append(FailOpen().call("exit notes", body)),
+        name="zerowatch-exit-notes",
+        daemon=True,
+    )
+    thread.start()
+    thread.join(NOTES_SECONDS)
+    if results:
+        return results[0]
+    _print(
+        f"the run folders in {runs} (run_log.folder) have not answered for {NOTES_SECONDS:.0f} s, "
+        "so the next start may not report how ranks exited. Check the disk or the host that has "
+        "this folder"
+    )
+    return None
 
 
 def _note_on(rank: int, first: int, failures: Mapping[int, Any]) -> ExitNote:
@@ -133,3 +177,7 @@ def _how(code: int) -> str:
         return f"with code {code}"
     names = {each.value: each.name for each in signal.Signals}  # real-time signals have none
     return f"by {names.get(-code, f'signal {-code}')}"
+
+
+def _print(text: str) -> None:
+    write_if_open(sys.stderr, f"zerowatch: {text}\n")

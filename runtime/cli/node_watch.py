@@ -5,8 +5,11 @@ or cut from the network, nothing closes the connections to it, and the ranks wai
 until a timeout of many minutes. So the agents write heartbeats to the rendezvous store. An agent
 that misses the heartbeats of another node ends its own ranks, and the agents meet again.
 
+The thread of torch's agent may wait: for other ranks of its node, or for a disk. So a thread of the
+watch kills the ranks that are left when a node has been lost for longer.
+
 The clocks of two nodes may differ, so a heartbeat contains a count. Its age is the time for which
-the reader has seen the same count.
+the reader has seen the same count. Times in which it could not read do not count.
 """
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import CommandLineError
 from ..common.fail_open import FailOpen
+from ..common.plain_text import write_if_open
 from .launcher_notes import note_ended_workers, worker_pids
 
 if TYPE_CHECKING:
@@ -33,19 +38,24 @@ BEAT_SECONDS = 2.0
 # A node counts as lost after this time without a new heartbeat: above the 15 s after which torch's
 # own rendezvous forgets the node, so that the others do not wait for it there.
 NODE_LOST_SECONDS = 20.0
+# Of a longer time between two readings, only this much counts: this process or the store was
+# stopped, and the other nodes may not have been able to write.
+MAX_GAP_SECONDS = 3 * BEAT_SECONDS
 # Above the time in which a busy store answers, and below the 60 s of torch's own timeout.
 STORE_LOST_SECONDS = 30.0
 GUARD_SECONDS = 1.0
 # A process that was stopped for long first has this many checks to hear from the store.
 MIN_CHECKS = 20
-# Each node watches the next ones, in a ring. One is enough to detect any loss, because torch's
-# agents leave as soon as one of them rejoins; the others make the message complete.
+# Each node watches the next ones, in a ring. One is enough to detect any loss, because it informs
+# the others; more make the message complete.
 MAX_WATCHED = 8
 # Stuck ranks do not react to SIGTERM in a collective of NCCL.
 KILL_AFTER_SECONDS = 3
-# A run folder on a lost host blocks its readers.
-NOTES_SECONDS = 2.0
+# Ranks that a lost node has left behind are killed then, whatever the agent waits for. torch gives
+# ranks 30 s to end after SIGTERM, if another rank of this node has failed or a node joins.
+RANKS_KILLED_SECONDS = NODE_LOST_SECONDS + KILL_AFTER_SECONDS + 2.0
 _ENDED = "ended"
+_LOST = "lost"
 
 
 class LostNode(NamedTuple):
@@ -83,10 +93,11 @@ class NodeHeartbeats:
         self._count = 0
         self._has_ended = False
         self._seen: dict[int, tuple[str, float]] = {}  # by node: its heartbeat, since when
+        self._lost_elsewhere: dict[str, float] = {}  # by name: since when, as other nodes report
         self._started_at = self._answered_at = now()
 
     def beat(self) -> None:
-        """Write a heartbeat, and read the others.
+        """Write a heartbeat, read the others, and share which nodes are lost.
 
         Raises:
             RuntimeError: The store does not respond.
@@ -99,14 +110,43 @@ class NodeHeartbeats:
                 text = self._store.get(_key(other)).decode()
                 if other not in self._seen or self._seen[other][0] != text:
                     self._seen[other] = text, self._now()
-        self._answered_at = self._now()
+        now = self._now()
+        self._discount(now - self._answered_at - MAX_GAP_SECONDS, now)
+        self._answered_at = now
+        if lost := self._silent_nodes():
+            self._store.set(_LOST, json.dumps(lost))
+        elif self._store.check([_LOST]):
+            for name, seconds in json.loads(self._store.get(_LOST)):
+                self._lost_elsewhere.setdefault(name, self._now() - seconds)
 
     def end(self) -> None:
         """Let the next heartbeat be the last: the ranks of this node have succeeded."""
         self._has_ended = True
 
     def lost_nodes(self) -> list[LostNode]:
-        """Return the nodes that have sent heartbeats and stopped, while the store answers."""
+        """Return the nodes that have sent heartbeats and stopped, while the store answers.
+
+        Nodes that only other nodes watch are included.
+        """
+        elsewhere = list(self._lost_elsewhere.items())
+        return self._silent_nodes() or [
+            LostNode(name, self._answered_at - since) for name, since in elsewhere
+        ]
+
+    def has_ended(self) -> bool:
+        """Return whether the ranks of this node have succeeded."""
+        return self._has_ended
+
+    def _discount(self, seconds: float, now: float) -> None:
+        """Do not count a time in which this node could not read; nothing if it is negative."""
+        if seconds > 0.0:
+            self._started_at += seconds
+            for node, (text, since) in self._seen.items():
+                self._seen[node] = text, min(since + seconds, now)
+            for name, since in self._lost_elsewhere.items():
+                self._lost_elsewhere[name] = since + seconds
+
+    def _silent_nodes(self) -> list[LostNode]:
         lost = []
         for text, since in list(self._seen.values()):
             count, name = json.loads(text)
@@ -132,14 +172,45 @@ class NodeWatch:
         heartbeats: The heartbeats of this attempt.
         on_store_lost: Function that ends this process. It is called on a thread, because the agent
             may wait for the store forever.
+        kill_ranks: Function that kills the ranks of this attempt on this node, and returns whether
+            any was running. It is called on a thread, because the agent may wait for its ranks.
+        members: Returns the nodes that torch's rendezvous knows, by a unique key.
     """
 
-    def __init__(self, heartbeats: NodeHeartbeats, on_store_lost: Callable[[], object]) -> None:
-        self.heartbeats = heartbeats
-        self._on_store_lost = on_store_lost
+    def __init__(
+        self,
+        heartbeats: NodeHeartbeats,
+        on_store_lost: Callable[[], object],
+        kill_ranks: Callable[[], bool] = lambda: False,
+        members: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        self._heartbeats = heartbeats
+        self._on_store_lost, self._kill_ranks = on_store_lost, kill_ranks
+        self._members, self._first_members = members, members()
+        self._killed_for = ""
         self._stopped = threading.Event()
         for function in (self._beat, self._guard):
             threading.Thread(target=function, name="zerowatch-node-watch", daemon=True).start()
+
+    @property
+    def killed_for(self) -> str:
+        """The names of the lost nodes for which the ranks were to be killed; empty if none."""
+        return self._killed_for
+
+    def lost_nodes(self) -> list[LostNode]:
+        """Return the nodes that are lost, those without a first heartbeat included."""
+        lost = self._heartbeats.lost_nodes()
+        unheard = self._heartbeats.unheard_seconds()
+        if lost or unheard <= NODE_LOST_SECONDS:
+            return lost
+        left = self._members()
+        return [
+            LostNode(name, unheard) for key, name in self._first_members.items() if key not in left
+        ]
+
+    def end(self) -> None:
+        """Let the next heartbeat be the last: the ranks of this node have succeeded."""
+        self._heartbeats.end()
 
     def close(self) -> None:
         """Stop the threads, without waiting for the store. Safe to call twice."""
@@ -148,16 +219,21 @@ class NodeWatch:
     def _beat(self) -> None:
         while not self._stopped.wait(BEAT_SECONDS):
             with suppress(RuntimeError):  # the guard measures for how long
-                self.heartbeats.beat()
+                self._heartbeats.beat()
 
     def _guard(self) -> None:
         num_checks = 0
         while not self._stopped.wait(GUARD_SECONDS):
-            silence = self.heartbeats.store_silence_seconds()
+            silence = self._heartbeats.store_silence_seconds()
             num_checks = 0 if silence < 2 * BEAT_SECONDS else num_checks + 1
             if silence > STORE_LOST_SECONDS and num_checks >= MIN_CHECKS:
                 self._on_store_lost()
                 return
+            lost = [] if self._killed_for else self.lost_nodes()
+            if any(node.seconds > RANKS_KILLED_SECONDS for node in lost):
+                self._killed_for = _names(lost)  # before the agent sees that they have ended
+                if self._kill_ranks():
+                    _print(f"run: node lost: {_seconds(lost)}. The ranks of this node were killed")
 
 
 @contextmanager
@@ -174,20 +250,26 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
 
     start, monitor = LocalElasticAgent._start_workers, LocalElasticAgent._monitor_workers
     watches: list[NodeWatch] = []
-    members: dict[str, str] = {}
     # A store that cannot be opened twice leaves the nodes unwatched.
     heartbeats_of = FailOpen().wrap("heartbeats of nodes", _heartbeats, is_kept=True)
 
     def started(agent: Any, worker_group: Any) -> Any:
         ids = start(agent, worker_group)
-        while watches:
-            watches.pop().close()
-        members.clear()
-        if _is_watched(agent, worker_group):
+        earlier = list(watches)
+        if _is_watched(worker_group):
+            # The earlier watch goes on meanwhile, because opening a lost store blocks.
             heartbeats = heartbeats_of(agent, worker_group)
             if heartbeats is not None:
-                watches.append(NodeWatch(heartbeats, _ending(agent, endpoint, runs)))
-                members.update(_members(worker_group))
+                watch = NodeWatch(
+                    heartbeats,
+                    _ending(agent, heartbeats, endpoint, runs),
+                    partial(_kill_ranks, agent._pcontext),
+                    partial(_members, worker_group),
+                )
+                watches.append(watch)
+        for watch in earlier:
+            watch.close()
+            watches.remove(watch)
         return ids
 
     def monitored(agent: Any, worker_group: Any) -> Any:
@@ -196,20 +278,21 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
         result = monitor(agent, worker_group)
         if not watches:
             return result
+        (watch,) = watches
         if result.state == WorkerState.SUCCEEDED:
-            watches[0].heartbeats.end()
-        lost = watches[0].heartbeats.lost_nodes()
-        unheard = watches[0].heartbeats.unheard_seconds()
-        if not lost and unheard > NODE_LOST_SECONDS:
-            left = _members(worker_group)
-            lost = [LostNode(members[key], unheard) for key in members if key not in left]
-        if result.state != WorkerState.HEALTHY or not lost:
-            return result
-        _report_lost_nodes(agent, lost)
-        agent._pcontext.close(signal.SIGTERM, KILL_AFTER_SECONDS)
-        names = " and ".join(node.name for node in lost)
-        note_ended_workers(runs, worker_pids(worker_group), f"node {names} was lost")
-        return RunResult(state=WorkerState.UNHEALTHY)
+            watch.end()
+        elif result.state == WorkerState.HEALTHY and (lost := watch.lost_nodes()):
+            _leave(agent, lost, runs)
+            return RunResult(state=WorkerState.UNHEALTHY)
+        elif watch.killed_for:  # their first notes only say that SIGKILL ended them
+            pids = worker_pids(worker_group)
+            killed = [
+                rank
+                for rank, failure in result.failures.items()
+                if failure.exitcode == -signal.SIGKILL
+            ]
+            _note_lost_nodes(runs, {rank: pids[rank] for rank in killed}, watch.killed_for)
+        return result
 
     LocalElasticAgent._start_workers = started  # type: ignore[method-assign]
     LocalElasticAgent._monitor_workers = monitored  # type: ignore[method-assign]
@@ -222,14 +305,16 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
         LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]
 
 
-def rendezvous_failure(error: RendezvousError, endpoint: str) -> str:
+def rendezvous_failure(error: RendezvousError, endpoint: str, job_id: str) -> str:
     """Return the message about an error of torch's rendezvous.
 
     Args:
         error: The error.
         endpoint: Address of the store, as the user wrote it.
+        job_id: torchrun's `--rdzv-id`.
     """
     from torch.distributed.elastic.rendezvous import (
+        RendezvousClosedError,
         RendezvousConnectionError,
         RendezvousTimeoutError,
     )
@@ -242,7 +327,15 @@ def rendezvous_failure(error: RendezvousError, endpoint: str) -> str:
         )
     if isinstance(error, RendezvousConnectionError):
         return store_lost_text(endpoint, "cannot be reached")
-    return f"run: the nodes cannot meet at {endpoint} (--rdzv-endpoint): {error}"
+    if isinstance(error, RendezvousClosedError):
+        return (
+            f"run: the job {job_id!r} (--rdzv-id) has ended: its ranks have succeeded, or have "
+            f"failed on a node without restarts left. The store at {endpoint} (--rdzv-endpoint) "
+            "accepts no more nodes for it. To train on, start the same command with another "
+            "--rdzv-id on all nodes; training resumes from its last checkpoint"
+        )
+    reason = str(error) or type(error).__name__
+    return f"run: the nodes cannot meet at {endpoint} (--rdzv-endpoint): {reason}"
 
 
 def store_lost_text(endpoint: str, reason: str) -> str:
@@ -261,10 +354,13 @@ def store_lost_text(endpoint: str, reason: str) -> str:
     )
 
 
-def _is_watched(agent: Any, worker_group: Any) -> bool:
+def _is_watched(worker_group: Any) -> bool:
     spec = worker_group.spec
     is_dynamic = spec.rdzv_handler.get_backend() != "static"  # static nodes cannot meet again
-    return bool(is_dynamic and worker_group.group_world_size > 1 and spec.max_restarts > 0)
+    # A node that trains alone needs the store too: torch's agent asks it for nodes that wait.
+    settings = getattr(spec.rdzv_handler, "settings", None)
+    most = worker_group.group_world_size if settings is None else settings.max_nodes
+    return bool(is_dynamic and most > 1 and spec.max_restarts > 0)
 
 
 def _members(worker_group: Any) -> dict[str, str]:
@@ -275,7 +371,7 @@ def _members(worker_group: Any) -> dict[str, str]:
     """
     holder = getattr(worker_group.spec.rdzv_handler, "_state_holder", None)
     nodes = () if holder is None else holder.state.participants
-    return {repr(node): node.addr for node in nodes}
+    return {repr(node): node.addr for node in list(nodes)}  # another thread may change them
 
 
 def _heartbeats(agent: Any, worker_group: Any) -> NodeHeartbeats:
@@ -286,46 +382,82 @@ def _heartbeats(agent: Any, worker_group: Any) -> NodeHeartbeats:
     return NodeHeartbeats(attempt, worker_group.group_rank, worker_group.group_world_size, name)
 
 
-def _ending(agent: Any, endpoint: str, runs: Path) -> Callable[[], None]:
+def _ending(
+    agent: Any, heartbeats: NodeHeartbeats, endpoint: str, runs: Path
+) -> Callable[[], None]:
     def end() -> None:
-        _print(store_lost_text(endpoint, f"has not answered for {STORE_LOST_SECONDS:.0f} s"))
-        for pid in agent._pcontext.pids().values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        ended = (runs, worker_pids(agent._worker_group), f"the store at {endpoint} was lost")
-        notes = threading.Thread(target=note_ended_workers, args=ended, daemon=True)
-        notes.start()
-        notes.join(NOTES_SECONDS)
+        reason = f"has not answered for {STORE_LOST_SECONDS:.0f} s"
+        if heartbeats.has_ended():
+            _print(
+                f"run: the ranks of this node have succeeded. The rendezvous store at {endpoint} "
+                f"(--rdzv-endpoint) {reason}, so this launcher does not wait for other nodes"
+            )
+            os._exit(0)
+        _kill_ranks(agent._pcontext)
+        _print(store_lost_text(endpoint, reason))
+        pids = worker_pids(agent._worker_group)
+        note_ended_workers(runs, pids, f"the store at {endpoint} was lost")
         os._exit(1)
 
     return end
 
 
-def _report_lost_nodes(agent: Any, lost: Sequence[LostNode]) -> None:
-    """Print which nodes are lost.
+def _leave(agent: Any, lost: Sequence[LostNode], runs: Path) -> None:
+    """End the ranks of this node after the loss of another one.
 
     Raises:
         CommandLineError: No restart is left.
     """
-    names = ", ".join(f"{node.name} (no heartbeat for {node.seconds:.0f} s)" for node in lost)
-    if agent._remaining_restarts <= 0:
-        raise CommandLineError(
-            f"run: node lost: {names}, and no restart is left. Start `zerowatch run` again with "
-            "more --max-restarts; training resumes from its last checkpoint"
-        )
+    has_restarts = agent._remaining_restarts > 0
     handler = agent._worker_group.spec.rdzv_handler
-    settings = getattr(handler, "settings", None)
-    least = "as many nodes as before" if settings is None else f"{settings.min_nodes} node(s)"
-    _print(
-        f"run: node lost: {names}. The ranks of this node end, and start again from the last "
-        f"checkpoint once {least} have met (--nnodes); no action is needed if enough nodes are "
-        "left, else start the same command on another node"
-    )
+    if has_restarts:
+        settings = getattr(handler, "settings", None)
+        least = "as many nodes as before" if settings is None else f"{settings.min_nodes} node(s)"
+        _print(
+            f"run: node lost: {_seconds(lost)}. The ranks of this node end, and start again from "
+            f"the last checkpoint once {least} have met (--nnodes); no action is needed if enough "
+            "nodes are left, else start the same command on another node"
+        )
+    agent._pcontext.close(signal.SIGTERM, KILL_AFTER_SECONDS)
+    _note_lost_nodes(runs, worker_pids(agent._worker_group), _names(lost))
+    if not has_restarts:
+        # torch would close the job for the nodes that have restarts left, and for the next start.
+        handler.shutdown = lambda: True
+        raise CommandLineError(
+            f"run: node lost: {_seconds(lost)}, and no restart is left. Start `zerowatch run` "
+            "again with more --max-restarts; training resumes from its last checkpoint"
+        )
+
+
+def _kill_ranks(context: Any) -> bool:
+    """Kill the running ranks of an attempt, with their children; return whether there were any.
+
+    Args:
+        context: torch's context of the processes. Only the agent's thread reaps them: torch's
+            `close` expects that.
+    """
+    running = [each.proc for each in context.subprocess_handlers.values()]
+    running = [process for process in running if process.returncode is None]
+    for process in running:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return bool(running)
+
+
+def _note_lost_nodes(runs: Path, pids: Mapping[int, int], names: str) -> None:
+    note_ended_workers(runs, pids, f"node {names} was lost")
+
+
+def _names(lost: Sequence[LostNode]) -> str:
+    return " and ".join(node.name for node in lost)
+
+
+def _seconds(lost: Sequence[LostNode]) -> str:
+    return ", ".join(f"{node.name} (no heartbeat for {node.seconds:.0f} s)" for node in lost)
 
 
 def _print(text: str) -> None:
-    sys.stderr.write(f"zerowatch: {text}\n")
-    sys.stderr.flush()
+    write_if_open(sys.stderr, f"zerowatch: {text}\n")
 
 
 def _key(node: int) -> str:

@@ -48,6 +48,7 @@ def launch(arguments: Sequence[str]) -> int:
             _monitored_command(arguments, options),
             settings.run_log.folder,
             options.rdzv_endpoint,
+            options.rdzv_id,
         )
         if (folder := receiver.folder()) is not None:
             is_in_order = code in (0, 128 + signal.SIGINT)
@@ -59,7 +60,7 @@ def launch(arguments: Sequence[str]) -> int:
 
 
 def _run_ranks(
-    command: list[str], runs: Path, endpoint: str
+    command: list[str], runs: Path, endpoint: str, job_id: str
 ) -> tuple[int, ChildFailedError | None]:
     """Run torchrun with a command line; return the exit code, and the error of a rank that failed.
 
@@ -67,6 +68,7 @@ def _run_ranks(
         command: The command line.
         runs: The folder of run folders.
         endpoint: Address of the rendezvous store.
+        job_id: torchrun's `--rdzv-id`.
 
     Raises:
         CommandLineError: The rendezvous store or another node is lost.
@@ -83,7 +85,7 @@ def _run_ranks(
         with record_worker_exits(runs), watch_nodes(endpoint, runs):
             torchrun.main(command)
     except RendezvousError as error:
-        raise CommandLineError(rendezvous_failure(error, endpoint)) from error
+        raise CommandLineError(rendezvous_failure(error, endpoint, job_id)) from error
     except ChildFailedError as error:
         return _exit_code(error.get_first_failure()[1].exitcode), error
     except SignalException as error:

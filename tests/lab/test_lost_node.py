@@ -36,17 +36,20 @@ time.sleep(10_000)
 
 
 class SleepingRanks(NodeLaunchers):
-    """A job of two hosts that sleeps. The store is on one of them."""
+    """A job of two hosts that sleeps. The store is on one of them, or on a third host."""
 
-    def __init__(self, folder: Path, hosts: Sequence[Host], store: int) -> None:
+    def __init__(
+        self, folder: Path, hosts: Sequence[Host], store: int, max_restarts: int = 3
+    ) -> None:
         path = folder / "sleeper.py"
         path.write_text(SLEEPER)
         self._started = [folder / f"started-{number}.txt" for number in range(2)]
         super().__init__(
             folder,
-            hosts,
+            hosts[:2],
             store=hosts[store],
             nodes="1:2",
+            max_restarts=max_restarts,
             script=lambda number: (path, self._started[number]),
         )
 
@@ -131,3 +134,37 @@ def test_a_lost_store_ends_the_launcher_with_an_error_that_names_it(
     wait_until(lambda: launched.code(0) is not None)
     assert launched.code(0) != 0
     assert f"{launched.hosts[1].address}:29400 (--rdzv-endpoint)" in launched.output(0)
+
+
+def test_a_job_whose_restarts_are_used_up_starts_again_with_the_same_store(
+    tmp_path: Path, undo: ExitStack
+) -> None:
+    """Then the store is lost, which the node that runs alone notices too."""
+    hosts = undo.enter_context(switched_hosts(3))
+    launched = undo.enter_context(closing(SleepingRanks(tmp_path, hosts, 2, max_restarts=1)))
+    launched.start_store()
+    launched.start(0)
+    launched.start(1)
+    wait_until(lambda: all(_has_met(launched, number) for number in (0, 1)))
+    lose_second(launched)
+    wait_until(lambda: launched.starts(0)[-1]["WORLD_SIZE"] == "1")
+    launched.start(1)
+    wait_until(lambda: launched.starts(0)[-1]["WORLD_SIZE"] == "2")
+    lose_second(launched)
+    wait_until(lambda: launched.code(0) is not None)
+    assert "no restart is left" in launched.output(0)
+    before = len(launched.starts(0))
+
+    launched.start(0)
+
+    wait_until(lambda: len(launched.starts(0)) > before)
+    assert launched.starts(0)[-1]["WORLD_SIZE"] == "1"
+    cut(launched.store)
+    wait_until(lambda: launched.code(0) is not None)
+    assert launched.code(0) == 1
+    assert f"{launched.store.address}:29400 (--rdzv-endpoint) has not" in launched.output(0)
+
+
+def lose_second(launched: SleepingRanks) -> None:
+    time.sleep(10.0)  # some heartbeats
+    launched.kill(1)

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousParameters,
     RendezvousTimeoutError,
 )
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    create_handler,
+)
 
+from zerowatch.errors import CommandLineError
 from zerowatch.runtime.cli import node_watch
 from zerowatch.runtime.cli.node_watch import (
     NODE_LOST_SECONDS,
+    RANKS_KILLED_SECONDS,
     STORE_LOST_SECONDS,
+    LostNode,
     NodeHeartbeats,
     NodeWatch,
     rendezvous_failure,
@@ -103,18 +119,46 @@ def test_a_node_that_could_not_read_does_not_count_others_as_lost(clock: Clock) 
     assert first.lost_nodes() == []
     second.beat()
     first.beat()
-    assert first.lost_nodes() == []
+    assert first.lost_nodes() == second.lost_nodes() == []
+
+
+def test_a_pause_of_the_store_is_no_loss(clock: Clock) -> None:
+    """No node could write its heartbeat. The first one that can write again reads old ones."""
+    everybody = nodes(HashStore(), clock, 3)
+    pass_time(clock, 5, *everybody)
+
+    clock.seconds += STORE_LOST_SECONDS - 1.0
+    for node in everybody:
+        node.beat()
+
+    assert all(node.lost_nodes() == [] for node in everybody)
 
 
 @pytest.mark.parametrize("num", [3, 40])
-def test_each_lost_node_is_noticed_by_a_node_that_is_left(clock: Clock, num: int) -> None:
+def test_each_node_that_is_left_notices_a_loss_also_beyond_those_that_it_watches(
+    clock: Clock, num: int
+) -> None:
     everybody = nodes(HashStore(), clock, num)
     pass_time(clock, 3, *everybody)
-    left = everybody[: num // 2]
 
-    pass_time(clock, NODE_LOST_SECONDS + 2, *left)
+    pass_time(clock, NODE_LOST_SECONDS + 2, *everybody[1:])
 
-    assert any(node.lost_nodes() for node in left)
+    for node in everybody[1:]:
+        (lost,) = node.lost_nodes()
+        assert lost.name == "host0"
+        assert lost.seconds == pytest.approx(NODE_LOST_SECONDS + 2, abs=1.5)
+
+
+def test_a_loss_that_another_node_reports_grows_older(clock: Clock) -> None:
+    """The node that has reported it leaves the attempt, and reports no more."""
+    everybody = nodes(HashStore(), clock, 40)
+    pass_time(clock, 3, *everybody)
+    pass_time(clock, NODE_LOST_SECONDS + 2, *everybody[1:])
+
+    pass_time(clock, 10, everybody[1])
+
+    (lost,) = everybody[1].lost_nodes()
+    assert lost.seconds == pytest.approx(NODE_LOST_SECONDS + 12, abs=1.5)
 
 
 class FailingStore:
@@ -126,6 +170,9 @@ class FailingStore:
     def set(self, key: str, value: str) -> None:
         if self.is_killed:
             raise RuntimeError("connection reset")
+
+    def check(self, keys: list[str]) -> bool:
+        return False
 
 
 def test_the_silence_of_a_store_is_measured_from_its_last_answer(clock: Clock) -> None:
@@ -167,23 +214,168 @@ def test_a_store_that_blocks_its_callers_is_noticed(
     store.release.set()
 
 
+STUBBORN = """
+import pathlib, signal, sys, time
+
+if sys.argv[1] == "ignores":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pathlib.Path(sys.argv[2]).touch()
+    time.sleep(10_000)
+while not pathlib.Path(sys.argv[2]).exists():
+    time.sleep(0.02)
+sys.exit(1)
+"""
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[PContext]:
+    """Two ranks of this node: one fails, and the other one ignores SIGTERM."""
+    ready = tmp_path / "ready"
+    roles = ("fails", "ignores")
+    context = start_processes(
+        name="test",
+        entrypoint=sys.executable,
+        args={rank: ("-c", STUBBORN, role, str(ready)) for rank, role in enumerate(roles)},
+        envs={0: {}, 1: {}},
+        logs_specs=DefaultLogsSpecs(log_dir=str(tmp_path)),
+    )
+    try:
+        wait_until(ready.exists)
+        yield context
+    finally:
+        context.close(signal.SIGKILL)
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_ranks_are_killed_although_the_agent_waits_for_them(
+    ranks: PContext, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch's agent does after the failure of another rank of its node, for 30 s."""
+    monkeypatch.setattr(node_watch, "GUARD_SECONDS", 0.01)
+    first, second = nodes(HashStore(), clock, 2)
+    pass_time(clock, 5, second, first)
+    pass_time(clock, RANKS_KILLED_SECONDS + 1, first)
+    watch = NodeWatch(first, lambda: None, lambda: node_watch._kill_ranks(ranks))
+
+    ranks.close(signal.SIGTERM, timeout=int(LIMIT_SECONDS))  # waits until they have exited
+
+    codes = [handler.proc.returncode for handler in ranks.subprocess_handlers.values()]
+    assert watch.killed_for == "host1"
+    assert codes[1] == -signal.SIGKILL
+    watch.close()
+
+
+def test_ranks_have_time_to_end_after_a_loss_was_noticed(ranks: PContext, clock: Clock) -> None:
+    first, second = nodes(HashStore(), clock, 2)
+    pass_time(clock, 5, second, first)
+    pass_time(clock, NODE_LOST_SECONDS + 1, first)
+    killed = threading.Event()
+
+    watch = NodeWatch(first, lambda: None, lambda: bool(killed.set()))
+
+    assert first.lost_nodes()
+    assert not killed.wait(2 * node_watch.GUARD_SECONDS)
+    watch.close()
+
+
+def test_processes_that_were_reaped_are_not_killed(ranks: PContext) -> None:
+    """Their ids may belong to other processes."""
+    ranks.close(signal.SIGKILL)
+
+    assert not node_watch._kill_ranks(ranks)
+
+
+def rendezvous(store: Any) -> DynamicRendezvousHandler:
+    parameters = RendezvousParameters("c10d", "host0:29400", "job", 1, 2, "host1")
+    return create_handler(store, C10dRendezvousBackend(store, "job"), parameters)
+
+
+def agent_of(handler: DynamicRendezvousHandler, ranks: PContext, restarts: int) -> SimpleNamespace:
+    spec = SimpleNamespace(rdzv_handler=handler)
+    group = SimpleNamespace(spec=spec, workers=[])
+    return SimpleNamespace(_remaining_restarts=restarts, _worker_group=group, _pcontext=ranks)
+
+
+def test_a_node_without_restarts_left_ends_and_leaves_the_job_open_for_the_others(
+    ranks: PContext, tmp_path: Path
+) -> None:
+    store = HashStore()
+    handler = rendezvous(store)
+    agent = agent_of(handler, ranks, restarts=0)
+
+    with pytest.raises(CommandLineError, match="--max-restarts"):
+        node_watch._leave(agent, [LostNode("host0", 21.0)], tmp_path)
+
+    handler.shutdown()  # as torch's launcher does at the end
+    assert all(each.proc.returncode is not None for each in ranks.subprocess_handlers.values())
+    assert not rendezvous(store).is_closed()
+
+
+def test_ranks_end_and_may_start_again_while_restarts_are_left(
+    ranks: PContext, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler = rendezvous(HashStore())
+
+    node_watch._leave(agent_of(handler, ranks, restarts=1), [LostNode("host0", 21.0)], tmp_path)
+
+    assert all(each.proc.returncode is not None for each in ranks.subprocess_handlers.values())
+    assert "node lost: host0 (no heartbeat for 21 s)" in capsys.readouterr().err
+    assert handler.shutdown()
+    assert handler.is_closed()
+
+
+@pytest.mark.parametrize(("has_succeeded", "code"), [(True, 0), (False, 1)])
+def test_a_launcher_ends_without_the_store_with_the_result_of_its_ranks(
+    ranks: PContext,
+    clock: Clock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    has_succeeded: bool,
+    code: int,
+) -> None:
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    (node,) = nodes(HashStore(), clock, 1)
+    if has_succeeded:
+        ranks.close(signal.SIGKILL)
+        node.end()
+    agent = agent_of(rendezvous(HashStore()), ranks, restarts=1)
+
+    with pytest.raises(SystemExit) as raised:
+        node_watch._ending(agent, node, "host0:29400", tmp_path)()
+
+    assert raised.value.code == code
+    assert "host0:29400 (--rdzv-endpoint) has not answered for 30 s" in capsys.readouterr().err
+    ranks.close(signal.SIGTERM, timeout=int(LIMIT_SECONDS))  # they are killed already
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
         (RendezvousConnectionError("reset"), "cannot be reached"),
         (RendezvousTimeoutError(), "--nnodes LEAST:MOST"),
-        (RendezvousClosedError("closed"), "closed"),
+        (RendezvousClosedError(), "'job' (--rdzv-id) has ended"),
     ],
 )
 def test_messages_name_the_address_of_the_store(error: Any, expected: str) -> None:
-    text = rendezvous_failure(error, "host0:29400")
+    text = rendezvous_failure(error, "host0:29400", "job")
 
     assert "host0:29400" in text
     assert expected in text
 
 
-def agent(num_nodes: int, backend: str, max_restarts: int) -> SimpleNamespace:
+def agent(
+    num_nodes: int, backend: str, max_restarts: int, most: int | None = None
+) -> SimpleNamespace:
     handler = SimpleNamespace(get_backend=lambda: backend)
+    if most is not None:
+        handler.settings = SimpleNamespace(max_nodes=most)
     spec = SimpleNamespace(rdzv_handler=handler, max_restarts=max_restarts)
     return SimpleNamespace(spec=spec, group_world_size=num_nodes)
 
@@ -192,7 +384,10 @@ def agent(num_nodes: int, backend: str, max_restarts: int) -> SimpleNamespace:
     ("group", "is_watched"),
     [
         (agent(2, "c10d", 1), True),
-        (agent(1, "c10d", 1), False),
+        (agent(2, "c10d", 1, most=2), True),
+        (agent(1, "c10d", 1, most=2), True),  # it trains alone, and may lose the store
+        (agent(1, "c10d", 1, most=1), False),
+        (agent(1, "etcd", 1), False),
         (agent(2, "static", 1), False),
         (agent(2, "c10d", 0), False),
     ],
@@ -200,4 +395,4 @@ def agent(num_nodes: int, backend: str, max_restarts: int) -> SimpleNamespace:
 def test_only_restartable_jobs_on_several_nodes_are_watched(
     group: SimpleNamespace, is_watched: bool
 ) -> None:
-    assert node_watch._is_watched(None, group) is is_watched
+    assert node_watch._is_watched(group) is is_watched

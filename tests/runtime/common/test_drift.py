@@ -51,7 +51,17 @@ USED_NAMES: tuple[tuple[str, str, str], ...] = (
     (
         "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent",
         "runtime/cli/node_watch.py",
-        "_start_workers _monitor_workers",
+        "_start_workers _monitor_workers _pcontext _remaining_restarts _worker_group _store",
+    ),
+    (
+        "torch.distributed.elastic.multiprocessing.api:SubprocessContext",
+        "runtime/cli/node_watch.py",
+        "subprocess_handlers",
+    ),
+    (
+        "torch.distributed.elastic.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler",
+        "runtime/cli/node_watch.py",
+        "settings shutdown _state_holder",
     ),
     ("torch.distributed:Work", COLLECTIVES, "get_future wait"),
     ("torch.cuda:Stream", STREAMS, "wait_stream wait_event synchronize"),

@@ -10,7 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ import pytest
 from scripts.launching import SCRIPTS
 from scripts.memory.oom_cgroup import memory_cgroup
 
+from zerowatch.runtime.cli import launcher_notes
 from zerowatch.runtime.cli.launcher_notes import note_ended_workers, write_notes
 from zerowatch.runtime.common.exit_notes import ExitNote, read_exit_notes, write_exit_note
 from zerowatch.runtime.common.liveness_file import (
@@ -599,6 +600,29 @@ def test_the_launcher_prints_the_line_too_if_the_notes_cannot_be_written(
     assert line.startswith("zerowatch: rank 0 was the first rank of this host to exit, by SIGKILL")
     assert str(tmp_path / "one" / "exits") in error
     assert "run_log.folder" in error
+
+
+@pytest.fixture
+def hanging_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of runs whose readers wait, as one on a host that is lost."""
+    monkeypatch.setattr(launcher_notes, "NOTES_SECONDS", 0.1)
+    (tmp_path / "one").mkdir()
+    marker = tmp_path / "one" / "rank-0.alive.json"
+    os.mkfifo(marker)
+    yield tmp_path
+    os.close(os.open(marker, os.O_RDWR))  # its readers go on
+
+
+def test_the_launcher_does_not_wait_for_a_run_folder_that_hangs(
+    hanging_runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note_ended_workers(hanging_runs, {0: 100}, "node host7 was lost")
+    write_notes(hanging_runs, {0: 100}, failures({0: 1}))
+
+    ended, failed, line = capsys.readouterr().err.splitlines()
+    assert str(hanging_runs) in ended
+    assert ended == failed
+    assert line.startswith("zerowatch: rank 0 was the first rank of this host to exit, with code 1")
 
 
 def test_the_launcher_notes_nothing_on_processes_of_others_with_the_same_id(tmp_path: Path) -> None:
