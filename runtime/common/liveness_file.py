@@ -7,6 +7,7 @@ happened. It compares the kernel's OOM kill counters in the file with the curren
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -60,16 +61,22 @@ class ProcessMarker:
 
 
 class LivenessFile:
-    """Writes the file `rank-<r>.alive.json` of this process. Disk errors are logged, not raised."""
+    """Writes the file `rank-<r>.alive.json` of this process. Disk errors are logged, not raised.
+
+    Attributes:
+        is_missing: Whether the last `open` could not write the file, as on a full disk. Another
+            `open` tries again.
+    """
 
     def __init__(self, folder: Path, rank: int, host: str, root: Path = ROOT) -> None:
         self._path = folder / f"rank-{rank}{SUFFIX}"
         self._rank, self._host, self._root = rank, host, root
         self._descriptor: int | None = None
         self._pid = os.getpid()
+        self.is_missing = False
 
     def open(self) -> None:
-        """Write the file. Do nothing if there is no /proc."""
+        """Write the file. Do nothing if there is no /proc, or if it is open."""
         marker = current_process(self._rank, self._host, self._root)
         if marker is None or self._descriptor is not None:
             return
@@ -81,9 +88,20 @@ class LivenessFile:
             # The lock is held until the process has exited. Other PID namespaces test it.
             with contextlib.suppress(OSError):  # some network file systems lack locks
                 _lock(self._descriptor)
-            os.write(self._descriptor, json.dumps(asdict(marker), indent=2).encode() + b"\n")
+            text = json.dumps(asdict(marker), indent=2).encode() + b"\n"
+            if os.write(self._descriptor, text) < len(text):
+                raise OSError(errno.ENOSPC, "the disk is full", str(self._path))
+            self.is_missing = False
         except OSError as error:
-            logger.info("liveness file %s cannot be written: %s", self._path, error)
+            self.close()
+            if not self.is_missing:
+                self.is_missing = True
+                logger.warning(
+                    "liveness file %s cannot be written: %s. Until it is, the next run does not "
+                    "report it if this process is killed",
+                    self._path,
+                    error,
+                )
 
     def close(self) -> None:
         """Remove the file at a clean exit. Does nothing in a forked child. Safe to call twice."""

@@ -9,12 +9,12 @@ from typing import Any
 
 from ..common.ds_config import ZEROWATCH_KEY
 from ..common.hidden_secrets import without_secrets
-from ..common.report_files import write_or_warn
+from ..common.retried_files import RetriedFiles
 
 DS_CONFIG_FILE = "ds_config.json"
 
 
-def write_ds_config(folder: Path, engine: Any) -> None:
+def write_ds_config(folder: Path, engine: Any, files: RetriedFiles) -> None:
     """Write the ds config of an engine, readable by the owner only. An empty one is not written.
 
     The settings of zerowatch are in `settings.json`. Secrets are left out (`hidden_secrets.py`).
@@ -29,4 +29,4 @@ def write_ds_config(folder: Path, engine: Any) -> None:
         # Infinity and NaN become text, because JSON has no such numbers.
         content = json.loads(text, parse_constant=str)
         text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-        write_or_warn(folder / DS_CONFIG_FILE, text, mode=0o600)
+        files.write(folder / DS_CONFIG_FILE, text, mode=0o600)

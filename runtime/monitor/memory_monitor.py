@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ...metrics.backoff import Backoff
 from ...metrics.catalog import memory
 from ...metrics.settings import MemorySettings
 from ..common.liveness_file import LivenessFile
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # Interval between readings while no step ends, such as in an evaluation or while data is loaded.
 IDLE_SECONDS = 5.0
+# Delay between attempts to write the liveness file if the disk is full.
+RETRY_SECONDS = 10.0
 # Maximum number of samples that are kept until the next publication.
 MAX_SAMPLES = 256
 
@@ -81,6 +84,7 @@ class MemoryMonitor:
         self._oom_reporter = self._new_oom_reporter() if settings.enabled else None
         self._oom_device = "cpu"
         self._liveness: LivenessFile | None = None
+        self._liveness_backoff = Backoff(RETRY_SECONDS, RETRY_SECONDS)
         self._began_unix_seconds = time.time()
         self._closed = self._engine_replaced = False
         self._offload: OffloadTraffic | None = None
@@ -211,6 +215,11 @@ class MemoryMonitor:
 
     def _write_liveness_file(self) -> None:
         """Once the run folder exists, report killed ranks and write this rank's liveness file."""
+        if self._liveness is not None and self._liveness.is_missing and not self._closed:
+            if self._liveness_backoff.is_due:
+                self._liveness_backoff.start_delay()
+                self._liveness.open()
+            return
         skip = self._liveness is not None or self._closed
         folder = None if skip else self._context.folder()
         if folder is None:

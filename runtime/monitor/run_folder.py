@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,10 +25,13 @@ from ..common.rank_store import (
     TargetDiscovery,
 )
 from ..common.report_files import write_or_warn
+from ..common.retried_files import RetriedFiles
 from .step_log import StepLog, keeps_every_step, write_settings
 
 logger = logging.getLogger(__name__)
 
+# Delay between attempts to write what is missing in the folder, as after a start on a full disk.
+RETRY_SECONDS = 10.0
 # Longest wait for the run id from rank 0.
 RUN_ID_TIMEOUT_SECONDS = 30.0
 # Maximum number of live runs with the same id. Each run has a folder of its own.
@@ -47,6 +50,7 @@ class RunFolder:
 
     Attributes:
         run_id: The id of the run. None until rank 0 has shared the id.
+        files: Small files of the folder. `poll` writes those that could not be written before.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class RunFolder:
         process: ProcessInfo,
         store: RankStore,
         targets: TargetDiscovery,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
         self._runs = settings.run_log.folder.absolute()  # a script may change its working folder
@@ -70,6 +75,9 @@ class RunFolder:
         self._late_id_backoff: Backoff | None = None
         self._targets_text: str | None = None
         self._lock: int | None = None
+        self._is_signed = False
+        self.files = RetriedFiles()
+        self._missing_backoff = Backoff(RETRY_SECONDS, RETRY_SECONDS, now)
         self.run_id = store.get("run_id")
         if process.rank == 0:
             self.run_id = self._claim(settings.run_id or launcher_run_id() or new_run_id())
@@ -109,6 +117,7 @@ class RunFolder:
         elif self._late_id_backoff is not None and self._late_id_backoff.is_due:
             self._late_id_backoff.start_delay()
             self._late_id = self._store.get("run_id") or self._late_id
+        self._write_missing()
         if self._process.rank != 0:
             self._store.poll()
         if self._process.rank != 0 or not self._settings.serve.enabled:
@@ -126,6 +135,7 @@ class RunFolder:
         if text is None or self.path is None:
             return
         file = self.path / TARGETS_FILE
+        self.files.discard(file)
         # Leave a file that a later watch of the same run id has written, and do not create one.
         if file.is_file() and file.read_text("utf-8") == text:
             write_or_warn(file, "[]\n")
@@ -192,7 +202,7 @@ class RunFolder:
         )
         self._sign(folder)
         if self._process.rank == 0:
-            write_settings(folder, self._settings)
+            write_settings(folder, self._settings, self.files)
         for record in self._held:
             log.append(record)
         self._held.clear()
@@ -200,7 +210,18 @@ class RunFolder:
 
     def _write_targets(self) -> None:
         if self.path is not None and self._targets_text is not None:
-            write_or_warn(self.path / TARGETS_FILE, self._targets_text)
+            self.files.write(self.path / TARGETS_FILE, self._targets_text)
+
+    def _write_missing(self) -> None:
+        """Write the files, and take the lock, for which the disk had no space before."""
+        if self.path is None or not self._missing_backoff.is_due:
+            return
+        self._missing_backoff.start_delay()
+        self.files.retry()
+        if not self._is_signed:
+            self._sign(self.path)
+        if self._process.rank == 0 and self._lock is None:
+            self._lock_folder(self.path)
 
     def _restore_files(self) -> None:
         """Write the files again that may have been deleted together with the log."""
@@ -210,7 +231,7 @@ class RunFolder:
         if self._process.rank == 0:
             self._unlock()
             self._lock_folder(self.path)
-            write_settings(self.path, self._settings)
+            write_settings(self.path, self._settings, self.files)
             self._write_targets()
 
     def _claim(self, run_id: str) -> str:
@@ -259,9 +280,11 @@ class RunFolder:
     def _sign(self, folder: Path) -> None:
         """Write the name of this node's launcher into the folder, so a restart finds the folder."""
         if self._launcher is not None and self._process.local_rank == 0:
+            self._is_signed = False
             with contextlib.suppress(OSError):
                 (folder / LAUNCHERS_FOLDER).mkdir(parents=True, exist_ok=True)
                 (folder / LAUNCHERS_FOLDER / self._launcher).touch()
+                self._is_signed = True
 
     def _lock_folder(self, folder: Path) -> bool:
         """Lock the folder if possible. Return False if a live run has locked it."""

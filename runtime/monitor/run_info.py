@@ -71,7 +71,7 @@ class RunInfoPublisher:
         folder = self._folder.path
         if self._context.identity.rank == 0 and folder is not None and not self._has_written_config:
             self._has_written_config = True
-            write_ds_config(folder, engine)
+            write_ds_config(folder, engine, self._folder.files)
 
     def _publish_start(self) -> None:
         """Publish when the run started, which rank 0 reads from the run folder and shares."""

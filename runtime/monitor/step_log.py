@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...metrics.settings import RunLogSettings, Settings
 from ...metrics.step_record import LineWriter, StepRecord
-from ..common.report_files import write_or_warn
+from ..common.retried_files import RetriedFiles
 from .log_file import LogFile
 
 # Number of ranks up to which each rank writes every step.
@@ -71,7 +71,7 @@ def keeps_every_step(world_size: int, local_rank: int) -> bool:
     return world_size <= FULL_LOG_WORLD_SIZE or local_rank == 0
 
 
-def write_settings(folder: Path, settings: Settings) -> None:
+def write_settings(folder: Path, settings: Settings, files: RetriedFiles) -> None:
     """Write the settings to the run folder, readable by the owner only."""
     text = json.dumps(settings.model_dump(mode="json"), indent=2, sort_keys=True) + "\n"
-    write_or_warn(folder / "settings.json", text, mode=0o600)
+    files.write(folder / "settings.json", text, mode=0o600)

@@ -12,11 +12,12 @@ import orjson
 import pytest
 import torch
 
+from zerowatch.runtime.common.retried_files import RetriedFiles
 from zerowatch.runtime.monitor.ds_config_file import DS_CONFIG_FILE, write_ds_config
 
 
 def written(folder: Path, config: Any) -> dict[str, Any]:
-    write_ds_config(folder, SimpleNamespace(config=config))
+    write_ds_config(folder, SimpleNamespace(config=config), RetriedFiles())
     content: dict[str, Any] = json.loads((folder / DS_CONFIG_FILE).read_text())
     return content
 
@@ -71,7 +72,9 @@ def test_names_with_such_words_inside_are_no_secrets(tmp_path: Path) -> None:
 
 
 def test_numbers_that_json_does_not_have_are_written_as_text(tmp_path: Path) -> None:
-    write_ds_config(tmp_path, SimpleNamespace(config={"a": float("inf"), "b": [float("nan")]}))
+    write_ds_config(
+        tmp_path, SimpleNamespace(config={"a": float("inf"), "b": [float("nan")]}), RetriedFiles()
+    )
 
     text = (tmp_path / DS_CONFIG_FILE).read_bytes()
     assert orjson.loads(text) == {"a": "Infinity", "b": ["NaN"]}
@@ -82,7 +85,7 @@ def test_a_config_given_as_a_path_is_written_as_deepspeed_has_read_it(tmp_path: 
         config="ds.json", _config=SimpleNamespace(_param_dict={"train_batch_size": 8})
     )
 
-    write_ds_config(tmp_path, engine)
+    write_ds_config(tmp_path, engine, RetriedFiles())
 
     assert json.loads((tmp_path / DS_CONFIG_FILE).read_text()) == {"train_batch_size": 8}
 
@@ -92,7 +95,7 @@ def test_values_that_are_not_json_are_written_as_text(tmp_path: Path) -> None:
 
 
 def test_without_deepspeed_there_is_no_file(tmp_path: Path) -> None:
-    write_ds_config(tmp_path, SimpleNamespace(config={}))
+    write_ds_config(tmp_path, SimpleNamespace(config={}), RetriedFiles())
 
     assert not list(tmp_path.iterdir())
 
@@ -102,6 +105,8 @@ def test_a_folder_that_cannot_be_written_is_logged_and_does_not_raise(
 ) -> None:
     (tmp_path / "file").touch()
 
-    write_ds_config(tmp_path / "file", SimpleNamespace(config={"train_batch_size": 8}))
+    write_ds_config(
+        tmp_path / "file", SimpleNamespace(config={"train_batch_size": 8}), RetriedFiles()
+    )
 
     assert "cannot write" in caplog.text

@@ -15,6 +15,7 @@ import pytest
 
 from zerowatch.metrics.settings import RunLogSettings, Settings
 from zerowatch.metrics.step_record import StepRecord
+from zerowatch.runtime.common.retried_files import RetriedFiles
 from zerowatch.runtime.monitor.log_file import RETRY_SECONDS
 from zerowatch.runtime.monitor.step_log import StepLog, keeps_every_step, write_settings
 
@@ -138,6 +139,7 @@ import resource, sys
 sys.path[:0] = {[str(Path(__file__).parent)]!r}
 from test_step_log import IDENTITY, record
 from zerowatch.metrics.settings import RunLogSettings
+from zerowatch.runtime.common.retried_files import RetriedFiles
 from zerowatch.runtime.monitor.step_log import StepLog
 from pathlib import Path
 log = StepLog(Path({str(tmp_path)!r}), IDENTITY, RunLogSettings())
@@ -246,7 +248,7 @@ def test_many_ranks_write_every_tenth_step_except_one_per_node(tmp_path: Path) -
 
 
 def test_the_settings_file_is_readable_by_the_owner_only(tmp_path: Path) -> None:
-    write_settings(tmp_path / "run", Settings(run_id="mine"))
+    write_settings(tmp_path / "run", Settings(run_id="mine"), RetriedFiles())
 
     path = tmp_path / "run" / "settings.json"
     assert json.loads(path.read_text())["run_id"] == "mine"
@@ -255,6 +257,6 @@ def test_the_settings_file_is_readable_by_the_owner_only(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("text", ["environ", "argv"])
 def test_the_settings_hold_no_command_line_and_no_environment(tmp_path: Path, text: str) -> None:
-    write_settings(tmp_path, Settings())
+    write_settings(tmp_path, Settings(), RetriedFiles())
 
     assert text not in (tmp_path / "settings.json").read_text()

@@ -46,6 +46,7 @@ from zerowatch.runtime.collectives.collective_table import OPERATIONS
 from zerowatch.runtime.common import accelerator, interrupts
 from zerowatch.runtime.instrumentation import engine_hooks
 from zerowatch.runtime.instrumentation.engine_hooks import ENGINE_METHODS
+from zerowatch.runtime.monitor import memory_monitor, run_folder
 from zerowatch.runtime.monitor.comparison_monitor import ComparisonMonitor
 from zerowatch.runtime.monitor.subscriptions import Subscriptions
 from zerowatch.runtime.monitor.watch_thread import WatchThread
@@ -640,6 +641,33 @@ def steps_that_a_blocked_disk_keeps_are_counted_at_close() -> None:
     snapshot = engine.watch.snapshot()
     assert snapshot.value(overhead.DROPPED_RECORDS, "steps") >= 4
     release.set()
+
+
+def files_that_no_disk_took_at_the_start_are_written_later() -> None:
+    run_folder.RETRY_SECONDS = memory_monitor.RETRY_SECONDS = 0.2
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("zerowatch").addHandler(handler)
+    runs = Path(tempfile.mkdtemp()) / "runs"
+    runs.touch()  # no folder can be made here, as on a full disk
+    settings = {"run_log": {"folder": runs}, "serve": {"port": free_port()}, "run_id": "night-7"}
+    ds_config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = zerowatch.initialize(
+        model=model,
+        optimizer=optimizer,
+        config={**ds_config, "zero_allow_untested_optimizer": True},
+        settings=settings,
+    )[0]
+    step(engine)
+    expected = {"settings.json", "ds_config.json", "targets.json", "rank-0.alive.json"}
+    wait_until(lambda: all(any(name in line for line in lines) for name in expected))
+    runs.unlink()
+
+    wait_until(lambda: expected | {"run.lock"} <= {path.name for path in runs.glob("night-7/*")})
+    engine.watch.close()
 
 
 def a_watch_thread_that_is_interrupted_starts_over() -> None:

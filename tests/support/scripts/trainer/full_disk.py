@@ -109,13 +109,13 @@ def small_disk(folder: Path) -> Iterator[None]:
 def without_bytes(disk: Path, save: Save) -> Iterator[FullDiskOutcome]:
     """Yield the outcomes of saves with a growing number of free pages."""
     for pages in range(MOST_PAGES + 1):
-        yield _outcome(disk, save, pages, _fill_bytes)
+        yield _outcome(disk, save, pages, fill_bytes)
 
 
 def without_files(disk: Path, save: Save) -> Iterator[FullDiskOutcome]:
     """Yield the outcomes of saves with a growing number of files that can still be created."""
     for files in range(MOST_FILES + 1):
-        yield _outcome(disk, save, files, _fill_files)
+        yield _outcome(disk, save, files, fill_files)
 
 
 def _outcome(
@@ -150,12 +150,14 @@ def _outcome(
     return outcome
 
 
-def _fill_bytes(fillers: Path, pages: int) -> None:
+def fill_bytes(fillers: Path, pages: int) -> None:
+    """Fill a disk up to a number of free pages, by a file in a folder."""
     filler = fillers / "filler"
     filler.touch()
     filler.write_bytes(bytes((os.statvfs(fillers).f_bfree - pages) * PAGE_BYTES))
 
 
-def _fill_files(fillers: Path, files: int) -> None:
+def fill_files(fillers: Path, files: int) -> None:
+    """Leave room for a number of new files on a disk, by files in a folder."""
     for number in range(os.statvfs(fillers).f_ffree - files):
         (fillers / str(number)).touch()
