@@ -409,10 +409,11 @@ class TrainingRun:
             complete.
 
         Raises:
-            CheckpointError: The checkpoint cannot be written, or the previous one could not be
-                written in the background. Or the folder is in use by another run, or has
-                checkpoints of a run that this run has not loaded. Raised on all ranks. Earlier
-                checkpoints are unchanged, and training can continue.
+            CheckpointError: The checkpoint cannot be written, the folder is in use by another run,
+                or it has checkpoints of a run that this run has not loaded. Or the previous
+                checkpoint could not be written in the background: this one was made nevertheless,
+                and the error names it. Raised on all ranks. Earlier checkpoints are unchanged, and
+                training can continue.
 
         Examples:
             >>> run.save("checkpoints", background=True)

@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from ....errors import CheckpointError
@@ -39,11 +39,20 @@ from .snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
-# How long to wait for other ranks, which may have been killed, after this rank has written its
-# files: usually, and if an error ends this process.
+# How long to wait at the end for other ranks, which may have been killed: usually, and if an error
+# ends this process.
 PEER_SECONDS = 300.0
 PEER_SECONDS_AFTER_ERROR = 30.0
-_POLL_SECONDS = 1.0
+# How long to wait for the store while no rank uses its disk: a busy store responds within seconds.
+STORE_SECONDS = 60.0
+LEAVE_SECONDS = 15.0  # more than the timeout of the store's calls
+_FIRST_POLL_SECONDS, _POLL_SECONDS = 0.05, 1.0
+_NOTICE_SECONDS = 300.0
+
+UNCERTAIN = (
+    "It may be or become complete nevertheless, and earlier checkpoints are deleted only then. "
+    "Training may go on"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,69 +193,99 @@ def copy_checkpoint(
 class BackgroundSaver:
     """Writes one checkpoint at a time on a thread; all ranks make the same calls in order.
 
+    Waiting ends when this rank's thread ends. If the thread only waits for other ranks or for the
+    store and exceeds a limit, it is stopped. A thread that a call of the store blocks is left: it
+    can neither complete nor delete a checkpoint afterwards, and it does not keep the process alive.
+    A thread that uses the disk is never left, because a commit cannot be taken back.
+
     Args:
-        exchange: Exchange of the ranks' threads.
-        peer_seconds: How long to wait for other ranks after this rank has written its files.
+        peer_seconds: How long `wait` waits for other ranks.
         peer_seconds_after_error: The same if an error ends this process.
+        store_seconds: How long `wait_together` waits while all threads wait for the store.
+        leave_seconds: How long to wait for a thread that was stopped.
     """
 
     def __init__(
         self,
-        exchange: RankExchange,
         *,
         peer_seconds: float = PEER_SECONDS,
         peer_seconds_after_error: float = PEER_SECONDS_AFTER_ERROR,
+        store_seconds: float = STORE_SECONDS,
+        leave_seconds: float = LEAVE_SECONDS,
     ) -> None:
-        self._exchange, self._peer_seconds = exchange, peer_seconds
-        self._peer_seconds_after_error = peer_seconds_after_error
-        self._thread: threading.Thread | None = None
-        self._pending: PendingSave | None = None
+        self._peer_seconds, self._peer_seconds_after_error = peer_seconds, peer_seconds_after_error
+        self._store_seconds, self._leave_seconds = store_seconds, leave_seconds
+        self._reserved: SimpleQueue[_SaveJob | None] | None = None
+        self._job: _SaveJob | None = None
         self._failure: CheckpointError | None = None
-        self._has_written_own = threading.Event()
 
-    def start(self, pending: PendingSave, on_end: Callable[[bool, float], None]) -> None:
+    def reserve_thread(self) -> bool:
+        """Start the thread of the next save, and return whether that was possible."""
+        try:
+            self._reserved = self._reserved or _started_thread()
+        except RuntimeError as error:
+            logger.warning("no thread can be started (%s): training waits for the save", error)
+            return False
+        return True
+
+    def start(
+        self, pending: PendingSave, exchange: RankExchange, on_end: Callable[[bool, float], None]
+    ) -> None:
         """Write a checkpoint on a thread; the previous one must have ended.
 
         Args:
             pending: The checkpoint.
-            on_end: Called on the thread with whether it was completed and the seconds of writing.
+            exchange: Exchange of the ranks' threads, of this save only.
+            on_end: Called with whether the checkpoint was completed and the seconds of writing, on
+                the thread, or by the method that leaves the thread.
+
+        Raises:
+            RuntimeError: No thread can be started, and none was reserved.
         """
-        self._pending = pending
-        self._has_written_own.clear()
-        run = partial(self._run, pending, on_end)
-        thread = threading.Thread(target=run, name="zerowatch-save", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            logger.warning("no thread can be started (%s): the checkpoint is written now", error)
-            run()
-            return
-        self._thread = thread
+        queue, self._reserved = self._reserved or _started_thread(), None
+        self._job = _SaveJob(pending, exchange, on_end)
+        queue.put(self._job)
         atexit.register(self.wait)
 
-    def wait_for_own_files(self) -> None:
-        """Wait until this rank has written its files. This needs no other rank."""
-        thread, pending = self._thread, self._pending
-        if thread is not None and thread.is_alive() and pending is not None:
-            logger.info("waiting until %s is written", pending.path)
-            self._has_written_own.wait()
+    def wait_together(self, host_group: HostCollectives) -> None:
+        """Wait until no rank writes a checkpoint; all ranks must call it.
+
+        As long as a rank uses its disk, all wait, as in a save without a thread.
+
+        Args:
+            host_group: Group of all ranks. Its collectives fail if a rank was killed.
+        """
+        job, poll_seconds, idle_seconds, total_seconds = self._job, _FIRST_POLL_SECONDS, 0.0, 0.0
+        noted_seconds = 0.0
+        while True:
+            is_running = job is not None and not job.has_ended
+            is_idle = job is not None and job.is_exchanging
+            rows = host_group.all_gather([is_running, is_running and not is_idle])
+            running, busy = ([rank for rank, flag in enumerate(row) if flag] for row in rows.T)
+            if not running:
+                break
+            # All ranks have the same rows, so they have the same sums.
+            idle_seconds = 0.0 if busy else idle_seconds + poll_seconds
+            total_seconds += poll_seconds
+            if job is not None:
+                if total_seconds >= noted_seconds:
+                    noted_seconds += _NOTICE_SECONDS
+                    logger.info("waiting until %s is written by rank %s", job.path, busy or running)
+                self._limit(job, idle_seconds, self._store_seconds)
+                job.wait(poll_seconds)
+            poll_seconds = min(2 * poll_seconds, _POLL_SECONDS)
+        self._take(job)
 
     def wait(self) -> None:
-        """Wait until no checkpoint is being written, for other ranks only for a limited time."""
-        thread = self._thread
-        if thread is None:
-            return
-        deadline = None
-        while thread.is_alive():
-            thread.join(_POLL_SECONDS)
-            if deadline is None and self._has_written_own.is_set():
-                after_error = self._peer_seconds_after_error
-                seconds = after_error if _is_ended_by_error() else self._peer_seconds
-                deadline = time.monotonic() + seconds
-            if deadline is not None and time.monotonic() > deadline:
-                self._exchange.stop()
-        atexit.unregister(self.wait)
-        self._thread = self._pending = None
+        """Wait until this rank writes no checkpoint, for other ranks only for a limited time."""
+        job, exchanging_seconds = self._job, 0.0
+        after_error = self._peer_seconds_after_error
+        seconds = after_error if _is_ended_by_error() else self._peer_seconds
+        while job is not None and not job.wait(_POLL_SECONDS):
+            if job.is_exchanging:
+                exchanging_seconds += _POLL_SECONDS
+                self._limit(job, exchanging_seconds, seconds)
+        self._take(job)
 
     def take_failure(self) -> CheckpointError | None:
         """Return and forget why the last checkpoint was not completed; None if it was."""
@@ -259,41 +298,122 @@ class BackgroundSaver:
         Raises:
             CheckpointError: The last checkpoint was not completed.
         """
+        reserved, self._reserved = self._reserved, None
+        if reserved is not None:
+            reserved.put(None)
         self.wait()
         failure = self.take_failure()
         if failure is not None:
             raise failure
 
-    def _run(self, pending: PendingSave, on_end: Callable[[bool, float], None]) -> None:
-        began = time.perf_counter()
+    def _limit(self, job: _SaveJob, waited_seconds: float, limit_seconds: float) -> None:
+        if waited_seconds > limit_seconds:
+            job.stop()
+        if waited_seconds > limit_seconds + self._leave_seconds:
+            job.leave()
+
+    def _take(self, job: _SaveJob | None) -> None:
+        if job is not None:
+            atexit.unregister(self.wait)
+            self._job, self._failure = None, job.failure
+
+
+class _SaveJob:
+    """A save on a thread, and the exchange that its thread uses.
+
+    Attributes:
+        path: Folder of the checkpoint once it is complete.
+        failure: Why the save failed, once it has ended.
+    """
+
+    def __init__(
+        self, pending: PendingSave, exchange: RankExchange, on_end: Callable[[bool, float], None]
+    ) -> None:
+        self.path = pending.path
+        self.failure: CheckpointError | None = None
+        self._pending, self._exchange, self._on_end = pending, exchange, on_end
+        self._began = time.perf_counter()
+        self._lock = threading.Lock()
+        self._is_exchanging = self._is_left = False
+        self._ended = threading.Event()
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the thread has ended or was left."""
+        return self._ended.is_set()
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Return whether the thread waits for other ranks or for the store."""
+        return self._is_exchanging
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end; return whether the thread has ended or was left."""
+        return self._ended.wait(seconds)
+
+    def run(self) -> None:
+        """Save; called on the thread."""
         with FailureCapture() as capture:
-            pending.write(_Marked(self._exchange, self._has_written_own))
-        self._has_written_own.set()
+            self._pending.write(self)
         failure = capture.take()
-        if failure is not None:
-            if not isinstance(failure, CheckpointError):
-                failure = CheckpointError(
-                    f"cannot save step {pending.manifest.steps} to {pending.checkpoints.path}: "
-                    f"{_shown(failure)}. {UNHARMED}"
-                )
-            self._failure = failure
-            logger.error("%s", failure)
-        on_end(failure is None, time.perf_counter() - began)
-
-
-@dataclass(frozen=True, slots=True)
-class _Marked:
-    """An exchange that sets an event at its first use, when this rank has written its files."""
-
-    exchange: RankExchange
-    used: threading.Event
+        if not self._is_left:
+            self._end(failure)
 
     def gather(self, text: str) -> list[str]:
-        self.used.set()
-        return self.exchange.gather(text)
+        """Return every rank's text, by rank; called on the thread.
+
+        Raises:
+            RuntimeError: The exchange failed, or the thread was left.
+        """
+        with self._lock:
+            self._is_exchanging = True
+        try:
+            return self._exchange.gather(text)
+        finally:
+            with self._lock:
+                self._is_exchanging = False
+                if self._is_left:
+                    raise RuntimeError("the save was given up")
 
     def stop(self) -> None:
-        self.exchange.stop()
+        """End a wait for other ranks with an error."""
+        self._exchange.stop()
+
+    def leave(self) -> None:
+        """Report a failure and let the thread do nothing more, if a call of the store blocks it."""
+        with self._lock:
+            if not self._is_exchanging or self._is_left:
+                return
+            self._is_left = True
+        self._end(RuntimeError("the store of torch.distributed does not respond"))
+
+    def _end(self, error: Exception | None) -> None:
+        if error is not None:
+            if isinstance(error, CheckpointError):
+                self.failure = error
+            else:
+                self.failure = CheckpointError(
+                    f"cannot save step {self._pending.manifest.steps} to "
+                    f"{self._pending.checkpoints.path}: {_shown(error)}. {UNCERTAIN}"
+                )
+            logger.error("%s", self.failure)
+        try:
+            self._on_end(error is None, time.perf_counter() - self._began)
+        finally:
+            self._ended.set()
+
+
+def _started_thread() -> SimpleQueue[_SaveJob | None]:
+    """Start a thread that runs one job, and return the queue that it takes the job from."""
+    queue: SimpleQueue[_SaveJob | None] = SimpleQueue()
+    threading.Thread(target=_run_next, args=(queue,), name="zerowatch-save", daemon=True).start()
+    return queue
+
+
+def _run_next(queue: SimpleQueue[_SaveJob | None]) -> None:
+    job = queue.get()
+    if job is not None:
+        job.run()
 
 
 def _is_ended_by_error() -> bool:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ....errors import RebuildError
+from ....errors import CheckpointError, RebuildError
 from ....metrics.catalog import training
 from ...common.collective_attempt import raise_on_all_ranks
 from ...common.host_group import HostGroup
@@ -39,10 +39,12 @@ from .load import find_checkpoint, load_checkpoint
 from .plan_file import MicroBatchPlan, PlanFile, check_plan
 from .rank_exchange import StoreExchange
 from .run_state import RunState
-from .save import UNHARMED, save_checkpoint
+from .save import save_checkpoint
 from .shard_layout import shard_layout
 
 logger = logging.getLogger(__name__)
+
+_STATE = "Training may go on"
 
 
 class CheckpointManager:
@@ -74,54 +76,27 @@ class CheckpointManager:
         run_id = engine_holder.engine.watch.run_id or launcher_run_id() or new_run_id()
         self._owner = folder_owner(run_id, host_group)
         self._is_background = background
-        self._saver: BackgroundSaver | None = None
+        self._saver = BackgroundSaver()
+        self._exchange: StoreExchange | None = None
         window_runner.on_fatal_oom.append(self._record_failure)
 
     def save(
         self, folder: str | Path, client_state: Any, keep: int, *, background: bool | None
     ) -> Path:
-        """Write a checkpoint, or copy its state and write it later; see `TrainingRun.save`."""
-        holder, runner, group = self._engine_holder, self._window_runner, self._host_group
-        self.wait()
-        watch = holder.engine.watch
+        """Write a checkpoint, or copy its state and write it later; see `TrainingRun.save`.
+
+        A failure of the last checkpoint is raised only after this one was written or copied.
+        """
+        last_failure = self._last_failure()
         own = self._is_background if background is None else background
-        in_background = bool(group.all_gather([own]).min())  # if all ranks request it
-        began_at = time.time()
-        state = RunState(
-            steps=runner.steps,
-            samples=runner.samples,
-            config=holder.config,
-            rebuilt=holder.is_rebuilt,
-            micro_batch_plan=asdict(self._plan()),
-            weight_exponent=runner.exponent,
-            rng=asdict(RngState.capture()),
-            data=self._data.state_dict(),
-            compression=holder.compressor.state_dict() if holder.compressor else None,
-            client_state=client_state,
-            shard=shard_layout(holder.engine),
-        )
-        if in_background:
-            self._saver = self._saver or BackgroundSaver(StoreExchange(group))
-            with watch.copying_checkpoint(), holder.optimizer_states_on_device():
-                pending = copy_checkpoint(
-                    folder,
-                    holder.engine,
-                    group,
-                    state,
-                    _available_bytes,
-                    keep,
-                    self._superseded,
-                    self._owner,
-                )
-            on_end = partial(self._on_background_save, watch, pending.path, began_at)
-            self._saver.start(pending, on_end)
-            return pending.path
-        with watch.saving_checkpoint(), holder.optimizer_states_on_device():
-            saved = save_checkpoint(
-                folder, holder.engine, group, state, keep, self._superseded, self._owner
-            )
-        self._publish_size(watch, saved)
-        return saved
+        can_start = own and self._saver.reserve_thread()
+        in_background = bool(self._host_group.all_gather([can_start]).min())  # if all ranks can
+        save = self._start_save if in_background else self._save
+        path = save(folder, client_state, keep)
+        if last_failure is not None:
+            done = "is being written" if in_background else "was saved"
+            raise CheckpointError(f"{last_failure}. The new checkpoint {path} {done}")
+        return path
 
     def wait(self) -> None:
         """Wait until no checkpoint is being written beside training; all ranks must call it.
@@ -129,18 +104,13 @@ class CheckpointManager:
         Raises:
             CheckpointError: The last checkpoint was not completed.
         """
-        if self._saver is None:
-            return
-        self._wait_for_threads(self._saver)
-        failure = self._saver.take_failure()
-        with raise_on_all_ranks(self._host_group, "complete the last checkpoint", UNHARMED):
-            if failure is not None:
-                raise failure
+        failure = self._last_failure()
+        if failure is not None:
+            raise failure
 
     def load(self, folder: str | Path, *, fallback: bool | None) -> RunState | None:
         """Load the last checkpoint, if there is one, and the plan file if it is newer."""
-        if self._saver is not None:
-            self._wait_for_threads(self._saver)
+        self._wait_for_threads()
         holder, runner, group = self._engine_holder, self._window_runner, self._host_group
         own = launcher_may_restart() if fallback is None else fallback
         allowed = bool(group.all_gather([own]).min())  # if all ranks allow it
@@ -195,17 +165,70 @@ class CheckpointManager:
             CheckpointError: The last checkpoint was not completed.
         """
         try:
-            if self._saver is not None:
-                self._saver.close()
+            self._saver.close()
         finally:
             self._owner.close()
 
-    def _wait_for_threads(self, saver: BackgroundSaver) -> None:
+    def _save(self, folder: str | Path, client_state: Any, keep: int) -> Path:
+        holder, group = self._engine_holder, self._host_group
+        watch, state = holder.engine.watch, self._state(client_state)
+        with watch.saving_checkpoint(), holder.optimizer_states_on_device():
+            saved = save_checkpoint(
+                folder, holder.engine, group, state, keep, self._superseded, self._owner
+            )
+        self._publish_size(watch, saved)
+        return saved
+
+    def _start_save(self, folder: str | Path, client_state: Any, keep: int) -> Path:
+        holder, group, began_at = self._engine_holder, self._host_group, time.time()
+        watch, state = holder.engine.watch, self._state(client_state)
+        self._exchange = StoreExchange(group, previous=self._exchange)
+        with watch.copying_checkpoint(), holder.optimizer_states_on_device():
+            pending = copy_checkpoint(
+                folder,
+                holder.engine,
+                group,
+                state,
+                _available_bytes,
+                keep,
+                self._superseded,
+                self._owner,
+            )
+        on_end = partial(self._on_background_save, watch, pending.path, began_at)
+        self._saver.start(pending, self._exchange, on_end)
+        return pending.path
+
+    def _state(self, client_state: Any) -> RunState:
+        holder, runner = self._engine_holder, self._window_runner
+        return RunState(
+            steps=runner.steps,
+            samples=runner.samples,
+            config=holder.config,
+            rebuilt=holder.is_rebuilt,
+            micro_batch_plan=asdict(self._plan()),
+            weight_exponent=runner.exponent,
+            rng=asdict(RngState.capture()),
+            data=self._data.state_dict(),
+            compression=holder.compressor.state_dict() if holder.compressor else None,
+            client_state=client_state,
+            shard=shard_layout(holder.engine),
+        )
+
+    def _last_failure(self) -> CheckpointError | None:
+        """Wait for the last checkpoint; return on all ranks why it failed."""
+        self._wait_for_threads()
+        failure = self._saver.take_failure()
+        try:
+            with raise_on_all_ranks(self._host_group, "complete the last checkpoint", _STATE):
+                if failure is not None:
+                    raise failure
+        except CheckpointError as error:
+            return error
+        return None
+
+    def _wait_for_threads(self) -> None:
         with self._engine_holder.engine.watch.waiting_for_checkpoint():
-            saver.wait_for_own_files()
-            # Fails if a rank was killed; this rank's thread would wait for it.
-            self._host_group.all_gather([0.0])
-            saver.wait()
+            self._saver.wait_together(self._host_group)
 
     def _on_background_save(
         self, watch: Any, path: Path, began_at: float, saved: bool, seconds: float

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,6 +32,9 @@ from .safe_load import load_plain
 logger = logging.getLogger(__name__)
 
 UNHARMED = "Earlier checkpoints are unchanged, and training may go on"
+# A little more than the longest time for which NFS by default caches that a file does not exist.
+VISIBLE_SECONDS = 65.0
+_POLL_SECONDS = 0.5
 
 
 class SaveNumbers(NamedTuple):
@@ -199,15 +203,17 @@ def commit(
         partial: Folder of this checkpoint as long as it is incomplete.
         name: Name of this checkpoint.
         manifest: Manifest without files.
-        written: Files of known size and checksum; all others are read.
+        written: Files of known size and checksum, which must be there; all others are read.
 
     Raises:
-        CheckpointError: The ds config cannot be saved.
+        CheckpointError: The ds config cannot be saved, or a file in `written` is not in the folder
+            as this host sees it, or has another size.
         OSError: The disk fails.
     """
-    names = {str(path.relative_to(partial)): path for path in sorted(files_of(partial))}
-    files = {each: written.get(each) or file_info(path) for each, path in names.items()}
-    complete = replace(manifest, files=files)
+    _check_written(partial, written)
+    names = {str(path.relative_to(partial)): path for path in files_of(partial)}
+    others = {name: file_info(path) for name, path in names.items() if name not in written}
+    complete = replace(manifest, files=dict(sorted({**others, **written}.items())))
     atomic_write(checkpoints.manifest(partial.name), complete.to_json(), durable=True)
     for folder in {path.parent for path in files_of(partial)}:
         sync(folder)
@@ -215,12 +221,47 @@ def commit(
     logger.info("checkpoint of step %d saved: %s", manifest.steps, checkpoints.path / name)
 
 
+def _check_written(partial: Path, written: Mapping[str, FileInfo]) -> None:
+    """Raise CheckpointError unless each file is there; wait for files of other hosts on NFS."""
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    for name, info in written.items():
+        while (size := _size(partial / name)) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        if size is None:
+            raise CheckpointError(
+                f"{partial / name} does not exist on this host, but another rank has written it: "
+                "save to a folder that all nodes share"
+            )
+        if size != info.size:
+            raise CheckpointError(
+                f"{partial / name} has {size} bytes, but the rank that wrote it counted "
+                f"{info.size}: save to a folder that only this run uses"
+            )
+
+
+def _size(path: Path) -> int | None:
+    """Return the size of a file in bytes, read from NFS's server; None if there is no file."""
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return None
+
+
 def prune(checkpoints: CheckpointFolder, keep: int, superseded: set[Path]) -> None:
     """Delete superseded checkpoints and the oldest ones; a failure does not stop training.
 
     A damaged checkpoint is among the superseded ones once a load has found the damage.
     """
-    save_numbers = checkpoints.save_numbers()
+    try:
+        save_numbers = checkpoints.save_numbers()
+    except OSError as error:
+        logger.warning(
+            "cannot list %s to delete old checkpoints: %s; the next save tries again",
+            checkpoints.path,
+            error,
+        )
+        return
     passed_over = {path.name for path in superseded if path.parent == checkpoints.path}
     oldest_first = sorted(save_numbers.keys() - passed_over, key=lambda name: save_numbers[name])
     for name in [*sorted(passed_over), *oldest_first[: -max(1, keep)]]:

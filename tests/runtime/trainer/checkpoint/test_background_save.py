@@ -5,6 +5,7 @@ Covers `background_save.py`, `host_copy.py`, `snapshot.py` and `rank_exchange.py
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,15 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.rank_threads import FakeHostGroup, on_ranks
 from scripts.trainer.resume_engine import PlainEngine, SingleRankHostGroup
+from servers.cut_link import CutLink
+from torch.distributed import TCPStore
 
 from zerowatch.errors import CheckpointError
+from zerowatch.runtime.trainer.checkpoint import background_save
 from zerowatch.runtime.trainer.checkpoint.background_save import (
     BackgroundSaver,
     PendingSave,
     copy_checkpoint,
 )
-from zerowatch.runtime.trainer.checkpoint.folder import LATEST
+from zerowatch.runtime.trainer.checkpoint.folder import LATEST, MANIFEST, file_info, read_manifest
 from zerowatch.runtime.trainer.checkpoint.host_copy import host_copy, host_copy_bytes
 from zerowatch.runtime.trainer.checkpoint.load import find_checkpoint, load_checkpoint
 from zerowatch.runtime.trainer.checkpoint.rank_exchange import StoreExchange
@@ -97,9 +102,9 @@ def test_a_checkpoint_is_absent_until_its_thread_has_written_it(tmp_path: Path) 
         original(state_dict, path)
 
     engine.checkpoint_engine.save = slow  # type: ignore[method-assign]
-    saver = BackgroundSaver(StoreExchange(ALONE))
+    saver = BackgroundSaver()
     pending = copy_of(tmp_path, engine)
-    saver.start(pending, lambda saved, seconds: ended.append(saved))
+    saver.start(pending, StoreExchange(ALONE), lambda saved, seconds: ended.append(saved))
     engine.step()
 
     assert find_checkpoint(tmp_path, engine, ALONE) is None
@@ -122,8 +127,8 @@ def test_a_failed_thread_leaves_the_earlier_checkpoint_and_close_raises(tmp_path
         raise RuntimeError("no space")
 
     engine.checkpoint_engine.save = full  # type: ignore[method-assign]
-    saver, ended = BackgroundSaver(StoreExchange(ALONE)), []
-    saver.start(copy_of(tmp_path, engine), lambda saved, seconds: ended.append(saved))
+    saver, ended, pending = BackgroundSaver(), [], copy_of(tmp_path, engine)
+    saver.start(pending, StoreExchange(ALONE), lambda saved, seconds: ended.append(saved))
 
     with pytest.raises(CheckpointError, match=r"cannot save step 2 .*rank 0 .*disk full"):
         saver.close()
@@ -201,37 +206,266 @@ def test_ranks_exchange_texts_over_a_store_and_a_stop_ends_the_wait(tmp_path: Pa
     assert texts == found == [["a", "b"], ["c", "d"]]
 
     exchanges[0].stop()
-    with pytest.raises(RuntimeError, match="other ranks"):
+    with pytest.raises(RuntimeError, match="no response from rank 1"):
         exchanges[0].gather("e")
 
 
 def saver_without_peer(folder: Path, **limits: float) -> BackgroundSaver:
-    """Return a saver that has written its files, and the other rank of which was killed."""
+    """Return a saver that writes its files, and the other rank of which was killed."""
+    saver = BackgroundSaver(**limits)
     exchange = StoreExchange(_Rank(0), torch.distributed.HashStore())
-    saver = BackgroundSaver(exchange, **limits)
-    saver.start(copy_of(folder, trained()), lambda saved, seconds: None)
-    saver.wait_for_own_files()
-    assert (folder / ".partial-step-00000001" / "model.pt").is_file()
+    saver.start(copy_of(folder, trained()), exchange, lambda saved, seconds: None)
     return saver
 
 
 def test_a_rank_that_was_killed_is_waited_for_only_for_a_time(tmp_path: Path) -> None:
     saver = saver_without_peer(tmp_path, peer_seconds=0.0)
 
-    with pytest.raises(CheckpointError, match="other ranks have not written their files"):
+    with pytest.raises(CheckpointError, match="no response from rank 1"):
         saver.close()
 
+    assert (tmp_path / ".partial-step-00000001" / "model.pt").is_file()
     assert not list(tmp_path.glob("step-*"))
 
 
 def test_the_time_is_another_if_an_error_ends_the_process(tmp_path: Path) -> None:
     saver = saver_without_peer(tmp_path, peer_seconds=1e9, peer_seconds_after_error=0.0)
 
-    with pytest.raises(CheckpointError, match="other ranks have not written their files"):
+    with pytest.raises(CheckpointError, match="no response from rank 1"):
         try:
             raise ValueError("of the script")
         finally:
             saver.close()
+
+
+def test_a_store_that_no_longer_responds_is_waited_for_only_for_a_time(tmp_path: Path) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ended: list[bool] = []
+    with CutLink(server.port) as link:
+        store = TCPStore("127.0.0.1", link.port, is_master=False, wait_for_workers=False)
+        saver = BackgroundSaver(peer_seconds=0.0, leave_seconds=0.0)
+        exchange = StoreExchange(_Rank(0), store)
+        pending = copy_of(tmp_path, trained())
+        saver.start(pending, exchange, lambda saved, seconds: ended.append(saved))
+        wait_until(lambda: server.check(["zerowatch/saves/token/0/0"]))
+        link.cut()
+
+        with pytest.raises(CheckpointError, match=r"the store .* does not respond"):
+            saver.close()
+        left = [each for each in threading.enumerate() if each.name == "zerowatch-save"]
+        server.set("zerowatch/saves/token/0/1", json.dumps([False, {}, ""]))
+    for thread in left:  # its connection was closed
+        thread.join(LIMIT_SECONDS)
+
+    assert len(left) == 1
+    assert not left[0].is_alive()
+    assert ended == [False]
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_a_thread_that_was_left_completes_nothing_when_the_store_responds_again(
+    tmp_path: Path,
+) -> None:
+    exchange = _Blocked()
+    saver = BackgroundSaver(peer_seconds=0.0, leave_seconds=0.0)
+    saver.start(copy_of(tmp_path, trained()), exchange, lambda saved, seconds: None)
+    with pytest.raises(CheckpointError, match="does not respond"):
+        saver.close()
+    (left,) = [each for each in threading.enumerate() if each.name == "zerowatch-save"]
+    in_background(tmp_path, trained(2))
+
+    exchange.go_on.set()
+    left.join(LIMIT_SECONDS)
+
+    assert not left.is_alive()
+    assert loaded(tmp_path) == (2, 2.0)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000002"]
+
+
+def test_after_an_error_of_the_store_on_one_rank_the_next_save_has_its_own_files(
+    tmp_path: Path,
+) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [_FailingStore(server), server]
+
+    def save_twice(host_group: FakeHostGroup) -> list[str]:
+        engine, failures, exchange = RankEngine(host_group), [], None
+        for seconds in (0.0, LIMIT_SECONDS):
+            saver = BackgroundSaver(store_seconds=seconds)
+            engine.step()
+            exchange = StoreExchange(host_group, stores[host_group.rank], exchange)
+            saver.start(copied(tmp_path, engine, host_group), exchange, lambda *_: None)
+            saver.wait_together(host_group)
+            failures.append(str(saver.take_failure() or ""))
+        return failures
+
+    first, second = on_ranks(2, save_twice)
+
+    assert "connection reset" in first[0]
+    assert "no response from rank 0" in second[0]
+    assert "Earlier checkpoints are unchanged" not in first[0] + second[0]
+    assert [first[1], second[1]] == ["", ""]
+    (saved,) = tmp_path.glob("step-*")
+    files = read_manifest(saved / MANIFEST).files
+    assert {"shard-0.pt", "shard-1.pt"} <= files.keys()
+    assert {name: file_info(saved / name) for name in files} == dict(files)
+    assert num_keys(server) == 4  # of the last save
+
+
+@pytest.mark.parametrize("part", ["commit", "prune"])
+def test_ranks_wait_for_a_slow_disk_of_the_writer_and_the_checkpoint_is_no_failure(
+    tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, polls, is_slow = torch.distributed.HashStore(), threading.Semaphore(0), threading.Event()
+    original = getattr(background_save, part)
+
+    def slow(*arguments: Any) -> None:
+        for num_polls in (4, 6):  # then each rank has seen that this rank uses its disk
+            while polls.acquire(blocking=False):
+                pass
+            for _ in range(num_polls):
+                assert polls.acquire(timeout=LIMIT_SECONDS)
+            is_slow.set()
+        is_slow.clear()
+        original(*arguments)
+
+    class Exchange(StoreExchange):
+        def stop(self) -> None:
+            if is_slow.is_set():
+                super().stop()
+
+    monkeypatch.setattr(background_save, part, slow)
+    monkeypatch.setattr(background_save, "_POLL_SECONDS", 0.1)
+
+    def save_twice(host_group: FakeHostGroup) -> list[Any]:
+        engine, polled = RankEngine(host_group), _Polled(host_group, polls)
+        failures = []
+        for _ in range(2):
+            engine.step()
+            saver = BackgroundSaver(store_seconds=0.0, leave_seconds=1e9)
+            pending = copied(tmp_path, engine, host_group, keep=1)
+            saver.start(pending, Exchange(host_group, store), lambda *_: None)
+            saver.wait_together(polled)
+            failures.append(saver.take_failure())
+        return failures
+
+    assert on_ranks(2, save_twice) == [[None, None]] * 2
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000002"]
+
+
+def test_without_a_thread_for_the_save_the_caller_can_save_otherwise(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = BackgroundSaver()
+    monkeypatch.setattr(threading.Thread, "start", _no_thread)
+
+    assert not saver.reserve_thread()
+    assert "can't start new thread" in caplog.text
+    saver.close()
+
+
+def test_a_reserved_thread_ends_with_its_saver() -> None:
+    before = set(threading.enumerate())
+    saver = BackgroundSaver()
+    assert saver.reserve_thread()
+    assert saver.reserve_thread()
+    (thread,) = set(threading.enumerate()) - before
+
+    saver.close()
+    thread.join(LIMIT_SECONDS)
+
+    assert not thread.is_alive()
+
+
+def in_background(folder: Path, engine: PlainEngine) -> None:
+    saver = BackgroundSaver()
+    saver.start(copy_of(folder, engine), StoreExchange(ALONE), lambda saved, seconds: None)
+    saver.close()
+
+
+def copied(
+    folder: Path, engine: PlainEngine, host_group: FakeHostGroup, keep: int = 2
+) -> PendingSave:
+    return copy_checkpoint(
+        folder, engine, host_group, state(engine.global_steps), lambda: 2.0**30, keep
+    )
+
+
+def num_keys(store: TCPStore) -> int:
+    return sum(key.startswith("zerowatch/saves/") for key in store.list_keys())
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    waiting = threading.Event()
+    for _ in range(int(LIMIT_SECONDS * 20)):
+        if condition():
+            return
+        waiting.wait(0.05)
+    raise AssertionError("waited in vain")
+
+
+def _no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+class RankEngine(PlainEngine):
+    """Engine of one rank of several: each rank writes a shard that differs in size by step."""
+
+    def __init__(self, host_group: FakeHostGroup) -> None:
+        super().__init__()
+        self.global_rank, self.world_size = host_group.rank, host_group.world_size
+
+    def save_checkpoint(self, folder: Any, tag: str, save_latest: bool) -> None:
+        shard = torch.full((100 * self.global_steps,), float(self.global_steps))
+        path = Path(folder) / tag / f"shard-{self.global_rank}.pt"
+        self.checkpoint_engine.save({"shard": shard}, path)
+
+
+class _Polled:
+    """Host group of a rank that notes each of its collectives."""
+
+    def __init__(self, host_group: FakeHostGroup, polls: threading.Semaphore) -> None:
+        self._host_group, self._polls = host_group, polls
+
+    def all_gather(self, values: Any) -> Any:
+        self._polls.release()
+        return self._host_group.all_gather(values)
+
+
+class _Blocked:
+    """Exchange of two ranks with a store that blocks."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def gather(self, text: str) -> list[str]:
+        assert self.go_on.wait(LIMIT_SECONDS)
+        return [text, json.dumps([False, {}, ""])]
+
+    def stop(self) -> None:
+        pass
+
+
+class _FailingStore:
+    """A store with one connection that is reset once its rank has written its first text."""
+
+    def __init__(self, server: TCPStore) -> None:
+        self._server, self._has_failed = server, False
+
+    def clone(self) -> Any:
+        client = self._server.clone()
+        if self._has_failed:
+            return client
+        self._has_failed = True
+        return _ResetClient(client)
+
+
+class _ResetClient:
+    def __init__(self, client: Any) -> None:
+        self.set, self.set_timeout = client.set, client.set_timeout
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("connection reset by peer")
 
 
 class _Rank(SingleRankHostGroup):

@@ -9,10 +9,11 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,14 @@ from scripts.launching import SCRIPTS, start
 from scripts.trainer.resume_engine import PlainEngine, SingleRankHostGroup, TwoDisks
 
 from zerowatch.errors import CheckpointError
-from zerowatch.runtime.trainer.checkpoint.folder import CheckpointFolder, file_info
+from zerowatch.runtime.trainer.checkpoint import save as save_module
+from zerowatch.runtime.trainer.checkpoint.folder import (
+    MANIFEST,
+    CheckpointFolder,
+    FileInfo,
+    file_info,
+    read_manifest,
+)
 from zerowatch.runtime.trainer.checkpoint.load import (
     FoundCheckpoint,
     find_checkpoint,
@@ -337,6 +345,58 @@ def test_a_folder_that_is_not_shared_is_rejected(tmp_path: Path) -> None:
 
 def _full_disk(state_dict: object, path: object) -> None:
     raise RuntimeError("no space")
+
+
+class OtherRankWrote(SingleRankHostGroup):
+    """Host group of the writer of two ranks; the other reports a file of 3 bytes."""
+
+    def __init__(self, folder: Path, write: Callable[[Path], object]) -> None:
+        self._folder, self._write = folder, write
+
+    def all_gather_text(self, text: str, num_bytes: int | None = None) -> list[str]:
+        (partial,) = self._folder.glob(".partial*")
+        self._write(partial / "shard-1.pt")
+        return [text, json.dumps([False, {"shard-1.pt": {"size": 3, "crc32": 1}}])]
+
+
+def save_with(others: OtherRankWrote, folder: Path) -> Path:
+    state = RunState(steps=2, samples=16, config={}, micro_batch_plan={})
+    return save_checkpoint(folder, PlainEngine(), others, state, keep=1)
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        pytest.param(
+            lambda path: None, "shard-1.pt does not exist on this host", id="another disk"
+        ),
+        pytest.param(
+            lambda path: path.write_bytes(b"1234"), "4 bytes, but .* counted 3", id="another size"
+        ),
+    ],
+)
+def test_a_file_that_is_not_as_another_rank_wrote_it_prevents_the_checkpoint(
+    tmp_path: Path,
+    write: Callable[[Path], object],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    save(tmp_path, 1)
+    monkeypatch.setattr(save_module, "VISIBLE_SECONDS", 0.0)
+
+    with pytest.raises(CheckpointError, match=message):
+        save_with(OtherRankWrote(tmp_path, write), tmp_path)
+
+    assert names(tmp_path) == ["latest", "step-00000001"]
+
+
+def test_a_file_of_another_rank_that_this_host_sees_late_is_waited_for(tmp_path: Path) -> None:
+    def write_late(path: Path) -> None:
+        Timer(0.3, path.write_bytes, [b"123"]).start()
+
+    saved = save_with(OtherRankWrote(tmp_path, write_late), tmp_path)
+
+    assert read_manifest(saved / MANIFEST).files["shard-1.pt"] == FileInfo(size=3, crc32=1)
 
 
 def test_an_asynchronous_writer_is_rejected(tmp_path: Path) -> None:

@@ -79,6 +79,20 @@ def test_a_full_disk_on_one_rank_raises_on_all_and_leaves_the_previous_checkpoin
     assert errors[0]["step"] == "1"
 
 
+def test_after_a_failure_on_its_thread_the_next_save_is_made_and_then_raises_the_failure(
+    ranks: list[dict],
+) -> None:
+    for each in (rank["refusals"] for rank in ranks):
+        assert "rank 1 failed with" in each["save after a failure"]
+        assert "step-00000002 was saved" in each["save after a failure"]
+        assert each["saved after a failure"] == "step-00000002"
+
+
+def test_if_one_rank_can_start_no_thread_all_wait_for_the_save(ranks: list[dict]) -> None:
+    for rank in ranks:
+        assert rank["refusals"]["saved without a thread"] == "step-00000002-2"
+
+
 def test_loading_keeps_the_gradient_clipping_of_the_ds_config(ranks: list[dict]) -> None:
     assert ranks[0]["refusals"]["clip"] == "0.25"
 

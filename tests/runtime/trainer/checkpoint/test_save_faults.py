@@ -57,10 +57,10 @@ def test_a_folder_that_is_deleted_while_it_is_written_is_an_error_and_the_next_s
     tmp_path: Path,
 ) -> None:
     saves, owner, engine = tmp_path / "saves", FolderOwner("deleted"), PlainEngine(ENGINE_WIDTH)
-    saver = BackgroundSaver(StoreExchange(ALONE))
+    saver = BackgroundSaver()
     pending = copy_checkpoint(saves, engine, ALONE, state(engine), lambda: 2**30, owner=owner)
     shutil.rmtree(saves)
-    saver.start(pending, lambda saved, seconds: None)
+    saver.start(pending, StoreExchange(ALONE), lambda saved, seconds: None)
 
     with pytest.raises(CheckpointError, match="cannot save step 0"):
         saver.close()

@@ -62,9 +62,9 @@ def waited_for(folder: Path, engine: PlainEngine, owner: FolderOwner) -> None:
 
 
 def in_background(folder: Path, engine: PlainEngine, owner: FolderOwner) -> None:
-    saver = BackgroundSaver(StoreExchange(ALONE))
+    saver = BackgroundSaver()
     pending = copy_checkpoint(folder, engine, ALONE, state(engine), lambda: 2**30, owner=owner)
-    saver.start(pending, lambda saved, seconds: None)
+    saver.start(pending, StoreExchange(ALONE), lambda saved, seconds: None)
     saver.close()
 
 
@@ -99,9 +99,12 @@ def small_disk(folder: Path) -> Iterator[None]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise PermissionError(done.stderr.strip())
+    gc.collect()
+    gc.freeze()  # so that the collections below are fast
     try:
         yield
     finally:
+        gc.unfreeze()
         gc.collect()  # files that were loaded are mapped
         subprocess.run(["umount", str(folder)], check=True)
 
@@ -127,6 +130,7 @@ def _outcome(
     engine.module.weight.data.zero_()
     engine.step()
     save(saves, engine, owner)
+    gc.collect()  # deleted files that are still mapped would leave more room later
     fill(fillers, room)
     engine.step()
     error = None

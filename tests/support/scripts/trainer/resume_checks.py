@@ -11,10 +11,12 @@ import os
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -203,6 +205,7 @@ def refusals(folder: Path) -> dict[str, str]:
         run.save(saves, background=True)
         found["full disk, background"] = error_of(run.wait_for_save)
     found["left"] = " ".join(sorted(path.name for path in saves.iterdir() if path.is_dir()))
+    found |= saves_after_a_failure(run, folder / "after a failure")
     end(run)
     run = new_run("stage 2", seed=0)
     found["stage"] = error_of(run.load, saves)
@@ -217,6 +220,28 @@ def refusals(folder: Path) -> dict[str, str]:
     found["damaged"] = error_of(run.load, saves)
     end(run)
     return found
+
+
+def saves_after_a_failure(run: zerowatch.TrainingRun, saves: Path) -> dict[str, str]:
+    """Return what a save does after one on a thread that failed, and without a thread on rank 1."""
+    with full_disk_on_rank(1):
+        run.save(saves, background=True)
+        for thread in threading.enumerate():
+            if thread.name == "zerowatch-save":
+                thread.join()
+    found = {"save after a failure": error_of(run.save, saves)}
+    found["saved after a failure"] = " ".join(path.name for path in saves.glob("step-*"))
+    if dist.get_rank() == 1:
+        with mock.patch.object(threading.Thread, "start", _raise_no_thread):
+            path = run.save(saves, background=True)
+    else:
+        path = run.save(saves, background=True)
+    found["saved without a thread"] = path.name * path.is_dir()
+    return found
+
+
+def _raise_no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def failed_loads(name: str, folder: Path) -> dict[str, Any]:

@@ -101,8 +101,8 @@ def save(engine: PlainEngine, folder: Path, *, background: bool = False) -> None
     owner = FolderOwner("killed", ["launcher"], attempt=token_hex(8))  # as after a restart
     if background:
         pending = copy_checkpoint(folder, engine, host_group, state, lambda: 2**30, owner=owner)
-        saver = BackgroundSaver(StoreExchange(host_group))
-        saver.start(pending, lambda saved, seconds: None)
+        saver = BackgroundSaver()
+        saver.start(pending, StoreExchange(host_group), lambda saved, seconds: None)
         for _ in range(100):  # of other weights, which must not be in the files
             engine.step()
         saver.close()
