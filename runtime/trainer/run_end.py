@@ -7,6 +7,10 @@ It then leaves the group of all ranks, so that a rank that waits in this group g
 A thread of each rank polls the store. When it finds the error of another rank, it aborts NCCL's
 collectives. A collective of gloo cannot be aborted. It ends when the failed rank's process ends, or
 when this process ends.
+
+A failed rank may also wait for the other ranks: until they fail too, or in the collectives that it
+issues with scratch tensors. It then writes a notice first. If the thread of another rank finds that
+this rank waits in vain, because the other rank issues other collectives, the thread ends the run.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -34,12 +38,35 @@ from ..memory.oom.oom_error import is_caused_by_oom
 
 logger = logging.getLogger(__name__)
 
-CONSENSUS_SECONDS = 20.0
+CONSENSUS_SECONDS = 15.0
 _CONSENSUS_POLL_SECONDS = 0.02
 POLL_SECONDS = 1.0
 # If a call has not returned this long after another rank's error, this process exits.
 EXIT_SECONDS = 60.0
+# The same for the failed rank, if another rank has ended the run for it.
+FAILED_EXIT_SECONDS = 10.0
 _STORE_TIMEOUT_SECONDS = 10.0
+
+
+class FailureNotice(NamedTuple):
+    """Notice of a failed rank that waits for the other ranks.
+
+    Attributes:
+        attempt: Number of the attempt, the same on all ranks.
+        rank: The failed rank.
+        error_type: Type of its error.
+        error_text: Text of its error.
+        place: Name of the function in which the error was raised.
+        issued: Collectives that it has issued in the attempt, by group, if it issues no more; None
+            if it issues the rest of its pass.
+    """
+
+    attempt: int
+    rank: int
+    error_type: str
+    error_text: str
+    place: str
+    issued: Mapping[str, int] | None
 
 
 class RunEnd:
@@ -53,6 +80,10 @@ class RunEnd:
         exit_process: Function that ends this process at once with an exit code.
         exit_seconds: How long a call may still take after another rank's error, before this process
             exits.
+
+    Attributes:
+        waits_in_vain: Returns whether the failed rank of a notice waits in vain for this rank. It
+            is called on the thread of this class.
     """
 
     def __init__(
@@ -67,6 +98,8 @@ class RunEnd:
         self._exit_process, self._exit_seconds = exit_process, exit_seconds
         self._own_error: ZerowatchError | None = None
         self._peer_error: PeerFailedError | None = None
+        self._is_ended_by_peer = False  # for this rank's error
+        self.waits_in_vain: Callable[[FailureNotice], bool] | None = None
         self._num_calls = 0  # depth of nested calls in progress
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -101,7 +134,7 @@ class RunEnd:
         thread = self._thread
         if thread is not None and thread.ident is not None and thread.is_alive():
             thread.join(_STORE_TIMEOUT_SECONDS)
-        self._store = None  # closes the thread's connection
+        self._store = self.waits_in_vain = None  # closes the thread's connection
 
     def announce(self, attempt: int, issued: Mapping[str, int]) -> None:
         """Report to the other ranks that this rank failed in the attempt with this number.
@@ -116,6 +149,24 @@ class RunEnd:
                 self._store.set(
                     self._failure_key(attempt, self._host_group.rank), json.dumps(issued)
                 )
+
+    def publish(
+        self, attempt: int, error: BaseException, place: str, issued: Mapping[str, int] | None
+    ) -> bool:
+        """Publish that this rank failed and waits for the other ranks; see `FailureNotice`.
+
+        Returns:
+            Whether the store has the notice.
+        """
+        if self._store is None:
+            return False
+        notice = FailureNotice(
+            attempt, self._host_group.rank, *describe_error(error), place=place, issued=issued
+        )
+        with suppress(RuntimeError):  # the store's host is gone
+            self._store.set(self._notice_key, json.dumps(notice))
+            return True
+        return False
 
     def all_failed(self, attempt: int, wait_seconds: float | None = None) -> bool:
         """Wait briefly, and return whether all ranks have failed at the same point of this attempt.
@@ -137,7 +188,8 @@ class RunEnd:
         deadline = time.monotonic() + seconds
         with suppress(RuntimeError):
             while not self._store.check(keys):
-                if time.monotonic() > deadline or self.peer_failure() is not None:
+                has_ended = self.peer_failure() is not None or self._is_ended_by_peer
+                if has_ended or time.monotonic() > deadline:
                     return False
                 time.sleep(_CONSENSUS_POLL_SECONDS)
             return _are_equal([json.loads(self._store.get(key)) for key in keys])
@@ -155,8 +207,14 @@ class RunEnd:
         """
         if self._is_alone or self._own_error is not None or is_communication_error(error):
             return
-        if self.peer_failure() is None:
-            rank, (error_type, text) = self._host_group.rank, describe_error(error)
+        is_first = self.peer_failure() is None
+        rank, (error_type, text) = self._host_group.rank, describe_error(error)
+        self._own_error = ZerowatchError(  # before the notice, which the thread reads
+            f"this run has ended: {place} failed on this rank with {error_type} "
+            "while other ranks may wait for it in a collective. Restart it from its last "
+            "checkpoint"
+        )
+        if is_first:
             with suppress(RuntimeError):
                 notice = json.dumps([rank, error_type, text, place])
                 self._store.compare_set(self._key, "", notice)  # keeps an earlier notice
@@ -166,11 +224,6 @@ class RunEnd:
                 place,
                 error_type,
             )
-        self._own_error = ZerowatchError(
-            f"this run has ended: {place} failed on this rank with {describe_error(error)[0]} "
-            "while other ranks may wait for it in a collective. Restart it from its last "
-            "checkpoint"
-        )
         self._host_group.close()  # raises an error on ranks that wait in this group
 
     @contextmanager
@@ -237,7 +290,9 @@ class RunEnd:
             return
         if store.check([self._key]):
             rank, error_type, text, place = json.loads(store.get(self._key))
-            if rank != self._host_group.rank:
+            if rank == self._host_group.rank:
+                self._is_ended_by_peer = self._own_error is None
+            else:
                 self._peer_error = PeerFailedError(
                     rank, error_type, text, place, (rank,), can_continue=False
                 )
@@ -245,6 +300,10 @@ class RunEnd:
     @property
     def _key(self) -> str:
         return f"{self._prefix}/end"
+
+    @property
+    def _notice_key(self) -> str:
+        return f"{self._prefix}/notice"
 
     def _failure_key(self, attempt: int, rank: int) -> str:
         return f"{self._prefix}/{attempt}/{rank}"
@@ -260,24 +319,51 @@ class RunEnd:
         with suppress(RuntimeError):
             self._store = _client(self._store)
             while not self._stopped.wait(POLL_SECONDS) and self._own_error is None:
+                self._end_for_failed_rank()
                 self._read()
-                if self._peer_error is None:
+                if self._peer_error is None and not self._is_ended_by_peer:
                     continue
-                logger.error("%s", self._peer_error)
+                exit_seconds = self._exit_seconds
+                if self._peer_error is not None:
+                    logger.error("%s", self._peer_error)
+                else:
+                    exit_seconds = min(exit_seconds, FAILED_EXIT_SECONDS)
+                    logger.error("another rank has ended the run after the error of this rank")
                 _abort_nccl()
-                self._await_call()
+                with suppress(RuntimeError, ValueError, KeyError):  # the job's groups are gone
+                    self._host_group.close()  # raises an error on ranks that wait in this group
+                self._await_call(exit_seconds)
                 return
 
-    def _await_call(self) -> None:
+    def _end_for_failed_rank(self) -> None:
+        """End the run if a failed rank waits in vain for this rank.
+
+        Raises:
+            RuntimeError: The store does not respond.
+        """
+        store, waits_in_vain = self._store, self.waits_in_vain
+        if store is None or waits_in_vain is None or not store.check([self._notice_key]):
+            return
+        notice = FailureNotice(*json.loads(store.get(self._notice_key)))
+        if notice.rank == self._host_group.rank or not waits_in_vain(notice):
+            return
+        logger.error(
+            "rank %d has failed and waits for collectives other than those of this rank: the run "
+            "has ended on all ranks. Restart it from its last checkpoint",
+            notice.rank,
+        )
+        store.compare_set(self._key, "", json.dumps(notice[1:5]))  # keeps an earlier notice
+
+    def _await_call(self, exit_seconds: float) -> None:
         """Wait until the call in progress has ended; exit the process if that takes too long."""
-        deadline = time.monotonic() + self._exit_seconds
-        while self._num_calls and not self._stopped.wait(min(1.0, self._exit_seconds / 10)):
+        deadline = time.monotonic() + exit_seconds
+        while self._num_calls and not self._stopped.wait(min(1.0, exit_seconds / 10)):
             if time.monotonic() > deadline:
                 logger.error(
-                    "rank %d exits with code 1: it has waited %g s in a collective that the "
-                    "failed rank will not enter, and that cannot be interrupted",
+                    "rank %d exits with code 1: it has waited %g s in a collective that another "
+                    "rank will not enter, and that cannot be interrupted",
                     self._host_group.rank,
-                    self._exit_seconds,
+                    exit_seconds,
                 )
                 sys.stdout.flush()
                 sys.stderr.flush()

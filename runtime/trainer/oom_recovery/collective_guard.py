@@ -85,7 +85,7 @@ class CollectiveGuard:
         self._call = _GuardedCall()
         self._window_thread: int | None = None
         self._outer_exception: BaseException | None = None
-        self._is_in_pass = self._failed_in_collective = False
+        self._is_in_pass = self._failed_in_collective = self._issues_rest = False
         self._issued_before: Mapping[str, int] = {}
         self.aborted_by = Vote.OK
 
@@ -117,13 +117,13 @@ class CollectiveGuard:
             PeerOutOfMemoryError: A rank ran out of memory since the last vote.
             WindowAborted: A rank failed for another reason since the last vote.
         """
-        self._window_thread = threading.get_ident()
         self._outer_exception = sys.exception()
-        self._is_in_pass = self._failed_in_collective = False
+        self._is_in_pass = self._failed_in_collective = self._issues_rest = False
         self.aborted_by = Vote.OK
         self._issued_before = {} if self._is_single_rank else _sequence_numbers()
         passes = PatchSet()
         self.recorder.begin_window(is_recording=is_recorded and engine is not None)
+        self._window_thread = threading.get_ident()  # from here on, `waits_in_vain` may be True
         if engine is not None and not self._is_single_rank:
             for name in _PASSES:
                 passes.add_existing(engine, [name], partial(self._pass_wrapper, name))
@@ -194,9 +194,12 @@ class CollectiveGuard:
 
         Returns:
             Whether memory sufficed. Without memory no collective is issued.
+
+        Raises:
+            Exception: A collective failed. The other ranks may wait in it.
         """
         rest, _ = self.recorder.rest()
-        self._call.is_active = True  # no votes
+        self._call.is_active = self._issues_rest = True  # no votes
         try:
             is_issued = issue(
                 rest, self._backend, partitions, lambda each: probe_workspace((each,), {})
@@ -214,12 +217,36 @@ class CollectiveGuard:
         if not self.aborted_by:
             self.aborted_by = Vote(self._exchange_vote(vote))
 
-    def _num_issued(self) -> int:
+    def issued_in_training(self) -> dict[str, int]:
         """Return how many collectives this rank has issued in the window, without votes."""
         own: set[str] = set()
         if dist.is_initialized():
-            own = {each.group_name for each in c10d._world.pg_map if each.group_desc == OWN_GROUP}
-        return sum(num for group, num in self.issued_collectives().items() if group not in own)
+            groups = list(c10d._world.pg_map)
+            own = {each.group_name for each in groups if each.group_desc == OWN_GROUP}
+        return {group: num for group, num in self.issued_collectives().items() if group not in own}
+
+    def waits_in_vain(self, issued: Mapping[str, int] | None) -> bool:
+        """Return whether a failed rank of this window waits in vain for this rank.
+
+        If the failed rank issues no more collectives, it waits until this rank fails after the same
+        collectives. Else it issues the rest of its pass by the record. Call this on any thread.
+
+        Args:
+            issued: Collectives that the failed rank has issued in the window, by group; None if it
+                issues the rest of its pass.
+        """
+        if self._window_thread is None or self.aborted_by:
+            return False
+        own = self.issued_in_training()
+        if issued is not None:
+            is_in_vain = any(own.get(group, 0) > number for group, number in issued.items())
+        else:
+            has_others = sum(own.values()) > self.recorder.num_calls  # read after the calls
+            is_in_vain = not self._issues_rest and (self.recorder.has_varied or has_others)
+        return is_in_vain and self._window_thread is not None  # the same window, see `window`
+
+    def _num_issued(self) -> int:
+        return sum(self.issued_in_training().values())
 
     def _vote(self) -> None:
         self.aborted_by = Vote(self._exchange_vote(Vote.OK))

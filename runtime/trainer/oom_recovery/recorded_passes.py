@@ -126,6 +126,7 @@ class PassRecorder:
         num_outside: Collectives outside of windows since the last update. They may have changed
             which parameters are gathered.
         num_calls: Collectives of the window so far.
+        has_varied: Whether a pass of the window has differed from its record.
     """
 
     def __init__(self) -> None:
@@ -203,7 +204,7 @@ class PassRecorder:
         self.num_calls = self._num_backwards = self._position = 0
         self._last: PassKey | None = None
         self._key: PassKey | None = None
-        self._is_adding = False
+        self._is_adding = self.has_varied = False
         self._calls: list[Call] = []
         self._expected: list[Call] | None = None
 
@@ -294,6 +295,7 @@ class PassRecorder:
 
     def _refuse(self, key: PassKey) -> None:
         """Do not use this record any more: the pass has issued other collectives than before."""
+        self.has_varied = True
         self._records.setdefault(key, _Record()).is_refused = True
         self._digest, self._expected, self._usable = None, None, {}
         self._is_recording = self._is_adding = False
@@ -460,7 +462,9 @@ def issue(
     partitions: Mapping[int, torch.Tensor],
     probe: Callable[[torch.Tensor], None],
 ) -> bool:
-    """Issue collectives with scratch tensors; return False, before the first, without memory.
+    """Issue collectives with scratch tensors; return whether memory and partitions sufficed.
+
+    If not, no collective is issued.
 
     Args:
         calls: What to issue.
@@ -469,8 +473,11 @@ def issue(
         probe: Allocates and frees the memory that a collective on a tensor needs.
 
     Raises:
-        RuntimeError: A collective failed.
+        Exception: A collective failed. The other ranks may wait in it.
     """
+    needed = {number for call in calls for number in call.shards or ()}
+    if not needed <= partitions.keys():
+        return False
     sizes: dict[torch.device, int] = {}
     for call in calls:
         if call.device is not None and call.dtype is not None:

@@ -27,7 +27,7 @@ from ...common.ds_config import EngineSource
 from ...common.host_group import HostCollectives
 from ...common.peer_failures import FailureCapture, raise_failures
 from ...memory.oom.oom_error import is_caused_by_oom
-from ..run_end import RunEnd, is_communication_error
+from ..run_end import FailureNotice, RunEnd, is_communication_error
 from ..window.rng import RngState
 from ..window.window_agreement import LocalBatches
 from .abort_window import abort_unsupported_reason, abort_window
@@ -112,6 +112,7 @@ class OomReplay:
         self._engine_source, self._host_group, self._guard = engine_source, host_group, guard
         self._escalation, self._memory = escalation or EscalationPolicy(), memory
         self._run_end, self._num_attempts = run_end, 0
+        run_end.waits_in_vain = self._waits_in_vain
 
     def run_window(
         self,
@@ -305,20 +306,26 @@ class OomReplay:
         accelerator.current.empty_cache()  # the next attempt needs blocks of other sizes
 
     def _issue_rest(self, engine: Any, error: BaseException) -> None:
-        """Issue the other collectives of this rank's unfinished pass, if they are known.
+        """Issue the other collectives of this rank's unfinished pass, and report the error.
 
-        The other ranks then reach their next vote, in which this rank can report its error.
+        The other ranks then reach their next vote. Nothing is issued if the collectives are not
+        known.
 
         Args:
             engine: DeepSpeed's engine.
             error: This rank's out-of-memory error.
 
         Raises:
-            RuntimeError: A collective failed; the run has ended.
+            Exception: This rank's error, because a collective or the vote failed; the run has
+                ended.
         """
         reason = self._guard.unfinished_reason()
         if not reason and _is_raised_in_wait(error):
             reason = "the error was raised while this rank waited for a collective"
+        if not reason and not self._run_end.publish(
+            self._num_attempts, error, _TRAIN_BATCH, issued=None
+        ):
+            reason = "the job's store does not respond"
         if reason:
             logger.warning("the other collectives of this pass are not issued: %s", reason)
             return
@@ -326,9 +333,13 @@ class OomReplay:
         try:
             abort_window(engine)  # frees memory for the scratch tensors
             accelerator.current.empty_cache()
-            self._guard.issue_rest(partitions_of(engine))
-        except RuntimeError as collective_error:
-            self._run_end.end(collective_error, _TRAIN_BATCH)
+            if self._guard.issue_rest(partitions_of(engine)):
+                self._guard.report(Vote.OUT_OF_MEMORY)
+        except Exception as collective_error:
+            self._run_end.end(error, _TRAIN_BATCH)
+            raise error from collective_error
+        except BaseException as interrupt:
+            self._run_end.end(interrupt, _TRAIN_BATCH)
             raise
 
     def _notify_peers(self, vote: Vote, error: BaseException, place: str) -> str | None:
@@ -350,13 +361,25 @@ class OomReplay:
             )
         # A rank that cannot report waits for this.
         self._run_end.announce(self._num_attempts, self._guard.issued_collectives())
-        if self._guard.can_report or self._run_end.all_failed(self._num_attempts):
+        if self._guard.can_report or self._all_failed(error, place):
             self._guard.report(vote)
             if vote is Vote.OUT_OF_MEMORY and self._guard.aborted_by is Vote.FAILED:
                 raise_failures(self._host_group, None, place)
             return None
         self._run_end.end(error, place)
         return "the other ranks may wait in a collective that this rank did not issue"
+
+    def _all_failed(self, error: BaseException, place: str) -> bool:
+        """Wait until all ranks have failed at the same point; return whether they have."""
+        issued = self._guard.issued_in_training()
+        self._run_end.publish(self._num_attempts, error, place, issued)
+        return self._run_end.all_failed(self._num_attempts)
+
+    def _waits_in_vain(self, notice: FailureNotice) -> bool:
+        """Return whether the failed rank of a notice waits in vain for this rank."""
+        if notice.attempt != self._num_attempts or not self._guard.waits_in_vain(notice.issued):
+            return False
+        return notice.attempt == self._num_attempts
 
     def _plan_next_attempt(
         self,

@@ -12,7 +12,7 @@ from fakes.rank_threads import FakeHostGroup, on_ranks
 
 from zerowatch.errors import PeerFailedError, ZerowatchError
 from zerowatch.runtime.trainer import run_end as run_end_module
-from zerowatch.runtime.trainer.run_end import RunEnd
+from zerowatch.runtime.trainer.run_end import FailureNotice, RunEnd
 
 PATIENCE_SECONDS = 120.0  # only ends a test that hangs
 
@@ -228,6 +228,66 @@ def test_a_process_that_is_in_no_call_is_not_ended() -> None:
 
     assert codes == []
     assert isinstance(raised_by(lambda: call(peer)), PeerFailedError)
+
+
+@pytest.mark.usefixtures("short_polls")
+def test_a_rank_that_a_failed_rank_waits_for_in_vain_ends_the_run_for_it() -> None:
+    peer, failed, third = run_ends(3)
+    asked: list[FailureNotice] = []
+    peer.waits_in_vain = lambda notice: asked.append(notice) or len(asked) > 1
+    for run_end in (peer, third):
+        run_end.start()
+    own = ValueError("full")
+
+    def fails() -> None:
+        assert failed.publish(7, own, "train_batch", {"world": 3})
+        assert not failed.all_failed(7, wait_seconds=PATIENCE_SECONDS)
+        failed.end(own, "train_batch")
+        raise own
+
+    assert raised_by(lambda: call(failed, fails)) is own
+    assert asked == [FailureNotice(7, 1, "ValueError", "full", "train_batch", {"world": 3})] * 2
+    for run_end in (peer, third):
+        wait_until(lambda run_end=run_end: run_end._host_group.is_closed)
+        error = raised_by(lambda run_end=run_end: call(run_end))
+        assert isinstance(error, PeerFailedError)
+        assert (error.rank, error.error_type, error.place) == (1, "ValueError", "train_batch")
+        run_end.close()
+
+
+@pytest.mark.usefixtures("short_polls")
+def test_a_failed_rank_that_still_waits_after_the_end_of_the_run_exits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(run_end_module, "FAILED_EXIT_SECONDS", 0.01)
+    ended, codes = threading.Event(), []
+
+    def exit_process(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    peer, failed = run_ends(2, exit_process=exit_process)
+    peer.waits_in_vain = lambda notice: True
+    for run_end in (peer, failed):
+        run_end.start()
+
+    def waits() -> None:
+        assert failed.publish(7, ValueError("full"), "train_batch", None)
+        assert ended.wait(PATIENCE_SECONDS)
+
+    call(failed, waits)
+    assert codes == [1]
+    assert failed._host_group.is_closed  # the other ranks may vote
+    assert "rank 1 exits with code 1" in caplog.text
+    for run_end in (peer, failed):
+        run_end.close()
+
+
+def test_a_notice_that_no_store_takes_is_reported() -> None:
+    _, failed = run_ends(2)
+    failed.close()
+
+    assert not failed.publish(7, ValueError("full"), "train_batch", None)
 
 
 @pytest.mark.usefixtures("short_polls")

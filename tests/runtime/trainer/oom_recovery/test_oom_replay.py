@@ -438,6 +438,7 @@ def test_the_rest_of_a_pass_is_issued_unless_a_collective_raised_the_error(
     replay = alone(fits=8).replay
     issued: list[Any] = []
     replay._guard = SimpleNamespace(unfinished_reason=lambda: "", issue_rest=issued.append)
+    replay._run_end = SimpleNamespace(publish=lambda *args, issued: True)
     engine = SimpleNamespace(module=torch.nn.Linear(1, 1))
 
     replay._issue_rest(engine, ended_by(place))
@@ -446,21 +447,45 @@ def test_the_rest_of_a_pass_is_issued_unless_a_collective_raised_the_error(
     assert len(issued) == is_issued
 
 
-def test_the_run_ends_if_a_collective_of_the_rest_fails() -> None:
-    replay = alone(fits=8).replay
+@pytest.mark.parametrize("fails_in", ["issue_rest", "report"])
+@pytest.mark.parametrize("kind", [RuntimeError, MemoryError, KeyError, KeyboardInterrupt])
+def test_the_run_ends_if_the_rest_or_its_report_fails(
+    fails_in: str, kind: type[BaseException]
+) -> None:
+    replay, error, ended = alone(fits=8).replay, ended_by(in_model), []
 
-    def issue_rest(partitions: object) -> None:
-        raise RuntimeError("connection closed by peer")
+    def call(name: str, value: object) -> bool:
+        if name == fails_in:
+            raise kind("rest")
+        return True
 
-    replay._guard = SimpleNamespace(unfinished_reason=lambda: "", issue_rest=issue_rest)
-    ended: list[str] = []
-    replay._run_end = SimpleNamespace(end=lambda error, place: ended.append(str(error)))
+    replay._guard = SimpleNamespace(
+        unfinished_reason=lambda: "",
+        issue_rest=partial(call, "issue_rest"),
+        report=partial(call, "report"),
+    )
+    replay._run_end = SimpleNamespace(
+        end=lambda error, place: ended.append(error), publish=lambda *args, issued: True
+    )
     engine = SimpleNamespace(module=torch.nn.Linear(1, 1))
 
-    with pytest.raises(RuntimeError, match="closed by peer"):
-        replay._issue_rest(engine, ended_by(in_model))
+    with pytest.raises(BaseException) as raised:
+        replay._issue_rest(engine, error)
 
-    assert ended == ["connection closed by peer"]
+    assert ended == [raised.value]
+    if kind is KeyboardInterrupt:
+        assert type(raised.value) is kind
+    else:
+        assert raised.value is error
+        assert type(error.__cause__) is kind
+
+
+def test_nothing_is_issued_if_the_other_ranks_cannot_be_notified() -> None:
+    replay = alone(fits=8).replay
+    replay._guard = SimpleNamespace(unfinished_reason=lambda: "")
+    replay._run_end = SimpleNamespace(publish=lambda *args, issued: False)
+
+    replay._issue_rest(SimpleNamespace(), ended_by(in_model))
 
 
 def test_an_update_that_runs_out_of_memory_raises_and_is_not_repeated(

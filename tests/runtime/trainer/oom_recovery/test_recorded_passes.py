@@ -397,6 +397,13 @@ def test_nothing_is_issued_without_memory_for_the_scratch_tensors() -> None:
     assert backend.issued == []
 
 
+def test_nothing_is_issued_without_the_partition_of_a_parameter() -> None:
+    (rest, _), backend = gathered([parameter(4, 7.0)], 1), Backend()
+
+    assert not issue(rest, backend, {}, lambda tensor: None)
+    assert backend.issued == []
+
+
 class Zero2:
     """Fake optimizer, of the class by which ZeRO 1 and 2 are recognized."""
 
@@ -411,12 +418,14 @@ class Engine:
 
     def __init__(self, backend: Backend) -> None:
         self.backend, self.fails_before, self.optimizer = backend, -1, Zero2()
+        self.calls, self.then = CALLS, lambda: None
 
     def backward(self) -> None:
-        for number, (method, *args) in enumerate(CALLS):
+        for number, (method, *args) in enumerate(self.calls):
             if number == self.fails_before:
                 raise RuntimeError(OUT)
             getattr(self.backend, method)(*args)
+        self.then()
 
 
 @pytest.mark.parametrize("fails_before", [1, 2])
@@ -452,6 +461,47 @@ def test_all_ranks_leave_an_unarmed_window_after_the_pass_in_which_one_ran_out(
 
     names = ["all_reduce", "reduce to 0", "all_reduce"]
     assert on_ranks(2, train) == [(Vote.OUT_OF_MEMORY, names)] * 2
+
+
+@pytest.mark.parametrize(
+    ("calls", "issued", "in_vain"),
+    [
+        (CALLS[:2], None, False),
+        (CALLS[:2], {"all": 2}, False),
+        (CALLS[:2], {"all": 1}, True),
+        ((CALLS[1],), None, True),
+        ((*CALLS, CALLS[0]), None, True),
+    ],
+    ids=["as recorded", "same point", "behind", "another", "longer"],
+)
+def test_a_failed_rank_waits_in_vain_for_a_rank_that_goes_on_otherwise(
+    calls: Any, issued: Any, in_vain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CollectiveGuard, "issued_collectives", issued_by_backend)
+
+    def train(host_group: FakeHostGroup) -> list[bool]:
+        backend, guard = Backend(), CollectiveGuard(host_group)
+        guard.open(backend)
+        engine = Engine(backend)
+        for _ in range(2):
+            guard.prepare_records(engine)
+            with guard.window(engine):
+                engine.backward()
+        guard.prepare_records(engine)
+        found = [guard.waits_in_vain(issued)]
+        engine.calls, engine.then = calls, lambda: found.append(guard.waits_in_vain(issued))
+        with guard.window(engine):
+            engine.backward()
+        return [*found, guard.waits_in_vain(issued)]
+
+    assert on_ranks(2, train) == [[False, in_vain, False]] * 2
+
+
+def test_a_pass_that_ends_early_leaves_a_failed_rank_waiting() -> None:
+    recorder = recorded(*CALLS)
+    run_pass(recorder, *CALLS[:2])
+
+    assert recorder.has_varied
 
 
 def issued_by_backend(guard: CollectiveGuard) -> dict[str, int]:

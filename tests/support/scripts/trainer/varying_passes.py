@@ -1,0 +1,95 @@
+"""Runs out of memory on rank 1 in a pass that issues other collectives than before.
+
+`varying_passes.py FOLDER CASE`, on any ranks; rank r writes FOLDER/rank-r.json: the error that its
+script got, and the seconds from the start of that window.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+import zerowatch
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+WINDOWS = 6
+FAILING_RANK = 1
+WIDTH = 4
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "steps_per_print": 10**9,
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 10},
+    "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.01}},
+}
+USUAL = ("sum", "sum", "sum")
+PASSES = {
+    "longer": (*USUAL, "sum", "sum"),
+    "shorter": USUAL[:2],
+    "another size": ("sum", "large", "sum"),
+    "not recorded": ("sum", "torch", "sum"),
+    "as before": USUAL,
+}
+
+
+class Net(torch.nn.Module):
+    """A model whose forward issues collectives of its own, as a loss in chunks does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(WIDTH, WIDTH)
+        self.calls: tuple[str, ...] = USUAL
+        self.runs_out = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, kind in enumerate(self.calls):
+            if self.runs_out and number == 1:
+                self.runs_out = False
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+            if kind == "torch":
+                dist.all_reduce(torch.ones(3))
+            else:
+                deepspeed.comm.all_reduce(torch.ones(5 if kind == "sum" else 50_000))
+        return self.body(x)
+
+
+def loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return (model(batch["x"]) ** 2).mean()
+
+
+def main(folder: Path, case: str) -> None:
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(0)
+    run = zerowatch.TrainingRun(Net(), config=CONFIG, loss=loss)
+    batch = {"x": torch.ones(2, WIDTH)}
+    for _ in range(WINDOWS):
+        run.train_batch(batch)
+    run.module.calls = PASSES[case]
+    run.module.runs_out = rank == FAILING_RANK
+    began, error = time.monotonic(), None
+    try:
+        run.train_batch(batch)
+    except Exception as raised:
+        error = raised
+        raise
+    finally:
+        found = {
+            "error": type(error).__name__,
+            "text": str(error),
+            "seconds": time.monotonic() - began,
+        }
+        (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+        print(f"rank {rank}: {found}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), sys.argv[2])
