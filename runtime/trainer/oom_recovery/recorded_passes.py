@@ -59,6 +59,16 @@ _EQUAL_NEEDED = 2
 _DIFFERENCES_ALLOWED = 4  # after these, a position is not recorded any more
 _WINDOWS_WITH_VOTES = 4  # after a change; ZeRO 3 changes its gathers in the second and third window
 VOTES_NEEDED = -1  # instead of a digest
+# Errors of reading a call whose arguments are not those of a collective with tensors.
+_ERRORS = (
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class PassKey(NamedTuple):
@@ -266,7 +276,7 @@ class PassRecorder:
             if name == call.name and (call.reason or _is_same(call, args, kwargs)):
                 self._position += 1
                 return
-        except Exception as error:  # the collective itself raises what is wrong with its arguments
+        except _ERRORS as error:  # the collective itself raises what is wrong with its arguments
             logger.debug("a call of %s is not in the record of its pass: %r", name, error)
         if self._key is not None:
             self._refuse(self._key)
