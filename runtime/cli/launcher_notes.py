@@ -105,6 +105,15 @@ def note_ended_workers(runs: Path, pids: Mapping[int, int], reason: str) -> None
     FailOpen().call("exit notes", _call_with_limit, runs, lambda: _write_notes(runs, pids, text))
 
 
+def is_answering(folder: Path) -> bool:
+    """Return whether a run folder exists and can be read. One that hangs is printed.
+
+    Args:
+        folder: The run folder.
+    """
+    return bool(_call_with_limit(folder, folder.exists))
+
+
 def _write_exit_notes(
     runs: Path, pids: Mapping[int, int], failures: Mapping[int, Any], first: int
 ) -> tuple[str | None, OSError | None]:
@@ -134,8 +143,8 @@ def _write_notes(runs: Path, pids: Mapping[int, int], text: str) -> None:
             write_exit_note(*left[worker], "launcher", note)
 
 
-def _call_with_limit(runs: Path, body: Callable[[], T]) -> T | None:
-    """Call a function that reads and writes run folders, and wait for at most `NOTES_SECONDS`.
+def _call_with_limit(folder: Path, body: Callable[[], T]) -> T | None:
+    """Call a function that reads or writes in a folder, and wait for at most `NOTES_SECONDS`.
 
     Returns:
         Its result, or None if it has failed, which is logged, or has not returned yet, which is
@@ -152,9 +161,8 @@ def _call_with_limit(runs: Path, body: Callable[[], T]) -> T | None:
     if results:
         return results[0]
     _print(
-        f"the run folders in {runs} (run_log.folder) have not answered for {NOTES_SECONDS:.0f} s, "
-        "so the next start may not report how ranks exited. Check the disk or the host that has "
-        "this folder"
+        f"{folder} (run_log.folder) has not answered for {NOTES_SECONDS:.0f} s. What the launcher "
+        "reads or notes there is left out. Check the disk or the host that has this folder"
     )
     return None
 

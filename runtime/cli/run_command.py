@@ -36,6 +36,7 @@ def launch(arguments: Sequence[str]) -> int:
         SettingsError: A setting is invalid.
     """
     from ..common.launcher_link import receive_run_folder
+    from .launcher_notes import is_answering
     from .run_end import print_run_end
 
     options = _parse(arguments)
@@ -50,7 +51,7 @@ def launch(arguments: Sequence[str]) -> int:
             options.rdzv_endpoint,
             options.rdzv_id,
         )
-        if (folder := receiver.folder()) is not None:
+        if (folder := receiver.folder()) is not None and is_answering(folder):
             is_in_order = code in (0, 128 + signal.SIGINT)
             print_run_end(folder, is_in_order=is_in_order, console=settings.console)
     if error is not None:

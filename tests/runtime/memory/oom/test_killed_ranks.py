@@ -21,7 +21,7 @@ from scripts.launching import SCRIPTS
 from scripts.memory.oom_cgroup import memory_cgroup
 
 from zerowatch.runtime.cli import launcher_notes
-from zerowatch.runtime.cli.launcher_notes import note_ended_workers, write_notes
+from zerowatch.runtime.cli.launcher_notes import is_answering, note_ended_workers, write_notes
 from zerowatch.runtime.common.exit_notes import ExitNote, read_exit_notes, write_exit_note
 from zerowatch.runtime.common.liveness_file import (
     LivenessFile,
@@ -623,6 +623,11 @@ def test_the_launcher_does_not_wait_for_a_run_folder_that_hangs(
     assert str(hanging_runs) in ended
     assert ended == failed
     assert line.startswith("zerowatch: rank 0 was the first rank of this host to exit, with code 1")
+
+
+def test_a_run_folder_that_answers_is_distinguished_from_one_that_is_gone(tmp_path: Path) -> None:
+    assert is_answering(tmp_path)
+    assert not is_answering(tmp_path / "gone")
 
 
 def test_the_launcher_notes_nothing_on_processes_of_others_with_the_same_id(tmp_path: Path) -> None:
