@@ -240,6 +240,7 @@ class NodeWatch:
 def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
     """Watch the other nodes of each attempt that an agent of torch starts while this is open.
 
+    If a node is lost after the nodes have met and before they know their ranks, they meet again.
     Only attempts on several nodes are watched, and only if `--max-restarts` allows restarts.
 
     Args:
@@ -248,10 +249,25 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
     """
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+    meet = LocalElasticAgent._rendezvous
     start, monitor = LocalElasticAgent._start_workers, LocalElasticAgent._monitor_workers
     watches: list[NodeWatch] = []
     # A store that cannot be opened twice leaves the nodes unwatched.
     heartbeats_of = FailOpen().wrap("heartbeats of nodes", _heartbeats, is_kept=True)
+
+    def met(agent: Any, worker_group: Any) -> None:
+        from torch.distributed import DistNetworkError, DistStoreError
+        from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+        while True:
+            try:
+                return meet(agent, worker_group)
+            except DistNetworkError as error:
+                raise RendezvousConnectionError(str(error)) from error
+            except DistStoreError as error:  # no answer of a node within `read_timeout`
+                if not _is_dynamic(worker_group.spec):
+                    raise
+                _print(f"run: a node was lost while the nodes met ({error}). They meet again")
 
     def started(agent: Any, worker_group: Any) -> Any:
         ids = start(agent, worker_group)
@@ -294,6 +310,7 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
             _note_lost_nodes(runs, {rank: pids[rank] for rank in killed}, watch.killed_for)
         return result
 
+    LocalElasticAgent._rendezvous = met  # type: ignore[method-assign]
     LocalElasticAgent._start_workers = started  # type: ignore[method-assign]
     LocalElasticAgent._monitor_workers = monitored  # type: ignore[method-assign]
     try:
@@ -301,6 +318,7 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
     finally:
         for watch in watches:
             watch.close()
+        LocalElasticAgent._rendezvous = meet  # type: ignore[method-assign]
         LocalElasticAgent._start_workers = start  # type: ignore[method-assign]
         LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]
 
@@ -356,11 +374,14 @@ def store_lost_text(endpoint: str, reason: str) -> str:
 
 def _is_watched(worker_group: Any) -> bool:
     spec = worker_group.spec
-    is_dynamic = spec.rdzv_handler.get_backend() != "static"  # static nodes cannot meet again
     # A node that trains alone needs the store too: torch's agent asks it for nodes that wait.
     settings = getattr(spec.rdzv_handler, "settings", None)
     most = worker_group.group_world_size if settings is None else settings.max_nodes
-    return bool(is_dynamic and most > 1 and spec.max_restarts > 0)
+    return bool(_is_dynamic(spec) and most > 1 and spec.max_restarts > 0)
+
+
+def _is_dynamic(spec: Any) -> bool:
+    return bool(spec.rdzv_handler.get_backend() != "static")  # static nodes cannot meet again
 
 
 def _members(worker_group: Any) -> dict[str, str]:

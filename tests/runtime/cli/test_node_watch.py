@@ -8,12 +8,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -291,8 +294,9 @@ def test_processes_that_were_reaped_are_not_killed(ranks: PContext) -> None:
     assert not node_watch._kill_ranks(ranks)
 
 
-def rendezvous(store: Any) -> DynamicRendezvousHandler:
-    parameters = RendezvousParameters("c10d", "host0:29400", "job", 1, 2, "host1")
+def rendezvous(store: Any, address: str = "host1", last_call: int = 30) -> DynamicRendezvousHandler:
+    times = {"keep_alive_interval": 1, "last_call_timeout": last_call}
+    parameters = RendezvousParameters("c10d", "host0:29400", "job", 1, 2, address, **times)
     return create_handler(store, C10dRendezvousBackend(store, "job"), parameters)
 
 
@@ -328,6 +332,35 @@ def test_ranks_end_and_may_start_again_while_restarts_are_left(
     assert "node lost: host0 (no heartbeat for 21 s)" in capsys.readouterr().err
     assert handler.shutdown()
     assert handler.is_closed()
+
+
+@pytest.mark.slow
+def test_the_nodes_meet_again_if_one_is_lost_before_they_know_their_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as `zerowatch run` does
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=2))
+    lost = rendezvous(store, "host0", last_call=600)  # it is the first node, and divides the ranks
+    left = rendezvous(store, "host1", last_call=1)
+    spec = WorkerSpec("default", 1, left, entrypoint="python", max_restarts=1)
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs())
+
+    def meet_and_vanish() -> None:
+        lost.next_rendezvous()
+        lost._stop_heartbeats()
+
+    thread = threading.Thread(target=meet_and_vanish)
+    thread.start()
+    wait_until(lambda: lost._state_holder.state.participants)
+
+    with node_watch.watch_nodes("host0:29400", tmp_path):
+        agent._rendezvous(agent._worker_group)
+
+    thread.join()
+    left._stop_heartbeats()
+    assert agent._worker_group.group_world_size == 1
+    assert "a node was lost while the nodes met" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("has_succeeded", "code"), [(True, 0), (False, 1)])
