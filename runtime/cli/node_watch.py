@@ -300,14 +300,9 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
         elif result.state == WorkerState.HEALTHY and (lost := watch.lost_nodes()):
             _leave(agent, lost, runs)
             return RunResult(state=WorkerState.UNHEALTHY)
-        elif watch.killed_for:  # their first notes only say that SIGKILL ended them
+        elif watch.killed_for:
             pids = worker_pids(worker_group)
-            killed = [
-                rank
-                for rank, failure in result.failures.items()
-                if failure.exitcode == -signal.SIGKILL
-            ]
-            _note_lost_nodes(runs, {rank: pids[rank] for rank in killed}, watch.killed_for)
+            note_killed_ranks(runs, pids, result.failures, watch.killed_for)
         return result
 
     LocalElasticAgent._rendezvous = met  # type: ignore[method-assign]
@@ -321,6 +316,21 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
         LocalElasticAgent._rendezvous = meet  # type: ignore[method-assign]
         LocalElasticAgent._start_workers = start  # type: ignore[method-assign]
         LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]
+
+
+def note_killed_ranks(
+    runs: Path, pids: Mapping[int, int], failures: Mapping[int, Any], names: str
+) -> None:
+    """Note why ranks were killed; their first notes only say that SIGKILL ended them.
+
+    Args:
+        runs: The folder of run folders.
+        pids: Process ids of the workers by rank.
+        failures: torch's ProcessFailure by rank.
+        names: Names of the lost nodes.
+    """
+    killed = [rank for rank in failures if failures[rank].exitcode == -signal.SIGKILL]
+    _note_lost_nodes(runs, {rank: pids[rank] for rank in killed}, names)
 
 
 def rendezvous_failure(error: RendezvousError, endpoint: str, job_id: str) -> str:

@@ -22,6 +22,7 @@ from scripts.memory.oom_cgroup import memory_cgroup
 
 from zerowatch.runtime.cli import launcher_notes
 from zerowatch.runtime.cli.launcher_notes import is_answering, note_ended_workers, write_notes
+from zerowatch.runtime.cli.node_watch import note_killed_ranks
 from zerowatch.runtime.common.exit_notes import ExitNote, read_exit_notes, write_exit_note
 from zerowatch.runtime.common.liveness_file import (
     LivenessFile,
@@ -600,6 +601,25 @@ def test_the_launcher_prints_the_line_too_if_the_notes_cannot_be_written(
     assert line.startswith("zerowatch: rank 0 was the first rank of this host to exit, by SIGKILL")
     assert str(tmp_path / "one" / "exits") in error
     assert "run_log.folder" in error
+
+
+def test_ranks_that_were_killed_after_the_loss_of_a_node_were_not_out_of_memory(
+    tmp_path: Path,
+) -> None:
+    host = socket.gethostname()
+    workers = [process(rank=rank, pid=100 + rank, host=host) for rank in range(2)]
+    leave_markers(tmp_path / "one", *workers)
+    pids, exits = {0: 100, 1: 101}, failures({0: 1, 1: -signal.SIGKILL})
+    write_notes(tmp_path, pids, exits)
+
+    note_killed_ranks(tmp_path, pids, exits, "host7")
+
+    first, killed = (read_exit_notes(tmp_path / "one", worker) for worker in workers)
+    assert [note.text for note in first] == ["was the first rank of this host to exit, with code 1"]
+    assert [note.text for note in killed] == [
+        "was ended by the launcher, because node host7 was lost"
+    ]
+    assert not killed[0].may_be_oom_kill
 
 
 @pytest.fixture
