@@ -51,7 +51,8 @@ USED_NAMES: tuple[tuple[str, str, str], ...] = (
     (
         "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent",
         "runtime/cli/node_watch.py",
-        "_rendezvous _start_workers _monitor_workers _pcontext _remaining_restarts _worker_group _store",
+        "_rendezvous _start_workers _monitor_workers _pcontext _remaining_restarts _worker_group "
+        "_store",
     ),
     (
         "torch.distributed.elastic.multiprocessing.api:SubprocessContext",
