@@ -261,7 +261,8 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
 
         while True:
             try:
-                return meet(agent, worker_group)
+                meet(agent, worker_group)
+                return
             except DistNetworkError as error:
                 raise RendezvousConnectionError(str(error)) from error
             except DistStoreError as error:  # no answer of a node within `read_timeout`
