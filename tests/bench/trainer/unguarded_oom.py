@@ -1,9 +1,10 @@
-"""Runs out of memory on one rank at random places of windows in which the ranks do not vote.
+"""Runs out of memory on one rank at drawn places of windows in which the ranks do not vote.
 
-The 100 cases are drawn with a fixed seed: ranks, engine, failing rank, pass, block, micro-batch and
-the samples that fit. In every other case an allocation fails under a limit on addresses; in the
-others an error is raised. Each result is kept in `.build/unguarded_oom`; `--resume` runs only the
-cases that have none.
+The 100 cases are drawn with a fixed seed: ranks, engine, failing rank, window, pass, micro-batch,
+and the number of an allocation or collective within the pass. In most cases the allocator fails,
+under a limit on addresses that stays low until all ranks have left the window; in the others an
+error is raised. Each case is a job of its own. Each result is kept in `.build/unguarded_oom`;
+`--resume` runs only the cases that have none.
 """
 
 from __future__ import annotations
@@ -12,26 +13,30 @@ import json
 import random
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from bench.bench_options import Options
 from bench.result_table import Row
-from scripts.forked_ranks import start_ranks
+from scripts.forked_ranks import RunningRanks, running_ranks, start_ranks
 from scripts.launching import SCRIPTS
 
-SEED, NUM = 18, 100
+SEED, NUM, MAX_RANKS = 1, 100, 3  # seed of the trials
 LONGEST_SECONDS = 20.0
-MICRO_BATCHES, BLOCKS = 3, 3
-LAST_SAMPLES = 2  # of 8, in micro-batches of 3
-# Buckets are small, so that most of a pass lies between two collectives.
+REAL_OF_TEN = 6
+# Of a hundred cases. The guide lists the reasons; the draw does not avoid them.
+MOST_REFUSED = 40
+# For a case to end: far above what it takes, so that a rank that waits is seen as one.
+JOB_SECONDS = 240.0
 ENGINES = (
     "stage 0",
-    "stage 1, optimizer on host",
+    "stage 1",
     "stage 2, small buckets",
     "stage 2, small buckets per owner",
     "stage 2, overlapping",
@@ -43,26 +48,30 @@ ENGINES = (
     "stage 3, bf16",
     "stage 3, all on host",
 )
+WINDOWS = (4, 5)  # one of each shape; the guard is disarmed by then
+PASSES = ("equal",) * 8 + ("alternating", "new")
+LANES = 3  # cases that run at the same time: most of their time, ranks wait for each other
 COUNTED = ((2, "stage 2, small buckets"), (3, "stage 3, eager prefetching"))
-SCRIPT = SCRIPTS / "trainer" / "unguarded_oom.py"
+SCRIPT = SCRIPTS / "trainer" / "drawn_oom.py"
+COST_SCRIPT = SCRIPTS / "trainer" / "unguarded_oom.py"
 FOLDER = Path(__file__).parents[3] / ".build" / "unguarded_oom"
+# Allocations of this size are mapped: they fail at the limit, and are unmapped when they are freed.
+VARIABLES = {"MALLOC_MMAP_THRESHOLD_": "16384"}
 
 
 @dataclass(frozen=True)
-class Case:
+class Drawn:
     """A window in which one rank runs out of memory.
 
     Attributes:
         number: In the order in which the cases are drawn.
         world_size: Ranks.
-        engine: Name of the engine's options.
-        fault: Where memory runs out, as the script reads it.
+        case: Where memory runs out, as the script reads it.
     """
 
     number: int
     world_size: int
-    engine: str
-    fault: Mapping[str, Any]
+    case: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -70,20 +79,55 @@ class Outcome:
     """Result of a case.
 
     Attributes:
-        case: The case.
-        ended: Error with which the run ended; "" if it went on.
+        drawn: The case.
+        ended: Error with which the failing rank's run ended; "" if it went on.
         reasons: Reasons for which the failing rank did not issue the rest of its pass; "" if it
             did, and none if no collective of the pass had been issued.
-        seconds: Longest time of the window on any rank, with its repetition.
-        is_same: Whether weights and losses equal those of a run with the smaller sizes from the
-            start; None if the run ended.
+        codes: Exit codes of the ranks, by rank.
+        is_killed: Whether a rank waited until the bench killed it.
+        struck_in: Place of the failure; "" if memory did not run out.
+        was_guarded: Whether the ranks voted within the passes of the window.
+        seconds: From the shortage until the last rank began the window again, or until its script
+            had the error or its process had ended.
+        is_same: Whether weights and losses of all ranks equal those of a run with the smaller sizes
+            from the start; None if the run ended.
+        output: End of the output of a case that did not end well.
     """
 
-    case: Case
+    drawn: Drawn
     ended: str
     reasons: Sequence[str]
+    codes: Sequence[int | None]
+    is_killed: bool
+    struck_in: str
+    was_guarded: bool
     seconds: float
     is_same: bool | None
+    output: str
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the run ended clearly on all ranks: each raised or logged an error.
+
+        gloo ends a process by a signal where passes vary for the first time; see the guide.
+        """
+        is_new = self.drawn.case["passes"] == "new"
+        has_errors = all(code and (code > 0 or is_new) for code in self.codes)
+        return bool(self.struck_in) and has_errors and not self.is_killed
+
+    @property
+    def went_on(self) -> bool:
+        return not self.ended and not any(self.codes) and not self.is_killed
+
+    @property
+    def why(self) -> str:
+        """Reason for which the run ended, for a refused case."""
+        if any(code is not None and code < 0 for code in self.codes):
+            return "gloo ended a process, because two collectives of different sizes met"
+        reason = next(filter(None, self.reasons), "")
+        if not reason and "" in self.reasons:
+            return "the freed memory does not suffice for the other collectives"
+        return reason or f"other: {self.ended[:100]}"
 
 
 def bench(options: Options) -> Iterator[Row]:
@@ -92,129 +136,209 @@ def bench(options: Options) -> Iterator[Row]:
         shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
     cases = drawn(6 if options.quick else NUM)
-    for group, each in groupby(sorted(cases, key=_group), key=_group):
-        _run_group(*group, [case for case in each if not _file(case).exists()])
-    outcomes = [_outcome(case) for case in cases]
+    _run_cases([each for each in cases if not _file(each).exists()])
+    outcomes = [Outcome(each, **json.loads(_file(each).read_text())) for each in cases]
+    write_cases(outcomes, FOLDER / "cases.md")
     yield from _rows(outcomes)
     for world_size, engine in COUNTED:
         yield _cost_row(world_size, engine)
 
 
-def drawn(num: int) -> list[Case]:
-    """Return the cases; half of them are real failures of an allocation."""
-    draw = random.Random(SEED)
-    cases = []
-    for number in range(num):
-        world_size, micro_batch = draw.choice((2, 3)), draw.randrange(MICRO_BATCHES)
-        fault = {
-            "place": draw.choice(("forward", "backward")),
-            "block": draw.randrange(BLOCKS),
-            "micro_batch": micro_batch,
-            "fits": draw.randrange(1, LAST_SAMPLES if micro_batch == 2 else MICRO_BATCHES),
-            "ranks": "one",
-            "is_real": number % 2 == 0,
-            "rank": draw.randrange(world_size),
-        }
-        cases.append(Case(number, world_size, draw.choice(ENGINES), fault))
-    return cases
+def drawn(num: int, seed: int = SEED) -> list[Drawn]:
+    """Return the cases, in the order in which they run."""
+    draw = random.Random(seed)
+    return [_drawn(number, draw) for number in range(num)]
 
 
-def _group(case: Case) -> tuple[int, str]:
-    return case.world_size, case.engine
+def _drawn(number: int, draw: random.Random) -> Drawn:
+    world_size, engine = draw.randint(2, MAX_RANKS), draw.choice(ENGINES)
+    place = draw.choice(("forward", "backward"))
+    # Passes of other kinds have no collectives before the update.
+    has_collectives = engine[:7] == "stage 3" or (engine[:7] == "stage 2" and place == "backward")
+    by = draw.choice(("allocation", "collective")) if has_collectives else "allocation"
+    case = {
+        "engine": engine,
+        "rank": draw.randrange(world_size),
+        "window": draw.choice(WINDOWS),
+        "place": place,
+        "micro_batch": draw.choice(("first", "middle", "last")),
+        "by": by,
+        "moment": draw.choice(("before", "within", "after")) if by == "collective" else "after",
+        "at": round(draw.random(), 3),
+        "is_real": number % 10 < REAL_OF_TEN,
+        "passes": draw.choice(PASSES),
+    }
+    return Drawn(number, world_size, case)
 
 
-def _file(case: Case) -> Path:
-    return FOLDER / f"case-{case.number}.json"
+def _file(each: Drawn) -> Path:
+    return FOLDER / f"case-{each.number}.json"
 
 
-def _run_group(world_size: int, engine: str, cases: list[Case]) -> None:
-    """Run the cases in one engine. If a case ends the run, start the others again without it."""
-    while cases:
-        plan = [{"engine": engine, "faults": [case.fault for case in cases]}]
-        found = {rank: each[0] for rank, each in _run(world_size, plan).items()}
-        ended = [
-            number
-            for number, case in enumerate(cases)
-            if any("ended" in window for window in _windows(found, number))
-        ]
-        for number in ended or range(len(cases)):
-            _file(cases[number]).write_text(json.dumps(_result(cases[number], number, found)))
-        cases = [case for number, case in enumerate(cases) if ended and number not in ended]
+def _run_cases(cases: Sequence[Drawn]) -> None:
+    """Run cases in their order, in lanes that have rank servers of their own."""
+    waiting: SimpleQueue[Drawn | None] = SimpleQueue()
+    for each in (*cases, *(None,) * LANES):
+        waiting.put(each)
+
+    def run_lane(first_server: int) -> None:
+        while (each := waiting.get()) is not None:
+            _file(each).write_text(json.dumps(run_case(each, first_server)))
+
+    with ThreadPoolExecutor(LANES) as lanes:
+        for done in [lanes.submit(run_lane, MAX_RANKS * lane) for lane in range(LANES)]:
+            done.result()
 
 
-def _windows(found: Mapping[int, dict[str, Any]], number: int) -> list[dict[str, Any]]:
-    """Return the results of a case on all ranks that have one."""
-    return [rank["windows"][number] for rank in found.values() if number < len(rank["windows"])]
-
-
-def _result(case: Case, number: int, found: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    failing = found[case.fault["rank"]]["windows"][number]
-    ended = failing.get("ended", "")
+def run_case(each: Drawn, first_server: int = 0) -> dict[str, Any]:
+    """Run a case as a job of its own."""
+    with tempfile.TemporaryDirectory(prefix="zerowatch-oom-") as name:
+        folder = Path(name)
+        command = (SCRIPT, folder, json.dumps(each.case))
+        options: dict[str, Any] = {"variables": VARIABLES, "first_server": first_server}
+        with running_ranks(each.world_size, *command, cwd=folder, **options) as ranks:
+            ended_at = _ended_at(ranks, each.world_size)
+            is_killed = None in ended_at
+            ranks.kill()
+            finished = ranks.join()
+        files = [folder / f"rank-{rank}.json" for rank in range(each.world_size)]
+        found = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+    failing = found[each.case["rank"]]
+    struck_at = failing.get("struck at")
+    # A rank that its peers have ended has no time of its own.
+    left_at = [
+        rank.get("left at") or ended or time.monotonic()
+        for rank, ended in zip(found, ended_at, strict=True)
+    ]
+    is_compared = all("same weights" in rank for rank in found)
     return {
-        "ended": ended,
-        "reasons": failing["reasons"],
-        "seconds": max(window["seconds"] for window in _windows(found, number)),
-        "is_same": all(rank["same weights"] and rank["same losses"] for rank in found.values())
-        if not ended
+        "ended": next((rank["ended"] for rank in (failing, *found) if "ended" in rank), ""),
+        "reasons": failing.get("reasons", []),
+        "codes": [rank.returncode for rank in finished],
+        "is_killed": is_killed,
+        "struck_in": "" if struck_at is None else failing["struck in"],
+        "was_guarded": bool(failing.get("was guarded")),
+        "seconds": 0.0 if struck_at is None else max(left_at) - struck_at,
+        "is_same": all(rank["same weights"] and rank["same losses"] for rank in found)
+        if is_compared
         else None,
+        "output": "" if is_compared else "\n".join(rank.stderr[-1500:] for rank in finished),
     }
 
 
-def _run(world_size: int, plan: list[dict[str, Any]]) -> dict[int, Any]:
-    """Run a plan; return the results by rank. A rank that its peer has ended has none."""
+def _ended_at(ranks: RunningRanks, num: int) -> list[float | None]:
+    """Wait for the ranks; return when each has ended, None for those that run for too long."""
+    deadline = time.monotonic() + JOB_SECONDS
+    times: list[float | None] = [None] * num
+    while None in times and (left := deadline - time.monotonic()) > 0:
+        for rank, code in enumerate(ranks.codes(left)):
+            if code is not None:
+                times[rank] = times[rank] or time.monotonic()
+    return times
+
+
+def _run_costs(world_size: int, engine: str) -> dict[str, Any]:
+    """Count what windows without a fault issue on rank 0."""
     with tempfile.TemporaryDirectory(prefix="zerowatch-oom-") as name:
-        folder = Path(name)
-        finished = start_ranks(world_size, SCRIPT, folder, json.dumps(plan), cwd=folder)
-        files = {rank: folder / f"rank-{rank}.json" for rank in range(world_size)}
-        found = {
-            rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()
-        }
-        if not found or (finished.returncode == 0 and len(found) < world_size):
+        folder, plan = Path(name), [{"engine": engine, "costs": True}]
+        finished = start_ranks(world_size, COST_SCRIPT, folder, json.dumps(plan), cwd=folder)
+        if finished.returncode:
             raise RuntimeError(f"a rank has no result: {finished.stderr[-3000:]}")
-        return found
-
-
-def _outcome(case: Case) -> Outcome:
-    return Outcome(case, **json.loads(_file(case).read_text()))
+        found: list[dict[str, Any]] = json.loads((folder / "rank-0.json").read_text())
+        return found[0]
 
 
 def _rows(outcomes: Sequence[Outcome]) -> Iterator[Row]:
-    went_on = [each for each in outcomes if not each.ended]
-    refused = Counter(each.reasons[-1] for each in outcomes if each.ended and any(each.reasons))
-    num_real = sum(bool(each.case.fault["is_real"]) for each in outcomes)
-    num_three = sum(each.case.world_size == 3 for each in outcomes)
-    yield Row(
-        what=f"{len(outcomes)} cases, {num_real} real, {num_three} with 3 ranks: trained on",
-        measured=f"{len(went_on)}, and {refused.total()} refused",
-        goal="all",
-        met=len(went_on) + refused.total() == len(outcomes),
-    )
-    for reason, count in refused.most_common():
+    went_on = [each for each in outcomes if each.went_on and each.struck_in]
+    refused = [each for each in outcomes if each.is_refused]
+    yield _all_row(outcomes, went_on, refused)
+    yield _refused_row(refused, len(outcomes))
+    for reason, count in Counter(each.why for each in refused).most_common():
         yield Row(what=f"refused: {reason}", measured=str(count))
     for stage in range(4):
-        here = [each for each in outcomes if each.case.engine.startswith(f"stage {stage}")]
+        here = [e for e in outcomes if e.drawn.case["engine"].startswith(f"stage {stage}")]
+        num_issued = sum("" in each.reasons and each.went_on for each in here)
         yield Row(
-            what=f"ZeRO {stage}: the failing rank issued the rest of its pass",
-            measured=f"{sum('' in each.reasons for each in here)} of {len(here)} cases",
+            what=f"ZeRO {stage}: trained on",
+            measured=f"{sum(each.went_on for each in here)} of {len(here)}",
+            spread=f"{num_issued} issued the rest of their pass",
         )
     num_same = sum(bool(each.is_same) for each in went_on)
     yield Row(
-        what="weights and losses as with the smaller sizes from the start",
+        what="weights and losses of a case as with its smaller sizes from the start",
         measured=f"equal bit for bit in {num_same} of {len(went_on)}",
         goal="all",
         met=num_same == len(went_on),
     )
-    longest = max(each.seconds for each in outcomes)
+    for what, cases in (("trained on", went_on), ("was refused", refused)):
+        longest = max((each.seconds for each in cases), default=0.0)
+        yield Row(
+            what=f"longest time until all ranks had left the window, where the run {what}",
+            measured=f"{longest:.1f} s",
+            goal=f"<= {LONGEST_SECONDS:.0f} s",
+            met=longest <= LONGEST_SECONDS,
+        )
+    num_guarded = sum(each.was_guarded for each in outcomes)
     yield Row(
-        what="longest window with an error on any rank, with its repetitions",
-        measured=f"{longest:.1f} s",
-        goal=f"<= {LONGEST_SECONDS:.0f} s",
-        met=longest <= LONGEST_SECONDS,
+        what="cases in which the ranks voted within the passes",
+        measured=str(num_guarded),
+        goal="0",
+        met=num_guarded == 0,
     )
 
 
+def _all_row(
+    outcomes: Sequence[Outcome], went_on: Sequence[Outcome], refused: Sequence[Outcome]
+) -> Row:
+    struck = [each for each in outcomes if each.struck_in]
+    num_real = sum(bool(each.drawn.case["is_real"]) for each in struck)
+    num_three = sum(each.drawn.world_size == 3 for each in struck)
+    return Row(
+        what=f"{len(outcomes)} cases, {len(struck)} ran out of memory, {num_real} of the "
+        f"allocator, {num_three} with 3 ranks: trained on, or refused",
+        measured=f"{len(went_on)} and {len(refused)}",
+        goal="all",
+        met=len(went_on) + len(refused) == len(outcomes) == len(struck),
+    )
+
+
+def _refused_row(refused: Sequence[Outcome], num: int) -> Row:
+    num_other = sum(each.why.startswith("other") for each in refused)
+    return Row(
+        what="refused; without a reason that the guide lists",
+        measured=f"{len(refused)}; {num_other}",
+        goal=f"<= {MOST_REFUSED}; 0",
+        met=len(refused) * NUM <= MOST_REFUSED * num and num_other == 0,
+    )
+
+
+def write_cases(outcomes: Sequence[Outcome], path: Path) -> None:
+    """Write one line for each case."""
+    lines = ["| case | ranks | engine | failure | place | result | weights | seconds |"]
+    lines.append("|" + "---|" * 8)
+    for each in outcomes:
+        case = each.drawn.case
+        place = f"{case['place']}, {case['micro_batch']}, window {case['window']}"
+        passes = "" if case["passes"] == "equal" else f", {case['passes']} passes"
+        result = "trained on" if each.went_on else f"refused: {each.why}"
+        if not each.went_on and not each.is_refused:
+            result = f"FAILED: {each.codes} {each.why}"
+        cells = (
+            each.drawn.number,
+            each.drawn.world_size,
+            case["engine"] + passes,
+            "allocator" if case["is_real"] else "raised",
+            f"{place}: {each.struck_in or 'none'}",
+            result,
+            {True: "equal", False: "DIFFER", None: ""}[each.is_same],
+            f"{each.seconds:.1f}",
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    path.write_text("\n".join(lines) + "\n")
+
+
 def _cost_row(world_size: int, engine: str) -> Row:
-    (found,) = _run(world_size, [{"engine": engine, "costs": True}])[0]
+    found = _run_costs(world_size, engine)
     names = ("collectives", "votes")
     texts = [
         ", ".join(f"{found[arm][name][-1]} {name}" for name in names) for arm in ("with", "without")
