@@ -227,6 +227,8 @@ class CheckpointManager:
         return None
 
     def _wait_for_threads(self) -> None:
+        if self._exchange is None:  # on all ranks: no save was started in the background
+            return
         with self._engine_holder.engine.watch.waiting_for_checkpoint():
             self._saver.wait_together(self._host_group)
 
