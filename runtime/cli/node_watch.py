@@ -254,11 +254,16 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
     watches: list[NodeWatch] = []
     # A store that cannot be opened twice leaves the nodes unwatched.
     heartbeats_of = FailOpen().wrap("heartbeats of nodes", _heartbeats, is_kept=True)
+    waiting_of = FailOpen().wrap("heartbeats of nodes", _waiting, is_kept=True)
 
     def met(agent: Any, worker_group: Any) -> None:
         from torch.distributed import DistNetworkError, DistStoreError
         from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
+        if not watches and _is_watched(worker_group):  # the first meeting
+            waiting = waiting_of(worker_group)
+            if waiting is not None:
+                watches.append(NodeWatch(waiting, _ending(agent, waiting, endpoint, runs)))
         while True:
             try:
                 meet(agent, worker_group)
@@ -388,7 +393,7 @@ def _is_watched(worker_group: Any) -> bool:
     # A node that trains alone needs the store too: torch's agent asks it for nodes that wait.
     settings = getattr(spec.rdzv_handler, "settings", None)
     most = worker_group.group_world_size if settings is None else settings.max_nodes
-    return bool(_is_dynamic(spec) and most > 1 and spec.max_restarts > 0)
+    return bool(_is_dynamic(spec) and (most or 1) > 1 and spec.max_restarts > 0)
 
 
 def _is_dynamic(spec: Any) -> bool:
@@ -414,6 +419,14 @@ def _heartbeats(agent: Any, worker_group: Any) -> NodeHeartbeats:
     return NodeHeartbeats(attempt, worker_group.group_rank, worker_group.group_world_size, name)
 
 
+def _waiting(worker_group: Any) -> NodeHeartbeats:
+    """Return heartbeats of a node that waits for others: they only show that the store answers."""
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    store = worker_group.spec.rdzv_handler._store.clone()
+    return NodeHeartbeats(PrefixStore("zerowatch/waiting", store), 0, 1, os.uname().nodename)
+
+
 def _ending(
     agent: Any, heartbeats: NodeHeartbeats, endpoint: str, runs: Path
 ) -> Callable[[], None]:
@@ -425,7 +438,8 @@ def _ending(
                 f"(--rdzv-endpoint) {reason}, so this launcher does not wait for other nodes"
             )
             os._exit(0)
-        _kill_ranks(agent._pcontext)
+        if agent._pcontext is not None:
+            _kill_ranks(agent._pcontext)
         _print(store_lost_text(endpoint, reason))
         pids = worker_pids(agent._worker_group)
         note_ended_workers(runs, pids, f"the store at {endpoint} was lost")

@@ -6,13 +6,14 @@ The ranks are a script that sleeps, as ranks that wait in a collective do.
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-from lab.node_launchers import NodeLaunchers
+from lab.node_launchers import STORE_PORT, NodeLaunchers
 from lab.switched_hosts import switched_hosts
 from lab.two_hosts import Host, cut, missing
 from scripts.launching import TORCHRUN, ZEROWATCH
@@ -39,7 +40,12 @@ class SleepingRanks(NodeLaunchers):
     """A job of two hosts that sleeps. The store is on one of them, or on a third host."""
 
     def __init__(
-        self, folder: Path, hosts: Sequence[Host], store: int, max_restarts: int = 3
+        self,
+        folder: Path,
+        hosts: Sequence[Host],
+        store: int,
+        max_restarts: int = 3,
+        nodes: str = "1:2",
     ) -> None:
         path = folder / "sleeper.py"
         path.write_text(SLEEPER)
@@ -48,7 +54,7 @@ class SleepingRanks(NodeLaunchers):
             folder,
             hosts[:2],
             store=hosts[store],
-            nodes="1:2",
+            nodes=nodes,
             max_restarts=max_restarts,
             script=lambda number: (path, self._started[number]),
         )
@@ -163,6 +169,31 @@ def test_a_job_whose_restarts_are_used_up_starts_again_with_the_same_store(
     wait_until(lambda: launched.code(0) is not None)
     assert launched.code(0) == 1
     assert f"{launched.store.address}:29400 (--rdzv-endpoint) has not" in launched.output(0)
+
+
+def test_a_launcher_that_waits_for_others_notices_that_the_store_is_lost(
+    tmp_path: Path, undo: ExitStack
+) -> None:
+    hosts = undo.enter_context(switched_hosts(3))
+    launched = undo.enter_context(closing(SleepingRanks(tmp_path, hosts, 2, nodes="2")))
+    launched.start_store()
+    launched.start(0)
+    wait_until(lambda: has_connected(launched, 2))
+
+    cut(launched.store)
+
+    wait_until(lambda: launched.code(0) is not None)
+    assert launched.code(0) == 1
+    assert f"{launched.store.address}:29400 (--rdzv-endpoint) has not" in launched.output(0)
+
+
+def has_connected(launched: SleepingRanks, num: int) -> bool:
+    """Return whether a host has this many connections to the store."""
+    command = launched.hosts[0].command("cat", "/proc/net/tcp", "/proc/net/tcp6")
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    port = f":{STORE_PORT:04X}"
+    states = [line.split()[2:4] for line in listed.splitlines()]
+    return sum(peer.endswith(port) and state == "01" for peer, state in states) >= num
 
 
 def lose_second(launched: SleepingRanks) -> None:
