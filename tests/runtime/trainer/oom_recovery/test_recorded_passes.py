@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fakes.rank_threads import FakeHostGroup, on_ranks
+from fakes.rank_threads import FakeHostGroup, Meeting, on_ranks
 
 from zerowatch.runtime.collectives.collective_table import Guard, guarded_methods
 from zerowatch.runtime.common.deepspeed_internals import ZERO_1_AND_2
@@ -495,6 +495,19 @@ def test_a_failed_rank_waits_in_vain_for_a_rank_that_goes_on_otherwise(
         return [*found, guard.waits_in_vain(issued)]
 
     assert on_ranks(2, train) == [[False, in_vain, False]] * 2
+
+
+def test_a_failed_rank_waits_in_vain_for_a_rank_with_collectives_that_are_not_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CollectiveGuard, "issued_collectives", issued_by_backend)
+    guard, found = CollectiveGuard(FakeHostGroup(0, Meeting(1))), []
+    with guard.window():
+        found.append(guard.waits_in_vain(None))
+        monkeypatch.setattr(guard, "issued_collectives", lambda: {"all": 1})
+        found.append(guard.waits_in_vain(None))
+
+    assert found == [False, True]
 
 
 def test_a_pass_that_ends_early_leaves_a_failed_rank_waiting() -> None:
