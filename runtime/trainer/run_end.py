@@ -38,7 +38,7 @@ from ..memory.oom.oom_error import is_caused_by_oom
 
 logger = logging.getLogger(__name__)
 
-CONSENSUS_SECONDS = 15.0
+CONSENSUS_SECONDS = 10.0
 _CONSENSUS_POLL_SECONDS = 0.02
 POLL_SECONDS = 1.0
 # If a call has not returned this long after another rank's error, this process exits.

@@ -303,10 +303,23 @@ class CollectiveGuard:
                 has_failed = False
             finally:
                 call.is_active = False
-                self._failed_in_collective = self._failed_in_collective or has_failed
+                if has_failed:
+                    self._on_failed_collective()
             return result
 
         return guarded
+
+    def _on_failed_collective(self) -> None:
+        """Note that a collective has raised an error.
+
+        If the backend has not counted it, nothing was sent: this rank can still issue it with the
+        rest of the pass. So it is if gloo has no memory for its copy of the input of a
+        reduce-scatter.
+        """
+        if not self.armed and self._num_issued() == self.recorder.num_calls - 1:
+            self.recorder.withdraw()
+        else:
+            self._failed_in_collective = True
 
     def _pass_wrapper(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def run_pass(*args: Any, **kwargs: Any) -> Any:

@@ -281,6 +281,12 @@ class PassRecorder:
         if self._key is not None:
             self._refuse(self._key)
 
+    def withdraw(self) -> None:
+        """Remove the last recorded collective, because it was not issued."""
+        self.num_calls -= 1
+        if self._expected is not None:
+            self._position -= 1
+
     @property
     def is_adding(self) -> bool:
         """Whether this pass is recorded, because it has no record to compare it with."""

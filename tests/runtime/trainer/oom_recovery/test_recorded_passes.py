@@ -463,6 +463,49 @@ def test_all_ranks_leave_an_unarmed_window_after_the_pass_in_which_one_ran_out(
     assert on_ranks(2, train) == [(Vote.OUT_OF_MEMORY, names)] * 2
 
 
+@pytest.mark.parametrize("is_issued", [False, True])
+def test_a_collective_that_failed_before_it_was_issued_belongs_to_the_rest(
+    is_issued: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(host_group: FakeHostGroup) -> tuple[str, list[str]]:
+        backend, guard, num_lost = Backend(), CollectiveGuard(host_group), [0]
+        engine = Engine(backend)
+        monkeypatch.setattr(
+            guard, "issued_in_training", lambda: {"all": len(backend.issued) + num_lost[0]}
+        )
+
+        def reduce(tensor: torch.Tensor, dst: int, group: Any = None) -> None:
+            if is_failing[0]:
+                is_failing[0] = False
+                num_lost[0] += is_issued
+                raise RuntimeError(OUT)
+            backend._keep(f"reduce to {dst}", tensor)
+
+        is_failing, backend.reduce = [False], reduce
+        guard.open(backend)
+        for _ in range(2):
+            guard.prepare_records(engine)
+            with guard.window(engine):
+                engine.backward()
+            backend.issued.clear()
+        guard.prepare_records(engine)
+        is_failing[0] = True
+        with pytest.raises(RuntimeError, match="allocate"), guard.window(engine):
+            engine.backward()
+        host_group.all_max(0)
+        if not (reason := guard.unfinished_reason()):
+            assert guard.issue_rest({})
+            assert guard.can_report
+        return reason, [name for name, _ in backend.issued]
+
+    expected = (
+        ("the error was raised within a collective", ["all_reduce"])
+        if is_issued
+        else ("", ["all_reduce", "reduce to 0", "all_reduce"])
+    )
+    assert on_ranks(2, train) == [expected] * 2
+
+
 @pytest.mark.parametrize(
     ("calls", "issued", "in_vain"),
     [
