@@ -58,8 +58,8 @@ def test_the_processes_end_soon_if_gloo_aborts_one_of_them(case: str, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_pass_as_before_is_run_again(tmp_path: Path) -> None:
-    codes, found = run(2, "as before", tmp_path)
+def test_a_failed_rank_waits_for_ranks_that_are_slow_but_issue_the_same(tmp_path: Path) -> None:
+    codes, found = run(2, "as before, slow", tmp_path)
 
     assert codes == [0, 0]
     assert [found[rank]["error"] for rank in range(2)] == ["NoneType"] * 2

@@ -23,6 +23,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 WINDOWS = 6
 FAILING_RANK = 1
+SLEEP_SECONDS = 5.0  # several times the interval at which the ranks look for notices
 WIDTH = 4
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -37,7 +38,7 @@ PASSES = {
     "shorter": USUAL[:2],
     "another size": ("sum", "large", "sum"),
     "not recorded": ("sum", "torch", "sum"),
-    "as before": USUAL,
+    "as before, slow": ("sum", "sleep", *USUAL[1:]),
 }
 
 
@@ -55,7 +56,9 @@ class Net(torch.nn.Module):
             if self.runs_out and number == 1:
                 self.runs_out = False
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
-            if kind == "torch":
+            if kind == "sleep":
+                time.sleep(SLEEP_SECONDS)
+            elif kind == "torch":
                 dist.all_reduce(torch.ones(3))
             else:
                 deepspeed.comm.all_reduce(torch.ones(5 if kind == "sum" else 50_000))
