@@ -239,7 +239,7 @@ class Trigger:
         """Keep the counts; memory that was short has sufficed for the rest of the pass."""
         if self._pass is not None:
             self._counts[(self.window % 2, *self._pass)] = self._seen
-            self._pass = None
+            self._pass, self._seen, self._target = None, Counter(), None  # not in the update
         if self.shortage.is_on:
             self.shortage.end()
             self.struck_at = None
