@@ -248,6 +248,11 @@ class RunEnd:
             )
             raise
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether this rank or another one has ended the run, as far as this rank knows."""
+        return self._own_error is not None or self._peer_error is not None
+
     def peer_failure(self) -> PeerFailedError | None:
         """Return the error of the other rank that ended the run; None if no other rank did."""
         with suppress(RuntimeError):

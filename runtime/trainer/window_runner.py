@@ -229,8 +229,11 @@ class WindowRunner:
         self._record_fatal_oom(local_batches, error)
 
     def _discard_passes(self) -> None:
-        """Remove the gradients and other state of unfinished passes from the engine."""
-        if accelerator.has_failed():
+        """Remove the gradients and other state of unfinished passes from the engine.
+
+        A run that has ended keeps them: its collectives in flight may wait for other ranks.
+        """
+        if accelerator.has_failed() or self._run_end.has_ended:
             return
         if abort_unsupported_reason(self._engine_holder.engine) is None:
             abort_window(self._engine_holder.engine)

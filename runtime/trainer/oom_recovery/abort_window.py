@@ -167,14 +167,20 @@ def _drop_partitions(optimizer: Any) -> None:
 
 
 def _drop_offloaded(optimizer: Any) -> None:
-    """Zero the gradients on the host, because DeepSpeed may add the next gradients to them."""
+    """Zero the window's gradients on the host, because DeepSpeed may add the next ones to them.
+
+    Gradients of parameters that the window has not used stay, because DeepSpeed uses those of an
+    earlier window again in the update. The result is then as without the abort.
+    """
     optimizer.reset_cpu_buffers()  # waits for copies to the host
-    optimizer._offload_accumulated_param_ids = set()
-    for gradient in optimizer.accumulated_grads_in_cpu.values():
-        gradient.zero_()
-    for partition in optimizer.single_partition_of_fp32_groups:
+    used, optimizer._offload_accumulated_param_ids = optimizer._offload_accumulated_param_ids, set()
+    for number in used:
+        if number in optimizer.accumulated_grads_in_cpu:
+            optimizer.accumulated_grads_in_cpu[number].zero_()
+        group, _, start, length = optimizer.grad_position[number]
+        partition = optimizer.single_partition_of_fp32_groups[group]
         if partition.grad is not None:
-            partition.grad.zero_()
+            partition.grad.view(-1).narrow(0, start, length).zero_()
 
 
 def _abort_stage_3(engine: Any) -> None:

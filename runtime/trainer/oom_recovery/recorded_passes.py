@@ -340,10 +340,11 @@ class _Record:
     def add(self, calls: list[Call]) -> None:
         if self.num_equal and calls == self.calls:
             self.num_equal += 1
-        else:
-            self.num_differences += self.num_equal > 0
-            self.num_equal, self.calls = 1, calls
-        self.is_refused = self.num_differences > _DIFFERENCES_ALLOWED
+            return
+        # What was equal for a time and then differed varies with the batch, and may do so again.
+        self.is_refused = self.is_usable or self.num_differences >= _DIFFERENCES_ALLOWED
+        self.num_differences += self.num_equal > 0
+        self.num_equal, self.calls = 1, calls
 
 
 def _digest(records: Mapping[PassKey, _Record]) -> int:

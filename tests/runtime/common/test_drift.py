@@ -154,7 +154,7 @@ USED_NAMES: tuple[tuple[str, str, str], ...] = (
     (
         ZERO_1_AND_2,
         RECOVERY,
-        "grads_in_partition reset_cpu_buffers _offload_accumulated_param_ids",
+        "grads_in_partition reset_cpu_buffers _offload_accumulated_param_ids grad_position",
     ),
     (ZERO_3, OFFLOAD, "micro_step_id subgroup_to_device"),
 )

@@ -129,6 +129,17 @@ def test_a_pass_that_issued_another_collective_than_before_has_no_rest(other: An
     assert rest_after(recorder, CALLS[0])[1]
 
 
+def test_a_pass_that_differs_after_it_had_a_record_has_none_any_more() -> None:
+    recorder = PassRecorder()
+    for calls in (CALLS, CALLS, CALLS[:2], CALLS[:2], CALLS[:2]):  # two shapes of windows
+        recorder.begin_window()  # without `prepare`, as in a window with votes
+        run_pass(recorder, *calls)
+    recorder.prepare(ZERO_2)
+    recorder.begin_window()
+
+    assert rest_after(recorder, CALLS[0])[1]
+
+
 def test_a_shorter_pass_than_before_is_a_difference() -> None:
     recorder = recorded(*CALLS)
     run_pass(recorder, *CALLS[:2])
