@@ -66,9 +66,12 @@ def test_the_failed_rank_raises_its_own_error_and_the_others_one_that_names_it()
 
 def test_all_ranks_leave_the_group_and_later_calls_raise() -> None:
     peer, failed = run_ends(2)
+    assert not failed.has_ended
     failed.end(KeyError("labels"), "train_batch")
     raised_by(lambda: call(peer, lambda: fail(RuntimeError("closed"))))
 
+    assert failed.has_ended
+    assert peer.has_ended
     assert failed._host_group.is_closed
     assert peer._host_group.is_closed
     later = raised_by(lambda: call(failed))

@@ -14,6 +14,7 @@ from class_source import source_of
 from zerowatch.errors import ZerowatchError
 from zerowatch.runtime.common.deepspeed_internals import INTERNALS
 from zerowatch.runtime.trainer.oom_recovery.abort_window import (
+    _drop_offloaded,
     abort_unsupported_reason,
     abort_window,
 )
@@ -101,3 +102,21 @@ def test_a_torch_optimizer_is_supported() -> None:
         abort_unsupported_reason(Engine(torch.optim.SGD([torch.zeros(2, requires_grad=True)])))
         is None
     )
+
+
+def test_gradients_on_the_host_of_parameters_that_the_window_has_not_used_stay() -> None:
+    partition = SimpleNamespace(grad=torch.ones(5))
+    optimizer = SimpleNamespace(
+        reset_cpu_buffers=lambda: None,
+        accumulated_grads_in_cpu={7: torch.ones(2), 8: torch.ones(3)},
+        grad_position={7: [0, 0, 0, 2], 8: [0, 0, 2, 3]},
+        single_partition_of_fp32_groups=[partition],
+        _offload_accumulated_param_ids={8},
+    )
+
+    _drop_offloaded(optimizer)
+
+    assert partition.grad.tolist() == [1, 1, 0, 0, 0]
+    assert optimizer.accumulated_grads_in_cpu[7].tolist() == [1, 1]
+    assert optimizer.accumulated_grads_in_cpu[8].tolist() == [0, 0, 0]
+    assert optimizer._offload_accumulated_param_ids == set()
