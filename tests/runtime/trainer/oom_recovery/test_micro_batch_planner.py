@@ -122,6 +122,17 @@ def test_a_size_that_fitted_is_preferred_to_a_smaller_next_size() -> None:
     assert limits.bound(LENGTH) == 6
 
 
+@pytest.mark.parametrize(("fitted_length", "bound"), [(20, 4), (1000, 6)])
+def test_a_size_that_fitted_longer_batches_is_preferred_but_not_one_that_fitted_shorter_ones(
+    fitted_length: int, bound: int
+) -> None:
+    limits = MicroBatchLimits().after_success(fitted_length, largest=6)
+
+    limits = limits.after_out_of_memory(LENGTH, failing=8, next_size=4)
+
+    assert limits.bound(LENGTH) == bound
+
+
 def test_a_size_that_fitted_once_and_fails_now_is_no_longer_proven() -> None:
     limits = MicroBatchLimits().after_success(LENGTH, largest=6)
 
