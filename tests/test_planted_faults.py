@@ -10,8 +10,7 @@ from package_tree import ROOT
 
 PACKAGES = {
     *(f"runtime/{path.parent.name}" for path in (ROOT / "runtime").glob("*/__init__.py")),
-    *("metrics/catalog", "metrics/exporters", "metrics/recorder", "metrics/settings"),
-    *("dashboards/alerts", "dashboards/recording_rules"),
+    *("metrics/catalog", "metrics/exporters", "dashboards/alerts"),
 }
 
 

@@ -186,7 +186,7 @@ class LivePage:
         reader = self._reader
         if reader is not None and reader.is_alive():
             return _json(b'{"status":"reading"}')
-        if self._older is not None and self._unix_now() - self._older[0] < OLDER_SECONDS:
+        if self._older is not None and 0 <= self._unix_now() - self._older[0] < OLDER_SECONDS:
             return _json(self._older[1])
         self._older = self._unix_now(), b'{"status":"failed"}'  # unless the thread succeeds
         self._reader = threading.Thread(target=self._read, name="zerowatch-older", daemon=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from recorded_runs import step_record
@@ -25,7 +26,13 @@ class LiveRun:
         fail_open: Counts failures of the page.
     """
 
-    def __init__(self, folder: Path | None = None, **settings: object) -> None:
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        unix_now: Callable[[], float] = time.time,
+        **settings: object,
+    ) -> None:
         self.recorder, self.fail_open = Recorder(), FailOpen()
         self.page = LivePage(
             recorder=self.recorder,
@@ -34,6 +41,7 @@ class LiveRun:
             folder=lambda: folder,
             targets=self.targets,
             read=lambda body: self.fail_open.wrap("live page", body, is_kept=True),
+            unix_now=unix_now,
         )
         self.server = MetricsServer(
             recorder=self.recorder,

@@ -65,6 +65,31 @@ def test_a_failing_import_of_torch_shows_what_python_shows(tmp_path, error):
     assert result_of(monitored("train.py", cwd=tmp_path)) == result_of(expected)
 
 
+STAND_IN = """\
+import sys
+import types
+
+
+def close_watch(failed):
+    print("closed as failed" if failed else "closed")
+
+
+sys.modules["zerowatch.runtime.entry_points"] = types.SimpleNamespace(close_watch=close_watch)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "failed"), [("sys.exit(0)", False), ("sys.exit('no more data')", True)]
+)
+def test_only_a_script_that_ends_by_an_error_is_closed_as_failed(tmp_path, ending, failed):
+    (tmp_path / "train.py").write_text(STAND_IN + ending + "\n")
+
+    finished = monitored("train.py", cwd=tmp_path)
+
+    assert bool(finished.returncode) is failed
+    assert finished.stdout == ("closed as failed\n" if failed else "")
+
+
 @pytest.fixture
 def package(tmp_path):
     """A folder with the package `job`, which prints its globals."""

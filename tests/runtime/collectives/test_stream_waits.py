@@ -125,6 +125,14 @@ def a_stream_that_joins_the_side_stream_for_us(rank: DeviceRank) -> None:
     rank.compute.wait_stream(between)
 
 
+def a_side_stream_that_another_stream_joins_first(rank: DeviceRank) -> None:
+    with rank.on_side():
+        rank.reduce(10)
+    rank.cuda.new_stream().wait_stream(rank.side)
+    rank.compute.run(4)
+    rank.compute.wait_stream(rank.side)
+
+
 def the_host_waits_for_the_side_stream(rank: DeviceRank) -> None:
     with rank.on_side():
         rank.reduce(10)
@@ -172,6 +180,7 @@ CASES = [
     (an_event_recorded_before_any_collective, 0, 10),
     (an_event_that_marks_something_else_by_now, 0, 10),
     (a_stream_that_joins_the_side_stream_for_us, 6, 10),
+    (a_side_stream_that_another_stream_joins_first, 6, 10),
     (the_host_waits_for_the_side_stream, 6, 10),
     (the_host_waits_for_an_event, 6, 10),
     (the_host_waits_for_the_device, 6, 10),

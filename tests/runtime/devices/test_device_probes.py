@@ -305,6 +305,28 @@ def test_the_hardware_id_is_the_uuid_as_nvidia_smi_prints_it(
     assert hardware_ids(device_index=0) == {"cuda:0": hardware_id}
 
 
+def test_the_hardware_id_of_a_later_gpu_of_the_host_is_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    uuids = ("aaaa-1", "bbbb-2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuids[index])
+    )
+
+    assert hardware_ids(device_index=1) == {"cuda:1": "GPU-bbbb-2"}
+
+
+@pytest.mark.parametrize(("device_index", "available"), [(None, True), (0, False)])
+def test_without_a_gpu_there_is_no_hardware_id(
+    device_index: int | None, available: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+
+    assert hardware_ids(device_index=device_index) == {}
+
+
 @pytest.mark.parametrize(
     "visible",
     ["", "-1", "NoDevFiles", "1,1", "7", "GPU-zzzz", "GPU-", "MIG-zzzz", "-1,0"],

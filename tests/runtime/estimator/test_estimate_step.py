@@ -143,13 +143,17 @@ def test_a_linear_layer_finishes_its_bias_first_except_in_stage_3():
     assert model.gradient_order(weights_first=True) == [0, 1]
 
 
-def gathers(options: DsOptions, *, micro_batches: int) -> list[tuple[int, ...]]:
-    """Return the gathers of the last micro-batch, for three layers of ten elements."""
-    visits, own = module_visits(chain(10, 10, 10))
-    coordinator = Zero3Coordinator(visits, own, [10, 10, 10], [], options)
+def gathers(
+    options: DsOptions, *, micro_batches: int, model: ModelShape | None = None
+) -> list[tuple[int, ...]]:
+    """Return the gathers of the last micro-batch, by default of three layers of ten elements."""
+    model = chain(10, 10, 10) if model is None else model
+    visits, own = module_visits(model)
+    numels = [parameter.numel for parameter in model.parameters]
+    coordinator = Zero3Coordinator(visits, own, numels, [], options)
     for _ in range(micro_batches):
         last = coordinator.micro_batch()
-        coordinator.end_step([0, 1, 2])
+        coordinator.end_step(range(len(numels)))
     return [gather.parameters for gather in last]
 
 
@@ -200,12 +204,36 @@ def test_without_prefetch_each_layer_is_gathered_once():
     assert actual == [(0,), (1,), (2,)]
 
 
-def test_without_prefetch_and_reuse_each_layer_but_the_last_is_gathered_twice():
+def test_without_prefetch_and_reuse_each_layer_is_gathered_twice():
     options = DsOptions(stage=3, prefetch_bucket_size=0, max_reuse_distance=0)
 
     actual = gathers(options, micro_batches=4)
 
     assert actual == [(0,), (1,), (2,), (2,), (1,), (0,)]
+
+
+@pytest.mark.parametrize(
+    ("distance", "gathered_again"), [(1, [1, 0]), (20, [1, 0]), (21, [0]), (40, [0]), (41, [])]
+)
+def test_a_layer_is_kept_if_it_is_used_again_within_the_reuse_distance(distance, gathered_again):
+    options = DsOptions(stage=3, prefetch_bucket_size=0, max_reuse_distance=distance)
+
+    actual = gathers(options, micro_batches=4)
+
+    assert actual == [(0,), (1,), (2,), *((index,) for index in gathered_again)]
+
+
+def test_a_weight_that_the_next_layer_shares_is_kept_for_it():
+    layers = tuple(
+        ModuleShape(name=str(n), parameters=(index,)) for n, index in enumerate((0, 0, 1))
+    )
+    shapes = tuple(ParameterShape(name=str(n), shape=(10,)) for n in range(2))
+    model = ModelShape(parameters=shapes, root=ModuleShape(name="", children=layers))
+    options = DsOptions(stage=3, prefetch_bucket_size=0, max_reuse_distance=10)
+
+    actual = gathers(options, micro_batches=4, model=model)
+
+    assert actual == [(0,), (1,), (0,)]
 
 
 def test_adam_in_16_bits_holds_16_bytes_per_parameter_at_stage_0():

@@ -6,6 +6,7 @@ They cover transformers_callback.py, accelerate_tracker.py and lightning_callbac
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import deepspeed
 import pytest
@@ -14,6 +15,7 @@ from transformers import TrainerCallback
 
 import zerowatch
 from zerowatch.runtime.instrumentation.engine_hooks import is_divided_by_lightning
+from zerowatch.runtime.integrations import attachment
 from zerowatch.runtime.monitor.watch import NullWatch
 
 
@@ -41,6 +43,70 @@ def test_a_tracker_without_an_engine_accepts_all_calls() -> None:
     tracker.finish()
 
     assert isinstance(tracker.tracker, NullWatch)
+
+
+class Watched:
+    """Stands in for the watch of an engine, and keeps what is passed to it."""
+
+    is_open = True
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[dict[str, object], int | None]] = []
+        self.sinks: list[object] = []
+        self.ended: bool | None = None
+
+    def log_values(self, values: dict[str, object], step: int | None = None) -> None:
+        assert self.is_open
+        self.logged.append((values, step))
+
+    def add_sink(self, sink: object) -> None:
+        self.sinks.append(sink)
+
+    def close(self, *, failed: bool) -> None:
+        self.is_open, self.ended = False, failed
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """The watch of the engine that Accelerate makes after it has made its trackers."""
+    watch = Watched()
+    monkeypatch.setattr(attachment, "current_watch", lambda: watch if watch.is_open else None)
+    return watch
+
+
+def test_a_tracker_writes_the_configuration_even_if_the_script_logs_nothing(watch: Watched) -> None:
+    tracker = zerowatch.AccelerateTracker()
+
+    tracker.store_init_configuration({"lr": 0.1})
+    tracker.finish()
+
+    assert watch.logged == [({"lr": 0.1}, None)]
+    assert watch.ended is False
+
+
+def test_a_tracker_writes_the_configuration_once_and_before_the_values(watch: Watched) -> None:
+    sink = SimpleNamespace()
+    tracker = zerowatch.AccelerateTracker(sinks=[sink])
+
+    tracker.store_init_configuration({"lr": 0.1})
+    tracker.log({"loss": 2.0}, step=1)
+    tracker.log({"loss": 1.0}, step=2)
+    tracker.finish()
+
+    assert watch.logged == [({"lr": 0.1}, None), ({"loss": 2.0}, 1), ({"loss": 1.0}, 2)]
+    assert watch.sinks == [sink]
+
+
+def test_a_tracker_keeps_the_configuration_until_there_is_an_engine(watch: Watched) -> None:
+    tracker = zerowatch.AccelerateTracker()
+    tracker.store_init_configuration({"lr": 0.1})
+
+    watch.is_open = False
+    tracker.log({"loss": 2.0}, step=1)
+    watch.is_open = True
+    tracker.log({"loss": 1.0}, step=2)
+
+    assert watch.logged == [({"lr": 0.1}, None), ({"loss": 1.0}, 2)]
 
 
 def test_lightnings_callback_is_of_the_class_that_lightning_accepts() -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 import pytest
+from fakes.clock import FakeClock
 from fakes.scraper import eventually, get
 from live_runs import LiveRun
 from recorded_runs import STARTED, write_run
@@ -92,6 +93,24 @@ def test_the_last_event_says_how_the_run_ended(run, monkeypatch):
         assert [event["state"]["status"] for event in events] == ["completed"]
 
 
+def steps_shown(run) -> float:
+    return json.loads(get(run.address, "/live/state")[2])["state"]["training"]["steps"]
+
+
+@pytest.mark.parametrize("change", [0.5, -3600.0], ids=["later", "after the clock was set back"])
+def test_figures_are_computed_again_after_half_a_second(make_run, change):
+    clock = FakeClock()
+    run = make_run(unix_now=clock)
+    run.add_steps(2, ended_at=clock())
+    before = steps_shown(run)
+    run.add_steps(2, ended_at=clock())
+    at_once = steps_shown(run)
+
+    clock.seconds += change
+
+    assert (before, at_once, steps_shown(run)) == (2, 2, 4)
+
+
 def test_polling_returns_the_points_since_a_number(run):
     run.add_steps(6)
 
@@ -155,6 +174,24 @@ def eventually_older(run: LiveRun) -> dict:
 
     assert eventually(is_read)
     return answers[-1]
+
+
+@pytest.mark.parametrize("change", [60.0, -600.0], ids=["later", "after the clock was set back"])
+def test_older_steps_are_read_again_after_a_minute(make_run, tmp_path, change):
+    clock = FakeClock()
+    clock.seconds = STARTED + 1000
+    folder = write_run(tmp_path / "run", ranks=1, steps=20)
+    run = make_run(folder, unix_now=clock)
+    get(run.address, "/live/older")
+    first = eventually_older(run)["step"]
+
+    write_run(folder, ranks=1, steps=30)
+    clock.seconds += 50
+    kept = eventually_older(run)["step"]
+    clock.seconds += change - 50
+    read_again = eventually_older(run)["step"]
+
+    assert [steps[-1] for steps in (first, kept, read_again)] == [20, 20, 30]
 
 
 def test_without_a_run_log_there_are_no_older_steps(run):

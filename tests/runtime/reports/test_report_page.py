@@ -117,6 +117,21 @@ def test_a_long_run_has_few_points_with_the_same_mean(tmp_path: Path) -> None:
     assert "6 steps" in chart.note
 
 
+def test_steps_without_a_value_are_left_out_of_shares_and_rates(tmp_path: Path) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        known = step % 2 == 0
+        return step_record(
+            step, comm_exposed_seconds=0.05 if known else None, tokens=1024 if known else None
+        )
+
+    folder = write_run(tmp_path / "run", ranks=1, steps=2 * MAX_POINTS, record=record)
+    charts = charts_by_name(folder)
+
+    exposed, tokens = curves(charts["exposed"])["all ranks"], curves(charts["throughput"])["tokens"]
+    assert exposed == [pytest.approx(0.1)] * MAX_POINTS
+    assert tokens == [pytest.approx(1024 / 0.5)] * MAX_POINTS
+
+
 def test_steps_that_a_restart_repeats_are_joined(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", ranks=1)
     log = folder / "rank-0.jsonl"

@@ -67,8 +67,7 @@ class DeepSpeedZeroOptimizer_Stage3(Owner):
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group: int) -> None: ...
 
 
-@pytest.fixture
-def engine() -> Any:
+def make_engine() -> Any:
     handle = Handle()
     pieces = Pieces(aio_handle=handle)
     optimizer = DeepSpeedZeroOptimizer_Stage3(
@@ -78,6 +77,11 @@ def engine() -> Any:
         module=torch.nn.Linear(1, 1),
     )
     return SimpleNamespace(optimizer=optimizer, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def engine() -> Any:
+    return make_engine()
 
 
 def moved(traffic: OffloadTraffic) -> dict[str, float]:
@@ -122,6 +126,19 @@ def test_closing_restores_the_same_handle_and_a_kept_proxy_forwards(engine):
     assert swapper.gradient_swapper.aio_handle is handle
     assert proxy.wait() == 1
     assert moved(traffic) == {}
+
+
+def test_after_a_rebuild_the_traffic_of_the_new_engine_is_added_and_the_old_one_is_restored(engine):
+    handle = engine.optimizer.optimizer_swapper.aio_handle
+    traffic = OffloadTraffic(engine, FailOpen(), EventPool())
+    engine.optimizer.optimizer_swapper.aio_handle.async_pread(torch.zeros(6), "a", 0)
+    rebuilt = make_engine()
+
+    traffic.rebind_engine(rebuilt)
+    rebuilt.optimizer.optimizer_swapper.aio_handle.async_pread(torch.zeros(10), "a", 0)
+
+    assert engine.optimizer.optimizer_swapper.aio_handle is handle
+    assert moved(traffic) == {"from_nvme": 24 + 40}
 
 
 def test_a_failing_hook_is_counted_once_and_the_call_continues(engine, caplog):

@@ -58,6 +58,52 @@ def test_the_limit_of_a_replay_is_read_when_the_replay_is_planned() -> None:
     assert [history.measured().limit_bytes for _ in range(2)] == [60.0, 80.0]
 
 
+def recorded(
+    *shapes: tuple[int, int], peak: float | None = 50.0, limit: float | None = 100.0
+) -> Any:
+    """Return a record of a step on a GPU, whose micro-batches have these shapes."""
+    states = {"peak_allocated": peak, "limit": limit}
+    known = {state: value for state, value in states.items() if value is not None}
+    return SimpleNamespace(memory_bytes={"cuda:0": known}, micro_batch_shapes=list(shapes))
+
+
+def history_of(*records: Any) -> PeakHistory:
+    listeners: list[Callable[[Any], None]] = []
+    watch = SimpleNamespace(
+        subscribe_internal=listeners.append, memory_limit_bytes=lambda device: None
+    )
+    history = PeakHistory(watch, "cuda:0")
+    for record in records:
+        listeners[0](record)
+    return history
+
+
+def test_the_peak_of_a_step_belongs_to_its_micro_batch_of_the_most_elements() -> None:
+    history = history_of(recorded((8, 10), (4, 100), (6, 20)))
+
+    assert history.measured().peaks == (PeakSample(samples=4, length=100, peak_bytes=50.0),)
+
+
+def test_a_step_without_a_peak_or_without_a_shape_is_left_out_and_a_limit_is_kept() -> None:
+    records = (
+        recorded((4, 1)),
+        recorded((4, 1), peak=None),
+        recorded(),
+        recorded((4, 1), limit=None),
+    )
+
+    measured = history_of(*records).measured()
+
+    assert len(measured.peaks) == 2
+    assert measured.limit_bytes == 100.0
+
+
+def test_memory_is_low_after_a_step_whose_peak_came_near_the_limit_and_not_before() -> None:
+    steps = [recorded((4, 1), peak=peak) for peak in (50.0, 99.0, 50.0)]
+
+    assert [history_of(*steps[:count]).is_low for count in range(4)] == [False, False, True, False]
+
+
 def test_without_peaks_of_two_sizes_the_size_is_halved_rounded_up() -> None:
     assert [smaller_size(size, line([2, 2]), limit_bytes=30) for size in (9, 8, 3, 2)] == [
         5,
@@ -69,6 +115,10 @@ def test_without_peaks_of_two_sizes_the_size_is_halved_rounded_up() -> None:
 
 def test_a_fitted_line_that_contradicts_the_failure_is_ignored() -> None:
     assert smaller_size(6, line([2, 4]), limit_bytes=10 * GIB) == 3
+
+
+def test_a_fitted_line_that_predicts_the_size_that_failed_is_ignored() -> None:
+    assert smaller_size(10, line([2, 4]), limit_bytes=30 / 0.95) == 5
 
 
 def test_a_fitted_line_with_a_negative_slope_gives_no_size() -> None:
@@ -122,6 +172,34 @@ def test_a_size_that_fitted_is_preferred_to_a_smaller_next_size() -> None:
     assert limits.bound(LENGTH) == 6
 
 
+@pytest.mark.parametrize(("fitted_length", "bound"), [(20, 4), (1000, 6)])
+def test_a_size_that_fitted_longer_batches_is_preferred_but_not_one_that_fitted_shorter_ones(
+    fitted_length: int, bound: int
+) -> None:
+    limits = MicroBatchLimits().after_success(fitted_length, largest=6)
+
+    limits = limits.after_out_of_memory(LENGTH, failing=8, next_size=4)
+
+    assert limits.bound(LENGTH) == bound
+
+
+def test_a_smaller_size_that_fits_later_does_not_replace_a_larger_one_that_fitted() -> None:
+    limits = MicroBatchLimits().after_success(LENGTH, largest=6).after_success(LENGTH, largest=3)
+
+    limits = limits.after_out_of_memory(LENGTH, failing=8, next_size=4)
+
+    assert limits.bound(LENGTH) == 6
+
+
+def test_a_failure_at_a_longer_length_leaves_what_fitted_shorter_batches() -> None:
+    limits = MicroBatchLimits().after_success(20, largest=6)
+
+    limits = limits.after_out_of_memory(LENGTH, failing=4, next_size=2)
+    limits = limits.after_out_of_memory(20, failing=8, next_size=3)
+
+    assert [limits.bound(length) for length in (20, LENGTH)] == [6, 2]
+
+
 def test_a_size_that_fitted_once_and_fails_now_is_no_longer_proven() -> None:
     limits = MicroBatchLimits().after_success(LENGTH, largest=6)
 
@@ -142,6 +220,38 @@ def grown(limits: MicroBatchLimits, fits: int, windows: int) -> tuple[MicroBatch
         else:
             limits = limits.after_success(LENGTH, largest=size)
     return limits, failed
+
+
+def test_a_size_grows_only_after_as_many_windows_as_before() -> None:
+    limits = MicroBatchLimits().after_out_of_memory(LENGTH, failing=32, next_size=4)
+
+    bounds = []
+    for windows in (GROW_AFTER - 1, 1, GROW_AFTER - 1, 1):
+        limits, _ = grown(limits, fits=31, windows=windows)
+        bounds.append(limits.bound(LENGTH))
+
+    assert bounds == [4, 18, 18, 25]
+
+
+def test_windows_before_a_failure_do_not_count_for_growth() -> None:
+    limits = MicroBatchLimits().after_out_of_memory(LENGTH, failing=32, next_size=4)
+    limits, _ = grown(limits, fits=31, windows=GROW_AFTER - 1)
+
+    limits = limits.after_out_of_memory(LENGTH, failing=4, next_size=2)
+
+    assert grown(limits, fits=31, windows=1)[0].bound(LENGTH) == 3
+
+
+def test_growth_at_one_length_leaves_the_bound_of_longer_batches_and_a_higher_one_of_shorter() -> (
+    None
+):
+    limits = MicroBatchLimits().after_out_of_memory(1000, failing=4, next_size=2)
+    limits = limits.after_out_of_memory(LENGTH, failing=8, next_size=4)
+    limits = limits.after_out_of_memory(20, failing=20, next_size=10)
+
+    limits, _ = grown(limits, fits=7, windows=GROW_AFTER)
+
+    assert [limits.bound(length) for length in (20, LENGTH, 1000)] == [10, 6, 2]
 
 
 def test_sizes_grow_to_the_largest_that_fits_and_no_failing_size_is_tried_twice() -> None:
@@ -194,6 +304,53 @@ def test_the_guard_is_armed_at_first_and_disarmed_after_three_clean_windows() ->
         planner.on_success(local_batches, 1)
 
     assert armed == [True] * CLEAN_WINDOWS + [False, False]
+
+
+def batches(length: int = LENGTH) -> LocalBatches:
+    """Return a batch of 8 samples on one rank."""
+    return LocalBatches(samples=[8], micro_batch_samples=[8], length=length)
+
+
+def guarded(planner: MicroBatchPlanner, windows: int = 1, length: int = LENGTH) -> list[bool]:
+    """Run windows that fit; return which of them were guarded."""
+    armed = []
+    for _ in range(windows):
+        armed.append(planner.begin_window(batches(length), guard_requested=False))
+        planner.on_success(batches(length), planner.micro_batches(batches(length)))
+    return armed
+
+
+def test_a_rank_that_asks_for_the_guard_gets_it_for_some_windows() -> None:
+    planner = MicroBatchPlanner()
+    guarded(planner, CLEAN_WINDOWS)
+
+    assert not planner.begin_window(batches(), guard_requested=False)
+    assert planner.begin_window(batches(), guard_requested=True)
+    assert guarded(planner, CLEAN_WINDOWS + 1) == [True] * CLEAN_WINDOWS + [False]
+
+
+def test_lengths_at_which_a_size_failed_stay_guarded_and_shorter_ones_only_for_some_windows() -> (
+    None
+):
+    planner = MicroBatchPlanner()
+    guarded(planner, CLEAN_WINDOWS)
+
+    planner.on_out_of_memory(batches(), failing=8, next_size=4)
+
+    windows = CLEAN_WINDOWS + 1
+    assert guarded(planner, windows, length=20) == [True] * CLEAN_WINDOWS + [False]
+    assert guarded(planner, windows) == [True] * windows
+
+
+def test_a_change_in_memory_use_and_a_size_that_grew_are_guarded() -> None:
+    planner = MicroBatchPlanner()
+    planner.on_out_of_memory(batches(), failing=8, next_size=4)
+    guarded(planner, CLEAN_WINDOWS)
+
+    planner.invalidate()  # the sizes that failed are forgotten, and the bound is kept
+    armed = guarded(planner, GROW_AFTER + 1)
+
+    assert armed == [True] * CLEAN_WINDOWS + [False] * (GROW_AFTER - CLEAN_WINDOWS) + [True]
 
 
 def disarmed() -> GuardSchedule:
