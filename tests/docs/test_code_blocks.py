@@ -6,6 +6,7 @@ import builtins
 import json
 import re
 import shlex
+import string
 import subprocess
 import symtable
 import tomllib
@@ -194,6 +195,8 @@ def command_lines() -> list[tuple[Block, str]]:
 )
 def test_a_command_line_works(block: Block, line: str, folder: Path) -> None:
     words = shlex.split(line, comments=True)
+    if len(words) == 1 and ASSIGNMENT.match(words[0]):
+        return  # a variable of the shell, which the next line uses
     while ASSIGNMENT.fullmatch(words[0]):
         name = words.pop(0).partition("=")[0]
         if name.startswith("ZEROWATCH_"):
@@ -217,6 +220,8 @@ def test_a_command_line_works(block: Block, line: str, folder: Path) -> None:
         case ["zerowatch", "run", *rest]:
             done = zerowatch(folder, "run", *("1" if each == "8" else each for each in rest))
             assert "trained" in done.stdout, done.stderr
+        case ["python", "-c", source]:
+            compile(with_shell_variables(source, block), line, "exec")
         case ["python", "-m", "zerowatch", *rest]:
             done = start_ranks(1, "-m", "zerowatch", *rest, cwd=folder)
             assert "trained" in done.stdout, done.stderr
@@ -234,6 +239,13 @@ def test_a_command_line_works(block: Block, line: str, folder: Path) -> None:
             pass  # what `make` does itself
         case _:
             pytest.fail(f"no check for {line!r}; add one here")
+
+
+def with_shell_variables(text: str, block: Block) -> str:
+    """Replace the variables that the block sets."""
+    lines = (shlex.split(line, comments=True) for line in block.text.splitlines())
+    values = dict(words[0].split("=", 1) for words in lines if ASSIGNMENT.match(words[0]))
+    return string.Template(text).substitute(values)
 
 
 @cache

@@ -92,6 +92,9 @@ LEFT_OUT = {
         memory.OFFLOAD_SECONDS,
     },
     "explains a phase that the Overview shows": set(generation.METRICS),
+    "beside training; the seconds in which training stopped are served": {
+        training.CHECKPOINT_BACKGROUND_SECONDS,
+    },
     "dcgm-exporter serves it once per GPU": {
         devices.DEVICE_SM_ACTIVE,
         devices.DEVICE_POWER,

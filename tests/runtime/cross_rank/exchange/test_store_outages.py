@@ -21,7 +21,7 @@ from zerowatch.runtime.cross_rank.exchange.store_log import (
     MAX_RETRY_SECONDS,
 )
 
-TIMEOUT = timedelta(seconds=2)
+TIMEOUT = timedelta(seconds=60)
 EXPOSED, WAIT = communication.COMM_EXPOSED_SECONDS, communication.COMM_WAIT_SECONDS
 
 
