@@ -45,6 +45,9 @@ POLL_SECONDS = 1.0
 EXIT_SECONDS = 60.0
 # The same for the failed rank, if another rank has ended the run for it.
 FAILED_EXIT_SECONDS = 10.0
+# The same once the failed rank's script has ended. If its process has not ended after this, gloo
+# waits there for a collective in flight, which this rank will not enter.
+LEFT_SECONDS = 5.0
 _STORE_TIMEOUT_SECONDS = 10.0
 
 
@@ -134,6 +137,9 @@ class RunEnd:
         thread = self._thread
         if thread is not None and thread.ident is not None and thread.is_alive():
             thread.join(_STORE_TIMEOUT_SECONDS)
+        if self._store is not None and self._own_error is not None:
+            with suppress(RuntimeError):  # the store's host is gone
+                self._store.set(self._left_key, "")
         self._store = self.waits_in_vain = None  # closes the thread's connection
 
     def announce(self, attempt: int, issued: Mapping[str, int]) -> None:
@@ -307,6 +313,10 @@ class RunEnd:
         return f"{self._prefix}/end"
 
     @property
+    def _left_key(self) -> str:
+        return f"{self._prefix}/left"
+
+    @property
     def _notice_key(self) -> str:
         return f"{self._prefix}/notice"
 
@@ -361,19 +371,27 @@ class RunEnd:
 
     def _await_call(self, exit_seconds: float) -> None:
         """Wait until the call in progress has ended; exit the process if that takes too long."""
-        deadline = time.monotonic() + exit_seconds
+        began, seconds = time.monotonic(), exit_seconds
         while self._num_calls and not self._stopped.wait(min(1.0, exit_seconds / 10)):
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if seconds == exit_seconds and self._has_failed_rank_left():
+                seconds = min(exit_seconds, waited + LEFT_SECONDS)
+            if waited > seconds:
                 logger.error(
-                    "rank %d exits with code 1: it has waited %g s in a collective that another "
+                    "rank %d exits with code 1: it has waited %.0f s in a collective that another "
                     "rank will not enter, and that cannot be interrupted",
                     self._host_group.rank,
-                    exit_seconds,
+                    waited,
                 )
                 sys.stdout.flush()
                 sys.stderr.flush()
                 self._exit_process(1)
                 return
+
+    def _has_failed_rank_left(self) -> bool:
+        with suppress(RuntimeError):  # the store's host is gone
+            return self._store is not None and bool(self._store.check([self._left_key]))
+        return False
 
 
 def is_communication_error(error: BaseException) -> bool:

@@ -221,6 +221,30 @@ def test_a_call_that_another_rank_s_failure_leaves_waiting_ends_the_process(
 
 
 @pytest.mark.usefixtures("short_polls")
+def test_a_call_that_still_waits_after_the_failed_rank_has_left_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_end_module, "LEFT_SECONDS", 0.01)
+    ended, codes = threading.Event(), []
+
+    def exit_process(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    peer, failed = run_ends(2, exit_process=exit_process, exit_seconds=10 * PATIENCE_SECONDS)
+    peer.start()
+
+    def wait() -> None:
+        failed.end(KeyError("labels"), "train_batch")
+        failed.close()
+        assert ended.wait(PATIENCE_SECONDS)
+
+    assert isinstance(raised_by(lambda: call(peer, wait)), PeerFailedError)
+    assert codes == [1]
+    peer.close()
+
+
+@pytest.mark.usefixtures("short_polls")
 def test_a_process_that_is_in_no_call_is_not_ended() -> None:
     codes: list[int] = []
     peer, failed = run_ends(2, exit_process=codes.append, exit_seconds=0.0)
