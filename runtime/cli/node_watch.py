@@ -8,6 +8,9 @@ that misses the heartbeats of another node ends its own ranks, and the agents me
 The thread of torch's agent may wait: for other ranks of its node, or for a disk. So a thread of the
 watch kills the ranks that are left when a node has been lost for longer.
 
+Ranks on a single node need no store. If it is lost, they train on, and the agent must not wait for
+it: a thread of the watch asks which nodes want to join.
+
 The clocks of two nodes may differ, so a heartbeat contains a count. Its age is the time for which
 the reader has seen the same count. Times in which it could not read do not count.
 """
@@ -23,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,6 +58,8 @@ KILL_AFTER_SECONDS = 3
 # Ranks that a lost node has left behind are killed then, whatever the agent waits for. torch gives
 # ranks 30 s to end after SIGTERM, if another rank of this node has failed or a node joins.
 RANKS_KILLED_SECONDS = NODE_LOST_SECONDS + KILL_AFTER_SECONDS + 2.0
+# Meetings of an attempt in which a node is lost; each of them lasts until torch's timeout of 60 s.
+MOST_MEETINGS = 5
 _ENDED = "ended"
 _LOST = "lost"
 
@@ -170,11 +176,14 @@ class NodeWatch:
 
     Args:
         heartbeats: The heartbeats of this attempt.
-        on_store_lost: Function that ends this process. It is called on a thread, because the agent
-            may wait for the store forever.
+        on_store_lost: Function that ends this process if it needs the store. It is called on a
+            thread, because the agent may wait for the store forever, and as long as the store does
+            not answer.
         kill_ranks: Function that kills the ranks of this attempt on this node, and returns whether
             any was running. It is called on a thread, because the agent may wait for its ranks.
         members: Returns the nodes that torch's rendezvous knows, by a unique key.
+        count_joining: Returns how many nodes wait to join. It is called on a thread, because a lost
+            store blocks its callers. An error counts as no answer of the store.
     """
 
     def __init__(
@@ -183,10 +192,13 @@ class NodeWatch:
         on_store_lost: Callable[[], object],
         kill_ranks: Callable[[], bool] = lambda: False,
         members: Callable[[], Mapping[str, str]] = dict,
+        count_joining: Callable[[], int] | None = None,
     ) -> None:
         self._heartbeats = heartbeats
         self._on_store_lost, self._kill_ranks = on_store_lost, kill_ranks
         self._members, self._first_members = members, members()
+        self._count_joining, self._num_joining = count_joining, 0
+        self._joining_lock = threading.Lock()
         self._killed_for = ""
         self._stopped = threading.Event()
         for function in (self._beat, self._guard):
@@ -212,13 +224,30 @@ class NodeWatch:
         """Let the next heartbeat be the last: the ranks of this node have succeeded."""
         self._heartbeats.end()
 
+    def num_joining(self) -> int:
+        """Return how many nodes waited to join when the store has answered last. Never waits."""
+        return self._num_joining
+
+    def stop_counting(self) -> None:
+        """Ask no more which nodes want to join, and wait for the last answer.
+
+        torch's rendezvous cannot be asked while its nodes meet or while it is closed.
+        """
+        with self._joining_lock:
+            self._count_joining = None
+
     def close(self) -> None:
         """Stop the threads, without waiting for the store. Safe to call twice."""
         self._stopped.set()
 
     def _beat(self) -> None:
+        from torch.distributed.elastic.rendezvous import RendezvousError
+
         while not self._stopped.wait(BEAT_SECONDS):
-            with suppress(RuntimeError):  # the guard measures for how long
+            with suppress(RuntimeError, RendezvousError):  # the guard measures for how long
+                with self._joining_lock:
+                    if self._count_joining is not None:
+                        self._num_joining = self._count_joining()
                 self._heartbeats.beat()
 
     def _guard(self) -> None:
@@ -228,7 +257,7 @@ class NodeWatch:
             num_checks = 0 if silence < 2 * BEAT_SECONDS else num_checks + 1
             if silence > STORE_LOST_SECONDS and num_checks >= MIN_CHECKS:
                 self._on_store_lost()
-                return
+                continue
             lost = [] if self._killed_for else self.lost_nodes()
             if any(node.seconds > RANKS_KILLED_SECONDS for node in lost):
                 self._killed_for = _names(lost)  # before the agent sees that they have ended
@@ -260,11 +289,15 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
         from torch.distributed import DistNetworkError, DistStoreError
         from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
+        handler = worker_group.spec.rdzv_handler
+        for watch in watches:
+            watch.stop_counting()
+        vars(handler).pop("num_nodes_waiting", None)
         if not watches and _is_watched(worker_group):  # the first meeting
             waiting = waiting_of(worker_group)
             if waiting is not None:
                 watches.append(NodeWatch(waiting, _ending(agent, waiting, endpoint, runs)))
-        while True:
+        for num_meetings in count(1):
             try:
                 meet(agent, worker_group)
                 return
@@ -273,6 +306,9 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
             except DistStoreError as error:  # no answer of a node within `read_timeout`
                 if not _is_dynamic(worker_group.spec):
                     raise
+                if num_meetings == MOST_MEETINGS:
+                    _keep_job_open(handler)
+                    raise CommandLineError(_meetings_text(endpoint, error)) from error
                 _print(f"run: a node was lost while the nodes met ({error}). They meet again")
 
     def started(agent: Any, worker_group: Any) -> Any:
@@ -282,12 +318,17 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
             # The earlier watch goes on meanwhile, because opening a lost store blocks.
             heartbeats = heartbeats_of(agent, worker_group)
             if heartbeats is not None:
+                handler = worker_group.spec.rdzv_handler
+                is_alone = worker_group.group_world_size == 1
                 watch = NodeWatch(
                     heartbeats,
                     _ending(agent, heartbeats, endpoint, runs),
                     partial(_kill_ranks, agent._pcontext),
                     partial(_members, worker_group),
+                    partial(_joining, handler, handler.num_nodes_waiting) if is_alone else None,
                 )
+                if is_alone:
+                    handler.num_nodes_waiting = watch.num_joining
                 watches.append(watch)
         for watch in earlier:
             watch.close()
@@ -303,10 +344,13 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
         (watch,) = watches
         if result.state == WorkerState.SUCCEEDED:
             watch.end()
-        elif result.state == WorkerState.HEALTHY and (lost := watch.lost_nodes()):
+        if result.state != WorkerState.HEALTHY:
+            worker_group.state = result.state  # from now on, a lost store ends the launcher
+            watch.stop_counting()
+        elif lost := watch.lost_nodes():
             _leave(agent, lost, runs)
             return RunResult(state=WorkerState.UNHEALTHY)
-        elif watch.killed_for:
+        if result.failures and watch.killed_for:
             pids = worker_pids(worker_group)
             note_killed_ranks(runs, pids, result.failures, watch.killed_for)
         return result
@@ -390,7 +434,7 @@ def store_lost_text(endpoint: str, reason: str) -> str:
 
 def _is_watched(worker_group: Any) -> bool:
     spec = worker_group.spec
-    # A node that trains alone needs the store too: torch's agent asks it for nodes that wait.
+    # Also a node that trains alone: torch's agent would wait for a lost store.
     settings = getattr(spec.rdzv_handler, "settings", None)
     most = worker_group.group_world_size if settings is None else settings.max_nodes
     return bool(_is_dynamic(spec) and (most or 1) > 1 and spec.max_restarts > 0)
@@ -409,6 +453,17 @@ def _members(worker_group: Any) -> dict[str, str]:
     holder = getattr(worker_group.spec.rdzv_handler, "_state_holder", None)
     nodes = () if holder is None else holder.state.participants
     return {repr(node): node.addr for node in list(nodes)}  # another thread may change them
+
+
+def _joining(handler: Any, num_waiting: Callable[[], int]) -> int:
+    """Return how many nodes wait to join a node that trains alone, or have met without it.
+
+    torch's rendezvous drops a node after 15 s in which it could not reach the store, for good.
+    """
+    num = num_waiting()
+    holder = getattr(handler, "_state_holder", None)
+    met = () if holder is None else list(holder.state.participants)
+    return num if handler._this_node in met else num + len(met)
 
 
 def _heartbeats(agent: Any, worker_group: Any) -> NodeHeartbeats:
@@ -430,19 +485,34 @@ def _waiting(worker_group: Any) -> NodeHeartbeats:
 def _ending(
     agent: Any, heartbeats: NodeHeartbeats, endpoint: str, runs: Path
 ) -> Callable[[], None]:
+    from torch.distributed.elastic.agent.server.api import WorkerState
+
+    is_printed = False
+
     def end() -> None:
+        nonlocal is_printed
         reason = f"has not answered for {STORE_LOST_SECONDS:.0f} s"
+        group = agent._worker_group
+        if group.state == WorkerState.HEALTHY and group.group_world_size == 1:
+            if not is_printed:
+                _print(
+                    f"run: the rendezvous store at {endpoint} (--rdzv-endpoint) {reason}. The "
+                    "ranks train on, because this node trains alone. If one of them fails, the "
+                    "launcher ends, because ranks cannot start again without the store. Do not "
+                    "start this job on other nodes until then"
+                )
+            is_printed = True
+            return
         if heartbeats.has_ended():
             _print(
                 f"run: the ranks of this node have succeeded. The rendezvous store at {endpoint} "
                 f"(--rdzv-endpoint) {reason}, so this launcher does not wait for other nodes"
             )
             os._exit(0)
-        if agent._pcontext is not None:
-            _kill_ranks(agent._pcontext)
+        is_ending_ranks = agent._pcontext is not None and _kill_ranks(agent._pcontext)
         _print(store_lost_text(endpoint, reason))
-        pids = worker_pids(agent._worker_group)
-        note_ended_workers(runs, pids, f"the store at {endpoint} was lost")
+        if is_ending_ranks:
+            note_ended_workers(runs, worker_pids(group), f"the store at {endpoint} was lost")
         os._exit(1)
 
     return end
@@ -467,12 +537,25 @@ def _leave(agent: Any, lost: Sequence[LostNode], runs: Path) -> None:
     agent._pcontext.close(signal.SIGTERM, KILL_AFTER_SECONDS)
     _note_lost_nodes(runs, worker_pids(agent._worker_group), _names(lost))
     if not has_restarts:
-        # torch would close the job for the nodes that have restarts left, and for the next start.
-        handler.shutdown = lambda: True
+        _keep_job_open(handler)
         raise CommandLineError(
             f"run: node lost: {_seconds(lost)}, and no restart is left. Start `zerowatch run` "
             "again with more --max-restarts; training resumes from its last checkpoint"
         )
+
+
+def _keep_job_open(handler: Any) -> None:
+    """Let other nodes and the next start use the job: torch closes it when this launcher ends."""
+    handler.shutdown = lambda: True
+
+
+def _meetings_text(endpoint: str, error: Exception) -> str:
+    return (
+        f"run: in {MOST_MEETINGS} meetings at {endpoint} (--rdzv-endpoint) a node was lost before "
+        f"the nodes knew their ranks ({error}). Look for a node whose launcher is stopped or ends "
+        "at its start, and check that all nodes have the same version of torch; then start the "
+        "same command again, or leave that node out"
+    )
 
 
 def _kill_ranks(context: Any) -> bool:

@@ -32,7 +32,9 @@ import json, os, sys, time
 
 with open(sys.argv[1], "a") as file:
     file.write(json.dumps({name: os.environ[name] for name in ("RANK", "WORLD_SIZE")}) + "\\n")
-time.sleep(10_000)
+while not os.path.exists(sys.argv[1] + ".fail"):
+    time.sleep(0.5)
+sys.exit(3)
 """
 
 
@@ -58,6 +60,11 @@ class SleepingRanks(NodeLaunchers):
             max_restarts=max_restarts,
             script=lambda number: (path, self._started[number]),
         )
+
+    def fail(self, number: int) -> None:
+        """Let the rank of a host fail."""
+        path = self._started[number]
+        path.with_name(f"{path.name}.fail").touch()
 
     def starts(self, number: int) -> list[dict[str, str]]:
         """Return the places of the ranks that have started on a host."""
@@ -145,7 +152,7 @@ def test_a_lost_store_ends_the_launcher_with_an_error_that_names_it(
 def test_a_job_whose_restarts_are_used_up_starts_again_with_the_same_store(
     tmp_path: Path, undo: ExitStack
 ) -> None:
-    """Then the store is lost, which the node that runs alone notices too."""
+    """Then the store is lost, without which the node that runs alone trains on."""
     hosts = undo.enter_context(switched_hosts(3))
     launched = undo.enter_context(closing(SleepingRanks(tmp_path, hosts, 2, max_restarts=1)))
     launched.start_store()
@@ -165,10 +172,16 @@ def test_a_job_whose_restarts_are_used_up_starts_again_with_the_same_store(
 
     wait_until(lambda: len(launched.starts(0)) > before)
     assert launched.starts(0)[-1]["WORLD_SIZE"] == "1"
+    time.sleep(10.0)  # some heartbeats
     cut(launched.store)
+    wait_until(lambda: "The ranks train on" in launched.output(0))
+    time.sleep(10.0)
+    assert launched.code(0) is None
+    launched.fail(0)
     wait_until(lambda: launched.code(0) is not None)
     assert launched.code(0) == 1
-    assert f"{launched.store.address}:29400 (--rdzv-endpoint) has not" in launched.output(0)
+    output = launched.output(0)
+    assert output.count(f"{launched.store.address}:29400 (--rdzv-endpoint) has not") == 2
 
 
 def test_a_launcher_that_waits_for_others_notices_that_the_store_is_lost(

@@ -14,10 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed import DistStoreError, HashStore
+from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
+from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -274,16 +275,25 @@ def test_ranks_are_killed_although_the_agent_waits_for_them(
     watch.close()
 
 
-def test_ranks_have_time_to_end_after_a_loss_was_noticed(ranks: PContext, clock: Clock) -> None:
+def test_ranks_have_time_to_end_after_a_loss_was_noticed(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_watch, "GUARD_SECONDS", 0.01)
     first, second = nodes(HashStore(), clock, 2)
     pass_time(clock, 5, second, first)
     pass_time(clock, NODE_LOST_SECONDS + 1, first)
-    killed = threading.Event()
+    killed, checks, lost_nodes = threading.Event(), [], first.lost_nodes
 
+    def checked() -> list[LostNode]:
+        checks.append(lost := lost_nodes())
+        return lost
+
+    monkeypatch.setattr(first, "lost_nodes", checked)
     watch = NodeWatch(first, lambda: None, lambda: bool(killed.set()))
 
-    assert first.lost_nodes()
-    assert not killed.wait(2 * node_watch.GUARD_SECONDS)
+    wait_until(lambda: len(checks) > 2)  # the first two are complete
+    assert all(checks)
+    assert not killed.is_set()
     watch.close()
 
 
@@ -302,7 +312,7 @@ def rendezvous(store: Any, address: str = "host1", last_call: int = 30) -> Dynam
 
 def agent_of(handler: DynamicRendezvousHandler, ranks: PContext, restarts: int) -> SimpleNamespace:
     spec = SimpleNamespace(rdzv_handler=handler)
-    group = SimpleNamespace(spec=spec, workers=[])
+    group = SimpleNamespace(spec=spec, workers=[], state=WorkerState.STOPPED, group_world_size=1)
     return SimpleNamespace(_remaining_restarts=restarts, _worker_group=group, _pcontext=ranks)
 
 
@@ -361,6 +371,215 @@ def test_the_nodes_meet_again_if_one_is_lost_before_they_know_their_ranks(
     left._stop_heartbeats()
     assert agent._worker_group.group_world_size == 1
     assert "a node was lost while the nodes met" in capsys.readouterr().err
+
+
+def test_meetings_that_lose_a_node_each_time_end_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_meetings = 0
+
+    def meet(agent: Any, group: Any) -> None:
+        nonlocal num_meetings
+        num_meetings += 1
+        assert num_meetings <= node_watch.MOST_MEETINGS
+        raise DistStoreError("wait timeout after 60000ms")
+
+    monkeypatch.setattr(LocalElasticAgent, "_rendezvous", meet)
+    store = HashStore()
+    handler = rendezvous(store)
+    spec = WorkerSpec("default", 1, handler, entrypoint="python", max_restarts=0)
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs())
+
+    with (
+        node_watch.watch_nodes("host0:29400", tmp_path),
+        pytest.raises(CommandLineError, match=r"in 5 meetings at host0:29400 .*wait timeout"),
+    ):
+        agent._rendezvous(agent._worker_group)
+
+    handler.shutdown()  # as torch's launcher does at the end
+    assert not rendezvous(store).is_closed()
+
+
+def sleeping_agent(handler: DynamicRendezvousHandler, folder: Path, num_nodes: int) -> Any:
+    """Return a real agent of one node that has met others and starts ranks that sleep."""
+    spec = WorkerSpec(
+        "default",
+        1,
+        handler,
+        entrypoint=sys.executable,
+        args=("-c", "import time; time.sleep(10_000)"),
+        max_restarts=1,
+    )
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(folder)))
+    group = agent._worker_group
+    group.workers = [Worker(local_rank=0, global_rank=0, world_size=num_nodes)]
+    group.store, group.group_rank, group.group_world_size = HashStore(), 0, num_nodes
+    group.master_addr, group.master_port = "127.0.0.1", 0
+    return agent
+
+
+def start(agent: Any) -> None:
+    group = agent._worker_group
+    group.workers[0].id = agent._start_workers(group)[0]
+    group.state = WorkerState.HEALTHY
+
+
+def test_restarted_ranks_are_not_killed_for_a_node_that_the_earlier_attempt_has_lost(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The earlier watch goes on while the new one is opened, as a lost store blocks that."""
+    monkeypatch.setattr(node_watch, "GUARD_SECONDS", 0.01)
+    first, second = nodes(HashStore(), clock, 2)
+    pass_time(clock, 5, second, first)
+    opening, release, killed = threading.Event(), threading.Event(), []
+    heartbeats, kill_ranks = iter([first]), node_watch._kill_ranks
+
+    def open_heartbeats(agent: Any, group: Any) -> NodeHeartbeats | None:
+        if (earlier := next(heartbeats, None)) is None:
+            opening.set()
+            release.wait(LIMIT_SECONDS)
+        return earlier
+
+    def kill(context: PContext) -> bool:
+        killed.append(context)
+        return kill_ranks(context)
+
+    monkeypatch.setattr(node_watch, "_heartbeats", open_heartbeats)
+    monkeypatch.setattr(node_watch, "_kill_ranks", kill)
+    agent = sleeping_agent(rendezvous(HashStore()), tmp_path, 2)
+    try:
+        with node_watch.watch_nodes("host0:29400", tmp_path):
+            start(agent)
+            earlier = agent._pcontext
+            agent._stop_workers(agent._worker_group)
+            restart = threading.Thread(target=start, args=[agent])
+            restart.start()
+            assert opening.wait(LIMIT_SECONDS)
+
+            pass_time(clock, RANKS_KILLED_SECONDS + 1, first)
+            wait_until(lambda: killed)
+
+            assert killed == [earlier]
+            assert agent._pcontext is not earlier
+            (rank,) = agent._pcontext.subprocess_handlers.values()
+            assert rank.proc.poll() is None
+            release.set()
+            restart.join()
+    finally:
+        release.set()
+        agent._shutdown(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_node_that_trains_alone_trains_on_without_the_store_until_a_rank_fails(
+    tmp_path: Path,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fails: bool,
+) -> None:
+    monkeypatch.setattr(node_watch, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(node_watch, "GUARD_SECONDS", 0.01)
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    handler = rendezvous(HashStore())
+    asked, release = threading.Event(), threading.Event()
+
+    def blocked() -> int:
+        asked.set()
+        release.wait(LIMIT_SECONDS)
+        raise RendezvousConnectionError("the store is gone")
+
+    monkeypatch.setattr(handler, "num_nodes_waiting", blocked)
+    (node,) = nodes(HashStore(), clock, 1)
+    monkeypatch.setattr(node_watch, "_heartbeats", lambda agent, group: node)
+    agent = sleeping_agent(handler, tmp_path, 1)
+    group = agent._worker_group
+    try:
+        with node_watch.watch_nodes("host0:29400", tmp_path):
+            start(agent)
+            assert asked.wait(LIMIT_SECONDS)
+            clock.seconds += STORE_LOST_SECONDS + 1
+            errors = ""
+
+            def printed(text: str) -> bool:
+                nonlocal errors
+                errors += capsys.readouterr().err
+                return text in errors
+
+            wait_until(lambda: printed("The ranks train on, because this node trains alone"))
+            assert handler.num_nodes_waiting() == 0  # does not wait
+            assert agent._monitor_workers(group).state == WorkerState.HEALTHY
+            assert codes == []
+
+            (rank,) = agent._pcontext.subprocess_handlers.values()
+            if fails:
+                os.killpg(rank.proc.pid, signal.SIGKILL)
+            else:
+                monkeypatch.setattr(agent._pcontext, "wait", lambda seconds: RunProcsResult())
+            watching = threading.Thread(target=monitor_until_ended, args=[agent])
+            watching.start()
+            wait_until(lambda: codes)
+            release.set()
+            watching.join()
+
+        assert codes[0] == int(fails)
+        text = "start `zerowatch run` on the nodes" if fails else "have succeeded. The rendezvous"
+        assert printed(text)
+        assert "host0:29400 (--rdzv-endpoint) has not answered for 30 s" in errors
+        assert errors.count("train on") == 1
+    finally:
+        release.set()
+        agent._shutdown(signal.SIGKILL)
+
+
+def monitor_until_ended(agent: Any) -> None:
+    while agent._monitor_workers(agent._worker_group).state == WorkerState.HEALTHY:
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_nodes_that_meet_without_a_node_that_the_store_did_not_hear_are_counted_as_joining(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as `zerowatch run` does
+    store = HashStore()
+    alone = rendezvous(store, "127.0.0.1", last_call=1)
+    joining = rendezvous(store, "localhost", last_call=1)
+    alone.next_rendezvous()
+
+    def count() -> int:
+        return node_watch._joining(alone, alone.num_nodes_waiting)
+
+    assert count() == 0
+    alone._stop_heartbeats()  # as if the store were out of reach
+
+    def is_dropped() -> bool:
+        assert count() == 0
+        return not alone._state_holder.state.participants
+
+    wait_until(is_dropped)
+    joining.next_rendezvous()
+
+    wait_until(lambda: count() == 1)
+    joining._stop_heartbeats()
+
+
+def test_nodes_that_wait_to_join_a_node_are_counted_until_the_nodes_meet(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (node,) = nodes(HashStore(), clock, 1)
+    asked = iter(range(1_000_000))
+    monkeypatch.setattr(node_watch, "BEAT_SECONDS", 0.01)
+    watch = NodeWatch(node, lambda: None, count_joining=lambda: min(next(asked), 1))
+    wait_until(lambda: watch.num_joining() == 1)
+
+    watch.stop_counting()
+
+    before, beats = next(asked), node._count
+    wait_until(lambda: node._count > beats + 1)
+    assert next(asked) == before + 1
+    watch.close()
 
 
 @pytest.mark.parametrize(("has_succeeded", "code"), [(True, 0), (False, 1)])

@@ -62,7 +62,7 @@ USED_NAMES: tuple[tuple[str, str, str], ...] = (
     (
         "torch.distributed.elastic.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler",
         "runtime/cli/node_watch.py",
-        "settings shutdown _state_holder _store",
+        "settings shutdown num_nodes_waiting _state_holder _store _this_node",
     ),
     ("torch.distributed:Work", COLLECTIVES, "get_future wait"),
     ("torch.cuda:Stream", STREAMS, "wait_stream wait_event synchronize"),
