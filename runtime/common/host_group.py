@@ -7,6 +7,7 @@ rank that waits here waits for another rank. GROUP_DESCRIPTION marks the group a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -72,6 +73,7 @@ class HostGroup:
     def __init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._group = new_host_group() if self.world_size > 1 else None
+        self._closing = threading.Lock()
 
     def all_gather(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
         """Return every rank's values, of shape [world_size, len(values)]; the same on all ranks.
@@ -129,8 +131,9 @@ class HostGroup:
         return bytes(buffer.tolist()).decode()
 
     def close(self) -> None:
-        """Destroy the group. Safe to call twice, and after the job's process group is gone."""
-        group, self._group = self._group, None
+        """Destroy the group. Safe to call twice and on any thread, also without the job's group."""
+        with self._closing:
+            group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 

@@ -49,6 +49,8 @@ FAILED_EXIT_SECONDS = 10.0
 # waits there for a collective in flight, which this rank will not enter.
 LEFT_SECONDS = 5.0
 _STORE_TIMEOUT_SECONDS = 10.0
+# torch waits up to twice as long for a store that is gone. `close` waits longer than that.
+_RECONNECT_SECONDS = 2.0
 
 
 class FailureNotice(NamedTuple):
@@ -160,6 +162,10 @@ class RunEnd:
         self, attempt: int, error: BaseException, place: str, issued: Mapping[str, int] | None
     ) -> bool:
         """Publish that this rank failed and waits for the other ranks; see `FailureNotice`.
+
+        A later notice replaces that of another failed rank, but the waits of both ranks still end:
+        if the later one has `issued`, its rank ends the run after CONSENSUS_SECONDS; if not, both
+        ranks issue the same record.
 
         Returns:
             Whether the store has the notice.
@@ -334,8 +340,12 @@ class RunEnd:
         with suppress(RuntimeError):
             self._store = _client(self._store)
             while not self._stopped.wait(POLL_SECONDS) and self._own_error is None:
-                self._end_for_failed_rank()
-                self._read()
+                try:
+                    self._end_for_failed_rank()
+                    self._read()
+                except RuntimeError:
+                    self._connect_again()
+                    continue
                 if self._peer_error is None and not self._is_ended_by_peer:
                     continue
                 exit_seconds = self._exit_seconds
@@ -349,6 +359,18 @@ class RunEnd:
                     self._host_group.close()  # raises an error on ranks that wait in this group
                 self._await_call(exit_seconds)
                 return
+
+    def _connect_again(self) -> None:
+        """Replace the connection to the store, which may be broken.
+
+        Raises:
+            RuntimeError: The store is gone, or this object was closed.
+        """
+        store = self._store
+        if store is None or self._stopped.is_set():
+            raise RuntimeError("the connection to the store is closed")
+        store.set_timeout(timedelta(seconds=_RECONNECT_SECONDS))
+        self._store = _client(store)
 
     def _end_for_failed_rank(self) -> None:
         """End the run if a failed rank waits in vain for this rank.

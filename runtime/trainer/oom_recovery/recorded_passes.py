@@ -37,6 +37,8 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "reduce_scatter_tensor": ("output_tensor", "input_tensor", "op", "group", "async_op"),
     "all_gather_into_tensor": ("output_tensor", "input_tensor", "group", "async_op"),
 }
+# Name of each method's first parameter, and position of its group.
+_PLACES = {name: (each[0], each.index("group")) for name, each in _PARAMETERS.items()}
 _GATHER = "all_gather_into_tensor"
 _COORDINATOR_PREFIX = "_PartitionedParameterCoordinator__"
 _GATHER_METHOD = f"{_COORDINATOR_PREFIX}all_gather_params_"
@@ -137,6 +139,7 @@ class PassRecorder:
             which parameters are gathered.
         num_calls: Collectives of the window so far.
         has_varied: Whether a pass of the window has differed from its record.
+        is_adding: Whether this pass is recorded, because it has no record to compare it with.
     """
 
     def __init__(self) -> None:
@@ -214,7 +217,7 @@ class PassRecorder:
         self.num_calls = self._num_backwards = self._position = 0
         self._last: PassKey | None = None
         self._key: PassKey | None = None
-        self._is_adding = self.has_varied = False
+        self.is_adding = self.has_varied = False
         self._calls: list[Call] = []
         self._expected: list[Call] | None = None
 
@@ -237,7 +240,7 @@ class PassRecorder:
         self._calls, self._position = [], 0
         self._expected = self._usable.get(self._key) if self._is_recording else None
         record = self._records.get(self._key)
-        self._is_adding = (
+        self.is_adding = (
             self._is_recording
             and self._expected is None
             and (record is None or not record.is_refused)
@@ -252,13 +255,13 @@ class PassRecorder:
         if not self._is_recording:
             return
         if self._expected is None:
-            if self._is_adding:
+            if self.is_adding:
                 record = self._records.setdefault(key, _Record())
                 was_usable = record.is_usable
                 record.add(self._calls)
                 if record.is_usable != was_usable:
                     self._digest = None
-            self._is_adding = False
+            self.is_adding = False
         elif self._position != len(self._expected):
             self._refuse(key)
 
@@ -266,14 +269,13 @@ class PassRecorder:
         """Record a collective that is about to be issued. No error of this method is raised."""
         self.num_calls += 1
         expected = self._expected
-        if expected is None and not self._is_adding:
+        if expected is None and not self.is_adding:
             return
         try:
             if expected is None:
                 self._calls.append(_call(name, args, kwargs))
                 return
-            call = expected[self._position]
-            if name == call.name and (call.reason or _is_same(call, args, kwargs)):
+            if _is_same(expected[self._position], name, args, kwargs):
                 self._position += 1
                 return
         except _ERRORS as error:  # the collective itself raises what is wrong with its arguments
@@ -286,11 +288,6 @@ class PassRecorder:
         self.num_calls -= 1
         if self._expected is not None:
             self._position -= 1
-
-    @property
-    def is_adding(self) -> bool:
-        """Whether this pass is recorded, because it has no record to compare it with."""
-        return self._is_adding
 
     @contextmanager
     def gathering(self, parameters: Iterable[Any]) -> Iterator[None]:
@@ -314,7 +311,7 @@ class PassRecorder:
         self.has_varied = True
         self._records.setdefault(key, _Record()).is_refused = True
         self._digest, self._expected, self._usable = None, None, {}
-        self._is_recording = self._is_adding = False
+        self._is_recording = self.is_adding = False
 
 
 @dataclass(slots=True)
@@ -447,12 +444,19 @@ def _call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     )
 
 
-def _is_same(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether these are arguments of a recorded call, which has a tensor."""
-    tensor = args[0] if args else kwargs[_PARAMETERS[call.name][0]]
-    if tensor.dtype is not call.dtype or tensor.numel() != call.num_values:
+def _is_same(call: Call, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a recorded call is issued again, as far as its description shows."""
+    recorded, num_values, dtype, _, _, root, group, _, _, reason = call  # faster than attributes
+    if name != recorded or reason:
+        return name == recorded
+    first, group_at = _PLACES[name]
+    tensor = args[0] if args else kwargs[first]
+    if tensor.dtype is not dtype or tensor.numel() != num_values:
         return False
-    return call.root is None or call.root == (args[1] if len(args) > 1 else kwargs["dst"])
+    given = args[group_at] if len(args) > group_at else kwargs.get("group")
+    if given is not group and (given or dist.group.WORLD) is not (group or dist.group.WORLD):
+        return False
+    return root is None or root == (args[1] if len(args) > 1 else kwargs["dst"])
 
 
 def _with_shards(calls: Sequence[Call], parameters: Sequence[Any]) -> list[Call]:

@@ -340,6 +340,40 @@ def test_the_thread_ends_quietly_once_the_store_is_gone() -> None:
     wait_until(lambda: not peer._thread.is_alive())
 
 
+class BrokenOnce:
+    """Store of which the first connection of each rank breaks."""
+
+    def __init__(self, store: torch.distributed.Store) -> None:
+        self._store = store
+
+    def clone(self) -> BrokenOnce | torch.distributed.Store:
+        return _Broken(self._store)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+
+class _Broken(BrokenOnce):
+    def clone(self) -> torch.distributed.Store:
+        return self._store
+
+    def check(self, keys: list[str]) -> bool:
+        raise torch.distributed.DistNetworkError("Connection reset by peer")
+
+
+@pytest.mark.usefixtures("short_polls")
+def test_the_thread_connects_again_if_its_connection_to_the_store_breaks() -> None:
+    store = BrokenOnce(torch.distributed.HashStore())
+    peer, failed = on_ranks(2, lambda host_group: RunEnd(host_group, store))
+    peer.start()
+
+    failed.end(KeyError("labels"), "train_batch")
+
+    wait_until(lambda: peer.has_ended or not peer._thread.is_alive())
+    assert peer.has_ended
+    peer.close()
+
+
 def test_after_an_interrupted_update_each_call_says_that_the_run_has_ended() -> None:
     (alone,) = run_ends(1)
 

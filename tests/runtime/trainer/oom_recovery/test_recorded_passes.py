@@ -191,6 +191,20 @@ def test_a_reduction_to_another_rank_is_a_difference() -> None:
     assert rest_after(recorder, CALLS[0], ("reduce", LARGE, 1))[1]
 
 
+@pytest.mark.parametrize("is_keyword", [False, True])
+def test_a_collective_of_another_group_is_a_difference(is_keyword: bool) -> None:
+    def has_varied(group: Any) -> bool:
+        recorder = recorded(*CALLS)
+        recorder.begin_pass("backward")
+        recorder.record("all_reduce", (SMALL,), {})
+        given = {"group": group} if is_keyword else {}
+        recorder.record("reduce", (LARGE, 0) if is_keyword else (LARGE, 0, None, group), given)
+        return recorder.has_varied
+
+    assert not has_varied(dist.group.WORLD)  # the record is of calls without a group
+    assert has_varied(dist.new_group([0]))
+
+
 @pytest.mark.parametrize("reason", ["varies", "differs between ranks", "paused", "not recorded"])
 def test_a_pass_without_a_record_is_not_recorded_for_ever(reason: str) -> None:
     recorder, recorded_in = PassRecorder(), []

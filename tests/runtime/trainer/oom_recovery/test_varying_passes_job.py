@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ LIMIT_SECONDS = 60.0  # gloo itself waits for 30 minutes
 
 
 def run(world_size: int, case: str, folder: Path) -> tuple[list[int], dict[int, Any]]:
-    """Return the exit codes, and what each rank wrote unless it was aborted."""
+    """Return the exit codes, and what each rank wrote unless it was aborted.
+
+    Once a rank has ended, ranks that have not ended after LIMIT_SECONDS are killed.
+    """
     script = SCRIPTS / "trainer" / "varying_passes.py"
-    done = fork_ranks(world_size, script, folder, case, cwd=folder)
+    done = fork_ranks(world_size, script, folder, case, cwd=folder, grace_seconds=LIMIT_SECONDS)
     files = {rank: folder / f"rank-{rank}.json" for rank in range(world_size)}
     found = {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
     return [rank.returncode for rank in done], found
@@ -29,11 +33,11 @@ def run(world_size: int, case: str, folder: Path) -> tuple[list[int], dict[int, 
 @pytest.mark.parametrize(
     ("world_size", "case"),
     tiers(
-        [(2, "longer"), (2, "shorter"), (3, "longer"), (3, "shorter")],
+        [(2, "longer"), (2, "shorter"), (2, "another group"), (3, "longer"), (3, "shorter")],
         quick=[(2, "longer")],
     ),
 )
-def test_the_run_ends_soon_on_all_ranks_if_the_pass_has_more_or_fewer_collectives(
+def test_the_run_ends_soon_on_all_ranks_if_the_pass_has_other_collectives(
     world_size: int, case: str, tmp_path: Path
 ) -> None:
     codes, found = run(world_size, case, tmp_path)
@@ -53,7 +57,9 @@ def test_the_run_ends_soon_on_all_ranks_if_the_pass_has_more_or_fewer_collective
 def test_the_processes_end_soon_if_gloo_aborts_one_of_them(case: str, tmp_path: Path) -> None:
     codes, found = run(2, case, tmp_path)
 
+    assert {file.name for file in tmp_path.glob("began-*")} == {"began-0", "began-1"}
     assert all(codes)
+    assert -signal.SIGKILL not in codes  # all have ended by themselves
     assert all(result["seconds"] < LIMIT_SECONDS for result in found.values())
 
 

@@ -1,8 +1,7 @@
 """Runs out of memory on rank 1 in a pass that issues other collectives than before.
 
-`varying_passes.py FOLDER CASE`, on any ranks; rank r writes FOLDER/rank-r.json: the error that its
-script got, and the seconds from the start of that window.
-"""
+`varying_passes.py FOLDER CASE`, on any ranks. Rank r writes FOLDER/began-r before that window. After it
+the rank writes FOLDER/rank-r.json: the error that its script got, and the seconds from its start.
 
 from __future__ import annotations
 
@@ -23,6 +22,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 WINDOWS = 6
 FAILING_RANK = 1
+STORE_SECONDS = 20.0  # ranks that gloo aborts write no file
 SLEEP_SECONDS = 5.0  # several times the interval at which the ranks look for notices
 WIDTH = 4
 CONFIG = {
@@ -36,6 +36,7 @@ USUAL = ("sum", "sum", "sum")
 PASSES = {
     "longer": (*USUAL, "sum", "sum"),
     "shorter": USUAL[:2],
+    "another group": ("sum", "group", "sum"),
     "another size": ("sum", "large", "sum"),
     "not recorded": ("sum", "torch", "sum"),
     "as before, slow": ("sum", "sleep", *USUAL[1:]),
@@ -50,6 +51,7 @@ class Net(torch.nn.Module):
         self.body = torch.nn.Linear(WIDTH, WIDTH)
         self.calls: tuple[str, ...] = USUAL
         self.runs_out = False
+        self.group: Any = None  # a second group of all ranks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, kind in enumerate(self.calls):
@@ -60,9 +62,21 @@ class Net(torch.nn.Module):
                 time.sleep(SLEEP_SECONDS)
             elif kind == "torch":
                 dist.all_reduce(torch.ones(3))
+            elif kind == "group":
+                deepspeed.comm.all_reduce(torch.ones(5), group=self.group)
             else:
                 deepspeed.comm.all_reduce(torch.ones(5 if kind == "sum" else 50_000))
         return self.body(x)
+
+
+def keep_store(folder: Path) -> None:
+    """Wait for the other healthy ranks: they read the failure from the store in this process."""
+    others = set(range(int(os.environ["WORLD_SIZE"]))) - {0, FAILING_RANK}
+    deadline = time.monotonic() + STORE_SECONDS
+    while not all((folder / f"rank-{rank}.json").exists() for rank in others):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.01)
 
 
 def loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -76,8 +90,10 @@ def main(folder: Path, case: str) -> None:
     batch = {"x": torch.ones(2, WIDTH)}
     for _ in range(WINDOWS):
         run.train_batch(batch)
+    run.module.group = dist.new_group()
     run.module.calls = PASSES[case]
     run.module.runs_out = rank == FAILING_RANK
+    (folder / f"began-{rank}").touch()
     began, error = time.monotonic(), None
     try:
         run.train_batch(batch)
@@ -92,6 +108,8 @@ def main(folder: Path, case: str) -> None:
         }
         (folder / f"rank-{rank}.json").write_text(json.dumps(found))
         print(f"rank {rank}: {found}", file=sys.stderr, flush=True)
+        if rank == 0:
+            keep_store(folder)
 
 
 if __name__ == "__main__":
