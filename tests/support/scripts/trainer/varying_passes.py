@@ -1,7 +1,8 @@
 """Runs out of memory on rank 1 in a pass that issues other collectives than before.
 
-`varying_passes.py FOLDER CASE`, on any ranks. Rank r writes FOLDER/began-r before that window. After it
-the rank writes FOLDER/rank-r.json: the error that its script got, and the seconds from its start.
+`varying_passes.py FOLDER CASE`, on any ranks. Rank r writes FOLDER/began-r before that window, and
+FOLDER/rank-r.json after it: the error that its script got, and the seconds that the window took.
+"""
 
 from __future__ import annotations
 
