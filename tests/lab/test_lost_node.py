@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from lab.node_launchers import STORE_PORT, NodeLaunchers
 from lab.switched_hosts import switched_hosts
-from lab.two_hosts import Host, cut, missing
+from lab.two_hosts import Host, cut, missing, reconnect
 from scripts.launching import TORCHRUN, ZEROWATCH
 
 REASON = missing()
@@ -198,6 +198,25 @@ def test_a_launcher_that_waits_for_others_notices_that_the_store_is_lost(
     wait_until(lambda: launched.code(0) is not None)
     assert launched.code(0) == 1
     assert f"{launched.store.address}:29400 (--rdzv-endpoint) has not" in launched.output(0)
+
+
+def test_a_node_that_trains_alone_trains_on_without_the_store_and_others_join_it_later(
+    tmp_path: Path, undo: ExitStack
+) -> None:
+    hosts = undo.enter_context(switched_hosts(3))
+    launched = undo.enter_context(closing(SleepingRanks(tmp_path, hosts, 2)))
+    launched.start_store()
+    launched.start(0)
+    wait_until(lambda: bool(launched.starts(0)))
+    time.sleep(10.0)  # some heartbeats
+
+    cut(launched.store)
+    wait_until(lambda: "The ranks train on" in launched.output(0))
+    time.sleep(60.0)  # above the time after which torch gives up a call
+    reconnect(launched.store)
+    launched.start(1)
+
+    wait_until(lambda: all(_has_met(launched, number) for number in (0, 1)))
 
 
 def has_connected(launched: SleepingRanks, num: int) -> bool:
