@@ -67,10 +67,34 @@ def launcher_identity() -> str | None:
     The agent makes one folder with a random name for the error files of all attempts:
     `<folder>/attempt_<n>/<local rank>/error.json`.
     """
-    attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
-    if not attempt.name.startswith("attempt_"):
+    attempt = _attempt_folder()
+    return None if attempt is None else _digest(f"{socket.gethostname()} {attempt.parent}")
+
+
+def launcher_start() -> str | None:
+    """Return a name of the last start of workers by torchrun's agent on this node, or None.
+
+    Processes that a worker starts get the same name. The agent makes the folder of the attempt
+    again at each start. A restart after a change of nodes has the same attempt number and path.
+    """
+    attempt = _attempt_folder()
+    if attempt is None:
         return None
-    return hashlib.sha256(f"{socket.gethostname()} {attempt.parent}".encode()).hexdigest()[:16]
+    try:
+        made = attempt.stat()
+    except OSError:  # deleted: nobody can know
+        return None
+    # Of two folders with the same inode number, one after the other, the times differ.
+    return _digest(f"{socket.gethostname()} {attempt} {made.st_ino} {made.st_mtime_ns}")
+
+
+def _attempt_folder() -> Path | None:
+    attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
+    return attempt if attempt.name.startswith("attempt_") else None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def launcher_may_restart() -> bool:

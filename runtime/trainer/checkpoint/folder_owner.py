@@ -26,7 +26,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from ....errors import CheckpointError
 from ...common.host_group import HostCollectives
 from ...common.liveness_file import boot_id
-from ...common.process_info import launcher_identity
+from ...common.process_info import launcher_identity, launcher_start
 from .folder import CheckpointFolder
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,8 @@ class Owner:
     Attributes:
         run_id: Id of the run. Several runs may have the same id, one after the other.
         instance: Unique for each `FolderOwner`.
-        attempt: Unique for each start of a run's processes, and the same on all ranks.
+        attempt: The same on all ranks, and in all trainings that the same worker of a launcher
+            starts. A launcher that restarts its workers changes it.
         launchers: Identities of the launchers of the run's nodes; see `launcher_identity`.
         host: Name of the host of the process.
         pid: Id of the process on its host.
@@ -84,9 +85,10 @@ class FolderOwner:
     Args:
         run_id: Id of the run, for messages.
         launchers: Identities of the launchers of all ranks, empty for a rank without one.
-        attempt: Text that differs in each start of the run's processes.
+        attempt: Text that differs in each start of workers by their launchers.
         wait_seconds: How long to wait for the lock of another run, which may be ending.
-        restart_wait_seconds: How long to wait for the lock of an earlier attempt of this run.
+        restart_wait_seconds: How long to wait for the lock of an earlier attempt of this run on
+            another host.
     """
 
     def __init__(
@@ -121,15 +123,14 @@ class FolderOwner:
 
         Raises:
             CheckpointError: Another process is saving into the folder, the folder has checkpoints
-                of a run that this run has not loaded, or this user may not write the owner file.
+                of a run that this run has not loaded, another run has reserved it since the last
+                save, or this user may not write the owner file.
             OSError: The folder cannot be created, read or written.
         """
         folder = checkpoints.path
         held = self._locks.get(folder)
-        if held is not None and held.is_file(folder / OWNER):
-            if not held.is_locked:
-                held.acquire()
-                self._check_still_own(folder)
+        if held is not None and held.is_in(folder):
+            self._keep(held, folder)
             return
         if held is not None:  # the folder was deleted, or moved away
             self._locks.pop(folder).close()
@@ -152,11 +153,35 @@ class FolderOwner:
             lock.close()
         self._locks.clear()
 
+    def _keep(self, held: _LockedFile, folder: Path) -> None:
+        """Check that this run still owns a folder; if its owner file was deleted, make it again."""
+        path = folder / OWNER
+        lock = held if held.is_file(path) else _LockedFile(path)
+        try:
+            if not lock.acquire() and lock is not held:
+                raise CheckpointError(self._in_use(folder, _read(path)))
+            owner = _read(path)
+            if owner == Owner():
+                logger.warning("%s was deleted or damaged, and is written again", path)
+                lock.write(json.dumps(asdict(self._own)))
+            elif owner.instance != self._own.instance:
+                raise CheckpointError(self._reserved_since(folder, owner))
+        except BaseException:
+            if lock is not held:
+                lock.close()
+            raise
+        if lock is not held:
+            held.close()
+            self._locks[folder] = lock
+
     def _check(self, checkpoints: CheckpointFolder) -> None:
         owner = _read(checkpoints.path / OWNER)
         loaded = self._loaded_from
         is_loaded = checkpoints.path in loaded and owner.instance == loaded[checkpoints.path]
-        if not is_loaded and not self._is_earlier_attempt(owner) and checkpoints.names():
+        is_own = owner.instance == self._own.instance  # the folder was moved to another disk
+        if is_own or is_loaded or self._is_other_attempt(owner):
+            return
+        if checkpoints.names():
             since = " since it was loaded" if checkpoints.path in loaded else ""
             raise CheckpointError(
                 f"{checkpoints.path} has checkpoints of {owner}{since}, which this run "
@@ -164,19 +189,11 @@ class FolderOwner:
                 "folder before the first batch; otherwise save to another folder"
             )
 
-    def _check_still_own(self, folder: Path) -> None:
-        """Check that no other run saved while this run had no lock."""
-        owner = _read(folder / OWNER)
-        if owner.instance != self._own.instance:
-            raise CheckpointError(
-                f"{folder} is in use by {owner}, which has reserved it since the last save. Save "
-                "to another folder, or end that run and restart this one from its last checkpoint"
-            )
+    def _is_other_attempt(self, owner: Owner) -> bool:
+        """Return whether the owner is this run before or after a restart by one of its launchers.
 
-    def _is_earlier_attempt(self, owner: Owner) -> bool:
-        """Return whether the owner is a run that a launcher of this run has restarted since.
-
-        The owner in the same attempt is another TrainingRun of these processes, or another rank.
+        The owner in the same attempt is another TrainingRun of these processes, another rank, or
+        another training that the same worker of the launcher has started.
         """
         has_launcher = not set(owner.launchers).isdisjoint(self._own.launchers)
         return has_launcher and owner.attempt != self._own.attempt
@@ -184,16 +201,19 @@ class FolderOwner:
     def _wait_for(self, lock: _LockedFile, folder: Path) -> None:
         """Wait for the lock; after a restart, go on without the lock of a host that was lost.
 
+        A restart on the same host need not wait longer than another run: the launcher has seen the
+        end of the process, and the kernel releases its lock.
+
         Raises:
             CheckpointError: Another process has the lock.
         """
         began, delay, is_logged = time.monotonic(), _POLL_SECONDS, False
         while not lock.acquire():
             owner = _read(folder / OWNER)
-            is_restart = self._is_earlier_attempt(owner)
+            may_be_lost = self._is_other_attempt(owner) and self._is_on_another_host(owner)
             waited = time.monotonic() - began
-            if waited > (self._restart_wait_seconds if is_restart else self._wait_seconds):
-                if is_restart and self._is_on_another_host(owner):
+            if waited > (self._restart_wait_seconds if may_be_lost else self._wait_seconds):
+                if may_be_lost:
                     logger.warning(
                         "%s is still locked by %s, an earlier attempt of this run. This run saves "
                         "without the lock, because the other host was lost; if it was not, end "
@@ -208,6 +228,15 @@ class FolderOwner:
                 logger.info("waiting until the lock of %s, %s, is released", folder, owner)
             time.sleep(delay)
             delay = min(2 * delay, _MAX_POLL_SECONDS)
+
+    def _reserved_since(self, folder: Path, owner: Owner) -> str:
+        message = f"{folder} is in use by {owner}, which has reserved it since the last save. "
+        if self._is_other_attempt(owner):
+            return f"{message}That is a restart of this run: end the processes of this attempt"
+        return (
+            f"{message}Save to another folder, or end that run and restart this one from its last "
+            "checkpoint"
+        )
 
     def _in_use(self, folder: Path, owner: Owner) -> str:
         message = (
@@ -232,7 +261,8 @@ def folder_owner(run_id: str, host_group: HostCollectives) -> FolderOwner:
         run_id: Id of the run; that of rank 0 counts.
         host_group: Group of all ranks.
     """
-    run_id, attempt = json.loads(host_group.broadcast_text(json.dumps([run_id, _PROCESS])))
+    attempt = launcher_start() or _PROCESS
+    run_id, attempt = json.loads(host_group.broadcast_text(json.dumps([run_id, attempt])))
     launchers = host_group.all_gather_text(launcher_identity() or "")
     return FolderOwner(run_id, launchers, attempt)
 
@@ -254,12 +284,13 @@ class _LockedFile:
         self.is_locked, self._can_lock = False, True
         self.close = weakref.finalize(self, os.close, self._descriptor)
         self.close.atexit = False  # a save may still be written then, and the kernel releases it
+        self._folder = path.parent.stat()
         # A forked child, such as a worker of a DataLoader, would keep the lock of a killed run.
         os.register_at_fork(after_in_child=partial(_close, weakref.ref(self)))
 
     def acquire(self) -> bool:
         """Lock the file; return whether no other process has the lock."""
-        if not self._can_lock:
+        if self.is_locked or not self._can_lock:
             return True
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -275,6 +306,13 @@ class _LockedFile:
                 error,
             )
         return True
+
+    def is_in(self, folder: Path) -> bool:
+        """Return whether the folder that the file was opened in is still the one at a path."""
+        try:
+            return os.path.samestat(self._folder, folder.stat())
+        except OSError:
+            return False
 
     def is_file(self, path: Path) -> bool:
         """Return whether this file is still the one at a path."""

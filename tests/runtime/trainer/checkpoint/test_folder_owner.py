@@ -137,6 +137,36 @@ def test_a_second_run_of_the_same_processes_is_refused_unless_loaded(tmp_path: P
         save(tmp_path, FolderOwner("job", ["launcher"], "attempt 0"))
 
 
+def start_workers(attempt: Path) -> None:
+    """Make the folder of an attempt again, as torchrun's agent does before it starts workers."""
+    shutil.rmtree(attempt, ignore_errors=True)
+    (attempt / "0").mkdir(parents=True)
+
+
+def test_a_second_training_of_the_same_worker_is_refused_unless_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt, saves = tmp_path / "attempt_0", tmp_path / "saves"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(attempt / "0" / "error.json"))
+    start_workers(attempt)
+    train_once = (
+        "import sys; from pathlib import Path; from test_folder_owner import save;"
+        "from scripts.trainer.resume_engine import SingleRankHostGroup;"
+        "from zerowatch.runtime.trainer.checkpoint.folder_owner import folder_owner;"
+        "save(Path(sys.argv[1]), folder_owner('job', SingleRankHostGroup()))"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    monkeypatch.setenv("PYTHONPATH", paths)
+    subprocess.run([sys.executable, "-c", train_once, str(saves)], check=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(attempt / "1" / "error.json"))
+
+    with pytest.raises(CheckpointError, match=r"checkpoints of run 'job'.*call `load`"):
+        save(saves, folder_owner("job", SingleRankHostGroup()), 2)
+
+    start_workers(attempt)  # a change of nodes starts the workers again in the same attempt
+    save(saves, folder_owner("job", SingleRankHostGroup()), 2)
+
+
 def test_a_run_of_the_same_id_that_saved_after_the_load_is_noticed(tmp_path: Path) -> None:
     first = FolderOwner("job", ["launcher 1"], "1")
     save(tmp_path, first)
@@ -216,6 +246,62 @@ def test_a_folder_that_was_deleted_during_the_run_is_reserved_again(tmp_path: Pa
 
     with pytest.raises(CheckpointError, match="in use by run 'first'"):
         save(tmp_path / "saves", run("second"))
+
+
+def test_a_run_makes_its_owner_file_again_if_that_was_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = run("first")
+    save(tmp_path, first)
+    (tmp_path / OWNER).unlink()
+
+    save(tmp_path, first, 2)
+    save(tmp_path, first, 3)
+
+    assert caplog.text.count(f"{tmp_path / OWNER} was deleted") == 1
+    with pytest.raises(CheckpointError, match="in use by run 'first'"):
+        save(tmp_path, run("second"))
+
+
+def test_a_run_is_refused_by_a_run_that_deleted_its_owner_file_and_saved(tmp_path: Path) -> None:
+    first = FolderOwner("job", ["launcher"], "attempt 0", wait_seconds=0.0)
+    save(tmp_path, first)
+    (tmp_path / OWNER).unlink()
+    second = FolderOwner("job", ["launcher"], "attempt 1", wait_seconds=0.0)
+    second.note_load(tmp_path)
+    save(tmp_path, second, 2)
+
+    with pytest.raises(CheckpointError, match="in use by run 'job'"):
+        save(tmp_path, first, 2)
+    second.close()
+    with pytest.raises(CheckpointError, match=r"in use by run 'job'.* since the last save"):
+        save(tmp_path, first, 2)
+
+
+def test_checkpoints_moved_to_the_path_of_a_deleted_folder_are_refused(tmp_path: Path) -> None:
+    other = run("other")
+    save(tmp_path / "other", other)
+    (tmp_path / "other" / OWNER).unlink()
+    first = run("first")
+    save(tmp_path / "saves", first)
+
+    shutil.rmtree(tmp_path / "saves")
+    (tmp_path / "other").rename(tmp_path / "saves")
+
+    with pytest.raises(CheckpointError, match="a run without an id"):
+        save(tmp_path / "saves", first, 2)
+
+
+def test_a_folder_that_was_copied_to_another_disk_during_the_run_is_still_its_own(
+    tmp_path: Path,
+) -> None:
+    first = run("first")
+    save(tmp_path / "saves", first)
+    shutil.copytree(tmp_path / "saves", tmp_path / "larger")
+    shutil.rmtree(tmp_path / "saves")
+    (tmp_path / "larger").rename(tmp_path / "saves")
+
+    save(tmp_path / "saves", first, 2)
 
 
 def test_a_link_in_place_of_the_owner_file_is_not_followed(tmp_path: Path) -> None:
@@ -324,6 +410,35 @@ def test_a_restart_is_refused_while_its_earlier_attempt_lives_on_this_host(
 ) -> None:
     with pytest.raises(CheckpointError, match="in use by run 'killed'"):
         save(lock_of_earlier_attempt, restarted(), 2)
+
+
+def test_a_restart_does_not_wait_long_for_its_earlier_attempt_on_this_host(
+    lock_of_earlier_attempt: Path,
+) -> None:
+    owner = FolderOwner(
+        "killed", ["launcher"], "attempt 1", wait_seconds=0.0, restart_wait_seconds=30.0
+    )
+    began = time.monotonic()
+
+    with pytest.raises(CheckpointError, match="in use by run 'killed'"):
+        save(lock_of_earlier_attempt, owner, 2)
+
+    assert time.monotonic() - began < 30
+
+
+def test_an_earlier_attempt_with_the_lock_notices_a_restart_that_saved_without_it(
+    tmp_path: Path,
+) -> None:
+    first = FolderOwner("killed", ["launcher"], "attempt 0")
+    save(tmp_path, first)
+    change_owner(tmp_path, boot_id="of the other host", host="other")
+    save(tmp_path, restarted(), 2)
+    before = content(tmp_path)
+
+    with pytest.raises(CheckpointError, match=r"since the last save.*a restart of this run"):
+        save(tmp_path, first, 2)
+
+    assert content(tmp_path) == before
 
 
 def test_another_run_does_not_go_on_without_the_lock_of_a_lost_host(
