@@ -83,6 +83,17 @@ def test_an_event_has_the_state_of_the_run(run):
     assert state["ranks"]["rows"][1]["slow"] == {"backward": 0.21}
 
 
+def test_a_loss_that_was_not_finite_is_a_problem_for_longer_than_the_last_minute(make_run):
+    clock = FakeClock()
+    run = make_run(unix_now=clock)
+    run.add_steps(2, ended_at=clock() - 100, loss=None, nonfinite_loss=True)
+    run.add_steps(20, ended_at=clock())
+
+    state = json.loads(get(run.address, "/live/state")[2])["state"]
+
+    assert "ZerowatchLossNotFinite" in [problem["alert"] for problem in state["problems"]]
+
+
 def test_the_last_event_says_how_the_run_ended(run, monkeypatch):
     monkeypatch.setattr(listener, "EVENT_SECONDS", 3600)
     with events_of(run.address) as events:
