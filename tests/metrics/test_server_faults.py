@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import http.client
-import selectors
 import socket
 import threading
 import time
@@ -17,12 +16,7 @@ from zerowatch.metrics.catalog.devices import DEVICE_POWER
 from zerowatch.metrics.catalog.overhead import EXPORTER_FAILURES
 from zerowatch.metrics.catalog.training import RUN_ACTIVE, STEPS
 from zerowatch.metrics.exporters import listener, server
-from zerowatch.metrics.exporters.http_connection import (
-    MAX_REQUEST_BYTES,
-    Connection,
-    RequestHandler,
-    Response,
-)
+from zerowatch.metrics.exporters.http_connection import MAX_REQUEST_BYTES
 from zerowatch.metrics.exporters.listener import CpuBudget
 
 OPENMETRICS = {"Accept": "application/openmetrics-text;version=1.0.0"}
@@ -46,64 +40,6 @@ def refuse_threads(monkeypatch, name: str) -> None:
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", fail)
-
-
-@pytest.fixture
-def client_of():
-    """Return a function that makes a connection with a body as its answer, and its client."""
-    with contextlib.ExitStack() as sockets:
-
-        def connect(body: bytes) -> tuple[Connection, socket.socket]:
-            ours, client = socket.socketpair()
-            for end in (ours, client):
-                end.setblocking(False)
-                sockets.enter_context(end)
-            response = Response(content_type="text/plain", body=body)
-            handler = RequestHandler(
-                answer=lambda request: response, failed=lambda error: None, spent=lambda s: None
-            )
-            return Connection(ours, ("127.0.0.1", 1), handler, 0.0), client
-
-        yield connect
-
-
-def read_available(client: socket.socket) -> bytes:
-    parts = []
-    with contextlib.suppress(BlockingIOError):
-        while part := client.recv(1 << 20):
-            parts.append(part)
-    return b"".join(parts)
-
-
-def test_a_response_larger_than_the_sockets_buffer_goes_on_once_the_client_reads(client_of):
-    body = bytes(8 << 20)
-    connection, client = client_of(body)
-    client.sendall(b"GET / HTTP/1.0\r\n\r\n")
-    received = []
-
-    with selectors.DefaultSelector() as selector:
-        selector.register(connection.socket, selectors.EVENT_READ)
-        while events := connection.advance():
-            received.append(read_available(client))
-            selector.modify(connection.socket, events)
-            assert selector.select(0)
-    received.append(read_available(client))
-
-    assert len(received) > 2
-    assert b"".join(received).endswith(b"\r\n\r\n" + body)
-
-
-def test_a_request_that_arrives_in_parts_is_read_to_its_end(client_of):
-    connection, client = client_of(b"some figures")
-
-    waited_for = []
-    for part in (b"GET / HT", b"TP/1.0\r\n", b"Accept: text/plain\r\n", b"\r\n"):
-        waited_for.append(connection.advance())
-        client.sendall(part)
-
-    assert waited_for == [selectors.EVENT_READ] * 4
-    assert connection.advance() == 0
-    assert read_available(client).endswith(b"\r\n\r\nsome figures")
 
 
 @pytest.fixture

@@ -359,10 +359,14 @@ def test_replays_of_a_captured_graph_lower_the_coverage(
             graph.replay()
 
         after_replays = groups.drain_coverage()
+        graph.replay()
+        group.recorded = 1  # the replay adds three calls to those counted
+        beside_a_replay = groups.drain_coverage()
     finally:
         dist.destroy_process_group()
 
     assert before_replays is None
     assert after_replays == 0.0
+    assert beside_a_replay == pytest.approx(1 / 3)
     assert groups.drain_coverage() is None
     assert not rank.failures

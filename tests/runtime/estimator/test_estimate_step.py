@@ -236,6 +236,32 @@ def test_a_weight_that_the_next_layer_shares_is_kept_for_it():
     assert actual == [(0,), (1,), (0,)]
 
 
+def test_a_parameter_that_stays_gathered_is_gathered_by_no_pass_after_the_first_step():
+    visits, own = module_visits(chain(10, 10, 10))
+    options = DsOptions(stage=3, prefetch_bucket_size=0, max_reuse_distance=0)
+    coordinator = Zero3Coordinator(visits, own, [10, 10, 10], [1], options)
+
+    for _ in range(4):
+        passes = [coordinator.micro_batch() for _ in range(2)]
+        coordinator.end_step(range(3))
+
+    gathered = [[gather.parameters for gather in each] for each in passes]
+    assert gathered == [[(0,), (2,), (2,), (0,)]] * 2
+
+
+@pytest.mark.parametrize(("distance", "peak"), [(0, 10), (21, 20), (41, 30)])
+def test_the_most_elements_gathered_at_once_are_those_of_the_layers_that_are_kept(distance, peak):
+    visits, own = module_visits(chain(10, 10, 10))
+    options = DsOptions(stage=3, prefetch_bucket_size=0, max_reuse_distance=distance)
+    coordinator = Zero3Coordinator(visits, own, [10, 10, 10], [], options)
+
+    for _ in range(4):
+        coordinator.micro_batch()
+        coordinator.end_step(range(3))
+
+    assert coordinator.peak_numel == peak
+
+
 def test_adam_in_16_bits_holds_16_bytes_per_parameter_at_stage_0():
     config = {**BF16, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 0}}
 

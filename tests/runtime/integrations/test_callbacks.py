@@ -109,6 +109,28 @@ def test_a_tracker_keeps_the_configuration_until_there_is_an_engine(watch: Watch
     assert watch.logged == [({"lr": 0.1}, None), ({"loss": 1.0}, 2)]
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_training_that_was_monitored_ends_as_it_did_and_without_a_warning(
+    watch: Watched, failed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    attached = attachment.Attachment("TheCallback", None, ())
+
+    attached.begin()
+    attached.close(failed=failed)
+    attached.close()
+
+    assert watch.ended is failed
+    assert caplog.messages == []
+
+
+def test_a_training_that_failed_before_its_engine_gets_no_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    attachment.Attachment("TheCallback", None, ()).close(failed=True)
+
+    assert caplog.messages == []
+
+
 def test_lightnings_callback_is_of_the_class_that_lightning_accepts() -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="needs the extra lightning")
 

@@ -19,6 +19,7 @@ from live_runs import LiveRun
 from recorded_runs import STARTED, write_run
 
 from zerowatch.metrics.exporters import listener
+from zerowatch.metrics.settings import ServeSettings
 from zerowatch.runtime.live_page import live_page
 
 
@@ -83,6 +84,17 @@ def test_an_event_has_the_state_of_the_run(run):
     assert state["ranks"]["rows"][1]["slow"] == {"backward": 0.21}
 
 
+def test_a_loss_that_was_not_finite_is_a_problem_for_longer_than_the_last_minute(make_run):
+    clock = FakeClock()
+    run = make_run(unix_now=clock)
+    run.add_steps(2, ended_at=clock() - 100, loss=None, nonfinite_loss=True)
+    run.add_steps(20, ended_at=clock())
+
+    state = json.loads(get(run.address, "/live/state")[2])["state"]
+
+    assert "ZerowatchLossNotFinite" in [problem["alert"] for problem in state["problems"]]
+
+
 def test_the_last_event_says_how_the_run_ended(run, monkeypatch):
     monkeypatch.setattr(listener, "EVENT_SECONDS", 3600)
     with events_of(run.address) as events:
@@ -109,6 +121,34 @@ def test_figures_are_computed_again_after_half_a_second(make_run, change):
     clock.seconds += change
 
     assert (before, at_once, steps_shown(run)) == (2, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("address", "settings", "url"),
+    [
+        ("node-0:9400", {}, "http://node-0:9400/"),
+        (
+            "node-0:9400",
+            {"tls_certificate": "node.pem", "tls_key": "node.key"},
+            "https://node-0:9400/",
+        ),
+        ("node-0:9400", {"live_page": False}, None),
+        (None, {}, None),
+    ],
+)
+def test_the_address_of_the_page_is_shown_if_the_page_is_served(address, settings, url):
+    assert live_page.page_url(address, ServeSettings(**settings)) == url
+
+
+def test_proxies_do_not_collect_events_and_browsers_connect_again_after_3_seconds(run):
+    host, port = run.address.rsplit(":", 1)
+    client = http.client.HTTPConnection(host, int(port), timeout=120)
+    with contextlib.closing(client):
+        client.request("GET", "/live/events")
+        response = client.getresponse()
+
+        assert response.headers["X-Accel-Buffering"] == "no"
+        assert response.readline() == b"retry: 3000\n"
 
 
 def test_polling_returns_the_points_since_a_number(run):

@@ -233,15 +233,6 @@ def test_a_size_grows_only_after_as_many_windows_as_before() -> None:
     assert bounds == [4, 18, 18, 25]
 
 
-def test_windows_before_a_failure_do_not_count_for_growth() -> None:
-    limits = MicroBatchLimits().after_out_of_memory(LENGTH, failing=32, next_size=4)
-    limits, _ = grown(limits, fits=31, windows=GROW_AFTER - 1)
-
-    limits = limits.after_out_of_memory(LENGTH, failing=4, next_size=2)
-
-    assert grown(limits, fits=31, windows=1)[0].bound(LENGTH) == 3
-
-
 def test_growth_at_one_length_leaves_the_bound_of_longer_batches_and_a_higher_one_of_shorter() -> (
     None
 ):
