@@ -354,7 +354,8 @@ def test_only_own_log_lines_are_sent_with_the_current_trace(collector, make_outb
 
 
 @pytest.mark.parametrize(
-    ("level", "number"), [(0, 1), (10, 5), (20, 9), (39, 13), (40, 17), (50, 21), (60, 24), (99, 24)]
+    ("level", "number"),
+    [(0, 1), (10, 5), (20, 9), (39, 13), (40, 17), (50, 21), (60, 24), (99, 24)],
 )
 def test_each_logging_level_has_a_severity_number(collector, make_outbox, level, number):
     outbox = make_outbox(Recorder())
