@@ -140,6 +140,19 @@ def test_while_its_file_is_unusable_nobody_is_admitted(make_server, token_file, 
     assert TOKEN not in record.message
 
 
+def test_a_file_that_becomes_unusable_is_logged_each_time_once(token_file, caplog):
+    auth = ClientAuth(ServeSettings(auth_token_file=token_file))
+    numbers = []
+
+    for content in ("", "", "a token", ""):
+        token_file.write_text(content)
+        assert not auth.admits("Bearer x")
+        assert not auth.admits("Bearer x")
+        numbers.append(len(caplog.records))
+
+    assert numbers == [1, 1, 1, 2]
+
+
 @pytest.mark.parametrize("setting", ["auth_token_file", "basic_auth_file"])
 @pytest.mark.parametrize("content", [None, "\n"], ids=["missing", "empty"])
 def test_a_file_without_a_secret_disables_serving_and_is_named(
@@ -172,8 +185,9 @@ def test_the_header_of_a_client_is_admitted(tmp_path):
 
     assert authorization_header(None, None) is None
     assert bearer == "Bearer secret"
-    assert bearer is not None and auth.admits(bearer)
-    assert basic is not None and auth.admits(basic)
+    assert auth.admits(bearer)
+    assert basic == f"Basic {base64.b64encode(b'ana:pass word').decode()}"
+    assert auth.admits(basic)
 
 
 @pytest.mark.parametrize("content", [None, "", "no user\n"])

@@ -353,6 +353,19 @@ def test_only_own_log_lines_are_sent_with_the_current_trace(collector, make_outb
     assert [scope.name for scope, _ in collector.scopes("logs")] == [OWN_LOGGER]
 
 
+@pytest.mark.parametrize(
+    ("level", "number"),
+    [(0, 1), (10, 5), (20, 9), (39, 13), (40, 17), (50, 21), (60, 24), (99, 24)],
+)
+def test_each_logging_level_has_a_severity_number(collector, make_outbox, level, number):
+    outbox = make_outbox(Recorder())
+
+    outbox.add_line(log_line(logging.makeLogRecord({"levelno": level, "msg": "text"}), 0, None))
+    outbox.flush()
+
+    assert collector.lines()[0].severity_number == number
+
+
 def test_a_log_line_outside_a_trace_has_no_ids_and_keeps_its_exception(collector, make_outbox):
     outbox = make_outbox(Recorder())
     lines = LogCapture(lambda record: outbox.add_line(log_line(record, 0, None)))

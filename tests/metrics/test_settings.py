@@ -343,3 +343,21 @@ def test_an_unknown_threshold_is_reported_with_its_source_and_a_suggestion(monke
         "setting 'alerts.thresholds' (environment): 'exposed_com_ratio_high' is no threshold of an "
         "alert; did you mean exposed_comm_ratio_high?, got 'exposed_com_ratio_high=0.35'"
     )
+
+
+@pytest.mark.parametrize(
+    ("section", "option", "value", "is_advised"),
+    [
+        ("hang", "timeout_seconds", float("inf"), True),
+        ("hang", "timeout_seconds", 1e30, True),
+        ("hang", "timeout_seconds", -1, False),
+        ("serve", "linger_seconds", float("inf"), False),
+    ],
+)
+def test_who_wants_to_detect_no_hangs_is_advised_to_disable_them(
+    section, option, value, is_advised
+):
+    message = error_of({section: {option: value}})
+
+    assert f"{section}.{option}" in message
+    assert ("hang.enabled=false" in message) == is_advised

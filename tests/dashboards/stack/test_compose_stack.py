@@ -210,12 +210,16 @@ def test_an_env_file_is_read_by_the_rules_of_compose(
     monkeypatch.setenv("TEMPO_PORT", "3201")
     monkeypatch.delenv("GRAFANA_PORT", raising=False)
     file = tmp_path / ".env"
-    file.write_text("# Ports\nGRAFANA_PORT=3001 # as 3000 is taken\nTEMPO_PORT='3202'\n")
+    file.write_text(
+        "Ports\n\n#GRAFANA_PORT=3000\nGRAFANA_PORT=3001 # as 3000 is taken\nTEMPO_PORT='3202'\n"
+        "#GRAFANA_PORT=3003\nALERT_LOG_PORT = 1\n"
+    )
 
     settings = stack_ports.port_settings(file)
 
     assert stack_ports.chosen(stack_ports.GRAFANA, settings).number == 3001
     assert stack_ports.chosen(stack_ports.TEMPO, settings).number == 3201
+    assert stack_ports.chosen(stack_ports.ALERT_LOG, settings).number == 1
 
 
 def test_without_sources_the_error_suggests_up_without_trainer(

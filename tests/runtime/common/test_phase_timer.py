@@ -117,3 +117,27 @@ def test_time_in_which_the_clock_is_stopped_belongs_to_no_step() -> None:
     assert sum(totals) == 9
     assert sum(end - start for _, start, end in timer.drain_intervals()) == 10 + 9
     assert ended.count(UNCOUNTED) == 3
+
+
+def test_time_in_a_phase_counts_until_the_clock_is_stopped() -> None:
+    time = HandTurned()
+    timer = PhaseTimer(time)
+    timer.enter(CHECKPOINT)
+
+    time.ns = 5
+    timer.stop()
+    time.ns = 50
+    timer.leave()
+
+    assert timer.drain()[CHECKPOINT] == 5
+
+
+def test_idle_seconds_are_those_since_the_last_change_of_phase() -> None:
+    time = HandTurned()
+    timer = PhaseTimer(time)
+    time.ns = 2_000_000_000
+    timer.enter(FORWARD)
+
+    time.ns = 3_500_000_000
+
+    assert timer.idle_seconds() == 1.5

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from fakes.cuda_memory import FakeCudaMemory
@@ -19,7 +20,7 @@ from zerowatch.metrics.catalog.memory import MEMORY_PEAK, MEMORY_STATES
 from zerowatch.runtime.common.accelerator import CudaAccelerator
 from zerowatch.runtime.devices.cuda_allocator import CudaMemory
 from zerowatch.runtime.devices.host_memory import HostLimit, HostMemory
-from zerowatch.runtime.devices.memory_probes import memory_probes
+from zerowatch.runtime.devices.memory_probes import PortableMemory, memory_probes
 
 MIB = 2**20
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -358,3 +359,20 @@ def own_files() -> list[str]:
     """Return the open files of /proc/self that a probe reads and writes."""
     links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     return [link for link in links if link.endswith(("/status", "/clear_refs"))]
+
+
+def test_without_proc_the_rss_is_read_and_an_error_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    probe = PortableMemory()
+    read = probe.read()
+
+    def fail(process: psutil.Process) -> None:
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil.Process, "memory_info", fail)
+
+    assert read["allocated"] > 10 * MIB
+    assert [probe.read(), probe.read()] == [{}, {}]
+    assert len(caplog.records) == 1

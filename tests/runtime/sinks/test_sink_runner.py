@@ -116,6 +116,20 @@ def test_a_sink_that_raised_is_called_again_after_a_delay(
     assert sink.calls == ["open r", "open r", "write 3"]
 
 
+def test_the_delay_after_an_error_is_the_first_one_again_once_a_step_was_written(
+    runner: SinkRunner, sink: RecordingSink, clock: FakeClock
+) -> None:
+    for number in (1, 2, 3):
+        sink.error = ConnectionError("no server")
+        with pytest.raises(ConnectionError):
+            runner.on_step(record(number, 10 * number))
+        sink.error = None
+        clock.seconds += 1.01 * FIRST_RETRY_SECONDS
+        runner.on_step(record(number, 10 * number))
+
+    assert list(sink.written) == [1, 2, 3]
+
+
 def test_a_sink_that_never_opened_is_not_closed(runner: SinkRunner, sink: RecordingSink) -> None:
     runner.close(failed=False)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import sysconfig
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import torch
 import torch.distributed.run
 from scripts.forked_ranks import start_ranks
 from scripts.launching import ZEROWATCH, start
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from zerowatch.errors import CommandLineError
 from zerowatch.runtime.cli.demo.corpus import MAX_BYTES, NextByteSequences, standard_library_text
@@ -140,6 +143,46 @@ def test_the_demo_starts_its_job_on_each_rank_with_the_options(monkeypatch, caps
     assert int(os.environ["OMP_NUM_THREADS"]) >= 1
     assert os.environ["DS_ACCELERATOR"] == "cpu"
     assert "ZeRO-1, 3 processes on CPU, 6 steps" in capsys.readouterr().out
+
+
+def test_on_gpus_a_rank_is_started_for_each_and_deepspeed_chooses_the_device(monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(torch.distributed.run, "main", started.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for name in ("OMP_NUM_THREADS", "DS_ACCELERATOR", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+
+    launch_demo(steps=6, num_processes=None, stage=1)
+
+    assert "--nproc-per-node=4" in started[0]
+    assert "DS_ACCELERATOR" not in os.environ
+    assert "4 processes on GPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("exit_code", "status"), [(3, 3), (1, 1), (-9, 137)])
+def test_the_exit_code_of_the_demo_is_that_of_the_rank_that_failed_first(
+    monkeypatch, exit_code, status
+):
+    failures = {0: ProcessFailure(0, 7, exit_code, "")}
+    assert _status_after(monkeypatch, ChildFailedError("job", failures)) == status
+
+
+def test_the_exit_code_of_a_demo_that_was_signalled_is_that_of_a_shell(monkeypatch):
+    error = SignalException("stopped", signal.SIGTERM)
+
+    assert _status_after(monkeypatch, error) == 128 + 15
+
+
+def _status_after(monkeypatch, error):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setattr(torch.distributed.run, "main", fail)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for name in ("OMP_NUM_THREADS", "DS_ACCELERATOR", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "x")
+    return launch_demo(steps=1, num_processes=1, stage=0)
 
 
 @pytest.mark.jobs

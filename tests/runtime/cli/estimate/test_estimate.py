@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from zerowatch.__main__ import main
+from zerowatch.runtime.cli.estimate.inputs import read_model
 
 DS_CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -100,6 +101,13 @@ def test_json_has_the_same_plans(estimate, ds_json):
     assert [one["stage"] for one in written["estimates"]] == [0, 1, 2, 3]
     assert written["estimates"][2]["volume_ratio"] == pytest.approx(1.8, rel=1e-3)
     assert written["estimates"][2]["memory"]["device_bytes"]["parameters"] == pytest.approx(1.4e10)
+
+
+@pytest.mark.parametrize(
+    ("size", "number"), [("1500", 1500), ("1e9", 10**9), ("125m", 125_000_000), ("1000", 1000)]
+)
+def test_a_size_is_a_number_with_or_without_a_unit(size, number):
+    assert read_model(size, None).shape.num_parameters == number
 
 
 def test_the_shapes_of_a_real_model_make_the_estimate_exact(estimate, ds_json):

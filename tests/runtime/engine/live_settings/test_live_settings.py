@@ -215,20 +215,37 @@ def test_an_optimizer_that_overrides_zero_s_own_has_none_of_its_settings(place: 
     assert set(reasons.values()) == {f"{name} overrides methods of ZeRO's own optimizer"}
 
 
-def test_states_of_an_optimizer_that_overrides_zero_s_own_are_not_offloaded(
-    monkeypatch: pytest.MonkeyPatch,
+def overriding_optimizer() -> Any:
+    kind = type("Custom", (DeepSpeedZeroOptimizer_Stage3,), {})
+    return kind.__new__(kind)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"zero_offload_optimizer": lambda: SimpleNamespace(device="none")}, None),
+        ({"zero_offload_optimizer": lambda: SimpleNamespace(device="nvme")}, "NVMe already"),
+        ({"pipeline_parallelism": True}, "train_batch"),
+        ({"optimizer": None}, "no optimizer with states"),
+        ({"basic_optimizer": object()}, "no optimizer with states"),
+        ({"optimizer": overriding_optimizer()}, "Custom overrides methods of ZeRO's own optimizer"),
+    ],
+)
+def test_states_are_offloaded_only_where_they_are_on_a_device_between_updates(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str | None
 ) -> None:
     gpu = SimpleNamespace(device_name=lambda: "cuda")
     monkeypatch.setattr(optimizer_state_offload, "get_accelerator", lambda: gpu)
     engine = an_engine()
-    kind = type("Custom", (DeepSpeedZeroOptimizer_Stage3,), {})
-    engine.optimizer = kind.__new__(kind)
+    engine.optimizer = object()
     engine.basic_optimizer = SimpleNamespace(state={})
     engine.zero_offload_optimizer = lambda: None
+    vars(engine).update(changes)
 
-    reason = OptimizerStateOffload().unsupported_reason(engine)
+    found = OptimizerStateOffload().unsupported_reason(engine)
 
-    assert reason == "Custom overrides methods of ZeRO's own optimizer"
+    assert found is None if reason is None else reason in (found or "")
 
 
 def an_engine() -> SimpleNamespace:

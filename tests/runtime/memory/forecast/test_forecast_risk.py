@@ -23,7 +23,7 @@ from bench.memory.oom_risk_followed import (
 from bench.memory.oom_risk_runs import KINDS, generate, generate_run
 from bench.memory.oom_risk_scores import LEAD_STEPS, brier
 
-from zerowatch.runtime.memory.forecast.risk import fit_tail
+from zerowatch.runtime.memory.forecast.risk import PRIOR_EXCESSES, PRIOR_SHAPE, fit_tail
 
 NUM_RUNS, NUM_LEAKS, FIRST_SEED = 30, 12, 2000
 
@@ -118,3 +118,15 @@ def test_with_few_errors_the_expected_width_counts() -> None:
     many = fit_tail([0.0] * 100, expected=1e7, min_width=1e5)
 
     assert few.exceedance(1e7) > 0.05 > many.exceedance(1e7)
+
+
+@pytest.mark.parametrize("shape", [0.05, 0.3])
+def test_the_shape_of_the_tail_is_fitted_and_shrunk_to_the_typical_shape(shape: float) -> None:
+    ranks = (np.arange(8000) + 0.5) / 8000
+    errors = 1e6 * ((1 - ranks) ** -shape - 1) / shape  # a generalized Pareto distribution
+
+    tail = fit_tail(errors, expected=1e6, min_width=1e3)
+
+    weight = 400 / (400 + PRIOR_EXCESSES)  # 400 errors are above the 95th percentile
+    assert tail.shape == pytest.approx(weight * shape + (1 - weight) * PRIOR_SHAPE, abs=0.01)
+    assert tail.scale == pytest.approx(1e6 * 0.05**-shape, rel=0.05)

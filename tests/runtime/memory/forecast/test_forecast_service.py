@@ -88,6 +88,7 @@ def test_a_growing_run_is_warned_about_once_and_early(
 
     (line,) = (record.message for record in caplog.records)
     assert "memory of cuda:0 is likely to run out within 50 steps" in line
+    assert "steps left" in line
     assert "limit 6.00 GiB" in line
     alarm = run.forecasts.alarm_steps["cuda:0"]
     fatal = next(step for step in range(200) if 2 * GIB + step * 30 * MIB + 0.9 * GIB > 6 * GIB)
@@ -106,6 +107,7 @@ def test_an_exceeded_budget_is_logged_with_risk_1(
 
     (line,) = (r.message for r in caplog.records if "micro-batch (" not in r.message)
     assert "memory of cuda:0 has exceeded its limit" in line
+    assert "steps left" not in line
     assert run.value(memory.OOM_RISK) == 1.0
 
 
@@ -121,6 +123,35 @@ def test_a_batch_too_long_is_warned_about_as_it_begins(
     (line,) = (record.message for record in caplog.records)
     assert line.startswith("this micro-batch (4 x 1800) is likely not to fit into the memory of")
     assert run.forecasts.batch_risk("cuda:0") > 0.5
+
+
+def test_batches_too_long_are_warned_about_once_per_minute(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    run = Run(clock, seed, limit_bytes=4 * GIB)
+    run.train(80, lengths=SHORT)
+    num_warnings = []
+
+    for seconds in (0, module.BATCH_ALARM_SECONDS - 1, 2):
+        clock.seconds += seconds
+        run.forecasts.assess_batch(Shape(4, 1800))
+        num_warnings.append(len(caplog.records))
+
+    assert num_warnings == [1, 1, 2]
+
+
+def test_a_new_engine_is_assessed_by_its_own_readings_only(clock: FakeClock, seed: int) -> None:
+    run = Run(clock, seed, limit_bytes=4 * GIB)
+    run.train(80, lengths=SHORT)
+
+    run.forecasts.assess_batch(Shape(4, 64))  # a harmless batch is not assessed twice
+    run.forecasts.reset()
+    run.forecasts.assess_batch(Shape(4, 64))
+
+    assert (run.forecasts.forecasts, run.forecasts.risks) == ({}, {})
+    assert run.forecasts.batch_risk("cuda:0") is None
+    run.train(1, lengths=SHORT)
+    assert run.forecasts.forecasts == {}
 
 
 def test_the_highest_batch_risk_since_the_last_update_is_published(
