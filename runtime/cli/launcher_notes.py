@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from ..common.exit_notes import AFTER_FIRST, FIRST_TO_EXIT, ExitNote, write_exit_note
 from ..common.fail_open import FailOpen
-from ..common.plain_text import write_if_open
+from ..common.plain_text import write_line_if_open
 from ..memory.oom.killed_ranks import exit_headline, workers_of_host
 
 T = TypeVar("T")
@@ -84,12 +84,13 @@ def write_notes(runs: Path, pids: Mapping[int, int], failures: Mapping[int, Any]
         # traceback. Or it could not write its file.
         line = f"rank {first} {FIRST_TO_EXIT}, {_how(failures[first].exitcode)}"
         line += "; its own lines say why" if failures[first].exitcode >= 0 else ""
-    _print(line)
+    write_line_if_open(sys.stderr, line)
     if error is not None:
-        _print(
+        write_line_if_open(
+            sys.stderr,
             f"exits of ranks could not be noted in the run folder: {error}; the next start cannot "
             "report how they exited. Free space on its disk, or set run_log.folder to a writable "
-            "folder"
+            "folder",
         )
 
 
@@ -160,9 +161,10 @@ def _call_with_limit(folder: Path, body: Callable[[], T]) -> T | None:
     thread.join(NOTES_SECONDS)
     if results:
         return results[0]
-    _print(
+    write_line_if_open(
+        sys.stderr,
         f"{folder} (run_log.folder) has not answered for {NOTES_SECONDS:.0f} s. What the launcher "
-        "reads or notes there is left out. Check the disk or the host that has this folder"
+        "reads or notes there is left out. Check the disk or the host that has this folder",
     )
     return None
 
@@ -185,7 +187,3 @@ def _how(code: int) -> str:
         return f"with code {code}"
     names = {each.value: each.name for each in signal.Signals}  # real-time signals have none
     return f"by {names.get(-code, f'signal {-code}')}"
-
-
-def _print(text: str) -> None:
-    write_if_open(sys.stderr, f"zerowatch: {text}\n")

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import CommandLineError
 from ..common.fail_open import FailOpen
-from ..common.plain_text import write_if_open
+from ..common.plain_text import write_line_if_open
 from .launcher_notes import note_ended_workers, worker_pids
 
 if TYPE_CHECKING:
@@ -262,7 +262,10 @@ class NodeWatch:
             if any(node.seconds > RANKS_KILLED_SECONDS for node in lost):
                 self._killed_for = _names(lost)  # before the agent sees that they have ended
                 if self._kill_ranks():
-                    _print(f"run: node lost: {_seconds(lost)}. The ranks of this node were killed")
+                    write_line_if_open(
+                        sys.stderr,
+                        f"run: node lost: {_seconds(lost)}. The ranks of this node were killed",
+                    )
 
 
 @contextmanager
@@ -309,7 +312,10 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
                 if num_meetings == MOST_MEETINGS:
                     _keep_job_open(handler)
                     raise CommandLineError(_meetings_text(endpoint, error)) from error
-                _print(f"run: a node was lost while the nodes met ({error}). They meet again")
+                write_line_if_open(
+                    sys.stderr,
+                    f"run: a node was lost while the nodes met ({error}). They meet again",
+                )
 
     def started(agent: Any, worker_group: Any) -> Any:
         ids = start(agent, worker_group)
@@ -450,9 +456,12 @@ def _members(worker_group: Any) -> dict[str, str]:
     The rendezvous drops a node after 15 s without a sign of it, by the clocks of two nodes. It is
     asked only about a node that was lost before its first heartbeat.
     """
-    holder = getattr(worker_group.spec.rdzv_handler, "_state_holder", None)
-    nodes = () if holder is None else holder.state.participants
-    return {repr(node): node.addr for node in list(nodes)}  # another thread may change them
+    return {repr(node): node.addr for node in _participants(worker_group.spec.rdzv_handler)}
+
+
+def _participants(handler: Any) -> list[Any]:
+    holder = getattr(handler, "_state_holder", None)
+    return [] if holder is None else list(holder.state.participants)  # a thread may change them
 
 
 def _joining(handler: Any, num_waiting: Callable[[], int]) -> int:
@@ -460,9 +469,7 @@ def _joining(handler: Any, num_waiting: Callable[[], int]) -> int:
 
     torch's rendezvous drops a node after 15 s in which it could not reach the store, for good.
     """
-    num = num_waiting()
-    holder = getattr(handler, "_state_holder", None)
-    met = () if holder is None else list(holder.state.participants)
+    num, met = num_waiting(), _participants(handler)
     return num if handler._this_node in met else num + len(met)
 
 
@@ -495,22 +502,24 @@ def _ending(
         group = agent._worker_group
         if group.state == WorkerState.HEALTHY and group.group_world_size == 1:
             if not is_printed:
-                _print(
+                write_line_if_open(
+                    sys.stderr,
                     f"run: the rendezvous store at {endpoint} (--rdzv-endpoint) {reason}. The "
                     "ranks train on, because this node trains alone. If one of them fails, the "
                     "launcher ends, because ranks cannot start again without the store. Do not "
-                    "start this job on other nodes until then"
+                    "start this job on other nodes until then",
                 )
             is_printed = True
             return
         if heartbeats.has_ended():
-            _print(
+            write_line_if_open(
+                sys.stderr,
                 f"run: the ranks of this node have succeeded. The rendezvous store at {endpoint} "
-                f"(--rdzv-endpoint) {reason}, so this launcher does not wait for other nodes"
+                f"(--rdzv-endpoint) {reason}, so this launcher does not wait for other nodes",
             )
             os._exit(0)
         is_ending_ranks = agent._pcontext is not None and _kill_ranks(agent._pcontext)
-        _print(store_lost_text(endpoint, reason))
+        write_line_if_open(sys.stderr, store_lost_text(endpoint, reason))
         if is_ending_ranks:
             note_ended_workers(runs, worker_pids(group), f"the store at {endpoint} was lost")
         os._exit(1)
@@ -529,10 +538,11 @@ def _leave(agent: Any, lost: Sequence[LostNode], runs: Path) -> None:
     if has_restarts:
         settings = getattr(handler, "settings", None)
         least = "as many nodes as before" if settings is None else f"{settings.min_nodes} node(s)"
-        _print(
+        write_line_if_open(
+            sys.stderr,
             f"run: node lost: {_seconds(lost)}. The ranks of this node end, and start again from "
             f"the last checkpoint once {least} have met (--nnodes); no action is needed if enough "
-            "nodes are left, else start the same command on another node"
+            "nodes are left, else start the same command on another node",
         )
     agent._pcontext.close(signal.SIGTERM, KILL_AFTER_SECONDS)
     _note_lost_nodes(runs, worker_pids(agent._worker_group), _names(lost))
@@ -583,10 +593,6 @@ def _names(lost: Sequence[LostNode]) -> str:
 
 def _seconds(lost: Sequence[LostNode]) -> str:
     return ", ".join(f"{node.name} (no heartbeat for {node.seconds:.0f} s)" for node in lost)
-
-
-def _print(text: str) -> None:
-    write_if_open(sys.stderr, f"zerowatch: {text}\n")
 
 
 def _key(node: int) -> str:

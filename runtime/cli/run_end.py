@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from ...metrics.settings import ConsoleMode
-from ..common.plain_text import write_if_open
+from ..common.plain_text import write_line_if_open
 from ..reports.end_tables import print_end_tables
 from ..reports.write_report import REPORT_FILE, final_report, report_line
 
@@ -30,4 +30,4 @@ def print_run_end(folder: Path, *, is_in_order: bool, console: ConsoleMode) -> N
             print_end_tables(summary, sys.stderr)
     page = folder / REPORT_FILE
     line = report_line(folder, page if is_in_order and page.is_file() else None)
-    write_if_open(sys.stderr, f"zerowatch: {line}\n")
+    write_line_if_open(sys.stderr, line)

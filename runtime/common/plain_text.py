@@ -24,3 +24,8 @@ def write_if_open(stream: TextIO, text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         stream.write(text)
         stream.flush()
+
+
+def write_line_if_open(stream: TextIO, line: str) -> None:
+    """Write a line of zerowatch's own, as `write_if_open` does; `zerowatch: ` is put before it."""
+    write_if_open(stream, f"zerowatch: {line}\n")

@@ -13,7 +13,7 @@ from ...metrics.settings import RunLogSettings
 
 logger = logging.getLogger(__name__)
 
-# Delay between a disk error and the next attempt to write.
+# Delay between a disk error and the next attempt to write, of all files of the run folder.
 RETRY_SECONDS = 10.0
 
 

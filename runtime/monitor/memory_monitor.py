@@ -30,14 +30,13 @@ from ..memory.oom.error_report import OomReporter
 from ..memory.oom.killed_ranks import detect_killed_ranks
 from ..memory.oom.oom_error import is_caused_by_oom
 from ..memory.step_sample import StepMemorySample
+from .log_file import RETRY_SECONDS
 from .oom_context import EngineOomContext, MemoryParts
 
 logger = logging.getLogger(__name__)
 
 # Interval between readings while no step ends, such as in an evaluation or while data is loaded.
 IDLE_SECONDS = 5.0
-# Delay between attempts to write the liveness file if the disk is full.
-RETRY_SECONDS = 10.0
 # Maximum number of samples that are kept until the next publication.
 MAX_SAMPLES = 256
 

@@ -14,7 +14,7 @@ from ...metrics.catalog import training
 from ...metrics.recorder import Recorder
 from ...metrics.step_record import StepRecord
 from ..common.format_numbers import format_bytes, format_ratio
-from ..common.plain_text import write_if_open
+from ..common.plain_text import write_if_open, write_line_if_open
 
 LINE_SECONDS = 10.0
 REDRAW_SECONDS = 1.0
@@ -75,7 +75,7 @@ class Progress:
         mfu = self._recorder.snapshot().value(training.MFU)
         line = progress_line(self._last, self._total_steps, mfu)
         if not self._redraws:
-            write_if_open(self._stream, f"zerowatch: {line}\n")
+            write_line_if_open(self._stream, line)
             return
         console = Console(file=self._stream, highlight=False)
         bar = self._bar(console, self._last[-1].step)

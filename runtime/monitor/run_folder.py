@@ -26,12 +26,11 @@ from ..common.rank_store import (
 )
 from ..common.report_files import write_or_warn
 from ..common.retried_files import RetriedFiles
+from .log_file import RETRY_SECONDS
 from .step_log import StepLog, keeps_every_step, write_settings
 
 logger = logging.getLogger(__name__)
 
-# Delay between attempts to write what is missing in the folder, as after a start on a full disk.
-RETRY_SECONDS = 10.0
 # Longest wait for the run id from rank 0.
 RUN_ID_TIMEOUT_SECONDS = 30.0
 # Maximum number of live runs with the same id. Each run has a folder of its own.

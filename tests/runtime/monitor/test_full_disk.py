@@ -19,7 +19,8 @@ from zerowatch.runtime.common.process_info import ProcessInfo, launcher_identity
 from zerowatch.runtime.common.rank_store import RankStore, TargetDiscovery
 from zerowatch.runtime.common.retried_files import RetriedFiles
 from zerowatch.runtime.monitor.ds_config_file import write_ds_config
-from zerowatch.runtime.monitor.run_folder import LAUNCHERS_FOLDER, RETRY_SECONDS, RunFolder
+from zerowatch.runtime.monitor.log_file import RETRY_SECONDS
+from zerowatch.runtime.monitor.run_folder import LAUNCHERS_FOLDER, RunFolder
 
 ALIVE = "rank-0.alive.json"
 FILES = {"settings.json", "ds_config.json", "targets.json", "run.lock", ALIVE}

@@ -31,7 +31,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.comm import comm as deepspeed_comm
-from recovery_cases import BF16, ON_HOST, WANTED, zero
+from recovery_cases import BF16, CONFIG, ON_HOST, WANTED, allocator_error, zero
 from recovery_matrix import QUIET, full_weights
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -276,10 +276,7 @@ class Trigger:
         if self.case.is_real:
             self.shortage.begin()
             return
-        raise RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate "
-            "memory: you tried to allocate 1 bytes. Error code 12 (Cannot allocate memory)"
-        )
+        raise allocator_error(1)
 
 
 class CountedAllocations(TorchDispatchMode):
@@ -318,14 +315,7 @@ class Trained:
         self.trigger = Trigger(case, is_active=is_failing)
         torch.manual_seed(0)
         model = Net()
-        config = {
-            "train_micro_batch_size_per_gpu": WANTED,
-            "gradient_clipping": 1.0,
-            "steps_per_print": 10**9,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            **ENGINES[case.engine],
-        }
+        config = {**CONFIG, **ENGINES[case.engine]}
         self.patches = PatchSet()
         self._patch_collectives("within")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -17,6 +17,14 @@ WIDTH, WANTED, SAMPLES = 12, 3, 8
 # for another heap: what is left over for one sample must be more than that.
 PER_SAMPLE_BYTES = 512 * 2**20
 ON_HOST = {"device": "cpu"}
+# What the ds configs of all engines have in common.
+CONFIG = {
+    "train_micro_batch_size_per_gpu": WANTED,
+    "gradient_clipping": 1.0,
+    "steps_per_print": 10**9,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
 ON_CUDA = os.environ.get("DS_ACCELERATOR") == "cuda"
 
 
@@ -152,11 +160,16 @@ def take(x: torch.Tensor, fault: Fault) -> torch.Tensor | None:
     if fault.is_real:
         return torch.empty(samples * PER_SAMPLE_BYTES, dtype=torch.uint8, device=x.device)
     if samples > fault.fits:
-        raise RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate "
-            f"memory: you tried to allocate {samples} bytes. Error code 12 (Cannot allocate memory)"
-        )
+        raise allocator_error(samples)
     return None
+
+
+def allocator_error(num_bytes: int) -> RuntimeError:
+    """Return the error that torch's allocator of the CPU raises."""
+    return RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate "
+        f"memory: you tried to allocate {num_bytes} bytes. Error code 12 (Cannot allocate memory)"
+    )
 
 
 class Block(torch.nn.Module):

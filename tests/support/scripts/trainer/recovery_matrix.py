@@ -24,6 +24,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from recovery_cases import (
+    CONFIG,
     ENGINES,
     FAULTS,
     FEW_ENGINES,
@@ -58,14 +59,7 @@ class Trained:
     def __init__(self, options: dict[str, Any]) -> None:
         torch.manual_seed(0)
         model = Net()
-        config = {
-            "train_micro_batch_size_per_gpu": WANTED,
-            "gradient_clipping": 1.0,
-            "steps_per_print": 10**9,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            **options,
-        }
+        config = {**CONFIG, **options}
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.run = zerowatch.TrainingRun(
             model, config=config, optimizer=optimizer, loss=self.loss, settings=QUIET
