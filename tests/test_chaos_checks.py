@@ -17,10 +17,11 @@ from bench.chaos.job_checks import (
     next_step_seconds,
     plan_of,
     refused_without_reason,
+    resident_growth_by_fault,
     wrong_losses,
     wrong_samples,
 )
-from bench.chaos.observations import Event, PlantedFault, Reading, Scrape
+from bench.chaos.observations import LAUNCHER, Event, PlantedFault, Reading, Scrape
 from bench.chaos.planned_faults import KILL, LASTS, STOP, Fault, draw
 
 RANKS, SAMPLES, BATCH = 2, 24, 4
@@ -194,10 +195,10 @@ def reading(at: float, mib: int, pid: int = 9, rank: int = -1, descriptors: int 
     )
 
 
-# A hundred windows, of which the last is at 99 s.
+# A thousand windows to warm up, of which the last is at 99.9 s, and 500 more.
 STEPS: list[Event] = [
     {"what": "started", "pid": 9, "at": 0.0},
-    *({"what": "committed", "at": float(at)} for at in range(150)),
+    *({"what": "committed", "at": number / 10} for number in range(1500)),
 ]
 
 
@@ -221,6 +222,19 @@ def test_growth_of_a_rank_begins_after_its_first_windows() -> None:
     (growth,) = growths(readings, [], [STEPS])
 
     assert growth.seconds == 10.0
+
+
+def test_growth_over_a_fault_leaves_out_restarted_ranks_and_readings_during_the_fault() -> None:
+    faults = [fault(STOP, 103.0, 104.0, 105.0), fault(KILL, 110.0, 111.0, 112.0)]
+    mib = {100: 9, 101: 10, 102: 10, 104: 90, 106: 50, 107: 13, 108: 13, 109: 13}
+    mib |= {113: 12, 114: 12, 115: 12}
+    readings = [reading(float(at), each, rank=1) for at, each in mib.items()]
+    readings += [reading(float(at), at, rank=LAUNCHER) for at in mib]
+    restarted = [reading(float(at), 1, rank=0, pid=at // 110) for at in mib]
+
+    found = resident_growth_by_fault([*readings, *restarted], faults)
+
+    assert found == [{0: 0, 1: 3 * 2**20}, {1: -(2**20)}]
 
 
 def exposition(total: float, level: float) -> str:

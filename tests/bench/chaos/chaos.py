@@ -41,6 +41,7 @@ from bench.chaos.job_checks import (
     next_step_seconds,
     plan_of,
     refused_without_reason,
+    resident_growth_by_fault,
     wrong_losses,
     wrong_samples,
 )
@@ -64,6 +65,7 @@ class Outcome:
     Attributes:
         failure: Why the run ended too early; empty if it did not.
         code: The launcher's exit code; None after a failure.
+        growth_by_fault: Bytes by which each rank grew over each planted fault, by rank.
         left: Names of what is left: processes, files and locks.
         last_logged: By rank the last step in the run log.
         nan: The rank with a NaN, by the position of the batch.
@@ -74,6 +76,7 @@ class Outcome:
     planted: Sequence[PlantedFault]
     events: Sequence[Sequence[Event]]
     growths: Sequence[Growth]
+    growth_by_fault: Sequence[dict[int, int]]
     scrapes: Sequence[Scrape]
     wrong_figures: Sequence[str]
     left: dict[str, list[str]]
@@ -123,6 +126,7 @@ def disturb(folder: Path, faults: Sequence[planned.Fault], minutes: float) -> Ou
         planted=planted,
         events=run.log.events,
         growths=growths(run.readings, planted, run.log.events),
+        growth_by_fault=resident_growth_by_fault(run.readings, planted),
         scrapes=run.scrapes,
         wrong_figures=run.figures.wrong,
         left=left,
@@ -141,14 +145,16 @@ def _line(planted: PlantedFault, run: ChaosRun) -> str:
 
 
 def _fault_rows(outcome: Outcome, faults: Sequence[planned.Fault]) -> Iterator[Row]:
-    for planted in outcome.planted:
+    for planted, growth in zip(outcome.planted, outcome.growth_by_fault, strict=True):
         fault = planted.fault
         seconds = next_step_seconds(planted, outcome.events)
+        grown = ", ".join(f"rank {rank} {size / 2**20:+.1f} MiB" for rank, size in growth.items())
         yield Row(
             what=f"{fault.at_seconds / 60:.1f} min: {fault.name}",
             measured=f"next step after {seconds:.1f} s",
             spread=f"lasts {fault.lasts_seconds:.0f} s; longest pause "
-            f"{longest_pause(planted, outcome.events):.1f} s; {planted.restarts} restarts",
+            f"{longest_pause(planted, outcome.events):.1f} s; {planted.restarts} restarts"
+            + (f"; RSS {grown}" if grown else ""),
             goal="training goes on",
             met=True,
         )
