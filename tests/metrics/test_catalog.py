@@ -115,6 +115,39 @@ replay_seconds_total counter
 engine_rebuild_seconds_total counter
 restarts_total counter
 compression_error_ratio gauge codec
+checkpoint_background_seconds_total counter
+nonfinite_losses_total counter
+last_activity_timestamp_seconds gauge
+device_peak_flops_per_second gauge device
+generate_calls_total counter
+generated_sequences_total counter
+generated_tokens_total counter
+generate_comm_exposed_seconds_total counter
+hang_awaited_rank gauge
+memory_baseline_bytes gauge device
+memory_phase_peak_bytes gauge device phase
+memory_fragmentation_bytes gauge device
+memory_predicted_peak_bytes gauge device
+memory_prediction_error_ratio gauge device
+memory_leak_bytes_per_step gauge device category
+oom_next_batch_risk_ratio gauge device
+ranks_step_duration_seconds gauge stat
+ranks_exposed_comm_ratio gauge stat
+ranks_comm_wait_ratio gauge stat
+ranks_data_ratio gauge stat
+ranks_memory_peak_ratio gauge stat
+ranks_oom_risk_ratio gauge stat
+ranks_device_utilization_ratio gauge stat
+ranks_device_temperature_celsius gauge stat
+ranks_mfu_ratio gauge stat
+ranks_samples_per_second gauge stat
+ranks_reporting gauge figure
+ranks_extreme gauge figure stat
+ranks_same_loss gauge
+tuner_gain_lower_bound_ratio gauge knob
+tuner_symptom_ratio gauge symptom
+exporter_failures_total counter exporter
+watch_last_update_timestamp_seconds gauge
 watch_seconds_total counter part
 hook_failures_total counter hook
 dropped_records_total counter part
@@ -147,6 +180,68 @@ PROMISED_VALUES = {
     "codec": "bf16 fp16 int8 fp8",
     "op": "all_reduce all_gather reduce_scatter reduce broadcast all_to_all gather scatter send "
     "recv barrier",
+    "phase of collective_calls_total": "data forward backward optimizer eval generate "
+    "checkpoint other",
+    "phase of memory_phase_peak_bytes": "data forward backward optimizer eval generate "
+    "checkpoint other",
+    "reason of exchange_failures_total": "store peer unmatched",
+    "direction of offload_seconds_total": "to_host to_device to_nvme from_nvme",
+    "state of device_seconds_total": "busy idle",
+    "reason of device_throttled_seconds_total": "power_cap hw_slowdown hw_thermal sw_thermal "
+    "power_brake",
+    "kind of device_ecc_errors_total": "corrected uncorrected",
+    "kind of device_remapped_rows": "corrected uncorrected",
+    "state of device_row_remap": "pending failed",
+    "kind of device_link_errors_total": "crc replay recovery",
+    **{
+        f"stat of ranks_{figure}": "min median max"
+        for figure in (
+            "step_duration_seconds",
+            "exposed_comm_ratio",
+            "comm_wait_ratio",
+            "data_ratio",
+            "memory_peak_ratio",
+            "oom_risk_ratio",
+            "device_utilization_ratio",
+            "device_temperature_celsius",
+            "mfu_ratio",
+            "samples_per_second",
+        )
+    },
+    "stat of ranks_extreme": "min max",
+    "figure": "step_duration exposed_comm comm_wait data memory_peak oom_risk "
+    "device_utilization device_temperature mfu samples_per_second",
+    "state of tuner_state": "warmup observe propose preflight applied trial accept rollback "
+    "cooldown safe_mode frozen",
+    "symptom": "comm_bandwidth comm_redundancy comm_latency comm_imbalance device_idle "
+    "host_bound data_bound memory_pressure memory_idle straggler",
+    "part of watch_seconds_total": "hooks collectives watch_thread cross_rank_thread http_thread "
+    "otlp_thread",
+    "part of dropped_records_total": "collectives steps timing graph_capture run_log otlp "
+    "listeners sinks",
+}
+# Counters of events and of what a run always has: `increase` sees their first event.
+FROM_ZERO = """
+productive_seconds_total checkpoints_total checkpoint_seconds_total
+checkpoint_background_seconds_total steps_total skipped_steps_total nonfinite_losses_total
+phase_seconds_total window_replays_total replay_seconds_total engine_rebuilds_total
+engine_rebuild_seconds_total restarts_total generate_calls_total generated_sequences_total
+generated_tokens_total generate_comm_exposed_seconds_total collective_mismatches_total
+exchange_failures_total hangs_total ooms_total tuner_decisions_total
+tuner_exploration_seconds_total hook_failures_total exporter_failures_total
+"""
+# What `serve.detail = "lean"` serves of metrics that it does not serve whole.
+LEAN_WITHOUT = {
+    "comm_seconds_total": ("group",),
+    "comm_exposed_seconds_total": ("group",),
+    "comm_wait_seconds_total": ("group",),
+    "watch_seconds_total": ("part",),
+}
+LEAN_ONLY = {
+    "exchange_failures_total": {"reason": ("store", "unmatched")},
+    "dropped_records_total": {"part": ("steps", "run_log")},
+    "memory_bytes": {"state": ("allocated",)},
+    "memory_peak_bytes": {"state": ("allocated",)},
 }
 # Units that Prometheus' own guide uses instead of a base unit, and their short forms.
 NO_BASE_UNIT = re.compile(
@@ -217,6 +312,34 @@ def test_labels_have_the_promised_values(where):
     assert sets == {tuple(PROMISED_VALUES[where].split())}
 
 
+def test_no_metric_and_no_closed_set_of_values_is_missing_in_the_lists_above():
+    promised = {f"zerowatch_{line.split()[0]}" for line in PROMISED.strip().splitlines()}
+    closed = {
+        f"{label.name} of {spec.name.removeprefix('zerowatch_')}"
+        for spec in CATALOG
+        for label in spec.labels
+        if label.values and label.name not in PROMISED_VALUES
+    }
+
+    assert {spec.name for spec in CATALOG} == promised
+    assert closed == {where for where in PROMISED_VALUES if " of " in where}
+
+
+def test_exactly_the_listed_counters_start_at_zero():
+    assert {spec.name for spec in CATALOG if spec.from_zero} == {
+        f"zerowatch_{name}" for name in FROM_ZERO.split()
+    }
+
+
+def test_what_lean_leaves_out_of_a_metric_is_as_listed():
+    lean = {
+        spec.name.removeprefix("zerowatch_"): spec.lean for spec in CATALOG if spec.lean is not None
+    }
+
+    assert {name: each.without for name, each in lean.items() if each.without} == LEAN_WITHOUT
+    assert {name: dict(each.only) for name, each in lean.items() if each.only} == LEAN_ONLY
+
+
 def test_no_two_metrics_share_a_name_or_a_family():
     # OpenMetrics takes these endings off a family's name, so a_total and gauge a would clash.
     families = Counter(re.sub(r"_(total|info)$", "", spec.name) for spec in CATALOG)
@@ -267,11 +390,37 @@ def test_only_histograms_have_buckets_and_those_ascend(spec):
     assert list(spec.buckets) == sorted(set(spec.buckets))
 
 
+def test_the_buckets_of_collectives_are_two_for_each_power_of_ten_from_10_us_to_3_s():
+    bounds = [mantissa * 10.0**power for power in range(-5, 1) for mantissa in (1, 3)]
+
+    assert named("collective_duration_seconds").buckets == pytest.approx(bounds)
+
+
+def test_the_buckets_of_steps_are_six_for_each_power_of_ten_from_10_ms_to_2_minutes():
+    mantissas = (1, 1.5, 2.2, 3.3, 4.7, 6.8)
+    bounds = [mantissa * 10.0**power for power in range(-2, 3) for mantissa in mantissas]
+
+    assert named("step_duration_seconds").buckets == pytest.approx([*bounds[:25], 120])
+
+
 @pytest.mark.parametrize(
-    ("name", "buckets"), [("collective_duration_seconds", 12), ("step_duration_seconds", 26)]
+    ("name", "unit"),
+    [
+        ("step_duration_seconds", "seconds"),
+        ("phase_seconds_total", "seconds"),
+        ("memory_bytes", "bytes"),
+        ("mfu_ratio", "ratio"),
+        ("device_power_watts", "watts"),
+        ("device_temperature_celsius", "celsius"),
+        ("device_clock_hertz", "hertz"),
+        ("device_energy_joules_total", "joules"),
+        ("comm_bus_bandwidth_bytes_per_second", ""),
+        ("steps_total", ""),
+        ("loss", ""),
+    ],
 )
-def test_a_histogram_has_the_budgeted_number_of_buckets(name, buckets):
-    assert len(named(name).buckets) == buckets
+def test_the_unit_of_a_metric_is_the_last_word_of_its_name_but_for_rates(name, unit):
+    assert named(name).unit == unit
 
 
 @pytest.mark.parametrize("spec", [each for each in CATALOG if each.from_zero], ids=lambda s: s.name)
