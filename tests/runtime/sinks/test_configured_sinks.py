@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 from zerowatch.metrics.settings import load_settings
 from zerowatch.runtime.sinks import configured_sinks as module
 from zerowatch.runtime.sinks.configured_sinks import configured_sinks
+from zerowatch.runtime.sinks.mlflow_sink import MlflowSink
+from zerowatch.runtime.sinks.tensorboard_sink import TensorboardSink
+from zerowatch.runtime.sinks.wandb_sink import WandbSink
 
 
 @pytest.fixture(autouse=True)
@@ -56,3 +60,25 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(
     assert names(names=["wandb"]) == []
 
     assert "pip install 'zerowatch[wandb]'" in caplog.text
+
+
+def test_each_name_makes_the_sink_of_that_tracker() -> None:
+    engine: Any = SimpleNamespace(monitor=None)
+    loaded = load_settings({"sinks": {"names": ["wandb", "mlflow", "tensorboard"]}}).sinks
+
+    kinds = {name: type(sink) for name, sink in configured_sinks(loaded, lambda: engine)}
+
+    assert kinds == {"wandb": WandbSink, "mlflow": MlflowSink, "tensorboard": TensorboardSink}
+
+
+@pytest.mark.parametrize("folder", (None, Path("/logs")))
+def test_the_folder_of_event_files_is_that_of_the_settings(
+    monkeypatch: pytest.MonkeyPatch, folder: Path | None
+) -> None:
+    monkeypatch.setattr(module, "TensorboardSink", lambda folder: ("in", folder))
+    engine: Any = SimpleNamespace(monitor=None)
+    settings = {"names": ["tensorboard"], "tensorboard_folder": folder}
+
+    sinks = list(configured_sinks(load_settings({"sinks": settings}).sinks, lambda: engine))
+
+    assert sinks == [("tensorboard", ("in", folder))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,3 +135,99 @@ def test_a_sink_that_never_opened_is_not_closed(runner: SinkRunner, sink: Record
     runner.close(failed=False)
 
     assert sink.calls == []
+
+
+@pytest.mark.parametrize(
+    ("after_seconds", "num_written", "with_metrics"),
+    [(0.99, 1, [1]), (1.0, 2, [1]), (14.99, 2, [1]), (15.0, 2, [1, 2])],
+)
+def test_an_interval_is_over_exactly_at_its_end(
+    runner: SinkRunner,
+    sink: RecordingSink,
+    after_seconds: float,
+    num_written: int,
+    with_metrics: list[int],
+) -> None:
+    runner.on_step(record(1, 100.0))
+    runner.on_step(record(2, 100.0 + after_seconds))
+
+    assert len(sink.written) == num_written
+    assert [number for number, values in sink.written.items() if METRIC in values] == with_metrics
+
+
+def test_the_intervals_are_those_of_the_settings(sink: RecordingSink, clock: FakeClock) -> None:
+    recorder = Recorder()
+    recorder.set(STEPS, 9)
+    settings = SinksSettings(interval_seconds=3, metrics_interval_seconds=7)
+    run = SinkRun(run_id="r", folder=None)
+    runner = SinkRunner(sink, lambda: run, recorder.snapshot, settings, now=clock)
+
+    for number in range(13):
+        runner.on_step(record(number, float(number)))
+
+    assert list(sink.written) == [0, 3, 6, 9, 12]
+    assert [number for number, values in sink.written.items() if METRIC in values] == [0, 9]
+
+
+def test_a_sink_gets_the_time_at_which_the_step_ended_and_opens_once(clock: FakeClock) -> None:
+    events: list[object] = []
+
+    class Sink(RecordingSink):
+        def write(self, values: Mapping[str, float], *, step: int, unix_seconds: float) -> None:
+            events.append((step, unix_seconds))
+
+    run = SinkRun(run_id="r", folder=None)
+    runner = SinkRunner(
+        Sink(),
+        lambda: events.append("run") or run,  # type: ignore[func-returns-value]
+        Recorder().snapshot,
+        SinksSettings(),
+        on_open=lambda: events.append("opened"),
+        now=clock,
+    )
+
+    assert events == []
+    runner.on_step(record(3, 100.5))
+    runner.on_step(record(5, 102.5))
+
+    assert events == ["run", "opened", (3, 100.5), (5, 102.5)]
+
+
+def test_the_delay_after_errors_doubles_from_ten_seconds_to_five_minutes(
+    runner: SinkRunner, sink: RecordingSink, clock: FakeClock
+) -> None:
+    sink.error = ConnectionError("no server")
+    delays, tried_at = [], clock.seconds
+    for second in range(1300):
+        clock.seconds = 1000.0 + second
+        num_calls = len(sink.calls)
+        with suppress(ConnectionError):
+            runner.on_step(record(second, 10.0 * second))
+        if len(sink.calls) > num_calls:
+            delays.append(clock.seconds - tried_at)
+            tried_at = clock.seconds
+
+    assert delays == [0, 10, 20, 40, 80, 160, 300, 300, 300]
+
+
+def test_a_sink_that_raised_in_a_write_is_not_opened_again_and_is_closed(
+    runner: SinkRunner, sink: RecordingSink, clock: FakeClock
+) -> None:
+    runner.on_step(record(1, 1.0))
+    sink.error = ConnectionError("no server")
+    with pytest.raises(ConnectionError):
+        runner.on_step(record(2, 5.0))
+    runner.on_step(record(3, 9.0))  # within the delay
+    with pytest.raises(ConnectionError):
+        runner.close(failed=True)
+
+    assert sink.calls == ["open r", "write 1", "write 2", "write 3", "close True"]
+
+
+def test_a_step_that_was_written_with_metrics_is_not_written_again_at_the_end(
+    runner: SinkRunner, sink: RecordingSink
+) -> None:
+    runner.on_step(record(1, 1.0))
+    runner.close(failed=False)
+
+    assert sink.calls == ["open r", "write 1", "close False"]

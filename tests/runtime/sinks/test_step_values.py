@@ -10,6 +10,7 @@ import pytest
 from fakes.steps import collective, step
 
 from zerowatch.metrics.catalog.communication import COLLECTIVE_BYTES
+from zerowatch.metrics.catalog.memory import MEMORY_PEAK
 from zerowatch.metrics.catalog.training import RUN_INFO, STEP_DURATION, STEPS
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.step_record import LineWriter, StepRecord
@@ -61,4 +62,46 @@ def test_a_metric_has_its_labels_in_its_name_and_a_histogram_its_sum_and_count()
         "/".join(["zerowatch/metrics/collective_bytes_total", *labels]): 64,
         "zerowatch/metrics/step_duration_seconds/sum": 2,
         "zerowatch/metrics/step_duration_seconds/count": 2,
+    }
+
+
+def test_the_names_and_values_of_a_step_are_complete() -> None:
+    phases = {"forward": 0.25, "backward": 0.5}
+    one = step(
+        3, seconds=0.75, phases=phases, comm=0.125, all_reduce=collective(calls=2, seconds=1.5)
+    )
+    one = replace(one, loss_scale=1024.0, nonfinite_loss=True, oom_risk_ratio={"cpu": 0.375})
+
+    assert step_values(replace(one, micro_batch_shapes=[(4, 16)])) == {
+        "zerowatch/step": 3.0,
+        "zerowatch/seconds": 0.75,
+        "zerowatch/phase_seconds/forward": 0.25,
+        "zerowatch/phase_seconds/backward": 0.5,
+        "zerowatch/micro_batches": 1.0,
+        "zerowatch/samples": 8.0,
+        "zerowatch/loss": 5.0,
+        "zerowatch/nonfinite_loss": 1.0,
+        "zerowatch/loss_scale": 1024.0,
+        "zerowatch/skipped": 0.0,
+        "zerowatch/collectives/all_reduce/calls": 2.0,
+        "zerowatch/collectives/all_reduce/payload_bytes": 2000.0,
+        "zerowatch/collectives/all_reduce/wire_bytes": 1000.0,
+        "zerowatch/collectives/all_reduce/seconds": 1.5,
+        "zerowatch/comm_seconds": 0.125,
+        "zerowatch/comm_exposed_seconds": 0.125,
+        "zerowatch/memory_bytes/cpu/peak_allocated": 1e6,
+        "zerowatch/device_readings/cpu/utilization_ratio": 0.5,
+        "zerowatch/oom_risk_ratio/cpu": 0.375,
+        "zerowatch/comm_seconds_is_upper_bound": 0.0,
+        "zerowatch/phases_are_host_times": 0.0,
+    }
+
+
+def test_an_empty_label_is_not_part_of_a_name_and_a_metric_that_is_not_finite_is_absent() -> None:
+    recorder = Recorder()
+    recorder.set(STEPS, math.inf)
+    recorder.set(MEMORY_PEAK, 64, "", "allocated")
+
+    assert metric_values(recorder.snapshot()) == {
+        "zerowatch/metrics/memory_peak_bytes/allocated": 64.0
     }

@@ -13,9 +13,18 @@ import numpy as np
 import pytest
 from scripts.memory.peaks import REPLAYS, read_series
 
-from zerowatch.runtime.memory.forecast.forecaster import Forecaster, MemoryForecast
-from zerowatch.runtime.memory.forecast.peak_model import heap_floor
+from zerowatch.runtime.memory.forecast.forecaster import (
+    Forecaster,
+    MemoryForecast,
+    PredictionErrors,
+    add_records,
+    extrapolate,
+    predict_recent,
+)
+from zerowatch.runtime.memory.forecast.peak_model import PeakModel, heap_floor
 from zerowatch.runtime.memory.forecast.peak_readings import PeakPoint, Shape
+from zerowatch.runtime.memory.forecast.risk import fit_tail
+from zerowatch.runtime.memory.forecast.trend import Trend
 
 GIB, MIB = float(1 << 30), float(1 << 20)
 FLOOR, PER_TOKEN = 8 * GIB, 2 * MIB
@@ -258,3 +267,238 @@ def test_all_figures_stay_finite_on_wild_readings(seed: int) -> None:
         assert 0.0 <= forecast.risk_ratio < 1.0
         assert 0.0 < forecast.batch_risk(shape) < 1.0
         assert forecast.eta_steps >= 0
+
+
+# 10 bytes in any step; 5, 3 per sample and 2 per token by micro-batch; reuses nothing.
+MODEL = PeakModel(
+    min_rise=10.0,
+    constant=5.0,
+    per_sample=3.0,
+    per_token=2.0,
+    per_token_pair=0.0,
+    reused_ratio=0.0,
+    typical_need=40.0,
+)
+
+
+def small_point(peak: float, floor: float, *shapes: Shape, fragmented: float = 0.0) -> PeakPoint:
+    return PeakPoint(
+        step=0,
+        peak_bytes=peak,
+        between_steps_bytes=floor,
+        limit_bytes=1000.0,
+        reserved_bytes=peak,
+        fragmented_bytes=fragmented,
+        shapes=shapes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "margin"),
+    [
+        (500.0, 500 - 30 - (100 + 5 + 2 * 3 + 2 * 14)),  # no larger than the predicted peak
+        (math.inf, math.inf),
+    ],
+)
+def test_the_risk_of_a_batch_is_that_of_an_error_beyond_its_margin(
+    limit: float, margin: float
+) -> None:
+    tail = fit_tail([], expected=90.0, min_width=1.0)
+    forecast = MemoryForecast(
+        step=1,
+        predicted_peak_bytes=150.0,
+        headroom_bytes=0.0,
+        risk_ratio=0.0,
+        eta_steps=0.0,
+        error_ratio=0.0,
+        limit_bytes=limit,
+        model=MODEL,
+        between_steps_bytes=100.0,
+        fragmented_bytes=30.0,
+        tail=tail,
+    )
+
+    risk = forecast.batch_risk(Shape(2, 7))
+
+    assert forecast.predict_peak(Shape(2, 7)) == 100 + 5 + 2 * 3 + 2 * 14
+    assert risk == (0.0 if limit == math.inf else tail.exceedance(margin))
+    if limit < math.inf:  # 189 bytes beyond 150 add 5 % of 39 bytes to an error of 90
+        larger = forecast.batch_risk(Shape(12, 2))
+        peak = 100 + 5 + 12 * 3 + 2 * 24
+        assert larger == tail.exceedance((470 - peak) * 90 / (90 + 0.05 * (peak - 150)))
+
+
+def test_an_error_is_the_peak_minus_its_prediction_from_the_floor_before() -> None:
+    readings = [
+        small_point(100, 100),
+        small_point(190, 100, Shape(1, 20)),  # 100 + 48 was predicted
+        small_point(130, 90, Shape(1, 20), fragmented=7.0),
+        small_point(139, 90, Shape(1, 20), fragmented=4.0),  # 90 + 48
+    ]
+
+    errors = PredictionErrors(MODEL, readings)
+
+    assert list(errors.errors) == [42, -18 + 7, 1 - 3]
+    # The limit minus the predicted peak minus what was fragmented before.
+    assert list(errors.margins) == [1000 - 148, 1000 - 148, 1000 - 138 - 7]
+
+
+@pytest.mark.parametrize(
+    ("peak", "floor", "error"),
+    [
+        (190, 110, 190 - 110 - 48),  # 10 bytes stayed: the floor grew
+        (155, 150, 0),
+        (140, 150, 140 - 148),
+        (190, 100, 42),
+    ],
+)
+def test_memory_that_stayed_is_growth_and_not_an_error(
+    peak: float, floor: float, error: float
+) -> None:
+    errors = PredictionErrors(MODEL, [])
+
+    predicted = errors.add(small_point(0, 100), small_point(peak, floor, Shape(1, 20)))
+
+    assert (predicted, list(errors.errors)) == (148, [error])
+
+
+def test_each_recent_batch_is_predicted_at_the_current_floor() -> None:
+    readings = [
+        small_point(0, 0, Shape(1, 20)),
+        small_point(0, 500),
+        small_point(0, 0, Shape(4, 10), Shape(1, 2)),
+        small_point(0, 0, Shape(1, 20)),
+    ]
+
+    recent = predict_recent(MODEL, readings, 100.0)
+
+    assert recent.peaks.tolist() == [148, 140, 197, 148]
+    assert recent.largest == (Shape(4, 10), Shape(1, 2))
+
+
+def test_peaks_on_a_trend_are_moved_to_the_last_step() -> None:
+    steps, peaks = np.array([1.0, 3, 5, 10]), np.array([900.0, 40, 50, 60])
+
+    moved = extrapolate(steps, peaks, Trend(level=0.0, slope=3.0, points=3))
+
+    assert moved.tolist() == [40 + 21, 50 + 15, 60]
+
+
+def test_a_larger_peak_than_all_before_has_the_probability_of_a_record() -> None:
+    peaks = np.array([100.0, 100, 120, 130, 140, 150, 160, 170, 180, 200])
+
+    values, shares = add_records(peaks, 0.0)
+
+    # The upper tenth is the last of the ten, 18 bytes above its quantile of 182.
+    assert values.tolist() == [100, 120, 130, 140, 150, 160, 170, 180, 200, 204.5, 213.5, 231.5]
+    kept = 0.1 * 10 / 11
+    assert shares == pytest.approx([2 * kept, *[kept] * 8, *[1 / 33] * 3])
+
+
+@pytest.mark.parametrize(
+    ("peaks", "record"),
+    [
+        ([100, 110, 120, 200, 200], 1 / 10 / 6),
+        ([100, 110, 120, 200, 199.91], 1 / 10 / 6),  # a thousandth of the rise over the floor
+        ([100, 110, 120, 200, 199.89], 1 / 6),
+        ([100, 110, 120, 200, 200, 200], 1 / 100 / 7),
+        ([100, 110, 120, 200, 200, 200, 200], 0),  # capped
+        ([100, 110, 200], 0),  # three lengths
+    ],
+)
+def test_a_repeated_largest_peak_makes_a_record_less_likely(
+    peaks: list[float], record: float
+) -> None:
+    _, shares = add_records(np.array(peaks), 100.0)
+
+    assert sum(shares) == pytest.approx(1)
+    assert sum(shares[len(set(peaks)) :]) == pytest.approx(record)
+
+
+def test_reserved_bytes_above_those_of_a_retry_raise_the_limit_again() -> None:
+    readings = [point(step, reserved=9.5 * GIB) for step in range(50)]
+    readings += [point(50, reserved=9.6 * GIB, retries=1.0)]
+    readings += [point(51, reserved=9.7 * GIB, retries=1.0)]
+    readings += [point(step, reserved=9.2 * GIB, retries=1.0) for step in range(52, 60)]
+
+    assert forecast_after(readings).limit_bytes == 9.7 * GIB
+
+
+@pytest.mark.parametrize(("readings_since", "limit_gib"), [(512, 9.6), (513, 16)])
+def test_a_retry_is_forgotten_after_512_readings(readings_since: int, limit_gib: float) -> None:
+    forecaster = Forecaster()
+    for step in range(20):
+        forecaster.add(point(step, reserved=9.5 * GIB))
+    for step in range(20, 21 + readings_since):
+        forecaster.add(point(step, reserved=9.6 * GIB, retries=1.0))
+
+    forecast = forecaster.forecast()
+
+    assert forecast is not None
+    assert forecast.limit_bytes == limit_gib * GIB
+
+
+def test_the_first_three_readings_are_not_used() -> None:
+    strange = [point(step, floor=3 * FLOOR) for step in range(3)]
+
+    forecast = forecast_after([*strange, *(point(step) for step in range(3, 9))])
+
+    assert forecast.predicted_peak_bytes == pytest.approx(point(9).peak_bytes, rel=1e-3)
+
+
+def test_the_forecast_needs_five_readings_after_the_first_three() -> None:
+    forecaster, known = Forecaster(), []
+    for step in range(10):
+        forecaster.add(point(step))
+        known.append(forecaster.forecast() is not None)
+
+    assert known == [False] * 7 + [True] * 3
+
+
+def test_the_figures_of_a_forecast_are_those_of_its_last_reading() -> None:
+    readings = [point(step, fragmented=0.25 * GIB, limit=12 * GIB) for step in range(40)]
+
+    forecast = forecast_after(readings)
+
+    assert (forecast.between_steps_bytes, forecast.fragmented_bytes) == (FLOOR, 0.25 * GIB)
+    assert forecast.limit_bytes == 12 * GIB
+    predicted = forecast.predicted_peak_bytes
+    assert forecast.headroom_bytes == 12 * GIB - predicted - 0.25 * GIB
+    assert forecast.tail.width == pytest.approx(2e-4 * (9.25 * GIB))
+
+
+def test_no_headroom_means_no_steps_left() -> None:
+    forecast = forecast_after(point(step, limit=8.5 * GIB) for step in range(40))
+
+    assert forecast.headroom_bytes < 0
+    assert forecast.eta_steps == 0
+
+
+def test_the_error_is_the_median_of_the_relative_errors() -> None:
+    # One third of the readings is 10 % higher, another third 10 % lower.
+    factors = [1.0, 1.1, 0.9]
+    readings = [
+        replace(point(step), peak_bytes=point(step).peak_bytes * factors[step % 3])
+        for step in range(63)
+    ]
+
+    assert forecast_after(readings).error_ratio == pytest.approx(0.09, abs=0.02)
+
+
+def test_the_risk_is_the_mean_of_the_last_twenty_steps() -> None:
+    forecaster = Forecaster()
+    for step in range(160):
+        forecaster.add(point(step))
+    first = forecaster.forecast()
+    risks = []
+    for step in range(160, 200, 5):
+        forecaster.add(point(step, limit=0.9 * FLOOR))
+        forecast = forecaster.forecast()
+        assert forecast is not None
+        risks.append(forecast.risk_ratio)
+
+    assert first is not None and first.risk_ratio < 1e-3
+    # The low risk of step 159 is in the mean until step 175; each later mean has four risks.
+    assert risks == pytest.approx(
+        [0.87 * part for part in (1 / 2, 2 / 3, 3 / 4, 4 / 5, 1, 1, 1, 1)]
+    )
