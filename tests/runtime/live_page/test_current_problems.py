@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from recorded_runs import STARTED, step_record
 
@@ -9,8 +11,12 @@ from zerowatch.dashboards.alerts import alerts
 from zerowatch.dashboards.timing import Timing
 from zerowatch.metrics.catalog import across_ranks, communication, memory, overhead, training, tuner
 from zerowatch.metrics.recorder import Recorder
-from zerowatch.runtime.live_page.current_problems import current_problems
-from zerowatch.runtime.live_page.step_history import CAUSES, StepHistory
+from zerowatch.runtime.live_page.current_problems import (
+    current_problems,
+    limit_of,
+    problems_of_rank,
+)
+from zerowatch.runtime.live_page.step_history import CAUSES, Point, StepHistory
 
 NOW = STARTED + 60
 ALERTS = {alert.name: alert for alert in alerts(Timing())}
@@ -146,3 +152,141 @@ def test_a_loss_that_was_not_finite_is_a_problem_for_as_long_as_in_the_alert(rec
     assert (problem.alert, problem.severity) == ("ZerowatchLossNotFinite", "critical")
     assert "200 s ago" in problem.text
     assert names(recorder, nonfinite_at=NOW - 301) == []
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ([(overhead.WATCH_LAST_UPDATE_TIMESTAMP, NOW - 30)], []),
+        (
+            [(overhead.WATCH_LAST_UPDATE_TIMESTAMP, NOW - 31)],
+            ["the metrics were last updated 31 s ago"],
+        ),
+        ([(overhead.DROPPED_RECORDS, 100, "steps")], []),
+        (
+            [(overhead.DROPPED_RECORDS, 1101, "steps")],
+            ["rank 0 has lost 1,101 records since the start (steps); its log has the reason"],
+        ),
+        (
+            [(communication.HANG_ACTIVE, 1), (communication.HANG_AWAITED_RANK, 3)],
+            [
+                "rank 0 makes no progress and waits for rank 3; the first line of "
+                "hang-rank-0-*.txt in the run folder names the ranks that are missing"
+            ],
+        ),
+        (
+            [(communication.HANG_ACTIVE, 1)],
+            [
+                "rank 0 makes no progress; the first line of hang-rank-0-*.txt in the run folder "
+                "names the ranks that are missing"
+            ],
+        ),
+        ([(communication.COMM_COVERAGE_RATIO, 0.99)], []),
+        (
+            [(communication.COMM_COVERAGE_RATIO, 0.985)],
+            ["only 98.5% of the collectives are recorded"],
+        ),
+        (
+            [(communication.COLLECTIVE_MISMATCHES, 7)],
+            ["the collectives differed between ranks 7 times since the start"],
+        ),
+        ([(memory.OOM_RISK, 0.5, "cpu")], []),
+        (
+            [(memory.OOM_RISK, 0.75, "cuda:0"), (memory.OOM_RISK, 0.1, "cpu")],
+            ["rank 0 runs out of memory within 50 steps with a probability of 75%"],
+        ),
+        (
+            [
+                (memory.OOM_RISK, 0.9, "cuda:0"),
+                (across_ranks.RANKS_OOM_RISK, 0.8, "max"),
+                (across_ranks.RANKS_EXTREME, 6, "oom_risk", "max"),
+            ],
+            ["rank 6 runs out of memory within 50 steps with a probability of 80%"],
+        ),
+        (
+            [(memory.MEMORY_LEAK, 3 * 2**19, "cuda:0", "other")],
+            ["memory on cuda:0 grows by 1.5 MiB per step (other)"],
+        ),
+    ],
+)
+def test_a_problem_has_its_figures_and_none_at_its_limit(
+    recorder: Recorder, metrics: list[tuple[Any, ...]], expected: list[str]
+) -> None:
+    for spec, value, *labels in metrics:
+        recorder.set(spec, value, *labels)
+
+    assert [problem.text for problem in problems(recorder)] == expected
+
+
+@pytest.mark.parametrize(
+    ("risk", "alert"), [(0.8, "ZerowatchOomRiskHigh"), (0.81, "ZerowatchOomRiskCritical")]
+)
+def test_a_risk_of_more_than_four_fifths_is_critical(
+    recorder: Recorder, risk: float, alert: str
+) -> None:
+    recorder.set(memory.OOM_RISK, risk, "cpu")
+
+    assert names(recorder) == [alert]
+
+
+def point_of(*, steps: int = 16, exposed: float = 0.0, data: float = 0.0, bad: int = 0) -> Point:
+    """A minute of 8 s of training and 2 s of evaluation."""
+    return Point(
+        step=steps,
+        ended_at=NOW,
+        seconds=10.0,
+        steps=steps,
+        phase_seconds=[data, 8 - data, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0],
+        timed_seconds=4.0,
+        exposed_seconds=exposed,
+        loss_sum=0.0,
+        loss_steps=0,
+        nonfinite_losses=bad,
+        samples=0,
+        tokens=0,
+        peak_bytes={},
+    )
+
+
+@pytest.mark.parametrize(
+    ("recent", "expected"),
+    [
+        (point_of(exposed=1.0, data=2.0), []),
+        (point_of(exposed=1.1, data=2.4, steps=9), []),
+        (
+            point_of(exposed=1.1, steps=10),
+            ["28% of the last minute was exposed communication, above 25%"],
+        ),
+        (point_of(data=2.4), ["30% of the last minute was spent loading data, above 25%"]),
+        (point_of(bad=3), ["3 of the last 16 steps had a loss that is not finite"]),
+    ],
+)
+def test_the_last_minute_has_a_problem_beyond_a_limit_and_from_ten_steps_on(
+    recorder: Recorder, recent: Point, expected: list[str]
+) -> None:
+    limits = {"exposed_comm_ratio_high": 0.25, "data_ratio_high": 0.25}
+
+    found = problems(recorder, recent=recent, thresholds=limits)
+
+    assert [problem.text for problem in found] == expected
+
+
+@pytest.mark.parametrize(("age", "count"), [(299.0, 1), (300.0, 0)])
+def test_a_loss_that_was_not_finite_is_a_problem_for_five_minutes(
+    recorder: Recorder, age: float, count: int
+) -> None:
+    assert len(names(recorder, nonfinite_at=NOW - age)) == count
+
+
+def test_other_ranks_are_named_by_their_number(recorder: Recorder) -> None:
+    recorder.set(overhead.DEAD_THREADS, 1)
+    recorder.set(communication.HANG_ACTIVE, 1)
+
+    found = problems_of_rank(recorder.snapshot(), 5, limit_of({}))
+
+    hung, dead = (problem.text for problem in found)
+    assert hung.startswith("rank 5 makes") and "hang-rank-5-*" in hung
+    assert dead == (
+        "a monitoring thread of rank 5 has ended: some of its figures no longer change; its log "
+        "has the reason"
+    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from recorded_runs import STARTED, step_record
 
 from zerowatch.metrics.catalog.labels import PHASES
 from zerowatch.runtime.live_page import step_history
-from zerowatch.runtime.live_page.step_history import CAUSES, StepHistory, columns
+from zerowatch.runtime.live_page.step_history import CAUSES, Point, StepHistory, columns
 
 
 @pytest.fixture
@@ -168,3 +170,124 @@ def test_a_clock_that_is_set_delays_no_point_and_falsifies_no_rate(history, chan
     assert shown["step"] == [2, 4, 6, 8, 10, 12, 14, 16, 18, 20]
     assert shown["ended_at"] == sorted(set(shown["ended_at"]))
     assert shown["samples_per_second"] == [pytest.approx(16.0)] * 10
+
+
+def point(step: int, seconds: float, **changes: Any) -> Point:
+    fields: dict[str, Any] = {
+        "step": step,
+        "ended_at": STARTED + step,
+        "seconds": seconds,
+        "steps": 2,
+        "phase_seconds": [0.0, seconds, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+        "timed_seconds": seconds,
+        "exposed_seconds": 0.5,
+        "loss_sum": 3.0,
+        "loss_steps": 2,
+        "nonfinite_losses": 1,
+        "samples": 8,
+        "tokens": 64,
+        "peak_bytes": {"cpu": 5.0},
+        "cause_seconds": [0.25, 0.0, 0.5, 0.0],
+    }
+    return Point(**{**fields, **changes})
+
+
+def test_a_merged_point_has_the_sums_the_highest_memory_and_the_later_end() -> None:
+    merged = point(3, 1.5)
+    later = point(
+        7,
+        2.5,
+        steps=3,
+        exposed_seconds=0.25,
+        loss_sum=4.0,
+        loss_steps=1,
+        nonfinite_losses=2,
+        samples=5,
+        tokens=40,
+        peak_bytes={"cpu": 4.0, "cuda:0": 9.0},
+        cause_seconds=[0.5, 1.0, 0.0, 0.0],
+    )
+
+    merged.merge(later)
+
+    assert merged == point(
+        7,
+        4.0,
+        steps=5,
+        exposed_seconds=0.75,
+        loss_sum=7.0,
+        loss_steps=3,
+        nonfinite_losses=3,
+        samples=13,
+        tokens=104,
+        peak_bytes={"cpu": 5.0, "cuda:0": 9.0},
+        cause_seconds=[0.75, 1.0, 0.5, 0.0],
+    )
+    assert merged.started_at == STARTED + 3
+
+
+def test_training_time_is_that_of_all_phases_but_evaluation_and_checkpoints() -> None:
+    phases = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0]
+
+    assert point(1, 255.0, phase_seconds=phases).training_seconds == 255 - 16 - 64
+
+
+def test_the_columns_of_a_point_are_means_per_step_and_rates_per_second() -> None:
+    phases = [0.0, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.25]
+    points = [
+        point(3, 2.0, phase_seconds=phases, peak_bytes={"cuda:0": 7.0}),
+        point(5, 4.0, steps=4, timed_seconds=0.0, loss_steps=0, samples=0, tokens=0),
+    ]
+
+    assert columns(points) == {
+        "step": [3, 5],
+        "steps": [2, 4],
+        "ended_at": [STARTED + 3, STARTED + 5],
+        "phases": {
+            "forward": [0.5, 1.0],
+            "backward": [0.25, 0.0],
+            "other": [0.125, 0.0],
+        },
+        "exposed_ratio": [0.25, None],
+        "loss": [1.5, None],
+        "samples_per_second": [4.0, None],
+        "tokens_per_second": [32.0, None],
+        "peak_bytes": {"cpu": [None, 5.0], "cuda:0": [7.0, None]},
+    }
+
+
+def test_a_step_is_a_point_with_the_values_of_its_record(history: StepHistory) -> None:
+    history.add(
+        step_record(
+            9,
+            seconds=3.0,
+            phase_seconds={"data": 0.25, "forward": 0.75, "eval": 0.5, "checkpoint": 1.5},
+            loss=2.5,
+            nonfinite_loss=True,
+            samples=None,
+            tokens=None,
+            comm_exposed_seconds=0.75,
+            comm_exposed_phase_seconds={"forward": 0.25, "eval": 0.5},
+            memory_bytes={"cpu": {"allocated": 1.0}, "cuda:0": {"peak_allocated": 7.0}},
+        )
+    )
+
+    assert history.points() == [
+        Point(
+            step=9,
+            ended_at=STARTED + 4.5,
+            seconds=3.0,
+            steps=1,
+            phase_seconds=[0.25, 0.75, 0.0, 0.0, 0.5, 0.0, 1.5, 0.0],
+            timed_seconds=1.0,
+            exposed_seconds=0.25,
+            loss_sum=2.5,
+            loss_steps=1,
+            nonfinite_losses=1,
+            samples=0,
+            tokens=0,
+            peak_bytes={"cuda:0": 7.0},
+            cause_seconds=[0.0] * 4,
+        )
+    ]
+    assert history.nonfinite_at == STARTED + 4.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 from recorded_metrics import RecordedRank
 from recorded_runs import STARTED, step_record, write_run
+from uneven_runs import compared_runs
 
 from zerowatch.metrics.catalog import communication, devices, training
 from zerowatch.metrics.step_record import CollectiveTotals, StepRecord
 from zerowatch.runtime.reports.run_comparison import (
     COMPARISON_FIGURES,
+    ComparedSteps,
     ComparisonError,
     Measure,
     RunComparison,
@@ -392,4 +395,320 @@ def test_a_truncated_run_is_compared_and_what_is_missing_is_said(tmp_path: Path)
     assert any(
         problem.startswith("B: rank-0.jsonl: the last line is cut")
         for problem in comparison.problems
+    )
+
+
+Row = tuple[object, ...]
+
+
+def rows_of(comparison: RunComparison) -> list[Row]:
+    """The measures of a comparison, with changes as (value, is relative, bounds, significance)."""
+    rows: list[Row] = []
+    for each in comparison.measures:
+        change: Row | None = None
+        if each.change is not None:
+            found = each.change
+            bounds = None if found.lower is None else (found.lower, found.upper)
+            change = (found.value, found.is_relative, bounds, found.is_significant)
+        rows.append((each.group, each.name, each.title, each.unit, each.a, each.b, change))
+    return rows
+
+
+def near(value: object) -> object:
+    """The same row, of which numbers may differ by rounding to float32."""
+    if isinstance(value, float | int) and not isinstance(value, bool):
+        return pytest.approx(value, rel=1e-6, abs=1e-7)
+    return tuple(map(near, value)) if isinstance(value, tuple) else value
+
+
+# The quantiles of Student's t with 15 degrees of freedom (16 batches) that are exceeded with 2.5 %,
+# and with 2.5 % divided by the 9 parts of a step: 5 phases, 2 of communication, 2 operations.
+T, T_OF_PARTS = 2.1314495447, 3.2346276695
+
+
+def test_each_measure_has_its_values_change_and_interval(tmp_path: Path) -> None:
+    # Of 96 steps, each deviates by the same from the mean, alternately up and down.
+    half = T * (0.05 / 0.55) / math.sqrt(95)
+    faster, slower = (0.5 / 0.55, 0.55 / 0.5)
+    rate = (
+        faster - 1,
+        True,
+        (faster * math.exp(-half) - 1, faster * math.exp(half) - 1),
+        True,
+    )
+    step = (
+        slower - 1,
+        True,
+        (slower * math.exp(-half) - 1, slower * math.exp(half) - 1),
+        True,
+    )
+    forward = T_OF_PARTS * 0.05 / math.sqrt(95)
+
+    def exactly(change: float) -> Row:
+        return change, False, (change, change), change != 0
+
+    def plain(change: float, *, is_relative: bool = False) -> Row:
+        return change, is_relative, None, None
+
+    expected: list[Row] = [
+        ("tokens_per_second", "tokens per second", "per_second", 4096, 2048 / 0.55, rate),
+        ("samples_per_second", "samples per second", "per_second", 32, 16 / 0.55, rate),
+        ("step_seconds", "time of a step", "seconds", 0.5, 0.55, step),
+        ("step_seconds_p50", "median time of a step", "seconds", 0.5, 0.55, plain(0.05)),
+        ("step_seconds_p90", "90 % of steps within", "seconds", 0.5, 0.6, plain(0.1)),
+        ("step_seconds_p99", "99 % of steps within", "seconds", 0.5, 0.6, plain(0.1)),
+        ("mfu_ratio", "MFU, whole run", "ratio", 0.2, 0.25, plain(0.05)),
+        (
+            *("phase.forward", "forward", "seconds", 0.1, 0.15),
+            (0.05, False, (0.05 - forward, 0.05 + forward), True),
+        ),
+        ("phase.backward", "backward", "seconds", 0.3, 0.26, exactly(-0.04)),
+        ("phase.optimizer", "optimizer", "seconds", 0.05, 0.07, exactly(0.02)),
+        ("phase.eval", "eval", "seconds", 0, 0.02, plain(0.02)),
+        ("phase.other", "other", "seconds", 0.05, 0.07, exactly(0.02)),
+        (
+            *("straggler_score_ratio", "lag of the slowest rank, whole run", "ratio"),
+            *(0.01, 0.03, plain(0.02)),
+        ),
+        (
+            *("comm_exposed_seconds", "waited for communication", "seconds"),
+            *(0.05, 0.08, exactly(0.03)),
+        ),
+        ("comm_seconds", "a collective in flight", "seconds", 0.125, 0.2, exactly(0.075)),
+        ("cause.latency", "cause: latency, whole run", "seconds", 0.02, 0, plain(-0.02)),
+        ("cause.bandwidth", "cause: bandwidth, whole run", "seconds", 0, 0.03, plain(0.03)),
+        ("wire_bytes", "sent by a rank", "bytes", 1000, 1500, plain(0.5, is_relative=True)),
+        ("collective.all_reduce.calls", "all_reduce, calls", "count", 2, 3, plain(1)),
+        (
+            *("collective.all_reduce.wire_bytes", "all_reduce, sent", "bytes", 1000, 1000),
+            plain(0, is_relative=True),
+        ),
+        (
+            *("collective.all_reduce.seconds", "all_reduce, in flight", "seconds", 0.1, 0.15),
+            exactly(0.05),
+        ),
+        ("collective.all_gather.calls", "all_gather, calls", "count", 0, 1, plain(1)),
+        ("collective.all_gather.wire_bytes", "all_gather, sent", "bytes", 0, 500, plain(500)),
+        (
+            *("collective.all_gather.seconds", "all_gather, in flight", "seconds", 0, 0.05),
+            exactly(0.05),
+        ),
+        (
+            *("memory_peak.cpu", "highest use of cpu", "bytes", 650e6, 975e6),
+            plain(0.5, is_relative=True),
+        ),
+        ("memory_limit.cpu", "cpu: limit", "bytes", 2e9, 2e9, plain(0, is_relative=True)),
+        (
+            *("memory_headroom.cpu", "cpu: left at the predicted next peak, at the end", "bytes"),
+            *(1.3e9, 1e9, plain(-3 / 13, is_relative=True)),
+        ),
+        (
+            "memory_category.cpu.activations",
+            "cpu: activations at a step's peak, at the end",
+            *("bytes", 1e8, 2e8, plain(1, is_relative=True)),
+        ),
+        ("oom_risk_ratio", "highest out-of-memory risk", "ratio", 0.02, 0.05, plain(0.03)),
+        (
+            *("loss", "loss, mean of the last 10 common steps", "", 102.5, 205),
+            plain(1, is_relative=True),
+        ),
+        ("skipped_ratio", "skipped steps, whole run", "ratio", 0, 32 / 107, plain(32 / 107)),
+    ]
+    groups = {
+        "throughput": 7,
+        "phases": 6,
+        "communication": 5,
+        "collectives": 6,
+        "memory": 5,
+        "loss": 2,
+    }
+    titled = [group for group, number in groups.items() for _ in range(number)]
+
+    found = rows_of(compare_runs(*compared_runs(tmp_path)))
+
+    assert found == [near((g, *row)) for g, row in zip(titled, expected, strict=True)]
+
+
+def test_the_figures_and_the_verdict_are_those_of_the_measures(tmp_path: Path) -> None:
+    comparison = compare_runs(*compared_runs(tmp_path))
+
+    half = T * (0.05 / 0.55) / math.sqrt(95)
+    assert comparison.figures == pytest.approx(
+        {
+            "throughput_ratio": 1 / 1.1,
+            "throughput_ratio_lower": math.exp(-half) / 1.1,
+            "throughput_ratio_upper": math.exp(half) / 1.1,
+            "step_seconds_ratio": 1.1,
+            "step_seconds_ratio_lower": 1.1 * math.exp(-half),
+            "step_seconds_ratio_upper": 1.1 * math.exp(half),
+            "comm_exposed_seconds_ratio": 1.6,
+            "wire_bytes_ratio": 1.5,
+            "memory_peak_bytes_ratio": 1.5,
+            "loss_ratio": 2,
+            "compared_steps": 96,
+            "configuration_differences": 1,
+        }
+    )
+    assert comparison.verdict == (
+        "B processes 9.1 % fewer tokens per second than A (95 % interval -10.9 to -7.3 %). Per "
+        "step, forward takes 50 ms more, backward takes 40 ms less and waiting for communication "
+        "takes 30 ms more. What was changed: bf16: true -> false."
+    )
+    assert comparison.steps == ComparedSteps(
+        common=107, warm_up=11, compared=96, first=12, last=107, steps_per_value=1
+    )
+    assert comparison.notes == (
+        "Steps 12 to 107 of both runs are compared, 96 of 107 common steps; the first 11 and 5 "
+        "after each restart are left out as warm-up.",
+        "Intervals are of 95 %, by batch means of successive steps; those of phases, communication "
+        "and collectives hold together with 95 %.",
+        "They cover the variation within these two runs. Two runs of the same configuration can "
+        "differ by more, such as on another node: repeat a run to see by how much.",
+    )
+
+
+@pytest.mark.parametrize(("steps", "warm_up"), [(12, 5), (50, 5), (60, 6), (500, 50), (600, 50)])
+def test_a_tenth_of_the_common_steps_is_warm_up_from_5_to_50(
+    tmp_path: Path, steps: int, warm_up: int
+) -> None:
+    a, b = (write_run(tmp_path / name, ranks=1, steps=steps) for name in "ab")
+
+    facts = compare_runs(a, b).steps
+
+    assert (facts.common, facts.warm_up, facts.first) == (steps, warm_up, warm_up + 1)
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(1.00009, False), (1.00012, True)])
+def test_a_change_below_a_ten_thousandth_of_a_step_is_not_significant(
+    tmp_path: Path, ratio: float, expected: bool
+) -> None:
+    a = write_run(tmp_path / "a", ranks=1, steps=80)
+    b = write_run(
+        tmp_path / "b",
+        ranks=1,
+        steps=80,
+        record=lambda rank, step: step_record(step, seconds=0.5 * ratio),
+    )
+
+    change = measures(compare_runs(a, b))["step_seconds"].change
+
+    assert change is not None
+    assert change.value == pytest.approx(ratio - 1, rel=1e-2)
+    assert change.is_significant is expected
+
+
+def test_equal_losses_of_all_common_steps_and_bounds_are_noted(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "a", steps=80)
+    b = write_run(
+        tmp_path / "b",
+        steps=80,
+        record=lambda rank, step: step_record(step, comm_seconds_is_upper_bound=True),
+    )
+
+    assert compare_runs(a, b).notes[3:] == (
+        "On GPUs, the time of collectives in flight is an upper bound in most steps.",
+        "The losses of all 80 common steps are equal.",
+    )
+
+
+def test_other_machines_of_unknown_hardware_are_noted(tmp_path: Path) -> None:
+    a, b = noisy_run(tmp_path / "a", 1), noisy_run(tmp_path / "b", 2, ranks=5)
+    for rank in range(5):
+        log = b / f"rank-{rank}.jsonl"
+        log.write_text(log.read_text().replace("node-0", f"node-{rank + 3}"))
+
+    assert (
+        "A ran on node-0, B on node-3, node-4, node-5 and 2 more; whether these machines are equal "
+        "is not recorded."
+    ) in compare_runs(a, b).notes
+
+
+@pytest.mark.parametrize(("verdict", "is_noted"), [("advised", False), ("accepted", True)])
+def test_trials_of_the_tuner_are_noted_and_advice_is_not(
+    tmp_path: Path, verdict: str, is_noted: bool
+) -> None:
+    a, b = (write_run(tmp_path / name, steps=80) for name in "ab")
+    decision = {
+        "number": 1,
+        "step": 9,
+        "changes": [{"knob": "python_gc", "before": True, "after": False}],
+        "verdict": verdict,
+        "symptom": {"name": "host_bound"},
+        "reason": "",
+        "numerics": "",
+    }
+    (b / "decisions.jsonl").write_text(json.dumps(decision))
+
+    comparison = compare_runs(a, b)
+
+    noted = [note for note in comparison.notes if note.startswith("The tuner made trials")]
+    assert bool(noted) is is_noted
+    changed = [(each.source, each.name, each.a, each.b) for each in comparison.differences]
+    text = "python_gc true -> false at step 9"
+    assert changed == ([("tuner", "python_gc", "not set", text)] if is_noted else [])
+
+
+def test_without_samples_and_tokens_the_steps_per_second_are_compared(tmp_path: Path) -> None:
+    a, b = (
+        write_run(
+            tmp_path / name,
+            steps=80,
+            record=lambda rank, step, seconds=seconds: step_record(  # type: ignore[misc]
+                step, seconds=seconds, samples=None, tokens=None
+            ),
+        )
+        for name, seconds in (("a", 0.5), ("b", 0.25))
+    )
+
+    comparison = compare_runs(a, b)
+
+    rate = measures(comparison)["steps_per_second"]
+    assert (rate.title, rate.a, rate.b) == ("steps per second", 2, 4)
+    assert comparison.figures["throughput_ratio"] == pytest.approx(2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "differs"), [(1024 * 0.951, False), (1024 * 0.949, True), (1024 / 0.949, True)]
+)
+def test_tokens_that_vary_by_a_twentieth_are_no_other_batch(
+    tmp_path: Path, tokens: float, differs: bool
+) -> None:
+    a = write_run(tmp_path / "a", steps=80)
+    b = write_run(
+        tmp_path / "b", steps=80, record=lambda rank, step: step_record(step, tokens=tokens)
+    )
+
+    respects = [each.respect for each in compare_runs(a, b).incomparable]
+
+    assert respects == (["batch"] if differs else [])
+
+
+def test_a_slow_rank_of_both_runs_is_not_in_the_verdict(tmp_path: Path) -> None:
+    runs = [noisy_run(tmp_path / name, seed, ranks=2) for seed, name in enumerate("ab")]
+    for folder, score in zip(runs, (0.4, 0.5), strict=True):
+        with RecordedRank(folder, 1) as rank:
+            rank.recorder.set(communication.STRAGGLER_SCORE, score, "data")
+
+    assert "rank 1" not in compare_runs(*runs).verdict
+
+
+def test_values_of_other_types_and_software_are_differences(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "a", steps=80, ds_config={"x": 1, "size": 1e6, "rate": 0.1234567891})
+    b = write_run(
+        tmp_path / "b", steps=80, ds_config={"x": True, "size": 1_000_000, "rate": [1, 2]}
+    )
+    for folder, version in ((a, "0.18"), (b, "0.19")):
+        with RecordedRank(folder) as rank:
+            identity = ("run", "1.0", "2.9", version, "gloo", "cpu", "2", "2")
+            rank.recorder.set_info(training.RUN_INFO, *identity)
+
+    comparison = compare_runs(a, b)
+
+    assert [(d.source, d.name, d.a, d.b) for d in comparison.differences] == [
+        ("software", "deepspeed", "0.18", "0.19"),
+        ("ds config", "x", "1", "true"),
+        ("ds config", "rate", "0.123457", "[1,2]"),
+    ]
+    assert comparison.verdict.endswith(
+        "What was changed: deepspeed: 0.18 -> 0.19, x: 1 -> true, rate: 0.123457 -> [1,2]."
     )

@@ -8,15 +8,19 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from recorded_metrics import RecordedRank
 from recorded_runs import STARTED, step_record, write_run
+from uneven_runs import uneven_run
 
 from zerowatch.metrics.catalog import (
     across_ranks,
     communication,
+    devices,
     memory,
     overhead,
     training,
@@ -26,10 +30,20 @@ from zerowatch.metrics.catalog import (
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.common.exit_notes import AFTER_FIRST, FIRST_TO_EXIT
+from zerowatch.runtime.reports import run_summary
 from zerowatch.runtime.reports.end_tables import print_end_tables
 from zerowatch.runtime.reports.metrics_reader import read_metrics
 from zerowatch.runtime.reports.run_reader import read_run
-from zerowatch.runtime.reports.run_summary import FIGURES, RunSummary, summarize, summary_of
+from zerowatch.runtime.reports.run_summary import (
+    FIGURES,
+    Finding,
+    RunSummary,
+    TimeShare,
+    TunerDecision,
+    percent,
+    summarize,
+    summary_of,
+)
 from zerowatch.runtime.reports.write_report import Form, make_report
 
 FORMS: tuple[Form, ...] = ("html", "markdown", "json")
@@ -679,3 +693,748 @@ def test_only_a_training_run_has_the_tuner_in_the_mode_auto(
             rank.recorder.start_counters(window.ON_RANK_ZERO)
 
     assert summary_of(folder).tuner.mode == mode
+
+
+TRAINING = (54.2, 48.0)  # seconds of the ranks of `uneven_run`, without evaluation and checkpoints
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> RunSummary:
+    return summary_of(uneven_run(tmp_path_factory.mktemp("uneven") / "run"))
+
+
+def test_each_figure_of_a_run_is_that_of_its_logs(uneven: RunSummary) -> None:
+    training_time = sum(TRAINING)
+
+    assert uneven.figures == pytest.approx(
+        {
+            "steps": 20,
+            "seconds": 56.2,  # of rank 0, the first of those with the most steps
+            "step_seconds": training_time / 40,
+            "step_seconds_p50": 1.66 + 0.1 * 10.5,
+            "step_seconds_p90": 1.66 + 0.1 * 18.1,
+            "step_seconds_p99": 1.66 + 0.1 * 19.81,
+            "samples_per_second": 160 / 54.2 + 120 / 48,
+            "tokens_per_second": 20_000 / 54.2 + 10_000 / 48,
+            "mfu_ratio": (8 / 4 / 4 + 4 / 6 / 2) / 2,
+            "comm_ratio": (14 + 16) / (56.2 + 50),
+            "comm_exposed_ratio": (8 + 4) / training_time,
+            "imbalance_ratio": 0.3 / 14,
+            "latency_ratio": 0.2 / 14,
+            "redundancy_ratio": 0.05 / 14,
+            "bandwidth_ratio": 0.25 / 14,
+            "pipeline_bubble_ratio": 0.7 / 6,
+            "data_ratio": 8 / training_time,
+            "forward_ratio": 14 / training_time,
+            "backward_ratio": 40 / training_time,
+            "optimizer_ratio": 6 / training_time,
+            "generate_ratio": 7.2 / training_time,
+            "other_ratio": 27 / training_time,
+            "eval_ratio": 1.6 / 106.2,
+            "checkpoint_ratio": 2.4 / 106.2,
+            "comm_wire_bytes_per_step": (1500 + 2500 + 20 + 8000) / 2,
+            "comm_volume_ratio": 1.5,
+            "comm_coverage_ratio": 0.995,
+            "link_bandwidth_ratio": 0.75,
+            "memory_peak_ratio": 3.02 / 4,
+            "memory_headroom_ratio": 0.125,
+            "oom_risk_ratio": 0.3,
+            "device_utilization_ratio": 0.625,
+            "device_temperature_celsius": 90,
+            "straggler_score_ratio": 0.5,
+            "loss": (80.5 + 30.5) / 2,
+            "same_losses": None,
+            "gradient_norm_max": 4.5,  # of rank 0
+            "skipped_ratio": 0.1,
+            "nonfinite_losses": 2,
+            "out_of_memory_reports": 0,
+            "hang_reports": 0,
+            "exit_reports": 0,
+            "attempts": 1,
+            "monitoring_ratio": 0.15 / 17,
+            "dropped_records": 7,
+            "hook_failures": 7,
+            "problems": 0,
+        }
+    )
+
+
+def test_shares_of_time_are_sorted_and_have_means_per_rank_and_step(uneven: RunSummary) -> None:
+    def rows(shares: tuple[TimeShare, ...]) -> list[tuple[str, object]]:
+        return [
+            (each.name, pytest.approx((each.seconds, each.seconds_per_step))) for each in shares
+        ]
+
+    assert rows(uneven.phases) == [
+        ("backward", (20, 1.0)),
+        ("other", (13.5, 0.675)),
+        ("forward", (7, 0.35)),
+        ("data", (4, 0.2)),
+        ("generate", (3.6, 0.18)),
+        ("optimizer", (3, 0.15)),
+        ("checkpoint", (1.2, 0.06)),
+        ("eval", (0.8, 0.04)),
+    ]
+    assert rows(uneven.causes) == [
+        ("imbalance", (0.15, 0.01)),
+        ("bandwidth", (0.125, 0.25 / 30)),
+        ("latency", (0.1, 0.2 / 30)),
+        ("redundancy", (0.025, 0.05 / 30)),
+        ("unknown", (0.1, 0.2 / 30)),
+    ]
+
+
+def test_collectives_are_means_over_ranks_with_the_most_sent_first(uneven: RunSummary) -> None:
+    found = [
+        (
+            each.op,
+            each.calls_per_step,
+            each.payload_bytes_per_step,
+            each.wire_bytes_per_step,
+            pytest.approx(each.seconds_per_step),
+            each.bandwidth,
+        )
+        for each in uneven.collectives
+    ]
+
+    assert found == [
+        ("all_gather", 2.5, 50, 4000, 0.2, None),
+        ("all_reduce", 2.5, 1500, 2000, 0.2, 6e9),
+        ("broadcast", 0.5, 5, 10, None, None),
+    ]
+
+
+def test_the_memory_of_a_run_is_that_of_the_fullest_rank_gpus_first(uneven: RunSummary) -> None:
+    gpu, cpu = uneven.memory
+
+    assert (gpu.device, gpu.kind, gpu.rank) == ("cuda:0", "cuda", 0)
+    assert (gpu.peak_bytes, gpu.limit_bytes, gpu.headroom_bytes) == (3.02e9, 4e9, 0.5e9)
+    assert (gpu.risk_ratio, gpu.highest_risk_ratio) == pytest.approx((0.01, 0.3))
+    assert list(gpu.categories.items()) == [
+        ("activations", 5e8),
+        ("baseline", 2e8),
+        ("parameters", 1e8),
+    ]
+    assert gpu.leak_bytes_per_step == {"other": 1e6}
+    assert (cpu.device, cpu.peak_bytes, cpu.limit_bytes) == ("cpu", 600e6, 2e9)
+    assert (cpu.headroom_bytes, cpu.risk_ratio, cpu.highest_risk_ratio) == (None, None, None)
+
+
+def test_devices_have_the_extremes_of_all_ranks_and_events_once(uneven: RunSummary) -> None:
+    gpu, cpu = uneven.devices
+
+    assert (gpu.device, cpu.device) == ("cuda", "cpu")
+    assert gpu.readings["utilization_ratio"] == pytest.approx((0.4, 0.625, 0.85))
+    assert gpu.readings["temperature_celsius"] == pytest.approx((61, 75.5, 90))
+    assert gpu.events == {"throttled seconds, power_cap": 5.0, "XID errors, 79": 2.0}
+    assert cpu.events == {}
+
+
+def test_each_rank_has_its_own_row(uneven: RunSummary) -> None:
+    def row(rank: int) -> tuple[object, ...]:
+        each = uneven.ranks[rank]
+        figures = (
+            each.step_seconds,
+            each.exposed_ratio,
+            each.wait_ratio,
+            each.data_ratio,
+            each.memory_peak_ratio,
+            each.oom_risk_ratio,
+            each.utilization_ratio,
+            each.mfu_ratio,
+            each.straggler_score,
+        )
+        return each.rank, each.steps, each.last_step, each.straggler_phase, pytest.approx(figures)
+
+    assert row(0) == (
+        *(0, 20, 20, "forward"),
+        (2.71, 8 / 54.2, 0.7 / 6, 2 / 54.2, 0.755, 0.3, 0.5, 0.5, 0.5),
+    )
+    assert row(1) == (
+        *(1, 20, 20, "data"),
+        (2.4, 4 / 48, 0.05, 0.125, 0.505, 0.03, 0.75, 1 / 3, 0.05),
+    )
+
+
+def test_the_cost_of_monitoring_is_per_rank_and_what_is_lost_is_of_all(uneven: RunSummary) -> None:
+    cost = uneven.monitoring
+
+    assert list(cost.seconds.items()) == [
+        ("watch_thread", pytest.approx(0.06)),
+        ("hooks", pytest.approx(0.015)),
+    ]
+    assert (cost.dropped, cost.hook_failures) == ({"steps": 7}, {"forward": 5 + 2})
+
+
+def test_a_run_without_noted_attempts_starts_with_its_first_step(uneven: RunSummary) -> None:
+    facts = uneven.facts
+
+    assert facts.world_size == 2 and facts.hosts == ("node-0",)
+    # The first step of rank 1 took 2.5 s, and that of rank 0 1.86 s.
+    assert facts.started == pytest.approx(STARTED + 0.5 - 2.5, rel=0, abs=1e-3)
+    assert facts.ended == STARTED + 10
+
+
+def run_at_limits(folder: Path, limits: Mapping[str, float]) -> Path:
+    """A run whose figures are exact: each is equal to the value of `AT_LIMITS`."""
+
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(
+            step,
+            phase_seconds={"data": 0.125, "forward": 0.25, "other": 0.125},
+            comm_exposed_seconds=0.1875,
+            comm_exposed_phase_seconds={"forward": 0.1875},
+            skipped=step % 2 == 0,
+            oom_risk_ratio={"cuda:0": 0.5 if rank else 0.25},
+            memory_bytes={"cuda:0": {"allocated": 1e9, "limit": 2e9}},
+            device_readings={"cuda:0": {"utilization_ratio": 0.875}},
+        )
+
+    write_run(folder, record=record, settings={"alerts": {"thresholds": limits}})
+    with RecordedRank(folder, 0) as rank:
+        rank.recorder.add(training.STEPS, 10)
+        rank.recorder.add(training.PHASE_SECONDS, 4.0, "forward")
+        rank.recorder.add(communication.COMM_EXPOSED_SECONDS, 1.5, "dp")
+        rank.recorder.add(communication.COMM_CAUSE_SECONDS, 1.0, "latency")
+        rank.recorder.set(communication.COMM_COVERAGE_RATIO, 0.75)
+        rank.recorder.set(communication.COMM_LINK_BANDWIDTH, 2e9, "dp")
+        rank.recorder.set(communication.COMM_LINK_BEST_BANDWIDTH, 4e9, "dp")
+        rank.recorder.set(communication.STRAGGLER_SCORE, 0.125, "data")
+        rank.recorder.add(devices.DEVICE_THROTTLED_SECONDS, 2.0, "cuda:0", "power_cap")
+        rank.recorder.add(devices.DEVICE_XID_ERRORS, 3.0, "cuda:0", "79")
+        rank.recorder.add(overhead.WATCH_SECONDS, 1.0, "hooks")
+    return folder
+
+
+AT_LIMITS = {
+    "skipped_ratio_high": 0.5,
+    "comm_coverage_low": 0.75,
+    "exposed_comm_ratio_high": 0.375,
+    "link_bandwidth_low": 0.5,
+    "straggler_score_high": 0.125,
+    "oom_risk_high": 0.5,
+    "data_ratio_high": 0.25,
+    "device_utilization_low": 0.875,
+    "throttled_ratio_high": 0.2,
+    "watch_ratio_high": 0.25,
+}
+
+
+def test_a_figure_at_its_limit_is_no_finding_but_a_risk_and_throttling_are(tmp_path: Path) -> None:
+    summary = summary_of(run_at_limits(tmp_path / "run", AT_LIMITS))
+
+    sentences = [finding.sentence for finding in summary.findings]
+    assert sentences == [
+        "Throttled seconds, power_cap: 2 seconds on all devices.",
+        "At the end, cuda:0 of rank 1 had a probability of 50 % to run out of memory within 50 "
+        "steps.",
+        "XID errors, 79: 3 times on all devices.",
+    ]
+
+
+def test_just_above_its_limit_neither_a_risk_nor_throttling_is_a_finding(tmp_path: Path) -> None:
+    limits = {**AT_LIMITS, "oom_risk_high": 0.501, "throttled_ratio_high": 0.201}
+
+    summary = summary_of(run_at_limits(tmp_path / "run", limits))
+
+    assert [finding.sentence for finding in summary.findings] == [
+        "XID errors, 79: 3 times on all devices."
+    ]
+
+
+def test_figures_beyond_their_limits_are_findings_by_severity_and_cost(tmp_path: Path) -> None:
+    limits = {
+        name: value + (0.001 if name.endswith("_low") else -0.001)
+        for name, value in AT_LIMITS.items()
+    }
+
+    summary = summary_of(run_at_limits(tmp_path / "run", limits))
+
+    found = [
+        (each.severity, each.name, pytest.approx(each.cost_ratio), each.sentence)
+        for each in summary.findings
+    ]
+    assert found == [
+        (
+            "critical",
+            "skipped_steps",
+            0,
+            "50 % of the steps were skipped by gradient overflow.",
+        ),
+        (
+            "warning",
+            "exposed_comm",
+            0.375,
+            "Training waited for communication 38 % of its time, mostly because each call has a "
+            "fixed cost.",
+        ),
+        ("warning", "data", 0.25, "Training waited for data 25 % of its time."),
+        (
+            "warning",
+            "device_events",
+            0.2,
+            "Throttled seconds, power_cap: 2 seconds on all devices.",
+        ),
+        (
+            "warning",
+            "straggler",
+            0.125,
+            "Rank 0 on node-0 was slower than the median rank in data, by 12 % of a step.",
+        ),
+        ("warning", "device_idle", 0.0625, "The GPUs were busy 88 % of the time."),
+        (
+            "warning",
+            "comm_coverage",
+            0,
+            "Only 75 % of the collectives were recorded, so communication takes more time than "
+            "shown.",
+        ),
+        (
+            "warning",
+            "link_bandwidth",
+            0,
+            "At the end, a link had 50 % of the best bandwidth that it has sustained.",
+        ),
+        (
+            "warning",
+            "oom_risk",
+            0,
+            "At the end, cuda:0 of rank 1 had a probability of 50 % to run out of memory within "
+            "50 steps.",
+        ),
+        ("warning", "device_events", 0, "XID errors, 79: 3 times on all devices."),
+        ("info", "monitoring_cost", 0.25, "Monitoring took 25 % of the ranks' time."),
+    ]
+    throttled, xid = (each for each in summary.findings if each.name == "device_events")
+    assert "cooling" in throttled.advice and "runbook" in xid.advice
+    assert summary.verdict == "50 % of the steps were skipped by gradient overflow."
+
+
+def exposed_finding(
+    folder: Path, causes: Mapping[str, float], *, volume: float | None = None, stage: str = "2"
+) -> Finding:
+    """The finding on a run that waits for communication half of its time."""
+    write_run(folder, record=lambda rank, step: step_record(step, comm_exposed_seconds=0.25))
+    with RecordedRank(folder, 0) as rank:
+        rank.recorder.add(training.STEPS, 10)
+        rank.recorder.add(training.PHASE_SECONDS, 4.0, "forward")
+        rank.recorder.add(communication.COMM_EXPOSED_SECONDS, 2.0, "dp")
+        identity = ("run", "1.0", "2.9", "0.18", "gloo", "cpu", stage, "2")
+        rank.recorder.set_info(training.RUN_INFO, *identity)
+        for cause, seconds in causes.items():
+            rank.recorder.add(communication.COMM_CAUSE_SECONDS, seconds, cause)
+        if volume is not None:
+            rank.recorder.set(communication.COMM_VOLUME_RATIO, volume)
+    [finding] = (each for each in summary_of(folder).findings if each.name == "exposed_comm")
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("causes", "why"),
+    [
+        ({}, ""),
+        ({"imbalance": 1.125}, ", mostly because another rank was late"),
+        ({"latency": 1.0}, ", for the largest part because each call has a fixed cost"),
+        (
+            {"redundancy": 0.5, "latency": 0.25},
+            ", for the largest part because more was sent than the ZeRO stage needs",
+        ),
+        ({"bandwidth": 1.5, "imbalance": 0.25}, ", mostly because the link was busy"),
+    ],
+)
+def test_the_main_cause_of_waiting_is_named_with_its_extent(
+    tmp_path: Path, causes: dict[str, float], why: str
+) -> None:
+    finding = exposed_finding(tmp_path / "run", causes)
+
+    assert finding.sentence == f"Training waited for communication 50 % of its time{why}."
+
+
+@pytest.mark.parametrize(
+    ("cause", "options", "advice"),
+    [
+        (None, {}, "The causes were not recorded"),
+        ("imbalance", {}, "Look at the slowest rank in the table of ranks."),
+        ("latency", {}, "Send fewer, larger messages"),
+        ("redundancy", {}, "more than the ZeRO stage needs."),
+        ("redundancy", {"volume": 1.5}, "needs. It sends 1.5 times the reference."),
+        ("bandwidth", {"stage": "2"}, "accumulation steps, or gradient compression."),
+        ("bandwidth", {"stage": "3"}, "steps, a lower ZeRO stage if memory allows, or gradient"),
+    ],
+)
+def test_the_advice_on_waiting_depends_on_its_cause(
+    tmp_path: Path, cause: str | None, options: dict[str, Any], advice: str
+) -> None:
+    finding = exposed_finding(tmp_path / "run", {cause: 1.0} if cause else {}, **options)
+
+    assert advice in finding.advice
+
+
+def memory_findings(folder: Path, device: str, headroom: float) -> list[Finding]:
+    """The findings on a rank with this share of free memory, and another with more of it."""
+
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(step, memory_bytes={device: {"allocated": 1e8, "limit": 1024.0**3}})
+
+    write_run(folder, record=record)
+    for number, ratio in enumerate((headroom + 0.2, headroom)):
+        with RecordedRank(folder, number) as rank:
+            rank.recorder.set(memory.MEMORY_HEADROOM, ratio * 1024**3, device)
+    return list(summary_of(folder).findings)
+
+
+@pytest.mark.parametrize(
+    ("device", "headroom", "severity", "sentence"),
+    [
+        (
+            "cuda:0",
+            0.0625,
+            "warning",
+            "Only 6.2 % of the memory of cuda:0 of rank 1 is free at the peak.",
+        ),
+        ("cpu", 0.0, "warning", "Only 0 % of the memory of cpu of rank 1 is free at the peak."),
+        (
+            "cuda:0",
+            0.625,
+            "info",
+            "62 % of the memory of cuda:0 of rank 1 was never used.",
+        ),
+    ],
+)
+def test_too_little_and_too_much_free_memory_of_the_tightest_rank_are_findings(
+    tmp_path: Path, device: str, headroom: float, severity: str, sentence: str
+) -> None:
+    [finding] = memory_findings(tmp_path / "run", device, headroom)
+
+    assert (finding.severity, finding.sentence) == (severity, sentence)
+
+
+@pytest.mark.parametrize(
+    ("device", "headroom"), [("cuda:0", 0.09), ("cuda:0", 0.5), ("cpu", 0.625)]
+)
+def test_a_usual_share_of_free_memory_is_no_finding(
+    tmp_path: Path, device: str, headroom: float
+) -> None:
+    assert memory_findings(tmp_path / "run", device, headroom) == []
+
+
+def test_a_leak_has_its_growth_its_largest_category_and_the_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    folder = write_run(tmp_path / "run", ranks=3)
+    for number, sizes in enumerate(((1, 2), (8, 4), (3, 5))):
+        with RecordedRank(folder, number, world_size=3) as rank:
+            for category, size in zip(("activations", "other"), sizes, strict=True):
+                rank.recorder.set(memory.MEMORY_LEAK, size * 1024**2, "cpu", category)
+
+    [finding] = summary_of(folder).findings
+
+    assert finding.sentence == (
+        "Memory of cpu of rank 1 grew by 12 MiB per step without larger batches (category "
+        "activations), and on 2 more ranks."
+    )
+
+
+@pytest.mark.parametrize(
+    ("phases", "sentences"),
+    [
+        ({"forward": 0.455, "checkpoint": 0.045}, []),
+        (
+            {"forward": 0.44, "checkpoint": 0.06},
+            ["Checkpoints and rebuilds took 12 % of the wall time."],
+        ),
+        ({"forward": 0.25, "other": 0.25}, []),
+        (
+            {"forward": 0.2, "other": 0.3},
+            [
+                "Training spent 60 % of its time outside of the model, the optimizer and the data "
+                "loader."
+            ],
+        ),
+    ],
+)
+def test_time_for_checkpoints_or_outside_of_the_passes_is_a_finding_from_its_limit_on(
+    tmp_path: Path, phases: dict[str, float], sentences: list[str]
+) -> None:
+    folder = write_run(
+        tmp_path / "run", record=lambda rank, step: step_record(step, phase_seconds=phases)
+    )
+
+    assert [each.sentence for each in summary_of(folder).findings] == sentences
+
+
+@pytest.mark.parametrize(
+    ("steps", "slow", "sentences"),
+    [
+        (100, 0.75, []),
+        (99, 1.25, []),
+        (100, 1.25, ["The slowest hundredth of the steps took 2.5 times the median or more."]),
+    ],
+)
+def test_steps_that_stall_are_a_finding_above_one_and_a_half_medians(
+    tmp_path: Path, steps: int, slow: float, sentences: list[str]
+) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(step, seconds=slow if step > steps - 2 else 0.5)
+
+    summary = summary_of(write_run(tmp_path / "run", steps=steps, record=record))
+
+    assert [each.sentence for each in summary.findings] == sentences
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(19, None), (20, 0.5)])
+def test_quantiles_need_twenty_steps(tmp_path: Path, steps: int, expected: float | None) -> None:
+    summary = summary_of(write_run(tmp_path / "run", steps=steps))
+
+    assert summary.figures["step_seconds_p50"] == expected
+
+
+@pytest.mark.parametrize(("steps", "loss"), [(1, 1), (10, 10), (11, 10.5), (130, 125.5)])
+def test_the_last_loss_is_the_mean_of_a_tenth_of_the_run_and_at_most_ten_steps(
+    tmp_path: Path, steps: int, loss: float
+) -> None:
+    folder = write_run(
+        tmp_path / "run", steps=steps, record=lambda rank, step: step_record(step, loss=step)
+    )
+
+    assert summary_of(folder).figures["loss"] == loss
+
+
+@pytest.mark.parametrize(("kept", "step_seconds"), [(5, (10 * 0.5 + 5 * 2) / 15), (4, 0.5)])
+def test_a_rank_with_half_of_the_steps_counts_and_one_with_less_does_not(
+    tmp_path: Path, kept: int, step_seconds: float
+) -> None:
+    folder = write_run(
+        tmp_path / "run",
+        record=lambda rank, step: step_record(step, seconds=2.0 if rank else 0.5),
+    )
+    log = folder / "rank-1.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:kept]))
+
+    assert summary_of(folder).figures["step_seconds"] == pytest.approx(step_seconds)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "reports", "status", "sentence"),
+    [
+        (("completed", "interrupted"), (), "interrupted", None),
+        (
+            ("peer_failed", "interrupted"),
+            (),
+            "interrupted",
+            None,
+        ),
+        (("peer_failed", "exception"), (), "exception", "The run ended by an exception."),
+        (
+            ("peer_failed", "completed"),
+            ("memory/leak-rank-0-1.txt",),
+            "peer_failed",
+            "The run ended by an exception of another rank.",
+        ),
+        (("exception",), ("hang-rank-0-1.txt",), "exception", "A report without text."),
+        ((), ("hang-rank-0-1.txt",), "hang", "A report without text."),
+        ((), ("hang-rank-0-1.txt", "oom/rank-0-1.txt"), "out_of_memory", "A report without text."),
+        ((), ("oom/rank-0-1.txt", "exits/rank-0-1.txt"), "killed", "A report without text."),
+        ((), (), "unknown", None),
+    ],
+)
+def test_the_end_of_a_run_is_the_gravest_reason_of_its_ranks_else_of_its_reports(
+    tmp_path: Path,
+    reasons: tuple[str, ...],
+    reports: tuple[str, ...],
+    status: str,
+    sentence: object,
+) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "targets.json").write_text('[{"targets": ["10.0.0.1:9464"]}]')
+    for number, reason in enumerate(reasons):
+        with RecordedRank(folder, number) as rank:
+            rank.recorder.set_info(training.RUN_END_INFO, reason)
+    for name in reports:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("")
+
+    summary = summary_of(folder)
+
+    assert summary.status == status
+    critical = (each.sentence for each in summary.findings if each.severity == "critical")
+    assert next(critical, None) == sentence
+
+
+def test_a_leak_of_a_run_that_failed_is_a_warning_and_names_its_file(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with RecordedRank(folder) as rank:
+        rank.recorder.set_info(training.RUN_END_INFO, "exception")
+    (folder / "memory").mkdir()
+    (folder / "memory/leak-rank-1-7.txt").write_text("memory grows at line 7.\nmore")
+
+    [exception, leak] = summary_of(folder).findings
+
+    assert exception.name == "exception"
+    assert leak == Finding(
+        severity="warning",
+        name="leak",
+        sentence="Memory grows at line 7.",
+        advice="Look at the allocation sites in the report. File: memory/leak-rank-1-7.txt.",
+    )
+
+
+def test_restarts_are_counted_from_the_attempts_of_the_steps_too(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    log = folder / "rank-1.jsonl"
+    log.write_text(log.read_text().replace('"attempt":0', '"attempt":3'))
+
+    summary = summary_of(folder)
+
+    assert summary.figures["attempts"] == 4
+    assert summary.findings[0].sentence == "The run was restarted 3 time(s)."
+
+
+@pytest.mark.parametrize(
+    ("age", "beginning"),
+    [
+        (299.0, "The run is active. Nothing holds"),
+        (300.0, "The run is active, but its last recorded step ended 5 min 0 s ago. Nothing"),
+    ],
+)
+def test_the_verdict_on_an_active_run_says_when_it_fell_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age: float, beginning: str
+) -> None:
+    folder = write_run(tmp_path / "run")  # its last step ends 5 s after the start
+    monkeypatch.setattr(run_summary, "is_locked", lambda folder: True)
+    monkeypatch.setattr(run_summary, "unix_seconds", lambda: STARTED + 5 + age)
+
+    summary = summary_of(folder)
+
+    assert summary.status == "running"
+    assert summary.verdict.startswith(beginning)
+
+
+@pytest.mark.parametrize(
+    ("phases", "exposed", "verdict"),
+    [
+        (
+            {"forward": 0.1, "backward": 0.2, "optimizer": 0.05, "other": 0.15},
+            0.05,
+            "Nothing holds this run back: forward, backward and optimizer take 70 % of its time, "
+            "communication was waited for 10 %.",
+        ),
+        (
+            {"forward": 0.1, "backward": 0.1, "optimizer": 0.05, "other": 0.25},
+            None,
+            "Nothing holds this run back: forward, backward and optimizer take 50 % of its time.",
+        ),
+        (
+            {"forward": 0.05, "generate": 0.1, "optimizer": 0.05, "other": 0.3},
+            None,
+            "The phase other takes 60 % of the time: neither data loading nor a pass. Forward, "
+            "backward and optimizer take 20 %, generation 20 %.",
+        ),
+    ],
+)
+def test_without_a_problem_the_verdict_has_the_share_of_the_passes(
+    tmp_path: Path, phases: dict[str, float], exposed: float | None, verdict: str
+) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(step, phase_seconds=phases, comm_exposed_seconds=exposed)
+
+    assert summary_of(write_run(tmp_path / "run", record=record)).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [
+        (None, "-"),
+        (0.0, "0 %"),
+        (0.0004, "< 0.1 %"),
+        (0.0006, "0.1 %"),
+        (0.0994, "9.9 %"),
+        (0.0996, "10 %"),
+        (-0.05, "-5.0 %"),
+        (1.234, "123 %"),
+    ],
+)
+def test_a_percentage_has_a_decimal_below_ten_percent(ratio: float | None, text: str) -> None:
+    assert percent(ratio) == text
+
+
+def test_a_decision_has_all_its_values(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    line = {
+        "number": 2**53 - 1,
+        "step": 105,
+        "changes": [
+            {"knob": "stage", "before": 2, "after": None},
+            {"knob": "python_gc", "before": True, "after": False},
+        ],
+        "verdict": "rejected",
+        "symptom": {"name": "data"},
+        "reason": "slower",
+        "numerics": "bitwise",
+        "gain": 0.11,
+        "lower": 0.08,
+        "upper": 0.14,
+        "predicted_gain": 0.2,
+        "pairs": 6,
+        "steps": 48,
+        "exploration_seconds": 2.5,
+    }
+    too_large = {**line, "number": 2**53}
+    (folder / "decisions.jsonl").write_text(f"{json.dumps(too_large)}\n{json.dumps(line)}\n")
+
+    assert summary_of(folder).tuner.decisions == (
+        TunerDecision(
+            number=2**53 - 1,
+            step=105,
+            change="stage 2 -> none, python_gc true -> false",
+            verdict="rejected",
+            symptom="data",
+            reason="slower",
+            numerics="bitwise",
+            gain=0.11,
+            lower=0.08,
+            upper=0.14,
+            predicted_gain=0.2,
+            pairs=6,
+            steps=48,
+            exploration_seconds=2.5,
+        ),
+    )
+
+
+def test_advice_has_no_measured_gain_and_no_trial(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    symptom = {"name": "data"}
+    texts = {"verdict": "advised", "symptom": symptom, "reason": "", "numerics": ""}
+    (folder / "decisions.jsonl").write_text(
+        json.dumps({"number": 1, "step": 5, "changes": [], **texts})
+    )
+
+    [found] = summary_of(folder).tuner.decisions
+
+    assert (found.gain, found.lower, found.upper, found.predicted_gain) == (None,) * 4
+    assert (found.pairs, found.steps, found.exploration_seconds) == (0, 0, 0.0)
+
+
+def test_the_tuner_has_its_current_state_and_the_symptoms_above_zero(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", settings={"tuner": {"mode": "advise"}})
+    with RecordedRank(folder) as rank:
+        rank.recorder.set(tuner.TUNER_STATE, 0, "observe")
+        rank.recorder.set(tuner.TUNER_STATE, 1, "trial")
+        rank.recorder.set(tuner.TUNER_SYMPTOM, 0.0, "data_bound")
+        rank.recorder.set(tuner.TUNER_SYMPTOM, 0.3, "host_bound")
+
+    found = summary_of(folder).tuner
+
+    assert (found.mode, found.state, found.symptoms) == ("advise", "trial", {"host_bound": 0.3})
+
+
+@pytest.mark.parametrize(("size", "samples"), [(1, 32.0), (2, None)])
+def test_ranks_share_samples_if_the_ds_config_slices_the_model(
+    tmp_path: Path, size: int, samples: float | None
+) -> None:
+    config = {"tensor_parallel": {"autotp_size": size}}
+
+    summary = summary_of(write_run(tmp_path / "run", ds_config=config))
+
+    assert summary.figures["samples_per_second"] == samples

@@ -5,6 +5,7 @@ Covers `live_run.py` and `recent_seconds.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,14 +13,29 @@ from fakes.clock import FakeClock
 from live_runs import RUN_ID
 from served_ranks import ServedRank, two_ranks
 
-from zerowatch.metrics.catalog import communication, overhead, training
+from zerowatch.metrics.catalog import communication, devices, memory, overhead, training, tuner
+from zerowatch.metrics.exporters.prometheus import exposition
 from zerowatch.metrics.recorder import Recorder
+from zerowatch.runtime.live_page.step_history import Point
 from zerowatch.runtime.top import panels
 from zerowatch.runtime.top.http_client import Access, HttpClient, NoAnswerError
-from zerowatch.runtime.top.live_run import MAX_SCRAPES, LiveRun, Target
-from zerowatch.runtime.top.recent_seconds import RecentSeconds
+from zerowatch.runtime.top.live_run import (
+    MAX_SCRAPES,
+    LiveRun,
+    Target,
+    format_seconds,
+    with_rest,
+)
+from zerowatch.runtime.top.recent_seconds import RecentSeconds, Spent, combined
 from zerowatch.runtime.top.run_source import ServedRun
-from zerowatch.runtime.top.run_view import RunView
+from zerowatch.runtime.top.run_view import (
+    AlertView,
+    MemoryView,
+    RankView,
+    RunView,
+    Share,
+    TunerView,
+)
 
 
 def read(rank: ServedRank) -> RunView:
@@ -255,3 +271,323 @@ def test_labels_of_a_rank_send_no_codes_to_the_terminal() -> None:
     )
     assert not any("\x1b" in text.plain for text in drawn)
     assert [code in text.plain for code, text in zip(("[3J", "[2J", "[2J"), drawn, strict=True)]
+
+
+def full_rank(number: int, *, steps: int = 20) -> Recorder:
+    """A rank of two, in which no two figures are equal."""
+    recorder = Recorder()
+    recorder.set(training.RUN_ACTIVE, 1)
+    recorder.set(training.WORLD_SIZE, 2)
+    info = ("night-7", "0.1.0", "2.9.0", "0.19.3", "nccl", "cuda", "3", "2")
+    recorder.set_info(training.RUN_INFO, *info)
+    recorder.set(training.RUN_ATTEMPT, 1)
+    recorder.add(training.STEPS, steps)
+    recorder.set(training.STEP_DURATION_QUANTILE, 0.5 + number, "0.5")
+    recorder.set(training.STEP_DURATION_QUANTILE, 0.75, "0.99")
+    recorder.add(training.SKIPPED_STEPS, 3)
+    recorder.set(training.LOSS, 2.5)
+    recorder.set(training.GRADIENT_NORM, 1.25)
+    recorder.set(training.LEARNING_RATE, 1e-4)
+    recorder.set(training.MFU, (0.25, 0.5)[number])
+    recorder.add(training.SAMPLES, 160)
+    recorder.add(training.TOKENS, (20_480, 10_240)[number])
+    seconds = {"data": 0.5, "forward": 2.0, "backward": 5.5, "eval": 1.5, "checkpoint": 0.5}
+    for phase, spent in seconds.items():
+        recorder.add(training.PHASE_SECONDS, spent * (1 + number), phase)
+    recorder.add(communication.COMM_SECONDS, 4.0, "dp")
+    recorder.add(communication.COMM_EXPOSED_SECONDS, (1.6, 2.0)[number], "dp")
+    recorder.add(communication.COMM_WAIT_SECONDS, (0.8, 0.4)[number], "dp")
+    recorder.add(communication.COMM_CAUSE_SECONDS, 1.2, "latency")
+    recorder.add(communication.COMM_CAUSE_SECONDS, 0.3 * number, "bandwidth")
+    recorder.set(communication.STRAGGLER_SCORE, (0.01, 0.07)[number], "data")
+    recorder.set(communication.STRAGGLER_SCORE, -0.02, "forward")
+    for device, peak, limit in (("cpu", 1e9, 4e9), ("cuda:0", (6e9, 7e9)[number], 8e9)):
+        recorder.set(memory.MEMORY_PEAK, peak, device, "allocated")
+        recorder.set(memory.MEMORY_LIMIT, limit, device)
+        recorder.set(devices.DEVICE_UTILIZATION, (0.95, 0.6 + number / 10)[device != "cpu"], device)
+    recorder.set(memory.OOM_RISK, (0.301, 0.299)[number], "cuda:0")
+    recorder.set(memory.MEMORY_PREDICTED_PEAK, 7.5e9, "cuda:0")
+    recorder.set(memory.MEMORY_BASELINE, 2e9, "cuda:0")
+    recorder.set(memory.MEMORY_CATEGORY_BYTES, 1e9, "cuda:0", "parameters")
+    recorder.set(memory.MEMORY_CATEGORY_BYTES, 3e9, "cuda:0", "activations")
+    recorder.set(tuner.TUNER_STATE, 1, "trial")
+    recorder.set(tuner.TUNER_SYMPTOM, 0.2, "data_bound")
+    recorder.set(tuner.TUNER_SYMPTOM, 0.3, "comm_bandwidth")
+    recorder.set(tuner.TUNER_KNOB_VALUE, 50_000, "reduce_bucket_size")
+    recorder.set(tuner.TUNER_GAIN, 0.07, "reduce_bucket_size")
+    recorder.set(tuner.TUNER_KNOB_VALUE, 2.0, "num_workers")
+    recorder.add(tuner.TUNER_DECISIONS, 2, "accepted")
+    recorder.add(tuner.TUNER_DECISIONS, 1, "rolled_back")
+    return recorder
+
+
+def read_ranks(
+    recorders: Sequence[Recorder], *, unix_now: float = 5000.0, notes: Sequence[str] = ()
+) -> RunView:
+    texts = [exposition(each.snapshot(), rank, "")[1] for rank, each in enumerate(recorders)]
+    run = LiveRun(
+        "night-7",
+        "http://a:1/targets",
+        lambda url: texts[int(url)],
+        now=FakeClock(),
+        unix_now=lambda: unix_now,
+    )
+    targets = [Target(rank=rank, node=f"node-{rank}", url=str(rank)) for rank in range(len(texts))]
+    return run.read(targets, notes)
+
+
+def share(name: str, seconds: float) -> Share:
+    """A share of the two ranks: 40 steps of 24 s of training."""
+    return Share(
+        name=name, ratio=pytest.approx(seconds / 24), seconds_per_step=pytest.approx(seconds / 40)
+    )
+
+
+def test_the_view_of_an_active_run_has_the_figures_of_all_ranks() -> None:
+    view = read_ranks([full_rank(0), full_rank(1)], notes=["other runs"])
+
+    assert view == RunView(
+        run_id="night-7",
+        status="training",
+        source="http://a:1/targets",
+        is_live=True,
+        at=5000.0,
+        period="since the start",
+        facts=[
+            ("steps", "20"),
+            ("step p50", "500 ms"),
+            ("p99", "750 ms"),
+            ("tokens/s", "2,048"),  # 30,720 tokens in 15 s of each rank
+            ("loss", "2.5"),
+            ("MFU", "37.5%"),
+            ("grad norm", "1.25"),
+            ("lr", "0.0001"),
+            ("skipped", "3"),
+            ("ZeRO", "3"),
+            ("backend", "nccl"),
+            ("attempt", "1"),
+        ],
+        phases=[
+            share("data", 1.5),
+            share("forward", 6.0),
+            share("backward", 16.5),
+            share("eval", 4.5),
+            share("checkpoint", 1.5),
+        ],
+        exposed=share("exposed", 3.6),
+        causes=[
+            share("latency", 2.4),
+            share("bandwidth", 0.3),
+            share("imbalance", 0.0),
+            share("redundancy", 0.0),
+            share("unknown", 0.9),
+        ],
+        memory=[
+            MemoryView(
+                device="cuda:0 rank 1",  # equal risks in whole percents, and more in use
+                peak_bytes=7e9,
+                limit_bytes=8e9,
+                predicted_bytes=7.5e9,
+                risk_ratio=0.299,
+                categories={"activations": 3e9, "baseline": 2e9, "parameters": 1e9},
+            ),
+            MemoryView(
+                device="cpu rank 0",
+                peak_bytes=1e9,
+                limit_bytes=4e9,
+                predicted_bytes=None,
+                risk_ratio=None,
+                categories={},
+            ),
+        ],
+        ranks=[
+            RankView(
+                rank=0,
+                node="node-0",
+                state="running",
+                age_seconds=0.0,
+                steps=20,
+                step_seconds=0.5,
+                exposed_ratio=pytest.approx(0.2),
+                wait_ratio=pytest.approx(0.1),
+                data_ratio=pytest.approx(0.0625),
+                memory_ratio=0.75,
+                risk_ratio=0.301,
+                utilization_ratio=0.6,
+                mfu_ratio=0.25,
+                straggler_score=0.01,
+                straggler_phase="data",
+            ),
+            RankView(
+                rank=1,
+                node="node-1",
+                state="running",
+                age_seconds=0.0,
+                steps=20,
+                step_seconds=1.5,
+                exposed_ratio=pytest.approx(0.125),
+                wait_ratio=pytest.approx(0.025),
+                data_ratio=pytest.approx(0.0625),
+                memory_ratio=0.875,
+                risk_ratio=0.299,
+                utilization_ratio=0.7,
+                mfu_ratio=0.5,
+                straggler_score=0.07,
+                straggler_phase="data",
+            ),
+        ],
+        alerts=[
+            AlertView(
+                severity="warning",
+                name="ZerowatchStragglerRank",
+                text="rank 1 is slow in data: 7% of a step",
+            )
+        ],
+        alerts_source="the ranks' own signals",
+        tuner=TunerView(
+            state="trial",
+            symptoms={"comm_bandwidth": 0.3, "data_bound": 0.2},
+            knobs={"reduce_bucket_size": "50,000 (+7%)", "num_workers": "2"},
+            decisions=["decisions: 2 accepted, 1 rolled back"],
+        ),
+        straggler_threshold=0.05,
+        notes=["other runs"],
+    )
+    assert list(view.tuner.symptoms) == ["comm_bandwidth", "data_bound"]
+    assert list(view.memory[0].categories) == ["activations", "baseline", "parameters"]
+
+
+def test_a_threshold_of_the_run_replaces_the_default() -> None:
+    ranks = [full_rank(0), full_rank(1)]
+    ranks[0].set(training.ALERT_THRESHOLD, 0.08, "straggler_score_high")
+
+    view = read_ranks(ranks)
+
+    assert (view.straggler_threshold, view.alerts) == (0.08, [])
+
+
+@pytest.mark.parametrize(
+    ("unexplained", "names"),
+    [
+        (0.004, ["latency", "bandwidth", "imbalance", "redundancy"]),
+        (0.006, ["latency", "bandwidth", "imbalance", "redundancy", "unknown"]),
+    ],
+)
+def test_a_rest_of_half_a_percent_is_no_cause(unexplained: float, names: list[str]) -> None:
+    causes = [Share(name=name, ratio=ratio, seconds_per_step=None) for name, ratio in (
+        ("latency", 1 - unexplained), ("bandwidth", 0.0), ("imbalance", 0.0), ("redundancy", 0.0),
+    )]  # fmt: skip
+    rest = Share(name="unknown", ratio=unexplained, seconds_per_step=None)
+
+    assert [cause.name for cause in with_rest(causes, rest)] == names
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.1234, "123 ms"),
+        (0.9994, "999 ms"),
+        (0.9996, "1 s"),
+        (1.5349, "1.53 s"),
+        (119.4, "119 s"),
+        (120.0, "2.0 min"),
+        (150.0, "2.5 min"),
+    ],
+)
+def test_a_duration_has_three_digits_and_its_unit(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def grown(steps: int, seconds: float) -> Recorder:
+    """A rank after some steps, whose counters grow by other amounts with each step."""
+    recorder = Recorder()
+    recorder.add(training.STEPS, steps)
+    recorder.add(training.PHASE_SECONDS, seconds, "forward")
+    recorder.add(training.PHASE_SECONDS, seconds / 4, "eval")
+    recorder.add(communication.COMM_EXPOSED_SECONDS, seconds / 8, "dp")
+    recorder.add(communication.COMM_WAIT_SECONDS, seconds / 16, "dp")
+    recorder.add(communication.COMM_CAUSE_SECONDS, seconds / 32, "latency")
+    recorder.add(training.SAMPLES, 8 * steps)
+    recorder.add(training.TOKENS, 64 * steps)
+    recorder.add(training.NONFINITE_LOSSES, steps / 10)
+    return recorder
+
+
+def spent_between(old: tuple[int, float], new: tuple[int, float], seconds: float) -> Spent:
+    recent = RecentSeconds()
+    recent.add(grown(*old).snapshot(), now=100.0)
+    recent.add(grown(*new).snapshot(), now=100.0 + seconds)
+    return recent.spent()
+
+
+def test_the_increases_between_two_scrapes_are_those_of_each_counter() -> None:
+    spent = spent_between((10, 8.0), (40, 40.0), 24.0)
+
+    assert spent == Spent(
+        is_whole=False,
+        period_seconds=24.0,
+        ranks=1,
+        steps=30,
+        phases={"forward": 32.0, "eval": 8.0},
+        exposed=4.0,
+        wait=2.0,
+        causes={"latency": 1.0},
+        samples=240,
+        tokens=1920,
+        nonfinite_losses=3.0,
+    )
+    assert spent.training_seconds == 32.0
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds", "is_whole", "period"),
+    [(20, 20.0, False, 20.0), (20, 19.0, True, 50.0), (19, 20.0, True, 50.0)],
+)
+def test_figures_are_of_the_whole_run_before_twenty_seconds_and_ten_steps(
+    steps: int, seconds: float, is_whole: bool, period: float
+) -> None:
+    spent = spent_between((10, 8.0), (steps, 40.0), seconds)
+
+    assert (spent.is_whole, spent.period_seconds) == (is_whole, period)
+
+
+def test_the_sums_over_ranks_are_unknown_if_one_is() -> None:
+    first, second = spent_between((0, 0.0), (4, 8.0), 1.0), spent_between((0, 0.0), (6, 16.0), 1.0)
+
+    total = combined([first, replace(second, tokens=None)])
+
+    assert total == Spent(
+        is_whole=True,
+        period_seconds=15.0,
+        ranks=2,
+        steps=10,
+        phases={"forward": 24.0, "eval": 6.0},
+        exposed=3.0,
+        wait=1.5,
+        causes={"latency": 0.75},
+        samples=80,
+        tokens=None,
+        nonfinite_losses=pytest.approx(1.0),
+    )
+    assert combined([]) is None
+
+
+def test_a_point_has_the_increases_of_a_rank() -> None:
+    spent = spent_between((0, 0.0), (10, 8.0), 1.0)
+
+    assert spent.point(77.0) == Point(
+        step=0,
+        ended_at=77.0,
+        seconds=10.0,
+        steps=10,
+        phase_seconds=[0.0, 8.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0],
+        timed_seconds=8.0,
+        exposed_seconds=1.0,
+        loss_sum=0.0,
+        loss_steps=0,
+        nonfinite_losses=1,
+        samples=80,
+        tokens=640,
+        peak_bytes={},
+    )
+    assert replace(spent, exposed=None).point(77.0).timed_seconds == 0.0
