@@ -10,7 +10,7 @@ def format_bytes(num_bytes: float | None) -> str:
     if num_bytes is None:
         return UNKNOWN
     for unit in ("B", "KiB", "MiB"):
-        if abs(num_bytes) < 1000:
+        if abs(num_bytes) < 999.5:  # what is more has four digits once it is rounded
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1024
     unit, size = ("GiB", num_bytes) if abs(num_bytes) < 1000 else ("TiB", num_bytes / 1024)
@@ -20,7 +20,7 @@ def format_bytes(num_bytes: float | None) -> str:
 def format_count(number: int) -> str:
     """Write a count with K, M or B (10^9) and three digits, such as 125M."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= size:
+        if number >= 0.9995 * size and number >= 1000:
             return f"{number / size:.3g}{unit}"
     return str(number)
 
@@ -35,8 +35,8 @@ def format_seconds(seconds: float | None) -> str:
     if seconds is None:
         return UNKNOWN
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}" if seconds < 1000 else f"{seconds:,.0f} {unit}"
+        if seconds >= 0.9995 * size:
+            return f"{seconds / size:.3g} {unit}" if seconds < 999.5 else f"{seconds:,.0f} {unit}"
     return f"{seconds / 1e-6:.3g} µs" if seconds else "0 s"
 
 

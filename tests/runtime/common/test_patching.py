@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from zerowatch.runtime.common.patching import AttributePatch
+from zerowatch.runtime.common.patching import AttributePatch, MethodPatches, PatchSet
 
 
 class Engine:
@@ -71,3 +71,51 @@ def test_a_patch_does_not_keep_its_owner_alive() -> None:
 
     assert gone() is None
     wrap.restore()
+
+
+class Library:
+    @staticmethod
+    def first() -> str:
+        return "first"
+
+    @staticmethod
+    def second() -> str:
+        return "second"
+
+
+def test_a_set_wraps_what_the_owner_has_and_restores_it_from_the_last_patch_on() -> None:
+    library, patches = Library(), PatchSet()
+
+    patches.add(library, "first", doubled)
+    patches.add(library, "first", lambda original: lambda: original() + "!")
+    patches.add_existing(library, ("second", "third"), doubled)
+    during = (len(patches), library.first(), library.second())
+    patches.restore()
+    patches.restore()
+
+    assert during == (3, "firstfirst!", "secondsecond")
+    assert (len(patches), vars(library)) == (0, {})
+    assert (library.first(), library.second()) == ("first", "second")
+
+
+def test_a_wrapper_has_the_name_of_the_original() -> None:
+    engine = Engine()
+
+    AttributePatch(engine, "step", doubled)
+
+    assert engine.step.__name__ == "step"
+
+
+def test_a_replaced_method_is_called_until_the_patches_are_closed() -> None:
+    engine = Engine()
+    patches = MethodPatches(engine)
+
+    patches.replace("step", doubled)
+    kept = engine.step
+    during = engine.step()
+    patches.close()
+    patches.close()
+
+    assert during == "steppedstepped"
+    assert kept() == "stepped"  # a wrapper around ours still calls it
+    assert vars(engine) == {}

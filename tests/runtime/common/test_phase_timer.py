@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from zerowatch.metrics.catalog.labels import PHASES
 from zerowatch.runtime.common.phase_timer import (
     BACKWARD,
@@ -9,6 +11,7 @@ from zerowatch.runtime.common.phase_timer import (
     DATA,
     EVAL,
     FORWARD,
+    GENERATE,
     OPTIMIZER,
     OTHER,
     UNCOUNTED,
@@ -141,3 +144,88 @@ def test_idle_seconds_are_those_since_the_last_change_of_phase() -> None:
     time.ns = 3_500_000_000
 
     assert timer.idle_seconds() == 1.5
+
+
+def test_intervals_are_kept_in_order_once_they_are_recorded() -> None:
+    time = HandTurned()
+    timer = PhaseTimer(time)
+    timer.enter(FORWARD)
+    time.ns = 3
+    before = list(timer.drain_intervals())
+    timer.record_intervals()
+
+    timer.leave()
+    time.ns = 8
+    timer.enter(BACKWARD)
+    time.ns = 19
+    timer.leave()
+
+    assert before == []
+    assert list(timer.drain_intervals()) == [(FORWARD, 0, 3), (OTHER, 3, 8), (BACKWARD, 8, 19)]
+    assert list(timer.drain_intervals()) == []
+
+
+def test_of_very_many_intervals_the_last_4096_are_kept() -> None:
+    time = HandTurned()
+    timer = PhaseTimer(time)
+    timer.record_intervals()
+    for number in range(5000):
+        time.ns = number
+        timer.enter(FORWARD)
+
+    kept = list(timer.drain_intervals())
+
+    assert (len(kept), kept[0], kept[-1]) == (
+        4096,
+        (FORWARD, 5000 - 4097, 5000 - 4096),
+        (FORWARD, 4998, 4999),
+    )
+
+
+def test_the_listeners_hear_the_phase_that_ends() -> None:
+    timer = PhaseTimer(HandTurned())
+    changes: list[int] = []
+    ends: list[int] = []
+    timer.on_change, timer.on_interval_end = changes.append, ends.append
+
+    timer.enter(DATA)
+    timer.enter(EVAL)
+    timer.leave()
+    timer.stop()
+    timer.leave()
+
+    assert changes == [OTHER, DATA, EVAL, DATA, DATA]
+    assert ends == [OTHER, DATA, EVAL, DATA, UNCOUNTED]
+
+
+@pytest.mark.parametrize(
+    ("phase", "leaves"),
+    [(FORWARD, False), (DATA, False), (GENERATE, False), (EVAL, True), (CHECKPOINT, True)],
+)
+def test_training_is_left_by_an_evaluation_or_a_checkpoint(phase: int, leaves: bool) -> None:
+    timer = PhaseTimer(HandTurned())
+
+    timer.enter(phase)
+
+    assert timer.left_training is leaves
+
+
+@pytest.mark.parametrize(
+    ("phase", "passes_ns", "begun"),
+    [(FORWARD, 7, True), (BACKWARD, 7, True), (OPTIMIZER, 0, False), (EVAL, 0, False)],
+)
+def test_a_step_has_begun_once_a_pass_has(phase: int, passes_ns: int, begun: bool) -> None:
+    time = HandTurned()
+    timer = PhaseTimer(time)
+    before = timer.is_between_steps()
+
+    timer.enter(phase)
+    within = timer.is_between_steps()
+    time.ns = 7
+    timer.leave()
+
+    assert (before, within) == (True, phase == EVAL)
+    assert timer.passes_ns() == passes_ns
+    assert timer.is_between_steps() is not begun
+    timer.drain()
+    assert timer.is_between_steps()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zerowatch.runtime.common.step_errors import MAX_ERRORS, MAX_MESSAGE, StepErrors
+from zerowatch.runtime.common.step_errors import MAX_ERRORS, MAX_MESSAGE, StepError, StepErrors
 
 
 def test_errors_are_taken_once_and_by_their_time():
@@ -52,3 +52,15 @@ def test_an_exception_is_named_with_its_module():
 
     [error] = errors.take(0, 2**63)
     assert error.type_name == f"{__name__}.{TooLittle.__qualname__}"
+
+
+def test_an_interval_includes_both_its_ends_and_no_more() -> None:
+    clock = iter((9, 10, 30, 31))
+    errors = StepErrors(unix_ns=lambda: next(clock))
+    for kind in ("hang", "out_of_memory", "run_failed", "window_discarded"):
+        errors.add(kind, "a", "b")  # type: ignore[arg-type]
+
+    assert errors.take(10, 30) == [
+        StepError(kind="out_of_memory", unix_ns=10, type_name="a", message="b"),
+        StepError(kind="run_failed", unix_ns=30, type_name="a", message="b"),
+    ]

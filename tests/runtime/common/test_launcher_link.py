@@ -1,0 +1,86 @@
+"""Tests of how rank 0 names the run folder to the launcher that started it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from zerowatch.runtime.common.launcher_link import (
+    has_launcher,
+    receive_run_folder,
+    send_run_folder,
+)
+
+VARIABLE = "_ZEROWATCH_RUN_FOLDER_FILE"
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def test_without_a_launcher_nothing_is_sent(tmp_path: Path) -> None:
+    send_run_folder(tmp_path)
+
+    assert not has_launcher()
+
+
+def test_the_launcher_receives_the_last_folder_and_leaves_no_trace(tmp_path: Path) -> None:
+    with receive_run_folder() as receiver:
+        before = receiver.folder()
+        seen = has_launcher()
+        folders = []
+        for name in ("one", "two"):
+            send_run_folder(tmp_path / name)
+            folders.append(receiver.folder())
+        file = Path(os.environ[VARIABLE].partition(" ")[2])
+
+    assert (before, seen) == (None, True)
+    assert folders == [tmp_path / "one", tmp_path / "two"]
+    assert not file.parent.exists()
+    assert VARIABLE not in os.environ
+
+
+def test_a_launcher_within_a_launcher_gives_the_outer_one_its_variable_back() -> None:
+    os.environ[VARIABLE] = "1 /outer"
+
+    with receive_run_folder():
+        during = os.environ[VARIABLE]
+
+    assert during != "1 /outer"
+    assert os.environ.pop(VARIABLE) == "1 /outer"
+
+
+@pytest.mark.parametrize(
+    ("process", "is_ours"), [("parent", True), ("this", True), ("other", False)]
+)
+def test_only_a_process_that_the_launcher_started_has_a_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process: str, is_ours: bool
+) -> None:
+    pid = {"parent": os.getppid(), "this": os.getpid(), "other": 1234567}[process]
+    file = tmp_path / "with a space"
+    monkeypatch.setenv(VARIABLE, f"{pid} {file}")
+
+    send_run_folder(tmp_path / "run")
+
+    assert has_launcher() is is_ours
+    assert file.exists() is is_ours
+
+
+def test_a_launcher_without_a_file_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(os.getppid()))
+
+    assert not has_launcher()
+
+
+def test_a_launcher_that_has_ended_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").touch()
+    monkeypatch.setenv(VARIABLE, f"{os.getppid()} {tmp_path}/gone/file")
+
+    send_run_folder(tmp_path)
+
+    assert [each.name for each in tmp_path.iterdir()] == ["gone"]
