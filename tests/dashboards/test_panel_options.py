@@ -12,9 +12,14 @@ from zerowatch.dashboards.definitions import (
     DASHBOARDS,
     across_ranks,
     communication,
+    compare,
+    devices,
     memory,
     overhead,
+    overview,
+    runs,
     shared_panels,
+    step_anatomy,
     tuner,
 )
 from zerowatch.dashboards.grafana.dashboard import Dashboard, Row
@@ -23,7 +28,12 @@ from zerowatch.dashboards.grafana.panels import Column, Panel, Stat, Step, Table
 from zerowatch.metrics.catalog import CATALOG
 
 OPTIONS = Path(__file__).with_name("panel_options.txt").read_text()
-BY_NAME = {dashboard.name: dashboard for dashboard in DASHBOARDS}
+BY_NAME = {
+    page.DASHBOARD.name: page.DASHBOARD
+    for page in (
+        *(runs, overview, step_anatomy, communication, memory, devices, tuner, overhead, compare),
+    )
+}
 PANELS = [
     pytest.param(panel, id=f"{dashboard.name}: {panel.title}")
     for dashboard in DASHBOARDS
@@ -115,6 +125,10 @@ def table(panel: Table) -> Iterator[str]:
         yield f"at last {'+'.join(panel.after)}"
     if panel.lower_case:
         yield f"lower case {'+'.join(panel.lower_case)}"
+
+
+def test_the_dashboards_are_in_the_order_in_which_to_read_them() -> None:
+    assert tuple(BY_NAME.values()) == DASHBOARDS
 
 
 @pytest.mark.parametrize("name", BY_NAME)

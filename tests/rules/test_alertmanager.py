@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from fakes.scraper import eventually
 from require import program
 from rules.promtool import written
@@ -238,3 +239,35 @@ def test_an_alert_inhibits_exactly_its_consequences(run, raised, expected, alert
     # An alert counts as active until it was looked at for the first time.
     eventually(lambda: alertmanager.alerts(run) == expected, pause=0.2)
     assert alertmanager.alerts(run) == expected
+
+
+def test_messages_wait_and_repeat_by_severity():
+    content = yaml.safe_load(rule_files()[FILE])
+    durations = ("group_wait", "group_interval", "repeat_interval")
+    routes = [
+        (route["matchers"], route["receiver"], *(route[name] for name in durations))
+        for route in content["route"]["routes"]
+    ]
+
+    assert routes == [
+        (['severity="critical"'], "critical", "20s", "1m", "1h"),
+        (['severity="warning"'], "warning", "30s", "5m", "4h"),
+        (['severity="info"'], "info", "5m", "5m", "1d"),
+        (['severity="none"'], "watchdog", "0d", "1m", "5m"),
+    ]
+    assert [content["route"][name] for name in ("receiver", *durations)] == [
+        *("warning", "30s", "5m", "4h"),
+    ]
+    assert content["route"]["group_by"] == ["job", "run", "alertname"]
+
+
+def test_resolved_alerts_are_sent_too_and_the_watchdog_only_where_a_service_is_connected():
+    content = yaml.safe_load(rule_files(webhook_url="http://there/")[FILE])
+
+    webhook = [{"url": "http://there/", "send_resolved": True}]
+    assert content["receivers"] == [
+        {"name": "critical", "webhook_configs": webhook},
+        {"name": "warning", "webhook_configs": webhook},
+        {"name": "info", "webhook_configs": webhook},
+        {"name": "watchdog"},
+    ]
