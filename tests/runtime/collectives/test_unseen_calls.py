@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from fakes.clock import FakeClock
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
@@ -12,6 +13,7 @@ from zerowatch.runtime.collectives.groups import CollectiveCall
 from zerowatch.runtime.collectives.unseen_calls import (
     MIN_PAUSE_SECONDS,
     FlightRecorder,
+    UnseenCallCounter,
     UnseenCalls,
 )
 
@@ -75,7 +77,9 @@ def test_an_unseen_call_has_its_operation_bytes_and_phase(
     assert OPS[call.op] == op
     assert call.payload_bytes == payload_bytes
     assert call.phase == BACKWARD
+    assert call.group is group
     assert not call.timed  # when it ended is not known
+    assert (call.is_lost, call.settled, call.dtype) == (True, True, torch.float32)
 
 
 def test_calls_that_a_wrapper_recorded_are_not_counted_again() -> None:
@@ -139,3 +143,193 @@ def test_a_slow_read_makes_the_pause_longer() -> None:
     clock.seconds += 10 * MIN_PAUSE_SECONDS
 
     assert not flight.read_for(unseen(group, 1, counted_at=clock.seconds), at_once=False)
+
+
+@pytest.mark.parametrize(("seconds", "is_read"), [(19.9, False), (20.1, True)])
+def test_reading_takes_at_most_one_two_hundredth_of_the_time(seconds: float, is_read: bool) -> None:
+    clock, group = FakeClock(), Group()
+
+    def dump() -> dict[str, Any]:
+        clock.seconds += 0.1
+        return {}
+
+    flight = FlightRecorder(dump, now=clock)
+    began = clock.seconds
+    flight.read_for(unseen(group, 1), at_once=False)
+    clock.seconds = began + seconds
+
+    assert flight.read_for(unseen(group, 1, counted_at=clock.seconds), False) is is_read
+
+
+def test_calls_that_were_counted_before_the_last_read_need_no_other() -> None:
+    clock, reads = FakeClock(), list[float]()
+
+    def dump() -> dict[str, Any]:
+        reads.append(clock.seconds)
+        return {}
+
+    flight = FlightRecorder(dump, now=clock)
+    for counted_at in (1000.0, 999.0, 1000.0):
+        assert flight.read_for(unseen(Group(), 1, counted_at=counted_at), at_once=False)
+
+    assert reads == [1000.0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "itemsize"),
+    [
+        ("Double", 8),
+        ("Half", 2),
+        ("BFloat16", 2),
+        ("Long", 8),
+        ("Int", 4),
+        ("Short", 2),
+        ("Char", 1),
+        ("Byte", 1),
+        ("Bool", 1),
+    ],
+)
+def test_the_bytes_of_an_unseen_call_are_those_of_its_dtype(dtype: str, itemsize: int) -> None:
+    flight, step = recorder([entry(1, "gloo:all_reduce", 100, dtype)]), unseen(Group(), 1)
+    flight.read_for(step, at_once=False)
+
+    (call,) = flight.end_step(step)
+
+    assert call.payload_bytes == 100 * itemsize
+
+
+@pytest.mark.parametrize(
+    ("changes", "payload_bytes"),
+    [
+        ({"input_sizes": [[3, 5], [7]]}, 4 * (15 + 7)),  # one dtype for all
+        ({"input_sizes": [[3], [7]], "input_dtypes": ["Float", "Half"]}, 4 * 3 + 2 * 7),
+        ({"input_sizes": [[]]}, 4),
+    ],
+)
+def test_a_call_of_several_tensors_has_the_bytes_of_all(
+    changes: dict[str, Any], payload_bytes: int
+) -> None:
+    flight = recorder([entry(1, "nccl:allreduce_coalesced", 1) | changes])
+    step = unseen(Group(), 1)
+    flight.read_for(step, at_once=False)
+
+    (call,) = flight.end_step(step)
+
+    assert (OPS[call.op], call.payload_bytes) == ("all_reduce", payload_bytes)
+
+
+def test_a_barrier_has_no_payload_and_messages_are_left_out() -> None:
+    message = entry(1, "nccl:all_reduce", 100) | {"is_p2p": True}
+    flight = recorder([message, entry(2, "gloo:barrier", 0)])
+    step = unseen(Group(), 1, first=2)
+    flight.read_for(step, at_once=False)
+
+    (call,) = flight.end_step(step)
+
+    assert (OPS[call.op], call.payload_bytes, call.dtype) == ("barrier", 0, None)
+
+
+def test_calls_of_several_groups_are_found_apart() -> None:
+    one, other = Group(), Group()
+    entries = [
+        entry(3, "gloo:all_reduce", 5),
+        entry(3, "gloo:broadcast", 7) | {"process_group": ("1", "")},
+    ]
+    flight = recorder(entries)
+    step: Any = UnseenCalls(
+        missing={one: 1, other: 1},
+        names={one: "0", other: "1"},
+        ranges=[(one, BACKWARD, 3, 3), (other, 0, 3, 3)],
+        counted_at=0.0,
+    )
+    flight.read_for(step, at_once=False)
+
+    calls = flight.end_step(step)
+
+    assert [(OPS[call.op], call.group, call.phase) for call in calls] == [
+        ("all_reduce", one, BACKWARD),
+        ("broadcast", other, 0),
+    ]
+
+
+def test_a_recorded_call_of_an_earlier_step_does_not_stand_for_one_of_the_next() -> None:
+    group: Any = Group()
+    flight = recorder([entry(1, "gloo:all_reduce", 100)])
+    flight.add_recorded([CollectiveCall(ALL_REDUCE, group, 400, None, BACKWARD)])
+    flight.end_step(None)
+    step = unseen(group, 1)
+
+    flight.read_for(step, at_once=False)
+
+    assert len(flight.end_step(step)) == 1
+
+
+class CountedGroup:
+    """A process group that counts its calls, and its record."""
+
+    def __init__(self, name: str, number: int) -> None:
+        self.group_name, self.number, self.seen_from = name, number, number
+        self.recorded = 0
+
+    def reference(self) -> Any:
+        return self
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.number
+
+
+class CountedGroups:
+    """The groups of a process, of which the counts are drained."""
+
+    def __init__(self, *groups: CountedGroup) -> None:
+        self._groups = groups
+
+    def known(self) -> list[CountedGroup]:
+        return list(self._groups)
+
+    def find(self, group: object) -> None: ...
+
+    def drain_counts(self) -> list[tuple[CountedGroup, int, int]]:
+        counts = []
+        for group in self._groups:
+            if group.number > group.seen_from:
+                counts.append((group, group.number - group.seen_from, group.recorded))
+            group.seen_from, group.recorded = group.number, 0
+        return counts
+
+
+def test_calls_that_no_wrapper_has_seen_have_their_numbers_and_phases() -> None:
+    clock, ddp, quiet = FakeClock(), CountedGroup("ddp", 7), CountedGroup("quiet", 3)
+    groups: Any = CountedGroups(ddp, quiet)
+    counter = UnseenCallCounter(groups, now=clock)
+    ddp.number = 10
+    counter.mark(BACKWARD)
+    counter.mark(2)
+    ddp.number, quiet.number = 12, 5
+    ddp.recorded, quiet.recorded = 1, 2
+    counter.mark(3)
+
+    unseen_calls, coverage = counter.take()
+
+    assert unseen_calls == UnseenCalls(
+        missing={ddp: 4},  # type: ignore[dict-item]
+        names={ddp: "ddp"},  # type: ignore[dict-item]
+        ranges=[(ddp, BACKWARD, 8, 10), (ddp, 3, 11, 12)],  # type: ignore[list-item]
+        counted_at=1000.0,
+    )
+    assert coverage == pytest.approx(1 / 5)
+    assert counter.take() == (None, None)
+
+
+def test_calls_before_the_count_begins_again_are_not_counted() -> None:
+    ddp = CountedGroup("ddp", 7)
+    groups: Any = CountedGroups(ddp)
+    counter = UnseenCallCounter(groups)
+    ddp.number = 10
+    counter.mark(BACKWARD)
+
+    counter.begin()
+    ddp.number, ddp.recorded = 11, 1
+    counter.mark(BACKWARD)
+
+    assert counter.take() == (None, 1.0)

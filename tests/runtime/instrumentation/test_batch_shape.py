@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
-from zerowatch.runtime.instrumentation.batch_shape import UNKNOWN, batch_shape
+from zerowatch.runtime.instrumentation.batch_shape import UNKNOWN, BatchShape, batch_shape
 
 
 def test_token_ids_give_samples_tokens_and_length() -> None:
@@ -37,3 +40,42 @@ def test_tensors_in_a_list_are_found() -> None:
 
 def test_a_batch_without_tensors_is_unknown() -> None:
     assert batch_shape(("text", 3), {"scale": torch.tensor(1.0)}) == UNKNOWN
+
+
+def integers(*size: int) -> torch.Tensor:
+    return torch.zeros(*size, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        # The first tensor has the samples; tokens are read from the first of whole numbers.
+        ([torch.zeros(5, 3), integers(4, 7)], (4, 15, 28, 7)),
+        ([integers(3, 7), integers(2, 9)], (3, 21, 21, 7)),
+        ([integers(3, 7, 2), torch.ones(3, 5, dtype=torch.bool)], (3, 42, None, None)),
+        ([torch.tensor(1), torch.zeros(5)], (5, 5, None, None)),
+        # A name overrides any guess, also within a mapping, and ends the search.
+        (
+            {"labels": integers(4, 9), "input_ids": integers(2, 5), "x": integers(7, 7)},
+            (2, 36, 10, 5),
+        ),
+        ({"inner": {"tokens": torch.zeros(3, 5)}}, (3, 15, 15, 5)),
+        ({"x": integers(2, 3), "input_ids": integers(7)}, (2, 6, 6, 3)),
+    ],
+)
+def test_the_size_of_a_batch_is_read_from_these_tensors(
+    batch: Any, expected: tuple[int | None, ...]
+) -> None:
+    assert batch_shape((batch,), {}) == BatchShape(*expected)
+
+
+def test_later_arguments_are_not_searched_once_the_tokens_are_known() -> None:
+    shape = batch_shape((integers(2, 3), {"input_ids": integers(5, 7)}), {})
+
+    assert shape == BatchShape(samples=2, elements=6, tokens=6, sequence_length=3)
+
+
+def test_arguments_by_name_come_first() -> None:
+    shape = batch_shape((integers(5, 7),), {"input_ids": integers(2, 3)})
+
+    assert shape == BatchShape(samples=2, elements=6, tokens=6, sequence_length=3)

@@ -85,3 +85,28 @@ def test_waiting_for_a_thread_takes_time_and_counts_no_checkpoint(recorder, chec
     found = recorder.snapshot()
     assert found.value(training.CHECKPOINT_SECONDS) > 0
     assert found.total(training.CHECKPOINTS) == 0
+
+
+def test_the_time_of_a_checkpoint_is_that_of_the_outer_call(
+    recorder, checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([100.0, 107.0, 200.0, 211.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+
+    with checkpoints.saving(), checkpoints.saving():
+        pass
+    with checkpoints.waiting():
+        pass
+
+    assert recorder.snapshot().value(training.CHECKPOINT_SECONDS) == 7.0 + 11.0
+
+
+def test_after_a_failed_checkpoint_the_next_is_counted(recorder, checkpoints) -> None:
+    with pytest.raises(OSError, match="disk"), checkpoints.saving(), checkpoints.saving():
+        raise OSError("disk full")
+    with checkpoints.saving():
+        pass
+
+    found = recorder.snapshot()
+    assert found.value(training.CHECKPOINTS, "failed") == 1
+    assert found.value(training.CHECKPOINTS, "saved") == 1

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from fakes.steps import step as record
 
-from zerowatch.metrics.catalog import generation, training
+from zerowatch.metrics.catalog import communication, generation, training
+from zerowatch.metrics.catalog.labels import OPS, PHASES
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.step_record import GenerationTotals
 from zerowatch.runtime.collectives.call_batch import CallBatch
+from zerowatch.runtime.collectives.comm_time import CommTime
+from zerowatch.runtime.collectives.groups import CollectiveCall
 from zerowatch.runtime.collectives.totals import PeriodTotals
 from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
 from zerowatch.runtime.monitor.step_metrics import FinishedStep, StepMetrics
+
+PLAIN_FIELDS = {"seconds", "phases", "loss", "samples"}  # of `fakes.steps.step`
 
 
 @pytest.fixture
@@ -27,22 +33,30 @@ def metrics(recorder: Recorder) -> StepMetrics:
     return StepMetrics(recorder, lambda _: None, None)
 
 
-def finished(*, discarded_seconds: float = 0.0, skipped: bool = False, **fields) -> FinishedStep:
+def finished(
+    *,
+    discarded_seconds: float = 0.0,
+    skipped: bool = False,
+    coverage: float | None = None,
+    trace: Mapping[str, str] | None = None,
+    **fields: Any,
+) -> FinishedStep:
+    known = {"coverage": coverage, "trace": trace}
     raw = RawStep(
         step=1,
         ended_at=0.0,
         phase_ns=[],
         intervals=(),
         counts=StepCounts(discarded_ns=int(discarded_seconds * 1e9)),
-        coverage=None,
         gradient_norm=None,
         learning_rate=None,
         loss_scale=None,
-        trace=None,
         memory=None,
         batch=CallBatch([]),
+        **known,
     )
-    return FinishedStep(replace(record(1, **fields), skipped=skipped), raw)
+    made = {name: fields.pop(name) for name in list(fields) if name not in PLAIN_FIELDS}
+    return FinishedStep(replace(record(1, **fields), skipped=skipped, **made), raw)
 
 
 def test_skipped_updates_discarded_passes_and_evaluation_are_not_productive(
@@ -127,3 +141,181 @@ def test_the_flops_of_a_step_are_divided_by_its_time_without_generation(
     StepMetrics(recorder, lambda _: 6e12, 10e12).publish([generated(30)], PeriodTotals())
 
     assert recorder.snapshot().value(training.MFU) == pytest.approx(6e12 / 2.0 / 10e12)
+
+
+def test_steps_are_counted_with_their_samples_and_phases(
+    recorder: Recorder, metrics: StepMetrics
+) -> None:
+    steps = [
+        finished(seconds=3.0, phases={"forward": 1.0, "backward": 2.0}, samples=5, tokens=70),
+        finished(seconds=5.0, phases={"forward": 5.0}, samples=None, skipped=True),
+        finished(seconds=4.0, phases={"data": 4.0}, samples=7, tokens=30, nonfinite_loss=True),
+    ]
+
+    metrics.publish(steps, PeriodTotals())
+
+    found = recorder.snapshot()
+    counted = (training.STEPS, training.SKIPPED_STEPS, training.NONFINITE_LOSSES)
+    assert [found.value(spec) for spec in counted] == [3, 1, 1]
+    assert (found.value(training.SAMPLES), found.value(training.TOKENS)) == (12, 100)
+    assert found.values[training.PHASE_SECONDS] == {
+        ("forward",): 6.0,
+        ("backward",): 2.0,
+        ("data",): 4.0,
+    }
+    durations = found.distribution(training.STEP_DURATION)
+    assert durations is not None
+    assert (durations.count, durations.sum) == (3, 12.0)
+
+
+def test_samples_that_no_step_knows_have_no_series(
+    recorder: Recorder, metrics: StepMetrics
+) -> None:
+    metrics.publish([finished(samples=None)], PeriodTotals())
+
+    assert training.SAMPLES not in recorder.snapshot().values
+
+
+def test_discarded_time_beyond_the_step_is_not_subtracted_from_others(
+    recorder: Recorder, metrics: StepMetrics
+) -> None:
+    metrics.publish([finished(seconds=2.0), finished(seconds=1.0, discarded_seconds=3.0)], NO_CALLS)
+
+    assert recorder.snapshot().value(training.PRODUCTIVE_SECONDS) == 2.0
+
+
+NO_CALLS = PeriodTotals()
+LATEST = (training.LOSS, training.GRADIENT_NORM, training.LEARNING_RATE, training.LOSS_SCALE)
+
+
+def test_gauges_have_the_values_of_the_last_step(recorder: Recorder, metrics: StepMetrics) -> None:
+    first = finished(loss=9.0, gradient_norm=8.0, learning_rate=7.0, loss_scale=6.0)
+    last = finished(
+        loss=0.5,
+        gradient_norm=0.25,
+        learning_rate=0.125,
+        loss_scale=4096.0,
+        ended_at_unix_seconds=1_790_000_000.5,
+    )
+
+    metrics.publish([first, last], NO_CALLS)
+
+    found = recorder.snapshot()
+    assert [found.value(spec) for spec in LATEST] == [0.5, 0.25, 0.125, 4096.0]
+    assert found.value(training.LAST_STEP_TIMESTAMP) == 1_790_000_000.5
+
+
+def test_a_value_that_the_last_step_does_not_know_stays(
+    recorder: Recorder, metrics: StepMetrics
+) -> None:
+    metrics.publish([finished(loss=0.5, gradient_norm=0.25), finished(loss=None)], NO_CALLS)
+    metrics.publish([finished(loss=0.75)], NO_CALLS)
+    metrics.publish([finished(loss=None)], NO_CALLS)
+
+    found = recorder.snapshot()
+    assert [found.value(spec) for spec in LATEST] == [0.75, None, None, None]
+
+
+def test_the_lowest_coverage_of_the_steps_is_published(
+    recorder: Recorder, metrics: StepMetrics
+) -> None:
+    steps = [finished(coverage=ratio) for ratio in (1.0, 0.75, None, 0.875)]
+
+    metrics.publish(steps, NO_CALLS)
+    metrics.publish([finished(coverage=None)], NO_CALLS)
+
+    assert recorder.snapshot().value(communication.COMM_COVERAGE_RATIO) == 0.75
+
+
+def test_the_span_of_the_script_is_the_exemplar_of_its_step(
+    recorder: Recorder, metrics: StepMetrics
+) -> None:
+    metrics.publish([finished(seconds=3.0, trace={"trace_id": "abc"})], NO_CALLS)
+
+    durations = recorder.snapshot().distribution(training.STEP_DURATION)
+    assert durations is not None
+    assert [one.labels for one in durations.exemplars if one is not None] == [{"trace_id": "abc"}]
+
+
+def test_flops_that_are_known_are_added_and_divided_by_the_time_of_all_steps(
+    recorder: Recorder,
+) -> None:
+    counted = iter([6e12, None, 4e12])
+    metrics = StepMetrics(recorder, lambda _: next(counted), 10e12)
+
+    metrics.publish([finished(seconds=seconds) for seconds in (1.0, 2.0, 5.0)], NO_CALLS)
+
+    found = recorder.snapshot()
+    assert found.value(training.FLOPS) == 10e12
+    assert found.value(training.MFU) == pytest.approx(10e12 / 8.0 / 10e12)
+
+
+@pytest.mark.parametrize(("peak", "seconds"), [(None, 1.0), (10e12, 0.0)])
+def test_flops_without_a_peak_or_a_time_have_no_utilization(
+    recorder: Recorder, peak: float | None, seconds: float
+) -> None:
+    step = finished(seconds=seconds, phases={"forward": seconds})
+
+    StepMetrics(recorder, lambda _: 6e12, peak).publish([step], NO_CALLS)
+
+    assert recorder.snapshot().value(training.FLOPS) == 6e12
+    assert recorder.snapshot().value(training.MFU) is None
+
+
+def test_flops_that_are_unknown_have_no_series(recorder: Recorder, metrics: StepMetrics) -> None:
+    metrics.publish([finished()], NO_CALLS)
+
+    assert training.FLOPS not in recorder.snapshot().values
+
+
+class TwoRanks:
+    """A group of two ranks that sends half of each payload."""
+
+    role = "dp"
+    busy_until_ns = maybe_busy_until_ns = -(2**63)
+
+    def wire_factor(self, op: int, payload_bytes: int) -> float:
+        return 0.5
+
+
+def calls_of(*durations_ms: int) -> list[CollectiveCall]:
+    group: Any = TwoRanks()
+    calls = []
+    for place, duration_ms in enumerate(durations_ms):
+        call = CollectiveCall(OPS.index("all_gather"), group, 100, None, PHASES.index("forward"))
+        call.start_ns = 1_000_000_000 * place
+        call.end_ns = call.issued_ns = call.start_ns + 1_000_000 * duration_ms
+        calls.append(call)
+    return calls
+
+
+def test_calls_are_published_by_operation_group_and_phase(
+    recorder: Recorder, metrics: StepMetrics
+) -> None:
+    totals = PeriodTotals()
+    totals.add(calls_of(3, 5, 11), CommTime(0.019, {"dp": 0.017}))
+
+    metrics.publish([], totals)
+
+    found = recorder.snapshot()
+    assert found.value(communication.COLLECTIVE_CALLS, "all_gather", "dp", "forward") == 3
+    assert found.value(communication.COLLECTIVE_BYTES, "all_gather", "dp") == 300
+    assert found.value(communication.COLLECTIVE_WIRE_BYTES, "all_gather", "dp") == 150
+    assert found.value(communication.COMM_SECONDS, "dp") == 0.017
+    durations = found.distribution(communication.COLLECTIVE_DURATION, "all_gather")
+    assert durations is not None
+    assert (durations.count, durations.sum) == (3, pytest.approx(0.019))
+
+
+def test_calls_before_the_start_are_counted_without_a_time(
+    recorder: Recorder, metrics: StepMetrics
+) -> None:
+    calls = calls_of(3, 5)
+
+    metrics.publish_calls_before_start(CallBatch(calls))
+
+    found = recorder.snapshot()
+    assert found.value(communication.COLLECTIVE_CALLS, "all_gather", "dp", "forward") == 2
+    assert found.distribution(communication.COLLECTIVE_DURATION, "all_gather") is None
+    assert communication.COMM_SECONDS not in found.values
+    assert all(call.settled for call in calls)

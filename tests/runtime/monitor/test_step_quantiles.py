@@ -68,3 +68,35 @@ def test_steps_leave_the_window_after_a_minute_even_if_training_stalls(quantiles
 
 def test_the_labels_are_those_of_the_catalog():
     assert STEP_DURATION_QUANTILE.labels[0].values == tuple(QUANTILES)
+
+
+def test_a_quantile_is_the_shortest_duration_that_its_share_did_not_exceed(quantiles):
+    quantiles.add([float(seconds) for seconds in range(20, 0, -1)])
+
+    assert quantiles.current() == {"0.5": 10.0, "0.9": 18.0, "0.99": 20.0}
+
+
+@pytest.mark.parametrize(("later", "longest"), [(60.0, 9.0), (60.1, 0.1)])
+def test_a_step_belongs_to_the_window_for_a_minute(quantiles, clock, later, longest):
+    quantiles.add([9.0])
+    clock.seconds += later
+    quantiles.add([0.1] * 20)
+
+    assert quantiles.current()["0.99"] == longest
+
+
+def test_the_last_20_steps_stay_however_long_ago_they_were(quantiles, clock):
+    quantiles.add([9.0])
+    quantiles.add([0.1] * 19)
+    clock.seconds += 1000
+
+    assert quantiles.current()["0.99"] == 9.0
+
+
+def test_steps_that_are_added_change_the_quantiles(quantiles):
+    quantiles.add([1.0])
+    before = quantiles.current()
+    quantiles.add([3.0, 5.0])
+
+    assert before == dict.fromkeys(QUANTILES, 1.0)
+    assert quantiles.current() == {"0.5": 3.0, "0.9": 5.0, "0.99": 5.0}

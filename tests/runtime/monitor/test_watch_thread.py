@@ -243,3 +243,57 @@ def test_a_step_is_given_up_after_a_minute_or_three_steps_and_its_communication_
     assert rank.written[1].comm_exposed_seconds is None
     assert len(rank.compared) == 1  # what blocked the other step is not known
     assert rank.thread.untimed_calls == 1
+
+
+def test_items_beyond_the_queue_are_dropped_and_counted_with_their_calls(rank: Rank) -> None:
+    for _ in range(1023):
+        rank.thread.enqueue(CallBatch([]))
+    rank.end_step(1)
+    rank.call()
+    rank.call()
+    rank.end_step(2)
+    rank.call()
+    rank.thread.enqueue(rank.recorder.drain())
+
+    assert (rank.thread.dropped_steps, rank.thread.dropped_calls) == (1, 3)
+    assert rank.finish() == [1]
+
+
+def test_steps_in_which_a_group_counted_unseen_calls_have_no_exposed_time(rank: Rank) -> None:
+    rank.end_step(1)
+    item = rank.thread._inbox.get()
+    item.unseen = SimpleNamespace(missing={})
+    rank.thread.enqueue(item)
+    rank.end_step(2)
+    rank.poll()
+
+    assert [record.comm_exposed_seconds for record in rank.written] == [None, 0.0]
+    assert len(rank.compared) == 1
+
+
+def test_the_phases_of_a_step_and_what_blocked_them_are_compared(rank: Rank) -> None:
+    rank.end_step(1, seconds=3.0)
+    rank.poll()
+
+    [(phase_ns, blocked_ns)] = rank.compared
+    assert phase_ns == [3_000_000_000, *([0] * (len(PHASES) - 1))]
+    assert blocked_ns == [0] * len(PHASES)
+
+
+def test_listeners_get_each_step_after_it_was_published_and_tasks_run_after_them(
+    rank: Rank,
+) -> None:
+    order: list[object] = []
+    thread: Any = rank.thread
+    thread._publish = lambda steps, totals: order.append([step.record.step for step in steps])
+    thread._listeners = [
+        lambda record: order.append(("first", record.step)),
+        lambda record: order.append(("second", record.step)),
+    ]
+    thread._tasks = [lambda: order.append("task")]
+    rank.end_step(1)
+    rank.end_step(2)
+
+    assert rank.finish() == [1, 2]
+    of_one_second = [[1, 2], ("first", 1), ("second", 1), ("first", 2), ("second", 2), "task"]
+    assert order[:6] == of_one_second  # and, at its end, one without steps
