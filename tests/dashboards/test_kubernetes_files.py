@@ -521,3 +521,114 @@ def test_the_rendered_kustomization_names_the_generated_objects(manifests: dict[
     kustomization = yaml.safe_load(manifests["kustomization.yaml"])
 
     assert set(kustomization["resources"]) == manifests.keys() - {"kustomization.yaml"}
+
+
+def test_small_files_become_these_objects() -> None:
+    rules = {
+        "groups": [
+            {
+                "name": "g",
+                "rules": [
+                    {"record": "r", "expr": "up"},
+                    {"alert": "A", "expr": "up", "labels": {"severity": "info"}},
+                ],
+            }
+        ]
+    }
+    configuration = {
+        "route": {
+            "receiver": "warning",
+            "group_wait": "30s",
+            "routes": [
+                {"matchers": ['severity="info"'], "receiver": "info", "repeat_interval": "1d"}
+            ],
+        },
+        "inhibit_rules": [
+            {
+                "source_matchers": ['alertname="A"'],
+                "target_matchers": ['alertname=~"B|C"', 'severity!="critical"'],
+                "equal": ["run"],
+            }
+        ],
+        "receivers": [{"name": "info", "webhook_configs": [{"url": "http://there"}]}],
+    }
+
+    found = kubernetes_files(
+        {
+            "prometheus/alerts.yaml": yaml.safe_dump(rules),
+            ALERTMANAGER_FILE: yaml.safe_dump(configuration),
+            "grafana/zerowatch-b.json": "{}",
+            "grafana/zerowatch-a.json": "{}",
+        }
+    )
+
+    part_of = {"app.kubernetes.io/part-of": "zerowatch"}
+    objects = {path: yaml.load(text, _Loader) for path, text in found.items()}
+    assert objects == {
+        "kubernetes/alerts.yaml": {
+            "apiVersion": "monitoring.coreos.com/v1",
+            "kind": "PrometheusRule",
+            "metadata": {"name": "zerowatch-alerts", "labels": part_of},
+            "spec": {
+                "groups": [
+                    {
+                        "name": "g",
+                        "rules": [
+                            {"record": "r", "expr": "up"},
+                            {
+                                "alert": "A",
+                                "expr": "up",
+                                "labels": {
+                                    "severity": "info",
+                                    "namespace": '{{ reReplaceAll "[.].*" "" $labels.run }}',
+                                },
+                            },
+                        ],
+                    }
+                ]
+            },
+        },
+        "kubernetes/alertmanagerconfig.yaml": {
+            "apiVersion": "monitoring.coreos.com/v1alpha1",
+            "kind": "AlertmanagerConfig",
+            "metadata": {"name": "zerowatch", "labels": part_of},
+            "spec": {
+                "route": {
+                    "receiver": "warning",
+                    "groupWait": "30s",
+                    "routes": [
+                        {
+                            "receiver": "info",
+                            "repeatInterval": "1d",
+                            "matchers": [{"name": "severity", "matchType": "=", "value": "info"}],
+                        }
+                    ],
+                },
+                "inhibitRules": [
+                    {
+                        "sourceMatch": [{"name": "alertname", "matchType": "=", "value": "A"}],
+                        "targetMatch": [
+                            {"name": "alertname", "matchType": "=~", "value": "B|C"},
+                            {"name": "severity", "matchType": "!=", "value": "critical"},
+                        ],
+                        "equal": ["run"],
+                    }
+                ],
+                "receivers": [{"name": "info"}],
+            },
+        },
+        "kustomization.yaml": {
+            "apiVersion": "kustomize.config.k8s.io/v1beta1",
+            "kind": "Kustomization",
+            "resources": ["kubernetes/alertmanagerconfig.yaml", "kubernetes/alerts.yaml"],
+            "generatorOptions": {
+                "disableNameSuffixHash": True,
+                "labels": {"grafana_dashboard": "1"},
+                "annotations": {"grafana_folder": "zerowatch"},
+            },
+            "configMapGenerator": [
+                {"name": "zerowatch-a", "files": ["grafana/zerowatch-a.json"]},
+                {"name": "zerowatch-b", "files": ["grafana/zerowatch-b.json"]},
+            ],
+        },
+    }

@@ -223,3 +223,14 @@ def test_the_memory_states_of_both_panels_have_colors() -> None:
     }
 
     assert legends == memory.STATE_COLORS.keys()
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_the_worst_series_of_a_graph_are_chosen_by_all_labels_of_their_legend(
+    panel: Panel,
+) -> None:
+    for query in panel.queries:
+        chosen = re.search(r"and on \((.*)\) (?:top|bottom)k\(8, avg", query.expression)
+        if chosen:
+            labels = re.findall(r"{{(\w+)}}", query.legend)
+            assert chosen[1].split(", ") == ["job", "run", *labels]

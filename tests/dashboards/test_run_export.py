@@ -34,6 +34,7 @@ from zerowatch.dashboards.build import dashboard_files
 from zerowatch.dashboards.cli import RENDERED, export
 from zerowatch.dashboards.panel_coverage import empty_panels
 from zerowatch.dashboards.prometheus_files import by_dependence, recording_rules
+from zerowatch.dashboards.run_export import export_openmetrics
 from zerowatch.dashboards.timing import Timing
 from zerowatch.errors import CommandLineError
 from zerowatch.metrics.catalog import CATALOG, training, tuner
@@ -321,3 +322,59 @@ def test_every_recorded_series_is_there(backfilled: Backfilled) -> None:
 
     recorded = {rule["record"] for group in rules["groups"] for rule in group["rules"]}
     assert recorded - names == set()
+
+
+def test_the_commands_and_the_panels_without_data_are_printed(tmp_path: Path) -> None:
+    folder, output, rendered = tmp_path / RUN, tmp_path / "my run.om", tmp_path / "rendered"
+    with RecordedRank(folder, 1) as rank:
+        rank.recorder.set(training.LOSS, 2.5)
+        rank.tick()
+        rank.tick()
+    queries = {
+        "Loss": ("zerowatch_loss",),
+        "Both": ("zerowatch_loss", "zerowatch_mfu_ratio"),
+        "Neither": ("zerowatch_tokens_total", "zerowatch_mfu_ratio"),
+    }
+    page = {
+        "title": "Page",
+        "panels": [
+            {"title": title, "targets": [{"expr": each} for each in expressions]}
+            for title, expressions in queries.items()
+        ],
+        "annotations": {"list": []},
+    }
+    (rendered / "grafana").mkdir(parents=True)
+    (rendered / "grafana" / "page.json").write_text(json.dumps(page))
+    (rendered / "backfill").mkdir()
+    for number in (2, 1):
+        (rendered / "backfill" / f"recording-{number}.yaml").touch()
+
+    first, *lines = export_openmetrics(folder, output, job="night", ranks=(1,), rendered=rendered)
+
+    began, ended = STARTED, STARTED + 30
+    rules = [
+        f"  promtool tsdb create-blocks-from rules --start={began:.0f} --end={ended + 15:.0f} "
+        f"--url=http://127.0.0.1:9095 --output-dir=data {rendered}/backfill/{name}.yaml"
+        for name in ("recording-1", "recording-2")
+    ]
+    assert re.fullmatch(
+        rf"\d+ samples of \d+ series of run {RUN}, {utc(began)} to {utc(ended)}", first
+    )
+    assert lines == [
+        "To see the run in Grafana:",
+        f"  promtool tsdb create-blocks-from openmetrics '{output}' data",
+        "  touch empty.yml && prometheus --config.file=empty.yml --storage.tsdb.path=data \\",
+        "      --storage.tsdb.retention.time=10y --query.lookback-delta=60s \\",
+        "      --web.listen-address=127.0.0.1:9095 &",
+        "  For the recorded series, the next commands in order; wait a minute after each one, or "
+        "restart",
+        "  Prometheus, because it finds new blocks once a minute:",
+        *rules,
+        "What the run has not recorded is missing in these panels:",
+        "  Page / Both (partly empty): zerowatch_mfu_ratio",
+        "  Page / Neither (empty): zerowatch_mfu_ratio, zerowatch_tokens_total",
+    ]
+
+
+def utc(unix_seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_seconds))
