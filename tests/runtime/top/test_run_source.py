@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +16,15 @@ from live_runs import RUN_ID
 from recorded_metrics import RecordedRank
 from recorded_runs import STARTED, step_record, write_run
 from served_ranks import two_ranks
+from uneven_runs import eventful_run
 
 from zerowatch.errors import CommandLineError
 from zerowatch.metrics.catalog import communication, memory, training, tuner
 from zerowatch.runtime.reports.run_reader import RunFolderError
+from zerowatch.runtime.reports.run_summary import summary_of
 from zerowatch.runtime.top.http_client import Access, HttpClient, NoAnswerError
 from zerowatch.runtime.top.prometheus_alerts import prometheus_alerts
-from zerowatch.runtime.top.recorded_run import RecordedRun
+from zerowatch.runtime.top.recorded_run import RecordedRun, recorded_view
 from zerowatch.runtime.top.run_source import (
     RunFolder,
     ServedRun,
@@ -267,3 +271,43 @@ def test_own_signals_remain_while_prometheus_does_not_answer() -> None:
 def test_another_program_at_the_address_of_prometheus_is_no_answer() -> None:
     with pytest.raises(NoAnswerError, match="not that of Prometheus"):
         prometheus_alerts(lambda url: b"[]", "http://p", RUN_ID)
+
+
+def rounded(value: object) -> object:
+    """The same value, with numbers of six digits."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if abs(value) < 1e9 else value
+    if isinstance(value, Mapping):
+        return {name: rounded(each) for name, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def test_the_view_of_a_recorded_run_has_the_figures_of_its_report(tmp_path: Path) -> None:
+    """The figures are computed by hand in `test_run_summary.py`."""
+    summary = summary_of(eventful_run(tmp_path / "run"))
+
+    view = recorded_view(replace(summary, folder="runs/night"), at=7.0)
+
+    text = json.dumps(rounded(asdict(view)), indent=1, ensure_ascii=False)
+    assert f"{text}\n" == (Path(__file__).parent / "expected/recorded_view.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("number", "notes"), [(5, list("abcde")), (7, [*"abcde", "2 more problems"])]
+)
+def test_only_five_problems_of_a_recorded_run_are_notes(
+    tmp_path: Path, number: int, notes: list[str]
+) -> None:
+    summary = summary_of(write_run(tmp_path / "run"))
+
+    view = recorded_view(replace(summary, problems=tuple("abcdefg"[:number])), at=7.0)
+
+    assert view.notes == notes
+
+
+def test_a_run_without_steps_is_as_old_as_its_last_write(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text("{}")
+
+    view = recorded_view(summary_of(tmp_path), at=7.0)
+
+    assert (view.at, view.phases, view.exposed, view.causes) == (7.0, [], None, [])

@@ -10,17 +10,26 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from recorded_runs import write_run
 from rich.console import Console
+from rich.text import Text
 from served_ranks import two_ranks
 from textual.pilot import Pilot
 
 from zerowatch.runtime.top import panels
 from zerowatch.runtime.top.http_client import Access, HttpClient, NoAnswerError
 from zerowatch.runtime.top.run_source import RunFolder, ServedRun
-from zerowatch.runtime.top.run_view import AlertView, RankView, RunView, TunerView
+from zerowatch.runtime.top.run_view import (
+    AlertView,
+    MemoryView,
+    RankView,
+    RunView,
+    Share,
+    TunerView,
+)
 from zerowatch.runtime.top.screen import TopScreen
 
 SIZES = [(80, 24), (100, 50), (200, 24), (200, 50)]
@@ -265,3 +274,220 @@ def view_of(ranks: list[RankView]) -> RunView:
         facts=[], phases=[], exposed=None, causes=[], memory=[], ranks=ranks, alerts=[],
         alerts_source="", tuner=TunerView(), straggler_threshold=0.05,
     )  # fmt: skip
+
+
+FULL = RunView(
+    run_id="night-7",
+    status="training",
+    source="http://a:1/targets",
+    is_live=True,
+    at=1_790_000_000.0,
+    period="last 60 s",
+    facts=[("steps", "1,234"), ("step p50", "412 ms"), ("loss", "2.5")],
+    phases=[
+        Share(name="data", ratio=0.0625, seconds_per_step=0.0256),
+        Share(name="backward", ratio=0.6, seconds_per_step=1.25),
+        Share(name="other", ratio=1.0, seconds_per_step=None),
+    ],
+    exposed=Share(name="exposed", ratio=0.3, seconds_per_step=0.125),
+    causes=[
+        Share(name="imbalance", ratio=0.2, seconds_per_step=0.08),
+        Share(name="latency", ratio=0.05, seconds_per_step=0.02),
+        Share(name="redundancy", ratio=0.03, seconds_per_step=0.01),
+        Share(name="bandwidth", ratio=0.015, seconds_per_step=0.006),
+        Share(name="unknown", ratio=0.005, seconds_per_step=0.002),
+    ],
+    memory=[
+        MemoryView(
+            device="cuda:0 rank 3",
+            peak_bytes=6 * 2**30,
+            limit_bytes=8 * 2**30,
+            predicted_bytes=7 * 2**30,
+            risk_ratio=0.6,
+            categories={"activations": 3 * 2**30, "baseline": 2**30},
+        ),
+        MemoryView(
+            device="cpu rank 0",
+            peak_bytes=None,
+            limit_bytes=4 * 2**30,
+            predicted_bytes=None,
+            risk_ratio=None,
+            categories={},
+        ),
+    ],
+    ranks=[
+        RankView(
+            rank=0,
+            node="node-0",
+            state="running",
+            steps=1234,
+            step_seconds=0.412,
+            exposed_ratio=0.2,
+            wait_ratio=0.11,
+            data_ratio=0.07,
+            memory_ratio=0.92,
+            risk_ratio=0.5,
+            utilization_ratio=0.8,
+            mfu_ratio=0.35,
+            straggler_score=0.05,
+            straggler_phase="data",
+        ),
+        RankView(
+            rank=1,
+            node="a-node-with-a-long-name",
+            state="running",
+            steps=1233,
+            step_seconds=130.0,
+            exposed_ratio=0.21,
+            memory_ratio=0.93,
+            risk_ratio=0.51,
+            straggler_score=0.06,
+            straggler_phase="backward",
+        ),
+        RankView(rank=2, node="node-2", state="no answer", note="refused", age_seconds=130.0),
+        RankView(rank=3, node="node-3", state="ended"),
+    ],
+    alerts=[
+        AlertView(severity="critical", name="ZerowatchRankHung", text="rank 1 hangs"),
+        AlertView(severity="info", name="Other", text="a note", is_pending=True),
+    ],
+    alerts_source="Prometheus",
+    tuner=TunerView(
+        state="trial",
+        symptoms={"comm_bandwidth": 0.3, "data_bound": 0.2},
+        knobs={"reduce_bucket_size": "5e+08 (+7%)"},
+        decisions=["decisions: 2 accepted"],
+    ),
+    straggler_threshold=0.05,
+    notes=["other runs"],
+)
+
+EXPECTED = Path(__file__).parent / "expected"
+
+
+def test_the_panels_show_all_figures_in_their_colors() -> None:
+    drawn = {
+        "header": panels.header(FULL, 100, FULL.at + 9),
+        "paused header": panels.header(FULL, 100, FULL.at, is_paused=True),
+        "time": panels.time_panel(FULL, 60, 10),
+        "low time": panels.time_panel(FULL, 60, 3),
+        "communication": panels.comm_panel(FULL, 60, 10),
+        "narrow communication": panels.comm_panel(FULL, 59, 10),
+        "memory": panels.memory_panel(FULL, 60, 10),
+        "low memory": panels.memory_panel(FULL, 60, 4),
+        "tuner": panels.tuner_panel(FULL, 60, 10),
+        "low tuner": panels.tuner_panel(FULL, 60, 4),
+        "stragglers": panels.straggler_strip(FULL, 100),
+        "narrow stragglers": panels.straggler_strip(FULL, 20),
+        "alerts": panels.alerts_panel(FULL, 60, 20),
+        "names of columns": panels.ranks_head(FULL, 110, "slow in"),
+        "ranks by score": panels.ranks_rows(FULL, 110, "slow in"),
+        "ranks by step": panels.ranks_rows(FULL, 98, "step"),
+        "ranks by memory": panels.ranks_rows(FULL, 82, "mem"),
+        "narrow ranks": panels.ranks_rows(FULL, 40, "rank"),
+    }
+
+    text = "".join(f"{name}:\n{panel.markup}\n\n" for name, panel in drawn.items())
+
+    assert text == (EXPECTED / "panels.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "age", "words"),
+    [
+        ({}, 9.9, "| live |"),
+        ({}, 10.0, "| live, 10 s ago |"),
+        ({}, 119.0, "| live, 119 s ago |"),
+        ({}, 120.0, "| live, 2 min ago |"),
+        ({}, 7200.0, "| live, 2 h ago |"),
+        ({}, 172_800.0, "| live, 2 d ago |"),
+        ({"is_live": False, "status": "running"}, 45.0, "| log, last step 45 s ago |"),
+        ({"is_live": False, "status": "killed"}, 45.0, "| ended 2026-09-21 14:13 UTC |"),
+        ({"ranks": FULL.ranks[3:]}, 45.0, " 1 rank | last values |"),
+    ],
+)
+def test_the_header_says_how_old_the_figures_are(
+    changes: dict[str, Any], age: float, words: str
+) -> None:
+    view = replace(FULL, **changes)
+
+    assert words in panels.header(view, 200, view.at + age).plain
+
+
+def test_facts_that_do_not_fit_are_left_out() -> None:
+    facts = panels.header(FULL, 29, FULL.at).plain.split("\n")[1]
+
+    assert facts == " steps 1,234 step p50 412 ms"
+    assert panels.header(FULL, 27, FULL.at).plain.split("\n")[1] == " steps 1,234"
+
+
+EMPTY = replace(
+    FULL, phases=[], exposed=None, causes=[], memory=[], ranks=[], alerts=[], notes=[],
+    tuner=TunerView(),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("draw", "live", "recorded"),
+    [
+        (panels.time_panel, "no step yet", "no step yet"),
+        (panels.comm_panel, "not known yet", "not recorded"),
+        (panels.memory_panel, "no readings", "no readings"),
+        (panels.tuner_panel, "no tuner", "nothing recorded"),
+        (panels.alerts_panel, "none", "none"),
+    ],
+)
+def test_a_panel_without_figures_says_so(
+    draw: Callable[[RunView, int, int], Text], live: str, recorded: str
+) -> None:
+    last = [
+        draw(replace(EMPTY, is_live=is_live), 60, 5).plain.split("\n")[-1]
+        for is_live in (True, False)
+    ]
+
+    assert last == [live, recorded]
+
+
+@pytest.mark.parametrize(
+    ("is_live", "ratio", "words"),
+    [
+        (True, 0.0006, ["causes are not known yet"]),
+        (False, 0.0006, ["causes: not recorded"]),
+        (True, 0.0004, []),
+    ],
+)
+def test_without_causes_the_panel_of_communication_says_so(
+    is_live: bool, ratio: float, words: list[str]
+) -> None:
+    exposed = Share(name="exposed", ratio=ratio, seconds_per_step=None)
+
+    panel = panels.comm_panel(replace(EMPTY, is_live=is_live, exposed=exposed), 60, 5)
+
+    assert panel.plain.split("\n")[2:] == words
+
+
+@pytest.mark.parametrize(
+    ("risk", "style"),
+    [(0.5, panels.GOOD), (0.51, panels.WARN), (0.8, panels.WARN), (0.81, panels.BAD)],
+)
+def test_the_color_of_a_risk_is_that_of_its_alert(risk: float, style: str) -> None:
+    row = replace(FULL.memory[0], risk_ratio=risk)
+
+    [line] = [
+        span for span in panels.memory_panel(replace(FULL, memory=[row]), 20, 9).spans
+        if span.start > 10 and span.style in (panels.GOOD, panels.WARN, panels.BAD)
+    ][:1]  # fmt: skip
+
+    assert line.style == style
+
+
+@pytest.mark.parametrize(
+    ("score", "character"),
+    [(-0.1, "▁"), (0.012, "▁"), (0.0126, "▂"), (0.05, "▅"), (0.0999, "█"), (0.5, "█")],
+)
+def test_the_height_of_a_character_is_the_score_over_twice_the_limit(
+    score: float, character: str
+) -> None:
+    ranks = [RankView(rank=0, node="", state="running", straggler_score=score)]
+
+    assert panels.straggler_strip(view_of(ranks), 100).plain.split("\n")[1][0] == character
