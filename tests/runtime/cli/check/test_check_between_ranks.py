@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -180,3 +181,121 @@ def test_equal_findings_of_several_hosts_are_one_row() -> None:
     rows = merged([finding("a", "torch 2.13"), finding("b", "torch 2.13"), finding("c", "torch 2")])
 
     assert [(row.where, row.text) for row in rows] == [("a, b", "torch 2.13"), ("c", "torch 2")]
+
+
+class TwoHosts:
+    """What rank 0 knows of four ranks on two hosts."""
+
+    def __init__(self, *versions: str, device: str = "") -> None:
+        self.rank = 0
+        self.hosts = [0, 2]
+        found = versions or ("2.9",) * 4
+        self.places = [
+            between_ranks.Place(
+                rank=rank,
+                host="ab"[rank // 2],
+                machine="ab"[rank // 2],
+                device=device,
+                versions={"torch": torch, "numpy": "2.0"},
+            )
+            for rank, torch in enumerate(found)
+        ]
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank} ({self.places[rank].host})"
+
+
+def test_equal_versions_are_one_finding() -> None:
+    [finding] = between_ranks.check_same_versions(TwoHosts())  # type: ignore[arg-type]
+
+    assert (finding.verdict, finding.text) == ("ok", "the same versions on all 4 ranks")
+
+
+@pytest.mark.parametrize(
+    ("versions", "text"),
+    [
+        (("2.9", "2.9", "2.8", "2.9"), "torch 2.9 on rank 0 (a), but 2.8 on rank 2 (b)"),
+        (
+            ("2.9", "2.8", "2.8", "2.8"),
+            "torch 2.9 on rank 0 (a), but 2.8 on rank 1 (a), rank 2 (b), rank 3 (b)",
+        ),
+        (
+            ("2.9", "2.7", "2.8", "2.8", "2.8"),
+            "torch 2.9 on rank 0 (a), but 2.7 on rank 1 (a), rank 2 (b), rank 3 (b) and 1 more",
+        ),
+    ],
+)
+def test_another_version_is_named_with_its_ranks(versions: tuple[str, ...], text: str) -> None:
+    ranks = TwoHosts(*versions[:4])
+    ranks.places += [replace(ranks.places[3], rank=4)] * (len(versions) > 4)
+
+    [finding] = between_ranks.check_same_versions(ranks)  # type: ignore[arg-type]
+
+    assert (finding.verdict, finding.text) == ("failed", text)
+
+
+@pytest.mark.parametrize(
+    ("offset", "error", "verdict", "text"),
+    [
+        (0.25, 0.16, "ok", "the clocks differ by at most 2.5e+02 ms (+-1.6e+02 ms)"),
+        (0.002, 0.0005, "ok", "the clocks differ by at most 2 ms (+-0.5 ms)"),
+        (0.25, 0.125, "warning", "the clock of rank 2 (b) is 0.25 s ahead of that of rank 0 (a)"),
+        (-0.25, 0.0, "warning", "the clock of rank 2 (b) is 0.25 s behind that of rank 0 (a)"),
+        (5.5, 0.75, "warning", "is 5.5 s ahead of"),
+        (5.5, 0.5, "failed", "is 5.5 s ahead of"),
+    ],
+)
+def test_a_clock_is_wrong_if_it_is_certainly_beyond_the_limit(
+    monkeypatch: pytest.MonkeyPatch, offset: float, error: float, verdict: str, text: str
+) -> None:
+    monkeypatch.setattr(between_ranks, "_offsets", lambda others: {others[0]: (offset, error)})
+
+    [finding] = between_ranks.check_clocks(TwoHosts())  # type: ignore[arg-type]
+
+    assert finding.verdict == verdict
+    assert text in finding.text
+    assert finding.figures == {"offset_seconds": offset}
+
+
+@pytest.mark.parametrize(
+    ("device", "rates", "expected"),
+    [
+        ("H100", (10.0, 10.0, 7.9, 11.0), ["rank 2 computes at 79% of the median rank's rate"]),
+        ("H100", (10.0, 10.0, 8.0, 11.0), []),
+        ("", (10.0, 10.0, 1.0, 11.0), []),
+        ("H100", (1.0,), []),
+    ],
+)
+def test_a_rank_with_a_slow_gpu_is_named(
+    device: str, rates: tuple[float, ...], expected: list[str]
+) -> None:
+    findings = [
+        Finding(
+            verdict=Verdict.OK,
+            text="",
+            where=f"rank {rank}",
+            figures={"flops_per_second": rate, "bytes_per_second": 1.0},
+        )
+        for rank, rate in enumerate(rates)
+    ]
+
+    found = between_ranks.slow_ranks(TwoHosts(device=device), findings)  # type: ignore[arg-type]
+
+    assert [each.text.partition(";")[0] for each in found] == expected
+
+
+def test_the_figures_of_a_link_are_in_gigabits_and_microseconds() -> None:
+    finding = link_finding("a to b", 25e-6, 2.5e9, between_hosts=True)
+
+    assert finding.text == "a to b: 20 Gb/s, latency 25 us"
+    assert finding.figures == {"bytes_per_second": 2.5e9, "latency_seconds": 25e-6}
+
+
+@pytest.mark.parametrize(
+    ("gigabits", "latency", "verdict"),
+    [(10, 1e-3, "ok"), (10, 1.1e-3, "warning"), (9.9, 0, "warning"), (1, 0, "warning")],
+)
+def test_a_link_at_its_limit_is_no_worse(gigabits: float, latency: float, verdict: str) -> None:
+    finding = link_finding("a to b", latency, gigabits * GIGABIT, between_hosts=True)
+
+    assert finding.verdict == verdict
