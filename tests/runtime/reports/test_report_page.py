@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,16 @@ from recorded_runs import step_record, write_run
 from zerowatch.metrics.catalog import communication, memory, training
 from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.reports.metrics_reader import read_metrics
-from zerowatch.runtime.reports.report_page import facts_of
+from zerowatch.runtime.reports.report_page import facts_of, page_html, without_decisions
 from zerowatch.runtime.reports.run_charts import CHART_SERIES, MAX_POINTS, Chart, charts_of
 from zerowatch.runtime.reports.run_reader import read_run
-from zerowatch.runtime.reports.run_summary import summary_of
+from zerowatch.runtime.reports.run_summary import (
+    DeviceFigures,
+    Incident,
+    RunSummary,
+    TunerSummary,
+    summary_of,
+)
 from zerowatch.runtime.reports.write_report import make_report
 
 CHARTS = ("phases", "exposed", "causes", "throughput", "loss", "gradient_norm", "memory")
@@ -283,3 +291,154 @@ def test_the_curves_in_the_page_are_json(folder: Path) -> None:
     charts = json.loads(text)
 
     assert {chart["name"] for chart in charts} >= set(CHARTS)
+
+
+def summary_with(tmp_path: Path, **tuner: Any) -> RunSummary:
+    """The summary of a run of 20 steps, 30 s and a tuner."""
+    folder = write_run(
+        tmp_path / "run",
+        steps=20,
+        record=lambda rank, step: step_record(step, seconds=1.5),
+    )
+    given: dict[str, Any] = {"mode": "advise", "state": "observe", "symptoms": {}, "decisions": ()}
+    return replace(summary_of(folder), tuner=TunerSummary(**{**given, **tuner}))
+
+
+@pytest.mark.parametrize(
+    ("tuner", "text"),
+    [
+        ({"mode": "off"}, "The tuner was off."),
+        (
+            {"symptoms": None},
+            "No decision or advice was recorded. The tuner was in the mode advise.",
+        ),
+        ({"symptoms": None, "mode": None}, "No decision or advice was recorded."),
+        (
+            {},
+            "No decision or advice. The tuner was in the mode advise. It found nothing that holds "
+            "the run back. Last state: observe.",
+        ),
+        (
+            {"symptoms": {"memory_idle": 0.7}, "state": None},
+            "No decision or advice. The tuner was in the mode advise. It found nothing that holds "
+            "the run back.",
+        ),
+        (
+            {"symptoms": {"data_bound": 0.3, "memory_idle": 0.7, "host_bound": 0.05}},
+            "No decision or advice. The tuner was in the mode advise. Symptoms: data_bound 30 %, "
+            "host_bound 5.0 %. Last state: observe.",
+        ),
+    ],
+)
+def test_why_the_tuner_decided_nothing_is_said_as_far_as_it_is_known(
+    tmp_path: Path, tuner: dict[str, Any], text: str
+) -> None:
+    assert without_decisions(summary_with(tmp_path, **tuner)) == text
+
+
+@pytest.mark.parametrize(("name", "value"), [("seconds", 29.9), ("steps", 19.0)])
+def test_a_short_run_has_no_diagnosis(tmp_path: Path, name: str, value: float) -> None:
+    summary = summary_with(tmp_path)
+    short = replace(summary, figures={**summary.figures, name: value})
+
+    assert "too short for a diagnosis" in without_decisions(short)
+    assert "too short" not in without_decisions(summary)
+
+
+def page_of(tmp_path: Path, **changes: Any) -> str:
+    summary = replace(summary_of(write_run(tmp_path / "run")), **changes)
+    return page_html(summary, ()).replace("\N{NO-BREAK SPACE}", " ")
+
+
+def test_each_reading_of_a_device_has_its_unit(tmp_path: Path) -> None:
+    readings = {
+        "sm_active_ratio": 0.456,
+        "memory_bytes": 3 * 2**30,
+        "clock_hertz": 1.98e9,
+        "temperature_celsius": 61.25,
+        "power_watts": 1234.5,
+        "energy_joules": 7.0,
+        "age_seconds": 8.0,
+    }
+    figures = DeviceFigures(
+        device="cuda",
+        readings={name: (value, value, value) for name, value in readings.items()},
+        events={},
+    )
+
+    page = page_of(tmp_path, devices=(figures,))
+
+    rows = re.findall(r"<tr><td>cuda: ([\w ]+)</td><td>([^<]+)</td>", page)
+    assert rows == [
+        ("sm active", "46 %"),
+        ("memory", "3.00 GiB"),
+        ("clock", "1.98 GHz"),
+        ("temperature", "61.25 °C"),
+        ("power", "1,234 W"),
+        ("energy", "7 J"),
+        ("age", "8 seconds"),
+    ]
+    assert "On the CPU, a rank measures only its own use." in page
+
+
+def test_the_texts_of_reports_fill_a_megabyte_and_no_more(tmp_path: Path) -> None:
+    incidents = tuple(
+        Incident(kind="hang", path=f"hang-{n}.txt", rank=n, headline="", text=letter * size)
+        for n, (letter, size) in enumerate([("a", 600_000), ("b", 400_001), ("c", 399_999)])
+    )
+
+    page = page_of(tmp_path, incidents=incidents)
+
+    assert (page.count("a" * 600_000), page.count("c" * 399_999)) == (1, 0)
+    assert page.count("The text is in the run folder.") == 2
+    enough = page_of(tmp_path, incidents=(incidents[0], replace(incidents[1], text="b" * 400_000)))
+    assert "The text is in the run folder." not in enough
+
+
+def test_an_empty_run_says_what_was_not_recorded(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text("{}")
+
+    page = page_html(summary_of(tmp_path), ())
+
+    for words in (
+        "No step was recorded.",
+        "Communication was not recorded.",
+        "Memory: not recorded.",
+        "Devices: not recorded.",
+        "Loss: not recorded.",
+        "No decision or advice was recorded.",
+        "No report on an error, a leak or a hang.",
+        "No rank has recorded a step.",
+        "Cost: not recorded.",
+        "No figure is beyond its usual limit.",
+    ):
+        assert words in page
+
+
+@pytest.mark.parametrize(("last_seconds", "steps"), [(4.0, [20, 48]), (6.0, [20, 40, 52])])
+def test_a_last_interval_of_less_than_half_is_joined_with_the_one_before(
+    tmp_path: Path, last_seconds: float, steps: list[float]
+) -> None:
+    folder = write_run(tmp_path / "run", ranks=1, steps=100)  # a step ends each half of a second
+    with RecordedRank(folder, metrics_interval_seconds=1.0) as rank:
+        for seconds in (10.0, 10.0, last_seconds):
+            rank.recorder.add(training.PHASE_SECONDS, 4.0, "forward")
+            rank.recorder.add(communication.COMM_CAUSE_SECONDS, 1.0, "latency")
+            rank.tick(seconds)
+
+    assert charts_by_name(folder)["causes"].steps == steps
+
+
+def test_the_mfu_over_time_is_the_mean_of_the_ranks(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=40)
+    for number in range(2):
+        with RecordedRank(folder, number, metrics_interval_seconds=5.0) as rank:
+            for count in range(4):
+                rank.recorder.set(training.MFU, (0.2, 0.4)[number] + 0.1 * count)
+                rank.tick()
+
+    chart = charts_by_name(folder)["mfu"]
+
+    assert curves(chart)["MFU"][:4] == [pytest.approx(0.3 + 0.1 * count) for count in range(4)]
+    assert chart.steps[:4] == [1, 10, 20, 30]
+    assert (chart.title, chart.unit) == ("Model FLOPs utilization", "ratio")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,14 @@ import numpy as np
 import pytest
 from recorded_runs import STARTED, step_record, write_run
 
-from zerowatch.metrics.step_record import CollectiveTotals, StepRecord
+from zerowatch.metrics.step_record import CollectiveTotals, GenerationTotals, StepRecord
 from zerowatch.runtime.reports import run_reader
-from zerowatch.runtime.reports.run_reader import RunFolderError, read_run
+from zerowatch.runtime.reports.run_reader import (
+    ColumnTotals,
+    RunFolderError,
+    number_ranges,
+    read_run,
+)
 
 
 def test_each_value_of_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -320,3 +326,223 @@ def test_a_log_that_is_deleted_while_it_is_read_is_a_problem(
 
     assert list(run.ranks) == [1]
     assert "no steps of 1 of 2 ranks: 0" in run.problems
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([], ""), ([4], "4"), ([4, 5], "4 to 5"), ([1, 3, 4, 5, 7, 9, 10], "1, 3 to 5, 7, 9 to 10")],
+)
+def test_numbers_are_named_by_their_ranges(numbers: list[int], text: str) -> None:
+    assert number_ranges(numbers) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "problems"),
+    [(30.0, []), (30.5, ["rank 0: its log ends with step 9 of 10"])],
+)
+def test_a_log_may_end_half_a_minute_before_those_of_other_ranks(
+    tmp_path: Path, seconds: float, problems: list[str]
+) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(step, ended_at_unix_seconds=STARTED + (seconds if step == 10 else 0))
+
+    folder = write_run(tmp_path / "run", record=record)
+    log = folder / "rank-0.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:9]))
+
+    assert read_run(folder).problems == problems
+
+
+def test_the_smallest_and_largest_values_and_the_mean_are_of_the_known_ones(
+    tmp_path: Path,
+) -> None:
+    losses = {1: 4.0, 2: None, 3: -2.0, 4: 7.0}
+    folder = write_run(
+        tmp_path / "run", steps=4, record=lambda rank, step: step_record(step, loss=losses[step])
+    )
+
+    steps = read_run(folder).ranks[0]
+
+    assert steps.totals["loss"] == ColumnTotals(sum=9.0, count=3, minimum=-2.0, maximum=7.0)
+    assert steps.totals["loss"].mean == 3.0
+    assert ColumnTotals().mean is None
+
+
+def test_each_column_of_a_record_is_read(tmp_path: Path) -> None:
+    totals = CollectiveTotals(calls=2, payload_bytes=30, wire_bytes=40.0, seconds=0.5)
+    generated = GenerationTotals(
+        calls=1,
+        sequences=8,
+        tokens=256,
+        seconds=2.5,
+        collectives=12,
+        gathers=3,
+        gathered_bytes=4096,
+        peak_bytes={},
+    )
+
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(
+            step,
+            seconds=4.0,
+            micro_batches=3,
+            samples=24,
+            tokens=512,
+            loss=2.5,
+            nonfinite_loss=True,
+            gradient_norm=1.25,
+            learning_rate=0.5,
+            loss_scale=1024.0,
+            skipped=True,
+            comm_seconds=0.75,
+            comm_exposed_seconds=0.25,
+            comm_exposed_phase_seconds={"forward": 0.25},
+            phase_seconds={"forward": 1.5},
+            collectives={"all_reduce": totals},
+            memory_bytes={"cuda:0": {"allocated": 5.0, "limit": 8.0}},
+            device_readings={"cuda:0": {"power_watts": 300.0}},
+            oom_risk_ratio={"cuda:0": 0.125},
+            generation=generated,
+        )
+
+    steps = read_run(write_run(tmp_path / "run", steps=2, record=record)).ranks[1]
+
+    assert {name: values[1] for name, values in steps.columns.items()} == {
+        "step": 2,
+        "ended_at": STARTED + 1,
+        "seconds": 4,
+        "attempt": 0,
+        "micro_batches": 3,
+        "samples": 24,
+        "tokens": 512,
+        "loss": 2.5,
+        "nonfinite_loss": 1,
+        "gradient_norm": 1.25,
+        "learning_rate": 0.5,
+        "loss_scale": 1024,
+        "skipped": 1,
+        "comm_seconds": 0.75,
+        "comm_exposed_seconds": 0.25,
+        "phase.forward": 1.5,
+        "comm_exposed.forward": 0.25,
+        "collective.all_reduce.calls": 2,
+        "collective.all_reduce.payload_bytes": 30,
+        "collective.all_reduce.wire_bytes": 40,
+        "collective.all_reduce.seconds": 0.5,
+        "memory.cuda:0.allocated": 5,
+        "memory.cuda:0.limit": 8,
+        "device.cuda:0.power_watts": 300,
+        "oom_risk.cuda:0": 0.125,
+        "generation.calls": 1,
+        "generation.sequences": 8,
+        "generation.tokens": 256,
+        "generation.seconds": 2.5,
+        "generation.collectives": 12,
+        "generation.gathered_bytes": 4096,
+    }
+    assert (steps.rank, steps.local_rank, steps.host, steps.world_size) == (1, 1, "node-0", 2)
+    assert (steps.num_steps, steps.num_rows, steps.steps_per_row) == (2, 2, 1)
+
+
+def test_a_row_of_several_steps_has_means_of_times_and_the_highest_memory(tmp_path: Path) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(
+            step,
+            seconds=float(step),
+            loss=None if step % 2 else float(step),
+            oom_risk_ratio={"cpu": 0.5 / step},
+            memory_bytes={"cpu": {"allocated": 100.0 - step}} if step > 4 else {},
+        )
+
+    folder = write_run(tmp_path / "run", ranks=1, steps=10, record=record)
+    columns = len(read_run(folder).ranks[0].columns)
+
+    steps = read_run(folder, max_values=4 * columns).ranks[0]
+
+    assert (steps.steps_per_row, steps.num_steps, steps.num_rows) == (3, 10, 4)
+    assert steps.column("step").tolist() == [3, 6, 9, 10]
+    assert steps.column("ended_at").tolist() == [STARTED + at for at in (1.5, 3, 4.5, 5)]
+    assert steps.column("seconds").tolist() == [2, 5, 8, 10]
+    assert steps.column("loss").tolist() == [2, 5, 8, 10]
+    assert steps.column("oom_risk.cpu").tolist() == pytest.approx([0.5, 0.125, 0.5 / 7, 0.05])
+    memory = steps.column("memory.cpu.allocated")
+    assert np.isnan(memory[0]) and memory[1:].tolist() == [95, 93, 90]
+
+
+@pytest.mark.parametrize(("number", "is_cut"), [(50, False), (51, True)])
+def test_the_last_fifty_reports_of_a_kind_are_read(
+    tmp_path: Path, number: int, is_cut: bool
+) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "exits").mkdir()
+    for at in range(number):
+        path = folder / f"exits/rank-{at}-killed.txt"
+        path.write_text("killed")
+        os.utime(path, (STARTED + at, STARTED + at))
+
+    run = read_run(folder)
+
+    assert [report.rank for report in run.reports] == list(range(number))[-50:]
+    assert run.problems == (["only the last 50 of 51 exit reports"] if is_cut else [])
+
+
+def test_the_last_ten_thousand_decisions_are_read(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "decisions.jsonl").write_text("".join(f'{{"n":{n}}}\n' for n in range(10_001)))
+
+    run = read_run(folder)
+
+    assert len(run.decisions) == 10_000
+    assert (run.decisions[0], run.decisions[-1]) == ({"n": 1}, {"n": 10_000})
+    assert run.problems == ["decisions.jsonl: only the last 10000 decisions are read"]
+
+
+def test_a_log_of_another_version_is_named(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", ranks=1)
+    log = folder / "rank-0.jsonl"
+    log.write_text(log.read_text().replace('"schema":1', '"schema":2'))
+
+    assert read_run(folder).problems == [
+        "rank-0.jsonl has the schema 2 instead of 1: it is of another version of zerowatch, and "
+        "may be misread"
+    ]
+
+
+def test_records_of_two_runs_are_named(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    log = folder / "rank-1.jsonl"
+    log.write_text(log.read_text().replace('"run_id":"run"', '"run_id":"other"'))
+
+    run = read_run(folder)
+
+    assert run.run_id == "run"
+    assert run.problems == ["the records have several run ids: run, other"]
+
+
+def test_ranks_with_liveness_files_are_not_closed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    for name in ("rank-10.alive.json", "rank-2.alive.json", "rank-x.alive.json"):
+        (folder / name).write_text("{}")
+    (folder / "targets.json").write_text('[{"targets": []}]')
+
+    run = read_run(folder)
+
+    assert (run.unclosed, run.has_targets) == ((2, 10), True)
+
+
+def test_an_upper_bound_of_one_step_is_one_of_the_rank(tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path / "run",
+        record=lambda rank, step: step_record(
+            step, comm_seconds_is_upper_bound=rank == 1 and step == 5
+        ),
+    )
+
+    assert [steps.is_upper_bound for steps in read_run(folder).ranks.values()] == [False, True]
+
+
+@pytest.mark.parametrize("name", ["hang-rank-0-1.txt", "metrics-0.jsonl", "run.lock"])
+def test_a_folder_with_any_file_of_a_run_is_one(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+
+    assert read_run(tmp_path).run_id == tmp_path.name
