@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from recorded_runs import STARTED, step_record, write_run
 
 from zerowatch.metrics.settings import RunLogSettings
+from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.live_page import older_steps
 from zerowatch.runtime.live_page.older_steps import MAX_LINE_BYTES, sample_steps, segments
+from zerowatch.runtime.live_page.step_history import Point
 from zerowatch.runtime.monitor.step_log import StepLog
 
 LONG_AFTER = STARTED + 1e9
@@ -115,3 +118,76 @@ def test_a_missing_or_empty_log_has_no_steps(tmp_path, content):
         (tmp_path / "rank-0.jsonl").write_bytes(content)
 
     assert sample_steps(tmp_path, 0, LONG_AFTER, 100) == []
+
+
+def test_an_older_step_has_the_values_of_its_record(tmp_path: Path) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(
+            step,
+            seconds=3.0,
+            phase_seconds={"data": 0.25, "forward": 0.75, "eval": 0.5, "checkpoint": 1.5},
+            loss=2.5,
+            nonfinite_loss=True,
+            samples=6,
+            tokens=96,
+            comm_exposed_seconds=0.75,
+            comm_exposed_phase_seconds={"forward": 0.25, "eval": 0.5},
+            memory_bytes={"cpu": {"allocated": 1.0}, "cuda:0": {"peak_allocated": 7.0}},
+        )
+
+    folder = write_run(tmp_path / "run", ranks=1, steps=1, record=record)
+
+    assert sample_steps(folder, 0, LONG_AFTER, 100) == [
+        Point(
+            step=1,
+            ended_at=STARTED + 0.5,
+            seconds=3.0,
+            steps=1,
+            phase_seconds=[0.25, 0.75, 0.0, 0.0, 0.5, 0.0, 1.5, 0.0],
+            timed_seconds=1.0,
+            exposed_seconds=0.25,
+            loss_sum=2.5,
+            loss_steps=1,
+            nonfinite_losses=1,
+            samples=6,
+            tokens=96,
+            peak_bytes={"cuda:0": 7.0},
+        )
+    ]
+
+
+def test_a_record_without_optional_values_is_a_step(tmp_path: Path) -> None:
+    record = {"step": 3, "ended_at_unix_seconds": 7.0, "seconds": 2.0, "phase_seconds": {}}
+    (tmp_path / "rank-0.jsonl").write_text(f"{json.dumps(record)}\n")
+
+    [point] = sample_steps(tmp_path, 0, LONG_AFTER, 1)
+
+    assert (point.step, point.loss_steps, point.samples, point.timed_seconds) == (3, 0, 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "steps"), [(0, []), (1, [1]), (2, [1, 3]), (4, [1, 2, 3, 4])]
+)
+def test_the_number_of_steps_is_bounded(tmp_path: Path, max_steps: int, steps: list[int]) -> None:
+    folder = write_run(
+        tmp_path / "run", ranks=1, steps=4, record=lambda rank, step: step_record(step, loss=1.5)
+    )
+
+    assert steps_of(sample_steps(folder, 0, LONG_AFTER, max_steps)) == steps
+
+
+def test_a_step_that_ended_at_the_given_time_is_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", ranks=1, steps=4)
+
+    assert steps_of(sample_steps(folder, 0, STARTED + 1.5, 100)) == [1, 2]
+
+
+def test_segments_are_sorted_by_their_numbers(tmp_path: Path) -> None:
+    for name in ("rank-0.jsonl", "rank-0.2.jsonl", "rank-0.10.jsonl", "rank-0.x.jsonl"):
+        (tmp_path / name).touch()
+
+    assert [path.name for path in segments(tmp_path, 0)] == [
+        "rank-0.10.jsonl",
+        "rank-0.2.jsonl",
+        "rank-0.jsonl",
+    ]

@@ -33,6 +33,7 @@ from zerowatch.runtime.top.run_source import (
     open_source,
     targets_url,
 )
+from zerowatch.runtime.top.run_view import AlertView
 
 
 def refuse(url: str) -> bytes:
@@ -311,3 +312,61 @@ def test_a_run_without_steps_is_as_old_as_its_last_write(tmp_path: Path) -> None
     view = recorded_view(summary_of(tmp_path), at=7.0)
 
     assert (view.at, view.phases, view.exposed, view.causes) == (7.0, [], None, [])
+
+
+def alert(name: str, state: str = "firing", **labels: str) -> dict[str, object]:
+    return {
+        "labels": {"alertname": name, "run": "night", **labels},
+        "annotations": {"summary": f"Rank 3 of {name}", "description": "long"},
+        "state": state,
+    }
+
+
+def alerts_of(*alerts: dict[str, object]) -> list[AlertView]:
+    asked: list[str] = []
+
+    def get(url: str) -> bytes:
+        asked.append(url)
+        return json.dumps({"data": {"alerts": list(alerts)}}).encode()
+
+    found = prometheus_alerts(get, "http://prometheus:9090/", "night")
+    assert asked == ["http://prometheus:9090/api/v1/alerts"]
+    return found
+
+
+def test_alerts_of_the_run_are_sorted_by_state_severity_and_name() -> None:
+    found = alerts_of(
+        alert("d", "pending", severity="critical"),
+        alert("c", severity="info"),
+        alert("b", severity="page"),
+        alert("a", severity="warning"),
+        alert("e", severity="critical"),
+        {**alert("f"), "labels": {"alertname": "f", "run": "another"}},
+    )
+
+    assert [(each.name, each.severity, each.is_pending) for each in found] == [
+        ("e", "critical", False),
+        ("a", "warning", False),
+        ("b", "warning", False),
+        ("c", "info", False),
+        ("d", "critical", True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("annotations", "rank", "text"),
+    [
+        ({"summary": "Rank 3 is slow", "description": "long"}, "3", "Rank 3 is slow"),
+        ({"description": "is slow"}, "3", "rank 3: is slow"),
+        ({"summary": "is slow"}, None, "is slow"),
+        ({}, "3", "rank 3: "),
+    ],
+)
+def test_the_text_of_an_alert_names_its_rank_once(
+    annotations: dict[str, str], rank: str | None, text: str
+) -> None:
+    labels = {} if rank is None else {"rank": rank}
+
+    [found] = alerts_of({**alert("a", **labels), "annotations": annotations})
+
+    assert found.text == text

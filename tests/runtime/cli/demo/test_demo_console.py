@@ -366,3 +366,61 @@ def test_an_unfinished_trial_is_reported_as_such(tmp_path):
     tuned = fake_watch(tmp_path, symptoms={"comm_latency": 0.25}, state="trial")
 
     assert "the run ended during a trial" in console_output(tuned, io.StringIO(), step(1))
+
+
+def test_all_tables_of_a_run_have_their_figures(watch, monkeypatch):
+    monkeypatch.chdir(watch.run_folder)
+    monkeypatch.setattr("zerowatch.runtime.cli.demo.summary._program", lambda: "zerowatch")
+    (watch.run_folder / "report.html").touch()
+    phases = {"data": 0.1, "forward": 0.5, "backward": 1.1, "optimizer": 0.3}
+    gather = collective(calls=1, seconds=None)
+    run = [
+        step(1, seconds=2.0, phases=phases, loss=5.5, comm=0.6, exposed=0.5, peak=6e8, busy=0.3),
+        step(2, seconds=2.0, phases=phases, loss=3.25, comm=0.4, exposed=0.5, peak=5e8, busy=0.2),
+    ]
+    run = [
+        dataclasses.replace(
+            each,
+            collectives={
+                "all_gather": gather,
+                "all_reduce": collective(calls=each.step + 1, seconds=0.2),
+            },
+        )
+        for each in run
+    ]
+
+    text = console_output(watch, io.StringIO(), *run)
+
+    tables = text[text.index("Time of 2 steps") :]
+    assert [" ".join(line.split()) for line in tables.splitlines() if line.strip(" ─━╴╶╺╸")] == [
+        "Time of 2 steps by phase (rank 0 of 2)",
+        "phase seconds share",
+        "backward 2.2 55%",
+        "forward 1.0 25%",
+        "optimizer 0.6 15%",
+        "data 0.2 5%",
+        "all 4.0 100%",
+        "of which communication 1.0 25%",
+        "of which not overlapped 1.0 25%",
+        "imbalance: another rank was late, or no transfer 0.4 10%",
+        "latency: fixed cost of each call 0.0 0%",
+        "redundancy: more was sent than needed 0.0 0%",
+        "bandwidth: the link was busy 0.2 5%",
+        "Collectives",
+        "operation calls payload sent seconds",
+        "all_reduce 5 4.88 KiB 2.44 KiB 0.4",
+        "all_gather 2 1.95 KiB 0.977 KiB -",
+        "loss 5.500 -> 3.250 nats per byte (mean of the last steps)",
+        "speed 8.0 samples/s on all ranks",
+        "peak memory 572 MiB on cpu",
+        "device 50% busy, all ranks",
+        "tuner no change: the run was too short for a diagnosis",
+        "run log rank-0.jsonl",
+        "report report.html",
+        "made by: zerowatch report .",
+        "What to try next",
+        "Training waits for communication 25% of its time, over 20%. Less sharding sends less, if "
+        "memory allows: zerowatch demo --stage 0",
+        "cpu is 50% busy, under 70%. Other programs may be using it.",
+        "Monitor your own job: zerowatch run your_script.py",
+    ]
