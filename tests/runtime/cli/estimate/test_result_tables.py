@@ -101,13 +101,15 @@ def test_the_tables_have_the_sums_of_each_stage_and_mark_the_configured_one() ->
         "2 <- 4.00 GiB 3.00 GiB 2.00 GiB 12.0 GiB 1.00 GiB 22.0 GiB - -",
         "3 4.00 GiB 3.00 GiB 2.00 GiB 12.0 GiB 1.00 GiB 23.0 GiB 6.00 GiB 8.00 GiB",
     ]
-    assert " ".join(rows[16:]) == (
+    remarks = " ".join(rows[16:])
+    assert remarks == (
         "- The columns are not all present at once. The peak is at the start or the end of "
-        "backward; at stage 3 it is in the optimizer's step, which copies gradients. - Activations "
-        "are not included; add --sequence (tokens per sample) to include them.  Stage 2 (configured) - "
-        "Gradients: reduced once. - A remark on the stage. - Between steps, 16.0 GiB stay on the "
-        "device. - Calls and payload bytes are exact. - Assumed: no parameter is unused; each "
-        "layer has one input.  Stage 3 - Gradients: reduced once."
+        "backward; at stage 3 it is in the optimizer's step, which copies gradients. "
+        "- Activations are not included; add --sequence (tokens per sample) to include them.  "
+        "Stage 2 (configured) - Gradients: reduced once. - A remark on the stage. "
+        "- Between steps, 16.0 GiB stay on the device. - Calls and payload bytes are exact. "
+        "- Assumed: no parameter is unused; each layer has one input.  "
+        "Stage 3 - Gradients: reduced once."
     )
 
 
