@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousParameters,
     RendezvousTimeoutError,
 )
@@ -651,3 +652,64 @@ def test_only_restartable_jobs_on_several_nodes_are_watched(
     group: SimpleNamespace, is_watched: bool
 ) -> None:
     assert node_watch._is_watched(group) is is_watched
+
+
+@pytest.mark.parametrize(("seconds", "names"), [(20, []), (21, ["host1"])])
+def test_a_node_is_lost_after_more_than_20_seconds_without_a_heartbeat(
+    clock: Clock, seconds: int, names: list[str]
+) -> None:
+    first, second = nodes(HashStore(), clock, 2)
+    pass_time(clock, 5, second, first)
+
+    pass_time(clock, seconds, first)
+
+    assert [node.name for node in first.lost_nodes()] == names
+
+
+@pytest.mark.parametrize(("pause", "counted"), [(6.0, 6.0), (7.0, 6.0), (50.0, 6.0)])
+def test_of_a_pause_between_two_readings_six_seconds_count(
+    clock: Clock, pause: float, counted: float
+) -> None:
+    first, _ = nodes(HashStore(), clock, 2)
+
+    clock.seconds += pause
+    first.beat()
+
+    assert first.unheard_seconds() == counted
+
+
+def test_each_node_watches_the_next_eight(clock: Clock) -> None:
+    store = HashStore()
+    first, *others = nodes(store, clock, 10)
+    for node in others[:8]:
+        node.beat()
+
+    first.beat()
+
+    assert first.unheard_seconds() == 0.0  # the ninth is not watched
+
+
+def test_a_node_that_was_not_heard_at_first_is_lost_if_the_rendezvous_has_dropped_it(
+    clock: Clock,
+) -> None:
+    first, _ = nodes(HashStore(), clock, 2)
+    members = [{"a": "host0", "b": "host1"}, {"a": "host0"}]
+    watch = NodeWatch(first, lambda: None, members=lambda: members[0])
+    watch.close()
+    pass_time(clock, 20, first)
+    at_20 = watch.lost_nodes()
+    pass_time(clock, 1, first)
+    is_member = watch.lost_nodes()
+
+    del members[0]
+
+    assert (at_20, is_member) == ([], [])
+    assert watch.lost_nodes() == [LostNode("host1", 21.0)]
+
+
+def test_any_other_error_of_the_rendezvous_is_named() -> None:
+    text = rendezvous_failure(RendezvousError(), "host0:29400", "job")
+    given = rendezvous_failure(RendezvousError("why"), "host0:29400", "job")
+
+    start = "run: the nodes cannot meet at host0:29400 (--rdzv-endpoint): "
+    assert (text, given) == (f"{start}RendezvousError", f"{start}why")

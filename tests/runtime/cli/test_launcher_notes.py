@@ -1,0 +1,61 @@
+"""Tests of what the launcher prints and notes on the exits of ranks.
+
+Notes in a run folder are in `tests/runtime/memory/oom/test_killed_ranks.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from zerowatch.runtime.cli.launcher_notes import worker_pids, write_notes
+
+
+def failures(**codes: tuple[int, float]) -> dict[int, SimpleNamespace]:
+    """Exit codes and times by rank, such as rank_3=(1, 7.0)."""
+    return {
+        int(name.removeprefix("rank_")): SimpleNamespace(exitcode=code, timestamp=at)
+        for name, (code, at) in codes.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        (
+            failures(rank_0=(-15, 9.0), rank_3=(1, 7.0), rank_5=(2, 8.0)),
+            "rank 3 was the first rank of this host to exit, with code 1; its own lines say why",
+        ),
+        (
+            failures(rank_2=(0, 7.0)),
+            "rank 2 was the first rank of this host to exit, with code 0; its own lines say why",
+        ),
+        (
+            failures(rank_1=(-9, 7.0)),
+            "rank 1 was the first rank of this host to exit, by SIGKILL",
+        ),
+        (
+            failures(rank_1=(-40, 7.0)),
+            "rank 1 was the first rank of this host to exit, by signal 40",
+        ),
+    ],
+)
+def test_the_first_rank_to_exit_is_printed_with_its_code_or_signal(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    found: dict[int, SimpleNamespace],
+    line: str,
+) -> None:
+    write_notes(tmp_path, {rank: 100 + rank for rank in range(6)}, found)
+
+    [printed] = capsys.readouterr().err.splitlines()
+    assert printed.startswith(f"zerowatch: {line}")
+    assert ("its own lines" in printed) == ("code" in line)
+
+
+def test_the_processes_of_workers_are_by_their_global_rank() -> None:
+    workers = [SimpleNamespace(global_rank=rank, local_rank=0, id=70 + rank) for rank in (4, 6)]
+
+    assert worker_pids(SimpleNamespace(workers=workers)) == {4: 74, 6: 76}
