@@ -10,6 +10,7 @@ from zerowatch.runtime.cross_rank.divergence import (
     Divergence,
     context_match_length,
     diverged_ranks,
+    parse_divergence,
 )
 from zerowatch.runtime.cross_rank.exchange.rank_messages import (
     NO_DURATIONS,
@@ -139,3 +140,30 @@ def test_several_diverged_ranks_are_named_together() -> None:
 
     assert divergence.message("dp").startswith("ranks 1, 2 diverged")
     assert "issued b or c, where the others issued a" in divergence.message("dp")
+
+
+def test_half_of_the_members_are_no_majority() -> None:
+    values = {0: 9, 1: 9, 2: 1, 3: 1}
+
+    assert diverged_ranks(values, STEP * 3) == (0, 1)
+    assert diverged_ranks({rank: 9 - value for rank, value in values.items()}, []) == (0, 1, 2, 3)
+
+
+def test_of_runs_of_the_same_length_the_members_are_all_named() -> None:
+    assert diverged_ranks({3: 1, 5: 2}, [7, 1, 7, 2, 7]) == (3, 5)
+    assert diverged_ranks({3: 1, 5: 2}, [7, 1, 7, 2, 8, 7, 1, 8, 7]) == (5,)
+
+
+def test_at_most_64_calls_before_a_call_are_compared() -> None:
+    before = list(range(100))
+
+    assert context_match_length([*before, 7, *before], 7) == 65
+    assert context_match_length([*before[-63:], 7, *before[-63:]], 7) == 64
+
+
+def test_a_divergence_is_parsed_with_numbers_as_ranks() -> None:
+    fields = {"sequence": 5, "issued": {"0": "barrier", "17": "reduce"}, "diverged": [17]}
+
+    assert parse_divergence(fields) == Divergence(
+        sequence=5, issued={0: "barrier", 17: "reduce"}, diverged=(17,)
+    )

@@ -102,3 +102,71 @@ def test_only_a_divergence_counts_as_a_mismatch(size, mismatches):
 
     assert recorder.snapshot().total(COLLECTIVE_MISMATCHES) == mismatches
     assert thread.num_reports == 1
+
+
+def test_the_message_of_a_divergence_names_what_was_issued_and_what_was_usual() -> None:
+    group = trained()
+
+    attribution = attribute_failure(1, group.issue("all_gather", 96))
+
+    assert attribution is not None
+    assert attribution.message() == (
+        "rank 1 diverged from the common sequence of collectives at call 16 of group dp: issued "
+        "all_gather of 96 bytes (float32), where all_reduce of 4 bytes (float32) has followed so "
+        "far; it skipped or added a collective"
+    )
+
+
+def test_the_message_of_a_peer_s_failure_names_the_call_in_its_order(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    group = FakeGroup((3, 5), role="tp")
+    for _ in range(5):
+        group.run("barrier", 0)
+    analyzer = CollectiveErrorAnalyzer(3, Recorder(), FakeThread())
+
+    analyzer.analyze(group.issue("barrier", 0))
+
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        (
+            "ERROR",
+            "barrier failed on rank 3 at call 6 of group tp, in its usual order: rank 5 died, or "
+            "diverged from the common sequence of collectives there",
+        )
+    ]
+
+
+def test_the_first_call_of_a_group_cannot_be_attributed() -> None:
+    group, thread = FakeGroup((0, 1)), FakeThread()
+    first = group.issue()
+
+    assert attribute_failure(0, first) is None
+    CollectiveErrorAnalyzer(0, Recorder(), thread).analyze(first)
+    assert thread.num_reports == 1
+    assert attribute_failure(0, group.issue()) is not None
+
+
+def test_a_message_and_a_call_that_is_no_longer_recorded_cannot_be_attributed() -> None:
+    group = trained()
+    message = group.issue("send")
+    gone = group.run()
+    group.rank_set.recent.remove(gone)
+
+    assert attribute_failure(1, message) is None
+    assert attribute_failure(1, gone) is None
+
+
+@pytest.mark.parametrize(("before", "has_diverged"), [(1, False), (2, True)])
+def test_two_calls_in_a_known_order_must_come_before_a_divergence(
+    before: int, has_diverged: bool
+) -> None:
+    group = FakeGroup((0, 1, 2))
+    known = [("all_reduce", size) for size in (8, 16)][-before:]
+    for op, size in [("broadcast", 1), *known, ("all_gather", 96), ("reduce", 4), *known]:
+        group.run(op, size)
+
+    attribution = attribute_failure(1, group.issue("reduce", 4))
+
+    assert attribution is not None
+    expected = "all_gather of 96 bytes (float32)" if has_diverged else None
+    assert attribution.expected == expected

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from fakes.clock import FakeClock
 
 from zerowatch.metrics.catalog import communication, devices, memory, training
 from zerowatch.metrics.catalog.across_ranks import STATISTICS
 from zerowatch.metrics.recorder import Recorder
-from zerowatch.runtime.cross_rank.rank_figures import MAX_AGE_SECONDS, PERIOD_SECONDS, RankFigures
+from zerowatch.runtime.cross_rank.rank_figures import (
+    LOSS_HASH,
+    LOSS_WINDOW,
+    MAX_AGE_SECONDS,
+    PERIOD_SECONDS,
+    RankFigures,
+)
 
 EXCHANGE_SECONDS = 5.0
 
@@ -180,3 +187,59 @@ def test_without_communication_exposed_time_is_zero() -> None:
         known = run.read()
 
     assert (known["exposed_comm"], known["comm_wait"]) == (0.0, 0.0)
+
+
+def read_after(run: Run, seconds: float) -> dict[str, float]:
+    run.clock.seconds += seconds
+    return run.read()
+
+
+@pytest.mark.parametrize(("step_seconds", "max_age"), [(2.0, 60.0), (30.0, 90.0)])
+def test_figures_about_steps_are_left_out_after_a_minute_and_three_steps_without_one(
+    step_seconds: float, max_age: float
+) -> None:
+    run = Run(step_seconds)
+    for _ in range(4):
+        run.clock.seconds += step_seconds
+        run._step()
+        run.read()
+
+    at_limit, later = read_after(run, max_age), read_after(run, 0.5)
+
+    assert at_limit["data"] == pytest.approx(0.05)
+    assert later == {}
+
+
+def test_the_device_is_the_gpu_also_if_only_its_utilization_or_its_limit_is_known() -> None:
+    for spec, value in ((devices.DEVICE_UTILIZATION, 0.5), (memory.MEMORY_LIMIT, 80e9)):
+        run = Run()
+        run.recorder.set(spec, value, "cuda:3")
+        run.recorder.set(memory.MEMORY_LIMIT, 1e12, "cpu")
+        run.recorder.set(devices.DEVICE_TEMPERATURE, 61.0, "cuda:3")
+        run.recorder.set(devices.DEVICE_TEMPERATURE, 40.0, "cpu")
+
+        assert run.read()["device_temperature"] == 61.0
+
+
+def test_the_losses_are_the_last_two_figures() -> None:
+    figures = RankFigures(Recorder(), FakeClock())
+    before = figures.read()
+    figures.read_losses = lambda: (3.0, 77.0)
+
+    assert len(before) == len(STATISTICS) + 2
+    assert np.isnan(before).all()
+    assert figures.read()[-2:].tolist() == [3.0, 77.0]
+    assert (len(STATISTICS), len(STATISTICS) + 1) == (LOSS_WINDOW, LOSS_HASH)
+
+
+def test_a_peak_without_a_limit_and_steps_without_samples_give_no_figures() -> None:
+    run = Run()
+    run.recorder.set(memory.MEMORY_PEAK, 60e9, "cuda:0", "allocated")
+    run.recorder.set(devices.DEVICE_UTILIZATION, 0.5, "cuda:0")
+    for _ in range(3):
+        run.clock.seconds += 5
+        run.recorder.add(training.STEPS, 1)
+        run.recorder.add(training.PHASE_SECONDS, 5, "forward")
+        known = run.read()
+
+    assert known == {"exposed_comm": 0, "comm_wait": 0, "data": 0, "device_utilization": 0.5}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -123,3 +125,58 @@ def test_different_data_in_low_precision_is_no_false_alarm(seed: int) -> None:
         return windows_of((np.round(noisy * 64) / 64).tolist())
 
     assert published(rank(), rank()) in (0, None)
+
+
+def test_a_hash_is_24_bits_of_the_checksum_of_32_losses() -> None:
+    losses = random_losses(3, 64)
+
+    window, hashed = windows_of(losses).last
+
+    assert WINDOW_STEPS == 32
+    assert window == 0
+    assert hashed == zlib.crc32(struct.pack("32d", *losses[32:])) % 2**24
+
+
+@pytest.mark.parametrize(("changes", "is_known"), [(15, False), (16, True)])
+def test_half_of_the_losses_must_change(changes: int, is_known: bool) -> None:
+    window = [float(min(number, changes)) for number in range(32)]
+
+    _, hashed = windows_of([0.0] * 32 + window).last
+
+    assert math.isfinite(hashed) is is_known
+
+
+@pytest.mark.parametrize(
+    ("steps", "window"), [(63, None), (64, 0), (95, 0), (96, 1), (159, 1), (160, 2), (288, 3)]
+)
+def test_windows_begin_at_32_64_128_and_256_steps(steps: int, window: int | None) -> None:
+    last, _ = windows_of(random_losses(1, steps)).last
+
+    assert (None if math.isnan(last) else last) == window
+
+
+def test_a_rank_that_joined_within_a_window_has_no_hash() -> None:
+    windows = LossWindows()
+    for step in (0, *range(40, 64)):
+        windows.add(step, float(step))
+
+    assert windows.last[0] == 0
+    assert math.isnan(windows.last[1])
+
+
+def test_two_ranks_are_enough_and_the_warning_says_what_to_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    windows = windows_of(random_losses(1))
+
+    assert published(windows, windows) == 1
+    assert caplog.messages == [
+        "the losses of all 2 data-parallel ranks are equal to the last digit over 32 steps, so the "
+        "ranks are probably fed the same samples. Give each rank its own part of the data, such as "
+        "by DistributedSampler. Ignore this in a test that trains on one batch."
+    ]
+
+
+def test_different_losses_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert published(windows_of(random_losses(1)), windows_of(random_losses(2))) == 0
+    assert caplog.messages == []

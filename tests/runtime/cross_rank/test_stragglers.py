@@ -15,6 +15,7 @@ from zerowatch.runtime.cross_rank.stragglers import (
     MAX_STEPS,
     MIN_STEPS,
     WARM_UP_STEPS,
+    StepTimeReference,
     StepTimeSampler,
     Straggler,
     StragglerDetector,
@@ -339,6 +340,10 @@ def test_of_very_many_steps_the_last_are_kept(sampler: StepTimeSampler) -> None:
         (("world", "pp", "dp"), "dp"),
         (("world", "pp"), None),
         (("other",), None),
+        (("sp", "ep"), "ep"),
+        (("sp", "pp"), "sp"),
+        (("ep", "tp"), "tp"),
+        (("tp", "world"), "world"),
     ],
 )
 def test_the_step_times_of_pipeline_stages_are_not_compared(
@@ -349,3 +354,51 @@ def test_the_step_times_of_pipeline_stages_are_not_compared(
     found = compared_rank_set(rank_sets)
 
     assert (found and found.role) == compared
+
+
+def test_of_groups_with_the_same_role_the_larger_one_is_compared() -> None:
+    sizes = [(0,), (0, 1), (0, 1, 2, 3), (0, 2, 4)]
+    rank_sets = [FakeGroup(members).rank_set for members in sizes]
+
+    found = compared_rank_set(rank_sets)
+
+    assert found is not None and found.members == (0, 1, 2, 3)
+    assert compared_rank_set(rank_sets[:1]) is None
+
+
+def test_of_groups_of_the_same_size_all_ranks_choose_the_same() -> None:
+    rank_sets = [FakeGroup(members).rank_set for members in ((0, 3), (0, 1), (0, 2))]
+
+    assert compared_rank_set(rank_sets) is min(rank_sets, key=lambda each: each.key)
+
+
+def test_a_score_is_the_share_of_a_step_by_which_a_rank_is_slower() -> None:
+    reference = StepTimeReference(step_seconds=0.5, busy_seconds=(0.1, 0.2, 0.3, 0.4))
+    one = StepTimes(
+        num_steps=9,
+        step_seconds=0.7,
+        busy_seconds=(0.15, 0.1, 0.3, 0.6),
+        deviation_seconds=(0.0,) * 4,
+    )
+
+    assert reference.scores(one) == pytest.approx((0.1, -0.2, 0.0, 0.4))
+
+
+@pytest.mark.parametrize(("slower", "is_named"), [(0.0749, False), (0.0755, True)])
+def test_a_score_must_exceed_four_of_its_own_standard_errors(slower: float, is_named: bool) -> None:
+    # Of two ranks the errors add up in squares: four times that is 0.0752 s.
+    deviation = 0.0752 / 4 / math.sqrt(2) * 3 / (1.253 * 1.483)
+    detector = StragglerDetector()
+    step_times = {
+        rank: StepTimes(
+            num_steps=9,
+            step_seconds=STEP_SECONDS,
+            busy_seconds=(0.01, 0.1 + slower * rank, 0.2, 0.05),
+            deviation_seconds=(0.0, deviation, 0.0, 0.0),
+        )
+        for rank in (0, 1)
+    }
+
+    found = [update(detector, step_times) for _ in range(2)][1]
+
+    assert [one.rank for one in found] == ([1] if is_named else [])

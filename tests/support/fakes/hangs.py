@@ -147,6 +147,7 @@ class WatchedRank:
     def __init__(self, folder: Path, *, abort: bool = False, enabled: bool = True) -> None:
         self.now_ns = 10**12
         self.exits: list[int] = []
+        self.said: list[str] = []
         self.context = FakeHangContext(folder)
         self.recorder = Recorder()
         self.phase_timer = PhaseTimer(lambda: self.now_ns)
@@ -158,6 +159,7 @@ class WatchedRank:
             fail_open=FailOpen(),
             now_ns=lambda: self.now_ns,
             exit_process=self.exits.append,
+            on_hang=self.said.append,
         )
         for number in (1, 2, 3):
             self.watch.on_step_end(step(number))

@@ -6,8 +6,15 @@ import random
 from dataclasses import astuple
 
 import pytest
+from fakes.rank_sets import FakeGroup
 
-from zerowatch.runtime.cross_rank.accounting.comm_costs import ExposedTimeCauses
+from zerowatch.metrics.catalog import communication
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.runtime.cross_rank.accounting.comm_costs import (
+    CostTotals,
+    ExposedTimeCauses,
+    bus_bandwidth,
+)
 
 
 def split(**changed: float | None) -> ExposedTimeCauses:
@@ -78,3 +85,61 @@ def test_causes_are_never_negative_and_add_up_to_what_was_exposed(seed: int) -> 
 
         again = split(exposed=exposed, duration=0.0, wait=0.0)
         assert sum(astuple(again)) == pytest.approx(exposed, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("calls", "bandwidth"),
+    [
+        ([], None),
+        ([(0.0, 0.5)], None),
+        ([(100.0, 0.0)], None),
+        ([(100.0, 0.5)], 200.0),
+        ([(100.0, 0.5), (50.0, 1.0), (49.0, 1e-3)], 125.0),  # of 200 and 50
+        ([(100.0, 0.5), (100.0, 0.0), (100.0, 1.0), (80.0, 0.1)], 200.0),
+    ],
+)
+def test_the_bus_bandwidth_is_the_median_rate_of_calls_of_at_least_half_the_largest_size(
+    calls: list[tuple[float, float]], bandwidth: float | None
+) -> None:
+    assert bus_bandwidth(calls) == bandwidth
+
+
+def test_exposed_time_is_summed_by_role_and_our_own_by_phase() -> None:
+    totals, recorder = CostTotals(), Recorder()
+    dp, own = FakeGroup((0, 1)), FakeGroup((0, 1), role="zerowatch")
+    totals.add_exposed(dp.run(ms=20, exposed_ms=11))
+    totals.add_exposed(dp.run(ms=20, exposed_ms=5))
+    totals.add_exposed(dp.run(ms=20, phase="eval"))  # blocks no training
+    totals.add_exposed(dp.run(ms=20, phase="checkpoint"))
+    totals.add_exposed(own.run(ms=3, phase="optimizer"))
+    totals.add_exposed(own.run(ms=7, phase="other"))
+
+    totals.publish(recorder)
+
+    values = recorder.snapshot().values
+    assert values[communication.COMM_EXPOSED_SECONDS] == pytest.approx(
+        {("dp",): 0.016, ("zerowatch",): 0.010}
+    )
+    assert values[communication.COMM_OWN_EXPOSED_SECONDS] == pytest.approx(
+        {("optimizer",): 0.003, ("other",): 0.007}
+    )
+    assert communication.COMM_CAUSE_SECONDS not in values  # without a wait they are unknown
+
+
+def test_waits_transfers_and_causes_are_published_under_their_names() -> None:
+    totals, recorder = CostTotals(), Recorder()
+    totals.wait["dp"] = 3.0
+    totals.transfer["tp"] = 5.0
+    totals.causes = ExposedTimeCauses(imbalance=1, latency=2, redundancy=4, bandwidth=8)
+
+    totals.publish(recorder)
+
+    values = recorder.snapshot().values
+    assert values[communication.COMM_WAIT_SECONDS] == {("dp",): 3.0}
+    assert values[communication.COMM_TRANSFER_SECONDS] == {("tp",): 5.0}
+    assert values[communication.COMM_CAUSE_SECONDS] == {
+        ("imbalance",): 1,
+        ("latency",): 2,
+        ("redundancy",): 4,
+        ("bandwidth",): 8,
+    }

@@ -7,7 +7,9 @@ import random
 import pytest
 
 from zerowatch.runtime.cross_rank.accounting.link_estimate import (
+    DURATIONS_PER_SIZE,
     MAX_SIZES,
+    MAX_TINY_CALLS,
     SUSTAINED_FITS,
     Link,
     LinkEstimate,
@@ -144,3 +146,92 @@ def test_new_sizes_evict_the_oldest() -> None:
     assert link is not None
     assert link.latency == pytest.approx(1e-3, rel=0.01)
     assert link.bandwidth == pytest.approx(1e9, rel=0.01)
+
+
+def fitted(*calls: tuple[int, float]) -> Link:
+    made = LinkEstimate()
+    for size, seconds in calls:
+        made.add(size, seconds)
+    link = made.fit()
+    assert link is not None
+    return link
+
+
+def test_the_latency_is_the_intercept_where_there_are_few_tiny_calls() -> None:
+    link = fitted((16_384, 0.5), *[(16_384, 0.3)] * 3, (100_000, 0.3), (200_000, 0.5))
+
+    # The slope is 2 us a byte over the pair with the larger sizes, and less over the two others.
+    slope = 0.2 / (200_000 - 16_384)
+    assert link == Link(
+        latency=pytest.approx(0.3 - 16_384 * slope),  # type: ignore[arg-type]
+        bandwidth=pytest.approx(1 / slope),  # type: ignore[arg-type]
+        largest_bytes=200_000,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_tiny", "size", "latency"),
+    [(4, 16_384, 0.1), (5, 16_384, 0.7 - 16_384 * 1e-6), (5, 16_385, 0.1)],
+)
+def test_five_calls_of_at_most_16_kib_show_the_latency(
+    num_tiny: int, size: int, latency: float
+) -> None:
+    made = LinkEstimate()
+    for _ in range(num_tiny):
+        made.add(size, 0.7)
+    for number in range(1, MAX_SIZES + 1):  # they drop the tiny size from the fit
+        made.add(number * 100_000, 0.1 + number * 0.1)
+
+    link = made.fit()
+
+    assert link is not None
+    assert link.bandwidth == pytest.approx(1e6)
+    assert link.latency == pytest.approx(latency)
+
+
+def test_two_sizes_are_compared_if_one_is_twice_the_other() -> None:
+    assert fitted((100_000, 0.1), (200_000, 0.3)).bandwidth == pytest.approx(5e5)
+    assert fitted((100_000, 0.1), (199_999, 0.3)).bandwidth is None
+
+
+def test_larger_calls_that_take_no_longer_show_no_bandwidth_and_the_smallest_the_latency() -> None:
+    link = fitted((400_000, 0.2), (100_000, 0.3), (200_000, 0.25))
+
+    assert link == Link(latency=0.3, bandwidth=None, largest_bytes=400_000)
+
+
+def test_distant_sizes_weigh_more_in_the_slope() -> None:
+    # Slopes: 5 us a byte at a distance of 100 kB, 1 us at 300 kB and a third of it at 200 kB.
+    link = fitted((100_000, 0.1), (200_000, 0.6), (400_000, 0.4))
+
+    assert link.bandwidth == pytest.approx(1e6)
+    # What is left of the three is 0.0, 0.4 and 0.0 s; only for the second it is most of the time.
+    assert link.latency == pytest.approx(0.4)
+
+
+def test_of_each_size_the_last_64_durations_count() -> None:
+    calls = [(100_000, 9.0)] * 200 + [(100_000, 0.2)] * 33 + [(100_000, 9.0)] * 31
+
+    assert fitted(*calls).latency == 0.2
+    assert DURATIONS_PER_SIZE == 33 + 31
+
+
+def test_of_tiny_calls_the_last_256_count() -> None:
+    half = MAX_TINY_CALLS // 2
+    calls = [(100, 9.0)] * 1000 + [(100, 0.2)] * (half + 1) + [(100, 9.0)] * (half - 1)
+
+    assert fitted(*calls).latency == 0.2
+
+
+def test_the_best_bandwidth_is_the_least_of_three_fits_in_a_row_and_the_highest_so_far() -> None:
+    made = LinkEstimate()
+    made.add(1_000, 1e-3)
+    best = []
+    for seconds in (1.0, 0.5, 0.8, 0.25, 0.2, 0.1, 2.0, 2.0, 2.0):
+        for _ in range(DURATIONS_PER_SIZE):
+            made.add(1_001_000, 1e-3 + seconds)
+        made.fit()
+        best.append(made.best_bandwidth)
+
+    assert best[:2] == [None, None]
+    assert best[2:] == pytest.approx([1e6, 1.25e6, 1.25e6, 4e6, 4e6, 4e6, 4e6])

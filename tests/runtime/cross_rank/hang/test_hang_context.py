@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fakes.rank_sets import FakeGroups
+from torch._C import _distributed_c10d
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
 from zerowatch.runtime.collectives.groups import CollectiveCall, RankSet, StreamWait
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.cross_rank.exchange.rank_messages import Heartbeat
-from zerowatch.runtime.cross_rank.hang.hang_context import HangContext
+from zerowatch.runtime.cross_rank.hang.hang_context import HangContext, flight_recorder_dump
+from zerowatch.runtime.cross_rank.hang.hang_evidence import RankSetSummary
 
 MS = 1_000_000
 KEY = RankSet((0, 1)).key
@@ -271,3 +274,118 @@ def test_a_hang_and_its_end_are_announced_to_the_others(group: TwoRanks) -> None
     context.announce_hang(False)
 
     assert thread.announced == [True, False]
+
+
+def test_without_groups_there_was_no_activity() -> None:
+    context = HangContext(
+        rank=0,
+        groups=FakeGroups([]),
+        thread=FakeThread(),
+        fail_open=FailOpen(),
+        folder=lambda: None,
+        now_ns=lambda: 100,
+    )
+
+    assert context.last_activity_ns() == 0
+
+
+def test_a_rank_set_is_summarized_with_all_its_fields(group: TwoRanks) -> None:
+    group.begin()
+
+    assert context_of(group).rank_sets() == [
+        RankSetSummary(key=KEY, role="dp", members=(0, 1), issued=1, is_waiting=True)
+    ]
+
+
+def test_what_the_comparison_found_is_passed_on(group: TwoRanks) -> None:
+    thread = FakeThread()
+    context = context_of(group, thread, is_training=lambda: False)
+    before = (context.divergence(), context.others_hang())
+    thread.divergence, thread.others_hang = "rank 1 diverged", True
+
+    assert before == (None, False)
+    assert (context.divergence(), context.others_hang()) == ("rank 1 diverged", True)
+    assert context.is_training() is False
+    assert context_of(group).is_training() is True
+
+
+def test_a_method_that_fails_returns_none_and_the_others_work(group: TwoRanks) -> None:
+    def broken() -> bool:
+        raise RuntimeError("gone")
+
+    fail_open = FailOpen()
+    context = HangContext(
+        rank=0,
+        groups=FakeGroups([group]),
+        thread=FakeThread(),
+        fail_open=fail_open,
+        folder=lambda: None,
+        is_training=broken,
+    )
+
+    assert context.is_training() is None
+    assert len(context.rank_sets() or ()) == 1
+    assert fail_open.failures == {"hang training mode": 1}
+
+
+@pytest.mark.parametrize(
+    ("backend", "records", "found"),
+    [
+        ("gloo", {"fr": b'{"entries": [1]}', "nccl": b'{"entries": [2]}'}, b'{"entries": [1]}'),
+        (
+            "cpu:gloo,cuda:nccl",
+            {"fr": b'{"entries": [1]}', "nccl": b'{"entries": [2]}'},
+            b'{"entries": [2]}',
+        ),
+        ("nccl", {"fr": b'{"entries": [1]}', "nccl": b"{}"}, b'{"entries": [1]}'),
+        ("nccl", {"fr": b"{}", "nccl": b"{}"}, None),
+        (None, {"fr": b'{"entries": [1]}', "nccl": b'{"entries": [2]}'}, b'{"entries": [1]}'),
+        (None, {}, None),
+    ],
+)
+def test_the_flight_recorder_of_the_backend_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str | None,
+    records: dict[str, bytes],
+    found: bytes | None,
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: backend is not None)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    for name in ("fr", "nccl"):
+        full_name = f"_dump_{name}_trace_json"
+        monkeypatch.delattr(_distributed_c10d, full_name, raising=False)
+        if name in records:
+            monkeypatch.setattr(
+                _distributed_c10d, full_name, lambda name=name: records[name], raising=False
+            )
+
+    assert flight_recorder_dump() == found
+
+
+def test_a_call_of_ours_is_marked_as_such(group: TwoRanks) -> None:
+    own = TwoRanks(group.rank_set)
+    own.role = "zerowatch"
+    returned(group.begin())
+    returned(own.begin())
+
+    calls = context_of(group).last_calls() or ()
+
+    assert [call.is_own for call in calls] == [False, True]
+
+
+def test_the_time_of_a_call_that_has_not_returned_is_unknown(group: TwoRanks) -> None:
+    group.begin()
+
+    (call,) = context_of(group, now_ns=lambda: 3002 * MS).last_calls() or ()
+
+    assert (call.in_flight, call.seconds) == (True, None)
+
+
+def test_the_time_of_a_call_that_expired_is_unknown(group: TwoRanks) -> None:
+    call = returned(group.begin())
+    call.timed = False
+    call.settle()
+
+    (found,) = context_of(group).last_calls() or ()
+
+    assert (found.in_flight, found.seconds) == (False, None)

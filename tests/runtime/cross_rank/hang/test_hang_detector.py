@@ -148,3 +148,52 @@ def test_an_announcement_that_lasts_is_not_reported_again_after_progress() -> No
     found = [clockwork.check(others_hang=True) for _ in range(3)]
 
     assert found == [HangState.RESUMED, HangState.UNCHANGED, HangState.UNCHANGED]
+
+
+@pytest.mark.parametrize(("gap", "silent"), [(5, 15.0), (6, 10.0)])
+def test_a_gap_of_more_than_five_seconds_between_samples_does_not_count(
+    gap: int, silent: float
+) -> None:
+    clockwork = Clockwork()
+    clockwork.check()
+    clockwork.progress()
+    clockwork.pass_seconds(10)
+
+    clockwork.now += gap
+    clockwork.check()
+
+    assert clockwork.detector.silent_seconds == silent
+
+
+@pytest.mark.parametrize(("seconds", "state"), [(1, HangState.UNCHANGED), (2, HangState.ANNOUNCED)])
+def test_an_announced_hang_counts_after_two_seconds_without_own_progress(
+    seconds: int, state: HangState
+) -> None:
+    clockwork = Clockwork()
+    clockwork.check()
+    clockwork.pass_seconds(seconds - 1)
+    clockwork.now += 1
+
+    assert clockwork.check(others_hang=True) is state
+
+
+def test_before_the_first_step_the_limit_is_the_setting_and_nothing_was_silent() -> None:
+    detector = HangDetector(30.0)
+
+    assert (detector.limit_seconds, detector.silent_seconds, detector.num_steps) == (30.0, 0.0, 0)
+
+
+def test_an_announcement_that_ended_is_reported_again_when_it_comes_back() -> None:
+    clockwork = Clockwork()
+    clockwork.pass_seconds(5)
+    states = [clockwork.check(others_hang=True)]
+    clockwork.progress()
+    clockwork.now += 1
+    states.append(clockwork.check())
+    clockwork.pass_seconds(4)
+
+    assert [*states, clockwork.check(others_hang=True)] == [
+        HangState.ANNOUNCED,
+        HangState.RESUMED,
+        HangState.ANNOUNCED,
+    ]

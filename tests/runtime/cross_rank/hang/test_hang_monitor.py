@@ -12,7 +12,7 @@ import pytest
 from fakes.hangs import CALL, WatchedRank
 
 from zerowatch.metrics.catalog import communication, training
-from zerowatch.runtime.common.exit_notes import read_exit_notes
+from zerowatch.runtime.common.exit_notes import ExitNote, read_exit_notes
 from zerowatch.runtime.common.liveness_file import current_process
 from zerowatch.runtime.common.phase_timer import FORWARD
 
@@ -208,3 +208,103 @@ def test_without_a_thread_for_the_report_a_hang_is_reported_and_aborted_all_the_
     assert (rank.num_hangs, rank.exits) == (1, [70])
     assert len(list(tmp_path.iterdir())) == 1
     assert [line.partition(":")[0] for line in caplog.messages] == ["training hangs", "rank 0"]
+
+
+def test_a_hang_is_described_once_to_those_who_ask_for_it(tmp_path: Path) -> None:
+    rank = WatchedRank(tmp_path)
+
+    rank.pass_seconds(29)
+    early = rank.said[:]
+    rank.pass_seconds(100)
+
+    assert early == []
+    assert rank.said == [
+        f"rank 1 has not arrived at {CALL}; it has sent no heartbeat for at least 33 s"
+    ]
+
+
+def test_the_report_has_the_moment_of_the_hang(tmp_path: Path) -> None:
+    rank = WatchedRank(tmp_path)
+    rank.phase_timer.enter(FORWARD)
+
+    rank.pass_seconds(30)
+
+    (report,) = tmp_path.iterdir()
+    lines = report.read_text().splitlines()
+    assert lines[2].startswith(f"rank 0 on {socket.gethostname()}, 20")
+    assert lines[3:5] == [
+        "last step that ended: 3; phase: forward",
+        "no progress for 30.0 s; limit 30.0 s, expected pauses left out",
+    ]
+
+
+def test_the_end_of_a_hang_and_an_abort_are_logged_with_the_rank(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    resumed, aborted = WatchedRank(tmp_path / "a"), WatchedRank(tmp_path / "b", abort=True)
+
+    resumed.pass_seconds(30)
+    resumed.phase_timer.enter(FORWARD)
+    resumed.pass_seconds(1)
+    for thread in threading.enumerate():
+        if thread.name == "zerowatch-hang":
+            thread.join()
+    aborted.pass_seconds(60)
+
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert lines[1] == ("WARNING", "rank 0: training resumed")
+    assert lines[-1] == ("ERROR", "rank 0 exits with code 70, as hang.abort is set")
+
+
+def test_a_run_keeps_no_more_reports_than_it_may_and_needs_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    full, homeless = WatchedRank(tmp_path), WatchedRank(tmp_path)
+    for number in range(1, 6):
+        (tmp_path / f"hang-rank-0-{number}.txt").touch()
+    monkeypatch.setattr(homeless.context, "folder", lambda: None)
+
+    full.pass_seconds(30)
+    homeless.pass_seconds(30)
+
+    assert [line.rpartition(" (")[2] for line in caplog.messages] == [
+        "no report: this rank has written as many as a run keeps)",
+        "no report: no run folder is written)",
+    ]
+
+
+def test_the_flight_recorder_is_written_next_to_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = WatchedRank(tmp_path)
+    monkeypatch.setattr(rank.context, "flight_recorder_dump", lambda: b"{}")
+
+    rank.pass_seconds(30)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "hang-rank-0-1.flight.json",
+        "hang-rank-0-1.txt",
+    ]
+
+
+def test_an_abort_is_noted_with_its_exit_code(tmp_path: Path) -> None:
+    rank = WatchedRank(tmp_path, abort=True)
+
+    rank.pass_seconds(60)
+
+    process = current_process(0, socket.gethostname())
+    assert process is not None
+    assert read_exit_notes(tmp_path, process) == [
+        ExitNote(
+            text="ended itself with code 70, as training hung and hang.abort is set",
+            may_be_oom_kill=False,
+        )
+    ]
+
+
+def test_without_abort_a_hang_never_ends_the_process(tmp_path: Path) -> None:
+    rank = WatchedRank(tmp_path)
+
+    rank.pass_seconds(600)
+
+    assert (rank.exits, rank.recorder.snapshot().values.get(training.RUN_END_INFO)) == ([], None)

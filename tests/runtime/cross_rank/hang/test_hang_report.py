@@ -18,6 +18,7 @@ from fakes.hangs import CALL, KEY, call, evidence, peer
 
 from zerowatch.runtime.cross_rank.hang.hang_evidence import RankSetSummary
 from zerowatch.runtime.cross_rank.hang.hang_report import (
+    ranks_text,
     report_text,
     summary,
     write_flight_recorder_dump,
@@ -194,3 +195,136 @@ def test_a_run_keeps_at_most_five_reports_of_a_rank(tmp_path: Path) -> None:
     names = [f"hang-rank-0-{number}.txt" for number in range(1, 6)]
     assert [path and path.name for path in written] == [*names, None]
     assert sorted(file.name for file in tmp_path.iterdir()) == names
+
+
+@pytest.mark.parametrize(
+    ("age_seconds", "said"),
+    [(3.0, "it is alive"), (3.6, "it has sent no heartbeat for at least 4 s")],
+)
+def test_a_rank_is_silent_after_three_seconds(age_seconds: float, said: str) -> None:
+    found = evidence([call()], [peer(1, 1233, age_seconds=age_seconds)])
+
+    assert summary(found) == f"rank 1 has not arrived at {CALL}; {said}"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "text"),
+    [
+        (1, "rank 0"),
+        (2, "ranks 0, 1"),
+        (8, "ranks 0, 1, 2, 3, 4, 5, 6, 7"),
+        (9, "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1 more"),
+    ],
+)
+def test_at_most_eight_ranks_are_named(num_ranks: int, text: str) -> None:
+    assert ranks_text(range(num_ranks)) == text
+
+
+def lines_of(text: str, first: str) -> list[str]:
+    """Return the lines from one that starts so up to the next empty line."""
+    lines = text.splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith(first))
+    return lines[start : lines.index("", start)]
+
+
+def test_a_report_lists_who_waits_for_whom() -> None:
+    rank_sets = {
+        KEY: RankSetSummary(key=KEY, role="dp", members=(0, 1, 2, 3), issued=1234),
+        "other": RankSetSummary(key="other", role="tp", members=(0, 4), issued=6),
+    }
+    others = [peer(1, 1233), peer(2, 1235), peer(3, 1236), replace(peer(4, 0), issued={"other": 7})]
+    found = replace(evidence([call()], others), rank_sets=rank_sets)
+
+    assert lines_of(report_text(found), "Missing ranks:") == [
+        "Missing ranks:",
+        f"  {CALL}: rank 0 waits for rank 1",
+        "  collective number 1235 of group dp: ranks 2, 3 wait for rank 0",
+        "  collective number 7 of group tp: rank 4 waits for rank 0",
+    ]
+
+
+def test_a_report_without_missing_ranks_does_not_mention_any() -> None:
+    assert "Missing ranks" not in report_text(evidence([call()], [peer(1, 1234)]))
+
+
+def test_a_report_lists_the_64_ranks_that_are_silent_for_longest_and_this_one() -> None:
+    others = [peer(rank, 1234, age_seconds=float(rank)) for rank in range(1, 68)]
+
+    lines = lines_of(report_text(evidence([call()], others)), "Other ranks")
+
+    assert lines[0] == ("Other ranks (seconds without a heartbeat; number of the last collective):")
+    assert [int(line.split()[1]) for line in lines[1:65]] == list(range(67, 3, -1))
+    assert lines[65:] == [
+        "  and 3 more, silent for less long",
+        f"  this rank: dp ({KEY}) 1234",
+    ]
+    lines = lines_of(report_text(evidence([call()], others[:64])), "Other ranks")
+    assert len(lines) == 66
+
+
+def test_a_report_lists_a_rank_with_one_heartbeat_and_one_that_shares_no_group() -> None:
+    alone = replace(peer(1, 0, age_seconds=None), issued={"of another group": 5})
+
+    lines = lines_of(report_text(evidence([], [alone])), "Other ranks")
+
+    assert lines[1] == (
+        "  rank 1 on node-1: one heartbeat only; no collective in a group of this rank"
+    )
+
+
+def test_a_report_says_if_nothing_is_known_of_the_others_and_if_there_are_no_calls() -> None:
+    text = report_text(evidence([], None))
+
+    assert lines_of(text, "Other ranks") == [
+        "Other ranks: nothing is known; they are not compared, or the c10d store does not respond."
+    ]
+    assert lines_of(text, "Last collectives")[1:] == ["  none"]
+
+
+def test_a_call_is_listed_with_its_state_and_seconds() -> None:
+    calls = [
+        call(4, in_flight=False, seconds=0.25),
+        call(0, op="send", in_flight=False, seconds=None, payload_bytes=100),
+        call(5, is_own=True, seconds=1.5, payload_bytes=8),
+    ]
+
+    assert lines_of(report_text(evidence(calls, None)), "Last collectives")[1:] == [
+        f"  dp ({KEY}) 4 all_reduce 64 MiB float32 backward: done 0.250000 s",
+        f"  dp ({KEY}) p2p send 100 bytes float32 backward: done",
+        f"  dp ({KEY}) 5 all_reduce 8 bytes float32 backward: in flight 1.500000 s "
+        "(zerowatch's own)",
+    ]
+
+
+def test_of_very_many_calls_in_flight_the_first_32_and_the_last_32_are_listed() -> None:
+    calls = [call(number) for number in range(1, 101)]
+
+    lines = lines_of(report_text(evidence(calls, None)), "Last collectives")[1:]
+
+    assert [int(line.split()[2]) for line in lines] == [*range(1, 33), *range(69, 101)]
+
+
+def test_the_threads_are_named_with_the_numbers_in_their_stacks() -> None:
+    this = threading.current_thread()
+
+    lines = lines_of(report_text(evidence([], None)), "Python stacks")
+
+    assert f"  0x{this.ident:016x} {this.name}" in lines
+
+
+def test_the_stacks_come_after_the_text_and_a_dump_that_is_no_json_is_a_pickle(
+    tmp_path: Path,
+) -> None:
+    found = evidence([call()], [peer(1, 1233)])
+
+    path = write_report(tmp_path, found)
+    assert path is not None
+    for _ in range(2):  # the second one is not written over the first
+        write_flight_recorder_dump(path, b"\x80pickled")
+
+    text = path.read_text()
+    assert text.index("Python stacks") < text.index("most recent call first")
+    assert [file.name for file in sorted(tmp_path.iterdir())] == [
+        "hang-rank-0-1.flight.pickle",
+        "hang-rank-0-1.txt",
+    ]

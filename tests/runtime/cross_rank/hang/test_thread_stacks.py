@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import code
 import pdb
+import selectors
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 from fakes.hangs import run_as
 
+from zerowatch.runtime.cross_rank.hang import thread_stacks
 from zerowatch.runtime.cross_rank.hang.thread_stacks import (
     COMPILERS,
     python_location,
@@ -104,3 +108,34 @@ def test_the_location_is_the_innermost_function_outside_of_the_package() -> None
 
     assert here.startswith("test_the_location_is_the_innermost_function_outside_of_the_package (")
     assert python_location(0) == "no Python function"
+
+
+def test_python_s_own_console_is_a_prompt() -> None:
+    assert run_as(code.__file__, "interact", activity_here) == "a prompt"
+
+
+def test_a_notebook_s_kernel_is_a_prompt_only_while_it_waits_for_a_cell() -> None:
+    kernel = "/x/site-packages/ipykernel/kernelapp.py"
+
+    def waits() -> str | None:
+        return run_as(selectors.__file__, "select", activity_of_caller)
+
+    assert run_as(kernel, "start", waits) == "a prompt"
+    assert run_as(kernel, "start", activity_here) is None
+    assert waits() is None
+
+
+def activity_of_caller() -> str | None:
+    """Return the activity of a stack whose innermost frame is the caller's."""
+    return silent_activity_in({1: sys._getframe(1)}, 1)
+
+
+def test_the_demo_counts_as_a_training_script_and_the_rest_of_the_package_does_not() -> None:
+    runtime = Path(thread_stacks.__file__).parent.parent.parent
+    locate = partial(python_location, threading.get_ident())
+
+    in_demo = run_as(str(runtime / "cli/demo/train.py"), "train", locate)
+    in_wrapper = run_as(str(runtime / "cli/main.py"), "main", locate)
+
+    assert in_demo == "train (train.py:2)"
+    assert str(in_wrapper).startswith("run_as (hangs.py:")
