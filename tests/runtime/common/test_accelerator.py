@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from fakes.cuda_streams import FakeCuda
 from fakes.sleeping_collectives import ManualClock
 
@@ -48,3 +49,138 @@ def test_training_is_on_the_device_that_deepspeed_chose(
     monkeypatch.setitem(sys.modules, "deepspeed.accelerator", deepspeed)
 
     assert accelerator.training_device_index() == index
+
+
+CUDA = accelerator.CudaAccelerator()
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware_id", "is_slice"),
+    [
+        ("NVIDIA H100 80GB HBM3", "GPU-1234-3", False),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "MIG-1234-3", True),
+        ("MIGHTY GPU", "GPU-1234-3", False),
+    ],
+)
+def test_a_device_is_identified_as_its_vendor_s_tools_print_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, hardware_id: str, is_slice: bool
+) -> None:
+    properties = lambda index: SimpleNamespace(uuid=f"1234-{index}")  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+
+    assert (CUDA.hardware_id(3), CUDA.is_slice(3)) == (hardware_id, is_slice)
+    assert (CUDA.device_name(3), CUDA.device_uuid(3)) == (name, "1234-3")
+
+
+@pytest.mark.parametrize(
+    ("value", "hip", "has_one"),
+    [("1", None, True), ("8", None, False), (None, None, False), ("1", "6.2", False)],
+)
+def test_one_connection_is_one_queue_on_cuda_alone(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, hip: str | None, has_one: bool
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+    monkeypatch.setattr(torch.version, "hip", hip)
+
+    assert CUDA.has_one_queue() is has_one
+
+
+def test_only_a_stream_of_cuda_has_a_handle() -> None:
+    assert CUDA.stream_handle(SimpleNamespace(cuda_stream=77)) == 77
+    assert CUDA.stream_handle(SimpleNamespace()) is None
+
+
+def test_the_memory_fraction_is_one_where_torch_cannot_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "get_per_process_memory_fraction"
+    monkeypatch.setattr(torch.cuda, name, lambda index: 0.25 + index, raising=False)
+    known = CUDA.memory_fraction(0)
+    monkeypatch.delattr(torch.cuda, name)
+
+    assert (known, CUDA.memory_fraction(0)) == (0.25, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expands"),
+    [
+        ("expandable_segments:True", True),
+        ("max_split_size_mb:512, Expandable_Segments: TRUE", True),
+        ("expandable_segments:False", False),
+        ("", False),
+    ],
+)
+@pytest.mark.parametrize("source", ["torch", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+def test_expandable_segments_are_a_setting_of_the_allocator(
+    monkeypatch: pytest.MonkeyPatch, source: str, settings: str, expands: bool
+) -> None:
+    name = "_accelerator_getAllocatorSettings"
+    monkeypatch.delattr(torch._C, name, raising=False)
+    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(variable, raising=False)
+    if source == "torch":
+        monkeypatch.setattr(torch._C, name, lambda: settings, raising=False)
+    else:
+        monkeypatch.setenv(source, settings)
+
+    assert CUDA.has_expandable_segments() is expands
+
+
+@pytest.mark.parametrize(
+    ("available", "initialized", "emptied"),
+    [(True, True, 1), (True, False, 0), (False, True, 0)],
+)
+def test_the_cache_is_emptied_only_of_a_device_in_use(
+    monkeypatch: pytest.MonkeyPatch, available: bool, initialized: bool, emptied: int
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
+
+    CUDA.empty_cache()
+
+    assert len(calls) == emptied
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_history_that_the_script_records_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, is_recorded: bool
+) -> None:
+    calls: list[dict[str, object]] = []
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: is_recorded, raising=False)
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options)
+    )
+
+    started = CUDA.start_memory_history(77)
+    CUDA.stop_memory_history()
+
+    assert started is not is_recorded
+    assert calls == ([] if is_recorded else [{"max_entries": 77}]) + [{"enabled": None}]
+
+
+def test_without_a_device_there_is_no_uuid_and_no_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeCuda(ManualClock())
+    device.patch(monkeypatch)
+    monkeypatch.setattr(device, "device_uuid", lambda index: f"uuid-{index}", raising=False)
+    monkeypatch.setattr(device, "is_slice", lambda index: True, raising=False)
+    found = []
+    for available in (True, False):
+        monkeypatch.setattr(device, "is_available", lambda available=available: available)
+        found.append((accelerator.device_uuid(2), accelerator.device_is_slice(2)))
+
+    assert found == [("uuid-2", True), (None, False)]
+
+
+@pytest.mark.parametrize(("found", "kind"), [(None, "cpu"), (SimpleNamespace(type="xpu"), "xpu")])
+def test_without_deepspeed_training_is_on_torch_s_device(
+    monkeypatch: pytest.MonkeyPatch, found: object, kind: str
+) -> None:
+    monkeypatch.delitem(sys.modules, "deepspeed.accelerator", raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
+
+    assert accelerator.device_kind() == kind

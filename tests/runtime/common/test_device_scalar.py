@@ -10,7 +10,15 @@ from fakes.cuda_streams import FakeCuda
 from fakes.sleeping_collectives import ManualClock
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerowatch.runtime.common.device_scalar import PendingScalar, lose, mean
+from zerowatch.runtime.common.device_scalar import (
+    PendingScalar,
+    arrived,
+    lose,
+    mean,
+    read,
+    scalar,
+    total,
+)
 
 
 class Operators(TorchDispatchMode):
@@ -77,3 +85,46 @@ def test_a_copy_that_has_arrived_survives_an_error_of_the_device_and_another_is_
     assert late.arrived()
     assert late.read() is None
     assert mean([early, late]) == 1.0
+
+
+@pytest.mark.parametrize("source", [3, 3.0, torch.tensor(3), torch.tensor([3.0])], ids=repr)
+def test_a_value_of_the_host_is_a_number_at_once(source: Any) -> None:
+    found = scalar(source)
+
+    assert (type(found), found) == (float, 3.0)
+    assert arrived(found)
+    assert read(found) == 3.0
+
+
+def test_nothing_stays_nothing() -> None:
+    assert scalar(None) is None
+    assert arrived(None)
+    assert read(None) is None
+
+
+def test_a_tensor_of_the_device_is_copied_unless_a_graph_is_captured(
+    device: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OnDevice(torch.Tensor):
+        device = torch.device("cuda")  # type: ignore[assignment]
+
+    source = torch.tensor(5.0).as_subclass(OnDevice)
+    monkeypatch.setattr(device, "is_capturing", lambda: False)
+    copied = scalar(source)
+    monkeypatch.setattr(device, "is_capturing", lambda: True)
+
+    assert isinstance(copied, PendingScalar) and read(copied) == 5.0
+    assert scalar(source) is None
+    monkeypatch.setattr(device, "is_capturing", lambda: False)
+    assert scalar(torch.zeros((), device="meta")) is None  # of another kind of device
+
+
+def test_the_sum_and_the_mean_are_over_known_values(device: FakeCuda) -> None:
+    device.current.run(20)
+    late = PendingScalar(torch.tensor(100.0))
+
+    assert (total([3.0, None, 8.0, late]), mean([3.0, None, 8.0, late])) == (11.0, 5.5)
+    assert (arrived(late), read(late)) == (False, None)
+    assert (total([None, late]), mean([None, late])) == (None, None)
+    device.synchronize()
+    assert total([3.0, None, 8.0, late]) == 111.0

@@ -15,7 +15,13 @@ import pytest
 import torch
 from fakes.clock import FakeClock
 
-from zerowatch.runtime.common.fail_open import FIRST_RETRY_SECONDS, MAX_RESTARTS, FailOpen
+from zerowatch.runtime.common.fail_open import (
+    FIRST_RETRY_SECONDS,
+    MAX_RESTARTS,
+    FailOpen,
+    is_out_of_device_memory,
+    is_shortage,
+)
 
 
 def test_a_hook_that_raises_is_counted_logged_once_and_not_called_again(caplog) -> None:
@@ -321,3 +327,163 @@ def test_a_single_call_returns_its_value_or_none_and_its_failure_is_not_announce
     assert fail_open.call("mine", broken) is None
     assert fail_open.failures == {"mine": 1}
     assert "called again" not in caplog.text
+
+
+def test_after_a_shortage_the_delay_doubles_from_ten_seconds_to_five_minutes() -> None:
+    clock, calls = FakeClock(), []
+    fail_open = FailOpen(now=clock)
+    began = clock.seconds
+
+    def body() -> None:
+        calls.append(clock.seconds - began)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    guarded = fail_open.wrap("mine", body)
+    for _ in range(1300):
+        guarded()
+        clock.seconds += 1
+
+    assert calls == [0, 10, 30, 70, 150, 310, 610, 910, 1210]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        *((OSError(number, ""), True) for number in (errno.ENOBUFS, errno.ENOMEM, errno.EDQUOT)),
+        (OSError(errno.ENOENT, ""), False),
+        (MemoryError(), False),
+        (RuntimeError("can't start new thread"), True),
+        (RuntimeError("another"), False),
+        (ImportError("no module"), False),
+        (ValueError("can't start new thread"), False),
+    ],
+    ids=repr,
+)
+def test_a_shortage_is_a_lack_of_descriptors_threads_or_disk_space(
+    error: Exception, expected: bool
+) -> None:
+    assert is_shortage(error) is expected
+    behind = ValueError("behind it")
+    behind.__context__ = error
+    assert is_shortage(behind) is expected
+
+
+def test_a_cycle_of_causes_is_searched_with_an_end() -> None:
+    first, second = ValueError(), KeyError()
+    first.__cause__, second.__cause__ = second, first
+
+    assert not is_shortage(first)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("x"), True),
+        (RuntimeError("HIP error: out of memory"), True),
+        (RuntimeError("CUDA error: device-side assert"), False),
+        (ValueError("CUDA error: out of memory"), False),
+        (type("OutOfMemoryError", (Exception,), {})(), False),
+    ],
+    ids=repr,
+)
+def test_only_an_error_of_torch_says_that_the_device_has_no_memory(
+    error: Exception, expected: bool
+) -> None:
+    assert is_out_of_device_memory(error) is expected
+
+
+def test_the_log_says_whether_a_hook_is_called_again(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(error: Exception) -> None:
+        raise error
+
+    fail_open = FailOpen()
+    fail_open.wrap("a", fail)(KeyError())
+    fail_open.wrap("b", fail)(OSError(errno.ENOSPC, ""))
+    fail_open.wrap("c", fail)(torch.OutOfMemoryError("x"))
+    fail_open.wrap("d", fail, is_kept=True)(KeyError())
+
+    assert [line.partition(";")[0] for line in caplog.messages] == [
+        "hook 'a' failed and was dropped",
+        "hook 'b' ran short of files, threads or disk space and is called again later",
+        "hook 'c' failed and is called again",
+        "hook 'd' failed and is called again",
+    ]
+
+
+def test_a_thread_is_named_and_does_not_keep_the_process_alive() -> None:
+    seen: list[threading.Thread] = []
+    thread = FailOpen().thread("watch", lambda: seen.append(threading.current_thread()))
+    before = (thread.was_started, thread.is_alive(), thread.is_dead)
+
+    thread.start()
+    ended = thread.join(30)
+
+    assert before == (False, False, False)
+    assert (ended, thread.was_started, thread.is_alive(), thread.is_dead) == (
+        True,
+        True,
+        False,
+        False,
+    )
+    assert [(each.name, each.daemon) for each in seen] == [("zerowatch-watch", True)]
+
+
+def test_a_body_that_does_not_end_in_time_is_reported_by_join() -> None:
+    release = threading.Event()
+    thread = FailOpen().thread("watch", release.wait)
+    thread.start()
+
+    early = thread.join(0.0)
+    release.set()
+
+    assert (early, thread.join(30)) == (False, True)
+
+
+def test_a_thread_may_join_itself() -> None:
+    found: list[bool] = []
+    fail_open = FailOpen()
+    thread = fail_open.thread("watch", lambda: found.append(thread.join(30)))
+
+    thread.start()
+    wait_until(lambda: not thread.is_alive())
+
+    assert found == [True]
+    assert fail_open.failures == {}
+
+
+def test_a_thread_that_failed_starts_over_at_once_when_it_is_stopped() -> None:
+    is_stopped = False
+    calls: list[bool] = []
+
+    def body() -> None:
+        calls.append(is_stopped)
+        if len(calls) == 1:
+            raise ValueError("a bug")
+
+    fail_open = FailOpen()
+    thread = fail_open.thread("watch", body, pause_seconds=3600.0)
+    thread.start()
+    wait_until(lambda: fail_open.failures["watch thread"] == 1)
+    is_stopped = True
+
+    assert thread.join(30)
+    assert calls == [False, True]
+
+
+def test_a_thread_may_fail_ten_times_and_still_work(caplog: pytest.LogCaptureFixture) -> None:
+    failing = [ValueError("a bug")] * 10
+
+    def body() -> None:
+        if failing:
+            raise failing.pop()
+
+    fail_open = FailOpen()
+    thread = fail_open.thread("watch", body, pause_seconds=0.0)
+    thread.start()
+    wait_until(lambda: not thread.is_alive())
+
+    assert fail_open.failures == {"watch thread": 10}
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 10
+    assert caplog.messages[0].startswith(
+        "the watch thread of monitoring was interrupted by ValueError and starts over; "
+    )
