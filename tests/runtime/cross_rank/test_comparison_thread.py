@@ -14,15 +14,21 @@ from fakes.rank_sets import FakeGroup
 from torch.distributed import TCPStore
 
 from zerowatch.metrics.catalog import communication
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.runtime.collectives.groups import RankSet
 from zerowatch.runtime.common.rank_store import StoreClientFactory
 from zerowatch.runtime.cross_rank import comparison_thread
 from zerowatch.runtime.cross_rank.comparison_thread import (
     IDLE_SECONDS_BEFORE_HEARTBEATS,
     SECONDS_BETWEEN_LINES,
+    CompareReporter,
     poll_interval_seconds,
 )
+from zerowatch.runtime.cross_rank.divergence import Divergence
+from zerowatch.runtime.cross_rank.exchange.rank_messages import NO_DURATIONS, CompareResult
 from zerowatch.runtime.cross_rank.exchange.store_channel import PATIENCE_EXCHANGES
 from zerowatch.runtime.cross_rank.exchange.store_log import MAX_ENTRIES, StoreConnection
+from zerowatch.runtime.cross_rank.stragglers import StepTimeReference, StepTimes, Straggler
 
 EXPOSED, WAIT = communication.COMM_EXPOSED_SECONDS, communication.COMM_WAIT_SECONDS
 
@@ -339,3 +345,88 @@ def num_own_sockets(port: int) -> int:
     """Count this process's connections to a port of this machine."""
     connections = psutil.Process().net_connections("tcp")
     return sum(bool(each.raddr) and each.raddr.port == port for each in connections)
+
+
+SLOW = Straggler(rank=5, phase="forward", seconds=0.05, score=0.1)
+REFERENCE = StepTimeReference(step_seconds=0.5, busy_seconds=(0.0, 0.1, 0.2, 0.1))
+OWN_TIMES = StepTimes(
+    num_steps=9,
+    step_seconds=0.5,
+    busy_seconds=(0.05, 0.1, 0.1, 0.2),
+    deviation_seconds=(0.0,) * 4,
+)
+
+
+class Reporter:
+    """The reporter of one rank of the data-parallel group of ranks 3 and 5."""
+
+    def __init__(self, rank: int) -> None:
+        self.clock, self.recorder = FakeClock(), Recorder()
+        self.reporter = CompareReporter(self.recorder, rank, self.clock)
+        self.rank_set = RankSet((3, 5))
+        self.rank_set.roles = ["dp"]
+
+    def publish(self, own: StepTimes | None = None, **fields: object) -> None:
+        result = CompareResult(first_call=0, min_durations=NO_DURATIONS, **fields)  # type: ignore
+        self.reporter.publish(self.rank_set, result, own)
+
+    def publish_slow(self, *slow: Straggler) -> None:
+        self.publish(reference=REFERENCE, stragglers=slow)
+
+
+@pytest.mark.parametrize(("rank", "num_lines"), [(3, 1), (5, 0)])
+def test_a_divergence_is_counted_on_each_rank_and_logged_by_the_first(
+    caplog: pytest.LogCaptureFixture, rank: int, num_lines: int
+) -> None:
+    one = Reporter(rank)
+    before = one.recorder.snapshot().value(communication.COLLECTIVE_MISMATCHES)
+
+    one.publish(divergence=Divergence(sequence=7, issued={3: "a", 5: "b"}, diverged=(5,)))
+
+    line = (
+        "rank 5 diverged from the common sequence of collectives at call 7 of group dp: issued b, "
+        "where the others issued a"
+    )
+    assert (before, one.recorder.snapshot().value(communication.COLLECTIVE_MISMATCHES)) == (0, 1)
+    assert one.reporter.divergence == line
+    assert caplog.messages == [line] * num_lines
+
+
+def test_the_scores_of_this_rank_are_published_by_phase() -> None:
+    one = Reporter(5)
+
+    one.publish(OWN_TIMES)  # without a reference there is nothing to compare
+    before = dict(one.recorder.snapshot().values)
+    one.publish(OWN_TIMES, reference=REFERENCE)
+
+    assert communication.STRAGGLER_SCORE not in before
+    assert one.recorder.snapshot().values[communication.STRAGGLER_SCORE] == pytest.approx(
+        {("data",): 0.1, ("forward",): 0.0, ("backward",): -0.2, ("optimizer",): 0.2}
+    )
+
+
+def test_the_stragglers_are_those_of_the_last_comparison() -> None:
+    one = Reporter(5)
+
+    one.publish_slow(SLOW)
+    one.publish()
+    kept = one.reporter.stragglers
+    one.publish_slow()
+
+    assert (kept, one.reporter.stragglers) == ((SLOW,), ())
+    assert communication.STRAGGLER_SCORE not in one.recorder.snapshot().values
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(3, [1, 1, 1, 2]), (5, [0, 0, 0, 0])])
+def test_a_change_within_ten_minutes_of_the_last_line_is_logged_later_by_the_first_rank(
+    caplog: pytest.LogCaptureFixture, rank: int, expected: list[int]
+) -> None:
+    one, num_lines = Reporter(rank), []
+    for seconds, slow in ((0, (SLOW,)), (300, ()), (299, ()), (1, ())):
+        one.clock.seconds += seconds
+        one.publish_slow(*slow)
+        num_lines.append(len(caplog.records))
+
+    assert num_lines == expected
+    if rank == 3:
+        assert caplog.messages == [SLOW.message(), "rank 5 is no longer slow in forward"]

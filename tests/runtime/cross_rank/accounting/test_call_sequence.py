@@ -141,3 +141,17 @@ def test_a_call_recorded_during_a_poll_is_read_then_or_later(
     assert len(first.durations) + len(second.durations) == 4
     assert second.first_timed == 1 + len(first.durations)
     assert not sequence.lost
+
+
+def test_as_many_calls_in_flight_as_are_kept_are_not_lost(
+    group: FakeGroup, sequence: CallSequence
+) -> None:
+    for _ in range(RECENT_CALLS):
+        group.issue()
+
+    sequence.poll()
+
+    assert not sequence.lost
+    group.issue()
+    sequence.poll()
+    assert sequence.lost

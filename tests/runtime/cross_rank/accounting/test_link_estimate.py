@@ -235,3 +235,20 @@ def test_the_best_bandwidth_is_the_least_of_three_fits_in_a_row_and_the_highest_
 
     assert best[:2] == [None, None]
     assert best[2:] == pytest.approx([1e6, 1.25e6, 1.25e6, 4e6, 4e6, 4e6, 4e6])
+
+
+def test_of_the_sizes_the_32_that_were_used_last_are_kept() -> None:
+    made, largest = LinkEstimate(), []
+    made.add(100_000, 0.1)
+    made.add(10**9, 0.1)
+    for number in range(2, MAX_SIZES):
+        made.add(100_000 + number, 0.1)
+    made.add(100_000, 0.1)  # used again
+    for size in (100_100, 100_200):
+        link = made.fit()
+        assert link is not None
+        largest.append(link.largest_bytes)
+        made.add(size, 0.1)
+
+    assert largest == [10**9, 100_100]
+    assert MAX_SIZES == 32

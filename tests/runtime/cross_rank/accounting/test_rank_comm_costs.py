@@ -484,3 +484,94 @@ def test_calls_with_bounds_alone_have_no_wait_and_no_link(rank: AccountedRank) -
     snapshot = rank.recorder.snapshot()
     for absent in (communication.COMM_WAIT_SECONDS, communication.COMM_LINK_LATENCY):
         assert snapshot.value(absent, "dp") is None
+
+
+def test_the_gauges_of_a_link_are_those_of_the_fit(rank: AccountedRank) -> None:
+    for number in range(3):  # an all-gather of two ranks sends half of its bytes
+        for _ in range(5):
+            rank.group.run("all_gather", 2_000, 2)
+        rank.group.run("all_gather", 2_000_000, 10)
+        rank.report()
+        rank.match(1 + 6 * number, 2, 2, 2, 2, 2, 10)
+        with rank.recorder.commit():
+            rank.accounting.publish()
+
+    snapshot = rank.recorder.snapshot()
+    seconds_per_byte = 8e-3 / 999_000
+    found = {
+        spec: snapshot.value(spec, "dp")
+        for spec in (
+            communication.COMM_LINK_LATENCY,
+            communication.COMM_LINK_BANDWIDTH,
+            communication.COMM_LINK_BEST_BANDWIDTH,
+        )
+    }
+    assert found == pytest.approx(
+        {
+            communication.COMM_LINK_LATENCY: 2e-3 - 1_000 * seconds_per_byte,
+            communication.COMM_LINK_BANDWIDTH: 1 / seconds_per_byte,
+            communication.COMM_LINK_BEST_BANDWIDTH: 1 / seconds_per_byte,
+        }
+    )
+    assert snapshot.values[communication.COMM_BUS_BANDWIDTH] == pytest.approx(
+        {("all_gather", "dp"): 1e6 / 10e-3}
+    )
+
+
+def unmatched(rank: AccountedRank) -> float:
+    return rank.value(communication.EXCHANGE_FAILURES, "unmatched") / 1000
+
+
+def test_a_result_without_a_duration_of_the_first_call_is_a_failure(rank: AccountedRank) -> None:
+    rank.group.run(ms=5)
+    rank.report()
+
+    rank.match(1, float("nan"))
+
+    assert unmatched(rank) == 1
+    assert rank.value(communication.COMM_EXPOSED_SECONDS, "dp") == pytest.approx(5)
+    assert communication.COMM_WAIT_SECONDS not in rank.recorder.snapshot().values
+
+
+@pytest.mark.parametrize(("seconds", "failures"), [(0.25, 0), (0.5, 1)])
+def test_a_result_is_late_once_the_patience_is_over(
+    rank: AccountedRank, seconds: float, failures: int
+) -> None:
+    rank.group.run(ms=5)
+    rank.report()
+    rank.clock.seconds += seconds
+
+    rank.expire(0.5)
+
+    assert unmatched(rank) == failures
+    assert rank.accounting.has_pending() is (failures == 0)
+
+
+def test_polls_between_reports_keep_calls_from_being_lost(rank: AccountedRank) -> None:
+    for _ in range(2):
+        for _ in range(RECENT_CALLS - 1):
+            rank.group.run()
+        rank.accounting.poll(is_compared=True)
+
+    report = rank.report()
+    rank.expire(PATIENCE)
+
+    assert report is not None and len(report.durations) == 2 * RECENT_CALLS - 2
+    assert unmatched(rank) == 0
+
+
+def test_calls_of_a_group_of_one_are_counted_once() -> None:
+    rank = AccountedRank(FakeGroup((0,)))
+    rank.group.run(ms=3)
+
+    for _ in range(3):
+        rank.report()
+
+    assert rank.value(communication.COMM_TRANSFER_SECONDS, "dp") == pytest.approx(3)
+
+
+def test_the_number_of_the_last_call_is_known_for_each_group(rank: AccountedRank) -> None:
+    for _ in range(3):
+        rank.group.issue()
+
+    assert rank.accounting.issued() == {rank.group.rank_set.key: 3}

@@ -184,3 +184,39 @@ def test_an_old_announcement_is_ignored(seed: int) -> None:
     job.run(10, 1)
 
     assert not job.tables[1].others_hang
+
+
+@pytest.mark.parametrize(("seconds", "hangs"), [(14.5, True), (15.0, False)])
+def test_an_announcement_ends_after_fifteen_seconds(seed: int, seconds: float, hangs: bool) -> None:
+    job = Job(2, seed)
+    for _ in range(2):  # the first one may be old
+        job.tables[0].announce_hang()
+        job.tables[1].poll(job.ranks, is_stuck=True)
+
+    job.clock.seconds += seconds
+    job.tables[1].poll(job.ranks, is_stuck=True)
+
+    assert job.tables[1].others_hang is hangs
+
+
+def test_a_rank_does_not_hear_its_own_announcement(seed: int) -> None:
+    job = Job(2, seed)
+    for _ in range(3):
+        job.tables[0].announce_hang()
+        job.run(1, 0)
+
+    assert not job.tables[0].others_hang
+
+
+def test_a_rank_that_makes_progress_reads_heartbeats_only_while_another_hangs(seed: int) -> None:
+    job = Job(2, seed)
+    for table in job.tables:
+        table.post({}, None)
+    known = []
+    for hangs in (False, True, True):
+        if hangs:
+            job.tables[0].announce_hang()
+        job.tables[1].poll(job.ranks, is_stuck=False)
+        known.append(sorted(job.tables[1].heartbeats))
+
+    assert known == [[], [], [0, 1]]

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 from fakes.clock import FakeClock
-from fakes.store_clients import connected
+from fakes.store_clients import FakeClients, connected
 from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Store
 
@@ -178,3 +178,57 @@ def test_silence_is_the_time_since_the_last_entry(store: StoreConnection, clock:
     assert before == 3
     assert reader.silent_seconds() == 1
     assert writer.silent_seconds() == 3
+
+
+def seconds_until_open(connection: StoreConnection, clock: FakeClock) -> int:
+    """Fail, and return the seconds until the connection opens again."""
+    connection.mark_failed()
+    for seconds in range(1000):
+        connection.open()
+        if connection.is_open:
+            return seconds
+        clock.seconds += 1
+    return -1
+
+
+def test_the_delay_after_a_failure_doubles_from_30_s_to_5_min(clock: FakeClock) -> None:
+    connection = connected(HashStore(), clock)
+
+    delays = [seconds_until_open(connection, clock) for _ in range(6)]
+
+    assert delays == [30, 60, 120, 240, 300, 300]
+
+
+@pytest.mark.parametrize(("seconds", "delay"), [(300, 120), (301, 30)])
+def test_the_delay_starts_over_after_five_minutes_without_a_failure(
+    clock: FakeClock, seconds: int, delay: int
+) -> None:
+    connection = connected(HashStore(), clock)
+    for _ in range(2):
+        seconds_until_open(connection, clock)
+
+    clock.seconds += seconds
+
+    assert seconds_until_open(connection, clock) == delay
+
+
+def test_a_connection_that_was_closed_opens_again_at_once(clock: FakeClock) -> None:
+    connection = connected(HashStore(), clock)
+    clock.seconds += 7
+
+    connection.close()
+    was_open = connection.is_open
+    connection.open()
+
+    assert (was_open, connection.is_open, connection.opened_at) == (False, True, 1007.0)
+
+
+def test_while_the_store_is_not_known_the_time_of_opening_stays(clock: FakeClock) -> None:
+    connection = StoreConnection(FakeClients(lambda: None), clock)
+    clock.seconds += 7
+
+    connection.open()
+
+    assert (connection.is_open, connection.opened_at) == (False, 1000.0)
+    with pytest.raises(RuntimeError, match="there is no connection to the c10d store"):
+        connection.get("key")
