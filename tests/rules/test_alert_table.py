@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import promql_parser
 import pytest
+from promql_parts import known_series, nodes
+from rules.expressions import unknown
 
 from zerowatch.dashboards import recording_rules
-from zerowatch.dashboards.alerts import alerts, guards
+from zerowatch.dashboards.alerts import (
+    alerts,
+    communication,
+    guards,
+    hardware,
+    liveness,
+    memory,
+    numerics,
+    overhead,
+    prometheus,
+    training,
+)
 from zerowatch.dashboards.alerts.alert import Alert, InhibitRule, Links
 from zerowatch.dashboards.alerts.dcgm import dcgm_alerts
 from zerowatch.dashboards.timing import Timing
@@ -100,6 +114,19 @@ SAME = {
     "MonitoringDead": ("job", "run", "rank"),
 }
 ALERTS = (*alerts(Timing()), *dcgm_alerts(Timing()))
+BY_MODULE = (
+    communication.communication_alerts,
+    liveness.liveness_alerts,
+    training.training_alerts,
+    numerics.numerics_alerts,
+    memory.memory_alerts,
+    hardware.hardware_alerts,
+    overhead.overhead_alerts,
+    prometheus.prometheus_alerts,
+    dcgm_alerts,
+)
+# Labels of dcgm-exporter, of the alerts on servers, and of joins.
+OTHER_LABELS = {"UUID", "Hostname", "gpu", "uuid", "part", "rule_group"}
 SECONDS = {"s": 1, "m": 60, "h": 3600, "0": 0}
 
 
@@ -123,6 +150,28 @@ def test_each_alert_has_the_listed_urgency_durations_and_dashboard():
             str.split, LISTED.strip().splitlines()
         )
     ]
+
+
+def test_the_alerts_of_all_modules_are_known_in_this_order():
+    assert tuple(alert for make in BY_MODULE for alert in make(Timing())) == ALERTS
+
+
+@pytest.mark.parametrize("make", BY_MODULE, ids=lambda make: make.__name__)
+def test_expressions_are_promql_that_aggregates_and_matches_by_known_labels(make):
+    known = {
+        "job",
+        *OTHER_LABELS,
+        *(label for labels in known_series().values() for label in labels),
+    }
+
+    for alert in make(Timing()):
+        for node in nodes(promql_parser.parse(alert.expression)):
+            modifier = getattr(node, "modifier", None)
+            matching = getattr(modifier, "matching", None)
+            labels = getattr(modifier, "labels", None) or getattr(matching, "labels", None) or ()
+            assert set(labels) <= known, alert.name
+        if make is not dcgm_alerts:
+            assert unknown(alert.expression) == []
 
 
 def test_an_alert_inhibits_the_listed_ones_of_the_same_run_or_rank():
