@@ -192,3 +192,111 @@ def test_gathers_in_generation_are_counted_apart() -> None:
     assert totals.generation_calls == 3
     assert (totals.generation_gathers, totals.generation_gathered_bytes) == (2, 120)
     assert totals.totals()["all_gather"].calls == 3
+
+
+def blocked(step: StepCommTotals) -> dict[str, float]:
+    """Return the milliseconds in which calls blocked training, by phase."""
+    return {PHASES[place]: ns / MS for place, ns in enumerate(step.blocked_ns) if ns}
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_wait_in_another_phase_blocks_that_phase(on_device: bool) -> None:
+    waited = call("all_reduce", 8, 0, 50)
+    waited.issued_ns, waited.wait_ns = 3 * MS, 30 * MS
+    waited.wait_phase = PHASES.index("optimizer")
+    if on_device:
+        waited.start_event = object()  # type: ignore[assignment]
+    step = StepCommTotals()
+
+    step.add([waited], comm([waited]))
+
+    assert blocked(step) == {"backward": 3, "optimizer": 20}
+    assert step.exposed_seconds == pytest.approx(0.023)
+    on_host = [0 if on_device else ns for ns in step.blocked_ns]
+    assert step.host_blocked_ns == on_host
+
+
+def test_a_call_that_is_lost_makes_the_times_of_the_step_unknown() -> None:
+    known, lost = call("all_reduce", 100, 0, 4), call("all_reduce", 20, 5, 9)
+    lost.timed, lost.is_lost = False, True
+    step = StepCommTotals()
+
+    step.add([known, lost], comm([known, lost]))
+
+    assert (step.comm_seconds, step.is_exposed_known, step.is_upper_bound) == (None, False, False)
+    found = step.totals()["all_reduce"]
+    assert (found.calls, found.payload_bytes, found.wire_bytes) == (2, 120, 180.0)
+    assert found.seconds == pytest.approx(0.004)
+
+
+@pytest.mark.parametrize(
+    ("timed", "comm_seconds", "is_upper_bound"), [(True, 0.004, True), (False, None, False)]
+)
+def test_a_call_whose_end_is_only_bounded_makes_the_communication_a_bound(
+    timed: bool, comm_seconds: float | None, is_upper_bound: bool
+) -> None:
+    bounded = call("all_reduce", 100, 0, 4)
+    bounded.is_bound, bounded.timed = True, timed
+    step = StepCommTotals()
+
+    step.add([bounded], comm([bounded]))
+
+    assert step.comm_seconds == comm_seconds
+    assert (step.is_upper_bound, step.is_exposed_known) == (is_upper_bound, True)
+
+
+def test_a_batch_without_all_calls_leaves_the_exposed_time_unknown() -> None:
+    step = StepCommTotals()
+
+    step.add([], CommTime(0.5, {}, is_complete=False))
+    step.add([], CommTime(0.25, {}))
+
+    assert (step.seconds, step.is_exposed_known, step.comm_seconds) == (0.75, False, None)
+
+
+def test_calls_that_are_bounded_have_no_duration_in_a_period() -> None:
+    dp = FourRanks()
+    exact, bounded = call("broadcast", 8, 0, 3, dp), call("broadcast", 16, 5, 10, dp)
+    bounded.is_bound = True
+    period = PeriodTotals()
+
+    period.add([exact, bounded], comm([exact, bounded]))
+    period.add([], CommTime(0.5, {"dp": 0.5, "tp": 0.25}))
+
+    [sums] = period.sums
+    assert (sums.calls, sums.payload_bytes, sums.wire_bytes) == (2, 24, 18.0)
+    assert sums.seconds == [pytest.approx(0.003)]
+    assert period.comm_seconds == pytest.approx({"dp": 0.008 + 0.5, "tp": 0.25})
+
+
+def test_calls_of_several_groups_are_measured_apart_and_together() -> None:
+    dp, tp = FourRanks("dp"), FourRanks("tp")
+    calls = [call("all_reduce", 8, 0, 10, dp), call("all_gather", 8, 4, 17, tp)]
+
+    taken = comm(calls)
+
+    assert taken.seconds == pytest.approx(0.017)
+    assert taken.by_group == pytest.approx({"dp": 0.010, "tp": 0.013})
+    assert taken.is_complete
+
+
+def test_a_group_that_was_busy_over_a_new_anchor_may_be_busy_for_ever() -> None:
+    clock, busy, free = CommTimeCounter(), FourRanks("dp"), FourRanks("tp")
+    busy.busy_until_ns, free.busy_until_ns = 1, 0
+    calls = [call("all_reduce", 8, -30, -10, group) for group in (busy, free)]
+    for each in calls:
+        each.start_event = object()  # type: ignore[assignment]
+
+    clock.measure(CallBatch(calls, object()))  # type: ignore[arg-type]
+
+    assert [each.is_bound for each in calls] == [True, False]
+    assert [each.duration_ns for each in calls] == [20 * MS, 20 * MS]
+
+
+def test_each_batch_has_a_number() -> None:
+    clock, calls = CommTimeCounter(), [call("all_reduce", 8, 0, 1), call("all_reduce", 8, 2, 3)]
+
+    for each in calls:
+        clock.measure(CallBatch([each]))
+
+    assert [each.batch for each in calls] == [1, 2]

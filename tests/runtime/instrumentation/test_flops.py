@@ -23,9 +23,19 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from zerowatch.metrics.catalog import training
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.metrics.settings import FlopsSettings
 from zerowatch.runtime.devices.device_probes import peak_flops_per_second
 from zerowatch.runtime.devices.peak_flops import gpu_peak_flops_per_second
-from zerowatch.runtime.instrumentation.flops import flops_terms
+from zerowatch.runtime.instrumentation import flops
+from zerowatch.runtime.instrumentation.flops import (
+    FlopsTerms,
+    flops_counter,
+    flops_terms,
+    publish_peak,
+)
+from zerowatch.runtime.instrumentation.raw_step import StepCounts
 
 SEQUENCE = 64
 # Eager attention multiplies full matrices, which is what the convention counts.
@@ -210,3 +220,85 @@ def test_cores_too_busy_to_measure_give_no_peak(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch, "mm", starved)
 
     assert peak_flops_per_second(device_index=None) is None
+
+
+class Config(SimpleNamespace):
+    """The config of a model, with the names that a test gives its sizes."""
+
+
+class Plain(torch.nn.Module):
+    """A model of 35 weights that multiply, of which 7 are frozen, and a table of 50."""
+
+    def __init__(self, **config: object) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(10, 5)
+        self.layer = torch.nn.Linear(4, 7)
+        self.layer.bias.requires_grad = False
+        self.config = Config(**config)
+
+
+SIZES = {"num_hidden_layers": 3, "hidden_size": 11}
+
+
+@pytest.mark.parametrize(
+    ("config", "attention"),
+    [
+        (SIZES, 12 * 3 * 11),
+        ({"n_layer": 2, "n_embd": 5, "n_head": 5}, 12 * 2 * 5),
+        ({"n_layers": 2, "d_model": 5, "num_heads": 3, "head_dim": 7}, 12 * 2 * 21),
+        ({"num_layers": 2, "dim": 5, "head_dim": 7}, 12 * 2 * 5),  # without a number of heads
+        ({**SIZES, "n_layer": "many"}, 12 * 3 * 11),
+    ],
+)
+def test_flops_have_a_term_of_the_weights_and_one_of_the_attention(
+    config: dict[str, object], attention: int
+) -> None:
+    terms = flops_terms(Plain(**config))
+
+    assert terms == FlopsTerms(weights=28 * 6 + 7 * 4, attention=attention)
+    assert terms.per_token(64) == 28 * 6 + 7 * 4 + 64 * attention
+
+
+@pytest.mark.parametrize(
+    "config", [{"hidden_size": 11}, {"num_hidden_layers": 3}, {**SIZES, "is_encoder_decoder": True}]
+)
+def test_a_model_whose_sizes_are_unknown_has_no_formula(config: dict[str, object]) -> None:
+    assert flops_terms(Plain(**config)) is None
+
+
+def test_the_flops_of_a_step_are_those_of_its_tokens() -> None:
+    counter = flops_counter(Plain(**SIZES), "analytic")
+    per_token = 28 * 6 + 7 * 4 + 13 * 12 * 3 * 11
+
+    assert counter(StepCounts(tokens=26, sequence_length=13)) == 26 * per_token
+    assert counter(StepCounts(tokens=None, sequence_length=13)) is None
+
+
+def test_flops_that_are_off_are_unknown() -> None:
+    assert flops_counter(Plain(**SIZES), "off")(StepCounts(tokens=26)) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "device_index", "device", "peak"),
+    [
+        ({"peak_per_second": 5e12}, 3, "cuda:3", 5e12),
+        ({"peak_per_second": 5e12}, None, "cpu", 5e12),
+        ({}, 3, "cuda:3", 7e12),
+        ({"method": "off"}, 3, "cuda:3", None),
+        ({"method": "off", "peak_per_second": 5e12}, 3, "cuda:3", 5e12),
+    ],
+)
+def test_the_peak_is_that_of_the_settings_or_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, object],
+    device_index: int | None,
+    device: str,
+    peak: float | None,
+) -> None:
+    monkeypatch.setattr(flops, "peak_flops_per_second", lambda device_index: 7e12)
+    recorder = Recorder()
+
+    published = publish_peak(FlopsSettings(**settings), recorder, device_index=device_index)
+
+    assert published == peak
+    assert recorder.snapshot().value(training.PEAK_FLOPS, device) == peak

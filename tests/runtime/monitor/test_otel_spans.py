@@ -21,12 +21,14 @@ from zerowatch.runtime.common.phase_timer import (
     OTHER,
     PhaseTimer,
 )
+from zerowatch.runtime.common.step_errors import StepError
 from zerowatch.runtime.monitor.otel_spans import (
     LEAST_STEPS,
     MAX_CHILDREN,
     SLOW_AT_ONCE,
     SlowSteps,
     child_spans,
+    exception_events,
     is_sampled,
     span_id_of,
     trace_id_of,
@@ -231,3 +233,58 @@ def test_traces_of_many_slow_steps_are_limited():
     later = sum(steps.may_trace() for _ in range(100))
 
     assert (at_once, later) == (SLOW_AT_ONCE, 2)
+
+
+def test_a_gap_of_a_tenth_of_a_millisecond_splits_a_span():
+    spans = child_spans(
+        [interval(FORWARD, 0, 1), interval(FORWARD, 1.099, 2), interval(FORWARD, 2.1, 3)], [], 0, 0
+    )
+
+    assert shown(spans) == [("forward", 0, 2), ("forward", 2.1, 3)]
+
+
+def test_a_call_has_its_operation_group_bytes_and_exposed_time():
+    made = call(2, 9, ALL_GATHER, payload=24, role="tp")
+    made.exposed_ns = 3 * MS
+
+    [span] = child_spans([], [made], 0, 0)
+
+    assert span.name == "comm all_gather"
+    assert span.attributes == {
+        "zerowatch.op": "all_gather",
+        "zerowatch.group": "tp",
+        "zerowatch.payload_bytes": 24,
+        "zerowatch.exposed_seconds": 0.003,
+    }
+
+
+def test_a_trace_is_sampled_by_the_lower_half_of_its_id():
+    half = 2**63
+
+    assert is_sampled(half - 1, 0.5)
+    assert not is_sampled(half, 0.5)
+    assert is_sampled((7 << 64) + half - 1, 0.5)
+
+
+def test_an_error_that_is_seen_twice_is_one_event():
+    errors = [
+        StepError(kind=kind, unix_ns=number, type_name=name, message="m")
+        for number, (kind, name) in enumerate(
+            [("out_of_memory", "A"), ("hang", "B"), ("run_failed", "A")]
+        )
+    ]
+
+    first, second = exception_events(errors)
+
+    assert (first.name, first.unix_ns) == ("exception", 2)
+    assert first.attributes == {
+        "exception.type": "A",
+        "exception.message": "m",
+        "zerowatch.error": "run_failed",
+    }
+    assert (second.unix_ns, second.attributes["zerowatch.error"]) == (1, "hang")
+
+
+@pytest.mark.parametrize(("seconds", "is_slow"), [(2.0, False), (2.01, True)])
+def test_a_step_is_slow_beyond_twice_the_median(seconds, is_slow):
+    assert slow_among([1.0] * LEAST_STEPS + [seconds]) == ([LEAST_STEPS] if is_slow else [])

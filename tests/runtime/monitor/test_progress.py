@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
+from fakes.steps import step as plain_step
 from recorded_runs import step_record
 
 from zerowatch.errors import SettingsError
@@ -13,7 +17,12 @@ from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import Settings, load_settings
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.monitor.build_watch import _print_progress
-from zerowatch.runtime.monitor.progress import LINE_SECONDS, REDRAW_SECONDS, Progress
+from zerowatch.runtime.monitor.progress import (
+    LINE_SECONDS,
+    REDRAW_SECONDS,
+    Progress,
+    progress_line,
+)
 from zerowatch.runtime.monitor.subscriptions import Subscriptions
 
 
@@ -175,3 +184,96 @@ def test_without_standard_error_no_progress_is_printed_and_monitoring_goes_on(
     _print_progress(subscriptions, Recorder(), Settings(console="bar"))
 
     assert not subscriptions.has_listeners
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("changes", "figures"),
+    [
+        ([{"seconds": 1.5, "loss": 2.5}], "loss 2.5, 1,500 ms/step"),
+        ([{"loss": 0.000123456}], "loss 0.0001235, 1,000 ms/step"),
+        ([{"gradient_norm": 12.3456}], "grad norm 12.3, 1,000 ms/step"),
+        ([{"seconds": 3.0, "tokens": 6000}], "3,000 ms/step, 2,000 tokens/s per rank"),
+        ([{"seconds": 4.0, "samples": 6}], "4,000 ms/step, 2 samples/s per rank"),
+        ([{"tokens": 7, "samples": 5}], "1,000 ms/step, 7 tokens/s per rank"),
+        (
+            [{"tokens": None, "samples": 5}, {"tokens": 7, "samples": 5}],
+            "1,000 ms/step, 5 samples/s per rank",
+        ),
+        ([{"seconds": 1.0}, {"seconds": 2.0}, {"seconds": 6.0}], "3,000 ms/step"),
+        (
+            [{"seconds": 1.0, "exposed": 0.5}, {"seconds": 3.0, "exposed": None}],
+            "2,000 ms/step, comm wait 50%",
+        ),
+        (
+            [{"peak": 300 * MIB}, {"peak": 500 * MIB}, {"peak": 400 * MIB}],
+            "1,000 ms/step, memory 500 MiB",
+        ),
+        (
+            [{"memory": {"cpu": {"peak_allocated": 900 * MIB}, "cuda:0": {"allocated": 70 * MIB}}}],
+            "1,000 ms/step, memory 70 MiB",
+        ),
+    ],
+)
+def test_figures_of_several_steps_are_means_sums_and_maxima(
+    changes: list[dict[str, Any]], figures: str
+) -> None:
+    steps = []
+    for fields in changes:
+        memory = (
+            {} if fields.get("peak") is None else {"cuda:0": {"peak_allocated": fields["peak"]}}
+        )
+        made = plain_step(
+            7,
+            seconds=fields.get("seconds", 1.0),
+            loss=fields.get("loss"),
+            samples=fields.get("samples"),
+        )
+        steps.append(
+            replace(
+                made,
+                tokens=fields.get("tokens"),
+                gradient_norm=fields.get("gradient_norm"),
+                comm_exposed_seconds=fields.get("exposed"),
+                memory_bytes=fields.get("memory", memory),
+            )
+        )
+
+    assert progress_line(steps, None, None) == f"step 7, {figures}"
+
+
+def test_a_line_ends_with_the_mfu_and_begins_with_the_share_of_the_training() -> None:
+    made = replace(plain_step(7, loss=None, samples=None, peak=None), comm_exposed_seconds=None)
+
+    assert progress_line([made], 500, 0.3149) == "step 7/500, 1,000 ms/step, MFU 31%"
+
+
+@pytest.mark.parametrize(("seconds", "num_lines"), [(9.9, 1), (10.0, 2)])
+def test_a_line_comes_after_ten_seconds(seconds: float, num_lines: int) -> None:
+    stream, clock = io.StringIO(), Clock()
+    shown = progress(stream, clock, is_bar=False)
+    shown.on_step(step_record(1))
+    clock.seconds += seconds
+
+    shown.on_step(step_record(2))
+
+    assert len(stream.getvalue().splitlines()) == num_lines
+
+
+@pytest.mark.parametrize(("console", "is_bar"), [("bar", True), ("lines", False)])
+def test_the_setting_chooses_lines_or_a_bar_of_the_steps_of_the_tuner(
+    monkeypatch: pytest.MonkeyPatch, console: Any, is_bar: bool
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    subscriptions = Subscriptions(FailOpen())
+
+    settings = load_settings({"console": console, "tuner": {"total_steps": 40}})
+    _print_progress(subscriptions, Recorder(), settings)
+    subscriptions.enqueue(step_record(3))
+    subscriptions.close()
+
+    assert "step 3/40, " in terminal.getvalue()
+    assert ("\x1b[2K" in terminal.getvalue()) is is_bar

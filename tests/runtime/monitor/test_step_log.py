@@ -16,7 +16,7 @@ import pytest
 from zerowatch.metrics.settings import RunLogSettings, Settings
 from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.common.retried_files import RetriedFiles
-from zerowatch.runtime.monitor.log_file import RETRY_SECONDS
+from zerowatch.runtime.monitor.log_file import RETRY_SECONDS, LogFile
 from zerowatch.runtime.monitor.step_log import StepLog, keeps_every_step, write_settings
 
 IDENTITY = {"rank": 3, "host": "here"}
@@ -260,3 +260,83 @@ def test_the_settings_hold_no_command_line_and_no_environment(tmp_path: Path, te
     write_settings(tmp_path, Settings(), RetriedFiles())
 
     assert text not in (tmp_path / "settings.json").read_text()
+
+
+def test_a_segment_is_full_once_it_has_its_size(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "a.jsonl", RunLogSettings(segment_bytes=4096, max_segments=4))
+
+    for number in range(1, 5):
+        log.append(lambda _, number=number: bytes([48 + number]) * 2047 + b"\n")
+    log.append(lambda _: b"5\n")
+    log.close()
+
+    found = {path.name: path.read_text().split() for path in tmp_path.iterdir()}
+    assert {name: [line[0] for line in lines] for name, lines in found.items()} == {
+        "a.2.jsonl": ["1", "2"],
+        "a.1.jsonl": ["3", "4"],
+        "a.jsonl": ["5"],
+    }
+
+
+def test_of_one_segment_nothing_older_is_kept(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "a.jsonl", RunLogSettings(segment_bytes=4096, max_segments=1))
+
+    log.append(lambda _: b"x" * 4095 + b"\n")
+    log.append(lambda _: b"new\n")
+    log.close()
+
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["new\n"]
+
+
+def test_a_line_knows_whether_it_is_the_first_of_its_file(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "a.jsonl", RunLogSettings(segment_bytes=4096, max_segments=2))
+    firsts: list[bool] = []
+
+    def line(is_first: bool) -> bytes:
+        firsts.append(is_first)
+        return b"x" * 2047 + b"\n"
+
+    for _ in range(5):
+        log.append(line)
+    log.close()
+    log.append(line)
+    os.truncate(log.path, 0)
+    log.append(line)
+    log.append(line)
+    log.close()
+
+    assert firsts == [True, False, True, False, True, True, True, False]
+
+
+@pytest.mark.parametrize(("seconds", "is_written"), [(9.9, False), (10.0, True)])
+def test_after_an_error_the_disk_is_tried_again_after_ten_seconds(
+    tmp_path: Path, seconds: float, is_written: bool
+) -> None:
+    folder, now = tmp_path / "run", [500.0]
+    folder.write_text("in the way")
+    log = LogFile(folder / "a.jsonl", RunLogSettings(), now=lambda: now[0])
+    log.append(lambda _: b"1\n")
+    folder.unlink()
+    now[0] += seconds
+
+    log.append(lambda _: b"2\n")
+    log.close()
+
+    assert log.dropped == (1 if is_written else 2)
+    assert log.path.exists() is is_written
+
+
+def test_each_deleted_file_is_reported_to_its_owner(tmp_path: Path) -> None:
+    deleted: list[str] = []
+    log = LogFile(
+        tmp_path / "a.jsonl", RunLogSettings(), on_deleted=lambda: deleted.append("deleted")
+    )
+    log.append(lambda _: b"1\n")
+    log.path.rename(tmp_path / "b.jsonl")
+    log.append(lambda _: b"2\n")
+    renamed = list(deleted)
+    log.path.unlink()
+    log.append(lambda _: b"3\n")
+    log.close()
+
+    assert (renamed, deleted, log.dropped) == ([], ["deleted"], 1)
