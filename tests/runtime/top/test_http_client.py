@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import http.server
+import io
+import ssl
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,3 +129,68 @@ def test_ranks_with_tls_are_read_with_the_certificate_of_their_authority(tmp_pat
             HttpClient(Access()).get(url)
 
     assert [rank.state for rank in view.ranks] == ["running", "running"]
+
+
+class Answering:
+    """Stands in for the network: answers with a body, or raises an error."""
+
+    def __init__(self, answer: bytes | Exception) -> None:
+        self.answer = answer
+        self.asked: list[tuple[str, float]] = []
+
+    def open(self, request: urllib.request.Request, timeout: float) -> io.BytesIO:
+        self.asked.append((str(request.get_header("User-agent")), timeout))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return io.BytesIO(self.answer)
+
+
+def client_with(answer: bytes | Exception) -> tuple[HttpClient, Answering]:
+    client, network = HttpClient(Access()), Answering(answer)
+    client._opener = network  # type: ignore[assignment]
+    return client, network
+
+
+def http_error(code: int) -> urllib.error.HTTPError:
+    return urllib.error.HTTPError("http://a", code, "", http.client.HTTPMessage(), io.BytesIO())
+
+
+def tls_error(reason: str) -> ssl.SSLError:
+    error = ssl.SSLError(1, "[SSL]")
+    error.reason = reason
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (http_error(401), "refused with 401; give --token-file or --basic-auth-file"),
+        (http_error(403), "refused with 403; give --token-file or --basic-auth-file"),
+        (http_error(404), "another run, or another program, is at this address (404)"),
+        (http_error(500), "answered with 500"),
+        (urllib.error.URLError(TimeoutError()), "timed out"),
+        (TimeoutError(), "timed out"),
+        (urllib.error.URLError(ConnectionRefusedError(111, "Connection refused")),
+         "connection refused"),
+        (tls_error("WRONG_VERSION_NUMBER"), "no TLS (WRONG_VERSION_NUMBER)"),
+        (http.client.IncompleteRead(b""), "IncompleteRead(0 bytes read)"),
+        (ValueError(), "ValueError"),
+    ],
+)  # fmt: skip
+def test_each_error_has_a_reason(error: Exception, reason: str) -> None:
+    client, _ = client_with(error)
+
+    with pytest.raises(NoAnswerError) as raised:
+        client.get("http://a:1/targets")
+
+    assert str(raised.value) == reason
+
+
+def test_an_answer_has_at_most_16_mib() -> None:
+    whole, network = client_with(b"x" * 2**24)
+    larger, _ = client_with(b"x" * (2**24 + 1))
+
+    assert len(whole.get("http://a:1/")) == 2**24
+    assert network.asked == [("zerowatch-top", 4.0)]
+    with pytest.raises(NoAnswerError, match="more than 16 MiB"):
+        larger.get("http://a:1/")
