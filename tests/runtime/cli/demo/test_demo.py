@@ -11,6 +11,7 @@ import os
 import signal
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from zerowatch.errors import CommandLineError
+from zerowatch.runtime.cli.demo import job
 from zerowatch.runtime.cli.demo.corpus import MAX_BYTES, NextByteSequences, standard_library_text
 from zerowatch.runtime.cli.demo.launch_ranks import launch_demo
 from zerowatch.runtime.cli.demo.model import ByteGpt, GptConfig
@@ -222,3 +224,44 @@ def assert_is_trained(finished, folder):
     steps = [json.loads(line) for line in log.read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "steps", "micro_batch", "warm_up"),
+    [(False, 200, 8, 20), (True, 50, 64, 10), (False, 6, 8, 2), (False, 15, 8, 3)],
+)
+def test_the_ds_config_of_the_demo_depends_on_the_device_and_the_steps(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, steps: int, micro_batch: int, warm_up: int
+) -> None:
+    monkeypatch.setattr(job.accelerator, "current", SimpleNamespace(is_available=lambda: on_gpu))
+
+    config = job.ds_config(steps=steps, stage=1)
+
+    assert config["train_micro_batch_size_per_gpu"] == micro_batch
+    assert config["bf16"] == {"enabled": on_gpu}
+    assert config["zero_optimization"] == {"stage": 1}
+    assert config["gradient_clipping"] == 1.0
+    assert config["optimizer"]["params"] == {
+        "torch_adam": True,
+        "lr": 2e-3,
+        "betas": [0.9, 0.95],
+        "weight_decay": 0.1,
+    }
+    assert config["scheduler"]["params"] == {
+        "total_num_steps": steps,
+        "warmup_num_steps": warm_up,
+        "warmup_type": "linear",
+        "cos_min_ratio": 0.1,
+    }
+
+
+@pytest.mark.parametrize(("index", "is_known"), [(0, True), (2, True), (3, False), (-1, False)])
+def test_a_text_has_whole_sequences_only(index: int, is_known: bool) -> None:
+    sequences = NextByteSequences(torch.arange(13, dtype=torch.uint8), length=4)
+
+    assert len(sequences) == 3
+    if is_known:
+        assert sequences[index]["labels"].tolist() == [4 * index + at for at in range(1, 5)]
+    else:
+        with pytest.raises(IndexError, match=f"sequence {index} of 3"):
+            sequences[index]

@@ -1,0 +1,116 @@
+"""Tests of the command `check`: the ranks that it starts, and its exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch.distributed.run
+from click.testing import CliRunner
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from zerowatch.__main__ import commands
+from zerowatch.errors import CommandLineError
+
+
+@pytest.fixture(autouse=True)
+def outside_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+
+
+def launched(
+    monkeypatch: pytest.MonkeyPatch, *options: str, codes: tuple[int, ...] = (0,)
+) -> tuple[int, list[str]]:
+    """The exit code of the command, and torchrun's command line, if the ranks have these codes."""
+    lines: list[list[str]] = []
+
+    def start(line: list[str]) -> None:
+        lines.append(line)
+        [folder] = (each.partition("=")[2] for each in line if each.startswith("--exit-file="))
+        for rank, code in enumerate(codes):
+            (Path(folder) / str(rank)).write_text(str(code))
+
+    monkeypatch.setattr(torch.distributed.run, "main", start)
+    done = CliRunner().invoke(commands, ["check", *options])
+    if isinstance(done.exception, CommandLineError):
+        raise done.exception
+    return done.exit_code, [each for line in lines for each in line]
+
+
+def test_the_ranks_of_one_host_start_with_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, line = launched(
+        monkeypatch, "--nproc", "3", "--ds-config", "ds.json", "--strict", "--json"
+    )
+
+    assert code == 0
+    assert line[:5] == [
+        "--nproc-per-node=3",
+        "--nnodes=1",
+        "--standalone",
+        "-m",
+        "zerowatch.runtime.cli.check",
+    ]
+    assert line[6:] == ["--ds-config", "ds.json", "--strict", "--json"]
+
+
+def test_several_hosts_meet_at_the_given_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, line = launched(
+        monkeypatch, "--nproc", "2", "--nnodes", "2", "--rdzv-endpoint", "host0:29400"
+    )
+
+    assert line[:5] == [
+        "--nproc-per-node=2",
+        "--nnodes=2",
+        "--rdzv-endpoint=host0:29400",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=zerowatch-check",
+    ]
+    with pytest.raises(CommandLineError, match=r"--nnodes 2 needs --rdzv-endpoint"):
+        launched(monkeypatch, "--nproc", "2", "--nnodes", "2")
+
+
+@pytest.mark.parametrize(("codes", "code"), [((0, 1, 0), 1), ((0, 0), 0), ((), 1)])
+def test_the_exit_code_is_the_highest_of_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, codes: tuple[int, ...], code: int
+) -> None:
+    assert launched(monkeypatch, "--nproc", "3", codes=codes)[0] == code
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(8.5, "2"), (2.0, "1")])
+def test_the_cores_are_divided_among_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, cores: float, threads: str
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr("zerowatch.runtime.devices.cpu.usable_cores", lambda: cores)
+
+    launched(monkeypatch, "--nproc", "4")
+
+    assert os.environ.pop("OMP_NUM_THREADS") == threads
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (
+            ChildFailedError("job", {0: ProcessFailure(0, 7, -9, "")}),
+            1,
+            "zerowatch: check: a rank ended with status -9 before it was done\n",
+        ),
+        (SignalException("stopped", signal.SIGTERM), 143, ""),
+    ],
+)
+def test_a_rank_that_ends_early_and_a_signal_have_their_exit_codes(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, said: str
+) -> None:
+    def fail(line: list[str]) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.distributed.run, "main", fail)
+
+    done = CliRunner().invoke(commands, ["check", "--nproc", "2"])
+
+    assert (done.exit_code, done.stderr) == (code, said)
