@@ -8,6 +8,7 @@ import logging
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from zerowatch.runtime.cli.run_end import print_run_end
 from zerowatch.runtime.common import launcher_link
 from zerowatch.runtime.monitor.final_report import announce_report
 from zerowatch.runtime.reports.end_tables import MAX_RANKS, PLAIN_WIDTH, print_end_tables
+from zerowatch.runtime.reports.report_markdown import report_markdown
 from zerowatch.runtime.reports.run_summary import summary_of
 
 
@@ -266,3 +268,54 @@ def test_a_job_that_a_rank_starts_does_not_answer_to_the_launcher(tmp_path: Path
 
     assert done.stdout.split() == ["True", "False"]
     assert folder == Path("outer")
+
+
+@pytest.mark.parametrize(("seconds", "is_shown"), [(0.00024, False), (0.00026, True)])
+def test_a_phase_below_a_two_thousandth_of_the_time_is_left_out(
+    tmp_path: Path, seconds: float, is_shown: bool
+) -> None:
+    folder = write_run(
+        tmp_path / "run",
+        record=lambda rank, step: step_record(
+            step, phase_seconds={"forward": 0.5 - seconds, "data": seconds}
+        ),
+    )
+
+    assert (" data " in printed_tables(folder)) is is_shown
+
+
+@pytest.mark.parametrize(("ranks", "is_cut"), [(16, False), (17, True)])
+def test_sixteen_ranks_are_shown(tmp_path: Path, ranks: int, is_cut: bool) -> None:
+    stream = io.StringIO()
+
+    print_end_tables(summary_of(write_run(tmp_path / "run", ranks=ranks)), stream, is_whole=True)
+
+    assert ("the slowest 16 of 17 ranks" in stream.getvalue()) is is_cut
+
+
+@pytest.mark.parametrize(("ranks", "more"), [(64, ""), (66, "2 more ranks are in the JSON report")])
+def test_markdown_shows_sixty_four_ranks(tmp_path: Path, ranks: int, more: str) -> None:
+    text = report_markdown(summary_of(write_run(tmp_path / "run", ranks=ranks, steps=2)))
+
+    assert text.count("| node-0 |") == 64
+    assert ("more ranks" in text) is bool(more) and more in text
+
+
+@pytest.mark.parametrize("width", [60, 300])
+def test_on_a_terminal_the_tables_have_its_width_up_to_a_hundred(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", str(width))
+    stream = Terminal()
+
+    summary = replace(summary_of(write_run(tmp_path / "night")), verdict="a b " * 100)
+
+    print_end_tables(summary, stream)
+
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()).splitlines()
+    assert "\x1b[1m" in stream.getvalue()
+    assert max(map(len, lines)) == min(width, 100)

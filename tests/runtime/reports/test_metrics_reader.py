@@ -14,7 +14,9 @@ import pytest
 from recorded_metrics import STARTED, RecordedRank
 
 from zerowatch.metrics.catalog import communication, training
-from zerowatch.runtime.reports.metrics_reader import RecordedMetrics, read_metrics
+from zerowatch.metrics.exporters.series_table import Family
+from zerowatch.metrics.metrics_log_reader import SeriesKey
+from zerowatch.runtime.reports.metrics_reader import RankMetrics, RecordedMetrics, read_metrics
 
 
 def record(folder: Path, losses: list[float], **options: object) -> Path:
@@ -219,3 +221,45 @@ def test_only_the_named_series_are_kept_over_time(tmp_path: Path) -> None:
     assert len(rank.over_time("zerowatch_loss")[0]) == 3
     assert len(rank.over_time("zerowatch_steps_total")[0]) == 0
     assert rank.value("zerowatch_steps_total") == 2
+
+
+def key(name: str, **labels: str) -> SeriesKey:
+    family = Family(name=name, kind="counter", help="")
+    return SeriesKey(family=family, name=name, labels=tuple(labels.items()))
+
+
+DP, TP, OTHER = key("x", group="dp"), key("x", group="tp"), key("y", group="dp")
+
+
+def test_the_figures_of_a_rank_are_of_the_matching_series_and_all_its_processes() -> None:
+    rank = RankMetrics(
+        last={DP: 5.0, OTHER: 7.0},
+        last_by_session=[{DP: 1.0, TP: 3.0}, {DP: 5.0, OTHER: 7.0}],
+        unix_seconds=np.array([10.0, 20.0, 30.0]),
+        columns={
+            DP: np.array([1.0, np.nan, np.nan]),
+            TP: np.array([2.0, 4.0, np.nan]),
+            OTHER: np.array([8.0, 8.0, 8.0]),
+        },
+    )
+
+    assert (rank.total("x"), rank.total("x", group="dp"), rank.total("z")) == (9.0, 6.0, None)
+    assert (rank.value("x"), rank.value("y"), rank.value("x", group="tp")) == (5.0, 7.0, None)
+    assert rank.values("x") == {(("group", "dp"),): 5.0}
+    assert rank.series("x") == [DP, TP]
+    seconds, values = rank.over_time("x")
+    assert seconds.tolist() == [10, 20, 30]
+    assert values[:2].tolist() == [3, 4] and np.isnan(values[2])
+    assert [each.size for each in rank.over_time("z")] == [0, 0]
+
+
+@pytest.mark.parametrize(("losses", "kept"), [(3, [0, 1, 2, 2]), (4, [0, 2, 3]), (5, [0, 2, 4, 4])])
+def test_at_most_the_given_number_of_snapshots_and_the_last_are_kept(
+    tmp_path: Path, losses: int, kept: list[float]
+) -> None:
+    record(tmp_path, [float(step) for step in range(losses)])
+
+    rank = read_metrics(tmp_path, max_snapshots=4).ranks[0]
+
+    assert rank.over_time(training.LOSS.name)[1].tolist() == kept
+    assert rank.unix_seconds[-1] - STARTED == 15 * losses
