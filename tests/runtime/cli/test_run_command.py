@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,12 @@ import pytest
 import torch.distributed.run
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS, TWO_RANKS, ZEROWATCH, Finished, own_lines, start
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from zerowatch.__main__ import main
+from zerowatch.errors import CommandLineError
 from zerowatch.runtime.cli.run_command import launch
 
 RUN = (ZEROWATCH, "run")
@@ -155,3 +160,79 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path, way, code
     assert finished.returncode == code
     assert f"{COUNT} FAILED" in finished.stderr  # torchrun's summary, in the script's name
     assert "Traceback" not in finished.stderr
+
+
+def started_by(
+    monkeypatch: pytest.MonkeyPatch, *arguments: str, error: Exception | None = None
+) -> tuple[int, list[str]]:
+    """The exit code of the launch, and torchrun's command line, if the ranks end by an error."""
+    lines: list[str] = []
+
+    def start(line: list[str]) -> None:
+        lines.extend(line)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(torch.distributed.run, "main", start)
+    return launch([*arguments]), lines
+
+
+@pytest.mark.usefixtures("fake_torchrun")
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ("--nproc-per-node", "2", __file__, "-m", "x"),
+            ["-m", "--nproc-per-node", "2", "zerowatch", __file__, "-m", "x"],
+        ),
+        (("-m", "json.tool", "a"), ["-m", "zerowatch", "-m", "json.tool", "a"]),
+        (
+            ("--nproc-per-node=2", "-m", "json.tool"),
+            ["--nproc-per-node=2", "-m", "zerowatch", "-m", "json.tool"],
+        ),
+    ],
+)
+def test_each_rank_runs_the_script_or_the_module_by_zerowatch(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], line: list[str]
+) -> None:
+    assert started_by(monkeypatch, *arguments) == (0, line)
+
+
+@pytest.mark.usefixtures("fake_torchrun")
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ChildFailedError("job", {0: ProcessFailure(0, 7, 3, "")}), 3),
+        (ChildFailedError("job", {0: ProcessFailure(0, 7, -9, "")}), 137),
+        (SignalException("stopped", signal.SIGTERM), 143),
+    ],
+)
+def test_the_exit_code_of_a_launch_is_that_of_a_shell(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    assert started_by(monkeypatch, __file__, error=error)[0] == code
+
+
+@pytest.mark.usefixtures("fake_torchrun")
+def test_an_error_of_the_rendezvous_is_one_of_the_command_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = ("--rdzv-backend=c10d", "--rdzv-endpoint=a:1", "--rdzv-id=job")
+
+    with pytest.raises(CommandLineError, match=r"'job' \(--rdzv-id\) has ended.*a:1"):
+        started_by(monkeypatch, *options, __file__, error=RendezvousClosedError())
+
+
+@pytest.mark.usefixtures("fake_torchrun")
+@pytest.mark.parametrize(
+    ("nnodes", "is_set"), [("1", True), ("1:1", True), ("1:2", False), ("2", False)]
+)
+def test_the_launcher_of_a_single_node_chooses_the_run_id(
+    monkeypatch: pytest.MonkeyPatch, nnodes: str, is_set: bool
+) -> None:
+    monkeypatch.setenv("ZEROWATCH_RUN_ID", "")
+    monkeypatch.delenv("ZEROWATCH_RUN_ID")
+
+    started_by(monkeypatch, "--nnodes", nnodes, "--rdzv-backend=c10d", __file__)
+
+    assert (os.environ.pop("ZEROWATCH_RUN_ID", None) is not None) is is_set

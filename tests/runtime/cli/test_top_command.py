@@ -10,9 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from recorded_runs import write_run
 
 from zerowatch.__main__ import main
 from zerowatch.runtime.cli import top_command
+from zerowatch.runtime.top import http_client, screen
+from zerowatch.runtime.top.http_client import Access, HttpClient
+from zerowatch.runtime.top.run_source import WithAlerts
 
 NO_ADDRESS = "127.0.0.1:9"
 
@@ -73,3 +77,53 @@ def test_neither_torch_nor_deepspeed_is_loaded() -> None:
     )
 
     assert done.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.usefixtures("terminal")
+@pytest.mark.parametrize(
+    ("options", "token", "interval"),
+    [
+        ((), "settings", 2.0),
+        (("--token-file", "own", "--interval", "5"), "own", 5.0),
+    ],
+)
+def test_the_screen_gets_the_run_the_alerts_and_the_secrets(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    options: tuple[str, ...],
+    token: str,
+    interval: float,
+) -> None:
+    for name in ("settings", "own", "alerts"):
+        (tmp_path / name).write_text(name)
+    monkeypatch.setenv("ZEROWATCH_SERVE_AUTH_TOKEN_FILE", "settings")
+    write_run(tmp_path / "runs" / "night")
+    accesses: list[Access] = []
+    shown: list[tuple[object, float]] = []
+
+    class Client(HttpClient):
+        def __init__(self, access: Access) -> None:
+            accesses.append(access)
+
+    class Screen:
+        def __init__(self, source: object, *, interval_seconds: float) -> None:
+            shown.append((source, interval_seconds))
+
+        def run(self) -> None:
+            """Show nothing."""
+
+    monkeypatch.setattr(http_client, "HttpClient", Client)
+    monkeypatch.setattr(screen, "TopScreen", Screen)
+    given = ("--prometheus", "http://p:9090", "--prometheus-token-file", "alerts")
+    monkeypatch.setattr(sys, "argv", ["zerowatch", "top", *given, "--ca-file", "own", *options])
+
+    with pytest.raises(SystemExit) as end:
+        main()
+
+    assert end.value.code == 0
+    assert accesses == [
+        Access(token_file=Path(token), ca_file=Path("own")),
+        Access(token_file=Path("alerts"), ca_file=Path("own")),
+    ]
+    [(source, seconds)] = shown
+    assert isinstance(source, WithAlerts) and seconds == interval
