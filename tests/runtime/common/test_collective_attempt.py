@@ -133,3 +133,50 @@ def test_the_block_s_own_exception_is_raised_if_the_exchange_fails_too() -> None
 def test_an_interrupt_is_not_exchanged() -> None:
     with pytest.raises(KeyboardInterrupt), raise_on_all_ranks(HostGroupOfTwo(), "save", ""):
         raise KeyboardInterrupt
+
+
+def test_without_a_failure_the_ranks_meet_at_each_check_and_at_the_end() -> None:
+    host_group = HostGroupOfTwo()
+
+    with CollectiveAttempt(host_group) as attempt:
+        attempt.check_peers()
+
+    assert attempt.error is None
+    assert host_group.passed == [0, 0]
+
+
+def test_without_a_failure_nothing_is_raised_on_any_rank() -> None:
+    def save(host_group: FakeHostGroup) -> str:
+        with raise_on_all_ranks(host_group, "save", "Earlier ones stay"):
+            pass
+        return "saved"
+
+    assert on_ranks(2, save) == ["saved", "saved"]
+
+
+def test_each_rank_that_failed_is_named_on_the_others() -> None:
+    def save(host_group: FakeHostGroup) -> str:
+        with (
+            pytest.raises(CheckpointError) as raised,
+            raise_on_all_ranks(host_group, "save", "Earlier ones stay"),
+        ):
+            if host_group.rank in (0, 2):
+                raise CheckpointError(f"of rank {host_group.rank}")
+        return str(raised.value)
+
+    assert on_ranks(4, save) == [
+        "of rank 0",
+        "cannot save: failed on rank 0, 2, whose error has the reason. Earlier ones stay",
+        "of rank 2",
+        "cannot save: failed on rank 0, 2, whose error has the reason. Earlier ones stay",
+    ]
+
+
+def test_a_peer_s_failure_is_one_only_if_it_was_the_cause() -> None:
+    peer = PeerAttemptError("another rank has failed")
+    caused, unrelated = RuntimeError("one"), RuntimeError("two")
+    caused.__cause__ = peer
+    unrelated.__context__ = peer
+
+    assert is_peer_failure(peer) and is_peer_failure(caused)
+    assert not is_peer_failure(unrelated)

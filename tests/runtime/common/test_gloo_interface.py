@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -76,6 +79,8 @@ def test_without_the_number_of_local_ranks_a_local_master_means_a_single_node() 
         ({"SLURM_JOB_NUM_NODES": "2"}, "eno1"),
         ({"SLURM_NNODES": "2", "SLURM_STEP_NUM_NODES": "1"}, None),
         ({"SLURM_NNODES": "1"}, None),
+        ({"SLURM_NNODES": "2(x2)"}, None),
+        ({"SLURM_NNODES": "1", "SLURM_JOB_NUM_NODES": "2"}, None),
     ],
 )
 def test_under_srun_the_number_of_nodes_shows_whether_a_local_master_is_reached_by_others(
@@ -125,3 +130,43 @@ def test_this_machine_s_interfaces_and_routes_are_found() -> None:
     assert any("127.0.0.1" in addresses for addresses in interfaces.values())
     assert module._own_address("127.0.0.1") == "127.0.0.1"
     assert module._own_address("no such host.invalid") is None
+
+
+def test_a_job_on_one_node_sets_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+
+    with gloo_interface_chosen(16):
+        assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_the_variable_is_unset_after_a_group_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(module, "gloo_interface", lambda *_: "ib0")
+
+    with pytest.raises(RuntimeError), gloo_interface_chosen(16):
+        raise RuntimeError
+
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_only_addresses_of_interfaces_that_are_up_are_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def address(text: str, family: int) -> SimpleNamespace:
+        return SimpleNamespace(address=text, family=family)
+
+    found = {
+        "up": [
+            address("10.0.0.5", socket.AF_INET),
+            address("fe80::1%up", socket.AF_INET6),
+            address("02:42:ac:11:00:02", psutil.AF_LINK),
+        ],
+        "down": [address("10.0.0.6", socket.AF_INET)],
+        "unknown": [address("10.0.0.7", socket.AF_INET)],
+    }
+    states = {"up": SimpleNamespace(isup=True), "down": SimpleNamespace(isup=False)}
+    monkeypatch.setattr(module.psutil, "net_if_addrs", lambda: found)
+    monkeypatch.setattr(module.psutil, "net_if_stats", lambda: states)
+
+    assert module._interfaces() == {"up": ["10.0.0.5", "fe80::1"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -89,3 +90,18 @@ def test_another_thread_sets_no_handler():
     thread.join(120)
 
     assert seen == [signal.default_int_handler]
+
+
+@pytest.mark.parametrize(("seconds", "ends"), [(0.99, False), (1.0, True)])
+def test_a_launcher_passes_ctrl_c_on_within_a_second(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, ends: bool
+) -> None:
+    times = iter((50.0, 50.0 + seconds))
+    monkeypatch.setattr(interrupts, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    reached = []
+
+    with ended_by_next_interrupt():
+        signal.raise_signal(signal.SIGINT)
+        reached.append("end")
+
+    assert reached == ([] if ends else ["end"])

@@ -247,3 +247,56 @@ def test_the_node_of_a_pod_is_its_machine_if_the_manifest_names_it(monkeypatch, 
         monkeypatch.setenv(name, text)
 
     assert node_name("train-0") == node
+
+
+def test_a_target_has_its_address_and_the_labels_of_its_rank(store, monkeypatch, clock) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    attempt = Attempt(store, monkeypatch, 0, 0)
+    stores = [attempt.rank_store(rank, clock) for rank in (0, 1)]
+    TargetDiscovery(stores[1], process(1), clock).announce("10.0.0.7:9465")
+    discovery = TargetDiscovery(stores[0], process(0), clock)
+
+    found = discovery.poll()
+
+    assert found
+    assert discovery.targets("night-7") == [
+        {
+            "targets": ["10.0.0.7:9465"],
+            "labels": {
+                "run": "night-7",
+                "node": "host-1",
+                "rank": "1",
+                "__param_run": "night-7",
+            },
+        }
+    ]
+
+
+def test_targets_are_looked_for_after_1_2_4_8_16_and_then_30_seconds_until_all_are_found(
+    monkeypatch, clock
+) -> None:
+    asked: list[float] = []
+    ranks_store = RankStore(process(0), WATCH_INDEX, HashStore(), clock)
+    monkeypatch.setattr(ranks_store, "get", lambda key: asked.append(clock.seconds - 1000))
+    discovery = TargetDiscovery(ranks_store, process(0), clock)
+    discovery.announce("host-0:9464")
+
+    found = []
+    for _ in range(100):
+        found.append(discovery.poll())
+        clock.seconds += 1
+
+    assert asked == [0, 1, 3, 7, 15, 31, 61, 91]
+    assert found == [True] + [False] * 99
+
+
+@pytest.mark.parametrize(("seconds", "is_read"), [(9.5, False), (10.0, True)])
+def test_an_older_token_is_used_after_ten_seconds(
+    store, monkeypatch, clock, seconds: float, is_read: bool
+) -> None:
+    Attempt(store, monkeypatch, 0, 0).rank_store(0, clock).put("run_id", "this")
+    rank_1 = Attempt(store, monkeypatch, 0, 1).rank_store(1, clock)
+
+    clock.seconds += seconds
+
+    assert (rank_1.get("run_id") == "this") is is_read

@@ -302,3 +302,103 @@ def test_a_rank_that_makes_no_steps_does_not_stop_the_others_from_being_compared
         compared.append(coordinator.drain_result(compare_step_times=True) is not None)
 
     assert compared == [False] * MAX_MISSED_STEP_TIMES + [True] * 3
+
+
+def report_of(
+    key: str, rank: int, times: StepTimes | None = None, durations: tuple[float, ...] = ()
+) -> RankReport:
+    calls = CallReport(
+        first_timed=1,
+        durations=np.array(durations, np.float32),
+        first_issued=1,
+        signatures=np.empty(0, np.uint32),
+        prefix_hash=None,
+    )
+    return RankReport(calls={key: calls}, step_times={} if times is None else {rank: times})
+
+
+def test_a_report_without_the_rank_set_changes_nothing() -> None:
+    rank_set = RankSet((0, 1))
+    coordinator = Coordinator(rank_set, rank_blocks(rank_set.members))
+
+    for rank in rank_set.members:
+        coordinator.add(rank, report_of("another", rank, step_times()))
+
+    assert coordinator.drain_result(compare_step_times=True) is None
+    assert coordinator.drain_report() is None
+
+
+def test_the_step_times_of_a_rank_that_was_excluded_are_not_compared() -> None:
+    rank_set = RankSet((0, 1, 2))
+    coordinator = Coordinator(rank_set, rank_blocks(rank_set.members))
+    for rank, forward in ((0, 0.1), (1, 0.2), (2, 0.9)):
+        coordinator.add(rank, report_of(rank_set.key, rank, step_times(forward)))
+
+    coordinator.exclude(2)
+    result = coordinator.drain_result(compare_step_times=True)
+
+    assert result is not None and result.reference is not None
+    assert result.reference.busy_seconds[1] == 0.1  # the faster of two
+    assert coordinator.drain_result(compare_step_times=True) is None
+
+
+def test_step_times_are_kept_where_they_are_not_compared() -> None:
+    rank_set = RankSet((0, 1))
+    coordinator = Coordinator(rank_set, rank_blocks(rank_set.members))
+    for rank in rank_set.members:
+        coordinator.add(rank, report_of(rank_set.key, rank, step_times(), (0.5, 0.25 + rank)))
+
+    result = coordinator.drain_result(compare_step_times=False)
+
+    assert result is not None
+    assert (result.first_call, result.min_durations.tolist()) == (1, [0.5, 0.25])
+    assert (result.reference, result.stragglers, result.divergence) == (None, (), None)
+    later = coordinator.drain_result(compare_step_times=True)
+    assert later is not None and later.reference is not None
+
+
+def test_a_block_forwards_step_times_once_all_its_ranks_have_sent_some() -> None:
+    rank_set = RankSet((0, 1, 2, 3))
+    coordinator = Coordinator(rank_set, {rank: (rank,) for rank in (0, 1)})  # a block of two
+    coordinator.add(0, report_of(rank_set.key, 0, step_times(0.3)))
+    early = coordinator.drain_report()
+    coordinator.add(1, report_of(rank_set.key, 1, step_times(0.2)))
+
+    report = coordinator.drain_report()
+
+    assert early is None
+    assert report is not None
+    assert report.step_times == {0: step_times(0.3), 1: step_times(0.2)}
+    assert (list(report.calls), report.divergences) == ([rank_set.key], {})
+    assert coordinator.drain_report() is None
+
+
+def test_the_longest_silence_is_that_of_the_rank_that_reported_least_recently(seed: int) -> None:
+    ranks = Ranks(seed, 3)
+    for rank in (0, 1, 2):
+        ranks.report(rank)
+        ranks.clock.seconds += 3
+        ranks.read()
+    ranks.clock.seconds += 2
+    for rank in (0, 1):
+        ranks.report(rank)
+    ranks.read()
+
+    ranks.clock.seconds += 5
+
+    assert ranks.channels[0].longest_silence_seconds() == 7
+    assert ranks.channels[1].longest_silence_seconds() <= 7
+
+
+@pytest.mark.parametrize(("exchanges", "is_sent"), [(1.2, False), (1.25, True)])
+def test_an_empty_result_is_sent_when_there_was_none_for_more_than_an_exchange(
+    seed: int, exchanges: float, is_sent: bool
+) -> None:
+    ranks = Ranks(seed, 2)
+    ranks.channels[0].poll([ranks.rank_set], None)
+    key = f"result/{ranks.rank_set.key}/0"
+
+    ranks.clock.seconds += exchanges * PATIENCE / 4  # the patience is four exchanges
+    ranks.channels[0].poll([ranks.rank_set], None)
+
+    assert ranks.store.check([key]) is is_sent

@@ -17,6 +17,7 @@ from zerowatch.runtime.common.phase_timer import (
     GENERATE,
     OTHER,
 )
+from zerowatch.runtime.cross_rank.hang.hang_evidence import RankSetSummary
 
 COMPILER = ("/x/torch/_dynamo/convert_frame.py", "_compile")
 ARRIVED, MISSING = {1: peer(1, 1234)}, {1: peer(1, 1233)}
@@ -218,3 +219,56 @@ def test_a_cell_without_training_is_no_hang_unless_a_collective_is_in_flight(
     rank.pass_seconds(3600)
 
     assert rank.num_hangs == hangs
+
+
+@pytest.mark.parametrize(("age_seconds", "hangs"), [(14.9, 0), (15.0, 1)])
+def test_a_pausing_peer_counts_as_such_for_fifteen_seconds_after_its_last_heartbeat(
+    rank: WatchedRank, age_seconds: float, hangs: int
+) -> None:
+    rank.context.known_peers = {1: peer(1, 1233, age_seconds=age_seconds, pause="eval")}
+
+    rank.pass_seconds(30)
+
+    assert rank.num_hangs == hangs
+
+
+def test_a_group_of_one_makes_nobody_wait(
+    rank: WatchedRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = RankSetSummary(key="0", role="dp", members=(0,), issued=5, is_waiting=True)
+    monkeypatch.setattr(rank.context, "rank_sets", lambda: [alone])
+    rank.phase_timer.enter(EVAL)
+
+    rank.pass_seconds(20)
+
+    assert rank.watch.expected_pause() == "eval"
+
+
+@pytest.mark.parametrize(("seconds", "pause"), [(2, None), (3, "compilation")])
+def test_stacks_are_read_after_two_seconds_without_progress(
+    rank: WatchedRank, monkeypatch: pytest.MonkeyPatch, seconds: int, pause: str | None
+) -> None:
+    monkeypatch.setattr(
+        "zerowatch.runtime.cross_rank.hang.expected_pauses.silent_activity",
+        lambda thread: "compilation",
+    )
+
+    rank.pass_seconds(seconds)
+
+    assert rank.watch.expected_pause() == pause
+
+
+def test_collectives_are_read_from_two_seconds_without_progress_on(
+    rank: WatchedRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    rank_sets = rank.context.rank_sets
+    monkeypatch.setattr(rank.context, "rank_sets", lambda: read.append(1) or rank_sets())
+    rank.phase_timer.enter(EVAL)
+
+    counts = []
+    for _ in range(3):
+        rank.pass_seconds(1)
+        counts.append(len(read))
+
+    assert counts == [0, 1, 2]
