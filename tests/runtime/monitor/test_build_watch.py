@@ -1,0 +1,126 @@
+"""Tests of a whole watch of a torch model in this process, without a server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from zerowatch.metrics.catalog import overhead, training
+from zerowatch.metrics.settings import load_settings
+from zerowatch.metrics.step_record import StepRecord
+from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
+from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.common.torch_engine import TorchEngine
+from zerowatch.runtime.monitor.build_watch import build_watch
+from zerowatch.runtime.monitor.watch import Watch
+
+
+class Job:
+    """A model that is watched, and trained by the test."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.model = nn.Linear(5, 3)
+        self.optimizer = optim.SGD(self.model.parameters(), lr=0.125)
+        self.engine = TorchEngine(self.model, self.optimizer)
+        self.fail_open = FailOpen()
+        self.collectives = CollectiveInstrumentation(self.fail_open)
+        self.folder = folder / "night-7"
+        given = {
+            "run_id": "night-7",
+            "run_log": {"folder": folder},
+            "serve": {"enabled": False},
+            "flops": {"peak_per_second": 7e12},
+            "console": "off",
+        }
+        self.watch: Watch = build_watch(
+            self.engine, self.collectives, self.fail_open, load_settings(given | settings), 0
+        )
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.model(torch.ones(2, 5)).sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Any:
+    made = Job(tmp_path)
+    yield made
+    made.watch.close()
+
+
+def test_the_steps_of_a_run_are_published_logged_and_passed_on(job: Job) -> None:
+    records: list[StepRecord] = []
+    job.watch.subscribe(records.append)
+
+    job.train(3)
+    job.watch.close()
+
+    found = job.watch.snapshot()
+    assert found.value(training.STEPS) == 3
+    assert found.value(training.SKIPPED_STEPS) == 0  # counters begin at zero
+    assert found.value(training.LEARNING_RATE) == 0.125
+    assert found.value(training.WORLD_SIZE) == 1
+    assert found.value(training.PEAK_FLOPS, "cpu") == 7e12
+    assert found.value(training.RUN_ACTIVE) == 0
+    assert found.value(training.RUN_END_INFO, "completed") == 1
+    assert [record.step for record in records] == [1, 2, 3]
+    lines = (job.folder / "rank-0.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+    assert {"metrics-0.jsonl", "settings.json", "attempts.jsonl"} <= {
+        path.name for path in job.folder.iterdir()
+    }
+    assert not job.fail_open.failures
+
+
+def test_a_watch_is_open_until_it_is_closed_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    before = (dist.all_reduce, set(threading.enumerate()))
+    job = Job(tmp_path)
+    during = (dist.all_reduce, job.watch.is_open, job.watch.watches(job.engine))
+    active = job.watch.snapshot().value(training.RUN_ACTIVE)
+
+    job.watch.close()
+
+    assert during[0] is not before[0]
+    assert (during[1:], active, job.watch.is_open) == ((True, True), 1, False)
+    assert dist.all_reduce is before[0]
+    ours = {thread for thread in set(threading.enumerate()) - before[1] if thread.is_alive()}
+    assert not [thread.name for thread in ours if thread.name.startswith("zerowatch")]
+
+
+def test_the_cost_of_each_part_is_published(job: Job) -> None:
+    job.train(1)
+    job.watch.close()
+
+    seconds = job.watch.snapshot().values[overhead.WATCH_SECONDS]
+    assert set(seconds) == {
+        ("hooks",),
+        ("collectives",),
+        ("watch_thread",),
+        ("cross_rank_thread",),
+    }
+
+
+def test_a_watch_that_serves_nothing_has_no_address(job: Job) -> None:
+    assert (job.watch.address, job.watch.live_page_url) == (None, None)
+    assert (job.watch.run_id, job.watch.run_folder) == ("night-7", job.folder)
+
+
+@pytest.mark.parametrize(("console", "is_shown"), [("lines", True), ("off", False)])
+def test_figures_are_printed_if_the_settings_ask_for_them(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], console: str, is_shown: bool
+) -> None:
+    job = Job(tmp_path, console=console)
+    job.train(1)
+
+    job.watch.close()
+
+    assert ("zerowatch: step 1, " in capfd.readouterr().err) is is_shown
