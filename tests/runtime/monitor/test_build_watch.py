@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from zerowatch.metrics.catalog import overhead, training
+from zerowatch.metrics.catalog import communication, overhead, training
 from zerowatch.metrics.settings import load_settings
 from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.torch_engine import TorchEngine
+from zerowatch.runtime.monitor import build_watch as build_watch_module
 from zerowatch.runtime.monitor.build_watch import build_watch
 from zerowatch.runtime.monitor.watch import Watch
 
@@ -25,12 +26,14 @@ from zerowatch.runtime.monitor.watch import Watch
 class Job:
     """A model that is watched, and trained by the test."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, collectives: CollectiveInstrumentation | None = None, **settings: Any
+    ) -> None:
         self.model = nn.Linear(5, 3)
         self.optimizer = optim.SGD(self.model.parameters(), lr=0.125)
         self.engine = TorchEngine(self.model, self.optimizer)
         self.fail_open = FailOpen()
-        self.collectives = CollectiveInstrumentation(self.fail_open)
+        self.collectives = collectives or CollectiveInstrumentation(self.fail_open)
         self.folder = folder / "night-7"
         given = {
             "run_id": "night-7",
@@ -124,3 +127,74 @@ def test_figures_are_printed_if_the_settings_ask_for_them(
     job.watch.close()
 
     assert ("zerowatch: step 1, " in capfd.readouterr().err) is is_shown
+
+
+CLOSED_LAST_FIRST = [
+    ("EngineInstrumentation", "restore"),
+    ("ComparisonMonitor", "close_hooks"),
+    ("CollectiveInstrumentation", "close"),
+    ("WatchThread", "stop"),
+    ("RunFolder", "close"),
+    ("WatchSinks", "close"),
+    ("Subscriptions", "close"),
+    ("OtelExporter", "close"),
+    ("MemoryMonitor", "close"),
+    ("MetricsLog", "close"),
+    ("MetricsServer", "close"),
+    ("RunFolder", "close"),
+]
+
+
+def test_a_watch_that_cannot_be_built_closes_the_parts_built_before_last_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = dist.all_reduce
+    closed: list[tuple[str, str]] = []
+
+    def noting(kind: str, name: str, close: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            closed.append((kind, name))
+            return close(*args, **kwargs)
+
+        return call
+
+    for kind, name in dict.fromkeys(CLOSED_LAST_FIRST):
+        owner = getattr(build_watch_module, kind)
+        monkeypatch.setattr(owner, name, noting(kind, name, getattr(owner, name)))
+
+    def fail(**parts: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(build_watch_module, "Watch", fail)
+    with pytest.raises(MemoryError):
+        Job(tmp_path)
+
+    # A part that closes others does so within its own close.
+    assert list(dict.fromkeys(closed)) == list(dict.fromkeys(CLOSED_LAST_FIRST))
+    assert closed.count(("RunFolder", "close")) == 2
+    assert dist.all_reduce is original
+
+
+def test_calls_before_the_watch_are_counted_and_belong_to_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fail_open = FailOpen()
+        collectives = CollectiveInstrumentation(fail_open)
+        collectives.open()
+        dist.all_reduce(torch.ones(3))
+        job = Job(tmp_path, collectives=collectives)
+        dist.all_reduce(torch.ones(5))
+        job.train(1)
+        job.watch.close()
+    finally:
+        dist.destroy_process_group()
+
+    found = job.watch.snapshot()
+    assert found.total(communication.COLLECTIVE_CALLS) == 2
+    assert found.total(communication.COLLECTIVE_BYTES) == 4 * (3 + 5)
+    assert found.value(communication.COMM_COVERAGE_RATIO) == 1.0
+    [line] = (job.folder / "rank-0.jsonl").read_text().splitlines()
+    assert json.loads(line)["collectives"]["all_reduce"]["calls"] == 1
