@@ -45,3 +45,23 @@ def test_a_link_at_the_temporary_name_is_not_followed(tmp_path: Path, monkeypatc
 
     assert precious.read_text() == "keep"
     assert (tmp_path / ".settings.json.0").is_symlink()
+
+
+def test_bytes_of_a_path_that_are_no_utf_8_are_written_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "paths"
+
+    atomic_write(path, os.fsdecode(b"/data/\xff"))
+
+    assert path.read_bytes() == b"/data/\xff"
+
+
+@pytest.mark.parametrize(("options", "flushes"), [({}, 0), ({"durable": True}, 2)])
+def test_a_durable_file_and_its_folder_are_flushed_and_others_are_not(
+    options: dict[str, bool], flushes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr(atomic_file.os, "fsync", flushed.append)
+
+    atomic_write(tmp_path / "settings.json", "new", **options)
+
+    assert len(flushed) == flushes
