@@ -1,7 +1,7 @@
 """Real jobs with a rank that is late each step: a TrainingRun and a plain watch measure the same.
 
-Seconds are compared relative to the delay, which is far longer than anything else in a step, and as
-medians of the steps, so that a busy machine does not matter.
+Seconds are compared relative to the delay, which is far longer than anything else in a step. They
+are medians or the shortest of the steps, so that a busy machine does not matter.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def test_the_other_rank_is_blocked_for_the_delay(ranks, late, place):
     assert seconds == pytest.approx({"watch": delay, "run": delay}, rel=TOLERANCE)
 
 
-def test_imbalance_is_the_same(ranks):
+@pytest.mark.parametrize("how", ["watch", "run"])
+def test_imbalance_is_the_delay(ranks, how):
     for rank in ranks:
-        watched, run = (rank[how]["imbalance"] / rank["total delay"] for how in ("watch", "run"))
+        imbalance, exposed = rank[how]["imbalance"], rank[how]["all exposed"]
 
         # Totals: each rank also waits for the other when the machine is busy.
-        assert run == pytest.approx(watched, abs=2 * TOLERANCE)
-        assert run > 1 - TOLERANCE
+        assert (1 - TOLERANCE) * rank["total delay"] < imbalance <= exposed + 1e-6
 
 
 @each_case
