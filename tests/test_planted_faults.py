@@ -18,12 +18,9 @@ from bench.mutations.drawn_faults import (
     package_of,
 )
 from bench.mutations.planted_faults import FAULTS, PlantedFault
-from package_tree import ROOT
+from package_tree import ROOT, package_files
 
-PACKAGES = {
-    *(f"runtime/{path.parent.name}" for path in (ROOT / "runtime").glob("*/__init__.py")),
-    *("metrics/catalog", "metrics/exporters", "dashboards/alerts"),
-}
+PACKAGES = {package_of(str(file)) for file in package_files() if len(file.parts) > 1}
 
 
 def test_there_are_planted_faults_in_all_packages() -> None:
