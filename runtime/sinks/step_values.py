@@ -17,8 +17,8 @@ from ...metrics.step_record import StepRecord
 
 ROOT = "zerowatch"
 STEP = f"{ROOT}/step"
-# Not values of their own: the time of the record, and a list of shapes.
-_LEFT_OUT = ("ended_at_unix_seconds", "micro_batch_shapes")
+# Not a value of its own: sinks get the time of the record with the values.
+_LEFT_OUT = "ended_at_unix_seconds"
 
 
 def step_values(record: StepRecord) -> dict[str, float]:
@@ -28,7 +28,7 @@ def step_values(record: StepRecord) -> dict[str, float]:
         >>> step_values(record)["zerowatch/phase_seconds/forward"]
         0.031
     """
-    fields = {name: value for name, value in asdict(record).items() if name not in _LEFT_OUT}
+    fields = {name: value for name, value in asdict(record).items() if name != _LEFT_OUT}
     return dict(_numbers(ROOT, fields))
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from fakes.clock import FakeClock
@@ -13,7 +15,10 @@ from zerowatch.metrics.catalog import memory
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.memory.forecast import forecast_service as module
 from zerowatch.runtime.memory.forecast.forecast_service import MemoryForecasts
-from zerowatch.runtime.memory.forecast.peak_readings import PeakPoint, Shape
+from zerowatch.runtime.memory.forecast.forecaster import MemoryForecast
+from zerowatch.runtime.memory.forecast.peak_model import PeakModel
+from zerowatch.runtime.memory.forecast.peak_readings import PeakPoint, PeakPrediction, Shape
+from zerowatch.runtime.memory.forecast.risk import fit_tail
 
 MIB = 2**20
 GIB = 2**30
@@ -205,3 +210,194 @@ def test_forecasts_are_updated_every_second_only_close_to_the_limit(
     run.train(1, lengths=SHORT)
 
     assert (run.forecasts.forecasts["cuda:0"] is not before) == is_updated
+
+
+TAIL = fit_tail([], expected=10.0 * MIB, min_width=1.0)
+
+
+def forecast(
+    step: int = 7, *, risk: float = 0.0, eta: float = math.inf, headroom: float = 5.0 * GIB
+) -> MemoryForecast:
+    """Return a forecast of a peak of 3 GiB, a limit of 8 GiB, and 1 MiB a token above 2 GiB."""
+    return MemoryForecast(
+        step=step,
+        predicted_peak_bytes=3.0 * GIB,
+        headroom_bytes=headroom,
+        risk_ratio=risk,
+        eta_steps=eta,
+        error_ratio=0.125,
+        limit_bytes=8.0 * GIB,
+        model=PeakModel(
+            min_rise=0.0,
+            constant=0.0,
+            per_sample=0.0,
+            per_token=1.0 * MIB,
+            per_token_pair=0.0,
+            reused_ratio=0.0,
+            typical_need=0.0,
+        ),
+        between_steps_bytes=2.0 * GIB,
+        fragmented_bytes=0.0,
+        tail=TAIL,
+    )
+
+
+class Scripted:
+    """Forecasts that a test sets, instead of those of a forecaster."""
+
+    next: MemoryForecast | None = None
+
+    def add(self, point: PeakPoint) -> None: ...
+
+    def forecast(self) -> MemoryForecast | None:
+        return Scripted.next
+
+
+@pytest.fixture
+def scripted(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run whose forecasts a test sets by `show`."""
+    monkeypatch.setattr(module, "Forecaster", Scripted)
+    return Run(clock, 0)
+
+
+def show(run: Run, found: MemoryForecast | None, *, peak: float = 3.0 * GIB) -> None:
+    """Add a reading and update with this forecast."""
+    Scripted.next = found
+    point = PeakPoint(
+        step=7,
+        peak_bytes=peak,
+        between_steps_bytes=2.0 * GIB,
+        limit_bytes=8.0 * GIB,
+        reserved_bytes=peak,
+    )
+    run.forecasts.add({"cuda:0": point})
+    run.forecasts.update()
+
+
+def test_each_figure_of_a_forecast_has_its_metric(scripted: Run) -> None:
+    show(scripted, forecast(risk=0.25, eta=90.0, headroom=5.0))
+
+    values = scripted.recorder.snapshot().values
+    assert {spec.name: series for spec, series in values.items()} == {
+        spec.name: {("cuda:0",): value}
+        for spec, value in (
+            (memory.MEMORY_PREDICTED_PEAK, 3.0 * GIB),
+            (memory.MEMORY_PREDICTION_ERROR, 0.125),
+            (memory.OOM_RISK, 0.25),
+            (memory.OOM_ETA_STEPS, 90.0),
+            (memory.MEMORY_HEADROOM, 5.0),
+            (memory.OOM_NEXT_BATCH_RISK, 0.0),
+        )
+    }
+    assert scripted.forecasts.risks == {"cuda:0": 0.25}
+
+
+def test_a_warning_has_the_figures_of_the_forecast(
+    scripted: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    show(scripted, forecast(risk=0.625, eta=37.4))
+
+    assert [record.message for record in caplog.records] == [
+        "memory of cuda:0 is likely to run out within 50 steps (62 %): predicted peak 3.00 GiB, "
+        "limit 8.00 GiB, about 37 steps left. Use a smaller micro-batch, or more sharding or "
+        "offload."
+    ]
+    assert scripted.forecasts.alarm_steps == {"cuda:0": 7}
+
+
+@pytest.mark.parametrize(
+    ("eta", "is_told"), [(0.0, False), (0.99, False), (1.0, True), (math.inf, False)]
+)
+def test_steps_left_are_told_if_there_is_at_least_one(
+    scripted: Run, caplog: pytest.LogCaptureFixture, eta: float, is_told: bool
+) -> None:
+    show(scripted, forecast(risk=0.75, eta=eta))
+
+    assert ("about 1 steps left" in caplog.text) == is_told
+    assert ("steps left" in caplog.text) == is_told
+
+
+def test_a_warning_comes_again_only_after_the_risk_was_below_30_percent(
+    scripted: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    counts, alarms = [], []
+    for step, risk in enumerate((0.49, 0.5, 0.87, 0.3, 0.6, 0.29, 0.49, 0.5)):
+        scripted.clock.seconds += 10
+        show(scripted, forecast(step, risk=risk))
+        counts.append(len(caplog.records))
+        alarms.append(scripted.forecasts.alarm_steps.get("cuda:0"))
+
+    assert counts == [0, 1, 1, 1, 1, 1, 1, 2]
+    assert alarms == [None, 1, 1, 1, 1, None, None, 7]
+
+
+@pytest.mark.parametrize(("peak", "risk"), [(8.0 * GIB, 0.25), (8.0 * GIB + 1, 1.0)])
+def test_a_peak_above_the_limit_is_a_certain_risk(scripted: Run, peak: float, risk: float) -> None:
+    show(scripted, forecast(risk=0.25), peak=peak)
+
+    assert scripted.forecasts.risks == {"cuda:0": risk}
+
+
+@pytest.mark.parametrize(
+    ("eta", "headroom", "seconds"),
+    [
+        (math.inf, 0.3 * 8 * GIB, 5),
+        (500, 0.3 * 8 * GIB, 5),
+        (499, 5.0 * GIB, 1),
+        (math.inf, 0.3 * 8 * GIB - 1, 1),
+    ],
+)
+def test_far_from_the_limit_an_update_is_due_after_five_seconds(
+    scripted: Run, eta: float, headroom: float, seconds: int
+) -> None:
+    show(scripted, forecast(0, eta=eta, headroom=headroom))
+    steps = []
+    for step in range(1, 7):
+        scripted.clock.seconds += 1
+        show(scripted, forecast(step, eta=eta, headroom=headroom))
+        steps.append(scripted.forecasts.forecasts["cuda:0"].step)
+
+    assert steps == ([1, 2, 3, 4, 5, 6] if seconds == 1 else [0, 0, 0, 0, 5, 5])
+
+
+def test_without_new_readings_nothing_is_published(scripted: Run) -> None:
+    scripted.forecasts.update()
+    show(scripted, None)
+
+    assert scripted.recorder.snapshot().values == {}
+    assert scripted.forecasts.forecasts == {}
+
+
+def test_a_batch_warning_names_the_batch_its_risk_and_its_peak(
+    scripted: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    show(scripted, forecast())
+
+    scripted.forecasts.assess_batch(Shape(3, 2048))  # 2 GiB and 6 GiB: just at the limit
+
+    margin = 0.0  # the median
+    risk = TAIL.exceedance(margin)
+    assert scripted.forecasts.batch_risk("cuda:0") == risk == 0.5
+    assert [record.message for record in caplog.records] == [
+        "this micro-batch (3 x 2048) is likely not to fit into the memory of cuda:0 (50 %): "
+        "predicted peak 8.00 GiB, limit 8.00 GiB. Split it, or limit the sequence length."
+    ]
+
+
+def test_the_prediction_of_a_step_is_that_of_its_largest_micro_batch(scripted: Run) -> None:
+    show(scripted, forecast(risk=0.25))
+    point = scripted.forecasts.last_peaks("cuda:0")[0]
+    shapes = (Shape(1, 512), Shape(2, 1024), Shape(4, 64))
+
+    scripted.forecasts.add({"cuda:0": replace(point, step=8, shapes=shapes)})
+
+    assert scripted.forecasts.predict_peak("cuda:0", Shape(1, 512)) == 2.5 * GIB
+    assert scripted.forecasts.predict_peak("cpu", Shape(1, 512)) is None
+    assert scripted.forecasts.last_predictions("cuda:0") == [
+        PeakPrediction(step=7, predicted_bytes=None, risk_ratio=None),
+        PeakPrediction(step=8, predicted_bytes=4.0 * GIB, risk_ratio=0.25),
+    ]
+    assert (scripted.forecasts.last_peaks("cpu"), scripted.forecasts.last_predictions("cpu")) == (
+        [],
+        [],
+    )

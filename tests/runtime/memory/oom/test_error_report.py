@@ -6,6 +6,7 @@ Covers `report_files.py`.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import stat
 import tracemalloc
@@ -23,17 +24,22 @@ from fakes.ooms import (
     FakeOomContext,
     evidence,
     parse_oom_error,
+    point,
 )
 
 from zerowatch.runtime.devices.cuda_allocator import dump_snapshot
+from zerowatch.runtime.memory.forecast.peak_readings import PeakPrediction, Shape
 from zerowatch.runtime.memory.oom.error_report import (
     RESERVE_BYTES,
     OomReporter,
+    advice,
     headline,
     report_text,
     write_report,
 )
 from zerowatch.runtime.memory.oom.evidence import Limit, OomContext, collect_evidence
+from zerowatch.runtime.memory.oom.predicted_savings import Fits, PredictedSaving
+from zerowatch.runtime.memory.oom.predicted_savings import Kind as SavingKind
 
 ON_GPU = {
     "allocated": 70.0 * GIB,
@@ -197,9 +203,9 @@ ADVICE: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_report_ends_with_what_to_do_next(case: str) -> None:
     changes, expected = ADVICE[case]
 
-    advice = report_text(evidence(**changes)).partition("What to do next:\n")[2]
+    text = report_text(evidence(**changes)).partition("What to do next:\n")[2]
 
-    assert advice.strip().startswith(expected)
+    assert text.strip().startswith(expected)
 
 
 def test_memory_savings_are_predicted_from_the_context() -> None:
@@ -432,3 +438,208 @@ def test_an_error_in_generation_names_no_micro_batch_and_says_what_to_reduce() -
     assert "current micro-batch" not in text
     assert "1. Memory ran out in generation: generate for fewer prompts at once" in text
     assert "The batch had a predicted risk" not in text
+
+
+def saving(description: str, need_mib: float, fits: Fits, kind: SavingKind) -> PredictedSaving:
+    return PredictedSaving(description=description, need_bytes=need_mib * MIB, fits=fits, kind=kind)
+
+
+WHOLE_REPORT = f"""\
+out of memory on cpu in forward of step 61, micro-batch 2: 512 MiB requested, \
+124 MiB free of 1.00 GiB (RLIMIT_AS)
+
+rank 0 on node-0, 2001-09-09 01:46:40 UTC
+last completed step: 60; phase: forward
+current micro-batch 2 of 2: 8 x 2048
+run: ZeRO stage 1; 4 rank(s); bf16; optimizer offload none, parameter offload none; \
+2 micro-batch(es) of 8 samples a step; activation checkpointing off
+
+The failing request: 536870912 bytes, refused by torch's allocator of host memory:
+  {ON_CPU}
+
+Memory of cpu:
+  in use as the error passed: 812 MiB (851443712 bytes)
+  peak since the last reading: 900 MiB (943718400 bytes)
+  virtual size: 4.00 GiB (4294967296 bytes)
+  limit: 1.00 GiB (1073741824 bytes), set by RLIMIT_AS
+  growth not explained by batch sizes (a leak): 4.77 MiB per step
+
+By category, at the peak of the last detailed sample (850 MiB):
+  activations    47 %  400 MiB (419430400 bytes)
+  optimizer      24 %  200 MiB (209715200 bytes)
+  parameters     12 %  100 MiB (104857600 bytes)
+  gradients      12 %  100 MiB (104857600 bytes)
+  comm_buffers    5 %  40 MiB (41943040 bytes)
+  other           1 %  10 MiB (10485760 bytes)
+
+Predicted: yes, the risk exceeded 50 % after step 38, 22 steps before
+  risk of this micro-batch as it began: 62 %
+
+Last peaks, each since the previous reading, with the prediction made before it \
+(risk: of the next 50 steps):
+     step       peak  of limit  predicted    risk  micro-batches
+       59    859 MiB      84 %          -       -  8 x 512
+       60    860 MiB         -          -    12 %  8 x 512, 4 x 256, 2 x 64 and 1 more
+
+What would have fitted, each on its own, cheapest first:
+  fits                700 MiB  a
+  fits barely   about 800 MiB  b
+  may fit          >= 900 MiB  c
+  may fit             unknown  d
+  does not fit       1.17 GiB  e
+  each only for some steps, as the leak continues
+
+What to do next:
+  1. Find the leak of 4.77 MiB per step first: all else only delays the error. Losses, outputs \
+or batches kept in a list hold whole graphs; keep loss.item(). memory.trace_leaks=true traces \
+where the memory is allocated.
+  2. Try a.
+  3. Or raise the limit, if the machine has more: it is set by RLIMIT_AS.
+"""
+
+
+def test_the_whole_text_of_a_report_with_every_section() -> None:
+    shapes = (Shape(1, 10), Shape(8, 512), Shape(2, 64), Shape(4, 256))
+    facts = evidence(
+        peaks=[point(59, 859.0 * MIB), point(60, 860.0 * MIB, limit_bytes=math.inf, shapes=shapes)],
+        predictions={60: PeakPrediction(step=60, predicted_bytes=None, risk_ratio=0.12)},
+        alarm_step=38,
+        batch_risk_ratio=0.625,
+        growth_bytes_per_step=5e6,
+        predicted_savings=[
+            saving("a", 700, "yes", "forecast"),
+            saving("b", 800, "barely", "guess"),
+            saving("c", 900, "perhaps", "bound"),
+            saving("d", 0, "perhaps", "unknown"),
+            saving("e", 1200, "no", "forecast"),
+        ],
+    )
+
+    assert report_text(facts) == WHOLE_REPORT
+
+
+def section(text: str, first: str) -> list[str]:
+    """Return the lines below a line, up to the next empty line."""
+    lines = text.splitlines()
+    start = lines.index(first) + 1
+    return lines[start : lines.index("", start)]
+
+
+def test_the_memory_of_a_gpu_has_the_allocator_s_figures() -> None:
+    readings = {**ON_GPU, "unusable": 2.0 * GIB}
+    facts = evidence(device="cuda:1", readings=readings, limit=None, growth_bytes_per_step=None)
+
+    assert section(report_text(facts), "Memory of cuda:1:") == [
+        "  in use as the error passed: 70.0 GiB (75161927680 bytes)",
+        "  peak since the last reading: 74.0 GiB (79456894976 bytes)",
+        "  reserved for this process: 75.0 GiB (80530636800 bytes)",
+        "  peak reserved since the last reading: 75.0 GiB (80530636800 bytes)",
+        "  limit: unknown",
+        "  reserved in blocks too small for this request (fragmentation): "
+        "2.00 GiB (2147483648 bytes)",
+        "  allocator retries after freeing its cache: 3",
+    ]
+
+
+ONLY_BOUND = saving("c", 900, "perhaps", "bound")
+UNKNOWN = saving("d", 0, "perhaps", "unknown")
+BARELY = saving("b", 800, "barely", "forecast")
+GUESS = saving("g", 700, "perhaps", "guess")
+TOO_MUCH = saving("e", 1200, "no", "forecast")
+
+
+@pytest.mark.parametrize(
+    ("savings", "expected"),
+    [
+        ([BARELY, saving("a", 950, "yes", "forecast"), GUESS], "Try a."),
+        ([ONLY_BOUND, BARELY, GUESS], "Try g."),
+        ([TOO_MUCH, UNKNOWN, ONLY_BOUND], "Try d."),
+        ([saving("e", 10, "no", "guess"), BARELY], "Try b."),
+    ],
+)
+def test_the_advice_is_the_cheapest_certain_saving_or_the_most_likely_one(
+    savings: list[PredictedSaving], expected: str
+) -> None:
+    assert advice(evidence(predicted_savings=savings, limit=None)) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("savings", "last_line"),
+    [
+        (None, "What would have fitted: unknown, as the limit or the memory in use is unknown."),
+        ([], "  no estimate: batch shape, memory categories and plan are unknown"),
+        ([TOO_MUCH], "  nothing here fits; combine several, or use more ranks"),
+        ([TOO_MUCH, UNKNOWN], "  may fit             unknown  d"),
+    ],
+)
+def test_what_would_have_fitted_says_if_nothing_does(
+    savings: list[PredictedSaving] | None, last_line: str
+) -> None:
+    text = report_text(evidence(predicted_savings=savings))
+
+    assert f"{last_line}\n\nWhat to do next:\n" in text
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "in_use", "others"),
+    [(1, "30.00", "49.0 GiB"), (10, "61.90", "8.10 GiB"), (10, "62.00", None)],
+)
+def test_other_processes_are_named_if_they_hold_more_than_a_tenth_of_the_device(
+    free_gib: int, in_use: str, others: str | None
+) -> None:
+    error = parsed(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80.00 GiB "
+        f"of which {free_gib}.00 GiB is free. Including non-PyTorch memory, this process has "
+        f"{in_use} GiB memory in use."
+    )
+
+    lines = [line for line in advice(evidence(error=error)) if line.startswith("Other processes")]
+
+    said = f"Other processes hold {others} of this device: see nvidia-smi, and end or move them."
+    assert lines == ([] if others is None else [said])
+
+
+@pytest.mark.parametrize(
+    ("device", "requested_gib", "is_advised"),
+    [("cuda:0", "2.00", True), ("cuda:0", "2.01", False), ("cpu", "2.00", False)],
+)
+def test_fragmentation_is_named_if_the_request_would_have_fitted_without_it(
+    device: str, requested_gib: str, is_advised: bool
+) -> None:
+    error = parsed(f"CUDA out of memory. Tried to allocate {requested_gib} GiB.")
+    facts = evidence(error=error, device=device, readings={"unusable": 2.0 * GIB}, limit=None)
+
+    assert any("2.00 GiB were reserved and unusable" in line for line in advice(facts)) == (
+        is_advised
+    )
+
+
+@pytest.mark.parametrize(
+    ("risk", "alarm_step", "is_named"), [(0.5, None, False), (0.75, None, True), (0.75, 38, False)]
+)
+def test_a_batch_that_was_predicted_by_itself_is_named(
+    risk: float, alarm_step: int | None, is_named: bool
+) -> None:
+    facts = evidence(batch_risk_ratio=risk, alarm_step=alarm_step)
+
+    lines = [line for line in advice(facts) if "drop or split batches" in line]
+
+    assert [line[:43] for line in lines] == is_named * [
+        "The batch had a predicted risk of 75 %: dro"
+    ]
+    assert ("Predicted: yes" in report_text(facts)) == (is_named or alarm_step is not None)
+
+
+def test_after_five_reports_errors_are_still_counted_with_their_device(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = FakeOomContext(tmp_path, readings=lambda: {"cpu": {}, "cuda:2": ON_GPU})
+    reporter = OomReporter(0, context)
+
+    devices = []
+    for _ in range(7):
+        found = reporter.on_error(RuntimeError("CUDA out of memory."))
+        devices.append(found and found.device)
+
+    assert devices == ["cuda:2"] * 7
+    assert len(caplog.records) == 5
