@@ -22,13 +22,22 @@ class Interval:
 
 def ratio_interval(ratios: Sequence[float]) -> Interval:
     """Return the trimmed geometric mean of paired ratios, with a bootstrap interval over pairs."""
-    logs = [math.log(ratio) for ratio in ratios]
-    picker = random.Random(0)
-    resampled = sorted(trimmed_mean(picker.choices(logs, k=len(logs))) for _ in range(RESAMPLES))
+    of_logs = mean_interval([math.log(ratio) for ratio in ratios])
     return Interval(
-        estimate=math.exp(trimmed_mean(logs)),
-        low=math.exp(resampled[round(0.025 * RESAMPLES)]),
-        high=math.exp(resampled[round(0.975 * RESAMPLES) - 1]),
+        estimate=math.exp(of_logs.estimate),
+        low=math.exp(of_logs.low),
+        high=math.exp(of_logs.high),
+    )
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """Return the trimmed mean of values, with a bootstrap interval."""
+    picker, number = random.Random(0), len(values)
+    resampled = sorted(trimmed_mean(picker.choices(values, k=number)) for _ in range(RESAMPLES))
+    return Interval(
+        estimate=trimmed_mean(values),
+        low=resampled[round(0.025 * RESAMPLES)],
+        high=resampled[round(0.975 * RESAMPLES) - 1],
     )
 
 

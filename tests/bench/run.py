@@ -34,6 +34,7 @@ from bench.monitoring_cost import (
     soak,
     step_overhead,
     thread_cost,
+    training_thread,
 )
 from bench.mutations import line_coverage, mutation_check
 from bench.rank_processes import PYTHONPATH
@@ -59,6 +60,7 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "overhead": step_overhead.bench,
     "hot_path": hot_path.bench,
     "threads": thread_cost.bench,
+    "training_thread": training_thread.bench,
     "scrape": scrape_cost.bench,
     "slow_clients": slow_clients.bench,
     "live_page": live_page_cost.bench,
