@@ -53,8 +53,8 @@ def test_the_text_of_a_planted_fault_occurs_once_and_its_replacement_is_valid_co
         ("a = f'{b + 1}'", SIGN, []),
     ],
 )
-def test_the_changes_of_a_line(line: str, kind: str, changed: list[str]) -> None:
-    found = [each for each in changes_of("file.py", f"{line}\n", random.Random(1))]
+def test_the_changes_of_a_line(line: str, kind: str, changed: list[str], seed: int) -> None:
+    found = [each for each in changes_of("file.py", f"{line}\n", random.Random(seed))]
 
     assert all(each.old == f"{line}\n" and each.line == 1 for each in found)
     own = sorted(each.new for each in found if each.kind == kind)
