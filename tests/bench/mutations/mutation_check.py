@@ -24,7 +24,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])  # tests/, for `bench`
+    _TESTS = Path(__file__).resolve().parents[2]  # for `bench`
+    sys.path[:1] = [str(_TESTS), str(_TESTS / "support")]
 
 from bench.bench_options import Options
 from bench.mutations.faulty_copy import faulty_copy, python_of
