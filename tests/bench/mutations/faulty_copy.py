@@ -35,7 +35,7 @@ def faulty_copy(fault: PlantedFault) -> Iterator[Path]:
         (copy / fault.file).write_text(source.replace(fault.old, fault.new))
         _make_environment(copy)
         if fault.file.startswith(_GENERATING):  # else a test of fresh files would find any change
-            build = [python_of(copy), "-m", "zerowatch", "dashboards", "build"]
+            build = [python_of(copy).with_name("zerowatch"), "dashboards", "build"]
             subprocess.run(build, cwd=copy, check=False, capture_output=True)
         yield copy
 
