@@ -1,16 +1,22 @@
-"""Tests of arguments of `zerowatch.initialize` that only another DeepSpeed version has."""
+"""The entry points: what they pass to DeepSpeed, what they watch, and how a run ends."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import zerowatch
-from zerowatch.metrics.settings import Settings
+from zerowatch.metrics.catalog.training import STEPS
+from zerowatch.metrics.settings import Settings, load_settings
 from zerowatch.runtime import entry_points
+from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.monitor.watch import NullWatch
 
 OFF = {"enabled": False}
 
@@ -60,3 +66,536 @@ def test_no_first_step_is_expected_of_an_engine_without_an_optimizer(
     entry_points._watch_first(SimpleNamespace(optimizer=None), Settings())
 
     assert calls == [1]
+
+
+class Recorded:
+    """Stands in for an object of the process; keeps the calls of its methods.
+
+    Args:
+        calls: Where the calls are kept, as name and arguments.
+        name: The name of the object in `calls`.
+        attributes: Values that the object has.
+    """
+
+    def __init__(self, calls: list[Any], name: str, **attributes: Any) -> None:
+        self._calls, self._name = calls, name
+        vars(self).update(attributes)
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            self._calls.append((f"{self._name}.{method}", *args, *kwargs.items()))
+
+        return call
+
+
+class Process:
+    """Stands in for the state of the process, and for the watches that are opened.
+
+    Attributes:
+        calls: What was called, in order.
+        state: The state.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[Any] = []
+        self.state = SimpleNamespace(
+            fail_open=FailOpen(),
+            collectives=None,
+            watch=None,
+            num_watches=0,
+            is_model_known=False,
+            first_step_hook=None,
+            attached_settings=None,
+            startup=Recorded(self.calls, "startup"),
+            open_collectives=lambda: self.calls.append("collectives are open"),
+        )
+        monkeypatch.setattr(entry_points, "_process", self.state)
+        monkeypatch.setattr(entry_points, "_open_watch", self._open)
+        monkeypatch.setattr(entry_points, "show_own_lines", lambda: None)
+
+    def _open(self, engine: Any, settings: Settings) -> Any:
+        self.calls.append(("watched", engine, settings.serve.port))
+        self.state.watch = self.watch_of(engine, settings)
+        return self.state.watch
+
+    def watch_of(self, engine: Any, settings: Settings | None = None, **values: Any) -> Any:
+        return Recorded(
+            self.calls,
+            "watch",
+            **{"is_open": True, "settings": settings, "watches": lambda it: it is engine, **values},
+        )
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Process:
+    monkeypatch.chdir(tmp_path)
+    return Process(monkeypatch)
+
+
+def engine_that(trains: bool = True, **values: Any) -> Any:
+    return SimpleNamespace(optimizer=object() if trains else None, **values)
+
+
+def test_each_parameter_of_deepspeed_is_passed_on_under_its_own_name(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deepspeed.initialize", of_a_wrapper)
+    names = (
+        "args model optimizer model_parameters training_data lr_scheduler distributed_port mpu "
+        "dist_init_required collate_fn config mesh_param config_params"
+    ).split()
+    given: dict[str, Any] = {name: number for number, name in enumerate(names, 3)}
+    given["config"] = {}
+
+    engine, *_ = zerowatch.initialize(**given, settings=OFF)
+    by_position, *_ = zerowatch.initialize(*given.values(), settings=OFF)
+
+    assert engine.given == by_position.given == given
+
+
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [
+        ({}, {}),
+        ({"distributed_port": 29500}, {}),
+        ({"distributed_port": 29501}, {"distributed_port": 29501}),
+        ({"dist_init_required": False}, {"dist_init_required": False}),
+    ],
+)
+def test_a_parameter_at_its_default_is_left_to_deepspeed(
+    given: dict[str, Any],
+    passed: dict[str, Any],
+    process: Process,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("deepspeed.initialize", of_a_wrapper)
+
+    engine, *_ = zerowatch.initialize(**given, settings=OFF)
+
+    assert engine.given == passed
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"config": {"zerowatch": {"serve": {"port": 9511}}}},
+        {"config_params": {"zerowatch": {"serve": {"port": 9511}}}},
+        {"args": SimpleNamespace(deepspeed_config={"zerowatch": {"serve": {"port": 9511}}})},
+        {"settings": {"serve": {"port": 9511}}},
+        {
+            "config": {"zerowatch": {"serve": {"port": 9511}}},
+            "config_params": {"zerowatch": {"serve": {"port": 9522}}},
+            "args": SimpleNamespace(deepspeed_config={"zerowatch": {"serve": {"port": 9533}}}),
+        },
+    ],
+)
+def test_settings_come_from_the_ds_config_that_deepspeed_uses(
+    given: dict[str, Any], process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_that()
+
+    def make(
+        args: Any = None, config: Any = None, config_params: Any = None
+    ) -> tuple[Any, None, None, None]:
+        process.calls.append("deepspeed.initialize")
+        return engine, None, None, None
+
+    monkeypatch.setattr("deepspeed.initialize", make)
+
+    zerowatch.initialize(**given)
+
+    assert process.calls == [
+        "collectives are open",
+        ("startup.start", ("initializing", True)),
+        "deepspeed.initialize",
+        ("watched", engine, 9511),
+    ]
+    assert engine.watch is process.state.watch
+
+
+def test_disabled_monitoring_calls_deepspeed_and_nothing_else(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_that()
+    monkeypatch.setattr("deepspeed.initialize", lambda **_: (engine, 1, 2, 3))
+    process.state.collectives = Recorded(process.calls, "collectives")
+
+    result = zerowatch.initialize(model=1, settings=OFF)
+
+    assert result == (engine, 1, 2, 3)
+    assert isinstance(engine.watch, NullWatch)
+    assert process.calls == [("collectives.close",)]
+
+
+@pytest.mark.parametrize(
+    ("trains", "running", "interactive", "calls"),
+    [
+        (True, None, False, ["watched"]),
+        (True, False, False, ["watched"]),
+        (True, True, False, []),
+        (True, True, True, ["watched"]),
+        (False, None, False, ["startup.expect_no_step"]),
+        (False, False, True, ["startup.expect_no_step"]),
+        (False, True, True, []),
+    ],
+)
+def test_the_first_engine_that_trains_is_watched_and_in_a_notebook_the_newest(
+    trains: bool,
+    running: bool | None,
+    interactive: bool,
+    calls: list[str],
+    process: Process,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(entry_points, "_is_interactive", lambda: interactive)
+    if running is not None:
+        process.state.watch = process.watch_of(None, is_open=running)
+
+    entry_points._watch_first(engine_that(trains), Settings())
+
+    assert [call[0] for call in process.calls] == calls
+
+
+def test_without_a_watch_the_start_is_no_longer_checked(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no port")
+
+    monkeypatch.setattr(entry_points, "_open_watch", fail)
+
+    with pytest.raises(OSError, match="no port"):
+        entry_points._watch_first(engine_that(), Settings())
+
+    assert process.calls == [("startup.stop",)]
+
+
+@pytest.mark.parametrize("name", ["DummyOptim", "DeepSpeedZeRoOffload"])
+def test_an_engine_with_a_placeholder_for_an_optimizer_does_not_train(
+    name: str, process: Process
+) -> None:
+    engine = SimpleNamespace(optimizer=type(name, (), {})())
+
+    entry_points._watch_first(engine, Settings())
+
+    assert process.calls == [("startup.expect_no_step",)]
+
+
+def engine_with(config: object) -> Any:
+    return SimpleNamespace(global_steps=0, config=config)
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "port"),
+    [
+        ({"zerowatch": {"serve": {"port": 9544}}}, {}, 9544),
+        ("ds.json", {}, 9464),
+        ({}, {"settings": {"serve": {"port": 9555}}}, 9555),
+        ({}, {"optimizer": {"serve": {"port": 9566}}}, 9566),
+    ],
+    ids=["ds config", "path of a ds config", "keyword", "second argument"],
+)
+def test_an_engine_is_watched_with_the_settings_that_it_is_given(
+    config: object, given: dict[str, Any], port: int, process: Process
+) -> None:
+    engine = engine_with(config)
+
+    opened = zerowatch.watch(engine, **given)
+
+    assert process.calls == [("watched", engine, port)]
+    assert engine.watch is opened is process.state.watch
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_warned_of"),
+    [(None, False), ({"serve": {"port": 9401}}, True), ({"serve": {"port": 9400}}, False)],
+)
+def test_an_engine_that_is_watched_already_keeps_its_watch(
+    settings: dict[str, Any] | None,
+    is_warned_of: bool,
+    process: Process,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = engine_with({})
+    process.state.watch = process.watch_of(engine, load_settings({"serve": {"port": 9400}}))
+
+    watch = zerowatch.watch(engine, settings=settings)
+
+    assert watch is process.state.watch
+    assert process.calls == []
+    assert ("watched already, with other settings" in caplog.text) is is_warned_of
+
+
+@pytest.mark.parametrize(("is_open", "is_same"), [(False, True), (True, False)])
+def test_a_closed_watch_or_another_engine_is_watched_anew(
+    is_open: bool, is_same: bool, process: Process
+) -> None:
+    engine = engine_with({})
+    process.state.watch = process.watch_of(engine if is_same else None, is_open=is_open)
+
+    zerowatch.watch(engine)
+
+    assert [call[0] for call in process.calls] == ["watched"]
+
+
+def test_a_torch_model_is_watched_with_its_optimizer_or_a_wrapper_of_it(
+    process: Process, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    for given in (optimizer, SimpleNamespace(optimizer=optimizer)):
+        process.state.watch = None
+        zerowatch.watch(model, given)  # type: ignore[arg-type]
+
+    assert [engine.optimizer for _, engine, _ in process.calls] == [optimizer, optimizer]
+    assert [engine.model for _, engine, _ in process.calls] == [model, model]
+    assert not hasattr(model, "watch")
+    assert caplog.messages == []
+
+
+def test_an_optimizer_of_another_model_is_warned_of(
+    process: Process, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, other = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+
+    zerowatch.watch(model, torch.optim.SGD(other.parameters()))
+
+    assert "has no parameter of the watched model" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("engine", "optimizer", "message"),
+    [
+        (3, None, "takes a DeepSpeed engine, or a torch model and its optimizer, got int;"),
+        (torch.nn.Linear(1, 1), None, "is a torch.optim.Optimizer, got NoneType;"),
+        (torch.nn.Linear(1, 1), SimpleNamespace(optimizer=3), "Optimizer, got SimpleNamespace;"),
+    ],
+)
+def test_what_cannot_be_watched_is_named(
+    engine: Any, optimizer: Any, message: str, process: Process
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        zerowatch.watch(engine, optimizer)
+
+    assert process.calls == []
+
+
+@pytest.mark.parametrize(
+    ("error", "failed", "closed"),
+    [
+        (None, False, (False, False)),
+        (ValueError(), True, (True, False)),
+        (KeyboardInterrupt(), True, (False, True)),
+        (KeyboardInterrupt(), False, (False, False)),
+    ],
+)
+def test_a_run_ends_as_failed_or_as_interrupted(
+    error: BaseException | None,
+    failed: bool,
+    closed: tuple[bool, bool],
+    process: Process,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = process.calls
+    waits = Recorded(calls, "calls")
+    process.state.collectives = Recorded(calls, "collectives", call_recorder=waits)
+    process.state.watch = process.watch_of(None)
+    process.state.first_step_hook = Recorded(calls, "hook")
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+
+    entry_points.close_watch(failed=failed)
+
+    assert calls == [
+        ("startup.stop",),
+        ("hook.remove",),
+        ("watch.close", ("failed", closed[0]), ("interrupted", closed[1]), ("at_exit", True)),
+        ("collectives.close",),
+        ("calls.wait_for_completion", 60.0),
+    ]
+    assert process.state.is_model_known
+
+
+def test_a_process_without_a_watch_closes_without_one(process: Process) -> None:
+    entry_points.close_watch(failed=False)
+
+    assert process.calls == [("startup.stop",)]
+    assert not process.state.is_model_known
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_process_that_ends_by_an_exception_closes_as_failed(
+    has_failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[bool] = []
+    monkeypatch.setattr(entry_points, "close_watch", lambda *, failed: ends.append(failed))
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    if has_failed:
+        monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+
+    entry_points._close_at_exit()
+
+    assert ends == [has_failed]
+
+
+def test_a_forked_child_drops_the_watch_and_the_collectives(process: Process) -> None:
+    entry_points._close_after_fork()
+    process.state.watch = process.watch_of(None)
+    process.state.collectives = Recorded(process.calls, "collectives")
+
+    entry_points._close_after_fork()
+
+    assert process.calls == [("watch.close_after_fork",), ("collectives.close",)]
+
+
+def test_only_an_open_watch_is_the_current_one(process: Process) -> None:
+    none = entry_points.current_watch()
+    process.state.watch = process.watch_of(None)
+    current = entry_points.current_watch()
+    process.state.watch.is_open = False
+
+    assert (none, entry_points.current_watch()) == (None, None)
+    assert current is process.state.watch
+
+
+@pytest.mark.parametrize(
+    ("values", "has_stepped"),
+    [
+        (None, False),
+        ({"is_open": True, "steps": None}, False),
+        ({"is_open": True, "steps": 0}, False),
+        ({"is_open": True, "steps": 3}, True),
+        ({"is_open": False, "steps": 0}, True),
+    ],
+)
+def test_a_process_has_stepped_if_its_watch_has_seen_a_step_or_is_closed(
+    values: dict[str, Any] | None, has_stepped: bool
+) -> None:
+    state = entry_points._Process()
+    if values is not None:
+        snapshot = SimpleNamespace(value=lambda spec: values["steps"] if spec is STEPS else None)
+        watch: Any = SimpleNamespace(
+            is_open=values["is_open"], snapshot=lambda: snapshot, forward_only_ns=11
+        )
+        state.watch = watch
+
+    assert state.has_stepped() is has_stepped
+    assert state.forward_only_ns() == (0 if values is None else 11)
+
+
+def test_an_engine_of_a_script_by_run_is_watched_and_the_collectives_are_not_opened_before(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_that()
+
+    def initialize(model: Any, config: Any = None) -> tuple[Any, ...]:
+        process.calls.append(("deepspeed.initialize", model))
+        return engine, 1, 2, 3
+
+    deepspeed: Any = SimpleNamespace(initialize=initialize)
+    entry_points.wrap_deepspeed(deepspeed)
+    process.state.attached_settings = {"serve": {"port": 9577}}
+
+    result = deepspeed.initialize(5, config={})
+
+    assert result == (engine, 1, 2, 3)
+    assert process.state.is_model_known
+    assert process.calls == [
+        ("startup.start",),
+        ("startup.start", ("initializing", True)),
+        ("deepspeed.initialize", 5),
+        ("watched", engine, 9577),
+    ]
+    assert deepspeed.initialize.zerowatch_original is initialize
+    assert deepspeed.initialize.__name__ == "initialize"
+
+
+def test_a_script_whose_ds_config_switches_monitoring_off_is_left_alone(process: Process) -> None:
+    engine = engine_that()
+    deepspeed: Any = SimpleNamespace(initialize=lambda config: (engine,))
+    entry_points.wrap_deepspeed(deepspeed)
+    process.calls.clear()
+
+    deepspeed.initialize({"zerowatch": {"enabled": False}})
+
+    assert process.calls == []
+
+
+def test_the_model_of_the_first_optimizer_that_steps_is_watched_once(process: Process) -> None:
+    entry_points.instrument_torch()
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    try:
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    finally:
+        process.state.first_step_hook.remove()
+
+    opened, (_, engine, _) = process.calls
+    assert opened == "collectives are open"
+    assert (engine.model, engine.optimizer) == (model, optimizer)
+
+
+def test_an_optimizer_that_steps_beside_a_watched_engine_is_not_watched(process: Process) -> None:
+    model = torch.nn.Linear(2, 3)
+    process.state.watch = process.watch_of(None)
+
+    entry_points._watch_torch_model(torch.optim.SGD(model.parameters()))
+
+    assert process.calls == []
+
+
+def test_disabled_monitoring_does_not_instrument_torch(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZEROWATCH_ENABLED", "false")
+    deepspeed: Any = SimpleNamespace(initialize=lambda: None)
+
+    entry_points.instrument_torch()
+    entry_points.wrap_deepspeed(deepspeed)
+
+    assert process.calls == []
+    assert process.state.first_step_hook is None
+
+
+def test_detaching_forgets_the_settings_and_removes_the_hook_of_the_first_step(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deepspeed.initialize", of_this_version)
+    settings = {"serve": {"port": 9588}}
+
+    detach = entry_points.attach(settings)
+    process.state.first_step_hook.remove()
+    process.state.first_step_hook = Recorded(process.calls, "hook")
+    process.calls.clear()
+    attached = process.state.attached_settings
+    detach()
+
+    assert attached is settings
+    assert process.state.attached_settings is None
+    assert process.calls == [("hook.remove",)]
+
+
+@pytest.mark.parametrize(("name", "is_notebook"), [("ps1", True), ("other", False)])
+def test_a_prompt_shows_that_python_is_interactive(
+    name: str, is_notebook: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(sys, "ps1", raising=False)
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    monkeypatch.setattr(sys, name, ">", raising=False)
+
+    assert entry_points._is_interactive() is is_notebook
+
+
+def test_the_watch_closes_before_the_trackers_that_are_open_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(entry_points, "atexit", Recorded(calls, "atexit"))
+
+    entry_points._close_at_exit_before_trackers()
+
+    close = entry_points._close_at_exit
+    assert calls == [("atexit.unregister", close), ("atexit.register", close)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -82,3 +83,21 @@ def test_a_limit_of_this_process_counts(limit: str, used: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert 50 * MIB < float(done.stdout) <= 100 * MIB
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "left"),
+    [
+        (resource.RLIMIT_AS, 9700, 700),
+        (resource.RLIMIT_AS, 8000, 0),
+        (resource.RLIMIT_DATA, 3300, 300),
+    ],
+)
+def test_a_limit_of_this_process_leaves_what_it_has_not_used(
+    kind: int, limit: int, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlimited = resource.RLIM_INFINITY
+    limits = {resource.RLIMIT_AS: unlimited, resource.RLIMIT_DATA: unlimited, kind: limit * KIB}
+    monkeypatch.setattr(resource, "getrlimit", lambda each: (limits[each], unlimited))
+
+    assert available_host_bytes(machine(tmp_path, 5000, "")) == left * KIB

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import deepspeed
 import pytest
 from accelerate.tracking import GeneralTracker
+from fakes.framework_watch import FrameworkWatch
 from transformers import TrainerCallback
 
 import zerowatch
@@ -45,36 +47,17 @@ def test_a_tracker_without_an_engine_accepts_all_calls() -> None:
     assert isinstance(tracker.tracker, NullWatch)
 
 
-class Watched:
-    """Stands in for the watch of an engine, and keeps what is passed to it."""
-
-    is_open = True
-
-    def __init__(self) -> None:
-        self.logged: list[tuple[dict[str, object], int | None]] = []
-        self.sinks: list[object] = []
-        self.ended: bool | None = None
-
-    def log_values(self, values: dict[str, object], step: int | None = None) -> None:
-        assert self.is_open
-        self.logged.append((values, step))
-
-    def add_sink(self, sink: object) -> None:
-        self.sinks.append(sink)
-
-    def close(self, *, failed: bool) -> None:
-        self.is_open, self.ended = False, failed
-
-
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Watched:
+def watch(monkeypatch: pytest.MonkeyPatch) -> FrameworkWatch:
     """The watch of the engine that Accelerate makes after it has made its trackers."""
-    watch = Watched()
+    watch = FrameworkWatch()
     monkeypatch.setattr(attachment, "current_watch", lambda: watch if watch.is_open else None)
     return watch
 
 
-def test_a_tracker_writes_the_configuration_even_if_the_script_logs_nothing(watch: Watched) -> None:
+def test_a_tracker_writes_the_configuration_even_if_the_script_logs_nothing(
+    watch: FrameworkWatch,
+) -> None:
     tracker = zerowatch.AccelerateTracker()
 
     tracker.store_init_configuration({"lr": 0.1})
@@ -84,7 +67,9 @@ def test_a_tracker_writes_the_configuration_even_if_the_script_logs_nothing(watc
     assert watch.ended is False
 
 
-def test_a_tracker_writes_the_configuration_once_and_before_the_values(watch: Watched) -> None:
+def test_a_tracker_writes_the_configuration_once_and_before_the_values(
+    watch: FrameworkWatch,
+) -> None:
     sink = SimpleNamespace()
     tracker = zerowatch.AccelerateTracker(sinks=[sink])
 
@@ -97,7 +82,7 @@ def test_a_tracker_writes_the_configuration_once_and_before_the_values(watch: Wa
     assert watch.sinks == [sink]
 
 
-def test_a_tracker_keeps_the_configuration_until_there_is_an_engine(watch: Watched) -> None:
+def test_a_tracker_keeps_the_configuration_until_there_is_an_engine(watch: FrameworkWatch) -> None:
     tracker = zerowatch.AccelerateTracker()
     tracker.store_init_configuration({"lr": 0.1})
 
@@ -111,7 +96,7 @@ def test_a_tracker_keeps_the_configuration_until_there_is_an_engine(watch: Watch
 
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_training_that_was_monitored_ends_as_it_did_and_without_a_warning(
-    watch: Watched, failed: bool, caplog: pytest.LogCaptureFixture
+    watch: FrameworkWatch, failed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     attached = attachment.Attachment("TheCallback", None, ())
 
@@ -145,3 +130,34 @@ def test_lightning_divides_losses_unless_a_module_optimizes_by_itself() -> None:
     divided = [is_divided_by_lightning(module) for module in (automatic, manual, object())]
 
     assert divided == [True, False, False]
+
+
+def test_a_tracker_ends_the_watch_on_each_rank_and_needs_no_folder() -> None:
+    tracker = zerowatch.AccelerateTracker
+
+    assert (tracker.name, tracker.main_process_only) == ("zerowatch", False)
+    assert not tracker.requires_logging_directory
+
+
+def test_sinks_are_added_once_to_each_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = FrameworkWatch(), FrameworkWatch()
+    sinks: list[Any] = [object(), object()]
+    attached = attachment.Attachment("TheCallback", None, iter(sinks))
+
+    for watch in (None, first, first, second):
+        monkeypatch.setattr(attachment, "current_watch", lambda watch=watch: watch)
+        attached.begin()
+
+    assert (first.sinks, second.sinks) == (sinks, sinks)
+
+
+def test_without_an_engine_the_watch_of_an_attachment_does_nothing(
+    watch: FrameworkWatch,
+) -> None:
+    attached = attachment.Attachment("TheCallback", None, ())
+    before = attached.watch
+
+    watch.is_open = False
+
+    assert before is watch
+    assert isinstance(attached.watch, NullWatch)
