@@ -140,10 +140,21 @@ def test_each_parameter_of_deepspeed_is_passed_on_under_its_own_name(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deepspeed.initialize", of_a_wrapper)
-    names = (
-        "args model optimizer model_parameters training_data lr_scheduler distributed_port mpu "
-        "dist_init_required collate_fn config mesh_param config_params"
-    ).split()
+    names = [
+        "args",
+        "model",
+        "optimizer",
+        "model_parameters",
+        "training_data",
+        "lr_scheduler",
+        "distributed_port",
+        "mpu",
+        "dist_init_required",
+        "collate_fn",
+        "config",
+        "mesh_param",
+        "config_params",
+    ]
     given: dict[str, Any] = {name: number for number, name in enumerate(names, 3)}
     given["config"] = {}
 
