@@ -75,3 +75,19 @@ def test_an_unusable_batch_is_rejected_with_the_reason(batch, message):
         num_samples(batch)
 
     assert message in str(raised.value)
+
+
+def test_all_tensors_move_to_the_device_and_other_leaves_stay():
+    batch = {"pair": (torch.zeros(2), torch.tensor(2.0)), "raw": b"ab", "names": ["a", "b"]}
+
+    moved = on_device(batch, torch.device("meta"))
+
+    assert [leaf.device.type for leaf in moved["pair"]] == ["meta", "meta"]
+    assert (moved["raw"], moved["names"]) == (b"ab", ["a", "b"])
+
+
+def test_the_error_of_differing_rows_names_a_batch_that_is_one_leaf_in_a_list():
+    with pytest.raises(BatchError) as raised:
+        num_samples({"a": [torch.zeros(2), (torch.zeros(3),)], 5: torch.zeros(2)})
+
+    assert "but a[0] has 2, a[1][0] has 3, 5 has 2" in str(raised.value)

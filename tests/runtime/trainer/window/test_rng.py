@@ -42,3 +42,28 @@ def test_the_generator_of_a_device_is_saved_only_if_the_device_is_in_use(
     RngState.capture().restore()
 
     assert restored == ([taken] if is_initialized else [])
+
+
+def test_new_ranks_that_get_the_state_of_another_rank_draw_different_numbers() -> None:
+    """Each generator differs between the new ranks, and repeats for the same rank and state."""
+    torch.manual_seed(3)
+    state = RngState.capture()
+    drawn_by: list[tuple[float, float, float]] = []
+    for rank in (4, 5, 4):
+        state.restore_for_new_rank(rank)
+        drawn_by.append(drawn())
+    torch.manual_seed(11)
+    RngState.capture().restore_for_new_rank(4)
+    of_another_state = drawn()
+
+    first, second, again = drawn_by
+    assert first == again
+    assert all(one != other for one, other in zip(first, second, strict=True))
+    assert all(one != other for one, other in zip(first, of_another_state, strict=True))
+
+
+def test_the_generators_of_new_ranks_are_seeded_for_every_state() -> None:
+    """The seed of numpy's generator is below 2**32."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        RngState.capture().restore_for_new_rank(2**20)
