@@ -1,0 +1,501 @@
+"""Tests of a run's data: its loader, changes of batch size and split, and its saved position."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes.rank_threads import FakeHostGroup, on_ranks
+from fakes.steps import step as a_step
+from torch.utils.data import IterableDataset
+
+from zerowatch.errors import CheckpointError, PeerFailedError
+from zerowatch.metrics.step_record import StepRecord
+from zerowatch.runtime.trainer.data import training_data
+from zerowatch.runtime.trainer.data.training_data import (
+    BatchLearningRate,
+    TrainingData,
+    scaling_exponent,
+)
+from zerowatch.runtime.trainer.engine_change import EngineChange
+
+SAMPLES = list(range(240))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(24))
+
+
+class SGD:
+    """Optimizer whose learning rate scales linearly with the batch."""
+
+
+class Holder:
+    """Engine holder with a watch, which records attachments."""
+
+    def __init__(self, optimizer: object = None, *, is_open: bool = True) -> None:
+        self.publish: Callable[[StepRecord], None] | None = None
+        watch = SimpleNamespace(is_open=is_open, subscribe_internal=self._subscribe)
+        self.engine = SimpleNamespace(watch=watch, basic_optimizer=optimizer or SGD())
+        self.attachments: list[tuple[EngineChange, Any]] = []
+
+    def _subscribe(self, listener: Callable[[StepRecord], None]) -> None:
+        self.publish = listener
+
+    def attached(self, change: EngineChange) -> Any:
+        return dict(self.attachments).get(change)
+
+    def attach(self, change: EngineChange, attachment: Any) -> None:
+        self.attachments.append((change, attachment))
+
+
+class Ranks:
+    """Host group of rank 0, whose peer has the same values or sends others."""
+
+    def __init__(self, world_size: int = 2, peer: Callable[[Any], Any] | None = None) -> None:
+        self.rank, self.world_size, self.sent = 0, world_size, list[list[float]]()
+        self._peer = peer or (lambda values: values)
+
+    def all_gather(self, values: Sequence[float]) -> np.ndarray:
+        self.sent.append(list(values))
+        return np.array([values, self._peer(values)][: self.world_size], dtype=float)
+
+    def all_gather_text(self, text: str) -> list[str]:
+        return [text] * self.world_size
+
+
+def data_of(ranks: Any = None, holder: Any = None, *, balance: bool = False) -> TrainingData:
+    return TrainingData(ranks or Ranks(), holder or Holder(), balance=balance)
+
+
+def end_window(data: TrainingData, step: int = 0, *, seconds: float | None = 0.6) -> None:
+    data.on_window_end(step=step, num_samples=6, seconds=seconds, collectives_inside=False)
+
+
+def test_the_split_can_follow_the_speeds_of_several_ranks_with_a_loader() -> None:
+    alone, data, streamed = data_of(Ranks(1)), data_of(), data_of()
+    before = data.unsupported_balance_reason()
+    alone.loader(SAMPLES, batch_samples=12)
+    data.loader(SAMPLES, batch_samples=12)
+    streamed.loader(Stream(), batch_samples=12)
+
+    assert alone.unsupported_balance_reason() == "there is only one rank"
+    assert before == "batches do not come from TrainingRun.loader"
+    assert data.unsupported_balance_reason() is None
+    assert streamed.unsupported_balance_reason() == "each rank reads a stream"
+
+
+def test_the_batch_size_can_change_with_a_loader_and_a_rule_for_the_learning_rate() -> None:
+    data, unknown = data_of(), data_of(holder=Holder(object()))
+    before = data.unsupported_resize_reason(), data.batch_sizes()
+    data.loader(list(range(50)), batch_samples=12)
+    unknown.loader(SAMPLES, batch_samples=12)
+
+    assert before == ("batches do not come from TrainingRun.loader", ())
+    assert (data.unsupported_resize_reason(), data.batch_sizes()) == (None, (12, 24, 48))
+    assert unknown.unsupported_resize_reason() == (
+        "no rule scales the learning rate of object with the batch size"
+    )
+
+
+def test_a_stream_has_a_fixed_batch_size_and_no_split() -> None:
+    data = data_of()
+    loader = data.loader(Stream(), batch_samples=6)
+
+    assert data.unsupported_resize_reason() == "each rank reads a stream"
+    assert data.batch_sizes() == ()
+    assert (data.batch_ratio, data.batch_samples) == (1.0, 6)
+    assert next(iter(loader)).tolist() == [0, 1, 2]
+    end_window(data)
+    assert data.state_dict()["shares"] is None
+    assert data.state_dict()["data"]["position"] == 1
+
+
+def test_balancing_a_stream_raises() -> None:
+    with pytest.raises(ValueError, match="an IterableDataset brings its own order"):
+        data_of(balance=True).loader(Stream(), batch_samples=6)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "balance", "is_open", "is_warned"),
+    [(2, True, False, True), (2, True, True, False), (2, False, False, False), (1, True, False, 0)],
+)
+def test_balancing_without_monitoring_is_warned_of(
+    caplog: pytest.LogCaptureFixture, world_size: int, balance: bool, is_open: bool, is_warned: bool
+) -> None:
+    holder = Holder(is_open=is_open)
+
+    data = data_of(Ranks(world_size), holder, balance=balance)
+
+    assert ("balance=True without monitoring" in caplog.text) is bool(is_warned)
+    assert data.balances is (balance and world_size > 1)
+    assert (holder.publish is not None) is (world_size > 1)
+
+
+def test_data_without_a_loader_has_no_state() -> None:
+    data = data_of()
+
+    end_window(data)
+    data.close()
+
+    assert data.state_dict() == {}
+    assert (data.batch_samples, data.batch_ratio) == (0, 1.0)
+
+
+def test_the_state_has_the_position_and_the_split() -> None:
+    data = data_of()
+    loader = data.loader(SAMPLES, batch_samples=12, seed=5)
+    next(iter(loader))
+
+    assert data.state_dict() == {
+        "data": {
+            "position": 1,
+            "sizes": [[0, 0, 0, 12]],
+            "num_samples": 240,
+            "batch_samples": 12,
+            "seed": 5,
+            "shuffle": True,
+            "drop_last": True,
+        },
+        "shares": {"changes": [[0, [6, 6]]], "sample_seconds": []},
+    }
+
+
+def saved_state(*, resized: bool = False) -> dict[str, Any]:
+    """Return the state after three batches, with a split of 8 and 4 and maybe other sizes."""
+    data = data_of(balance=True)
+    loader: Any = data.loader(SAMPLES, batch_samples=12)
+    if resized:
+        loader.resize(2, 48)
+    for _ in range(3):
+        next(loader.forever())
+    shares = {"changes": [[0, [8, 4]]], "sample_seconds": [0.1, 0.2]}
+    return {**data.state_dict(), "shares": shares}
+
+
+def test_a_position_that_is_loaded_before_the_loader_is_made_is_set_once() -> None:
+    data = data_of(balance=True)
+    state = saved_state()
+    data.load_state_dict(state)
+
+    loader = data.loader(SAMPLES, batch_samples=12)
+
+    assert data.state_dict() == state
+    assert loader.position == 3
+    assert data.loader(SAMPLES, batch_samples=12).position == 0
+
+
+def test_a_position_that_another_loader_cannot_load_is_kept_for_the_next_loader() -> None:
+    data = data_of()
+    data.load_state_dict(saved_state())
+
+    with pytest.raises(CheckpointError, match="seed=0, and here it is 7"):
+        data.loader(SAMPLES, batch_samples=12, seed=7)
+
+    assert data.loader(SAMPLES, batch_samples=12).position == 3
+
+
+def test_without_balancing_a_loaded_run_continues_with_an_even_split() -> None:
+    data = data_of()
+    data.loader(SAMPLES, batch_samples=12)
+
+    data.load_state_dict(saved_state())
+
+    assert data.state_dict()["shares"] == {"changes": [[0, [6, 6]]], "sample_seconds": []}
+
+
+def test_a_loaded_batch_size_scales_the_learning_rate_once() -> None:
+    holder = Holder()
+    data = data_of(holder=holder)
+    data.loader(SAMPLES, batch_samples=12)
+
+    for _ in range(2):
+        data.load_state_dict(saved_state(resized=True))
+
+    assert (data.batch_samples, data.batch_ratio) == (48, 4.0)
+    assert [change for change, _ in holder.attachments] == [EngineChange.LEARNING_RATE]
+
+
+def test_a_loaded_position_without_another_size_leaves_the_learning_rate() -> None:
+    holder = Holder()
+    data = data_of(holder=holder)
+    data.loader(SAMPLES, batch_samples=12)
+
+    data.load_state_dict(saved_state())
+
+    assert (data.batch_samples, holder.attachments) == (12, [])
+
+
+def test_a_requested_batch_size_applies_from_the_first_batch_that_no_rank_has_made(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    holder, ranks = Holder(), Ranks(peer=lambda values: [5.0])
+    data = data_of(ranks, holder)
+    batches = data.loader(SAMPLES, batch_samples=12).forever()
+    next(batches)
+
+    data.batch_samples = 24
+    end_window(data)
+    sizes = [len(next(batches)) for _ in range(6)]
+
+    assert ranks.sent == [[1]]
+    assert sizes == [6, 6, 6, 6, 12, 12]
+    assert "batch size changes at batch 5: 24 samples" in caplog.text
+    assert [change for change, _ in holder.attachments] == [EngineChange.LEARNING_RATE]
+    end_window(data)
+    assert len(ranks.sent) == 1
+
+
+def test_a_batch_size_that_stays_the_same_is_not_exchanged() -> None:
+    ranks = Ranks()
+    data = data_of(ranks)
+    data.loader(SAMPLES, batch_samples=12)
+
+    end_window(data)
+
+    assert ranks.sent == []
+
+
+def balanced_by(
+    *, balance: bool, windows: int, peer: Callable[[Any], Any]
+) -> tuple[TrainingData, list[list[int]]]:
+    """Train on even batches; return the data and the split of the last change by window."""
+    data = data_of(Ranks(peer=peer), balance=balance)
+    batches = data.loader(SAMPLES, batch_samples=12).forever()
+    splits = []
+    for step in range(windows):
+        next(batches)
+        end_window(data, step)
+        splits.append(data.state_dict()["shares"]["changes"][-1][1])
+    return data, splits
+
+
+def slower_peer(values: Any) -> Any:
+    return [2 * values[0], *values[1:]]
+
+
+def test_the_split_follows_the_speeds_after_eight_windows_and_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    _, splits = balanced_by(balance=True, windows=8, peer=slower_peer)
+
+    assert splits == [[6, 6]] * 7 + [[8, 4]]
+    assert "shares change within the next batches: [8, 4] samples by rank" in caplog.text
+
+
+def test_balancing_that_is_switched_on_and_off_changes_the_split_at_once() -> None:
+    data, splits = balanced_by(balance=False, windows=12, peer=slower_peer)
+    assert splits == [[6, 6]] * 12
+    shares = []
+
+    for balances in (True, False, False):
+        data.balances = balances
+        end_window(data)
+        shares.append(data.state_dict()["shares"]["changes"][-1][1])
+
+    assert shares == [[8, 4], [6, 6], [6, 6]]
+
+
+def test_windows_without_a_time_are_not_measured() -> None:
+    sent = Ranks()
+    data = data_of(sent, balance=True)
+    batches = data.loader(SAMPLES, batch_samples=12).forever()
+
+    for step in range(8):
+        next(batches)
+        end_window(data, step, seconds=None if step % 2 else 1.2)
+
+    assert sent.sent[0][0] == pytest.approx(0.2)
+
+
+def test_the_wall_time_of_windows_is_from_the_end_of_one_to_the_end_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter([10.0, *(10.0 + 3.5 * (1 + step) for step in range(8))])
+    monkeypatch.setattr(training_data, "perf_counter", clock.__next__)
+    ranks = Ranks()
+    data = data_of(ranks, balance=True)
+    batches = data.loader(SAMPLES, batch_samples=12).forever()
+
+    for step in range(8):
+        next(batches)
+        end_window(data, step)
+
+    assert ranks.sent == [[pytest.approx(0.1), 8, np.inf, 3.5]]
+
+
+def test_the_time_in_which_collectives_blocked_both_passes_is_not_the_ranks_own() -> None:
+    holder, ranks = Holder(), Ranks()
+    data = data_of(ranks, holder, balance=True)
+    batches = data.loader(SAMPLES, batch_samples=12).forever()
+    assert holder.publish is not None
+
+    for step in range(8):
+        next(batches)
+        blocked = {"forward": 0.06, "backward": 0.12, "step": 9.0}
+        holder.publish(replace(a_step(step), comm_exposed_phase_seconds=blocked))
+        data.on_window_end(step=step, num_samples=6, seconds=0.6, collectives_inside=True)
+
+    assert ranks.sent[0][0] == pytest.approx((0.6 - 0.06 - 0.12) / 6)
+
+
+def test_records_without_a_loader_are_ignored() -> None:
+    holder = Holder()
+    data_of(holder=holder)
+    assert holder.publish is not None
+
+    holder.publish(a_step(1))
+
+
+@pytest.mark.parametrize(
+    ("of_rank_1", "difference"),
+    [
+        ({"dataset": list(range(36))}, "num_samples is 240 on rank 0 and 36 on rank 1"),
+        ({"dataset": Stream()}, "dataset is one with a length on rank 0 and an IterableDataset on"),
+        ({"batch_samples": 24}, "batch_samples is 12 on rank 0 and 24 on rank 1"),
+        ({"seed": 3}, "seed is 0 on rank 0 and 3 on rank 1"),
+        ({"drop_last": False}, "drop_last is True on rank 0 and False on rank 1"),
+        ({"balance": True}, "balance is False on rank 0 and True on rank 1"),
+    ],
+)
+def test_loaders_that_differ_between_the_ranks_raise_on_all(
+    of_rank_1: dict[str, Any], difference: str
+) -> None:
+    def problem(host_group: FakeHostGroup) -> str:
+        options: dict[str, Any] = {"dataset": SAMPLES, "batch_samples": 12, "balance": False}
+        options |= of_rank_1 if host_group.rank == 1 else {}
+        data = data_of(host_group, balance=options.pop("balance"))
+        with pytest.raises(ValueError, match="the loaders of the ranks differ") as raised:
+            data.loader(options.pop("dataset"), **options)
+        return str(raised.value)
+
+    assert all(difference in each for each in on_ranks(2, problem))
+
+
+def test_a_loader_that_one_rank_cannot_make_raises_on_all() -> None:
+    def raised(host_group: FakeHostGroup) -> type:
+        with pytest.raises(Exception) as error:  # noqa: PT011
+            data_of(host_group).loader(SAMPLES, batch_samples=12 if host_group.rank else 0)
+        return error.type
+
+    assert on_ranks(2, raised) == [ValueError, PeerFailedError]
+
+
+@pytest.mark.parametrize(
+    ("state_of_rank_1", "message"),
+    [
+        ({"position": 4}, "differs between the ranks: position is 3 on rank 0 and 4 on rank 1"),
+        ({"seed": 9}, "seed=9, and here it is 0"),
+        ({"position": "x"}, "cannot load the position in the data: ValueError"),
+    ],
+)
+def test_a_position_that_one_rank_cannot_load_raises_on_all(
+    state_of_rank_1: dict[str, Any], message: str
+) -> None:
+    state = saved_state()
+
+    def problem(host_group: FakeHostGroup) -> str:
+        data = data_of(host_group)
+        data.loader(SAMPLES, batch_samples=12)
+        own = state_of_rank_1 if host_group.rank == 1 else {}
+        with pytest.raises(CheckpointError) as raised:
+            data.load_state_dict({**state, "data": {**state["data"], **own}})
+        return str(raised.value)
+
+    first, second = on_ranks(2, problem)
+
+    assert message in second
+    assert "position in the data" in first
+
+
+class Steps:
+    """Optimizer that records its learning rates at each step, and returns its arguments."""
+
+    def __init__(self) -> None:
+        self.param_groups = [{"lr": 0.5}, {"lr": 3.0}]
+        self.rates: list[list[float]] = []
+        self.fails = False
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self.rates.append([group["lr"] for group in self.param_groups])
+        if self.fails:
+            raise RuntimeError("the step failed")
+        return args, kwargs
+
+
+class SGDSteps(Steps):
+    pass
+
+
+def test_all_learning_rates_are_scaled_during_an_update_and_restored_also_if_it_fails() -> None:
+    optimizer: Any = SGDSteps()
+    rate = BatchLearningRate(SimpleNamespace(batch_ratio=2.0))
+    rate.attach(SimpleNamespace(basic_optimizer=optimizer))
+
+    assert optimizer.step(3, closure=5) == ((3,), {"closure": 5})
+    optimizer.fails = True
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+
+    assert optimizer.rates == [[1.0, 6.0]] * 2
+    assert optimizer.param_groups == [{"lr": 0.5}, {"lr": 3.0}]
+
+
+def test_a_wrapper_that_stays_below_another_scales_no_more() -> None:
+    optimizer: Any = SGDSteps()
+    rate = BatchLearningRate(SimpleNamespace(batch_ratio=2.0))
+    undo = rate.attach(SimpleNamespace(basic_optimizer=optimizer))
+    below = optimizer.step
+    optimizer.step = lambda: below()
+
+    undo()
+    optimizer.step()
+
+    assert optimizer.rates == [[0.5, 3.0]]
+
+
+def test_an_optimizer_without_a_rule_keeps_its_rates() -> None:
+    optimizer: Any = Steps()
+    rate = BatchLearningRate(SimpleNamespace(batch_ratio=4.0))
+    rate.attach(SimpleNamespace(basic_optimizer=optimizer))
+
+    optimizer.step()
+
+    assert optimizer.rates == [[0.5, 3.0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "exponent"),
+    [
+        ("SGD", 1.0),
+        ("AdamW", 0.5),
+        ("DeepSpeedCPUAdam", 0.5),
+        ("FusedLamb", 0.5),
+        ("RMSprop", 0.5),
+        ("DeepSpeedCPUAdagrad", 0.5),
+        ("FusedLion", None),
+    ],
+)
+def test_the_rate_scales_linearly_for_sgd_and_by_the_square_root_for_adam(
+    name: str, exponent: float | None
+) -> None:
+    assert scaling_exponent(type(name, (), {})()) == exponent
+
+
+def test_close_stops_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, closed = data_of(), list[str]()
+    loader = data.loader(SAMPLES, batch_samples=12)
+    monkeypatch.setattr(loader, "close", lambda: closed.append("loader"))
+
+    data.close()
+
+    assert closed == ["loader"]
