@@ -1,7 +1,4 @@
-"""Tests of the batch split: it follows speed, agrees on all ranks, changes only for a gain.
-
-Covers `rank_differences.py`.
-"""
+"""Tests of the batch split: it follows speed, agrees on all ranks, changes only for a gain."""
 
 from __future__ import annotations
 
@@ -25,7 +22,9 @@ from zerowatch.runtime.trainer.data.balancer import (
     Balancer,
     BusyTime,
     EndedWindow,
+    SplitTrial,
     better_split,
+    smoothed,
 )
 from zerowatch.runtime.trainer.data.batch_split import (
     MAX_CHANGES,
@@ -508,3 +507,228 @@ def test_the_learning_rate_is_scaled_during_an_update_only(kind, factor):
 
 def test_an_unknown_optimizer_has_no_scaling_rule():
     assert scaling_exponent(Lion()) is None
+
+
+@pytest.mark.parametrize(
+    ("now", "min_gain", "split"),
+    [((6, 6), 0.5, (8, 4)), ((6, 6), 0.51, None), ((7, 5), 0.5, None)],
+)
+def test_a_split_changes_from_the_least_gain_on(
+    now: tuple[int, int], min_gain: float, split: tuple[int, int] | None
+) -> None:
+    assert better_split(now, (1, 2), NO_LIMITS, min_gain=min_gain) == split
+
+
+@pytest.mark.parametrize(("now", "split"), [((26, 24), None), ((53, 47), (50, 50))])
+def test_a_gain_of_five_per_cent_changes_the_split(
+    now: tuple[int, int], split: tuple[int, int] | None
+) -> None:
+    assert better_split(now, (1, 1), NO_LIMITS) == split
+
+
+def test_limits_that_are_just_reached_leave_the_split_and_just_fit_a_batch() -> None:
+    assert better_split((6, 6), (1, 1), (6, math.inf)) is None
+    assert better_split((6, 6), (1, 1), (5, 7)) == (5, 7)
+
+
+def test_measurements_are_averaged_with_those_of_as_many_ranks() -> None:
+    assert smoothed((), (1.0, 2.0)) == (1.0, 2.0)
+    assert smoothed((2.0, 4.0), (4.0, 12.0)) == (3.0, 8.0)
+
+
+@pytest.mark.parametrize("max_samples", [(1, math.inf), (2, math.inf)])
+def test_a_ranks_largest_local_batch_is_reached_and_not_exceeded(
+    max_samples: tuple[float, float],
+) -> None:
+    assert fastest_split(9, (1, 1), max_samples) == (max_samples[0], 9 - max_samples[0])
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "num_ranks", "split"), [(11, 3, (4, 4, 3)), (9, 3, (3, 3, 3)), (2, 3, (1, 1, 0))]
+)
+def test_an_even_split_has_the_larger_batches_first(
+    num_samples: int, num_ranks: int, split: tuple[int, ...]
+) -> None:
+    assert even_split(num_samples, num_ranks) == split
+
+
+def test_a_batch_that_every_rank_gets_one_sample_of_is_divided() -> None:
+    assert fastest_split(2, (1, 5)) == (1, 1)
+
+
+def test_windows_whose_blocked_time_is_missing_are_dropped_and_later_ones_wait() -> None:
+    busy = BusyTime()
+    for step, seconds in ((1, 1.0), (2, 9.0), (3, 2.0), (4, 0.5)):
+        busy.add(step, 5, seconds)
+    busy.add_blocked(1, 0.5)
+    busy.add_blocked(3, 1.0)
+
+    assert busy.drain() == pytest.approx((0.1 + 0.2) / 2)
+    busy.add_blocked(2, 0.0)
+    assert busy.drain() is None
+    busy.add_blocked(4, 0.25)
+    assert busy.drain() == pytest.approx(0.05)
+
+
+def test_more_blocked_time_than_wall_time_counts_as_no_time() -> None:
+    busy = BusyTime()
+    busy.add(1, 5, 1.0)
+    busy.add_blocked(1, 1.5)
+
+    assert busy.drain() == 0.0
+
+
+def trial_of(seconds: float, from_index: int = 5) -> SplitTrial:
+    trial = SplitTrial()
+    trial.on_change((7, 5), from_index, seconds)
+    return trial
+
+
+@pytest.mark.parametrize(
+    ("seconds", "reverts"), [(49.0, False), (49.01, True), (50.0, True), (51.0, True)]
+)
+def test_a_new_split_stays_if_windows_are_two_per_cent_faster(
+    seconds: float, reverts: bool
+) -> None:
+    trial = trial_of(50.0)
+
+    assert trial.is_running
+    assert trial.revert_to(5, seconds) == ((7, 5) if reverts else None)
+    assert not trial.is_running
+
+
+def test_windows_from_before_the_change_are_not_evaluated() -> None:
+    trial = trial_of(50.0)
+
+    assert trial.revert_to(4, 90.0) is None
+    assert trial.is_running
+    assert trial.revert_to(5, 90.0) == (7, 5)
+
+
+def pause_of(trial: SplitTrial) -> int:
+    """Return the number of exchanges until the split may change again."""
+    pause = 1
+    while trial.is_paused():
+        pause += 1
+    return pause
+
+
+def fails(trial: SplitTrial) -> None:
+    """Try a split that is reverted, which itself is no trial."""
+    trial.on_change((7, 5), 5, 50.0)
+    assert trial.revert_to(5, 50.0) == (7, 5)
+    trial.on_change((8, 4), 9, 50.0)
+    assert not trial.is_running
+
+
+def test_the_pause_after_a_reverted_split_doubles_from_16_to_1024_exchanges() -> None:
+    trial, pauses = SplitTrial(), []
+    assert not trial.is_paused()
+
+    for _ in range(8):
+        fails(trial)
+        pauses.append(pause_of(trial))
+
+    assert pauses == [16, 32, 64, 128, 256, 512, 1024, 1024]
+
+
+def test_a_split_that_makes_windows_faster_shortens_the_next_pause() -> None:
+    trial = SplitTrial()
+    for _ in range(3):
+        fails(trial)
+        pause_of(trial)
+
+    trial.on_change((7, 5), 5, 50.0)
+    trial.revert_to(5, 10.0)
+    fails(trial)
+
+    assert pause_of(trial) == 16
+
+
+def balancer_of(peer: Sequence[float]) -> tuple[Balancer, list[list[float]]]:
+    """Return a balancer of rank 0 whose peer sends these last values, and what it sends."""
+    host_group = FixedHostGroup(lambda values: np.array([values, peer]))
+    return (
+        Balancer(SplitSchedule(12, 2), host_group, BusyTime(collectives_inside=False)),
+        host_group.sent,
+    )
+
+
+def ended(index: int, seconds: float, passes_seconds: float | None = 0.6) -> EndedWindow:
+    return EndedWindow(
+        index=index,
+        step=index,
+        num_samples=6,
+        passes_seconds=passes_seconds,
+        seconds=seconds,
+        max_samples=11,
+    )
+
+
+def test_the_ranks_exchange_the_median_of_eight_windows() -> None:
+    balancer, sent = balancer_of([0.1, 0, math.inf, 1.0])
+
+    for index, seconds in enumerate((1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 30.0) * 2):
+        passes = 0.6 if index < 8 else None
+        assert balancer.on_window_end(ended(index, seconds, passes)) is None
+
+    assert sent == [[pytest.approx(0.1), 0, 11, 4.5]] * 2  # the last measurement stays known
+
+
+def test_dropped_times_are_not_exchanged() -> None:
+    balancer, sent = balancer_of([0.1, 0, math.inf, 1.0])
+    for index in range(7):
+        balancer.on_window_end(ended(index, 99.0))
+
+    balancer.reset_times()
+    for index in range(7, 15):
+        assert sent == []
+        balancer.on_window_end(ended(index, 1.0))
+
+    assert [values[3] for values in sent] == [1.0]
+
+
+def test_a_trial_ends_with_the_first_eight_windows_of_the_new_split() -> None:
+    balancer, _ = balancer_of([0.2, 8, math.inf, 1.0])
+
+    splits = [balancer.on_window_end(ended(index, 1.0)) for index in range(16)]
+
+    assert splits == [None] * 7 + [(8, 4)] + [None] * 7 + [(6, 6)]
+
+
+def test_the_slowest_rank_decides_whether_windows_are_faster() -> None:
+    """This rank becomes faster, the peer does not: 1 s per window before and after."""
+    balancer, _ = balancer_of([0.2, 8, math.inf, 1.0])
+
+    splits = [balancer.on_window_end(ended(index, 1.0 if index < 8 else 0.2)) for index in range(16)]
+
+    assert splits[-1] == (6, 6)
+
+
+def test_a_loaded_state_of_other_ranks_has_no_measurements_for_these() -> None:
+    balancer, _ = balancer_of([0.2, 8, math.inf, 1.0])
+    other = {"changes": [[0, [4, 4, 4]]], "sample_seconds": [0.1, 0.2, 0.3]}
+
+    balancer.load_state_dict(other)
+
+    assert balancer.state_dict() == {"changes": [[0, [6, 6]]], "sample_seconds": []}
+
+
+def test_the_split_of_a_batch_counts_as_read() -> None:
+    schedule = SplitSchedule(12, 2)
+
+    schedule.split_at(4)
+    schedule.split_at(2)
+
+    assert schedule.next_index == 5
+    schedule.change(5, (7, 5))
+    assert schedule.state_dict() == {"changes": [[0, [6, 6]], [5, [7, 5]]]}
+
+
+def test_a_change_from_the_same_batch_on_replaces_the_earlier_change() -> None:
+    schedule = SplitSchedule(12, 2)
+
+    schedule.change(3, (8, 4))
+    schedule.change(3, (7, 5))
+
+    assert schedule.state_dict() == {"changes": [[0, [6, 6]], [3, [7, 5]]]}

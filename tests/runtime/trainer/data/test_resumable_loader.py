@@ -1,21 +1,26 @@
-"""Tests of the loader: each sample once, in an order independent of ranks and workers.
-
-Covers `batch_sampler.py`.
-"""
+"""Tests of the loader: each sample once, in an order independent of ranks and workers."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from itertools import chain, islice
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from zerowatch.errors import CheckpointError
+from zerowatch.runtime.trainer.data.batch_sampler import GlobalBatchSampler
 from zerowatch.runtime.trainer.data.batch_split import SplitSchedule
-from zerowatch.runtime.trainer.data.resumable_loader import resumable_loader
+from zerowatch.runtime.trainer.data.resumable_loader import (
+    ResumableLoader,
+    StreamLoader,
+    resumable_loader,
+)
 
 SAMPLES, BATCH = 22, 6  # four samples are left over
 BATCHES = SAMPLES // BATCH
@@ -386,3 +391,141 @@ def test_a_stream_without_a_batch_raises():
 def test_options_for_datasets_with_a_length_raise_for_a_stream(options):
     with pytest.raises(ValueError, match="an IterableDataset brings its own order"):
         loader(Stream(), **options)
+
+
+def test_the_ratio_is_that_of_the_last_batch_yielded() -> None:
+    of = loader(Numbers(120))
+    assert (of.batch_ratio, of.is_resized, of.next_index) == (1.0, False, 0)
+    batches(of, 1)
+    of.resize(1, 3 * BATCH)
+    ratios = []
+
+    for _ in range(2):
+        ratios.append(of.batch_ratio)
+        batches(of, 1)
+
+    assert [*ratios, of.batch_ratio] == [1.0, 3.0, 3.0]
+    assert (of.is_resized, of.batch_samples, of.next_index) == (True, 18, 3)
+
+
+def test_the_batches_made_ahead_count_as_made_and_a_loaded_position_too() -> None:
+    of = loader(num_workers=1)
+    batches(of, 1)
+    assert of.next_index == 1 + 2
+
+    other = loader()
+    other.load_state_dict({**loader().state_dict(), "position": 7})
+
+    assert (other.next_index, other.position, other.epoch) == (7, 7, 2)
+
+
+def test_a_position_saved_without_sizes_has_the_initial_size() -> None:
+    state = loader().state_dict()
+    del state["sizes"]
+    of = loader()
+
+    of.load_state_dict(state)
+
+    assert of.state_dict() == loader().state_dict()
+
+
+@pytest.mark.parametrize("name", ["num_samples", "batch_samples", "seed", "shuffle", "drop_last"])
+def test_a_position_in_another_order_raises(name: str) -> None:
+    state = {**loader().state_dict(), name: "other"}
+
+    with pytest.raises(CheckpointError, match=f"saved with {name}=other, and here it is "):
+        loader().load_state_dict(state)
+
+
+class Factory:
+    """Loader factory that records its options; its loaders yield nothing."""
+
+    def __init__(self) -> None:
+        self.options: list[dict[str, Any]] = []
+
+    def create(self, **options: Any) -> list[object]:
+        self.options.append(options)
+        return []
+
+    @property
+    def seeds(self) -> list[int]:
+        return [options["generator"].initial_seed() for options in self.options]
+
+
+def test_the_workers_of_each_rank_and_position_have_seeds_of_their_own() -> None:
+    factory = Factory()
+    for seed, rank, position in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)):
+        sampler = GlobalBatchSampler(22, 6, seed=seed, shuffle=True, drop_last=True)
+        of = ResumableLoader(factory, sampler, SplitSchedule(6, 2), rank)
+        of.position = position
+        with pytest.raises(RuntimeError):  # a generator that ends by StopIteration
+            next(of.forever())
+
+    assert factory.seeds[0] == factory.seeds[4]
+    assert len(set(factory.seeds)) == 4
+
+
+def test_a_stream_is_loaded_in_batches_of_this_ranks_samples() -> None:
+    factory = Factory()
+    identity = {"rank": 0, "world_size": 2, "num_workers": 0}
+    of = StreamLoader(factory, samples=3, seed=7, identity=identity)
+
+    assert list(of) == []
+
+    (options,) = factory.options
+    assert (options["batch_size"], options["drop_last"], factory.seeds) == (3, True, [7])
+    assert of.state_dict() == {
+        "position": 0,
+        "epoch": 1,
+        "stream": None,
+        "samples": 3,
+        **identity,
+    }
+
+
+@pytest.mark.parametrize("name", ["samples", "rank", "world_size", "num_workers"])
+def test_the_position_of_another_stream_raises(name: str) -> None:
+    state = {**loader(Stream()).state_dict(), name: 9}
+
+    with pytest.raises(CheckpointError, match=f"saved with {name}=9, and here it is "):
+        loader(Stream()).load_state_dict(state)
+
+
+def test_a_stream_without_a_second_pass_raises_only_if_it_never_had_a_batch() -> None:
+    stream = Stream(3)
+    of = loader(stream, batch_samples=3)
+    assert batches(of, 3) == [[0, 1, 2]] * 3
+    assert of.epoch == 2
+
+    resumed = loader(stream, batch_samples=3)
+    resumed.load_state_dict(of.state_dict())
+    assert (resumed.position, resumed.epoch) == (3, 2)
+    resumed.close()
+    assert batches(resumed, 1) == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_samples": 3, "world_size": 3},
+        {"batch_samples": np.int64(6), "seed": np.int64(5)},
+        {"seed": 2**63 - 1},
+        {"shuffle": None},
+        {"batch_samples": 10, "drop_last": False, "world_size": 2},
+        {"batch_samples": 22},
+    ],
+)
+def test_options_at_their_limits_make_batches(options: dict[str, Any]) -> None:
+    assert len(batches(loader(**options), 1)[0]) == -(
+        -int(options.get("batch_samples", BATCH)) // options.get("world_size", 1)
+    )
+
+
+def test_batches_are_shuffled_unless_switched_off() -> None:
+    assert global_batches(1) == global_batches(1, shuffle=None) == global_batches(1, shuffle=True)
+    assert global_batches(1) != global_batches(1, shuffle=False)
+
+
+def test_unknown_options_are_named_in_order() -> None:
+    with pytest.raises(ValueError, match="a loader has no option batch_size, sampler; of torch's"):
+        loader(sampler=SimpleNamespace(), batch_size=3)

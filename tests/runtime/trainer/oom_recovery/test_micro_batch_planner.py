@@ -372,9 +372,106 @@ def test_larger_micro_batches_arm_the_guard_and_smaller_ones_do_not() -> None:
         (0.5 * GIB, None, False),
         (0.5 * GIB, 10 * GIB, True),
         (1.0 * GIB, 10 * GIB, False),
+        (0.79 * GIB, 10 * GIB, True),
+        (0.81 * GIB, 10 * GIB, False),
+        (0.5 * GIB, 0.0, False),
     ],
 )
 def test_a_rank_requests_the_guard_where_its_headroom_is_low(
     headroom: float | None, limit: float | None, expected: bool
 ) -> None:
     assert needs_guard(headroom_bytes=headroom, limit_bytes=limit) == expected
+
+
+def sizes(
+    samples: list[int], micro_batch_samples: list[int], length: int = LENGTH
+) -> LocalBatches:
+    return LocalBatches(samples=samples, micro_batch_samples=micro_batch_samples, length=length)
+
+
+@pytest.mark.parametrize(
+    ("samples", "wanted", "count"), [([12, 7], [5, 4], 3), ([12, 7], [6, 2], 4), ([1, 1], [8, 8], 1)]
+)
+def test_every_rank_runs_as_many_micro_batches_as_the_rank_that_needs_the_most(
+    samples: list[int], wanted: list[int], count: int
+) -> None:
+    assert MicroBatchPlanner().micro_batches(sizes(samples, wanted)) == count
+
+
+def test_the_largest_micro_batch_of_any_rank_is_proven_by_a_window() -> None:
+    planner = MicroBatchPlanner()
+
+    planner.on_success(sizes([12, 7], [8, 8]), 2)
+
+    assert planner.limits == MicroBatchLimits(proven={7: 6})
+
+
+def test_a_failure_is_recorded_at_its_length_and_keeps_the_smallest_failing_size() -> None:
+    limits = MicroBatchLimits().after_out_of_memory(100, 11, 8).after_out_of_memory(100, 13, 9)
+
+    assert limits == MicroBatchLimits(bounds={7: 9}, failing={7: 11}, clean={7: 0})
+
+
+def test_without_a_failing_size_a_bound_doubles_after_twenty_windows() -> None:
+    limits = MicroBatchLimits(bounds={7: 5})
+    bounds = []
+
+    for _ in range(20):
+        limits = limits.after_success(100, limits.bound(100))
+        bounds.append(limits.bound(100))
+
+    assert bounds == [5] * 19 + [10]
+    assert limits.clean == {7: 0}
+
+
+def test_a_bound_grows_to_the_middle_between_it_and_the_smallest_failing_size() -> None:
+    limits = MicroBatchLimits(bounds={7: 5}, failing={6: 14, 7: 12}, clean={7: 19})
+
+    assert limits.after_success(100, 5).bounds == {7: 8}
+
+
+@pytest.mark.parametrize(("length", "bucket"), [(0, 0), (1, 0), (2, 1), (3, 2), (4, 2), (5, 3)])
+def test_a_bucket_ends_with_a_power_of_two(length: int, bucket: int) -> None:
+    assert length_bucket(length) == bucket
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "largest"), [(30 / 0.95, 10), (31.9 / 0.95, 10), (9 / 0.95, 0), (11.9 / 0.95, 0)]
+)
+def test_the_largest_fitting_size_is_a_whole_number_of_samples(
+    limit_bytes: float, largest: int
+) -> None:
+    assert largest_fitting(line([2, 4]), limit_bytes + 1e-9) == largest
+
+
+def test_sizes_at_the_least_and_below() -> None:
+    assert [smaller_size(failing, line([2, 4]), 9.0) for failing in (0, 1, 2)] == [None, None, 1]
+
+
+def test_the_guard_is_armed_for_three_windows() -> None:
+    schedule = GuardSchedule()
+    left = []
+
+    for _ in range(4):
+        schedule = schedule.after_success(longest=7)
+        left.append(schedule.windows_left)
+
+    assert left == [2, 1, 0, 0]
+    assert schedule == GuardSchedule(windows_left=0, longest=7)
+    assert schedule.next_window(longest=7, requested=False) is schedule
+    assert schedule.next_window(longest=8, requested=False).windows_left == 3
+
+
+def test_the_history_keeps_the_last_200_peaks() -> None:
+    history = history_of(*(recorded((4, 1), peak=float(peak)) for peak in range(230)))
+
+    peaks = history.measured().peaks
+    assert (len(peaks), peaks[0].peak_bytes, peaks[-1].peak_bytes) == (200, 30.0, 229.0)
+
+
+def test_the_history_of_another_device_is_empty() -> None:
+    record = recorded((4, 1))
+    record.memory_bytes = {"cuda:1": record.memory_bytes["cuda:0"]}
+
+    assert history_of(record).measured() == NOTHING
+    assert not history_of(record).is_low
