@@ -364,7 +364,7 @@ def test_nothing_is_attached_to_an_engine_that_could_not_be_built(
 
 
 def test_a_rebuild_with_a_config_that_cannot_be_used_is_refused_in_no_time(run: Run) -> None:
-    with pytest.raises(RebuildError, match="the engine was not rebuilt: .*micro_batch"):
+    with pytest.raises(RebuildError, match=r"the engine was not rebuilt: .*micro_batch"):
         run.holder.rebuild({"train_micro_batch_size_per_gpu": 0})
 
     assert run.log == [("count", "refused", 0.0)]
@@ -408,10 +408,11 @@ def test_offloaded_states_are_on_the_device_only_while_they_are_read(run: Run) -
     run.holder.reload_optimizer_states()
     run.holder.abort_window()
 
-    assert run.log == ["reload", "read", "offload", "reload", "offload"] + [
+    assert run.log == [
+        *("reload", "read", "offload"),
+        *("reload", "offload"),
         "reload",
-        "discard window",
-        "offload",
+        *("discard window", "offload"),
     ]
 
 

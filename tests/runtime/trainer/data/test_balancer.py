@@ -544,7 +544,8 @@ def test_a_ranks_largest_local_batch_is_reached_and_not_exceeded(
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "num_ranks", "split"), [(11, 3, (4, 4, 3)), (9, 3, (3, 3, 3)), (2, 3, (1, 1, 0))]
+    ("num_samples", "num_ranks", "split"),
+    [(11, 3, (4, 4, 3)), (9, 3, (3, 3, 3)), (2, 3, (1, 1, 0))],
 )
 def test_an_even_split_has_the_larger_batches_first(
     num_samples: int, num_ranks: int, split: tuple[int, ...]
@@ -700,7 +701,9 @@ def test_the_slowest_rank_decides_whether_windows_are_faster() -> None:
     """This rank becomes faster, the peer does not: 1 s per window before and after."""
     balancer, _ = balancer_of([0.2, 8, math.inf, 1.0])
 
-    splits = [balancer.on_window_end(ended(index, 1.0 if index < 8 else 0.2)) for index in range(16)]
+    splits = [
+        balancer.on_window_end(ended(index, 1.0 if index < 8 else 0.2)) for index in range(16)
+    ]
 
     assert splits[-1] == (6, 6)
 

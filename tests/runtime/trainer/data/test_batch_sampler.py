@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -69,7 +70,8 @@ def test_an_epoch_is_shuffled_once_also_if_its_batches_are_read_in_another_order
     epoch = [forth.samples(index) for index in range(8)]
 
     assert [back.samples(index) for index in reversed(range(8))] == epoch[::-1]
-    assert sorted(sum(epoch[:4], [])) == sorted(sum(epoch[4:], [])) == list(range(22))
+    for batches in (epoch[:4], epoch[4:]):
+        assert sorted(chain(*batches)) == list(range(22))
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ def test_each_differing_value_is_named_with_the_first_rank_that_differs() -> Non
         {"seed": 7, "shuffle": True, "samples": 8},
     )
 
-    assert texts == [
-        "seed is 3 on rank 0 and 5 on rank 2; samples is 8 on rank 0 and 9 on rank 1"
-    ] * 4
+    assert (
+        texts == ["seed is 3 on rank 0 and 5 on rank 2; samples is 8 on rank 0 and 9 on rank 1"] * 4
+    )
 
 
 @pytest.mark.parametrize("other", [{"seed": 3}, {"seed": 3, "length": None}])

@@ -383,7 +383,7 @@ def test_loaders_that_differ_between_the_ranks_raise_on_all(
 
 def test_a_loader_that_one_rank_cannot_make_raises_on_all() -> None:
     def raised(host_group: FakeHostGroup) -> type:
-        with pytest.raises(Exception) as error:  # noqa: PT011
+        with pytest.raises(Exception) as error:
             data_of(host_group).loader(SAMPLES, batch_samples=12 if host_group.rank else 0)
         return error.type
 

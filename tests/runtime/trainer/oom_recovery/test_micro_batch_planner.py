@@ -383,14 +383,13 @@ def test_a_rank_requests_the_guard_where_its_headroom_is_low(
     assert needs_guard(headroom_bytes=headroom, limit_bytes=limit) == expected
 
 
-def sizes(
-    samples: list[int], micro_batch_samples: list[int], length: int = LENGTH
-) -> LocalBatches:
+def sizes(samples: list[int], micro_batch_samples: list[int], length: int = LENGTH) -> LocalBatches:
     return LocalBatches(samples=samples, micro_batch_samples=micro_batch_samples, length=length)
 
 
 @pytest.mark.parametrize(
-    ("samples", "wanted", "count"), [([12, 7], [5, 4], 3), ([12, 7], [6, 2], 4), ([1, 1], [8, 8], 1)]
+    ("samples", "wanted", "count"),
+    [([12, 7], [5, 4], 3), ([12, 7], [6, 2], 4), ([1, 1], [8, 8], 1)],
 )
 def test_every_rank_runs_as_many_micro_batches_as_the_rank_that_needs_the_most(
     samples: list[int], wanted: list[int], count: int
@@ -436,7 +435,8 @@ def test_a_bucket_ends_with_a_power_of_two(length: int, bucket: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit_bytes", "largest"), [(30 / 0.95, 10), (31.9 / 0.95, 10), (9 / 0.95, 0), (11.9 / 0.95, 0)]
+    ("limit_bytes", "largest"),
+    [(30 / 0.95, 10), (31.9 / 0.95, 10), (9 / 0.95, 0), (11.9 / 0.95, 0)],
 )
 def test_the_largest_fitting_size_is_a_whole_number_of_samples(
     limit_bytes: float, largest: int
