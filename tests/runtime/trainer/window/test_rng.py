@@ -44,15 +44,15 @@ def test_the_generator_of_a_device_is_saved_only_if_the_device_is_in_use(
     assert restored == ([taken] if is_initialized else [])
 
 
-def test_new_ranks_that_get_the_state_of_another_rank_draw_different_numbers() -> None:
+def test_new_ranks_that_get_the_state_of_another_rank_draw_different_numbers(seed: int) -> None:
     """Each generator differs between the new ranks, and repeats for the same rank and state."""
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     state = RngState.capture()
     drawn_by: list[tuple[float, float, float]] = []
     for rank in (4, 5, 4):
         state.restore_for_new_rank(rank)
         drawn_by.append(drawn())
-    torch.manual_seed(11)
+    torch.manual_seed(seed + 1)
     RngState.capture().restore_for_new_rank(4)
     of_another_state = drawn()
 
