@@ -315,6 +315,31 @@ def test_remarks_name_the_gradient_pattern_and_ignored_keys(zero, config, words)
     assert words in remarks(zero, **config)
 
 
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "expected"),
+    [
+        (2, 1, []),
+        (3, 1, []),
+        (1, 5, []),
+        (
+            2,
+            5,
+            ["reduces its gradients, because they are partitioned. At stage 1 only the last one"],
+        ),
+        (
+            3,
+            5,
+            ["reduces its gradients and gathers the parameters. Fewer and larger micro-batches"],
+        ),
+    ],
+)
+def test_a_remark_names_what_each_micro_batch_sends(stage, accumulation, expected):
+    found = estimate({"stage": stage}, accumulation=accumulation).remarks
+
+    each = [text.removeprefix("Each of the 5 micro-batches ") for text in found if "Each" in text]
+    assert [text[: len(words)] for text, words in zip(each, expected, strict=True)] == expected
+
+
 def test_unplanned_features_make_the_estimate_inexact():
     assert estimate({"stage": 3}).exact
     assert not estimate({"stage": 3, "zero_quantized_gradients": True}).exact

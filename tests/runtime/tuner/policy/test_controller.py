@@ -265,11 +265,18 @@ def test_each_trial_that_starts_ends_with_one_decision() -> None:
     assert len(job.decisions) == job.num_trials
 
 
-def test_after_two_changes_that_failed_nothing_more_is_tried() -> None:
+def test_after_two_changes_that_failed_nothing_more_is_tried(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     job = Job()
     job.answer = lambda _: SwitchResult(done=False, reason="rank 1: no")
 
-    job.run(300)
+    with caplog.at_level("WARNING"):
+        job.run(300)
+
+    stopped = [each for each in caplog.messages if "nothing more is tried" in each]
+    assert len(stopped) == 1
+    assert "rank 1: no" in stopped[0]
 
     assert len(job.decisions) == 2
     assert job.controller.state == "safe_mode"
