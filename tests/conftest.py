@@ -1,4 +1,4 @@
-"""Order of the tests, locks of killed jobs, and the seed of tests that draw their data.
+"""Order of the tests, locks of killed jobs, failures, and the seed of tests that draw their data.
 
 Tests of jobs come first, and fail at once if they would wait for the lock of a killed job. With
 two workers of pytest-xdist one runs all files of jobs, as two jobs at a time would need four cores.
@@ -58,6 +58,26 @@ def pytest_runtest_makereport(
         command = f".venv/bin/python -m pytest --seed {seed} '{item.nodeid}'"
         report.sections.append(("seed", f"seed {seed}; rerun: {command}"))
     return report
+
+
+class FailuresAtOnce:
+    """Prints each failure as it happens: a run that is killed never comes to its summary."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._terminal.ensure_newline()
+            self._terminal.write_line(f"{report.nodeid} failed")
+            self._terminal.write_line(report.longreprtext)
+
+
+@pytest.hookimpl(trylast=True)  # after the terminal's own
+def pytest_configure(config: pytest.Config) -> None:
+    """Print failures at once; a worker of pytest-xdist has no terminal."""
+    if terminal := config.pluginmanager.getplugin("terminalreporter"):
+        config.pluginmanager.register(FailuresAtOnce(terminal))
 
 
 @pytest.hookimpl(optionalhook=True)

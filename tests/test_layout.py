@@ -163,3 +163,13 @@ def loaded(node: ast.AST) -> Iterator[str]:
 def endings(file: Path) -> set[str]:
     """Return the ways to write a file's path: its name, with its folder, and so on."""
     return {"/".join(file.parts[start:]) for start in range(len(file.parts))}
+
+
+def test_tests_replace_clocks_of_waits_by_module_only() -> None:
+    replaces = re.compile(r'setattr\((\w+\.)*time, "(monotonic|perf_counter)')  # see `set_clock`
+
+    found = [
+        file.name for file in (ROOT / "tests").rglob("*.py") if replaces.search(file.read_text())
+    ]
+
+    assert found == []

@@ -20,7 +20,7 @@ def format_bytes(num_bytes: float | None) -> str:
 def format_count(number: int) -> str:
     """Write a count with K, M or B (10^9) and three digits, such as 125M."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= 0.9995 * size and number >= 1000:
+        if number >= 0.9995 * size:
             return f"{number / size:.3g}{unit}"
     return str(number)
 

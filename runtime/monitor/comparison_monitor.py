@@ -157,7 +157,10 @@ class ComparisonMonitor:
 
     def _is_training(self) -> bool:
         engine = self._context.engine()
-        return engine is None or engine.module.training
+        try:
+            return engine is None or engine.module.training
+        except ReferenceError:  # the script has just released the model
+            return True
 
     def _new_profiler(self) -> ProfiledSteps | None:
         context, settings = self._context, self._context.settings.profile

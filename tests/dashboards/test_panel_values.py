@@ -19,17 +19,7 @@ from servers.grafana_reader import DashboardQuery, Reader
 from servers.prometheus_server import Prometheus
 from stored_run import BEFORE, NOW, RUN, SHOWN_SECONDS, STORED
 
-from zerowatch.dashboards.definitions import (
-    communication,
-    compare,
-    devices,
-    memory,
-    overhead,
-    overview,
-    runs,
-    step_anatomy,
-    tuner,
-)
+from zerowatch.dashboards.definitions import DASHBOARDS, OVERVIEW
 from zerowatch.dashboards.grafana.dashboard import Dashboard
 from zerowatch.dashboards.grafana.dashboard_json import dashboard_json
 from zerowatch.dashboards.grafana.panels import Panel, Table, XYChart
@@ -495,12 +485,6 @@ OF_THE_RUN_BEFORE = {
     "Goodput": {"goodput": 0.85},
     "Model FLOPs utilization": {"MFU": 0.32},
 }
-DASHBOARDS = {
-    module.DASHBOARD.name: module.DASHBOARD
-    for module in (
-        *(overview, communication, step_anatomy, memory, devices, tuner, overhead, runs, compare),
-    )
-}
 
 
 @pytest.fixture(scope="module")
@@ -562,19 +546,19 @@ def questions(panel: Panel) -> Iterator[tuple[str, str, tuple[str, ...]]]:
             yield from ((f"{curve.name} x", curve.x, ()), (curve.name, curve.y, ()))
 
 
-@pytest.mark.parametrize("name", DASHBOARDS)
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
 def test_the_panels_of_a_dashboard_show_the_stored_figures(
-    prometheus: Prometheus, name: str
+    prometheus: Prometheus, dashboard: Dashboard
 ) -> None:
-    found = shown(prometheus, DASHBOARDS[name])
+    found = shown(prometheus, dashboard)
 
-    assert found == {title: about(values) for title, values in EXPECTED[name].items()}
+    assert found == {title: about(values) for title, values in EXPECTED[dashboard.name].items()}
 
 
 def test_the_overview_of_a_run_that_exports_little_shows_what_there_is(
     prometheus: Prometheus,
 ) -> None:
-    found = shown(prometheus, overview.DASHBOARD, BEFORE)
+    found = shown(prometheus, OVERVIEW, BEFORE)
 
     assert found == {title: about(values) for title, values in OF_THE_RUN_BEFORE.items()}
 
@@ -582,7 +566,7 @@ def test_the_overview_of_a_run_that_exports_little_shows_what_there_is(
 def test_the_overview_of_a_run_without_series_counts_no_alert_and_no_rank(
     prometheus: Prometheus,
 ) -> None:
-    found = shown(prometheus, overview.DASHBOARD, "unknown")
+    found = shown(prometheus, OVERVIEW, "unknown")
 
     assert found == {"Alerts firing": {"alerts": 0}, "Ranks": {"training": 0}}
 

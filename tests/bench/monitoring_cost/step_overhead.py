@@ -62,11 +62,11 @@ def _rows(stage: int, found: dict[str, Any]) -> Iterator[Row]:
         floor = ratio_interval([each["off again"][kind] / each["off"][kind] for each in rounds])
         yield _row(f"ZeRO-{stage} {kind}: off / off (noise floor)", floor)
         for arm in ("watched", *SOME_ROUNDS):
-            interval = ratio_interval(_ratios(rounds, arm, kind))
+            interval = ratio_interval(ratios_to_unmonitored(rounds, arm, kind))
             yield _row(f"ZeRO-{stage} {kind}: {arm} / off", interval, arm == "watched")
 
 
-def _ratios(rounds: Rounds, arm: str, kind: str) -> list[float]:
+def ratios_to_unmonitored(rounds: Rounds, arm: str, kind: str) -> list[float]:
     """Compare an arm with the mean of its round's two unmonitored blocks."""
     return [
         2 * each[arm][kind] / (each["off"][kind] + each["off again"][kind])

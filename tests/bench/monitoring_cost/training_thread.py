@@ -16,6 +16,7 @@ from typing import Any
 
 from bench.bench_options import Options
 from bench.confidence_intervals import Interval, mean_interval, ratio_interval
+from bench.monitoring_cost.step_overhead import ratios_to_unmonitored
 from bench.rank_processes import run_ranks
 from bench.result_table import Row
 
@@ -75,39 +76,33 @@ def _rows(rank: int, found: dict[str, Any]) -> Iterator[Row]:
         measured=f"{1000 * statistics.median(each['off']['wall'] for each in rounds):.1f} ms",
         spread=f"{len(rounds)} rounds of {found['block_steps']} steps, batch {found['batch']}",
     )
-    added = mean_interval([1e6 * _added(each, "training") for each in rounds])
+    added = mean_interval([1e6 * _added_seconds(each) for each in rounds])
     same = mean_interval(
         [1e6 * (each["off again"]["training"] - each["off"]["training"]) for each in rounds]
     )
-    yield Row(
-        what=f"rank {rank}: CPU time added to the training thread per step",
-        measured=f"{added.estimate:.0f} us",
-        spread=_shown(added, 0),
+    yield _interval_row(
+        f"rank {rank}: CPU time added to the training thread per step",
+        added,
+        "{:.0f} us",
         goal=f"<= {GOAL_STEP_US:g} us",
         met=_verdict(added, GOAL_STEP_US),
     )
-    yield Row(
-        what=f"rank {rank}: the same, A/A", measured=f"{same.estimate:.0f} us", spread=_shown(same)
-    )
-    ratio = ratio_interval([_ratio(each) for each in rounds])
+    yield _interval_row(f"rank {rank}: the same, A/A", same, "{:.0f} us")
+    ratio = ratio_interval(ratios_to_unmonitored(rounds, "watched", "wall"))
     floor = ratio_interval([each["off again"]["wall"] / each["off"]["wall"] for each in rounds])
-    yield Row(
-        what=f"rank {rank}: wall time of a step, watched / unwatched",
-        measured=f"{ratio.estimate:.4f}",
-        spread=_shown(ratio, 4),
+    yield _interval_row(
+        f"rank {rank}: wall time of a step, watched / unwatched",
+        ratio,
+        "{:.4f}",
         goal=f"<= {GOAL_RATIO}, interval below {EXCLUDED_RATIO}",
         met=_ratio_verdict(ratio, floor),
     )
-    yield Row(
-        what=f"rank {rank}: the same, A/A",
-        measured=f"{floor.estimate:.4f}",
-        spread=_shown(floor, 4),
-    )
+    yield _interval_row(f"rank {rank}: the same, A/A", floor, "{:.4f}")
     threads = mean_interval([1000 * each["watched"]["threads"] for each in rounds])
-    yield Row(
-        what=f"rank {rank}: CPU time of our threads",
-        measured=f"{threads.estimate:.2f} ms/s",
-        spread=_shown(threads, 2),
+    yield _interval_row(
+        f"rank {rank}: CPU time of our threads",
+        threads,
+        "{:.2f} ms/s",
         goal=f"<= {GOAL_THREADS_MS:g} ms/s",
         met=_verdict(threads, GOAL_THREADS_MS),
     )
@@ -121,12 +116,24 @@ def _rows(rank: int, found: dict[str, Any]) -> Iterator[Row]:
     )
 
 
-def _added(each: dict[str, Block], what: str) -> float:
-    return each["watched"][what] - (each["off"][what] + each["off again"][what]) / 2
+def _added_seconds(each: dict[str, Block]) -> float:
+    """Return by how much the training thread's CPU time exceeds the mean of both other blocks."""
+    unmonitored = (each["off"]["training"] + each["off again"]["training"]) / 2
+    return each["watched"]["training"] - unmonitored
 
 
-def _ratio(each: dict[str, Block]) -> float:
-    return 2 * each["watched"]["wall"] / (each["off"]["wall"] + each["off again"]["wall"])
+def _interval_row(
+    what: str, found: Interval, written: str, *, goal: str = "", met: bool | None = None
+) -> Row:
+    """Return the row of an estimate; `written` is the format of its figures, with their unit."""
+    number = written.partition(" ")[0]
+    return Row(
+        what=what,
+        measured=written.format(found.estimate),
+        spread=f"{number.format(found.low)} .. {number.format(found.high)}",
+        goal=goal,
+        met=met,
+    )
 
 
 def _verdict(found: Interval, goal: float) -> bool | None:
@@ -166,7 +173,3 @@ def _hold_row(rank: int, holds: dict[str, list[float]] | str) -> Row:
 
 def _quantile(in_order: Sequence[float], share: float) -> float:
     return in_order[min(len(in_order) - 1, int(share * len(in_order)))]
-
-
-def _shown(found: Interval, digits: int = 0) -> str:
-    return f"{found.low:.{digits}f} .. {found.high:.{digits}f}"

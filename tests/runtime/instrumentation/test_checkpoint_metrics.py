@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 
 import pytest
+from fakes.clock import set_clock
 
 from zerowatch.metrics.catalog import training
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.instrumentation import checkpoint_metrics
 from zerowatch.runtime.instrumentation.checkpoint_metrics import CheckpointMetrics
 
 
@@ -91,7 +93,7 @@ def test_the_time_of_a_checkpoint_is_that_of_the_outer_call(
     recorder, checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([100.0, 107.0, 200.0, 211.0])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    set_clock(monkeypatch, checkpoint_metrics, perf_counter=lambda: next(clock))
 
     with checkpoints.saving(), checkpoints.saving():
         pass

@@ -19,7 +19,7 @@ calls: list[Any] = []
 
 
 class Hooks:
-    """Hooks that write down what they are made from and told."""
+    """Hooks that write down what they are made from and called with."""
 
     def __init__(self, *given: Any) -> None:
         self.given = given

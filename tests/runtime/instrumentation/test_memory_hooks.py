@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes.clock import FakeClock
+from fakes.clock import FakeClock, set_clock
 
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import (
@@ -34,9 +34,8 @@ class Job:
         self, monkeypatch: pytest.MonkeyPatch, detail_seconds: float | None = None
     ) -> None:
         self.clock = FakeClock()
-        monkeypatch.setattr(memory_hooks.time, "monotonic", self.clock)
         # A detailed sample then costs no time, so that a busy machine does not delay the next one.
-        monkeypatch.setattr(memory_hooks.time, "perf_counter", self.clock)
+        set_clock(monkeypatch, memory_hooks, monotonic=self.clock, perf_counter=self.clock)
         self.held = {"cpu": {"gradients": 10}}
         monkeypatch.setattr(memory_hooks, "bytes_by_category", lambda engine: dict(self.held))
         self.engine = Engine()

@@ -366,17 +366,16 @@ def test_the_watch_keeps_neither_the_model_nor_the_optimizer() -> None:
     engine, released = torch_engine(model, optimizer), weakref.ref(optimizer)
     assert watch.watches(engine)
 
+    def is_true(condition: Callable[[], bool]) -> bool:
+        gc.collect()
+        return condition()
+
+    # The watch's thread may hold either for a moment.
     del optimizer
-    gc.collect()
-    assert released() is None
+    assert eventually(lambda: is_true(lambda: released() is None))
     assert engine.optimizer is None
     del model, engine
-
-    def is_released() -> bool:
-        gc.collect()
-        return watch.watches(None)
-
-    assert eventually(is_released)  # the watch's thread may hold the engine for a moment
+    assert eventually(lambda: is_true(lambda: watch.watches(None)))
     watch.close()
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes.clock import FakeClock
+from fakes.clock import FakeClock, set_clock
 
 from zerowatch.metrics.catalog import memory
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.memory import leak_monitor as module
+from zerowatch.runtime.memory import leak_tracer
 from zerowatch.runtime.memory.forecast.peak_readings import PeakPoint
 from zerowatch.runtime.memory.leak_monitor import Leak, LeakMonitor, find_leak
 
@@ -185,7 +186,8 @@ class Run:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClock]:
     fake = FakeClock()
-    monkeypatch.setattr(module.time, "monotonic", fake)
+    set_clock(monkeypatch, leak_tracer, monotonic=fake)
+    set_clock(monkeypatch, module, monotonic=fake)
     return fake
 
 

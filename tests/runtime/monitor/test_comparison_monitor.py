@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -246,6 +247,16 @@ def test_a_model_in_evaluation_is_no_training(watched: Any, is_training: bool) -
     made._context = context
 
     assert made._is_training() is is_training
+
+
+def test_a_model_that_is_released_meanwhile_counts_as_training() -> None:
+    model = nn.Linear(2, 2)
+    watched = TorchEngine(model, optim.SGD(model.parameters()))
+    made, _ = monitor(watch_context(watched))
+    del model
+    gc.collect()
+
+    assert made._is_training() is True
 
 
 def test_no_step_is_profiled_unless_the_settings_ask_for_it() -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.clock import FakeClock
+from fakes.clock import FakeClock, set_clock
 from fakes.watch_contexts import watch_context
 from torch import nn, optim
 
@@ -20,6 +19,7 @@ from zerowatch.runtime.collectives.call_batch import CallBatch
 from zerowatch.runtime.common.torch_engine import TorchEngine
 from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
 from zerowatch.runtime.instrumentation.watch_context import WatchContext
+from zerowatch.runtime.memory import leak_monitor, memory_reader
 from zerowatch.runtime.memory.forecast.peak_readings import Shape
 from zerowatch.runtime.memory.oom.killed_ranks import KilledRank
 from zerowatch.runtime.memory.step_sample import DetailedSample, StepMemorySample
@@ -53,7 +53,8 @@ class Job:
         self, monkeypatch: pytest.MonkeyPatch, context: WatchContext, *probes: Probe
     ) -> None:
         self.clock, self.context = FakeClock(), context
-        monkeypatch.setattr(time, "monotonic", self.clock)
+        for module in (leak_monitor, memory_reader):
+            set_clock(monkeypatch, module, monotonic=self.clock)
         monkeypatch.setattr(memory_monitor, "free_heap_bytes", lambda: 40)
         monkeypatch.setattr(memory_monitor, "Backoff", partial(Backoff, now=self.clock))
         self.model = nn.Linear(5, 3, bias=False)
@@ -366,7 +367,7 @@ def test_a_liveness_file_that_cannot_be_written_is_tried_again_after_ten_seconds
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = tmp_path / "night-7"
-    folder.write_text("a file in the place of the folder")
+    folder.write_text("a file where the folder should be")
     job = Job(monkeypatch, watch_context(folder=folder))
     marker = folder / "rank-0.alive.json"
     job.monitor.publish()

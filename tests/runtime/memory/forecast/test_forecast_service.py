@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from fakes.clock import FakeClock
+from fakes.clock import FakeClock, set_clock
 
 from zerowatch.metrics.catalog import memory
 from zerowatch.metrics.recorder import Recorder
@@ -68,7 +68,7 @@ SHORT, LONG = range(64, 512, 64), range(64, 2048, 64)
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClock]:
     fake = FakeClock()
-    monkeypatch.setattr(module.time, "monotonic", fake)
+    set_clock(monkeypatch, module, monotonic=fake)
     return fake
 
 

@@ -6,6 +6,7 @@ import errno
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -242,8 +243,11 @@ def test_a_data_loader_s_worker_is_named_without_its_stack(
 ) -> None:
     loader = DataLoader(TooLarge(make), num_workers=1)
 
+    batches: Any = iter(loader)
     with pytest.raises((RuntimeError, MemoryError)) as raised:
-        next(iter(loader))
+        next(batches)
+    # Else the collector ends the worker, in any later test: one with a fake clock waits forever.
+    batches._shutdown_workers()
 
     parsed = parse_oom_error(raised.value)
     assert parsed is not None

@@ -137,6 +137,19 @@ def new_engine() -> PlainEngine:
 
 def kill(saves: Path, moment: Moment, *, background: bool) -> dict | None:
     """Return what is found after a kill; None if the process was not killed at this moment."""
+    killed_at, status = save_in_child(saves, moment, background=background)
+    if not os.WIFSIGNALED(status):
+        return None
+    return found_in(saves, killed_at or f"write {last_written(saves)}")
+
+
+def save_in_child(saves: Path, moment: Moment, *, background: bool) -> tuple[str, int]:
+    """Save twice, and then in a child that is killed at a moment.
+
+    Returns:
+        What the child was doing, or the number of its file operations if it ended by itself; and
+        its status.
+    """
     shutil.rmtree(saves, ignore_errors=True)
     engine = new_engine()
     save(engine, saves)
@@ -145,16 +158,14 @@ def kill(saves: Path, moment: Moment, *, background: bool) -> dict | None:
     child = os.fork()
     if child == 0:
         os.close(reading)
-        kill_at(moment, str(saves), report)
+        done = kill_at(moment, str(saves), report)
         save(engine, saves, background=background)
+        os.write(report, str(len(done)).encode())
         os._exit(0)
     os.close(report)
     _, status = os.waitpid(child, 0)
     with os.fdopen(reading) as pipe:
-        killed_at = pipe.read()
-    if not os.WIFSIGNALED(status):
-        return None
-    return found_in(saves, killed_at or f"write {last_written(saves)}")
+        return pipe.read(), status
 
 
 def last_written(saves: Path) -> str:
@@ -166,21 +177,8 @@ def last_written(saves: Path) -> str:
 
 def count_operations(saves: Path, *, background: bool) -> int:
     """Return the number of file operations of a save."""
-    shutil.rmtree(saves, ignore_errors=True)
-    engine = new_engine()
-    save(engine, saves)
-    save(engine, saves)
-    reading, report = os.pipe()
-    child = os.fork()
-    if child == 0:
-        done = kill_at(Moment(), str(saves), report)
-        save(engine, saves, background=background)
-        os.write(report, str(len(done)).encode())
-        os._exit(0)
-    os.close(report)
-    os.waitpid(child, 0)
-    with os.fdopen(reading) as pipe:
-        return int(pipe.read())
+    operations, _ = save_in_child(saves, Moment(), background=background)
+    return int(operations)
 
 
 if __name__ == "__main__":
