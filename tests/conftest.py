@@ -26,6 +26,10 @@ BESIDE_JOBS = (
     "tests/runtime/trainer/checkpoint/test_restart_job.py",
 )
 
+# A test or its jobs that take longer are printed at once; on an idle machine only the compilation
+# of DeepSpeed's optimizers does.
+SLOW_SECONDS = 60.0
+
 
 # Not a variable ZEROWATCH_...: one that is no setting is an error.
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,8 +64,8 @@ def pytest_runtest_makereport(
     return report
 
 
-class FailuresAtOnce:
-    """Prints each failure as it happens: a run that is killed never comes to its summary."""
+class ReportsAtOnce:
+    """Prints failures and slow tests as they happen: a run that is killed comes to no summary."""
 
     def __init__(self, terminal: pytest.TerminalReporter) -> None:
         self._terminal = terminal
@@ -71,13 +75,16 @@ class FailuresAtOnce:
             self._terminal.ensure_newline()
             self._terminal.write_line(f"{report.nodeid} failed")
             self._terminal.write_line(report.longreprtext)
+        if report.duration >= SLOW_SECONDS:
+            self._terminal.ensure_newline()
+            self._terminal.write_line(f"{report.nodeid} took {report.duration:.0f} s")
 
 
 @pytest.hookimpl(trylast=True)  # after the terminal's own
 def pytest_configure(config: pytest.Config) -> None:
-    """Print failures at once; a worker of pytest-xdist has no terminal."""
+    """Register the reports; a worker of pytest-xdist has no terminal."""
     if terminal := config.pluginmanager.getplugin("terminalreporter"):
-        config.pluginmanager.register(FailuresAtOnce(terminal))
+        config.pluginmanager.register(ReportsAtOnce(terminal))
 
 
 @pytest.hookimpl(optionalhook=True)
