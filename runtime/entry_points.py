@@ -33,7 +33,8 @@ from .monitor.watch import NullWatch, Watch, WatchHandle
 if TYPE_CHECKING:
     import torch
     from torch.optim.lr_scheduler import LRScheduler
-    from torch.utils.hooks import RemovableHandle
+
+    from .common.optimizer_steps import StepCallbackHandle
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class _Process:
     watch: Watch | None = None
     num_watches: int = 0
     is_model_known: bool = False
-    first_step_hook: RemovableHandle | None = None
+    first_step_hook: StepCallbackHandle | None = None
     attached_settings: Mapping[str, Any] | None = None
     startup: StartupMonitor = field(init=False)
 
@@ -253,11 +254,11 @@ def instrument_torch() -> None:
     if not load_settings(ds_block={"enabled": True}).enabled:
         return
     _process.open_collectives()
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from .common.optimizer_steps import call_after_steps
 
     on_step = _process.fail_open.wrap("watch", _watch_torch_model)
-    _process.first_step_hook = register_optimizer_step_post_hook(
-        lambda optimizer, args, kwargs: None if _process.is_model_known else on_step(optimizer)
+    _process.first_step_hook = call_after_steps(
+        lambda optimizer: None if _process.is_model_known else on_step(optimizer)
     )
 
 

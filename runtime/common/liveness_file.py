@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from .cgroups import cgroup_folders
@@ -68,9 +68,28 @@ class LivenessFile:
             `open` tries again.
     """
 
-    def __init__(self, folder: Path, rank: int, host: str, root: Path = ROOT) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        host: str,
+        root: Path = ROOT,
+        *,
+        began_unix_seconds: float | None = None,
+    ) -> None:
+        """Describe the file.
+
+        Args:
+            folder: The run folder.
+            rank: The rank of this process.
+            host: The name of this machine.
+            root: The root of the file system.
+            began_unix_seconds: When the process began to train; by default now, when the file is
+                written. On a busy machine that may be many steps later.
+        """
         self._path = folder / f"rank-{rank}{SUFFIX}"
         self._rank, self._host, self._root = rank, host, root
+        self._began = began_unix_seconds
         self._descriptor: int | None = None
         self._pid = os.getpid()
         self.is_missing = False
@@ -80,6 +99,8 @@ class LivenessFile:
         marker = current_process(self._rank, self._host, self._root)
         if marker is None or self._descriptor is not None:
             return
+        if self._began is not None:
+            marker = replace(marker, started_at_unix_seconds=self._began)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.unlink(missing_ok=True)

@@ -17,13 +17,13 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from time import perf_counter_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..common.device_scalar import ScalarOrPending, scalar
 from ..common.fail_open import FailOpen
+from ..common.optimizer_steps import StepCallbackHandle, call_after_steps
 from ..common.patching import PatchSet
 from ..common.phase_timer import BACKWARD, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseTimer
 from ..common.torch_engine import TorchEngine, trains
@@ -32,6 +32,9 @@ from .generated_tokens import GenerationCounts
 from .memory_hooks import MemoryHooks
 from .raw_step import StepCounts
 from .step_collector import StepCollector
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
 
 logger = logging.getLogger(__name__)
 
@@ -102,13 +105,22 @@ class TorchHooks:
         self._patches.add(GradScaler, "step", self._scaler_step_wrapper)
         optimizer = engine.optimizer
         assert optimizer is not None  # the caller of `watch` holds it
+        watched = weakref.ref(optimizer)
         before = fail_open.wrap("step", self._on_step_start)
         after = fail_open.wrap("step", self._on_step_end)
         other = fail_open.wrap("step", self._on_other_step)
-        self._handles = [
+
+        def on_step(stepped: torch.optim.Optimizer) -> None:
+            if not self._open:
+                return
+            if stepped is watched():
+                after()
+            else:
+                other(stepped)
+
+        self._handles: list[RemovableHandle | StepCallbackHandle] = [
             optimizer.register_step_pre_hook(lambda _, args, kwargs: before(args, kwargs)),
-            optimizer.register_step_post_hook(lambda _, args, kwargs: after()),
-            register_optimizer_step_post_hook(lambda stepped, args, kwargs: other(stepped)),
+            call_after_steps(on_step),
         ]
 
     def restore(self) -> None:

@@ -230,7 +230,9 @@ class MemoryMonitor:
         killed = [each for each in killed_ranks if each.by_oom_killer]
         if killed:
             self._context.recorder.add(memory.OOMS, len(killed), "cpu", "killed")
-        self._liveness = LivenessFile(folder, rank, host)
+        self._liveness = LivenessFile(
+            folder, rank, host, began_unix_seconds=self._began_unix_seconds
+        )
         self._liveness.open()
 
     def _baseline(self, engine: Any) -> Mapping[str, float]:

@@ -142,6 +142,15 @@ def test_a_file_of_an_earlier_process_is_replaced_and_an_open_one_stays(tmp_path
     file.close()
 
 
+def test_the_start_may_be_earlier_than_the_file(tmp_path: Path) -> None:
+    LivenessFile(tmp_path, 0, "node-0", began_unix_seconds=123.5).open()
+
+    written = read_marker(tmp_path / "rank-0.alive.json")
+
+    assert written is not None
+    assert written.started_at_unix_seconds == 123.5
+
+
 def test_an_open_file_is_locked_until_it_is_closed(root: Path) -> None:
     write_stat(root, os.getpid())
     file = LivenessFile(root / "run", 0, "node-0", root)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fakes.scraper import eventually
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import zerowatch
 from zerowatch.errors import SettingsError
@@ -305,6 +306,21 @@ def test_steps_continue_at_the_number_in_the_optimizers_state() -> None:
 
     assert record.step == 4
     assert steps_so_far(torch.optim.SGD(model.parameters(), lr=0.1)) == 0
+
+
+def test_a_watch_may_close_within_a_step_between_hooks_of_the_script() -> None:
+    model, optimizer = make()
+    calls: list[str] = []
+    own = [register_optimizer_step_post_hook(lambda *_: watch.close())]
+    watch = zerowatch.watch(model, optimizer, QUIET)
+    own.append(register_optimizer_step_post_hook(lambda *_: calls.append("own")))
+
+    train_step(model, optimizer)
+    for handle in own:
+        handle.remove()
+
+    assert calls == ["own"]
+    assert not watch.is_open
 
 
 def test_a_second_call_returns_the_same_watch() -> None:

@@ -363,6 +363,19 @@ def test_a_rank_writes_its_liveness_file_and_removes_it_at_the_end(
     assert not marker.exists()
 
 
+def test_the_liveness_file_has_the_start_of_the_watch_and_not_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # On a busy machine the file is written after many steps, which belong to this process.
+    set_clock(monkeypatch, memory_monitor, time=lambda: 5000.25)
+    job = Job(monkeypatch, watch_context(folder=tmp_path / "night-7"))
+
+    job.monitor.publish()
+
+    marker = json.loads((tmp_path / "night-7" / "rank-0.alive.json").read_text())
+    assert marker["started_at_unix_seconds"] == 5000.25
+
+
 def test_a_liveness_file_that_cannot_be_written_is_tried_again_after_ten_seconds(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
