@@ -54,9 +54,9 @@ class _Callbacks:
     def _wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def stepped(optimizer: torch.optim.Optimizer) -> None:
             original(optimizer)
-            if not torch.compiler.is_compiling():
-                for handle in self._handles:
-                    handle.callback(optimizer)
+            # Also where the step is being compiled: torch.compile leaves the call to Python.
+            for handle in self._handles:
+                handle.callback(optimizer)
 
         return stepped
 

@@ -91,6 +91,7 @@ class TorchHooks:
         self._unscaled: tuple[weakref.ref[torch.Tensor], _Loss] | None = None
         self._passes: list[int] = []  # the phases that these hooks have entered
         self._steps_with_closure = False
+        self._is_stepping = False  # False at the end of the step in which these hooks were made
         self._other_steps = 0  # of other optimizers since the last step of the watched one
         self._is_other_logged = False
         self._on_batch_start = fail_open.wrap("batch risk", memory.on_batch_start)
@@ -105,22 +106,13 @@ class TorchHooks:
         self._patches.add(GradScaler, "step", self._scaler_step_wrapper)
         optimizer = engine.optimizer
         assert optimizer is not None  # the caller of `watch` holds it
-        watched = weakref.ref(optimizer)
         before = fail_open.wrap("step", self._on_step_start)
         after = fail_open.wrap("step", self._on_step_end)
         other = fail_open.wrap("step", self._on_other_step)
-
-        def on_step(stepped: torch.optim.Optimizer) -> None:
-            if not self._open:
-                return
-            if stepped is watched():
-                after()
-            else:
-                other(stepped)
-
         self._handles: list[RemovableHandle | StepCallbackHandle] = [
             optimizer.register_step_pre_hook(lambda _, args, kwargs: before(args, kwargs)),
-            call_after_steps(on_step),
+            optimizer.register_step_post_hook(lambda _, args, kwargs: after()),
+            call_after_steps(other),
         ]
 
     def restore(self) -> None:
@@ -270,6 +262,7 @@ class TorchHooks:
 
     def _on_step_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._is_on_training_thread():
+            self._is_stepping = True
             self._leave_to(0)
             # The first argument is the optimizer.
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -283,8 +276,9 @@ class TorchHooks:
             self._leave_to(0)
 
     def _on_step_end(self, *, skipped: bool = False) -> None:
-        if not self._is_on_training_thread():
+        if not self._is_on_training_thread() or not (self._is_stepping or skipped):
             return
+        self._is_stepping = False
         self._other_steps = 0
         self._leave_to(0)
         self._mark_calls(OTHER)

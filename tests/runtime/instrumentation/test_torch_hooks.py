@@ -11,6 +11,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ import zerowatch
 from zerowatch.errors import SettingsError
 from zerowatch.metrics.catalog import training
 from zerowatch.metrics.step_record import StepRecord
+from zerowatch.runtime.common.optimizer_steps import call_after_steps
 from zerowatch.runtime.common.torch_engine import steps_so_far, torch_engine, trained_model
 from zerowatch.runtime.instrumentation.torch_hooks import OTHER_STEPS, divisor_of
 
@@ -321,6 +323,39 @@ def test_a_watch_may_close_within_a_step_between_hooks_of_the_script() -> None:
 
     assert calls == ["own"]
     assert not watch.is_open
+
+
+def test_the_step_in_which_a_watch_opens_is_not_counted() -> None:
+    # As `zerowatch run` opens it, before the optimizer's own hooks are called.
+    model, optimizer = make()
+    steps: list[int] = []
+    watches: list[Any] = []
+
+    def watch(stepped: torch.optim.Optimizer) -> None:
+        opening.remove()
+        watches.append(zerowatch.watch(model, stepped, QUIET))
+        watches[0].subscribe(lambda record: steps.append(record.step))
+
+    opening = call_after_steps(watch)
+    for _ in range(3):
+        train_step(model, optimizer)
+    watches[0].close()
+
+    assert len(steps) == 2
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns of its own compiler
+def test_a_compiled_step_is_counted() -> None:
+    model, optimizer = make()
+    compiled = torch.compile(optimizer.step, backend="eager")
+
+    with records_of(model, optimizer) as end:
+        for _ in range(3):
+            model(torch.ones(SAMPLES, WIDTH)).sum().backward()
+            compiled()
+        records = end()
+
+    assert len(records) == 3
 
 
 def test_a_second_call_returns_the_same_watch() -> None:

@@ -51,14 +51,19 @@ Step = Callable[[], None]
 
 
 class Delay:
-    """Sleeps on one rank in one place."""
+    """Sleeps on one rank in one place, and measures how long: a busy machine wakes it later."""
 
     place = ""
     rank = 0
 
+    def __init__(self) -> None:
+        self.slept: list[float] = []
+
     def at(self, place: str) -> None:
         if place == self.place and dist.get_rank() == self.rank:
+            began = time.perf_counter()
             time.sleep(DELAY_SECONDS)
+            self.slept.append(time.perf_counter() - began)
 
 
 delay = Delay()
@@ -146,7 +151,7 @@ def measure_case(
             step()
         wait_for(lambda: all_compared(watch, records, WARM_UP_STEPS))
         before = watch.snapshot()
-        delay.rank, delay.place = late, place
+        delay.rank, delay.place, delay.slept = late, place, []
         for _ in range(STEPS):
             step()
         delay.place = ""
@@ -155,6 +160,7 @@ def measure_case(
         watch.close()
     imbalance = (communication.COMM_CAUSE_SECONDS, "imbalance")
     return {
+        "slept": delay.slept,
         "scores": by_label(after, communication.STRAGGLER_SCORE),
         "imbalance": after.value(*imbalance) - before.value(*imbalance),
         "all exposed": all_exposed(after) - all_exposed(before),
