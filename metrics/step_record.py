@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from .catalog.labels import NON_TRAINING_PHASES
+from .catalog.labels import NON_TRAINING_PHASES, PHASES
 
 SCHEMA_VERSION = 1
 
@@ -150,6 +150,11 @@ def exposed_in_training(
         return None
     outside = sum(by_phase.get(phase, 0.0) for phase in NON_TRAINING_PHASES)
     return max(0.0, exposed_seconds - outside)
+
+
+def seconds_by_phase(nanoseconds: Sequence[int]) -> dict[str, float]:
+    """Return the seconds of each phase that took time; `nanoseconds` are in the order of PHASES."""
+    return {PHASES[place]: ns / 1e9 for place, ns in enumerate(nanoseconds) if ns}
 
 
 class LineWriter:

@@ -15,6 +15,7 @@ import pytest
 from extension_locks import complaint, stale_locks
 
 from zerowatch.runtime.common.extension_locks import extensions_root
+from zerowatch.runtime.monitor import step_ring
 
 # Files whose jobs mostly wait or start one process at a time; they balance the two workers.
 BESIDE_JOBS = (
@@ -40,6 +41,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def seed(pytestconfig: pytest.Config) -> int:
     """Return what a test seeds its generators with; a test that fails prints it."""
     return pytestconfig.getoption("seed")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rings_of_steps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the rings of this process, some of which no test closes, out of /dev/shm."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_ring, "SHARED_MEMORY", tmp_path_factory.mktemp("shm"))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -57,6 +57,7 @@ def report(
     Example: zerowatch report runs/nightly --markdown --fail-on 'comm_exposed_ratio>0.3'
     """
     from ...metrics.settings import load_settings
+    from ..monitor.step_ring import recover
     from ..reports.end_tables import print_end_tables
     from ..reports.fail_on import Condition
     from ..reports.run_summary import FIGURES
@@ -70,6 +71,7 @@ def report(
         if conditions:  # a check of another run than the intended one would go unnoticed
             raise click.UsageError("--fail-on needs RUN_DIR.", click.get_current_context())
         run_dir = newest_run(load_settings().run_log.folder)
+    recover(run_dir)
     parsed = [Condition.parse(text) for text in conditions]
     summary, text = make_report(run_dir, form)
     mode = 0o644

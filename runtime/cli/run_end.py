@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...metrics.settings import ConsoleMode
 from ..common.plain_text import write_line_if_open
+from ..monitor.step_ring import recover
 from ..reports.end_tables import print_end_tables
 from ..reports.write_report import REPORT_FILE, final_report, report_line
 
@@ -22,6 +23,7 @@ def print_run_end(folder: Path, *, is_in_order: bool, console: ConsoleMode) -> N
             printed, because the error must stay in view.
         console: What is printed; with "off" only the line of the report.
     """
+    recover(folder)  # steps of ranks that were killed
     if not (folder / "rank-0.jsonl").is_file():
         return
     if is_in_order and console != "off":

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ...metrics.catalog.labels import PHASES
-from ...metrics.step_record import GenerationTotals, StepRecord
+from ...metrics.step_record import GenerationTotals, StepRecord, seconds_by_phase
 from ..collectives.call_batch import CallBatch
 from ..collectives.totals import StepCommTotals
 from ..collectives.unseen_calls import UnseenCalls
@@ -58,6 +57,10 @@ class StepCounts:
                 self.tokens = (self.tokens or 0) + shape.tokens
                 self.sequence_length = shape.sequence_length
         self.losses.append(loss)
+
+    def loss(self) -> float | None:
+        """Return the loss of the step by the micro-batches whose loss is known, if any is."""
+        return total(self.losses) if self.losses_are_divided else mean(self.losses)
 
 
 @dataclass(slots=True)
@@ -160,12 +163,12 @@ class RawStep:
     ) -> StepRecord:
         """Return the step's record. Call this after `lose`, or when `settled` returns True."""
         counts, phase_ns, memory = self.counts, self.phase_ns, self.memory
-        loss = total(counts.losses) if counts.losses_are_divided else mean(counts.losses)
+        loss = counts.loss()
         return StepRecord(
             step=self.step,
             ended_at_unix_seconds=self.ended_at,
             seconds=sum(phase_ns) / 1e9,
-            phase_seconds=_by_phase(phase_ns),
+            phase_seconds=seconds_by_phase(phase_ns),
             micro_batches=counts.micro_batches,
             samples=counts.samples,
             tokens=counts.tokens,
@@ -184,7 +187,7 @@ class RawStep:
             oom_risk_ratio=oom_risk_ratio,
             device_readings=device_readings,
             comm_exposed_phase_seconds=(
-                _by_phase(comm.blocked_ns) if comm.is_exposed_known else {}
+                seconds_by_phase(comm.blocked_ns) if comm.is_exposed_known else {}
             ),
             generation=self._generation(comm),
             phases_are_host_times=not self.phases_show_work,
@@ -209,7 +212,3 @@ class RawStep:
                 if "peak_allocated" in states
             },
         )
-
-
-def _by_phase(nanoseconds: Sequence[int]) -> dict[str, float]:
-    return {PHASES[place]: ns / 1e9 for place, ns in enumerate(nanoseconds) if ns}

@@ -28,6 +28,7 @@ from ..common.report_files import write_or_warn
 from ..common.retried_files import RetriedFiles
 from .log_file import RETRY_SECONDS
 from .step_log import StepLog, keeps_every_step, write_settings
+from .step_ring import StepRing, recover
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class RunFolder:
     Attributes:
         run_id: The id of the run. None until rank 0 has shared the id.
         files: Small files of the folder. `poll` writes those that could not be written before.
+        ring: The last steps in shared memory. None if there is no room, or no run log is written.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class RunFolder:
         self._lock: int | None = None
         self._is_signed = False
         self.files = RetriedFiles()
+        self.ring = StepRing.create() if settings.run_log.enabled else None
         self._missing_backoff = Backoff(RETRY_SECONDS, RETRY_SECONDS, now)
         self.run_id = store.get("run_id")
         if process.rank == 0:
@@ -158,13 +161,20 @@ class RunFolder:
         else:
             self._lost += 1
 
-    def close(self) -> None:
-        """Close this rank's log, and release the run id for other runs."""
+    def close(self, *, is_complete: bool = True) -> None:
+        """Close this rank's log, and release the run id for other runs.
+
+        Args:
+            is_complete: Whether all steps were appended. If not, the ring remains, and the next
+                start on this host, or `zerowatch report`, appends its steps.
+        """
         if self._log is None and self._held:
             self.run_id = self.run_id or self._own_run_id()
             self._open(self.run_id)
         if self._log is not None:
             self._log.close()
+        if self.ring is not None:
+            self.ring.close(deletes_file=is_complete)
         self._unlock()
 
     def _find_run_id(self) -> str | None:
@@ -192,6 +202,7 @@ class RunFolder:
             return
         identity = {"run_id": run_id, **asdict(self._process)}
         every_step = keeps_every_step(self._process.world_size, self._process.local_rank)
+        recover(self._runs)  # before the lines of this process
         log = StepLog(
             folder,
             identity,
@@ -206,6 +217,8 @@ class RunFolder:
             log.append(record)
         self._held.clear()
         self._log = log
+        if self.ring is not None:
+            self.ring.set_log(log.path, identity, every_step=every_step)
 
     def _write_targets(self) -> None:
         if self.path is not None and self._targets_text is not None:

@@ -46,7 +46,7 @@ class StepLog:
             on_deleted: Called after somebody has deleted the file. The folder may be gone as well.
             now: A monotonic clock, in seconds.
         """
-        self.path = folder / f"rank-{identity['rank']}.jsonl"
+        self.path = log_path(folder, identity["rank"])
         self._file = LogFile(self.path, settings, on_deleted=on_deleted, now=now)
         self._writer = LineWriter(identity)
         self._every_step = every_step
@@ -58,12 +58,22 @@ class StepLog:
 
     def append(self, record: StepRecord) -> None:
         """Write a record. If writing fails, count the record as dropped."""
-        if self._every_step or record.step % THINNED_EVERY == 0:
+        if is_logged(record.step, every_step=self._every_step):
             self._file.append(lambda _: self._writer.line(record))
 
     def close(self) -> None:
         """Close the file. A later record would open it again."""
         self._file.close()
+
+
+def log_path(folder: Path, rank: str | int) -> Path:
+    """Return the step log of a rank."""
+    return folder / f"rank-{rank}.jsonl"
+
+
+def is_logged(step: int, *, every_step: bool) -> bool:
+    """Whether a step is logged by a rank that logs every step, or else every tenth step."""
+    return every_step or step % THINNED_EVERY == 0
 
 
 def keeps_every_step(world_size: int, local_rank: int) -> bool:

@@ -290,7 +290,8 @@ class Watch:
             self._publish_overhead()
             if not self._thread.is_abandoned:  # else it may be inside of these
                 self._close_parts(self._metrics_log.close)
-            self._close_parts(self._folder.close, self._otel.close)
+            is_complete = not self._thread.is_abandoned
+            self._close_parts(lambda: self._folder.close(is_complete=is_complete), self._otel.close)
             self._publish_overhead()
             self._close_parts(lambda: self._announce_report(ok=not failed and not interrupted))
         if self._failed:

@@ -1,14 +1,13 @@
 """Runs the watch thread, which completes steps, writes the run log, and publishes metrics.
 
 The training thread enqueues batches of calls and raw steps, which the watch thread takes in order.
-The watch thread waits neither for the device nor for other ranks. It does most of its work once a
-second, for all steps of that second, because Python code with cold CPU caches takes several times
-as long.
+The watch thread waits neither for the device nor for other ranks. It takes the queue a few times a
+second, and does most of its work once a second, because Python code with cold CPU caches takes
+several times as long. Steps in between survive a kill in the ring of the run folder.
 """
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import logging
 import queue
@@ -40,6 +39,8 @@ Listener = Callable[[StepRecord], object]
 
 # Time between two publications.
 TICK_SECONDS = 1.0
+# Time between two looks at the queue. Only an item that must be in the log soon wakes the thread.
+LOOK_SECONDS = 0.25
 # Time between two queries of whether a CUDA event has passed or an asynchronous call has ended. It
 # doubles after each query, from the first to the last value.
 FIRST_POLL_SECONDS = 0.005
@@ -52,6 +53,9 @@ PATIENCE_STEPS = 3
 RECENT_STEPS = 64
 # Maximum number of batches and steps in the queue. Further ones are dropped and counted.
 MAX_PENDING = 1024
+# Number of batches and steps in the queue from which on each wakes the thread. It is far below
+# MAX_PENDING and the number of steps in the ring.
+WAKING_ITEMS = 128
 # Number of batches whose measurements cannot be read, after which collectives are not timed.
 MAX_LOST = 2
 # Longest wait for the thread to end.
@@ -70,7 +74,7 @@ class WatchThread:
         sampler: Reads the devices.
         memory: Receives the memory sample of each step, and returns the risk by device.
         comparison: Receives the time of each step by phase.
-        folder: Writes each step's record as soon as it is complete.
+        folder: Writes each step's record as soon as it is complete. Its ring gets each step.
         otel: Receives the steps of each second with their calls, if it makes traces.
         calls: Records the calls. Once a second it passes on those between steps; its pool gets the
             device events that were read.
@@ -119,7 +123,10 @@ class WatchThread:
             if device_phases is None
             else fail_open.wrap("device phases", device_phases.read, is_kept=True)
         )
-        self._inbox: queue.SimpleQueue[CallBatch | RawStep | None] = queue.SimpleQueue()
+        self._ring = folder.ring
+        self._write_ring = fail_open.wrap("step ring", self._write_to_ring)
+        self._inbox: deque[CallBatch | RawStep] = deque()
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._pending: deque[CallBatch | RawStep] = deque()
         self._waiting_since = 0.0
         self._poll_seconds = FIRST_POLL_SECONDS
@@ -154,11 +161,24 @@ class WatchThread:
 
     def enqueue(self, item: CallBatch | RawStep) -> None:
         """Add a batch of calls or a raw step to the queue. Called on the training thread."""
-        if self._inbox.qsize() + len(self._pending) < MAX_PENDING:
-            self._inbox.put(item)
-        else:
+        if len(self._inbox) + len(self._pending) >= MAX_PENDING:
             self.dropped_steps += isinstance(item, RawStep)
             self.dropped_calls += _batch_of(item).discard()
+            return
+        can_wait = len(self._inbox) < WAKING_ITEMS
+        if isinstance(item, RawStep):
+            # The ring has no memory sample, which explains why the kernel killed a process.
+            can_wait = self._write_ring(item) is True and can_wait and item.memory is None
+        self._inbox.append(item)
+        if not can_wait:
+            self._bell.put(None)
+
+    def _write_to_ring(self, step: RawStep) -> bool:
+        """Write a step to the ring; return whether a kill would not lose it from now on."""
+        if self._ring is None:
+            return False
+        self._ring.write(step)
+        return self._ring.is_recoverable
 
     def stop(self, timeout_seconds: float = STOP_SECONDS) -> None:
         """Publish all queued steps and calls, then end the thread.
@@ -167,7 +187,7 @@ class WatchThread:
         example because a disk does not respond, are counted as dropped.
         """
         self._is_stopping = True
-        self._inbox.put(None)
+        self._bell.put(None)
         if not self._thread.was_started:
             self._close()
         elif not self._is_abandoned and not self._thread.join(timeout_seconds):
@@ -180,10 +200,8 @@ class WatchThread:
 
     def _abandon(self, timeout_seconds: float) -> None:
         self._is_abandoned = True
-        num_lost = sum(isinstance(item, RawStep) for item in list(self._pending))
-        with contextlib.suppress(queue.Empty):
-            while True:
-                num_lost += isinstance(self._inbox.get_nowait(), RawStep)
+        num_lost = sum(isinstance(item, RawStep) for item in [*self._pending, *self._inbox])
+        self._inbox.clear()
         self.dropped_steps += num_lost
         logger.warning(
             "the watch thread did not end within %g s; %d step(s) are neither in the run log nor "
@@ -197,13 +215,14 @@ class WatchThread:
             self._events.disable("torch cannot query events while a graph is captured")
         running = True
         while running and not self._is_abandoned:
-            is_stopping = self._is_stopping  # a failure may have lost the None that `stop` enqueues
-            running = self._wait() and not is_stopping
+            self._wait()
+            running = not self._is_stopping  # all items before `stop` are in the queue by now
+            self._drain()
             now = time.monotonic()
             is_due = now >= self._tick_due or not running
             if is_due and running:
                 self._pass_on_calls()  # into the queue
-                running = self._drain()
+                self._drain()
             self._finish(final=not running)
             if is_due:
                 self._tick_due = now + TICK_SECONDS
@@ -213,26 +232,19 @@ class WatchThread:
                     task()
         self._close()
 
-    def _wait(self) -> bool:
-        """Wait for batches and steps, and take all from the queue; return False after `stop`."""
+    def _wait(self) -> None:
+        """Wait for an item that wakes the thread, or until the queue is looked at anyway."""
         try:
-            item = self._inbox.get(timeout=self._poll_seconds if self._pending else TICK_SECONDS)
+            self._bell.get(timeout=self._poll_seconds if self._pending else LOOK_SECONDS)
+            while not self._bell.empty():
+                self._bell.get_nowait()
         except queue.Empty:
             self._poll_seconds = min(2 * self._poll_seconds, LAST_POLL_SECONDS)
-            return True
-        if item is None:
-            return False
-        self._pending.append(item)
-        return self._drain()
 
-    def _drain(self) -> bool:
-        """Take all batches and steps from the queue; return False after `stop`."""
-        while not self._inbox.empty():
-            item = self._inbox.get_nowait()
-            if item is None:
-                return False
-            self._pending.append(item)
-        return True
+    def _drain(self) -> None:
+        """Take all batches and steps from the queue."""
+        while self._inbox:
+            self._pending.append(self._inbox.popleft())
 
     def _finish_pending(self, *, final: bool) -> None:
         """Process the queue in order, up to the first item that still waits for measurements.

@@ -1,4 +1,4 @@
-"""A killed rank leaves a step log that lacks the last step at most."""
+"""A killed rank leaves a step log and a ring, which together lack the last step at most."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 from fakes.scraper import eventually
 from scripts.forked_ranks import running_ranks
 from scripts.launching import SCRIPTS, TIMEOUT_SECONDS
+
+from zerowatch.runtime.monitor.step_ring import recover
 
 pytestmark = pytest.mark.jobs
 
@@ -37,6 +39,7 @@ def test_sigkill_loses_at_most_the_step_in_flight(tmp_path: Path) -> None:
         os.kill(ranks.pids[1], signal.SIGKILL)
         ranks.join()
 
+    recover(tmp_path / "runs", Path("/dev/shm"))
     survivor, killed = (logged_steps(log) for log in logs)
     assert killed == list(range(1, len(killed) + 1))
     assert set(survivor) - set(killed) <= {max(survivor)}

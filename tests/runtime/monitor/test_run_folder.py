@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,12 +16,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from fakes.raw_steps import raw_step
 from fakes.steps import step as record
 
 from zerowatch.metrics.settings import Settings
 from zerowatch.runtime.common.process_info import ProcessInfo
 from zerowatch.runtime.common.rank_store import RankStore, TargetDiscovery
 from zerowatch.runtime.monitor import run_folder as run_folder_module
+from zerowatch.runtime.monitor import step_ring
 from zerowatch.runtime.monitor.run_folder import LOCK_FILE, RunFolder
 
 RUN_ID = "night-7"
@@ -299,3 +303,47 @@ def test_a_removed_run_folder_is_not_made_again(tmp_path: Path) -> None:
     folder.withdraw_targets()
 
     assert not (tmp_path / "night-7" / "targets.json").exists()
+
+
+def test_the_steps_of_a_killed_process_are_in_the_log_before_those_of_its_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_ring, "SHARED_MEMORY", tmp_path)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            killed = open_folder(tmp_path / "runs")
+            assert killed.ring is not None
+            killed.ring.write(raw_step(7))
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+    restarted = open_folder(tmp_path / "runs", attempt=1)
+    restarted.append(record(8))
+    restarted.close()
+
+    assert steps(tmp_path / "runs" / RUN_ID / "rank-0.jsonl") == [7, 8]
+    assert not list(tmp_path.glob("zerowatch-steps-*"))
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_the_ring_is_deleted_unless_steps_are_missing_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_complete: bool
+) -> None:
+    monkeypatch.setattr(step_ring, "SHARED_MEMORY", tmp_path)
+    folder = open_folder(tmp_path / "runs")
+
+    folder.close(is_complete=is_complete)
+
+    assert len(list(tmp_path.glob("zerowatch-steps-*"))) == (not is_complete)
+
+
+def test_without_a_run_log_there_is_no_ring() -> None:
+    process = ProcessInfo(rank=0, local_rank=0, world_size=1, host="here", attempt=0)
+    store = RankStore(process, 0)
+    settings = Settings(run_log={"enabled": False})
+
+    folder = RunFolder(settings, process, store, TargetDiscovery(store, process))
+
+    assert folder.ring is None

@@ -128,7 +128,7 @@ def test_a_run_that_ends_in_good_order_closes_its_parts_in_the_order_of_the_data
         ("memory.close",),
         ("overhead.publish",),
         ("metrics_log.close",),
-        ("folder.close",),
+        ("folder.close", "is_complete=True"),
         ("otel.close",),
         ("overhead.publish",),
         ("server.close_after_final_scrape", withdraw),
@@ -226,13 +226,13 @@ def test_the_targets_are_withdrawn_if_ctrl_c_ends_the_wait() -> None:
     assert job.names()[-2:] == ["folder.withdraw_targets", "server.close"]
 
 
-def test_the_metrics_log_of_a_thread_that_did_not_end_stays_open() -> None:
+def test_the_metrics_log_and_the_ring_of_a_thread_that_did_not_end_stay() -> None:
     job = Job(is_abandoned=True)
 
     job.watch.close()
 
     assert "metrics_log.close" not in job.names()
-    assert "folder.close" in job.names()
+    assert ("folder.close", "is_complete=False") in job.calls
 
 
 def test_a_part_that_cannot_be_closed_does_not_keep_the_others_open() -> None:

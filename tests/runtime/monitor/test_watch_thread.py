@@ -9,6 +9,7 @@ import pytest
 import torch
 from fakes.clock import FakeClock
 from fakes.cuda_streams import FakeCuda
+from fakes.scraper import eventually
 from fakes.sleeping_collectives import ManualClock
 
 from zerowatch.metrics.catalog.labels import PHASES
@@ -20,7 +21,7 @@ from zerowatch.runtime.common.device_scalar import PendingScalar
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.instrumentation.generated_tokens import GenerationCounts
 from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
-from zerowatch.runtime.monitor.watch_thread import WatchThread
+from zerowatch.runtime.monitor.watch_thread import WAKING_ITEMS, WatchThread
 
 
 class FakeGroup:
@@ -35,7 +36,7 @@ class FakeGroup:
 class Rank:
     """A watch thread with a recorder of calls on a fake device, and the steps it has written."""
 
-    def __init__(self, device: FakeCuda) -> None:
+    def __init__(self, device: FakeCuda, ring: Any = None) -> None:
         self.device, self.fail_open = device, FailOpen()
         self.recorder, self.group = CallRecorder(), FakeGroup()
         self.written: list[StepRecord] = []
@@ -50,7 +51,7 @@ class Rank:
             ),
             memory=SimpleNamespace(add_step=lambda step: {}),
             comparison=SimpleNamespace(add_step_times=lambda *times: self.compared.append(times)),
-            folder=SimpleNamespace(append=self.written.append),
+            folder=SimpleNamespace(append=self.written.append, ring=ring),
             otel=SimpleNamespace(makes_traces=False),
             calls=self.recorder,
             fail_open=self.fail_open,
@@ -74,6 +75,7 @@ class Rank:
         loss: Any = 0.5,
         seconds: float = 1e-6,
         generation: GenerationCounts | None = None,
+        memory: Any = None,
     ) -> None:
         """Enqueue a step with the calls since the last one."""
         step = RawStep(
@@ -87,7 +89,7 @@ class Rank:
             learning_rate=0.1,
             loss_scale=None,
             trace=None,
-            memory=None,
+            memory=memory,
             batch=self.recorder.drain(),
         )
         self.thread.enqueue(step)
@@ -96,6 +98,13 @@ class Rank:
         """Let the thread look once, as it does several times a second."""
         self.thread._drain()
         self.thread._finish_pending(final=False)
+
+    def is_woken(self) -> bool:
+        """Whether something has woken the thread since the last call."""
+        was_woken = not self.thread._bell.empty()
+        while not self.thread._bell.empty():
+            self.thread._bell.get_nowait()
+        return was_woken
 
     def finish(self) -> list[int]:
         """Stop the thread; return the numbers of the steps in the run log."""
@@ -261,7 +270,7 @@ def test_items_beyond_the_queue_are_dropped_and_counted_with_their_calls(rank: R
 
 def test_steps_in_which_a_group_counted_unseen_calls_have_no_exposed_time(rank: Rank) -> None:
     rank.end_step(1)
-    item = rank.thread._inbox.get()
+    item = rank.thread._inbox.popleft()
     item.unseen = SimpleNamespace(missing={})
     rank.thread.enqueue(item)
     rank.end_step(2)
@@ -297,3 +306,76 @@ def test_listeners_get_each_step_after_it_was_published_and_tasks_run_after_them
     assert rank.finish() == [1, 2]
     of_one_second = [[1, 2], ("first", 1), ("second", 1), ("first", 2), ("second", 2), "task"]
     assert order[:6] == of_one_second  # and, at its end, one without steps
+
+
+class FakeRing:
+    """A ring that keeps the numbers of the steps written to it."""
+
+    def __init__(self, *, is_recoverable: bool = True, is_broken: bool = False) -> None:
+        self.is_recoverable, self.is_broken = is_recoverable, is_broken
+        self.steps: list[int] = []
+
+    def write(self, step: RawStep) -> None:
+        if self.is_broken:
+            raise ValueError("mmap closed or invalid")
+        self.steps.append(step.step)
+
+
+def device_of(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    device = FakeCuda(ManualClock())
+    device.patch(monkeypatch)
+    return device
+
+
+def test_a_step_that_survives_a_kill_does_not_wake_the_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ring = FakeRing()
+    rank = Rank(device_of(monkeypatch), ring)
+    rank.end_step(1)
+
+    assert not rank.is_woken()
+    assert ring.steps == [1]
+    rank.end_step(2, memory=SimpleNamespace(readings={}, shapes=(), generation_peaks={}))
+    assert rank.is_woken()  # the ring has no memory samples
+    assert rank.finish() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "ring",
+    [None, FakeRing(is_recoverable=False), FakeRing(is_broken=True)],
+    ids=["no room", "run id not known yet", "broken"],
+)
+def test_each_step_wakes_the_thread_if_a_kill_would_lose_it(
+    monkeypatch: pytest.MonkeyPatch, ring: Any
+) -> None:
+    rank = Rank(device_of(monkeypatch), ring)
+    for number in (1, 2):
+        rank.end_step(number)
+        assert rank.is_woken()
+
+    assert rank.finish() == [1, 2]
+
+
+def test_many_short_steps_wake_the_thread_long_before_the_ring_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank(device_of(monkeypatch), FakeRing())
+    woken = []
+    for number in range(1, WAKING_ITEMS + 3):
+        rank.end_step(number)
+        woken.append(rank.is_woken())
+
+    assert woken == [False] * WAKING_ITEMS + [True] * 2
+    assert rank.finish() == list(range(1, WAKING_ITEMS + 3))
+
+
+def test_a_running_thread_takes_steps_that_have_not_woken_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank(device_of(monkeypatch), FakeRing())
+    rank.thread.start({})
+    rank.end_step(1)
+
+    assert eventually(lambda: len(rank.written) == 1)
+    rank.thread.stop(timeout_seconds=120.0)

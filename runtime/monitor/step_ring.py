@@ -1,0 +1,402 @@
+"""Keeps the last steps in shared memory, so that a process that is killed loses none of them.
+
+The training thread writes each step into a ring, which costs a few microseconds and wakes no other
+thread. The watch thread writes the step log from the queue a few times a second. If the process is
+killed in between, `recover` appends the missing steps to its log, as far as the ring knows them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import math
+import mmap
+import os
+import secrets
+import stat
+import struct
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+import orjson
+
+from ...metrics.atomic_file import open_to_append
+from ...metrics.catalog.labels import PHASES
+from ...metrics.step_record import LineWriter, StepRecord, seconds_by_phase
+from .step_log import is_logged
+
+if TYPE_CHECKING:
+    from ..instrumentation.raw_step import RawStep  # it imports torch
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+# Number of steps that a ring keeps. The watch thread is woken long before so many are not logged.
+SLOTS = 1024
+# What remains free for others, in bytes: a container often has 64 MB, which data loaders use.
+MIN_FREE_BYTES = 16 * 2**20
+# After this time the ring of a killed process is deleted even if its log cannot be written.
+MAX_AGE_SECONDS = 24 * 3600.0
+# How much of the end of a log is searched for the last step that was logged.
+SEARCHED_BYTES = 16 * 2**20
+
+_NAME = "zerowatch-steps-"
+_MAGIC = b"zwsteps1"
+_HEADER = struct.Struct("<8sII")  # magic, length and checksum of the description
+_HEADER_BYTES = 4096
+# Number of the slot, step, end of the step, flags, micro-batches, samples, tokens, loss, gradient
+# norm, learning rate, loss scale, nanoseconds of each phase.
+_STEP = struct.Struct(f"<QqdIqqqdddd{len(PHASES)}q")
+_CHECKSUM = struct.Struct("<I")
+_SLOT_BYTES = _STEP.size + _CHECKSUM.size
+_FILE_BYTES = _HEADER_BYTES + SLOTS * _SLOT_BYTES
+_SKIPPED, _HOST_TIMES = 1, 2
+_UNKNOWN = -1
+# The lowest double: no loss has it, while nan and infinity are losses that must be reported.
+_NO_VALUE = -sys.float_info.max
+
+# The rings of this process. Opening one of them again and closing it would release its lock.
+_own: set[Path] = set()
+
+
+class StepRing:
+    """A ring of steps in shared memory. Only one thread writes steps.
+
+    The file is allocated beforehand: writing to a sparse file in a full file system would kill the
+    process by SIGBUS. It gets its name when the log is known, so a file with a name is complete.
+
+    Examples:
+        >>> ring = StepRing.create()  # None if there is no room
+        >>> ring.set_log(Path("runs/r1/rank-0.jsonl"), {"rank": 0}, every_step=True)
+        >>> ring.write(raw_step)
+        >>> ring.close()  # deletes the file
+    """
+
+    def __init__(self, descriptor: int, folder: Path) -> None:
+        self._descriptor: int | None = descriptor
+        self._folder = folder
+        self._map = mmap.mmap(descriptor, _FILE_BYTES)
+        self._path: Path | None = None
+        self._pid = os.getpid()
+        self._number = 0
+
+    @classmethod
+    def create(cls, folder: Path | None = None) -> StepRing | None:
+        """Allocate a ring without a name. Return None if the folder has no room for it.
+
+        Args:
+            folder: A folder in memory; by default SHARED_MEMORY.
+        """
+        folder, descriptor = folder or SHARED_MEMORY, None
+        try:
+            space = os.statvfs(folder)
+            if space.f_bavail * space.f_frsize < MIN_FREE_BYTES + _FILE_BYTES:
+                return None
+            descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            os.posix_fallocate(descriptor, 0, _FILE_BYTES)
+            # Forked children do not inherit this lock. They may live longer than this process.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return cls(descriptor, folder)
+        except (OSError, AttributeError):  # no such folder or no room; a system without O_TMPFILE
+            if descriptor is not None:
+                os.close(descriptor)
+            return None
+
+    def set_log(
+        self, log: Path, identity: Mapping[str, str | int], *, every_step: bool = True
+    ) -> None:
+        """Describe the log to which steps are appended after a kill, and give the file a name.
+
+        Args:
+            log: The log of this rank.
+            identity: The fields that each line of the log contains.
+            every_step: Whether the log contains each step; else each tenth.
+        """
+        if self._descriptor is None or self._path is not None:
+            return
+        fields = {"log": str(log.resolve()), "identity": identity, "every_step": every_step}
+        described = json.dumps(fields).encode()
+        if len(described) > _HEADER_BYTES - _HEADER.size:
+            return
+        header = _HEADER.pack(_MAGIC, len(described), crc32(described)) + described
+        self._map[: len(header)] = header
+        path = self._folder / f"{_NAME}{os.getuid()}-{self._pid}-{secrets.token_hex(4)}"
+        _own.add(path)
+        try:
+            # Only with a descriptor of the folder does Python follow the link to the unnamed file.
+            links = os.open("/proc/self/fd", os.O_PATH)
+            try:
+                os.link(str(self._descriptor), path, src_dir_fd=links, follow_symlinks=True)
+                self._path = path
+            finally:
+                os.close(links)
+        except OSError as error:
+            logger.info("the last steps are not kept in %s: %s", self._folder, error)
+
+    @property
+    def is_recoverable(self) -> bool:
+        """Whether `recover` would find the steps if the process were killed now."""
+        return self._path is not None
+
+    def write(self, step: RawStep) -> None:
+        """Write a step in place of the oldest one, without values that are still on a device."""
+        counts = step.counts
+        # The loss of some micro-batches is not that of the step.
+        is_known = all(type(loss) is float for loss in counts.losses)
+        loss = counts.loss() if is_known else None
+        self._number += 1
+        body = _STEP.pack(
+            self._number,
+            step.step,
+            step.ended_at,
+            _SKIPPED * counts.skipped | _HOST_TIMES * (step.device_phases is not None),
+            counts.micro_batches,
+            _UNKNOWN if counts.samples is None else counts.samples,
+            _UNKNOWN if counts.tokens is None else counts.tokens,
+            _float(loss),
+            _float(step.gradient_norm),
+            _float(step.learning_rate),
+            _float(step.loss_scale),
+            *step.phase_ns,
+        )
+        start = _HEADER_BYTES + self._number % SLOTS * _SLOT_BYTES
+        self._map[start : start + _SLOT_BYTES] = body + _CHECKSUM.pack(crc32(body))
+
+    def close(self, *, deletes_file: bool = True) -> None:
+        """Release the ring. Safe to call twice, and in a forked child, which deletes nothing.
+
+        Args:
+            deletes_file: Whether all steps are in the log, so that there is nothing to recover.
+        """
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
+            return
+        path, self._path = self._path, None
+        if path is not None and os.getpid() == self._pid:
+            if deletes_file:
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+            _own.discard(path)
+        self._map.close()
+        os.close(descriptor)
+
+
+def recover(logs: Path, folder: Path | None = None) -> int:
+    """Append the steps of killed processes of this user to their logs, and delete their rings.
+
+    The lines have neither collectives nor memory, which are in no ring. Errors are logged. A ring
+    whose log cannot be written now is tried again next time, for MAX_AGE_SECONDS.
+
+    Args:
+        logs: Only logs in this folder or below it are written. The file system of another log may
+            not respond.
+        folder: The folder of the rings; by default SHARED_MEMORY.
+
+    Returns:
+        The number of steps that were appended.
+
+    Examples:
+        >>> recover(Path("runs/r1"))  # after the ranks of a job on this host were killed
+        3
+    """
+    total = 0
+    with contextlib.suppress(OSError):  # there is no such folder, or it cannot be read
+        for path in sorted((folder or SHARED_MEMORY).glob(f"{_NAME}{os.getuid()}-*")):
+            if path not in _own:
+                total += _recover_file(path, logs.resolve())
+    return total
+
+
+def _recover_file(path: Path, logs: Path) -> int:
+    """Append the steps of one ring, unless its process lives. Return the number of steps."""
+    try:
+        with _locked(path) as descriptor:
+            if descriptor is None:
+                return 0
+            ring, num = _read(descriptor), 0
+            is_old = time.time() - os.fstat(descriptor).st_mtime > MAX_AGE_SECONDS
+            if ring is not None and ring.log.is_relative_to(logs):
+                num, is_done = ring.append_missing()
+            else:
+                is_done = ring is None
+            if is_done or is_old:
+                path.unlink(missing_ok=True)
+            return num
+    except OSError as error:
+        logger.info("%s, the last steps of a killed process, cannot be read: %s", path, error)
+        return 0
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[int | None]:
+    """Open and lock a ring. Yield None if it is no ring of this user, is in use, or was deleted."""
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+            yield None
+            return
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # its process lives, or another process recovers it
+            yield None
+            return
+        yield descriptor if os.fstat(descriptor).st_nlink else None
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class _DeadRing:
+    """The content of a ring whose process has ended: steps in order, oldest first."""
+
+    log: Path
+    identity: Mapping[str, str | int]
+    records: list[StepRecord]
+
+    def append_missing(self) -> tuple[int, bool]:
+        """Append the steps after the last one that is in the log.
+
+        Returns:
+            The number of steps that were appended, and whether the log has all of them now.
+        """
+        try:
+            missing = self._missing()
+            if missing:
+                self._append(missing)
+                logger.info(
+                    "%d step(s) of a killed process: appended to %s", len(missing), self.log
+                )
+            return len(missing), True
+        except OSError as error:
+            logger.info(
+                "the last steps of a killed process cannot be appended to %s: %s. The next start "
+                "on this host, or `zerowatch report`, tries again.",
+                self.log,
+                error,
+            )
+            return 0, False
+
+    def _missing(self) -> list[StepRecord]:
+        logged = _logged_ends(self.log)
+        missing: list[StepRecord] = []
+        for record in reversed(self.records):
+            if record.ended_at_unix_seconds in logged:
+                break
+            missing.append(record)
+        return missing[::-1]
+
+    def _append(self, records: Sequence[StepRecord]) -> None:
+        writer = LineWriter(self.identity)
+        lines = b"".join(map(writer.line, records))
+        descriptor = open_to_append(self.log)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                lines = b"\n" + lines  # ends the partial line of the killed process
+            written = os.write(descriptor, lines)
+            if written < len(lines):
+                raise OSError(f"only {written} of {len(lines)} bytes were written")
+        finally:
+            os.close(descriptor)
+
+
+def _read(descriptor: int) -> _DeadRing | None:
+    """Return the content of a ring; None if the file is not a ring of this version."""
+    content = os.pread(descriptor, _FILE_BYTES, 0)
+    try:
+        magic, length, checksum = _HEADER.unpack_from(content)
+        described = content[_HEADER.size : _HEADER.size + length]
+        if magic != _MAGIC or len(content) < _FILE_BYTES or crc32(described) != checksum:
+            return None
+        header = json.loads(described)
+        log, identity, every_step = Path(header["log"]), header["identity"], header["every_step"]
+    except (struct.error, ValueError, KeyError, TypeError):
+        return None
+    steps: dict[int, StepRecord] = {}
+    for start in range(_HEADER_BYTES, _FILE_BYTES, _SLOT_BYTES):
+        body = content[start : start + _STEP.size]
+        (checksum,) = _CHECKSUM.unpack_from(content, start + _STEP.size)
+        number = _STEP.unpack(body)[0]
+        if number and crc32(body) == checksum:  # else the slot is empty, or was being written
+            steps[number] = _record(body)
+    records = [steps[number] for number in sorted(steps)]
+    return _DeadRing(
+        log, identity, [one for one in records if is_logged(one.step, every_step=every_step)]
+    )
+
+
+def _record(body: bytes) -> StepRecord:
+    (
+        _,
+        step,
+        ended_at,
+        flags,
+        micro_batches,
+        samples,
+        tokens,
+        loss,
+        norm,
+        rate,
+        scale,
+        *phase_ns,
+    ) = _STEP.unpack(body)
+    return StepRecord(
+        step=step,
+        ended_at_unix_seconds=ended_at,
+        seconds=sum(phase_ns) / 1e9,
+        phase_seconds=seconds_by_phase(phase_ns),
+        micro_batches=micro_batches,
+        samples=None if samples == _UNKNOWN else samples,
+        tokens=None if tokens == _UNKNOWN else tokens,
+        loss=_known(loss),
+        nonfinite_loss=loss != _NO_VALUE and not math.isfinite(loss),
+        gradient_norm=_known(norm),
+        learning_rate=_known(rate),
+        loss_scale=_known(scale),
+        skipped=bool(flags & _SKIPPED),
+        collectives={},
+        comm_seconds=None,
+        comm_exposed_seconds=None,
+        memory_bytes={},
+        device_readings={},
+        phases_are_host_times=bool(flags & _HOST_TIMES),
+    )
+
+
+def _logged_ends(log: Path) -> set[float]:
+    """Return when the last steps in a log ended, as Unix times."""
+    ends: set[float] = set()
+    for line in _last_lines(log):
+        with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):  # a partial line
+            ends.add(orjson.loads(line)["ended_at_unix_seconds"])
+    return ends
+
+
+def _last_lines(log: Path) -> Iterator[bytes]:
+    """Yield the lines at the end of a log; of its older segment, too, if it has just begun."""
+    left = SEARCHED_BYTES
+    for path in (log, log.with_suffix(".1.jsonl")):
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - left))
+            yield from file.read(left).splitlines()
+            left -= size
+        if left <= 0:
+            return
+
+
+def _float(number: object) -> float:
+    """Return a value for the ring: _NO_VALUE for one that is unknown, or still on a device."""
+    return number if type(number) is float else _NO_VALUE
+
+
+def _known(number: float) -> float | None:
+    return None if number == _NO_VALUE else number

@@ -1,0 +1,24 @@
+"""Steps as the training thread hands them on, with the fields that the ring of steps reads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from zerowatch.metrics.catalog.labels import PHASES
+from zerowatch.runtime.instrumentation.raw_step import StepCounts
+
+
+def raw_step(number: int, **changed: Any) -> Any:
+    """A step of half a second of forward, which ended at 1000 s plus its number."""
+    fields = {
+        "step": number,
+        "ended_at": 1000.0 + number,
+        "phase_ns": [500_000_000 * (phase == "forward") for phase in PHASES],
+        "counts": StepCounts(micro_batches=2, samples=8, tokens=64, losses=[1.0, 2.0]),
+        "gradient_norm": 0.5,
+        "learning_rate": 0.001,
+        "loss_scale": None,
+        "device_phases": None,
+    }
+    return SimpleNamespace(**{**fields, **changed})
