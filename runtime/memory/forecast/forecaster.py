@@ -13,6 +13,7 @@ from itertools import islice, pairwise
 from math import inf
 
 import numpy as np
+import numpy.ma  # np.median would import it at its first call, during training
 import numpy.typing as npt
 
 from .peak_model import PeakModel, fit_peaks

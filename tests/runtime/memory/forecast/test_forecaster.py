@@ -6,6 +6,8 @@ Covers `trend.py`.
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -502,3 +504,23 @@ def test_the_risk_is_the_mean_of_the_last_twenty_steps() -> None:
     assert risks == pytest.approx(
         [0.87 * part for part in (1 / 2, 2 / 3, 3 / 4, 4 / 5, 1, 1, 1, 1)]
     )
+
+
+def test_a_forecast_imports_no_module_during_training() -> None:
+    """An import on the watch thread took 0.2 s, as it may set off a collection of garbage."""
+    script = """
+import sys
+from zerowatch.runtime.memory.forecast.forecaster import Forecaster
+from zerowatch.runtime.memory.forecast.peak_readings import PeakPoint, Shape
+before, forecaster = set(sys.modules), Forecaster()
+for step in range(40):
+    forecaster.add(PeakPoint(
+        step=step, peak_bytes=2e9 + step % 7, between_steps_bytes=1e9, limit_bytes=4e9,
+        reserved_bytes=2e9, fragmented_bytes=0.0, retries=0.0, shapes=(Shape(4, 16 + step % 5),),
+    ))
+assert forecaster.forecast() is not None
+print(*set(sys.modules) - before)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+    assert (found.stdout.split(), found.stderr) == ([], "")
