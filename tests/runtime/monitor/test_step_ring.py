@@ -366,7 +366,9 @@ def test_fifty_kills_at_random_moments_lose_no_step(tmp_path: Path, seed: int) -
         noted = train_and_kill(folder, delay_seconds=draw.random())
         run = folder / "runs" / "killed"
         recovered += recover(run, Path("/dev/shm"))
-        steps = [json.loads(line)["step"] for line in (run / "rank-0.jsonl").open()]
+        steps = [
+            json.loads(line)["step"] for line in (run / "rank-0.jsonl").read_text().splitlines()
+        ]
         assert steps == list(range(steps[0], steps[-1] + 1)), f"seed {seed}, kill {kill}"
         assert steps[-1] - noted[-1] in (0, 1), f"seed {seed}, kill {kill}"
     assert recovered > 50
@@ -376,7 +378,7 @@ def train_and_kill(folder: Path, *, delay_seconds: float) -> list[int]:
     """Train in a folder, kill the process, and return the steps that it has noted."""
     script, notes = SCRIPTS / "monitor" / "note_steps.py", folder / "steps"
     variables = {"ZEROWATCH_RUN_ID": "killed", "STEPS_FILE": str(notes)}
-    with running_ranks(1, "-m", "zerowatch", script, cwd=folder, variables=variables) as ranks:
+    with running_ranks(1, script, cwd=folder, variables=variables) as ranks:
         trains = eventually(
             lambda: (notes.exists() and notes.stat().st_size > 60) or ranks.codes() != [None],
             TIMEOUT_SECONDS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from scripts.separate_ranks import run_apart
+from scripts.separate_ranks import outputs, run_apart
 
 pytestmark = pytest.mark.jobs
 
@@ -20,7 +20,7 @@ STAGES = [0, 0, 0, 0, 0, 1]
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     folder = tmp_path_factory.mktemp("decisions")
     ended = run_apart("tuner/decisions_job.py", folder, world_size=2)
-    assert all(rank.report for rank in ended), ended[0].output_tail
+    assert all(rank.report for rank in ended), outputs(ended)
     return [rank.report for rank in ended]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from scripts.separate_ranks import run_apart
+from scripts.separate_ranks import outputs, run_apart
 
 pytestmark = pytest.mark.jobs
 
@@ -15,7 +15,7 @@ Results = dict[str, Any]
 
 def results_of(ranks: int, numerics: str, folder: Any) -> list[Results]:
     ended = run_apart("tuner/tuned_checks.py", folder, world_size=ranks, arguments=(numerics,))
-    assert all(rank.report for rank in ended), ended[0].output_tail
+    assert all(rank.report for rank in ended), outputs(ended)
     return [rank.report for rank in ended]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from chosen_cases import chosen, tiers
-from scripts.separate_ranks import RankResult, run_apart
+from scripts.separate_ranks import RankResult, outputs, run_apart
 
 pytestmark = pytest.mark.jobs
 
@@ -38,7 +38,7 @@ def two_ranks(
     ranks = run_apart(
         "tuner/tuner_faults_job.py", folder, world_size=2, arguments=(numbers, "apply")
     )
-    assert all(stages[-1] in rank.report for rank in ranks), ranks[0].output_tail
+    assert all(stages[-1] in rank.report for rank in ranks), outputs(ranks)
     return ranks
 
 
@@ -46,7 +46,7 @@ def two_ranks(
 def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[RankResult]:
     folder = tmp_path_factory.mktemp("faults-of-three")
     ranks = run_apart("tuner/tuner_faults_job.py", folder, world_size=3, arguments=("2", "verify"))
-    assert all("stage 2" in rank.report for rank in ranks), ranks[0].output_tail
+    assert all("stage 2" in rank.report for rank in ranks), outputs(ranks)
     return ranks
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,14 @@ def run_apart(
         grace_seconds=TIMEOUT_SECONDS,
     )
     return [ended(folder, number, rank) for number, rank in enumerate(ranks)]
+
+
+def outputs(ranks: Sequence[RankResult]) -> str:
+    """Return the exit code of each rank, and the end of what it has printed."""
+    return "\n".join(
+        f"--- rank {number}, exit code {rank.returncode}:\n{rank.output_tail}"
+        for number, rank in enumerate(ranks)
+    )
 
 
 def meet() -> None:

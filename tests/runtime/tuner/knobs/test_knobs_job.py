@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from scripts.separate_ranks import run_apart
+from scripts.separate_ranks import outputs, run_apart
 
 pytestmark = pytest.mark.jobs
 
@@ -38,7 +38,7 @@ KNOBS = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ranks = run_apart("tuner/tuner_knobs_job.py", tmp_path_factory.mktemp("knobs"), world_size=2)
-    assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].output_tail
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs(ranks)
     return [rank.report for rank in ranks]
 
 
