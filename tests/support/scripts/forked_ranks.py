@@ -32,6 +32,8 @@ from scripts.launching import (
 from servers.free_port import free_port
 
 GRACE_SECONDS = 30.0
+# Within this time a rank that hangs prints its stacks; one that exits may have no Python any more.
+STACKS_SECONDS = 2.0
 
 
 def start_ranks(
@@ -142,6 +144,7 @@ class RunningRanks:
             if any(codes):
                 deadline = min(deadline, time.monotonic() + grace_seconds)
             if time.monotonic() >= deadline:
+                self._print_stacks()
                 self.kill()
             codes = self.codes(max(0.0, deadline - time.monotonic()))
         return [
@@ -152,6 +155,14 @@ class RunningRanks:
             )
             for code, streams in zip(codes, self._streams, strict=True)
         ]
+
+    def _print_stacks(self) -> None:
+        """Let the ranks that are left print where they hang, to their error output."""
+        for pid, code in zip(self.pids, self.codes(), strict=True):
+            if code is None:
+                with suppress(ProcessLookupError):  # it has ended just now
+                    os.kill(pid, signal.SIGUSR2)
+        self.codes(STACKS_SECONDS)
 
     def kill(self) -> None:
         """Kill the ranks that are left."""

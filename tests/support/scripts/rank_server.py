@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
 import os
 import runpy
+import signal
 import sys
 import threading
 from contextlib import suppress
@@ -40,6 +42,8 @@ IMPORTS = (
     "zerowatch.runtime.training_run",
     "zerowatch.runtime.tuner.knobs.read_only_knobs",
 )
+# A rank that gets it prints the stacks of its threads: `forked_ranks.py` sends it before a kill.
+STACKS_SIGNAL = signal.SIGUSR2
 OPS = ("FusedAdamBuilder", "CPUAdamBuilder")
 MMAP_THRESHOLD, M_MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_", -3  # its name in glibc's malloc.h
 
@@ -83,6 +87,7 @@ def become(rank: dict[str, Any]) -> None:
         opened = os.open(path, flags)
         os.dup2(opened, descriptor)
         os.close(opened)
+    faulthandler.register(STACKS_SIGNAL)
     os.chdir(rank["cwd"])
     os.environ.clear()
     os.environ.update(rank["environment"])
