@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from ...metrics.backoff import Backoff
+from .gil_pauses import pause_this_thread
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -237,6 +238,7 @@ class MonitoringThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        pause_this_thread()
         failures, error = 0, None
         while failures <= MAX_RESTARTS:
             try:

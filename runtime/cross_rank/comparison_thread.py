@@ -18,6 +18,7 @@ from ...metrics.recorder import Recorder
 from ...metrics.step_record import StepRecord
 from ..collectives.groups import Groups, RankSet
 from ..common.fail_open import FailOpen
+from ..common.gil_pauses import let_training_run
 from ..common.phase_timer import PhaseTimer
 from ..common.rank_store import StoreClientFactory
 from .accounting.rank_comm_costs import RankCommCosts
@@ -254,18 +255,23 @@ class ComparisonThread:
         if is_due:
             self._leave_old_namespace()
         self._connect_once()
+        let_training_run()
         if is_due and not self._awaits_namespace:
             self._next_exchange = now + self._interval_seconds
             self._report()
             self._num_done = requested
+        let_training_run()
         self._accounting.poll(is_compared=self._is_compared)
+        let_training_run()
         if self._connection is not None and (channel := self._open_channel) is not None:
             with self._store_may_fail(self._connection):
                 self._read(channel)
+        let_training_run()
         is_compared = self._is_compared
         self._accounting.expire(
             self._patience_seconds if is_compared else 0.0, is_compared=is_compared
         )
+        let_training_run()
         with self._recorder.commit():
             self._accounting.publish()
 

@@ -11,6 +11,7 @@ from typing import Any
 from ...metrics.backoff import Backoff
 from ...metrics.catalog import memory
 from ...metrics.settings import MemorySettings
+from ..common.gil_pauses import let_training_run
 from ..common.liveness_file import LivenessFile
 from ..common.torch_engine import TorchEngine
 from ..devices.libc_memory import free_heap_bytes
@@ -115,6 +116,7 @@ class MemoryMonitor:
     def publish(self) -> None:
         """Publish all samples since the last call. Called every second."""
         for task in self._tasks:
+            let_training_run()
             task()
 
     def on_run_error(self, error: BaseException | None) -> None:

@@ -24,6 +24,7 @@ from ..collectives.totals import PeriodTotals, StepCommTotals
 from ..collectives.unseen_calls import FlightRecorder
 from ..common import accelerator
 from ..common.fail_open import FailOpen
+from ..common.gil_pauses import let_training_run
 from ..instrumentation.device_phases import DevicePhases
 from ..instrumentation.raw_step import RawStep
 from .comparison_monitor import ComparisonMonitor
@@ -229,6 +230,7 @@ class WatchThread:
                 self.cpu_seconds = time.thread_time()
                 self._publish_second()
                 for task in self._tasks:
+                    let_training_run()
                     task()
         self._close()
 
@@ -272,6 +274,7 @@ class WatchThread:
             self._take_calls(_batch_of(head))
             if isinstance(head, RawStep):
                 self._take_step(head)
+            let_training_run()
 
     def _waits_for_flight_recorder(self, item: CallBatch | RawStep, *, at_once: bool) -> bool:
         recorder, unseen = self._flight_recorder, getattr(item, "unseen", None)
@@ -347,9 +350,11 @@ class WatchThread:
         steps, self._steps = self._steps, []
         totals, self._totals = self._totals, PeriodTotals()
         self._publish(steps, totals)
+        let_training_run()
         if self._trace is not None:
             self._trace(steps)
         for step in steps:
+            let_training_run()
             for listener in self._listeners:
                 listener(step.record)
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.ma  # np.median would import it at its first call, during training
 import numpy.typing as npt
 
+from ...common.gil_pauses import let_training_run
 from .peak_model import PeakModel, fit_peaks
 from .peak_readings import PeakPoint, Shape
 from .risk import ErrorTail, Growth, combine_trends, fit_tail, growing_weight, risk_ahead
@@ -162,6 +163,7 @@ class Forecaster:
         due = max(min(REFIT_AFTER, count // 4), REFIT_SHARE * count, 1)
         if self._since_fit >= due or self._has_regime_changed():
             self._refit()
+        let_training_run()
         if self._model is None or self._errors is None:
             return None
         return self._forecast(self._model, self._errors)

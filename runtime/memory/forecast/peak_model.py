@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from ...common.gil_pauses import let_training_run
 from .peak_readings import PeakPoint, Shape
 from .trend import upper_median
 
@@ -337,6 +338,7 @@ def fit_branches(features: Features, *, precision: float) -> Branches:
     upper = _all_if_few(rises > level + precision)
     weights = np.ones_like(rises)
     for iteration in range(ROUNDS):
+        let_training_run()
         recency = 0.5 ** (upper[::-1].cumsum()[::-1] / HALF_LIFE_RISES)
         coefficients = _best_subset(columns, rises, recency * upper * weights, precision)
         if iteration < 2 and features.candidates is not None:

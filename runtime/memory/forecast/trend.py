@@ -18,6 +18,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from ...common.gil_pauses import let_training_run
+
 Array = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int_]
 # For a shorter series only a level is computed, without a trend.
@@ -100,6 +102,7 @@ def _longest(
     """Return the longest stretch that agrees with all shorter stretches."""
     chosen: list[Trend] = []
     for length in lengths:
+        let_training_run()
         trend = _line(steps[-length:], values[-length:], min_noise, memory)
         if not all(_agree(trend, shorter) for shorter in chosen):
             break
