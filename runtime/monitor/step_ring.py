@@ -220,13 +220,13 @@ def _recover_file(path: Path, logs: Path) -> int:
         with _locked(path) as descriptor:
             if descriptor is None:
                 return 0
-            ring, num = _read(descriptor), 0
-            is_old = time.time() - os.fstat(descriptor).st_mtime > MAX_AGE_SECONDS
-            if ring is not None and ring.log.is_relative_to(logs):
-                num, is_done = ring.append_missing()
-            else:
-                is_done = ring is None
-            if is_done or is_old:
+            ring = _read(descriptor)
+            num, is_done = 0, ring is None
+            if ring is not None:
+                if ring.log.is_relative_to(logs):
+                    num, is_done = ring.append_missing()
+                is_done = is_done or ring.age_seconds() > MAX_AGE_SECONDS
+            if is_done:
                 path.unlink(missing_ok=True)
             return num
     except OSError as error:
@@ -255,11 +255,15 @@ def _locked(path: Path) -> Iterator[int | None]:
 
 @dataclass(frozen=True, slots=True)
 class _DeadRing:
-    """The content of a ring whose process has ended: steps in order, oldest first."""
+    """The content of a ring whose process has ended: one step or more in order, oldest first."""
 
     log: Path
     identity: Mapping[str, str | int]
     records: list[StepRecord]
+
+    def age_seconds(self) -> float:
+        """Return the time since the last step. The file's own time may be that of its creation."""
+        return time.time() - self.records[-1].ended_at_unix_seconds
 
     def append_missing(self) -> tuple[int, bool]:
         """Append the steps after the last one that is in the log.
@@ -309,7 +313,7 @@ class _DeadRing:
 
 
 def _read(descriptor: int) -> _DeadRing | None:
-    """Return the content of a ring; None if the file is not a ring of this version."""
+    """Return the content of a ring; None if the file is no ring of this version, or has no step."""
     content = os.pread(descriptor, _FILE_BYTES, 0)
     try:
         magic, length, checksum = _HEADER.unpack_from(content)
@@ -327,10 +331,9 @@ def _read(descriptor: int) -> _DeadRing | None:
         number = _STEP.unpack(body)[0]
         if number and crc32(body) == checksum:  # else the slot is empty, or was being written
             steps[number] = _record(body)
-    records = [steps[number] for number in sorted(steps)]
-    return _DeadRing(
-        log, identity, [one for one in records if is_logged(one.step, every_step=every_step)]
-    )
+    in_order = (steps[number] for number in sorted(steps))
+    records = [one for one in in_order if is_logged(one.step, every_step=every_step)]
+    return _DeadRing(log, identity, records) if records else None
 
 
 def _record(body: bytes) -> StepRecord:

@@ -299,7 +299,7 @@ def test_a_log_that_cannot_be_written_is_tried_again_for_a_day(
     folder: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log_path(runs, 3).mkdir()  # in the way
-    leave_ring(folder, runs, [raw_step(1)])
+    leave_ring(folder, runs, [raw_step(1, ended_at=time.time())])
     assert recover(runs, folder) == 0
 
     log_path(runs, 3).rmdir()
@@ -307,7 +307,7 @@ def test_a_log_that_cannot_be_written_is_tried_again_for_a_day(
 
     log_path(runs, 3).unlink()
     log_path(runs, 3).mkdir()
-    leave_ring(folder, runs, [raw_step(1)])
+    leave_ring(folder, runs, [raw_step(1, ended_at=time.time())])
     later = time.time() + MAX_AGE_SECONDS + 1
     set_clock(monkeypatch, step_ring, time=lambda: later)
     assert recover(runs, folder) == 0
@@ -317,10 +317,22 @@ def test_a_log_that_cannot_be_written_is_tried_again_for_a_day(
 def test_the_logs_of_other_folders_are_not_written(
     folder: Path, runs: Path, tmp_path: Path
 ) -> None:
-    leave_ring(folder, runs, [raw_step(1)])
+    leave_ring(folder, runs, [raw_step(1, ended_at=time.time())])
 
     assert recover(tmp_path / "other", folder) == 0
     assert not log_path(runs, 3).exists()
+    assert recover(runs, folder) == 1
+
+
+def test_the_ring_of_a_run_of_many_days_is_as_old_as_its_last_step(
+    folder: Path, runs: Path, tmp_path: Path
+) -> None:
+    """A write to a page that is mapped already does not change the time of a file in memory."""
+    file = leave_ring(folder, runs, [raw_step(1, ended_at=time.time())])
+    began = time.time() - 2 * MAX_AGE_SECONDS
+    os.utime(file, (began, began))
+
+    assert recover(tmp_path / "other", folder) == 0
     assert recover(runs, folder) == 1
 
 
