@@ -67,7 +67,7 @@ class LogFile:
             self._check_name()
             descriptor = self._open()
             if descriptor is not None:
-                self._write(descriptor, line(self._is_first))
+                self._bytes += write_whole(descriptor, line(self._is_first))
                 self._lines += 1
                 self._is_first = False
                 return
@@ -92,10 +92,8 @@ class LogFile:
             self._rotate()
             self._lines = 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor, self._is_first = open_to_append(self.path), True
+        self._descriptor, self._is_first = open_log(self.path), True
         self._bytes = os.fstat(self._descriptor).st_size
-        if self._bytes and os.pread(self._descriptor, 1, self._bytes - 1) != b"\n":
-            self._write(self._descriptor, b"\n")  # ends the partial line of a killed process
         return self._descriptor
 
     def _check_name(self) -> None:
@@ -128,12 +126,6 @@ class LogFile:
             )
         self._on_deleted()
 
-    def _write(self, descriptor: int, line: bytes) -> None:
-        written = os.write(descriptor, line)
-        self._bytes += written
-        if written < len(line):
-            raise OSError(f"only {written} of {len(line)} bytes were written, as on a full disk")
-
     def _rotate(self) -> None:
         """Rename the full file to segment 1, renumber older segments, and delete the oldest."""
         for age in range(self._settings.max_segments - 1, 0, -1):
@@ -158,3 +150,32 @@ class LogFile:
                 self.path,
                 error,
             )
+
+
+def open_log(path: Path) -> int:
+    """Open a log for appending, end the partial line of a killed process, return the descriptor.
+
+    Raises:
+        OSError: The log cannot be opened, or the partial line cannot be ended.
+    """
+    descriptor = open_to_append(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            write_whole(descriptor, b"\n")
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def write_whole(descriptor: int, data: bytes) -> int:
+    """Write bytes at the end of a log by one call, and return their number.
+
+    Raises:
+        OSError: Not all of them could be written.
+    """
+    written = os.write(descriptor, data)
+    if written < len(data):
+        raise OSError(f"only {written} of {len(data)} bytes were written, as on a full disk")
+    return written

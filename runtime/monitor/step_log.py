@@ -46,7 +46,7 @@ class StepLog:
             on_deleted: Called after somebody has deleted the file. The folder may be gone as well.
             now: A monotonic clock, in seconds.
         """
-        self.path = log_path(folder, identity["rank"])
+        self.path = folder / f"rank-{identity['rank']}.jsonl"
         self._file = LogFile(self.path, settings, on_deleted=on_deleted, now=now)
         self._writer = LineWriter(identity)
         self._every_step = every_step
@@ -64,11 +64,6 @@ class StepLog:
     def close(self) -> None:
         """Close the file. A later record would open it again."""
         self._file.close()
-
-
-def log_path(folder: Path, rank: str | int) -> Path:
-    """Return the step log of a rank."""
-    return folder / f"rank-{rank}.jsonl"
 
 
 def is_logged(step: int, *, every_step: bool) -> bool:

@@ -27,9 +27,10 @@ from zlib import crc32
 
 import orjson
 
-from ...metrics.atomic_file import open_to_append
 from ...metrics.catalog.labels import PHASES
 from ...metrics.step_record import LineWriter, StepRecord, seconds_by_phase
+from ..common.log_tail import last_lines
+from .log_file import open_log, write_whole
 from .step_log import is_logged
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ SLOTS = 1024
 MIN_FREE_BYTES = 16 * 2**20
 # After this time the ring of a killed process is deleted even if its log cannot be written.
 MAX_AGE_SECONDS = 24 * 3600.0
-# How much of the end of a log is searched for the last step that was logged.
+# How much of the end of a segment is searched for the last step that was logged.
 SEARCHED_BYTES = 16 * 2**20
 
 _NAME = "zerowatch-steps-"
@@ -206,11 +207,11 @@ def recover(logs: Path, folder: Path | None = None) -> int:
         >>> recover(Path("runs/r1"))  # after the ranks of a job on this host were killed
         3
     """
-    total = 0
+    total, logs = 0, logs.resolve()
     with contextlib.suppress(OSError):  # there is no such folder, or it cannot be read
         for path in sorted((folder or SHARED_MEMORY).glob(f"{_NAME}{os.getuid()}-*")):
             if path not in _own:
-                total += _recover_file(path, logs.resolve())
+                total += _recover_file(path, logs)
     return total
 
 
@@ -299,15 +300,9 @@ class _DeadRing:
 
     def _append(self, records: Sequence[StepRecord]) -> None:
         writer = LineWriter(self.identity)
-        lines = b"".join(map(writer.line, records))
-        descriptor = open_to_append(self.log)
+        descriptor = open_log(self.log)
         try:
-            size = os.fstat(descriptor).st_size
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                lines = b"\n" + lines  # ends the partial line of the killed process
-            written = os.write(descriptor, lines)
-            if written < len(lines):
-                raise OSError(f"only {written} of {len(lines)} bytes were written")
+            write_whole(descriptor, b"".join(map(writer.line, records)))
         finally:
             os.close(descriptor)
 
@@ -385,15 +380,12 @@ def _logged_ends(log: Path) -> set[float]:
 
 def _last_lines(log: Path) -> Iterator[bytes]:
     """Yield the lines at the end of a log; of its older segment, too, if it has just begun."""
-    left = SEARCHED_BYTES
+    is_whole = True
     for path in (log, log.with_suffix(".1.jsonl")):
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - left))
-            yield from file.read(left).splitlines()
-            left -= size
-        if left <= 0:
-            return
+        if is_whole:
+            with contextlib.suppress(FileNotFoundError):
+                lines, is_whole = last_lines(path, SEARCHED_BYTES)
+                yield from lines
 
 
 def _float(number: object) -> float:

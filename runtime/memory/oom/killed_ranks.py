@@ -32,6 +32,7 @@ from ...common.liveness_file import (
     pid_namespace,
     read_marker,
 )
+from ...common.log_tail import last_lines
 from ...common.report_files import create_first_free, utc_text
 from ..forecast.peak_readings import Shape
 from .error_report import format_percent, format_shapes
@@ -591,7 +592,10 @@ def _records_between(
     """Return the last records of a period. A restarted rank may have added many later ones."""
     num_bytes = _TAIL_BYTES
     while True:
-        lines, is_whole = _tail(path, num_bytes)
+        try:
+            lines, is_whole = last_lines(path, num_bytes)
+        except OSError:
+            return []
         records = list(_records(lines))
         of_period = [
             record
@@ -608,18 +612,6 @@ def _latest(records: Sequence[LastRecord], field: str) -> Any:
     """Return the last value of a field that is not None: some steps do not read memory."""
     values = (getattr(record, field) for record in reversed(records))
     return next((value for value in values if value is not None), None)
-
-
-def _tail(path: Path, num_bytes: int) -> tuple[list[bytes], bool]:
-    """Return the complete lines at the end of a file, and whether they are the whole file."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - num_bytes))
-            lines = file.read().splitlines()
-    except OSError:
-        return [], True
-    return (lines[1:], False) if size > num_bytes else (lines, True)  # line 0 is cut off
 
 
 def _records(lines: Sequence[bytes]) -> Iterator[Mapping[str, Any]]:

@@ -1,4 +1,7 @@
-"""Tests of the ring of steps in shared memory: what a killed process leaves."""
+"""Tests of the ring of steps in shared memory: what a killed process leaves.
+
+Covers `log_tail.py`.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,10 @@ from zerowatch.metrics.settings import RunLogSettings
 from zerowatch.runtime.common.device_scalar import PendingScalar
 from zerowatch.runtime.instrumentation.raw_step import StepCounts
 from zerowatch.runtime.monitor import step_ring
-from zerowatch.runtime.monitor.step_log import StepLog, log_path
+from zerowatch.runtime.monitor.step_log import StepLog
 from zerowatch.runtime.monitor.step_ring import MAX_AGE_SECONDS, SLOTS, StepRing, recover
 
+LOG = "rank-3.jsonl"
 IDENTITY = {"run_id": "night-7", "rank": 3, "host": "here", "attempt": 0, "world_size": 8}
 
 
@@ -49,7 +53,7 @@ def runs(tmp_path: Path) -> Path:
 def new_ring(folder: Path, runs: Path, *, every_step: bool = True) -> StepRing:
     ring = StepRing.create(folder)
     assert ring is not None
-    ring.set_log(log_path(runs, 3), IDENTITY, every_step=every_step)
+    ring.set_log(runs / LOG, IDENTITY, every_step=every_step)
     return ring
 
 
@@ -86,8 +90,8 @@ def log_steps(runs: Path, *numbers: int) -> StepLog:
     return log
 
 
-def logged(runs: Path, name: str = "rank-3.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (runs / name).read_text().splitlines()]
+def logged(runs: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (runs / LOG).read_text().splitlines()]
 
 
 def numbers(runs: Path) -> list[int]:
@@ -197,7 +201,7 @@ def test_a_partial_line_at_the_end_of_the_log_is_ended(folder: Path, runs: Path)
 
 def test_the_last_logged_step_may_be_in_the_segment_before(folder: Path, runs: Path) -> None:
     log_steps(runs, 1, 2)
-    log_path(runs, 3).rename(runs / "rank-3.1.jsonl")
+    (runs / LOG).rename(runs / "rank-3.1.jsonl")
     leave_ring(folder, runs, [raw_step(number) for number in (1, 2, 3)])
 
     assert recover(runs, folder) == 1
@@ -214,10 +218,10 @@ def test_the_ring_of_a_living_process_is_left_alone(folder: Path, runs: Path) ->
 
     assert recover(runs, folder) == 0
     in_killed_process(look_from_another_process)
-    assert not log_path(runs, 3).exists()
+    assert not (runs / LOG).exists()
     # Its own look has not released the lock either.
     in_killed_process(look_from_another_process)
-    assert not log_path(runs, 3).exists()
+    assert not (runs / LOG).exists()
 
     ring.close()
     ring.close()
@@ -298,15 +302,15 @@ def test_steps_are_written_to_a_full_disk(runs: Path, tmp_path: Path, monkeypatc
 def test_a_log_that_cannot_be_written_is_tried_again_for_a_day(
     folder: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log_path(runs, 3).mkdir()  # in the way
+    (runs / LOG).mkdir()  # in the way
     leave_ring(folder, runs, [raw_step(1, ended_at=time.time())])
     assert recover(runs, folder) == 0
 
-    log_path(runs, 3).rmdir()
+    (runs / LOG).rmdir()
     assert recover(runs, folder) == 1
 
-    log_path(runs, 3).unlink()
-    log_path(runs, 3).mkdir()
+    (runs / LOG).unlink()
+    (runs / LOG).mkdir()
     leave_ring(folder, runs, [raw_step(1, ended_at=time.time())])
     later = time.time() + MAX_AGE_SECONDS + 1
     set_clock(monkeypatch, step_ring, time=lambda: later)
@@ -320,7 +324,7 @@ def test_the_logs_of_other_folders_are_not_written(
     leave_ring(folder, runs, [raw_step(1, ended_at=time.time())])
 
     assert recover(tmp_path / "other", folder) == 0
-    assert not log_path(runs, 3).exists()
+    assert not (runs / LOG).exists()
     assert recover(runs, folder) == 1
 
 
