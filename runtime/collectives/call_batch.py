@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # A time in nanoseconds that is later than any other. It stands for the start of a wait if the call
 # has ended and the compute stream has not begun to wait.
-_NOT_REACHED = 2**63
+_NOT_REACHED = 2**63 - 1
 # Held to mark the end of a message, and to read a batch without the messages that have no end yet.
 MESSAGE_ENDS = threading.Lock()
 

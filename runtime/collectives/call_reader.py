@@ -18,6 +18,23 @@ _RECV = OPS.index("recv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlainCall:
+    """Where a function without peculiarities has its arguments, for `RecordedFunction`.
+
+    Attributes:
+        op: The index of the operation in OPS.
+        payload_place: The place of the parameter that holds the payload; -1 without a payload.
+        payload_name: The name of this parameter.
+        group_place: The place of the parameter `group`; the number of parameters without it.
+    """
+
+    op: int
+    payload_place: int
+    payload_name: str
+    group_place: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallReader:
     """Reads the arguments of the calls of one function.
 
@@ -30,6 +47,8 @@ class CallReader:
         use_group_sequence: Copied from `collective_table.Function`.
         has_future: Copied from `collective_table.Function`.
         point_to_point: Copied from `collective_table.Operation`.
+        plain: Set if all ranks of the group issue the call together, the group counts it as one,
+            and its payload is that of one parameter.
     """
 
     group: Getter
@@ -39,6 +58,7 @@ class CallReader:
     use_group_sequence: bool
     has_future: bool
     point_to_point: bool
+    plain: PlainCall | None = None
 
 
 def torch_readers(
@@ -126,6 +146,22 @@ def call_reader(row: Operation, function: Function, parameters: Sequence[str]) -
         use_group_sequence=function.use_group_sequence,
         has_future=function.has_future,
         point_to_point=row.point_to_point,
+        plain=_plain_call(row, function, parameters, spellings),
+    )
+
+
+def _plain_call(
+    row: Operation, function: Function, parameters: Sequence[str], spellings: Sequence[str]
+) -> PlainCall | None:
+    is_peculiar = function.use_group_sequence or not function.has_future
+    if is_peculiar or row.point_to_point or row.payload_times_group_size:
+        return None
+    name = spellings[0] if spellings else ""
+    return PlainCall(
+        op=OPS.index(row.label),
+        payload_place=parameters.index(name) if name else -1,
+        payload_name=name,
+        group_place=parameters.index("group") if "group" in parameters else len(parameters),
     )
 
 

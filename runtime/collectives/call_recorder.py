@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..common import accelerator
 from ..common.accelerator import Stream
+from ..common.hot_path import RecorderFields
 from ..common.phase_timer import OTHER, PhaseTimer
 from .call_batch import MESSAGE_ENDS, CallBatch
 from .call_reader import ON_CPU, CallReader
@@ -34,7 +35,7 @@ _GOLDEN_RATIO = 0x9E3779B1  # times 2**32
 _NO_WORK: tuple[Callable[[], Any], None] = (lambda: None, None)
 
 
-class CallRecorder:
+class CallRecorder(RecorderFields):
     """Records the calls of the process, and keeps those since the last `drain`.
 
     Attributes:
@@ -50,6 +51,7 @@ class CallRecorder:
 
     def __init__(self) -> None:
         self.groups = Groups()
+        self._known_groups = self.groups.by_id
         self.events = EventPool()
         self.stream_waits = StreamWaitTracker(self.events)
         self.dropped_calls = 0
@@ -61,6 +63,7 @@ class CallRecorder:
         self._making_streams = threading.Lock()
         self._left_out = 0  # calls that could not be recorded completely
         self._num_gaps = 0  # as of the last drain
+        self._sees_device = False  # whether any call so far was on a device
         self._unwaited: list[CollectiveCall] = []  # of the last batch, without an end so far
         self._calls: list[CollectiveCall] = []
         self._draining = threading.RLock()  # two threads must not drain the same calls
@@ -122,12 +125,12 @@ class CallRecorder:
         """
         with self._draining:
             calls, self._calls = self._calls, []
+        if not self._sees_device:
+            return CallBatch(calls, is_complete=not self._has_new_gaps())
         for call in self._unwaited:
             call.timed = call.timed and call.end_event is not None
         self._unwaited = [call for call in calls if call.is_bound and call.end_event is None]
-        waits, before = self.stream_waits, self._num_gaps
-        self._num_gaps = waits.dropped_in_capture + waits.replayed_calls + self._left_out
-        batch = CallBatch(calls, is_complete=self._num_gaps == before)
+        batch = CallBatch(calls, is_complete=not self._has_new_gaps())
         if any(call.start_event is not None for call in calls):
             try:
                 batch.anchor = self.events.record()
@@ -135,6 +138,12 @@ class CallRecorder:
                 self.events.disable(error)
                 batch.lose()
         return batch
+
+    def _has_new_gaps(self) -> bool:
+        """Return whether calls or waits were left out since the last time."""
+        waits, before = self.stream_waits, self._num_gaps
+        self._num_gaps = waits.dropped_in_capture + waits.replayed_calls + self._left_out
+        return self._num_gaps != before
 
     def pass_on_between_steps(self) -> None:
         """Pass on the calls since the last drain if no step has begun. Called on the watch thread.
@@ -237,6 +246,16 @@ class CallRecorder:
                     lambda _, call=call, key=key: self._on_completed(call, key)
                 )
         self._add(calls)
+
+    def lose(self, call: CollectiveCall, error: BaseException) -> None:
+        """Give up a call whose end could not be recorded, and raise the reason.
+
+        Raises:
+            BaseException: `error`, always.
+        """
+        self._under_way.discard(call)
+        self._leave_out([call])
+        raise error
 
     def on_wait_start(self, work: Any) -> CollectiveCall | None:
         """Record that this thread begins to wait for an asynchronous call.
@@ -437,6 +456,7 @@ class CallRecorder:
         Returns:
             False if the stream is capturing a graph, so that the calls cannot be timed.
         """
+        self._sees_device = True
         if device_index is None:
             device_index = calls[0].group.device_index
         on_device = self.stream_waits.is_on_device(device_index)

@@ -13,6 +13,10 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from ...metrics.catalog.labels import GROUPS, OPS
 from ..common import accelerator
+from ..common.hot_path import BEFORE_ALL as BEFORE_ALL
+from ..common.hot_path import NEVER as NEVER
+from ..common.hot_path import CollectiveCall as CollectiveCall
+from ..common.hot_path import GroupFields, RankSetFields
 from .collective_table import WIRE_BY_PAYLOAD, wire_factor
 
 if TYPE_CHECKING:
@@ -22,12 +26,9 @@ RoleOf = Callable[[ProcessGroup], str]
 # Number of recent calls that are kept for each rank set, to compare ranks and for hang reports.
 # DeepSpeed issues up to some hundred calls per step.
 RECENT_CALLS = 8192
-# Times in nanoseconds that are later and earlier than any other.
-NEVER = 2**63
-BEFORE_ALL = -(2**63)
 
 
-class RankSet:
+class RankSet(RankSetFields):
     """Holds a set of global ranks, and the calls of all process groups of exactly these ranks.
 
     All members issue the calls of all these groups in the same order. DeepSpeed clones the world
@@ -41,7 +42,7 @@ class RankSet:
         roles: The roles of its process groups.
     """
 
-    __slots__ = ("issued", "key", "members", "recent", "roles")
+    __slots__ = ("key", "members", "roles")
 
     def __init__(self, members: tuple[int, ...]) -> None:
         self.members = members
@@ -61,7 +62,7 @@ class RankSet:
         return min(self.roles, key=GROUPS.index, default="other")
 
 
-class Group:
+class Group(GroupFields):
     """Records one process group.
 
     Attributes:
@@ -82,14 +83,8 @@ class Group:
     __slots__ = (
         "_wire_factors",
         "backend",
-        "busy_until_ns",
         "device_index",
-        "maybe_busy_until_ns",
-        "on_device",
         "point_to_point",
-        "rank_set",
-        "recorded",
-        "reference",
         "replayed",
         "role",
         "seen_from",
@@ -138,129 +133,20 @@ class StreamWait:
         self.num_calls = num_calls
 
 
-class CollectiveCall:
-    """Records one collective on one rank.
-
-    Times are read from `time.perf_counter_ns`. For a call that is timed by events, times are
-    nanoseconds relative to the batch's anchor, and "training" below means the compute stream.
-
-    Attributes:
-        op: The index of its operation in OPS.
-        group: The process group.
-        payload_bytes: Bytes by nccl-tests' convention; see `collective_table.Operation`.
-        dtype: The data type of the payload; None without a payload.
-        phase: The phase in which the call was issued, as an index of PHASES.
-        sequence: The number of the call, from 1 on, among the calls that all members of the rank
-            set issue. 0 for a point-to-point call, and for a call from a thread whose order of
-            calls differs between ranks.
-        start_ns: When the call was issued.
-        end_ns: When the call ended; 0 until then.
-        issued_ns: When the call returned, if it blocked training. Otherwise `start_ns`.
-        wait_ns: When training first waited for the call; 0 if training did not wait.
-        wait_phase: The phase of that wait.
-        timed: Whether the end of the call can be read.
-        is_bound: Whether `end_ns` or `duration_ns` is only an upper bound. So it is for a call on a
-            device whose end is marked where a stream had waited for it, and for a call that may
-            have queued behind such a call. If such a call is not timed, nothing has waited for it.
-        is_lost: Whether the end of the call could not be marked, or not be read in time.
-        start_event: The event at the start of the call, if the call runs on a stream. `end_event`
-            is the event at its end.
-        stream_wait: The point at which the compute stream began to wait for the call; None if the
-            stream did not wait.
-        batch: The number of the batch that the call was settled in. A batch holds the calls of one
-            step, or a part of them.
-        settled: Whether `settle` has set `duration_ns`, `exposed_ns` and `wait_exposed_ns`.
-    """
-
-    __slots__ = (
-        "batch",
-        "dtype",
-        "duration_ns",
-        "end_event",
-        "end_ns",
-        "exposed_ns",
-        "group",
-        "is_bound",
-        "is_lost",
-        "issued_ns",
-        "op",
-        "payload_bytes",
-        "phase",
-        "sequence",
-        "settled",
-        "start_event",
-        "start_ns",
-        "stream_wait",
-        "timed",
-        "wait_exposed_ns",
-        "wait_ns",
-        "wait_phase",
-    )
-
-    def __init__(
-        self, op: int, group: Group, payload_bytes: int, dtype: torch.dtype | None, phase: int
-    ) -> None:
-        self.op = op
-        self.group = group
-        self.payload_bytes = payload_bytes
-        self.dtype = dtype
-        self.phase = phase
-        self.sequence = 0
-        self.start_ns = 0
-        self.end_ns = 0
-        self.wait_ns = 0
-        self.timed = True
-        self.is_bound = self.is_lost = self.settled = False
-        self.start_event: Event | None = None
-        self.end_event: Event | None = None
-        self.stream_wait: StreamWait | None = None
-        # This constructor is on the hot path. The other attributes are set when the call returns or
-        # settles.
-        self.batch: int
-        self.issued_ns: int
-        self.wait_phase: int
-        self.duration_ns: int
-        self.exposed_ns: int
-        self.wait_exposed_ns: int
-
-    def settle(self, batch: int = 0) -> None:
-        """Compute how long the call took, and how much of this time it blocked training.
-
-        A group runs one call after the other. `duration_ns` therefore begins at the issue of the
-        call or at the end of the group's previous call, whichever is later. `exposed_ns` is the
-        time in which training was blocked, and `wait_exposed_ns` is the part spent in `wait()`.
-        """
-        self.batch = batch
-        self.duration_ns = self.exposed_ns = self.wait_exposed_ns = 0
-        if self.timed:
-            end_ns, group = self.end_ns, self.group
-            self.duration_ns = max(0, end_ns - max(self.start_ns, group.busy_until_ns))
-            # Earlier calls of the group have ended before this one.
-            if self.is_bound:
-                group.maybe_busy_until_ns = end_ns
-            else:
-                self.is_bound = self.start_ns < group.maybe_busy_until_ns
-                group.busy_until_ns = max(end_ns, group.busy_until_ns)
-                group.maybe_busy_until_ns = BEFORE_ALL
-            issued_ns = min(self.issued_ns, end_ns)
-            if self.wait_ns:
-                self.wait_exposed_ns = max(0, end_ns - max(self.wait_ns, issued_ns))
-            self.exposed_ns = issued_ns - self.start_ns + self.wait_exposed_ns
-        elif self.is_bound:
-            self.group.maybe_busy_until_ns = NEVER
-        self.settled = True
-
-
 GroupCounts = tuple[Group, int, int]  # a group, its calls that it counted, and those recorded
 
 
 class Groups:
-    """Records the process groups seen so far, by weak references."""
+    """Records the process groups seen so far, by weak references.
+
+    Attributes:
+        by_id: The records by the id of the process group. A later group may have the same id.
+    """
 
     def __init__(self) -> None:
         self._role_of: RoleOf = _unknown_role
         self._p2p_role_of: RoleOf = _unknown_role
-        self._known: dict[int, Group] = {}
+        self.by_id: dict[int, Group] = {}
         self._rank_sets: dict[tuple[int, ...], RankSet] = {}
 
     def rank_sets(self) -> list[RankSet]:
@@ -276,12 +162,12 @@ class Groups:
             group: The argument `group` of a call.
             point_to_point: Whether to return the record of messages between two members.
         """
-        known = self._known.get(id(group))
+        known = self.by_id.get(id(group))
         if known is None or known.reference() is not group:
             if not isinstance(group, ProcessGroup):
                 return None
             rank_set = self._rank_set_of(group)
-            known = self._known[id(group)] = Group(group, self._role_of(group), rank_set)
+            known = self.by_id[id(group)] = Group(group, self._role_of(group), rank_set)
             self._label_rank_sets()
         return self._point_to_point(known) if point_to_point else known
 
@@ -293,7 +179,7 @@ class Groups:
             p2p_role_of: Returns the role of messages between two members.
         """
         self._role_of, self._p2p_role_of = role_of, p2p_role_of
-        for known in list(self._known.values()):
+        for known in list(self.by_id.values()):
             group = known.reference()
             if group is not None:
                 known.role = role_of(group)
@@ -311,15 +197,15 @@ class Groups:
 
     def known(self) -> list[Group]:
         """Return the groups seen so far."""
-        return list(self._known.values())
+        return list(self.by_id.values())
 
     def drain_counts(self) -> list[GroupCounts]:
         """Return each group with calls since the last drain: the calls counted, and recorded."""
         counts = []
-        for key, known in list(self._known.items()):
+        for key, known in list(self.by_id.items()):
             counted = known.num_issued()
             if counted is None:
-                del self._known[key]
+                del self.by_id[key]
                 continue
             records = [known] if known.point_to_point is None else [known, known.point_to_point]
             issued = counted + sum(each.replayed for each in records)
@@ -343,7 +229,7 @@ class Groups:
 
     def _label_rank_sets(self) -> None:
         for rank_set in self.rank_sets():
-            groups = (group for group in list(self._known.values()) if group.rank_set is rank_set)
+            groups = (group for group in list(self.by_id.values()) if group.rank_set is rank_set)
             rank_set.roles = [group.role for group in groups] or rank_set.roles
 
 

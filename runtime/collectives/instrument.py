@@ -8,8 +8,7 @@ function, only the outer call is recorded.
 from __future__ import annotations
 
 import inspect
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
@@ -19,19 +18,18 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ..common.fail_open import FailOpen
+from ..common.hot_path import RecordedFunction, WrapperState
 from ..common.patching import PatchSet
 from .call_reader import CallReader, backend_readers, torch_readers
-from .call_recorder import CallRecorder
+from .call_recorder import BATCH_CALLS, CallRecorder
+from .groups import CollectiveCall
 from .stream_waits import StreamHooks
 
 if TYPE_CHECKING:
     from .functional_collectives import FunctionalCollectives
 
-
-class _InsideCall(threading.local):
-    """Holds, for each thread, whether the thread is inside a wrapped call."""
-
-    value = False
+# Calls the original function with these arguments, and records the call.
+RecordedCall = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 class CollectiveInstrumentation:
@@ -39,19 +37,16 @@ class CollectiveInstrumentation:
 
     Attributes:
         call_recorder: Records the calls.
-        cost_ns: Nanoseconds spent on recording calls and waits, on any thread.
     """
 
     def __init__(self, fail_open: FailOpen) -> None:
         self.call_recorder = CallRecorder()
-        self.cost_ns = 0
-        self._open = False
+        self._state = WrapperState()
         self._patches = PatchSet()
         self._wrappers: set[Callable[..., Any]] = set()
         self._backend: Any = None
         self._fail_open = fail_open
         self._functional: FunctionalCollectives | None = None
-        self._inside = _InsideCall()
         recorder = self.call_recorder
         self._on_call = fail_open.wrap("collectives", recorder.on_call)
         # Kept: a call that on_call has begun must end, and a call that ends in a wait must, too.
@@ -59,19 +54,20 @@ class CollectiveInstrumentation:
         self._on_wait_start = fail_open.wrap("collectives", recorder.on_wait_start, is_kept=True)
         self._on_wait_end = fail_open.wrap("collectives", recorder.on_wait_end, is_kept=True)
         self._on_error = fail_open.wrap("collectives", recorder.on_error)
-        self._stream_hooks = StreamHooks(fail_open, recorder.stream_waits, self._inside)
+        self._lose = fail_open.wrap("collectives", recorder.lose, is_kept=True)
+        self._stream_hooks = StreamHooks(fail_open, recorder.stream_waits, self._state)
 
     @property
     def total_cost_ns(self) -> int:
         """Nanoseconds spent on recording calls, waits, and the synchronization of streams."""
         functional = 0 if self._functional is None else self._functional.cost_ns
-        return self.cost_ns + self._stream_hooks.cost_ns + functional
+        return self._state.cost_ns + self._stream_hooks.cost_ns + functional
 
     def open(self) -> None:
         """Wrap torch's functions in both modules through which callers reach them."""
-        if self._open:
+        if self._state.is_open:
             return
-        self._open = True
+        self._state.is_open = True
         for name, reader in torch_readers(_parameters_in_torch):
             wrapper = self._wrapper(reader, getattr(c10d, name))
             self._wrappers.add(wrapper)
@@ -83,7 +79,7 @@ class CollectiveInstrumentation:
 
     def open_backend(self, backend: Any) -> None:
         """Wrap the methods of DeepSpeed's backend object. A new object replaces the previous."""
-        if backend is self._backend or not self._open:
+        if backend is self._backend or not self._state.is_open:
             return
         self._backend = backend
         for name, reader in backend_readers():
@@ -96,13 +92,13 @@ class CollectiveInstrumentation:
 
         if self._functional is None:
             self._functional = FunctionalCollectives(
-                self._fail_open, self.call_recorder, self._inside
+                self._fail_open, self.call_recorder, self._state
             )
         self._functional.open()
 
     def close(self) -> None:
         """Restore the original functions. Wrappers that callers still hold just call them."""
-        self._open = False
+        self._state.is_open = False
         self._stream_hooks.close()
         if self._functional is not None:
             self._functional.close()
@@ -121,17 +117,60 @@ class CollectiveInstrumentation:
 
     def _wrapper(self, reader: CallReader, original: Callable[..., Any]) -> Callable[..., Any]:
         is_compiling = torch.compiler.is_compiling
-        inside, on_call, on_return = self._inside, self._on_call, self._on_return
-        on_error = self._on_error
+        record = self._record_in_python(reader, original)
+        if RecordedFunction is not None and reader.plain is not None:
+            record = self._record_in_c(reader, original, record)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():  # must come first, or torch.compile(fullgraph=True) breaks
                 return original(*args, **kwargs)
-            if inside.value or not self._open:
+            return record(args, kwargs)
+
+        return recorded
+
+    def _record_in_c(
+        self, reader: CallReader, original: Callable[..., Any], in_python: RecordedCall
+    ) -> RecordedCall:
+        """Return the function in C, which leaves calls that are not common to `in_python`."""
+        plain = reader.plain
+        assert plain is not None
+
+        def on_failure(
+            call: CollectiveCall, started_ns: int, ended_ns: int, error: BaseException | None
+        ) -> None:
+            """Give up a call that raised, or whose end could not be recorded for an error."""
+            if error is not None:
+                self._lose(call, error)
+                return
+            self._on_return(reader, [call], None, started_ns, ended_ns)
+            self._on_error(call)
+
+        record: RecordedCall = RecordedFunction(
+            state=self._state,
+            recorder=self.call_recorder,
+            original=original,
+            in_python=in_python,
+            on_failure=on_failure,
+            tensor_type=torch.Tensor,
+            group_member=c10d.GroupMember,
+            payload_place=plain.payload_place,
+            payload_name=plain.payload_name,
+            group_place=plain.group_place,
+            op=plain.op,
+            max_calls=BATCH_CALLS,
+        )
+        return record
+
+    def _record_in_python(self, reader: CallReader, original: Callable[..., Any]) -> RecordedCall:
+        state, on_call, on_return = self._state, self._on_call, self._on_return
+        on_error = self._on_error
+
+        def record(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            if state.value or not state.is_open:
                 return original(*args, **kwargs)
             entered_ns = perf_counter_ns()
             calls = on_call(reader, args, kwargs)
-            inside.value = True
+            state.value = True
             work, returned = None, False
             started_ns = perf_counter_ns()
             try:
@@ -139,27 +178,27 @@ class CollectiveInstrumentation:
                 returned = True
             finally:
                 ended_ns = perf_counter_ns()
-                inside.value = False
+                state.value = False
                 if calls:
                     on_return(reader, calls, work, started_ns, ended_ns)
                     if not returned:
                         on_error(calls[0])
-                self.cost_ns += perf_counter_ns() - ended_ns + started_ns - entered_ns
+                state.cost_ns += perf_counter_ns() - ended_ns + started_ns - entered_ns
             return work
 
-        return recorded
+        return record
 
     def _wait_wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
         is_compiling = torch.compiler.is_compiling
-        inside, on_wait_start, on_wait_end = self._inside, self._on_wait_start, self._on_wait_end
+        state, on_wait_start, on_wait_end = self._state, self._on_wait_start, self._on_wait_end
         on_error = self._on_error
 
         def recorded_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or inside.value or not self._open:
+            if is_compiling() or state.value or not state.is_open:
                 return original(work, *args, **kwargs)
             entered_ns = perf_counter_ns()
             call = on_wait_start(work)
-            self.cost_ns += perf_counter_ns() - entered_ns
+            state.cost_ns += perf_counter_ns() - entered_ns
             try:
                 result = original(work, *args, **kwargs)
             except RuntimeError:
@@ -168,7 +207,7 @@ class CollectiveInstrumentation:
                 raise
             ended_ns = perf_counter_ns()
             on_wait_end(work, call)
-            self.cost_ns += perf_counter_ns() - ended_ns
+            state.cost_ns += perf_counter_ns() - ended_ns
             return result
 
         return recorded_wait

@@ -163,4 +163,5 @@ class StepCommTotals:
 
 
 def _wire_factor(call: CollectiveCall) -> float:
-    return call.group.wire_factor(call.op, call.payload_bytes)
+    factor: float = call.group.wire_factor(call.op, call.payload_bytes)
+    return factor

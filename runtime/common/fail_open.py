@@ -24,6 +24,7 @@ from typing import ParamSpec, TypeVar
 
 from ...metrics.backoff import Backoff
 from .gil_pauses import pause_this_thread
+from .hot_path import Hook
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -124,37 +125,58 @@ class FailOpen:
                 events of one batch. After any exception it is called again, and only its first
                 failure is logged.
         """
-        is_off = is_dropped = is_short = is_logged = False
-        backoff = Backoff(FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, self._now)
+        return _Failures(
+            name, self.failures, self._now, is_retried=is_retried, is_kept=is_kept
+        ).hook(body, catches)
 
-        def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
-            nonlocal is_off, is_dropped, is_short, is_logged
-            if is_off:
-                if is_dropped or not backoff.is_due:
-                    return None
-                is_off = False
-            try:
-                result = body(*args, **kwargs)
-            except catches as error:  # training continues
-                is_off = is_dropped = is_short = True
-                self.failures[name] += 1
-                with contextlib.suppress(Exception):  # logging can fail too, such as without memory
-                    text = _DROPPED
-                    if is_kept or (is_retried and is_out_of_device_memory(error)):
-                        is_off, text = False, _KEPT
-                    elif is_retried and is_shortage(error):
-                        is_dropped, text = False, _DELAYED
-                        backoff.start_delay()
-                    if text is _DROPPED or not is_logged:
-                        is_logged = True
-                        logger.warning(text, name, exc_info=True)
-                return None
-            if is_short:
-                is_short = False
-                backoff.reset()
-            return result
 
-        return guarded
+class _Failures:
+    """Counts and logs the failures of one hook, and decides whether it is called again."""
+
+    def __init__(
+        self,
+        name: str,
+        failures: Counter[str],
+        now: Callable[[], float],
+        *,
+        is_retried: bool,
+        is_kept: bool,
+    ) -> None:
+        self._name, self._failures = name, failures
+        self._is_retried, self._is_kept = is_retried, is_kept
+        self._is_dropped = self._is_logged = False
+        self._backoff = Backoff(FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, now)
+        self._hook: Hook
+
+    def hook(self, body: Callable[P, T], catches: type[BaseException]) -> Callable[P, T | None]:
+        """Return the hook that calls `body`."""
+        self._hook = Hook(body, catches, self._on_failure, self._may_resume, self._on_success)
+        return self._hook
+
+    def _on_failure(self, error: BaseException) -> None:
+        hook = self._hook
+        hook.is_off = hook.is_short = self._is_dropped = True
+        self._failures[self._name] += 1
+        with contextlib.suppress(Exception):  # logging can fail too, such as without memory
+            text = _DROPPED
+            if self._is_kept or (self._is_retried and is_out_of_device_memory(error)):
+                hook.is_off, text = False, _KEPT
+            elif self._is_retried and is_shortage(error):
+                self._is_dropped, text = False, _DELAYED
+                self._backoff.start_delay()
+            if text is _DROPPED or not self._is_logged:
+                self._is_logged = True
+                logger.warning(text, self._name, exc_info=True)
+
+    def _may_resume(self) -> bool:
+        if self._is_dropped or not self._backoff.is_due:
+            return False
+        self._hook.is_off = False
+        return True
+
+    def _on_success(self) -> None:
+        self._hook.is_short = False
+        self._backoff.reset()
 
 
 def is_out_of_device_memory(error: BaseException) -> bool:

@@ -78,4 +78,5 @@ def _read_tensors(named: Any, shape: BatchShape) -> None:
 
 
 def _holds_integers(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.dtype == torch.bool)
+    dtype = tensor.dtype
+    return dtype is torch.int64 or not (dtype.is_floating_point or dtype == torch.bool)

@@ -172,7 +172,7 @@ class EngineHooks:
                 if shape is not None:
                     self._shapes.append(shape)
                     self._on_batch_start(shape, len(self._shapes))
-            elif name == "OptimizerStep":
+            elif name == "OptimizerStep" and self._phase_timer.on_change is not None:
                 self._on_update_start()
 
         def on_end(result: Any, returned: bool) -> None:
@@ -240,8 +240,8 @@ class EngineHooks:
         on_end = self._fail_open.wrap("_backward_epilogue", self._on_plain_backward_end)
 
         def hooked() -> Any:
-            if self._open and not torch.compiler.is_compiling():
-                self._on_gradients()
+            if self._phase_timer.on_change is not None and not torch.compiler.is_compiling():
+                self._on_gradients()  # only in a detailed sample, as each call costs time
             try:
                 return original()
             finally:
@@ -330,12 +330,8 @@ class EngineHooks:
         engine = self._engine()
         if engine is not None:
             self._steps_before, self._skipped_before = engine.global_steps, engine.skipped_steps
-            # If the script accumulates by itself, each call is a step. Older releases of DeepSpeed
-            # always count micro-batches themselves.
-            managed = getattr(engine, "managed_gradient_accumulation", None)
-            by_script = managed is not None and not managed()
-            updates = by_script or engine.is_gradient_accumulation_boundary()
-            if updates and not self._is_pipeline:
+            is_detailed = self._phase_timer.on_change is not None
+            if is_detailed and not self._is_pipeline and _updates_now(engine):
                 self._on_update_start()
         self._phase_timer.enter(OTHER if self._is_pipeline else OPTIMIZER)
 
@@ -353,6 +349,17 @@ class EngineHooks:
         self._collect(counts)
 
 
+def _updates_now(engine: Any) -> bool:
+    """Return whether this `step()` updates the weights.
+
+    If the script accumulates by itself, each call is a step. Older releases of DeepSpeed always
+    count micro-batches themselves.
+    """
+    managed = getattr(engine, "managed_gradient_accumulation", None)
+    by_script = managed is not None and not managed()
+    return by_script or bool(engine.is_gradient_accumulation_boundary())
+
+
 def is_divided_by_lightning(module: Any) -> bool:
     """Whether Lightning's loop divides the losses of a module by the number of micro-batches.
 
@@ -367,7 +374,7 @@ def is_divided_by_lightning(module: Any) -> bool:
 def extract_loss(output: Any) -> ScalarOrPending:
     """Return the loss in an output, or None if it is not a tensor with one element."""
     if isinstance(output, torch.Tensor) and output.numel() == 1:
-        return scalar(output.detach())
+        return scalar(output)
     return None
 
 

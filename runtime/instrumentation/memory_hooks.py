@@ -110,7 +110,9 @@ class MemoryHooks:
         if shape.samples is None:
             return
         length = shape.sequence_length or (shape.elements or 0) // (shape.samples or 1)
-        batch = self.shape = Shape(shape.samples, length)
+        batch = self.shape
+        if batch is None or batch.samples != shape.samples or batch.length != length:
+            batch = self.shape = Shape(shape.samples, length)
         if len(self._shapes) >= MAX_SHAPES:
             self._shapes = dict.fromkeys(largest_shapes(tuple(self._shapes)))
         self._shapes[batch] = None

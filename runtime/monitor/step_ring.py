@@ -149,9 +149,11 @@ class StepRing:
     def write(self, step: RawStep) -> None:
         """Write a step in place of the oldest one, without values that are still on a device."""
         counts = step.counts
-        # The loss of some micro-batches is not that of the step.
-        is_known = all(type(loss) is float for loss in counts.losses)
-        loss = counts.loss() if is_known else None
+        losses = counts.losses
+        if len(losses) == 1:
+            loss = losses[0]
+        else:  # the loss of some micro-batches is not that of the step
+            loss = counts.loss() if all(type(one) is float for one in losses) else None
         self._number += 1
         body = _STEP.pack(
             self._number,

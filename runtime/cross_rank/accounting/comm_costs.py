@@ -371,4 +371,5 @@ def _wire_bytes(call: CollectiveCall) -> float:
     """Return the wire bytes of a call on this rank. For a receive, return the received bytes."""
     if OPS[call.op] in POINT_TO_POINT:
         return call.payload_bytes
-    return call.payload_bytes * call.group.wire_factor(call.op, call.payload_bytes)
+    factor: float = call.group.wire_factor(call.op, call.payload_bytes)
+    return call.payload_bytes * factor

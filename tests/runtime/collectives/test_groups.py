@@ -32,7 +32,7 @@ def call(
     made.start_ns, made.issued_ns, made.wait_ns, made.end_ns = start, issued, wait, end
     for name, value in fields.items():
         setattr(made, name, value)
-    made.settle(batch=3)
+    made.settle(3)
     return made
 
 

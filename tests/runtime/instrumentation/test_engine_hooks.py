@@ -123,6 +123,10 @@ class Run:
             self.engine, self.phases, self.fail_open, memory, collector, checkpoints
         )
 
+    def sample_in_detail(self) -> None:
+        """Begin a detailed sample of memory."""
+        self.phases.on_change = lambda phase: None
+
     def work(self, seconds: int) -> None:
         self.now_ns += seconds * 1_000_000_000
 
@@ -182,7 +186,9 @@ def test_a_step_that_did_not_update_the_weights_is_skipped(run: Run) -> None:
     assert [step.skipped for step in run.steps] == [False, True, False]
 
 
-def test_memory_is_told_of_each_micro_batch_of_gradients_and_of_the_update(run: Run) -> None:
+def test_a_detailed_sample_gets_each_micro_batch_the_gradients_and_the_update(run: Run) -> None:
+    run.sample_in_detail()
+
     for samples in (2, 3):
         run.micro_batch(samples)
         run.engine.step()
@@ -196,8 +202,18 @@ def test_memory_is_told_of_each_micro_batch_of_gradients_and_of_the_update(run: 
     ]
 
 
+def test_other_steps_give_the_memory_hooks_only_their_micro_batches(run: Run) -> None:
+    for samples in (2, 3):
+        run.micro_batch(samples)
+        run.engine.step()
+
+    assert run.events == [("batch", 2, 1), ("batch", 3, 2)]
+    assert len(run.steps) == 1
+
+
 def test_a_script_that_accumulates_by_itself_updates_in_each_step(run: Run) -> None:
     run.engine.by_script = True
+    run.sample_in_detail()
     run.micro_batch()
 
     run.engine.step()
@@ -567,6 +583,8 @@ def test_the_instructions_of_a_pipeline_have_phases(pipeline: Run) -> None:
 
 
 def test_the_first_stage_counts_the_samples_that_it_has_loaded(pipeline: Run) -> None:
+    pipeline.sample_in_detail()
+
     pipeline.engine.train_batch()  # type: ignore[attr-defined]
 
     assert pipeline.steps == [

@@ -1,0 +1,1376 @@
+/* The parts of monitoring that run on the training thread many times a step, in C.
+ *
+ * With the CPU caches filled by the model, each line of Python takes about a microsecond, and the
+ * same work in C a tenth of that. `hot_path.py` has the same classes in Python, which are used where
+ * this module was not built. Both must do the same: tests/runtime/common/test_hot_path.py compares
+ * them, and runs the tests of their users with each.
+ *
+ * All functions are called with the GIL held, which protects all fields.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <limits.h>
+#include <structmember.h>
+#include <time.h>
+
+#ifdef Py_GIL_DISABLED
+#error "the fields of these classes are protected by the GIL only"
+#endif
+
+/* One read-only or writable field of an object, as a row of a table of members. */
+#define FIELD(type, name, kind) {#name, kind, offsetof(type, name), 0, NULL}
+/* A field that Python code knows by a name with a leading underscore. */
+#define PRIVATE(type, name, kind) {"_" #name, kind, offsetof(type, name), 0, NULL}
+#define END_OF_FIELDS {NULL, 0, 0, 0, NULL}
+
+static long long
+now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now); /* the clock of time.perf_counter_ns on Linux */
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+/* Interned names of attributes and methods that are looked up. */
+static PyObject *s_dtype, *s_nbytes, *s_is_sparse, *s_append, *s_get_future, *s_add_done_callback,
+    *s_is_cpu, *s_data_ptr, *s_is_neg, *s_numel, *s_batch_is_full, *s_busy_until_ns,
+    *s_maybe_busy_until_ns;
+static PyObject *perf_counter_ns; /* time.perf_counter_ns */
+
+/* Replaces a field by another object. */
+static void
+set_object(PyObject **field, PyObject *value)
+{
+    PyObject *before = *field;
+    *field = Py_XNewRef(value);
+    Py_XDECREF(before);
+}
+
+/* ---- PhaseClock: see hot_path.py ---- */
+
+#define MAX_PHASES 16
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *now;       /* a clock that Python code gave; NULL for perf_counter_ns */
+    PyObject *on_change; /* NULL stands for None, as in all fields of kind T_OBJECT */
+    PyObject *on_interval_end;
+    PyObject *intervals;
+    long long totals[MAX_PHASES];
+    long long since_ns;
+    int *outer; /* the phases around the current one */
+    Py_ssize_t depth, capacity;
+    int num_phases, current;
+    unsigned int non_training; /* a bit for each phase that is not training */
+    char started, stopped, left_training;
+} PhaseClock;
+
+static int
+PhaseClock_init(PhaseClock *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"now_ns", "num_phases", "first", "non_training", NULL};
+    PyObject *now, *non_training;
+    int num_phases, first;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OiiO!", names, &now, &num_phases, &first,
+                                     &PyTuple_Type, &non_training))
+        return -1;
+    if (num_phases > MAX_PHASES) {
+        PyErr_Format(PyExc_ValueError, "at most %d phases, got %d", MAX_PHASES, num_phases);
+        return -1;
+    }
+    self->non_training = 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(non_training); i++) {
+        long phase = PyLong_AsLong(PyTuple_GET_ITEM(non_training, i));
+        if (phase == -1 && PyErr_Occurred())
+            return -1;
+        self->non_training |= 1u << phase;
+    }
+    set_object(&self->now, now == perf_counter_ns ? NULL : now);
+    self->num_phases = num_phases;
+    self->current = first;
+    return 0;
+}
+
+static int
+clock_now(PhaseClock *self, long long *found)
+{
+    if (self->now == NULL) {
+        *found = now_ns();
+        return 0;
+    }
+    PyObject *number = PyObject_CallNoArgs(self->now);
+    if (number == NULL)
+        return -1;
+    *found = PyLong_AsLongLong(number);
+    Py_DECREF(number);
+    return *found == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+static int
+call_with_phase(PyObject *callback, int phase)
+{
+    if (callback == NULL || callback == Py_None)
+        return 0;
+    PyObject *number = PyLong_FromLong(phase);
+    if (number == NULL)
+        return -1;
+    PyObject *kept = Py_NewRef(callback); /* it may replace itself */
+    PyObject *result = PyObject_CallOneArg(kept, number);
+    Py_DECREF(kept);
+    Py_DECREF(number);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+static int
+accrue(PhaseClock *self, int is_counted)
+{
+    if (call_with_phase(self->on_change, self->current) < 0)
+        return -1;
+    is_counted = is_counted && !self->stopped;
+    self->stopped = 0;
+    if (call_with_phase(self->on_interval_end, is_counted ? self->current : -1) < 0)
+        return -1;
+    long long now;
+    if (clock_now(self, &now) < 0)
+        return -1;
+    if (is_counted) {
+        self->totals[self->current] += now - self->since_ns;
+        if (self->intervals != NULL && self->intervals != Py_None) {
+            PyObject *interval = Py_BuildValue("iLL", self->current, self->since_ns, now);
+            if (interval == NULL)
+                return -1;
+            PyObject *result = PyObject_CallMethodOneArg(self->intervals, s_append, interval);
+            Py_DECREF(interval);
+            if (result == NULL)
+                return -1;
+            Py_DECREF(result);
+        }
+    }
+    self->since_ns = now;
+    return 0;
+}
+
+static PyObject *
+PhaseClock_enter(PhaseClock *self, PyObject *argument)
+{
+    long phase = PyLong_AsLong(argument);
+    if (phase == -1 && PyErr_Occurred())
+        return NULL;
+    if (phase < 0 || phase >= self->num_phases) {
+        PyErr_Format(PyExc_IndexError, "no phase has the number %ld", phase);
+        return NULL;
+    }
+    if (self->depth == self->capacity) {
+        Py_ssize_t capacity = 2 * self->capacity + 8;
+        int *outer = PyMem_Resize(self->outer, int, capacity);
+        if (outer == NULL)
+            return PyErr_NoMemory();
+        self->outer = outer;
+        self->capacity = capacity;
+    }
+    if (!self->started) {
+        self->started = 1;
+        if (clock_now(self, &self->since_ns) < 0)
+            return NULL;
+    }
+    if (accrue(self, 1) < 0)
+        return NULL;
+    self->outer[self->depth++] = self->current;
+    self->current = (int)phase;
+    if (self->non_training >> phase & 1)
+        self->left_training = 1;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+PhaseClock_leave(PhaseClock *self, PyObject *Py_UNUSED(ignored))
+{
+    if (accrue(self, 1) < 0)
+        return NULL;
+    if (self->depth == 0) {
+        PyErr_SetString(PyExc_IndexError, "no phase has begun");
+        return NULL;
+    }
+    self->current = self->outer[--self->depth];
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+PhaseClock_accrue(PhaseClock *self, PyObject *is_counted)
+{
+    int counted = PyObject_IsTrue(is_counted);
+    if (counted < 0 || accrue(self, counted) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+PhaseClock_nanoseconds(PhaseClock *self, PyObject *argument)
+{
+    long phase = PyLong_AsLong(argument);
+    if (phase < 0 || phase >= self->num_phases) {
+        if (!PyErr_Occurred())
+            PyErr_Format(PyExc_IndexError, "no phase has the number %ld", phase);
+        return NULL;
+    }
+    return PyLong_FromLongLong(self->totals[phase]);
+}
+
+static PyObject *
+PhaseClock_drain(PhaseClock *self, PyObject *Py_UNUSED(ignored))
+{
+    if (accrue(self, 1) < 0)
+        return NULL;
+    PyObject *totals = PyList_New(self->num_phases);
+    if (totals == NULL)
+        return NULL;
+    for (int phase = 0; phase < self->num_phases; phase++) {
+        PyObject *number = PyLong_FromLongLong(self->totals[phase]);
+        if (number == NULL) {
+            Py_DECREF(totals);
+            return NULL;
+        }
+        PyList_SET_ITEM(totals, phase, number);
+        self->totals[phase] = 0;
+    }
+    return totals;
+}
+
+static int
+PhaseClock_traverse(PhaseClock *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->now);
+    Py_VISIT(self->on_change);
+    Py_VISIT(self->on_interval_end);
+    Py_VISIT(self->intervals);
+    return 0;
+}
+
+static int
+PhaseClock_clear(PhaseClock *self)
+{
+    Py_CLEAR(self->now);
+    Py_CLEAR(self->on_change);
+    Py_CLEAR(self->on_interval_end);
+    Py_CLEAR(self->intervals);
+    return 0;
+}
+
+static void
+PhaseClock_dealloc(PhaseClock *self)
+{
+    PyObject_GC_UnTrack(self);
+    PhaseClock_clear(self);
+    PyMem_Free(self->outer);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMemberDef PhaseClock_members[] = {
+    FIELD(PhaseClock, current, T_INT),
+    FIELD(PhaseClock, since_ns, T_LONGLONG),
+    FIELD(PhaseClock, left_training, T_BOOL),
+    FIELD(PhaseClock, on_change, T_OBJECT),
+    FIELD(PhaseClock, on_interval_end, T_OBJECT),
+    PRIVATE(PhaseClock, intervals, T_OBJECT),
+    PRIVATE(PhaseClock, stopped, T_BOOL),
+    END_OF_FIELDS,
+};
+
+static PyMethodDef PhaseClock_methods[] = {
+    {"enter", (PyCFunction)PhaseClock_enter, METH_O, NULL},
+    {"leave", (PyCFunction)PhaseClock_leave, METH_NOARGS, NULL},
+    {"drain", (PyCFunction)PhaseClock_drain, METH_NOARGS, NULL},
+    {"_accrue", (PyCFunction)PhaseClock_accrue, METH_O, NULL},
+    {"_nanoseconds", (PyCFunction)PhaseClock_nanoseconds, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject PhaseClock_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "zerowatch.runtime.common._hot_path.PhaseClock",
+    .tp_basicsize = sizeof(PhaseClock),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)PhaseClock_init,
+    .tp_dealloc = (destructor)PhaseClock_dealloc,
+    .tp_traverse = (traverseproc)PhaseClock_traverse,
+    .tp_clear = (inquiry)PhaseClock_clear,
+    .tp_members = PhaseClock_members,
+    .tp_methods = PhaseClock_methods,
+};
+
+/* ---- Hook: see hot_path.py ---- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *body, *catches, *on_failure, *may_resume, *on_success;
+    vectorcallfunc vectorcall;
+    char is_off, is_short;
+} Hook;
+
+static PyObject *
+Hook_failed(Hook *self)
+{
+    if (!PyErr_ExceptionMatches(self->catches))
+        return NULL;
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL)
+        PyException_SetTraceback(error, traceback);
+    PyObject *handled = PyErr_GetHandledException();
+    PyErr_SetHandledException(error); /* what a log line and sys.exception() show */
+    PyObject *result = PyObject_CallOneArg(self->on_failure, error);
+    PyErr_SetHandledException(handled);
+    Py_XDECREF(handled);
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(traceback);
+    if (result == NULL)
+        return NULL;
+    Py_DECREF(result);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+Hook_vectorcall(Hook *self, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    if (self->is_off) {
+        PyObject *answer = PyObject_CallNoArgs(self->may_resume);
+        if (answer == NULL)
+            return NULL;
+        int resumes = PyObject_IsTrue(answer);
+        Py_DECREF(answer);
+        if (resumes < 0)
+            return NULL;
+        if (!resumes)
+            Py_RETURN_NONE;
+    }
+    PyObject *result = PyObject_Vectorcall(self->body, args, nargsf, names);
+    if (result == NULL)
+        return Hook_failed(self);
+    if (self->is_short) {
+        PyObject *done = PyObject_CallNoArgs(self->on_success);
+        if (done == NULL) {
+            Py_DECREF(result);
+            return NULL;
+        }
+        Py_DECREF(done);
+    }
+    return result;
+}
+
+static int
+Hook_init(Hook *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"body", "catches", "on_failure", "may_resume", "on_success", NULL};
+    PyObject *body, *catches, *on_failure, *may_resume, *on_success;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO", names, &body, &catches, &on_failure,
+                                     &may_resume, &on_success))
+        return -1;
+    set_object(&self->body, body);
+    set_object(&self->catches, catches);
+    set_object(&self->on_failure, on_failure);
+    set_object(&self->may_resume, may_resume);
+    set_object(&self->on_success, on_success);
+    self->vectorcall = (vectorcallfunc)Hook_vectorcall;
+    return 0;
+}
+
+static int
+Hook_traverse(Hook *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->body);
+    Py_VISIT(self->catches);
+    Py_VISIT(self->on_failure);
+    Py_VISIT(self->may_resume);
+    Py_VISIT(self->on_success);
+    return 0;
+}
+
+static int
+Hook_clear(Hook *self)
+{
+    Py_CLEAR(self->body);
+    Py_CLEAR(self->catches);
+    Py_CLEAR(self->on_failure);
+    Py_CLEAR(self->may_resume);
+    Py_CLEAR(self->on_success);
+    return 0;
+}
+
+static void
+Hook_dealloc(Hook *self)
+{
+    PyObject_GC_UnTrack(self);
+    Hook_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMemberDef Hook_members[] = {
+    FIELD(Hook, is_off, T_BOOL),
+    FIELD(Hook, is_short, T_BOOL),
+    END_OF_FIELDS,
+};
+
+static PyTypeObject Hook_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "zerowatch.runtime.common._hot_path.Hook",
+    .tp_basicsize = sizeof(Hook),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_vectorcall_offset = offsetof(Hook, vectorcall),
+    .tp_call = PyVectorcall_Call,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)Hook_init,
+    .tp_dealloc = (destructor)Hook_dealloc,
+    .tp_traverse = (traverseproc)Hook_traverse,
+    .tp_clear = (inquiry)Hook_clear,
+    .tp_members = Hook_members,
+};
+
+/* ---- RankSetFields, GroupFields, CollectiveCall: see hot_path.py and collectives/groups.py ---- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *recent;
+    long long issued;
+} RankSetFields;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *reference, *rank_set;
+    long long recorded, busy_until_ns, maybe_busy_until_ns;
+    char on_device;
+} GroupFields;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *group, *dtype, *start_event, *end_event, *stream_wait;
+    long long payload_bytes, sequence, batch;
+    long long start_ns, end_ns, issued_ns, wait_ns, duration_ns, exposed_ns, wait_exposed_ns;
+    int op, phase, wait_phase;
+    char timed, is_bound, is_lost, settled;
+} CollectiveCall;
+
+static int
+RankSetFields_traverse(RankSetFields *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->recent);
+    return 0;
+}
+
+static int
+RankSetFields_clear(RankSetFields *self)
+{
+    Py_CLEAR(self->recent);
+    return 0;
+}
+
+static void
+RankSetFields_dealloc(RankSetFields *self)
+{
+    PyObject_GC_UnTrack(self);
+    RankSetFields_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMemberDef RankSetFields_members[] = {
+    FIELD(RankSetFields, recent, T_OBJECT_EX),
+    FIELD(RankSetFields, issued, T_LONGLONG),
+    END_OF_FIELDS,
+};
+
+static PyTypeObject RankSetFields_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "zerowatch.runtime.common._hot_path.RankSetFields",
+    .tp_basicsize = sizeof(RankSetFields),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = (destructor)RankSetFields_dealloc,
+    .tp_traverse = (traverseproc)RankSetFields_traverse,
+    .tp_clear = (inquiry)RankSetFields_clear,
+    .tp_members = RankSetFields_members,
+};
+
+static int
+GroupFields_traverse(GroupFields *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->reference);
+    Py_VISIT(self->rank_set);
+    return 0;
+}
+
+static int
+GroupFields_clear(GroupFields *self)
+{
+    Py_CLEAR(self->reference);
+    Py_CLEAR(self->rank_set);
+    return 0;
+}
+
+static void
+GroupFields_dealloc(GroupFields *self)
+{
+    PyObject_GC_UnTrack(self);
+    GroupFields_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMemberDef GroupFields_members[] = {
+    FIELD(GroupFields, reference, T_OBJECT_EX),
+    FIELD(GroupFields, rank_set, T_OBJECT_EX),
+    FIELD(GroupFields, recorded, T_LONGLONG),
+    FIELD(GroupFields, busy_until_ns, T_LONGLONG),
+    FIELD(GroupFields, maybe_busy_until_ns, T_LONGLONG),
+    FIELD(GroupFields, on_device, T_BOOL),
+    END_OF_FIELDS,
+};
+
+static PyTypeObject GroupFields_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "zerowatch.runtime.common._hot_path.GroupFields",
+    .tp_basicsize = sizeof(GroupFields),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = (destructor)GroupFields_dealloc,
+    .tp_traverse = (traverseproc)GroupFields_traverse,
+    .tp_clear = (inquiry)GroupFields_clear,
+    .tp_members = GroupFields_members,
+};
+
+static int
+CollectiveCall_init(CollectiveCall *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"op", "group", "payload_bytes", "dtype", "phase", NULL};
+    PyObject *group, *dtype;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iOLOi", names, &self->op, &group,
+                                     &self->payload_bytes, &dtype, &self->phase))
+        return -1;
+    set_object(&self->group, group);
+    set_object(&self->dtype, dtype);
+    self->timed = 1;
+    return 0;
+}
+
+static long long
+larger(long long one, long long other)
+{
+    return one > other ? one : other;
+}
+
+/* Reads when the earlier calls of a group ended, or may have ended. Tests have other groups. */
+static int
+read_busy(PyObject *group, long long *until, long long *maybe_until)
+{
+    if (PyObject_TypeCheck(group, &GroupFields_Type)) {
+        *until = ((GroupFields *)group)->busy_until_ns;
+        *maybe_until = ((GroupFields *)group)->maybe_busy_until_ns;
+        return 0;
+    }
+    PyObject *first = PyObject_GetAttr(group, s_busy_until_ns);
+    PyObject *second = first == NULL ? NULL : PyObject_GetAttr(group, s_maybe_busy_until_ns);
+    if (second != NULL) {
+        *until = PyLong_AsLongLong(first);
+        *maybe_until = PyLong_AsLongLong(second);
+    }
+    Py_XDECREF(first);
+    Py_XDECREF(second);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int
+write_ns(PyObject *group, PyObject *name, long long value)
+{
+    PyObject *number = PyLong_FromLongLong(value);
+    int status = number == NULL ? -1 : PyObject_SetAttr(group, name, number);
+    Py_XDECREF(number);
+    return status;
+}
+
+static int
+write_busy(PyObject *group, long long until, long long maybe_until)
+{
+    if (PyObject_TypeCheck(group, &GroupFields_Type)) {
+        ((GroupFields *)group)->busy_until_ns = until;
+        ((GroupFields *)group)->maybe_busy_until_ns = maybe_until;
+        return 0;
+    }
+    if (write_ns(group, s_busy_until_ns, until) < 0)
+        return -1;
+    return write_ns(group, s_maybe_busy_until_ns, maybe_until);
+}
+
+static PyObject *
+CollectiveCall_settle(CollectiveCall *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    if (num_args > 1) {
+        PyErr_SetString(PyExc_TypeError, "settle takes the number of a batch at most");
+        return NULL;
+    }
+    self->batch = num_args == 0 ? 0 : PyLong_AsLongLong(args[0]);
+    if (self->batch == -1 && PyErr_Occurred())
+        return NULL;
+    self->duration_ns = self->exposed_ns = self->wait_exposed_ns = 0;
+    if (self->timed || self->is_bound) {
+        long long busy_until, maybe_busy_until, end_ns = self->end_ns;
+        if (read_busy(self->group, &busy_until, &maybe_busy_until) < 0)
+            return NULL;
+        if (!self->timed)
+            maybe_busy_until = LLONG_MAX;
+        else {
+            self->duration_ns = larger(0, end_ns - larger(self->start_ns, busy_until));
+            if (self->is_bound)
+                maybe_busy_until = end_ns;
+            else {
+                self->is_bound = self->start_ns < maybe_busy_until;
+                busy_until = larger(end_ns, busy_until);
+                maybe_busy_until = LLONG_MIN;
+            }
+            long long issued_ns = self->issued_ns < end_ns ? self->issued_ns : end_ns;
+            if (self->wait_ns)
+                self->wait_exposed_ns = larger(0, end_ns - larger(self->wait_ns, issued_ns));
+            self->exposed_ns = issued_ns - self->start_ns + self->wait_exposed_ns;
+        }
+        if (write_busy(self->group, busy_until, maybe_busy_until) < 0)
+            return NULL;
+    }
+    self->settled = 1;
+    Py_RETURN_NONE;
+}
+
+/* The collector does not see a call: a step has many, and they would make it run more often. Calls
+ * refer to their group, whose rank set refers to the last calls: they live as long as the groups,
+ * and these as long as the process. */
+static void
+CollectiveCall_dealloc(CollectiveCall *self)
+{
+    Py_CLEAR(self->group);
+    Py_CLEAR(self->dtype);
+    Py_CLEAR(self->start_event);
+    Py_CLEAR(self->end_event);
+    Py_CLEAR(self->stream_wait);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMemberDef CollectiveCall_members[] = {
+    FIELD(CollectiveCall, op, T_INT),
+    FIELD(CollectiveCall, group, T_OBJECT_EX),
+    FIELD(CollectiveCall, payload_bytes, T_LONGLONG),
+    FIELD(CollectiveCall, dtype, T_OBJECT),
+    FIELD(CollectiveCall, phase, T_INT),
+    FIELD(CollectiveCall, sequence, T_LONGLONG),
+    FIELD(CollectiveCall, start_ns, T_LONGLONG),
+    FIELD(CollectiveCall, end_ns, T_LONGLONG),
+    FIELD(CollectiveCall, issued_ns, T_LONGLONG),
+    FIELD(CollectiveCall, wait_ns, T_LONGLONG),
+    FIELD(CollectiveCall, wait_phase, T_INT),
+    FIELD(CollectiveCall, timed, T_BOOL),
+    FIELD(CollectiveCall, is_bound, T_BOOL),
+    FIELD(CollectiveCall, is_lost, T_BOOL),
+    FIELD(CollectiveCall, settled, T_BOOL),
+    FIELD(CollectiveCall, start_event, T_OBJECT),
+    FIELD(CollectiveCall, end_event, T_OBJECT),
+    FIELD(CollectiveCall, stream_wait, T_OBJECT),
+    FIELD(CollectiveCall, batch, T_LONGLONG),
+    FIELD(CollectiveCall, duration_ns, T_LONGLONG),
+    FIELD(CollectiveCall, exposed_ns, T_LONGLONG),
+    FIELD(CollectiveCall, wait_exposed_ns, T_LONGLONG),
+    END_OF_FIELDS,
+};
+
+static PyMethodDef CollectiveCall_methods[] = {
+    {"settle", (PyCFunction)(void (*)(void))CollectiveCall_settle, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject CollectiveCall_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "zerowatch.runtime.common._hot_path.CollectiveCall",
+    .tp_basicsize = sizeof(CollectiveCall),
+    .tp_flags = Py_TPFLAGS_DEFAULT, /* a subclass would be seen by the collector */
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)CollectiveCall_init,
+    .tp_dealloc = (destructor)CollectiveCall_dealloc,
+    .tp_members = CollectiveCall_members,
+    .tp_methods = CollectiveCall_methods,
+};
+
+/* ---- RecorderFields: what a call reads and writes of collectives/call_recorder.py ---- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *phase_timer; /* a PhaseClock, or None */
+    PyObject *calls, *works, *under_way, *messages, *coalescing, *known_groups;
+    unsigned long long training_thread;
+} RecorderFields;
+
+static int
+RecorderFields_traverse(RecorderFields *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->phase_timer);
+    Py_VISIT(self->calls);
+    Py_VISIT(self->works);
+    Py_VISIT(self->under_way);
+    Py_VISIT(self->messages);
+    Py_VISIT(self->coalescing);
+    Py_VISIT(self->known_groups);
+    return 0;
+}
+
+static int
+RecorderFields_clear(RecorderFields *self)
+{
+    Py_CLEAR(self->phase_timer);
+    Py_CLEAR(self->calls);
+    Py_CLEAR(self->works);
+    Py_CLEAR(self->under_way);
+    Py_CLEAR(self->messages);
+    Py_CLEAR(self->coalescing);
+    Py_CLEAR(self->known_groups);
+    return 0;
+}
+
+static void
+RecorderFields_dealloc(RecorderFields *self)
+{
+    PyObject_GC_UnTrack(self);
+    RecorderFields_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMemberDef RecorderFields_members[] = {
+    PRIVATE(RecorderFields, phase_timer, T_OBJECT),
+    PRIVATE(RecorderFields, calls, T_OBJECT_EX),
+    PRIVATE(RecorderFields, works, T_OBJECT_EX),
+    PRIVATE(RecorderFields, under_way, T_OBJECT_EX),
+    PRIVATE(RecorderFields, messages, T_OBJECT_EX),
+    PRIVATE(RecorderFields, coalescing, T_OBJECT_EX),
+    PRIVATE(RecorderFields, known_groups, T_OBJECT_EX),
+    PRIVATE(RecorderFields, training_thread, T_ULONGLONG),
+    END_OF_FIELDS,
+};
+
+static PyTypeObject RecorderFields_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "zerowatch.runtime.common._hot_path.RecorderFields",
+    .tp_basicsize = sizeof(RecorderFields),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = (destructor)RecorderFields_dealloc,
+    .tp_traverse = (traverseproc)RecorderFields_traverse,
+    .tp_clear = (inquiry)RecorderFields_clear,
+    .tp_members = RecorderFields_members,
+};
+
+/* ---- WrapperState: see hot_path.py ---- */
+
+typedef struct {
+    PyObject_HEAD
+    Py_tss_t inside; /* whether the thread is inside a wrapped call */
+    long long cost_ns;
+    char is_open;
+} WrapperState;
+
+static int
+WrapperState_init(WrapperState *self, PyObject *args, PyObject *kwargs)
+{
+    if (PyThread_tss_create(&self->inside) != 0) {
+        PyErr_SetString(PyExc_MemoryError, "no storage for a value by thread");
+        return -1;
+    }
+    return 0;
+}
+
+static void
+WrapperState_dealloc(WrapperState *self)
+{
+    PyThread_tss_delete(&self->inside);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static int
+is_inside(WrapperState *self)
+{
+    return PyThread_tss_get(&self->inside) != NULL;
+}
+
+static void
+set_inside(WrapperState *self, int inside)
+{
+    PyThread_tss_set(&self->inside, inside ? self : NULL);
+}
+
+static PyObject *
+WrapperState_get_value(WrapperState *self, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(is_inside(self));
+}
+
+static int
+WrapperState_set_value(WrapperState *self, PyObject *value, void *Py_UNUSED(closure))
+{
+    int inside = value == NULL ? 0 : PyObject_IsTrue(value);
+    if (inside < 0)
+        return -1;
+    set_inside(self, inside);
+    return 0;
+}
+
+static PyMemberDef WrapperState_members[] = {
+    FIELD(WrapperState, is_open, T_BOOL),
+    FIELD(WrapperState, cost_ns, T_LONGLONG),
+    END_OF_FIELDS,
+};
+
+static PyGetSetDef WrapperState_getset[] = {
+    {"value", (getter)WrapperState_get_value, (setter)WrapperState_set_value, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyTypeObject WrapperState_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "zerowatch.runtime.common._hot_path.WrapperState",
+    .tp_basicsize = sizeof(WrapperState),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)WrapperState_init,
+    .tp_dealloc = (destructor)WrapperState_dealloc,
+    .tp_members = WrapperState_members,
+    .tp_getset = WrapperState_getset,
+};
+
+/* ---- CallEnd: the callback at the end of an asynchronous call ---- */
+
+typedef struct {
+    PyObject_HEAD
+    RecorderFields *recorder;
+    CollectiveCall *call;
+    PyObject *key; /* the id of the handle */
+} CallEnd;
+
+static PyObject *
+CallEnd_call(CallEnd *self, PyObject *args, PyObject *kwargs)
+{
+    RecorderFields *recorder = self->recorder;
+    self->call->end_ns = now_ns();
+    PyObject *entry = PyDict_GetItemWithError(recorder->works, self->key);
+    int failed = entry == NULL && PyErr_Occurred();
+    if (entry != NULL && PyTuple_GET_ITEM(entry, 1) == (PyObject *)self->call)
+        failed = PyDict_DelItem(recorder->works, self->key) < 0;
+    if (failed || PySet_Discard(recorder->under_way, (PyObject *)self->call) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static int
+CallEnd_traverse(CallEnd *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->recorder);
+    return 0;
+}
+
+static void
+CallEnd_dealloc(CallEnd *self)
+{
+    PyObject_GC_UnTrack(self);
+    Py_CLEAR(self->recorder);
+    Py_CLEAR(self->call);
+    Py_CLEAR(self->key);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyTypeObject CallEnd_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "zerowatch.runtime.common._hot_path.CallEnd",
+    .tp_basicsize = sizeof(CallEnd),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_call = (ternaryfunc)CallEnd_call,
+    .tp_dealloc = (destructor)CallEnd_dealloc,
+    .tp_traverse = (traverseproc)CallEnd_traverse,
+};
+
+/* ---- RecordedFunction: see hot_path.py ---- */
+
+typedef struct {
+    PyObject_HEAD
+    WrapperState *state;
+    RecorderFields *recorder;
+    PyObject *original, *in_python, *on_failure, *tensor_type, *group_member;
+    PyObject *payload_name, *group_name;
+    Py_ssize_t payload_place, group_place;
+    int op, max_calls;
+} RecordedFunction;
+
+static int
+RecordedFunction_init(RecordedFunction *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"state",        "recorder",      "original",     "in_python",   "on_failure",
+                            "tensor_type",  "group_member",  "payload_place", "payload_name",
+                            "group_place",  "op",            "max_calls",    NULL};
+    PyObject *state, *recorder, *original, *in_python, *on_failure, *tensor_type,
+        *group_member, *payload_name;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OOOOOnUnii", names, &WrapperState_Type,
+                                     &state, &RecorderFields_Type, &recorder, &original, &in_python, &on_failure, &tensor_type,
+                                     &group_member, &self->payload_place, &payload_name,
+                                     &self->group_place, &self->op, &self->max_calls))
+        return -1;
+    set_object((PyObject **)&self->state, state);
+    set_object((PyObject **)&self->recorder, recorder);
+    set_object(&self->original, original);
+    set_object(&self->in_python, in_python);
+    set_object(&self->on_failure, on_failure);
+    set_object(&self->tensor_type, tensor_type);
+    set_object(&self->group_member, group_member);
+    set_object(&self->payload_name, payload_name);
+    Py_XSETREF(self->group_name, PyUnicode_InternFromString("group"));
+    return self->group_name == NULL ? -1 : 0;
+}
+
+/* Returns a borrowed argument; NULL if the caller left it out, or after an error. */
+static PyObject *
+argument(PyObject *args, PyObject *kwargs, Py_ssize_t place, PyObject *name)
+{
+    if (place < PyTuple_GET_SIZE(args))
+        return PyTuple_GET_ITEM(args, place);
+    return kwargs == NULL ? NULL : PyDict_GetItemWithError(kwargs, name);
+}
+
+/* Returns the record of a process group, borrowed; NULL if it is not known, or after an error. */
+static GroupFields *
+known_group(RecordedFunction *self, PyObject *process_group)
+{
+    PyObject *key = PyLong_FromVoidPtr(process_group);
+    if (key == NULL)
+        return NULL;
+    PyObject *known = PyDict_GetItemWithError(self->recorder->known_groups, key);
+    Py_DECREF(key);
+    if (known == NULL || !PyObject_TypeCheck(known, &GroupFields_Type))
+        return NULL;
+    GroupFields *group = (GroupFields *)known;
+    if (group->reference == NULL || !PyWeakref_Check(group->reference))
+        return NULL;
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject *referent;
+    if (PyWeakref_GetRef(group->reference, &referent) != 1)
+        return NULL;
+    Py_DECREF(referent); /* the caller holds the group */
+#else
+    PyObject *referent = PyWeakref_GetObject(group->reference);
+#endif
+    return referent == process_group ? group : NULL;
+}
+
+/* Reads bytes and data type of a plain dense tensor. Returns 0 for any other value or an error. */
+static int
+read_payload(RecordedFunction *self, PyObject *tensor, long long *num_bytes, PyObject **dtype)
+{
+    if ((PyObject *)Py_TYPE(tensor) != self->tensor_type)
+        return 0;
+    PyObject *is_sparse = PyObject_GetAttr(tensor, s_is_sparse);
+    Py_XDECREF(is_sparse);
+    if (is_sparse != Py_False)
+        return 0;
+    PyObject *size = PyObject_GetAttr(tensor, s_nbytes);
+    if (size == NULL)
+        return 0;
+    *num_bytes = PyLong_AsLongLong(size);
+    Py_DECREF(size);
+    if (*num_bytes == -1 && PyErr_Occurred())
+        return 0;
+    *dtype = PyObject_GetAttr(tensor, s_dtype);
+    return *dtype != NULL;
+}
+
+/* Begins the record of a call; NULL, without an exception, if Python code must record it. */
+static CollectiveCall *
+begin_call(RecordedFunction *self, PyObject *args, PyObject *kwargs)
+{
+    RecorderFields *recorder = self->recorder;
+    PyObject *timer = recorder->phase_timer;
+    if (timer == NULL || !PyObject_TypeCheck(timer, &PhaseClock_Type) ||
+        ((PhaseClock *)timer)->now != NULL || /* Python code reads the same clock */
+        PyThread_get_thread_ident() != recorder->training_thread ||
+        PyObject_Size(recorder->coalescing) != 0)
+        return NULL;
+    PyObject *process_group = argument(args, kwargs, self->group_place, self->group_name);
+    PyObject *world = NULL;
+    if (process_group == NULL || process_group == Py_None) {
+        if (PyErr_Occurred())
+            return NULL;
+        world = PyObject_GetAttrString(self->group_member, "WORLD");
+        if (world == NULL)
+            return NULL;
+        process_group = world;
+    }
+    GroupFields *group = known_group(self, process_group);
+    Py_XDECREF(world);
+    if (group == NULL || group->on_device || group->rank_set == NULL ||
+        !PyObject_TypeCheck(group->rank_set, &RankSetFields_Type))
+        return NULL;
+    long long num_bytes = 0;
+    PyObject *dtype = NULL;
+    if (self->payload_place >= 0) {
+        PyObject *payload = argument(args, kwargs, self->payload_place, self->payload_name);
+        if (payload == NULL || !read_payload(self, payload, &num_bytes, &dtype))
+            return NULL;
+    }
+    CollectiveCall *call = (CollectiveCall *)CollectiveCall_Type.tp_alloc(&CollectiveCall_Type, 0);
+    if (call == NULL) {
+        Py_XDECREF(dtype);
+        return NULL;
+    }
+    call->op = self->op;
+    call->group = Py_NewRef((PyObject *)group);
+    call->payload_bytes = num_bytes;
+    call->dtype = dtype;
+    call->phase = ((PhaseClock *)timer)->current;
+    call->timed = 1;
+    RankSetFields *rank_set = (RankSetFields *)group->rank_set;
+    PyObject *added = PyObject_CallMethodOneArg(rank_set->recent, s_append, (PyObject *)call);
+    if (added == NULL) {
+        Py_DECREF(call);
+        return NULL;
+    }
+    Py_DECREF(added);
+    call->sequence = ++rank_set->issued;
+    group->recorded++;
+    return call;
+}
+
+/* Adds a call whose end is known to the batch. */
+static int
+add_call(RecordedFunction *self, CollectiveCall *call)
+{
+    RecorderFields *recorder = self->recorder;
+    if (PyList_Append(recorder->calls, (PyObject *)call) < 0)
+        return -1;
+    if (PyList_GET_SIZE(recorder->calls) < self->max_calls)
+        return 0;
+    PyObject *result = PyObject_CallMethodNoArgs((PyObject *)recorder, s_batch_is_full);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+/* Arranges that the end of an asynchronous call is recorded. `get_future` is a new reference. */
+static int
+watch_end(RecordedFunction *self, CollectiveCall *call, PyObject *work, PyObject *get_future)
+{
+    RecorderFields *recorder = self->recorder;
+    int status = -1;
+    PyObject *key = NULL, *reference = NULL, *entry = NULL, *future = NULL, *result = NULL;
+    CallEnd *end = NULL;
+    if (PySet_Add(recorder->under_way, (PyObject *)call) < 0 ||
+        (key = PyLong_FromVoidPtr(work)) == NULL ||
+        (reference = PyWeakref_NewRef(work, NULL)) == NULL ||
+        (entry = PyTuple_Pack(2, reference, (PyObject *)call)) == NULL ||
+        PyDict_SetItem(recorder->works, key, entry) < 0 ||
+        (future = PyObject_CallNoArgs(get_future)) == NULL ||
+        (end = PyObject_GC_New(CallEnd, &CallEnd_Type)) == NULL)
+        goto done;
+    end->recorder = (RecorderFields *)Py_NewRef((PyObject *)recorder);
+    end->call = (CollectiveCall *)Py_NewRef((PyObject *)call);
+    end->key = Py_NewRef(key);
+    PyObject_GC_Track(end);
+    result = PyObject_CallMethodOneArg(future, s_add_done_callback, (PyObject *)end);
+    status = result == NULL ? -1 : 0;
+done:
+    Py_XDECREF(key);
+    Py_XDECREF(reference);
+    Py_XDECREF(entry);
+    Py_XDECREF(future);
+    Py_XDECREF((PyObject *)end);
+    Py_XDECREF(result);
+    Py_DECREF(get_future);
+    return status;
+}
+
+/* Records that a call has returned a handle, or has ended. */
+static int
+end_call(RecordedFunction *self, CollectiveCall *call, PyObject *work, long long started_ns,
+         long long ended_ns)
+{
+    PyObject *get_future = NULL;
+    if (work != Py_None && (get_future = PyObject_GetAttr(work, s_get_future)) == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError))
+            return -1;
+        PyErr_Clear();
+    }
+    call->start_ns = started_ns;
+    call->issued_ns = ended_ns;
+    if (get_future == NULL)
+        call->end_ns = ended_ns;
+    else if (watch_end(self, call, work, get_future) < 0)
+        return -1;
+    return add_call(self, call);
+}
+
+/* Passes the current exception to Python code, which gives up the call, and clears it or sets it
+ * again. It is that of the call, or one of ours. */
+static void
+report_failure(RecordedFunction *self, CollectiveCall *call, long long started_ns, long long ended_ns,
+               int is_ours)
+{
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL)
+        PyException_SetTraceback(error, traceback);
+    PyObject *handled = PyErr_GetHandledException();
+    PyErr_SetHandledException(error); /* what sys.exception() returns */
+    PyObject *result = PyObject_CallFunction(self->on_failure, "OLLO", (PyObject *)call,
+                                             started_ns, ended_ns, is_ours ? error : Py_None);
+    PyErr_SetHandledException(handled);
+    Py_XDECREF(handled);
+    if (result == NULL)
+        PyErr_Clear(); /* on_failure fails open itself */
+    Py_XDECREF(result);
+    if (!is_ours) {
+        PyErr_Restore(type, error, traceback);
+        return;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(traceback);
+}
+
+static PyObject *
+record(RecordedFunction *self, PyObject *args, PyObject *kwargs)
+{
+    WrapperState *state = self->state;
+    if (!state->is_open || is_inside(state))
+        return PyObject_Call(self->original, args, kwargs);
+    long long entered_ns = now_ns();
+    CollectiveCall *call = begin_call(self, args, kwargs);
+    if (call == NULL) {
+        PyErr_Clear(); /* Python code will raise it again where it is counted */
+        PyObject *result, *both = PyTuple_Pack(2, args, kwargs == NULL ? Py_None : kwargs);
+        if (both == NULL)
+            return NULL;
+        result = PyObject_Call(self->in_python, both, NULL);
+        Py_DECREF(both);
+        return result;
+    }
+    set_inside(state, 1);
+    long long started_ns = now_ns();
+    PyObject *work = PyObject_Call(self->original, args, kwargs);
+    long long ended_ns = now_ns();
+    set_inside(state, 0);
+    if (work == NULL)
+        report_failure(self, call, started_ns, ended_ns, 0);
+    else if (end_call(self, call, work, started_ns, ended_ns) < 0)
+        report_failure(self, call, started_ns, ended_ns, 1);
+    Py_DECREF(call);
+    state->cost_ns += now_ns() - ended_ns + started_ns - entered_ns;
+    return work;
+}
+
+static PyObject *
+RecordedFunction_call(RecordedFunction *self, PyObject *both, PyObject *Py_UNUSED(names))
+{
+    PyObject *args, *kwargs;
+    if (!PyArg_UnpackTuple(both, "record", 2, 2, &args, &kwargs))
+        return NULL;
+    if (!PyTuple_Check(args) || !PyDict_Check(kwargs)) {
+        PyErr_SetString(PyExc_TypeError, "expected the arguments of a call: a tuple and a dict");
+        return NULL;
+    }
+    return record(self, args, kwargs);
+}
+
+static int
+RecordedFunction_traverse(RecordedFunction *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->state);
+    Py_VISIT(self->recorder);
+    Py_VISIT(self->original);
+    Py_VISIT(self->in_python);
+    Py_VISIT(self->on_failure);
+    Py_VISIT(self->tensor_type);
+    Py_VISIT(self->group_member);
+    return 0;
+}
+
+static int
+RecordedFunction_clear(RecordedFunction *self)
+{
+    Py_CLEAR(self->state);
+    Py_CLEAR(self->recorder);
+    Py_CLEAR(self->original);
+    Py_CLEAR(self->in_python);
+    Py_CLEAR(self->on_failure);
+    Py_CLEAR(self->tensor_type);
+    Py_CLEAR(self->group_member);
+    Py_CLEAR(self->payload_name);
+    Py_CLEAR(self->group_name);
+    return 0;
+}
+
+static void
+RecordedFunction_dealloc(RecordedFunction *self)
+{
+    PyObject_GC_UnTrack(self);
+    RecordedFunction_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyTypeObject RecordedFunction_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "zerowatch.runtime.common._hot_path.RecordedFunction",
+    .tp_basicsize = sizeof(RecordedFunction),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)RecordedFunction_init,
+    .tp_call = (ternaryfunc)RecordedFunction_call,
+    .tp_dealloc = (destructor)RecordedFunction_dealloc,
+    .tp_traverse = (traverseproc)RecordedFunction_traverse,
+    .tp_clear = (inquiry)RecordedFunction_clear,
+};
+
+/* ---- ScalarReader: see hot_path.py ---- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *tensor_type, *float32, *float64;
+} ScalarReader;
+
+static int
+ScalarReader_init(ScalarReader *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"tensor_type", "float32", "float64", NULL};
+    PyObject *tensor_type, *float32, *float64;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO", names, &tensor_type, &float32, &float64))
+        return -1;
+    set_object(&self->tensor_type, tensor_type);
+    set_object(&self->float32, float32);
+    set_object(&self->float64, float64);
+    return 0;
+}
+
+/* Returns whether an attribute, or the result of a method, is this singleton. */
+static int
+is_attribute(PyObject *object, PyObject *name, PyObject *expected, int is_method)
+{
+    PyObject *found =
+        is_method ? PyObject_CallMethodNoArgs(object, name) : PyObject_GetAttr(object, name);
+    Py_XDECREF(found);
+    return found == expected;
+}
+
+static PyObject *
+read_scalar(ScalarReader *self, PyObject *tensor)
+{
+    if ((PyObject *)Py_TYPE(tensor) != self->tensor_type ||
+        !is_attribute(tensor, s_is_cpu, Py_True, 0))
+        return NULL;
+    PyObject *dtype = PyObject_GetAttr(tensor, s_dtype);
+    Py_XDECREF(dtype); /* torch keeps its data types */
+    if (dtype == NULL || (dtype != self->float32 && dtype != self->float64) ||
+        !is_attribute(tensor, s_is_neg, Py_False, 1))
+        return NULL;
+    PyObject *number = PyObject_CallMethodNoArgs(tensor, s_numel);
+    long long numel = number == NULL ? -1 : PyLong_AsLongLong(number);
+    Py_XDECREF(number);
+    if (numel != 1)
+        return NULL;
+    PyObject *address = PyObject_CallMethodNoArgs(tensor, s_data_ptr);
+    void *data = address == NULL ? NULL : PyLong_AsVoidPtr(address);
+    Py_XDECREF(address);
+    if (data == NULL)
+        return NULL;
+    return PyFloat_FromDouble(dtype == self->float32 ? *(float *)data : *(double *)data);
+}
+
+static PyObject *
+ScalarReader_call(ScalarReader *self, PyObject *args, PyObject *Py_UNUSED(names))
+{
+    PyObject *tensor, *found;
+    if (!PyArg_UnpackTuple(args, "read", 1, 1, &tensor))
+        return NULL;
+    if ((found = read_scalar(self, tensor)) != NULL)
+        return found;
+    PyErr_Clear(); /* such as that of a sparse tensor, which has no address */
+    Py_RETURN_NONE;
+}
+
+static void
+ScalarReader_dealloc(ScalarReader *self)
+{
+    Py_CLEAR(self->tensor_type);
+    Py_CLEAR(self->float32);
+    Py_CLEAR(self->float64);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyTypeObject ScalarReader_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "zerowatch.runtime.common._hot_path.ScalarReader",
+    .tp_basicsize = sizeof(ScalarReader),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)ScalarReader_init,
+    .tp_call = (ternaryfunc)ScalarReader_call,
+    .tp_dealloc = (destructor)ScalarReader_dealloc,
+};
+
+/* ---- the module ---- */
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "zerowatch.runtime.common._hot_path",
+    .m_size = -1,
+};
+
+static int
+make_names(void)
+{
+    const struct {
+        PyObject **name;
+        const char *text;
+    } names[] = {
+        {&s_dtype, "dtype"},
+        {&s_nbytes, "nbytes"},
+        {&s_is_sparse, "is_sparse"},
+        {&s_append, "append"},
+        {&s_get_future, "get_future"},
+        {&s_add_done_callback, "add_done_callback"},
+        {&s_is_cpu, "is_cpu"},
+        {&s_data_ptr, "data_ptr"},
+        {&s_is_neg, "is_neg"},
+        {&s_numel, "numel"},
+        {&s_batch_is_full, "_pass_batch_on"},
+        {&s_busy_until_ns, "busy_until_ns"},
+        {&s_maybe_busy_until_ns, "maybe_busy_until_ns"},
+    };
+    for (size_t i = 0; i < Py_ARRAY_LENGTH(names); i++)
+        if ((*names[i].name = PyUnicode_InternFromString(names[i].text)) == NULL)
+            return -1;
+    PyObject *time = PyImport_ImportModule("time");
+    if (time == NULL)
+        return -1;
+    perf_counter_ns = PyObject_GetAttrString(time, "perf_counter_ns");
+    Py_DECREF(time);
+    return perf_counter_ns == NULL ? -1 : 0;
+}
+
+PyMODINIT_FUNC
+PyInit__hot_path(void)
+{
+    PyTypeObject *types[] = {
+        &PhaseClock_Type,     &Hook_Type,         &RankSetFields_Type,    &GroupFields_Type,
+        &CollectiveCall_Type,     &RecorderFields_Type, &WrapperState_Type,   &CallEnd_Type,
+        &RecordedFunction_Type, &ScalarReader_Type,
+    };
+    if (make_names() < 0)
+        return NULL;
+    PyObject *module = PyModule_Create(&definition);
+    if (module == NULL)
+        return NULL;
+    for (size_t i = 0; i < Py_ARRAY_LENGTH(types); i++)
+        if (PyModule_AddType(module, types[i]) < 0) {
+            Py_DECREF(module);
+            return NULL;
+        }
+    return module;
+}

@@ -1,0 +1,375 @@
+"""The classes that run on the training thread many times a step: in C where they were built.
+
+With CPU caches that the model has filled, a line of Python takes about a microsecond, and C a tenth
+of that. `_hot_path.c` and this file have the same classes. The ones in Python are used where the
+extension was not built, for example without a compiler, or if _ZEROWATCH_HOT_PATH is "python". Both
+must do the same. The classes know nothing of their users: these are `phase_timer.py`,
+`fail_open.py`, `device_scalar.py` and `collectives/`.
+
+Attributes:
+    IS_COMPILED: Whether the classes are those in C.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+# No setting, as only tests and the search for a bug need it: "python" for the classes in Python.
+VARIABLE = "_ZEROWATCH_HOT_PATH"
+# Stands for the phase of an interval that does not count.
+UNCOUNTED = -1
+# Times in nanoseconds that are later and earlier than any other.
+NEVER = 2**63 - 1
+BEFORE_ALL = -(2**63)
+
+PhaseInterval = tuple[int, int, int]  # phase, start and end in nanoseconds
+
+
+class PhaseClock:
+    """Attributes time to the innermost phase of a stack. `PhaseTimer` has the rest.
+
+    Args:
+        now_ns: A clock in nanoseconds.
+        num_phases: The number of phases, which are numbered from 0.
+        first: The phase at the beginning.
+        non_training: The phases that are not training.
+    """
+
+    __slots__ = (
+        "_intervals",
+        "_non_training",
+        "_now_ns",
+        "_outer",
+        "_started",
+        "_stopped",
+        "_totals",
+        "current",
+        "left_training",
+        "on_change",
+        "on_interval_end",
+        "since_ns",
+    )
+
+    def __init__(
+        self,
+        now_ns: Callable[[], int],
+        num_phases: int,
+        first: int,
+        non_training: Sequence[int],
+    ) -> None:
+        self._now_ns = now_ns
+        self._totals = [0] * num_phases
+        self._intervals: deque[PhaseInterval] | None = None
+        self._outer: list[int] = []
+        self._started = self._stopped = False
+        self._non_training = non_training
+        self.left_training = False
+        self.on_change: Callable[[int], object] | None = None
+        self.on_interval_end: Callable[[int], object] | None = None
+        self.current = first
+        self.since_ns = 0
+
+    def enter(self, phase: int) -> None:
+        """Begin a phase inside the current phase."""
+        if not self._started:
+            self._started = True
+            self.since_ns = self._now_ns()
+        self._accrue(True)
+        self._outer.append(self.current)
+        self.current = phase
+        if phase in self._non_training:
+            self.left_training = True
+
+    def leave(self) -> None:
+        """End the innermost phase. The enclosing phase continues."""
+        self._accrue(True)
+        self.current = self._outer.pop()
+
+    def drain(self) -> list[int]:
+        """Return the nanoseconds of each phase since the last call, by number."""
+        self._accrue(True)
+        totals, self._totals = self._totals, [0] * len(self._totals)
+        return totals
+
+    def _nanoseconds(self, phase: int) -> int:
+        """Return the nanoseconds of a phase since the last `drain`, up to the last change."""
+        return self._totals[phase]
+
+    def _accrue(self, is_counted: bool, /) -> None:
+        if self.on_change is not None:
+            self.on_change(self.current)
+        is_counted, self._stopped = is_counted and not self._stopped, False
+        if self.on_interval_end is not None:
+            self.on_interval_end(self.current if is_counted else UNCOUNTED)
+        now_ns = self._now_ns()
+        if is_counted:
+            self._totals[self.current] += now_ns - self.since_ns
+            if self._intervals is not None:
+                self._intervals.append((self.current, self.since_ns, now_ns))
+        self.since_ns = now_ns
+
+
+class Hook:
+    """Calls a function whose exceptions must not reach the caller. `FailOpen` decides the rest.
+
+    Args:
+        body: The function.
+        catches: The exceptions that are caught. The hook returns None after one.
+        on_failure: Called with such an exception, while it is handled. It may set `is_off` and
+            `is_short`.
+        may_resume: Called instead of the body if `is_off`; the body is called if it returns true.
+        on_success: Called after a call that returned, if `is_short`.
+    """
+
+    __slots__ = (
+        "_body",
+        "_catches",
+        "_may_resume",
+        "_on_failure",
+        "_on_success",
+        "is_off",
+        "is_short",
+    )
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        catches: type[BaseException],
+        on_failure: Callable[[BaseException], object],
+        may_resume: Callable[[], bool],
+        on_success: Callable[[], object],
+    ) -> None:
+        self._body, self._catches = body, catches
+        self._on_failure, self._may_resume, self._on_success = on_failure, may_resume, on_success
+        self.is_off = self.is_short = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the function returns; None after an exception, and while it is off."""
+        if self.is_off and not self._may_resume():
+            return None
+        try:
+            result = self._body(*args, **kwargs)
+        except self._catches as error:
+            self._on_failure(error)
+            return None
+        if self.is_short:
+            self._on_success()
+        return result
+
+
+class RankSetFields:
+    """The fields of a `RankSet` that each call changes."""
+
+    __slots__ = ("issued", "recent")
+
+    issued: int
+    recent: deque[Any]
+
+
+class GroupFields:
+    """The fields of a `Group` that each call reads or changes."""
+
+    __slots__ = (
+        "busy_until_ns",
+        "maybe_busy_until_ns",
+        "on_device",
+        "rank_set",
+        "recorded",
+        "reference",
+    )
+
+    busy_until_ns: int
+    maybe_busy_until_ns: int
+    on_device: bool
+    rank_set: Any
+    recorded: int
+    reference: Callable[[], Any]
+
+
+class CollectiveCall:
+    """Records one collective on one rank.
+
+    Times are read from `time.perf_counter_ns`. For a call that is timed by events, times are
+    nanoseconds relative to the batch's anchor, and "training" below means the compute stream.
+
+    Attributes:
+        op: The index of its operation in OPS.
+        group: The process group.
+        payload_bytes: Bytes by nccl-tests' convention; see `collective_table.Operation`.
+        dtype: The data type of the payload; None without a payload.
+        phase: The phase in which the call was issued, as an index of PHASES.
+        sequence: The number of the call, from 1 on, among the calls that all members of the rank
+            set issue. 0 for a point-to-point call, and for a call from a thread whose order of
+            calls differs between ranks.
+        start_ns: When the call was issued.
+        end_ns: When the call ended; 0 until then.
+        issued_ns: When the call returned, if it blocked training. Otherwise `start_ns`.
+        wait_ns: When training first waited for the call; 0 if training did not wait.
+        wait_phase: The phase of that wait.
+        timed: Whether the end of the call can be read.
+        is_bound: Whether `end_ns` or `duration_ns` is only an upper bound. So it is for a call on a
+            device whose end is marked where a stream had waited for it, and for a call that may
+            have queued behind such a call. If such a call is not timed, nothing has waited for it.
+        is_lost: Whether the end of the call could not be marked, or not be read in time.
+        start_event: The event at the start of the call, if the call runs on a stream. `end_event`
+            is the event at its end.
+        stream_wait: The point at which the compute stream began to wait for the call; None if the
+            stream did not wait.
+        batch: The number of the batch that the call was settled in. A batch holds the calls of one
+            step, or a part of them.
+        settled: Whether `settle` has set `duration_ns`, `exposed_ns` and `wait_exposed_ns`.
+    """
+
+    __slots__ = (
+        "batch",
+        "dtype",
+        "duration_ns",
+        "end_event",
+        "end_ns",
+        "exposed_ns",
+        "group",
+        "is_bound",
+        "is_lost",
+        "issued_ns",
+        "op",
+        "payload_bytes",
+        "phase",
+        "sequence",
+        "settled",
+        "start_event",
+        "start_ns",
+        "stream_wait",
+        "timed",
+        "wait_exposed_ns",
+        "wait_ns",
+        "wait_phase",
+    )
+
+    batch: int
+    issued_ns: int
+    wait_phase: int
+    duration_ns: int
+    exposed_ns: int
+    wait_exposed_ns: int
+
+    def __init__(self, op: int, group: Any, payload_bytes: int, dtype: Any, phase: int) -> None:
+        self.op = op
+        self.group = group
+        self.payload_bytes = payload_bytes
+        self.dtype = dtype
+        self.phase = phase
+        self.sequence = 0
+        self.start_ns = 0
+        self.end_ns = 0
+        self.wait_ns = 0
+        self.timed = True
+        self.is_bound = self.is_lost = self.settled = False
+        self.start_event: Any = None
+        self.end_event: Any = None
+        self.stream_wait: Any = None
+        # This constructor is on the hot path. The other fields are set when the call returns or
+        # settles.
+
+    def settle(self, batch: int = 0, /) -> None:
+        """Compute how long the call took, and how much of this time it blocked training.
+
+        A group runs one call after the other. `duration_ns` therefore begins at the issue of the
+        call or at the end of the group's previous call, whichever is later. `exposed_ns` is the
+        time in which training was blocked, and `wait_exposed_ns` is the part spent in `wait()`.
+        """
+        self.batch = batch
+        self.duration_ns = self.exposed_ns = self.wait_exposed_ns = 0
+        if self.timed:
+            end_ns, group = self.end_ns, self.group
+            self.duration_ns = max(0, end_ns - max(self.start_ns, group.busy_until_ns))
+            # Earlier calls of the group have ended before this one.
+            if self.is_bound:
+                group.maybe_busy_until_ns = end_ns
+            else:
+                self.is_bound = self.start_ns < group.maybe_busy_until_ns
+                group.busy_until_ns = max(end_ns, group.busy_until_ns)
+                group.maybe_busy_until_ns = BEFORE_ALL
+            issued_ns = min(self.issued_ns, end_ns)
+            if self.wait_ns:
+                self.wait_exposed_ns = max(0, end_ns - max(self.wait_ns, issued_ns))
+            self.exposed_ns = issued_ns - self.start_ns + self.wait_exposed_ns
+        elif self.is_bound:
+            self.group.maybe_busy_until_ns = NEVER
+        self.settled = True
+
+
+class RecorderFields:
+    """The fields of a `CallRecorder` that each call reads or changes."""
+
+    __slots__ = (
+        "_calls",
+        "_coalescing",
+        "_known_groups",
+        "_messages",
+        "_phase_timer",
+        "_training_thread",
+        "_under_way",
+        "_works",
+    )
+
+    _calls: list[Any]
+    _coalescing: Mapping[Any, list[Any]]
+    _known_groups: dict[int, Any]
+    _messages: dict[int, list[Any]]
+    _phase_timer: Any
+    _training_thread: int
+    _under_way: set[Any]
+    _works: dict[int, tuple[Callable[[], Any], Any]]
+
+
+class _Inside(threading.local):
+    value = False
+
+
+class WrapperState:
+    """What the wrappers of collectives share.
+
+    Attributes:
+        is_open: Whether calls are recorded.
+        cost_ns: Nanoseconds spent on recording calls and waits, on any thread.
+    """
+
+    __slots__ = ("_inside", "cost_ns", "is_open")
+
+    def __init__(self) -> None:
+        self._inside = _Inside()
+        self.is_open = False
+        self.cost_ns = 0
+
+    @property
+    def value(self) -> bool:
+        """Whether this thread is inside a wrapped call."""
+        return self._inside.value
+
+    @value.setter
+    def value(self, value: bool) -> None:
+        self._inside.value = value
+
+
+IS_COMPILED = False
+# Only in C: a function that records the common calls of a collective, and a reader of scalars.
+# Without them, `instrument.py` and `device_scalar.py` do the same.
+RecordedFunction: Any = None
+ScalarReader: Any = None
+
+if os.environ.get(VARIABLE) != "python" and not TYPE_CHECKING:
+    try:
+        from . import _hot_path
+    except ImportError:  # it was not built
+        pass
+    else:
+        IS_COMPILED = True
+        PhaseClock, Hook = _hot_path.PhaseClock, _hot_path.Hook
+        RankSetFields, GroupFields = _hot_path.RankSetFields, _hot_path.GroupFields
+        CollectiveCall, RecorderFields = _hot_path.CollectiveCall, _hot_path.RecorderFields
+        WrapperState = _hot_path.WrapperState
+        RecordedFunction, ScalarReader = _hot_path.RecordedFunction, _hot_path.ScalarReader

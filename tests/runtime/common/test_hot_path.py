@@ -1,0 +1,503 @@
+"""Tests of the hot path in C: it does what the classes in Python do.
+
+Covers `hot_path.py` and `_hot_path.c`, and how `instrument.py` and `device_scalar.py` use them.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import random
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from zerowatch.metrics.catalog.labels import OPS, PHASES
+from zerowatch.runtime.collectives import instrument
+from zerowatch.runtime.collectives.groups import CollectiveCall
+from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
+from zerowatch.runtime.common import device_scalar, hot_path
+from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.common.phase_timer import BACKWARD, FORWARD, PhaseTimer
+
+ROOT = Path(__file__).parents[3]
+ALL_REDUCE = OPS.index("all_reduce")
+needs_c = pytest.mark.skipif(not hot_path.IS_COMPILED, reason="the extension was not built")
+
+
+@pytest.fixture(scope="module")
+def in_python() -> ModuleType:
+    """A second copy of the module, with the classes in Python."""
+    spec = importlib.util.spec_from_file_location("hot_path_in_python", hot_path.__file__)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    before = os.environ.get(hot_path.VARIABLE)
+    os.environ[hot_path.VARIABLE] = "python"
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del os.environ[hot_path.VARIABLE]
+        if before is not None:
+            os.environ[hot_path.VARIABLE] = before
+    return module
+
+
+def test_the_extension_is_built_where_it_can_be() -> None:
+    has_header = Path(sysconfig.get_paths()["include"], "Python.h").exists()
+
+    is_asked_for = os.environ.get(hot_path.VARIABLE) != "python"
+    assert (is_asked_for and has_header and shutil.which("gcc") is not None) == hot_path.IS_COMPILED
+
+
+@needs_c
+def test_the_tests_of_its_users_pass_without_it() -> None:
+    files = [
+        "tests/runtime/collectives",
+        *(f"tests/runtime/common/test_{name}.py" for name in ("phase_timer", "fail_open")),
+        "tests/runtime/instrumentation/test_engine_hooks.py",
+    ]
+    command = [sys.executable, "-m", "pytest", "-qq", "-n0", "-m", "not jobs and not slow", *files]
+
+    ran = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "-x"],
+        cwd=ROOT,
+        env={**os.environ, hot_path.VARIABLE: "python"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+# Phases
+
+
+class Clock:
+    """A clock that moves on at each reading."""
+
+    def __init__(self) -> None:
+        self.now = 1000
+
+    def __call__(self) -> int:
+        self.now += 7
+        return self.now
+
+
+class ChangedPhases:
+    """A phase clock with a record of its callbacks."""
+
+    def __init__(self, kind: Callable[..., Any]) -> None:
+        self.clock = kind(Clock(), len(PHASES), len(PHASES) - 1, (4, 6))
+        self.called: list[tuple[str, int]] = []
+
+    def listen(self, name: str, is_on: bool) -> None:
+        listener = (lambda phase: self.called.append((name, phase))) if is_on else None
+        setattr(self.clock, name, listener)
+
+    def state(self) -> dict[str, Any]:
+        clock = self.clock
+        return {
+            "current": clock.current,
+            "since": clock.since_ns,
+            "left": clock.left_training,
+            "stopped": clock._stopped,
+            "intervals": None if clock._intervals is None else list(clock._intervals),
+            "totals": [clock._nanoseconds(phase) for phase in range(len(PHASES))],
+            "called": list(self.called),
+        }
+
+
+@needs_c
+def test_phases_are_the_same_after_any_calls(in_python: ModuleType, seed: int) -> None:
+    draw = random.Random(seed)
+    both = [ChangedPhases(hot_path.PhaseClock), ChangedPhases(in_python.PhaseClock)]
+
+    for _ in range(500):
+        action, phase = draw.choice(ACTIONS), draw.randrange(len(PHASES))
+        results = [action(each, phase) for each in both]
+
+        assert results[0] == results[1]
+        assert both[0].state() == both[1].state()
+
+
+def _enter(phases: ChangedPhases, phase: int) -> object:
+    return phases.clock.enter(phase)
+
+
+def _leave(phases: ChangedPhases, phase: int) -> object:
+    try:
+        return phases.clock.leave()
+    except IndexError:
+        return "IndexError"
+
+
+def _stop(phases: ChangedPhases, phase: int) -> object:
+    phases.clock._accrue(phase % 2 == 0)
+    phases.clock._stopped = True
+    return None
+
+
+def _keep_intervals(phases: ChangedPhases, phase: int) -> object:
+    phases.clock._intervals = [] if phase % 2 else None
+    phases.clock.left_training = False
+    return None
+
+
+ACTIONS: list[Callable[[ChangedPhases, int], object]] = [
+    _enter,
+    _enter,
+    _leave,
+    _stop,
+    _keep_intervals,
+    lambda phases, _: phases.clock.drain(),
+    lambda phases, phase: phases.listen("on_change", phase % 2 == 0),
+    lambda phases, phase: phases.listen("on_interval_end", phase % 2 == 0),
+]
+
+
+@needs_c
+def test_an_error_in_the_clock_or_a_listener_is_raised() -> None:
+    def fail(*_: int) -> int:
+        raise RuntimeError("broken")
+
+    broken_clock = hot_path.PhaseClock(fail, 3, 0, ())
+    broken_listener = hot_path.PhaseClock(Clock(), 3, 0, ())
+    broken_listener.on_change = fail
+
+    for clock in (broken_clock, broken_listener):
+        with pytest.raises(RuntimeError, match="broken"):
+            clock.enter(1)
+    with pytest.raises(IndexError):
+        hot_path.PhaseClock(Clock(), 3, 0, ()).enter(3)
+
+
+# Hooks
+
+
+@needs_c
+@pytest.mark.parametrize("raised", [None, ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("is_off", [False, True])
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize("is_short", [False, True])
+def test_hooks_call_the_same_functions(
+    in_python: ModuleType,
+    raised: type[BaseException] | None,
+    is_off: bool,
+    resumes: bool,
+    is_short: bool,
+) -> None:
+    def outcome(module: ModuleType) -> list[Any]:
+        called: list[Any] = []
+
+        def body(*args: Any, **kwargs: Any) -> Any:
+            called.append((args, kwargs))
+            if raised is not None:
+                raise raised("now")
+            return "result"
+
+        def on_failure(error: BaseException) -> None:
+            called.append((type(error), sys.exception() is error, error.__traceback__ is not None))
+
+        hook = module.Hook(
+            body,
+            Exception,
+            on_failure,
+            lambda: called.append("resumes?") or resumes,
+            lambda: called.append("success"),
+        )
+        hook.is_off, hook.is_short = is_off, is_short
+        try:
+            called.append(hook(1, two=2))
+        except BaseException as error:
+            called.append(("raised", type(error)))
+        return [*called, hook.is_off, hook.is_short, sys.exception()]
+
+    assert outcome(hot_path) == outcome(in_python)
+
+
+# Scalars
+
+
+class Marked(torch.Tensor):
+    """A subclass, whose operators may do something else."""
+
+
+@needs_c
+@pytest.mark.parametrize(
+    ("source", "is_read"),
+    [
+        (torch.tensor(3.140625), True),
+        (torch.tensor([3.140625], dtype=torch.float64), True),
+        (torch.tensor([1.0, 3.140625])[1], True),
+        (torch.tensor(3.140625, requires_grad=True) * 1, True),
+        (torch.tensor(float("nan")), True),
+        (torch.tensor(3.140625, dtype=torch.bfloat16), False),
+        (torch.tensor(3), False),
+        (torch.complex(torch.tensor(0.0), torch.tensor(3.140625)).conj().imag, False),
+        (torch.tensor([3.140625]).as_subclass(Marked), False),
+        (torch.tensor([3.140625]).to_sparse(), False),
+        (torch.tensor([1.0, 2.0]), False),
+        (torch.empty((), device="meta"), False),
+        (3.140625, False),
+    ],
+    ids=str,
+)
+def test_only_dense_floats_in_host_memory_are_read(source: Any, is_read: bool) -> None:
+    found = hot_path.ScalarReader(torch.Tensor, torch.float32, torch.float64)(source)
+
+    assert (found is not None) == is_read
+    if is_read:
+        assert found == float(source.detach()) or found != found
+
+
+@needs_c
+def test_scalars_are_the_same_with_and_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = [torch.tensor([0.1]), torch.tensor(2.5, requires_grad=True), torch.tensor(7), 0.1, 3]
+    found = [device_scalar.scalar(source) for source in sources]
+
+    monkeypatch.setattr(device_scalar, "_read_host", None)
+
+    assert found == [device_scalar.scalar(source) for source in sources]
+
+
+# Collectives
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Recording:
+    """Collectives of one rank that are recorded, in C or in Python."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, in_c: bool) -> None:
+        self.in_python_calls = 0
+        if not in_c:
+            monkeypatch.setattr(instrument, "RecordedFunction", None)
+        self.fail_open = FailOpen()
+        self.instrumentation = CollectiveInstrumentation(self.fail_open)
+        self.recorder = self.instrumentation.call_recorder
+        self.phases = PhaseTimer()
+        self.failed: list[CollectiveCall] = []
+        counted = self.instrumentation._on_call
+
+        def on_call(*args: Any) -> Any:
+            self.in_python_calls += 1
+            return counted(*args)
+
+        self.instrumentation._on_call = on_call
+        self.instrumentation.open()
+        self.recorder.connect(self.phases, None, self.failed.append)
+        monkeypatch.undo()
+
+    def outcome(self, issue: Callable[[], object]) -> dict[str, Any]:
+        """Issue collectives; return what was recorded, without the times themselves."""
+        self.phases.enter(BACKWARD)
+        raised = None
+        try:
+            issue()
+        except BaseException as error:
+            raised = type(error)
+        self.phases.leave()
+        self.recorder.wait_for_completion(10)
+        calls = self.recorder.drain().calls
+        groups = self.recorder.groups.known()
+        return {
+            "raised": raised,
+            "calls": [_described(call) for call in calls],
+            "recorded": sorted(group.recorded for group in groups),
+            "issued": sorted(group.num_issued() or 0 for group in groups),
+            "recent": sorted(len(group.rank_set.recent) for group in groups),
+            "failed": [_described(call) for call in self.failed],
+            "under way": len(self.recorder._under_way),
+            "failures": dict(self.fail_open.failures),
+        }
+
+
+def _described(call: CollectiveCall) -> tuple[Any, ...]:
+    order = call.start_ns <= call.issued_ns and (not call.timed or call.start_ns <= call.end_ns)
+    return (
+        OPS[call.op],
+        call.payload_bytes,
+        call.dtype,
+        PHASES[call.phase],
+        call.sequence,
+        call.timed,
+        call.is_bound,
+        call.is_lost,
+        call.settled,
+        call.start_event,
+        order,
+        call.issued_ns == call.end_ns,
+    )
+
+
+def in_another_thread(issue: Callable[[], object]) -> Callable[[], None]:
+    def run() -> None:
+        thread = threading.Thread(target=issue)
+        thread.start()
+        thread.join()
+
+    return run
+
+
+def interrupted() -> None:
+    class Interrupting(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+            raise KeyboardInterrupt
+
+    dist.all_reduce(torch.ones(2).as_subclass(Interrupting))
+
+
+def some() -> torch.Tensor:
+    return torch.ones(10)
+
+
+ISSUED: dict[str, Callable[[], object]] = {
+    "blocking": lambda: dist.all_reduce(some()),
+    "by names": lambda: dist.all_reduce(tensor=some(), group=dist.group.WORLD),
+    "with a group": lambda: dist.all_reduce(some(), dist.ReduceOp.MAX, dist.group.WORLD),
+    "of a module": lambda: c10d.broadcast(some(), src=0),
+    "asynchronous": lambda: dist.all_reduce(some(), async_op=True).wait(),
+    "asynchronous, not waited for": lambda: dist.all_reduce(some(), async_op=True),
+    "another type": lambda: dist.all_reduce(some().to(torch.bfloat16)),
+    "into a tensor": lambda: dist.all_gather_into_tensor(some(), some()),
+    "a list": lambda: dist.all_gather([some()], some()),
+    "reduce_scatter": lambda: dist.reduce_scatter(some(), [some()]),
+    "gather": lambda: dist.gather(some(), [some()]),
+    "barrier": dist.barrier,
+    "monitored": dist.monitored_barrier,
+    "objects": lambda: dist.all_gather_object([None], {"a": 1}),
+    "an empty tensor": lambda: dist.all_reduce(torch.ones(0)),
+    "no tensor": lambda: dist.all_reduce("nothing"),  # type: ignore[arg-type]
+    "no argument": lambda: dist.all_reduce(),  # type: ignore[call-arg]
+    "no group": lambda: dist.all_reduce(some(), group="none"),  # type: ignore[arg-type]
+    "not a member": lambda: dist.all_reduce(some(), group=dist.GroupMember.NON_GROUP_MEMBER),
+    "a sparse tensor": lambda: dist.all_reduce(some().to_sparse()),
+    "wrong values": lambda: dist.broadcast(some(), src=99),
+    "interrupted": interrupted,
+    "another thread": in_another_thread(lambda: dist.all_reduce(some())),
+    "several": lambda: [dist.all_reduce(some(), async_op=each % 2 == 0) for each in range(5)],
+}
+
+
+@needs_c
+@pytest.mark.parametrize("issue", ISSUED.values(), ids=ISSUED)
+def test_a_call_is_recorded_as_in_python(
+    world: None, monkeypatch: pytest.MonkeyPatch, issue: Callable[[], object]
+) -> None:
+    outcomes = []
+    for in_c in (True, False):
+        recording = Recording(monkeypatch, in_c=in_c)
+        dist.all_reduce(some())  # the record of the group is made in Python
+        outcomes.append(recording.outcome(issue))
+        recording.instrumentation.close()
+
+    assert outcomes[0] == outcomes[1]
+
+
+@needs_c
+def test_common_calls_do_not_run_python_code(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = Recording(monkeypatch, in_c=True)
+    dist.all_reduce(some())
+    before = recording.in_python_calls
+
+    for name in ("blocking", "by names", "asynchronous", "another type", "into a tensor"):
+        recording.outcome(ISSUED[name])
+    recording.instrumentation.close()
+
+    assert (before, recording.in_python_calls) == (1, 1)
+    assert recording.instrumentation.total_cost_ns > 0
+
+
+@needs_c
+def test_an_end_that_cannot_be_recorded_loses_one_call(
+    world: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class BrokenWork:
+        def get_future(self) -> Any:
+            raise RuntimeError("no future")
+
+    broken = BrokenWork()
+    monkeypatch.setattr(c10d, "all_reduce", lambda tensor, group=None: broken)
+    monkeypatch.setattr(dist, "all_reduce", c10d.all_reduce)
+    instrumentation = CollectiveInstrumentation(fail_open := FailOpen())
+    instrumentation.open()
+    recorder = instrumentation.call_recorder
+    recorder.connect(PhaseTimer(), None)
+    dist.barrier()
+
+    results = [dist.all_reduce(some(), group=dist.group.WORLD) for _ in range(2)]
+    instrumentation.close()
+
+    assert results == [broken, broken]
+    assert dict(fail_open.failures) == {"collectives": 2}
+    assert "no future" in caplog.text
+    assert [OPS[call.op] for call in recorder.drain().calls] == ["barrier"]
+    (rank_set,) = recorder.groups.rank_sets()
+    assert [call.settled for call in rank_set.recent] == [False, True, True]
+    assert not recorder._under_way
+
+
+@needs_c
+def test_neither_objects_nor_references_are_left(
+    world: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = Recording(monkeypatch, in_c=True)
+    tensor, group = some(), dist.group.WORLD
+    issue = ISSUED["several"]
+    watched: list[Any] = [tensor, group, tensor.dtype, recording.recorder, recording.phases]
+    recording.outcome(issue)
+
+    def counts() -> list[int]:
+        for rank_set in recording.recorder.groups.rank_sets():
+            rank_set.recent.clear()
+        recording.failed.clear()
+        gc.collect()
+        return [sys.getrefcount(each) for each in watched]
+
+    before = counts()
+    for _ in range(300):
+        dist.all_reduce(tensor, group=group)
+        with pytest.raises(RuntimeError, match="invalid root rank"):
+            dist.broadcast(tensor, src=99)
+        recording.outcome(issue)
+    after = counts()
+    recording.instrumentation.close()
+
+    assert [b - a for a, b in zip(before, after, strict=True)] == [0] * len(watched)
+    assert not [each for each in gc.get_objects() if type(each) is CollectiveCall]
+
+
+@needs_c
+def test_fields_are_those_of_python(in_python: ModuleType) -> None:
+    for name in ("CollectiveCall", "GroupFields", "RankSetFields", "RecorderFields"):
+        kind = getattr(hot_path, name)
+        fields = {field for field in vars(kind) if not field.startswith("__")} - {"settle"}
+
+        assert fields == set(getattr(in_python, name).__slots__), name
+    made = [
+        module.CollectiveCall(ALL_REDUCE, None, 8, None, FORWARD)
+        for module in (hot_path, in_python)
+    ]
+    in_order = in_python.CollectiveCall.__slots__
+    assert [getattr(made[0], field) for field in in_order if hasattr(made[1], field)] == [
+        getattr(made[1], field) for field in in_order if hasattr(made[1], field)
+    ]
