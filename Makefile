@@ -73,7 +73,7 @@ clean:
 	@mkdir -p .build && ln -sfn .. $@
 
 # Without build isolation: pinned setuptools builds DeepSpeed, and no second torch is fetched.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt runtime/common/_hot_path.c
 	@if ! $(VENV_PYTHON) -c '' 2>/dev/null; then \
 	  found=; \
 	  for python in $(PYTHONS); do \

@@ -27,6 +27,9 @@ print(*project['dependencies'], *project['optional-dependencies']['otel'], sep='
 
 # The sources are in this stage only.
 FROM packages AS wheel
+# For runtime/common/_hot_path.c. Without a compiler the same classes in Python are used.
+RUN { apt-get -qq update && apt-get -qq install --no-install-recommends gcc libc6-dev; } >/dev/null \
+ || echo "no compiler: the wheel has no extension"
 COPY . .
 RUN pip wheel -q --no-deps --no-build-isolation --wheel-dir /wheel .
 

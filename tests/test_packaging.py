@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from importlib.metadata import entry_points, version
@@ -25,7 +26,7 @@ DATA_FOLDERS = ("runtime", "metrics", "dashboards", "docker")
 FOR_DEVELOPERS = {"dev", "docs", "integrations", "preview"}  # extras
 PICTURES = "zerowatch/dashboards/pictures/"  # of the README
 NOT_SOURCE = shutil.ignore_patterns(
-    ".git", ".venv", ".build", ".*_cache", "build", "runs", "*.egg-info", "__pycache__"
+    ".git", ".venv", ".build", ".*_cache", "build", "runs", "*.egg-info", "__pycache__", "*.so"
 )
 
 
@@ -92,6 +93,15 @@ def test_a_wheel_holds_every_module_and_no_other(names_in_wheel: set[str]) -> No
     modules = {name for name in names_in_wheel if name.endswith(".py")}
 
     assert modules == expected
+
+
+def test_a_wheel_holds_the_extension_where_it_can_be_built(names_in_wheel: set[str]) -> None:
+    require.program("gcc", apt="gcc")
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        pytest.skip("needs Python.h (apt-get install python3-dev)")
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+
+    assert f"zerowatch/runtime/common/_hot_path{suffix}" in names_in_wheel
 
 
 def test_a_wheel_has_the_marker_for_type_checkers(names_in_wheel: set[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, VerticalScroll
 from textual.events import Resize
+from textual.geometry import Size
 from textual.widgets import Footer, Static
 
 from ...errors import ZerowatchError
@@ -173,7 +175,11 @@ class TopScreen(App[None]):
     def _draw(self) -> None:
         if self._view is None:
             return
-        if self.screen.outer_size != self.size:
+        size = self.size if self.is_headless else Size(*shutil.get_terminal_size(self.size))
+        if size != self.size:
+            # On a busy machine the signal of a new size was not seen once, for minutes.
+            self.post_message(Resize(size, size))
+        elif self.screen.outer_size != self.size:
             # textual 8 passes a new size to the screen by a timer of 8 ms. If the timer is late, as
             # on a busy machine, it is skipped, and all later sizes with it.
             self.screen.post_message(Resize(self.size, self.size))

@@ -149,6 +149,23 @@ def test_a_new_size_is_shown_although_a_busy_machine_skips_the_timer_of_textual(
     on_screen(FixedRun(live), (80, 24), body)
 
 
+def test_a_new_size_is_shown_although_its_signal_was_not_seen(
+    live: RunView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(app: TopScreen, pilot: Pilot[None]) -> None:
+        await until(pilot, lambda: "steps 20" in texts(app))
+
+        monkeypatch.setattr(TopScreen, "is_headless", False)
+        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setenv("LINES", "50")
+        await until(pilot, lambda: "node-0" in texts(app))
+
+        assert app.size == (200, 50)
+        monkeypatch.undo()
+
+    on_screen(FixedRun(live), (80, 24), body)
+
+
 def test_ranks_are_sorted_by_the_key_s(live: RunView) -> None:
     async def body(app: TopScreen, pilot: Pilot[None]) -> None:
         await until(pilot, lambda: "sorted by rank" in texts(app))
