@@ -6,9 +6,9 @@ show what the bench can resolve. "Too noisy" means that the A/A interval is wide
 
 The added CPU time is measured in steps of about 10 ms, because noise grows with the step and the
 added time does not. There the hooks alone are switched, and monitoring's threads are in all blocks.
-In steps of 50 ms a watch is opened and closed around each monitored block, and the block begins a
-second later, so it has the lasting cost only. Readings of memory, some times a second, are in more
-of the longer steps; `own clocks` shows the difference.
+In steps of 50 ms a watch is opened before each monitored block and closed after it. The block
+begins one to six seconds after the opening, so it has the lasting cost only. Memory is read some
+times a second, so the longer steps have more of the readings: compare the rows "own clocks".
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ GOAL_HOLD_MS = 0.5
 GOAL_IMPORT_SECONDS, GOAL_OPEN_SECONDS = 0.1, 0.3
 IMPORTS = 10
 SHORT = {"watches": 4, "first_steps": 100, "settling_steps": 2, "block_steps": 6}
-# A block has two looks at the queue a second, and a publication each second.
-LONG = {"first_steps": 20, "settling_steps": 4, "block_steps": 40}
+# Ranks exchange figures every 5 s.
+LONG = {"first_steps": 20, "period_steps": 100, "settling_steps": 4, "block_steps": 40}
 # A round of the longer blocks takes 40 times as long as one of the shorter blocks.
-SHORT_ROUNDS_PER_LONG = 12
+SHORT_ROUNDS_PER_LONG = 14
 # About two holds a step: 3,000 are enough for a p99.9.
 SAMPLED_STEPS = 1600
 _IMPORT = (
@@ -59,7 +59,7 @@ def bench(options: Options) -> Iterator[Row]:
         asked = {
             "step_seconds": STEP_SECONDS,
             "short": SHORT | {"watches": 2, "first_steps": 10, "rounds": 20},
-            "long": LONG | {"first_steps": 4, "block_steps": 5, "rounds": 4},
+            "long": LONG | {"first_steps": 4, "period_steps": 1, "block_steps": 5, "rounds": 4},
             "sampled_steps": 20,
         }
     ranks = run_ranks(
@@ -89,7 +89,7 @@ def _import_row(times: int) -> Row:
 
 def _short_rows(rank: int, found: dict[str, Any]) -> Iterator[Row]:
     rounds: list[dict[str, Block]] = found["rounds"]
-    yield _step_row(rank, found)
+    yield _step_row(f"rank {rank}: short step, unmonitored", found)
     added = mean_interval(_differences_us(rounds, "watched"))
     same = mean_interval(_differences_us(rounds, "off again"))
     yield _interval_row(
@@ -100,12 +100,12 @@ def _short_rows(rank: int, found: dict[str, Any]) -> Iterator[Row]:
         met=added.estimate <= GOAL_STEP_US if _half(same) <= MARGIN_STEP_US else None,
     )
     yield _interval_row(f"rank {rank}: the same, A/A", same, "{:.0f} us")
-    yield _clocks_row(rank, found["clocks"])
+    yield _clocks_row(f"rank {rank}: own clocks, short steps", found["clocks"])
 
 
 def _long_rows(rank: int, found: dict[str, Any]) -> Iterator[Row]:
     rounds: list[dict[str, Block]] = found["rounds"]
-    yield _step_row(rank, found)
+    yield _step_row(f"rank {rank}: step of 50 ms, unmonitored", found)
     ratio = ratio_interval([each["watched"]["wall"] / each["off"]["wall"] for each in rounds])
     floor = ratio_interval([each["off again"]["wall"] / each["off"]["wall"] for each in rounds])
     is_met = ratio.estimate <= GOAL_RATIO and ratio.high < EXCLUDED_RATIO
@@ -117,10 +117,13 @@ def _long_rows(rank: int, found: dict[str, Any]) -> Iterator[Row]:
         met=is_met if _half(floor) <= EXCLUDED_RATIO - GOAL_RATIO else None,
     )
     yield _interval_row(f"rank {rank}: the same, A/A", floor, "{:.4f}")
-    for arm, what in (("watched", "CPU time added to the training thread"), ("off again", "A/A")):
+    for arm, what in (
+        ("watched", "CPU time added, steps of 50 ms"),
+        ("off again", "the same, A/A"),
+    ):
         difference = mean_interval(_differences_us(rounds, arm))
-        yield _interval_row(f"rank {rank}: {what}, these steps", difference, "{:.0f} us")
-    yield _clocks_row(rank, found["clocks"])
+        yield _interval_row(f"rank {rank}: {what}", difference, "{:.0f} us")
+    yield _clocks_row(f"rank {rank}: own clocks, steps of 50 ms", found["clocks"])
     threads = mean_interval([1000 * each["watched"]["threads"] for each in rounds])
     yield _interval_row(
         f"rank {rank}: CPU time of our threads",
@@ -138,24 +141,23 @@ def _long_rows(rank: int, found: dict[str, Any]) -> Iterator[Row]:
     )
 
 
-def _step_row(rank: int, found: dict[str, Any]) -> Row:
+def _step_row(what: str, found: dict[str, Any]) -> Row:
     blocks: list[Block] = [each["off"] for each in found["rounds"]]
-    wall, training = (1000 * statistics.median(b[kind] for b in blocks) for kind in _KINDS)
+    wall, training = (
+        1000 * statistics.median(each[kind] for each in blocks) for kind in ("wall", "training")
+    )
     return Row(
-        what=f"rank {rank}: step, unmonitored",
+        what=what,
         measured=f"{wall:.1f} ms, of which CPU time of the training thread {training:.1f}",
         spread=f"{len(blocks)} rounds of {found['block_steps']} steps",
     )
 
 
-_KINDS = ("wall", "training")
-
-
-def _clocks_row(rank: int, clocks: dict[str, float]) -> Row:
+def _clocks_row(what: str, clocks: dict[str, float]) -> Row:
     hooks, collectives = 1e6 * clocks["hooks"], 1e6 * clocks["collectives"]
     return Row(
-        what=f"rank {rank}: own clocks per step",
-        measured=f"{hooks + collectives:.0f} us",
+        what=what,
+        measured=f"{hooks + collectives:.0f} us a step",
         spread=f"hooks {hooks:.0f}, collectives {collectives:.0f}: {clocks['calls']:.1f} calls",
     )
 

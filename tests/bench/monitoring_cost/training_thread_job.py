@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -77,14 +78,16 @@ class Layers(torch.nn.Module):
 
     def __init__(self, before_layer: Callable[[], None]) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-        for layer in self.layers:
-            layer.register_forward_pre_hook(lambda *_: before_layer())
-            layer.register_full_backward_pre_hook(lambda *_: before_layer())
+        self._before_layer = before_layer
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
+            self._before_layer()
             x = layer(x)
+            x.register_hook(lambda _: self._before_layer())
         return x.square().mean()
 
 
@@ -144,7 +147,7 @@ class FixedSteps:
 
 
 def ds_config() -> dict[str, Any]:
-    bucket = WIDTH * (WIDTH + 1)
+    bucket = WIDTH * WIDTH
     return {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_clipping": 1.0,
@@ -184,8 +187,13 @@ def switched_rounds(job: FixedSteps, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def opened_rounds(job: FixedSteps, asked: dict[str, Any]) -> dict[str, Any]:
-    """Return rounds of longer blocks; a watch is opened before each watched one, and closed."""
+    """Return rounds of longer blocks; a watch is opened before each watched one, and closed.
+
+    Its block begins at a random moment of `period_steps`, so that work of a longer period than the
+    block is in as many blocks as it should be.
+    """
     rounds, clocks, opening_seconds = [], [], []
+    picker = random.Random(2)  # the same on all ranks
     for order in orders(asked["rounds"], ARMS, []):
         each = {}
         for arm in order:
@@ -196,7 +204,7 @@ def opened_rounds(job: FixedSteps, asked: dict[str, Any]) -> dict[str, Any]:
             begin = time.perf_counter()
             opened = watch(job.engine, SETTINGS)
             opening_seconds.append(time.perf_counter() - begin)
-            job.run(asked["first_steps"])
+            job.run(asked["first_steps"] + picker.randrange(asked["period_steps"]))
             before = own_clocks(opened)
             each[arm] = block(job, asked["block_steps"])
             opened.close()
