@@ -235,7 +235,10 @@ def cpu_of(threads: dict[int, str]) -> float:
 
 
 class HookSwitch:
-    """Takes all wrappers of an open watch out and puts the same ones back, between two steps."""
+    """Takes all wrappers of an open watch out and puts the same ones back, between two steps.
+
+    The two steps after a switch are no part of a block, because they take up to 1 ms longer.
+    """
 
     def __init__(self) -> None:
         self._patches = []
