@@ -3,6 +3,7 @@
 Two ranks, each pinned to a core, do steps of fixed work in short blocks: unmonitored, unmonitored
 again and monitored, at random. Each of the last two is compared with the first, so the A/A rows
 show what the bench can resolve. "Too noisy" means that the A/A interval is wider than the margin.
+On a quiet machine the training thread hardly waits for other processes.
 
 The added CPU time is measured in steps of about 10 ms, because noise grows with the step and the
 added time does not. There the hooks alone are switched, and monitoring's threads are in all blocks.
@@ -144,12 +145,13 @@ def _long_rows(rank: int, found: dict[str, Any]) -> Iterator[Row]:
 
 def _step_row(what: str, found: dict[str, Any]) -> Row:
     blocks: list[Block] = [each["off"] for each in found["rounds"]]
-    wall, training = (
-        1000 * statistics.median(each[kind] for each in blocks) for kind in ("wall", "training")
+    wall, training, delay = (
+        1000 * statistics.median(each[kind] for each in blocks)
+        for kind in ("wall", "training", "delay")
     )
     return Row(
         what=what,
-        measured=f"{wall:.1f} ms, of which CPU time of the training thread {training:.1f}",
+        measured=f"{wall:.1f} ms: training thread {training:.1f}, waits for others {delay:.1f}",
         spread=f"{len(blocks)} rounds of {found['block_steps']} steps",
     )
 

@@ -219,15 +219,30 @@ def opened_rounds(job: FixedSteps, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def block(job: FixedSteps, num_steps: int) -> dict[str, float]:
-    """Return a step's seconds: wall, CPU of this thread, and of our threads a second of wall."""
+    """Return a step's seconds, and the CPU seconds of our threads a second.
+
+    `wall` and `training` are wall time and CPU time of this thread. `delay` is the time in which
+    this thread waited for its core, less the CPU time of our threads: it is due to other processes.
+    """
     threads = own_threads()
-    ours = cpu_of(threads)
+    ours, delay = cpu_of(threads), waited_seconds()
     # The thread's clock, because schedstat of a thread that runs is late by up to a timer tick.
     begin, training = time.perf_counter(), time.thread_time()
     job.run(num_steps)
     training, wall = time.thread_time() - training, time.perf_counter() - begin
-    ours = cpu_of(threads) - ours
-    return {"wall": wall / num_steps, "training": training / num_steps, "threads": ours / wall}
+    ours, delay = cpu_of(threads) - ours, waited_seconds() - delay
+    return {
+        "wall": wall / num_steps,
+        "training": training / num_steps,
+        "delay": (delay - ours) / num_steps,
+        "threads": ours / wall,
+    }
+
+
+def waited_seconds() -> float:
+    """Return for how long this thread was ready to run and waited for its core."""
+    with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+        return int(file.read().split()[1]) / 1e9
 
 
 def cpu_of(threads: dict[int, str]) -> float:
