@@ -222,7 +222,7 @@ def block(job: FixedSteps, num_steps: int) -> dict[str, float]:
     """Return a step's seconds, and the CPU seconds of our threads a second.
 
     `wall` and `training` are wall time and CPU time of this thread. `delay` is the time in which
-    this thread waited for its core, less the CPU time of our threads: it is due to other processes.
+    this thread waited for its core, less the CPU time of our threads, so others had the core.
     """
     threads = own_threads()
     ours, delay = cpu_of(threads), waited_seconds()
