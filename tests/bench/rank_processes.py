@@ -18,7 +18,12 @@ from typing import Any
 
 BENCH = Path(__file__).parent
 # Scripts import `bench` from tests/; `scripts`, `fakes`, `servers` and `lab` from tests/support/.
-PYTHONPATH = os.pathsep.join([str(BENCH.parent), str(BENCH.parent / "support")])
+# Inherited paths stay: they may name the checkout whose zerowatch is measured.
+PYTHONPATH = os.pathsep.join(
+    filter(
+        None, [str(BENCH.parent), str(BENCH.parent / "support"), os.environ.get("PYTHONPATH", "")]
+    )
+)
 
 
 class RankFailedError(RuntimeError):

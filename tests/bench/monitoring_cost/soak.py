@@ -1,4 +1,4 @@
-"""Measures memory growth over ten thousand tiny steps, with and without monitoring."""
+"""Measures growth of memory, descriptors and threads in ten thousand tiny steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STAGE = 2
 
 
 def bench(options: Options) -> Iterator[Row]:
-    """Yield growth of resident memory and number of series of each rank, over two ranks."""
+    """Yield what each of two ranks holds after the first steps and at the end."""
     unmonitored = _run(options, watched=False)
     watched = _run(options, watched=True)
     for rank, (plain, seen) in enumerate(zip(unmonitored, watched, strict=True)):
@@ -41,6 +41,15 @@ def _rows(rank: int, plain: dict[str, Any], seen: dict[str, Any]) -> Iterator[Ro
         goal=f"<= {GOAL_MIB:g} MiB",
         met=seen_mib <= plain_mib + GOAL_MIB,
     )
+    for what in ("descriptors", "threads"):
+        grown, usual = (each["late"][what] - each["early"][what] for each in (seen, plain))
+        yield Row(
+            what=f"rank {rank}: {what}, growth",
+            measured=f"{grown:+d}",
+            spread=f"{seen['early'][what]} to {seen['late'][what]}; unmonitored {usual:+d}",
+            goal="0 more than unmonitored",
+            met=grown <= usual,
+        )
     early, late = seen["early"]["series"], seen["late"]["series"]
     budget = 400 if rank == 0 else 300
     yield Row(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,12 @@ def held(address: str | None) -> dict[str, int]:
     gc.collect()
     resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
     series = 0 if address is None else num_series(scrape(address)[0])
-    return {"resident_bytes": resident_pages * PAGE_BYTES, "series": series}
+    return {
+        "resident_bytes": resident_pages * PAGE_BYTES,
+        "series": series,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
 
 
 if __name__ == "__main__":
