@@ -255,7 +255,10 @@ class CallRecorder(RecorderFields):
         """
         self._under_way.discard(call)
         self._leave_out([call])
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # its traceback refers to this frame
 
     def on_wait_start(self, work: Any) -> CollectiveCall | None:
         """Record that this thread begins to wait for an asynchronous call.

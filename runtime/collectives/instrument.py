@@ -150,6 +150,7 @@ class CollectiveInstrumentation:
             recorder=self.call_recorder,
             original=original,
             in_python=in_python,
+            on_call=self._on_call,
             on_failure=on_failure,
             tensor_type=torch.Tensor,
             group_member=c10d.GroupMember,

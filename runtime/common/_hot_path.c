@@ -17,6 +17,9 @@
 #ifdef Py_GIL_DISABLED
 #error "the fields of these classes are protected by the GIL only"
 #endif
+#ifndef __linux__
+#error "now_ns is the clock of time.perf_counter_ns on Linux only"
+#endif
 
 /* One read-only or writable field of an object, as a row of a table of members. */
 #define FIELD(type, name, kind) {#name, kind, offsetof(type, name), 0, NULL}
@@ -28,13 +31,13 @@ static long long
 now_ns(void)
 {
     struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now); /* the clock of time.perf_counter_ns on Linux */
+    clock_gettime(CLOCK_MONOTONIC, &now);
     return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
 /* Interned names of attributes and methods that are looked up. */
 static PyObject *s_dtype, *s_nbytes, *s_is_sparse, *s_append, *s_get_future, *s_add_done_callback,
-    *s_is_cpu, *s_data_ptr, *s_is_neg, *s_numel, *s_batch_is_full, *s_busy_until_ns,
+    *s_is_cpu, *s_data_ptr, *s_is_neg, *s_numel, *s_world, *s_batch_is_full, *s_busy_until_ns,
     *s_maybe_busy_until_ns;
 static PyObject *perf_counter_ns; /* time.perf_counter_ns */
 
@@ -45,6 +48,13 @@ set_object(PyObject **field, PyObject *value)
     PyObject *before = *field;
     *field = Py_XNewRef(value);
     Py_XDECREF(before);
+}
+
+/* Whether there is an exception that must reach the script, such as that of Ctrl-C. */
+static int
+is_interrupt(void)
+{
+    return PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception);
 }
 
 /* ---- PhaseClock: see hot_path.py ---- */
@@ -75,15 +85,19 @@ PhaseClock_init(PhaseClock *self, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OiiO!", names, &now, &num_phases, &first,
                                      &PyTuple_Type, &non_training))
         return -1;
-    if (num_phases > MAX_PHASES) {
-        PyErr_Format(PyExc_ValueError, "at most %d phases, got %d", MAX_PHASES, num_phases);
+    if (num_phases > MAX_PHASES || first < 0 || first >= num_phases) {
+        PyErr_Format(PyExc_ValueError, "from 1 to %d phases, and the first among them; got %d, %d",
+                     MAX_PHASES, num_phases, first);
         return -1;
     }
     self->non_training = 0;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(non_training); i++) {
         long phase = PyLong_AsLong(PyTuple_GET_ITEM(non_training, i));
-        if (phase == -1 && PyErr_Occurred())
+        if (phase < 0 || phase >= num_phases) {
+            if (!PyErr_Occurred())
+                PyErr_Format(PyExc_ValueError, "no phase has the number %ld", phase);
             return -1;
+        }
         self->non_training |= 1u << phase;
     }
     set_object(&self->now, now == perf_counter_ns ? NULL : now);
@@ -162,14 +176,6 @@ PhaseClock_enter(PhaseClock *self, PyObject *argument)
         PyErr_Format(PyExc_IndexError, "no phase has the number %ld", phase);
         return NULL;
     }
-    if (self->depth == self->capacity) {
-        Py_ssize_t capacity = 2 * self->capacity + 8;
-        int *outer = PyMem_Resize(self->outer, int, capacity);
-        if (outer == NULL)
-            return PyErr_NoMemory();
-        self->outer = outer;
-        self->capacity = capacity;
-    }
     if (!self->started) {
         self->started = 1;
         if (clock_now(self, &self->since_ns) < 0)
@@ -177,6 +183,14 @@ PhaseClock_enter(PhaseClock *self, PyObject *argument)
     }
     if (accrue(self, 1) < 0)
         return NULL;
+    if (self->depth == self->capacity) { /* here, as a callback may have entered a phase */
+        Py_ssize_t capacity = 2 * self->capacity + 8;
+        int *outer = PyMem_Realloc(self->outer, (size_t)capacity * sizeof(int));
+        if (outer == NULL)
+            return PyErr_NoMemory();
+        self->outer = outer;
+        self->capacity = capacity;
+    }
     self->outer[self->depth++] = self->current;
     self->current = (int)phase;
     if (self->non_training >> phase & 1)
@@ -268,7 +282,7 @@ PhaseClock_dealloc(PhaseClock *self)
 }
 
 static PyMemberDef PhaseClock_members[] = {
-    FIELD(PhaseClock, current, T_INT),
+    {"current", T_INT, offsetof(PhaseClock, current), READONLY, NULL},
     FIELD(PhaseClock, since_ns, T_LONGLONG),
     FIELD(PhaseClock, left_training, T_BOOL),
     FIELD(PhaseClock, on_change, T_OBJECT),
@@ -322,7 +336,8 @@ Hook_failed(Hook *self)
         PyException_SetTraceback(error, traceback);
     PyObject *handled = PyErr_GetHandledException();
     PyErr_SetHandledException(error); /* what a log line and sys.exception() show */
-    PyObject *result = PyObject_CallOneArg(self->on_failure, error);
+    PyObject *result =
+        PyObject_CallFunctionObjArgs(self->on_failure, (PyObject *)self, error, NULL);
     PyErr_SetHandledException(handled);
     Py_XDECREF(handled);
     Py_XDECREF(type);
@@ -337,8 +352,10 @@ Hook_failed(Hook *self)
 static PyObject *
 Hook_vectorcall(Hook *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
+    if (self->body == NULL) /* cleared by the collector */
+        Py_RETURN_NONE;
     if (self->is_off) {
-        PyObject *answer = PyObject_CallNoArgs(self->may_resume);
+        PyObject *answer = PyObject_CallOneArg(self->may_resume, (PyObject *)self);
         if (answer == NULL)
             return NULL;
         int resumes = PyObject_IsTrue(answer);
@@ -352,7 +369,7 @@ Hook_vectorcall(Hook *self, PyObject *const *args, size_t nargsf, PyObject *name
     if (result == NULL)
         return Hook_failed(self);
     if (self->is_short) {
-        PyObject *done = PyObject_CallNoArgs(self->on_success);
+        PyObject *done = PyObject_CallOneArg(self->on_success, (PyObject *)self);
         if (done == NULL) {
             Py_DECREF(result);
             return NULL;
@@ -409,6 +426,27 @@ Hook_dealloc(Hook *self)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
+/* As functions, which the copy of a model or an engine shares with the original. */
+static PyObject *
+Hook_copy(Hook *self, PyObject *Py_UNUSED(memo))
+{
+    return Py_NewRef((PyObject *)self);
+}
+
+static PyObject *
+Hook_reduce(Hook *self, PyObject *Py_UNUSED(ignored))
+{
+    PyErr_SetString(PyExc_TypeError, "cannot pickle a hook of zerowatch");
+    return NULL;
+}
+
+static PyMethodDef Hook_methods[] = {
+    {"__copy__", (PyCFunction)Hook_copy, METH_NOARGS, NULL},
+    {"__deepcopy__", (PyCFunction)Hook_copy, METH_O, NULL},
+    {"__reduce__", (PyCFunction)Hook_reduce, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyMemberDef Hook_members[] = {
     FIELD(Hook, is_off, T_BOOL),
     FIELD(Hook, is_short, T_BOOL),
@@ -428,6 +466,7 @@ static PyTypeObject Hook_Type = {
     .tp_traverse = (traverseproc)Hook_traverse,
     .tp_clear = (inquiry)Hook_clear,
     .tp_members = Hook_members,
+    .tp_methods = Hook_methods,
 };
 
 /* ---- RankSetFields, GroupFields, CollectiveCall: see hot_path.py and collectives/groups.py ---- */
@@ -560,6 +599,13 @@ larger(long long one, long long other)
     return one > other ? one : other;
 }
 
+/* Returns the time between two moments, which may be NEVER; 0 if the second is not after the first. */
+static long long
+between(long long begin, long long end)
+{
+    return end > begin ? end - begin : 0;
+}
+
 /* Reads when the earlier calls of a group ended, or may have ended. Tests have other groups. */
 static int
 read_busy(PyObject *group, long long *until, long long *maybe_until)
@@ -605,8 +651,8 @@ write_busy(PyObject *group, long long until, long long maybe_until)
 static PyObject *
 CollectiveCall_settle(CollectiveCall *self, PyObject *const *args, Py_ssize_t num_args)
 {
-    if (num_args > 1) {
-        PyErr_SetString(PyExc_TypeError, "settle takes the number of a batch at most");
+    if (num_args > 1 || self->group == NULL) {
+        PyErr_SetString(PyExc_TypeError, "settle takes the number of a batch, of a call of a group");
         return NULL;
     }
     self->batch = num_args == 0 ? 0 : PyLong_AsLongLong(args[0]);
@@ -620,7 +666,7 @@ CollectiveCall_settle(CollectiveCall *self, PyObject *const *args, Py_ssize_t nu
         if (!self->timed)
             maybe_busy_until = LLONG_MAX;
         else {
-            self->duration_ns = larger(0, end_ns - larger(self->start_ns, busy_until));
+            self->duration_ns = between(larger(self->start_ns, busy_until), end_ns);
             if (self->is_bound)
                 maybe_busy_until = end_ns;
             else {
@@ -630,7 +676,7 @@ CollectiveCall_settle(CollectiveCall *self, PyObject *const *args, Py_ssize_t nu
             }
             long long issued_ns = self->issued_ns < end_ns ? self->issued_ns : end_ns;
             if (self->wait_ns)
-                self->wait_exposed_ns = larger(0, end_ns - larger(self->wait_ns, issued_ns));
+                self->wait_exposed_ns = between(larger(self->wait_ns, issued_ns), end_ns);
             self->exposed_ns = issued_ns - self->start_ns + self->wait_exposed_ns;
         }
         if (write_busy(self->group, busy_until, maybe_busy_until) < 0)
@@ -790,6 +836,7 @@ WrapperState_dealloc(WrapperState *self)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
+/* Both need the key that __init__ makes. */
 static int
 is_inside(WrapperState *self)
 {
@@ -805,7 +852,7 @@ set_inside(WrapperState *self, int inside)
 static PyObject *
 WrapperState_get_value(WrapperState *self, void *Py_UNUSED(closure))
 {
-    return PyBool_FromLong(is_inside(self));
+    return PyBool_FromLong(PyThread_tss_is_created(&self->inside) && is_inside(self));
 }
 
 static int
@@ -814,6 +861,10 @@ WrapperState_set_value(WrapperState *self, PyObject *value, void *Py_UNUSED(clos
     int inside = value == NULL ? 0 : PyObject_IsTrue(value);
     if (inside < 0)
         return -1;
+    if (!PyThread_tss_is_created(&self->inside)) {
+        PyErr_SetString(PyExc_RuntimeError, "WrapperState was not initialized");
+        return -1;
+    }
     set_inside(self, inside);
     return 0;
 }
@@ -897,7 +948,7 @@ typedef struct {
     PyObject_HEAD
     WrapperState *state;
     RecorderFields *recorder;
-    PyObject *original, *in_python, *on_failure, *tensor_type, *group_member;
+    PyObject *original, *in_python, *on_call, *on_failure, *tensor_type, *group_member;
     PyObject *payload_name, *group_name;
     Py_ssize_t payload_place, group_place;
     int op, max_calls;
@@ -906,20 +957,23 @@ typedef struct {
 static int
 RecordedFunction_init(RecordedFunction *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"state",        "recorder",      "original",     "in_python",   "on_failure",
-                            "tensor_type",  "group_member",  "payload_place", "payload_name",
-                            "group_place",  "op",            "max_calls",    NULL};
-    PyObject *state, *recorder, *original, *in_python, *on_failure, *tensor_type,
+    static char *names[] = {"state",        "recorder",      "original",     "in_python",
+                            "on_call",      "on_failure",    "tensor_type",  "group_member",
+                            "payload_place", "payload_name", "group_place",  "op",
+                            "max_calls",    NULL};
+    PyObject *state, *recorder, *original, *in_python, *on_call, *on_failure, *tensor_type,
         *group_member, *payload_name;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OOOOOnUnii", names, &WrapperState_Type,
-                                     &state, &RecorderFields_Type, &recorder, &original, &in_python, &on_failure, &tensor_type,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OOOOOOnUnii", names, &WrapperState_Type,
+                                     &state, &RecorderFields_Type, &recorder, &original,
+                                     &in_python, &on_call, &on_failure, &tensor_type,
                                      &group_member, &self->payload_place, &payload_name,
                                      &self->group_place, &self->op, &self->max_calls))
         return -1;
-    set_object((PyObject **)&self->state, state);
-    set_object((PyObject **)&self->recorder, recorder);
+    Py_XSETREF(self->state, (WrapperState *)Py_NewRef(state));
+    Py_XSETREF(self->recorder, (RecorderFields *)Py_NewRef(recorder));
     set_object(&self->original, original);
     set_object(&self->in_python, in_python);
+    set_object(&self->on_call, on_call);
     set_object(&self->on_failure, on_failure);
     set_object(&self->tensor_type, tensor_type);
     set_object(&self->group_member, group_member);
@@ -937,7 +991,7 @@ argument(PyObject *args, PyObject *kwargs, Py_ssize_t place, PyObject *name)
     return kwargs == NULL ? NULL : PyDict_GetItemWithError(kwargs, name);
 }
 
-/* Returns the record of a process group, borrowed; NULL if it is not known, or after an error. */
+/* Returns the record of a process group; NULL if it is not known, or after an error. */
 static GroupFields *
 known_group(RecordedFunction *self, PyObject *process_group)
 {
@@ -959,7 +1013,7 @@ known_group(RecordedFunction *self, PyObject *process_group)
 #else
     PyObject *referent = PyWeakref_GetObject(group->reference);
 #endif
-    return referent == process_group ? group : NULL;
+    return referent == process_group ? (GroupFields *)Py_NewRef(known) : NULL;
 }
 
 /* Reads bytes and data type of a plain dense tensor. Returns 0 for any other value or an error. */
@@ -983,49 +1037,80 @@ read_payload(RecordedFunction *self, PyObject *tensor, long long *num_bytes, PyO
     return *dtype != NULL;
 }
 
-/* Begins the record of a call; NULL, without an exception, if Python code must record it. */
-static CollectiveCall *
-begin_call(RecordedFunction *self, PyObject *args, PyObject *kwargs)
+/* Returns whether a call on this thread may be recorded here: calls are recorded, on the training
+ * thread, by the clock of the phases, and outside of coalescing blocks. */
+static int
+is_common(RecordedFunction *self)
 {
     RecorderFields *recorder = self->recorder;
     PyObject *timer = recorder->phase_timer;
+    if (PyObject_TypeCheck(self->on_call, &Hook_Type) && ((Hook *)self->on_call)->is_off)
+        return 0; /* Python code decides whether it is called again */
     if (timer == NULL || !PyObject_TypeCheck(timer, &PhaseClock_Type) ||
-        ((PhaseClock *)timer)->now != NULL || /* Python code reads the same clock */
-        PyThread_get_thread_ident() != recorder->training_thread ||
-        PyObject_Size(recorder->coalescing) != 0)
-        return NULL;
+        ((PhaseClock *)timer)->now != NULL) /* Python code reads the same clock */
+        return 0;
+    if (recorder->calls == NULL || !PyList_Check(recorder->calls) || recorder->works == NULL ||
+        !PyDict_Check(recorder->works) || recorder->under_way == NULL ||
+        recorder->known_groups == NULL || !PyDict_Check(recorder->known_groups))
+        return 0;
+    return PyThread_get_thread_ident() == recorder->training_thread &&
+           PyObject_Size(recorder->coalescing) == 0;
+}
+
+/* Returns the group of a call if it is known and its calls run on the host; else NULL. */
+static GroupFields *
+group_of_call(RecordedFunction *self, PyObject *args, PyObject *kwargs)
+{
     PyObject *process_group = argument(args, kwargs, self->group_place, self->group_name);
     PyObject *world = NULL;
     if (process_group == NULL || process_group == Py_None) {
         if (PyErr_Occurred())
             return NULL;
-        world = PyObject_GetAttrString(self->group_member, "WORLD");
+        process_group = world = PyObject_GetAttr(self->group_member, s_world);
         if (world == NULL)
             return NULL;
-        process_group = world;
     }
     GroupFields *group = known_group(self, process_group);
     Py_XDECREF(world);
-    if (group == NULL || group->on_device || group->rank_set == NULL ||
-        !PyObject_TypeCheck(group->rank_set, &RankSetFields_Type))
+    if (group != NULL &&
+        (group->on_device || group->rank_set == NULL ||
+         !PyObject_TypeCheck(group->rank_set, &RankSetFields_Type) ||
+         ((RankSetFields *)group->rank_set)->recent == NULL))
+        Py_CLEAR(group);
+    return group;
+}
+
+/* Begins the record of a call; NULL if Python code must record it, or after an error. */
+static CollectiveCall *
+begin_call(RecordedFunction *self, PyObject *args, PyObject *kwargs)
+{
+    if (!is_common(self))
+        return NULL;
+    int phase = ((PhaseClock *)self->recorder->phase_timer)->current;
+    GroupFields *group = group_of_call(self, args, kwargs);
+    if (group == NULL)
         return NULL;
     long long num_bytes = 0;
     PyObject *dtype = NULL;
     if (self->payload_place >= 0) {
         PyObject *payload = argument(args, kwargs, self->payload_place, self->payload_name);
-        if (payload == NULL || !read_payload(self, payload, &num_bytes, &dtype))
+        if (payload == NULL || !read_payload(self, payload, &num_bytes, &dtype)) {
+            Py_DECREF(group);
             return NULL;
+        }
     }
-    CollectiveCall *call = (CollectiveCall *)CollectiveCall_Type.tp_alloc(&CollectiveCall_Type, 0);
+    CollectiveCall *call =
+        (CollectiveCall *)CollectiveCall_Type.tp_alloc(&CollectiveCall_Type, 0);
     if (call == NULL) {
+        Py_DECREF(group);
         Py_XDECREF(dtype);
         return NULL;
     }
     call->op = self->op;
-    call->group = Py_NewRef((PyObject *)group);
+    call->group = (PyObject *)group;
     call->payload_bytes = num_bytes;
     call->dtype = dtype;
-    call->phase = ((PhaseClock *)timer)->current;
+    call->phase = phase;
     call->timed = 1;
     RankSetFields *rank_set = (RankSetFields *)group->rank_set;
     PyObject *added = PyObject_CallMethodOneArg(rank_set->recent, s_append, (PyObject *)call);
@@ -1106,11 +1191,11 @@ end_call(RecordedFunction *self, CollectiveCall *call, PyObject *work, long long
     return add_call(self, call);
 }
 
-/* Passes the current exception to Python code, which gives up the call, and clears it or sets it
- * again. It is that of the call, or one of ours. */
-static void
-report_failure(RecordedFunction *self, CollectiveCall *call, long long started_ns, long long ended_ns,
-               int is_ours)
+/* Passes the current exception to Python code, which gives up the call. The exception is that of the
+ * call, which is set again, or one of ours. Returns -1 if one is set then. */
+static int
+report_failure(RecordedFunction *self, CollectiveCall *call, long long started_ns,
+               long long ended_ns, int is_ours)
 {
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
@@ -1123,16 +1208,18 @@ report_failure(RecordedFunction *self, CollectiveCall *call, long long started_n
                                              started_ns, ended_ns, is_ours ? error : Py_None);
     PyErr_SetHandledException(handled);
     Py_XDECREF(handled);
-    if (result == NULL)
-        PyErr_Clear(); /* on_failure fails open itself */
     Py_XDECREF(result);
-    if (!is_ours) {
+    int is_replaced = is_interrupt(); /* by Ctrl-C meanwhile */
+    if (!is_replaced)
+        PyErr_Clear(); /* on_failure fails open itself */
+    if (!is_ours && !is_replaced) {
         PyErr_Restore(type, error, traceback);
-        return;
+        return -1;
     }
     Py_XDECREF(type);
     Py_XDECREF(error);
     Py_XDECREF(traceback);
+    return is_replaced ? -1 : 0;
 }
 
 static PyObject *
@@ -1144,6 +1231,8 @@ record(RecordedFunction *self, PyObject *args, PyObject *kwargs)
     long long entered_ns = now_ns();
     CollectiveCall *call = begin_call(self, args, kwargs);
     if (call == NULL) {
+        if (is_interrupt())
+            return NULL;
         PyErr_Clear(); /* Python code will raise it again where it is counted */
         PyObject *result, *both = PyTuple_Pack(2, args, kwargs == NULL ? Py_None : kwargs);
         if (both == NULL)
@@ -1159,8 +1248,9 @@ record(RecordedFunction *self, PyObject *args, PyObject *kwargs)
     set_inside(state, 0);
     if (work == NULL)
         report_failure(self, call, started_ns, ended_ns, 0);
-    else if (end_call(self, call, work, started_ns, ended_ns) < 0)
-        report_failure(self, call, started_ns, ended_ns, 1);
+    else if (end_call(self, call, work, started_ns, ended_ns) < 0 &&
+             report_failure(self, call, started_ns, ended_ns, 1) < 0)
+        Py_CLEAR(work);
     Py_DECREF(call);
     state->cost_ns += now_ns() - ended_ns + started_ns - entered_ns;
     return work;
@@ -1172,7 +1262,7 @@ RecordedFunction_call(RecordedFunction *self, PyObject *both, PyObject *Py_UNUSE
     PyObject *args, *kwargs;
     if (!PyArg_UnpackTuple(both, "record", 2, 2, &args, &kwargs))
         return NULL;
-    if (!PyTuple_Check(args) || !PyDict_Check(kwargs)) {
+    if (self->state == NULL || !PyTuple_Check(args) || !PyDict_Check(kwargs)) {
         PyErr_SetString(PyExc_TypeError, "expected the arguments of a call: a tuple and a dict");
         return NULL;
     }
@@ -1186,6 +1276,7 @@ RecordedFunction_traverse(RecordedFunction *self, visitproc visit, void *arg)
     Py_VISIT(self->recorder);
     Py_VISIT(self->original);
     Py_VISIT(self->in_python);
+    Py_VISIT(self->on_call);
     Py_VISIT(self->on_failure);
     Py_VISIT(self->tensor_type);
     Py_VISIT(self->group_member);
@@ -1199,6 +1290,7 @@ RecordedFunction_clear(RecordedFunction *self)
     Py_CLEAR(self->recorder);
     Py_CLEAR(self->original);
     Py_CLEAR(self->in_python);
+    Py_CLEAR(self->on_call);
     Py_CLEAR(self->on_failure);
     Py_CLEAR(self->tensor_type);
     Py_CLEAR(self->group_member);
@@ -1290,6 +1382,8 @@ ScalarReader_call(ScalarReader *self, PyObject *args, PyObject *Py_UNUSED(names)
         return NULL;
     if ((found = read_scalar(self, tensor)) != NULL)
         return found;
+    if (is_interrupt())
+        return NULL;
     PyErr_Clear(); /* such as that of a sparse tensor, which has no address */
     Py_RETURN_NONE;
 }
@@ -1339,6 +1433,7 @@ make_names(void)
         {&s_data_ptr, "data_ptr"},
         {&s_is_neg, "is_neg"},
         {&s_numel, "numel"},
+        {&s_world, "WORLD"},
         {&s_batch_is_full, "_pass_batch_on"},
         {&s_busy_until_ns, "busy_until_ns"},
         {&s_maybe_busy_until_ns, "maybe_busy_until_ns"},

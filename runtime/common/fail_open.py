@@ -146,15 +146,12 @@ class _Failures:
         self._is_retried, self._is_kept = is_retried, is_kept
         self._is_dropped = self._is_logged = False
         self._backoff = Backoff(FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, now)
-        self._hook: Hook
 
     def hook(self, body: Callable[P, T], catches: type[BaseException]) -> Callable[P, T | None]:
-        """Return the hook that calls `body`."""
-        self._hook = Hook(body, catches, self._on_failure, self._may_resume, self._on_success)
-        return self._hook
+        """Return the hook that calls `body`. It is not kept here, which would make a cycle."""
+        return Hook(body, catches, self._on_failure, self._may_resume, self._on_success)
 
-    def _on_failure(self, error: BaseException) -> None:
-        hook = self._hook
+    def _on_failure(self, hook: Hook, error: BaseException) -> None:
         hook.is_off = hook.is_short = self._is_dropped = True
         self._failures[self._name] += 1
         with contextlib.suppress(Exception):  # logging can fail too, such as without memory
@@ -168,14 +165,14 @@ class _Failures:
                 self._is_logged = True
                 logger.warning(text, self._name, exc_info=True)
 
-    def _may_resume(self) -> bool:
+    def _may_resume(self, hook: Hook) -> bool:
         if self._is_dropped or not self._backoff.is_due:
             return False
-        self._hook.is_off = False
+        hook.is_off = False
         return True
 
-    def _on_success(self) -> None:
-        self._hook.is_short = False
+    def _on_success(self, hook: Hook) -> None:
+        hook.is_short = False
         self._backoff.reset()
 
 

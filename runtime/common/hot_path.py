@@ -119,10 +119,10 @@ class Hook:
     Args:
         body: The function.
         catches: The exceptions that are caught. The hook returns None after one.
-        on_failure: Called with such an exception, while it is handled. It may set `is_off` and
-            `is_short`.
-        may_resume: Called instead of the body if `is_off`; the body is called if it returns true.
-        on_success: Called after a call that returned, if `is_short`.
+        on_failure: Called with the hook and such an exception, while it is handled. It may set
+            `is_off` and `is_short` of the hook.
+        may_resume: Called with the hook if `is_off`; the body is called only if it returns true.
+        on_success: Called with the hook after a call that returned, if `is_short`.
     """
 
     __slots__ = (
@@ -139,9 +139,9 @@ class Hook:
         self,
         body: Callable[..., Any],
         catches: type[BaseException],
-        on_failure: Callable[[BaseException], object],
-        may_resume: Callable[[], bool],
-        on_success: Callable[[], object],
+        on_failure: Callable[[Hook, BaseException], object],
+        may_resume: Callable[[Hook], bool],
+        on_success: Callable[[Hook], object],
     ) -> None:
         self._body, self._catches = body, catches
         self._on_failure, self._may_resume, self._on_success = on_failure, may_resume, on_success
@@ -149,16 +149,32 @@ class Hook:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the function returns; None after an exception, and while it is off."""
-        if self.is_off and not self._may_resume():
+        if self.is_off and not self._may_resume(self):
             return None
         try:
             result = self._body(*args, **kwargs)
         except self._catches as error:
-            self._on_failure(error)
+            self._on_failure(self, error)
             return None
         if self.is_short:
-            self._on_success()
+            self._on_success(self)
         return result
+
+    def __copy__(self) -> Hook:
+        """Return the hook itself: like a function, copies of a model share it."""
+        return self
+
+    def __deepcopy__(self, memo: object) -> Hook:
+        """Return the hook itself."""
+        return self
+
+    def __reduce__(self) -> str:
+        """Refuse to be pickled, as a function inside of another does.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError("cannot pickle a hook of zerowatch")
 
 
 class RankSetFields:
@@ -363,13 +379,17 @@ ScalarReader: Any = None
 
 if os.environ.get(VARIABLE) != "python" and not TYPE_CHECKING:
     try:
-        from . import _hot_path
-    except ImportError:  # it was not built
+        from . import _hot_path as built
+
+        classes = (
+            *(built.PhaseClock, built.Hook, built.RankSetFields, built.GroupFields),
+            *(built.CollectiveCall, built.RecorderFields, built.WrapperState),
+            *(built.RecordedFunction, built.ScalarReader),
+        )
+    except (ImportError, AttributeError):  # it was not built, or for another version of zerowatch
         pass
     else:
         IS_COMPILED = True
-        PhaseClock, Hook = _hot_path.PhaseClock, _hot_path.Hook
-        RankSetFields, GroupFields = _hot_path.RankSetFields, _hot_path.GroupFields
-        CollectiveCall, RecorderFields = _hot_path.CollectiveCall, _hot_path.RecorderFields
-        WrapperState = _hot_path.WrapperState
-        RecordedFunction, ScalarReader = _hot_path.RecordedFunction, _hot_path.ScalarReader
+        PhaseClock, Hook, RankSetFields, GroupFields = classes[:4]
+        CollectiveCall, RecorderFields, WrapperState = classes[4:7]
+        RecordedFunction, ScalarReader = classes[7:]

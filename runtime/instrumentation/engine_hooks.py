@@ -240,8 +240,9 @@ class EngineHooks:
         on_end = self._fail_open.wrap("_backward_epilogue", self._on_plain_backward_end)
 
         def hooked() -> Any:
-            if self._phase_timer.on_change is not None and not torch.compiler.is_compiling():
-                self._on_gradients()  # only in a detailed sample, as each call costs time
+            is_detailed = self._phase_timer.on_change is not None  # else the call would do nothing
+            if is_detailed and self._open and not torch.compiler.is_compiling():
+                self._on_gradients()
             try:
                 return original()
             finally:

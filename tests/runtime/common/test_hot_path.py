@@ -5,18 +5,21 @@ Covers `hot_path.py` and `_hot_path.c`, and how `instrument.py` and `device_scal
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib.util
 import os
+import pickle
 import random
 import shutil
 import subprocess
 import sys
 import sysconfig
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,15 +211,15 @@ def test_hooks_call_the_same_functions(
                 raise raised("now")
             return "result"
 
-        def on_failure(error: BaseException) -> None:
+        def on_failure(hook: Any, error: BaseException) -> None:
             called.append((type(error), sys.exception() is error, error.__traceback__ is not None))
 
         hook = module.Hook(
             body,
             Exception,
             on_failure,
-            lambda: called.append("resumes?") or resumes,
-            lambda: called.append("success"),
+            lambda hook: called.append("resumes?") or resumes,
+            lambda hook: called.append("success"),
         )
         hook.is_off, hook.is_short = is_off, is_short
         try:
@@ -226,6 +229,33 @@ def test_hooks_call_the_same_functions(
         return [*called, hook.is_off, hook.is_short, sys.exception()]
 
     assert outcome(hot_path) == outcome(in_python)
+
+
+def test_a_hook_that_was_called_once_is_freed_at_once() -> None:
+    class Body:
+        def __call__(self) -> None:
+            pass
+
+    gc.disable()
+    try:
+        FailOpen().call("hook", body := Body())
+        alive = weakref.ref(body)
+        del body
+
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_copies_of_a_model_share_its_hooks() -> None:
+    model = torch.nn.Linear(1, 1)
+    model.register_forward_hook(FailOpen().wrap("hook", lambda *_: None))
+
+    (copied,) = copy.deepcopy(model)._forward_hooks.values()
+
+    assert [copied] == list(model._forward_hooks.values())
+    with pytest.raises(TypeError, match="cannot pickle"):
+        pickle.dumps(copied)
 
 
 # Scalars
@@ -286,7 +316,9 @@ def world() -> Iterator[None]:
 class Recording:
     """Collectives of one rank that are recorded, in C or in Python."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, in_c: bool) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, in_c: bool, counts_python_calls: bool = True
+    ) -> None:
         self.in_python_calls = 0
         if not in_c:
             monkeypatch.setattr(instrument, "RecordedFunction", None)
@@ -301,7 +333,8 @@ class Recording:
             self.in_python_calls += 1
             return counted(*args)
 
-        self.instrumentation._on_call = on_call
+        if counts_python_calls:
+            self.instrumentation._on_call = on_call
         self.instrumentation.open()
         self.recorder.connect(self.phases, None, self.failed.append)
         monkeypatch.undo()
@@ -428,6 +461,52 @@ def test_common_calls_do_not_run_python_code(world: None, monkeypatch: pytest.Mo
 
 
 @needs_c
+def test_after_a_failure_no_call_is_recorded(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = []
+    for in_c in (True, False):
+        recording = Recording(monkeypatch, in_c=in_c, counts_python_calls=False)
+        dist.all_reduce(some())
+        with monkeypatch.context() as broken:
+            broken.setattr(recording.recorder.groups, "find", lambda *_, **__: 1 / 0)
+            dist.gather(some(), [some()])
+
+        outcomes.append(recording.outcome(ISSUED["several"]))
+        recording.instrumentation.close()
+
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0]["failures"] == {"collectives": 1}
+    assert [call[0] for call in outcomes[0]["calls"]] == ["all_reduce"]
+
+
+@needs_c
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, ValueError])
+def test_only_an_interrupt_while_a_call_is_read_reaches_the_script(
+    world: None, monkeypatch: pytest.MonkeyPatch, raised: type[BaseException]
+) -> None:
+    class Interrupted(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if func == torch.Tensor.nbytes.__get__:
+                raise raised
+            return func(*args, **kwargs or {})
+
+    recording = Recording(monkeypatch, in_c=True)
+    dist.all_reduce(some())
+    tensor = some()
+
+    with Interrupted():
+        if raised is KeyboardInterrupt:
+            with pytest.raises(KeyboardInterrupt):
+                dist.all_reduce(tensor)
+        else:
+            dist.all_reduce(tensor)
+    recording.instrumentation.close()
+
+    assert dict(recording.fail_open.failures) == (
+        {} if raised is KeyboardInterrupt else {"collectives": 1}
+    )
+
+
+@needs_c
 def test_an_end_that_cannot_be_recorded_loses_one_call(
     world: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -501,3 +580,28 @@ def test_fields_are_those_of_python(in_python: ModuleType) -> None:
     assert [getattr(made[0], field) for field in in_order if hasattr(made[1], field)] == [
         getattr(made[1], field) for field in in_order if hasattr(made[1], field)
     ]
+
+
+@needs_c
+@pytest.mark.parametrize("end_ns", [-20, 0, 30])
+@pytest.mark.parametrize("wait_ns", [0, -30, 10, hot_path.NEVER])
+@pytest.mark.parametrize("timed", [True, False])
+@pytest.mark.parametrize("is_bound", [True, False])
+@pytest.mark.parametrize("busy", [hot_path.BEFORE_ALL, -35, hot_path.NEVER])
+def test_calls_settle_as_in_python(
+    in_python: ModuleType, end_ns: int, wait_ns: int, timed: bool, is_bound: bool, busy: int
+) -> None:
+    def settled(module: ModuleType, group: Any) -> list[Any]:
+        group.busy_until_ns = group.maybe_busy_until_ns = busy
+        call = module.CollectiveCall(ALL_REDUCE, group, 8, None, FORWARD)
+        call.start_ns = call.issued_ns = -50
+        call.end_ns, call.wait_ns, call.timed, call.is_bound = end_ns, wait_ns, timed, is_bound
+        call.settle(3)
+        fields = ("batch", "duration_ns", "exposed_ns", "wait_exposed_ns", "is_bound", "settled")
+        own = [getattr(call, field) for field in fields]
+        return [*own, group.busy_until_ns, group.maybe_busy_until_ns]
+
+    expected = settled(in_python, SimpleNamespace())
+
+    assert settled(hot_path, hot_path.GroupFields()) == expected
+    assert settled(hot_path, SimpleNamespace()) == expected
