@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,8 @@ from zerowatch.runtime.common.device_scalar import PendingScalar
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.instrumentation.generated_tokens import GenerationCounts
 from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
-from zerowatch.runtime.monitor.watch_thread import WAKING_ITEMS, WatchThread
+from zerowatch.runtime.memory.step_sample import StepMemorySample
+from zerowatch.runtime.monitor.watch_thread import STEPS_PER_WRITE, WAKING_ITEMS, WatchThread
 
 
 class FakeGroup:
@@ -42,6 +44,8 @@ class Rank:
         self.written: list[StepRecord] = []
         self.closed: list[str] = []
         self.compared: list[Any] = []  # step times
+        self.writes: list[int] = []  # numbers of records
+        self.risks: dict[str, float] = {}
         self.thread = WatchThread(
             step_metrics=SimpleNamespace(publish=lambda steps, totals: None),
             sampler=SimpleNamespace(
@@ -49,9 +53,9 @@ class Rank:
                 read_devices=lambda: None,
                 close=lambda: self.closed.append("devices"),
             ),
-            memory=SimpleNamespace(add_step=lambda step: {}),
+            memory=SimpleNamespace(add_step=lambda step: self.risks),
             comparison=SimpleNamespace(add_step_times=lambda *times: self.compared.append(times)),
-            folder=SimpleNamespace(append=self.written.append, ring=ring),
+            folder=SimpleNamespace(append=self.write, ring=ring),
             otel=SimpleNamespace(makes_traces=False),
             calls=self.recorder,
             fail_open=self.fail_open,
@@ -94,10 +98,15 @@ class Rank:
         )
         self.thread.enqueue(step)
 
+    def write(self, records: Sequence[StepRecord]) -> None:
+        self.written.extend(records)
+        self.writes.append(len(records))
+
     def poll(self) -> None:
-        """Let the thread look once, as it does several times a second."""
+        """Let the thread look once."""
         self.thread._drain()
         self.thread._finish_pending(final=False)
+        self.thread._write_log()
 
     def is_woken(self) -> bool:
         """Whether something has woken the thread since the last call."""
@@ -336,9 +345,53 @@ def test_a_step_that_survives_a_kill_does_not_wake_the_thread(
 
     assert not rank.is_woken()
     assert ring.steps == [1]
-    rank.end_step(2, memory=SimpleNamespace(readings={}, shapes=(), generation_peaks={}))
-    assert rank.is_woken()  # the ring has no memory samples
+    assert rank.finish() == [1]
+
+
+@pytest.mark.parametrize(
+    ("states", "is_needed_soon"),
+    [
+        ({"allocated": 1.0, "peak_allocated": 4.9, "limit": 10.0}, False),
+        ({"allocated": 1.0, "peak_allocated": 5.0, "limit": 10.0}, True),
+        ({"allocated": 9.0, "limit": 10.0}, True),
+        ({"allocated": 9.0}, False),  # the report has no ratio of it either
+    ],
+)
+def test_only_a_memory_sample_that_may_explain_a_kill_wakes_the_thread(
+    monkeypatch: pytest.MonkeyPatch, states: dict[str, float], is_needed_soon: bool
+) -> None:
+    rank = Rank(device_of(monkeypatch), FakeRing())
+    rank.end_step(1, memory=StepMemorySample(readings={"cpu": states}, shapes=()))
+
+    assert rank.is_woken() is is_needed_soon  # the ring has no memory samples
+    assert rank.finish() == [1]
+
+
+def test_each_memory_sample_wakes_the_thread_while_memory_is_likely_to_run_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank(device_of(monkeypatch), FakeRing())
+    far = StepMemorySample(readings={"cpu": {"allocated": 1.0, "limit": 10.0}}, shapes=())
+    rank.risks = {"cpu": 0.8}
+    rank.end_step(1, memory=far)
+    assert not rank.is_woken()
+    rank.poll()
+
+    rank.end_step(2, memory=far)
+
+    assert rank.is_woken()
     assert rank.finish() == [1, 2]
+
+
+def test_the_steps_of_a_second_are_written_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(device_of(monkeypatch), FakeRing())
+    for number in range(1, 100):
+        rank.end_step(number)
+
+    rank.poll()
+
+    assert rank.writes == [STEPS_PER_WRITE, 99 - STEPS_PER_WRITE]
+    assert rank.finish() == list(range(1, 100))
 
 
 @pytest.mark.parametrize(
