@@ -345,8 +345,7 @@ class WatchThread:
             self._lose(batch)
         time_taken = self._comm_time.measure(batch)
         self.untimed_calls += sum(call.is_lost for call in batch.calls)
-        self._comm.add(batch.calls, time_taken)
-        self._totals.add(batch.calls, time_taken)
+        self._comm.add(batch.calls, time_taken, self._totals)
         if self._trace is not None:
             self._calls.extend(batch.calls)
             if len(self._calls) > MAX_KEPT_CALLS:
