@@ -17,6 +17,7 @@ from ..collectives.instrument import CollectiveInstrumentation
 from ..collectives.unseen_calls import FlightRecorder
 from ..common.accelerator import training_device_index
 from ..common.fail_open import FailOpen
+from ..common.gil_pauses import let_training_run
 from ..common.phase_timer import PhaseTimer
 from ..common.process_info import this_process
 from ..common.rank_store import RankStore, TargetDiscovery
@@ -83,6 +84,7 @@ def build_watch(
             is_watch_dead=partial(fail_open.has_died, "watch"),
             serves_run=folder.serves_run,
             pages=None if live_page is None else live_page.pages,
+            let_training_run=let_training_run,
         )
         undo.callback(server.close)
         address = server.start()
