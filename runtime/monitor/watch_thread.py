@@ -40,7 +40,7 @@ from .step_metrics import FinishedStep, StepMetrics
 
 logger = logging.getLogger(__name__)
 
-Listener = Callable[[StepRecord], object]
+Listener = Callable[[Sequence[StepRecord]], object]
 
 # Time between two publications. In between, only an item that must be in the log soon wakes the
 # thread.
@@ -85,7 +85,7 @@ class WatchThread:
         calls: Records the calls. Once a second it passes on those between steps; its pool gets the
             device events that were read.
         fail_open: Wraps all calls to the parts.
-        listeners: Functions that receive the record of each step, once a second. They must not
+        listeners: Functions that receive the records of the steps of each second. They must not
             block. The list may grow.
         device_phases: Measures the phases on the accelerator. None on CPU.
         flight_recorder: Finds calls that no wrapper has recorded. None with a DeepSpeed engine.
@@ -385,10 +385,10 @@ class WatchThread:
         let_training_run()
         if self._trace is not None:
             self._trace(steps)
-        for step in steps:
+        records = [step.record for step in steps]
+        for listener in self._listeners if records else ():
             let_training_run()
-            for listener in self._listeners:
-                listener(step.record)
+            listener(records)
 
 
 def _is_settled(item: CallBatch | RawStep) -> bool:

@@ -23,6 +23,7 @@ from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.instrumentation.generated_tokens import GenerationCounts
 from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
 from zerowatch.runtime.memory.step_sample import StepMemorySample
+from zerowatch.runtime.monitor.subscriptions import for_each
 from zerowatch.runtime.monitor.watch_thread import STEPS_PER_WRITE, WAKING_ITEMS, WatchThread
 
 
@@ -305,16 +306,16 @@ def test_listeners_get_each_step_after_it_was_published_and_tasks_run_after_them
     thread: Any = rank.thread
     thread._publish = lambda steps, totals: order.append([step.record.step for step in steps])
     thread._listeners = [
-        lambda record: order.append(("first", record.step)),
-        lambda record: order.append(("second", record.step)),
+        lambda records: order.append(("first", [record.step for record in records])),
+        for_each(lambda record: order.append(("second", record.step))),
     ]
     thread._tasks = [lambda: order.append("task")]
     rank.end_step(1)
     rank.end_step(2)
 
     assert rank.finish() == [1, 2]
-    of_one_second = [[1, 2], ("first", 1), ("second", 1), ("first", 2), ("second", 2), "task"]
-    assert order[:6] == of_one_second  # and, at its end, one without steps
+    of_one_second = [[1, 2], ("first", [1, 2]), ("second", 1), ("second", 2), "task"]
+    assert order == [*of_one_second, [], "task"]  # at its end is a second without steps
 
 
 class FakeRing:
