@@ -152,6 +152,12 @@ class RankCommCosts:
     def publish(self) -> None:
         """Publish the costs added since the last call. The caller opens the commit."""
         totals, self._totals = self._totals, CostTotals()
+        totals.publish(self._recorder)
+        self._recorder.set(communication.EXCHANGE_FAILURES, self.unmatched, "unmatched")
+        if totals.exposed:  # else there were no calls that could change an estimate
+            self._publish_links()
+
+    def _publish_links(self) -> None:
         by_role: dict[str, CommCosts] = {}  # for each role, the costs with the most wire bytes
         for state in self._states.values():
             role = state.sequence.rank_set.role
@@ -161,10 +167,8 @@ class RankCommCosts:
                     continue  # the few bytes of zerowatch do not show the link that training has
                 if role not in by_role or costs.wire_bytes > by_role[role].wire_bytes:
                     by_role[role] = costs
-        totals.publish(self._recorder)
         for costs in by_role.values():
             costs.publish(self._recorder)
-        self._recorder.set(communication.EXCHANGE_FAILURES, self.unmatched, "unmatched")
 
     def issued(self) -> Mapping[str, int]:
         """Return the number of the last call that was issued on each rank set, by its key."""
