@@ -252,6 +252,11 @@ class Recorder:
             if known is not None and known.counts[index]:
                 known.exemplars[index] = exemplar
 
+    def value(self, spec: MetricSpec, *labels: str) -> float | None:
+        """Return the value of one series now, without a copy of the others; None without one."""
+        with self._lock:
+            return self._values.get(spec, {}).get(labels)
+
     def snapshot(self) -> Snapshot:
         """Return a copy of all values. The copy contains each commit completely or not at all."""
         with self._lock:

@@ -178,8 +178,8 @@ class LivePage:
         )
 
     def _cause_seconds(self) -> list[float]:
-        snapshot = self._recorder.snapshot()
-        return [snapshot.value(COMM_CAUSE_SECONDS, cause) or 0.0 for cause in CAUSES]
+        with self._recorder.commit():
+            return [self._recorder.value(COMM_CAUSE_SECONDS, cause) or 0.0 for cause in CAUSES]
 
     def _older_steps(self) -> Response:
         """Answer with steps from the run log, once a thread has read them.

@@ -239,8 +239,10 @@ class WatchThread:
             if is_due and running:
                 self._pass_on_calls()  # into the queue
                 self._drain()
+                let_training_run()
             self._finish(final=not running)
             self._write_log()
+            let_training_run()
             if is_due:
                 self._tick_due = now + TICK_SECONDS
                 self.cpu_seconds = time.thread_time()
@@ -297,6 +299,7 @@ class WatchThread:
             if self._flight_recorder is not None:
                 self._fail_open.call("flight recorder", self._add_unseen_calls, head)
             self._take_calls(_batch_of(head))
+            let_training_run()
             if isinstance(head, RawStep):
                 self._take_step(head)
             if len(self._unlogged) >= STEPS_PER_WRITE:

@@ -12,6 +12,7 @@ from ....metrics.catalog import memory
 from ....metrics.recorder import Recorder
 from ....metrics.thresholds import OOM_RISK_HIGH
 from ...common.format_numbers import format_bytes
+from ...common.gil_pauses import let_training_run
 from .forecaster import Forecaster, MemoryForecast
 from .peak_readings import PeakPoint, PeakPrediction, Shape
 
@@ -123,12 +124,14 @@ class MemoryForecasts:
         if not self._stale or now < self._updated_at + self._pause_seconds:
             return
         self._stale = False
+        let_training_run()
         forecasts = {device: each.forecast() for device, each in self._forecasters.items()}
         self.forecasts = {device: forecast for device, forecast in forecasts.items() if forecast}
         self._harmless = {}
         self.risks = {device: self._risk(device, each) for device, each in self.forecasts.items()}
         pauses = map(_pause_seconds, self.forecasts.values())
         self._updated_at, self._pause_seconds = now, min(pauses, default=FAR_SECONDS)
+        let_training_run()
         batch_risks, self._max_batch_risks = self._max_batch_risks, {}
         with self._recorder.commit():
             for device, forecast in self.forecasts.items():
