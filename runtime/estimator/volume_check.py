@@ -32,6 +32,8 @@ NEGLIGIBLE_RATIO = 0.01
 
 Totals = Mapping[str, CollectiveTotals]
 
+_NON_TRAINING = frozenset(NON_TRAINING_PHASES)
+
 # DeepSpeed's methods that are patched while gradients are compressed, or while stage 0 reduces
 # them in buckets of another size. Neither is modeled.
 _PATCHED_METHODS = (
@@ -227,7 +229,7 @@ def _has_other_collectives(record: StepRecord) -> bool:
 
     Evaluation and checkpoints may issue some, and generation does with ZeRO 3.
     """
-    if record.phase_seconds.keys() & set(NON_TRAINING_PHASES):
+    if not _NON_TRAINING.isdisjoint(record.phase_seconds):
         return True
     generation = record.generation
     is_silent = generation is not None and not generation.collectives
