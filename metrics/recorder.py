@@ -124,6 +124,15 @@ class _Histogram:
         if exemplar:
             self.exemplars[index] = Exemplar(labels=exemplar, value=value, unix_seconds=time.time())
 
+    def observe_all(self, values: Iterable[float]) -> None:
+        bounds, counts, total = self.bounds, self.counts, self.sum
+        for value in values:  # a plain loop: it runs for every collective
+            counts[bisect_left(bounds, value)] += 1
+            total += value
+            if self.exponential is not None:
+                self.exponential.observe(value)
+        self.sum = total
+
     def freeze(self) -> Distribution:
         return Distribution(
             counts=tuple(self.counts),
@@ -176,6 +185,15 @@ class Recorder:
             series = self._series(spec, labels)
             series[labels] = series.get(labels, 0.0) + amount
 
+    def add_all(self, spec: MetricSpec, amounts: Iterable[float], *labels: str) -> None:
+        """Increase a counter by several amounts, as `add` would one by one."""
+        with self._lock:
+            series = self._series(spec, labels)
+            value = series.get(labels, 0.0)
+            for amount in amounts:
+                value += amount
+            series[labels] = value
+
     def start_counters(self, specs: Iterable[MetricSpec], **known: Iterable[str]) -> None:
         """Start at 0 those of the metrics that are counters with `from_zero`.
 
@@ -219,12 +237,12 @@ class Recorder:
             exemplar: Labels that identify the observation elsewhere, such as a trace id.
         """
         with self._lock:
-            known = self._histograms.get(spec, {}).get(labels)
-            if known is None:
-                _check_labels(spec, labels)
-                known = _Histogram(spec.buckets, is_exponential=self.counts_exponentially)
-                self._histograms.setdefault(spec, {})[labels] = known
-            known.observe(value, exemplar)
+            self._histogram(spec, labels).observe(value, exemplar)
+
+    def observe_all(self, spec: MetricSpec, values: Iterable[float], *labels: str) -> None:
+        """Add several observations without exemplars to a histogram."""
+        with self._lock:
+            self._histogram(spec, labels).observe_all(values)
 
     def add_exemplar(self, spec: MetricSpec, *labels: str, exemplar: Exemplar) -> None:
         """Attach an exemplar to an earlier observation. Does nothing if its bucket is empty."""
@@ -233,6 +251,11 @@ class Recorder:
             index = bisect_left(spec.buckets, exemplar.value)
             if known is not None and known.counts[index]:
                 known.exemplars[index] = exemplar
+
+    def value(self, spec: MetricSpec, *labels: str) -> float | None:
+        """Return the value of one series now, without a copy of the others; None without one."""
+        with self._lock:
+            return self._values.get(spec, {}).get(labels)
 
     def snapshot(self) -> Snapshot:
         """Return a copy of all values. The copy contains each commit completely or not at all."""
@@ -247,6 +270,14 @@ class Recorder:
                     for spec, series in self._histograms.items()
                 },
             )
+
+    def _histogram(self, spec: MetricSpec, labels: LabelValues) -> _Histogram:
+        known = self._histograms.get(spec, {}).get(labels)
+        if known is None:
+            _check_labels(spec, labels)
+            known = _Histogram(spec.buckets, is_exponential=self.counts_exponentially)
+            self._histograms.setdefault(spec, {})[labels] = known
+        return known
 
     def _series(self, spec: MetricSpec, labels: LabelValues) -> dict[LabelValues, float]:
         series = self._values.get(spec)

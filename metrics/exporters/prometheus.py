@@ -6,8 +6,10 @@ No other file imports that library.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate, chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import itemgetter
 
 from prometheus_client import GCCollector, ProcessCollector
 from prometheus_client.core import (
@@ -20,17 +22,26 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.exposition import choose_encoder, generate_latest
-from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.openmetrics import exposition as openmetrics_exposition
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from ..catalog.spec import MetricSpec
 from ..recorder import Distribution, LabelValues, Snapshot
 from ..recorder import Exemplar as SeenExemplar
 
+_OPENMETRICS_END = "# EOF\n"
+
 
 def exposition(
-    snapshot: Snapshot, rank: int, accept_header: str, *, with_process: bool = False
+    snapshot: Snapshot,
+    rank: int,
+    accept_header: str,
+    *,
+    with_process: bool = False,
+    rendered: RenderedFamilies | None = None,
+    between_families: Callable[[], object] = lambda: None,
 ) -> tuple[str, bytes]:
     """Render every series in the format that the client requests.
 
@@ -41,22 +52,109 @@ def exposition(
             format.
         with_process: Whether to add prometheus_client's metrics of this process and of Python's
             garbage collector, such as `process_open_fds`.
+        rendered: What was rendered before, of the same rank. It saves most of the time.
+        between_families: Called after each family, so that rendering need not take all at once.
 
     Returns:
         The content type and the text.
     """
-    registry = CollectorRegistry()
-    registry.register(_SnapshotCollector(snapshot, str(rank)))
-    if with_process:
-        registry.register(_ProcessCollector(str(rank)))
     content_type = content_type_for(accept_header)
-    if is_openmetrics(content_type):
-        # The catalog's names need no escaping. Checking the names would take a third of the time.
-        text: bytes = openmetrics.generate_latest(  # type: ignore[no-untyped-call]
-            registry, escaping=openmetrics.ALLOWUTF8
-        )
-        return content_type, text
-    return content_type, generate_latest(registry)
+    openmetrics = is_openmetrics(content_type)
+    rendered = RenderedFamilies() if rendered is None else rendered
+    texts: list[tuple[str, str]] = []
+    for part in _snapshot_parts(snapshot, str(rank)):
+        texts.append(rendered.render(part, openmetrics=openmetrics))
+        between_families()
+    texts.sort(key=itemgetter(0))
+    if with_process:
+        for part in _process_parts(str(rank)):
+            texts.append(rendered.render(part, openmetrics=openmetrics))
+            between_families()
+    end = _OPENMETRICS_END if openmetrics else ""
+    return content_type, ("".join(text for _, text in texts) + end).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A family that is to be rendered.
+
+    Attributes:
+        key: Identifies the family.
+        series: Identifies the family's samples and their order. None if they have exemplars.
+        values: The values of the samples.
+        build: Returns the family.
+    """
+
+    key: object
+    series: object | None
+    values: Sequence[float]
+    build: Callable[[], Metric]
+
+
+class RenderedFamilies:
+    """The text of each family of one rank when it was rendered last. Not thread-safe.
+
+    prometheus_client renders a family whose series are new. Afterwards only the values that have
+    changed are rendered, because names and labels take most of the time.
+    """
+
+    def __init__(self) -> None:
+        self._families: dict[tuple[object, bool], _RenderedFamily] = {}
+
+    def render(self, part: _Part, *, openmetrics: bool) -> tuple[str, str]:
+        """Return the name and the text of a family."""
+        known = self._families.get((part.key, openmetrics))
+        if known is not None and known.series == part.series:
+            known.update(part.values)
+            return known.name, known.text
+        family = part.build()
+        text = _text_of(family, openmetrics=openmetrics)
+        if part.series is not None:
+            new = _RenderedFamily(family.name, part.series, part.values, text)
+            if new.text == text:  # else the library writes samples in an order of its own
+                self._families[part.key, openmetrics] = new
+        return family.name, text
+
+
+class _RenderedFamily:
+    """The lines of a family, each as its beginning and a value."""
+
+    __slots__ = ("_comments", "_heads", "_lines", "_values", "name", "series", "text")
+
+    def __init__(self, name: str, series: object, values: Sequence[float], text: str) -> None:
+        self.name, self.series, self._values = name, series, values
+        lines = text.split("\n")
+        self._comments = "".join(f"{line}\n" for line in lines if line.startswith("#"))
+        samples = (line for line in lines if line and not line.startswith("#"))
+        self._heads = [line.rpartition(" ")[0] for line in samples]
+        self._lines = list(map(_line, self._heads, values))
+        self.text = self._comments + "".join(self._lines)
+
+    def update(self, values: Sequence[float]) -> None:
+        """Render the values that have changed."""
+        if values == self._values:
+            return
+        for index, (was, value) in enumerate(zip(self._values, values, strict=True)):
+            if was != value:
+                self._lines[index] = _line(self._heads[index], value)
+        self.text = self._comments + "".join(self._lines)
+        self._values = values
+
+
+def _line(head: str, value: float) -> str:
+    return f"{head} {floatToGoString(value)}\n"  # type: ignore[no-untyped-call]
+
+
+def _text_of(family: Metric, *, openmetrics: bool) -> str:
+    """Render a family with prometheus_client."""
+    collector = _OneFamily(family)
+    if not openmetrics:
+        return generate_latest(collector).decode()
+    # The catalog's names need no escaping. Checking the names would take a third of the time.
+    text: bytes = openmetrics_exposition.generate_latest(  # type: ignore[no-untyped-call]
+        collector, escaping=openmetrics_exposition.ALLOWUTF8
+    )
+    return text.decode().removesuffix(_OPENMETRICS_END)
 
 
 def content_type_for(accept_header: str) -> str:
@@ -114,34 +212,50 @@ def process_samples() -> Iterator[tuple[Metric, str, dict[str, str], float]]:
             yield family, sample.name, sample.labels, sample.value
 
 
-class _SnapshotCollector(Collector):
-    """The metric families of one snapshot, sorted by name."""
-
-    def __init__(self, snapshot: Snapshot, rank: str) -> None:
-        self._snapshot = snapshot
-        self._rank = rank
+class _OneFamily(Collector):
+    def __init__(self, family: Metric) -> None:
+        self._family = family
 
     def collect(self) -> Iterator[Metric]:
-        families = chain(
-            (_family(*item, self._rank) for item in self._snapshot.values.items() if item[1]),
-            (_histogram(*item, self._rank) for item in self._snapshot.distributions.items()),
+        yield self._family
+
+
+def _snapshot_parts(snapshot: Snapshot, rank: str) -> Iterator[_Part]:
+    for spec, series in snapshot.values.items():
+        if series:
+            values = [1.0] * len(series) if spec.kind == "info" else list(series.values())
+            build = functools.partial(_family, spec, series, rank)
+            yield _Part((spec, rank), tuple(series), values, build)
+    for spec, distributions in snapshot.distributions.items():
+        values = [value for seen in distributions.values() for value in _histogram_values(seen)]
+        has_exemplars = any(any(seen.exemplars) for seen in distributions.values())
+        labels = None if has_exemplars else tuple(distributions)
+        yield _Part(
+            (spec, rank), labels, values, functools.partial(_histogram, spec, distributions, rank)
         )
-        yield from sorted(families, key=lambda family: family.name)
 
 
-class _ProcessCollector(Collector):
-    """prometheus_client's metrics of the process and of the garbage collector, with the rank."""
+def _histogram_values(seen: Distribution) -> Iterator[float]:
+    """Yield the values of a histogram's samples: the buckets, the count and the sum."""
+    yield from accumulate(seen.counts)
+    yield seen.count
+    yield seen.sum
 
-    def __init__(self, rank: str) -> None:
-        self._rank = rank
 
-    def collect(self) -> Iterator[Metric]:
-        for family in _process_registry().collect():
-            labeled = Metric(family.name, family.documentation, family.type)
-            for sample in family.samples:
-                labels = {"rank": self._rank, **sample.labels}
-                labeled.add_sample(sample.name, labels, sample.value)
-            yield labeled
+def _process_parts(rank: str) -> Iterator[_Part]:
+    """Yield prometheus_client's metrics of the process and of the garbage collector."""
+    for family in _process_registry().collect():
+        series = tuple((sample.name, *sample.labels.items()) for sample in family.samples)
+        values = [sample.value for sample in family.samples]
+        build = functools.partial(_with_rank, family, rank)
+        yield _Part((family.name, rank), series, values, build)
+
+
+def _with_rank(family: Metric, rank: str) -> Metric:
+    labeled = Metric(family.name, family.documentation, family.type)
+    for sample in family.samples:
+        labeled.add_sample(sample.name, {"rank": rank, **sample.labels}, sample.value)
+    return labeled
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from .detail import served
 from .host_check import HostCheck, machine_names
 from .http_connection import Request, RequestHandler, Response
 from .listener import Listener, advertised_address, listen
-from .prometheus import content_type_for, exposition, is_openmetrics
+from .prometheus import RenderedFamilies, content_type_for, exposition, is_openmetrics
 from .scrape_tracker import ScrapeTracker
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class MetricsServer:
             address of an earlier run.
         pages: More pages, by path. A page `/` replaces the list of pages. It must not show figures
             of the run: it is also the body of a response to a browser without authorization.
+        let_training_run: Called between two pieces of work, so that training can run Python.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class MetricsServer:
         is_watch_dead: Callable[[], bool] = lambda: False,
         serves_run: Callable[[str], bool] = lambda _: True,
         pages: Mapping[str, Callable[[Request], Response]] | None = None,
+        let_training_run: Callable[[], object] = lambda: None,
     ) -> None:
         self._recorder = recorder
         self._rank = rank
@@ -116,8 +118,10 @@ class MetricsServer:
         self._is_watch_dead = is_watch_dead
         self._created_at = unix_now()
         self._auth: ClientAuth | None = None
+        # The last texts by format. Another thread may replace the dictionary.
         self._rendered: dict[bool, _Rendering] = {}
-        self._render_lock = threading.Lock()
+        self._families = RenderedFamilies()
+        self._let_training_run = let_training_run
         self._make_thread = make_thread
         self._listener: Listener | None = None
         self._thread: ServingThread | None = None
@@ -168,8 +172,7 @@ class MetricsServer:
                 waits for the process.
         """
         if self._listener is not None and self._recorder.snapshot().value(RUN_ACTIVE) == 0:
-            with self._render_lock:
-                self._rendered.clear()  # the next scrape renders run_active 0
+            self._rendered = {}  # the next scrape renders run_active 0
             # Rank 0 serves the addresses of all ranks. If rank 0 ended first, Prometheus would stop
             # scraping the other ranks.
             on_all_ranks = self._targets is not None and len(self._targets()) > 1
@@ -293,27 +296,28 @@ class MetricsServer:
     def _render(self, accept: str) -> _Rendering:
         """Return the metrics as text. Return the last text in the same format if it is recent.
 
-        Rendering takes milliseconds, in which training cannot run Python. Clients may send requests
-        as often as they like.
+        Clients may send requests as often as they like.
         """
-        openmetrics = is_openmetrics(content_type_for(accept))
-        with self._render_lock:
-            last = self._rendered.get(openmetrics)
-            if last is not None and self._now() - last.at_seconds < RENDER_SECONDS:
-                return last
-            snapshot = self._recorder.snapshot()
-            _, body = exposition(
-                served(snapshot, self._settings.detail),
-                self._rank,
-                accept,
-                with_process=self._settings.detail == "full",
-            )
-            rendering = self._rendered[openmetrics] = _Rendering(
-                body=body,
-                run_active=snapshot.value(RUN_ACTIVE),
-                at_seconds=self._now(),
-            )
-            return rendering
+        rendered, openmetrics = self._rendered, is_openmetrics(content_type_for(accept))
+        last = rendered.get(openmetrics)
+        if last is not None and self._now() - last.at_seconds < RENDER_SECONDS:
+            return last
+        snapshot = self._recorder.snapshot()
+        self._let_training_run()
+        _, body = exposition(
+            served(snapshot, self._settings.detail),
+            self._rank,
+            accept,
+            with_process=self._settings.detail == "full",
+            rendered=self._families,
+            between_families=self._let_training_run,
+        )
+        rendering = rendered[openmetrics] = _Rendering(
+            body=body,
+            run_active=snapshot.value(RUN_ACTIVE),
+            at_seconds=self._now(),
+        )
+        return rendering
 
     def _index(self, _: Request) -> Response:
         links = "".join(f'<p><a href="{path}">{path}</a></p>' for path in self._routes)

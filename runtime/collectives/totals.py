@@ -12,6 +12,8 @@ from .comm_time import CommTime
 from .groups import CollectiveCall, Group
 
 _ALL_GATHER = OPS.index("all_gather")
+# What calls are added up by: the operation, the group and the phase.
+_Kind = tuple[int, Group, int]
 
 
 @dataclass(slots=True)
@@ -36,7 +38,7 @@ class PeriodTotals:
 
     def __init__(self) -> None:
         self.comm_seconds: dict[str, float] = {}
-        self._sums: dict[tuple[int, Group, int], OpTotals] = {}
+        self._sums: dict[_Kind, OpTotals] = {}
 
     @property
     def sums(self) -> Iterable[OpTotals]:
@@ -45,18 +47,20 @@ class PeriodTotals:
 
     def add(self, calls: Iterable[CollectiveCall], comm: CommTime) -> None:
         """Add a batch of calls and the time that they took."""
+        StepCommTotals().add(calls, comm, period=self)
+
+    def add_time(self, comm: CommTime) -> None:
+        """Add the time that a batch of calls took, without the calls."""
         for group, seconds in comm.by_group.items():
             self.comm_seconds[group] = self.comm_seconds.get(group, 0.0) + seconds
-        for call in calls:
-            key = (call.op, call.group, call.phase)
-            sums = self._sums.get(key)
-            if sums is None:
-                sums = self._sums[key] = OpTotals(OPS[call.op], call.group.role, PHASES[call.phase])
-            sums.calls += 1
-            sums.payload_bytes += call.payload_bytes
-            sums.wire_bytes += call.payload_bytes * _wire_factor(call)
-            if call.timed and not call.is_bound:
-                sums.seconds.append((call.end_ns - call.start_ns) / 1e9)
+
+    def sums_of(self, kind: _Kind) -> OpTotals:
+        """Return the sums of one operation on one group in one phase, which the caller adds to."""
+        sums = self._sums.get(kind)
+        if sums is None:
+            op, group, phase = kind
+            sums = self._sums[kind] = OpTotals(OPS[op], group.role, PHASES[phase])
+        return sums
 
 
 @dataclass(slots=True)
@@ -108,35 +112,69 @@ class StepCommTotals:
         """Seconds in which training only waited for communication."""
         return sum(self.blocked_ns) / 1e9
 
-    def add(self, calls: Iterable[CollectiveCall], comm: CommTime) -> None:
-        """Add a batch of calls and the time that they took."""
+    def add(
+        self,
+        calls: Iterable[CollectiveCall],
+        comm: CommTime,
+        period: PeriodTotals | None = None,
+    ) -> None:
+        """Add a batch of calls and the time that they took, and to the sums of a period, too.
+
+        One loop serves both, because it runs for every call of the training.
+        """
         self.seconds += comm.seconds
         self.is_exposed_known &= comm.is_complete
+        period = PeriodTotals() if period is None else period
+        period.add_time(comm)
         by_device, by_host = (self.blocked_ns,), (self.blocked_ns, self.host_blocked_ns)
+        known: dict[_Kind, tuple[OpTotals, _StepOpTotals | None]] = {}
         for call in calls:
-            if call.is_bound:
-                self.is_upper_bound |= call.timed
-                self._is_known &= call.timed
+            op, group, phase, payload_bytes = call.op, call.group, call.phase, call.payload_bytes
+            timed, is_bound = call.timed, call.is_bound
+            if is_bound:
+                self.is_upper_bound |= timed
+                self._is_known &= timed
             if call.is_lost:
                 self.is_exposed_known = False
-            if call.exposed_ns:
+            exposed_ns = call.exposed_ns
+            if exposed_ns:
+                wait_exposed_ns = call.wait_exposed_ns
                 for blocked_ns in by_host if call.start_event is None else by_device:
-                    blocked_ns[call.phase] += call.exposed_ns - call.wait_exposed_ns
-                    if call.wait_exposed_ns:
-                        blocked_ns[call.wait_phase] += call.wait_exposed_ns
-            if call.group.role == OWN_GROUP:
+                    blocked_ns[phase] += exposed_ns - wait_exposed_ns
+                    if wait_exposed_ns:
+                        blocked_ns[call.wait_phase] += wait_exposed_ns
+            both = known.get((op, group, phase))
+            if both is None:
+                kind = op, group, phase
+                both = known[kind] = period.sums_of(kind), self._sums_of(kind)
+            of_period, of_step = both
+            wire_bytes = payload_bytes * group.wire_factor(op, payload_bytes)
+            of_period.calls += 1
+            of_period.payload_bytes += payload_bytes
+            of_period.wire_bytes += wire_bytes
+            duration_ns = call.end_ns - call.start_ns
+            if timed and not is_bound:
+                of_period.seconds.append(duration_ns / 1e9)
+            if of_step is None:
                 continue
-            if call.phase == GENERATE:
+            of_step.calls += 1
+            of_step.payload_bytes += payload_bytes
+            of_step.wire_bytes += wire_bytes
+            if timed:
+                of_step.timed_calls += 1
+                of_step.duration_ns += duration_ns
+            if phase == GENERATE:
                 self._add_to_generation(call)
-            sums = self._by_op.get(call.op)
-            if sums is None:
-                sums = self._by_op[call.op] = _StepOpTotals()
-            sums.calls += 1
-            sums.payload_bytes += call.payload_bytes
-            sums.wire_bytes += call.payload_bytes * _wire_factor(call)
-            if call.timed:
-                sums.timed_calls += 1
-                sums.duration_ns += call.end_ns - call.start_ns
+
+    def _sums_of(self, kind: _Kind) -> _StepOpTotals | None:
+        """Return the sums of an operation; None for zerowatch's own calls."""
+        op, group, _ = kind
+        if group.role == OWN_GROUP:
+            return None
+        sums = self._by_op.get(op)
+        if sums is None:
+            sums = self._by_op[op] = _StepOpTotals()
+        return sums
 
     def _add_to_generation(self, call: CollectiveCall) -> None:
         self.generation_calls += 1
@@ -160,8 +198,3 @@ class StepCommTotals:
             )
             for op, sums in self._by_op.items()
         }
-
-
-def _wire_factor(call: CollectiveCall) -> float:
-    factor: float = call.group.wire_factor(call.op, call.payload_bytes)
-    return factor

@@ -21,7 +21,7 @@ _thread = threading.local()
 
 def pause_this_thread() -> None:
     """From now on, `let_training_run` pauses this thread. On other threads it does nothing."""
-    _thread.paused_at = time.thread_time()
+    _begin_piece()
 
 
 def let_training_run() -> None:
@@ -29,7 +29,19 @@ def let_training_run() -> None:
 
     Call it between two pieces of work, and never while a lock is held.
     """
-    paused_at = getattr(_thread, "paused_at", None)
-    if paused_at is not None and time.thread_time() - paused_at >= WORK_SECONDS:
-        time.sleep(PAUSE_SECONDS)
-        _thread.paused_at = time.thread_time()
+    # Reading the CPU time is a call of the kernel, and takes ten times as long as reading the time.
+    # A thread cannot have worked for WORK_SECONDS before so much time has passed.
+    earliest = getattr(_thread, "earliest_pause", None)
+    if earliest is None or time.monotonic() < earliest:
+        return
+    left = WORK_SECONDS - (time.thread_time() - _thread.began_at)
+    if left > 0:
+        _thread.earliest_pause = time.monotonic() + left
+        return
+    time.sleep(PAUSE_SECONDS)
+    _begin_piece()
+
+
+def _begin_piece() -> None:
+    _thread.began_at = time.thread_time()
+    _thread.earliest_pause = time.monotonic() + WORK_SECONDS

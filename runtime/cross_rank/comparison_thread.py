@@ -287,20 +287,25 @@ class ComparisonThread:
 
     def _report(self) -> None:
         calls, names = self._accounting.drain_reports(is_compared=self._is_compared)
+        let_training_run()
         new_step_times = self.step_times.drain()
         self._own_step_times = new_step_times or self._own_step_times
         if self._connection is None:
             return
+        let_training_run()
         own_figures = self._read_figures()
+        let_training_run()
         figures = {} if own_figures is None else {self._rank: own_figures}
         if (channel := self._open_channel) is not None:
             figures |= channel.known_figures()
         if self._rank == 0:
             self._publish_statistics({} if channel is None else figures)
+            let_training_run()
             self._publish_same_losses(figures)
             figures = {}  # nobody reads them
         if channel is None:
             return
+        let_training_run()
         step_times = {} if new_step_times is None else {self._rank: new_step_times}
         report = RankReport(calls=calls, names=names, step_times=step_times, figures=figures)
         with self._store_may_fail(self._connection):
@@ -311,6 +316,8 @@ class ComparisonThread:
         for rank_set, result in channel.poll(rank_sets, compared_rank_set(rank_sets)):
             self._accounting.match(rank_set, result)
             self._reporter.publish(rank_set, result, self._own_step_times)
+            let_training_run()
+        let_training_run()
         channel.post_heartbeat(self._accounting.issued(), self.expected_pause())
         silence_seconds = channel.longest_silence_seconds()
         self._recorder.set(communication.PEER_HEARTBEAT_AGE, silence_seconds)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-
-import numpy as np
-import numpy.typing as npt
+from statistics import median
 
 from ...metrics.catalog.across_ranks import RANKS_EXTREME, RANKS_REPORTING, STATISTICS
 from ...metrics.catalog.spec import MetricSpec
 from ...metrics.recorder import Recorder
-from .rank_figures import NUM_FIGURES, Figures
+from ..common.gil_pauses import let_training_run
+from .rank_figures import Figures
 
 
 class RankStatistics:
@@ -31,29 +31,28 @@ class RankStatistics:
             figures: The figures by rank. Ranks that are not in it are left out.
         """
         self.figures = figures
-        ranks = np.array(sorted(figures), np.int64)
-        rows = [figures[rank] for rank in ranks.tolist()]
-        columns = np.array(rows, np.float64).reshape(-1, NUM_FIGURES).T
+        ranks = sorted(figures)
+        columns = zip(*(figures[rank].tolist() for rank in ranks), strict=True)
+        # By rank, without the ranks that do not know the figure. Plain Python is faster than numpy
+        # for a few ranks, and fast enough for a thousand.
+        known: list[dict[int, float]] = []
+        for column in columns if ranks else [()] * len(STATISTICS):
+            by_rank = zip(ranks, column, strict=True)
+            known.append({rank: value for rank, value in by_rank if not math.isnan(value)})
+            let_training_run()
         with self._recorder.commit():
-            statistics = columns[: len(STATISTICS)]
-            for (figure, spec), column in zip(STATISTICS.items(), statistics, strict=True):
-                is_known = ~np.isnan(column)
-                self._recorder.set(RANKS_REPORTING, int(is_known.sum()), figure)
-                self._publish_figure(figure, spec, ranks[is_known], column[is_known])
+            for (figure, spec), values in zip(STATISTICS.items(), known, strict=False):
+                self._recorder.set(RANKS_REPORTING, len(values), figure)
+                self._publish_figure(figure, spec, values)
 
-    def _publish_figure(
-        self,
-        figure: str,
-        spec: MetricSpec,
-        ranks: npt.NDArray[np.int64],
-        values: npt.NDArray[np.float64],
-    ) -> None:
-        if not len(values):
+    def _publish_figure(self, figure: str, spec: MetricSpec, values: Mapping[int, float]) -> None:
+        if not values:
             for stat in ("min", "median", "max"):
                 self._recorder.remove(spec, stat)
                 self._recorder.remove(RANKS_EXTREME, figure, stat)
             return
-        self._recorder.set(spec, float(np.median(values)), "median")
-        for stat, row in (("min", values.argmin()), ("max", values.argmax())):
-            self._recorder.set(spec, float(values[row]), stat)
-            self._recorder.set(RANKS_EXTREME, int(ranks[row]), figure, stat)
+        self._recorder.set(spec, median(values.values()), "median")
+        for stat, choose in (("min", min), ("max", max)):
+            rank = choose(values, key=values.__getitem__)
+            self._recorder.set(spec, values[rank], stat)
+            self._recorder.set(RANKS_EXTREME, rank, figure, stat)

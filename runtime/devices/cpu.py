@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 # Readings that take longer are left out. psutil reads the clock of each core and each sensor, which
 # takes milliseconds on a large machine.
 _AFFORDABLE_SECONDS = 0.001
+# Time between two readings of clock and temperature. They cost most of a reading.
+_OPTIONAL_SECONDS = 5.0
 # Linux drivers and firmware that report a CPU's temperature, in psutil's naming.
 _CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
 # AttributeError: psutil has the function on some platforms only. ValueError: an odd /sys file.
@@ -54,15 +56,25 @@ class CpuDevice:
         self._optional = {
             name: read for name, read in _OPTIONAL.items() if _is_affordable(name, read)
         }
+        self._optional_readings: Mapping[str, float] = {}
+        self._optional_due = 0.0
         self._wall_seconds = time.monotonic()
         self._cpu_seconds = time.process_time()
 
     def read(self) -> Mapping[str, float]:
-        """Return utilization_ratio and, where available, clock_hertz and temperature_celsius."""
+        """Return utilization_ratio and, where available, clock_hertz and temperature_celsius.
+
+        Clock and temperature are read every five seconds.
+        """
         wall, cpu = time.monotonic(), time.process_time()
         elapsed, used = wall - self._wall_seconds, cpu - self._cpu_seconds
         self._wall_seconds, self._cpu_seconds = wall, cpu
-        readings = {name: value for name in list(self._optional) for value in self._ask(name)}
+        if wall >= self._optional_due:
+            self._optional_due = wall + _OPTIONAL_SECONDS
+            self._optional_readings = {
+                name: value for name in list(self._optional) for value in self._ask(name)
+            }
+        readings = dict(self._optional_readings)
         if elapsed > 0:
             # Clock ticks can make the ratio slightly larger than 1.
             readings["utilization_ratio"] = min(1.0, used / elapsed / self._cores)

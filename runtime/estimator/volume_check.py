@@ -15,6 +15,7 @@ from ...metrics.catalog.labels import NON_TRAINING_PHASES
 from ...metrics.recorder import Recorder
 from ...metrics.step_record import CollectiveTotals, StepRecord
 from ..common.fail_open import FailOpen
+from ..common.gil_pauses import let_training_run
 from .engine_estimate import estimate_of_engine, is_data_parallel
 from .step_estimate import StepEstimate
 
@@ -30,6 +31,8 @@ STEPS_AFTER_CHANGE = 12
 NEGLIGIBLE_RATIO = 0.01
 
 Totals = Mapping[str, CollectiveTotals]
+
+_NON_TRAINING = frozenset(NON_TRAINING_PHASES)
 
 # DeepSpeed's methods that are patched while gradients are compressed, or while stage 0 reduces
 # them in buckets of another size. Neither is modeled.
@@ -58,6 +61,7 @@ class WireVolumeCheck:
         self._estimate_engine = fail_open.wrap("estimate", _estimate_data_parallel)
         self._logs_differences = logs_differences
         self._ratio: float | None = None
+        self._totals: tuple[StepEstimate | None, Totals] = None, {}
         self._settled_step = 0
         self.rebind_engine(engine)
 
@@ -74,16 +78,25 @@ class WireVolumeCheck:
         """Return the last step's wire bytes over the lower bound; None while unknown."""
         return self._ratio
 
-    def add(self, record: StepRecord) -> None:
-        """Compare one step with its estimate, publish both, and log a lasting difference."""
+    def add(self, *records: StepRecord) -> None:
+        """Compare steps with their estimates, publish the last one, and log lasting differences."""
         self._detect_change()
+        compared: tuple[StepEstimate, float] | None = None
+        for record in records:
+            compared = self._compare(record) or compared
+            let_training_run()
+        if compared is not None:
+            self._publish(*compared)
+
+    def _compare(self, record: StepRecord) -> tuple[StepEstimate, float] | None:
+        """Return the estimate and the wire bytes of a step; None if it is not compared."""
         if self._warm_up_steps:
             self._warm_up_steps -= 1
-            return
+            return None
         if record.step <= self._settled_step:
-            return
+            return None
         if _has_other_collectives(record):
-            return
+            return None
         estimates = self._estimates  # another thread may replace it
         if record.micro_batches not in estimates:
             estimates[record.micro_batches] = None
@@ -95,10 +108,11 @@ class WireVolumeCheck:
                 daemon=True,
             ).start()
         estimate = estimates[record.micro_batches]
-        if estimate is not None:
-            measured = sum(totals.wire_bytes for totals in record.collectives.values())
-            self._publish(estimate, measured)
-            self._log_differences(estimate, record, measured)
+        if estimate is None:
+            return None
+        measured = sum(totals.wire_bytes for totals in record.collectives.values())
+        self._log_differences(estimate, record, measured)
+        return estimate, measured
 
     def _detect_change(self) -> None:
         """Discard estimates if the engine changed. Late records may be from before it."""
@@ -126,7 +140,9 @@ class WireVolumeCheck:
 
     def _log_differences(self, estimate: StepEstimate, record: StepRecord, measured: float) -> None:
         """Log once if several consecutive steps issue other collectives than estimated."""
-        differences = _differences(record.collectives, estimate.totals())
+        if self._totals[0] is not estimate:
+            self._totals = estimate, estimate.totals()
+        differences = _differences(record.collectives, self._totals[1])
         self._num_differing = self._num_differing + 1 if differences else 0
         if (
             self._logged
@@ -213,7 +229,7 @@ def _has_other_collectives(record: StepRecord) -> bool:
 
     Evaluation and checkpoints may issue some, and generation does with ZeRO 3.
     """
-    if record.phase_seconds.keys() & set(NON_TRAINING_PHASES):
+    if not _NON_TRAINING.isdisjoint(record.phase_seconds):
         return True
     generation = record.generation
     is_silent = generation is not None and not generation.collectives

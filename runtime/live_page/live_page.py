@@ -26,6 +26,7 @@ from ...metrics.exporters.http_connection import Request, Response
 from ...metrics.recorder import Recorder
 from ...metrics.settings import ServeSettings
 from ...metrics.step_record import StepRecord
+from ..common.gil_pauses import let_training_run
 from .older_steps import sample_steps
 from .run_state import Ranks, run_state
 from .step_history import CAUSES, StepHistory, columns
@@ -102,9 +103,11 @@ class LivePage:
             "/live/runbook": _runbook,
         }
 
-    def on_step(self, record: StepRecord) -> None:
-        """Add a step to the history."""
-        self._history.add(record)
+    def on_steps(self, records: Sequence[StepRecord]) -> None:
+        """Add steps to the history."""
+        for record in records:
+            self._history.add(record)
+            let_training_run()
 
     def _events(self, request: Request) -> Response:
         if request.origin and request.origin.partition("://")[2] != request.host:
@@ -175,8 +178,8 @@ class LivePage:
         )
 
     def _cause_seconds(self) -> list[float]:
-        snapshot = self._recorder.snapshot()
-        return [snapshot.value(COMM_CAUSE_SECONDS, cause) or 0.0 for cause in CAUSES]
+        with self._recorder.commit():
+            return [self._recorder.value(COMM_CAUSE_SECONDS, cause) or 0.0 for cause in CAUSES]
 
     def _older_steps(self) -> Response:
         """Answer with steps from the run log, once a thread has read them.

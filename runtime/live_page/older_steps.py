@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from .step_history import Point, single_step
+from .step_history import Point, empty_point
 
 # Longest line that is read: a step with some thousand entries.
 MAX_LINE_BYTES = 256 * 1024
@@ -143,7 +143,8 @@ def _point_or_none(record: Mapping[str, Any]) -> Point | None:
 
 
 def _point(record: Mapping[str, Any]) -> Point:
-    return single_step(
+    point = empty_point()
+    point.add_step(
         step=int(record["step"]),
         ended_at=float(record["ended_at_unix_seconds"]),
         seconds=float(record["seconds"]),
@@ -158,6 +159,7 @@ def _point(record: Mapping[str, Any]) -> Point:
             device: _floats(states) for device, states in record.get("memory_bytes", {}).items()
         },
     )
+    return point
 
 
 def _floats(values: Mapping[str, Any]) -> dict[str, float]:

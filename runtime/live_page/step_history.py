@@ -61,6 +61,44 @@ class Point:
     peak_bytes: dict[str, float]
     cause_seconds: list[float] = field(default_factory=lambda: [0.0] * len(CAUSES))
 
+    def add_step(
+        self,
+        *,
+        step: int,
+        ended_at: float,
+        seconds: float,
+        phase_seconds: Mapping[str, float],
+        exposed_seconds: float | None,
+        exposed_phase_seconds: Mapping[str, float],
+        loss: float | None,
+        nonfinite_loss: bool,
+        samples: int | None,
+        tokens: int | None,
+        memory_bytes: Mapping[str, Mapping[str, float]],
+    ) -> None:
+        """Add a step, given the values of its record. No other thread may know this point yet."""
+        excluded = sum(phase_seconds.get(phase, 0.0) for phase in NON_TRAINING_PHASES)
+        exposed = exposed_in_training(exposed_seconds, exposed_phase_seconds)
+        self.step, self.ended_at = step, ended_at
+        self.seconds += seconds
+        self.steps += 1
+        for phase, spent in phase_seconds.items():
+            if phase in PHASE_INDEX:  # a log of another version may have others
+                self.phase_seconds[PHASE_INDEX[phase]] += spent
+        if exposed is not None:
+            self.timed_seconds += seconds - excluded
+            self.exposed_seconds += exposed
+        if loss is not None:
+            self.loss_sum += loss
+            self.loss_steps += 1
+        self.nonfinite_losses += nonfinite_loss
+        self.samples += samples or 0
+        self.tokens += tokens or 0
+        for device, states in memory_bytes.items():
+            if "peak_allocated" in states:
+                peak = max(self.peak_bytes.get(device, 0.0), states["peak_allocated"])
+                self.peak_bytes[device] = peak
+
     def merge(self, later: Point) -> None:
         """Add the steps of a later point. Lists and mappings are replaced, not changed."""
         self.step, self.ended_at = later.step, later.ended_at
@@ -95,41 +133,22 @@ PHASE_INDEX = {phase: index for index, phase in enumerate(PHASES)}
 _NOT_TRAINING = tuple(PHASE_INDEX[phase] for phase in NON_TRAINING_PHASES)
 
 
-def single_step(
-    *,
-    step: int,
-    ended_at: float,
-    seconds: float,
-    phase_seconds: Mapping[str, float],
-    exposed_seconds: float | None,
-    exposed_phase_seconds: Mapping[str, float],
-    loss: float | None,
-    nonfinite_loss: bool,
-    samples: int | None,
-    tokens: int | None,
-    memory_bytes: Mapping[str, Mapping[str, float]],
-) -> Point:
-    """Return the point of one step, given the values of its record."""
-    excluded = sum(phase_seconds.get(phase, 0.0) for phase in NON_TRAINING_PHASES)
-    exposed = exposed_in_training(exposed_seconds, exposed_phase_seconds)
+def empty_point() -> Point:
+    """Return a point without steps."""
     return Point(
-        step=step,
-        ended_at=ended_at,
-        seconds=seconds,
-        steps=1,
-        phase_seconds=[phase_seconds.get(phase, 0.0) for phase in PHASES],
-        timed_seconds=0.0 if exposed is None else seconds - excluded,
-        exposed_seconds=exposed or 0.0,
-        loss_sum=loss or 0.0,
-        loss_steps=int(loss is not None),
-        nonfinite_losses=int(nonfinite_loss),
-        samples=samples or 0,
-        tokens=tokens or 0,
-        peak_bytes={
-            device: states["peak_allocated"]
-            for device, states in memory_bytes.items()
-            if "peak_allocated" in states
-        },
+        step=0,
+        ended_at=0.0,
+        seconds=0.0,
+        steps=0,
+        phase_seconds=[0.0] * len(PHASES),
+        timed_seconds=0.0,
+        exposed_seconds=0.0,
+        loss_sum=0.0,
+        loss_steps=0,
+        nonfinite_losses=0,
+        samples=0,
+        tokens=0,
+        peak_bytes={},
     )
 
 
@@ -168,7 +187,9 @@ class StepHistory:
         self._last_ended_at = ended_at
         if record.nonfinite_loss:
             self.nonfinite_at = record.ended_at_unix_seconds
-        point = single_step(
+        if self._open is None:
+            self._open = empty_point()
+        self._open.add_step(
             step=record.step,
             ended_at=ended_at,
             seconds=record.seconds,
@@ -181,12 +202,8 @@ class StepHistory:
             tokens=record.tokens,
             memory_bytes=record.memory_bytes,
         )
-        if self._open is not None:
-            self._open.merge(point)
-            point = self._open
-        self._open = point
-        if point.seconds >= FINE_SECONDS:
-            self._close(point)
+        if self._open.seconds >= FINE_SECONDS:
+            self._close(self._open)
 
     def points(self) -> list[Point]:
         """Return all points, from the oldest on."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...metrics.exporters.telemetry_data import Span
 from ...metrics.recorder import Snapshot
+from ..common.gil_pauses import let_training_run
 from ..common.torch_engine import TorchEngine
 from ..estimator.engine_estimate import is_data_parallel
 from ..instrumentation.watch_context import WatchContext
@@ -74,7 +75,9 @@ class Advisor:
             and engine.global_steps - self._first_step >= MIN_STEPS
         ):
             before, after = self._before, self._context.recorder.snapshot()
+            let_training_run()
             reporter = self._start_interval(engine, after)
+            let_training_run()
             self._advise(reporter, engine, metrics_between(before, after))
 
     def disable(self) -> None:
@@ -100,21 +103,27 @@ class Advisor:
             # Published at once, so a run has the same series from its first steps on.
             self._reporter.on_state(State.OBSERVE)
             self._reporter.on_diagnosis(())
+            let_training_run()
             if self._knobs_class is not None and is_data_parallel(engine):
                 knobs = self._knobs_class(engine, self._context.identity.world_size)
+                let_training_run()
                 self._reporter.on_configuration(knobs.values())
         return self._reporter
 
     def _advise(self, reporter: DecisionReporter, engine: Any, reading: MetricsDelta) -> None:
         thresholds = Thresholds.of_settings(self._context.settings)
         symptoms = diagnose(reading, thresholds)
+        let_training_run()
         reporter.on_diagnosis(symptoms)
         inputs = self._inputs(engine, reading, symptoms, thresholds)
         if inputs is None:
             return
+        let_training_run()
         reporter.on_configuration(inputs.configuration)
+        let_training_run()
         seen = set()
         for proposal in propose(inputs):
+            let_training_run()
             name = proposal.symptom.name
             group = "waiting" if name in WAITING_SYMPTOMS else name
             advice = group, tuple(sorted(proposal.changes))
@@ -141,6 +150,7 @@ class Advisor:
             return None
         if self._facts is None:
             self._facts = job_facts(engine)
+        let_training_run()
         settings = self._context.settings.tuner
         knobs = self._knobs_class(engine, self._facts.world_size)
         return TunerInput(

@@ -17,6 +17,7 @@ from ..collectives.instrument import CollectiveInstrumentation
 from ..collectives.unseen_calls import FlightRecorder
 from ..common.accelerator import training_device_index
 from ..common.fail_open import FailOpen
+from ..common.gil_pauses import let_training_run
 from ..common.phase_timer import PhaseTimer
 from ..common.process_info import this_process
 from ..common.rank_store import RankStore, TargetDiscovery
@@ -40,7 +41,7 @@ from .overhead_metrics import OverheadMetrics
 from .run_folder import RunFolder
 from .run_info import RunInfoPublisher, publish_thresholds, warn_of_comms_logger
 from .step_metrics import StepMetrics
-from .subscriptions import Subscriptions
+from .subscriptions import Subscriptions, for_each
 from .watch import EngineRef, Watch
 from .watch_sinks import WatchSinks
 from .watch_thread import WatchThread
@@ -83,6 +84,7 @@ def build_watch(
             is_watch_dead=partial(fail_open.has_died, "watch"),
             serves_run=folder.serves_run,
             pages=None if live_page is None else live_page.pages,
+            let_training_run=let_training_run,
         )
         undo.callback(server.close)
         address = server.start()
@@ -139,10 +141,10 @@ def build_watch(
                 or ()
             ):
                 sinks.add(sink, name)
-        listeners = [*comparison.listeners, subscriptions.enqueue, sinks.enqueue]
+        listeners = [*comparison.listeners, *map(for_each, (subscriptions.enqueue, sinks.enqueue))]
         if live_page is not None:
             live_page.figures, live_page.slow = comparison.rank_figures, comparison.slow_phases
-            listeners.append(fail_open.wrap("live page", live_page.on_step))
+            listeners.append(fail_open.wrap("live page", live_page.on_steps))
         undo.callback(folder.close)
         thread = WatchThread(
             step_metrics=step_metrics,

@@ -24,6 +24,7 @@ from ..estimator.volume_check import WireVolumeCheck
 from ..instrumentation.profiled_steps import ProfiledSteps
 from ..instrumentation.trace_files import TraceFiles
 from ..instrumentation.watch_context import WatchContext
+from .subscriptions import for_each
 
 
 class ComparisonMonitor:
@@ -32,7 +33,7 @@ class ComparisonMonitor:
     Constructed on the training thread.
 
     Attributes:
-        listeners: Functions called with the record of each step, on the watch thread.
+        listeners: Functions called with the records of some steps, on the watch thread.
         periodic_tasks: Functions called on the watch thread each second.
         profiler: Profiles some steps. None if profiling is off.
     """
@@ -50,13 +51,13 @@ class ComparisonMonitor:
         self.profiler = self._new_profiler()
         if _each_rank_has_own_data(context.engine()):
             self._thread.compare_losses()
-        self.listeners: list[Callable[[StepRecord], object]] = [
-            fail_open.wrap("same losses", self._thread.on_step),
+        self.listeners: list[Callable[[Sequence[StepRecord]], object]] = [
+            for_each(fail_open.wrap("same losses", self._thread.on_step)),
             fail_open.wrap("volume", self._check_volume),
-            fail_open.wrap("hang", self._hang_monitor.on_step_end),
+            for_each(fail_open.wrap("hang", self._hang_monitor.on_step_end)),
         ]
         if self.profiler is not None:
-            self.listeners.append(fail_open.wrap("profile", self.profiler.compare))
+            self.listeners.append(for_each(fail_open.wrap("profile", self.profiler.compare)))
         self.periodic_tasks: Mapping[str, Callable[[], object]] = {"hang": self._hang_monitor.check}
         self._analyzer = CollectiveErrorAnalyzer(context.identity.rank, recorder, self._thread)
 
@@ -114,8 +115,8 @@ class ComparisonMonitor:
         self._thread.stop()
         self._hang_monitor.close()
 
-    def _check_volume(self, record: StepRecord) -> None:
-        self._volume_check.add(record)
+    def _check_volume(self, records: Sequence[StepRecord]) -> None:
+        self._volume_check.add(*records)
         self._thread.volume_ratio = self._volume_check.ratio()
 
     def _new_thread(self) -> ComparisonThread:

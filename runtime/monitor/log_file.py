@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...metrics.atomic_file import open_to_append
@@ -20,8 +21,8 @@ RETRY_SECONDS = 10.0
 class LogFile:
     """Appends lines to `<name>.jsonl`; older segments are `<name>.1.jsonl` and so on.
 
-    Each line is one write, so a killed process loses at most the line in flight. If the file is
-    deleted or renamed, the log continues in a new file with the original name.
+    Lines are written as a whole, so a killed process loses at most those of the write in flight. If
+    the file is deleted or renamed, the log continues in a new file with the original name.
 
     Attributes:
         path: The current segment.
@@ -74,6 +75,36 @@ class LogFile:
         except OSError as error:
             self._on_error(error)
         self.dropped += 1
+
+    def append_all(self, lines: Sequence[bytes]) -> None:
+        """Write lines, each with its newline, by as few writes as segments allow.
+
+        The lines that could not be written are counted as dropped, those before them are not.
+        """
+        num_done = 0
+        try:
+            self._check_name()
+            while num_done < len(lines) and (descriptor := self._open()) is not None:
+                some = self._lines_of_segment(lines[num_done:])
+                num_written, error = _write_lines(descriptor, some)
+                num_done += num_written
+                self._lines += num_written
+                self._bytes += sum(map(len, some[:num_written]))
+                self._is_first &= not num_written
+                if error is not None:
+                    raise error
+        except OSError as error:
+            self._on_error(error)
+        self.dropped += len(lines) - num_done
+
+    def _lines_of_segment(self, lines: Sequence[bytes]) -> Sequence[bytes]:
+        """Return the first of the lines: as many as the segment takes until it is full."""
+        num_bytes = self._bytes
+        for number, line in enumerate(lines):
+            if number and num_bytes >= self._settings.segment_bytes:
+                return lines[:number]
+            num_bytes += len(line)
+        return lines
 
     def close(self) -> None:
         """Close the file. A later line would open it again."""
@@ -169,6 +200,19 @@ def open_log(path: Path) -> int:
     return descriptor
 
 
+def _write_lines(descriptor: int, lines: Sequence[bytes]) -> tuple[int, OSError | None]:
+    """Write lines by one call; return how many were written as a whole, and the error if any."""
+    num_bytes = sum(map(len, lines))
+    try:
+        written = os.write(descriptor, b"".join(lines))
+    except OSError as error:
+        return 0, error
+    if written == num_bytes:
+        return len(lines), None
+    ends = itertools.accumulate(map(len, lines))
+    return sum(end <= written for end in ends), _partial(written, num_bytes)
+
+
 def write_whole(descriptor: int, data: bytes) -> int:
     """Write bytes at the end of a log by one call, and return their number.
 
@@ -177,5 +221,9 @@ def write_whole(descriptor: int, data: bytes) -> int:
     """
     written = os.write(descriptor, data)
     if written < len(data):
-        raise OSError(f"only {written} of {len(data)} bytes were written, as on a full disk")
+        raise _partial(written, len(data))
     return written
+
+
+def _partial(written: int, num_bytes: int) -> OSError:
+    return OSError(f"only {written} of {num_bytes} bytes were written, as on a full disk")

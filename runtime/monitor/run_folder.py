@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -150,16 +150,16 @@ class RunFolder:
         """Return the addresses of the ranks' metrics in Prometheus' http_sd form."""
         return [] if self.run_id is None else self._targets.targets(self.run_id)
 
-    def append(self, record: StepRecord) -> None:
-        """Write a step's record. Keep the record if the run has no id yet."""
+    def append(self, records: Sequence[StepRecord]) -> None:
+        """Write the records of steps. Keep them if the run has no id yet."""
         if not self._settings.run_log.enabled:
             return
         if self._log is not None:
-            self._log.append(record)
-        elif len(self._held) < MAX_HELD_RECORDS:
-            self._held.append(record)
-        else:
-            self._lost += 1
+            self._log.append(*records)
+            return
+        num_kept = min(len(records), MAX_HELD_RECORDS - len(self._held))
+        self._held.extend(records[:num_kept])
+        self._lost += len(records) - num_kept
 
     def close(self, *, is_complete: bool = True) -> None:
         """Close this rank's log, and release the run id for other runs.
@@ -213,8 +213,7 @@ class RunFolder:
         self._sign(folder)
         if self._process.rank == 0:
             write_settings(folder, self._settings, self.files)
-        for record in self._held:
-            log.append(record)
+        log.append(*self._held)
         self._held.clear()
         self._log = log
         if self.ring is not None:

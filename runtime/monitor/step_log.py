@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...metrics.settings import RunLogSettings, Settings
 from ...metrics.step_record import LineWriter, StepRecord
+from ..common.gil_pauses import let_training_run
 from ..common.retried_files import RetriedFiles
 from .log_file import LogFile
 
@@ -56,10 +57,15 @@ class StepLog:
         """Number of records that could not be written, or whose file was deleted."""
         return self._file.dropped
 
-    def append(self, record: StepRecord) -> None:
-        """Write a record. If writing fails, count the record as dropped."""
-        if is_logged(record.step, every_step=self._every_step):
-            self._file.append(lambda _: self._writer.line(record))
+    def append(self, *records: StepRecord) -> None:
+        """Write records. If writing fails, count those that are not written as dropped."""
+        lines: list[bytes] = []
+        for record in records:
+            if is_logged(record.step, every_step=self._every_step):
+                lines.append(self._writer.line(record))
+                let_training_run()
+        if lines:
+            self._file.append_all(lines)
 
     def close(self) -> None:
         """Close the file. A later record would open it again."""

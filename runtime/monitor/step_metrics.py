@@ -87,14 +87,20 @@ class StepMetrics:
         recorder.add(training.STEPS, len(records))
         recorder.add(training.SKIPPED_STEPS, sum(record.skipped for record in records))
         recorder.add(training.NONFINITE_LOSSES, sum(record.nonfinite_loss for record in records))
+        productive: list[float] = []
+        by_phase: dict[str, list[float]] = {}
         for step in steps:
             seconds = step.record.training_seconds
             recorder.observe(training.STEP_DURATION, seconds, exemplar=step.raw.trace)
             if not step.record.skipped:
                 discarded_seconds = step.raw.counts.discarded_ns / 1e9
-                recorder.add(training.PRODUCTIVE_SECONDS, max(0.0, seconds - discarded_seconds))
+                productive.append(max(0.0, seconds - discarded_seconds))
             for phase, spent in step.record.phase_seconds.items():
-                recorder.add(training.PHASE_SECONDS, spent, phase)
+                by_phase.setdefault(phase, []).append(spent)
+        if productive:
+            recorder.add_all(training.PRODUCTIVE_SECONDS, productive)
+        for phase, amounts in by_phase.items():
+            recorder.add_all(training.PHASE_SECONDS, amounts, phase)
         self._add_known(training.SAMPLES, [record.samples for record in records])
         self._add_known(training.TOKENS, [record.tokens for record in records])
         ratios = [step.raw.coverage for step in steps if step.raw.coverage is not None]
@@ -143,8 +149,8 @@ class StepMetrics:
             recorder.add(communication.COLLECTIVE_CALLS, sums.calls, *key, sums.phase)
             recorder.add(communication.COLLECTIVE_BYTES, sums.payload_bytes, *key)
             recorder.add(communication.COLLECTIVE_WIRE_BYTES, sums.wire_bytes, *key)
-            for seconds in sums.seconds:
-                recorder.observe(communication.COLLECTIVE_DURATION, seconds, sums.op)
+            if sums.seconds:
+                recorder.observe_all(communication.COLLECTIVE_DURATION, sums.seconds, sums.op)
         for group, seconds in totals.comm_seconds.items():
             recorder.add(communication.COMM_SECONDS, seconds, group)
 

@@ -1,8 +1,8 @@
 """Keeps the last steps in shared memory, so that a process that is killed loses none of them.
 
 The training thread writes each step into a ring, which costs a few microseconds and wakes no other
-thread. The watch thread writes the step log from the queue a few times a second. If the process is
-killed in between, `recover` appends the missing steps to its log, as far as the ring knows them.
+thread. The watch thread writes the step log from the queue once a second. If the process is killed
+in between, `recover` appends the missing steps to its log, as far as the ring knows them.
 """
 
 from __future__ import annotations

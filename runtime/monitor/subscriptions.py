@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
 from ...metrics.step_record import StepRecord
 from ..common.fail_open import FailOpen
+from ..common.gil_pauses import let_training_run
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,17 @@ CLOSE_SECONDS = 5.0
 
 # A record, a call, or None at the end.
 _Item: TypeAlias = StepRecord | Callable[[], object] | None
+
+
+def for_each(listener: Callable[[StepRecord], object]) -> Callable[[Sequence[StepRecord]], None]:
+    """Return a function that calls a listener with each of several records."""
+
+    def call(records: Sequence[StepRecord]) -> None:
+        for record in records:
+            listener(record)
+            let_training_run()
+
+    return call
 
 
 class Subscriptions:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -22,6 +22,7 @@ from ..common.interrupts import is_interrupt
 from ..sinks.sink import Sink
 from .final_report import announce_report
 from .run_end_reason import end_reason
+from .subscriptions import for_each
 
 if TYPE_CHECKING:
     from ...metrics.exporters.server import MetricsServer
@@ -74,7 +75,7 @@ class Watch:
         folder: RunFolder,
         metrics_log: MetricsLog,
         run_info: RunInfoPublisher,
-        listeners: list[Callable[[StepRecord], object]],
+        listeners: list[Callable[[Sequence[StepRecord]], object]],
         subscriptions: Subscriptions,
         sinks: WatchSinks,
         overhead: OverheadMetrics,
@@ -183,7 +184,7 @@ class Watch:
 
     def subscribe_internal(self, listener: Callable[[StepRecord], object]) -> None:
         """Call `listener`, a function of zerowatch that never blocks, on the watch thread."""
-        self._listeners.append(self.fail_open.wrap("listener", listener))
+        self._listeners.append(for_each(self.fail_open.wrap("listener", listener)))
 
     def rebind_engine(self, engine: Any) -> None:
         """Replace the watched engine by another engine of the same model and run.

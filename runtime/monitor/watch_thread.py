@@ -1,9 +1,10 @@
 """Runs the watch thread, which completes steps, writes the run log, and publishes metrics.
 
 The training thread enqueues batches of calls and raw steps, which the watch thread takes in order.
-The watch thread waits neither for the device nor for other ranks. It takes the queue a few times a
-second, and does most of its work once a second, because Python code with cold CPU caches takes
-several times as long. Steps in between survive a kill in the ring of the run folder.
+The watch thread waits neither for the device nor for other ranks. It takes the queue once a second
+and does all of its work then, because Python code with cold CPU caches takes several times as long.
+Steps in between survive a kill in the ring of the run folder. A step that would not, or whose
+memory sample may explain a kill, wakes the thread at once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from ...metrics.step_record import StepRecord
+from ...metrics.thresholds import OOM_RISK_HIGH
 from ..collectives.call_batch import CallBatch
 from ..collectives.call_recorder import CallRecorder
 from ..collectives.comm_time import CommTimeCounter
@@ -27,6 +29,8 @@ from ..common.fail_open import FailOpen
 from ..common.gil_pauses import let_training_run
 from ..instrumentation.device_phases import DevicePhases
 from ..instrumentation.raw_step import RawStep
+from ..memory.oom.killed_ranks import is_near_host_limit
+from ..memory.step_sample import StepMemorySample
 from .comparison_monitor import ComparisonMonitor
 from .device_sampler import DeviceSampler
 from .memory_monitor import MemoryMonitor
@@ -36,14 +40,13 @@ from .step_metrics import FinishedStep, StepMetrics
 
 logger = logging.getLogger(__name__)
 
-Listener = Callable[[StepRecord], object]
+Listener = Callable[[Sequence[StepRecord]], object]
 
-# Time between two publications.
+# Time between two publications. In between, only an item that must be in the log soon wakes the
+# thread.
 TICK_SECONDS = 1.0
-# Time between two looks at the queue. Only an item that must be in the log soon wakes the thread.
-LOOK_SECONDS = 0.25
-# Time between two queries of whether a CUDA event has passed or an asynchronous call has ended. It
-# doubles after each query, from the first to the last value.
+# Time between two queries of whether a CUDA event has passed or an asynchronous call has ended,
+# while such an item waits. It doubles after each query, from the first to the last value.
 FIRST_POLL_SECONDS = 0.005
 LAST_POLL_SECONDS = 0.25
 # Longest wait for the end of a step's calls and for the step's values on the device, in seconds and
@@ -52,6 +55,8 @@ PATIENCE_SECONDS = 60.0
 PATIENCE_STEPS = 3
 # Number of steps of which the slowest counts for PATIENCE_STEPS.
 RECENT_STEPS = 64
+# Number of steps that are processed between two writes to the run log.
+STEPS_PER_WRITE = 64
 # Maximum number of batches and steps in the queue. Further ones are dropped and counted.
 MAX_PENDING = 1024
 # Number of batches and steps in the queue from which on each wakes the thread. It is far below
@@ -75,12 +80,12 @@ class WatchThread:
         sampler: Reads the devices.
         memory: Receives the memory sample of each step, and returns the risk by device.
         comparison: Receives the time of each step by phase.
-        folder: Writes each step's record as soon as it is complete. Its ring gets each step.
+        folder: Writes the records of complete steps, all at once. Its ring gets each step.
         otel: Receives the steps of each second with their calls, if it makes traces.
         calls: Records the calls. Once a second it passes on those between steps; its pool gets the
             device events that were read.
         fail_open: Wraps all calls to the parts.
-        listeners: Functions that receive the record of each step, once a second. They must not
+        listeners: Functions that receive the records of the steps of each second. They must not
             block. The list may grow.
         device_phases: Measures the phases on the accelerator. None on CPU.
         flight_recorder: Finds calls that no wrapper has recorded. None with a DeepSpeed engine.
@@ -147,7 +152,9 @@ class WatchThread:
         self._publish = fail_open.wrap("publish", step_metrics.publish)
         self._close = fail_open.wrap("devices", sampler.close)
         self._tasks: list[Callable[[], object]] = [fail_open.wrap("devices", sampler.read_devices)]
-        self._is_stopping = self._is_abandoned = False
+        self._is_stopping = self._is_abandoned = self._is_hurried = False
+        self._is_risky = False  # whether memory may soon run out, by the last forecast
+        self._unlogged: list[StepRecord] = []
         self._thread = fail_open.thread("watch", self._run)
 
     def start(self, tasks: Mapping[str, Callable[[], object]]) -> None:
@@ -168,11 +175,18 @@ class WatchThread:
             return
         can_wait = len(self._inbox) < WAKING_ITEMS
         if isinstance(item, RawStep):
-            # The ring has no memory sample, which explains why the kernel killed a process.
-            can_wait = self._write_ring(item) is True and can_wait and item.memory is None
+            can_wait = self._write_ring(item) is True and can_wait
+            can_wait = can_wait and (item.memory is None or not self._may_explain_kill(item.memory))
         self._inbox.append(item)
         if not can_wait:
             self._bell.put(None)
+
+    def _may_explain_kill(self, sample: StepMemorySample) -> bool:
+        """Whether the next start needs this sample to explain why the kernel killed this process.
+
+        The ring has no samples, so the log must have it soon.
+        """
+        return self._is_risky or is_near_host_limit(sample.readings.get("cpu", {}))
 
     def _write_to_ring(self, step: RawStep) -> bool:
         """Write a step to the ring; return whether a kill would not lose it from now on."""
@@ -202,6 +216,7 @@ class WatchThread:
     def _abandon(self, timeout_seconds: float) -> None:
         self._is_abandoned = True
         num_lost = sum(isinstance(item, RawStep) for item in [*self._pending, *self._inbox])
+        num_lost += len(self._unlogged)
         self._inbox.clear()
         self.dropped_steps += num_lost
         logger.warning(
@@ -224,7 +239,10 @@ class WatchThread:
             if is_due and running:
                 self._pass_on_calls()  # into the queue
                 self._drain()
+                let_training_run()
             self._finish(final=not running)
+            self._write_log()
+            let_training_run()
             if is_due:
                 self._tick_due = now + TICK_SECONDS
                 self.cpu_seconds = time.thread_time()
@@ -235,13 +253,22 @@ class WatchThread:
         self._close()
 
     def _wait(self) -> None:
-        """Wait for an item that wakes the thread, or until the queue is looked at anyway."""
+        """Wait until a publication is due, or an item wakes the thread.
+
+        While such an item waits for its measurements, the thread looks again and again.
+        """
+        seconds = max(0.0, self._tick_due - time.monotonic())
+        self._is_hurried &= bool(self._pending)
+        if self._is_hurried:
+            seconds = min(seconds, self._poll_seconds)
         try:
-            self._bell.get(timeout=self._poll_seconds if self._pending else LOOK_SECONDS)
+            self._bell.get(timeout=seconds)
+            self._is_hurried = True
             while not self._bell.empty():
                 self._bell.get_nowait()
         except queue.Empty:
-            self._poll_seconds = min(2 * self._poll_seconds, LAST_POLL_SECONDS)
+            if self._is_hurried:
+                self._poll_seconds = min(2 * self._poll_seconds, LAST_POLL_SECONDS)
 
     def _drain(self) -> None:
         """Take all batches and steps from the queue."""
@@ -272,8 +299,11 @@ class WatchThread:
             if self._flight_recorder is not None:
                 self._fail_open.call("flight recorder", self._add_unseen_calls, head)
             self._take_calls(_batch_of(head))
+            let_training_run()
             if isinstance(head, RawStep):
                 self._take_step(head)
+            if len(self._unlogged) >= STEPS_PER_WRITE:
+                self._write_log()
             let_training_run()
 
     def _waits_for_flight_recorder(self, item: CallBatch | RawStep, *, at_once: bool) -> bool:
@@ -318,8 +348,7 @@ class WatchThread:
             self._lose(batch)
         time_taken = self._comm_time.measure(batch)
         self.untimed_calls += sum(call.is_lost for call in batch.calls)
-        self._comm.add(batch.calls, time_taken)
-        self._totals.add(batch.calls, time_taken)
+        self._comm.add(batch.calls, time_taken, self._totals)
         if self._trace is not None:
             self._calls.extend(batch.calls)
             if len(self._calls) > MAX_KEPT_CALLS:
@@ -338,12 +367,18 @@ class WatchThread:
             comm.is_exposed_known = False  # the ends of these calls are not known
         raw.use_device_phases()
         risks = self._add_memory_sample(raw) or {}
+        self._is_risky = max(risks.values(), default=0.0) >= OOM_RISK_HIGH
         record = raw.record(comm, self._sampler.device_readings, risks)
         if raw.phases_show_work and comm.is_exposed_known:
             blocked_ns = comm.device_blocked_ns() if self._on_device else comm.blocked_ns
             self._add_step_times(raw.phase_ns, blocked_ns)
-        self._append(record)
+        self._unlogged.append(record)
         self._steps.append(FinishedStep(record, raw, calls))
+
+    def _write_log(self) -> None:
+        if self._unlogged:
+            self._append(self._unlogged)
+            self._unlogged = []  # not before: a disk that does not respond must not hide them
 
     def _publish_second(self) -> None:
         """Publish the steps and calls of the last second, and call the listeners."""
@@ -353,10 +388,10 @@ class WatchThread:
         let_training_run()
         if self._trace is not None:
             self._trace(steps)
-        for step in steps:
+        records = [step.record for step in steps]
+        for listener in self._listeners if records else ():
             let_training_run()
-            for listener in self._listeners:
-                listener(step.record)
+            listener(records)
 
 
 def _is_settled(item: CallBatch | RawStep) -> bool:

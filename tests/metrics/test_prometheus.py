@@ -18,11 +18,12 @@ from zerowatch.metrics.catalog.communication import COLLECTIVE_DURATION, COMM_EX
 from zerowatch.metrics.catalog.memory import MEMORY_BYTES
 from zerowatch.metrics.catalog.training import LOSS, RUN_INFO, STEP_DURATION, STEPS
 from zerowatch.metrics.exporters.detail import served
-from zerowatch.metrics.exporters.prometheus import exposition, read_exposition
+from zerowatch.metrics.exporters.prometheus import RenderedFamilies, exposition, read_exposition
 from zerowatch.metrics.exporters.trace_context import current_trace_labels
 from zerowatch.metrics.recorder import Recorder
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+ODD = 'a "b" \\ \n \u2028 # c'  # a label value
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 
 
@@ -181,6 +182,56 @@ def test_the_accept_header_chooses_the_format(accept, content_type):
 
     assert answered.startswith(content_type)
     assert body.endswith(b"# EOF\n") == answered.startswith("application/openmetrics-text")
+
+
+@pytest.mark.parametrize("accept", ["", OPENMETRICS])
+def test_what_was_rendered_before_changes_no_text(accept):
+    recorder, rendered, seen = recorder_of_everything(), RenderedFamilies(), []
+
+    def text(**options) -> bytes:
+        return exposition(recorder.snapshot(), 3, accept, **options)[1]
+
+    for change in range(6):
+        recorder.add(STEPS, change)
+        recorder.set(LOSS, [0.25, math.nan, math.nan, math.inf, -2.5e-9, 123456789.5][change])
+        recorder.observe(
+            COLLECTIVE_DURATION, 0.01 * change, ("all_reduce", "all_gather")[change % 2]
+        )
+        recorder.observe(
+            STEP_DURATION, 0.1, exemplar={"trace_id": TRACE_ID} if change > 3 else None
+        )
+        recorder.set(MEMORY_BYTES, change, f"{ODD}{change // 2}", "allocated")
+        recorder.remove(MEMORY_BYTES, f"{ODD}{change // 2 - 2}", "allocated")
+        recorder.set_info(RUN_INFO, f"run{change // 3}", *["x"] * (len(RUN_INFO.labels) - 1))
+        seen.append(text())
+        assert text(rendered=rendered) == seen[-1]
+
+    assert len(set(seen)) == 6
+
+
+def test_the_text_with_metrics_of_the_process_is_the_same_when_it_is_rendered_again():
+    recorder, rendered = recorder_of_everything(), RenderedFamilies()
+    pauses = []
+
+    texts = [
+        exposition(
+            recorder.snapshot(),
+            3,
+            OPENMETRICS,
+            with_process=True,
+            rendered=rendered,
+            between_families=lambda: pauses.append(None),
+        )[1].decode()
+        for _ in range(2)
+    ]
+
+    first, second = ([_sample_name(line) for line in text.splitlines()] for text in texts)
+    assert first == second
+    assert len(pauses) == 2 * texts[0].count("# TYPE ")
+
+
+def _sample_name(line: str) -> str:
+    return line if line.startswith("#") else line.rpartition(" ")[0]
 
 
 def test_a_diverged_loss_is_still_exported():

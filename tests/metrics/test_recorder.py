@@ -14,7 +14,7 @@ from zerowatch.metrics.catalog.communication import (
 )
 from zerowatch.metrics.catalog.memory import OOMS
 from zerowatch.metrics.catalog.overhead import DEAD_THREADS
-from zerowatch.metrics.catalog.training import LOSS, RUN_INFO, SAMPLES, STEPS
+from zerowatch.metrics.catalog.training import LOSS, PHASE_SECONDS, RUN_INFO, SAMPLES, STEPS
 from zerowatch.metrics.exporters.prometheus import exposition
 from zerowatch.metrics.recorder import Recorder
 
@@ -202,3 +202,30 @@ def test_the_series_of_a_snapshot_have_the_names_and_values_of_the_exposition():
 
     assert ours == shown
     assert f"{len(ours)} series" in repr(snapshot)
+
+
+def test_values_added_together_give_the_same_sums_as_one_by_one():
+    amounts = [0.1, 0.7, 1e-9, 3.3, 0.1]
+    single, together = Recorder(), Recorder()
+
+    for recorder in (single, together):
+        recorder.add(PHASE_SECONDS, 0.3, "forward")
+        recorder.observe(COLLECTIVE_DURATION, 0.2, "all_reduce")
+    for amount in amounts:
+        single.add(PHASE_SECONDS, amount, "forward")
+        single.observe(COLLECTIVE_DURATION, amount, "all_reduce")
+    together.add_all(PHASE_SECONDS, amounts, "forward")
+    together.observe_all(COLLECTIVE_DURATION, amounts, "all_reduce")
+
+    assert together.snapshot() == single.snapshot()
+
+
+def test_values_added_together_are_counted_in_exponential_buckets_too():
+    single, together = Recorder(), Recorder()
+    single.counts_exponentially = together.counts_exponentially = True
+
+    for amount in (0.1, 0.7):
+        single.observe(COLLECTIVE_DURATION, amount, "all_reduce")
+    together.observe_all(COLLECTIVE_DURATION, (0.1, 0.7), "all_reduce")
+
+    assert together.snapshot() == single.snapshot()

@@ -74,7 +74,7 @@ class LiveRun:
             at = last - 0.5 * (count - number)
             fields = {"ended_at_unix_seconds": at, "comm_exposed_seconds": 0.1, **changes}
             record = step_record(self.steps, **fields)
-            self.page.on_step(record)
+            self.page.on_steps([record])
             with self.recorder.commit():
                 self.recorder.add(training.STEPS, 1)
                 self.recorder.set(training.LOSS, record.loss or 0.0)

@@ -12,9 +12,13 @@ from ....metrics.catalog.labels import OPS, OWN_GROUP
 from ....metrics.recorder import Recorder
 from ...collectives.collective_table import SYMMETRIC
 from ...collectives.groups import CollectiveCall, Groups, RankSet
+from ...common.gil_pauses import let_training_run
 from ..exchange.rank_messages import INEXACT, CallReport, CompareResult
 from .call_sequence import CallSequence
 from .comm_costs import CommCosts, CostTotals
+
+# Number of calls after which training may run. Asking for the time of each call would cost a share.
+CALLS_PER_PAUSE = 16
 
 
 class RankCommCosts:
@@ -63,6 +67,7 @@ class RankCommCosts:
             state = self._state(rank_set)
             state.sequence.poll()
             self._add_unreported(state, is_compared=is_compared)
+            let_training_run()
 
     def drain_reports(self, *, is_compared: bool) -> tuple[dict[str, CallReport], dict[int, str]]:
         """Return the calls that were not reported yet, and the names of their signatures.
@@ -86,6 +91,7 @@ class RankCommCosts:
                 if len(report.durations):
                     end = report.first_timed + len(report.durations)
                     state.reported.append((self._now(), end))
+            let_training_run()
         return reports, names
 
     def has_pending(self) -> bool:
@@ -118,11 +124,15 @@ class RankCommCosts:
             else:
                 costs = state.costs_of(call)
                 costs.add_matched(call, min_seconds, self._totals, self.volume_ratio)
+            if len(unmatched) % CALLS_PER_PAUSE == 0:
+                let_training_run()
         self.unmatched += failed
         # Last, because the matched calls improve the link estimate.
-        for call, is_matching, is_inexact in rest:
+        for number, (call, is_matching, is_inexact) in enumerate(rest):
             state.costs_of(call).refit()
             self._add_unmatched(state, call, is_compared=is_matching, is_inexact=is_inexact)
+            if number % CALLS_PER_PAUSE == 0:
+                let_training_run()
         while state.reported and not (unmatched and unmatched[0].sequence < state.reported[0][1]):
             state.reported.popleft()
 
@@ -152,6 +162,12 @@ class RankCommCosts:
     def publish(self) -> None:
         """Publish the costs added since the last call. The caller opens the commit."""
         totals, self._totals = self._totals, CostTotals()
+        totals.publish(self._recorder)
+        self._recorder.set(communication.EXCHANGE_FAILURES, self.unmatched, "unmatched")
+        if totals.exposed:  # else there were no calls that could change an estimate
+            self._publish_links()
+
+    def _publish_links(self) -> None:
         by_role: dict[str, CommCosts] = {}  # for each role, the costs with the most wire bytes
         for state in self._states.values():
             role = state.sequence.rank_set.role
@@ -161,10 +177,8 @@ class RankCommCosts:
                     continue  # the few bytes of zerowatch do not show the link that training has
                 if role not in by_role or costs.wire_bytes > by_role[role].wire_bytes:
                     by_role[role] = costs
-        totals.publish(self._recorder)
         for costs in by_role.values():
             costs.publish(self._recorder)
-        self._recorder.set(communication.EXCHANGE_FAILURES, self.unmatched, "unmatched")
 
     def issued(self) -> Mapping[str, int]:
         """Return the number of the last call that was issued on each rank set, by its key."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ....metrics.catalog import communication
 from ....metrics.recorder import Recorder
 from ...collectives.groups import RankSet
+from ...common.gil_pauses import let_training_run
 from ..rank_figures import Figures
 from .coordinator import Coordinator, rank_blocks
 from .figure_collector import FigureCollector
@@ -223,6 +224,7 @@ class CoordinatorReader:
         """
         for source in self._sources.values():
             self._read(source)
+            let_training_run()
         for block in self._blocks:
             report = block.coordinator.drain_report()
             if report is not None or self._keep_alive_due(block.writer):
@@ -233,8 +235,10 @@ class CoordinatorReader:
             result = coordinated.coordinator.drain_result(
                 compare_step_times=coordinated.rank_set is compared
             )
+            let_training_run()
             if result is not None or self._keep_alive_due(coordinated.writer):
                 coordinated.writer.append(encode_result(result or EMPTY_RESULT))
+            let_training_run()
             if result is not None:
                 results.append((coordinated.rank_set, result))
         return results
@@ -279,6 +283,7 @@ class CoordinatorReader:
             self._figures.add(source.child, report)
             for coordinator in source.coordinators:
                 coordinator.add(source.child, report)
+                let_training_run()
         if source.reader.silent_seconds() > self._patience_seconds:
             self._exclude(source)
 

@@ -12,18 +12,26 @@ from ....metrics.catalog import memory
 from ....metrics.recorder import Recorder
 from ....metrics.thresholds import OOM_RISK_HIGH
 from ...common.format_numbers import format_bytes
+from ...common.gil_pauses import let_training_run
 from .forecaster import Forecaster, MemoryForecast
 from .peak_readings import PeakPoint, PeakPrediction, Shape
 
 logger = logging.getLogger(__name__)
 
-# A forecast is updated every second only if it is near the limit, and otherwise after this time.
-# Computing a forecast takes 1 to 2 ms, and all threads of the watch may take 3 ms per second.
+# A forecast is updated every second only if it is near the limit, and otherwise after FAR_SECONDS.
+# If it is very far from the limit, and so are all readings since, that is after VERY_FAR_SECONDS.
+# Computing a forecast takes 2 to 4 ms with cold caches, and all threads of the watch may take 3 ms
+# per second.
 FAR_SECONDS = 5.0
+VERY_FAR_SECONDS = 15.0
 # A forecast is near the limit if fewer than NEAR_STEPS steps remain, or if the headroom is below
 # this share of the limit.
 NEAR_STEPS = 500
 NEAR_RATIO = 0.3
+# It is very far from the limit with at least so many steps and this share of the limit left, and
+# with a risk below HARMLESS_RISK.
+VERY_FAR_STEPS = 5000
+VERY_FAR_RATIO = 0.6
 # After a warning, the risk must fall below this value before the next warning is logged.
 REARM_RISK = 0.3
 # Minimum time between two warnings about single batches. A script may catch out-of-memory errors
@@ -53,7 +61,7 @@ class MemoryForecasts:
         self._recorder = recorder
         self._forecasters: dict[str, Forecaster] = {}
         self._last: dict[str, deque[tuple[PeakPoint, PeakPrediction]]] = {}
-        self._update_due = 0.0
+        self._updated_at, self._pause_seconds = -math.inf, 0.0
         self._stale = False
         self._batch_risk: dict[str, float] = {}
         self._harmless: dict[Shape, dict[str, float]] = {}
@@ -67,6 +75,9 @@ class MemoryForecasts:
             last = self._last.setdefault(device, deque(maxlen=LAST_PEAKS))
             last.append((point, self._prediction_of(device, point)))
             self._stale = True
+            left_bytes = point.limit_bytes - point.peak_bytes - point.fragmented_bytes
+            if left_bytes < VERY_FAR_RATIO * point.limit_bytes:
+                self._pause_seconds = min(self._pause_seconds, FAR_SECONDS)
 
     def reset(self) -> None:
         """Discard all readings, because a new engine needs another amount of memory."""
@@ -110,15 +121,17 @@ class MemoryForecasts:
     def update(self) -> None:
         """Compute and publish new forecasts if new readings exist and an update is due."""
         now = time.monotonic()
-        if not self._stale or now < self._update_due:
+        if not self._stale or now < self._updated_at + self._pause_seconds:
             return
         self._stale = False
+        let_training_run()
         forecasts = {device: each.forecast() for device, each in self._forecasters.items()}
         self.forecasts = {device: forecast for device, forecast in forecasts.items() if forecast}
         self._harmless = {}
         self.risks = {device: self._risk(device, each) for device, each in self.forecasts.items()}
-        if not any(map(_is_near_limit, self.forecasts.values())):
-            self._update_due = now + FAR_SECONDS
+        pauses = map(_pause_seconds, self.forecasts.values())
+        self._updated_at, self._pause_seconds = now, min(pauses, default=FAR_SECONDS)
+        let_training_run()
         batch_risks, self._max_batch_risks = self._max_batch_risks, {}
         with self._recorder.commit():
             for device, forecast in self.forecasts.items():
@@ -192,6 +205,12 @@ class MemoryForecasts:
         )
 
 
-def _is_near_limit(forecast: MemoryForecast) -> bool:
-    near_bytes = NEAR_RATIO * forecast.limit_bytes
-    return forecast.eta_steps < NEAR_STEPS or forecast.headroom_bytes < near_bytes
+def _pause_seconds(forecast: MemoryForecast) -> float:
+    """Return the time until the next update, by how far the limit is."""
+    limit, eta_steps, headroom = forecast.limit_bytes, forecast.eta_steps, forecast.headroom_bytes
+    if eta_steps < NEAR_STEPS or headroom < NEAR_RATIO * limit:
+        return 0.0
+    is_harmless = forecast.risk_ratio < HARMLESS_RISK
+    if is_harmless and eta_steps >= VERY_FAR_STEPS and headroom >= VERY_FAR_RATIO * limit:
+        return VERY_FAR_SECONDS
+    return FAR_SECONDS

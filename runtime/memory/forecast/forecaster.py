@@ -210,6 +210,7 @@ class Forecaster:
             self._set_model(fitted)
 
     def _set_model(self, model: PeakModel) -> None:
+        let_training_run()
         self._model, self._errors = model, PredictionErrors(model, self._last(MAX_ERRORS + 1))
 
     def _last(self, count: int) -> list[PeakPoint]:
@@ -221,7 +222,9 @@ class Forecaster:
         min_width = max(MIN_WIDTH_BYTES, MIN_WIDTH_RATIO * need)
         rows = self._rows[max(0, self._num_rows - MAX_POINTS) : self._num_rows]
         self._fit_trends(rows, min_width)
+        let_training_run()
         predicted_peaks = predict_recent(model, recent, self._floor.level)
+        let_training_run()
         steps = rows[-len(recent) :, _STEP]
         shapes = (
             fit_trend(steps, predicted_peaks.peaks, min_width)
@@ -232,19 +235,24 @@ class Forecaster:
             np.array(errors.errors), expected=EXPECTED_WIDTH_RATIO * need, min_width=min_width
         )
         self._width = tail.width
+        let_training_run()
         predicted = model.predict(predicted_peaks.largest, last.between_steps_bytes)
         limit = min(last.limit_bytes, self._reservable)
         headroom = limit - predicted - last.fragmented_bytes
         per_reading = max(float(steps[-1] - steps[0]) / max(len(steps) - 1, 1), 1.0)
+        let_training_run()
         growth = combine_trends((self._floor, self._fragmented, shapes), need, per_reading)
         peaks = predicted_peaks.peaks
         if growing_weight(shapes, need, per_reading) > 0.5:  # such as texts sorted by length
             peaks = extrapolate(steps, peaks, shapes)
+        let_training_run()
+        risk = self._smoothed(self._risk(limit, peaks, growth, tail, errors, per_reading))
+        let_training_run()
         return MemoryForecast(
             step=last.step,
             predicted_peak_bytes=predicted,
             headroom_bytes=headroom,
-            risk_ratio=self._smoothed(self._risk(limit, peaks, growth, tail, errors, per_reading)),
+            risk_ratio=risk,
             eta_steps=_eta(headroom, growth),
             error_ratio=float(np.median(self._ratios)) if self._ratios else 0.0,
             limit_bytes=limit,
@@ -305,8 +313,10 @@ class PredictionErrors:
         self.errors: deque[float] = deque(maxlen=MAX_ERRORS)
         self.margins: deque[float] = deque(maxlen=MAX_ERRORS)
         self._model = model
-        for before, point in pairwise(points[-MAX_ERRORS - 1 :]):
+        for number, (before, point) in enumerate(pairwise(points[-MAX_ERRORS - 1 :])):
             self.add(before, point)
+            if number % 16 == 0:
+                let_training_run()
 
     def add(self, before: PeakPoint, point: PeakPoint) -> float:
         """Add a reading and its predecessor. Return the predicted peak of the reading in bytes."""

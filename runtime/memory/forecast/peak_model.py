@@ -132,6 +132,7 @@ def fit_peaks(points: Sequence[PeakPoint]) -> PeakModel | None:
     features = read_features(points[-MAX_RISES - 1 :])
     if len(features.rises) < MIN_RISES:
         return None
+    let_training_run()
     precision = RESOLUTION_RATIO * features.typical_peak + 1.0
     branches = fit_branches(features, precision=precision)
     if MIN_NEW_RISES <= branches.changed < len(features.rises):
@@ -350,6 +351,7 @@ def fit_branches(features: Features, *, precision: float) -> Branches:
         residuals = rises - explained
         spread = upper_median(np.abs(residuals[upper])) + precision / 20
         weights = 1.0 / np.maximum(np.abs(residuals) / spread, 0.5)
+    let_training_run()
     positions = np.flatnonzero(upper | (rises > level + precision))
     changed = _changed(residuals[positions], max(OUTLIER_SPREADS * spread, precision))
     return Branches(

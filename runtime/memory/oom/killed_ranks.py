@@ -46,7 +46,8 @@ MAX_RUNS = 100
 LAUNCH_SECONDS = 600.0
 # If the last peak was above this share of the limit, the next step has likely exceeded the limit.
 NEAR_LIMIT_RATIO = 0.9
-# Below this share of the limit, a kill elsewhere on the host says nothing about the rank.
+# Below this share of the limit, a kill elsewhere on the host says nothing about the rank. Readings
+# above it must be in the step log soon.
 FAR_FROM_LIMIT_RATIO = 0.5
 # A rank dies within this time, or within some of its steps, after its last step record.
 LAST_SIGN_SECONDS = 60.0
@@ -94,9 +95,7 @@ class LastRecord:
     def limit_ratio(self) -> float | None:
         """The peak divided by the limit."""
         peak = self.resident_bytes if self.peak_bytes is None else self.peak_bytes
-        if peak is None or not self.limit_bytes or not math.isfinite(self.limit_bytes):
-            return None
-        return peak / self.limit_bytes
+        return _limit_ratio(peak, self.limit_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +122,23 @@ class KilledRank:
     def by_oom_killer(self) -> bool:
         """Whether the kernel's OOM killer certainly or probably killed the process."""
         return self.finding.cause in (ExitCause.OOM_KILLER, ExitCause.PROBABLY_OOM_KILLER)
+
+
+def is_near_host_limit(states: Mapping[str, float]) -> bool:
+    """Return whether the explanation of a kill depends on these readings of the host's memory.
+
+    Args:
+        states: Bytes by state, as in a record of the step log.
+    """
+    peak = states.get("peak_allocated", states.get("allocated"))
+    ratio = _limit_ratio(peak, states.get("limit"))
+    return ratio is not None and ratio >= FAR_FROM_LIMIT_RATIO
+
+
+def _limit_ratio(peak_bytes: float | None, limit_bytes: float | None) -> float | None:
+    if peak_bytes is None or not limit_bytes or not math.isfinite(limit_bytes):
+        return None
+    return peak_bytes / limit_bytes
 
 
 def detect_killed_ranks(
@@ -575,7 +591,11 @@ def read_last_records(
     since_unix_seconds: float,
     before_unix_seconds: float = math.inf,
 ) -> list[LastRecord]:
-    """Return the last records of a rank within a period of its step log."""
+    """Return the last records of a rank within a period of its step log.
+
+    If none of them has a reading of the memory, the last one that has comes first: steps that are
+    recovered from a ring have none.
+    """
     records: list[Mapping[str, Any]] = []
     for name in (f"rank-{rank}.jsonl", f"rank-{rank}.1.jsonl"):  # the log may have just rotated
         if len(records) < MAX_RECORDS:
@@ -583,7 +603,11 @@ def read_last_records(
                 *_records_between(folder / name, since_unix_seconds, before_unix_seconds),
                 *records,
             ]
-    return [_last_record(record) for record in records[-MAX_RECORDS:]]
+    last = [_last_record(record) for record in records[-MAX_RECORDS:]]
+    if all(record.resident_bytes is None for record in last):
+        earlier = map(_last_record, reversed(records[:-MAX_RECORDS]))
+        last[:0] = [record for record in earlier if record.resident_bytes is not None][:1]
+    return last
 
 
 def _records_between(

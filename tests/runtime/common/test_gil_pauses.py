@@ -22,10 +22,20 @@ class Work:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pauses: list[float] = []
-        self._clock = FakeClock()
-        set_clock(monkeypatch, gil_pauses, thread_time=self._clock, sleep=self.pauses.append)
+        self._clock, self._wall = FakeClock(), FakeClock()
+        set_clock(
+            monkeypatch,
+            gil_pauses,
+            thread_time=self._clock,
+            monotonic=self._wall,
+            sleep=self.pauses.append,
+        )
+
+    def wait(self, seconds: float) -> None:
+        self._wall.seconds += seconds
 
     def work(self, seconds: float) -> None:
+        self.wait(seconds)
         self._clock.seconds += seconds
         let_training_run()
 
@@ -66,3 +76,21 @@ def test_threads_of_monitoring_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert thread.join(timeout_seconds=120.0)
     assert pieces.pauses == [PAUSE_SECONDS]
+
+
+def test_time_in_which_the_thread_only_waits_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = Work(monkeypatch)
+    after = []
+
+    def run() -> None:
+        pause_this_thread()
+        for share, waited in ((0.5, 9.0), (0.4, 0.0), (0.2, 0.0)):
+            pieces.wait(waited * WORK_SECONDS)
+            pieces.work(share * WORK_SECONDS)
+            after.append(len(pieces.pauses))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+    assert after == [0, 0, 1]

@@ -158,10 +158,26 @@ def test_a_sensor_that_has_no_value_for_a_moment_is_read_again(
     probe = CpuDevice()
 
     monkeypatch.setattr(psutil, "sensors_temperatures", lambda: {})
-    without = probe.read()
+    readings = [probe.read()]
     monkeypatch.setattr(psutil, "sensors_temperatures", clocks.sensors)
+    for seconds in (4.9, 0.1):
+        clocks.wall += seconds
+        readings.append(probe.read())
 
-    assert (without, probe.read()) == ({}, {"temperature_celsius": 61.0})
+    assert ["temperature_celsius" in reading for reading in readings] == [False, False, True]
+
+
+def test_the_clock_is_read_every_five_seconds_and_kept_meanwhile(
+    clocks: Clocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "cpu_freq", lambda: SimpleNamespace(current=clocks.wall))
+    probe = CpuDevice()
+    seen = []
+    for _ in range(11):
+        seen.append(probe.read()["clock_hertz"] / 1e6)
+        clocks.wall += 1.0
+
+    assert seen == [100.0] * 5 + [105.0] * 5 + [110.0]
 
 
 def test_the_cores_are_those_of_all_threads_that_still_run(

@@ -103,6 +103,19 @@ def rank(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> R
     return made
 
 
+def test_of_the_steps_of_a_second_each_is_compared_and_the_last_is_published(
+    rank: Rank, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank.run(WARM_UP_STEPS)
+    numbers = range(rank.number + 1, rank.number + 5)
+    records = [replace(rank.record(calls=5), step=number) for number in numbers]
+
+    rank.check.add(*records[:3], replace(rank.record(calls=4), step=numbers[3]))
+
+    assert rank.values()["measured"] == rank.values()["predicted"]
+    assert caplog.text.count("collectives differ from the estimate") == 1
+
+
 def test_measured_and_predicted_bytes_and_their_ratio_to_the_reference_are_published(
     rank: Rank,
 ) -> None:

@@ -66,8 +66,8 @@ class Volume:
     def rebind_engine(self, engine: Any) -> None:
         self.engines.append(engine)
 
-    def add(self, record: Any) -> None:
-        self.last = record.step
+    def add(self, *records: Any) -> None:
+        self.last = records[-1].step
 
     def ratio(self) -> float:
         return self.last
@@ -167,7 +167,7 @@ def test_each_step_is_compared_and_its_volume_is_reported_to_the_other_ranks() -
     record = step(11)
 
     for listener in made.listeners:
-        listener(record)
+        listener([record])
 
     assert ("on_step", record) in thread.calls
     assert thread.volume_ratio == 11
@@ -291,7 +291,7 @@ def test_every_nth_step_is_profiled_and_compared(
     record = step(3)
 
     for listener in made.listeners:
-        listener(record)
+        listener([record])
     made.forget_hooks()
     made.close_hooks()
 

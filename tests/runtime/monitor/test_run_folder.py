@@ -73,7 +73,7 @@ def is_locked(folder: Path) -> bool:
 def test_a_second_live_run_of_one_id_gets_another_id_and_a_warning(tmp_path: Path, caplog) -> None:
     with live_run(tmp_path / RUN_ID):
         folder = open_folder(tmp_path)
-        folder.append(record(1))
+        folder.append([record(1)])
         folder.close()
 
     assert folder.run_id == f"{RUN_ID}-2"
@@ -175,7 +175,7 @@ def test_a_rank_that_hears_nothing_of_rank_zero_takes_the_folder_of_its_job(
     with live_run(tmp_path / RUN_ID):
         begun = claimed(tmp_path)
         other = open_folder(tmp_path, rank=1)
-        other.append(record(1))
+        other.append([record(1)])
         other.close()
 
     assert begun == other.run_id == f"{RUN_ID}-2"
@@ -194,7 +194,7 @@ def test_other_ranks_take_the_id_of_rank_zero(tmp_path: Path, monkeypatch, caplo
 def test_a_rank_that_rank_zero_never_published_its_id_uses_the_chosen_one(tmp_path: Path) -> None:
     folder = open_folder(tmp_path, rank=1)
 
-    folder.append(record(1))
+    folder.append([record(1)])
     folder.close()
 
     assert folder.run_id == RUN_ID
@@ -219,12 +219,12 @@ def test_a_rank_that_chose_an_id_serves_that_and_rank_zeros_late_one_only(
 def test_a_folder_that_was_deleted_is_made_again_with_all_its_files(tmp_path: Path, caplog) -> None:
     folder = open_folder(tmp_path)
     for step in (1, 2):
-        folder.append(record(step))
+        folder.append([record(step)])
     before = {path.name for path in (tmp_path / RUN_ID).iterdir()}
 
     shutil.rmtree(tmp_path / RUN_ID)
     for step in (3, 4):
-        folder.append(record(step))
+        folder.append([record(step)])
 
     assert {path.name for path in (tmp_path / RUN_ID).iterdir()} == before
     assert steps(tmp_path / RUN_ID / "rank-0.jsonl") == [3, 4]
@@ -241,7 +241,7 @@ def test_a_linked_runs_folder_is_used(tmp_path: Path, link: str) -> None:
     (tmp_path / "runs").symlink_to(tmp_path / "scratch")
 
     folder = open_folder(tmp_path / "runs" / link)
-    folder.append(record(1))
+    folder.append([record(1)])
     folder.close()
 
     assert steps(tmp_path / "scratch" / link / RUN_ID / "rank-0.jsonl") == [1]
@@ -320,7 +320,7 @@ def test_the_steps_of_a_killed_process_are_in_the_log_before_those_of_its_restar
     os.waitpid(pid, 0)
 
     restarted = open_folder(tmp_path / "runs", attempt=1)
-    restarted.append(record(8))
+    restarted.append([record(8)])
     restarted.close()
 
     assert steps(tmp_path / "runs" / RUN_ID / "rank-0.jsonl") == [7, 8]

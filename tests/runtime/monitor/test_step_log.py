@@ -20,6 +20,8 @@ from zerowatch.runtime.monitor.log_file import RETRY_SECONDS, LogFile
 from zerowatch.runtime.monitor.step_log import StepLog, keeps_every_step, write_settings
 
 IDENTITY = {"rank": 3, "host": "here"}
+# Bytes of lines, some larger than a segment of 4096 bytes.
+LENGTHS = (100, 4000, 10, 2047, 2047, 1, 9000, 1, 1)
 
 
 def record(step: int, loss: float | None = 1.0) -> StepRecord:
@@ -340,3 +342,78 @@ def test_each_deleted_file_is_reported_to_its_owner(tmp_path: Path) -> None:
     log.close()
 
     assert (renamed, deleted, log.dropped) == ([], ["deleted"], 1)
+
+
+def test_many_lines_in_one_write_fill_the_same_segments_as_single_lines(tmp_path: Path) -> None:
+    settings = RunLogSettings(segment_bytes=4096, max_segments=4)
+    lines = [bytes([48 + number]) * size + b"\n" for number, size in enumerate(LENGTHS)]
+    single = LogFile(tmp_path / "single" / "a.jsonl", settings)
+    together = LogFile(tmp_path / "together" / "a.jsonl", settings)
+
+    for line in lines:
+        single.append_all([line])
+    together.append_all(lines[:1])
+    together.append_all(lines[1:])
+    together.append_all([])
+    single.close()
+    together.close()
+
+    expected = contents(tmp_path / "single")
+    assert len(expected) == 4
+    assert contents(tmp_path / "together") == expected
+    assert together.dropped == single.dropped == 0
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_steps_of_a_second_are_one_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, sizes = os.write, []
+
+    def counted(descriptor: int, data: bytes) -> int:
+        sizes.append(len(data))
+        return write(descriptor, data)
+
+    log = StepLog(tmp_path, IDENTITY, RunLogSettings())
+    monkeypatch.setattr("zerowatch.runtime.monitor.log_file.os.write", counted)
+    log.append(*map(record, range(20)))
+    log.close()
+
+    assert steps(log.path) == list(range(20))
+    assert sizes == [log.path.stat().st_size]
+
+
+def test_a_disk_that_is_full_in_the_middle_of_many_lines_loses_only_the_rest(
+    tmp_path: Path,
+) -> None:
+    script = f"""
+import resource
+from pathlib import Path
+from zerowatch.metrics.settings import RunLogSettings
+from zerowatch.runtime.monitor.log_file import RETRY_SECONDS, LogFile
+now = [0.0]
+log = LogFile(Path({str(tmp_path)!r}) / "a.jsonl", RunLogSettings(), now=lambda: now[0])
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 2000))  # the kernel refuses more, as a full disk
+log.append_all([bytes([48 + number]) * 299 + b"\\n" for number in range(6)])
+log.append_all([b"6\\n"])
+print(log.dropped)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+now[0] += RETRY_SECONDS
+log.append_all([b"7\\n", b"8\\n"])
+log.close()
+print(log.dropped)
+"""
+
+    finished = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=600
+    )
+
+    assert finished.stdout.split() == ["4", "4"], finished.stderr
+    assert [(line[0], len(line)) for line in (tmp_path / "a.jsonl").read_text().split()] == [
+        *(("0", 299), ("1", 299), ("2", 299)),
+        ("3", 100),  # the line in flight is ended, as after a kill
+        *(("7", 1), ("8", 1)),
+    ]

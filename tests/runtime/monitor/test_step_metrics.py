@@ -285,6 +285,7 @@ def calls_of(*durations_ms: int) -> list[CollectiveCall]:
         call = CollectiveCall(OPS.index("all_gather"), group, 100, None, PHASES.index("forward"))
         call.start_ns = 1_000_000_000 * place
         call.end_ns = call.issued_ns = call.start_ns + 1_000_000 * duration_ms
+        call.settle()
         calls.append(call)
     return calls
 

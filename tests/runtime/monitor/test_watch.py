@@ -379,7 +379,7 @@ def test_a_listener_of_zerowatch_is_called_on_the_watch_thread_and_guarded() -> 
     job.watch.subscribe_internal(listen)
     [listener] = job.listeners
     record = step(1)
-    listener(record)
+    listener([record])
 
     assert seen == [record]
     assert job.watch.fail_open.failures == {"listener": 1}

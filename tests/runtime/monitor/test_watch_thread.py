@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,9 @@ from zerowatch.runtime.common.device_scalar import PendingScalar
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.instrumentation.generated_tokens import GenerationCounts
 from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
-from zerowatch.runtime.monitor.watch_thread import WAKING_ITEMS, WatchThread
+from zerowatch.runtime.memory.step_sample import StepMemorySample
+from zerowatch.runtime.monitor.subscriptions import for_each
+from zerowatch.runtime.monitor.watch_thread import STEPS_PER_WRITE, WAKING_ITEMS, WatchThread
 
 
 class FakeGroup:
@@ -42,6 +45,8 @@ class Rank:
         self.written: list[StepRecord] = []
         self.closed: list[str] = []
         self.compared: list[Any] = []  # step times
+        self.writes: list[int] = []  # numbers of records
+        self.risks: dict[str, float] = {}
         self.thread = WatchThread(
             step_metrics=SimpleNamespace(publish=lambda steps, totals: None),
             sampler=SimpleNamespace(
@@ -49,9 +54,9 @@ class Rank:
                 read_devices=lambda: None,
                 close=lambda: self.closed.append("devices"),
             ),
-            memory=SimpleNamespace(add_step=lambda step: {}),
+            memory=SimpleNamespace(add_step=lambda step: self.risks),
             comparison=SimpleNamespace(add_step_times=lambda *times: self.compared.append(times)),
-            folder=SimpleNamespace(append=self.written.append, ring=ring),
+            folder=SimpleNamespace(append=self.write, ring=ring),
             otel=SimpleNamespace(makes_traces=False),
             calls=self.recorder,
             fail_open=self.fail_open,
@@ -94,10 +99,15 @@ class Rank:
         )
         self.thread.enqueue(step)
 
+    def write(self, records: Sequence[StepRecord]) -> None:
+        self.written.extend(records)
+        self.writes.append(len(records))
+
     def poll(self) -> None:
-        """Let the thread look once, as it does several times a second."""
+        """Let the thread look once."""
         self.thread._drain()
         self.thread._finish_pending(final=False)
+        self.thread._write_log()
 
     def is_woken(self) -> bool:
         """Whether something has woken the thread since the last call."""
@@ -296,16 +306,16 @@ def test_listeners_get_each_step_after_it_was_published_and_tasks_run_after_them
     thread: Any = rank.thread
     thread._publish = lambda steps, totals: order.append([step.record.step for step in steps])
     thread._listeners = [
-        lambda record: order.append(("first", record.step)),
-        lambda record: order.append(("second", record.step)),
+        lambda records: order.append(("first", [record.step for record in records])),
+        for_each(lambda record: order.append(("second", record.step))),
     ]
     thread._tasks = [lambda: order.append("task")]
     rank.end_step(1)
     rank.end_step(2)
 
     assert rank.finish() == [1, 2]
-    of_one_second = [[1, 2], ("first", 1), ("second", 1), ("first", 2), ("second", 2), "task"]
-    assert order[:6] == of_one_second  # and, at its end, one without steps
+    of_one_second = [[1, 2], ("first", [1, 2]), ("second", 1), ("second", 2), "task"]
+    assert order == [*of_one_second, [], "task"]  # at its end is a second without steps
 
 
 class FakeRing:
@@ -336,9 +346,53 @@ def test_a_step_that_survives_a_kill_does_not_wake_the_thread(
 
     assert not rank.is_woken()
     assert ring.steps == [1]
-    rank.end_step(2, memory=SimpleNamespace(readings={}, shapes=(), generation_peaks={}))
-    assert rank.is_woken()  # the ring has no memory samples
+    assert rank.finish() == [1]
+
+
+@pytest.mark.parametrize(
+    ("states", "is_needed_soon"),
+    [
+        ({"allocated": 1.0, "peak_allocated": 4.9, "limit": 10.0}, False),
+        ({"allocated": 1.0, "peak_allocated": 5.0, "limit": 10.0}, True),
+        ({"allocated": 9.0, "limit": 10.0}, True),
+        ({"allocated": 9.0}, False),  # the report has no ratio of it either
+    ],
+)
+def test_only_a_memory_sample_that_may_explain_a_kill_wakes_the_thread(
+    monkeypatch: pytest.MonkeyPatch, states: dict[str, float], is_needed_soon: bool
+) -> None:
+    rank = Rank(device_of(monkeypatch), FakeRing())
+    rank.end_step(1, memory=StepMemorySample(readings={"cpu": states}, shapes=()))
+
+    assert rank.is_woken() is is_needed_soon  # the ring has no memory samples
+    assert rank.finish() == [1]
+
+
+def test_each_memory_sample_wakes_the_thread_while_memory_is_likely_to_run_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank(device_of(monkeypatch), FakeRing())
+    far = StepMemorySample(readings={"cpu": {"allocated": 1.0, "limit": 10.0}}, shapes=())
+    rank.risks = {"cpu": 0.8}
+    rank.end_step(1, memory=far)
+    assert not rank.is_woken()
+    rank.poll()
+
+    rank.end_step(2, memory=far)
+
+    assert rank.is_woken()
     assert rank.finish() == [1, 2]
+
+
+def test_the_steps_of_a_second_are_written_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(device_of(monkeypatch), FakeRing())
+    for number in range(1, 100):
+        rank.end_step(number)
+
+    rank.poll()
+
+    assert rank.writes == [STEPS_PER_WRITE, 99 - STEPS_PER_WRITE]
+    assert rank.finish() == list(range(1, 100))
 
 
 @pytest.mark.parametrize(

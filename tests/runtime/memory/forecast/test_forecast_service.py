@@ -360,6 +360,29 @@ def test_far_from_the_limit_an_update_is_due_after_five_seconds(
     assert steps == ([1, 2, 3, 4, 5, 6] if seconds == 1 else [0, 0, 0, 0, 5, 5])
 
 
+@pytest.mark.parametrize(
+    ("eta", "headroom", "peak", "seconds"),
+    [
+        (math.inf, 0.6 * 8 * GIB, 3.2 * GIB, 15),
+        (5000, 0.6 * 8 * GIB, 3.2 * GIB, 15),
+        (4999, 0.6 * 8 * GIB, 3.2 * GIB, 5),
+        (math.inf, 0.6 * 8 * GIB - 1, 3.2 * GIB, 5),
+        (math.inf, 0.6 * 8 * GIB, 3.2 * GIB + 1, 5),
+    ],
+)
+def test_very_far_from_the_limit_an_update_is_due_after_fifteen_seconds_unless_a_peak_rises(
+    scripted: Run, eta: float, headroom: float, peak: float, seconds: int
+) -> None:
+    show(scripted, forecast(0, eta=eta, headroom=headroom))
+    steps = []
+    for step in range(1, 17):
+        scripted.clock.seconds += 1
+        show(scripted, forecast(step, eta=eta, headroom=headroom), peak=peak)
+        steps.append(scripted.forecasts.forecasts["cuda:0"].step)
+
+    assert steps == [step - step % seconds for step in range(1, 17)]
+
+
 def test_without_new_readings_nothing_is_published(scripted: Run) -> None:
     scripted.forecasts.update()
     show(scripted, None)

@@ -509,6 +509,23 @@ def test_many_records_of_the_restarted_rank_do_not_hide_the_last_ones(tmp_path: 
     assert [each.step for each in killed.records] == [7, 8]
 
 
+def test_steps_without_a_reading_do_not_hide_the_last_reading(tmp_path: Path) -> None:
+    leave_markers(tmp_path / "one", process())
+    memory = {"cpu": {"allocated": 2e9, "peak_allocated": 3e9, "limit": 10e9}}
+    records = [
+        {"step": step, "ended_at_unix_seconds": 1000.0 + step, "memory_bytes": {}}
+        for step in range(100)
+    ]
+    records[5]["memory_bytes"] = records[7]["memory_bytes"] = memory
+    lines = "\n".join(json.dumps(record) for record in records)
+    (tmp_path / "one" / "rank-0.jsonl").write_text(lines + "\n")
+
+    (killed,) = detect_killed_ranks(tmp_path, HOST)
+
+    assert [each.step for each in killed.records] == [7, *range(80, 100)]
+    assert killed.records[0].limit_ratio == 0.3
+
+
 def test_the_report_says_how_a_rank_exited_if_that_was_noted(tmp_path: Path) -> None:
     leave_markers(tmp_path / "one", process(), process(rank=1, pid=2**22 + 2))
     aborted = ExitNote(text="ended itself, as hang.abort is set", may_be_oom_kill=False)
