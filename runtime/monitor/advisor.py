@@ -153,9 +153,14 @@ class Advisor:
         let_training_run()
         settings = self._context.settings.tuner
         knobs = self._knobs_class(engine, self._facts.world_size)
+        let_training_run()
+        configuration = knobs.values()
+        let_training_run()
+        options = knobs.options()
+        let_training_run()
         return TunerInput(
-            configuration=knobs.values(),
-            options=knobs.options(),
+            configuration=configuration,
+            options=options,
             facts=self._facts,
             numerics=Numerics.of_setting(settings.numerics),
             allows_rebuild=settings.rebuild,

@@ -11,6 +11,7 @@ from ...metrics.exporters.series_table import SeriesTable
 from ...metrics.metrics_line import MetricsHead, MetricsLine, encode
 from ...metrics.recorder import Recorder
 from ...metrics.settings import Settings
+from ..common.gil_pauses import let_training_run
 from ..common.process_info import ProcessInfo, node_name
 from .log_file import LogFile
 from .step_log import keeps_every_step
@@ -120,7 +121,9 @@ class MetricsLog:
     def _line(self, is_first: bool) -> bytes:
         """Return the next line. A line that could not be written makes the next one a first one."""
         snapshot = served(self._recorder.snapshot(), self._settings.serve.detail)
+        let_training_run()
         values, unix_seconds = self._table.values(snapshot), self._unix_now()
+        let_training_run()
         is_full = is_first or self._number % FULL_LINE_EVERY == 0
         if is_full:
             self._num_families = self._num_series = 0
@@ -140,6 +143,7 @@ class MetricsLog:
             values=changed,
             cost_seconds=self._cost_seconds,
         )
+        let_training_run()
         self._written = values
         self._num_families, self._num_series = len(self._table.families), len(self._table.series)
         return encode(line)

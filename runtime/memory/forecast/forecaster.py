@@ -288,14 +288,17 @@ class Forecaster:
         if limit == inf:
             return 0.0
         values, shares = add_records(peaks, self._floor.level)
+        let_training_run()
         tail = tail.widened(float(np.hypot(self._floor.noise, self._fragmented.noise)))
+        survived = float(tail.exceedances(np.array(errors.margins)).sum())
+        let_training_run()
         return risk_ahead(
             limit - self._fragmented.level - values,
             shares,
             tail,
             growth,
             per_reading=per_reading,
-            survived=float(tail.exceedances(np.array(errors.margins)).sum()),
+            survived=survived,
             known=len(self._points) * per_reading,
         )
 

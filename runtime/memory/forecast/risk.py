@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ...common.gil_pauses import let_training_run
 from .trend import Trend
 
 Array = npt.NDArray[np.float64]
@@ -257,6 +258,7 @@ def risk_ahead(
     factor = HORIZON_STEPS / per_reading / (1 + survived)
     steady = float(_exceedance(margins, shares, tail, np.zeros((1, 1)), factor)[0])
     steady *= min(known / STEPS_FOR_PEAKS, 1.0)
+    let_training_run()
     if growth.weight == 0:
         return MAX_FORECAST_CONFIDENCE * steady
     slopes = np.maximum(growth.slope + growth.deviation * _NODES, 0)
