@@ -416,6 +416,7 @@ class CallRecorder(RecorderFields):
         self._add(calls)
 
     def _add(self, calls: list[CollectiveCall]) -> None:
+        self._sees_device = self._sees_device or calls[0].start_event is not None
         self._calls.extend(calls)
         if len(self._calls) >= BATCH_CALLS:
             self._pass_batch_on()
@@ -459,7 +460,6 @@ class CallRecorder(RecorderFields):
         Returns:
             False if the stream is capturing a graph, so that the calls cannot be timed.
         """
-        self._sees_device = True
         if device_index is None:
             device_index = calls[0].group.device_index
         on_device = self.stream_waits.is_on_device(device_index)

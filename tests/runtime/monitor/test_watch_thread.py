@@ -72,7 +72,7 @@ class Rank:
         self.device.current.run(milliseconds)
         call.end_event = self.recorder.events.record()
         call.end_ns = 2
-        self.recorder._calls.append(call)
+        self.recorder._add([call])
 
     def end_step(
         self,
