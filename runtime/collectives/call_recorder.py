@@ -247,19 +247,6 @@ class CallRecorder(RecorderFields):
                 )
         self._add(calls)
 
-    def lose(self, call: CollectiveCall, error: BaseException) -> None:
-        """Give up a call whose end could not be recorded, and raise the reason.
-
-        Raises:
-            BaseException: `error`, always.
-        """
-        self._under_way.discard(call)
-        self._leave_out([call])
-        try:
-            raise error
-        finally:
-            del error  # its traceback refers to this frame
-
     def on_wait_start(self, work: Any) -> CollectiveCall | None:
         """Record that this thread begins to wait for an asynchronous call.
 
@@ -305,6 +292,19 @@ class CallRecorder(RecorderFields):
             self._on_failed is not None and call.sequence and isinstance(sys.exception(), Exception)
         ):
             self._on_failed(call)
+
+    def lose(self, call: CollectiveCall, error: BaseException) -> None:
+        """Give up a call whose end could not be recorded, and raise the reason.
+
+        Raises:
+            BaseException: `error`, always.
+        """
+        self._under_way.discard(call)
+        self._leave_out([call])
+        try:
+            raise error
+        finally:
+            del error  # its traceback refers to this frame
 
     def wait_for_completion(self, timeout_seconds: float) -> None:
         """Wait until all asynchronous calls have ended, before the interpreter ends.
