@@ -26,6 +26,7 @@ class EventPool:
         self._free: deque[Event] = deque(maxlen=POOL_SIZE)
         self._make = accelerator.current.Event
         self._record = self._make.record  # the original method, before `StreamHooks` wraps it
+        self._current_stream = accelerator.current.current_stream
 
     def disable(self, reason: object) -> None:
         """Stop the use of events, because they cannot be read."""
@@ -43,7 +44,8 @@ class EventPool:
             event = self._free.pop()
         except IndexError:
             event = self._make(enable_timing=True)
-        self._record(event, stream)
+        # torch would ask for the current stream in three times the time.
+        self._record(event, stream or self._current_stream())
         return event
 
     def release(self, event: Event) -> None:

@@ -29,6 +29,8 @@ from .groups import CollectiveCall, Group, StreamWait
 
 # Maximum number of calls that a stream carries. Older calls have probably ended.
 MAX_CARRIED = 512
+# Maximum number of events behind which a stream carries calls. Nothing waits for older ones.
+MAX_EVENTS = 512
 _NO_CALLS: Counter[Group] = Counter()
 
 
@@ -57,9 +59,9 @@ class StreamWaitTracker:
         self._capturing: Any = None
         self._captured: weakref.WeakKeyDictionary[Any, Counter[Group]] = weakref.WeakKeyDictionary()
         self._carried: dict[int | None, deque[CollectiveCall]] = {}
-        self._recorded: weakref.WeakKeyDictionary[Event, tuple[CollectiveCall, ...]] = (
-            weakref.WeakKeyDictionary()
-        )
+        # In the order in which they were recorded. No weak references: those to events of CUDA
+        # outlive their event in torch 2.10 to 2.12, and end the process when they are read.
+        self._recorded: dict[Event, tuple[CollectiveCall, ...]] = {}
 
     def connect(self, phase_timer: PhaseTimer | None) -> None:
         """Make the current stream the compute stream, and tag waits with the timer's phase.
@@ -147,10 +149,11 @@ class StreamWaitTracker:
         if not self._carried:
             return
         carried = self._carried.get(self._handle_of(stream or self._current_stream()))
+        self._recorded.pop(event, None)
         if carried:
             self._recorded[event] = tuple(carried)
-        else:
-            self._recorded.pop(event, None)
+            if len(self._recorded) > MAX_EVENTS:
+                self._recorded.pop(next(iter(self._recorded)), None)
 
     def on_event_wait(self, event: Event, stream: Stream | None = None) -> None:
         """Record that a stream is about to wait for an event."""

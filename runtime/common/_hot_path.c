@@ -660,7 +660,7 @@ CollectiveCall_settle(CollectiveCall *self, PyObject *const *args, Py_ssize_t nu
         return NULL;
     self->duration_ns = self->exposed_ns = self->wait_exposed_ns = 0;
     if (self->timed || self->is_bound) {
-        long long busy_until, maybe_busy_until, end_ns = self->end_ns;
+        long long busy_until = 0, maybe_busy_until = 0, end_ns = self->end_ns;
         if (read_busy(self->group, &busy_until, &maybe_busy_until) < 0)
             return NULL;
         if (!self->timed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
@@ -20,30 +21,47 @@ _read_host = (
 class PendingScalar:
     """Copies a scalar from a device to the host. No method waits for the copy."""
 
-    __slots__ = ("_copy", "_done", "_is_lost")
+    __slots__ = ("_copy", "_done", "_is_lost", "_value")
 
     def __init__(self, source: torch.Tensor) -> None:
         """Start copying a tensor with one element. This allocates no memory on the device."""
-        self._copy = torch.empty((), dtype=source.dtype, pin_memory=True)
-        self._copy.copy_(source.detach().reshape(()), non_blocking=True)
-        self._done: Event | None = accelerator.current.Event()
-        self._done.record()
+        self._value: float | None = None
         self._is_lost = False
+        self._done: Event | None = None
+        self._copy: torch.Tensor | None = torch.empty((), dtype=source.dtype, pin_memory=True)
+        self._copy.copy_(source.detach().reshape(()), non_blocking=True)
+        self._done = accelerator.current.Event()
+        self._done.record()
 
     def arrived(self) -> bool:
         """Whether the copy is done, or lost."""
-        if self._done is not None and self._done.query():
-            self._done = None
+        if self._done is None or self._is_lost:
+            return True
+        if self._done.query() and self._copy is not None:
+            self._value = float(self._copy)
+            self._done = self._copy = None
         return self._done is None
 
     def read(self) -> float | None:
         """Return the value, or None if the copy is not done or lost."""
-        return float(self._copy) if self.arrived() and not self._is_lost else None
+        return self._value if self.arrived() else None
 
     def lose(self) -> None:
         """Stop asking the device for the copy. A copy that is not known to be done is lost."""
-        self._is_lost = self._is_lost or self._done is not None
-        self._done = None
+        self._is_lost = True
+
+    def __del__(self) -> None:
+        """Keep the memory for ever if the device has failed.
+
+        torch asks the device about pinned memory that it frees, and ends the process if that fails:
+        the script's own error would not be seen.
+        """
+        if self._copy is None or self._done is None:
+            return
+        try:
+            self._done.query()
+        except RuntimeError:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._copy))
 
 
 ScalarOrPending = float | PendingScalar | None

@@ -224,7 +224,7 @@ CHECKS = (
         name="engine-memory",
         part=1,
         subject=MEMORY,
-        shows="categories add up to the allocator's bytes within 1 %",
+        shows="categories add up to the bytes requested of the allocator within 0.1 %",
         files=["test_gpu_engine_memory.py"],
         limit_seconds=150,
     ),

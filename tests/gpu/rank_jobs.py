@@ -41,6 +41,7 @@ def rank_variables(kind: str = "cuda", rank: int = 0, world_size: int = 1) -> di
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONFAULTHANDLER": "1",  # where a rank stood that a signal ended
         "ZEROWATCH_SERVE_PORT": "0",
     }
 
@@ -103,7 +104,7 @@ def run_job(
             file.seek(0)
             texts.append(file.read()[-_TAIL:])
             file.close()
-    assert codes == [0] * world_size, "\n".join(texts)
+    assert codes == [0] * world_size, "\n".join([f"exit codes: {codes}", *texts])
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world_size)]
 
 

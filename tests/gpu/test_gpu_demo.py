@@ -18,6 +18,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
+# The program `zerowatch`, also where it is not installed.
+PROGRAM = "from zerowatch.__main__ import main; main()"
 STEPS = 300  # long enough for several readings of the device
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
 
@@ -28,7 +30,7 @@ def test_the_demo_has_all_figures_of_the_gpu(
     variables = {name: value for name, value in rank_variables().items() if name not in OF_A_RANK}
 
     done = subprocess.run(
-        [sys.executable, "-m", "zerowatch", "demo", "--steps", str(STEPS), "--nproc", "1"],
+        [sys.executable, "-c", PROGRAM, "demo", "--steps", str(STEPS), "--nproc", "1"],
         cwd=tmp_path,
         env=variables,
         capture_output=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ def block(size: int) -> torch.Tensor:
 
 
 def test_each_reading_has_the_peak_since_the_last_and_torch_still_reports_its_own() -> None:
+    torch.cuda.init()
     torch.cuda.reset_peak_memory_stats(0)
     floor = torch.cuda.memory_allocated(0)
     probe = device_memory(0, reset_peak=True)
@@ -82,7 +84,9 @@ CASES = (
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_after_a_step_the_held_bytes_equal_the_allocator_s(name: str, tmp_path: Path) -> None:
+def test_after_a_step_the_held_bytes_equal_the_allocator_s(
+    name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     report = tmp_path / "report.json"
     # cuBLAS's workspaces come from the allocator too, and belong to no tensor.
     no_workspace = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
@@ -94,5 +98,8 @@ def test_after_a_step_the_held_bytes_equal_the_allocator_s(name: str, tmp_path: 
         timeout=300,
     )
 
-    for sample in json.loads(report.read_text()):
-        assert sample["measured"] == pytest.approx(sample["allocated"], rel=0.01)
+    samples = json.loads(report.read_text())
+    record_property("bytes", samples)
+    for sample in samples:
+        # Without what the allocator adds to a block: up to 1 MiB, as it splits off no less.
+        assert sample["measured"] == pytest.approx(sample["requested"], rel=0.001)

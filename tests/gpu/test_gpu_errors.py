@@ -43,22 +43,32 @@ except RuntimeError:
 RETHROW = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
 
 
-def after_a_device_side_assert(folder: Path, **variables: str) -> tuple[Any, list[dict[str, Any]]]:
-    """Run a script that fails in step 21; return its process and its step records."""
-    finished = start(
+def run_until_a_device_side_assert(folder: Path, **variables: str) -> Any:
+    return start(
         sys.executable,
         SCRIPTS / "monitor" / "device_assert_job.py",
         cwd=folder,
         variables={**rank_variables(), **variables},
     )
+
+
+def after_a_device_side_assert(folder: Path, **variables: str) -> tuple[Any, list[dict[str, Any]]]:
+    """Run a script that fails in step 21; return its process and its step records."""
+    finished = run_until_a_device_side_assert(folder, **variables)
     (log,) = folder.glob("runs/*/rank-0.jsonl")
     return finished, [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def test_after_a_device_side_assert_the_run_log_has_all_steps(tmp_path: Path) -> None:
+def test_after_a_device_side_assert_the_run_log_has_all_steps(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    plain = run_until_a_device_side_assert(tmp_path, ZEROWATCH_ENABLED="false", **{RETHROW: "0"})
     finished, records = after_a_device_side_assert(tmp_path, **{RETHROW: "0"})
 
-    assert finished.returncode == 1
+    record_property(
+        "exit status without and with monitoring", [plain.returncode, finished.returncode]
+    )
+    assert finished.returncode == plain.returncode == 1, finished.stderr[-4000:]
     assert "device-side assert" in finished.stderr
     assert "hook 'close' failed" not in finished.stderr
     assert "hook 'step records' failed" not in finished.stderr

@@ -5,6 +5,7 @@ Covers `call_recorder.py`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,6 +13,7 @@ from fakes.device_rank import DeviceRank
 from fakes.sleeping_collectives import MS, FourRankGroup
 
 from zerowatch.metrics.catalog.labels import PHASES
+from zerowatch.runtime.collectives.stream_waits import MAX_EVENTS
 from zerowatch.runtime.common.phase_timer import BACKWARD, OPTIMIZER
 
 
@@ -319,6 +321,31 @@ def test_a_handle_that_is_dropped_is_forgotten(rank: DeviceRank) -> None:
     rank.begin(10)
 
     assert rank.instrumentation.call_recorder._works == {}
+
+
+def test_events_of_the_script_have_no_weak_references(rank: DeviceRank) -> None:
+    """Those to events of CUDA outlive their event in torch 2.10 to 2.12, which is a crash."""
+    with rank.on_side():
+        rank.reduce(10)
+    event = rank.side.record_event()
+
+    assert event in rank.recorder.stream_waits._recorded
+    assert weakref.getweakrefs(event) == []
+
+
+def test_of_many_events_of_the_script_the_last_are_kept_and_none_after_the_end(
+    rank: DeviceRank,
+) -> None:
+    with rank.on_side():
+        rank.reduce(10)
+    events = [rank.side.record_event() for _ in range(MAX_EVENTS + 3)]
+    kept = rank.recorder.stream_waits._recorded
+
+    assert list(kept) == events[3:]
+    events[3].record(rank.side)  # recorded again: now the last
+    assert list(kept) == [*events[4:], events[3]]
+    rank.instrumentation.close()
+    assert not kept
 
 
 def test_closing_restores_the_original_functions(rank: DeviceRank) -> None:

@@ -88,6 +88,45 @@ def test_one_connection_is_one_queue_on_cuda_alone(
     assert CUDA.has_one_queue() is has_one
 
 
+def test_the_current_stream_is_made_once_for_each_stream_of_each_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    current = {"device": 0, "handle": 7}
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current["device"])
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda device: current["handle"], raising=False
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(**current))
+    used = accelerator.CudaAccelerator()
+
+    first = used.current_stream()
+    found = {}
+    for device, handle in ((0, 7), (0, 8), (1, 7), (0, 7)):
+        current.update(device=device, handle=handle)
+        found[device, handle] = used.current_stream()
+
+    assert found[0, 7] is first
+    assert {key: (each.device, each.handle) for key, each in found.items()} == {
+        key: key for key in found
+    }
+
+
+def test_on_a_stream_the_one_before_is_current_again_after_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, stream = (11, 0, 1), SimpleNamespace(stream_id=22, device_index=0, device_type=1)
+    made: list[tuple[int, ...]] = [before]
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda device: made[-1], raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_setStream", lambda *values: made.append(values), raising=False
+    )
+
+    with pytest.raises(KeyError), CUDA.on_stream(stream):
+        raise KeyError
+
+    assert made == [before, (22, 0, 1), before]
+
+
 def test_only_a_stream_of_cuda_has_a_handle() -> None:
     assert CUDA.stream_handle(SimpleNamespace(cuda_stream=77)) == 77
     assert CUDA.stream_handle(SimpleNamespace()) is None

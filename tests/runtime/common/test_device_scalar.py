@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -85,6 +86,31 @@ def test_a_copy_that_has_arrived_survives_an_error_of_the_device_and_another_is_
     assert late.arrived()
     assert late.read() is None
     assert mean([early, late]) == 1.0
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_pinned_memory_is_not_freed_on_a_failed_device(device: FakeCuda, is_broken: bool) -> None:
+    device.current.run(20)
+    pending = PendingScalar(torch.tensor(2.0))
+    assert pending._copy is not None
+    copy = weakref.ref(pending._copy)
+    pending.lose()
+
+    device.is_broken = is_broken
+    del pending
+
+    assert (copy() is not None) == is_broken
+
+
+def test_pinned_memory_is_freed_once_the_value_is_known(device: FakeCuda) -> None:
+    pending = PendingScalar(torch.tensor(2.0))
+    assert pending._copy is not None
+    copy = weakref.ref(pending._copy)
+
+    assert pending.arrived()
+
+    assert copy() is None
+    assert pending.read() == 2.0
 
 
 @pytest.mark.parametrize("source", [3, 3.0, torch.tensor(3), torch.tensor([3.0])], ids=repr)

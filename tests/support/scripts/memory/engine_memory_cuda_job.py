@@ -20,5 +20,12 @@ if __name__ == "__main__":
         engine.backward(engine(torch.randint(0, VOCABULARY, (4, TOKENS), device="cuda")))
         engine.step()
         measured = sum(bytes_by_category(engine)["cuda:0"].values())
-        samples.append({"measured": measured, "allocated": torch.cuda.memory_allocated(0)})
+        statistics = torch.cuda.memory_stats(0)
+        samples.append(
+            {
+                "measured": measured,
+                "allocated": statistics["allocated_bytes.all.current"],
+                "requested": statistics["requested_bytes.all.current"],
+            }
+        )
     Path(sys.argv[1]).write_text(json.dumps(samples))
