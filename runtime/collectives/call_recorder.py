@@ -180,7 +180,7 @@ class CallRecorder(RecorderFields):
             calls[0].payload_bytes *= group.size
         rank_set = group.rank_set
         if not reader.point_to_point and (
-            get_ident() == self._training_thread or is_training_thread(self._training_thread)
+            get_ident() == self._training_thread or self._is_training_thread()
         ):
             rank_set.issued += 1
             calls[0].sequence = rank_set.issued
@@ -221,6 +221,9 @@ class CallRecorder(RecorderFields):
             self._under_way.difference_update(calls)
             self._leave_out(calls)
             raise
+
+    def _is_training_thread(self) -> bool:
+        return is_training_thread(self._training_thread)
 
     def _record_end(
         self, calls: list[CollectiveCall], work: Any, started_ns: int, ended_ns: int

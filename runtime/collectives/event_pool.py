@@ -40,13 +40,18 @@ class EventPool:
 
     def record(self, stream: Stream | None = None) -> Event:
         """Mark this moment on a stream, by default on the current one."""
-        try:
-            event = self._free.pop()
-        except IndexError:
-            event = self._make(enable_timing=True)
+        event = self.take()
         # torch would ask for the current stream in three times the time.
         self._record(event, stream or self._current_stream())
         return event
+
+    def take(self) -> Event:
+        """Return an event that is to be recorded."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            event: Event = self._make(enable_timing=True)
+            return event
 
     def release(self, event: Event) -> None:
         """Return an event to the pool after it was read."""

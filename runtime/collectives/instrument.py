@@ -18,16 +18,18 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ..common.fail_open import FailOpen
-from ..common.hot_path import RecordedFunction, WrapperState
+from ..common.hot_path import RecordedFunction, RecordedWait, WrapperState
 from ..common.patching import PatchSet
 from .call_reader import CallReader, backend_readers, torch_readers
 from .call_recorder import BATCH_CALLS, CallRecorder
-from .groups import CollectiveCall
+from .groups import CollectiveCall, StreamWait
 from .stream_waits import StreamHooks
 
 if TYPE_CHECKING:
     from .functional_collectives import FunctionalCollectives
 
+# The type of the payloads that code in C reads. Subclasses may do something else.
+TENSOR_TYPE = torch.Tensor
 # Calls the original function with these arguments, and records the call.
 RecordedCall = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 
@@ -152,7 +154,7 @@ class CollectiveInstrumentation:
             in_python=in_python,
             on_call=self._on_call,
             on_failure=on_failure,
-            tensor_type=torch.Tensor,
+            tensor_type=TENSOR_TYPE,
             group_member=c10d.GroupMember,
             payload_place=plain.payload_place,
             payload_name=plain.payload_name,
@@ -190,6 +192,26 @@ class CollectiveInstrumentation:
         return record
 
     def _wait_wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        is_compiling, in_python = torch.compiler.is_compiling, self._wait_in_python(original)
+        if RecordedWait is None:
+            return in_python
+        record = RecordedWait(
+            state=self._state,
+            recorder=self.call_recorder,
+            original=original,
+            in_python=in_python,
+            on_wait_start=self._on_wait_start,
+            on_wait_end=self._on_wait_end,
+            on_error=self._on_error,
+            stream_wait_type=StreamWait,
+        )
+
+        def recorded_wait(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs) if is_compiling() else record(args, kwargs)
+
+        return recorded_wait
+
+    def _wait_in_python(self, original: Callable[..., Any]) -> Callable[..., Any]:
         is_compiling = torch.compiler.is_compiling
         state, on_wait_start, on_wait_end = self._state, self._on_wait_start, self._on_wait_end
         on_error = self._on_error

@@ -48,6 +48,7 @@ class StreamWaitTracker:
         self.dropped_in_capture = self.replayed_calls = 0
         self._events = events
         self._accelerator = accelerator.current
+        self._current_device = self._accelerator.current_device
         self._current_stream = self._accelerator.current_stream
         self._is_capturing = self._accelerator.is_capturing
         self._handle_of = self._accelerator.stream_handle
@@ -88,7 +89,7 @@ class StreamWaitTracker:
             return False
         if self.device_index is None and self._accelerator.is_initialized():
             self.device_index = device_index
-        return device_index == self.device_index == self._accelerator.current_device()
+        return device_index == self.device_index == self._current_device()
 
     def drops_in_capture(self, num_calls: int, group: Group | None = None) -> bool:
         """Return whether the current stream captures a graph. If so, count the calls as dropped.

@@ -38,7 +38,9 @@ now_ns(void)
 /* Interned names of attributes and methods that are looked up. */
 static PyObject *s_dtype, *s_nbytes, *s_is_sparse, *s_append, *s_get_future, *s_add_done_callback,
     *s_is_cpu, *s_data_ptr, *s_is_neg, *s_numel, *s_world, *s_batch_is_full, *s_busy_until_ns,
-    *s_maybe_busy_until_ns;
+    *s_maybe_busy_until_ns, *s_events, *s_stream_waits, *s_get_device, *s_device_index,
+    *s_current_device, *s_current_stream, *s_is_capturing, *s_disabled, *s_take, *s_record,
+    *s_compute, *s_blocks_compute, *s_find_end_on_device, *s_is_training_thread, *s_sees_device;
 static PyObject *perf_counter_ns; /* time.perf_counter_ns */
 
 /* Replaces a field by another object. */
@@ -55,6 +57,49 @@ static int
 is_interrupt(void)
 {
     return PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception);
+}
+
+/* An exception that was raised, and that Python code handles as in an `except` clause. */
+typedef struct {
+    PyObject *type, *error, *traceback;
+    PyObject *handled_before;
+} Caught;
+
+/* Begins to handle the current exception, which is then what sys.exception() returns. */
+static void
+catch_error(Caught *caught)
+{
+    PyErr_Fetch(&caught->type, &caught->error, &caught->traceback);
+    PyErr_NormalizeException(&caught->type, &caught->error, &caught->traceback);
+    if (caught->traceback != NULL)
+        PyException_SetTraceback(caught->error, caught->traceback);
+    caught->handled_before = PyErr_GetHandledException();
+    PyErr_SetHandledException(caught->error);
+}
+
+/* Ends the handling. The exception is raised again, or forgotten. */
+static void
+end_catch(Caught *caught, int raise)
+{
+    PyErr_SetHandledException(caught->handled_before);
+    Py_CLEAR(caught->handled_before);
+    if (raise) {
+        PyErr_Restore(caught->type, caught->error, caught->traceback);
+        return;
+    }
+    Py_CLEAR(caught->type);
+    Py_CLEAR(caught->error);
+    Py_CLEAR(caught->traceback);
+}
+
+/* Returns whether an attribute, or the result of a method, is this singleton. */
+static int
+is_attribute(PyObject *object, PyObject *name, PyObject *expected, int is_method)
+{
+    PyObject *found =
+        is_method ? PyObject_CallMethodNoArgs(object, name) : PyObject_GetAttr(object, name);
+    Py_XDECREF(found);
+    return found == expected;
 }
 
 /* ---- PhaseClock: see hot_path.py ---- */
@@ -329,20 +374,11 @@ Hook_failed(Hook *self)
 {
     if (!PyErr_ExceptionMatches(self->catches))
         return NULL;
-    PyObject *type, *error, *traceback;
-    PyErr_Fetch(&type, &error, &traceback);
-    PyErr_NormalizeException(&type, &error, &traceback);
-    if (traceback != NULL)
-        PyException_SetTraceback(error, traceback);
-    PyObject *handled = PyErr_GetHandledException();
-    PyErr_SetHandledException(error); /* what a log line and sys.exception() show */
+    Caught caught;
+    catch_error(&caught);
     PyObject *result =
-        PyObject_CallFunctionObjArgs(self->on_failure, (PyObject *)self, error, NULL);
-    PyErr_SetHandledException(handled);
-    Py_XDECREF(handled);
-    Py_XDECREF(type);
-    Py_XDECREF(error);
-    Py_XDECREF(traceback);
+        PyObject_CallFunctionObjArgs(self->on_failure, (PyObject *)self, caught.error, NULL);
+    end_catch(&caught, 0);
     if (result == NULL)
         return NULL;
     Py_DECREF(result);
@@ -991,6 +1027,21 @@ argument(PyObject *args, PyObject *kwargs, Py_ssize_t place, PyObject *name)
     return kwargs == NULL ? NULL : PyDict_GetItemWithError(kwargs, name);
 }
 
+/* Returns whether a weak reference refers to an object, which the caller holds. */
+static int
+refers_to(PyObject *reference, PyObject *object)
+{
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject *referent;
+    if (PyWeakref_GetRef(reference, &referent) != 1)
+        return 0;
+    Py_DECREF(referent);
+#else
+    PyObject *referent = PyWeakref_GetObject(reference);
+#endif
+    return referent == object;
+}
+
 /* Returns the record of a process group; NULL if it is not known, or after an error. */
 static GroupFields *
 known_group(RecordedFunction *self, PyObject *process_group)
@@ -1005,15 +1056,7 @@ known_group(RecordedFunction *self, PyObject *process_group)
     GroupFields *group = (GroupFields *)known;
     if (group->reference == NULL || !PyWeakref_Check(group->reference))
         return NULL;
-#if PY_VERSION_HEX >= 0x030D0000
-    PyObject *referent;
-    if (PyWeakref_GetRef(group->reference, &referent) != 1)
-        return NULL;
-    Py_DECREF(referent); /* the caller holds the group */
-#else
-    PyObject *referent = PyWeakref_GetObject(group->reference);
-#endif
-    return referent == process_group ? (GroupFields *)Py_NewRef(known) : NULL;
+    return refers_to(group->reference, process_group) ? (GroupFields *)Py_NewRef(known) : NULL;
 }
 
 /* Reads bytes and data type of a plain dense tensor. Returns 0 for any other value or an error. */
@@ -1037,8 +1080,8 @@ read_payload(RecordedFunction *self, PyObject *tensor, long long *num_bytes, PyO
     return *dtype != NULL;
 }
 
-/* Returns whether a call on this thread may be recorded here: calls are recorded, on the training
- * thread, by the clock of the phases, and outside of coalescing blocks. */
+/* Returns whether a call may be recorded here: calls are recorded, by the clock of the phases, and
+ * outside of coalescing blocks. */
 static int
 is_common(RecordedFunction *self)
 {
@@ -1053,11 +1096,20 @@ is_common(RecordedFunction *self)
         !PyDict_Check(recorder->works) || recorder->under_way == NULL ||
         recorder->known_groups == NULL || !PyDict_Check(recorder->known_groups))
         return 0;
-    return PyThread_get_thread_ident() == recorder->training_thread &&
-           PyObject_Size(recorder->coalescing) == 0;
+    return PyObject_Size(recorder->coalescing) == 0;
 }
 
-/* Returns the group of a call if it is known and its calls run on the host; else NULL. */
+/* Returns whether this is the training thread, or a thread of autograd, for a call on a device. */
+static int
+is_training_thread(RecordedFunction *self, int on_device)
+{
+    if (PyThread_get_thread_ident() == self->recorder->training_thread)
+        return 1;
+    return on_device &&
+           is_attribute((PyObject *)self->recorder, s_is_training_thread, Py_True, 1);
+}
+
+/* Returns the group of a call if it is known; else NULL. */
 static GroupFields *
 group_of_call(RecordedFunction *self, PyObject *args, PyObject *kwargs)
 {
@@ -1073,16 +1125,84 @@ group_of_call(RecordedFunction *self, PyObject *args, PyObject *kwargs)
     GroupFields *group = known_group(self, process_group);
     Py_XDECREF(world);
     if (group != NULL &&
-        (group->on_device || group->rank_set == NULL ||
+        (group->rank_set == NULL ||
          !PyObject_TypeCheck(group->rank_set, &RankSetFields_Type) ||
          ((RankSetFields *)group->rank_set)->recent == NULL))
         Py_CLEAR(group);
     return group;
 }
 
+/* What marks the start and the end of a call on a device; all NULL for a call on the host. */
+typedef struct {
+    PyObject *events; /* the EventPool */
+    PyObject *waits;  /* the StreamWaitTracker */
+    PyObject *stream; /* the current stream */
+    PyObject *start;  /* an event at the start of the call */
+} OnDevice;
+
+static void
+clear_device(OnDevice *device)
+{
+    Py_CLEAR(device->events);
+    Py_CLEAR(device->waits);
+    Py_CLEAR(device->stream);
+    Py_CLEAR(device->start);
+}
+
+/* Marks this moment on a stream by an event, which is returned. */
+static PyObject *
+record_event(PyObject *events, PyObject *stream)
+{
+    PyObject *event = PyObject_CallMethodNoArgs(events, s_take);
+    PyObject *function = event == NULL ? NULL : PyObject_GetAttr(events, s_record);
+    PyObject *result =
+        function == NULL ? NULL : PyObject_CallFunctionObjArgs(function, event, stream, NULL);
+    Py_XDECREF(function);
+    if (result == NULL)
+        Py_CLEAR(event);
+    Py_XDECREF(result);
+    return event;
+}
+
+/* Returns whether this thread's device is that of the payload and that of the events. */
+static int
+is_on_device(PyObject *waits, PyObject *payload)
+{
+    PyObject *index = PyObject_CallMethodNoArgs(payload, s_get_device);
+    PyObject *expected = index == NULL ? NULL : PyObject_GetAttr(waits, s_device_index);
+    PyObject *current =
+        expected == NULL ? NULL : PyObject_CallMethodNoArgs(waits, s_current_device);
+    int is_same = current != NULL && PyObject_RichCompareBool(index, expected, Py_EQ) == 1 &&
+                  PyObject_RichCompareBool(index, current, Py_EQ) == 1;
+    Py_XDECREF(index);
+    Py_XDECREF(expected);
+    Py_XDECREF(current);
+    return is_same;
+}
+
+/* Marks the start of a call on a device. Returns 0 if Python code must record it, or after an
+ * error. */
+static int
+begin_on_device(RecordedFunction *self, PyObject *payload, OnDevice *device)
+{
+    PyObject *recorder = (PyObject *)self->recorder;
+    if (payload == NULL || (device->events = PyObject_GetAttr(recorder, s_events)) == NULL ||
+        (device->waits = PyObject_GetAttr(recorder, s_stream_waits)) == NULL)
+        return 0;
+    if (!is_on_device(device->waits, payload) ||
+        !is_attribute(device->events, s_disabled, Py_False, 0) ||
+        !is_attribute(device->waits, s_is_capturing, Py_False, 1))
+        return 0;
+    device->stream = PyObject_CallMethodNoArgs(device->waits, s_current_stream);
+    if (device->stream == NULL)
+        return 0;
+    device->start = record_event(device->events, device->stream);
+    return device->start != NULL;
+}
+
 /* Begins the record of a call; NULL if Python code must record it, or after an error. */
 static CollectiveCall *
-begin_call(RecordedFunction *self, PyObject *args, PyObject *kwargs)
+begin_call(RecordedFunction *self, PyObject *args, PyObject *kwargs, OnDevice *device)
 {
     if (!is_common(self))
         return NULL;
@@ -1090,22 +1210,22 @@ begin_call(RecordedFunction *self, PyObject *args, PyObject *kwargs)
     GroupFields *group = group_of_call(self, args, kwargs);
     if (group == NULL)
         return NULL;
+    CollectiveCall *call = NULL;
     long long num_bytes = 0;
-    PyObject *dtype = NULL;
+    PyObject *dtype = NULL, *payload = NULL;
+    if (!is_training_thread(self, group->on_device))
+        goto not_here;
     if (self->payload_place >= 0) {
-        PyObject *payload = argument(args, kwargs, self->payload_place, self->payload_name);
-        if (payload == NULL || !read_payload(self, payload, &num_bytes, &dtype)) {
-            Py_DECREF(group);
-            return NULL;
-        }
+        payload = argument(args, kwargs, self->payload_place, self->payload_name);
+        if (payload == NULL || !read_payload(self, payload, &num_bytes, &dtype))
+            goto not_here;
     }
-    CollectiveCall *call =
-        (CollectiveCall *)CollectiveCall_Type.tp_alloc(&CollectiveCall_Type, 0);
-    if (call == NULL) {
-        Py_DECREF(group);
-        Py_XDECREF(dtype);
-        return NULL;
-    }
+    if (group->on_device && !begin_on_device(self, payload, device))
+        goto not_here;
+    call = (CollectiveCall *)CollectiveCall_Type.tp_alloc(&CollectiveCall_Type, 0);
+    if (call == NULL)
+        goto not_here;
+    call->start_event = Py_XNewRef(device->start);
     call->op = self->op;
     call->group = (PyObject *)group;
     call->payload_bytes = num_bytes;
@@ -1122,6 +1242,10 @@ begin_call(RecordedFunction *self, PyObject *args, PyObject *kwargs)
     call->sequence = ++rank_set->issued;
     group->recorded++;
     return call;
+not_here:
+    Py_DECREF(group);
+    Py_XDECREF(dtype);
+    return NULL;
 }
 
 /* Adds a call whose end is known to the batch. */
@@ -1171,16 +1295,67 @@ done:
     return status;
 }
 
+/* Returns whether a synchronous call blocks the compute stream, or -1 after an error. If it does
+ * not, the call is known to be in the queue of its stream. */
+static int
+blocks_compute(CollectiveCall *call, OnDevice *device)
+{
+    PyObject *compute = PyObject_GetAttr(device->waits, s_compute);
+    Py_XDECREF(compute); /* the tracker keeps it */
+    if (compute == NULL || compute == device->stream)
+        return compute == NULL ? -1 : 1;
+    PyObject *calls = PyTuple_Pack(1, (PyObject *)call), *result = NULL;
+    if (calls != NULL)
+        result = PyObject_CallMethodOneArg(device->waits, s_blocks_compute, calls);
+    int blocks = result == NULL ? -1 : PyObject_IsTrue(result);
+    Py_XDECREF(calls);
+    Py_XDECREF(result);
+    return blocks;
+}
+
+/* Marks the end of a call on a device, or arranges that it is found. */
+static int
+end_on_device(RecordedFunction *self, CollectiveCall *call, PyObject *work, OnDevice *device,
+              long long started_ns, long long ended_ns)
+{
+    PyObject *recorder = (PyObject *)self->recorder;
+    call->start_ns = call->issued_ns = started_ns;
+    if (work != NULL) {
+        PyObject *result = PyObject_CallMethodObjArgs(recorder, s_find_end_on_device,
+                                                      (PyObject *)call, work, NULL);
+        Py_XDECREF(result);
+        if (result == NULL)
+            return -1;
+    }
+    else {
+        int blocks = blocks_compute(call, device);
+        PyObject *event = blocks < 0 ? NULL : record_event(device->events, device->stream);
+        if (event == NULL)
+            return -1;
+        if (blocks)
+            call->issued_ns = ended_ns;
+        Py_XSETREF(call->end_event, event);
+        call->end_ns = ended_ns;
+    }
+    return PyObject_SetAttr(recorder, s_sees_device, Py_True);
+}
+
 /* Records that a call has returned a handle, or has ended. */
 static int
-end_call(RecordedFunction *self, CollectiveCall *call, PyObject *work, long long started_ns,
-         long long ended_ns)
+end_call(RecordedFunction *self, CollectiveCall *call, PyObject *work, OnDevice *device,
+         long long started_ns, long long ended_ns)
 {
     PyObject *get_future = NULL;
     if (work != Py_None && (get_future = PyObject_GetAttr(work, s_get_future)) == NULL) {
         if (!PyErr_ExceptionMatches(PyExc_AttributeError))
             return -1;
         PyErr_Clear();
+    }
+    if (device->start != NULL) {
+        int status = end_on_device(self, call, get_future == NULL ? NULL : work, device,
+                                   started_ns, ended_ns);
+        Py_XDECREF(get_future);
+        return status < 0 ? -1 : add_call(self, call);
     }
     call->start_ns = started_ns;
     call->issued_ns = ended_ns;
@@ -1197,29 +1372,18 @@ static int
 report_failure(RecordedFunction *self, CollectiveCall *call, long long started_ns,
                long long ended_ns, int is_ours)
 {
-    PyObject *type, *error, *traceback;
-    PyErr_Fetch(&type, &error, &traceback);
-    PyErr_NormalizeException(&type, &error, &traceback);
-    if (traceback != NULL)
-        PyException_SetTraceback(error, traceback);
-    PyObject *handled = PyErr_GetHandledException();
-    PyErr_SetHandledException(error); /* what sys.exception() returns */
-    PyObject *result = PyObject_CallFunction(self->on_failure, "OLLO", (PyObject *)call,
-                                             started_ns, ended_ns, is_ours ? error : Py_None);
-    PyErr_SetHandledException(handled);
-    Py_XDECREF(handled);
+    Caught caught;
+    catch_error(&caught);
+    PyObject *result =
+        PyObject_CallFunction(self->on_failure, "OLLO", (PyObject *)call, started_ns, ended_ns,
+                              is_ours ? caught.error : Py_None);
     Py_XDECREF(result);
     int is_replaced = is_interrupt(); /* by Ctrl-C meanwhile */
     if (!is_replaced)
         PyErr_Clear(); /* on_failure fails open itself */
-    if (!is_ours && !is_replaced) {
-        PyErr_Restore(type, error, traceback);
-        return -1;
-    }
-    Py_XDECREF(type);
-    Py_XDECREF(error);
-    Py_XDECREF(traceback);
-    return is_replaced ? -1 : 0;
+    int raise = !is_ours && !is_replaced;
+    end_catch(&caught, raise);
+    return raise || is_replaced ? -1 : 0;
 }
 
 static PyObject *
@@ -1229,8 +1393,10 @@ record(RecordedFunction *self, PyObject *args, PyObject *kwargs)
     if (!state->is_open || is_inside(state))
         return PyObject_Call(self->original, args, kwargs);
     long long entered_ns = now_ns();
-    CollectiveCall *call = begin_call(self, args, kwargs);
+    OnDevice device = {NULL, NULL, NULL, NULL};
+    CollectiveCall *call = begin_call(self, args, kwargs, &device);
     if (call == NULL) {
+        clear_device(&device);
         if (is_interrupt())
             return NULL;
         PyErr_Clear(); /* Python code will raise it again where it is counted */
@@ -1248,10 +1414,11 @@ record(RecordedFunction *self, PyObject *args, PyObject *kwargs)
     set_inside(state, 0);
     if (work == NULL)
         report_failure(self, call, started_ns, ended_ns, 0);
-    else if (end_call(self, call, work, started_ns, ended_ns) < 0 &&
+    else if (end_call(self, call, work, &device, started_ns, ended_ns) < 0 &&
              report_failure(self, call, started_ns, ended_ns, 1) < 0)
         Py_CLEAR(work);
     Py_DECREF(call);
+    clear_device(&device);
     state->cost_ns += now_ns() - ended_ns + started_ns - entered_ns;
     return work;
 }
@@ -1320,6 +1487,241 @@ static PyTypeObject RecordedFunction_Type = {
     .tp_clear = (inquiry)RecordedFunction_clear,
 };
 
+/* ---- RecordedWait: see hot_path.py ---- */
+
+typedef struct {
+    PyObject_HEAD
+    WrapperState *state;
+    RecorderFields *recorder;
+    PyObject *original, *in_python, *on_wait_start, *on_wait_end, *on_error, *stream_wait_type;
+} RecordedWait;
+
+static int
+RecordedWait_init(RecordedWait *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"state",       "recorder", "original",         "in_python", "on_wait_start",
+                            "on_wait_end", "on_error", "stream_wait_type", NULL};
+    PyObject *state, *recorder, *original, *in_python, *on_wait_start, *on_wait_end, *on_error,
+        *stream_wait_type;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OOOOOO", names, &WrapperState_Type, &state,
+                                     &RecorderFields_Type, &recorder, &original, &in_python,
+                                     &on_wait_start, &on_wait_end, &on_error, &stream_wait_type))
+        return -1;
+    Py_XSETREF(self->state, (WrapperState *)Py_NewRef(state));
+    Py_XSETREF(self->recorder, (RecorderFields *)Py_NewRef(recorder));
+    set_object(&self->original, original);
+    set_object(&self->in_python, in_python);
+    set_object(&self->on_wait_start, on_wait_start);
+    set_object(&self->on_wait_end, on_wait_end);
+    set_object(&self->on_error, on_error);
+    set_object(&self->stream_wait_type, stream_wait_type);
+    return 0;
+}
+
+/* Finds the call of a handle. Returns 0 if Python code must record the wait, or after an error; 1
+ * with a new reference to the call, or with NULL if no call of this handle was recorded. */
+static int
+call_of_handle(RecordedWait *self, PyObject *work, PyObject *key, CollectiveCall **call)
+{
+    RecorderFields *recorder = self->recorder;
+    if (PyObject_TypeCheck(self->on_wait_start, &Hook_Type) && ((Hook *)self->on_wait_start)->is_off)
+        return 0; /* Python code decides whether it is called again */
+    if (recorder->works == NULL || !PyDict_Check(recorder->works) || recorder->messages == NULL ||
+        !PyDict_Check(recorder->messages) || PyDict_Contains(recorder->messages, key) != 0)
+        return 0;
+    PyObject *entry = PyDict_GetItemWithError(recorder->works, key);
+    if (entry == NULL)
+        return !PyErr_Occurred();
+    PyObject *reference = PyTuple_GET_ITEM(entry, 0);
+    if (!PyObject_TypeCheck(PyTuple_GET_ITEM(entry, 1), &CollectiveCall_Type) ||
+        !PyWeakref_Check(reference) || !refers_to(reference, work))
+        return 0;
+    *call = (CollectiveCall *)Py_NewRef(PyTuple_GET_ITEM(entry, 1));
+    return 1;
+}
+
+/* Marks where the compute stream begins to wait for a call. Returns 0 if Python code must, or after
+ * an error. */
+static int
+mark_wait(RecordedWait *self, CollectiveCall *call, OnDevice *device)
+{
+    PyObject *recorder = (PyObject *)self->recorder;
+    if (call->settled || (call->stream_wait != NULL && call->stream_wait != Py_None) ||
+        (device->events = PyObject_GetAttr(recorder, s_events)) == NULL ||
+        (device->waits = PyObject_GetAttr(recorder, s_stream_waits)) == NULL ||
+        !is_attribute(device->waits, s_is_capturing, Py_False, 1) ||
+        (device->stream = PyObject_CallMethodNoArgs(device->waits, s_current_stream)) == NULL ||
+        !is_attribute(device->waits, s_compute, device->stream, 0) ||
+        (device->start = record_event(device->events, device->stream)) == NULL)
+        return 0;
+    PyObject *wait = PyObject_CallFunction(self->stream_wait_type, "Oi", device->start, 1);
+    if (wait == NULL)
+        return 0;
+    Py_XSETREF(call->stream_wait, wait);
+    return 1;
+}
+
+/* Records that this thread begins to wait. Returns as `call_of_handle`. */
+static int
+begin_wait(RecordedWait *self, PyObject *work, CollectiveCall **call, OnDevice *device)
+{
+    RecorderFields *recorder = self->recorder;
+    PyObject *timer = recorder->phase_timer, *key = PyLong_FromVoidPtr(work);
+    if (key == NULL)
+        return 0;
+    int found = call_of_handle(self, work, key, call);
+    if (*call != NULL) {
+        int is_own = PyThread_get_thread_ident() == recorder->training_thread;
+        if (timer == NULL || !PyObject_TypeCheck(timer, &PhaseClock_Type) ||
+            ((PhaseClock *)timer)->now != NULL)
+            found = 0;
+        else if ((*call)->start_event != NULL && (*call)->start_event != Py_None) {
+            found = mark_wait(self, *call, device);
+            if (found)
+                (*call)->wait_phase = ((PhaseClock *)timer)->current;
+        }
+        else if (is_own && !(*call)->end_ns) {
+            (*call)->wait_phase = ((PhaseClock *)timer)->current;
+            (*call)->wait_ns = now_ns();
+        }
+        /* Of no use to Python code if it has ended meanwhile. */
+        if (found && PyDict_DelItem(recorder->works, key) < 0)
+            PyErr_Clear();
+        if (!found)
+            Py_CLEAR(*call);
+    }
+    Py_DECREF(key);
+    return found;
+}
+
+/* Marks the end of a call that nothing else marks. Returns -1 if an interrupt is set then. */
+static int
+end_wait(RecordedWait *self, PyObject *work, CollectiveCall *call, OnDevice *device)
+{
+    if (!call->is_bound || call->settled)
+        return 0;
+    PyObject *event = NULL;
+    if (device->stream != NULL && is_attribute(device->waits, s_is_capturing, Py_False, 1))
+        event = record_event(device->events, device->stream);
+    if (event != NULL) {
+        Py_XSETREF(call->end_event, event);
+        return 0;
+    }
+    if (is_interrupt())
+        return -1;
+    PyErr_Clear(); /* Python code will raise it again where it is counted */
+    PyObject *result =
+        PyObject_CallFunctionObjArgs(self->on_wait_end, work, (PyObject *)call, NULL);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+/* Tells Python code that a call has raised the current exception. */
+static void
+report_error(RecordedWait *self, CollectiveCall *call)
+{
+    Caught caught;
+    catch_error(&caught);
+    PyObject *result = PyObject_CallOneArg(self->on_error, (PyObject *)call);
+    Py_XDECREF(result);
+    int is_replaced = is_interrupt();
+    if (!is_replaced)
+        PyErr_Clear(); /* on_error fails open itself */
+    end_catch(&caught, !is_replaced);
+}
+
+static PyObject *
+record_wait(RecordedWait *self, PyObject *args, PyObject *kwargs)
+{
+    WrapperState *state = self->state;
+    if (!state->is_open || is_inside(state) || PyTuple_GET_SIZE(args) == 0)
+        return PyObject_Call(self->original, args, kwargs);
+    long long entered_ns = now_ns();
+    PyObject *work = PyTuple_GET_ITEM(args, 0);
+    OnDevice device = {NULL, NULL, NULL, NULL};
+    CollectiveCall *call = NULL;
+    if (!begin_wait(self, work, &call, &device)) {
+        clear_device(&device);
+        if (is_interrupt())
+            return NULL;
+        PyErr_Clear(); /* Python code will raise it again where it is counted */
+        return PyObject_Call(self->in_python, args, kwargs);
+    }
+    state->cost_ns += now_ns() - entered_ns;
+    PyObject *result = PyObject_Call(self->original, args, kwargs);
+    long long ended_ns = now_ns();
+    if (call != NULL && result != NULL && end_wait(self, work, call, &device) < 0)
+        Py_CLEAR(result);
+    else if (call != NULL && result == NULL && PyErr_ExceptionMatches(PyExc_RuntimeError))
+        report_error(self, call);
+    Py_XDECREF(call);
+    clear_device(&device);
+    state->cost_ns += now_ns() - ended_ns;
+    return result;
+}
+
+static PyObject *
+RecordedWait_call(RecordedWait *self, PyObject *both, PyObject *Py_UNUSED(names))
+{
+    PyObject *args, *kwargs;
+    if (!PyArg_UnpackTuple(both, "record", 2, 2, &args, &kwargs))
+        return NULL;
+    if (self->state == NULL || !PyTuple_Check(args) || !PyDict_Check(kwargs)) {
+        PyErr_SetString(PyExc_TypeError, "expected the arguments of a wait: a tuple and a dict");
+        return NULL;
+    }
+    return record_wait(self, args, kwargs);
+}
+
+static int
+RecordedWait_traverse(RecordedWait *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->state);
+    Py_VISIT(self->recorder);
+    Py_VISIT(self->original);
+    Py_VISIT(self->in_python);
+    Py_VISIT(self->on_wait_start);
+    Py_VISIT(self->on_wait_end);
+    Py_VISIT(self->on_error);
+    Py_VISIT(self->stream_wait_type);
+    return 0;
+}
+
+static int
+RecordedWait_clear(RecordedWait *self)
+{
+    Py_CLEAR(self->state);
+    Py_CLEAR(self->recorder);
+    Py_CLEAR(self->original);
+    Py_CLEAR(self->in_python);
+    Py_CLEAR(self->on_wait_start);
+    Py_CLEAR(self->on_wait_end);
+    Py_CLEAR(self->on_error);
+    Py_CLEAR(self->stream_wait_type);
+    return 0;
+}
+
+static void
+RecordedWait_dealloc(RecordedWait *self)
+{
+    PyObject_GC_UnTrack(self);
+    RecordedWait_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyTypeObject RecordedWait_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "zerowatch.runtime.common._hot_path.RecordedWait",
+    .tp_basicsize = sizeof(RecordedWait),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)RecordedWait_init,
+    .tp_call = (ternaryfunc)RecordedWait_call,
+    .tp_dealloc = (destructor)RecordedWait_dealloc,
+    .tp_traverse = (traverseproc)RecordedWait_traverse,
+    .tp_clear = (inquiry)RecordedWait_clear,
+};
+
 /* ---- ScalarReader: see hot_path.py ---- */
 
 typedef struct {
@@ -1338,16 +1740,6 @@ ScalarReader_init(ScalarReader *self, PyObject *args, PyObject *kwargs)
     set_object(&self->float32, float32);
     set_object(&self->float64, float64);
     return 0;
-}
-
-/* Returns whether an attribute, or the result of a method, is this singleton. */
-static int
-is_attribute(PyObject *object, PyObject *name, PyObject *expected, int is_method)
-{
-    PyObject *found =
-        is_method ? PyObject_CallMethodNoArgs(object, name) : PyObject_GetAttr(object, name);
-    Py_XDECREF(found);
-    return found == expected;
 }
 
 static PyObject *
@@ -1437,6 +1829,21 @@ make_names(void)
         {&s_batch_is_full, "_pass_batch_on"},
         {&s_busy_until_ns, "busy_until_ns"},
         {&s_maybe_busy_until_ns, "maybe_busy_until_ns"},
+        {&s_events, "events"},
+        {&s_stream_waits, "stream_waits"},
+        {&s_get_device, "get_device"},
+        {&s_device_index, "device_index"},
+        {&s_current_device, "_current_device"},
+        {&s_current_stream, "_current_stream"},
+        {&s_is_capturing, "_is_capturing"},
+        {&s_disabled, "disabled"},
+        {&s_take, "take"},
+        {&s_record, "_record"},
+        {&s_compute, "_compute"},
+        {&s_blocks_compute, "blocks_compute"},
+        {&s_find_end_on_device, "_find_end_on_device"},
+        {&s_is_training_thread, "_is_training_thread"},
+        {&s_sees_device, "_sees_device"},
     };
     for (size_t i = 0; i < Py_ARRAY_LENGTH(names); i++)
         if ((*names[i].name = PyUnicode_InternFromString(names[i].text)) == NULL)
@@ -1455,7 +1862,7 @@ PyInit__hot_path(void)
     PyTypeObject *types[] = {
         &PhaseClock_Type,     &Hook_Type,         &RankSetFields_Type,    &GroupFields_Type,
         &CollectiveCall_Type,     &RecorderFields_Type, &WrapperState_Type,   &CallEnd_Type,
-        &RecordedFunction_Type, &ScalarReader_Type,
+        &RecordedFunction_Type, &RecordedWait_Type,   &ScalarReader_Type,
     };
     if (make_names() < 0)
         return NULL;

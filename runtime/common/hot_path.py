@@ -372,9 +372,10 @@ class WrapperState:
 
 
 IS_COMPILED = False
-# Only in C: a function that records the common calls of a collective, and a reader of scalars.
-# Without them, `instrument.py` and `device_scalar.py` do the same.
+# Only in C: functions that record the common calls of a collective, and the waits for them, and a
+# reader of scalars. Without them, `instrument.py` and `device_scalar.py` do the same.
 RecordedFunction: Any = None
+RecordedWait: Any = None
 ScalarReader: Any = None
 
 if os.environ.get(VARIABLE) != "python" and not TYPE_CHECKING:
@@ -384,7 +385,7 @@ if os.environ.get(VARIABLE) != "python" and not TYPE_CHECKING:
         classes = (
             *(built.PhaseClock, built.Hook, built.RankSetFields, built.GroupFields),
             *(built.CollectiveCall, built.RecorderFields, built.WrapperState),
-            *(built.RecordedFunction, built.ScalarReader),
+            *(built.RecordedFunction, built.RecordedWait, built.ScalarReader),
         )
     except (ImportError, AttributeError):  # it was not built, or for another version of zerowatch
         pass
@@ -392,4 +393,4 @@ if os.environ.get(VARIABLE) != "python" and not TYPE_CHECKING:
         IS_COMPILED = True
         PhaseClock, Hook, RankSetFields, GroupFields = classes[:4]
         CollectiveCall, RecorderFields, WrapperState = classes[4:7]
-        RecordedFunction, ScalarReader = classes[7:]
+        RecordedFunction, RecordedWait, ScalarReader = classes[7:]

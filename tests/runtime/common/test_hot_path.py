@@ -5,6 +5,7 @@ Covers `hot_path.py` and `_hot_path.c`, and how `instrument.py` and `device_scal
 
 from __future__ import annotations
 
+import _thread
 import copy
 import gc
 import importlib.util
@@ -25,12 +26,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fakes.cuda_streams import DeviceTensor, FakeCuda
+from fakes.device_rank import DeviceRank
+from fakes.sleeping_collectives import FakeWork, ManualClock, add_up
+from fakes.waits_for_calls import CASES
 from torch.distributed import distributed_c10d as c10d
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
 from zerowatch.runtime.collectives import instrument
 from zerowatch.runtime.collectives.groups import CollectiveCall
 from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
+from zerowatch.runtime.collectives.totals import StepCommTotals
 from zerowatch.runtime.common import device_scalar, hot_path
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import BACKWARD, FORWARD, PhaseTimer
@@ -321,7 +327,8 @@ class Recording:
     ) -> None:
         self.in_python_calls = 0
         if not in_c:
-            monkeypatch.setattr(instrument, "RecordedFunction", None)
+            for name in ("RecordedFunction", "RecordedWait"):
+                monkeypatch.setattr(instrument, name, None)
         self.fail_open = FailOpen()
         self.instrumentation = CollectiveInstrumentation(self.fail_open)
         self.recorder = self.instrumentation.call_recorder
@@ -533,6 +540,275 @@ def test_an_end_that_cannot_be_recorded_loses_one_call(
     (rank_set,) = recorder.groups.rank_sets()
     assert [call.settled for call in rank_set.recent] == [False, True, True]
     assert not recorder._under_way
+
+
+# Collectives on a device
+
+
+class DeviceRecording(Recording):
+    """Collectives of one rank on the streams of a fake device, as `DeviceRank` has them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, in_c: bool) -> None:
+        self.host = ManualClock()
+        self.cuda = FakeCuda(self.host)
+        self.cuda.collective_backend = "gloo"
+        self.cuda.patch(monkeypatch)
+        for module in (dist, c10d):
+            monkeypatch.setattr(module, "all_reduce", self.cuda.all_reduce)
+        monkeypatch.setattr(dist.Work, "wait", lambda work: work.wait_for_end())
+        monkeypatch.setattr(instrument, "TENSOR_TYPE", DeviceTensor)
+        super().__init__(pytest.MonkeyPatch(), in_c=in_c)
+        self.compute, self.side = self.cuda.current, self.cuda.new_stream()
+        self.reduce(1)  # the record of the group is made in Python
+        self.steps()
+        self.in_python_calls = 0
+
+    reduce, begin, on_side = DeviceRank.reduce, DeviceRank.begin, DeviceRank.on_side
+
+    def steps(self) -> list[StepCommTotals]:
+        batch = self.recorder.drain()
+        self.host.elapse(1000)
+        if not batch.settled():
+            batch.expire()
+        return add_up([batch], self.instrumentation)
+
+    def found(self, issue: Callable[[Any], object]) -> dict[str, Any]:
+        """Issue collectives; return what was recorded, with the times of the device."""
+        raised = None
+        self.phases.enter(BACKWARD)
+        try:
+            issue(self)
+        except BaseException as error:
+            raised = type(error)
+        self.phases.leave()
+        self.cuda.is_broken = self.cuda.capturing = False
+        self.cuda.current_index = 0
+        calls = list(self.recorder._calls)
+        (step,) = self.steps()
+        (group,) = self.recorder.groups.known()
+        return {
+            "raised": raised,
+            "calls": [
+                (
+                    *(OPS[call.op], call.payload_bytes, call.dtype, PHASES[call.phase]),
+                    *(call.sequence, call.timed, call.is_bound, call.is_lost, call.settled),
+                    *(call.start_ns, call.end_ns, call.issued_ns, call.wait_ns)
+                    * (call.start_event is not None and call.timed),
+                )
+                for call in calls
+            ],
+            "seconds": (step.seconds, step.comm_seconds, step.exposed_seconds)
+            if all(call.start_event is not None for call in calls)
+            else None,  # of the real clock
+            "recorded": group.recorded,
+            "recent": [call.sequence for call in group.rank_set.recent],
+            "waits": [(call.wait_phase, call.wait_ns != 0) for call in calls],
+            "failed": [_described(call)[:4] for call in self.failed],
+            "known": (len(self.recorder._works), len(self.recorder._under_way)),
+            "left out": (self.recorder._left_out, self.recorder.dropped_in_capture),
+            "events": self.cuda.num_records,
+            "failures": dict(self.fail_open.failures),
+            "disabled": self.recorder.events.disabled,
+        }
+
+
+def in_a_thread_of_autograd(rank: Any) -> None:
+    """Python did not start the thread, so that threading makes a stand-in for it."""
+    ended = threading.Event()
+    _thread.start_new_thread(lambda: (rank.reduce(10), ended.set()), ())
+    ended.wait()
+
+
+def while_a_graph_is_captured(rank: Any) -> None:
+    rank.cuda.capturing = True
+    rank.reduce(10)
+
+
+def on_another_current_device(rank: Any) -> None:
+    rank.cuda.current_index = 1
+    rank.reduce(10)
+
+
+def on_a_failed_device(rank: Any) -> None:
+    rank.cuda.is_broken = True
+    rank.reduce(10)
+    rank.reduce(10)
+
+
+def that_fails_while_the_call_runs(rank: Any) -> None:
+    rank.host.at(rank.host.now_ns + 1, lambda: setattr(rank.cuda, "is_broken", True))
+    rank.reduce(10)
+
+
+def without_events(rank: Any) -> None:
+    rank.recorder.events.disable("a test")
+    rank.reduce(10)
+
+
+def in_host_memory(rank: Any) -> None:
+    dist.all_reduce(torch.tensor([10.0]))
+
+
+def refused(rank: Any) -> None:
+    rank.reduce(10, group="none")
+
+
+def waiting(during: Callable[[Any], object]) -> Callable[[Any], None]:
+    """Wait for a call; something happens while the handle waits."""
+
+    def wait(rank: Any) -> None:
+        work = rank.begin(10)
+        work.wait_for_end = lambda: during(rank)
+        work.wait()
+
+    wait.__name__ = f"waiting, {during.__name__}"
+    return wait
+
+
+def it_fails(_: Any) -> None:
+    raise RuntimeError("refused")
+
+
+def it_is_wrong(_: Any) -> None:
+    raise ValueError("wrong")
+
+
+def it_is_interrupted(_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def the_device_fails(rank: Any) -> None:
+    rank.cuda.is_broken = True
+
+
+def a_graph_is_captured(rank: Any) -> None:
+    rank.cuda.capturing = True
+
+
+def waiting_on_a_failed_device(rank: Any) -> None:
+    work = rank.begin(10)
+    rank.cuda.is_broken = True
+    work.wait()
+
+
+def waiting_while_a_graph_is_captured(rank: Any) -> None:
+    work = rank.begin(10)
+    rank.cuda.capturing = True
+    work.wait()
+
+
+def waiting_in_another_thread(rank: Any) -> None:
+    work = rank.begin(10)
+    in_another_thread(work.wait)()
+
+
+def waiting_twice(rank: Any) -> None:
+    work = rank.begin(10)
+    work.wait()
+    rank.compute.run(5)
+    work.wait()
+
+
+def waiting_after_the_calls_were_read(rank: Any) -> None:
+    work = rank.begin(10)
+    rank.steps()
+    work.wait()
+
+
+def waiting_for_an_unknown_handle(rank: Any) -> None:
+    FakeWork(None, lambda: None).wait()
+    with pytest.raises(TypeError):
+        dist.Work.wait()
+
+
+def many(rank: Any) -> None:
+    for each in range(30):
+        if each % 3:
+            rank.reduce(each, async_op=each % 2 == 0)
+        else:
+            with rank.on_side():
+                rank.begin(each).wait()
+
+
+ON_DEVICE = (
+    *(what for what, *_ in CASES),
+    *(in_a_thread_of_autograd, while_a_graph_is_captured, on_another_current_device),
+    *(on_a_failed_device, that_fails_while_the_call_runs, without_events, in_host_memory),
+    *map(waiting, (it_fails, it_is_wrong, it_is_interrupted)),
+    *map(waiting, (the_device_fails, a_graph_is_captured)),
+    *(waiting_on_a_failed_device, waiting_while_a_graph_is_captured, waiting_twice),
+    *(waiting_in_another_thread, waiting_after_the_calls_were_read),
+    *(
+        waiting_for_an_unknown_handle,
+        refused,
+        many,
+        lambda rank: in_another_thread(lambda: rank.reduce(10))(),
+    ),
+)
+
+
+@needs_c
+@pytest.mark.parametrize("issue", ON_DEVICE, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("is_sampled", [True, False], ids=["sampled", "not sampled"])
+def test_a_call_on_a_device_is_recorded_as_in_python(
+    world: None, issue: Callable[[Any], object], is_sampled: bool
+) -> None:
+    found = []
+    for in_c in (True, False):
+        with pytest.MonkeyPatch.context() as patches:
+            recording = DeviceRecording(patches, in_c=in_c)
+            recording.recorder.is_sampled = is_sampled
+            found.append(recording.found(issue))
+            recording.instrumentation.close()
+
+    assert found[0] == found[1]
+
+
+@needs_c
+def test_common_calls_on_a_device_are_begun_and_ended_in_c(world: None) -> None:
+    with pytest.MonkeyPatch.context() as patches:
+        recording = DeviceRecording(patches, in_c=True)
+        for issue in (many, in_a_thread_of_autograd):
+            recording.found(issue)
+        recording.instrumentation.close()
+
+    assert recording.in_python_calls == 0
+    assert recording.fail_open.failures == {}
+
+
+@needs_c
+def test_neither_events_nor_streams_of_a_device_are_left(world: None) -> None:
+    with pytest.MonkeyPatch.context() as patches:
+        recording = DeviceRecording(patches, in_c=True)
+        tensor = torch.tensor([1.0]).as_subclass(DeviceTensor)
+        recorder = recording.recorder
+        watched = [tensor, recording.compute, recorder.events, recorder.stream_waits, recorder]
+
+        def counts() -> list[int]:
+            for rank_set in recorder.groups.rank_sets():
+                rank_set.recent.clear()
+            gc.collect()
+            return [sys.getrefcount(each) for each in watched]
+
+        def issue() -> None:
+            for _ in range(100):
+                dist.all_reduce(tensor)
+            dist.all_reduce(tensor, async_op=True).wait()
+            with pytest.raises(TypeError):
+                dist.all_reduce(tensor, none=1)
+            with recording.on_side():
+                dist.all_reduce(tensor)
+            recording.steps()
+
+        issue()
+        before, events = counts(), recording.cuda.num_events
+        for _ in range(5):
+            issue()
+        after = counts()
+        recording.instrumentation.close()
+
+    assert [b - a for a, b in zip(before, after, strict=True)] == [0] * len(watched)
+    assert recording.cuda.num_events - events < 20  # events are used again
 
 
 @needs_c
