@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -456,6 +459,21 @@ def test_the_console_shows_failures_and_figures() -> None:
     assert "FAILED y: AssertionError: 3" in text
     assert '{"ratio": 1.01}' in text
     assert "no nvcc" in text
+
+
+@pytest.mark.skipif(
+    shutil.which("gcc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
+    reason="needs gcc and Python.h",
+)
+def test_the_extension_is_built_for_this_python(tmp_path: Path) -> None:
+    built = verify.build_extension(tmp_path)
+    assert built is not None
+    loaded = importlib.util.spec_from_file_location("_hot_path", built)
+    assert loaded is not None
+    module = importlib.util.module_from_spec(loaded)
+
+    assert hasattr(module, "RecordedFunction")
+    assert verify.build_extension(tmp_path) == built
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

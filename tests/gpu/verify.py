@@ -24,6 +24,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -182,6 +183,7 @@ def environment(folder: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     paths = [kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else []
     if not imports_this_checkout():
+        build_extension(ROOT / "runtime" / "common")
         paths.insert(0, str(make_site(folder / "site")))
     return {
         **kept,
@@ -202,6 +204,27 @@ def imports_this_checkout() -> bool:
         and Path(found.origin).resolve().parent == ROOT.resolve()
         and any(importlib.metadata.distributions(name="zerowatch"))
     )
+
+
+def build_extension(folder: Path) -> Path | None:
+    """Build zerowatch's extension in C for this Python, unless it is there.
+
+    Args:
+        folder: For the built module.
+
+    Returns:
+        The module, or None without a compiler or Python.h: then the hot path is in Python.
+    """
+    built = folder / f"_hot_path{sysconfig.get_config_var('EXT_SUFFIX')}"
+    include, compiler = sysconfig.get_path("include"), shutil.which("gcc")
+    if built.exists():
+        return built
+    if compiler is None or not Path(include, "Python.h").exists():
+        return None
+    source = ROOT / "runtime" / "common" / "_hot_path.c"
+    options = ["-O2", "-shared", "-fPIC", f"-I{include}"]
+    subprocess.run([compiler, *options, str(source), "-o", str(built)], check=True)
+    return built
 
 
 def make_site(folder: Path) -> Path:
