@@ -20,6 +20,7 @@ from ..common.exit_notes import AFTER_FIRST, FIRST_TO_EXIT, ExitNote, write_exit
 from ..common.fail_open import FailOpen
 from ..common.plain_text import write_line_if_open
 from ..memory.oom.killed_ranks import exit_headline, workers_of_host
+from ..monitor.step_ring import recover
 
 T = TypeVar("T")
 
@@ -133,7 +134,9 @@ def _write_exit_notes(
             error = unwritten
     if first not in notes:
         return None, error
-    return exit_headline(*left[first, pids[first]], notes[first]), error
+    folder, process = left[first, pids[first]]
+    recover(folder)  # the last second of steps
+    return exit_headline(folder, process, notes[first]), error
 
 
 def _write_notes(runs: Path, pids: Mapping[int, int], text: str) -> None:

@@ -6,7 +6,6 @@ This is the hot path of monitoring, because it runs on the training thread for e
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 import time
 import weakref
@@ -278,11 +277,15 @@ class CallRecorder(RecorderFields):
             with MESSAGE_ENDS:
                 self._mark_message_ends(messages)
 
-    def on_error(self, call: CollectiveCall) -> None:
+    def on_error(self, call: CollectiveCall, error: BaseException | None) -> None:
         """Report a call that raised, unless the group refused the call before it was issued.
 
         A call that was interrupted by Ctrl-C or by the end of the script is not reported, because
         no other rank has failed.
+
+        Args:
+            call: The call.
+            error: What it has raised.
         """
         group = call.group
         issued = group.num_issued()
@@ -291,9 +294,7 @@ class CallRecorder(RecorderFields):
             if call.sequence == group.rank_set.issued:
                 group.rank_set.issued -= 1
             call.sequence = 0
-        elif (
-            self._on_failed is not None and call.sequence and isinstance(sys.exception(), Exception)
-        ):
+        elif self._on_failed is not None and call.sequence and isinstance(error, Exception):
             self._on_failed(call)
 
     def lose(self, call: CollectiveCall, error: BaseException) -> None:

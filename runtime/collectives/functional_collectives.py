@@ -9,6 +9,7 @@ not recorded.
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -56,7 +57,7 @@ class FunctionalCollectives:
         self._open = False
         self._inside = inside
         self._patches = PatchSet()
-        self._results: dict[int, _Result] = {}  # by the address of the result
+        self._results: OrderedDict[int, _Result] = OrderedDict()  # by the address of the result
         name = "functional collectives"
         self._on_call = fail_open.wrap(name, recorder.on_call)
         self._on_return = fail_open.wrap(name, recorder.on_return)
@@ -110,7 +111,7 @@ class FunctionalCollectives:
             return None
         result = self._results[_address(tensor.elem)] = _Result()
         while len(self._results) > MAX_RESULTS:
-            del self._results[next(iter(self._results))]
+            self._results.popitem(last=False)  # in one step, as other threads add results
         return result
 
     def _wait_wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:

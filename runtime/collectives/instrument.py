@@ -8,6 +8,7 @@ function, only the outer call is recorded.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter_ns
@@ -138,14 +139,14 @@ class CollectiveInstrumentation:
         assert plain is not None
 
         def on_failure(
-            call: CollectiveCall, started_ns: int, ended_ns: int, error: BaseException | None
+            call: CollectiveCall, started_ns: int, ended_ns: int, error: Exception, is_ours: bool
         ) -> None:
             """Give up a call that raised, or whose end could not be recorded for an error."""
-            if error is not None:
+            if is_ours:
                 self._lose(call, error)
                 return
             self._on_return(reader, [call], None, started_ns, ended_ns)
-            self._on_error(call)
+            self._on_error(call, error)
 
         record: RecordedCall = RecordedFunction(
             state=self._state,
@@ -185,7 +186,7 @@ class CollectiveInstrumentation:
                 if calls:
                     on_return(reader, calls, work, started_ns, ended_ns)
                     if not returned:
-                        on_error(calls[0])
+                        on_error(calls[0], sys.exception())
                 state.cost_ns += perf_counter_ns() - ended_ns + started_ns - entered_ns
             return work
 
@@ -224,9 +225,9 @@ class CollectiveInstrumentation:
             state.cost_ns += perf_counter_ns() - entered_ns
             try:
                 result = original(work, *args, **kwargs)
-            except RuntimeError:
+            except RuntimeError as error:
                 if call is not None:
-                    on_error(call)
+                    on_error(call, error)
                 raise
             ended_ns = perf_counter_ns()
             on_wait_end(work, call)

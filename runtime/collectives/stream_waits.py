@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from threading import get_ident
 from time import perf_counter_ns
@@ -62,7 +62,7 @@ class StreamWaitTracker:
         self._carried: dict[int | None, deque[CollectiveCall]] = {}
         # In the order in which they were recorded. No weak references: those to events of CUDA
         # outlive their event in torch 2.10 to 2.12, and end the process when they are read.
-        self._recorded: dict[Event, tuple[CollectiveCall, ...]] = {}
+        self._recorded: OrderedDict[Event, tuple[CollectiveCall, ...]] = OrderedDict()
 
     def connect(self, phase_timer: PhaseTimer | None) -> None:
         """Make the current stream the compute stream, and tag waits with the timer's phase.
@@ -154,7 +154,7 @@ class StreamWaitTracker:
         if carried:
             self._recorded[event] = tuple(carried)
             if len(self._recorded) > MAX_EVENTS:
-                self._recorded.pop(next(iter(self._recorded)), None)
+                self._recorded.popitem(last=False)  # in one step, as other threads record events
 
     def on_event_wait(self, event: Event, stream: Stream | None = None) -> None:
         """Record that a stream is about to wait for an event."""

@@ -24,7 +24,7 @@ from .groups import CollectiveCall, Group, Groups, lowest_coverage, sequence_num
 
 # Share of time that reading the Flight Recorder may take. A full buffer takes about 25 ms.
 READ_TIME_RATIO = 0.005
-MIN_PAUSE_SECONDS = 1.0
+MIN_PAUSE_SECONDS = 0.9  # less than the pause of the watch thread, which reads
 # The Flight Recorder's names of operations contain these words. The first that matches counts.
 _OP_OF_WORD: Mapping[str, str] = {
     "reduce_scatter": "reduce_scatter",

@@ -59,37 +59,26 @@ is_interrupt(void)
     return PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception);
 }
 
-/* An exception that was raised, and that Python code handles as in an `except` clause. */
-typedef struct {
-    PyObject *type, *error, *traceback;
-    PyObject *handled_before;
-} Caught;
-
-/* Begins to handle the current exception, which is then what sys.exception() returns. */
-static void
-catch_error(Caught *caught)
+/* Takes the current exception, which is a new reference. It is not what sys.exception() returns: no
+ * public function sets that for the right frame if the caller is a generator. */
+static PyObject *
+take_error(void)
 {
-    PyErr_Fetch(&caught->type, &caught->error, &caught->traceback);
-    PyErr_NormalizeException(&caught->type, &caught->error, &caught->traceback);
-    if (caught->traceback != NULL)
-        PyException_SetTraceback(caught->error, caught->traceback);
-    caught->handled_before = PyErr_GetHandledException();
-    PyErr_SetHandledException(caught->error);
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL)
+        PyException_SetTraceback(error, traceback);
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    return error;
 }
 
-/* Ends the handling. The exception is raised again, or forgotten. */
+/* Raises an exception that was taken, and releases it. */
 static void
-end_catch(Caught *caught, int raise)
+raise_again(PyObject *error)
 {
-    PyErr_SetHandledException(caught->handled_before);
-    Py_CLEAR(caught->handled_before);
-    if (raise) {
-        PyErr_Restore(caught->type, caught->error, caught->traceback);
-        return;
-    }
-    Py_CLEAR(caught->type);
-    Py_CLEAR(caught->error);
-    Py_CLEAR(caught->traceback);
+    PyErr_Restore(Py_NewRef((PyObject *)Py_TYPE(error)), error, PyException_GetTraceback(error));
 }
 
 /* Returns whether an attribute, or the result of a method, is this singleton. */
@@ -374,11 +363,10 @@ Hook_failed(Hook *self)
 {
     if (!PyErr_ExceptionMatches(self->catches))
         return NULL;
-    Caught caught;
-    catch_error(&caught);
+    PyObject *error = take_error();
     PyObject *result =
-        PyObject_CallFunctionObjArgs(self->on_failure, (PyObject *)self, caught.error, NULL);
-    end_catch(&caught, 0);
+        PyObject_CallFunctionObjArgs(self->on_failure, (PyObject *)self, error, NULL);
+    Py_DECREF(error);
     if (result == NULL)
         return NULL;
     Py_DECREF(result);
@@ -1233,13 +1221,14 @@ begin_call(RecordedFunction *self, PyObject *args, PyObject *kwargs, OnDevice *d
     call->phase = phase;
     call->timed = 1;
     RankSetFields *rank_set = (RankSetFields *)group->rank_set;
+    call->sequence = ++rank_set->issued; /* before other threads see the call */
     PyObject *added = PyObject_CallMethodOneArg(rank_set->recent, s_append, (PyObject *)call);
     if (added == NULL) {
+        rank_set->issued--;
         Py_DECREF(call);
         return NULL;
     }
     Py_DECREF(added);
-    call->sequence = ++rank_set->issued;
     group->recorded++;
     return call;
 not_here:
@@ -1366,24 +1355,35 @@ end_call(RecordedFunction *self, CollectiveCall *call, PyObject *work, OnDevice 
     return add_call(self, call);
 }
 
+/* Ends a report to Python code, which fails open itself. Releases the result and the exception that
+ * was reported, which is raised again if `raises`. Returns -1 if an exception is set then: this one,
+ * or that of Ctrl-C meanwhile. */
+static int
+end_report(PyObject *result, PyObject *error, int raises)
+{
+    Py_XDECREF(result);
+    int is_replaced = is_interrupt();
+    if (!is_replaced)
+        PyErr_Clear();
+    if (is_replaced || !raises) {
+        Py_DECREF(error);
+        return is_replaced ? -1 : 0;
+    }
+    raise_again(error);
+    return -1;
+}
+
 /* Passes the current exception to Python code, which gives up the call. The exception is that of the
  * call, which is set again, or one of ours. Returns -1 if one is set then. */
 static int
 report_failure(RecordedFunction *self, CollectiveCall *call, long long started_ns,
                long long ended_ns, int is_ours)
 {
-    Caught caught;
-    catch_error(&caught);
-    PyObject *result =
-        PyObject_CallFunction(self->on_failure, "OLLO", (PyObject *)call, started_ns, ended_ns,
-                              is_ours ? caught.error : Py_None);
-    Py_XDECREF(result);
-    int is_replaced = is_interrupt(); /* by Ctrl-C meanwhile */
-    if (!is_replaced)
-        PyErr_Clear(); /* on_failure fails open itself */
-    int raise = !is_ours && !is_replaced;
-    end_catch(&caught, raise);
-    return raise || is_replaced ? -1 : 0;
+    PyObject *error = take_error();
+    PyObject *result = PyObject_CallFunction(self->on_failure, "OLLOO", (PyObject *)call,
+                                             started_ns, ended_ns, error,
+                                             is_ours ? Py_True : Py_False);
+    return end_report(result, error, !is_ours);
 }
 
 static PyObject *
@@ -1518,10 +1518,11 @@ RecordedWait_init(RecordedWait *self, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
-/* Finds the call of a handle. Returns 0 if Python code must record the wait, or after an error; 1
- * with a new reference to the call, or with NULL if no call of this handle was recorded. */
+/* Takes the entry of a handle from `works`, so that only one thread marks its wait. Returns 0 if
+ * Python code must record the wait, or after an error; 1 with a new reference to the entry, or with
+ * NULL if no call of this handle was recorded. */
 static int
-call_of_handle(RecordedWait *self, PyObject *work, PyObject *key, CollectiveCall **call)
+take_entry(RecordedWait *self, PyObject *work, PyObject *key, PyObject **taken)
 {
     RecorderFields *recorder = self->recorder;
     if (PyObject_TypeCheck(self->on_wait_start, &Hook_Type) && ((Hook *)self->on_wait_start)->is_off)
@@ -1536,8 +1537,22 @@ call_of_handle(RecordedWait *self, PyObject *work, PyObject *key, CollectiveCall
     if (!PyObject_TypeCheck(PyTuple_GET_ITEM(entry, 1), &CollectiveCall_Type) ||
         !PyWeakref_Check(reference) || !refers_to(reference, work))
         return 0;
-    *call = (CollectiveCall *)Py_NewRef(PyTuple_GET_ITEM(entry, 1));
-    return 1;
+    *taken = Py_NewRef(entry);
+    if (PyDict_DelItem(recorder->works, key) == 0)
+        return 1;
+    Py_CLEAR(*taken);
+    return 0;
+}
+
+/* Gives an entry back, so that Python code finds it. An exception stays set. */
+static void
+give_back(RecordedWait *self, PyObject *key, PyObject *entry)
+{
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    if (PyDict_SetItem(self->recorder->works, key, entry) < 0)
+        PyErr_Clear();
+    PyErr_Restore(type, error, traceback);
 }
 
 /* Marks where the compute stream begins to wait for a call. Returns 0 if Python code must, or after
@@ -1561,37 +1576,38 @@ mark_wait(RecordedWait *self, CollectiveCall *call, OnDevice *device)
     return 1;
 }
 
-/* Records that this thread begins to wait. Returns as `call_of_handle`. */
+/* Records that this thread begins to wait. Returns 0 if Python code must, or after an error; 1 with
+ * a new reference to the call, or with NULL if no call of this handle was recorded. */
 static int
-begin_wait(RecordedWait *self, PyObject *work, CollectiveCall **call, OnDevice *device)
+begin_wait(RecordedWait *self, PyObject *work, CollectiveCall **found, OnDevice *device)
 {
     RecorderFields *recorder = self->recorder;
-    PyObject *timer = recorder->phase_timer, *key = PyLong_FromVoidPtr(work);
-    if (key == NULL)
+    PyObject *timer = recorder->phase_timer;
+    if (timer == NULL || !PyObject_TypeCheck(timer, &PhaseClock_Type) ||
+        ((PhaseClock *)timer)->now != NULL) /* Python code reads the same clock */
         return 0;
-    int found = call_of_handle(self, work, key, call);
-    if (*call != NULL) {
-        int is_own = PyThread_get_thread_ident() == recorder->training_thread;
-        if (timer == NULL || !PyObject_TypeCheck(timer, &PhaseClock_Type) ||
-            ((PhaseClock *)timer)->now != NULL)
-            found = 0;
-        else if ((*call)->start_event != NULL && (*call)->start_event != Py_None) {
-            found = mark_wait(self, *call, device);
-            if (found)
-                (*call)->wait_phase = ((PhaseClock *)timer)->current;
+    int phase = ((PhaseClock *)timer)->current; /* the timer may end while torch is called */
+    PyObject *entry = NULL, *key = PyLong_FromVoidPtr(work);
+    int is_here = key != NULL && take_entry(self, work, key, &entry);
+    if (entry != NULL) {
+        CollectiveCall *call = (CollectiveCall *)PyTuple_GET_ITEM(entry, 1);
+        if (call->start_event != NULL && call->start_event != Py_None) {
+            is_here = mark_wait(self, call, device);
+            if (is_here)
+                call->wait_phase = phase;
         }
-        else if (is_own && !(*call)->end_ns) {
-            (*call)->wait_phase = ((PhaseClock *)timer)->current;
-            (*call)->wait_ns = now_ns();
+        else if (PyThread_get_thread_ident() == recorder->training_thread && !call->end_ns) {
+            call->wait_phase = phase;
+            call->wait_ns = now_ns();
         }
-        /* Of no use to Python code if it has ended meanwhile. */
-        if (found && PyDict_DelItem(recorder->works, key) < 0)
-            PyErr_Clear();
-        if (!found)
-            Py_CLEAR(*call);
+        if (is_here)
+            *found = (CollectiveCall *)Py_NewRef((PyObject *)call);
+        else
+            give_back(self, key, entry);
+        Py_DECREF(entry);
     }
-    Py_DECREF(key);
-    return found;
+    Py_XDECREF(key);
+    return is_here;
 }
 
 /* Marks the end of a call that nothing else marks. Returns -1 if an interrupt is set then. */
@@ -1616,18 +1632,14 @@ end_wait(RecordedWait *self, PyObject *work, CollectiveCall *call, OnDevice *dev
     return result == NULL ? -1 : 0;
 }
 
-/* Tells Python code that a call has raised the current exception. */
+/* Tells Python code that a call has raised the current exception, which is raised again. */
 static void
 report_error(RecordedWait *self, CollectiveCall *call)
 {
-    Caught caught;
-    catch_error(&caught);
-    PyObject *result = PyObject_CallOneArg(self->on_error, (PyObject *)call);
-    Py_XDECREF(result);
-    int is_replaced = is_interrupt();
-    if (!is_replaced)
-        PyErr_Clear(); /* on_error fails open itself */
-    end_catch(&caught, !is_replaced);
+    PyObject *error = take_error();
+    PyObject *result =
+        PyObject_CallFunctionObjArgs(self->on_error, (PyObject *)call, error, NULL);
+    end_report(result, error, 1);
 }
 
 static PyObject *

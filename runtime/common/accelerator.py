@@ -186,8 +186,8 @@ class CudaAccelerator:
         device = torch.cuda.current_device()
         key = (device, torch._C._cuda_getCurrentRawStream(device))
         stream = self._streams.get(key)
-        if stream is None:
-            stream = self._streams[key] = torch.cuda.current_stream()
+        if stream is None:  # another thread may make one too
+            stream = self._streams.setdefault(key, torch.cuda.current_stream())
         return stream
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:

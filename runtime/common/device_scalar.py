@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,20 +19,40 @@ _read_host = (
 )
 
 
+def _keep_for_ever(
+    tensor: torch.Tensor,
+    increase: Callable[[Any], None] = ctypes.pythonapi.Py_IncRef,
+    as_object: Callable[[Any], Any] = ctypes.py_object,
+) -> None:
+    """Never free a tensor in pinned memory.
+
+    torch asks the device about such memory when it is freed, and ends the process if the device has
+    failed: the script's own error would not be seen.
+    """
+    increase(as_object(tensor))
+
+
 class PendingScalar:
     """Copies a scalar from a device to the host. No method waits for the copy."""
 
-    __slots__ = ("_copy", "_done", "_is_lost", "_value")
+    __slots__ = ("_copy", "_done", "_is_capturing", "_is_lost", "_value")
 
     def __init__(self, source: torch.Tensor) -> None:
         """Start copying a tensor with one element. This allocates no memory on the device."""
         self._value: float | None = None
         self._is_lost = False
         self._done: Event | None = None
-        self._copy: torch.Tensor | None = torch.empty((), dtype=source.dtype, pin_memory=True)
-        self._copy.copy_(source.detach().reshape(()), non_blocking=True)
-        self._done = accelerator.current.Event()
-        self._done.record()
+        self._copy: torch.Tensor | None = None
+        device = accelerator.current
+        self._is_capturing = device.is_capturing
+        self._copy = torch.empty((), dtype=source.dtype, pin_memory=True)
+        try:
+            self._copy.copy_(source.detach().reshape(()), non_blocking=True)
+            self._done = device.Event()
+            self._done.record(device.current_stream())  # torch takes longer to find the stream
+        except RuntimeError:
+            _keep_for_ever(self._copy)
+            raise
 
     def arrived(self) -> bool:
         """Whether the copy is done, or lost."""
@@ -50,18 +71,18 @@ class PendingScalar:
         """Stop asking the device for the copy. A copy that is not known to be done is lost."""
         self._is_lost = True
 
-    def __del__(self) -> None:
-        """Keep the memory for ever if the device has failed.
-
-        torch asks the device about pinned memory that it frees, and ends the process if that fails:
-        the script's own error would not be seen.
-        """
+    # The function is bound here, because a module has no names any more when the interpreter ends.
+    def __del__(self, keep: Callable[[torch.Tensor], None] = _keep_for_ever) -> None:
+        """Keep the memory if the device has failed."""
         if self._copy is None or self._done is None:
             return
         try:
-            self._done.query()
+            if self._is_capturing():  # no thread may ask for an event then
+                keep(self._copy)
+            else:
+                self._done.query()
         except RuntimeError:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._copy))
+            keep(self._copy)
 
 
 ScalarOrPending = float | PendingScalar | None

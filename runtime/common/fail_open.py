@@ -163,7 +163,7 @@ class _Failures:
                 self._backoff.start_delay()
             if text is _DROPPED or not self._is_logged:
                 self._is_logged = True
-                logger.warning(text, self._name, exc_info=True)
+                logger.warning(text, self._name, exc_info=error)
 
     def _may_resume(self, hook: Hook) -> bool:
         if self._is_dropped or not self._backoff.is_due:

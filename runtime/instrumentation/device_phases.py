@@ -20,6 +20,7 @@ from ...metrics.catalog.labels import PHASES
 from ..collectives.event_pool import EventPool
 from ..common import accelerator
 from ..common.accelerator import Event
+from ..common.gil_pauses import let_training_run
 from ..common.phase_timer import BACKWARD, FORWARD, MAX_INTERVALS, UNCOUNTED, PhaseInterval
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,8 @@ class DevicePhases:
         """
         try:
             while self._marks and self._read_next(self._marks[0]):
-                self._marks.popleft()
+                if isinstance(self._marks.popleft(), DevicePhaseTimes):
+                    let_training_run()
         except BaseException as error:
             self._num_lost += 1
             if self._num_lost < MAX_LOST:

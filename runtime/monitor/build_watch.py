@@ -165,6 +165,7 @@ def build_watch(
             flight_recorder=FlightRecorder() if isinstance(engine, TorchEngine) else None,
         )
         undo.callback(thread.stop)
+        memory.catch_up = thread.catch_up
 
         # The hooks in training, which pass their measurements to the watch thread.
         warn_of_comms_logger()

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 IDLE_SECONDS = 5.0
 # Maximum number of samples that are kept until the next publication.
 MAX_SAMPLES = 256
+# How long the report of an out-of-memory error waits for the readings of the last second.
+CATCH_UP_SECONDS = 0.2
 
 
 class MemoryMonitor:
@@ -49,6 +51,7 @@ class MemoryMonitor:
 
     Attributes:
         hooks: Called by the engine's hooks.
+        catch_up: Waits until the watch thread has taken the steps so far, for at most some seconds.
     """
 
     def __init__(self, context: WatchContext, engine: Any, probes: Sequence[MemoryProbe]) -> None:
@@ -83,6 +86,7 @@ class MemoryMonitor:
         )
         self._oom_reporter = self._new_oom_reporter() if settings.enabled else None
         self._oom_device = "cpu"
+        self.catch_up: Callable[[float], None] = lambda seconds: None
         self._liveness: LivenessFile | None = None
         self._liveness_backoff = Backoff(RETRY_SECONDS, RETRY_SECONDS)
         self._began_unix_seconds = time.time()
@@ -253,6 +257,8 @@ class MemoryMonitor:
         Runs on the training thread.
         """
         if self._oom_reporter is not None:
+            if is_caused_by_oom(error):
+                self.catch_up(CATCH_UP_SECONDS)
             oom = self._oom_reporter.on_error(error, is_end=is_end)
             if oom is not None:
                 self._oom_device = oom.device

@@ -121,8 +121,9 @@ class MetricsLog:
     def _line(self, is_first: bool) -> bytes:
         """Return the next line. A line that could not be written makes the next one a first one."""
         snapshot = served(self._recorder.snapshot(), self._settings.serve.detail)
+        unix_seconds = self._unix_now()
         let_training_run()
-        values, unix_seconds = self._table.values(snapshot), self._unix_now()
+        values = self._table.values(snapshot)
         let_training_run()
         is_full = is_first or self._number % FULL_LINE_EVERY == 0
         if is_full:

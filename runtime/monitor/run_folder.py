@@ -99,6 +99,11 @@ class RunFolder:
             return None
         return self._runs / self.run_id
 
+    @property
+    def is_logged(self) -> bool:
+        """Whether a run log is written."""
+        return self._settings.run_log.enabled
+
     def run(self) -> tuple[str, Path] | None:
         """Return the run id and the folder, or None where `path` is None."""
         if self.run_id is None or self.path is None:

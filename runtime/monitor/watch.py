@@ -289,9 +289,9 @@ class Watch:
             )
             self._close_parts(lambda: self._publish_end(failed=failed, interrupted=interrupted))
             self._publish_overhead()
-            is_complete = not self._thread.is_abandoned
-            if is_complete:  # else the thread may be inside of it
+            if not self._thread.is_abandoned:  # else the thread may be inside of it
                 self._close_parts(self._metrics_log.close)
+            is_complete = self._thread.is_complete
             self._close_parts(lambda: self._folder.close(is_complete=is_complete), self._otel.close)
             self._publish_overhead()
             self._close_parts(lambda: self._announce_report(ok=not failed and not interrupted))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import logging
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -119,7 +120,8 @@ class WatchThread:
         self._add_memory_sample = fail_open.wrap("memory", memory.add_step)
         self._events = calls.events
         self._pass_on_calls = fail_open.wrap("collectives", calls.pass_on_between_steps)
-        self._append = fail_open.wrap("run log", folder.append)
+        self._folder = folder
+        self._append = fail_open.wrap("run log", self._append_records)
         self._add_step_times = fail_open.wrap("step times", comparison.add_step_times)
         self._listeners = listeners
         self._trace = fail_open.wrap("traces", otel.trace) if otel.makes_traces else None
@@ -152,7 +154,10 @@ class WatchThread:
         self._publish = fail_open.wrap("publish", step_metrics.publish)
         self._close = fail_open.wrap("devices", sampler.close)
         self._tasks: list[Callable[[], object]] = [fail_open.wrap("devices", sampler.read_devices)]
-        self._is_stopping = self._is_abandoned = self._is_hurried = False
+        self._is_stopping = self._is_abandoned = self._has_unwritten = False
+        self._was_rung = False
+        self._num_hurried = 0  # items at the head of the queue for which the thread was woken
+        self._waiting_for_pass: list[threading.Event] = []
         self._is_risky = False  # whether memory may soon run out, by the last forecast
         self._unlogged: list[StepRecord] = []
         self._thread = fail_open.thread("watch", self._run)
@@ -174,12 +179,23 @@ class WatchThread:
             self.dropped_calls += _batch_of(item).discard()
             return
         can_wait = len(self._inbox) < WAKING_ITEMS
-        if isinstance(item, RawStep):
+        if isinstance(item, RawStep) and self._folder.is_logged:
             can_wait = self._write_ring(item) is True and can_wait
             can_wait = can_wait and (item.memory is None or not self._may_explain_kill(item.memory))
         self._inbox.append(item)
         if not can_wait:
             self._bell.put(None)
+
+    def catch_up(self, timeout_seconds: float) -> None:
+        """Wait until the thread has taken what is in the queue now, for a report on an error.
+
+        Called on the training thread. What still runs on the device is not waited for.
+        """
+        ended = threading.Event()
+        self._waiting_for_pass.append(ended)
+        self._bell.put(None)
+        if self._thread.is_alive():
+            ended.wait(timeout_seconds)
 
     def _may_explain_kill(self, sample: StepMemorySample) -> bool:
         """Whether the next start needs this sample to explain why the kernel killed this process.
@@ -205,26 +221,37 @@ class WatchThread:
         self._bell.put(None)
         if not self._thread.was_started:
             self._close()
-        elif not self._is_abandoned and not self._thread.join(timeout_seconds):
-            self._abandon(timeout_seconds)
+        elif self._is_abandoned:
+            return
+        elif not self._thread.join(timeout_seconds):
+            self._is_abandoned = True
+            logger.warning(
+                "the watch thread did not end within %g s; %d step(s) may be neither in the run "
+                "log nor in the metrics. Check whether the disk of run_log.folder responds.",
+                timeout_seconds,
+                self._drop_rest(),
+            )
+        elif num_lost := self._drop_rest():  # the thread, or its work on steps, had ended before
+            logger.warning("%d step(s) are neither in the run log nor in the metrics", num_lost)
 
     @property
     def is_abandoned(self) -> bool:
         """Whether the thread did not end in time, so that it may still be in a call."""
         return self._is_abandoned
 
-    def _abandon(self, timeout_seconds: float) -> None:
-        self._is_abandoned = True
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run log has all steps, so that nothing need be recovered from the ring."""
+        return not (self._is_abandoned or self._has_unwritten)
+
+    def _drop_rest(self) -> int:
+        """Count the steps that were not written as dropped, and return their number."""
         num_lost = sum(isinstance(item, RawStep) for item in [*self._pending, *self._inbox])
         num_lost += len(self._unlogged)
         self._inbox.clear()
         self.dropped_steps += num_lost
-        logger.warning(
-            "the watch thread did not end within %g s; %d step(s) are neither in the run log nor "
-            "in the metrics. Check whether the disk of run_log.folder responds.",
-            timeout_seconds,
-            num_lost,
-        )
+        self._has_unwritten = self._has_unwritten or num_lost > 0
+        return num_lost
 
     def _run(self) -> None:
         if self._on_device and not accelerator.current.allow_queries_while_capturing():
@@ -233,15 +260,18 @@ class WatchThread:
         while running and not self._is_abandoned:
             self._wait()
             running = not self._is_stopping  # all items before `stop` are in the queue by now
-            self._drain()
+            waiting, self._waiting_for_pass = self._waiting_for_pass, []
+            self._take_queue()
             now = time.monotonic()
             is_due = now >= self._tick_due or not running
             if is_due and running:
                 self._pass_on_calls()  # into the queue
-                self._drain()
+                self._take_queue()
                 let_training_run()
             self._finish(final=not running)
             self._write_log()
+            for ended in waiting:
+                ended.set()
             let_training_run()
             if is_due:
                 self._tick_due = now + TICK_SECONDS
@@ -255,25 +285,27 @@ class WatchThread:
     def _wait(self) -> None:
         """Wait until a publication is due, or an item wakes the thread.
 
-        While such an item waits for its measurements, the thread looks again and again.
+        While such an item, or one before it, waits for its measurements, the thread looks again and
+        again.
         """
         seconds = max(0.0, self._tick_due - time.monotonic())
-        self._is_hurried &= bool(self._pending)
-        if self._is_hurried:
+        if self._num_hurried:
             seconds = min(seconds, self._poll_seconds)
         try:
             self._bell.get(timeout=seconds)
-            self._is_hurried = True
+            self._was_rung = True
             while not self._bell.empty():
                 self._bell.get_nowait()
         except queue.Empty:
-            if self._is_hurried:
+            if self._num_hurried:
                 self._poll_seconds = min(2 * self._poll_seconds, LAST_POLL_SECONDS)
 
-    def _drain(self) -> None:
-        """Take all batches and steps from the queue."""
+    def _take_queue(self) -> None:
+        """Take all batches and steps from the queue. The thread hurries for them if it was rung."""
         while self._inbox:
             self._pending.append(self._inbox.popleft())
+        if self._was_rung:
+            self._was_rung, self._num_hurried = False, len(self._pending)
 
     def _finish_pending(self, *, final: bool) -> None:
         """Process the queue in order, up to the first item that still waits for measurements.
@@ -296,6 +328,7 @@ class WatchThread:
                 return
             self._waiting_since, self._poll_seconds = 0.0, FIRST_POLL_SECONDS
             self._pending.popleft()
+            self._num_hurried = max(0, self._num_hurried - 1)
             if self._flight_recorder is not None:
                 self._fail_open.call("flight recorder", self._add_unseen_calls, head)
             self._take_calls(_batch_of(head))
@@ -377,8 +410,14 @@ class WatchThread:
 
     def _write_log(self) -> None:
         if self._unlogged:
-            self._append(self._unlogged)
+            if self._append(self._unlogged) is None:
+                self._has_unwritten = True
             self._unlogged = []  # not before: a disk that does not respond must not hide them
+
+    def _append_records(self, records: Sequence[StepRecord]) -> bool:
+        """Append records to the run log; return True, because None means that this has failed."""
+        self._folder.append(records)
+        return True
 
     def _publish_second(self) -> None:
         """Publish the steps and calls of the last second, and call the listeners."""

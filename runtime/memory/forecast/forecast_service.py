@@ -84,6 +84,7 @@ class MemoryForecasts:
         self._forecasters.clear()
         self.forecasts, self.risks = {}, {}
         self._harmless = {}
+        self._pause_seconds = 0.0
 
     def last_peaks(self, device: str) -> list[PeakPoint]:
         """Return the last readings of a device, oldest first."""

@@ -57,6 +57,8 @@ MAX_RECORDS = 20
 # Bytes that are first read from the end of the step log. They hold a few hundred lines: a line is
 # about 1 KiB long, and longer with many devices or collectives.
 _TAIL_BYTES = 256 * 1024
+# Steps recovered from a ring have no reading of the memory. This is more than a ring of them.
+_MAX_TAIL_BYTES = 4 * 2**20
 
 
 class ExitCause(Enum):
@@ -468,7 +470,8 @@ def _last_seen(records: Sequence[LastRecord]) -> tuple[float, float] | None:
     """Return the times between which the rank exited, by the pace of its last steps."""
     if not records:
         return None
-    ends = [record.ended_at_unix_seconds for record in records]
+    # Without an older record that was added for its reading of the memory.
+    ends = [record.ended_at_unix_seconds for record in records[-MAX_RECORDS:]]
     longest = max((later - earlier for earlier, later in pairwise(ends)), default=0.0)
     return ends[-1], ends[-1] + max(LAST_SIGN_SECONDS, LAST_SIGN_STEPS * longest)
 
@@ -598,7 +601,7 @@ def read_last_records(
     """
     records: list[Mapping[str, Any]] = []
     for name in (f"rank-{rank}.jsonl", f"rank-{rank}.1.jsonl"):  # the log may have just rotated
-        if len(records) < MAX_RECORDS:
+        if not _are_enough(records):
             records = [
                 *_records_between(folder / name, since_unix_seconds, before_unix_seconds),
                 *records,
@@ -627,9 +630,16 @@ def _records_between(
             if since_unix_seconds <= _ended_at(record) < before_unix_seconds
         ]
         has_earlier = bool(records) and _ended_at(records[0]) < since_unix_seconds
-        if is_whole or has_earlier or len(of_period) >= MAX_RECORDS:
+        if is_whole or has_earlier or _are_enough(of_period) or num_bytes >= _MAX_TAIL_BYTES:
             return of_period
         num_bytes *= 4
+
+
+def _are_enough(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether there are enough records, and one with a reading of the memory among them."""
+    return len(records) >= MAX_RECORDS and any(
+        (record.get("memory_bytes") or {}).get("cpu") for record in reversed(records)
+    )
 
 
 def _latest(records: Sequence[LastRecord], field: str) -> Any:

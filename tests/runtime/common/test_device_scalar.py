@@ -88,6 +88,41 @@ def test_a_copy_that_has_arrived_survives_an_error_of_the_device_and_another_is_
     assert mean([early, late]) == 1.0
 
 
+@pytest.mark.parametrize("name", ["empty", "record"])
+def test_a_copy_that_cannot_be_started_raises_that_error_only(
+    device: FakeCuda, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    empty = torch.empty
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"no {name}")
+
+    def counted(*size: Any, **options: Any) -> torch.Tensor:
+        made.append(weakref.ref(tensor := empty(*size, **options)))
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", fail if name == "empty" else counted)
+    monkeypatch.setattr(device.Event, "record", fail)  # pytest fails on an error in __del__
+
+    with pytest.raises(RuntimeError, match=f"no {name}"):
+        PendingScalar(torch.tensor(2.0))
+
+    assert [copy() is not None for copy in made] == [True] * (name == "record")
+
+
+def test_no_event_is_asked_for_while_a_graph_is_captured(device: FakeCuda) -> None:
+    device.current.run(20)
+    pending = PendingScalar(torch.tensor(2.0))
+    copy = weakref.ref(pending._copy)  # type: ignore[arg-type]
+    device.Event.query = lambda event: 1 / 0
+    device.capturing = True
+
+    del pending
+
+    assert copy() is not None
+
+
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_pinned_memory_is_not_freed_on_a_failed_device(device: FakeCuda, is_broken: bool) -> None:
     device.current.run(20)

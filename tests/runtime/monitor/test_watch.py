@@ -59,7 +59,9 @@ class Job:
             )
         }
         made["folder"] = Part("folder", self.calls, path=folder, rank=rank, run_id="night-7")
-        made["thread"] = Part("thread", self.calls, is_abandoned=is_abandoned)
+        made["thread"] = Part(
+            "thread", self.calls, is_abandoned=is_abandoned, is_complete=not is_abandoned
+        )
         made["instrumentation"] = Part(
             "instrumentation",
             self.calls,
@@ -232,6 +234,16 @@ def test_the_metrics_log_and_the_ring_of_a_thread_that_did_not_end_stay() -> Non
     job.watch.close()
 
     assert "metrics_log.close" not in job.names()
+    assert ("folder.close", "is_complete=False") in job.calls
+
+
+def test_the_ring_of_a_thread_that_has_not_written_all_steps_stays() -> None:
+    job = Job()
+    job.watch._thread.is_complete = False  # type: ignore[misc]
+
+    job.watch.close()
+
+    assert "metrics_log.close" in job.names()
     assert ("folder.close", "is_complete=False") in job.calls
 
 

@@ -39,7 +39,7 @@ class FakeGroup:
 class Rank:
     """A watch thread with a recorder of calls on a fake device, and the steps it has written."""
 
-    def __init__(self, device: FakeCuda, ring: Any = None) -> None:
+    def __init__(self, device: FakeCuda, ring: Any = None, *, is_logged: bool = True) -> None:
         self.device, self.fail_open = device, FailOpen()
         self.recorder, self.group = CallRecorder(), FakeGroup()
         self.written: list[StepRecord] = []
@@ -56,7 +56,7 @@ class Rank:
             ),
             memory=SimpleNamespace(add_step=lambda step: self.risks),
             comparison=SimpleNamespace(add_step_times=lambda *times: self.compared.append(times)),
-            folder=SimpleNamespace(append=self.write, ring=ring),
+            folder=SimpleNamespace(append=self.write, ring=ring, is_logged=is_logged),
             otel=SimpleNamespace(makes_traces=False),
             calls=self.recorder,
             fail_open=self.fail_open,
@@ -105,7 +105,7 @@ class Rank:
 
     def poll(self) -> None:
         """Let the thread look once."""
-        self.thread._drain()
+        self.thread._take_queue()
         self.thread._finish_pending(final=False)
         self.thread._write_log()
 
@@ -409,6 +409,77 @@ def test_each_step_wakes_the_thread_if_a_kill_would_lose_it(
         assert rank.is_woken()
 
     assert rank.finish() == [1, 2]
+
+
+def test_no_step_wakes_the_thread_if_no_run_log_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank(device_of(monkeypatch), is_logged=False)
+
+    rank.end_step(1)
+
+    assert not rank.is_woken()
+    assert rank.finish() == [1]
+
+
+def test_the_thread_hurries_only_for_what_has_woken_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(device_of(monkeypatch))  # without a ring: each step wakes it
+    rank.call(20)
+    rank.end_step(1)
+    rank.thread._wait()
+    rank.poll()
+    waits_for_first = rank.thread._num_hurried
+    rank.thread._ring = FakeRing()
+    rank.call(20)
+    rank.end_step(2)
+    rank.device.host.elapse(30)
+
+    rank.poll()
+
+    assert (waits_for_first, rank.thread._num_hurried) == (1, 0)
+    assert [record.step for record in rank.written] == [1]
+    rank.device.host.elapse(30)
+    assert rank.finish() == [1, 2]
+
+
+def test_a_report_waits_until_the_thread_has_taken_the_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank(device_of(monkeypatch), FakeRing())
+    rank.thread.catch_up(60.0)  # returns at once: the thread does not run yet
+    rank.thread.start({})
+    rank.end_step(1)
+
+    rank.thread.catch_up(60.0)
+
+    assert [record.step for record in rank.written] == [1]
+    rank.thread.stop(timeout_seconds=120.0)
+
+
+def test_steps_that_a_dead_thread_has_left_are_counted_and_remain_in_the_ring(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = Rank(device_of(monkeypatch), FakeRing())
+    monkeypatch.setattr(rank.thread, "_finish", lambda *, final: None)  # a hook that was dropped
+    rank.thread.start({})
+    for number in (1, 2, 3):
+        rank.end_step(number)
+
+    rank.thread.stop(timeout_seconds=120.0)
+
+    assert (rank.thread.dropped_steps, rank.thread.is_complete) == (3, False)
+    assert "3 step(s) are neither in the run log nor in the metrics" in caplog.text
+
+
+def test_a_run_log_that_has_failed_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(device_of(monkeypatch), FakeRing())
+    rank.thread._folder.append = lambda records: 1 / 0  # type: ignore[method-assign]
+    rank.end_step(1)
+
+    rank.finish()
+
+    assert not rank.thread.is_complete
+    assert rank.fail_open.failures == {"run log": 1}
 
 
 def test_many_short_steps_wake_the_thread_long_before_the_ring_is_full(

@@ -25,7 +25,9 @@ class Terminal:
 
     def __init__(self, folder: Path, size: tuple[int, int], *command: object) -> None:
         self._tmux = [program("tmux", apt="tmux"), "-S", str(folder / "socket"), "-f", "/dev/null"]
-        environment = {**os.environ, "LANG": "C.UTF-8", "TERM": "screen-256color"}
+        # With COLUMNS or LINES in the environment, a program does not ask the terminal for its size.
+        inherited = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+        environment = {**inherited, "LANG": "C.UTF-8", "TERM": "screen-256color"}
         width, height = map(str, size)
         shell = f"{' '.join(map(str, command))}; echo exit $?; exec sleep 600"
         self._call(
@@ -65,8 +67,15 @@ class Terminal:
             screens.append(self.shown())
             return condition(screens[-1])
 
-        assert eventually(holds, pause=0.2), screens[-1]
+        assert eventually(holds, pause=0.2), f"{screens[-1]}\n{self._sizes()}"
         return screens[-1]
+
+    def _sizes(self) -> str:
+        """The sizes that tmux knows, and that of its terminal as the command sees it."""
+        known = self._call("display", "-p", "#{window_width}x#{window_height} #{pane_tty}")
+        tty = known.split()[1]
+        seen = subprocess.run(["stty", "-F", tty, "size"], capture_output=True, text=True)
+        return f"tmux: {known.strip()}, rows and columns of the terminal: {seen.stdout.strip()}"
 
     def close(self) -> None:
         """End the command and the server."""

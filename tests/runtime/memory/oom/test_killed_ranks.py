@@ -45,6 +45,7 @@ from zerowatch.runtime.memory.oom.killed_ranks import (
     LastRecord,
     classify_exit,
     detect_killed_ranks,
+    read_last_records,
 )
 
 MIB = 2**20
@@ -524,6 +525,28 @@ def test_steps_without_a_reading_do_not_hide_the_last_reading(tmp_path: Path) ->
 
     assert [each.step for each in killed.records] == [7, *range(80, 100)]
     assert killed.records[0].limit_ratio == 0.3
+
+
+@pytest.mark.parametrize("is_rotated", [False, True])
+def test_the_last_reading_of_the_memory_is_found_before_a_second_of_short_steps(
+    tmp_path: Path, is_rotated: bool
+) -> None:
+    """Steps that are recovered from a ring have no reading, and fill the end of the log."""
+    lines = [
+        json.dumps({"step": step, "ended_at_unix_seconds": step, "phase_seconds": "x" * 600})
+        for step in range(1, 1001)
+    ]
+    host = {"cpu": {"allocated": 300.0, "limit": 1000.0}}
+    first = json.dumps({"step": 0, "ended_at_unix_seconds": 0.5, "memory_bytes": host})
+    older = tmp_path / ("rank-0.1.jsonl" if is_rotated else "rank-0.jsonl")
+    older.write_text(first + "\n")
+    with (tmp_path / "rank-0.jsonl").open("a") as log:
+        log.write("\n".join(lines) + "\n")
+
+    records = read_last_records(tmp_path, 0, since_unix_seconds=0.0)
+
+    assert [each.step for each in records] == [0, *range(981, 1001)]
+    assert records[0].limit_ratio == 0.3
 
 
 def test_the_report_says_how_a_rank_exited_if_that_was_noted(tmp_path: Path) -> None:
