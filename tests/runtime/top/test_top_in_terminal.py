@@ -25,7 +25,7 @@ class Terminal:
 
     def __init__(self, folder: Path, size: tuple[int, int], *command: object) -> None:
         self._tmux = [program("tmux", apt="tmux"), "-S", str(folder / "socket"), "-f", "/dev/null"]
-        # With COLUMNS or LINES in the environment, a program does not ask the terminal for its size.
+        # With COLUMNS or LINES set, a program does not ask the terminal for its size.
         inherited = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
         environment = {**inherited, "LANG": "C.UTF-8", "TERM": "screen-256color"}
         width, height = map(str, size)
