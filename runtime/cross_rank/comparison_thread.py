@@ -37,6 +37,9 @@ POLLS_PER_EXCHANGE = 5
 MAX_POLL_INTERVAL_SECONDS = 2.0
 # Longest wait for results at the end of a run.
 CLOSING_SECONDS = 1.0
+# Minimum time for which a call waits for its result. The watch threads settle calls once a second,
+# and the seconds of two ranks begin at different moments.
+MIN_PATIENCE_SECONDS = 4.0
 # Time without progress after which a rank reads whether another rank announces a hang. The hang
 # limits of ranks differ, so the other rank may find the hang earlier.
 IDLE_SECONDS_BEFORE_HEARTBEATS = 5.0
@@ -96,7 +99,7 @@ class ComparisonThread:
         self._phase_timer = phase_timer
         self._recorder = recorder
         self._interval_seconds = interval_seconds
-        self._patience_seconds = PATIENCE_EXCHANGES * interval_seconds
+        self._patience_seconds = max(PATIENCE_EXCHANGES * interval_seconds, MIN_PATIENCE_SECONDS)
         self._stuck_seconds = stuck_seconds
         self._now = now
         self._accounting = RankCommCosts(groups, recorder, now)
