@@ -1068,17 +1068,32 @@ read_payload(RecordedFunction *self, PyObject *tensor, long long *num_bytes, PyO
     return *dtype != NULL;
 }
 
+/* Returns whether a function is a hook that is off. Python code decides whether it is called again. */
+static int
+is_off(PyObject *function)
+{
+    return PyObject_TypeCheck(function, &Hook_Type) && ((Hook *)function)->is_off;
+}
+
+/* Returns the clock of the phases, borrowed, or NULL if only Python code can read the same clock. It
+ * may end as soon as Python code runs. */
+static PhaseClock *
+phase_clock(RecorderFields *recorder)
+{
+    PyObject *timer = recorder->phase_timer;
+    if (timer == NULL || !PyObject_TypeCheck(timer, &PhaseClock_Type) ||
+        ((PhaseClock *)timer)->now != NULL)
+        return NULL;
+    return (PhaseClock *)timer;
+}
+
 /* Returns whether a call may be recorded here: calls are recorded, by the clock of the phases, and
  * outside of coalescing blocks. */
 static int
 is_common(RecordedFunction *self)
 {
     RecorderFields *recorder = self->recorder;
-    PyObject *timer = recorder->phase_timer;
-    if (PyObject_TypeCheck(self->on_call, &Hook_Type) && ((Hook *)self->on_call)->is_off)
-        return 0; /* Python code decides whether it is called again */
-    if (timer == NULL || !PyObject_TypeCheck(timer, &PhaseClock_Type) ||
-        ((PhaseClock *)timer)->now != NULL) /* Python code reads the same clock */
+    if (is_off(self->on_call) || phase_clock(recorder) == NULL)
         return 0;
     if (recorder->calls == NULL || !PyList_Check(recorder->calls) || recorder->works == NULL ||
         !PyDict_Check(recorder->works) || recorder->under_way == NULL ||
@@ -1194,7 +1209,7 @@ begin_call(RecordedFunction *self, PyObject *args, PyObject *kwargs, OnDevice *d
 {
     if (!is_common(self))
         return NULL;
-    int phase = ((PhaseClock *)self->recorder->phase_timer)->current;
+    int phase = phase_clock(self->recorder)->current;
     GroupFields *group = group_of_call(self, args, kwargs);
     if (group == NULL)
         return NULL;
@@ -1499,8 +1514,9 @@ typedef struct {
 static int
 RecordedWait_init(RecordedWait *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"state",       "recorder", "original",         "in_python", "on_wait_start",
-                            "on_wait_end", "on_error", "stream_wait_type", NULL};
+    static char *names[] = {"state",         "recorder",    "original", "in_python",
+                            "on_wait_start", "on_wait_end", "on_error", "stream_wait_type",
+                            NULL};
     PyObject *state, *recorder, *original, *in_python, *on_wait_start, *on_wait_end, *on_error,
         *stream_wait_type;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OOOOOO", names, &WrapperState_Type, &state,
@@ -1525,9 +1541,8 @@ static int
 take_entry(RecordedWait *self, PyObject *work, PyObject *key, PyObject **taken)
 {
     RecorderFields *recorder = self->recorder;
-    if (PyObject_TypeCheck(self->on_wait_start, &Hook_Type) && ((Hook *)self->on_wait_start)->is_off)
-        return 0; /* Python code decides whether it is called again */
-    if (recorder->works == NULL || !PyDict_Check(recorder->works) || recorder->messages == NULL ||
+    if (is_off(self->on_wait_start) || recorder->works == NULL ||
+        !PyDict_Check(recorder->works) || recorder->messages == NULL ||
         !PyDict_Check(recorder->messages) || PyDict_Contains(recorder->messages, key) != 0)
         return 0;
     PyObject *entry = PyDict_GetItemWithError(recorder->works, key);
@@ -1582,11 +1597,10 @@ static int
 begin_wait(RecordedWait *self, PyObject *work, CollectiveCall **found, OnDevice *device)
 {
     RecorderFields *recorder = self->recorder;
-    PyObject *timer = recorder->phase_timer;
-    if (timer == NULL || !PyObject_TypeCheck(timer, &PhaseClock_Type) ||
-        ((PhaseClock *)timer)->now != NULL) /* Python code reads the same clock */
+    PhaseClock *clock = phase_clock(recorder);
+    if (clock == NULL)
         return 0;
-    int phase = ((PhaseClock *)timer)->current; /* the timer may end while torch is called */
+    int phase = clock->current;
     PyObject *entry = NULL, *key = PyLong_FromVoidPtr(work);
     int is_here = key != NULL && take_entry(self, work, key, &entry);
     if (entry != NULL) {

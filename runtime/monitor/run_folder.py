@@ -78,7 +78,7 @@ class RunFolder:
         self._lock: int | None = None
         self._is_signed = False
         self.files = RetriedFiles()
-        self.ring = StepRing.create() if settings.run_log.enabled else None
+        self.ring = StepRing.create() if self.is_logged else None
         self._missing_backoff = Backoff(RETRY_SECONDS, RETRY_SECONDS, now)
         self.run_id = store.get("run_id")
         if process.rank == 0:
@@ -95,7 +95,7 @@ class RunFolder:
     @property
     def path(self) -> Path | None:
         """The folder. None until the run has an id, or if no run log is written."""
-        if self.run_id is None or not self._settings.run_log.enabled:
+        if self.run_id is None or not self.is_logged:
             return None
         return self._runs / self.run_id
 
@@ -157,7 +157,7 @@ class RunFolder:
 
     def append(self, records: Sequence[StepRecord]) -> None:
         """Write the records of steps. Keep them if the run has no id yet."""
-        if not self._settings.run_log.enabled:
+        if not self.is_logged:
             return
         if self._log is not None:
             self._log.append(*records)
@@ -257,7 +257,7 @@ class RunFolder:
         and a network file system has not yet released its lock. A restart never uses another
         existing folder, because another job may restart there.
         """
-        if not self._settings.run_log.enabled:
+        if not self.is_logged:
             return run_id
         is_restart = self._process.attempt > 0 and self._launcher is not None
         for own in self._own_ids(run_id):

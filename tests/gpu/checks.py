@@ -104,6 +104,11 @@ def missing_for_deepspeed_kernels() -> str | None:
     return f"needs nvcc of CUDA {wanted}, with which torch was built; found {version}"
 
 
+def has_python_header() -> bool:
+    """Return whether extension modules of this Python can be compiled."""
+    return Path(sysconfig.get_path("include"), "Python.h").exists()
+
+
 def missing_for_triton() -> str | None:
     """Return what torch.compile lacks on a GPU here, or None.
 
@@ -113,7 +118,7 @@ def missing_for_triton() -> str | None:
         return "needs triton, which torch.compile uses"
     if not any(map(shutil.which, filter(None, [os.environ.get("CC"), "gcc", "clang"]))):
         return "needs a C compiler, which triton uses: gcc, clang or CC"
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+    if not has_python_header():
         return "needs Python.h, which triton uses: the package python3-dev"
     return None
 

@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -462,7 +461,7 @@ def test_the_console_shows_failures_and_figures() -> None:
 
 
 @pytest.mark.skipif(
-    shutil.which("gcc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
+    shutil.which("gcc") is None or not checks.has_python_header(),
     reason="needs gcc and Python.h",
 )
 def test_the_extension_is_built_for_this_python(tmp_path: Path) -> None:

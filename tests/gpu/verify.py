@@ -34,7 +34,15 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))  # for `gpu`
 
 from gpu.check_process import run_check
-from gpu.checks import CHECKS, PART_SECONDS, PARTS, Check, find_nvcc, nvcc_version
+from gpu.checks import (
+    CHECKS,
+    PART_SECONDS,
+    PARTS,
+    Check,
+    find_nvcc,
+    has_python_header,
+    nvcc_version,
+)
 from gpu.verification_table import console_table, published, write_documents
 
 ROOT = Path(__file__).parents[2]
@@ -216,13 +224,13 @@ def build_extension(folder: Path) -> Path | None:
         The module, or None without a compiler or Python.h: then the hot path is in Python.
     """
     built = folder / f"_hot_path{sysconfig.get_config_var('EXT_SUFFIX')}"
-    include, compiler = sysconfig.get_path("include"), shutil.which("gcc")
+    compiler = shutil.which("gcc")
     if built.exists():
         return built
-    if compiler is None or not Path(include, "Python.h").exists():
+    if compiler is None or not has_python_header():
         return None
     source = ROOT / "runtime" / "common" / "_hot_path.c"
-    options = ["-O2", "-shared", "-fPIC", f"-I{include}"]
+    options = ["-O2", "-shared", "-fPIC", f"-I{sysconfig.get_path('include')}"]
     subprocess.run([compiler, *options, str(source), "-o", str(built)], check=True)
     return built
 

@@ -637,9 +637,7 @@ def _records_between(
 
 def _are_enough(records: Sequence[Mapping[str, Any]]) -> bool:
     """Whether there are enough records, and one with a reading of the memory among them."""
-    return len(records) >= MAX_RECORDS and any(
-        (record.get("memory_bytes") or {}).get("cpu") for record in reversed(records)
-    )
+    return len(records) >= MAX_RECORDS and any(map(_host_memory, reversed(records)))
 
 
 def _latest(records: Sequence[LastRecord], field: str) -> Any:
@@ -662,8 +660,13 @@ def _ended_at(record: Mapping[str, Any]) -> float:
     return float(record.get("ended_at_unix_seconds") or 0.0)
 
 
+def _host_memory(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a step's reading of the host's memory; empty if the step has none."""
+    return (record.get("memory_bytes") or {}).get("cpu") or {}
+
+
 def _last_record(record: Mapping[str, Any]) -> LastRecord:
-    host = (record.get("memory_bytes") or {}).get("cpu") or {}
+    host = _host_memory(record)
     risks = (record.get("oom_risk_ratio") or {}).values()
     return LastRecord(
         step=int(record["step"]),
