@@ -460,10 +460,13 @@ def test_the_console_shows_failures_and_figures() -> None:
     assert "no nvcc" in text
 
 
-@pytest.mark.skipif(
+needs_compiler = pytest.mark.skipif(
     shutil.which("gcc") is None or not checks.has_python_header(),
     reason="needs gcc and Python.h",
 )
+
+
+@needs_compiler
 def test_the_extension_is_built_for_this_python(tmp_path: Path) -> None:
     built = verify.build_extension(tmp_path)
     assert built is not None
@@ -472,7 +475,20 @@ def test_the_extension_is_built_for_this_python(tmp_path: Path) -> None:
     module = importlib.util.module_from_spec(loaded)
 
     assert hasattr(module, "RecordedFunction")
-    assert verify.build_extension(tmp_path) == built
+
+
+@needs_compiler
+def test_the_extension_is_built_again_only_if_its_source_has_changed(tmp_path: Path) -> None:
+    built = verify.build_extension(tmp_path)
+    assert built is not None
+    built.write_bytes(b"as it was")
+
+    verify.build_extension(tmp_path)
+    assert built.read_bytes() == b"as it was"
+
+    os.utime(built, (0, 0))
+    verify.build_extension(tmp_path)
+    assert built.read_bytes() != b"as it was"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

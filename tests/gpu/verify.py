@@ -215,7 +215,7 @@ def imports_this_checkout() -> bool:
 
 
 def build_extension(folder: Path) -> Path | None:
-    """Build zerowatch's extension in C for this Python, unless it is there.
+    """Build zerowatch's extension in C for this Python, unless a newer one is there.
 
     Args:
         folder: For the built module.
@@ -224,12 +224,12 @@ def build_extension(folder: Path) -> Path | None:
         The module, or None without a compiler or Python.h: then the hot path is in Python.
     """
     built = folder / f"_hot_path{sysconfig.get_config_var('EXT_SUFFIX')}"
+    source = ROOT / "runtime" / "common" / "_hot_path.c"
     compiler = shutil.which("gcc")
-    if built.exists():
+    if built.exists() and built.stat().st_mtime >= source.stat().st_mtime:
         return built
     if compiler is None or not has_python_header():
         return None
-    source = ROOT / "runtime" / "common" / "_hot_path.c"
     options = ["-O2", "-shared", "-fPIC", f"-I{sysconfig.get_path('include')}"]
     subprocess.run([compiler, *options, str(source), "-o", str(built)], check=True)
     return built

@@ -11,6 +11,9 @@ In steps of 50 ms a watch is opened before each monitored block and closed after
 begins one to six seconds after the opening, so it has the lasting cost only. Memory is read some
 times a second, so the longer steps have more of the readings: compare the rows "own clocks".
 
+One more run has a single rank, whose core our threads do not use: they have the other one. All that
+is left of them is that they hold the GIL when the training thread wants it, so that it waits.
+
 Where the neighbours of a virtual machine disturb blocks of two seconds too much, the ratio is still
 known as the sum of its parts, which are measured in short blocks and from the kernel's accounts.
 """
@@ -41,6 +44,7 @@ SHORT = {"watches": 4, "first_steps": 100, "settling_steps": 2, "block_steps": 6
 LONG = {"first_steps": 20, "period_steps": 100, "settling_steps": 4, "block_steps": 40}
 # A round of the longer blocks takes 10 s, one of the shorter blocks 0.2 s.
 SHORT_ROUNDS_PER_LONG = 40
+OTHER_CORE = LONG | {"rounds": 24}
 # About two holds a step: 3,000 are enough for a p99.9.
 SAMPLED_STEPS = 1600
 _IMPORT = (
@@ -76,6 +80,25 @@ def bench(options: Options) -> Iterator[Row]:
         yield from _long_rows(rank, found["long"])
         yield from _sum_rows(rank, found["short"]["rounds"], threads)
         yield _hold_row(rank, found["holds"])
+    (alone,) = run_ranks(
+        "monitoring_cost/training_thread_job.py",
+        {
+            "step_seconds": STEP_SECONDS,
+            "other_core": asked["long"] if options.quick else OTHER_CORE,
+        },
+        world_size=1,
+        timeout_seconds=7200,
+    )
+    yield from _other_core_rows(alone)
+
+
+def _other_core_rows(found: dict[str, Any]) -> Iterator[Row]:
+    """Yield by how much longer a step waits because our threads hold the GIL."""
+    rounds: list[dict[str, Block]] = found["rounds"]
+    yield _step_row("our threads on another core: step of 50 ms, unmonitored", found)
+    for arm, what in (("watched", "waits for the GIL, per step"), ("off again", "the same, A/A")):
+        added = mean_interval(_differences_us(rounds, arm, "waits"))
+        yield _interval_row(f"our threads on another core: {what}", added, "{:.0f} us")
 
 
 def _import_row(times: int) -> Row:
@@ -107,6 +130,9 @@ def _short_rows(rank: int, found: dict[str, Any]) -> Iterator[Row]:
         met=added.estimate <= GOAL_STEP_US if _half(same) <= MARGIN_STEP_US else None,
     )
     yield _interval_row(f"rank {rank}: the same, A/A", same, "{:.0f} us")
+    reads = mean_interval(_differences_us(rounds, "reads alone"))
+    what = f"rank {rank}: reading shape, loss, gradient norm and learning rate alone"
+    yield _interval_row(what, reads, "{:.0f} us")
     yield _clocks_row(f"rank {rank}: own clocks, short steps", found["clocks"])
 
 
@@ -214,9 +240,11 @@ def _clocks_row(what: str, clocks: dict[str, float]) -> Row:
     )
 
 
-def _differences_us(rounds: Sequence[dict[str, Block]], arm: str) -> list[float]:
-    """Return by how much the training thread's CPU time of a step exceeds that of `off`."""
-    return [1e6 * (each[arm]["training"] - each["off"]["training"]) for each in rounds]
+def _differences_us(
+    rounds: Sequence[dict[str, Block]], arm: str, kind: str = "training"
+) -> list[float]:
+    """Return by how much a step's time of this kind exceeds that of `off`; by default CPU time."""
+    return [1e6 * (each[arm][kind] - each["off"][kind]) for each in rounds]
 
 
 def _half(found: Interval) -> float:

@@ -13,7 +13,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from zerowatch.metrics.catalog.communication import COLLECTIVE_CALLS
 from zerowatch.metrics.catalog.training import STEPS
+from zerowatch.runtime.common.device_scalar import scalar
 from zerowatch.runtime.common.patching import AttributePatch
 from zerowatch.runtime.entry_points import watch
 
 SETTINGS: dict[str, Any] = {"serve": {"port": 0}, "run_log": {"folder": "runs"}}
 OFF, OFF_AGAIN, WATCHED = ARMS = ["off", "off again", "watched"]
+READS = "reads alone"
 # As many reductions, gathers and updates a step as the GPT of gpt_training.py has.
 WIDTH, LAYERS, ROWS = 64, 5, 8
 # A part of the work sweeps this much: four times a core's second-level cache of 0.5 MiB. By turns
@@ -52,6 +55,10 @@ def main() -> None:
     pin(int(os.environ["RANK"]))  # the threads that have been started since, too
     gc.collect()
     gc.freeze()  # else a rare full collection, which visits all modules, hits one block
+    if "other_core" in asked:
+        job.aim_at(asked["step_seconds"])
+        gpt_training.report(opened_rounds(job, asked["other_core"], own_core=1))
+        return
     short = switched_rounds(job, asked["short"])
     job.aim_at(asked["step_seconds"])
     found = {
@@ -62,11 +69,11 @@ def main() -> None:
     gpt_training.report(found)
 
 
-def pin(rank: int) -> None:
-    """Pin all threads of this process to the core of this rank; a new thread inherits it."""
+def pin(core: int, threads: Iterable[int] | None = None) -> None:
+    """Pin threads to a core, by default all of this process; a new thread inherits it."""
     cores = sorted(os.sched_getaffinity(os.getppid()))
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), {cores[rank % len(cores)]})
+    for thread in map(int, os.listdir("/proc/self/task")) if threads is None else threads:
+        os.sched_setaffinity(thread, {cores[core % len(cores)]})
 
 
 class Rows(IterableDataset[torch.Tensor]):
@@ -170,7 +177,8 @@ def switched_rounds(job: FixedSteps, asked: dict[str, Any]) -> dict[str, Any]:
     The threads of monitoring are there in all blocks.
     """
     rounds, clocks = [], []
-    orders_of_rounds = list(orders(asked["rounds"], ARMS, []))
+    orders_of_rounds = list(orders(asked["rounds"], [*ARMS, READS], []))
+    reads = Reads(job.engine)
     for part in range(asked["watches"]):
         opened = watch(job.engine, SETTINGS)
         hooks = HookSwitch()
@@ -180,8 +188,9 @@ def switched_rounds(job: FixedSteps, asked: dict[str, Any]) -> dict[str, Any]:
             each = {}
             for arm in order:
                 hooks.switch(on=arm == WATCHED)
-                job.run(asked["settling_steps"])
-                each[arm] = block(job, asked["block_steps"])
+                with reads.installed() if arm == READS else nullcontext():
+                    job.run(asked["settling_steps"])
+                    each[arm] = block(job, asked["block_steps"])
             rounds.append(each)
         hooks.switch(on=True)
         opened.close()
@@ -189,11 +198,13 @@ def switched_rounds(job: FixedSteps, asked: dict[str, Any]) -> dict[str, Any]:
     return {"rounds": rounds, "clocks": mean_of(clocks), "block_steps": asked["block_steps"]}
 
 
-def opened_rounds(job: FixedSteps, asked: dict[str, Any]) -> dict[str, Any]:
+def opened_rounds(
+    job: FixedSteps, asked: dict[str, Any], own_core: int | None = None
+) -> dict[str, Any]:
     """Return rounds of longer blocks; a watch is opened before each watched one, and closed.
 
     Its block begins at a random moment of `period_steps`, so that work of a longer period than the
-    block is in as many blocks as it should be.
+    block is in as many blocks as it should be. Our threads are pinned to `own_core`, if any.
     """
     rounds, clocks, opening_seconds = [], [], []
     picker = random.Random(2)  # the same on all ranks
@@ -207,6 +218,8 @@ def opened_rounds(job: FixedSteps, asked: dict[str, Any]) -> dict[str, Any]:
             begin = time.perf_counter()
             opened = watch(job.engine, SETTINGS)
             opening_seconds.append(time.perf_counter() - begin)
+            if own_core is not None:
+                pin(own_core, own_threads())
             job.run(asked["first_steps"] + picker.randrange(asked["period_steps"]))
             before = own_clocks(opened)
             each[arm] = block(job, asked["block_steps"])
@@ -225,7 +238,8 @@ def block(job: FixedSteps, num_steps: int) -> dict[str, float]:
     """Return a step's seconds, and the CPU seconds of our threads a second.
 
     `wall` and `training` are wall time and CPU time of this thread. `delay` is the time in which
-    this thread waited for its core, less the CPU time of our threads, so others had the core.
+    this thread waited for its core, less the CPU time of our threads, so others had the core. In
+    the rest, `waits`, it waited for something else: another rank, or the GIL.
     """
     threads = own_threads()
     ours, delay = cpu_of(threads), waited_seconds()
@@ -238,6 +252,7 @@ def block(job: FixedSteps, num_steps: int) -> dict[str, float]:
         "wall": wall / num_steps,
         "training": training / num_steps,
         "delay": (delay - ours) / num_steps,
+        "waits": (wall - training - delay) / num_steps,
         "threads": ours / wall,
     }
 
@@ -275,6 +290,50 @@ class HookSwitch:
             for patch, _, _ in self._patches:
                 patch.restore()
         self._is_on = on
+
+
+class Reads:
+    """Reads what the record of a step has of torch and DeepSpeed, and nothing else of monitoring.
+
+    No hooks can cost less, whatever their language. Collectives are not read.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._forward, self._backward, self._step = engine.forward, engine.backward, engine.step
+        self.found: tuple[Any, ...] = ()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        replaced = {
+            "forward": self._on_forward,
+            "backward": self._on_backward,
+            "step": self._on_step,
+        }
+        vars(self._engine).update(replaced)
+        try:
+            yield
+        finally:
+            for name in replaced:
+                delattr(self._engine, name)
+
+    def _on_forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.found = tuple(batch.shape), batch.dtype
+        return self._forward(batch)
+
+    def _on_backward(self, loss: torch.Tensor) -> Any:
+        self.found = scalar(loss), torch.is_grad_enabled()
+        return self._backward(loss)
+
+    def _on_step(self) -> Any:
+        result = self._step()
+        engine = self._engine
+        self.found = (
+            *(engine.global_steps, engine.skipped_steps),
+            *(scalar(engine.get_global_grad_norm()), engine.optimizer.param_groups[0]["lr"]),
+            *(time.time(), time.perf_counter()),
+        )
+        return result
 
 
 def own_clocks(opened: Any) -> dict[str, float]:
