@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 REASON = missing()
 needs_namespaces = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 RATE_MBIT = 200
-MOST_ERROR = 0.25
 # Of what the link carries: 1514 bytes on the wire for 1448 of a full TCP segment's data.
 DATA_SHARE = 1448 / 1514
 
@@ -44,16 +43,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def fast(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    ranks = train(tmp_path_factory.mktemp("fast"), None, 2_000, 64, 300)
-    if max(map(latency_error, ranks)) > MOST_ERROR:  # a busy machine's calls differ too much
-        ranks = train(tmp_path_factory.mktemp("fast"), None, 2_000, 64, 300)
-    return ranks
-
-
-def latency_error(rank: dict[str, Any]) -> float:
-    """Return by how much calls times base latency differs from what was put down to latency."""
-    expected = sum(rank["calls"].values()) * rank["usual_latency"]
-    return abs(rank["cause"]["latency"] / expected - 1)
+    return train(tmp_path_factory.mktemp("fast"), None, 2_000, 64, 300)
 
 
 @needs_namespaces
@@ -88,9 +78,10 @@ def test_the_links_bandwidth_is_estimated_from_collectives_of_several_kinds_and_
 @needs_namespaces
 def test_with_tiny_buckets_on_a_fast_link_latency_is_calls_times_base_latency(fast):
     for rank in fast:
-        # Until the first exchange no latency is known, and of a call that is faster than usual only
-        # its own duration counts.
-        assert latency_error(rank) <= MOST_ERROR
+        # The base latency is the median of the calls. Of a call that is faster only its own
+        # duration counts, so that the sum is at least half of this, however busy the machine is.
+        expected = sum(rank["calls"].values()) * rank["mean_latency"]
+        assert 0.5 < rank["cause"]["latency"] / expected < 1.15
         assert rank["failures"].get("unmatched", 0) == 0
 
 

@@ -52,8 +52,9 @@ def test_only_the_delayed_rank_is_named_with_its_phase(ranks, phase):
 def test_the_delayed_rank_is_named_after_two_comparisons(ranks, phase):
     case = ranks[0][phase]
 
-    # Steps of the first comparison may lie before the delay; two confirm it.
-    assert case["comparisons"][0] <= 3
+    # The watch threads pass steps on once a second, so those of the first comparison may all lie
+    # before the delay, and most of those of the second. Two more confirm it.
+    assert case["comparisons"][0] <= 4
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import deepspeed
 import torch
@@ -98,6 +98,7 @@ def main(folder: str, bucket: int, width: int, steps: int) -> None:
     result["measured_latency"] = probe.seconds()
     result["usual_bandwidth"] = median(each for each in bandwidths if each is not None)
     result["usual_latency"] = median(each for each in latencies if each is not None)
+    result["mean_latency"] = mean(each or 0.0 for each in latencies)
     Path(folder, f"rank-{dist.get_rank()}.json").write_text(json.dumps(result))
 
 
