@@ -305,8 +305,11 @@ def test_processes_that_were_reaped_are_not_killed(ranks: PContext) -> None:
     assert not node_watch._kill_ranks(ranks)
 
 
-def rendezvous(store: Any, address: str = "host1", last_call: int = 30) -> DynamicRendezvousHandler:
-    times = {"keep_alive_interval": 1, "last_call_timeout": last_call}
+def rendezvous(
+    store: Any, address: str = "host1", last_call: int = 30, keep_alive: int = 1
+) -> DynamicRendezvousHandler:
+    """Return torch's rendezvous of a node, which others drop after three missed heartbeats."""
+    times = {"keep_alive_interval": keep_alive, "last_call_timeout": last_call}
     parameters = RendezvousParameters("c10d", "host0:29400", "job", 1, 2, address, **times)
     return create_handler(store, C10dRendezvousBackend(store, "job"), parameters)
 
@@ -548,8 +551,9 @@ def test_nodes_that_meet_without_a_node_that_the_store_did_not_hear_are_counted_
 ) -> None:
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as `zerowatch run` does
     store = HashStore()
-    alone = rendezvous(store, "127.0.0.1", last_call=1)
-    joining = rendezvous(store, "localhost", last_call=1)
+    # torch's own interval: with a shorter one, a pause of the machine drops the other node as well.
+    alone = rendezvous(store, "127.0.0.1", last_call=1, keep_alive=5)
+    joining = rendezvous(store, "localhost", last_call=1, keep_alive=5)
     alone.next_rendezvous()
 
     def count() -> int:
