@@ -61,7 +61,7 @@ class CallRecorder(RecorderFields):
         self._private_streams: dict[tuple[Group, int | None], Stream | None] = {}
         self._making_streams = threading.Lock()
         self._left_out = 0  # calls that could not be recorded completely
-        self._num_gaps = 0  # as of the last drain
+        self._num_gaps = 0  # calls and waits left out until the last drain
         self._sees_device = False  # whether any call so far was on a device
         self._unwaited: list[CollectiveCall] = []  # of the last batch, without an end so far
         self._calls: list[CollectiveCall] = []
@@ -124,12 +124,15 @@ class CallRecorder(RecorderFields):
         """
         with self._draining:
             calls, self._calls = self._calls, []
+        waits = self.stream_waits
+        num_gaps = waits.dropped_in_capture + waits.replayed_calls + self._left_out
+        batch = CallBatch(calls, is_complete=num_gaps == self._num_gaps)
+        self._num_gaps = num_gaps
         if not self._sees_device:
-            return CallBatch(calls, is_complete=not self._has_new_gaps())
+            return batch
         for call in self._unwaited:
             call.timed = call.timed and call.end_event is not None
         self._unwaited = [call for call in calls if call.is_bound and call.end_event is None]
-        batch = CallBatch(calls, is_complete=not self._has_new_gaps())
         if any(call.start_event is not None for call in calls):
             try:
                 batch.anchor = self.events.record()
@@ -137,12 +140,6 @@ class CallRecorder(RecorderFields):
                 self.events.disable(error)
                 batch.lose()
         return batch
-
-    def _has_new_gaps(self) -> bool:
-        """Return whether calls or waits were left out since the last time."""
-        waits, before = self.stream_waits, self._num_gaps
-        self._num_gaps = waits.dropped_in_capture + waits.replayed_calls + self._left_out
-        return self._num_gaps != before
 
     def pass_on_between_steps(self) -> None:
         """Pass on the calls since the last drain if no step has begun. Called on the watch thread.

@@ -12,10 +12,15 @@ from . import accelerator
 from .accelerator import Event
 from .hot_path import ScalarReader
 
-# Reads a dense float tensor in host memory without torch's dispatcher, which takes several times as
-# long with cold caches. It returns None for any other tensor.
-_read_host = (
-    None if ScalarReader is None else ScalarReader(torch.Tensor, torch.float32, torch.float64)
+
+def _no_value(source: Any) -> float | None:
+    """Return None. Replaces the reader in C where that was not built."""
+
+
+# Returns the value of a dense float tensor with one element in host memory without torch's
+# dispatcher, which takes several times as long with cold caches, and None for anything else.
+host_value: Callable[[Any], float | None] = (
+    _no_value if ScalarReader is None else ScalarReader(torch.Tensor, torch.float32, torch.float64)
 )
 
 
@@ -93,9 +98,8 @@ def scalar(source: Any) -> ScalarOrPending:
     if source is None or type(source) is float:
         return source
     if isinstance(source, torch.Tensor):
-        if _read_host is not None and (value := _read_host(source)) is not None:
-            known: float = value
-            return known
+        if (value := host_value(source)) is not None:
+            return value
         if source.device.type != "cpu":
             return _from_device(source)
         source = source.detach()  # torch warns about numbers with a gradient

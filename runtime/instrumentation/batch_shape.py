@@ -69,14 +69,10 @@ def _read_tensors(named: Any, shape: BatchShape) -> None:
             shape.samples, shape.elements = size[0], value.numel()
         if len(size) != 2:
             continue
-        is_named = name in TOKEN_NAMES
-        if is_named or (shape.tokens is None and _holds_integers(value)):
+        is_named, dtype = name in TOKEN_NAMES, value.dtype
+        holds_integers = not (dtype.is_floating_point or dtype is torch.bool)
+        if is_named or (shape.tokens is None and holds_integers):
             shape.samples, shape.sequence_length = size
             shape.tokens = size[0] * size[1]
         if is_named:
             return
-
-
-def _holds_integers(tensor: torch.Tensor) -> bool:
-    dtype = tensor.dtype
-    return dtype is torch.int64 or not (dtype.is_floating_point or dtype == torch.bool)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..common.device_scalar import ScalarOrPending, scalar
+from ..common.device_scalar import ScalarOrPending, host_value, scalar
 from ..common.fail_open import FailOpen
 from ..common.patching import AttributePatch
 from ..common.phase_timer import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseTimer
@@ -260,8 +260,10 @@ class EngineHooks:
         self._phase_timer.leave()
 
     def _on_forward_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._close_plain_backward()
-        if self.training and torch.is_grad_enabled():
+        if self._plain_backward:
+            self._close_plain_backward()
+        engine = self._engine()
+        if engine is not None and engine.module.training and torch.is_grad_enabled():
             shape = batch_shape(args, kwargs)
             self._shapes.append(shape)
             self._phase_timer.enter(FORWARD)
@@ -288,10 +290,9 @@ class EngineHooks:
     def _on_backward_end(self, result: Any, returned: bool) -> None:
         self._inside_backward = False
         self._phase_timer.leave()
-        if returned:
-            self._count_micro_batch()
-        else:
-            self._shapes, self._loss = [], None
+        if returned:  # one backward pass may follow several forward passes
+            self._counts.add(self._shapes, self._loss)
+        self._shapes, self._loss = [], None
 
     def _on_first_gradient(self) -> None:
         """Begin a backward pass that the script started. Runs on any of autograd's threads."""
@@ -302,18 +303,13 @@ class EngineHooks:
 
     def _on_plain_backward_end(self) -> None:
         self._close_plain_backward()
-        self._count_micro_batch()
-
-    def _close_plain_backward(self) -> None:
-        """End a backward pass that the script started, in case it raised and did not end."""
-        if self._plain_backward:
-            self._plain_backward = False
-            self._phase_timer.leave()
-
-    def _count_micro_batch(self) -> None:
-        """Count one backward pass, which may follow several forward passes."""
         self._counts.add(self._shapes, self._loss)
         self._shapes, self._loss = [], None
+
+    def _close_plain_backward(self) -> None:
+        """End a backward pass that the script started, which may have raised."""
+        self._plain_backward = False
+        self._phase_timer.leave()
 
     def _count_pipeline(self, engine: Any, loss: Any) -> None:
         """Count the micro-batches of one `train_batch`. Its loss is the mean over all pipelines.
@@ -327,7 +323,8 @@ class EngineHooks:
             counts.samples = engine.micro_batches * engine.train_micro_batch_size_per_gpu()
 
     def _on_step_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._close_plain_backward()
+        if self._plain_backward:
+            self._close_plain_backward()
         engine = self._engine()
         if engine is not None:
             self._steps_before, self._skipped_before = engine.global_steps, engine.skipped_steps
@@ -374,9 +371,10 @@ def is_divided_by_lightning(module: Any) -> bool:
 
 def extract_loss(output: Any) -> ScalarOrPending:
     """Return the loss in an output, or None if it is not a tensor with one element."""
-    if isinstance(output, torch.Tensor) and output.numel() == 1:
+    known = host_value(output)
+    if known is None and isinstance(output, torch.Tensor) and output.numel() == 1:
         return scalar(output)
-    return None
+    return known
 
 
 def _no_output() -> None:
@@ -385,6 +383,8 @@ def _no_output() -> None:
 
 def _weak_output(output: Any) -> Callable[[], Any]:
     """Return a weak reference to the loss in the result of forward, or to the result itself."""
+    if isinstance(output, torch.Tensor):
+        return weakref.ref(output)
     if isinstance(output, dict):  # a ModelOutput is also a dict
         output = output.get("loss")
     elif isinstance(output, tuple | list) and output:

@@ -150,7 +150,7 @@ class MemoryHooks:
     def on_step_end(self) -> StepMemorySample | None:
         """Return the memory sample of this step, or None if the last sample is recent."""
         now = time.monotonic()
-        detail = self._end_detail()
+        detail = None if self._phase_timer.on_change is None else self._end_detail()
         if detail is None and now < self._reading_due:
             return None
         self._reading_due = now + READING_SECONDS
@@ -183,7 +183,7 @@ class MemoryHooks:
 
     def _end_detail(self) -> DetailedSample | None:
         engine = self._engine()
-        if self._phase_timer.on_change is None or engine is None:
+        if engine is None:
             return None
         self._phase_timer.on_change = None
         before, after = self._held_before, self._sum_tensors(engine)

@@ -80,10 +80,10 @@ class StepCollector:
             return
         device_phases = self._device_phases
         unseen, coverage = None, None
-        if self._take_unseen is None:
-            coverage = self._read_coverage(engine)
-        else:
+        if self._take_unseen is not None:
             unseen, coverage = self._take_unseen() or (None, None)
+        elif time.monotonic() >= self._coverage_due:
+            coverage = self._read_coverage(engine)
         step = RawStep(
             step=engine.global_steps,
             ended_at=time.time(),
@@ -106,10 +106,7 @@ class StepCollector:
             self._profile(step.step)
 
     def _read_coverage(self, engine: Any) -> float | None:
-        now = time.monotonic()
-        if now < self._coverage_due:
-            return None
-        self._coverage_due = now + COVERAGE_SECONDS
+        self._coverage_due = time.monotonic() + COVERAGE_SECONDS
         coverage = self._coverage()
         if not self._issues_unseen_collectives(engine):
             return coverage

@@ -60,7 +60,8 @@ _SLOT_BYTES = _STEP.size + _CHECKSUM.size
 _FILE_BYTES = _HEADER_BYTES + SLOTS * _SLOT_BYTES
 _SKIPPED, _HOST_TIMES = 1, 2
 _UNKNOWN = -1
-# The lowest double: no loss has it, while nan and infinity are losses that must be reported.
+# Stands for a value that is unknown, or still on a device. It is the lowest double: no loss has it,
+# while nan and infinity are losses that must be reported.
 _NO_VALUE = -sys.float_info.max
 
 # The rings of this process. Opening one of them again and closing it would release its lock.
@@ -141,19 +142,19 @@ class StepRing:
         except OSError as error:
             logger.info("the last steps are not kept in %s: %s", self._folder, error)
 
-    @property
-    def is_recoverable(self) -> bool:
-        """Whether `recover` would find the steps if the process were killed now."""
-        return self._path is not None
+    def write(self, step: RawStep) -> bool:
+        """Write a step in place of the oldest one, without values that are still on a device.
 
-    def write(self, step: RawStep) -> None:
-        """Write a step in place of the oldest one, without values that are still on a device."""
+        Returns:
+            Whether `recover` would find the step if the process were killed now.
+        """
         counts = step.counts
         losses = counts.losses
         if len(losses) == 1:
             loss = losses[0]
         else:  # the loss of some micro-batches is not that of the step
             loss = counts.loss() if all(type(one) is float for one in losses) else None
+        norm, rate, scale = step.gradient_norm, step.learning_rate, step.loss_scale
         self._number += 1
         body = _STEP.pack(
             self._number,
@@ -163,14 +164,15 @@ class StepRing:
             counts.micro_batches,
             _UNKNOWN if counts.samples is None else counts.samples,
             _UNKNOWN if counts.tokens is None else counts.tokens,
-            _float(loss),
-            _float(step.gradient_norm),
-            _float(step.learning_rate),
-            _float(step.loss_scale),
+            loss if type(loss) is float else _NO_VALUE,
+            norm if type(norm) is float else _NO_VALUE,
+            rate if type(rate) is float else _NO_VALUE,
+            scale if type(scale) is float else _NO_VALUE,
             *step.phase_ns,
         )
         start = _HEADER_BYTES + self._number % SLOTS * _SLOT_BYTES
         self._map[start : start + _SLOT_BYTES] = body + _CHECKSUM.pack(crc32(body))
+        return self._path is not None
 
     def close(self, *, deletes_file: bool = True) -> None:
         """Release the ring. Safe to call twice, and in a forked child, which deletes nothing.
@@ -388,11 +390,6 @@ def _last_lines(log: Path) -> Iterator[bytes]:
             with contextlib.suppress(FileNotFoundError):
                 lines, is_whole = last_lines(path, SEARCHED_BYTES)
                 yield from lines
-
-
-def _float(number: object) -> float:
-    """Return a value for the ring: _NO_VALUE for one that is unknown, or still on a device."""
-    return number if type(number) is float else _NO_VALUE
 
 
 def _known(number: float) -> float | None:

@@ -131,8 +131,8 @@ class WatchThread:
             if device_phases is None
             else fail_open.wrap("device phases", device_phases.read, is_kept=True)
         )
-        self._ring = folder.ring
-        self._write_ring = fail_open.wrap("step ring", self._write_to_ring)
+        self._is_logged, ring = folder.is_logged, folder.ring
+        self._write_ring = None if ring is None else fail_open.wrap("step ring", ring.write)
         self._inbox: deque[CallBatch | RawStep] = deque()
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._pending: deque[CallBatch | RawStep] = deque()
@@ -179,8 +179,9 @@ class WatchThread:
             self.dropped_calls += _batch_of(item).discard()
             return
         can_wait = len(self._inbox) < WAKING_ITEMS
-        if isinstance(item, RawStep) and self._folder.is_logged:
-            can_wait = self._write_ring(item) is True and can_wait
+        if self._is_logged and isinstance(item, RawStep):
+            is_recoverable = self._write_ring is not None and self._write_ring(item) is True
+            can_wait = is_recoverable and can_wait
             can_wait = can_wait and (item.memory is None or not self._may_explain_kill(item.memory))
         self._inbox.append(item)
         if not can_wait:
@@ -203,13 +204,6 @@ class WatchThread:
         The ring has no samples, so the log must have it soon.
         """
         return self._is_risky or is_near_host_limit(sample.readings.get("cpu", {}))
-
-    def _write_to_ring(self, step: RawStep) -> bool:
-        """Write a step to the ring; return whether a kill would not lose it from now on."""
-        if self._ring is None:
-            return False
-        self._ring.write(step)
-        return self._ring.is_recoverable
 
     def stop(self, timeout_seconds: float = STOP_SECONDS) -> None:
         """Publish all queued steps and calls, then end the thread.

@@ -14,6 +14,9 @@ times a second, so the longer steps have more of the readings: compare the rows 
 One more run has a single rank, whose core our threads do not use: they have the other one. All that
 is left of them is that they hold the GIL when the training thread wants it, so that it waits.
 
+The last rows of each rank are no monitoring: they show what would be left of our threads if another
+process did all that needs no torch (`separate_process.py`).
+
 Where the neighbours of a virtual machine disturb blocks of two seconds too much, the ratio is still
 known as the sum of its parts, which are measured in short blocks and from the kernel's accounts.
 """
@@ -79,7 +82,11 @@ def bench(options: Options) -> Iterator[Row]:
         yield from _short_rows(rank, found["short"])
         yield from _long_rows(rank, found["long"])
         yield from _sum_rows(rank, found["short"]["rounds"], threads)
-        yield _hold_row(rank, found["holds"])
+        yield _hold_row(f"rank {rank}", found["holds"])
+        outside = f"rank {rank}, all but the ends of calls in another process"
+        own = mean_interval([1000 * each for each in found["outside"]["threads"]])
+        yield _interval_row(f"{outside}: CPU time of our threads", own, "{:.2f} ms/s")
+        yield _hold_row(outside, found["outside"]["holds"])
     (alone,) = run_ranks(
         "monitoring_cost/training_thread_job.py",
         {
@@ -265,8 +272,8 @@ def _interval_row(
     )
 
 
-def _hold_row(rank: int, holds: dict[str, list[float]] | str) -> Row:
-    what = f"rank {rank}: hold of the GIL by our threads, p99.9"
+def _hold_row(whose: str, holds: dict[str, list[float]] | str) -> Row:
+    what = f"{whose}: hold of the GIL by our threads, p99.9"
     if isinstance(holds, str):
         return Row(what=what, measured=f"not measured: {holds}")
     in_order = sorted(1000 * each for own in holds.values() for each in own)

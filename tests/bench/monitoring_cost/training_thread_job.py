@@ -23,6 +23,7 @@ import torch
 from bench import gpt_training
 from bench.monitoring_cost import gil_holds
 from bench.monitoring_cost.own_threads import cpu_seconds, own_threads
+from bench.monitoring_cost.separate_process import watched_from_outside
 from bench.monitoring_cost.step_overhead_job import orders
 from bench.monitoring_cost.thread_cost_job import by_metric
 from torch.utils.data import DataLoader, IterableDataset
@@ -64,7 +65,8 @@ def main() -> None:
     found = {
         "short": short,
         "long": opened_rounds(job, asked["long"]),
-        "holds": holds_of_own_threads(job, asked["sampled_steps"]),
+        "holds": watched_holds(job, asked["sampled_steps"]),
+        "outside": from_outside(job, asked["sampled_steps"]),
     }
     gpt_training.report(found)
 
@@ -356,6 +358,27 @@ def mean_of(found: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.mean(each[name] for each in found) for name in found[0]}
 
 
+def watched_holds(job: FixedSteps, num_steps: int) -> dict[str, list[float]] | str:
+    """Return the holds of the GIL while a watch is open."""
+    opened = watch(job.engine, SETTINGS)
+    try:
+        job.run(num_steps // 20)
+        return holds_of_own_threads(job, num_steps)
+    finally:
+        opened.close()
+
+
+def from_outside(job: FixedSteps, num_steps: int) -> dict[str, Any]:
+    """Return what our threads do if another process did all that needs no torch."""
+    with watched_from_outside(job.engine):
+        job.run(num_steps // 20)
+        blocks = [block(job, num_steps // 20) for _ in range(20)]
+        return {
+            "threads": [each["threads"] for each in blocks],
+            "holds": holds_of_own_threads(job, num_steps),
+        }
+
+
 def holds_of_own_threads(job: FixedSteps, num_steps: int) -> dict[str, list[float]] | str:
     """Return the CPU seconds of each hold of the GIL by thread, or why they are not known.
 
@@ -363,17 +386,9 @@ def holds_of_own_threads(job: FixedSteps, num_steps: int) -> dict[str, list[floa
     """
     if (reason := gil_holds.missing()) is not None:
         return reason
-    opened = watch(job.engine, SETTINGS)
-    try:
-        job.run(num_steps // 20)
-        threads = own_threads()
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            gil_holds.sampled_holds(Path(folder)) as holds,
-        ):
-            job.run(num_steps)
-    finally:
-        opened.close()
+    threads = own_threads()
+    with tempfile.TemporaryDirectory() as folder, gil_holds.sampled_holds(Path(folder)) as holds:
+        job.run(num_steps)
     return {name: holds.get(thread, []) for thread, name in threads.items()}
 
 

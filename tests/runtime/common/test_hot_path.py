@@ -321,7 +321,7 @@ def test_scalars_are_the_same_with_and_without_it(monkeypatch: pytest.MonkeyPatc
     sources = [torch.tensor([0.1]), torch.tensor(2.5, requires_grad=True), torch.tensor(7), 0.1, 3]
     found = [device_scalar.scalar(source) for source in sources]
 
-    monkeypatch.setattr(device_scalar, "_read_host", None)
+    monkeypatch.setattr(device_scalar, "host_value", device_scalar._no_value)
 
     assert found == [device_scalar.scalar(source) for source in sources]
 

@@ -270,9 +270,9 @@ def test_a_ring_that_is_not_complete_in_the_log_stays(folder: Path, runs: Path) 
 def test_a_ring_without_a_log_leaves_no_file(folder: Path) -> None:
     ring = StepRing.create(folder)
     assert ring is not None
-    ring.write(raw_step(1))
 
-    assert not ring.is_recoverable
+    assert not ring.write(raw_step(1))
+
     assert list(folder.iterdir()) == []
     ring.close()
 

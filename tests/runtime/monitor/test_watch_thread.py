@@ -325,10 +325,11 @@ class FakeRing:
         self.is_recoverable, self.is_broken = is_recoverable, is_broken
         self.steps: list[int] = []
 
-    def write(self, step: RawStep) -> None:
+    def write(self, step: RawStep) -> bool:
         if self.is_broken:
             raise ValueError("mmap closed or invalid")
         self.steps.append(step.step)
+        return self.is_recoverable
 
 
 def device_of(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
@@ -429,7 +430,7 @@ def test_the_thread_hurries_only_for_what_has_woken_it(monkeypatch: pytest.Monke
     rank.thread._wait()
     rank.poll()
     waits_for_first = rank.thread._num_hurried
-    rank.thread._ring = FakeRing()
+    rank.thread._write_ring = FakeRing().write
     rank.call(20)
     rank.end_step(2)
     rank.device.host.elapse(30)
