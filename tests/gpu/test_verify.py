@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -489,6 +490,19 @@ def test_the_extension_is_built_again_only_if_its_source_has_changed(tmp_path: P
     os.utime(built, (0, 0))
     verify.build_extension(tmp_path)
     assert built.read_bytes() != b"as it was"
+
+
+def test_an_old_extension_that_cannot_be_built_again_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / f"_hot_path{sysconfig.get_config_var('EXT_SUFFIX')}"
+    old.write_bytes(b"as it was")
+    os.utime(old, (0, 0))
+    monkeypatch.setattr(verify, "has_python_header", lambda: False)
+
+    assert verify.build_extension(tmp_path) is None
+
+    assert not old.exists()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

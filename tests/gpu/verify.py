@@ -221,7 +221,8 @@ def build_extension(folder: Path) -> Path | None:
         folder: For the built module.
 
     Returns:
-        The module, or None without a compiler or Python.h: then the hot path is in Python.
+        The module, or None without a compiler or Python.h: then the hot path is in Python. An older
+        module is removed.
     """
     built = folder / f"_hot_path{sysconfig.get_config_var('EXT_SUFFIX')}"
     source = ROOT / "runtime" / "common" / "_hot_path.c"
@@ -229,6 +230,7 @@ def build_extension(folder: Path) -> Path | None:
     if built.exists() and built.stat().st_mtime >= source.stat().st_mtime:
         return built
     if compiler is None or not has_python_header():
+        built.unlink(missing_ok=True)
         return None
     options = ["-O2", "-shared", "-fPIC", f"-I{sysconfig.get_path('include')}"]
     subprocess.run([compiler, *options, str(source), "-o", str(built)], check=True)

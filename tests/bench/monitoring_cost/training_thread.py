@@ -1,9 +1,10 @@
 """Measures what monitoring costs the training thread, in CPU time and in steps of 50 ms.
 
 Two ranks, each pinned to a core, do steps of fixed work in short blocks: unmonitored, unmonitored
-again and monitored, at random. Each of the last two is compared with the first, so the A/A rows
-show what the bench can resolve. "Too noisy" means that the A/A interval is wider than the margin.
-On a quiet machine the training thread hardly waits for other processes.
+again, monitored, and with wrappers that only read what a step's record has of torch, at random.
+Each of the others is compared with the first, so the A/A rows show what the bench can resolve. "Too
+noisy" means that the A/A interval is wider than the margin. On a quiet machine the training thread
+hardly waits for other processes.
 
 The added CPU time is measured in steps of about 10 ms, because noise grows with the step and the
 added time does not. There the hooks alone are switched, and monitoring's threads are in all blocks.
@@ -11,11 +12,11 @@ In steps of 50 ms a watch is opened before each monitored block and closed after
 begins one to six seconds after the opening, so it has the lasting cost only. Memory is read some
 times a second, so the longer steps have more of the readings: compare the rows "own clocks".
 
-One more run has a single rank, whose core our threads do not use: they have the other one. All that
-is left of them is that they hold the GIL when the training thread wants it, so that it waits.
+One more run has a single rank, so there is no exchange between ranks. Our threads are pinned to
+another core: they can delay training only by holding the GIL.
 
-The last rows of each rank are no monitoring: they show what would be left of our threads if another
-process did all that needs no torch (`separate_process.py`).
+The last rows of each rank are no monitoring: they estimate what would be left of our threads if
+another process did all that needs no torch (`separate_process.py`).
 
 Where the neighbours of a virtual machine disturb blocks of two seconds too much, the ratio is still
 known as the sum of its parts, which are measured in short blocks and from the kernel's accounts.
@@ -24,10 +25,12 @@ known as the sum of its parts, which are measured in short blocks and from the k
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from bench.bench_options import Options
@@ -45,7 +48,7 @@ IMPORTS = 10
 SHORT = {"watches": 4, "first_steps": 100, "settling_steps": 2, "block_steps": 6}
 # Ranks exchange figures every 5 s.
 LONG = {"first_steps": 20, "period_steps": 100, "settling_steps": 4, "block_steps": 40}
-# A round of the longer blocks takes 10 s, one of the shorter blocks 0.2 s.
+# A round of the longer blocks takes 10 s, one of the shorter blocks 0.3 s.
 SHORT_ROUNDS_PER_LONG = 40
 OTHER_CORE = LONG | {"rounds": 24}
 # About two holds a step: 3,000 are enough for a p99.9.
@@ -86,7 +89,10 @@ def bench(options: Options) -> Iterator[Row]:
         outside = f"rank {rank}, all but the ends of calls in another process"
         own = mean_interval([1000 * each for each in found["outside"]["threads"]])
         yield _interval_row(f"{outside}: CPU time of our threads", own, "{:.2f} ms/s")
-        yield _hold_row(outside, found["outside"]["holds"])
+        yield replace(_hold_row(outside, found["outside"]["holds"]), goal="", met=None)
+    if len(os.sched_getaffinity(0)) < 2:
+        yield Row(what="our threads on another core", measured="not measured: there is one core")
+        return
     (alone,) = run_ranks(
         "monitoring_cost/training_thread_job.py",
         {
@@ -103,7 +109,7 @@ def _other_core_rows(found: dict[str, Any]) -> Iterator[Row]:
     """Yield by how much longer a step waits because our threads hold the GIL."""
     rounds: list[dict[str, Block]] = found["rounds"]
     yield _step_row("our threads on another core: step of 50 ms, unmonitored", found)
-    for arm, what in (("watched", "waits for the GIL, per step"), ("off again", "the same, A/A")):
+    for arm, what in (("watched", "further waits, per step"), ("off again", "the same, A/A")):
         added = mean_interval(_differences_us(rounds, arm, "waits"))
         yield _interval_row(f"our threads on another core: {what}", added, "{:.0f} us")
 
@@ -138,7 +144,7 @@ def _short_rows(rank: int, found: dict[str, Any]) -> Iterator[Row]:
     )
     yield _interval_row(f"rank {rank}: the same, A/A", same, "{:.0f} us")
     reads = mean_interval(_differences_us(rounds, "reads alone"))
-    what = f"rank {rank}: reading shape, loss, gradient norm and learning rate alone"
+    what = f"rank {rank}: reads of shape, loss, gradient norm and learning rate alone"
     yield _interval_row(what, reads, "{:.0f} us")
     yield _clocks_row(f"rank {rank}: own clocks, short steps", found["clocks"])
 

@@ -241,7 +241,7 @@ def block(job: FixedSteps, num_steps: int) -> dict[str, float]:
 
     `wall` and `training` are wall time and CPU time of this thread. `delay` is the time in which
     this thread waited for its core, less the CPU time of our threads, so others had the core. In
-    the rest, `waits`, it waited for something else: another rank, or the GIL.
+    `waits`, the rest, it did not want the core: it waited for another thread or rank, or the GIL.
     """
     threads = own_threads()
     ours, delay = cpu_of(threads), waited_seconds()
@@ -295,9 +295,9 @@ class HookSwitch:
 
 
 class Reads:
-    """Reads what the record of a step has of torch and DeepSpeed, and nothing else of monitoring.
+    """Reads what the record of a step has of torch and DeepSpeed, and does nothing with it.
 
-    No hooks can cost less, whatever their language. Collectives are not read.
+    Three wrappers in Python are part of it. Collectives are not read.
     """
 
     def __init__(self, engine: Any) -> None:

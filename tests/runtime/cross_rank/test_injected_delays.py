@@ -52,9 +52,9 @@ def test_only_the_delayed_rank_is_named_with_its_phase(ranks, phase):
 def test_the_delayed_rank_is_named_after_two_comparisons(ranks, phase):
     case = ranks[0][phase]
 
-    # The watch threads pass steps on once a second, so those of the first comparison may all lie
-    # before the delay, and most of those of the second. Two more confirm it.
-    assert case["comparisons"][0] <= 4
+    # Of the comparisons in which the delay shows. If it is in little more than half of the steps,
+    # they differ too much for the first one to count.
+    assert case["comparisons"][0] in (2, 3)
 
 
 @pytest.mark.parametrize("phase", PHASES)

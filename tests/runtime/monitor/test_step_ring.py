@@ -267,6 +267,19 @@ def test_a_ring_that_is_not_complete_in_the_log_stays(folder: Path, runs: Path) 
     assert recover(runs, folder) == 1
 
 
+def test_a_step_survives_a_kill_from_the_moment_on_when_the_log_is_known(
+    folder: Path, runs: Path
+) -> None:
+    ring = StepRing.create(folder)
+    assert ring is not None
+    assert not ring.write(raw_step(1))
+
+    ring.set_log(runs / LOG, IDENTITY)
+
+    assert ring.write(raw_step(2))
+    ring.close()
+
+
 def test_a_ring_without_a_log_leaves_no_file(folder: Path) -> None:
     ring = StepRing.create(folder)
     assert ring is not None

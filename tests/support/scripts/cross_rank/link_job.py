@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 
 import deepspeed
 import torch
@@ -97,8 +97,10 @@ def main(folder: str, bucket: int, width: int, steps: int) -> None:
     }
     result["measured_latency"] = probe.seconds()
     result["usual_bandwidth"] = median(each for each in bandwidths if each is not None)
-    result["usual_latency"] = median(each for each in latencies if each is not None)
-    result["mean_latency"] = mean(each or 0.0 for each in latencies)
+    known = [each for each in latencies if each is not None]
+    result["usual_latency"] = median(known)
+    result["known_ratio"] = len(known) / len(latencies)
+    result["latencies"] = [*known, *result["link_latency"].values()]
     Path(folder, f"rank-{dist.get_rank()}.json").write_text(json.dumps(result))
 
 
