@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 # Longest wait for the run id from rank 0.
 RUN_ID_TIMEOUT_SECONDS = 30.0
+# Time between two looks for the run id because of a step. It doubles up to FIRST_POLL_SECONDS.
+FIRST_LOOK_SECONDS = 0.05
 # Maximum number of live runs with the same id. Each run has a folder of its own.
 MAX_LIVE_RUNS = 100
 # Maximum number of records that are kept until the run has an id.
@@ -80,6 +82,7 @@ class RunFolder:
         self.files = RetriedFiles()
         self.ring = StepRing.create() if self.is_logged else None
         self._missing_backoff = Backoff(RETRY_SECONDS, RETRY_SECONDS, now)
+        self._look_backoff = Backoff(FIRST_LOOK_SECONDS, FIRST_POLL_SECONDS, now)
         self.run_id = store.get("run_id")
         if process.rank == 0:
             self.run_id = self._claim(settings.run_id or launcher_run_id() or new_run_id())
@@ -118,9 +121,7 @@ class RunFolder:
     def poll(self) -> None:
         """Read the run id from the store. On rank 0, also read the targets of the other ranks."""
         if self.run_id is None:
-            self.run_id = self._find_run_id()
-            if self.run_id is not None:
-                self._open(self.run_id)
+            self._look_for_run_id()
         elif self._late_id_backoff is not None and self._late_id_backoff.is_due:
             self._late_id_backoff.start_delay()
             self._late_id = self._store.get("run_id") or self._late_id
@@ -156,9 +157,17 @@ class RunFolder:
         return [] if self.run_id is None else self._targets.targets(self.run_id)
 
     def append(self, records: Sequence[StepRecord]) -> None:
-        """Write the records of steps. Keep them if the run has no id yet."""
+        """Write the records of steps. Keep them if the run has no id yet.
+
+        Steps that are kept here would be lost if the process were killed. Once the ranks have
+        trained a step together, rank 0 has an id, so this looks for it and does not wait for
+        `poll`.
+        """
         if not self.is_logged:
             return
+        if self.run_id is None and self._look_backoff.is_due:
+            self._look_backoff.start_delay()
+            self._look_for_run_id()
         if self._log is not None:
             self._log.append(*records)
             return
@@ -182,11 +191,13 @@ class RunFolder:
             self.ring.close(deletes_file=is_complete)
         self._unlock()
 
-    def _find_run_id(self) -> str | None:
-        run_id = self._store.get("run_id")
-        if run_id is None and time.monotonic() - self._since > RUN_ID_TIMEOUT_SECONDS:
-            return self._own_run_id()
-        return run_id
+    def _look_for_run_id(self) -> None:
+        """Open the log if the store has the id by now, or if the wait for it is over."""
+        self.run_id = self._store.get("run_id")
+        if self.run_id is None and time.monotonic() - self._since > RUN_ID_TIMEOUT_SECONDS:
+            self.run_id = self._own_run_id()
+        if self.run_id is not None:
+            self._open(self.run_id)
 
     def _own_run_id(self) -> str:
         self._late_id_backoff = Backoff(FIRST_POLL_SECONDS, MAX_POLL_SECONDS)

@@ -191,6 +191,37 @@ def test_other_ranks_take_the_id_of_rank_zero(tmp_path: Path, monkeypatch, caplo
     folder.close()
 
 
+def test_a_step_is_in_the_log_at_once_if_rank_zero_has_an_id_by_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_ring, "SHARED_MEMORY", tmp_path)
+    folder = open_folder(tmp_path, rank=1)
+    assert folder.ring is not None
+    monkeypatch.setattr(folder._store, "get", {"run_id": RUN_ID}.get)
+
+    folder.append([record(1)])
+
+    assert steps(tmp_path / RUN_ID / "rank-1.jsonl") == [1]
+    assert folder.ring.write(raw_step(2))  # from now on a kill loses no step
+    folder.close()
+
+
+def test_the_id_is_not_looked_for_at_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = open_folder(tmp_path, rank=1)
+    looks: list[str] = []
+    monkeypatch.setattr(folder._store, "get", looks.append)
+    monkeypatch.setattr(folder._look_backoff, "_now", lambda: 0.0)
+
+    for number in range(1, 9):
+        folder.append([record(number)])
+
+    assert looks == ["run_id"]
+    folder.close()
+    assert steps(tmp_path / RUN_ID / "rank-1.jsonl") == list(range(1, 9))
+
+
 def test_a_rank_that_rank_zero_never_published_its_id_uses_the_chosen_one(tmp_path: Path) -> None:
     folder = open_folder(tmp_path, rank=1)
 
