@@ -335,7 +335,16 @@ CHECKS = (
         "parameters, monitored over unmonitored",
         files=["test_gpu_cost.py"],
         limit_seconds=270,
-        select=["-k", "not several"],
+        select=["-k", "large_model and not several"],
+    ),
+    Check(
+        name="short-steps",
+        part=3,
+        subject=COST,
+        shows="step time of a model whose steps wait for Python, monitored over unmonitored",
+        files=["test_gpu_cost.py"],
+        limit_seconds=180,
+        select=["-k", "short_steps"],
     ),
     Check(
         name="hot-path",

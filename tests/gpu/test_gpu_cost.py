@@ -1,13 +1,15 @@
-"""What monitoring costs a model with 1.2 billion parameters on a GPU."""
+"""What monitoring costs on a GPU: a large model, and a small one whose steps are short."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from gpu import probes
+from bench.confidence_intervals import ratio_interval
 from gpu.rank_jobs import run_job
 
 pytestmark = [
@@ -17,7 +19,11 @@ pytestmark = [
 
 GIB = 2**30
 NEEDED_BYTES = 39 * GIB
-MAX_STEP_RATIO, MAX_RESERVED_RATIO = 0.02, 0.02
+MAX_STEP_RATIO, MAX_RESERVED_RATIO = 1.02, 1.02
+# Steps of some ten milliseconds wait for Python. Above this ratio something has gone wrong.
+MAX_SHORT_STEP_RATIO = 1.05
+
+Record = Callable[[str, object], None]
 
 
 @pytest.mark.parametrize(
@@ -33,34 +39,67 @@ MAX_STEP_RATIO, MAX_RESERVED_RATIO = 0.02, 0.02
     ],
 )
 def test_step_time_and_memory_of_a_large_model_stay_the_same(
-    num_ranks: int,
-    stage: int,
-    tmp_path: Path,
-    record_property: Callable[[str, object], None],
+    num_ranks: int, stage: int, tmp_path: Path, record_property: Record
 ) -> None:
     if torch.cuda.get_device_properties(0).total_memory < NEEDED_BYTES:
         pytest.skip(f"needs a GPU with {NEEDED_BYTES // GIB} GiB")
 
     found, *_ = run_job("cost_job.py", tmp_path, "large", str(stage), world_size=num_ranks)
 
-    blocks = {
-        name: {key: [one[key] for one in found[name]] for key in found[name][0]}
-        for name in ("plain", "monitored")
-    }
-    step = probes.added_ratio(blocks["plain"]["seconds"], blocks["monitored"]["seconds"])
-    reserved = probes.added_ratio(blocks["plain"]["reserved"], blocks["monitored"]["reserved"])
-    record_property("parameters", found["parameters"])
-    record_property("step seconds", {name: each["seconds"] for name, each in blocks.items()})
-    record_property("added step time", step)
-    record_property("added peak reserved memory", reserved)
+    step = record_times(found, record_property)
+    plain, monitored = found["plain"], found["monitored"]
+    reserved = max(each["reserved"] for each in plain)
     exact = {interval: each["reserved"] for interval, each in found["exact"].items()}
+    record_property("peak reserved", [reserved, max(each["reserved"] for each in monitored)])
     record_property("peak reserved by exact_collectives_steps", exact)
-    record_property("retries", {name: sum(each["retries"]) for name, each in blocks.items()})
+    retries = {
+        name: sum(each["retries"] for each in found[name]) for name in ("plain", "monitored")
+    }
+    record_property("retries", retries)
     assert found["parameters"] > 1e9
     assert found["failures"] == {}
     assert step < MAX_STEP_RATIO
-    assert reserved < MAX_RESERVED_RATIO
-    without_exact_ends = [exact["0"] for _ in blocks["plain"]["reserved"]]
-    added = probes.added_ratio(blocks["plain"]["reserved"], without_exact_ends)
-    assert added < MAX_RESERVED_RATIO
-    assert sum(blocks["monitored"]["retries"]) <= sum(blocks["plain"]["retries"])
+    assert max(each["reserved"] for each in monitored) < MAX_RESERVED_RATIO * reserved
+    assert exact["0"] < MAX_RESERVED_RATIO * reserved
+    assert retries["monitored"] <= retries["plain"]
+
+
+def test_step_time_of_a_model_with_short_steps(tmp_path: Path, record_property: Record) -> None:
+    (found,) = run_job("cost_job.py", tmp_path, "short", "2")
+
+    step = record_times(found, record_property)
+    assert found["failures"] == {}
+    assert step < MAX_SHORT_STEP_RATIO
+
+
+def record_times(found: Mapping[str, Any], record_property: Record) -> float:
+    """Record what is known of step times and our CPU time; return monitored over unmonitored."""
+    plain = [each["seconds"] for each in found["plain"]]
+    monitored = [each["seconds"] for each in found["monitored"]]
+    ratios = monitored_ratios(plain, monitored)
+    step, floor = ratio_interval(ratios), ratio_interval(plain_ratios(plain))
+    record_property("parameters", found["parameters"])
+    record_property("step seconds", {"plain": plain, "monitored": monitored})
+    record_property("monitored / plain", [step.estimate, step.low, step.high])
+    record_property("plain / plain", [floor.estimate, floor.low, floor.high])
+    for part in ("threads", "hooks"):
+        # Our own clock is read once a second, so only the mean of all blocks says something.
+        used = statistics.fmean(each[f"{part} ms/s"] for each in found["monitored"])
+        record_property(f"{part} ms/s", used)
+    return step.estimate
+
+
+def monitored_ratios(plain: Sequence[float], monitored: Sequence[float]) -> list[float]:
+    """Compare each monitored block with the mean of the unmonitored blocks before and after it."""
+    return [
+        2 * between / (before + after)
+        for before, between, after in zip(plain, monitored, plain[1:], strict=False)
+    ]
+
+
+def plain_ratios(plain: Sequence[float]) -> list[float]:
+    """Compare unmonitored blocks with the mean of their neighbours: what can be resolved."""
+    return [
+        2 * between / (before + after)
+        for before, between, after in zip(plain, plain[1:], plain[2:], strict=False)
+    ]

@@ -1,11 +1,14 @@
-"""Step time, peak reserved memory and retries with and without monitoring: `FOLDER SIZE STAGE`.
+"""Cost of monitoring on a GPU, in blocks of steps without and with it: `FOLDER SIZE STAGE`.
 
-SIZE is "large", 1.2 billion parameters, or "tiny". Blocks of steps with and without monitoring
-alternate in one process. Two more blocks have exact ends of collectives in all steps and in none.
+SIZE is "large", 1.2 billion parameters; "short", a model whose steps take some ten milliseconds and
+wait for Python to launch kernels; or "tiny", for a CPU. The first and last blocks are without
+monitoring. Two more blocks of "large" have exact ends of collectives in all steps and in none.
 """
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -13,28 +16,49 @@ from typing import Any
 
 import torch
 from bench.gpt_training import VOCABULARY, TinyGpt
+from bench.monitoring_cost.own_threads import cpu_seconds, own_threads
 from gpu.jobs import engines
 
 import zerowatch
+from zerowatch.metrics.catalog.overhead import WATCH_SECONDS
 
-# Width, layers, tokens, samples, blocks of each kind, steps of a block.
-SIZES = {"large": (2048, 24, 1024, 4, 5, 8), "tiny": (32, 2, 16, 2, 2, 2)}
+# Width, layers, tokens, samples, blocks with monitoring, steps that settle, steps of a block.
+SIZES = {
+    "large": (2048, 24, 1024, 4, 14, 4, 8),
+    "short": (256, 8, 128, 4, 12, 30, 60),
+    "tiny": (32, 2, 16, 2, 2, 1, 2),
+}
 SETTINGS = {"serve": {"port": 0}, "run_log": {"folder": "runs"}}
 
 
-def block(steps: Callable[[int], None], count: int) -> dict[str, float]:
-    """Return a step's seconds, and the peaks and retries of the allocator, of a block."""
-    steps(2)  # the allocator settles
+def block(
+    steps: Callable[[int], None], settling: int, count: int, watch: Any = None
+) -> dict[str, float]:
+    """Return a step's seconds and what was used: peaks and retries of the allocator, our CPU time.
+
+    Args:
+        steps: Trains a number of steps.
+        settling: Steps before those that are timed.
+        count: Steps that are timed.
+        watch: None without monitoring.
+    """
+    steps(settling)
     engines.synchronize()
     retries = 0
     if engines.ON_CUDA:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         retries = torch.cuda.memory_stats()["num_alloc_retries"]
-    began = time.perf_counter()
+    gc.collect()
+    steps(2)  # the allocator settles
+    engines.synchronize()
+    used, began = used_by_us(watch), time.perf_counter()
     steps(count)
     engines.synchronize()
-    found = {"seconds": (time.perf_counter() - began) / count}
+    seconds = time.perf_counter() - began
+    found = {"seconds": seconds / count}
+    for part, value in used_by_us(watch).items():
+        found[f"{part} ms/s"] = 1e3 * (value - used.get(part, 0.0)) / seconds
     if engines.ON_CUDA:
         stats = torch.cuda.memory_stats()
         found["reserved"] = stats["reserved_bytes.all.peak"]
@@ -43,8 +67,19 @@ def block(steps: Callable[[int], None], count: int) -> dict[str, float]:
     return found
 
 
+def used_by_us(watch: Any) -> dict[str, float]:
+    """Return seconds of our threads by the kernel's clock, and of our hooks by their own clock."""
+    if watch is None:
+        return {}
+    parts = watch.snapshot().values.get(WATCH_SECONDS, {})
+    return {
+        "threads": sum(cpu_seconds(os.getpid(), each) for each in own_threads()),
+        "hooks": parts.get(("hooks",), 0.0) + parts.get(("collectives",), 0.0),
+    }
+
+
 def main(size: str, stage: int) -> None:
-    width, num_layers, tokens, samples, blocks, count = SIZES[size]
+    width, num_layers, tokens, samples, blocks, settling, count = SIZES[size]
     engines.meet()
     torch.manual_seed(0)
     with engines.device():
@@ -53,27 +88,29 @@ def main(size: str, stage: int) -> None:
     config = engines.ds_config(stage, bf16=True, overlap_comm=True, reduce_bucket_size=100_000_000)
     engine = engines.make_engine(model, config)
     rows = torch.randint(0, VOCABULARY, (samples, tokens + 1), device=engine.device)
+    failures: dict[str, Any] = {}
 
-    def steps(count: int) -> None:
-        for _ in range(count):
+    def steps(number: int) -> None:
+        for _ in range(number):
             engine.backward(engine(rows))
             engine.step()
 
+    def monitored(**settings: Any) -> dict[str, float]:
+        watch = zerowatch.watch(engine, SETTINGS | settings)
+        found = block(steps, settling, count, watch)
+        failures.update(engines.hook_failures(watch))
+        watch.close()
+        return found
+
     steps(3)
-    found: dict[str, list[Any]] = {"plain": [], "monitored": []}
+    found: dict[str, list[Any]] = {"plain": [block(steps, settling, count)], "monitored": []}
     for _ in range(blocks):
-        found["plain"].append(block(steps, count))
-        watch = zerowatch.watch(engine, SETTINGS)
-        found["monitored"].append(block(steps, count))
-        failures = engines.hook_failures(watch)
-        watch.close()
-    exact = {}
-    for interval in (0, 1):
-        sampling = {"sampling": {"exact_collectives_steps": interval}}
-        watch = zerowatch.watch(engine, SETTINGS | sampling)
-        exact[str(interval)] = block(steps, count)
-        failures |= engines.hook_failures(watch)
-        watch.close()
+        found["monitored"].append(monitored())
+        found["plain"].append(block(steps, settling, count))
+    exact = {
+        str(interval): monitored(sampling={"exact_collectives_steps": interval})
+        for interval in ((0, 1) if size != "short" else ())
+    }
     engines.report({**found, "exact": exact, "parameters": num_parameters, "failures": failures})
 
 
