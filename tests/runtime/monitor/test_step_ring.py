@@ -345,6 +345,26 @@ def test_the_logs_of_other_folders_are_not_written(
     assert recover(runs, folder) == 1
 
 
+def test_the_steps_in_young_rings_of_other_folders_are_not_read(
+    folder: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each killed job leaves a ring, and each start of a job looks at all of them."""
+    leave_ring(folder, runs, [raw_step(1, ended_at=time.time())])
+    read_bytes: list[int] = []
+    pread = os.pread
+
+    def counted(descriptor: int, size: int, offset: int) -> bytes:
+        content = pread(descriptor, size, offset)
+        read_bytes.append(len(content))
+        return content
+
+    monkeypatch.setattr(os, "pread", counted)
+
+    assert recover(tmp_path / "other", folder) == 0
+    assert sum(read_bytes) <= 4096
+    assert len(list(folder.iterdir())) == 1
+
+
 def test_the_ring_of_a_run_of_many_days_is_as_old_as_its_last_step(
     folder: Path, runs: Path, tmp_path: Path
 ) -> None:
