@@ -58,6 +58,15 @@ def added_ratio(plain: Sequence[float], monitored: Sequence[float]) -> float:
     return statistics.median(after / before for before, after in pairs) - 1
 
 
+def ratios_to_neighbours(
+    before: Sequence[float], between: Sequence[float], after: Sequence[float]
+) -> list[float]:
+    """Compare each value with the mean of the one before and the one after it."""
+    # The last values of a sequence may have no neighbour.
+    triples = zip(before, between, after, strict=False)
+    return [2 * value / (first + last) for first, value, last in triples]
+
+
 def own_synchronizations(places: Iterable[str], root: str) -> list[str]:
     """Return those places "FILE:LINE" that are in zerowatch's packages or in its root's modules.
 

@@ -61,6 +61,13 @@ def test_an_added_ratio_is_of_pairs_so_that_a_drift_of_the_machine_cancels_out()
     assert probes.added_ratio([1.0, 2.0, 4.0], [1.01, 2.02, 4.04]) == pytest.approx(0.01)
 
 
+def test_ratios_to_neighbours_are_free_of_a_steady_drift() -> None:
+    plain = [1.0, 3.0, 5.0]
+
+    assert probes.ratios_to_neighbours(plain, [2.02, 4.04], plain[1:]) == pytest.approx([1.01] * 2)
+    assert probes.ratios_to_neighbours(plain, plain[1:], plain[2:]) == [1.0]
+
+
 def test_only_places_in_the_package_are_its_own() -> None:
     own = ["runtime/a.py:3", "metrics/b.py:1", "__init__.py:7"]
     others = ["tests/b.py:1", ".venv/torch/c.py:2", "site/deepspeed/runtime/engine.py:4"]

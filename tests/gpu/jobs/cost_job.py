@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from bench.gpt_training import VOCABULARY, TinyGpt
 from bench.monitoring_cost.own_threads import cpu_seconds, own_threads
+from bench.monitoring_cost.thread_cost_job import by_metric
 from gpu.jobs import engines
 
 import zerowatch
-from zerowatch.metrics.catalog.overhead import WATCH_SECONDS
 
 # Width, layers, tokens, samples, blocks with monitoring, steps that settle, steps of a block.
 SIZES = {
@@ -71,10 +71,10 @@ def used_by_us(watch: Any) -> dict[str, float]:
     """Return seconds of our threads by the kernel's clock, and of our hooks by their own clock."""
     if watch is None:
         return {}
-    parts = watch.snapshot().values.get(WATCH_SECONDS, {})
+    parts = by_metric(watch)
     return {
         "threads": sum(cpu_seconds(os.getpid(), each) for each in own_threads()),
-        "hooks": parts.get(("hooks",), 0.0) + parts.get(("collectives",), 0.0),
+        "hooks": parts.get("hooks", 0.0) + parts.get("collectives", 0.0),
     }
 
 
