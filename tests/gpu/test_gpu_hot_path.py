@@ -15,11 +15,13 @@ pytestmark = [
 ]
 
 Record = Callable[[str, object], None]
-# The goal is 5 us, to which CUDA adds two events; above this limit something has gone wrong.
-MAX_MICROSECONDS = {
-    "synchronous": 15.0,
-    "asynchronous, sampled": 40.0,
-    "asynchronous, not sampled": 20.0,
+# Added by monitoring, over the same call without it. Machines, and what else runs on them, change
+# the microseconds of both by half. The goal is 5 us, to which CUDA adds two events if sampled; above
+# these limits something has gone wrong.
+MAX_RATIO = {
+    "synchronous": 1.0,
+    "asynchronous, sampled": 2.0,
+    "asynchronous, not sampled": 1.5,
 }
 
 
@@ -28,8 +30,9 @@ def test_a_call_costs_some_microseconds(tmp_path: Path, record_property: Record)
 
     record_property("microseconds", found["microseconds"])
     assert found["failures"] == {}
-    for name, limit in MAX_MICROSECONDS.items():
-        assert found["microseconds"][name]["added"] < limit, name
+    for name, limit in MAX_RATIO.items():
+        call = found["microseconds"][name]
+        assert call["added"] / call["plain"] < limit, name
 
 
 def test_nccls_own_timing_is_measured_as_an_alternative(

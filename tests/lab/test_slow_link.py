@@ -89,5 +89,5 @@ def test_with_tiny_buckets_on_a_fast_link_latency_is_calls_times_base_latency(fa
 @needs_namespaces
 def test_the_base_latency_is_about_what_the_script_measures_itself(fast):
     for rank in fast:
-        # One call in each backward: what it costs there depends on what ran before it.
+        # The script's figure is of the same calls, and of those before a latency was known.
         assert 0.4 < rank["usual_latency"] / rank["measured_latency"] < 2.5

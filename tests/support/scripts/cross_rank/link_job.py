@@ -1,7 +1,6 @@
 """Trains on a link and writes the metrics of its collectives, as JSON per rank.
 
-Usage: link_job.py FOLDER BUCKET_ELEMENTS WIDTH STEPS. It also measures the latency of a collective
-by itself, in addition to the training's.
+Usage: link_job.py FOLDER BUCKET_ELEMENTS WIDTH STEPS. It also times each all_reduce itself.
 """
 
 from __future__ import annotations
@@ -11,10 +10,12 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 import zerowatch
 from zerowatch.metrics.catalog import communication
@@ -23,7 +24,6 @@ from zerowatch.metrics.catalog import communication
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 LAYERS, BATCH = 4, 8
-BUCKET = 2000
 
 
 def make_engine(bucket: int, width: int):
@@ -46,21 +46,22 @@ def make_engine(bucket: int, width: int):
     )[0]
 
 
-class Probe:
-    """Measures the latency of a collective without zerowatch, around its wrapper."""
+class TimedAllReduce:
+    """Stands for torch's all_reduce, and times each call for itself. zerowatch wraps it."""
 
     def __init__(self) -> None:
-        self._all_reduce = dist.all_reduce.__wrapped__
+        self._all_reduce = dist.all_reduce
         self._durations: list[float] = []
 
-    def measure(self) -> None:
-        """Time one call of a bucket's size, in backward, where training issues its own."""
-        bucket = torch.ones(BUCKET)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call torch's function. The job makes no asynchronous calls."""
         began = time.perf_counter()
-        self._all_reduce(bucket)
-        self._durations.append(time.perf_counter() - began)
+        try:
+            return self._all_reduce(*args, **kwargs)
+        finally:
+            self._durations.append(time.perf_counter() - began)
 
-    def seconds(self) -> float:
+    def median_seconds(self) -> float:
         """The median, over the calls, of the shortest duration over the ranks."""
         least = torch.tensor(self._durations, dtype=torch.float64)
         self._all_reduce(least, op=dist.ReduceOp.MIN)
@@ -69,15 +70,14 @@ class Probe:
 
 def main(folder: str, bucket: int, width: int, steps: int) -> None:
     deepspeed.init_distributed("gloo", verbose=False)
+    timed = dist.all_reduce = c10d.all_reduce = TimedAllReduce()
     engine = make_engine(bucket, width)
-    probe = Probe()
     latencies, bandwidths = [], []
     for _ in range(steps):
         now = engine.watch.snapshot()
         latencies.append(now.value(communication.COMM_LINK_LATENCY, "dp"))
         bandwidths.append(now.value(communication.COMM_BUS_BANDWIDTH, "all_reduce", "dp"))
         output = engine(torch.ones(BATCH, width))
-        output.register_hook(lambda gradient: probe.measure())
         engine.backward(output.square().mean())
         engine.step()
     engine.watch.close()
@@ -95,7 +95,7 @@ def main(folder: str, bucket: int, width: int, steps: int) -> None:
             ("failures", communication.EXCHANGE_FAILURES),
         )
     }
-    result["measured_latency"] = probe.seconds()
+    result["measured_latency"] = timed.median_seconds()
     result["usual_bandwidth"] = median(each for each in bandwidths if each is not None)
     known = [each for each in latencies if each is not None]
     result["usual_latency"] = median(known)
