@@ -151,6 +151,17 @@ class FlopsSettings(Section):
     """Peak of one device in FLOP/s; by default from a table, or measured on CPU."""
 
 
+class ProcessSettings(Section):
+    """The process in which measurements are analysed."""
+
+    separate: bool = False
+    """Whether each rank has a process of its own for all that needs no engine: step log, metrics
+    and their server, forecasts, comparison of the ranks. Training then waits less for Python's
+    interpreter lock, and nothing is lost if a rank is killed. Each such process takes some 250 MB.
+    Not with a TrainingRun, OTLP, `profile`, `memory.trace_leaks`, or a script without DeepSpeed,
+    which are monitored in the training's process."""
+
+
 class SamplingSettings(Section):
     """How often devices are read, and collectives on a GPU are timed exactly."""
 
@@ -382,6 +393,7 @@ class Settings(BaseSettings):
     serve: ServeSettings = ServeSettings()
     run_log: RunLogSettings = RunLogSettings()
     flops: FlopsSettings = FlopsSettings()
+    process: ProcessSettings = ProcessSettings()
     sampling: SamplingSettings = SamplingSettings()
     cross_rank: CrossRankSettings = CrossRankSettings()
     hang: HangSettings = HangSettings()

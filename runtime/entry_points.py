@@ -419,7 +419,8 @@ def _open_watch(engine: Any, settings: Settings) -> Watch:
     if _process.watch is not None:
         _process.watch.close()
     collectives = _process.open_collectives()
-    _process.watch = build_watch(
+    build = _separate_builder(engine, settings) or build_watch
+    _process.watch = build(
         engine,
         collectives,
         _process.fail_open,
@@ -431,6 +432,21 @@ def _open_watch(engine: Any, settings: Settings) -> Watch:
     if _process.num_watches == 1:
         os.register_at_fork(after_in_child=_close_after_fork)
     return _process.watch
+
+
+def _separate_builder(engine: Any, settings: Settings) -> Callable[..., Watch] | None:
+    """Return the function that moves the analysis into another process, if it is asked for."""
+    if not settings.process.separate:
+        return None
+    from .separate_process.build import build_separate_watch, why_not_separate
+
+    reason = why_not_separate(engine, settings)
+    if reason is not None:
+        logger.warning(
+            "process.separate is not used, as %s: this rank is monitored in its own process", reason
+        )
+        return None
+    return build_separate_watch
 
 
 def _torch_engine(model: Any, optimizer: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from numbers import Integral
@@ -23,6 +24,7 @@ from .common.host_group import HostGroup
 from .engine.compression.gradient_compressor import check_kind
 from .engine.live_settings.activation_checkpointing import ModuleSelector
 from .entry_points import initialize, initialize_unwatched
+from .monitor.console_logging import show_own_lines
 from .monitor.watch import NullWatch, WatchHandle
 from .trainer.checkpoint.manager import CheckpointManager
 from .trainer.data.training_data import TrainingData
@@ -35,6 +37,8 @@ from .trainer.window.step_result import StepResult
 from .trainer.window_runner import WindowRunner
 from .tuner.job_facts import warn_of_batch_statistics
 from .tuner.session import create_tuner_session, tuner_settings
+
+logger = logging.getLogger(__name__)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 NumericsName = Literal["bitwise", "reassociation", "statistical", "unrestricted"]
@@ -562,7 +566,7 @@ class _EngineFactory:
             model=module,
             model_parameters=_trained(module),
             config=copy.deepcopy(dict(config)),
-            settings=settings,
+            settings=_in_this_process(settings, config),
             **self._options,
         )[0]
         if not engine.watch.watches(engine):  # another run owns it
@@ -577,6 +581,17 @@ class _EngineFactory:
             config=copy.deepcopy(dict(config)),
             **self._options,
         )[0]
+
+
+def _in_this_process(
+    settings: Mapping[str, Any] | None, config: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """Return the settings without `process.separate`: a TrainingRun reads what is measured."""
+    if not load_settings(settings, read_zerowatch_block(config)).process.separate:
+        return settings
+    show_own_lines()
+    logger.warning("process.separate is not used with a TrainingRun, which reads what is measured")
+    return {**(settings or {}), "process": {"separate": False}}
 
 
 def _trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -36,6 +36,7 @@ PART_COLORS = {
     "cross_rank_thread": "orange",
     "http_thread": "green",
     "otlp_thread": "red",
+    "monitoring_process": "dark-blue",
 }
 
 COST = (

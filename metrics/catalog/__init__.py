@@ -26,3 +26,4 @@ CATALOG: tuple[MetricSpec, ...] = (
     *tuner.METRICS,
     *overhead.METRICS,
 )
+BY_NAME = {spec.name: spec for spec in CATALOG}

@@ -17,6 +17,7 @@ WATCH_SECONDS = counter(
             "cross_rank_thread",
             "http_thread",
             "otlp_thread",
+            "monitoring_process",
         ),
     ),
     lean=Lean(without=("part",)),

@@ -70,6 +70,10 @@ class MetricSpec:
     from_zero: bool = False
     usual: str = ""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the name, because specs are equal only if they are the same object."""
+        return _from_catalog, (self.name,)
+
     @property
     def label_names(self) -> tuple[str, ...]:
         """The names of the labels, in the order in which label values are passed."""
@@ -88,6 +92,12 @@ class MetricSpec:
             known: The values of labels of which the spec knows none, such as the devices.
         """
         return product(*(label.values or known[label.name] for label in self.labels))
+
+
+def _from_catalog(name: str) -> MetricSpec:
+    from . import BY_NAME  # it imports this module
+
+    return BY_NAME[name]
 
 
 class _Options(TypedDict, total=False):

@@ -106,6 +106,21 @@ class Group(GroupFields):
         self.busy_until_ns = self.maybe_busy_until_ns = BEFORE_ALL
         self._wire_factors = [wire_factor(op, self.backend, self.size) for op in OPS]
 
+    @classmethod
+    def of_other_process(
+        cls, role: str, size: int, backend: str, rank_set: RankSet, *, on_device: bool
+    ) -> Group:
+        """Return the record of a group that only another process has, which records its calls."""
+        group = cls.__new__(cls)
+        group.reference = lambda: None
+        group.role, group.size, group.backend = role, size, backend
+        group.on_device, group.device_index, group.point_to_point = on_device, None, None
+        group.seen_from = group.recorded = group.replayed = 0
+        group.rank_set = rank_set
+        group.busy_until_ns = group.maybe_busy_until_ns = BEFORE_ALL
+        group._wire_factors = [wire_factor(op, backend, size) for op in OPS]
+        return group
+
     def wire_factor(self, op: int, payload_bytes: int) -> float:
         """Return the bytes sent per payload byte. The operation is given by its index in OPS."""
         if op in WIRE_BY_PAYLOAD:

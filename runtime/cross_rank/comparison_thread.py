@@ -7,12 +7,14 @@ exist. While the store fails, the thread compares nothing and retries the store 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from ...metrics.catalog import communication
+from ...metrics.catalog.across_ranks import STATISTICS
 from ...metrics.catalog.labels import COMPARED_PHASES
 from ...metrics.recorder import Recorder
 from ...metrics.step_record import StepRecord
@@ -140,6 +142,24 @@ class ComparisonThread:
     def stragglers(self) -> Sequence[Straggler]:
         """The slow ranks of the rank set over which this rank's step times are compared."""
         return self._reporter.stragglers
+
+    def figures_by_rank(self) -> dict[int, dict[str, float]]:
+        """Return the known figures of each rank (`across_ranks.STATISTICS`), on rank 0."""
+        return {
+            rank: {
+                name: value
+                for name, value in zip(STATISTICS, figures[: len(STATISTICS)].tolist(), strict=True)
+                if not math.isnan(value)
+            }
+            for rank, figures in self.rank_figures.items()
+        }
+
+    def slow_phases(self) -> dict[int, dict[str, float]]:
+        """Return by rank the phases in which it is slow now, with its score."""
+        slow: dict[int, dict[str, float]] = {}
+        for straggler in self.stragglers:
+            slow.setdefault(straggler.rank, {})[straggler.phase] = straggler.score
+        return slow
 
     @property
     def divergence(self) -> str | None:

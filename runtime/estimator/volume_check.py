@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,13 +52,23 @@ class WireVolumeCheck:
         recorder: Gets the volume metrics.
         fail_open: Guards estimating.
         logs_differences: Whether this rank logs a step that differs from the estimate.
+        estimate: Returns the estimate of a step, given the engine and its micro-batches.
+        variant_of: Returns the present variant of an engine.
     """
 
     def __init__(
-        self, engine: Any, recorder: Recorder, fail_open: FailOpen, *, logs_differences: bool
+        self,
+        engine: Any,
+        recorder: Recorder,
+        fail_open: FailOpen,
+        *,
+        logs_differences: bool,
+        estimate: Callable[[Any, int], StepEstimate | None] | None = None,
+        variant_of: Callable[[Any], EngineVariant] | None = None,
     ) -> None:
         self._recorder = recorder
-        self._estimate_engine = fail_open.wrap("estimate", _estimate_data_parallel)
+        self._estimate_engine = fail_open.wrap("estimate", estimate or estimate_data_parallel)
+        self._variant_of = variant_of or engine_variant
         self._logs_differences = logs_differences
         self._ratio: float | None = None
         self._totals: tuple[StepEstimate | None, Totals] = None, {}
@@ -117,7 +127,7 @@ class WireVolumeCheck:
     def _detect_change(self) -> None:
         """Discard estimates if the engine changed. Late records may be from before it."""
         engine = self._engine()
-        before, self._variant = self._variant, None if engine is None else engine_variant(engine)
+        before, self._variant = self._variant, None if engine is None else self._variant_of(engine)
         if before is None or self._variant is None or self._variant.equals(before):
             return
         self._estimates, self._num_differing = {}, 0
@@ -165,7 +175,7 @@ class WireVolumeCheck:
         )
 
 
-def _estimate_data_parallel(engine: Any, micro_batches: int) -> StepEstimate | None:
+def estimate_data_parallel(engine: Any, micro_batches: int) -> StepEstimate | None:
     """Estimate a step of an engine; None for an unsupported configuration or parallelism."""
     if engine is None or not is_data_parallel(engine):
         return None

@@ -194,6 +194,11 @@ class LeakMonitor:
         state = self._devices.get(device)
         return None if state is None else state.growth_bytes_per_step
 
+    def restore(self, growth_bytes_per_step: Mapping[str, float | None]) -> None:
+        """Take over the findings of another process, by device."""
+        for device, growth in growth_bytes_per_step.items():
+            self._devices.setdefault(device, _DeviceState()).growth_bytes_per_step = growth
+
     def close(self) -> None:
         """Write the findings of a running trace and stop the trace. Safe to call twice."""
         if self._tracer is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...metrics.exporters.telemetry_data import Span
-from ...metrics.recorder import Snapshot
+from ...metrics.recorder import Recorder, Snapshot
 from ..common.gil_pauses import let_training_run
 from ..common.torch_engine import TorchEngine
 from ..estimator.engine_estimate import is_data_parallel
@@ -36,12 +36,41 @@ MIN_STEPS = 20
 WAITING_SYMPTOMS = frozenset((*COMM_SYMPTOMS, "device_idle", "host_bound"))
 
 
+class Intervals(Protocol):
+    """Measures successive intervals of a run."""
+
+    def start(self) -> None:
+        """Begin an interval."""
+
+    def end(self) -> MetricsDelta | None:
+        """Return what the metrics did in the interval, if it is known, and begin the next one."""
+
+
+class SnapshotIntervals:
+    """Measures intervals by snapshots of a recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._before: Snapshot | None = None
+
+    def start(self) -> None:
+        """Begin an interval."""
+        self._before = self._recorder.snapshot()
+
+    def end(self) -> MetricsDelta | None:
+        """Return what the metrics did in the interval, and begin the next one."""
+        before, self._before = self._before, self._recorder.snapshot()
+        let_training_run()
+        return None if before is None else metrics_between(before, self._before)
+
+
 class Advisor:
     """Diagnoses rank 0's metrics periodically on the watch thread. It gives each advice once.
 
     Args:
         context: The watch of the engine.
         send: Sends a span to a collector. Does nothing if there is no collector.
+        intervals: Measures the intervals; by default by snapshots of the recorder.
         now: A monotonic clock, in seconds.
     """
 
@@ -49,6 +78,7 @@ class Advisor:
         self,
         context: WatchContext,
         send: Callable[[Span], object],
+        intervals: Intervals | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._context, self._send, self._now = context, send, now
@@ -58,7 +88,8 @@ class Advisor:
         self._knobs_class = call("advisor", _import_knobs) if is_enabled and not is_torch else None
         self._is_enabled = is_enabled and (is_torch or self._knobs_class is not None)
         self._reporter: DecisionReporter | None = None
-        self._before: Snapshot | None = None
+        self._intervals = intervals or SnapshotIntervals(context.recorder)
+        self._has_begun = False
         self._since, self._first_step = 0.0, 0
         self._facts: JobFacts | None = None
         self._advised: set[tuple[str, tuple[str, ...]]] = set()
@@ -68,17 +99,20 @@ class Advisor:
         engine = self._context.engine() if self._is_enabled else None
         if engine is None or engine.global_steps < WARMUP_STEPS:
             return
-        if self._before is None:
-            self._start_interval(engine, self._context.recorder.snapshot())
+        if not self._has_begun:
+            self._has_begun = True
+            self._intervals.start()
+            self._start_interval(engine)
         elif (
             self._now() - self._since >= MIN_SECONDS
             and engine.global_steps - self._first_step >= MIN_STEPS
         ):
-            before, after = self._before, self._context.recorder.snapshot()
+            reading = self._intervals.end()
             let_training_run()
-            reporter = self._start_interval(engine, after)
+            reporter = self._start_interval(engine)
             let_training_run()
-            self._advise(reporter, engine, metrics_between(before, after))
+            if reading is not None:
+                self._advise(reporter, engine, reading)
 
     def disable(self) -> None:
         """Stop advising, e.g. if the run ends with an error, which must stay the last output."""
@@ -89,8 +123,7 @@ class Advisor:
         self.disable()
         return DecisionReporter(self._context, mode=mode, send=self._send)
 
-    def _start_interval(self, engine: Any, snapshot: Snapshot) -> DecisionReporter:
-        self._before = snapshot
+    def _start_interval(self, engine: Any) -> DecisionReporter:
         self._since, self._first_step = self._now(), engine.global_steps
         if self._reporter is None:
             if self._context.settings.tuner.mode == "auto":

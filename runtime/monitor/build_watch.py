@@ -40,9 +40,10 @@ from .otel_exporter import OtelExporter
 from .overhead_metrics import OverheadMetrics
 from .run_folder import RunFolder
 from .run_info import RunInfoPublisher, publish_thresholds, warn_of_comms_logger
+from .step_analysis import StepAnalysis
 from .step_metrics import StepMetrics
 from .subscriptions import Subscriptions, for_each
-from .watch import EngineRef, Watch
+from .watch import EngineRef, ServedAt, Watch
 from .watch_sinks import WatchSinks
 from .watch_thread import WatchThread
 
@@ -132,7 +133,7 @@ def build_watch(
         subscriptions = Subscriptions(fail_open)
         undo.callback(subscriptions.close)
         if process.rank == 0 and settings.console in ("bar", "lines"):
-            _print_progress(subscriptions, recorder, settings)
+            print_progress(subscriptions, recorder, settings)
         sinks = WatchSinks(context, on_sink_open)
         undo.callback(sinks.close)
         if process.rank == 0:
@@ -146,21 +147,29 @@ def build_watch(
             live_page.figures, live_page.slow = comparison.rank_figures, comparison.slow_phases
             listeners.append(fail_open.wrap("live page", live_page.on_steps))
         undo.callback(folder.close)
-        thread = WatchThread(
+        sampler = DeviceSampler(
+            recorder,
+            fail_open,
+            device_probes(device_index=device),
+            settings.sampling.device_interval_seconds,
+        )
+        analysis = StepAnalysis(
             step_metrics=step_metrics,
-            sampler=DeviceSampler(
-                recorder,
-                fail_open,
-                device_probes(device_index=device),
-                settings.sampling.device_interval_seconds,
-            ),
-            memory=memory,
+            sampler=sampler,
+            memory=memory.analysis,
             comparison=comparison,
             folder=folder,
             otel=otel,
-            calls=calls,
             fail_open=fail_open,
             listeners=listeners,
+            on_device=device_phases is not None,
+        )
+        thread = WatchThread(
+            analysis=analysis,
+            sampler=sampler,
+            folder=folder,
+            calls=calls,
+            fail_open=fail_open,
             device_phases=device_phases,
             flight_recorder=FlightRecorder() if isinstance(engine, TorchEngine) else None,
         )
@@ -205,8 +214,9 @@ def build_watch(
             recorder=recorder,
             fail_open=fail_open,
             server=server,
-            address=address,
-            live_page_url=None if live_page is None else page_url(address, settings.serve),
+            served_at=ServedAt(
+                address, None if live_page is None else page_url(address, settings.serve)
+            ),
             folder=folder,
             metrics_log=metrics_log,
             run_info=run_info,
@@ -237,7 +247,8 @@ def build_watch(
     return watch
 
 
-def _print_progress(subscriptions: Subscriptions, recorder: Recorder, settings: Settings) -> None:
+def print_progress(subscriptions: Subscriptions, recorder: Recorder, settings: Settings) -> None:
+    """Print the progress of the run on stderr, if this process has one."""
     from .progress import Progress  # it imports rich
 
     if sys.stderr is None or sys.stderr.closed:  # as of a daemon

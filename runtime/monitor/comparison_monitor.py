@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from ...metrics.catalog.across_ranks import STATISTICS
 from ...metrics.step_record import StepRecord
 from ..collectives.groups import CollectiveCall
 from ..common.accelerator import training_device_index
@@ -49,7 +47,7 @@ class ComparisonMonitor:
         self._hang_monitor = self._new_hang_monitor()
         self._thread.expected_pause = self._hang_monitor.expected_pause
         self.profiler = self._new_profiler()
-        if _each_rank_has_own_data(context.engine()):
+        if each_rank_has_own_data(context.engine()):
             self._thread.compare_losses()
         self.listeners: list[Callable[[Sequence[StepRecord]], object]] = [
             for_each(fail_open.wrap("same losses", self._thread.on_step)),
@@ -84,21 +82,11 @@ class ComparisonMonitor:
 
     def rank_figures(self) -> dict[int, dict[str, float]]:
         """Return the known figures of each rank (`across_ranks.STATISTICS`), on rank 0."""
-        return {
-            rank: {
-                name: value
-                for name, value in zip(STATISTICS, figures[: len(STATISTICS)].tolist(), strict=True)
-                if not math.isnan(value)
-            }
-            for rank, figures in self._thread.rank_figures.items()
-        }
+        return self._thread.figures_by_rank()
 
     def slow_phases(self) -> dict[int, dict[str, float]]:
         """Return by rank the phases in which it is slow now, with its score."""
-        slow: dict[int, dict[str, float]] = {}
-        for straggler in self._thread.stragglers:
-            slow.setdefault(straggler.rank, {})[straggler.phase] = straggler.score
-        return slow
+        return self._thread.slow_phases()
 
     def forget_hooks(self) -> None:
         """Drop the profiler in a forked child, because it belongs to the parent process."""
@@ -175,7 +163,7 @@ class ComparisonMonitor:
         )
 
 
-def _each_rank_has_own_data(engine: Any) -> bool:
+def each_rank_has_own_data(engine: Any) -> bool:
     """Whether each rank of the job should train on its own samples: data parallelism alone.
 
     The stages of a pipeline and the slices of a model share their samples.

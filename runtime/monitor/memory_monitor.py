@@ -1,10 +1,9 @@
-"""Connects the memory analysis of `runtime/memory/` to one watch, and publishes its results."""
+"""Reads the memory of one engine: its samples, out-of-memory errors, offload and liveness file."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,29 +16,22 @@ from ..common.torch_engine import TorchEngine
 from ..devices.libc_memory import free_heap_bytes
 from ..devices.memory_probes import MemoryProbe
 from ..instrumentation.memory_hooks import MemoryHooks
-from ..instrumentation.raw_step import RawStep
 from ..instrumentation.watch_context import WatchContext
 from ..memory.categories import baseline
 from ..memory.engine_memory import bytes_by_category
-from ..memory.forecast.forecast_service import MemoryForecasts
-from ..memory.forecast.peak_readings import PeakPoint
-from ..memory.leak_monitor import LeakMonitor
-from ..memory.memory_metrics import MemoryMetrics
 from ..memory.memory_reader import MemoryReader, Readings
 from ..memory.offload.traffic import OffloadTraffic
 from ..memory.oom.error_report import OomReporter
 from ..memory.oom.killed_ranks import detect_killed_ranks
 from ..memory.oom.oom_error import is_caused_by_oom
-from ..memory.step_sample import StepMemorySample
 from .log_file import RETRY_SECONDS
+from .memory_analysis import MemoryAnalysis
 from .oom_context import EngineOomContext, MemoryParts
 
 logger = logging.getLogger(__name__)
 
 # Interval between readings while no step ends, such as in an evaluation or while data is loaded.
 IDLE_SECONDS = 5.0
-# Maximum number of samples that are kept until the next publication.
-MAX_SAMPLES = 256
 # How long the report of an out-of-memory error waits for the readings of the last second.
 CATCH_UP_SECONDS = 0.2
 
@@ -47,14 +39,21 @@ CATCH_UP_SECONDS = 0.2
 class MemoryMonitor:
     """Monitors the memory of one engine.
 
-    Created on the training thread; `add_step` and `publish` run on the watch thread.
+    Created on the training thread; `publish` runs on the watch thread.
 
     Attributes:
+        analysis: Analyses the samples.
         hooks: Called by the engine's hooks.
         catch_up: Waits until the watch thread has taken the steps so far, for at most some seconds.
     """
 
-    def __init__(self, context: WatchContext, engine: Any, probes: Sequence[MemoryProbe]) -> None:
+    def __init__(
+        self,
+        context: WatchContext,
+        engine: Any,
+        probes: Sequence[MemoryProbe],
+        make_analysis: Callable[..., MemoryAnalysis] = MemoryAnalysis,
+    ) -> None:
         wrap, settings = context.fail_open.wrap, context.settings.memory
         self._context = context
         self._enabled = settings.enabled
@@ -64,23 +63,22 @@ class MemoryMonitor:
         self._reader = MemoryReader(
             reads, _budgets(settings, reads), lambda device: by_device[device].own_peaks
         )
-        self._metrics = MemoryMetrics(context.recorder, self._baseline(engine))
-        self._forecasts = MemoryForecasts(context.recorder)
-        self._leaks = LeakMonitor(
+        self.analysis = make_analysis(
             context.recorder,
-            context.identity.rank,
-            context.folder,
-            trace_sites=settings.trace_leaks,
+            context.fail_open,
+            settings,
+            baseline_bytes=self._baseline(engine),
+            devices=reads,
+            has_step_peaks=lambda device: by_device[device].own_peaks,
+            rank=context.identity.rank,
+            folder=context.folder,
         )
-        if settings.enabled:
-            context.recorder.start_counters((memory.OOMS,), device=reads)
-        self._samples: deque[tuple[int, StepMemorySample]] = deque(maxlen=MAX_SAMPLES)
         self.hooks = MemoryHooks(
             engine,
             self._reader,
             context.phase_timer,
             context.fail_open,
-            forecasts=self._forecasts,
+            forecasts=self.analysis.forecasts,
             on_exception=self._on_exception,
             detail_seconds=settings.detailed_sample_seconds if settings.enabled else None,
         )
@@ -90,7 +88,7 @@ class MemoryMonitor:
         self._liveness: LivenessFile | None = None
         self._liveness_backoff = Backoff(RETRY_SECONDS, RETRY_SECONDS)
         self._began_unix_seconds = time.time()
-        self._closed = self._engine_replaced = False
+        self._closed = False
         self._offload: OffloadTraffic | None = None
         if settings.enabled:
             self._log_devices_without_step_peaks()
@@ -98,6 +96,7 @@ class MemoryMonitor:
             self._offload = context.fail_open.call(
                 "offload", OffloadTraffic, engine, context.fail_open, context.call_recorder.events
             )
+        self._read = wrap("memory metrics", self._reader.read)
         self._tasks = self._periodic_tasks()
 
     @property
@@ -105,20 +104,13 @@ class MemoryMonitor:
         """Nanoseconds that the offload hooks have taken on the training thread."""
         return 0 if self._offload is None else self._offload.cost_ns
 
-    def add_step(self, step: RawStep) -> Mapping[str, float]:
-        """Add the memory sample of a step, if the step has one, and return the risk by device."""
-        sample = step.memory
-        if sample is not None:
-            self._samples.append((step.step, sample))
-            if self._enabled:
-                points = sample.points(step.step)
-                self._leaks.add(points)
-                if sample.trained_only:
-                    self._forecasts.add(self._with_step_peaks(points, sample))
-        return self._forecasts.risks
-
     def publish(self) -> None:
         """Publish all samples since the last call. Called every second."""
+        if self._reader.age_seconds > IDLE_SECONDS:
+            readings = self._read()
+            if readings is not None:
+                self.analysis.add_idle_readings(readings)
+        self.analysis.publish()
         for task in self._tasks:
             let_training_run()
             task()
@@ -140,7 +132,7 @@ class MemoryMonitor:
         """Monitor another engine of the same model; discard the readings of the old one."""
         if self._offload is not None:
             self._context.fail_open.call("offload", self._offload.rebind_engine, engine)
-        self._engine_replaced = True
+        self.analysis.on_engine_replaced()
 
     def close_hooks(self) -> None:
         """Remove all hooks from training. Safe to call twice."""
@@ -152,7 +144,11 @@ class MemoryMonitor:
         """Remove hooks, close probes and files. Safe to call twice."""
         self._closed = True
         call = self._context.fail_open.call
-        for end in (self.close_hooks, *(probe.close for probe in self._probes), self._leaks.close):
+        for end in (
+            self.close_hooks,
+            *(probe.close for probe in self._probes),
+            self.analysis.close,
+        ):
             call("memory", end)
         if self._liveness is not None:
             self._liveness.close()
@@ -161,19 +157,16 @@ class MemoryMonitor:
         parts = MemoryParts(
             reader=self._reader,
             hooks=self.hooks,
-            metrics=self._metrics,
-            forecasts=self._forecasts,
-            leaks=self._leaks,
+            metrics=self.analysis.metrics,
+            forecasts=self.analysis.forecasts,
+            leaks=self.analysis.leaks,
         )
         return OomReporter(self._context.identity.rank, EngineOomContext(self._context, parts))
 
     def _periodic_tasks(self) -> list[Callable[[], object]]:
         """Return the functions to call every second. If one fails, the others still run."""
-        tasks: dict[str, Callable[[], object]] = {"memory metrics": self._publish_samples}
+        tasks: dict[str, Callable[[], object]] = {}
         if self._enabled:
-            tasks["memory baseline"] = self._reset_if_engine_replaced
-            tasks["forecasts"] = self._forecasts.update
-            tasks["leaks"] = self._leaks.check
             tasks["killed ranks"] = self._write_liveness_file
         offload = self._offload
         if offload is not None:
@@ -181,33 +174,6 @@ class MemoryMonitor:
         wrap = self._context.fail_open.wrap
         # A transfer that cannot be timed is skipped, and the next publication reads those after it.
         return [wrap(name, task, is_kept=name == "offload") for name, task in tasks.items()]
-
-    def _reset_if_engine_replaced(self) -> None:
-        """Discard the old engine's readings, on the thread that uses them."""
-        if self._engine_replaced:
-            self._engine_replaced = False
-            self._forecasts.reset()
-            self._leaks.reset()
-
-    def _publish_samples(self) -> None:
-        while self._samples:
-            step, sample = self._samples.popleft()
-            self._metrics.publish(sample)
-            if sample.detail is not None:
-                self._leaks.add_categories(step, self._metrics.categories)
-        if self._reader.age_seconds > IDLE_SECONDS:
-            self._metrics.publish_readings(self._reader.read())
-
-    def _with_step_peaks(
-        self, points: Mapping[str, PeakPoint], sample: StepMemorySample
-    ) -> Mapping[str, PeakPoint]:
-        """Remove the devices whose peaks cannot be attributed to steps."""
-        own = {probe.device for probe in self._probes if probe.own_peaks}
-        return {
-            device: point
-            for device, point in points.items()
-            if device in own and "peak_allocated" in sample.readings[device]
-        }
 
     def _log_devices_without_step_peaks(self) -> None:
         devices = [probe.device for probe in self._probes if not probe.own_peaks]

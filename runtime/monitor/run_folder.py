@@ -63,6 +63,8 @@ class RunFolder:
         store: RankStore,
         targets: TargetDiscovery,
         now: Callable[[], float] = time.monotonic,
+        *,
+        has_ring: bool = True,
     ) -> None:
         self._settings = settings
         self._runs = settings.run_log.folder.absolute()  # a script may change its working folder
@@ -80,7 +82,7 @@ class RunFolder:
         self._lock: int | None = None
         self._is_signed = False
         self.files = RetriedFiles()
-        self.ring = StepRing.create() if self.is_logged else None
+        self.ring = StepRing.create() if self.is_logged and has_ring else None
         self._missing_backoff = Backoff(RETRY_SECONDS, RETRY_SECONDS, now)
         self._look_backoff = Backoff(FIRST_LOOK_SECONDS, FIRST_POLL_SECONDS, now)
         self.run_id = store.get("run_id")
@@ -112,6 +114,10 @@ class RunFolder:
         if self.run_id is None or self.path is None:
             return None
         return self.run_id, self.path
+
+    def identity(self, run_id: str) -> dict[str, str | int]:
+        """Return the fields that each line of the step log contains."""
+        return {"run_id": run_id, **asdict(self._process)}
 
     @property
     def dropped(self) -> int:
@@ -216,7 +222,7 @@ class RunFolder:
         folder = self.path
         if folder is None:
             return
-        identity = {"run_id": run_id, **asdict(self._process)}
+        identity = self.identity(run_id)
         every_step = keeps_every_step(self._process.world_size, self._process.local_rank)
         recover(self._runs)  # before the lines of this process
         log = StepLog(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -32,12 +34,19 @@ class RunInfoPublisher:
         store: The store in which rank 0 shares the start of the run.
         folder: The run folder, which knows the run id once rank 0 has shared it.
         address: "host:port" at which this rank serves its metrics. None if it serves none.
+        info_of: Returns the labels of the info metric but for the run id, given the engine.
     """
 
     def __init__(
-        self, context: WatchContext, store: RankStore, folder: RunFolder, address: str | None
+        self,
+        context: WatchContext,
+        store: RankStore,
+        folder: RunFolder,
+        address: str | None,
+        info_of: Callable[[Any], tuple[str, ...]] | None = None,
     ) -> None:
         self._context = context
+        self._info_of = info_of or partial(engine_info, world_size=context.identity.world_size)
         self._store = store
         self._start: RunStart | None = None
         self._start_backoff = Backoff(FIRST_POLL_SECONDS, MAX_POLL_SECONDS)
@@ -50,13 +59,13 @@ class RunInfoPublisher:
         """Read the run id, and on rank 0 the other ranks' targets. Publish the info once."""
         self._folder.poll()
         engine, run_id = self._context.engine(), self._context.run_id()
-        recorder, world_size = self._context.recorder, self._context.identity.world_size
+        recorder = self._context.recorder
         if engine is None:  # garbage-collected before `close`
             recorder.set(training.RUN_ACTIVE, 0)
         if not self._published and engine is not None and run_id is not None:
             self._published = True
             self._log()
-            recorder.set_info(training.RUN_INFO, *run_info_labels(engine, run_id, world_size))
+            recorder.set_info(training.RUN_INFO, run_id, *self._info_of(engine))
             self._write_ds_config(engine)
         if self._start is None and run_id is not None and self._start_backoff.is_due:
             self._publish_start()
@@ -116,10 +125,9 @@ def publish_thresholds(context: WatchContext) -> None:
             context.recorder.set(training.ALERT_THRESHOLD, value, name)
 
 
-def run_info_labels(engine: Any, run_id: str, world_size: int) -> tuple[str, ...]:
-    """Return the label values of the info metric, in the order of its labels."""
+def engine_info(engine: Any, world_size: int) -> tuple[str, ...]:
+    """Return the label values of the info metric after the run id, in the order of its labels."""
     return (
-        run_id,
         version("zerowatch"),
         torch.__version__,
         getattr(sys.modules.get("deepspeed"), "__version__", "none"),

@@ -10,8 +10,9 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ...metrics.catalog import training
 from ...metrics.recorder import Recorder, Snapshot
@@ -41,6 +42,26 @@ if TYPE_CHECKING:
     from .watch_thread import WatchThread
 
 
+class WhereServed(Protocol):
+    """Knows where the metrics of a rank are served."""
+
+    @property
+    def address(self) -> str | None:
+        """The "host:port" of the metrics. None if they are not served."""
+
+    @property
+    def live_page_url(self) -> str | None:
+        """The URL of the live page. None if it is not served."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAt:
+    """Where this process serves its metrics."""
+
+    address: str | None
+    live_page_url: str | None
+
+
 class Watch:
     """Monitors one engine until `close`. Stability: stable.
 
@@ -52,8 +73,6 @@ class Watch:
         >>> engine.watch.close()
 
     Attributes:
-        address: "host:port" at which this rank serves its metrics. None if it serves none.
-        live_page_url: The URL of the live page, on rank 0. None if it is not served.
         recorder: Holds all metric values.
         settings: The settings of this run.
         fail_open: Wraps the functions that run inside training.
@@ -70,8 +89,7 @@ class Watch:
         recorder: Recorder,
         fail_open: FailOpen,
         server: MetricsServer,
-        address: str | None,
-        live_page_url: str | None,
+        served_at: WhereServed,
         folder: RunFolder,
         metrics_log: MetricsLog,
         run_info: RunInfoPublisher,
@@ -88,7 +106,7 @@ class Watch:
         thread: WatchThread,
     ) -> None:
         self.settings, self.recorder, self.fail_open = settings, recorder, fail_open
-        self.address, self.live_page_url, self.advisor = address, live_page_url, advisor
+        self._served_at, self.advisor = served_at, advisor
         self._engine, self._listeners, self._subscriptions = engine, listeners, subscriptions
         self._sinks = sinks
         self._server, self._folder, self._run_info = server, folder, run_info
@@ -102,6 +120,16 @@ class Watch:
         self._trace_run_error = fail_open.wrap("traces", otel.trace_run_error)
         self._closed = self._failed = False
         self.writes_report = False
+
+    @property
+    def address(self) -> str | None:
+        """The "host:port" at which this rank serves its metrics. None if it serves none."""
+        return self._served_at.address
+
+    @property
+    def live_page_url(self) -> str | None:
+        """The URL of the live page, on rank 0. None if it is not served."""
+        return self._served_at.live_page_url
 
     @property
     def run_id(self) -> str | None:

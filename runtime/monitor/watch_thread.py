@@ -1,6 +1,7 @@
-"""Runs the watch thread, which completes steps, writes the run log, and publishes metrics.
+"""Runs the watch thread, which waits for the measurements of steps and passes them on in order.
 
-The training thread enqueues batches of calls and raw steps, which the watch thread takes in order.
+The training thread enqueues batches of calls and raw steps. `StepAnalysis` gets them once their
+measurements are complete: it writes the run log and publishes metrics.
 The watch thread waits neither for the device nor for other ranks. It takes the queue once a second
 and does all of its work then, because Python code with cold CPU caches takes several times as long.
 Steps in between survive a kill in the ring of the run folder. A step that would not, or whose
@@ -9,21 +10,15 @@ memory sample may explain a kill, wakes the thread at once.
 
 from __future__ import annotations
 
-import heapq
 import logging
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-from ...metrics.step_record import StepRecord
-from ...metrics.thresholds import OOM_RISK_HIGH
 from ..collectives.call_batch import CallBatch
 from ..collectives.call_recorder import CallRecorder
-from ..collectives.comm_time import CommTimeCounter
-from ..collectives.groups import CollectiveCall
-from ..collectives.totals import PeriodTotals, StepCommTotals
 from ..collectives.unseen_calls import FlightRecorder
 from ..common import accelerator
 from ..common.fail_open import FailOpen
@@ -32,16 +27,11 @@ from ..instrumentation.device_phases import DevicePhases
 from ..instrumentation.raw_step import RawStep
 from ..memory.oom.killed_ranks import is_near_host_limit
 from ..memory.step_sample import StepMemorySample
-from .comparison_monitor import ComparisonMonitor
 from .device_sampler import DeviceSampler
-from .memory_monitor import MemoryMonitor
-from .otel_exporter import OtelExporter
 from .run_folder import RunFolder
-from .step_metrics import FinishedStep, StepMetrics
+from .step_analysis import StepAnalysis
 
 logger = logging.getLogger(__name__)
-
-Listener = Callable[[Sequence[StepRecord]], object]
 
 # Time between two publications. In between, only an item that must be in the log soon wakes the
 # thread.
@@ -67,27 +57,18 @@ WAKING_ITEMS = 128
 MAX_LOST = 2
 # Longest wait for the thread to end.
 STOP_SECONDS = 5.0
-# Maximum number of a step's calls that are kept for its trace. If a step has more calls, the thread
-# keeps the LONGEST_CALLS longest ones.
-MAX_KEPT_CALLS = 16384
-LONGEST_CALLS = 512
 
 
 class WatchThread:
-    """Completes and publishes the steps of one watch, from `start` until `stop`.
+    """Completes the steps of one watch and passes them on, from `start` until `stop`.
 
     Args:
-        step_metrics: Turns steps into metrics.
+        analysis: Gets the complete steps, and publishes them once a second.
         sampler: Reads the devices.
-        memory: Receives the memory sample of each step, and returns the risk by device.
-        comparison: Receives the time of each step by phase.
-        folder: Writes the records of complete steps, all at once. Its ring gets each step.
-        otel: Receives the steps of each second with their calls, if it makes traces.
+        folder: Its ring gets each step.
         calls: Records the calls. Once a second it passes on those between steps; its pool gets the
             device events that were read.
         fail_open: Wraps all calls to the parts.
-        listeners: Functions that receive the records of the steps of each second. They must not
-            block. The list may grow.
         device_phases: Measures the phases on the accelerator. None on CPU.
         flight_recorder: Finds calls that no wrapper has recorded. None with a DeepSpeed engine.
 
@@ -102,29 +83,19 @@ class WatchThread:
     def __init__(
         self,
         *,
-        step_metrics: StepMetrics,
+        analysis: StepAnalysis,
         sampler: DeviceSampler,
-        memory: MemoryMonitor,
-        comparison: ComparisonMonitor,
         folder: RunFolder,
-        otel: OtelExporter,
         calls: CallRecorder,
         fail_open: FailOpen,
-        listeners: Sequence[Listener],
         device_phases: DevicePhases | None,
         flight_recorder: FlightRecorder | None = None,
     ) -> None:
         self.dropped_steps = self.dropped_calls = self.untimed_calls = 0
         self.cpu_seconds = 0.0
-        self._sampler = sampler
-        self._add_memory_sample = fail_open.wrap("memory", memory.add_step)
+        self._analysis = analysis
         self._events = calls.events
         self._pass_on_calls = fail_open.wrap("collectives", calls.pass_on_between_steps)
-        self._folder = folder
-        self._append = fail_open.wrap("run log", self._append_records)
-        self._add_step_times = fail_open.wrap("step times", comparison.add_step_times)
-        self._listeners = listeners
-        self._trace = fail_open.wrap("traces", otel.trace) if otel.makes_traces else None
         self._on_device = device_phases is not None
         self._read_phases = (
             None
@@ -139,11 +110,7 @@ class WatchThread:
         self._waiting_since = 0.0
         self._poll_seconds = FIRST_POLL_SECONDS
         self._tick_due = 0.0
-        self._comm_time, self._comm = CommTimeCounter(), StepCommTotals()
-        self._totals = PeriodTotals()
-        self._steps: list[FinishedStep] = []
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._calls: list[CollectiveCall] = []
         self._fail_open = fail_open
         self._num_lost = 0
         self._flight_recorder = flight_recorder
@@ -151,15 +118,12 @@ class WatchThread:
         self._expired_calls = fail_open.wrap("step measurements", _expired_calls, is_kept=True)
         self._read_events = fail_open.wrap("collective times", self._read_batch, is_kept=True)
         self._finish = fail_open.wrap("step records", self._finish_pending)
-        self._publish = fail_open.wrap("publish", step_metrics.publish)
         self._close = fail_open.wrap("devices", sampler.close)
         self._tasks: list[Callable[[], object]] = [fail_open.wrap("devices", sampler.read_devices)]
         self._is_stopping = self._is_abandoned = self._has_unwritten = False
         self._was_rung = False
         self._num_hurried = 0  # items at the head of the queue for which the thread was woken
         self._waiting_for_pass: list[threading.Event] = []
-        self._is_risky = False  # whether memory may soon run out, by the last forecast
-        self._unlogged: list[StepRecord] = []
         self._thread = fail_open.thread("watch", self._run)
 
     def start(self, tasks: Mapping[str, Callable[[], object]]) -> None:
@@ -203,7 +167,7 @@ class WatchThread:
 
         The ring has no samples, so the log must have it soon.
         """
-        return self._is_risky or is_near_host_limit(sample.readings.get("cpu", {}))
+        return self._analysis.is_risky or is_near_host_limit(sample.readings.get("cpu", {}))
 
     def stop(self, timeout_seconds: float = STOP_SECONDS) -> None:
         """Publish all queued steps and calls, then end the thread.
@@ -236,12 +200,12 @@ class WatchThread:
     @property
     def is_complete(self) -> bool:
         """Whether the run log has all steps, so that nothing need be recovered from the ring."""
-        return not (self._is_abandoned or self._has_unwritten)
+        return not (self._is_abandoned or self._has_unwritten or self._analysis.has_unwritten)
 
     def _drop_rest(self) -> int:
         """Count the steps that were not written as dropped, and return their number."""
         num_lost = sum(isinstance(item, RawStep) for item in [*self._pending, *self._inbox])
-        num_lost += len(self._unlogged)
+        num_lost += self._analysis.num_unlogged
         self._inbox.clear()
         self.dropped_steps += num_lost
         self._has_unwritten = self._has_unwritten or num_lost > 0
@@ -263,14 +227,15 @@ class WatchThread:
                 self._take_queue()
                 let_training_run()
             self._finish(final=not running)
-            self._write_log()
+            if waiting or not (is_due and self._analysis.publishes_log):
+                self._analysis.write_log()
             for ended in waiting:
                 ended.set()
             let_training_run()
             if is_due:
                 self._tick_due = now + TICK_SECONDS
                 self.cpu_seconds = time.thread_time()
-                self._publish_second()
+                self._analysis.publish()
                 for task in self._tasks:
                     let_training_run()
                     task()
@@ -329,8 +294,8 @@ class WatchThread:
             let_training_run()
             if isinstance(head, RawStep):
                 self._take_step(head)
-            if len(self._unlogged) >= STEPS_PER_WRITE:
-                self._write_log()
+            if self._analysis.num_unlogged >= STEPS_PER_WRITE:
+                self._analysis.write_log()
             let_training_run()
 
     def _waits_for_flight_recorder(self, item: CallBatch | RawStep, *, at_once: bool) -> bool:
@@ -373,13 +338,8 @@ class WatchThread:
     def _take_calls(self, batch: CallBatch) -> None:
         if self._read_events(batch) is None:
             self._lose(batch)
-        time_taken = self._comm_time.measure(batch)
         self.untimed_calls += sum(call.is_lost for call in batch.calls)
-        self._comm.add(batch.calls, time_taken, self._totals)
-        if self._trace is not None:
-            self._calls.extend(batch.calls)
-            if len(self._calls) > MAX_KEPT_CALLS:
-                self._calls = heapq.nlargest(LONGEST_CALLS, self._calls, _duration)
+        self._analysis.add_calls(batch)
 
     def _read_batch(self, batch: CallBatch) -> bool:
         """Read the events of a batch; return True, because None means that this has failed."""
@@ -387,44 +347,9 @@ class WatchThread:
         return True
 
     def _take_step(self, raw: RawStep) -> None:
-        comm, self._comm = self._comm, StepCommTotals()
-        calls, self._calls = self._calls, []
         self._step_seconds.append(sum(raw.phase_ns) / 1e9)
-        if raw.unseen is not None:
-            comm.is_exposed_known = False  # the ends of these calls are not known
         raw.use_device_phases()
-        risks = self._add_memory_sample(raw) or {}
-        self._is_risky = max(risks.values(), default=0.0) >= OOM_RISK_HIGH
-        record = raw.record(comm, self._sampler.device_readings, risks)
-        if raw.phases_show_work and comm.is_exposed_known:
-            blocked_ns = comm.device_blocked_ns() if self._on_device else comm.blocked_ns
-            self._add_step_times(raw.phase_ns, blocked_ns)
-        self._unlogged.append(record)
-        self._steps.append(FinishedStep(record, raw, calls))
-
-    def _write_log(self) -> None:
-        if self._unlogged:
-            if self._append(self._unlogged) is None:
-                self._has_unwritten = True
-            self._unlogged = []  # not before: a disk that does not respond must not hide them
-
-    def _append_records(self, records: Sequence[StepRecord]) -> bool:
-        """Append records to the run log; return True, because None means that this has failed."""
-        self._folder.append(records)
-        return True
-
-    def _publish_second(self) -> None:
-        """Publish the steps and calls of the last second, and call the listeners."""
-        steps, self._steps = self._steps, []
-        totals, self._totals = self._totals, PeriodTotals()
-        self._publish(steps, totals)
-        let_training_run()
-        if self._trace is not None:
-            self._trace(steps)
-        records = [step.record for step in steps]
-        for listener in self._listeners if records else ():
-            let_training_run()
-            listener(records)
+        self._analysis.add_step(raw)
 
 
 def _is_settled(item: CallBatch | RawStep) -> bool:
@@ -437,7 +362,3 @@ def _expired_calls(item: CallBatch | RawStep) -> int:
 
 def _batch_of(item: CallBatch | RawStep) -> CallBatch:
     return item.batch if isinstance(item, RawStep) else item
-
-
-def _duration(call: CollectiveCall) -> int:
-    return call.duration_ns

@@ -347,6 +347,15 @@ CHECKS = (
         select=["-k", "short_steps"],
     ),
     Check(
+        name="separate-process",
+        part=3,
+        subject=COST,
+        shows="with process.separate: weights as without monitoring, calls and bytes of the Flight "
+        "Recorder; step time of a model whose steps wait for Python, and CPU time of our threads",
+        files=["test_gpu_separate_process.py"],
+        limit_seconds=300,
+    ),
+    Check(
         name="hot-path",
         part=3,
         subject=COST,

@@ -68,6 +68,10 @@ def run_code(code: str, *arguments: str, **variables: str) -> dict[str, Any]:
     return found
 
 
+# Variables with which torch records all calls. It has renamed the first of them.
+FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "100000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "100000"}
+
+
 def run_job(
     name: str,
     folder: Path,

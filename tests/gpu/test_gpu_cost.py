@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from bench.confidence_intervals import ratio_interval
 from gpu import probes
+from gpu.cost_figures import MAX_SHORT_STEP_RATIO, Record, record_times
 from gpu.rank_jobs import run_job
 
 pytestmark = [
@@ -21,10 +18,6 @@ pytestmark = [
 GIB = 2**30
 NEEDED_BYTES = 39 * GIB
 MAX_STEP_RATIO, MAX_ADDED_RESERVED_RATIO = 1.02, 0.02
-# Steps of some ten milliseconds wait for Python. Above this ratio something has gone wrong.
-MAX_SHORT_STEP_RATIO = 1.05
-
-Record = Callable[[str, object], None]
 
 
 @pytest.mark.parametrize(
@@ -74,20 +67,3 @@ def test_step_time_of_a_model_with_short_steps(tmp_path: Path, record_property: 
     step = record_times(found, record_property)
     assert found["failures"] == {}
     assert step < MAX_SHORT_STEP_RATIO
-
-
-def record_times(found: Mapping[str, Any], record_property: Record) -> float:
-    """Record what is known of step times and our CPU time; return monitored over unmonitored."""
-    plain = [each["seconds"] for each in found["plain"]]
-    monitored = [each["seconds"] for each in found["monitored"]]
-    step = ratio_interval(probes.ratios_to_neighbours(plain, monitored, plain[1:]))
-    floor = ratio_interval(probes.ratios_to_neighbours(plain, plain[1:], plain[2:]))
-    record_property("parameters", found["parameters"])
-    record_property("step seconds", {"plain": plain, "monitored": monitored})
-    record_property("monitored / plain", [step.estimate, step.low, step.high])
-    record_property("plain / plain", [floor.estimate, floor.low, floor.high])
-    for part in ("threads", "hooks"):
-        # Our own clock is read once a second, so only the mean of all blocks says something.
-        used = statistics.fmean(each[f"{part} ms/s"] for each in found["monitored"])
-        record_property(f"{part} ms/s", used)
-    return step.estimate

@@ -15,9 +15,9 @@ pytestmark = [
 ]
 
 Record = Callable[[str, object], None]
-# Added by monitoring, over the same call without it. Machines, and what else runs on them, change
-# the microseconds of both by half. The goal is 5 us, to which CUDA adds two events if sampled; above
-# these limits something has gone wrong.
+# Time that monitoring adds to a call, over the time of the call. Machines, and what else runs on
+# them, change both by half. The goal is 5 us, to which CUDA adds two events if the step is sampled;
+# above these limits something has gone wrong.
 MAX_RATIO = {
     "synchronous": 1.0,
     "asynchronous, sampled": 2.0,

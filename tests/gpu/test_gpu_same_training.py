@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from chosen_cases import chosen
-from gpu.rank_jobs import run_job
+from gpu.rank_jobs import FLIGHT_RECORDER, run_job
 from scripts.launching import SCRIPTS
 
 pytestmark = [
@@ -24,8 +24,6 @@ CONFIGURATIONS = (
     "stage 2, optimizer on cpu",
     "stage 3, optimizer on cpu",
 )
-# torch has renamed the variable.
-RECORD = {"TORCH_FR_BUFFER_SIZE": "100000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "100000"}
 each_configuration = pytest.mark.parametrize("name", CONFIGURATIONS)
 each_number_of_ranks = pytest.mark.parametrize(
     "num_ranks",
@@ -51,7 +49,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
             tmp_path_factory.mktemp("compared"),
             *CONFIGURATIONS,
             world_size=num_ranks,
-            variables=RECORD,
+            variables=FLIGHT_RECORDER,
         )
         for num_ranks in chosen(request, "num_ranks")
         if torch.cuda.device_count() >= num_ranks

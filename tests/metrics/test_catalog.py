@@ -216,7 +216,7 @@ PROMISED_VALUES = {
     "symptom": "comm_bandwidth comm_redundancy comm_latency comm_imbalance device_idle "
     "host_bound data_bound memory_pressure memory_idle straggler",
     "part of watch_seconds_total": "hooks collectives watch_thread cross_rank_thread http_thread "
-    "otlp_thread",
+    "otlp_thread monitoring_process",
     "part of dropped_records_total": "collectives steps timing graph_capture run_log otlp "
     "listeners sinks",
 }

@@ -99,9 +99,13 @@ class HangMonitor:
         return self._pauses.announced(idle_seconds, self._limit_seconds)
 
     def on_step_end(self, record: StepRecord) -> None:
+        """Call `add_step` with the step of a record."""
+        self.add_step(record.step, record.training_seconds)
+
+    def add_step(self, step: int, training_seconds: float) -> None:
         """Update the limit with the duration of a step that has ended."""
-        self._step = record.step
-        self._detector.add_step(record.training_seconds)
+        self._step = step
+        self._detector.add_step(training_seconds)
 
     def check(self) -> None:
         """Check once for a hang. Must be called each second."""

@@ -6,7 +6,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ....metrics.catalog import memory
 from ....metrics.recorder import Recorder
@@ -40,6 +41,16 @@ BATCH_ALARM_SECONDS = 60.0
 # If the risk of a shape is below this value, the shape is not assessed again until a new forecast.
 HARMLESS_RISK = 0.01
 LAST_PEAKS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastState:
+    """The risks, forecasts and alarms of `MemoryForecasts`, and its last readings by device."""
+
+    risks: Mapping[str, float]
+    forecasts: Mapping[str, MemoryForecast]
+    alarm_steps: Mapping[str, int | None]
+    last: Mapping[str, Sequence[tuple[PeakPoint, PeakPrediction]]]
 
 
 class MemoryForecasts:
@@ -85,6 +96,19 @@ class MemoryForecasts:
         self.forecasts, self.risks = {}, {}
         self._harmless = {}
         self._pause_seconds = 0.0
+
+    def state(self) -> ForecastState:
+        """Return what a report on an error needs, as plain values."""
+        last = {device: tuple(points) for device, points in self._last.items()}
+        return ForecastState(self.risks, self.forecasts, dict(self.alarm_steps), last)
+
+    def restore(self, state: ForecastState) -> None:
+        """Take over the state of the forecasts of another process."""
+        self.risks, self.forecasts = state.risks, state.forecasts
+        self.alarm_steps = dict(state.alarm_steps)
+        self._last = {
+            device: deque(points, maxlen=LAST_PEAKS) for device, points in state.last.items()
+        }
 
     def last_peaks(self, device: str) -> list[PeakPoint]:
         """Return the last readings of a device, oldest first."""

@@ -22,6 +22,7 @@ from zerowatch.runtime.common.device_scalar import read
 from zerowatch.runtime.entry_points import watch
 from zerowatch.runtime.instrumentation.raw_step import RawStep
 from zerowatch.runtime.monitor.comparison_monitor import ComparisonMonitor
+from zerowatch.runtime.monitor.step_analysis import StepAnalysis
 from zerowatch.runtime.monitor.watch_thread import WatchThread
 
 SETTINGS = {"serve": {"enabled": False}, "run_log": {"enabled": False}}
@@ -45,12 +46,10 @@ def watched_from_outside(engine: Any) -> Iterator[Any]:
     assert receiver.stdin is not None
     pipe, passed_on = receiver.stdin, []
 
-    def pass_on_calls(thread: WatchThread, batch: CallBatch) -> None:
-        thread._read_events(batch)
+    def pass_on_calls(analysis: StepAnalysis, batch: CallBatch) -> None:
         pipe.write(pickle.dumps([_of_call(call) for call in batch.calls]))
 
-    def pass_on_step(thread: WatchThread, raw: RawStep) -> None:
-        raw.use_device_phases()
+    def pass_on_step(analysis: StepAnalysis, raw: RawStep) -> None:
         scalars = (
             *map(read, (raw.gradient_norm, raw.learning_rate, raw.loss_scale)),
             raw.counts.loss(),
@@ -64,9 +63,9 @@ def watched_from_outside(engine: Any) -> Iterator[Any]:
         thread._thread.start()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WatchThread, "_take_calls", pass_on_calls)
-        patch.setattr(WatchThread, "_take_step", pass_on_step)
-        patch.setattr(WatchThread, "_publish_second", lambda thread: pipe.flush())
+        patch.setattr(StepAnalysis, "add_calls", pass_on_calls)
+        patch.setattr(StepAnalysis, "add_step", pass_on_step)
+        patch.setattr(StepAnalysis, "publish", lambda analysis: pipe.flush())
         patch.setattr(WatchThread, "start", start)
         patch.setattr(ComparisonMonitor, "start", lambda monitor: None)
         opened, first = watch(engine, SETTINGS), engine.global_steps + 1

@@ -97,6 +97,7 @@ def main(size: str, stage: int) -> None:
 
     def monitored(**settings: Any) -> dict[str, float]:
         watch = zerowatch.watch(engine, SETTINGS | settings)
+        assert watch.address is not None  # a monitoring process has started by now
         found = block(steps, settling, count, watch)
         failures.update(engines.hook_failures(watch))
         watch.close()

@@ -98,7 +98,7 @@ class AtOnce:
 def rank(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Rank:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(module.threading, "Thread", AtOnce)
-    monkeypatch.setattr(module, "_estimate_data_parallel", lambda *given: made.of_engine(*given))
+    monkeypatch.setattr(module, "estimate_data_parallel", lambda *given: made.of_engine(*given))
     made = Rank()
     return made
 
@@ -278,7 +278,7 @@ def test_an_engine_is_estimated_if_it_is_data_parallel_and_its_ds_config_support
     monkeypatch.setattr(module, "estimate_of_engine", estimate_of_engine)
 
     found = [
-        module._estimate_data_parallel(engine, 2) for engine in ("plain", "newer", "pipeline", None)
+        module.estimate_data_parallel(engine, 2) for engine in ("plain", "newer", "pipeline", None)
     ]
 
     assert found == [estimate(2), None, None, None]

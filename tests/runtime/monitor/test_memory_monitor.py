@@ -68,7 +68,7 @@ class Job:
         sample = StepMemorySample(
             readings=fields.pop("readings", readings), shapes=(Shape(2, 7),), **fields
         )
-        return dict(self.monitor.add_step(step(number, sample)))
+        return dict(self.monitor.analysis.add_step(step(number, sample)))
 
     def value(self, spec: Any, *labels: str) -> float | None:
         return self.context.recorder.snapshot().value(spec, *labels)
@@ -121,7 +121,7 @@ def test_samples_of_steps_are_published_together_in_order(job: Job) -> None:
 
 
 def test_a_step_without_a_sample_adds_none(job: Job) -> None:
-    assert job.monitor.add_step(step(1, None)) == {}
+    assert job.monitor.analysis.add_step(step(1, None)) == {}
 
     job.monitor.publish()
 

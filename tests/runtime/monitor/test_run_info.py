@@ -25,8 +25,8 @@ from zerowatch.runtime.monitor import run_info
 from zerowatch.runtime.monitor.run_attempts import RunStart
 from zerowatch.runtime.monitor.run_info import (
     RunInfoPublisher,
+    engine_info,
     publish_thresholds,
-    run_info_labels,
     warn_of_comms_logger,
 )
 
@@ -66,7 +66,7 @@ def test_the_world_size_is_published_before_the_run_has_an_id() -> None:
 
 
 def test_the_labels_of_a_run_have_the_order_of_the_metric() -> None:
-    labels = run_info_labels(engine(stage=2), "night-7", 3)
+    labels = ("night-7", *engine_info(engine(stage=2), 3))
 
     import deepspeed
 
@@ -85,7 +85,7 @@ def test_the_labels_of_a_run_have_the_order_of_the_metric() -> None:
 def test_a_script_without_deepspeed_has_no_version_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
 
-    assert run_info_labels(engine(), "night-7", 3)[3] == "none"
+    assert engine_info(engine(), 3)[2] == "none"
 
 
 def test_the_info_is_published_once_and_again_for_another_engine(tmp_path: Path) -> None:

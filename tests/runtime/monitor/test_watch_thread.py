@@ -23,6 +23,7 @@ from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.instrumentation.generated_tokens import GenerationCounts
 from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
 from zerowatch.runtime.memory.step_sample import StepMemorySample
+from zerowatch.runtime.monitor.step_analysis import StepAnalysis
 from zerowatch.runtime.monitor.subscriptions import for_each
 from zerowatch.runtime.monitor.watch_thread import STEPS_PER_WRITE, WAKING_ITEMS, WatchThread
 
@@ -47,20 +48,30 @@ class Rank:
         self.compared: list[Any] = []  # step times
         self.writes: list[int] = []  # numbers of records
         self.risks: dict[str, float] = {}
-        self.thread = WatchThread(
-            step_metrics=SimpleNamespace(publish=lambda steps, totals: None),
-            sampler=SimpleNamespace(
-                device_readings={},
-                read_devices=lambda: None,
-                close=lambda: self.closed.append("devices"),
-            ),
-            memory=SimpleNamespace(add_step=lambda step: self.risks),
-            comparison=SimpleNamespace(add_step_times=lambda *times: self.compared.append(times)),
-            folder=SimpleNamespace(append=self.write, ring=ring, is_logged=is_logged),
-            otel=SimpleNamespace(makes_traces=False),
-            calls=self.recorder,
+        self.folder: Any = SimpleNamespace(append=self.write, ring=ring, is_logged=is_logged)
+        sampler: Any = SimpleNamespace(
+            device_readings={},
+            read_devices=lambda: None,
+            close=lambda: self.closed.append("devices"),
+        )
+        comparison: Any = SimpleNamespace(add_step_times=lambda *times: self.compared.append(times))
+        self.analysis = StepAnalysis(
+            step_metrics=SimpleNamespace(publish=lambda steps, totals: None),  # type: ignore[arg-type]
+            sampler=sampler,
+            memory=SimpleNamespace(add_step=lambda step: self.risks),  # type: ignore[arg-type]
+            comparison=comparison,
+            folder=self.folder,
+            otel=SimpleNamespace(makes_traces=False),  # type: ignore[arg-type]
             fail_open=self.fail_open,
             listeners=[],
+            on_device=False,
+        )
+        self.thread = WatchThread(
+            analysis=self.analysis,
+            sampler=sampler,
+            folder=self.folder,
+            calls=self.recorder,
+            fail_open=self.fail_open,
             device_phases=None,
         )
 
@@ -107,7 +118,7 @@ class Rank:
         """Let the thread look once."""
         self.thread._take_queue()
         self.thread._finish_pending(final=False)
-        self.thread._write_log()
+        self.analysis.write_log()
 
     def is_woken(self) -> bool:
         """Whether something has woken the thread since the last call."""
@@ -304,8 +315,9 @@ def test_listeners_get_each_step_after_it_was_published_and_tasks_run_after_them
 ) -> None:
     order: list[object] = []
     thread: Any = rank.thread
-    thread._publish = lambda steps, totals: order.append([step.record.step for step in steps])
-    thread._listeners = [
+    analysis: Any = rank.analysis
+    analysis._publish = lambda steps, totals: order.append([step.record.step for step in steps])
+    analysis._listeners = [
         lambda records: order.append(("first", [record.step for record in records])),
         for_each(lambda record: order.append(("second", record.step))),
     ]
@@ -474,7 +486,7 @@ def test_steps_that_a_dead_thread_has_left_are_counted_and_remain_in_the_ring(
 
 def test_a_run_log_that_has_failed_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(device_of(monkeypatch), FakeRing())
-    rank.thread._folder.append = lambda records: 1 / 0  # type: ignore[method-assign]
+    rank.folder.append = lambda records: 1 / 0
     rank.end_step(1)
 
     rank.finish()

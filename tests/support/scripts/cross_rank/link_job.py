@@ -5,6 +5,7 @@ Usage: link_job.py FOLDER BUCKET_ELEMENTS WIDTH STEPS. It also times each all_re
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -46,31 +47,40 @@ def make_engine(bucket: int, width: int):
     )[0]
 
 
-class TimedAllReduce:
-    """Stands for torch's all_reduce, and times each call for itself. zerowatch wraps it."""
+class AllReduceTimes:
+    """Times each call of torch's all_reduce by itself, inside of zerowatch's wrapper."""
 
     def __init__(self) -> None:
-        self._all_reduce = dist.all_reduce
-        self._durations: list[float] = []
+        original = self._all_reduce = dist.all_reduce
+        calls = self._calls = list[tuple[int, float]]()  # bytes and seconds
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call torch's function. The job makes no asynchronous calls."""
-        began = time.perf_counter()
-        try:
-            return self._all_reduce(*args, **kwargs)
-        finally:
-            self._durations.append(time.perf_counter() - began)
+        @functools.wraps(original)
+        def timed(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return original(tensor, *args, **kwargs)  # no call of the job is asynchronous
+            finally:
+                calls.append((tensor.nbytes, time.perf_counter() - began))
 
-    def median_seconds(self) -> float:
-        """The median, over the calls, of the shortest duration over the ranks."""
-        least = torch.tensor(self._durations, dtype=torch.float64)
+        dist.all_reduce = c10d.all_reduce = timed
+
+    def measured(self) -> dict[str, float]:
+        """The median duration of the calls, and the bus bandwidth of those with a whole bucket.
+
+        The duration of a call is the shortest one over the ranks.
+        """
+        least = torch.tensor([seconds for _, seconds in self._calls], dtype=torch.float64)
         self._all_reduce(least, op=dist.ReduceOp.MIN)
-        return median(least.tolist())
+        sizes, seconds = [size for size, _ in self._calls], least.tolist()
+        largest = [each for each in zip(sizes, seconds, strict=True) if each[0] == max(sizes)]
+        # Of two ranks, each sends as many bytes as the payload has.
+        bandwidths = [size / duration for size, duration in largest]
+        return {"latency": median(seconds), "bandwidth": median(bandwidths)}
 
 
 def main(folder: str, bucket: int, width: int, steps: int) -> None:
     deepspeed.init_distributed("gloo", verbose=False)
-    timed = dist.all_reduce = c10d.all_reduce = TimedAllReduce()
+    times = AllReduceTimes()
     engine = make_engine(bucket, width)
     latencies, bandwidths = [], []
     for _ in range(steps):
@@ -95,7 +105,7 @@ def main(folder: str, bucket: int, width: int, steps: int) -> None:
             ("failures", communication.EXCHANGE_FAILURES),
         )
     }
-    result["measured_latency"] = timed.median_seconds()
+    result["measured"] = times.measured()
     result["usual_bandwidth"] = median(each for each in bandwidths if each is not None)
     known = [each for each in latencies if each is not None]
     result["usual_latency"] = median(known)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from zerowatch.metrics.catalog import communication
+from zerowatch.metrics.catalog import communication, overhead
 from zerowatch.runtime.entry_points import watch
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
@@ -177,6 +177,9 @@ def compare(zero: dict) -> dict:
         "flight_bytes": flight[1],
         "coverage": coverage,
         "steps": len(coverage),
+        "cost_parts": sorted(
+            part for (part,) in opened.snapshot().values.get(overhead.WATCH_SECONDS, {})
+        ),
     }
 
 

@@ -631,7 +631,7 @@ def a_listener_that_blocks_stops_neither_the_metrics_nor_the_close() -> None:
 def steps_that_a_blocked_disk_keeps_are_counted_at_close() -> None:
     engine, release, entered = make(), threading.Event(), threading.Event()
     watch_thread = engine.watch._thread
-    watch_thread._append = lambda _: (entered.set(), release.wait())
+    watch_thread._analysis._append = lambda _: (entered.set(), release.wait())
     for _ in range(5):
         step(engine)
     assert entered.wait(120)

@@ -1,0 +1,363 @@
+"""Builds a watch whose measurements another process analyses (`process.separate`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ...metrics.catalog import training
+from ...metrics.exporters.otlp_options import otlp_options
+from ...metrics.settings import Settings
+from ...metrics.step_record import StepRecord
+from ..collectives.group_roles import set_roles
+from ..collectives.instrument import CollectiveInstrumentation
+from ..common.accelerator import training_device_index
+from ..common.fail_open import FailOpen
+from ..common.hidden_secrets import without_secrets
+from ..common.phase_timer import PhaseTimer
+from ..common.process_info import this_process
+from ..common.step_errors import StepErrors
+from ..common.torch_engine import TorchEngine
+from ..cross_rank.comparison_thread import ComparisonThread
+from ..cross_rank.error_analyzer import CollectiveErrorAnalyzer
+from ..cross_rank.hang.hang_context import HangContext
+from ..cross_rank.hang.hang_monitor import HangMonitor
+from ..devices.device_probes import device_probes
+from ..devices.memory_probes import memory_probes
+from ..instrumentation.device_phases import DevicePhases
+from ..instrumentation.engine_instrumentation import EngineInstrumentation
+from ..instrumentation.flops import flops_counter, publish_peak
+from ..instrumentation.watch_context import WatchContext
+from ..monitor.advisor import Advisor
+from ..monitor.build_watch import print_progress
+from ..monitor.comparison_monitor import ComparisonMonitor, each_rank_has_own_data
+from ..monitor.device_sampler import DeviceSampler
+from ..monitor.memory_monitor import MemoryMonitor
+from ..monitor.run_folder import RunFolder
+from ..monitor.run_info import engine_info, warn_of_comms_logger
+from ..monitor.step_analysis import Listener, StepAnalysis
+from ..monitor.subscriptions import for_each
+from ..monitor.watch import EngineRef, Watch
+from ..monitor.watch_sinks import WatchSinks
+from ..monitor.watch_thread import WatchThread
+from ..sinks.configured_sinks import configured_sinks
+from .forwarding import (
+    EngineChanges,
+    ForwardedComparison,
+    ForwardedMemory,
+    ForwardedRecorder,
+    ForwardedRunFolder,
+    ForwardedServer,
+    ForwardedSubscriptions,
+    Forwarder,
+    MonitoringProcess,
+    NoPart,
+    RemoteIntervals,
+)
+from .messages import Setup, State, StoreAddress
+from .wire import GroupSender, send_calls
+
+
+def why_not_separate(engine: Any, settings: Settings) -> str | None:
+    """Return why this watch must remain in the training process, or None."""
+    if isinstance(engine, TorchEngine):
+        return "the script trains without DeepSpeed"
+    if settings.profile.every_steps:
+        return "profile.every_steps is set"
+    if settings.memory.trace_leaks:
+        return "memory.trace_leaks is set"
+    if otlp_options(settings.otel, os.environ).endpoints:
+        return "OTLP is configured"
+    if this_process().world_size > 1 and StoreAddress.of_job() is None:
+        return "the ranks share no store that another process can reach"
+    return None
+
+
+class _HangDetection(ForwardedComparison):
+    """Detects hangs in the training process, whose stacks only it can read."""
+
+    def __init__(self, context: WatchContext, process: MonitoringProcess) -> None:
+        super().__init__(process)
+        self._engine = context.engine
+        thread = cast(ComparisonThread, self)
+        rank, fail_open = context.identity.rank, context.fail_open
+        self.monitor = HangMonitor(
+            context=HangContext(
+                rank=rank,
+                groups=context.call_recorder.groups,
+                thread=thread,
+                fail_open=fail_open,
+                folder=context.folder,
+                is_training=self._is_training,
+            ),
+            settings=context.settings.hang,
+            phase_timer=context.phase_timer,
+            recorder=context.recorder,
+            fail_open=fail_open,
+        )
+        self.analyze_error = CollectiveErrorAnalyzer(rank, context.recorder, thread).analyze
+
+    def check(self) -> None:
+        """Check once for a hang. Must be called each second."""
+        if self._process.knows_peers:  # a report would lack the run folder and the other ranks
+            self.monitor.check()
+
+    def stop(self) -> None:
+        """End the detection."""
+        self.monitor.close()
+
+    def _is_training(self) -> bool:
+        engine = self._engine()
+        try:
+            return engine is None or engine.module.training
+        except ReferenceError:  # the script has just released the model
+            return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """The parts of the training process whose state is sent."""
+
+    context: WatchContext
+    process: MonitoringProcess
+    recorder: ForwardedRecorder
+    changes: EngineChanges
+    memory: MemoryMonitor
+    memory_analysis: ForwardedMemory
+    hangs: _HangDetection
+    sampler: DeviceSampler
+    collectives: CollectiveInstrumentation
+    instrumentation: EngineInstrumentation
+    thread: WatchThread
+    forwarder: Forwarder
+
+    def state(self) -> State:
+        """Return the state as it is now. Called on the watch thread each second, and at the end."""
+        context, thread = self.context, self.thread
+        calls, phase_timer, fail_open = (
+            context.call_recorder,
+            context.phase_timer,
+            context.fail_open,
+        )
+        self.changes.look()
+        values, removed = self.recorder.changes()
+        engine = context.engine()
+        return State(
+            values=values,
+            removed=removed,
+            since_ns=phase_timer.since_ns,
+            issued={each.key: each.issued for each in calls.groups.rank_sets()},
+            pause=self.hangs.monitor.expected_pause(),
+            hangs=self.hangs.hangs,
+            device_readings=self.sampler.device_readings,
+            idle_readings=self.memory_analysis.take_idle_readings(),
+            has_engine=engine is not None,
+            variant=self.changes.count,
+            is_patched=self.changes.is_patched,
+            step=0 if engine is None else engine.global_steps,
+            seconds={
+                "hooks": (self.instrumentation.cost_ns + self.memory.cost_ns) / 1e9,
+                "collectives": self.collectives.total_cost_ns / 1e9,
+                "watch_thread": thread.cpu_seconds,
+            },
+            dropped={
+                "collectives": calls.dropped_calls + thread.dropped_calls,
+                "graph_capture": calls.dropped_in_capture,
+                "steps": thread.dropped_steps + self.forwarder.num_lost,
+                "timing": thread.untimed_calls,
+            },
+            failures=dict(fail_open.failures),
+            num_dead_threads=fail_open.num_dead_threads,
+            wants_records=self.forwarder.wants_records(),
+        )
+
+
+def build_separate_watch(
+    engine: Any,
+    collectives: CollectiveInstrumentation,
+    fail_open: FailOpen,
+    settings: Settings,
+    watch_index: int,
+    on_sink_open: Callable[[], object] = lambda: None,
+) -> Watch:
+    """Build the watch of an engine, and start the process that analyses its measurements.
+
+    The arguments are those of `build_watch`. If a part fails, those built before it are closed.
+    """
+    identity, device = this_process(), training_device_index()
+    calls, phase_timer, engine_ref = collectives.call_recorder, PhaseTimer(), EngineRef(engine)
+    with ExitStack() as undo:
+        changes = EngineChanges(engine_ref)
+        process = MonitoringProcess(fail_open, changes.estimate)
+        undo.callback(process.close)
+        recorder = ForwardedRecorder(process)
+        folder = ForwardedRunFolder(process, rank=identity.rank, is_logged=settings.run_log.enabled)
+        undo.callback(folder.close_ring, is_complete=True)
+        device_phases = None if device is None else DevicePhases(calls.events)
+        if device_phases is not None:
+            phase_timer.on_interval_end = fail_open.wrap(
+                "device phases", device_phases.mark, is_kept=True
+            )
+        context = WatchContext(
+            engine=engine_ref,
+            identity=identity,
+            watch_index=watch_index,
+            settings=settings,
+            call_recorder=calls,
+            phase_timer=phase_timer,
+            device_phases=device_phases,
+            run_id=lambda: folder.run_id,
+            folder=lambda: folder.path,
+            recorder=recorder,
+            fail_open=fail_open,
+            step_errors=StepErrors(),
+        )
+        recorder.set(training.RUN_ACTIVE, 1)
+        peak_flops = publish_peak(settings.flops, recorder, device_index=device)
+        probes = memory_probes(device_index=device, reset_peak=settings.memory.reset_peak_counters)
+        for probe in probes:
+            undo.callback(probe.close)
+        memory = MemoryMonitor(context, engine, probes, ForwardedMemory)
+        undo.callback(memory.close)
+        memory_analysis = cast(ForwardedMemory, memory.analysis)
+        hangs = _HangDetection(context, process)
+        advisor = Advisor(context, lambda span: None, RemoteIntervals(process))
+        subscriptions = ForwardedSubscriptions(fail_open, process)
+        undo.callback(subscriptions.close)
+        sinks = WatchSinks(context, on_sink_open)
+        undo.callback(sinks.close)
+        if identity.rank == 0:
+            if settings.console in ("bar", "lines"):
+                print_progress(subscriptions, recorder, settings)
+            configured = fail_open.call(
+                "sinks", lambda: list(configured_sinks(settings.sinks, engine_ref))
+            )
+            for name, sink in configured or ():
+                sinks.add(sink, name)
+        listeners: list[Listener] = [*map(for_each, (subscriptions.enqueue, sinks.enqueue))]
+        process.on_records = lambda records: _call_all(listeners, records)
+        num_own = len(listeners)
+        sampler = DeviceSampler(
+            recorder,
+            fail_open,
+            device_probes(device_index=device),
+            settings.sampling.device_interval_seconds,
+        )
+        groups = GroupSender()
+        on_step = fail_open.wrap("hang", hangs.monitor.add_step)
+        forwarder = Forwarder(process, groups, calls.groups, on_step)
+        forwarder.wants_records = lambda: (
+            subscriptions.has_listeners or sinks.has_sinks or len(listeners) > num_own
+        )
+        thread = WatchThread(
+            analysis=cast(StepAnalysis, forwarder),
+            sampler=sampler,
+            folder=cast(RunFolder, folder),
+            calls=calls,
+            fail_open=fail_open,
+            device_phases=device_phases,
+        )
+        undo.callback(thread.stop)
+        memory.catch_up = lambda seconds: memory_analysis.catch_up(process, thread, seconds)
+
+        # The hooks in training, which pass their measurements to the watch thread.
+        warn_of_comms_logger()
+        collectives.open()
+        undo.callback(collectives.close)
+        deepspeed_comm = sys.modules.get("deepspeed.comm.comm")
+        if deepspeed_comm is not None:
+            collectives.open_backend(deepspeed_comm.cdb)
+        set_roles(calls.groups, engine)
+        before_start = calls.drain()
+        before_start.discard()
+        calls.groups.drain_coverage()
+        process.start(
+            Setup(
+                settings=settings,
+                process=identity,
+                watch_index=watch_index,
+                store=StoreAddress.of_job(),
+                on_device=device_phases is not None,
+                flops=fail_open.call("flops", flops_counter, engine.module, settings.flops.method),
+                peak_flops=peak_flops,
+                baseline_bytes=memory_analysis.baseline_bytes,
+                devices_with_step_peaks=frozenset(
+                    probe.device for probe in probes if probe.own_peaks
+                ),
+                info=engine_info(engine, identity.world_size),
+                ds_config=fail_open.call("ds config", _plain_config, engine) or {},
+                each_rank_has_own_data=each_rank_has_own_data(engine),
+                groups=groups.changes(calls.groups),
+                calls_before_start=send_calls(before_start, groups),
+            )
+        )
+        calls.connect(phase_timer, thread.enqueue, hangs.analyze_error)
+        instrumentation = EngineInstrumentation(context, engine, memory.hooks, thread.enqueue, None)
+        undo.callback(instrumentation.restore)
+        parts = _Parts(
+            context=context,
+            process=process,
+            recorder=recorder,
+            changes=changes,
+            memory=memory,
+            memory_analysis=memory_analysis,
+            hangs=hangs,
+            sampler=sampler,
+            collectives=collectives,
+            instrumentation=instrumentation,
+            thread=thread,
+            forwarder=forwarder,
+        )
+        nothing: Any = NoPart()
+        server: Any = ForwardedServer(process, settings.serve.linger_seconds)
+        overhead: Any = nothing
+        overhead.publish = forwarder.publish
+        forwarder.state = parts.state
+        watch = Watch(
+            engine=engine_ref,
+            settings=settings,
+            recorder=recorder,
+            fail_open=fail_open,
+            server=server,
+            served_at=process,
+            folder=cast(RunFolder, folder),
+            metrics_log=nothing,
+            run_info=nothing,
+            listeners=listeners,
+            subscriptions=subscriptions,
+            sinks=sinks,
+            overhead=overhead,
+            collectives=collectives,
+            instrumentation=instrumentation,
+            memory=memory,
+            comparison=cast(ComparisonMonitor, hangs),
+            otel=nothing,
+            advisor=advisor,
+            thread=thread,
+        )
+        thread.start(
+            {
+                "hang": hangs.check,
+                "memory": memory.publish,
+                "advisor": advisor.poll,
+            }
+        )
+        undo.pop_all()
+    return watch
+
+
+def _call_all(listeners: Sequence[Listener], records: Sequence[StepRecord]) -> None:
+    for listener in listeners:
+        listener(records)
+
+
+def _plain_config(engine: Any) -> Mapping[str, Any]:
+    """Return the ds config of an engine without secrets, and without objects of scripts."""
+    given = engine.config if isinstance(engine.config, Mapping) else engine._config._param_dict
+    plain: Mapping[str, Any] = json.loads(json.dumps(without_secrets(given), default=str))
+    return plain

@@ -1,0 +1,131 @@
+"""Sends objects to another process on this host, and receives some, without ever blocking to send.
+
+Both processes run the same code of this package, so the objects are pickled. The socket is a pair
+that the parent made, so nobody else can write to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import select
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+_LENGTH = struct.Struct("<I")
+_PROTOCOL = pickle.HIGHEST_PROTOCOL
+# Bytes that wait for the other process. If there are more, messages are dropped: it has stopped.
+MAX_WAITING_BYTES = 64 * 2**20
+
+
+class Connection:
+    """One end of a pair of sockets. `send` may be called on any thread, `receive` on one.
+
+    Examples:
+        >>> ours, theirs = Connection.pair()
+        >>> ours.send(("steps", [1, 2]))
+        >>> next(theirs.receive())
+        ('steps', [1, 2])
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._waiting = bytearray()
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    @classmethod
+    def pair(cls) -> tuple[Connection, Connection]:
+        """Return two connected ends."""
+        one, other = socket.socketpair()
+        return cls(one), cls(other)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the other process has ended, or this end was closed."""
+        return self._is_closed
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket."""
+        return self._socket.fileno()
+
+    def send(self, message: object) -> bool:
+        """Send a message, or keep it until the next call if the other process does not read.
+
+        Returns:
+            False if the message was dropped, because the other process has ended or stopped.
+        """
+        data = pickle.dumps(message, _PROTOCOL)
+        with self._lock:
+            if self._is_closed or len(self._waiting) + len(data) > MAX_WAITING_BYTES:
+                return False
+            self._waiting += _LENGTH.pack(len(data)) + data
+            self._send_waiting()
+            return not self._is_closed
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until all messages are sent. Return whether they are."""
+        with self._lock:
+            while self._waiting and not self._is_closed:
+                if not select.select([], [self._socket], [], timeout_seconds)[1]:
+                    return False
+                self._send_waiting()
+            return not self._is_closed
+
+    def receive(self, silent_seconds: float | None = None) -> Iterator[Any]:
+        """Yield the messages of the other process, until it ends or closes its end.
+
+        Args:
+            silent_seconds: Yield None after each period of this length without a message.
+        """
+        while True:
+            if silent_seconds is not None and not self._is_readable(silent_seconds):
+                yield None
+                continue
+            header = self._read(_LENGTH.size)
+            data = None if header is None else self._read(_LENGTH.unpack(header)[0])
+            if data is None:
+                return
+            yield pickle.loads(data)
+
+    def close(self) -> None:
+        """Close this end. Safe to call twice, and while another thread is in `receive`."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # else `receive` would not end
+
+    def close_here(self) -> None:
+        """Close the descriptor of this process. The connection of another one stays open."""
+        self._is_closed = True
+        self._socket.close()
+
+    def _send_waiting(self) -> None:
+        try:
+            while self._waiting:
+                sent = self._socket.send(self._waiting, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                del self._waiting[:sent]
+        except BlockingIOError:
+            pass  # the other process is busy
+        except OSError:
+            self._is_closed = True
+            self._waiting.clear()
+
+    def _is_readable(self, timeout_seconds: float) -> bool:
+        return bool(select.select([self._socket], [], [], timeout_seconds)[0])
+
+    def _read(self, size: int) -> bytearray | None:
+        """Return that many bytes, or None if the other process has ended."""
+        data = bytearray()
+        while len(data) < size:
+            try:
+                part = self._socket.recv(size - len(data))
+            except OSError:
+                part = b""
+            if not part:
+                self._is_closed = True
+                return None
+            data += part
+        return data

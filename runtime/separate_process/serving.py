@@ -1,0 +1,497 @@
+"""The monitoring process of one rank: `python -m zerowatch.runtime.separate_process.serving FD`.
+
+It receives what the rank measures (`forwarding.py`), and does all that needs no engine: step log,
+metrics, their server and log, forecasts, and the comparison with other ranks. It ends with the
+training process, after the last scrape. If that process is killed, it completes the step log.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter_ns
+from types import SimpleNamespace
+from typing import Any, cast
+
+from ...metrics.catalog import BY_NAME, overhead, training
+from ...metrics.exporters.server import MetricsServer
+from ...metrics.recorder import Recorder, Snapshot
+from ...metrics.step_record import StepRecord
+from ..collectives.call_recorder import CallRecorder
+from ..common.fail_open import FailOpen
+from ..common.phase_timer import PhaseTimer
+from ..common.rank_store import RankStore, StoreClientFactory, TargetDiscovery
+from ..common.step_errors import StepErrors
+from ..cross_rank.comparison_thread import ComparisonThread
+from ..estimator.step_estimate import StepEstimate
+from ..estimator.volume_check import EngineVariant, WireVolumeCheck
+from ..instrumentation.flops import FlopsCounter
+from ..instrumentation.watch_context import WatchContext
+from ..live_page.live_page import LivePage, page_url
+from ..memory.memory_reader import Readings
+from ..monitor.console_logging import show_own_lines
+from ..monitor.device_sampler import DeviceSampler
+from ..monitor.memory_analysis import MemoryAnalysis
+from ..monitor.metrics_log import MetricsLog
+from ..monitor.run_folder import RunFolder
+from ..monitor.run_info import RunInfoPublisher, publish_thresholds
+from ..monitor.step_analysis import StepAnalysis
+from ..monitor.step_log import keeps_every_step
+from ..monitor.step_metrics import StepMetrics
+from ..monitor.step_ring import recover
+from ..monitor.subscriptions import for_each
+from ..tuner.policy.metrics_delta import metrics_between
+from .connection import Connection
+from .messages import MemoryKnowledge, OpenedRun, Peers, Setup, State
+from .wire import ReceivedGroups, receive_calls, receive_step
+
+logger = logging.getLogger(__name__)
+
+# Without a message for this time, the process does its regular work by itself.
+SILENT_SECONDS = 1.0
+# Training comes first if all cores are busy.
+NICENESS = 5
+# Longest wait for an estimate, which the training process makes.
+ESTIMATE_SECONDS = 600.0
+
+
+class EngineState:
+    """What is known of the engine of the training process. Stands for the engine."""
+
+    def __init__(self, ds_config: Mapping[str, Any]) -> None:
+        self.config = ds_config
+        self.global_steps = 0
+        self._variant: object = ds_config
+        self._num_changes, self._is_patched = 0, False
+
+    def update(self, state: State) -> None:
+        """Take over the state."""
+        self.global_steps, self._is_patched = state.step, state.is_patched
+        if state.variant != self._num_changes:
+            self._num_changes, self._variant = state.variant, object()
+
+    def variant(self) -> EngineVariant:
+        """Return the settings that decide the collectives, as far as their changes are known."""
+        patches: Any = (self._patch,) if self._is_patched else ()
+        return EngineVariant(step=self.global_steps, config=self._variant, patches=patches)
+
+    @staticmethod
+    def _patch() -> None:
+        """Stands for a patch."""
+
+
+class ReceivedTimer:
+    """Knows since when the training thread has made no progress. Processes share its clock."""
+
+    def __init__(self) -> None:
+        self.since_ns = perf_counter_ns()
+
+    def idle_seconds(self) -> float:
+        """Return the time since the last change of phase that is known here."""
+        return (perf_counter_ns() - self.since_ns) / 1e9
+
+
+class ReceivedCalls(CallRecorder):
+    """The calls of the training process: only their groups are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.received = ReceivedGroups()
+        self.groups = self.received  # type: ignore[assignment]
+
+
+class Comparison:
+    """The comparison of this rank with other ranks, and with the estimate of its steps."""
+
+    def __init__(
+        self, context: WatchContext, setup: Setup, ask_estimate: Callable[[int], Any]
+    ) -> None:
+        settings, process, recorder = setup.settings, setup.process, context.recorder
+        compares = settings.cross_rank.enabled and process.world_size > 1
+        address = setup.store
+        clients = None
+        if compares and address is not None:
+            clients = StoreClientFactory(
+                process.rank, process.attempt, setup.watch_index, default=address.open
+            )
+        self.thread = ComparisonThread(
+            clients=clients,
+            rank=process.rank,
+            world_size=process.world_size,
+            host=process.host,
+            groups=context.call_recorder.groups,
+            phase_timer=context.phase_timer,
+            recorder=recorder,
+            fail_open=context.fail_open,
+            interval_seconds=settings.cross_rank.interval_seconds,
+            stuck_seconds=settings.hang.timeout_seconds / 2,
+        )
+        if setup.each_rank_has_own_data:
+            self.thread.compare_losses()
+        self.volume_check = WireVolumeCheck(
+            context.engine(),
+            recorder,
+            context.fail_open,
+            logs_differences=process.rank == 0,
+            estimate=lambda engine, micro_batches: ask_estimate(micro_batches),
+            variant_of=lambda engine: engine.variant(),
+        )
+        self.listeners: list[Callable[[Sequence[StepRecord]], object]] = [
+            for_each(context.fail_open.wrap("same losses", self.thread.on_step)),
+            context.fail_open.wrap("volume", self._check_volume),
+        ]
+
+    def add_step_times(self, phase_ns: Sequence[int], blocked_ns: Sequence[int]) -> None:
+        """Add the nanoseconds of a step in each of PHASES, and the blocked part of each."""
+        self.thread.step_times.add(phase_ns, blocked_ns)
+
+    def _check_volume(self, records: Sequence[StepRecord]) -> None:
+        self.volume_check.add(*records)
+        self.thread.volume_ratio = self.volume_check.ratio()
+
+
+class Monitor:
+    """Analyses what one rank sends. All methods run on the main thread.
+
+    Args:
+        setup: What is constant in the run.
+        connection: To the training process.
+    """
+
+    def __init__(self, setup: Setup, connection: Connection) -> None:
+        self._setup, self._connection = setup, connection
+        settings, process = setup.settings, setup.process
+        self._fail_open = fail_open = FailOpen()
+        self._recorder = recorder = Recorder()
+        self._calls, self._timer = ReceivedCalls(), ReceivedTimer()
+        self._groups = self._calls.received
+        self._groups.update(setup.groups, are_first=True)
+        self._engine: EngineState | None = EngineState(setup.ds_config)
+        self._state: State | None = None
+        self._state_at = time.time()
+        self._failures: Mapping[str, int] = {}
+        self._sent_peers = Peers()
+        self._sent_run: str | None = None
+        self._wants_records = False
+        self._interval_start: Snapshot | None = None
+        self.device_readings: Readings = {}
+        self._estimates: dict[int, tuple[threading.Event, list[Any]]] = {}
+        self._numbers = itertools.count(1)
+        address = setup.store
+        job_store = None if address is None else fail_open.call("store", address.open)
+        self._store = store = RankStore(process, setup.watch_index, job_store)
+        targets = TargetDiscovery(store, process)
+        self._folder = folder = RunFolder(settings, process, store, targets, has_ring=False)
+        self._send_run()  # as soon as possible, for the ring of steps of the training process
+        live_page = None
+        if process.rank == 0 and settings.serve.enabled and settings.serve.live_page:
+            live_page = LivePage(
+                recorder=recorder,
+                thresholds=settings.alerts.thresholds,
+                run_id=lambda: folder.run_id,
+                folder=lambda: folder.path,
+                targets=folder.targets,
+                read=lambda body: fail_open.wrap("live page", body, is_kept=True),
+            )
+        self._server = MetricsServer(
+            recorder=recorder,
+            rank=process.rank,
+            local_rank=process.local_rank,
+            settings=settings.serve,
+            targets=folder.targets if process.rank == 0 else None,
+            make_thread=fail_open.thread,
+            serves_run=folder.serves_run,
+            pages=None if live_page is None else live_page.pages,
+        )
+        served_at = self._server.start()
+        if served_at is not None:
+            targets.announce(served_at)
+        url = None if live_page is None else page_url(served_at, settings.serve)
+        connection.send(("serving", (served_at, url)))
+        self._metrics_log = MetricsLog(recorder, settings, process, folder.run, served_at)
+        context = WatchContext(
+            engine=lambda: self._engine,
+            identity=process,
+            watch_index=setup.watch_index,
+            settings=settings,
+            call_recorder=self._calls,
+            phase_timer=cast(PhaseTimer, self._timer),
+            run_id=lambda: folder.run_id,
+            folder=lambda: folder.path,
+            recorder=recorder,
+            fail_open=fail_open,
+            step_errors=StepErrors(),
+        )
+        recorder.set(training.RUN_ACTIVE, 1)
+        recorder.start_counters(training.METRICS)
+        recorder.start_counters((overhead.HOOK_FAILURES,), hook=("watch thread",))
+        publish_thresholds(context)
+        recorder.set_function(overhead.DEAD_THREADS, self._num_dead_threads)
+        step_metrics = StepMetrics(recorder, setup.flops or FlopsCounter(None), setup.peak_flops)
+        before_start = receive_calls(setup.calls_before_start, self._groups, joins_rank_sets=False)
+        step_metrics.publish_calls_before_start(before_start)
+        self._run_info = RunInfoPublisher(
+            context, store, folder, served_at, info_of=lambda engine: setup.info
+        )
+        self._memory = MemoryAnalysis(
+            recorder,
+            fail_open,
+            settings.memory,
+            baseline_bytes=setup.baseline_bytes,
+            devices=list(setup.baseline_bytes),
+            has_step_peaks=setup.devices_with_step_peaks.__contains__,
+            rank=process.rank,
+            folder=lambda: folder.path,
+        )
+        self._comparison = comparison = Comparison(context, setup, self._ask_estimate)
+        thread = comparison.thread
+        thread.expected_pause = lambda: None if self._state is None else self._state.pause
+        listeners = [*comparison.listeners, self._send_records]
+        if live_page is not None:
+            live_page.figures, live_page.slow = thread.figures_by_rank, thread.slow_phases
+            listeners.append(fail_open.wrap("live page", live_page.on_steps))
+        no_traces: Any = SimpleNamespace(makes_traces=False)
+        self._analysis = StepAnalysis(
+            step_metrics=step_metrics,
+            sampler=cast(DeviceSampler, self),
+            memory=self._memory,
+            comparison=comparison,
+            folder=folder,
+            otel=no_traces,
+            fail_open=fail_open,
+            listeners=listeners,
+            on_device=setup.on_device,
+        )
+        tasks = {
+            "memory": self._memory.publish,
+            "run folder": self._run_info.poll,
+            "overhead": self._publish_overhead,
+            "metrics log": self._metrics_log.poll,
+            "replies": self._send_news,
+        }
+        self._tasks = [fail_open.wrap(name, task) for name, task in tasks.items()]
+        self._handle = fail_open.wrap("message", self._handle_message, is_kept=True)
+        comparison.thread.start()
+
+    def run(self) -> None:
+        """Monitor until the watch or the training process ends, and serve until the last scrape."""
+        is_closed = False
+        self._send_news()
+        for message in self._connection.receive(SILENT_SECONDS):
+            if message is None:
+                self._tick()
+                continue
+            name, value = message
+            if name == "end":
+                is_closed = True
+                self._close()
+            elif name == "linger":  # else the run has failed, and its server closes at once
+                self._server.wait_for_final_scrape(interrupted=value)
+                self._folder.withdraw_targets()
+                break
+            else:
+                self._handle(name, value)
+        self._server.close()
+        if not is_closed:
+            self._complete_after_kill()
+        self._connection.close()
+
+    def _handle_message(self, name: str, value: Any) -> None:
+        match name:
+            case "second":
+                groups, items, state = value
+                self._groups.update(groups)
+                self._take(items)
+                if state is not None:
+                    self._take_state(state)
+                    self._tick()
+            case "ask":
+                number, what = value
+                self._connection.send(("answer", (number, self._answer(what))))
+            case "estimated":
+                number, estimate = value
+                answered, answers = self._estimates[number]
+                answers.append(estimate)
+                answered.set()
+
+    def _take(self, items: Sequence[tuple[str, Any]]) -> None:
+        batch = None
+        for kind, sent in items:
+            if kind == "calls":
+                batch = receive_calls(sent, self._groups)
+                self._analysis.add_calls(batch)
+            else:  # the last batch is that of the step
+                assert batch is not None
+                self._analysis.add_step(receive_step(sent, batch))
+        self._analysis.write_log()
+
+    def _take_state(self, state: State) -> None:
+        self._state = state
+        self._state_at = time.time()
+        self._timer.since_ns = state.since_ns
+        for rank_set in self._groups.rank_sets():
+            rank_set.issued = state.issued.get(rank_set.key, rank_set.issued)
+        self._comparison.thread.announce_hang(state.hangs)
+        self.device_readings = state.device_readings
+        if state.idle_readings is not None:
+            self._memory.add_idle_readings(state.idle_readings)
+        if state.has_engine and self._engine is not None:
+            self._engine.update(state)
+        else:  # garbage-collected before the end
+            self._engine = None
+        self._wants_records = state.wants_records
+        with self._recorder.commit():
+            for (name, labels), value in state.values:
+                spec = BY_NAME[name]
+                if spec.kind == "counter":
+                    self._recorder.add(spec, value, *labels)
+                else:
+                    self._recorder.set(spec, value, *labels)
+            for name, labels in state.removed:
+                self._recorder.remove(BY_NAME[name], *labels)
+
+    def _tick(self) -> None:
+        """Publish what has arrived, and do the regular work."""
+        self._analysis.publish()
+        for task in self._tasks:
+            task()
+
+    def _answer(self, what: str) -> object:
+        if what == "snapshot":
+            return self._recorder.snapshot()
+        if what == "memory":
+            memory = self._memory
+            return MemoryKnowledge(
+                categories=memory.metrics.categories,
+                forecasts=memory.forecasts.state(),
+                growth_bytes_per_step={
+                    device: memory.leaks.growth_bytes_per_step(device)
+                    for device in self._setup.baseline_bytes
+                },
+            )
+        if what in ("interval", "interval start"):
+            before, self._interval_start = self._interval_start, self._recorder.snapshot()
+            return metrics_between(before or self._interval_start, self._interval_start)
+        if what == "report":
+            self._comparison.thread.report_now()
+        return True  # what was sent before the question has been handled
+
+    def _ask_estimate(self, micro_batches: int) -> StepEstimate | None:
+        """Ask the training process for an estimate of its steps. Called on a thread of its own."""
+        number, answered, answers = next(self._numbers), threading.Event(), list[Any]()
+        self._estimates[number] = answered, answers
+        self._connection.send(("estimate", (number, micro_batches)))
+        answered.wait(ESTIMATE_SECONDS)
+        del self._estimates[number]
+        return answers[0] if answers else None
+
+    def _send_records(self, records: Sequence[StepRecord]) -> None:
+        if self._wants_records:
+            self._connection.send(("records", list(records)))
+
+    def _send_news(self) -> None:
+        """Send what the training process must know, if it has changed."""
+        self._send_run()
+        thread = self._comparison.thread
+        peers = Peers(
+            heartbeats=dict(thread.peers),
+            divergence=thread.divergence,
+            others_hang=thread.others_hang,
+        )
+        if peers != self._sent_peers:
+            self._sent_peers = peers
+            self._connection.send(("peers", peers))
+
+    def _send_run(self) -> None:
+        run_id = self._folder.run_id
+        if run_id is not None and run_id != self._sent_run:
+            self._sent_run = run_id
+            self._connection.send(("run", self._opened_run(run_id)))
+
+    def _opened_run(self, run_id: str) -> OpenedRun:
+        path, process = self._folder.path, self._setup.process
+        if path is None:
+            return OpenedRun(run_id=run_id)
+        return OpenedRun(
+            run_id=run_id,
+            folder=str(path),
+            log=str(path / f"rank-{process.rank}.jsonl"),
+            identity=self._folder.identity(run_id),
+            every_step=keeps_every_step(process.world_size, process.local_rank),
+        )
+
+    def _num_dead_threads(self) -> float:
+        there = 0 if self._state is None else self._state.num_dead_threads
+        return float(self._fail_open.num_dead_threads + there)
+
+    def _publish_overhead(self) -> None:
+        recorder, state = self._recorder, self._state
+        if state is None:
+            return
+        idle_seconds = self._timer.idle_seconds()
+        failures = dict(self._fail_open.failures)
+        for hook, number in state.failures.items():
+            failures[hook] = failures.get(hook, 0) + number
+        dropped = dict(state.dropped)
+        dropped["run_log"] = self._folder.dropped + self._metrics_log.dropped
+        # The server counts its own time.
+        served = recorder.value(overhead.WATCH_SECONDS, "http_thread") or 0.0
+        seconds = {**state.seconds, "monitoring_process": time.process_time() - served}
+        with recorder.commit():
+            recorder.set(training.LAST_ACTIVITY_TIMESTAMP, time.time() - idle_seconds)
+            recorder.set(overhead.WATCH_LAST_UPDATE_TIMESTAMP, self._state_at)
+            for part, spent in seconds.items():
+                recorder.set(overhead.WATCH_SECONDS, spent, part)
+            for part, number in dropped.items():
+                recorder.set(overhead.DROPPED_RECORDS, number, part)
+            for hook, number in failures.items():
+                recorder.set(overhead.HOOK_FAILURES, number, hook)
+
+    def _close(self) -> None:
+        self._analysis.write_log()
+        self._tick()
+        self._close_parts(self._comparison.thread.stop, self._memory.close, self._publish_overhead)
+        self._close_parts(self._metrics_log.close, self._folder.close)
+        self._connection.send(("ended", self._recorder.snapshot()))
+
+    def _complete_after_kill(self) -> None:
+        """Write what was received before the training process was killed, and its ring's steps."""
+        self._close_parts(
+            self._analysis.write_log,
+            self._tick,
+            self._comparison.thread.stop,
+            self._metrics_log.close,
+            self._folder.close,
+        )
+        path = self._folder.path
+        if path is not None:
+            self._close_parts(lambda: recover(path))
+
+    def _close_parts(self, *parts: Callable[[], object]) -> None:
+        for close in parts:
+            self._fail_open.call("close", close)
+
+
+def main(descriptor: int) -> None:
+    """Monitor the rank at the other end of the socket until it ends."""
+    # The training process decides when it ends; its last steps must still be written.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(NICENESS)
+    show_own_lines()
+    connection = Connection(socket.socket(fileno=descriptor))
+    first = next(connection.receive(), None)
+    if first is None:
+        return
+    Monitor(first[1], connection).run()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

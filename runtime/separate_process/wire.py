@@ -1,0 +1,305 @@
+"""Converts steps and collectives to plain values and back, for the way to another process.
+
+The training process sends only settled measurements: no events, no tensors, no process groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from ..collectives.call_batch import CallBatch
+from ..collectives.event_pool import EventPool
+from ..collectives.groups import CollectiveCall, Group, Groups, RankSet
+from ..common.device_scalar import read
+from ..instrumentation.device_phases import DevicePhaseTimes
+from ..instrumentation.generated_tokens import GenerationCounts
+from ..instrumentation.raw_step import RawStep, StepCounts
+
+# Fields of a call that are sent as they are, in this order.
+_FIELDS = (
+    *("op", "payload_bytes", "dtype", "phase", "sequence", "start_ns", "end_ns", "issued_ns"),
+    *("wait_ns", "timed", "is_bound", "is_lost"),
+)
+_fields_of = attrgetter(*_FIELDS)
+
+SentCalls = tuple[Any, ...]
+SentStep = tuple[Any, ...]
+
+
+class _Passed:
+    """Stands for an event that the device has passed. Nothing reads its time."""
+
+    def query(self) -> bool:
+        return True
+
+
+PASSED: Any = _Passed()
+
+
+@dataclass(frozen=True, slots=True)
+class SentGroup:
+    """What the other process must know of a process group.
+
+    Attributes:
+        index: The number of the group in this connection.
+        role: Its role, which may change.
+        size: Number of its ranks.
+        backend: The name of its backend.
+        on_device: Whether its collectives run on the accelerator.
+        members: The global ranks.
+        issued: Number of the last call that was issued on its rank set.
+        labels_rank_set: Whether its role is one of those of the rank set; not for messages.
+    """
+
+    index: int
+    role: str
+    size: int
+    backend: str
+    on_device: bool
+    members: tuple[int, ...]
+    issued: int
+    labels_rank_set: bool
+
+
+class GroupSender:
+    """Numbers the groups of this process, and describes those that are new or have a new role."""
+
+    def __init__(self) -> None:
+        self._indexes: dict[Group, int] = {}
+        self._roles: dict[Group, str] = {}
+
+    def index(self, group: Group) -> int:
+        """Return the number of a group."""
+        index = self._indexes.get(group)
+        if index is None:
+            index = self._indexes[group] = len(self._indexes)
+        return index
+
+    def changes(self, groups: Groups) -> list[SentGroup]:
+        """Describe the groups that are new, or whose role has changed, since the last call."""
+        labelling = set(groups.known())
+        for group in labelling:
+            self.index(group)
+        changed = []
+        for group, index in self._indexes.items():
+            if self._roles.get(group) != group.role:
+                self._roles[group] = group.role
+                rank_set = group.rank_set
+                changed.append(
+                    SentGroup(
+                        index,
+                        group.role,
+                        group.size,
+                        group.backend,
+                        group.on_device,
+                        rank_set.members,
+                        rank_set.issued,
+                        group in labelling,
+                    )
+                )
+        return changed
+
+
+class ReceivedGroups:
+    """The groups of the other process, as `ComparisonThread` and `HangMonitor` read them."""
+
+    def __init__(self) -> None:
+        self.by_index: dict[int, Group] = {}
+        self._rank_sets: dict[tuple[int, ...], RankSet] = {}
+        self._labelling: dict[int, RankSet] = {}
+
+    def rank_sets(self) -> list[RankSet]:
+        """Return the rank sets seen so far."""
+        return list(self._rank_sets.values())
+
+    def update(self, groups: Iterable[SentGroup], *, are_first: bool = False) -> None:
+        """Add groups, and change the roles of known ones.
+
+        Args:
+            groups: The groups.
+            are_first: Whether these groups existed before the watch, so that their calls so far
+                are not received.
+        """
+        for sent in groups:
+            rank_set = self._rank_set(sent, has_earlier_calls=are_first and sent.issued > 0)
+            known = self.by_index.get(sent.index)
+            if known is None:
+                known = self.by_index[sent.index] = Group.of_other_process(
+                    sent.role, sent.size, sent.backend, rank_set, on_device=sent.on_device
+                )
+            known.role = sent.role
+            if sent.labels_rank_set:
+                self._labelling[sent.index] = rank_set
+        for rank_set in self._rank_sets.values():
+            rank_set.roles = [
+                self.by_index[index].role
+                for index, labelled in self._labelling.items()
+                if labelled is rank_set
+            ]
+
+    def _rank_set(self, sent: SentGroup, *, has_earlier_calls: bool) -> RankSet:
+        known = self._rank_sets.get(sent.members)
+        if known is None:
+            known = self._rank_sets[sent.members] = RankSet(sent.members)
+            if has_earlier_calls:  # a reader begins with the call after the last one
+                known.issued = sent.issued
+                group = Group.of_other_process("other", sent.size, "", known, on_device=False)
+                last = CollectiveCall(0, group, 0, None, 0)
+                last.sequence, last.timed, last.settled = sent.issued, False, True
+                known.recent.append(last)
+        return known
+
+
+class ReceivedBatch(CallBatch):
+    """A batch whose events the other process has read."""
+
+    def settled(self) -> bool:
+        """Return True: only settled batches are sent."""
+        return True
+
+    def read_events(self, events: EventPool) -> None:
+        """Do nothing, because there are no events."""
+
+
+def send_calls(batch: CallBatch, groups: GroupSender) -> SentCalls:
+    """Return a settled batch as plain values."""
+    calls = [
+        (
+            groups.index(call.group),
+            call.start_event is not None,
+            call.wait_phase if call.wait_ns else 0,
+            _fields_of(call),
+        )
+        for call in batch.calls
+    ]
+    return calls, batch.anchor is not None, batch.is_complete
+
+
+def receive_calls(
+    sent: SentCalls, groups: ReceivedGroups, *, joins_rank_sets: bool = True
+) -> CallBatch:
+    """Return a batch from its plain values, and add its calls to those of their rank sets."""
+    rows, has_anchor, is_complete = sent
+    calls = [_receive_call(row, groups) for row in rows]
+    batch = ReceivedBatch(calls, PASSED if has_anchor else None, is_complete)
+    if not joins_rank_sets:
+        return batch
+    for call in sorted(calls, key=_sequence):  # of two threads, a later call may return first
+        rank_set = call.group.rank_set
+        rank_set.recent.append(call)
+        rank_set.issued = max(rank_set.issued, call.sequence)
+    return batch
+
+
+def _receive_call(row: tuple[Any, ...], groups: ReceivedGroups) -> CollectiveCall:
+    index, on_device, wait_phase, fields = row
+    call = CollectiveCall(fields[0], groups.by_index[index], fields[1], fields[2], fields[3])
+    for name, value in zip(_FIELDS[4:], fields[4:], strict=True):
+        setattr(call, name, value)
+    call.wait_phase = wait_phase
+    if on_device:
+        call.start_event = call.end_event = PASSED
+    return call
+
+
+def _sequence(call: CollectiveCall) -> int:
+    return call.sequence
+
+
+def send_step(raw: RawStep) -> SentStep:
+    """Return a settled step as plain values, without its calls. Its phases are those to record."""
+    counts = raw.counts
+    generation = counts.generation
+    return (
+        raw.step,
+        raw.ended_at,
+        raw.phase_ns,
+        list(raw.intervals),
+        (
+            counts.micro_batches,
+            counts.samples,
+            counts.tokens,
+            counts.sequence_length,
+            counts.loss(),
+            counts.skipped,
+            counts.discarded_ns,
+            None
+            if generation is None
+            else (generation.calls, generation.sequences, generation.total_tokens()),
+        ),
+        raw.coverage,
+        read(raw.gradient_norm),
+        read(raw.learning_rate),
+        read(raw.loss_scale),
+        None if raw.trace is None else dict(raw.trace),
+        raw.memory,
+        raw.phases_show_work,
+        raw.unseen is not None,
+    )
+
+
+def receive_step(sent: SentStep, batch: CallBatch) -> RawStep:
+    """Return a step from its plain values."""
+    (
+        step,
+        ended_at,
+        phase_ns,
+        intervals,
+        counts,
+        coverage,
+        gradient_norm,
+        learning_rate,
+        loss_scale,
+        trace,
+        memory,
+        phases_show_work,
+        has_unseen,
+    ) = sent
+    (
+        micro_batches,
+        samples,
+        tokens,
+        sequence_length,
+        loss,
+        skipped,
+        discarded_ns,
+        generation,
+    ) = counts
+    return RawStep(
+        step=step,
+        ended_at=ended_at,
+        phase_ns=phase_ns,
+        intervals=intervals,
+        counts=StepCounts(
+            micro_batches=micro_batches,
+            samples=samples,
+            tokens=tokens,
+            sequence_length=sequence_length,
+            losses=[] if loss is None else [loss],
+            skipped=skipped,
+            discarded_ns=discarded_ns,
+            generation=None if generation is None else _receive_generation(generation),
+        ),
+        coverage=coverage,
+        gradient_norm=gradient_norm,
+        learning_rate=learning_rate,
+        loss_scale=loss_scale,
+        trace=trace,
+        memory=memory,
+        batch=batch,
+        # Without these times, the phases count as those of the device that computes.
+        device_phases=None if phases_show_work else DevicePhaseTimes(is_read=True),
+        unseen=_UNSEEN if has_unseen else None,
+    )
+
+
+_UNSEEN: Any = object()  # only asked whether it is None
+
+
+def _receive_generation(sent: Sequence[Any]) -> GenerationCounts:
+    calls, sequences, tokens = sent
+    # None stands for the tokens of a call that are not known.
+    return GenerationCounts(calls=calls, sequences=sequences, tokens=[tokens])

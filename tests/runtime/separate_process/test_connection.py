@@ -1,0 +1,99 @@
+"""Tests of the connection between the training process and its monitoring process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from fakes.scraper import eventually
+
+from zerowatch.runtime.separate_process import connection
+from zerowatch.runtime.separate_process.connection import Connection
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Connection, Connection]]:
+    ours, theirs = Connection.pair()
+    yield ours, theirs
+    for end in (ours, theirs):
+        end.close()
+        end.close_here()
+
+
+def test_messages_arrive_whole_and_in_order(ends: tuple[Connection, Connection]) -> None:
+    ours, theirs = ends
+    sent = [("small", 1), ("large", b"x" * 3_000_000), ("none", None)]
+    received: list[object] = []
+    reading = threading.Thread(target=lambda: received.extend(theirs.receive()))
+    reading.start()
+
+    assert all(ours.send(message) for message in sent)
+    assert ours.flush(60)
+    ours.close()
+    reading.join(60)
+
+    assert received == sent
+    assert theirs.is_closed
+
+
+def test_a_process_that_does_not_read_delays_nobody_and_gets_everything_later(
+    ends: tuple[Connection, Connection],
+) -> None:
+    ours, theirs = ends
+    blocks = [bytes([number]) * 500_000 for number in range(20)]
+
+    assert all(ours.send(block) for block in blocks)  # far more than a socket holds
+    assert not ours.flush(0.0)
+    received: list[bytes] = []
+    reading = threading.Thread(target=lambda: received.extend(theirs.receive()))
+    reading.start()
+
+    assert ours.flush(60)
+    ours.close()
+    reading.join(60)
+    assert received == blocks
+
+
+def test_a_process_that_has_stopped_loses_messages_but_no_memory(
+    ends: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "MAX_WAITING_BYTES", 1_000_000)
+    ours, _ = ends
+
+    sent = [ours.send(b"x" * 300_000) for _ in range(10)]
+
+    assert sent[0]
+    assert not sent[-1]
+    assert not ours.is_closed
+
+
+def test_the_end_of_the_other_process_ends_receiving_and_refuses_messages(
+    ends: tuple[Connection, Connection],
+) -> None:
+    ours, theirs = ends
+    theirs.close()
+
+    assert list(ours.receive()) == []
+    assert not ours.send("x")
+    assert ours.is_closed
+
+
+def test_a_message_that_was_cut_off_is_not_received(ends: tuple[Connection, Connection]) -> None:
+    ours, theirs = ends
+    ours.send("whole")
+    ours._socket.send(b"\xff\0\0\0half")
+    ours.close()
+
+    assert list(theirs.receive()) == ["whole"]
+
+
+def test_without_messages_nothing_is_yielded_after_each_period(
+    ends: tuple[Connection, Connection],
+) -> None:
+    ours, theirs = ends
+    received = theirs.receive(silent_seconds=0.001)
+
+    assert next(received) is None
+    ours.send("x")
+    assert eventually(lambda: next(received) == "x", 60)

@@ -1,0 +1,166 @@
+"""Tests of what remains in the training process, without a monitoring process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from zerowatch.metrics.catalog import memory, training
+from zerowatch.metrics.settings import load_settings
+from zerowatch.runtime.common import process_info
+from zerowatch.runtime.common.torch_engine import TorchEngine
+from zerowatch.runtime.monitor import step_ring
+from zerowatch.runtime.separate_process import build
+from zerowatch.runtime.separate_process.build import why_not_separate
+from zerowatch.runtime.separate_process.forwarding import (
+    EngineChanges,
+    ForwardedRecorder,
+    ForwardedRunFolder,
+)
+from zerowatch.runtime.separate_process.messages import OpenedRun, StoreAddress
+
+
+class Process:
+    """A monitoring process that notes the questions and has one answer."""
+
+    def __init__(self, answer: object = None) -> None:
+        self.answer, self.asked = answer, list[str]()
+        self.last_snapshot: Any = None
+        self.run: OpenedRun | None = None
+        self.on_run: Any = None
+        self.has_ended = True
+
+    def ask(self, name: str) -> object:
+        self.asked.append(name)
+        return self.answer
+
+    def end(self) -> bool:
+        return self.has_ended
+
+
+def test_counters_are_sent_as_increments_and_ended_series_once() -> None:
+    recorder = ForwardedRecorder(Process())  # type: ignore[arg-type]
+    recorder.add(memory.OOMS, 2, "cpu", "raised")
+    recorder.set(training.RUN_ACTIVE, 1)
+    first = recorder.changes()
+    recorder.add(memory.OOMS, 3, "cpu", "raised")
+    recorder.remove(training.RUN_ACTIVE)
+    second, third = recorder.changes(), recorder.changes()
+
+    ooms, active = (memory.OOMS.name, ("cpu", "raised")), (training.RUN_ACTIVE.name, ())
+    assert first == ([(ooms, 2.0), (active, 1.0)], [])
+    assert second == ([(ooms, 3.0)], [active])
+    assert third == ([], [])
+
+
+def test_a_snapshot_is_that_of_the_process_then_its_last_one_and_else_what_is_known_here() -> None:
+    process = Process()
+    recorder = ForwardedRecorder(process)  # type: ignore[arg-type]
+    recorder.set(training.RUN_ACTIVE, 1)
+    without = recorder.snapshot()
+    process.answer = answer = ForwardedRecorder(process)  # type: ignore[arg-type]
+    answered = recorder.snapshot()
+    process.last_snapshot = last = object()
+
+    assert without.value(training.RUN_ACTIVE) == 1
+    assert answered is answer
+    assert recorder.snapshot() is last
+    assert process.asked == ["snapshot", "snapshot"]
+
+
+@pytest.mark.parametrize(
+    ("is_complete", "has_ended", "num_left"), [(True, True, 0), (False, True, 1), (True, False, 1)]
+)
+def test_the_ring_remains_unless_the_process_has_written_all_steps(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_complete: bool,
+    has_ended: bool,
+    num_left: int,
+) -> None:
+    monkeypatch.setattr(step_ring, "SHARED_MEMORY", tmp_path)
+    process: Any = Process()
+    process.has_ended = has_ended
+    folder = ForwardedRunFolder(process, rank=1, is_logged=True)
+    before = folder.path
+    process.run = OpenedRun(
+        run_id="r", folder=str(tmp_path / "r"), log=str(tmp_path / "r" / "rank-1.jsonl")
+    )
+    process.on_run(process.run)
+    folder.close(is_complete=is_complete)
+
+    assert (before, folder.path, folder.run_id) == (None, tmp_path / "r", "r")
+    assert len(list(tmp_path.glob("zerowatch-steps-*"))) == num_left
+
+
+def test_the_changes_of_an_engine_are_counted() -> None:
+    engine = SimpleNamespace(global_steps=1, config={}, optimizer=None)
+    changes = EngineChanges(lambda: engine)
+    counts = []
+    for config in (engine.config, engine.config, {}, {}):
+        engine.config = config
+        changes.look()
+        counts.append(changes.count)
+
+    assert counts == [0, 0, 1, 2]
+    assert not changes.is_patched
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, None),
+        ({"profile": {"every_steps": 10}}, "profile.every_steps is set"),
+        ({"memory": {"trace_leaks": True}}, "memory.trace_leaks is set"),
+        ({"otel": {"endpoint": "http://localhost:4318"}}, "OTLP is configured"),
+    ],
+)
+def test_what_needs_the_training_process_is_named(
+    settings: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_SDK_DISABLED"):
+        monkeypatch.delenv(name, raising=False)
+
+    assert why_not_separate(object(), load_settings(settings)) == reason
+
+
+def test_a_script_without_deepspeed_and_ranks_without_a_store_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Linear(2, 1)
+    engine = TorchEngine(model, optim.SGD(model.parameters(), lr=0.1))
+    two = process_info.ProcessInfo(rank=0, local_rank=0, world_size=2, host="here", attempt=0)
+    monkeypatch.setattr(build, "this_process", lambda: two)
+
+    assert why_not_separate(engine, load_settings()) == "the script trains without DeepSpeed"
+    assert why_not_separate(object(), load_settings()) == (
+        "the ranks share no store that another process can reach"
+    )
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_another_process_finds_the_store_of_the_job(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distributed = torch._C._distributed_c10d
+    store: Any = (
+        distributed.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+        if kind == "tcp"
+        else distributed.FileStore(str(tmp_path / "store"), 1)
+    )
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    monkeypatch.setattr(
+        "zerowatch.runtime.separate_process.messages._get_default_store",
+        lambda: distributed.PrefixStore("a", distributed.PrefixStore("b", store)),
+    )
+    store.set("k", "v")
+
+    address = StoreAddress.of_job()
+    assert address is not None
+    assert address.open().get("k") == b"v"

@@ -1,0 +1,318 @@
+"""Tests of the monitoring process: the same steps give the same records and metrics as without it.
+
+The process runs on a thread here, at the other end of a connection.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fakes.scraper import eventually
+
+from zerowatch.metrics.catalog import communication, memory, overhead, training
+from zerowatch.metrics.catalog.labels import OPS, PHASES
+from zerowatch.metrics.recorder import Recorder, Snapshot
+from zerowatch.metrics.settings import load_settings
+from zerowatch.metrics.step_record import StepRecord
+from zerowatch.runtime.collectives.call_batch import CallBatch
+from zerowatch.runtime.collectives.groups import CollectiveCall, Group, RankSet
+from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.common.process_info import ProcessInfo
+from zerowatch.runtime.instrumentation.flops import FlopsCounter, FlopsTerms
+from zerowatch.runtime.instrumentation.generated_tokens import GenerationCounts
+from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
+from zerowatch.runtime.memory.forecast.peak_readings import Shape
+from zerowatch.runtime.memory.step_sample import StepMemorySample
+from zerowatch.runtime.monitor.step_analysis import StepAnalysis
+from zerowatch.runtime.monitor.step_metrics import StepMetrics
+from zerowatch.runtime.separate_process.connection import Connection
+from zerowatch.runtime.separate_process.messages import Setup, State
+from zerowatch.runtime.separate_process.serving import Monitor
+from zerowatch.runtime.separate_process.wire import GroupSender, send_calls, send_step
+
+ALL_REDUCE, ALL_GATHER = OPS.index("all_reduce"), OPS.index("all_gather")
+READINGS = {"cpu": {"utilization_ratio": 0.25}}
+PASSED = SimpleNamespace(query=lambda: True)
+
+
+class Rank:
+    """The measurements of a rank with one process group."""
+
+    def __init__(self) -> None:
+        rank_set = RankSet((0,))
+        rank_set.roles = ["dp"]
+        self.group = Group.of_other_process("dp", 1, "gloo", rank_set, on_device=False)
+        self.groups: Any = SimpleNamespace(known=lambda: [self.group], rank_sets=lambda: [rank_set])
+
+    def call(self, number: int, op: int = ALL_REDUCE, **fields: Any) -> CollectiveCall:
+        call = CollectiveCall(op, self.group, 4096, torch.float32, PHASES.index("backward"))
+        call.sequence = self.group.rank_set.issued = number
+        call.start_ns = 1_000_000 * number
+        call.issued_ns = call.end_ns = call.start_ns + 400_000
+        for name, value in fields.items():
+            setattr(call, name, value)
+        return call
+
+    def step(self, number: int, **fields: Any) -> RawStep:
+        calls = [
+            self.call(3 * number - 2),
+            self.call(3 * number - 1, ALL_GATHER, wait_ns=3_000_000 * number, wait_phase=3),
+            self.call(3 * number, timed=False, is_lost=number == 2),
+        ]
+        counts: Any = {"micro_batches": 2, "samples": 4, "tokens": 64, "sequence_length": 16}
+        generation = GenerationCounts(calls=1, sequences=2, tokens=[7.0]) if number == 3 else None
+        values: dict[str, Any] = {
+            "step": number,
+            "ended_at": 1e9 + number,
+            "phase_ns": [1_000_000 * (place + number) for place in range(len(PHASES))],
+            "intervals": (),
+            "counts": StepCounts(**counts, losses=[0.5, 1.5 * number], generation=generation),
+            "coverage": 1.0,
+            "gradient_norm": float("nan") if number == 2 else 0.1 * number,
+            "learning_rate": 1e-3,
+            "loss_scale": None,
+            "trace": None,
+            "memory": StepMemorySample(
+                readings={"cpu": {"allocated": 100.0 + number, "peak_allocated": 200.0}},
+                shapes=(Shape(2, 16),),
+            ),
+            "batch": CallBatch(calls, is_complete=number != 1),
+        }
+        return RawStep(**values | fields)
+
+
+def setup(folder: Path, rank: Rank, groups: GroupSender) -> Setup:
+    return Setup(
+        settings=load_settings({"serve": {"port": 0}, "run_log": {"folder": folder}}),
+        process=ProcessInfo(rank=0, local_rank=0, world_size=1, host="here", attempt=0),
+        watch_index=0,
+        store=None,
+        on_device=False,
+        flops=FlopsCounter(FlopsTerms(6, 0)),
+        peak_flops=1e9,
+        baseline_bytes={"cpu": 50.0},
+        devices_with_step_peaks=frozenset({"cpu"}),
+        info=("0.1", "2.13", "0.19", "gloo", "cpu", "2", "1"),
+        ds_config={"zero_optimization": {"stage": 2}},
+        each_rank_has_own_data=False,
+        groups=groups.changes(rank.groups),
+        calls_before_start=send_calls(CallBatch([]), groups),
+    )
+
+
+def state(**fields: Any) -> State:
+    values: dict[str, Any] = {
+        "values": [],
+        "removed": [],
+        "since_ns": 0,
+        "issued": {},
+        "pause": None,
+        "hangs": False,
+        "device_readings": READINGS,
+        "idle_readings": None,
+        "has_engine": True,
+        "variant": 0,
+        "is_patched": False,
+        "step": 3,
+        "seconds": {"hooks": 0.5},
+        "dropped": {"steps": 0},
+        "failures": {},
+        "num_dead_threads": 0,
+        "wants_records": False,
+    }
+    return State(**values | fields)
+
+
+class Served:
+    """A monitoring process on a thread, and what it has answered."""
+
+    def __init__(self, folder: Path) -> None:
+        self.rank, self.groups = Rank(), GroupSender()
+        self.connection, self._theirs = Connection.pair()
+        self.answers: list[tuple[str, Any]] = []
+        given = setup(folder, self.rank, self.groups)
+        self._threads = [
+            threading.Thread(target=lambda: Monitor(given, self._theirs).run()),
+            threading.Thread(target=lambda: self.answers.extend(self.connection.receive())),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, *steps: RawStep, **fields: Any) -> None:
+        """Send steps, and the state with these fields."""
+        items: list[Any] = []
+        for step in steps:
+            items += [("calls", send_calls(step.batch, self.groups)), ("step", send_step(step))]
+        groups = self.groups.changes(self.rank.groups)
+        self.connection.send(("second", (groups, items, state(**fields))))
+
+    def ask(self, what: str = "snapshot") -> Any:
+        num_before = len(self.named("answer"))
+        self.connection.send(("ask", (1, what)))
+        assert eventually(lambda: len(self.named("answer")) > num_before, 60)
+        return self.named("answer")[-1][1]
+
+    def named(self, name: str) -> list[Any]:
+        return [value for found, value in self.answers if found == name]
+
+    def end(self) -> Snapshot:
+        """End the watch in good order, and return the last values."""
+        self.connection.send(("end", None))
+        self.connection.send(("linger", False))
+        self.join()
+        [last] = self.named("ended")
+        return last
+
+    def close(self) -> None:
+        self.connection.close()
+        self.join()
+        for end in (self.connection, self._theirs):
+            end.close_here()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(120)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    one = Served(tmp_path)
+    yield one
+    one.close()
+
+
+def records_here(steps: Sequence[RawStep]) -> tuple[list[StepRecord], Snapshot]:
+    """Return the records and metrics of steps that are analysed without another process."""
+    recorder, records = Recorder(), list[StepRecord]()
+    nothing: Any = SimpleNamespace(
+        add_step=lambda raw: {},
+        add_step_times=lambda *times: None,
+        append=lambda new: None,
+        makes_traces=False,
+        device_readings=READINGS,
+    )
+    analysis = StepAnalysis(
+        step_metrics=StepMetrics(recorder, FlopsCounter(FlopsTerms(6, 0)), 1e9),
+        sampler=nothing,
+        memory=nothing,
+        comparison=nothing,
+        folder=nothing,
+        otel=nothing,
+        fail_open=FailOpen(),
+        listeners=[records.extend],
+        on_device=False,
+    )
+    for step in steps:
+        analysis.add_calls(step.batch)
+        analysis.add_step(step)
+    analysis.publish()
+    return records, recorder.snapshot()
+
+
+def test_records_and_metrics_are_those_of_an_analysis_in_the_same_process(served: Served) -> None:
+    served.send(wants_records=True)  # the readings of the devices
+    served.send(*map(served.rank.step, (1, 2, 3)), wants_records=True)
+    found = served.ask()
+
+    expected, metrics = records_here([*map(Rank().step, (1, 2, 3))])
+    # nan is unlike itself.
+    assert [list(map(repr, received)) for received in served.named("records")] == [
+        list(map(repr, expected))
+    ]
+    for spec, series in metrics.values.items():
+        assert repr(found.values[spec]) == repr(series), spec.name
+    for spec, distributions in metrics.distributions.items():
+        assert found.distributions[spec] == distributions, spec.name
+
+
+def test_a_device_keeps_its_exposed_time_and_anchors(served: Served) -> None:
+    def steps(rank: Rank) -> list[RawStep]:
+        call = rank.call(1, start_event=PASSED, end_event=PASSED, wait_ns=1_200_000, wait_phase=2)
+        late = rank.call(2, timed=False, is_bound=True, start_event=PASSED)
+        return [rank.step(1, batch=CallBatch([call, late], anchor=PASSED))]
+
+    served.send(wants_records=True)
+    served.send(*steps(served.rank), wants_records=True)
+    served.ask()
+
+    expected, _ = records_here(steps(Rank()))
+    assert [repr(each) for each in served.named("records")[0]] == [repr(each) for each in expected]
+
+
+def test_the_run_folder_and_the_metrics_contain_everything(served: Served, tmp_path: Path) -> None:
+    served.send(
+        served.rank.step(1),
+        values=[
+            ((training.RUN_ACTIVE.name, ()), 1.0),
+            ((memory.OOMS.name, ("cpu", "raised")), 2.0),
+        ],
+        failures={"memory": 1},
+    )
+    served.send(
+        served.rank.step(2),
+        values=[
+            ((memory.OOMS.name, ("cpu", "raised")), 1.0),
+            ((training.PEAK_FLOPS.name, ("cpu",)), 9.0),
+        ],
+        removed=[(training.RUN_ACTIVE.name, ())],
+    )
+    snapshot = served.end()
+
+    [run] = served.named("run")
+    assert Path(run.folder).parent == tmp_path
+    lines = Path(run.log).read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert {json.loads(line)["host"] for line in lines} == {"here"}
+    assert json.loads((Path(run.folder) / "ds_config.json").read_text()) == {
+        "zero_optimization": {"stage": 2}
+    }
+    assert snapshot.value(memory.OOMS, "cpu", "raised") == 3  # counters are sent as increments
+    assert snapshot.value(training.PEAK_FLOPS, "cpu") == 9
+    assert snapshot.value(training.RUN_ACTIVE) is None
+    assert snapshot.value(training.STEPS) == 2
+    assert snapshot.value(overhead.HOOK_FAILURES, "watch thread") == 0
+    assert snapshot.value(overhead.WATCH_SECONDS, "hooks") == 0.5
+    assert (snapshot.value(overhead.WATCH_SECONDS, "monitoring_process") or 0) > 0
+    assert snapshot.values[training.RUN_INFO] == {
+        (run.run_id, "0.1", "2.13", "0.19", "gloo", "cpu", "2", "1"): 1.0
+    }
+
+
+def test_calls_after_those_before_the_watch_are_counted_once_and_none_is_missed(
+    served: Served,
+) -> None:
+    served.send(*map(served.rank.step, (1, 2)))
+    snapshot = served.end()
+
+    calls = snapshot.values[communication.COLLECTIVE_CALLS]
+    assert sum(calls.values()) == 6
+    assert snapshot.value(communication.EXCHANGE_FAILURES, "unmatched") == 0
+
+
+def test_after_a_kill_what_was_sent_is_in_the_run_folder(served: Served) -> None:
+    served.send(*map(served.rank.step, (1, 2)))
+    served.ask()
+    served.connection.close()
+    served.join()
+
+    [run] = served.named("run")
+    assert len(Path(run.log).read_text().splitlines()) == 2
+    assert served.named("ended") == []
+
+
+def test_a_message_that_cannot_be_handled_loses_only_itself(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    served.connection.send(("second", None))
+    served.send(served.rank.step(1))
+
+    assert served.end().value(training.STEPS) == 1
+    assert "hook 'message' failed" in caplog.text
