@@ -419,8 +419,7 @@ def _open_watch(engine: Any, settings: Settings) -> Watch:
     if _process.watch is not None:
         _process.watch.close()
     collectives = _process.open_collectives()
-    build = _separate_builder(engine, settings) or build_watch
-    _process.watch = build(
+    parts = (
         engine,
         collectives,
         _process.fail_open,
@@ -428,25 +427,36 @@ def _open_watch(engine: Any, settings: Settings) -> Watch:
         _process.num_watches,
         _close_at_exit_before_trackers,
     )
+    _process.watch = _separate_watch(*parts) or build_watch(*parts)
     _process.num_watches += 1
     if _process.num_watches == 1:
         os.register_at_fork(after_in_child=_close_after_fork)
     return _process.watch
 
 
-def _separate_builder(engine: Any, settings: Settings) -> Callable[..., Watch] | None:
-    """Return the function that moves the analysis into another process, if it is asked for."""
+def _separate_watch(
+    engine: Any,
+    collectives: CollectiveInstrumentation,
+    fail_open: FailOpen,
+    settings: Settings,
+    *rest: Any,
+) -> Watch | None:
+    """Return a watch whose analysis is in another process, if that is asked for and possible."""
     if not settings.process.separate:
         return None
     from .separate_process.build import build_separate_watch, why_not_separate
 
     reason = why_not_separate(engine, settings)
-    if reason is not None:
-        logger.warning(
-            "process.separate is not used, as %s: this rank is monitored in its own process", reason
-        )
-        return None
-    return build_separate_watch
+    if reason is None:
+        try:
+            return build_separate_watch(engine, collectives, fail_open, settings, *rest)
+        except OSError as error:
+            reason = f"another process cannot be started ({error})"
+    logger.warning(
+        "process.separate is not used, as %s: this rank is monitored in the training's process",
+        reason,
+    )
+    return None
 
 
 def _torch_engine(model: Any, optimizer: Any) -> Any:

@@ -52,6 +52,9 @@ PEERS_SECONDS = 5.0
 class MonitoringProcess:
     """The process that analyses what one rank measures.
 
+    Raises:
+        OSError: The process cannot be started.
+
     Args:
         fail_open: Guards the thread that receives.
         estimate: Returns an estimate of a step of the engine, given its micro-batches.
@@ -84,7 +87,7 @@ class MonitoringProcess:
         # No device, and no threads for computations: it only analyses numbers.
         variables = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.serving", str(theirs.fileno())],
+            [sys.executable, "-P", "-m", f"{__package__}.serving", str(theirs.fileno())],
             env=os.environ | variables,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,

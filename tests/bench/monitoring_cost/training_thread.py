@@ -15,8 +15,8 @@ times a second, so the longer steps have more of the readings: compare the rows 
 One more run has a single rank, so there is no exchange between ranks. Our threads are pinned to
 another core: they can delay training only by holding the GIL.
 
-The last rows of each rank are no monitoring: they estimate what would be left of our threads if
-another process did all that needs no torch (`separate_process.py`).
+The last rows of each rank are with `process.separate`: what our threads still do in the training
+process.
 
 Where the neighbours of a virtual machine disturb blocks of two seconds too much, the ratio is still
 known as the sum of its parts, which are measured in short blocks and from the kernel's accounts.
@@ -30,7 +30,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from bench.bench_options import Options
@@ -86,10 +85,9 @@ def bench(options: Options) -> Iterator[Row]:
         yield from _long_rows(rank, found["long"])
         yield from _sum_rows(rank, found["short"]["rounds"], threads)
         yield _hold_row(f"rank {rank}", found["holds"])
-        outside = f"rank {rank}, all but the ends of calls in another process"
-        own = mean_interval([1000 * each for each in found["outside"]["threads"]])
-        yield _interval_row(f"{outside}: CPU time of our threads", own, "{:.2f} ms/s")
-        yield replace(_hold_row(outside, found["outside"]["holds"]), goal="", met=None)
+        separate, name = found["separate"], f"rank {rank}, process.separate"
+        yield _threads_row(name, mean_interval([1000 * each for each in separate["threads"]]))
+        yield _hold_row(name, separate["holds"])
     if len(os.sched_getaffinity(0)) < 2:
         yield Row(what="our threads on another core", measured="not measured: there is one core")
         return
@@ -220,21 +218,24 @@ def _long_rows(rank: int, found: dict[str, Any]) -> Iterator[Row]:
         difference = mean_interval(_differences_us(rounds, arm))
         yield _interval_row(f"rank {rank}: {what}", difference, "{:.0f} us")
     yield _clocks_row(f"rank {rank}: own clocks, steps of 50 ms", found["clocks"])
-    threads = _threads_ms(rounds)
-    is_unknown = threads.low <= GOAL_THREADS_MS < threads.high
-    yield _interval_row(
-        f"rank {rank}: CPU time of our threads",
-        threads,
-        "{:.2f} ms/s",
-        goal=f"<= {GOAL_THREADS_MS:g} ms/s",
-        met=None if is_unknown else threads.high <= GOAL_THREADS_MS,
-    )
+    yield _threads_row(f"rank {rank}", _threads_ms(rounds))
     yield Row(
         what=f"rank {rank}: opening a watch",
         measured=f"{found['open_seconds']:.2f} s",
         spread="median of the rounds",
         goal=f"<= {GOAL_OPEN_SECONDS} s",
         met=found["open_seconds"] <= GOAL_OPEN_SECONDS,
+    )
+
+
+def _threads_row(whose: str, threads: Interval) -> Row:
+    is_unknown = threads.low <= GOAL_THREADS_MS < threads.high
+    return _interval_row(
+        f"{whose}: CPU time of our threads",
+        threads,
+        "{:.2f} ms/s",
+        goal=f"<= {GOAL_THREADS_MS:g} ms/s",
+        met=None if is_unknown else threads.high <= GOAL_THREADS_MS,
     )
 
 

@@ -23,7 +23,6 @@ import torch
 from bench import gpt_training
 from bench.monitoring_cost import gil_holds
 from bench.monitoring_cost.own_threads import cpu_seconds, own_threads
-from bench.monitoring_cost.separate_process import watched_from_outside
 from bench.monitoring_cost.step_overhead_job import orders
 from bench.monitoring_cost.thread_cost_job import by_metric
 from torch.utils.data import DataLoader, IterableDataset
@@ -66,7 +65,7 @@ def main() -> None:
         "short": short,
         "long": opened_rounds(job, asked["long"]),
         "holds": watched_holds(job, asked["sampled_steps"]),
-        "outside": from_outside(job, asked["sampled_steps"]),
+        "separate": with_separate_process(job, asked["sampled_steps"]),
     }
     gpt_training.report(found)
 
@@ -368,15 +367,18 @@ def watched_holds(job: FixedSteps, num_steps: int) -> dict[str, list[float]] | s
         opened.close()
 
 
-def from_outside(job: FixedSteps, num_steps: int) -> dict[str, Any]:
-    """Return what our threads do if another process did all that needs no torch."""
-    with watched_from_outside(job.engine):
-        job.run(num_steps // 20)
-        blocks = [block(job, num_steps // 20) for _ in range(20)]
-        return {
-            "threads": [each["threads"] for each in blocks],
-            "holds": holds_of_own_threads(job, num_steps),
-        }
+def with_separate_process(job: FixedSteps, num_steps: int) -> dict[str, Any]:
+    """Return what our threads do with `process.separate`, once that process has started."""
+    opened = watch(job.engine, SETTINGS | {"process": {"separate": True}})
+    assert opened.address is not None  # it serves by now
+    job.run(num_steps // 20)
+    blocks = [block(job, num_steps // 20) for _ in range(20)]
+    found = {
+        "threads": [each["threads"] for each in blocks],
+        "holds": holds_of_own_threads(job, num_steps),
+    }
+    opened.close()
+    return found
 
 
 def holds_of_own_threads(job: FixedSteps, num_steps: int) -> dict[str, list[float]] | str:

@@ -101,6 +101,18 @@ def test_training_goes_on_if_its_monitoring_process_is_killed_and_the_ring_keeps
     assert logged_steps(run / "rank-0.jsonl") == list(range(1, 21))
 
 
+def test_without_another_process_a_rank_is_monitored_in_its_own(tmp_path: Path) -> None:
+    script = SCRIPTS / "separate_process" / "lose_the_process.py"
+    variables = {"NO_PROCESS": "yes", **SEPARATE}
+
+    finished = start_ranks(1, script, tmp_path, cwd=tmp_path, variables=variables)
+
+    assert finished.returncode == 0, finished.stderr
+    assert "process.separate is not used, as another process cannot be started" in finished.stderr
+    [run] = (tmp_path / "runs").iterdir()
+    assert logged_steps(run / "rank-0.jsonl") == list(range(1, 21))
+
+
 def test_a_training_run_is_monitored_in_its_own_process(tmp_path: Path) -> None:
     script = SCRIPTS / "separate_process" / "training_run.py"
 

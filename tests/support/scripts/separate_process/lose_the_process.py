@@ -1,6 +1,6 @@
 """Trains, kills its own monitoring process after five steps, and trains on: `FOLDER`.
 
-Writes the final weights, and what the watch says at the end, as JSON.
+Writes the final weights as JSON. If NO_PROCESS is set, no monitoring process can be started.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import zerowatch
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 torch.manual_seed(0)
+if os.environ.get("NO_PROCESS"):
+    sys.executable = "/nonexistent"
 model = torch.nn.Linear(8, 1)
 engine, *_ = zerowatch.initialize(
     model=model,
@@ -30,7 +32,7 @@ engine, *_ = zerowatch.initialize(
         "steps_per_print": 10**9,
     },
 )
-is_separate = engine.watch.settings.process.separate
+is_separate = type(engine.watch.recorder).__name__ == "ForwardedRecorder"
 for step in range(20):
     if step == 5 and is_separate:
         process = engine.watch._server._process
