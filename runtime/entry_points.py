@@ -450,7 +450,7 @@ def _separate_watch(
     if reason is None:
         try:
             return build_separate_watch(engine, collectives, fail_open, settings, *rest)
-        except OSError as error:
+        except Exception as error:  # such as a limit of processes, threads or memory
             reason = f"another process cannot be started ({error})"
     logger.warning(
         "process.separate is not used, as %s: this rank is monitored in the training's process",

@@ -7,7 +7,8 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 from ...metrics.catalog import training
@@ -41,7 +42,7 @@ from ..monitor.memory_monitor import MemoryMonitor
 from ..monitor.run_folder import RunFolder
 from ..monitor.run_info import engine_info, warn_of_comms_logger
 from ..monitor.step_analysis import Listener, StepAnalysis
-from ..monitor.subscriptions import for_each
+from ..monitor.subscriptions import Subscriptions, for_each
 from ..monitor.watch import EngineRef, Watch
 from ..monitor.watch_sinks import WatchSinks
 from ..monitor.watch_thread import WatchThread
@@ -135,6 +136,8 @@ class _Parts:
     instrumentation: EngineInstrumentation
     thread: WatchThread
     forwarder: Forwarder
+    subscriptions: Subscriptions
+    sinks: WatchSinks
 
     def state(self) -> State:
         """Return the state as it is now. Called on the watch thread each second, and at the end."""
@@ -170,10 +173,17 @@ class _Parts:
                 "graph_capture": calls.dropped_in_capture,
                 "steps": thread.dropped_steps + self.forwarder.num_lost,
                 "timing": thread.untimed_calls,
+                **(
+                    {"listeners": self.subscriptions.dropped}
+                    if self.subscriptions.has_listeners
+                    else {}
+                ),
+                **({"sinks": self.sinks.dropped} if self.sinks.has_sinks else {}),
             },
             failures=dict(fail_open.failures),
             num_dead_threads=fail_open.num_dead_threads,
             wants_records=self.forwarder.wants_records(),
+            batch_risks=self.memory_analysis.forecasts.take_batch_risks(),
         )
 
 
@@ -229,7 +239,7 @@ def build_separate_watch(
         advisor = Advisor(context, lambda span: None, RemoteIntervals(process))
         subscriptions = ForwardedSubscriptions(fail_open, process)
         undo.callback(subscriptions.close)
-        sinks = WatchSinks(context, on_sink_open)
+        sinks = WatchSinks(_with_waiting_folder(context, folder), on_sink_open)
         undo.callback(sinks.close)
         if identity.rank == 0:
             if settings.console in ("bar", "lines"):
@@ -250,7 +260,10 @@ def build_separate_watch(
         )
         groups = GroupSender()
         on_step = fail_open.wrap("hang", hangs.monitor.add_step)
-        forwarder = Forwarder(process, groups, calls.groups, on_step)
+        forwarder = Forwarder(process, fail_open, groups, calls.groups, on_step)
+        forwarder.risks = lambda: memory_analysis.forecasts.risks
+        hangs.report_now = forwarder.report_now
+        process.on_forecasts = memory_analysis.forecasts.restore
         forwarder.wants_records = lambda: (
             subscriptions.has_listeners or sinks.has_sinks or len(listeners) > num_own
         )
@@ -312,12 +325,15 @@ def build_separate_watch(
             instrumentation=instrumentation,
             thread=thread,
             forwarder=forwarder,
+            subscriptions=subscriptions,
+            sinks=sinks,
         )
         nothing: Any = NoPart()
         server: Any = ForwardedServer(process, settings.serve.linger_seconds)
         overhead: Any = nothing
         overhead.publish = forwarder.publish
-        forwarder.state = parts.state
+        forwarder.state = fail_open.wrap("state", parts.state, is_kept=True)
+        subscriptions.is_wanted = forwarder.wants_records
         watch = Watch(
             engine=engine_ref,
             settings=settings,
@@ -349,6 +365,20 @@ def build_separate_watch(
         )
         undo.pop_all()
     return watch
+
+
+def _with_waiting_folder(context: WatchContext, folder: ForwardedRunFolder) -> WatchContext:
+    """Return the context of a thread that may wait until the run is known."""
+
+    def run_id() -> str | None:
+        folder.wait()
+        return folder.run_id
+
+    def path() -> Path | None:
+        folder.wait()
+        return folder.path
+
+    return replace(context, run_id=run_id, folder=path)
 
 
 def _call_all(listeners: Sequence[Listener], records: Sequence[StepRecord]) -> None:

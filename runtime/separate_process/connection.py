@@ -12,12 +12,13 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 _LENGTH = struct.Struct("<I")
 _PROTOCOL = pickle.HIGHEST_PROTOCOL
-# Bytes that wait for the other process. If there are more, messages are dropped: it has stopped.
+# Bytes that wait for the other process. With more, the connection is closed: it has stopped.
 MAX_WAITING_BYTES = 64 * 2**20
 
 
@@ -56,11 +57,16 @@ class Connection:
         """Send a message, or keep it until the next call if the other process does not read.
 
         Returns:
-            False if the message was dropped, because the other process has ended or stopped.
+            False if the message was lost, because the other process has ended or stopped. So are
+            all later ones: each message says only what is new.
         """
+        if self._is_closed:  # also in a forked process, where the lock may be held for ever
+            return False
         data = pickle.dumps(message, _PROTOCOL)
         with self._lock:
-            if self._is_closed or len(self._waiting) + len(data) > MAX_WAITING_BYTES:
+            if len(self._waiting) + len(data) > MAX_WAITING_BYTES:
+                self.close()
+            if self._is_closed:
                 return False
             self._waiting += _LENGTH.pack(len(data)) + data
             self._send_waiting()
@@ -68,12 +74,14 @@ class Connection:
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until all messages are sent. Return whether they are."""
-        with self._lock:
-            while self._waiting and not self._is_closed:
-                if not select.select([], [self._socket], [], timeout_seconds)[1]:
-                    return False
+        deadline = time.monotonic() + timeout_seconds
+        while self._waiting and not self._is_closed:
+            seconds = deadline - time.monotonic()
+            if seconds <= 0 or not self._is_ready(select.POLLOUT, seconds):
+                return False
+            with self._lock:
                 self._send_waiting()
-            return not self._is_closed
+        return not self._is_closed
 
     def receive(self, silent_seconds: float | None = None) -> Iterator[Any]:
         """Yield the messages of the other process, until it ends or closes its end.
@@ -82,7 +90,7 @@ class Connection:
             silent_seconds: Yield None after each period of this length without a message.
         """
         while True:
-            if silent_seconds is not None and not self._is_readable(silent_seconds):
+            if silent_seconds is not None and not self._is_ready(select.POLLIN, silent_seconds):
                 yield None
                 continue
             header = self._read(_LENGTH.size)
@@ -113,8 +121,10 @@ class Connection:
             self._is_closed = True
             self._waiting.clear()
 
-    def _is_readable(self, timeout_seconds: float) -> bool:
-        return bool(select.select([self._socket], [], [], timeout_seconds)[0])
+    def _is_ready(self, events: int, timeout_seconds: float) -> bool:
+        poll = select.poll()  # `select.select` refuses descriptors from 1024 on
+        poll.register(self._socket, events)
+        return bool(poll.poll(1000 * timeout_seconds))
 
     def _read(self, size: int) -> bytearray | None:
         """Return that many bytes, or None if the other process has ended."""

@@ -7,6 +7,7 @@ it. Training goes on unmonitored if that process ends.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -16,11 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from time import perf_counter_ns
 from typing import Any
 
 from ...metrics.catalog import BY_NAME
 from ...metrics.recorder import Recorder, Snapshot
 from ...metrics.step_record import StepRecord
+from ...metrics.thresholds import OOM_RISK_HIGH
 from ..collectives.call_batch import CallBatch
 from ..collectives.groups import Groups
 from ..common.fail_open import FailOpen
@@ -28,6 +31,7 @@ from ..common.launcher_link import send_run_folder
 from ..common.phase_timer import NON_TRAINING
 from ..estimator.volume_check import EngineVariant, engine_variant, estimate_data_parallel
 from ..instrumentation.raw_step import RawStep
+from ..memory.forecast.forecast_service import ForecastState
 from ..memory.memory_reader import Readings
 from ..monitor.memory_analysis import MemoryAnalysis
 from ..monitor.step_ring import StepRing
@@ -37,7 +41,7 @@ from ..monitor.watch_thread import WatchThread
 from ..tuner.policy.metrics_delta import MetricsDelta
 from .connection import Connection
 from .messages import MemoryKnowledge, OpenedRun, Peers, SeriesKey, Setup, State
-from .wire import GroupSender, send_calls, send_step
+from .wire import GroupSender, send_calls, send_in_flight, send_step
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,8 @@ START_SECONDS = 60.0
 CLOSE_SECONDS = 10.0
 # Time from its start until the other ranks are known. A hang is reported after it.
 PEERS_SECONDS = 5.0
+# Time without progress after which calls in flight are sent.
+IN_FLIGHT_SECONDS = 2.0
 
 
 class MonitoringProcess:
@@ -65,6 +71,7 @@ class MonitoringProcess:
         last_snapshot: All metric values at the end; None until then.
         on_run: Called once with `run`, on the thread that receives.
         on_records: Called with step records if there are listeners, on the same thread.
+        on_forecasts: Called with new forecasts of memory, on the same thread.
     """
 
     def __init__(self, fail_open: FailOpen, estimate: Callable[[int], object]) -> None:
@@ -73,7 +80,8 @@ class MonitoringProcess:
         self.last_snapshot: Snapshot | None = None
         self.on_run: Callable[[OpenedRun], object] = lambda run: None
         self.on_records: Callable[[Sequence[StepRecord]], object] = lambda records: None
-        self._estimate = estimate
+        self.on_forecasts: Callable[[ForecastState], object] = lambda state: None
+        self._estimate = fail_open.wrap("estimate", estimate, is_kept=True)
         self._answers: dict[int, tuple[threading.Event, list[Any]]] = {}
         self._numbers = itertools.count(1)
         self._address: str | None = None
@@ -86,14 +94,19 @@ class MonitoringProcess:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         # No device, and no threads for computations: it only analyses numbers.
         variables = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", f"{__package__}.serving", str(theirs.fileno())],
-            env=os.environ | variables,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C ends the training, whose last steps it still writes
-        )
-        theirs.close_here()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", f"{__package__}.serving", str(theirs.fileno())],
+                env=os.environ | variables,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C ends the training, whose last steps it writes
+            )
+        except BaseException:
+            self._connection.close_here()
+            raise
+        finally:
+            theirs.close_here()
         self._thread = fail_open.thread("replies", self._receive)
         self._owner = os.getpid()
 
@@ -146,8 +159,7 @@ class MonitoringProcess:
 
     @property
     def live_page_url(self) -> str | None:
-        """The URL of the live page. Waits until the process has started to serve."""
-        self.wait_until_started()
+        """The URL of the live page. None until the process has started to serve."""
         return self._live_page_url
 
     def end(self) -> bool:
@@ -158,6 +170,8 @@ class MonitoringProcess:
         self._connection.flush(ANSWER_SECONDS)
         if self._wait(self._has_ended, CLOSE_SECONDS):
             return True
+        if not self.is_alive:
+            return False  # which was logged
         logger.warning(
             "the monitoring process of this rank does not respond; its last steps may be neither "
             "in the run log nor in the metrics"
@@ -204,6 +218,8 @@ class MonitoringProcess:
                     self.peers = value
                 case "records":
                     self.on_records(value)
+                case "forecasts":
+                    self.on_forecasts(value)
                 case "answer":
                     number, answer = value
                     answered, answers = self._answers.get(number, (None, []))
@@ -217,11 +233,15 @@ class MonitoringProcess:
                     self.last_snapshot = value
                     self._has_ended.set()
         if not self._is_ending:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(ANSWER_SECONDS)
             logger.error(
-                "the monitoring process of this rank has ended (exit status %s): training goes on "
-                "unmonitored. Its last lines on stderr have the reason.",
-                self._process.poll(),
+                "the monitoring process of this rank has ended or stopped (exit status %s): "
+                "training goes on unmonitored. Its last lines on stderr have the reason.",
+                self._process.returncode,
             )
+        self._process.wait()
+        self._connection.close_here()
 
     def _answer_estimate(self, number: int, micro_batches: int) -> None:
         """Estimate on a thread of its own, because estimating a large model takes a while."""
@@ -267,6 +287,7 @@ class Forwarder:
 
     Args:
         process: Gets everything.
+        fail_open: Guards sending.
         groups: Numbers the process groups.
         known: Records these groups.
         on_step: Called with the number and the training seconds of each step.
@@ -274,16 +295,19 @@ class Forwarder:
     Attributes:
         num_lost: Steps that could not be sent.
         wants_records: Returns whether somebody here wants the records of steps.
-        state: Returns the present state. Must be set before the watch thread starts.
+        state: Returns the present state; None after a failure. Must be set before the watch thread
+            starts, as must `risks`.
+        risks: Returns the risk of running out of memory, by device.
     """
 
-    is_risky = has_unwritten = False
+    has_unwritten = False
     publishes_log = True
     num_unlogged = 0
 
     def __init__(
         self,
         process: MonitoringProcess,
+        fail_open: FailOpen,
         groups: GroupSender,
         known: Groups,
         on_step: Callable[[int, float], object],
@@ -291,16 +315,27 @@ class Forwarder:
         self.num_lost = 0
         self.wants_records: Callable[[], bool] = lambda: False
         self.state: Callable[[], State | None] = lambda: None
+        self.risks: Callable[[], Mapping[str, float]] = dict
+        self._last_sent: dict[str, int] = {}
+        self._send_guarded = fail_open.wrap("forwarding", self._send_now, is_kept=True)
+        self._send_in_flight = fail_open.wrap("forwarding", self._send_in_flight_now, is_kept=True)
         self._process, self._groups, self._known = process, groups, known
         self._on_step = on_step
         self._items: list[tuple[Any, ...]] = []
         self._num_steps = 0
+
+    @property
+    def is_risky(self) -> bool:
+        """Whether memory may soon run out, by the last forecast."""
+        return max(self.risks().values(), default=0.0) >= OOM_RISK_HIGH
 
     def add_calls(self, batch: CallBatch) -> None:
         """Send the calls of a batch with the next message."""
         self._items.append(("calls", send_calls(batch, self._groups)))
         for call in batch.calls:
             call.settle()  # from now on nothing reads its events, which other calls may use
+            key, last_sent = call.group.rank_set.key, self._last_sent
+            last_sent[key] = max(last_sent.get(key, 0), call.sequence)
 
     def add_step(self, raw: RawStep) -> None:
         """Send a step with the next message."""
@@ -315,16 +350,35 @@ class Forwarder:
             self._send(None)
 
     def publish(self) -> None:
-        """Send the steps so far and the state, with which they are published."""
-        self._send(self.state())
+        """Send the steps so far and the state, with which they are published.
+
+        While training makes no progress, calls in flight are sent too: one may differ from those of
+        the other ranks.
+        """
+        state = self.state()
+        self._send(state)
+        if state is not None and (perf_counter_ns() - state.since_ns) / 1e9 > IN_FLIGHT_SECONDS:
+            self._send_in_flight()
+
+    def report_now(self) -> None:
+        """Let the monitoring process report all calls to the other ranks, and wait for it."""
+        self._send_in_flight()
+        self._process.ask("report")
 
     def _send(self, state: State | None) -> None:
         items, self._items = self._items, []
         num_steps, self._num_steps = self._num_steps, 0
-        new_groups = self._groups.changes(self._known)
-        if not self._process.send("second", (new_groups, items, state)) and num_steps:
+        if not self._send_guarded(items, state) and num_steps:
             self.num_lost += num_steps
             self.has_unwritten = True
+
+    def _send_now(self, items: Sequence[tuple[Any, ...]], state: State | None) -> bool:
+        new_groups = self._groups.changes(self._known)
+        return self._process.send("second", (new_groups, items, state))
+
+    def _send_in_flight_now(self) -> None:
+        rows = send_in_flight(self._known, self._groups, self._last_sent)
+        self._process.send("in flight", (self._groups.changes(self._known), rows))
 
 
 class ForwardedMemory(MemoryAnalysis):
@@ -379,17 +433,22 @@ class RemoteIntervals:
 
 
 class ForwardedSubscriptions(Subscriptions):
-    """Calls listeners with the records that the monitoring process sends back."""
+    """Calls listeners with the records that the monitoring process sends back.
+
+    Attributes:
+        is_wanted: Returns whether listeners or sinks wait for records.
+    """
 
     def __init__(self, fail_open: FailOpen, process: MonitoringProcess) -> None:
         super().__init__(fail_open)
+        self.is_wanted: Callable[[], bool] = lambda: False
         self._process = process
 
     def close(self, timeout_seconds: float = LISTENER_SECONDS) -> None:
         """Wait until the last records have arrived, and listeners have handled them."""
-        if self.has_listeners:
+        if self.is_wanted():
             self._process.wait_until_started()
-            self._process.ask("records sent")
+            self._process.ask("records sent", CLOSE_SECONDS)
         super().close(timeout_seconds)
 
 
@@ -412,6 +471,12 @@ class ForwardedRunFolder:
         run = self._process.run
         return None if run is None else run.run_id
 
+    def wait(self) -> None:
+        """Wait until the run is known, or for START_SECONDS. Not for the training thread."""
+        end = time.monotonic() + START_SECONDS
+        while self._process.run is None and self._process.is_alive and time.monotonic() < end:
+            time.sleep(0.05)
+
     @property
     def path(self) -> Path | None:
         """The folder. None until the run has an id, or if no run log is written."""
@@ -426,8 +491,11 @@ class ForwardedRunFolder:
 
     def close(self, *, is_complete: bool = True) -> None:
         """Let the monitoring process complete the folder, and release the ring."""
-        has_ended = self._process.end()
-        self.close_ring(is_complete=is_complete and has_ended)
+        has_ended = False
+        try:
+            has_ended = self._process.end()
+        finally:
+            self.close_ring(is_complete=is_complete and has_ended)
 
     def withdraw_targets(self) -> None:
         """Do nothing: the monitoring process does it after the last scrape."""
@@ -468,7 +536,7 @@ class NoPart:
         """Do nothing."""
 
     def rebind_engine(self) -> None:
-        """Do nothing: the state says that the engine was replaced."""
+        """Do nothing: only a TrainingRun replaces engines."""
 
     def trace_run_error(self, error: BaseException | None) -> None:
         """Do nothing, because there are no traces."""
@@ -480,6 +548,7 @@ class ForwardedComparison:
     def __init__(self, process: MonitoringProcess) -> None:
         self._process = process
         self.hangs = False
+        self.report_now: Callable[[], object] = lambda: None
 
     @property
     def peers(self) -> Mapping[int, Any]:
@@ -500,12 +569,8 @@ class ForwardedComparison:
         """Announce to the other ranks, with the next state, whether this rank hangs."""
         self.hangs = hangs
 
-    def report_now(self) -> None:
-        """Let the monitoring process send a report at once, and wait until it is sent."""
-        self._process.ask("report")
-
     def rebind_engine(self, engine: Any) -> None:
-        """Do nothing: the state says that the engine was replaced."""
+        """Do nothing: only a TrainingRun replaces engines."""
 
     def forget_hooks(self) -> None:
         """Do nothing, because there is no profiler."""

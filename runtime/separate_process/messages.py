@@ -29,7 +29,11 @@ SeriesKey = tuple[str, tuple[str, ...]]  # the name of a metric, and the values 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreAddress:
-    """Where another process finds the job's c10d store: a host and a port, or a file."""
+    """Where another process finds the job's c10d store: a host and a port, or a file.
+
+    The prefixes of the job's own store cannot be read, so ranks with a monitoring process and ranks
+    without do not find each other.
+    """
 
     host: str = ""
     port: int = 0
@@ -124,6 +128,7 @@ class State:
         failures: The failures of its hooks, by name.
         num_dead_threads: Threads of monitoring there that ended though nobody stopped them.
         wants_records: Whether it has listeners for step records.
+        batch_risks: The highest risk of a micro-batch since the last state, by device.
     """
 
     values: Sequence[tuple[SeriesKey, float]]
@@ -143,6 +148,7 @@ class State:
     failures: Mapping[str, int]
     num_dead_threads: int
     wants_records: bool
+    batch_risks: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

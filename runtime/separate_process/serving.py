@@ -50,7 +50,7 @@ from ..monitor.subscriptions import for_each
 from ..tuner.policy.metrics_delta import metrics_between
 from .connection import Connection
 from .messages import MemoryKnowledge, OpenedRun, Peers, Setup, State
-from .wire import ReceivedGroups, receive_calls, receive_step
+from .wire import ReceivedGroups, receive_calls, receive_in_flight, receive_step
 
 logger = logging.getLogger(__name__)
 
@@ -250,6 +250,7 @@ class Monitor:
             rank=process.rank,
             folder=lambda: folder.path,
         )
+        self._sent_forecasts: object = self._memory.forecasts.forecasts
         self._comparison = comparison = Comparison(context, setup, self._ask_estimate)
         thread = comparison.thread
         thread.expected_pause = lambda: None if self._state is None else self._state.pause
@@ -286,12 +287,15 @@ class Monitor:
         self._send_news()
         for message in self._connection.receive(SILENT_SECONDS):
             if message is None:
-                self._tick()
+                if not is_closed:
+                    self._tick()
                 continue
             name, value = message
             if name == "end":
                 is_closed = True
                 self._close()
+            elif is_closed and name in ("second", "in flight"):
+                pass  # its parts are closed
             elif name == "linger":  # else the run has failed, and its server closes at once
                 self._server.wait_for_final_scrape(interrupted=value)
                 self._folder.withdraw_targets()
@@ -312,6 +316,10 @@ class Monitor:
                 if state is not None:
                     self._take_state(state)
                     self._tick()
+            case "in flight":
+                groups, rows = value
+                self._groups.update(groups)
+                receive_in_flight(rows, self._groups)
             case "ask":
                 number, what = value
                 self._connection.send(("answer", (number, self._answer(what))))
@@ -340,6 +348,7 @@ class Monitor:
             rank_set.issued = state.issued.get(rank_set.key, rank_set.issued)
         self._comparison.thread.announce_hang(state.hangs)
         self.device_readings = state.device_readings
+        self._memory.forecasts.add_batch_risks(state.batch_risks)
         if state.idle_readings is not None:
             self._memory.add_idle_readings(state.idle_readings)
         if state.has_engine and self._engine is not None:
@@ -387,8 +396,8 @@ class Monitor:
         """Ask the training process for an estimate of its steps. Called on a thread of its own."""
         number, answered, answers = next(self._numbers), threading.Event(), list[Any]()
         self._estimates[number] = answered, answers
-        self._connection.send(("estimate", (number, micro_batches)))
-        answered.wait(ESTIMATE_SECONDS)
+        if self._connection.send(("estimate", (number, micro_batches))):
+            answered.wait(ESTIMATE_SECONDS)
         del self._estimates[number]
         return answers[0] if answers else None
 
@@ -399,6 +408,10 @@ class Monitor:
     def _send_news(self) -> None:
         """Send what the training process must know, if it has changed."""
         self._send_run()
+        forecasts = self._memory.forecasts
+        if forecasts.forecasts is not self._sent_forecasts:  # it is replaced as a whole
+            self._sent_forecasts = forecasts.forecasts
+            self._connection.send(("forecasts", forecasts.state()))
         thread = self._comparison.thread
         peers = Peers(
             heartbeats=dict(thread.peers),

@@ -5,7 +5,7 @@ The training process sends only settled measurements: no events, no tensors, no 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -104,9 +104,16 @@ class GroupSender:
 
 
 class ReceivedGroups:
-    """The groups of the other process, as `ComparisonThread` and `HangMonitor` read them."""
+    """The groups of the other process, as `ComparisonThread` reads them.
+
+    Attributes:
+        by_index: The groups by their number.
+        in_flight: Calls that were received before they had settled, by the key of their rank set
+            and their number.
+    """
 
     def __init__(self) -> None:
+        self.in_flight: dict[tuple[str, int], CollectiveCall] = {}
         self.by_index: dict[int, Group] = {}
         self._rank_sets: dict[tuple[int, ...], RankSet] = {}
         self._labelling: dict[int, RankSet] = {}
@@ -183,20 +190,61 @@ def receive_calls(
 ) -> CallBatch:
     """Return a batch from its plain values, and add its calls to those of their rank sets."""
     rows, has_anchor, is_complete = sent
+    announced = set(groups.in_flight.values())
     calls = [_receive_call(row, groups) for row in rows]
     batch = ReceivedBatch(calls, PASSED if has_anchor else None, is_complete)
     if not joins_rank_sets:
         return batch
     for call in sorted(calls, key=_sequence):  # of two threads, a later call may return first
         rank_set = call.group.rank_set
-        rank_set.recent.append(call)
+        if call not in announced:
+            rank_set.recent.append(call)
         rank_set.issued = max(rank_set.issued, call.sequence)
     return batch
 
 
+def send_in_flight(
+    known: Groups, groups: GroupSender, last_sent: Mapping[str, int]
+) -> list[tuple[Any, ...]]:
+    """Return the numbered calls that were issued and not sent yet, of all rank sets.
+
+    Args:
+        known: The process groups seen so far.
+        groups: Numbers the groups.
+        last_sent: The number of the last call that was sent, by the key of its rank set.
+    """
+    in_flight = []
+    for rank_set in known.rank_sets():
+        calls = []
+        for call in reversed(rank_set.recent.copy()):
+            if call.sequence and call.sequence <= last_sent.get(rank_set.key, 0):
+                break
+            if call.sequence:
+                index = groups.index(call.group)
+                calls.append(
+                    (index, call.sequence, call.op, call.payload_bytes, call.dtype, call.phase)
+                )
+        in_flight += reversed(calls)
+    return in_flight
+
+
+def receive_in_flight(rows: Iterable[tuple[Any, ...]], groups: ReceivedGroups) -> None:
+    """Add calls that have not settled yet to those of their rank sets."""
+    for index, sequence, op, payload_bytes, dtype, phase in rows:
+        group = groups.by_index[index]
+        key = group.rank_set.key, sequence
+        if key not in groups.in_flight:
+            call = CollectiveCall(op, group, payload_bytes, dtype, phase)
+            call.sequence = sequence
+            groups.in_flight[key] = call
+            group.rank_set.recent.append(call)
+
+
 def _receive_call(row: tuple[Any, ...], groups: ReceivedGroups) -> CollectiveCall:
     index, on_device, wait_phase, fields = row
-    call = CollectiveCall(fields[0], groups.by_index[index], fields[1], fields[2], fields[3])
+    group = groups.by_index[index]
+    announced = groups.in_flight.pop((group.rank_set.key, fields[4]), None) if fields[4] else None
+    call = announced or CollectiveCall(fields[0], group, fields[1], fields[2], fields[3])
     for name, value in zip(_FIELDS[4:], fields[4:], strict=True):
         setattr(call, name, value)
     call.wait_phase = wait_phase

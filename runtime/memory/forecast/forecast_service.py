@@ -103,11 +103,25 @@ class MemoryForecasts:
         return ForecastState(self.risks, self.forecasts, dict(self.alarm_steps), last)
 
     def restore(self, state: ForecastState) -> None:
-        """Take over the state of the forecasts of another process."""
+        """Take over the state of the forecasts of another process. Any thread may call this."""
         self.risks, self.forecasts = state.risks, state.forecasts
+        self._harmless = {}
         self.alarm_steps = dict(state.alarm_steps)
         self._last = {
             device: deque(points, maxlen=LAST_PEAKS) for device, points in state.last.items()
+        }
+
+    def take_batch_risks(self) -> Mapping[str, float]:
+        """Return the highest risk of a micro-batch since the last call, by device."""
+        risks, self._max_batch_risks = self._max_batch_risks, {}
+        return risks
+
+    def add_batch_risks(self, risks: Mapping[str, float]) -> None:
+        """Add risks of micro-batches that another process has assessed."""
+        known = self._max_batch_risks
+        self._max_batch_risks = {
+            device: max(known.get(device, 0.0), risks.get(device, 0.0))
+            for device in known.keys() | risks.keys()
         }
 
     def last_peaks(self, device: str) -> list[PeakPoint]:

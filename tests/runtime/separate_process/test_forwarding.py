@@ -11,9 +11,14 @@ import torch
 from torch import nn, optim
 
 from zerowatch.metrics.catalog import memory, training
+from zerowatch.metrics.catalog.labels import PHASES
 from zerowatch.metrics.settings import load_settings
+from zerowatch.runtime.collectives.call_batch import CallBatch
+from zerowatch.runtime.collectives.groups import Groups
 from zerowatch.runtime.common import process_info
+from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.torch_engine import TorchEngine
+from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
 from zerowatch.runtime.monitor import step_ring
 from zerowatch.runtime.separate_process import build
 from zerowatch.runtime.separate_process.build import why_not_separate
@@ -21,8 +26,10 @@ from zerowatch.runtime.separate_process.forwarding import (
     EngineChanges,
     ForwardedRecorder,
     ForwardedRunFolder,
+    Forwarder,
 )
 from zerowatch.runtime.separate_process.messages import OpenedRun, StoreAddress
+from zerowatch.runtime.separate_process.wire import GroupSender
 
 
 class Process:
@@ -71,6 +78,91 @@ def test_a_snapshot_is_that_of_the_process_then_its_last_one_and_else_what_is_kn
     assert answered is answer
     assert recorder.snapshot() is last
     assert process.asked == ["snapshot", "snapshot"]
+
+
+class Sender(Process):
+    """A monitoring process that notes what is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[str, Any]] = []
+        self.is_alive = True
+
+    def send(self, name: str, value: Any) -> bool:
+        self.sent.append((name, value))
+        return self.is_alive
+
+
+def forwarder_to(process: Sender) -> tuple[Forwarder, list[tuple[int, float]], FailOpen]:
+    steps: list[tuple[int, float]] = []
+    fail_open = FailOpen()
+    groups: Any = Groups()
+    one = Forwarder(
+        process,  # type: ignore[arg-type]
+        fail_open,
+        GroupSender(),
+        groups,
+        lambda number, seconds: steps.append((number, seconds)),
+    )
+    return one, steps, fail_open
+
+
+def raw_step(number: int) -> RawStep:
+    phase_ns = [0] * len(PHASES)
+    phase_ns[PHASES.index("forward")], phase_ns[PHASES.index("eval")] = 2 * 10**9, 5 * 10**9
+    return RawStep(
+        step=number,
+        ended_at=1e9,
+        phase_ns=phase_ns,
+        intervals=(),
+        counts=StepCounts(),
+        coverage=None,
+        gradient_norm=None,
+        learning_rate=None,
+        loss_scale=None,
+        trace=None,
+        memory=None,
+        batch=CallBatch([]),
+    )
+
+
+def test_a_state_that_cannot_be_read_loses_no_step(caplog: pytest.LogCaptureFixture) -> None:
+    process = Sender()
+    forwarder, steps, fail_open = forwarder_to(process)
+    forwarder.state = fail_open.wrap("state", lambda: 1 / 0, is_kept=True)  # type: ignore[arg-type, return-value]
+    for number in (1, 2):
+        forwarder.add_step(raw_step(number))
+        forwarder.publish()
+
+    sent = [[item[1][0] for item in items] for _, (_, items, _) in process.sent]
+    assert sent == [[1], [2]]
+    assert steps == [(1, 2.0), (2, 2.0)]  # without evaluation
+    assert fail_open.failures == {"state": 2}
+    assert (forwarder.num_lost, forwarder.has_unwritten) == (0, False)
+
+
+def test_steps_that_cannot_be_sent_are_counted() -> None:
+    process = Sender()
+    forwarder, _, _ = forwarder_to(process)
+    process.is_alive = False
+    for number in (1, 2):
+        forwarder.add_step(raw_step(number))
+    forwarder.write_log()
+    forwarder.write_log()
+
+    assert (forwarder.num_lost, forwarder.has_unwritten) == (2, True)
+    assert len(process.sent) == 1
+
+
+def test_the_risk_is_that_of_the_last_forecast() -> None:
+    forwarder, _, _ = forwarder_to(Sender())
+    risks = [{}, {"cpu": 0.1, "cuda:0": 0.9}]
+    found = []
+    for risk in risks:
+        forwarder.risks = lambda risk=risk: risk  # type: ignore[misc]
+        found.append(forwarder.is_risky)
+
+    assert found == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from zerowatch.runtime.common.process_info import ProcessInfo
 from zerowatch.runtime.instrumentation.flops import FlopsCounter, FlopsTerms
 from zerowatch.runtime.instrumentation.generated_tokens import GenerationCounts
 from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
+from zerowatch.runtime.memory.forecast.forecast_service import MemoryForecasts
 from zerowatch.runtime.memory.forecast.peak_readings import Shape
 from zerowatch.runtime.memory.step_sample import StepMemorySample
 from zerowatch.runtime.monitor.step_analysis import StepAnalysis
@@ -35,7 +36,12 @@ from zerowatch.runtime.monitor.step_metrics import StepMetrics
 from zerowatch.runtime.separate_process.connection import Connection
 from zerowatch.runtime.separate_process.messages import Setup, State
 from zerowatch.runtime.separate_process.serving import Monitor
-from zerowatch.runtime.separate_process.wire import GroupSender, send_calls, send_step
+from zerowatch.runtime.separate_process.wire import (
+    GroupSender,
+    send_calls,
+    send_in_flight,
+    send_step,
+)
 
 ALL_REDUCE, ALL_GATHER = OPS.index("all_reduce"), OPS.index("all_gather")
 READINGS = {"cpu": {"utilization_ratio": 0.25}}
@@ -126,6 +132,7 @@ def state(**fields: Any) -> State:
         "failures": {},
         "num_dead_threads": 0,
         "wants_records": False,
+        "batch_risks": {},
     }
     return State(**values | fields)
 
@@ -295,6 +302,36 @@ def test_calls_after_those_before_the_watch_are_counted_once_and_none_is_missed(
     calls = snapshot.values[communication.COLLECTIVE_CALLS]
     assert sum(calls.values()) == 6
     assert snapshot.value(communication.EXCHANGE_FAILURES, "unmatched") == 0
+
+
+def test_a_call_in_flight_is_known_and_settles_later(served: Served) -> None:
+    first = served.rank.step(1)
+    served.send(first)
+    rank_set = served.rank.group.rank_set
+    rank_set.recent.extend(first.batch.calls)
+    second = served.rank.step(2)
+    rank_set.recent.extend(second.batch.calls)
+    for _ in range(2):  # each second of a hang
+        rows = send_in_flight(served.rank.groups, served.groups, {rank_set.key: 3})
+        served.connection.send(("in flight", ([], rows)))
+    served.send(second)
+    snapshot = served.end()
+
+    assert [row[1] for row in rows] == [4, 5, 6]
+    assert sum(snapshot.values[communication.COLLECTIVE_CALLS].values()) == 6
+    assert snapshot.value(communication.EXCHANGE_FAILURES, "unmatched") == 0
+
+
+def test_forecasts_are_sent_back_and_risks_of_micro_batches_are_published(served: Served) -> None:
+    served.send(*map(served.rank.step, range(1, 41)), batch_risks={"cpu": 0.25})
+    snapshot = served.ask()
+
+    [state] = served.named("forecasts")
+    here = MemoryForecasts(Recorder())
+    here.restore(state)
+    assert here.predict_peak("cpu", Shape(2, 16)) == pytest.approx(200, rel=0.2)
+    assert len(here.last_peaks("cpu")) == 20
+    assert snapshot.value(memory.OOM_NEXT_BATCH_RISK, "cpu") == 0.25
 
 
 def test_after_a_kill_what_was_sent_is_in_the_run_folder(served: Served) -> None:
