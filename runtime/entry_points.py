@@ -448,10 +448,11 @@ def _separate_watch(
 
     reason = why_not_separate(engine, settings)
     if reason is None:
-        try:
-            return build_separate_watch(engine, collectives, fail_open, settings, *rest)
-        except Exception as error:  # such as a limit of processes, threads or memory
-            reason = f"another process cannot be started ({error})"
+        parts = (engine, collectives, fail_open, settings, *rest)
+        opened = fail_open.call("separate process", build_separate_watch, *parts)
+        if opened is not None:
+            return opened
+        reason = "another process cannot be started"
     logger.warning(
         "process.separate is not used, as %s: this rank is monitored in the training's process",
         reason,

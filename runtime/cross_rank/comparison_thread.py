@@ -143,24 +143,6 @@ class ComparisonThread:
         """The slow ranks of the rank set over which this rank's step times are compared."""
         return self._reporter.stragglers
 
-    def figures_by_rank(self) -> dict[int, dict[str, float]]:
-        """Return the known figures of each rank (`across_ranks.STATISTICS`), on rank 0."""
-        return {
-            rank: {
-                name: value
-                for name, value in zip(STATISTICS, figures[: len(STATISTICS)].tolist(), strict=True)
-                if not math.isnan(value)
-            }
-            for rank, figures in self.rank_figures.items()
-        }
-
-    def slow_phases(self) -> dict[int, dict[str, float]]:
-        """Return by rank the phases in which it is slow now, with its score."""
-        slow: dict[int, dict[str, float]] = {}
-        for straggler in self.stragglers:
-            slow.setdefault(straggler.rank, {})[straggler.phase] = straggler.score
-        return slow
-
     @property
     def divergence(self) -> str | None:
         """A message that names the ranks whose collectives diverged, or None if none diverged."""
@@ -370,6 +352,26 @@ class ComparisonThread:
                 logger.info(
                     "c10d store does not respond: comparison with other ranks paused (%s)", error
                 )
+
+
+def figures_by_name(by_rank: Mapping[int, Figures]) -> dict[int, dict[str, float]]:
+    """Return the known figures of each rank by their names (`across_ranks.STATISTICS`)."""
+    return {
+        rank: {
+            name: value
+            for name, value in zip(STATISTICS, figures[: len(STATISTICS)].tolist(), strict=True)
+            if not math.isnan(value)
+        }
+        for rank, figures in by_rank.items()
+    }
+
+
+def slow_phases(stragglers: Sequence[Straggler]) -> dict[int, dict[str, float]]:
+    """Return by rank the phases in which it is slow, with its score."""
+    slow: dict[int, dict[str, float]] = {}
+    for straggler in stragglers:
+        slow.setdefault(straggler.rank, {})[straggler.phase] = straggler.score
+    return slow
 
 
 class CompareReporter:

@@ -13,7 +13,7 @@ from ..collectives.groups import CollectiveCall
 from ..common.accelerator import training_device_index
 from ..common.rank_store import StoreClientFactory
 from ..common.torch_engine import TorchEngine
-from ..cross_rank.comparison_thread import ComparisonThread
+from ..cross_rank.comparison_thread import ComparisonThread, figures_by_name, slow_phases
 from ..cross_rank.error_analyzer import CollectiveErrorAnalyzer
 from ..cross_rank.hang.hang_context import HangContext
 from ..cross_rank.hang.hang_monitor import HangMonitor
@@ -82,11 +82,11 @@ class ComparisonMonitor:
 
     def rank_figures(self) -> dict[int, dict[str, float]]:
         """Return the known figures of each rank (`across_ranks.STATISTICS`), on rank 0."""
-        return self._thread.figures_by_rank()
+        return figures_by_name(self._thread.rank_figures)
 
     def slow_phases(self) -> dict[int, dict[str, float]]:
         """Return by rank the phases in which it is slow now, with its score."""
-        return self._thread.slow_phases()
+        return slow_phases(self._thread.stragglers)
 
     def forget_hooks(self) -> None:
         """Drop the profiler in a forked child, because it belongs to the parent process."""

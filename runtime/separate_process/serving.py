@@ -29,7 +29,7 @@ from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer
 from ..common.rank_store import RankStore, StoreClientFactory, TargetDiscovery
 from ..common.step_errors import StepErrors
-from ..cross_rank.comparison_thread import ComparisonThread
+from ..cross_rank.comparison_thread import ComparisonThread, figures_by_name, slow_phases
 from ..estimator.step_estimate import StepEstimate
 from ..estimator.volume_check import EngineVariant, WireVolumeCheck
 from ..instrumentation.flops import FlopsCounter
@@ -256,7 +256,8 @@ class Monitor:
         thread.expected_pause = lambda: None if self._state is None else self._state.pause
         listeners = [*comparison.listeners, self._send_records]
         if live_page is not None:
-            live_page.figures, live_page.slow = thread.figures_by_rank, thread.slow_phases
+            live_page.figures = lambda: figures_by_name(thread.rank_figures)
+            live_page.slow = lambda: slow_phases(thread.stragglers)
             listeners.append(fail_open.wrap("live page", live_page.on_steps))
         no_traces: Any = SimpleNamespace(makes_traces=False)
         self._analysis = StepAnalysis(

@@ -438,7 +438,7 @@ def test_a_table_says_not_yet_for_what_was_not_verified(tmp_path: Path) -> None:
 
 
 def test_a_subject_is_verified_only_as_far_as_all_its_checks_have_passed() -> None:
-    names = ("cost", "short-steps", "offload")
+    names = ("cost", "short-steps", "separate-process", "offload")
     results = {name: {**passed(), "machine": MACHINE, "date": "d"} for name in names}
 
     table = subject_table(results)

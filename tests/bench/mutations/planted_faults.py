@@ -235,6 +235,13 @@ FAULTS = (
         effect="reports show the temperature as the share of communication, and no temperature",
     ),
     PlantedFault(
+        file="runtime/separate_process/forwarding.py",
+        kind="sign",
+        old="changed.append((key, value - (last or 0.0) if is_counter else value))",
+        new="changed.append((key, value + (last or 0.0) if is_counter else value))",
+        effect="with process.separate, counters of the training process grow too fast",
+    ),
+    PlantedFault(
         file="runtime/sinks/tensorboard_sink.py",
         kind="dropped call",
         old="        self._writer.close()\n",

@@ -1,4 +1,7 @@
-"""Tests of the memory of one watch: what is sampled, published, counted and closed."""
+"""Tests of the memory of one watch: what is sampled, published, counted and closed.
+
+The samples are analysed in `memory_analysis.py`.
+"""
 
 from __future__ import annotations
 

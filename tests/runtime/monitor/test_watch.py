@@ -18,7 +18,7 @@ from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import load_settings
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.monitor import watch as watch_module
-from zerowatch.runtime.monitor.watch import EngineRef, NullWatch, Watch
+from zerowatch.runtime.monitor.watch import EngineRef, NullWatch, ServedAt, Watch
 
 
 class Part:
@@ -77,8 +77,7 @@ class Job:
             settings=load_settings({}),
             recorder=self.recorder,
             fail_open=FailOpen(),
-            address="here:9464",
-            live_page_url="http://here:9464/",
+            served_at=ServedAt("here:9464", "http://here:9464/"),
             listeners=self.listeners,
             **(made | parts),
         )
