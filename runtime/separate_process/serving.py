@@ -40,7 +40,7 @@ from ..monitor.console_logging import show_own_lines
 from ..monitor.device_sampler import DeviceSampler
 from ..monitor.memory_analysis import MemoryAnalysis
 from ..monitor.metrics_log import MetricsLog
-from ..monitor.run_folder import RunFolder
+from ..monitor.run_folder import RUN_ID_TIMEOUT_SECONDS, RunFolder
 from ..monitor.run_info import RunInfoPublisher, publish_thresholds
 from ..monitor.step_analysis import StepAnalysis
 from ..monitor.step_log import keeps_every_step
@@ -58,6 +58,8 @@ logger = logging.getLogger(__name__)
 SILENT_SECONDS = 1.0
 # Training comes first if all cores are busy.
 NICENESS = 5
+# Time between two looks for the id of the run at the start.
+START_POLL_SECONDS = 0.1
 # Longest wait for an estimate, which the training process makes.
 ESTIMATE_SECONDS = 600.0
 
@@ -285,6 +287,7 @@ class Monitor:
     def run(self) -> None:
         """Monitor until the watch or the training process ends, and serve until the last scrape."""
         is_closed = False
+        self._wait_for_run_id()
         self._send_news()
         for message in self._connection.receive(SILENT_SECONDS):
             if message is None:
@@ -307,6 +310,16 @@ class Monitor:
         if not is_closed:
             self._complete_after_kill()
         self._connection.close()
+
+    def _wait_for_run_id(self) -> None:
+        """Wait until rank 0 has shared the id, or this rank has chosen its own.
+
+        The run folder keeps only some records until then, and a slow start may have left more.
+        """
+        deadline = time.monotonic() + RUN_ID_TIMEOUT_SECONDS + START_POLL_SECONDS
+        while self._folder.run_id is None and time.monotonic() < deadline:
+            time.sleep(START_POLL_SECONDS)
+            self._fail_open.call("run folder", self._folder.poll)
 
     def _handle_message(self, name: str, value: Any) -> None:
         match name:
