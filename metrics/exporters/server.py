@@ -78,6 +78,7 @@ class MetricsServer:
             address of an earlier run.
         pages: More pages, by path. A page `/` replaces the list of pages. It must not show figures
             of the run: it is also the body of a response to a browser without authorization.
+        refusal: Returns why scrapes are not answered now, or None. They get status 503.
         let_training_run: Called between two pieces of work, so that training can run Python.
     """
 
@@ -95,6 +96,7 @@ class MetricsServer:
         is_watch_dead: Callable[[], bool] = lambda: False,
         serves_run: Callable[[str], bool] = lambda _: True,
         pages: Mapping[str, Callable[[Request], Response]] | None = None,
+        refusal: Callable[[], str | None] = lambda: None,
         let_training_run: Callable[[], object] = lambda: None,
     ) -> None:
         self._recorder = recorder
@@ -115,7 +117,7 @@ class MetricsServer:
         self._targets = targets
         self._scrapes = ScrapeTracker(now)
         self._now, self._unix_now = now, unix_now
-        self._is_watch_dead = is_watch_dead
+        self._is_watch_dead, self._refusal = is_watch_dead, refusal
         self._created_at = unix_now()
         self._auth: ClientAuth | None = None
         # The last texts by format. Another thread may replace the dictionary.
@@ -286,6 +288,9 @@ class MetricsServer:
         )
 
     def _metrics(self, request: Request) -> Response:
+        refusal = self._refusal()
+        if refusal is not None:
+            return _text(f"{refusal}\n", HTTPStatus.SERVICE_UNAVAILABLE)
         rendering = self._render(request.accept)
         return Response(
             content_type=content_type_for(request.accept),

@@ -56,6 +56,8 @@ logger = logging.getLogger(__name__)
 
 # Without a message for this time, the process does its regular work by itself.
 SILENT_SECONDS = 1.0
+# Time without a message after which scrapes are not answered. A message comes every second.
+MAX_SILENT_SECONDS = 15.0
 # Training comes first if all cores are busy.
 NICENESS = 5
 # Time between two looks for the id of the run at the start.
@@ -178,7 +180,7 @@ class Monitor:
         self._engine: EngineState | None = EngineState(setup.ds_config)
         self._state: State | None = None
         self._state_at = time.time()
-        self._failures: Mapping[str, int] = {}
+        self._is_closed = False
         self._sent_peers = Peers()
         self._sent_run: str | None = None
         self._wants_records = False
@@ -211,6 +213,7 @@ class Monitor:
             make_thread=fail_open.thread,
             serves_run=folder.serves_run,
             pages=None if live_page is None else live_page.pages,
+            refusal=self._refusal,
         )
         served_at = self._server.start()
         if served_at is not None:
@@ -286,19 +289,18 @@ class Monitor:
 
     def run(self) -> None:
         """Monitor until the watch or the training process ends, and serve until the last scrape."""
-        is_closed = False
         self._wait_for_run_id()
         self._send_news()
         for message in self._connection.receive(SILENT_SECONDS):
             if message is None:
-                if not is_closed:
+                if not self._is_closed:
                     self._tick()
                 continue
             name, value = message
             if name == "end":
-                is_closed = True
+                self._is_closed = True
                 self._close()
-            elif is_closed and name in ("second", "in flight"):
+            elif self._is_closed and name in ("second", "in flight"):
                 pass  # its parts are closed
             elif name == "linger":  # else the run has failed, and its server closes at once
                 self._server.wait_for_final_scrape(interrupted=value)
@@ -307,9 +309,20 @@ class Monitor:
             else:
                 self._handle(name, value)
         self._server.close()
-        if not is_closed:
+        if not self._is_closed:
             self._complete_after_kill()
         self._connection.close()
+
+    def _refusal(self) -> str | None:
+        """Return why scrapes are refused, as a rank that does not run would not answer them.
+
+        Alerts recognize a rank that was stopped, or is stuck in code that holds the interpreter
+        lock, by its missing answers.
+        """
+        silent_seconds = time.time() - self._state_at
+        if self._is_closed or silent_seconds < MAX_SILENT_SECONDS:
+            return None
+        return f"The training process of this rank has sent nothing for {silent_seconds:.0f} s."
 
     def _wait_for_run_id(self) -> None:
         """Wait until rank 0 has shared the id, or this rank has chosen its own.

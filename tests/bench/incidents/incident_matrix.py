@@ -4,6 +4,7 @@
     make bench ARGS="incidents --only hang-in-a-collective,loss-nan"   # or --only hardware
     make bench ARGS="incidents --resume"                               # those without a result
     make bench ARGS="incidents --show"                                 # the table, without runs
+    BENCH_SEPARATE=true make bench ARGS=incidents                      # with process.separate
 
 Each incident has a run of its own: two ranks on two hosts (network and host name namespaces). One
 real Prometheus and one real Alertmanager with the shipped rules watch all of them, and only

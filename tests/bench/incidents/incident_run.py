@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -197,6 +198,7 @@ def incident_run(name: str, folder: Path, number: int, *, scale: float) -> Itera
         ZEROWATCH_ALERTS_THRESHOLDS=f"watch_ratio_high={5 * WATCH_RATIO_HIGH}",
         INCIDENT_SCALE=str(scale),
         **({"FAKE_NVML_LIBRARY": str(compiled())} if name in ANSWERS else {}),
+        ZEROWATCH_PROCESS_SEPARATE=os.environ.get("BENCH_SEPARATE", "false"),
     )
     with ExitStack() as undo:
         hosts = undo.enter_context(two_hosts(None, managed=True, number=number))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +35,7 @@ from zerowatch.runtime.memory.forecast.peak_readings import Shape
 from zerowatch.runtime.memory.step_sample import StepMemorySample
 from zerowatch.runtime.monitor.step_analysis import StepAnalysis
 from zerowatch.runtime.monitor.step_metrics import StepMetrics
+from zerowatch.runtime.separate_process import serving
 from zerowatch.runtime.separate_process.connection import Connection
 from zerowatch.runtime.separate_process.messages import Setup, State
 from zerowatch.runtime.separate_process.serving import Monitor
@@ -332,6 +335,29 @@ def test_forecasts_are_sent_back_and_risks_of_micro_batches_are_published(served
     assert here.predict_peak("cpu", Shape(2, 16)) == pytest.approx(200, rel=0.2)
     assert len(here.last_peaks("cpu")) == 20
     assert snapshot.value(memory.OOM_NEXT_BATCH_RISK, "cpu") == 0.25
+
+
+def test_scrapes_are_refused_while_the_training_process_is_silent(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scrape() -> str:
+        try:
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as response:
+                return str(response.status)
+        except urllib.error.HTTPError as error:
+            return f"{error.code} {error.read().decode()}"
+
+    served.send(served.rank.step(1))
+    served.ask()
+    [(address, _)] = served.named("serving")
+    answered = scrape()
+    monkeypatch.setattr(serving, "MAX_SILENT_SECONDS", 0.0)
+    refused = scrape()
+    monkeypatch.undo()
+
+    assert answered == "200"
+    assert refused.startswith("503 The training process of this rank has sent nothing for ")
+    assert scrape() == "200"
 
 
 def test_after_a_kill_what_was_sent_is_in_the_run_folder(served: Served) -> None:
