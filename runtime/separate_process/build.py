@@ -19,6 +19,7 @@ from ..collectives.group_roles import set_roles
 from ..collectives.instrument import CollectiveInstrumentation
 from ..common.accelerator import training_device_index
 from ..common.fail_open import FailOpen
+from ..common.gil_pauses import let_training_run
 from ..common.hidden_secrets import without_secrets
 from ..common.phase_timer import PhaseTimer
 from ..common.process_info import this_process
@@ -148,7 +149,9 @@ class _Parts:
             context.fail_open,
         )
         self.changes.look()
+        let_training_run()
         values, removed = self.recorder.changes()
+        let_training_run()
         engine = context.engine()
         return State(
             values=values,

@@ -22,6 +22,11 @@ _PROTOCOL = pickle.HIGHEST_PROTOCOL
 MAX_WAITING_BYTES = 64 * 2**20
 
 
+def pickled(value: object) -> bytes:
+    """Return a value as bytes, which `pickle.loads` reads."""
+    return pickle.dumps(value, _PROTOCOL)
+
+
 class Connection:
     """One end of a pair of sockets. `send` may be called on any thread, `receive` on one.
 
@@ -62,7 +67,7 @@ class Connection:
         """
         if self._is_closed:  # also in a forked process, where the lock may be held for ever
             return False
-        data = pickle.dumps(message, _PROTOCOL)
+        data = pickled(message)
         with self._lock:
             if len(self._waiting) + len(data) > MAX_WAITING_BYTES:
                 self.close()

@@ -39,7 +39,7 @@ from ..monitor.subscriptions import CLOSE_SECONDS as LISTENER_SECONDS
 from ..monitor.subscriptions import Subscriptions
 from ..monitor.watch_thread import WatchThread
 from ..tuner.policy.metrics_delta import MetricsDelta
-from .connection import Connection
+from .connection import Connection, pickled
 from .messages import MemoryKnowledge, OpenedRun, Peers, SeriesKey, Setup, State
 from .wire import GroupSender, send_calls, send_in_flight, send_step
 
@@ -321,7 +321,8 @@ class Forwarder:
         self._send_in_flight = fail_open.wrap("forwarding", self._send_in_flight_now, is_kept=True)
         self._process, self._groups, self._known = process, groups, known
         self._on_step = on_step
-        self._items: list[tuple[Any, ...]] = []
+        # Each is pickled by itself, so that training need not wait for those of a whole second.
+        self._items: list[bytes] = []
         self._num_steps = 0
 
     @property
@@ -331,7 +332,7 @@ class Forwarder:
 
     def add_calls(self, batch: CallBatch) -> None:
         """Send the calls of a batch with the next message."""
-        self._items.append(("calls", send_calls(batch, self._groups)))
+        self._items.append(pickled(("calls", send_calls(batch, self._groups))))
         for call in batch.calls:
             call.settle()  # from now on nothing reads its events, which other calls may use
             key, last_sent = call.group.rank_set.key, self._last_sent
@@ -339,7 +340,7 @@ class Forwarder:
 
     def add_step(self, raw: RawStep) -> None:
         """Send a step with the next message."""
-        self._items.append(("step", send_step(raw)))
+        self._items.append(pickled(("step", send_step(raw))))
         self._num_steps += 1
         spent = sum(raw.phase_ns) - sum(raw.phase_ns[phase] for phase in NON_TRAINING)
         self._on_step(raw.step, spent / 1e9)
@@ -372,7 +373,7 @@ class Forwarder:
             self.num_lost += num_steps
             self.has_unwritten = True
 
-    def _send_now(self, items: Sequence[tuple[Any, ...]], state: State | None) -> bool:
+    def _send_now(self, items: Sequence[bytes], state: State | None) -> bool:
         new_groups = self._groups.changes(self._known)
         return self._process.send("second", (new_groups, items, state))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -356,9 +357,10 @@ class Monitor:
                 answers.append(estimate)
                 answered.set()
 
-    def _take(self, items: Sequence[tuple[str, Any]]) -> None:
+    def _take(self, items: Sequence[bytes]) -> None:
         batch = None
-        for kind, sent in items:
+        for item in items:
+            kind, sent = pickle.loads(item)
             if kind == "calls":
                 batch = receive_calls(sent, self._groups)
                 self._analysis.add_calls(batch)

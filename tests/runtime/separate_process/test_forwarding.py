@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,7 +135,7 @@ def test_a_state_that_cannot_be_read_loses_no_step(caplog: pytest.LogCaptureFixt
         forwarder.add_step(raw_step(number))
         forwarder.publish()
 
-    sent = [[item[1][0] for item in items] for _, (_, items, _) in process.sent]
+    sent = [[pickle.loads(item)[1][0] for item in items] for _, (_, items, _) in process.sent]
     assert sent == [[1], [2]]
     assert steps == [(1, 2.0), (2, 2.0)]  # without evaluation
     assert fail_open.failures == {"state": 2}

@@ -36,7 +36,7 @@ from zerowatch.runtime.memory.step_sample import StepMemorySample
 from zerowatch.runtime.monitor.step_analysis import StepAnalysis
 from zerowatch.runtime.monitor.step_metrics import StepMetrics
 from zerowatch.runtime.separate_process import serving
-from zerowatch.runtime.separate_process.connection import Connection
+from zerowatch.runtime.separate_process.connection import Connection, pickled
 from zerowatch.runtime.separate_process.messages import Setup, State
 from zerowatch.runtime.separate_process.serving import Monitor
 from zerowatch.runtime.separate_process.wire import (
@@ -157,9 +157,10 @@ class Served:
 
     def send(self, *steps: RawStep, **fields: Any) -> None:
         """Send steps, and the state with these fields."""
-        items: list[Any] = []
+        items: list[bytes] = []
         for step in steps:
-            items += [("calls", send_calls(step.batch, self.groups)), ("step", send_step(step))]
+            items.append(pickled(("calls", send_calls(step.batch, self.groups))))
+            items.append(pickled(("step", send_step(step))))
         groups = self.groups.changes(self.rank.groups)
         self.connection.send(("second", (groups, items, state(**fields))))
 
