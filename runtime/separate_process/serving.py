@@ -7,6 +7,7 @@ training process, after the last scrape. If that process is killed, it completes
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -20,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter_ns
 from types import SimpleNamespace
 from typing import Any, cast
+
+import psutil
 
 from ...metrics.catalog import BY_NAME, overhead, training
 from ...metrics.exporters.server import MetricsServer
@@ -58,7 +61,7 @@ logger = logging.getLogger(__name__)
 # Without a message for this time, the process does its regular work by itself.
 SILENT_SECONDS = 1.0
 # Time without a message after which scrapes are not answered. A message comes every second.
-MAX_SILENT_SECONDS = 15.0
+MAX_SILENT_SECONDS = 10.0
 # Training comes first if all cores are busy.
 NICENESS = 5
 # Time between two looks for the id of the run at the start.
@@ -182,6 +185,7 @@ class Monitor:
         self._state: State | None = None
         self._state_at = time.time()
         self._is_closed = False
+        self._training_process = psutil.Process(os.getppid())
         self._sent_peers = Peers()
         self._sent_run: str | None = None
         self._wants_records = False
@@ -320,8 +324,13 @@ class Monitor:
         Alerts recognize a rank that was stopped, or is stuck in code that holds the interpreter
         lock, by its missing answers.
         """
+        if self._is_closed:
+            return None
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if self._training_process.status() == psutil.STATUS_STOPPED:
+                return "The training process of this rank is stopped."
         silent_seconds = time.time() - self._state_at
-        if self._is_closed or silent_seconds < MAX_SILENT_SECONDS:
+        if silent_seconds < MAX_SILENT_SECONDS:
             return None
         return f"The training process of this rank has sent nothing for {silent_seconds:.0f} s."
 

@@ -148,12 +148,17 @@ class Served:
         self.connection, self._theirs = Connection.pair()
         self.answers: list[tuple[str, Any]] = []
         given = setup(folder, self.rank, self.groups)
+        self.monitor: Any = None
         self._threads = [
-            threading.Thread(target=lambda: Monitor(given, self._theirs).run()),
+            threading.Thread(target=lambda: self._serve(given)),
             threading.Thread(target=lambda: self.answers.extend(self.connection.receive())),
         ]
         for thread in self._threads:
             thread.start()
+
+    def _serve(self, given: Setup) -> None:
+        self.monitor = Monitor(given, self._theirs)
+        self.monitor.run()
 
     def send(self, *steps: RawStep, **fields: Any) -> None:
         """Send steps, and the state with these fields."""
@@ -354,6 +359,10 @@ def test_scrapes_are_refused_while_the_training_process_is_silent(
     answered = scrape()
     monkeypatch.setattr(serving, "MAX_SILENT_SECONDS", 0.0)
     refused = scrape()
+    monkeypatch.undo()
+    stopped = SimpleNamespace(status=lambda: "stopped")
+    monkeypatch.setattr(served.monitor, "_training_process", stopped)
+    assert scrape() == "503 The training process of this rank is stopped.\n"
     monkeypatch.undo()
 
     assert answered == "200"
