@@ -12,6 +12,7 @@ from ...metrics.catalog import training
 from ...metrics.exporters.server import MetricsServer
 from ...metrics.recorder import Recorder
 from ...metrics.settings import Settings
+from ..collectives.call_recorder import CallRecorder
 from ..collectives.group_roles import set_roles
 from ..collectives.instrument import CollectiveInstrumentation
 from ..collectives.unseen_calls import FlightRecorder
@@ -74,7 +75,7 @@ def build_watch(
         targets = TargetDiscovery(store, process)
         folder = RunFolder(settings, process, store, targets)
         undo.callback(folder.close)
-        live_page = _live_page(process.rank, recorder, settings, folder, fail_open)
+        live_page = live_page_of(process.rank, recorder, settings, folder, fail_open)
         server = MetricsServer(
             recorder=recorder,
             rank=process.rank,
@@ -95,11 +96,7 @@ def build_watch(
         undo.callback(metrics_log.close)
 
         # The monitors.
-        device_phases = None if device is None else DevicePhases(calls.events)
-        if device_phases is not None:
-            phase_timer.on_interval_end = fail_open.wrap(
-                "device phases", device_phases.mark, is_kept=True
-            )
+        device_phases = time_device_phases(device, calls, phase_timer, fail_open)
         context = WatchContext(
             engine=engine_ref,
             identity=process,
@@ -132,16 +129,10 @@ def build_watch(
         advisor = Advisor(context, otel.send)
         subscriptions = Subscriptions(fail_open)
         undo.callback(subscriptions.close)
-        if process.rank == 0 and settings.console in ("bar", "lines"):
-            print_progress(subscriptions, recorder, settings)
         sinks = WatchSinks(context, on_sink_open)
         undo.callback(sinks.close)
         if process.rank == 0:
-            for name, sink in (
-                fail_open.call("sinks", lambda: list(configured_sinks(settings.sinks, engine_ref)))
-                or ()
-            ):
-                sinks.add(sink, name)
+            add_outputs(context, subscriptions, sinks)
         listeners = [*comparison.listeners, *map(for_each, (subscriptions.enqueue, sinks.enqueue))]
         if live_page is not None:
             live_page.figures, live_page.slow = comparison.rank_figures, comparison.slow_phases
@@ -178,14 +169,7 @@ def build_watch(
 
         # The hooks in training, which pass their measurements to the watch thread.
         warn_of_comms_logger()
-        collectives.open()
-        undo.callback(collectives.close)
-        if isinstance(engine, TorchEngine):
-            collectives.open_functional()
-        deepspeed_comm = sys.modules.get("deepspeed.comm.comm")
-        if deepspeed_comm is not None:  # it is imported by a script that has an engine
-            collectives.open_backend(deepspeed_comm.cdb)
-        set_roles(calls.groups, engine)
+        open_collectives(collectives, engine, undo)
         step_metrics.publish_calls_before_start(calls.drain())
         calls.groups.drain_coverage()
         calls.connect(phase_timer, thread.enqueue, comparison.on_collective_error)
@@ -247,8 +231,42 @@ def build_watch(
     return watch
 
 
-def print_progress(subscriptions: Subscriptions, recorder: Recorder, settings: Settings) -> None:
-    """Print the progress of the run on stderr, if this process has one."""
+def time_device_phases(
+    device: int | None, calls: CallRecorder, phase_timer: PhaseTimer, fail_open: FailOpen
+) -> DevicePhases | None:
+    """Let the phases be timed on the accelerator, too. Return None on CPU."""
+    if device is None:
+        return None
+    phases = DevicePhases(calls.events)
+    phase_timer.on_interval_end = fail_open.wrap("device phases", phases.mark, is_kept=True)
+    return phases
+
+
+def open_collectives(collectives: CollectiveInstrumentation, engine: Any, undo: ExitStack) -> None:
+    """Instrument all collectives of an engine, and find the roles of its groups."""
+    collectives.open()
+    undo.callback(collectives.close)
+    if isinstance(engine, TorchEngine):
+        collectives.open_functional()
+    deepspeed_comm = sys.modules.get("deepspeed.comm.comm")
+    if deepspeed_comm is not None:  # it is imported by a script that has an engine
+        collectives.open_backend(deepspeed_comm.cdb)
+    set_roles(collectives.call_recorder.groups, engine)
+
+
+def add_outputs(context: WatchContext, subscriptions: Subscriptions, sinks: WatchSinks) -> None:
+    """Add the progress on stderr and the configured sinks, on rank 0."""
+    settings, fail_open = context.settings, context.fail_open
+    if settings.console in ("bar", "lines"):
+        _print_progress(subscriptions, context.recorder, settings)
+    configured = fail_open.call(
+        "sinks", lambda: list(configured_sinks(settings.sinks, context.engine))
+    )
+    for name, sink in configured or ():
+        sinks.add(sink, name)
+
+
+def _print_progress(subscriptions: Subscriptions, recorder: Recorder, settings: Settings) -> None:
     from .progress import Progress  # it imports rich
 
     if sys.stderr is None or sys.stderr.closed:  # as of a daemon
@@ -262,7 +280,7 @@ def print_progress(subscriptions: Subscriptions, recorder: Recorder, settings: S
     subscriptions.add_kept("progress", progress.on_step, progress.on_end)
 
 
-def _live_page(
+def live_page_of(
     rank: int, recorder: Recorder, settings: Settings, folder: RunFolder, fail_open: FailOpen
 ) -> LivePage | None:
     """Return the live page of the run, on rank 0; None if it is off."""

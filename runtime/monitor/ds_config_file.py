@@ -14,6 +14,14 @@ from ..common.retried_files import RetriedFiles
 DS_CONFIG_FILE = "ds_config.json"
 
 
+def ds_config_of(engine: Any) -> Mapping[str, Any]:
+    """Return the ds config of an engine as the script has given it."""
+    given: Mapping[str, Any] = (
+        engine.config if isinstance(engine.config, Mapping) else engine._config._param_dict
+    )
+    return given
+
+
 def write_ds_config(folder: Path, engine: Any, files: RetriedFiles) -> None:
     """Write the ds config of an engine, readable by the owner only. An empty one is not written.
 
@@ -21,8 +29,7 @@ def write_ds_config(folder: Path, engine: Any, files: RetriedFiles) -> None:
     Rank 0 calls this once for each attempt, so that the file has the configuration with which the
     attempt started.
     """
-    given = engine.config if isinstance(engine.config, Mapping) else engine._config._param_dict
-    config = {name: value for name, value in given.items() if name != ZEROWATCH_KEY}
+    config = {name: value for name, value in ds_config_of(engine).items() if name != ZEROWATCH_KEY}
     if config:
         # Hugging Face and scripts put objects such as dtypes into it.
         text = json.dumps(without_secrets(config), default=str)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,7 +14,6 @@ from ...metrics.catalog import training
 from ...metrics.exporters.otlp_options import otlp_options
 from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
-from ..collectives.group_roles import set_roles
 from ..collectives.instrument import CollectiveInstrumentation
 from ..common.accelerator import training_device_index
 from ..common.fail_open import FailOpen
@@ -31,14 +29,14 @@ from ..cross_rank.hang.hang_context import HangContext
 from ..cross_rank.hang.hang_monitor import HangMonitor
 from ..devices.device_probes import device_probes
 from ..devices.memory_probes import memory_probes
-from ..instrumentation.device_phases import DevicePhases
 from ..instrumentation.engine_instrumentation import EngineInstrumentation
 from ..instrumentation.flops import flops_counter, publish_peak
 from ..instrumentation.watch_context import WatchContext
 from ..monitor.advisor import Advisor
-from ..monitor.build_watch import print_progress
+from ..monitor.build_watch import add_outputs, open_collectives, time_device_phases
 from ..monitor.comparison_monitor import ComparisonMonitor, each_rank_has_own_data
 from ..monitor.device_sampler import DeviceSampler
+from ..monitor.ds_config_file import ds_config_of
 from ..monitor.memory_monitor import MemoryMonitor
 from ..monitor.run_folder import RunFolder
 from ..monitor.run_info import engine_info, warn_of_comms_logger
@@ -47,7 +45,6 @@ from ..monitor.subscriptions import Subscriptions, for_each
 from ..monitor.watch import EngineRef, Watch
 from ..monitor.watch_sinks import WatchSinks
 from ..monitor.watch_thread import WatchThread
-from ..sinks.configured_sinks import configured_sinks
 from .forwarding import (
     EngineChanges,
     ForwardedComparison,
@@ -126,7 +123,6 @@ class _Parts:
     """The parts of the training process whose state is sent."""
 
     context: WatchContext
-    process: MonitoringProcess
     recorder: ForwardedRecorder
     changes: EngineChanges
     memory: MemoryMonitor
@@ -211,11 +207,7 @@ def build_separate_watch(
         recorder = ForwardedRecorder(process)
         folder = ForwardedRunFolder(process, rank=identity.rank, is_logged=settings.run_log.enabled)
         undo.callback(folder.close_ring, is_complete=True)
-        device_phases = None if device is None else DevicePhases(calls.events)
-        if device_phases is not None:
-            phase_timer.on_interval_end = fail_open.wrap(
-                "device phases", device_phases.mark, is_kept=True
-            )
+        device_phases = time_device_phases(device, calls, phase_timer, fail_open)
         context = WatchContext(
             engine=engine_ref,
             identity=identity,
@@ -245,13 +237,7 @@ def build_separate_watch(
         sinks = WatchSinks(_with_waiting_folder(context, folder), on_sink_open)
         undo.callback(sinks.close)
         if identity.rank == 0:
-            if settings.console in ("bar", "lines"):
-                print_progress(subscriptions, recorder, settings)
-            configured = fail_open.call(
-                "sinks", lambda: list(configured_sinks(settings.sinks, engine_ref))
-            )
-            for name, sink in configured or ():
-                sinks.add(sink, name)
+            add_outputs(context, subscriptions, sinks)
         listeners: list[Listener] = [*map(for_each, (subscriptions.enqueue, sinks.enqueue))]
         process.on_records = lambda records: _call_all(listeners, records)
         num_own = len(listeners)
@@ -283,12 +269,7 @@ def build_separate_watch(
 
         # The hooks in training, which pass their measurements to the watch thread.
         warn_of_comms_logger()
-        collectives.open()
-        undo.callback(collectives.close)
-        deepspeed_comm = sys.modules.get("deepspeed.comm.comm")
-        if deepspeed_comm is not None:
-            collectives.open_backend(deepspeed_comm.cdb)
-        set_roles(calls.groups, engine)
+        open_collectives(collectives, engine, undo)
         before_start = calls.drain()
         before_start.discard()
         calls.groups.drain_coverage()
@@ -317,7 +298,6 @@ def build_separate_watch(
         undo.callback(instrumentation.restore)
         parts = _Parts(
             context=context,
-            process=process,
             recorder=recorder,
             changes=changes,
             memory=memory,
@@ -391,6 +371,6 @@ def _call_all(listeners: Sequence[Listener], records: Sequence[StepRecord]) -> N
 
 def _plain_config(engine: Any) -> Mapping[str, Any]:
     """Return the ds config of an engine without secrets, and without objects of scripts."""
-    given = engine.config if isinstance(engine.config, Mapping) else engine._config._param_dict
-    plain: Mapping[str, Any] = json.loads(json.dumps(without_secrets(given), default=str))
+    text = json.dumps(without_secrets(ds_config_of(engine)), default=str)
+    plain: Mapping[str, Any] = json.loads(text)
     return plain

@@ -463,7 +463,6 @@ class ForwardedRunFolder:
         self._process = process
         self.rank, self.is_logged = rank, is_logged
         self.ring = StepRing.create() if is_logged else None
-        self.dropped = 0
         process.on_run = self._on_run
 
     @property

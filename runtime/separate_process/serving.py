@@ -38,8 +38,9 @@ from ..estimator.step_estimate import StepEstimate
 from ..estimator.volume_check import EngineVariant, WireVolumeCheck
 from ..instrumentation.flops import FlopsCounter
 from ..instrumentation.watch_context import WatchContext
-from ..live_page.live_page import LivePage, page_url
+from ..live_page.live_page import page_url
 from ..memory.memory_reader import Readings
+from ..monitor.build_watch import live_page_of
 from ..monitor.console_logging import show_own_lines
 from ..monitor.device_sampler import DeviceSampler
 from ..monitor.memory_analysis import MemoryAnalysis
@@ -106,15 +107,6 @@ class ReceivedTimer:
         return (perf_counter_ns() - self.since_ns) / 1e9
 
 
-class ReceivedCalls(CallRecorder):
-    """The calls of the training process: only their groups are used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.received = ReceivedGroups()
-        self.groups = self.received  # type: ignore[assignment]
-
-
 class Comparison:
     """The comparison of this rank with other ranks, and with the estimate of its steps."""
 
@@ -178,8 +170,7 @@ class Monitor:
         settings, process = setup.settings, setup.process
         self._fail_open = fail_open = FailOpen()
         self._recorder = recorder = Recorder()
-        self._calls, self._timer = ReceivedCalls(), ReceivedTimer()
-        self._groups = self._calls.received
+        self._groups, self._timer = ReceivedGroups(), ReceivedTimer()
         self._groups.update(setup.groups, are_first=True)
         self._engine: EngineState | None = EngineState(setup.ds_config)
         self._state: State | None = None
@@ -195,20 +186,11 @@ class Monitor:
         self._numbers = itertools.count(1)
         address = setup.store
         job_store = None if address is None else fail_open.call("store", address.open)
-        self._store = store = RankStore(process, setup.watch_index, job_store)
+        store = RankStore(process, setup.watch_index, job_store)
         targets = TargetDiscovery(store, process)
         self._folder = folder = RunFolder(settings, process, store, targets, has_ring=False)
         self._send_run()  # as soon as possible, for the ring of steps of the training process
-        live_page = None
-        if process.rank == 0 and settings.serve.enabled and settings.serve.live_page:
-            live_page = LivePage(
-                recorder=recorder,
-                thresholds=settings.alerts.thresholds,
-                run_id=lambda: folder.run_id,
-                folder=lambda: folder.path,
-                targets=folder.targets,
-                read=lambda body: fail_open.wrap("live page", body, is_kept=True),
-            )
+        live_page = live_page_of(process.rank, recorder, settings, folder, fail_open)
         self._server = MetricsServer(
             recorder=recorder,
             rank=process.rank,
@@ -231,7 +213,7 @@ class Monitor:
             identity=process,
             watch_index=setup.watch_index,
             settings=settings,
-            call_recorder=self._calls,
+            call_recorder=cast(CallRecorder, SimpleNamespace(groups=self._groups)),
             phase_timer=cast(PhaseTimer, self._timer),
             run_id=lambda: folder.run_id,
             folder=lambda: folder.path,

@@ -1,6 +1,7 @@
 """Converts steps and collectives to plain values and back, for the way to another process.
 
 The training process sends only settled measurements: no events, no tensors, no process groups.
+They are tuples, because to pickle a step as a dataclass takes 47 us instead of 11, in hot caches.
 """
 
 from __future__ import annotations

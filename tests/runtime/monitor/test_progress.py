@@ -16,7 +16,7 @@ from zerowatch.metrics.catalog import training
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import Settings, load_settings
 from zerowatch.runtime.common.fail_open import FailOpen
-from zerowatch.runtime.monitor.build_watch import print_progress
+from zerowatch.runtime.monitor.build_watch import _print_progress
 from zerowatch.runtime.monitor.progress import (
     LINE_SECONDS,
     REDRAW_SECONDS,
@@ -181,7 +181,7 @@ def test_without_standard_error_no_progress_is_printed_and_monitoring_goes_on(
     monkeypatch.setattr("sys.stderr", closed if stream else None)
     subscriptions = Subscriptions(FailOpen())
 
-    print_progress(subscriptions, Recorder(), Settings(console="bar"))
+    _print_progress(subscriptions, Recorder(), Settings(console="bar"))
 
     assert not subscriptions.has_listeners
 
@@ -271,7 +271,7 @@ def test_the_setting_chooses_lines_or_a_bar_of_the_steps_of_the_tuner(
     subscriptions = Subscriptions(FailOpen())
 
     settings = load_settings({"console": console, "tuner": {"total_steps": 40}})
-    print_progress(subscriptions, Recorder(), settings)
+    _print_progress(subscriptions, Recorder(), settings)
     subscriptions.enqueue(step_record(3))
     subscriptions.close()
 
