@@ -25,8 +25,9 @@ def record_times(found: Mapping[str, Any], record_property: Record) -> float:
     record_property("step seconds", {"plain": plain, "monitored": monitored})
     record_property("monitored / plain", [step.estimate, step.low, step.high])
     record_property("plain / plain", [floor.estimate, floor.low, floor.high])
-    for part in ("threads", "hooks"):
+    rates = sorted({name for each in found["monitored"] for name in each if name.endswith("ms/s")})
+    for name in rates:
         # Our own clock is read once a second, so only the mean of all blocks says something.
-        used = statistics.fmean(each[f"{part} ms/s"] for each in found["monitored"])
-        record_property(f"{part} ms/s", used)
+        used = statistics.fmean(each.get(name, 0.0) for each in found["monitored"])
+        record_property(name, used)
     return step.estimate

@@ -72,8 +72,10 @@ def used_by_us(watch: Any) -> dict[str, float]:
     if watch is None:
         return {}
     parts = by_metric(watch)
+    threads = {name: cpu_seconds(os.getpid(), each) for each, name in own_threads().items()}
     return {
-        "threads": sum(cpu_seconds(os.getpid(), each) for each in own_threads()),
+        **threads,
+        "threads": sum(threads.values()),
         "hooks": parts.get("hooks", 0.0) + parts.get("collectives", 0.0),
     }
 
