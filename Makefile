@@ -18,9 +18,9 @@ SERVERS := promtool:prometheus amtool:prometheus-alertmanager kubectl:kubernetes
 demo: $(INSTALLED)
 	.venv/bin/zerowatch demo $(ARGS)
 
-# The second worker runs all jobs of ranks; a worker that a hanging test has ended ends the run.
-# (Started anew it would run that test again.) ARGS=-n0 runs everything in one process.
-WORKERS := -n 2 --max-worker-restart 0
+# One worker runs most jobs of ranks, two the rest (tests/conftest.py). A worker that a hanging test
+# has ended ends the run: started anew it would run that test again. ARGS=-n0: all in one process.
+WORKERS := -n 3 --max-worker-restart 0
 
 # The slowest tests, at the end and all in a file.
 REPORTS := --durations=20 --durations-min=2 --junitxml=.build/tests.xml

@@ -1,7 +1,8 @@
 """Order of the tests, locks of killed jobs, failures, and the seed of tests that draw their data.
 
-Tests of jobs come first, and fail at once if they would wait for the lock of a killed job. With
-two workers of pytest-xdist one runs all files of jobs, as two jobs at a time would need four cores.
+Tests of jobs come first, and fail at once if they would wait for the lock of a killed job. One of
+three workers of pytest-xdist runs most files of jobs. Two jobs at a time would need four cores, but
+a job and the other tests leave a third to a half of two cores idle, so there are two more workers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from extension_locks import complaint, stale_locks
 from zerowatch.runtime.common.extension_locks import extensions_root
 from zerowatch.runtime.monitor import step_ring
 
-# Files whose jobs mostly wait or start one process at a time; they balance the two workers.
+# Files whose jobs mostly wait or start one process at a time; they balance the workers.
 BESIDE_JOBS = (
     "tests/docs/test_code_blocks.py",
     "tests/runtime/cli/test_run_command.py",

@@ -32,11 +32,13 @@ def parsed(file: Path) -> ast.Module:
 
 @cache
 def nodes() -> list[tuple[str, ast.AST]]:
-    """Return each syntax node of the package with "file:line"."""
+    """Return each syntax node of the package that a rule is about, with "file:line"."""
+    kinds = ast.Constant | ast.Call | ast.Import | ast.ImportFrom | ast.ExceptHandler
     return [
-        (f"{file.as_posix()}:{getattr(node, 'lineno', 0)}", node)
+        (f"{file.as_posix()}:{node.lineno}", node)
         for file in package_files()
         for node in ast.walk(parsed(file))
+        if isinstance(node, kinds)
     ]
 
 
@@ -69,14 +71,14 @@ def names_any_exception(expression: ast.expr) -> bool:
 
 
 def test_metric_names_stand_in_the_catalog_only() -> None:
-    names = [spec.name for spec in CATALOG]
+    names = re.compile("|".join(re.escape(spec.name) for spec in CATALOG))
 
     strays = [
         f"{place} {node.value!r}"
         for place, node in nodes()
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
-        and (node.value == PREFIX or any(name in without_examples(node.value) for name in names))
+        and (node.value == PREFIX or names.search(without_examples(node.value)))
         and not place.startswith("metrics/catalog/")
     ]
 

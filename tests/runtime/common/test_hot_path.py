@@ -70,6 +70,7 @@ def test_the_extension_is_built_where_it_can_be() -> None:
     assert (is_asked_for and has_header and shutil.which("gcc") is not None) == hot_path.IS_COMPILED
 
 
+@pytest.mark.slow  # the tests below compare both implementations
 @needs_c
 def test_the_tests_of_its_users_pass_without_it() -> None:
     files = [

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chosen_cases import tiers
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from scripts.launching import SCRIPTS, start
 from scripts.trainer.resume_engine import PlainEngine, SingleRankHostGroup, TwoDisks
@@ -78,12 +79,12 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("mode", [[], ["background"]], ids=["waited for", "background"])
+@pytest.mark.parametrize("mode", tiers(["waited for", "background"], quick=["waited for"]))
 def test_a_kill_at_any_moment_leaves_a_complete_checkpoint_and_the_next_one_cleans_up(
-    tmp_path: Path, mode: list[str]
+    tmp_path: Path, mode: str
 ) -> None:
     script = SCRIPTS / "trainer" / "resume_killed.py"
-    finished = start(sys.executable, script, tmp_path, *mode, cwd=tmp_path)
+    finished = start(sys.executable, script, tmp_path, mode, cwd=tmp_path)
 
     assert finished.returncode == 0, finished.stderr
     kills = json.loads((tmp_path / "found.json").read_text())
