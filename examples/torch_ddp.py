@@ -43,7 +43,7 @@ class LanguageModel(nn.Module):
 
 
 def main() -> None:
-    """Train, and print a checksum of the weights."""
+    """Join the process group, and train."""
     options = argparse.ArgumentParser()
     options.add_argument("--steps", type=int, default=40)
     options.add_argument("--accumulate", type=int, default=2, help="micro-batches per step")
@@ -53,8 +53,15 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    torch.manual_seed(0)
+    train(device, arguments.steps, arguments.accumulate)
+    # The model is gone by now. Had it the last reference to the group, torch 2.13 could hang: with
+    # the GIL held it joins a thread of gloo that waits for the GIL.
+    dist.destroy_process_group()
 
+
+def train(device: torch.device, num_steps: int, accumulate: int) -> None:
+    """Train, and print a checksum of the weights."""
+    torch.manual_seed(0)
     tokens = torch.randint(VOCABULARY, (64, LENGTH))
     dataset = TensorDataset(tokens)
     sampler = DistributedSampler(dataset, seed=0)
@@ -63,13 +70,13 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     micro_batches = batches(loader, sampler)
-    for step in range(1, arguments.steps + 1):
+    for step in range(1, num_steps + 1):
         losses = []
-        for index in range(arguments.accumulate):
-            is_last = index == arguments.accumulate - 1
+        for index in range(accumulate):
+            is_last = index == accumulate - 1
             with contextlib.nullcontext() if is_last else model.no_sync():
                 loss = model(next(micro_batches).to(device))
-                (loss / arguments.accumulate).backward()
+                (loss / accumulate).backward()
             losses.append(loss.detach())
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -79,7 +86,6 @@ def main() -> None:
     if dist.get_rank() == 0:
         weights = b"".join(one.detach().cpu().numpy().tobytes() for one in model.parameters())
         print(f"weights {hashlib.sha256(weights).hexdigest()}")
-    dist.destroy_process_group()
 
 
 def batches(loader, sampler):
