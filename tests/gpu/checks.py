@@ -367,8 +367,8 @@ CHECKS = (
         name="errors",
         part=3,
         subject=ERRORS,
-        shows="no step is lost after a device-side assert, also if NCCL's watchdog ends the process; "
-        "readings survive a full GPU",
+        shows="no step is lost after a device-side assert, even if NCCL's watchdog ends the "
+        "process; readings survive a full GPU",
         files=["test_gpu_errors.py"],
         limit_seconds=90,
     ),
