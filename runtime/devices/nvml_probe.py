@@ -88,8 +88,41 @@ def nvml_device(device_index: int, now: Clock = time.monotonic) -> NvmlDevice | 
     return NvmlDevice(device, pynvml, handle, now)
 
 
+def nvml_device_of(device: str, uuid: str, now: Clock = time.monotonic) -> NvmlDevice | None:
+    """Return the probe of a GPU that another process trains on, or None if NVML cannot access it.
+
+    Args:
+        device: The name of the device in that process, such as "cuda:0".
+        uuid: `NvmlDevice.uuid` of a probe in that process.
+        now: A monotonic clock, in seconds.
+
+    Examples:
+        >>> nvml_device_of("cuda:0", "GPU-5f3b71c2-8b0e-4f6d-9c3a-2a7d5a9b8a10")
+        <zerowatch.runtime.devices.nvml_probe.NvmlDevice object at 0x7f3c5c0b9d50>
+    """
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        logger.info("%s: no utilization, power or temperature: NVML: %s", device, error)
+        return None
+    try:
+        return NvmlDevice(device, pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid), now)
+    except pynvml.NVMLError as error:
+        pynvml.nvmlShutdown()
+        logger.info("%s: no utilization, power or temperature: NVML: %s: %s", device, uuid, error)
+        return None
+
+
 class NvmlDevice:
-    """Reads one GPU without using CUDA streams. Readings that it does not support are absent."""
+    """Reads one GPU without using CUDA streams. Readings that it does not support are absent.
+
+    Attributes:
+        device: The name of the device, such as "cuda:0".
+        uuid: NVML's name of the GPU or of its slice, by which `nvml_device_of` finds it. None if
+            NVML does not tell.
+    """
 
     def __init__(self, device: str, nvml: Any, handle: Any, now: Clock = time.monotonic) -> None:
         self.device = device
@@ -102,6 +135,7 @@ class NvmlDevice:
         self._cleanup.callback(nvml.nvmlShutdown)
         self._sources = _supported(device, nvml, _makers(nvml, handle, self._cleanup))
         self._identity = identity(nvml, handle)
+        self.uuid = next((key[1] for key in self._identity), None)
         self._is_lost = False
         self._health = _supported(device, nvml, health_sources(nvml, handle, now))
         events = _supported(

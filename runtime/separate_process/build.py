@@ -27,8 +27,9 @@ from ..cross_rank.comparison_thread import ComparisonThread
 from ..cross_rank.error_analyzer import CollectiveErrorAnalyzer
 from ..cross_rank.hang.hang_context import HangContext
 from ..cross_rank.hang.hang_monitor import HangMonitor
-from ..devices.device_probes import device_probes
+from ..devices.device_probes import DeviceProbe, device_probes
 from ..devices.memory_probes import memory_probes
+from ..devices.nvml_probe import NvmlDevice
 from ..instrumentation.engine_instrumentation import EngineInstrumentation
 from ..instrumentation.flops import flops_counter, publish_peak
 from ..instrumentation.watch_context import WatchContext
@@ -241,11 +242,9 @@ def build_separate_watch(
         listeners: list[Listener] = [*map(for_each, (subscriptions.enqueue, sinks.enqueue))]
         process.on_records = lambda records: _call_all(listeners, records)
         num_own = len(listeners)
+        device_readers, gpus = _split(device_probes(device_index=device))
         sampler = DeviceSampler(
-            recorder,
-            fail_open,
-            device_probes(device_index=device),
-            settings.sampling.device_interval_seconds,
+            recorder, fail_open, device_readers, settings.sampling.device_interval_seconds
         )
         groups = GroupSender()
         on_step = fail_open.wrap("hang", hangs.monitor.add_step)
@@ -286,6 +285,7 @@ def build_separate_watch(
                 devices_with_step_peaks=frozenset(
                     probe.device for probe in probes if probe.own_peaks
                 ),
+                gpus=gpus,
                 info=engine_info(engine, identity.world_size),
                 ds_config=fail_open.call("ds config", _plain_config, engine) or {},
                 each_rank_has_own_data=each_rank_has_own_data(engine),
@@ -362,6 +362,24 @@ def _with_waiting_folder(context: WatchContext, folder: ForwardedRunFolder) -> W
         return folder.path
 
     return replace(context, run_id=run_id, folder=path)
+
+
+def _split(probes: Sequence[DeviceProbe]) -> tuple[list[DeviceProbe], dict[str, str]]:
+    """Return the probes that remain here, and the UUIDs of GPUs that the other process reads.
+
+    The use of the CPU is that of this process. A GPU is read by NVML, some thirty calls of its
+    driver, from any process.
+    """
+    here: list[DeviceProbe] = []
+    gpus: dict[str, str] = {}
+    for probe in probes:
+        uuid = probe.uuid if isinstance(probe, NvmlDevice) else None
+        if uuid is None:
+            here.append(probe)
+        else:
+            gpus[probe.device] = uuid
+            probe.close()
+    return here, gpus
 
 
 def _call_all(listeners: Sequence[Listener], records: Sequence[StepRecord]) -> None:

@@ -1,8 +1,8 @@
 """The part of a watch that remains in the training process, if another one analyses (`serving.py`).
 
-The watch thread still waits for the ends of collectives and for values on the device, reads the
-devices and looks for hangs. It sends everything else to the monitoring process, without waiting for
-it. Training goes on unmonitored if that process ends.
+The watch thread still waits for the ends of collectives and for values on the device, reads the use
+of the CPU and looks for hangs. It sends everything else to the monitoring process, without waiting
+for it. Training goes on unmonitored if that process ends.
 """
 
 from __future__ import annotations

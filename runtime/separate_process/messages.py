@@ -83,6 +83,7 @@ class Setup:
         peak_flops: Peak FLOP/s of the device; None if unknown.
         baseline_bytes: Memory in use besides the engine, by device.
         devices_with_step_peaks: The devices whose memory peaks belong to steps.
+        gpus: NVML's UUID of each GPU that the monitoring process reads, by device.
         info: The labels of `run_info` but for the id of the run.
         ds_config: The ds config of the engine, as JSON can have it.
         each_rank_has_own_data: Whether the ranks share only data.
@@ -99,6 +100,7 @@ class Setup:
     peak_flops: float | None
     baseline_bytes: Mapping[str, float]
     devices_with_step_peaks: frozenset[str]
+    gpus: Mapping[str, str]
     info: tuple[str, ...]
     ds_config: Mapping[str, Any]
     each_rank_has_own_data: bool
@@ -117,7 +119,7 @@ class State:
         issued: The number of the last call issued on each rank set, by its key.
         pause: Why this rank is expected to make no progress; None while it trains.
         hangs: Whether this rank announces a hang.
-        device_readings: The last readings of the devices.
+        device_readings: The last readings of the devices that the training process reads.
         idle_readings: Memory readings taken because no step has ended for a while.
         has_engine: Whether the engine still exists.
         variant: Number of changes of the engine's ds config or patches.

@@ -1,8 +1,9 @@
 """The monitoring process of one rank: `python -m zerowatch.runtime.separate_process.serving FD`.
 
 It receives what the rank measures (`forwarding.py`), and does all that needs no engine: step log,
-metrics, their server and log, forecasts, and the comparison with other ranks. It ends with the
-training process, after the last scrape. If that process is killed, it completes the step log.
+metrics, their server and log, forecasts, readings of GPUs, and the comparison with other ranks. It
+ends with the training process, after the last scrape. If that process is killed, it completes the
+step log.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from ..common.phase_timer import PhaseTimer
 from ..common.rank_store import RankStore, StoreClientFactory, TargetDiscovery
 from ..common.step_errors import StepErrors
 from ..cross_rank.comparison_thread import ComparisonThread, figures_by_name, slow_phases
+from ..devices.nvml_probe import nvml_device_of
 from ..estimator.step_estimate import StepEstimate
 from ..estimator.volume_check import EngineVariant, WireVolumeCheck
 from ..instrumentation.flops import FlopsCounter
@@ -181,7 +183,14 @@ class Monitor:
         self._sent_run: str | None = None
         self._wants_records = False
         self._interval_start: Snapshot | None = None
-        self.device_readings: Readings = {}
+        self._sent_readings: Readings = {}
+        gpus = (nvml_device_of(device, uuid) for device, uuid in setup.gpus.items())
+        self._sampler = DeviceSampler(
+            recorder,
+            fail_open,
+            [gpu for gpu in gpus if gpu is not None],
+            settings.sampling.device_interval_seconds,
+        )
         self._estimates: dict[int, tuple[threading.Event, list[Any]]] = {}
         self._numbers = itertools.count(1)
         address = setup.store
@@ -264,6 +273,7 @@ class Monitor:
             on_device=setup.on_device,
         )
         tasks = {
+            "devices": self._sampler.read_devices,
             "memory": self._memory.publish,
             "run folder": self._run_info.poll,
             "overhead": self._publish_overhead,
@@ -299,6 +309,11 @@ class Monitor:
         if not self._is_closed:
             self._complete_after_kill()
         self._connection.close()
+
+    @property
+    def device_readings(self) -> Readings:
+        """The last readings of all devices, by device and name."""
+        return {**self._sent_readings, **self._sampler.device_readings}
 
     def _refusal(self) -> str | None:
         """Return why scrapes are refused, as a rank that does not run would not answer them.
@@ -367,7 +382,7 @@ class Monitor:
         for rank_set in self._groups.rank_sets():
             rank_set.issued = state.issued.get(rank_set.key, rank_set.issued)
         self._comparison.thread.announce_hang(state.hangs)
-        self.device_readings = state.device_readings
+        self._sent_readings = state.device_readings
         self._memory.forecasts.add_batch_risks(state.batch_risks)
         if state.idle_readings is not None:
             self._memory.add_idle_readings(state.idle_readings)
@@ -490,7 +505,12 @@ class Monitor:
     def _close(self) -> None:
         self._analysis.write_log()
         self._tick()
-        self._close_parts(self._comparison.thread.stop, self._memory.close, self._publish_overhead)
+        self._close_parts(
+            self._comparison.thread.stop,
+            self._memory.close,
+            self._sampler.close,
+            self._publish_overhead,
+        )
         self._close_parts(self._metrics_log.close, self._folder.close)
         self._connection.send(("ended", self._recorder.snapshot()))
 
@@ -500,6 +520,7 @@ class Monitor:
             self._analysis.write_log,
             self._tick,
             self._comparison.thread.stop,
+            self._sampler.close,
             self._metrics_log.close,
             self._folder.close,
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.nvml_library import HEALTHY, NvmlLibrary
 from torch import nn, optim
 
 from zerowatch.metrics.catalog import memory, training
@@ -19,6 +20,8 @@ from zerowatch.runtime.collectives.groups import Groups
 from zerowatch.runtime.common import process_info
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.torch_engine import TorchEngine
+from zerowatch.runtime.devices.cpu import CpuDevice
+from zerowatch.runtime.devices.nvml_probe import nvml_device
 from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
 from zerowatch.runtime.monitor import step_ring
 from zerowatch.runtime.separate_process import build
@@ -257,3 +260,14 @@ def test_another_process_finds_the_store_of_the_job(
     address = StoreAddress.of_job()
     assert address is not None
     assert address.open().get("k") == b"v"
+
+
+def test_gpus_are_left_to_the_monitoring_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = NvmlLibrary(monkeypatch, tmp_path / "nvml.txt")
+    gpu, cpu = nvml_device(0), CpuDevice()
+    assert gpu is not None
+
+    assert build._split([cpu, gpu]) == ([cpu], {"cuda:0": HEALTHY["0.uuid"]})
+    assert library.left_open == (0, 0)

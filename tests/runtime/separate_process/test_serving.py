@@ -9,16 +9,17 @@ import json
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fakes.nvml_library import HEALTHY, NvmlLibrary
 from fakes.scraper import eventually
 
-from zerowatch.metrics.catalog import communication, memory, overhead, training
+from zerowatch.metrics.catalog import communication, devices, memory, overhead, training
 from zerowatch.metrics.catalog.labels import OPS, PHASES
 from zerowatch.metrics.recorder import Recorder, Snapshot
 from zerowatch.metrics.settings import load_settings
@@ -97,7 +98,7 @@ class Rank:
         return RawStep(**values | fields)
 
 
-def setup(folder: Path, rank: Rank, groups: GroupSender) -> Setup:
+def setup(folder: Path, rank: Rank, groups: GroupSender, gpus: Mapping[str, str]) -> Setup:
     return Setup(
         settings=load_settings({"serve": {"port": 0}, "run_log": {"folder": folder}}),
         process=ProcessInfo(rank=0, local_rank=0, world_size=1, host="here", attempt=0),
@@ -108,6 +109,7 @@ def setup(folder: Path, rank: Rank, groups: GroupSender) -> Setup:
         peak_flops=1e9,
         baseline_bytes={"cpu": 50.0},
         devices_with_step_peaks=frozenset({"cpu"}),
+        gpus=gpus,
         info=("0.1", "2.13", "0.19", "gloo", "cpu", "2", "1"),
         ds_config={"zero_optimization": {"stage": 2}},
         each_rank_has_own_data=False,
@@ -143,11 +145,11 @@ def state(**fields: Any) -> State:
 class Served:
     """A monitoring process on a thread, and what it has answered."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, gpus: Mapping[str, str] | None = None) -> None:
         self.rank, self.groups = Rank(), GroupSender()
         self.connection, self._theirs = Connection.pair()
         self.answers: list[tuple[str, Any]] = []
-        given = setup(folder, self.rank, self.groups)
+        given = setup(folder, self.rank, self.groups, gpus or {})
         self.monitor: Any = None
         self._threads = [
             threading.Thread(target=lambda: self._serve(given)),
@@ -261,6 +263,25 @@ def test_a_device_keeps_its_exposed_time_and_anchors(served: Served) -> None:
 
     expected, _ = records_here(steps(Rank()))
     assert [repr(each) for each in served.named("records")[0]] == [repr(each) for each in expected]
+
+
+def test_gpus_are_read_by_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = NvmlLibrary(monkeypatch, tmp_path / "nvml.txt")
+    served = Served(tmp_path, {"cuda:0": str(HEALTHY["0.uuid"]), "cuda:1": "GPU-unknown"})
+    try:
+        served.send(wants_records=True)
+        served.send(served.rank.step(1), wants_records=True)
+        snapshot = served.end()
+    finally:
+        served.close()
+
+    assert snapshot.value(devices.DEVICE_UTILIZATION, "cuda:0") == 0.97
+    assert snapshot.value(devices.DEVICE_LOST, "cuda:0") == 0
+    assert {labels[0] for labels in snapshot.values[devices.DEVICE_POWER]} == {"cuda:0"}
+    [[record]] = served.named("records")
+    assert record.device_readings["cuda:0"]["power_watts"] == 650
+    assert record.device_readings["cpu"] == READINGS["cpu"]  # which the training process reads
+    assert library.left_open == (0, 0)
 
 
 def test_the_run_folder_and_the_metrics_contain_everything(served: Served, tmp_path: Path) -> None:
