@@ -18,14 +18,24 @@ from extension_locks import complaint, stale_locks
 from zerowatch.runtime.common.extension_locks import extensions_root
 from zerowatch.runtime.monitor import step_ring
 
-# Files whose jobs mostly wait or start one process at a time; they balance the workers.
+# Files of jobs for the workers that have done the other tests, the longest first; they balance the
+# workers. Most of these jobs wait much of their time.
 BESIDE_JOBS = (
     "tests/docs/test_code_blocks.py",
-    "tests/runtime/cli/test_run_command.py",
-    "tests/runtime/cross_rank/hang/test_hang_job.py",
+    "tests/runtime/separate_process/test_separate_process_job.py",
     "tests/runtime/memory/oom/test_oom_job.py",
+    "tests/runtime/monitor/test_engine_watch.py",
+    "tests/runtime/estimator/test_model_memory_measured.py",
+    "tests/runtime/cross_rank/test_injected_delays.py",
+    "tests/runtime/cross_rank/hang/test_hang_job.py",
     "tests/runtime/monitor/test_interrupted_job.py",
+    "tests/runtime/trainer/oom_recovery/test_unguarded_oom_job.py",
+    "tests/runtime/cli/test_zero_code_jobs.py",
+    "tests/runtime/memory/forecast/test_peak_model_job.py",
+    "tests/runtime/cross_rank/test_late_rank_job.py",
+    "tests/runtime/trainer/data/test_balance_job.py",
     "tests/runtime/trainer/checkpoint/test_restart_job.py",
+    "tests/runtime/cli/test_run_command.py",
 )
 
 # A test or its jobs that take longer are printed at once; on an idle machine only the compilation
@@ -124,8 +134,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Until DeepSpeed's optimizers are compiled, on a new machine, jobs wait and other tests do not.
     """
     job_files = {item.path for item in items if item.get_closest_marker("jobs")}
-    beside = {item.config.rootpath / file for item in items[:1] for file in BESIDE_JOBS}
-    items.sort(key=lambda item: (item.path in beside, item.path not in job_files))
+    beside = {
+        item.config.rootpath / file: number
+        for item in items[:1]
+        for number, file in enumerate(BESIDE_JOBS, start=1)
+    }
+    items.sort(key=lambda item: (beside.get(item.path, 0), item.path not in job_files))
 
 
 @pytest.hookimpl(tryfirst=True)

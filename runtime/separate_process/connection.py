@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import queue
 import select
 import socket
 import struct
@@ -18,8 +19,11 @@ from typing import Any
 
 _LENGTH = struct.Struct("<I")
 _PROTOCOL = pickle.HIGHEST_PROTOCOL
-# Bytes that wait for the other process. With more, the connection is closed: it has stopped.
+# Bytes that wait for the other process. With more, the connection is closed: it has stopped. Also
+# the bytes that are read ahead.
 MAX_WAITING_BYTES = 64 * 2**20
+# Time between two looks whether so many bytes have been taken that more can be read ahead.
+FULL_SECONDS = 0.1
 
 
 def pickled(value: object) -> bytes:
@@ -42,6 +46,8 @@ class Connection:
         self._waiting = bytearray()
         self._lock = threading.Lock()
         self._is_closed = False
+        self._ahead: queue.SimpleQueue[bytearray | None] | None = None
+        self._num_read = self._num_taken = 0  # bytes of messages that were read ahead
 
     @classmethod
     def pair(cls) -> tuple[Connection, Connection]:
@@ -88,6 +94,14 @@ class Connection:
                 self._send_waiting()
         return not self._is_closed
 
+    def read_ahead(self) -> None:
+        """Read on a thread from now on, so that nothing waits in the other process.
+
+        There it would be lost if that process were killed.
+        """
+        self._ahead = queue.SimpleQueue()
+        threading.Thread(target=self._read_ahead, name="zerowatch-reader", daemon=True).start()
+
     def receive(self, silent_seconds: float | None = None) -> Iterator[Any]:
         """Yield the messages of the other process, until it ends or closes its end.
 
@@ -95,11 +109,11 @@ class Connection:
             silent_seconds: Yield None after each period of this length without a message.
         """
         while True:
-            if silent_seconds is not None and not self._is_ready(select.POLLIN, silent_seconds):
+            try:
+                data = self._next_message(silent_seconds)
+            except TimeoutError:
                 yield None
                 continue
-            header = self._read(_LENGTH.size)
-            data = None if header is None else self._read(_LENGTH.unpack(header)[0])
             if data is None:
                 return
             yield pickle.loads(data)
@@ -125,6 +139,40 @@ class Connection:
         except OSError:
             self._is_closed = True
             self._waiting.clear()
+
+    def _next_message(self, silent_seconds: float | None) -> bytearray | None:
+        """Return the next message, or None at the end.
+
+        Raises:
+            TimeoutError: There was none in this time.
+        """
+        if self._ahead is None:
+            if silent_seconds is not None and not self._is_ready(select.POLLIN, silent_seconds):
+                raise TimeoutError
+            return self._read_message()
+        try:
+            data = self._ahead.get(timeout=silent_seconds)
+        except queue.Empty:
+            raise TimeoutError from None
+        if data is None:
+            self._ahead.put(None)  # for another call of `receive`
+        else:
+            self._num_taken += len(data)
+        return data
+
+    def _read_ahead(self) -> None:
+        assert self._ahead is not None
+        data: bytearray | None = bytearray()
+        while data is not None:
+            while self._num_read - self._num_taken > MAX_WAITING_BYTES:
+                time.sleep(FULL_SECONDS)
+            data = self._read_message()
+            self._num_read += len(data or b"")
+            self._ahead.put(data)
+
+    def _read_message(self) -> bytearray | None:
+        header = self._read(_LENGTH.size)
+        return None if header is None else self._read(_LENGTH.unpack(header)[0])
 
     def _is_ready(self, events: int, timeout_seconds: float) -> bool:
         poll = select.poll()  # `select.select` refuses descriptors from 1024 on

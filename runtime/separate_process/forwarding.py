@@ -96,7 +96,7 @@ class MonitoringProcess:
         variables = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", f"{__package__}.serving", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", str(__package__), str(theirs.fileno())],
                 env=os.environ | variables,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,

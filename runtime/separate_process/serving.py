@@ -1,4 +1,4 @@
-"""The monitoring process of one rank: `python -m zerowatch.runtime.separate_process.serving FD`.
+"""The monitoring process of one rank, which `__main__.py` starts.
 
 It receives what the rank measures (`forwarding.py`), and does all that needs no engine: step log,
 metrics, their server and log, forecasts, readings of GPUs, and the comparison with other ranks. It
@@ -13,9 +13,6 @@ import itertools
 import logging
 import os
 import pickle
-import signal
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -533,19 +530,10 @@ class Monitor:
             self._fail_open.call("close", close)
 
 
-def main(descriptor: int) -> None:
-    """Monitor the rank at the other end of the socket until it ends."""
-    # The training process decides when it ends; its last steps must still be written.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+def serve(connection: Connection) -> None:
+    """Monitor the rank at the other end of the connection until it ends."""
     os.nice(NICENESS)
     show_own_lines()
-    connection = Connection(socket.socket(fileno=descriptor))
     first = next(connection.receive(), None)
-    if first is None:
-        return
-    Monitor(first[1], connection).run()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    if first is not None:
+        Monitor(first[1], connection).run()

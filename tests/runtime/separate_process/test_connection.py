@@ -69,6 +69,54 @@ def test_a_process_that_has_stopped_is_given_up_before_messages_fill_the_memory(
     assert len(list(theirs.receive())) < 10
 
 
+def test_what_is_read_ahead_survives_the_other_process(
+    ends: tuple[Connection, Connection],
+) -> None:
+    ours, theirs = ends
+    sent = [bytes([number]) * 500_000 for number in range(20)]
+    theirs.read_ahead()
+
+    assert all(ours.send(block) for block in sent)  # far more than a socket holds
+    assert ours.flush(60)
+    ours.close_here()
+
+    assert list(theirs.receive()) == sent
+    assert list(theirs.receive()) == []
+
+
+def test_a_process_reads_ahead_up_to_a_limit(
+    ends: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = ends
+    blocks = [bytes([number]) * 500_000 for number in range(20)]
+    assert all(ours.send(block) for block in blocks)
+    monkeypatch.setattr(connection, "MAX_WAITING_BYTES", 1_000_000)
+    theirs.read_ahead()
+
+    assert eventually(lambda: not ours.flush(0.1) and theirs._num_read > 1_000_000, 60)
+    assert theirs._num_read <= 1_500_000
+    received: list[bytes] = []
+    reading = threading.Thread(target=lambda: received.extend(theirs.receive()))
+    reading.start()
+
+    assert ours.flush(60)
+    ours.close()
+    reading.join(60)
+    assert received == blocks
+
+
+def test_without_messages_ahead_nothing_is_yielded_after_each_period(
+    ends: tuple[Connection, Connection],
+) -> None:
+    ours, theirs = ends
+    theirs.read_ahead()
+    received = theirs.receive(silent_seconds=0.001)
+
+    assert next(received) is None
+    ours.send("x")
+    assert eventually(lambda: next(received) == "x", 60)
+
+
 def test_the_end_of_the_other_process_ends_receiving_and_refuses_messages(
     ends: tuple[Connection, Connection],
 ) -> None:

@@ -1,0 +1,30 @@
+"""Starts the monitoring process of one rank: `python -m zerowatch.runtime.separate_process FD`.
+
+It reads what the rank sends before anything else. To import torch takes seconds, in which a rank
+with short steps sends more than a socket holds. If the rank were killed then, these steps would be
+lost.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+
+from .connection import Connection
+
+
+def main(descriptor: int) -> None:
+    """Monitor the rank at the other end of the socket until it ends."""
+    # The training process decides when it ends; its last steps must still be written.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    connection = Connection(socket.socket(fileno=descriptor))
+    connection.read_ahead()
+    from .serving import serve
+
+    serve(connection)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
