@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 
 from ...metrics.catalog import overhead, training
+from ...metrics.recorder import Recorder
 from ..collectives.instrument import CollectiveInstrumentation
 from ..instrumentation.engine_instrumentation import EngineInstrumentation
 from ..instrumentation.watch_context import WatchContext
@@ -49,17 +50,14 @@ class OverheadMetrics:
 
     def publish(self) -> None:
         """Publish all values as they are now."""
-        recorder = self._context.recorder
-        idle_seconds = self._context.phase_timer.idle_seconds()
-        with recorder.commit():
-            recorder.set(training.LAST_ACTIVITY_TIMESTAMP, time.time() - idle_seconds)
-            recorder.set(overhead.WATCH_LAST_UPDATE_TIMESTAMP, time.time())
-            for part, seconds in self._seconds().items():
-                recorder.set(overhead.WATCH_SECONDS, seconds, part)
-            for part, num_lost in self._dropped().items():
-                recorder.set(overhead.DROPPED_RECORDS, num_lost, part)
-            for hook, failures in list(self._context.fail_open.failures.items()):
-                recorder.set(overhead.HOOK_FAILURES, failures, hook)
+        publish_overhead(
+            self._context.recorder,
+            updated_at=time.time(),
+            idle_seconds=self._context.phase_timer.idle_seconds(),
+            seconds=self._seconds(),
+            dropped=self._dropped(),
+            failures=dict(self._context.fail_open.failures),
+        )
 
     def _seconds(self) -> Mapping[str, float]:
         """Return the seconds spent so far, by part."""
@@ -86,3 +84,33 @@ class OverheadMetrics:
         if self._sinks.has_sinks:
             dropped["sinks"] = self._sinks.dropped
         return dropped | ({"otlp": self._otel.dropped} if self._otel.is_on else {})
+
+
+def publish_overhead(
+    recorder: Recorder,
+    *,
+    updated_at: float,
+    idle_seconds: float,
+    seconds: Mapping[str, float],
+    dropped: Mapping[str, int],
+    failures: Mapping[str, int],
+) -> None:
+    """Publish what monitoring costs and has lost.
+
+    Args:
+        recorder: Gets the values.
+        updated_at: When the training process was last heard of, in Unix seconds.
+        idle_seconds: Time since training last made progress.
+        seconds: The cost by part.
+        dropped: Lost records by part.
+        failures: Failures by hook.
+    """
+    with recorder.commit():
+        recorder.set(training.LAST_ACTIVITY_TIMESTAMP, time.time() - idle_seconds)
+        recorder.set(overhead.WATCH_LAST_UPDATE_TIMESTAMP, updated_at)
+        for part, spent in seconds.items():
+            recorder.set(overhead.WATCH_SECONDS, spent, part)
+        for part, num_lost in dropped.items():
+            recorder.set(overhead.DROPPED_RECORDS, num_lost, part)
+        for hook, num_failures in failures.items():
+            recorder.set(overhead.HOOK_FAILURES, num_failures, hook)

@@ -15,6 +15,7 @@ import os
 import pickle
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter_ns
 from types import SimpleNamespace
@@ -44,6 +45,7 @@ from ..monitor.console_logging import show_own_lines
 from ..monitor.device_sampler import DeviceSampler
 from ..monitor.memory_analysis import MemoryAnalysis
 from ..monitor.metrics_log import MetricsLog
+from ..monitor.overhead_metrics import publish_overhead
 from ..monitor.run_folder import RUN_ID_TIMEOUT_SECONDS, RunFolder
 from ..monitor.run_info import RunInfoPublisher, publish_thresholds
 from ..monitor.step_analysis import StepAnalysis
@@ -477,27 +479,20 @@ class Monitor:
         return float(self._fail_open.num_dead_threads + there)
 
     def _publish_overhead(self) -> None:
-        recorder, state = self._recorder, self._state
+        state = self._state
         if state is None:
             return
-        idle_seconds = self._timer.idle_seconds()
-        failures = dict(self._fail_open.failures)
-        for hook, number in state.failures.items():
-            failures[hook] = failures.get(hook, 0) + number
-        dropped = dict(state.dropped)
-        dropped["run_log"] = self._folder.dropped + self._metrics_log.dropped
         # The server counts its own time.
-        served = recorder.value(overhead.WATCH_SECONDS, "http_thread") or 0.0
-        seconds = {**state.seconds, "monitoring_process": time.process_time() - served}
-        with recorder.commit():
-            recorder.set(training.LAST_ACTIVITY_TIMESTAMP, time.time() - idle_seconds)
-            recorder.set(overhead.WATCH_LAST_UPDATE_TIMESTAMP, self._state_at)
-            for part, spent in seconds.items():
-                recorder.set(overhead.WATCH_SECONDS, spent, part)
-            for part, number in dropped.items():
-                recorder.set(overhead.DROPPED_RECORDS, number, part)
-            for hook, number in failures.items():
-                recorder.set(overhead.HOOK_FAILURES, number, hook)
+        served = self._recorder.value(overhead.WATCH_SECONDS, "http_thread") or 0.0
+        num_unwritten = self._folder.dropped + self._metrics_log.dropped
+        publish_overhead(
+            self._recorder,
+            updated_at=self._state_at,
+            idle_seconds=self._timer.idle_seconds(),
+            seconds={**state.seconds, "monitoring_process": time.process_time() - served},
+            dropped={**state.dropped, "run_log": num_unwritten},
+            failures=Counter(self._fail_open.failures) + Counter(state.failures),
+        )
 
     def _close(self) -> None:
         self._analysis.write_log()
