@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import os
 
@@ -54,8 +55,9 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     train(device, arguments.steps, arguments.accumulate)
-    # The model is gone by now. Had it the last reference to the group, torch 2.13 could hang: with
-    # the GIL held it joins a thread of gloo that waits for the GIL.
+    # Now the model is gone. Had it the last reference to the group, torch 2.13 could hang: with the
+    # GIL held it would join a thread of gloo that waits for the GIL.
+    gc.collect()
     dist.destroy_process_group()
 
 

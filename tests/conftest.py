@@ -2,7 +2,7 @@
 
 Tests of jobs come first, and fail at once if they would wait for the lock of a killed job. One of
 three workers of pytest-xdist runs most files of jobs. Two jobs at a time would need four cores, but
-a job and the other tests leave a third to a half of two cores idle, so there are two more workers.
+most jobs wait for a part of their time: two workers leave some time of two cores unused.
 """
 
 from __future__ import annotations
@@ -111,6 +111,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Return a scheduler like xdist's own for `--dist loadfile`, but with all jobs together."""
     from xdist.scheduler import LoadScopeScheduling
+
+    assert all((config.rootpath / file).is_file() for file in BESIDE_JOBS), "a renamed file?"
 
     @cache
     def has_jobs(file: str) -> bool:

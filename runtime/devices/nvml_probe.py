@@ -105,13 +105,13 @@ def nvml_device_of(device: str, uuid: str, now: Clock = time.monotonic) -> NvmlD
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        logger.info("%s: no utilization, power or temperature: NVML: %s", device, error)
+        logger.warning("%s: no utilization, power or health: NVML: %s", device, error)
         return None
     try:
         return NvmlDevice(device, pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid), now)
     except pynvml.NVMLError as error:
         pynvml.nvmlShutdown()
-        logger.info("%s: no utilization, power or temperature: NVML: %s: %s", device, uuid, error)
+        logger.warning("%s: no utilization, power or health: NVML: %s: %s", device, uuid, error)
         return None
 
 

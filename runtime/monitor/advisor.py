@@ -88,6 +88,7 @@ class Advisor:
         self._knobs_class = call("advisor", _import_knobs) if is_enabled and not is_torch else None
         self._is_enabled = is_enabled and (is_torch or self._knobs_class is not None)
         self._reporter: DecisionReporter | None = None
+        self._knobs: ReadOnlyKnobs | None = None
         self._intervals = intervals or SnapshotIntervals(context.recorder)
         self._has_begun = False
         self._since, self._first_step = 0.0, 0
@@ -138,9 +139,9 @@ class Advisor:
             self._reporter.on_diagnosis(())
             let_training_run()
             if self._knobs_class is not None and is_data_parallel(engine):
-                knobs = self._knobs_class(engine, self._context.identity.world_size)
+                self._knobs = self._knobs_class(engine, self._context.identity.world_size)
                 let_training_run()
-                self._reporter.on_configuration(knobs.values())
+                self._reporter.on_configuration(self._knobs.values())
         return self._reporter
 
     def _advise(self, reporter: DecisionReporter, engine: Any, reading: MetricsDelta) -> None:
@@ -155,7 +156,7 @@ class Advisor:
         reporter.on_configuration(inputs.configuration)
         let_training_run()
         seen = set()
-        for proposal in propose(inputs):
+        for proposal in propose(inputs, let_training_run):
             let_training_run()
             name = proposal.symptom.name
             group = "waiting" if name in WAITING_SYMPTOMS else name
@@ -179,17 +180,15 @@ class Advisor:
         thresholds: Thresholds,
     ) -> TunerInput | None:
         """Return the input of proposals. None if not data parallel: predictions do not exist."""
-        if self._knobs_class is None or not is_data_parallel(engine):
+        if self._knobs is None or not is_data_parallel(engine):
             return None
         if self._facts is None:
             self._facts = job_facts(engine)
         let_training_run()
         settings = self._context.settings.tuner
-        knobs = self._knobs_class(engine, self._facts.world_size)
+        configuration = self._knobs.values()
         let_training_run()
-        configuration = knobs.values()
-        let_training_run()
-        options = knobs.options()
+        options = self._knobs.options()
         let_training_run()
         return TunerInput(
             configuration=configuration,

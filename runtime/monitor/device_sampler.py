@@ -9,12 +9,13 @@ from ...metrics.catalog import devices as device_metrics
 from ...metrics.catalog.spec import MetricSpec
 from ...metrics.recorder import Recorder
 from ..common.fail_open import FailOpen
+from ..common.gil_pauses import let_training_run
 from ..devices.device_probes import DeviceProbe
 from ..memory.memory_reader import Readings
 
 
 class DeviceSampler:
-    """Reads the device probes of a rank. Only the watch thread uses it.
+    """Reads the device probes of a rank. Only one thread uses it.
 
     Attributes:
         device_readings: The last readings, by device and name.
@@ -54,6 +55,7 @@ class DeviceSampler:
         self._device_due = now + self._device_interval_seconds
         readings = ((device, read()) for device, read in self._devices.items())
         self.device_readings = {device: values for device, values in readings if values}
+        let_training_run()
         series = dict(self._series())
         with self._recorder.commit():
             for (spec, labels), value in series.items():

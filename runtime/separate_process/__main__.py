@@ -7,11 +7,15 @@ lost.
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
 
 from .connection import Connection
+
+# Training comes first if all cores are busy.
+NICENESS = 5
 
 
 def main(descriptor: int) -> None:
@@ -19,6 +23,7 @@ def main(descriptor: int) -> None:
     # The training process decides when it ends; its last steps must still be written.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    os.nice(NICENESS)  # threads inherit it
     connection = Connection(socket.socket(fileno=descriptor))
     connection.read_ahead()
     from .serving import serve

@@ -368,7 +368,7 @@ def _split(probes: Sequence[DeviceProbe]) -> tuple[list[DeviceProbe], dict[str, 
     """Return the probes that remain here, and the UUIDs of GPUs that the other process reads.
 
     The use of the CPU is that of this process. A GPU is read by NVML, some thirty calls of its
-    driver, from any process.
+    driver, from any process. XIDs until the other process has started are not counted.
     """
     here: list[DeviceProbe] = []
     gpus: dict[str, str] = {}

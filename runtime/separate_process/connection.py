@@ -95,7 +95,7 @@ class Connection:
         return not self._is_closed
 
     def read_ahead(self) -> None:
-        """Read on a thread from now on, so that nothing waits in the other process.
+        """Read on a thread from now on, so that little waits in the other process.
 
         There it would be lost if that process were killed.
         """
@@ -162,13 +162,15 @@ class Connection:
 
     def _read_ahead(self) -> None:
         assert self._ahead is not None
-        data: bytearray | None = bytearray()
-        while data is not None:
-            while self._num_read - self._num_taken > MAX_WAITING_BYTES:
-                time.sleep(FULL_SECONDS)
-            data = self._read_message()
-            self._num_read += len(data or b"")
-            self._ahead.put(data)
+        try:
+            while (data := self._read_message()) is not None:
+                self._num_read += len(data)
+                self._ahead.put(data)
+                while self._num_read - self._num_taken > MAX_WAITING_BYTES:
+                    time.sleep(FULL_SECONDS)
+        finally:
+            self.close()  # if there was no memory for a message, too
+            self._ahead.put(None)
 
     def _read_message(self) -> bytearray | None:
         header = self._read(_LENGTH.size)

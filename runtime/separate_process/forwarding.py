@@ -27,6 +27,7 @@ from ...metrics.thresholds import OOM_RISK_HIGH
 from ..collectives.call_batch import CallBatch
 from ..collectives.groups import Groups
 from ..common.fail_open import FailOpen
+from ..common.gil_pauses import let_training_run
 from ..common.launcher_link import send_run_folder
 from ..common.phase_timer import NON_TRAINING
 from ..estimator.volume_check import EngineVariant, engine_variant, estimate_data_parallel
@@ -357,6 +358,7 @@ class Forwarder:
         the other ranks.
         """
         state = self.state()
+        let_training_run()
         self._send(state)
         if state is not None and (perf_counter_ns() - state.since_ns) / 1e9 > IN_FLIGHT_SECONDS:
             self._send_in_flight()

@@ -27,6 +27,7 @@ from ...metrics.catalog import BY_NAME, overhead, training
 from ...metrics.exporters.server import MetricsServer
 from ...metrics.recorder import Recorder, Snapshot
 from ...metrics.step_record import StepRecord
+from ...metrics.thresholds import OOM_RISK_HIGH
 from ..collectives.call_recorder import CallRecorder
 from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer
@@ -64,10 +65,12 @@ logger = logging.getLogger(__name__)
 SILENT_SECONDS = 1.0
 # Time without a message after which scrapes are not answered. A message comes every second.
 MAX_SILENT_SECONDS = 10.0
-# Training comes first if all cores are busy.
-NICENESS = 5
+# Time between two readings of the GPUs if their interval is shorter; longest wait for their end.
+GPU_SECONDS = 1.0
 # Time between two looks for the id of the run at the start.
 START_POLL_SECONDS = 0.1
+# Time between two messages to the training process with forecasts, unless memory may soon run out.
+FORECAST_SECONDS = 5.0
 # Longest wait for an estimate, which the training process makes.
 ESTIMATE_SECONDS = 600.0
 
@@ -158,6 +161,53 @@ class Comparison:
         self.thread.volume_ratio = self.volume_check.ratio()
 
 
+class GpuReadings:
+    """Reads the GPUs of the rank by NVML, on its own thread, because a broken GPU may block NVML.
+
+    Args:
+        setup: Names the GPUs.
+        recorder: Gets the values.
+        fail_open: Guards the thread.
+    """
+
+    def __init__(self, setup: Setup, recorder: Recorder, fail_open: FailOpen) -> None:
+        self._gpus, self._recorder, self._fail_open = setup.gpus, recorder, fail_open
+        self._interval_seconds = setup.settings.sampling.device_interval_seconds
+        self._sampler: DeviceSampler | None = None
+        self._is_closing = threading.Event()
+        self._thread = fail_open.thread("devices", self._run)
+
+    @property
+    def readings(self) -> Readings:
+        """The last readings, by device and name."""
+        return {} if self._sampler is None else self._sampler.device_readings
+
+    def start(self) -> None:
+        """Start the thread, if there is a GPU."""
+        if self._gpus:
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, unless it is in a call of the driver that does not return."""
+        self._is_closing.set()
+        if self._thread.was_started:
+            self._thread.join(GPU_SECONDS)
+
+    def _run(self) -> None:
+        gpus = [nvml_device_of(device, uuid) for device, uuid in self._gpus.items()]
+        self._sampler = sampler = DeviceSampler(
+            self._recorder,
+            self._fail_open,
+            [gpu for gpu in gpus if gpu is not None],
+            self._interval_seconds,
+        )
+        read = self._fail_open.wrap("devices", sampler.read_devices)
+        while not self._is_closing.is_set():
+            read()
+            self._is_closing.wait(GPU_SECONDS)
+        sampler.close()
+
+
 class Monitor:
     """Analyses what one rank sends. All methods run on the main thread.
 
@@ -183,13 +233,7 @@ class Monitor:
         self._wants_records = False
         self._interval_start: Snapshot | None = None
         self._sent_readings: Readings = {}
-        gpus = (nvml_device_of(device, uuid) for device, uuid in setup.gpus.items())
-        self._sampler = DeviceSampler(
-            recorder,
-            fail_open,
-            [gpu for gpu in gpus if gpu is not None],
-            settings.sampling.device_interval_seconds,
-        )
+        self._gpus = GpuReadings(setup, recorder, fail_open)
         self._estimates: dict[int, tuple[threading.Event, list[Any]]] = {}
         self._numbers = itertools.count(1)
         address = setup.store
@@ -251,6 +295,7 @@ class Monitor:
             folder=lambda: folder.path,
         )
         self._sent_forecasts: object = self._memory.forecasts.forecasts
+        self._forecasts_due = 0.0
         self._comparison = comparison = Comparison(context, setup, self._ask_estimate)
         thread = comparison.thread
         thread.expected_pause = lambda: None if self._state is None else self._state.pause
@@ -272,7 +317,6 @@ class Monitor:
             on_device=setup.on_device,
         )
         tasks = {
-            "devices": self._sampler.read_devices,
             "memory": self._memory.publish,
             "run folder": self._run_info.poll,
             "overhead": self._publish_overhead,
@@ -282,6 +326,7 @@ class Monitor:
         self._tasks = [fail_open.wrap(name, task) for name, task in tasks.items()]
         self._handle = fail_open.wrap("message", self._handle_message, is_kept=True)
         comparison.thread.start()
+        self._gpus.start()
 
     def run(self) -> None:
         """Monitor until the watch or the training process ends, and serve until the last scrape."""
@@ -312,7 +357,7 @@ class Monitor:
     @property
     def device_readings(self) -> Readings:
         """The last readings of all devices, by device and name."""
-        return {**self._sent_readings, **self._sampler.device_readings}
+        return {**self._sent_readings, **self._gpus.readings}
 
     def _refusal(self) -> str | None:
         """Return why scrapes are refused, as a rank that does not run would not answer them.
@@ -443,8 +488,12 @@ class Monitor:
         """Send what the training process must know, if it has changed."""
         self._send_run()
         forecasts = self._memory.forecasts
-        if forecasts.forecasts is not self._sent_forecasts:  # it is replaced as a whole
+        is_due = time.monotonic() >= self._forecasts_due
+        is_risky = max(forecasts.risks.values(), default=0.0) >= OOM_RISK_HIGH
+        is_new = forecasts.forecasts is not self._sent_forecasts  # it is replaced as a whole
+        if is_new and (is_due or is_risky):
             self._sent_forecasts = forecasts.forecasts
+            self._forecasts_due = time.monotonic() + FORECAST_SECONDS
             self._connection.send(("forecasts", forecasts.state()))
         thread = self._comparison.thread
         peers = Peers(
@@ -500,7 +549,7 @@ class Monitor:
         self._close_parts(
             self._comparison.thread.stop,
             self._memory.close,
-            self._sampler.close,
+            self._gpus.close,
             self._publish_overhead,
         )
         self._close_parts(self._metrics_log.close, self._folder.close)
@@ -512,7 +561,7 @@ class Monitor:
             self._analysis.write_log,
             self._tick,
             self._comparison.thread.stop,
-            self._sampler.close,
+            self._gpus.close,
             self._metrics_log.close,
             self._folder.close,
         )
@@ -527,7 +576,6 @@ class Monitor:
 
 def serve(connection: Connection) -> None:
     """Monitor the rank at the other end of the connection until it ends."""
-    os.nice(NICENESS)
     show_own_lines()
     first = next(connection.receive(), None)
     if first is not None:

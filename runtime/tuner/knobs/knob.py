@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 
 from ....errors import ZerowatchError
+from ...common.gil_pauses import let_training_run
 from ...common.undo import Undo
 from ..policy.knob_registry import KnobSpec
 from ..policy.policy_types import Configuration, Value
@@ -94,7 +95,11 @@ class KnobSet:
 
     def values(self) -> Configuration:
         """Return the value of each available knob."""
-        return {knob.name: knob.get() for knob in self._available()}
+        found: dict[str, Value] = {}
+        for knob in self._available():
+            found[knob.name] = knob.get()
+            let_training_run()
+        return found
 
     def options(self) -> Mapping[str, Sequence[Value]]:
         """Return the values of each knob with several values. Log once why others are fixed."""
@@ -102,6 +107,7 @@ class KnobSet:
         for name, knob in self._by_name.items():
             reason = knob.unsupported_reason()
             options = () if reason is not None else tuple(knob.options())
+            let_training_run()
             if len(options) > 1:
                 options_by_name[name] = options
             elif name not in self._logged:

@@ -9,6 +9,7 @@ import torch
 
 from ....errors import DsConfigError
 from ...common.ds_config import EngineSource, merged, training_config, zero_stage
+from ...common.gil_pauses import let_training_run
 from ...engine.live_settings.zero_optimizer import total_elements
 from ...engine.rebuild.preconditions import unsupported_reason
 from ...estimator.engine_estimate import estimated_layouts
@@ -138,8 +139,12 @@ class ZeroLayoutKnob(ReadableKnob):
     def options(self) -> Sequence[Value]:
         """Return the value in use, and all values with an effect that a rebuild supports."""
         domain = self.spec.domain
-        values = domain if isinstance(domain, tuple) else ()
-        return [value for value in values if value == self.get() or self._is_useful(value)]
+        found = []
+        for value in domain if isinstance(domain, tuple) else ():
+            if value == self.get() or self._is_useful(value):
+                found.append(value)
+            let_training_run()
+        return found
 
     def _is_useful(self, value: Value) -> bool:
         if self.spec.moves_to_host and value and self._layouts.on_host:

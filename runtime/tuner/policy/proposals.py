@@ -7,7 +7,7 @@ it was rejected in this context before.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .diagnose import (
@@ -82,22 +82,26 @@ class TunerInput:
         return next((one for one in self.symptoms if one.name == name), None)
 
 
-def propose(inputs: TunerInput) -> list[Proposal]:
+def propose(inputs: TunerInput, pause: Callable[[], object] = lambda: None) -> list[Proposal]:
     """Return the changes to try, the most promising first.
 
     Under memory pressure, these are only changes that free memory, one per knob. They need not make
     training faster. Otherwise, the result has the best configuration of the history, changes with a
     predicted gain, changes that only a trial can judge, and the undoing of measures that are no
     longer needed.
+
+    Args:
+        inputs: What is known of the job.
+        pause: Called between two proposals, as each takes some tenths of a millisecond.
     """
     pressure = inputs.symptom(MEMORY_PRESSURE)
     if pressure is not None:
         return _first_per_knob(_for_symptom(inputs, pressure))
-    proposals = [
-        proposal
-        for symptom in _actionable_symptoms(inputs)
-        for proposal in _worth_trying(_for_symptom(inputs, symptom))
-    ]
+    proposals = []
+    for symptom in _actionable_symptoms(inputs):
+        for proposal in _worth_trying(_for_symptom(inputs, symptom)):
+            proposals.append(proposal)
+            pause()
     return _dedupe(
         [*_from_history(inputs), *sorted(proposals, key=_priority), *relaxations(inputs)]
     )

@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from bench.monitoring_cost.thread_cost_job import by_metric
 from gpu.jobs import engines
 
 import zerowatch
+from zerowatch.metrics.catalog.devices import DEVICE_UTILIZATION
 
 # Width, layers, tokens, samples, blocks with monitoring, steps that settle, steps of a block.
 SIZES = {
@@ -72,7 +74,9 @@ def used_by_us(watch: Any) -> dict[str, float]:
     if watch is None:
         return {}
     parts = by_metric(watch)
-    threads = {name: cpu_seconds(os.getpid(), each) for each, name in own_threads().items()}
+    threads = defaultdict[str, float](float)
+    for thread_id, name in own_threads().items():
+        threads[name] += cpu_seconds(os.getpid(), thread_id)
     return {
         **threads,
         "threads": sum(threads.values()),
@@ -91,6 +95,7 @@ def main(size: str, stage: int) -> None:
     engine = engines.make_engine(model, config)
     rows = torch.randint(0, VOCABULARY, (samples, tokens + 1), device=engine.device)
     failures: dict[str, Any] = {}
+    devices_read = set[str]()
 
     def steps(number: int) -> None:
         for _ in range(number):
@@ -102,6 +107,8 @@ def main(size: str, stage: int) -> None:
         assert watch.address is not None  # a monitoring process has started by now
         found = block(steps, settling, count, watch)
         failures.update(engines.hook_failures(watch))
+        series = watch.snapshot().values.get(DEVICE_UTILIZATION, {})
+        devices_read.update(labels[0] for labels in series)
         watch.close()
         return found
 
@@ -114,7 +121,8 @@ def main(size: str, stage: int) -> None:
         str(interval): monitored(sampling={"exact_collectives_steps": interval})
         for interval in ((0, 1) if size != "short" else ())
     }
-    engines.report({**found, "exact": exact, "parameters": num_parameters, "failures": failures})
+    more = {"parameters": num_parameters, "failures": failures, "devices": sorted(devices_read)}
+    engines.report({**found, "exact": exact, **more})
 
 
 if __name__ == "__main__":

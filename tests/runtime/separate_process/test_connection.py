@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -146,3 +148,11 @@ def test_without_messages_nothing_is_yielded_after_each_period(
     assert next(received) is None
     ours.send("x")
     assert eventually(lambda: next(received) == "x", 60)
+
+
+def test_reading_ahead_begins_before_torch_is_imported() -> None:
+    imports = "import sys, zerowatch.runtime.separate_process.__main__"
+    code = f"{imports}; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert found.stdout == "False\n"

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.jobs
 
 SEPARATE = {"ZEROWATCH_PROCESS_SEPARATE": "true"}
 CONFIGURATIONS = ("stage 0", "stage 1", "stage 2", "stage 3", "stage 3, optimizer on cpu")
-QUICK = ("stage 2", "stage 3, optimizer on cpu")
+QUICK = ("stage 3, optimizer on cpu",)
 each_configuration = pytest.mark.parametrize("name", tiers(CONFIGURATIONS, QUICK))
 
 

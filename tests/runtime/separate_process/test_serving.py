@@ -270,6 +270,7 @@ def test_gpus_are_read_by_this_process(tmp_path: Path, monkeypatch: pytest.Monke
     served = Served(tmp_path, {"cuda:0": str(HEALTHY["0.uuid"]), "cuda:1": "GPU-unknown"})
     try:
         served.send(wants_records=True)
+        assert eventually(lambda: "cuda:0" in getattr(served.monitor, "device_readings", ()), 60)
         served.send(served.rank.step(1), wants_records=True)
         snapshot = served.end()
     finally:

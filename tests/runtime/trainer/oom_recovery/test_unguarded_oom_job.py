@@ -12,7 +12,7 @@ from scripts.launching import SCRIPTS
 
 pytestmark = pytest.mark.jobs
 
-QUICK = [(2, "stage 2, small buckets per owner", ""), (2, "stage 3, eager prefetching", "")]
+QUICK = [(2, "stage 3, eager prefetching", "")]
 ENGINES = (
     "stage 2, small buckets",
     "stage 2, overlapping",
@@ -27,6 +27,7 @@ FEATURES = ("checkpointing", "rebuild", "evaluate", "save")
 RUNS = tiers(
     [
         *QUICK,
+        (2, "stage 2, small buckets per owner", ""),
         *((3, name, "") for name in ENGINES),
         *((2, "stage 2, small buckets", feature) for feature in FEATURES),
         *((2, "stage 3, eager prefetching", feature) for feature in FEATURES),
