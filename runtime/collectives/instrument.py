@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from ..common.fail_open import FailOpen
 from ..common.hot_path import RecordedFunction, RecordedWait, WrapperState
 from ..common.patching import PatchSet
+from ..common.tracing import flags, is_traced
 from .call_reader import CallReader, backend_readers, torch_readers
 from .call_recorder import BATCH_CALLS, CallRecorder
 from .groups import CollectiveCall, StreamWait
@@ -119,13 +120,12 @@ class CollectiveInstrumentation:
                 setattr(self._backend, name, captured.__wrapped__)
 
     def _wrapper(self, reader: CallReader, original: Callable[..., Any]) -> Callable[..., Any]:
-        is_compiling = torch.compiler.is_compiling
         record = self._record_in_python(reader, original)
         if RecordedFunction is not None and reader.plain is not None:
             record = self._record_in_c(reader, original, record)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling():  # must come first, or torch.compile(fullgraph=True) breaks
+            if is_traced() or flags._is_compiling_flag:
                 return original(*args, **kwargs)
             return record(args, kwargs)
 
@@ -193,7 +193,7 @@ class CollectiveInstrumentation:
         return record
 
     def _wait_wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        is_compiling, in_python = torch.compiler.is_compiling, self._wait_in_python(original)
+        in_python = self._wait_in_python(original)
         if RecordedWait is None:
             return in_python
         record = RecordedWait(
@@ -208,17 +208,18 @@ class CollectiveInstrumentation:
         )
 
         def recorded_wait(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs) if is_compiling() else record(args, kwargs)
+            if is_traced() or flags._is_compiling_flag:
+                return original(*args, **kwargs)
+            return record(args, kwargs)
 
         return recorded_wait
 
     def _wait_in_python(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        is_compiling = torch.compiler.is_compiling
         state, on_wait_start, on_wait_end = self._state, self._on_wait_start, self._on_wait_end
         on_error = self._on_error
 
         def recorded_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or state.value or not state.is_open:
+            if is_traced() or flags._is_compiling_flag or state.value or not state.is_open:
                 return original(work, *args, **kwargs)
             entered_ns = perf_counter_ns()
             call = on_wait_start(work)

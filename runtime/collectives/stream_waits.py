@@ -17,13 +17,12 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, Protocol
 
-import torch
-
 from ..common import accelerator
 from ..common.accelerator import Event, Stream
 from ..common.fail_open import FailOpen
 from ..common.patching import PatchSet
 from ..common.phase_timer import OTHER, PhaseTimer
+from ..common.tracing import flags, is_traced
 from .event_pool import EventPool
 from .groups import CollectiveCall, Group, StreamWait
 
@@ -285,11 +284,12 @@ class StreamHooks:
         self._patches.restore()
 
     def _wrapper(self, hook: Callable[..., Any]) -> Callable[[Any], Any]:
-        is_compiling, inside = torch.compiler.is_compiling, self._inside
+        inside = self._inside
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def hooked(*args: Any, **kwargs: Any) -> Any:
-                if is_compiling() or not self._open or inside.value:
+                is_compiled = is_traced() or flags._is_compiling_flag
+                if is_compiled or not self._open or inside.value:
                     return original(*args, **kwargs)
                 inside.value = True
                 try:

@@ -19,6 +19,7 @@ from ..common.device_scalar import ScalarOrPending, host_value, scalar
 from ..common.fail_open import FailOpen
 from ..common.patching import AttributePatch
 from ..common.phase_timer import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseTimer
+from ..common.tracing import flags, is_traced
 from .batch_shape import BatchShape, batch_shape
 from .checkpoint_metrics import CheckpointMetrics
 from .generated_tokens import GenerationCounts
@@ -201,10 +202,9 @@ class EngineHooks:
         """
         on_start = self._fail_open.wrap(name, on_start)
         on_end = self._fail_open.wrap(name, on_end, is_kept=is_paired)
-        is_compiling = torch.compiler.is_compiling
 
         def hooked(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not self._open:
+            if is_traced() or flags._is_compiling_flag or not self._open:
                 return original(*args, **kwargs)
             entered_ns = perf_counter_ns()
             has_begun = on_start(args, kwargs) or not is_paired
@@ -277,12 +277,15 @@ class EngineHooks:
         self._phase_timer.leave()
         # A weak reference, because the output may hold the whole autograd graph. The output is read
         # only if the script calls `loss.backward()` itself.
-        self._output = _weak_output(output)
+        is_tensor = isinstance(output, torch.Tensor)
+        self._output = weakref.ref(output) if is_tensor else _weak_output(output)
 
     def _on_backward_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._inside_backward = True
         self._phase_timer.enter(BACKWARD)
-        self._loss = self._read_loss(args[0] if args else kwargs.get("loss"))
+        loss = args[0] if args else kwargs.get("loss")
+        known = host_value(loss)
+        self._loss = self._read_loss(loss) if known is None else known
         is_undivided = args[2] if len(args) > 2 else kwargs.get("scale_wrt_gas", True)
         if self._losses_are_divided or not is_undivided:
             self._counts.losses_are_divided = True  # the caller has divided them
@@ -342,7 +345,8 @@ class EngineHooks:
             self._count_pipeline(engine, result)
         counts, self._counts = self._counts, StepCounts()
         counts.skipped = engine.skipped_steps != self._skipped_before
-        counts.generation = self._generation.take_counts()
+        if self._generation.counts is not None:
+            counts.generation = self._generation.take_counts()
         self._shapes = []  # shapes of forward passes without a backward pass
         self._collect(counts)
 
@@ -382,9 +386,7 @@ def _no_output() -> None:
 
 
 def _weak_output(output: Any) -> Callable[[], Any]:
-    """Return a weak reference to the loss in the result of forward, or to the result itself."""
-    if isinstance(output, torch.Tensor):
-        return weakref.ref(output)
+    """Return a weak reference to the loss in the result of forward."""
     if isinstance(output, dict):  # a ModelOutput is also a dict
         output = output.get("loss")
     elif isinstance(output, tuple | list) and output:

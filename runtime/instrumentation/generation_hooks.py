@@ -65,6 +65,7 @@ class GenerationHooks:
 
     Attributes:
         generated_ns: Nanoseconds of the host in these calls.
+        counts: What was generated since the last step; None if nothing was.
     """
 
     def __init__(
@@ -95,11 +96,11 @@ class GenerationHooks:
         self._thread = threading.get_ident()
         self._began_ns: int | None = None  # None unless a measured call runs
         self._options: GenerateOptions | None = None
-        self._counts = earlier
+        self.counts = earlier
 
     def take_counts(self) -> GenerationCounts | None:
         """Return the counts since the last call; None if nothing was generated."""
-        counts, self._counts = self._counts, None
+        counts, self.counts = self.counts, None
         return counts
 
     def on_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -125,5 +126,5 @@ class GenerationHooks:
         self._end_memory()
         if returned:
             counted = self._count_result(result, self._options)
-            self._counts = self._counts or GenerationCounts()
-            self._counts.add(*(counted or (None, None)))
+            self.counts = self.counts or GenerationCounts()
+            self.counts.add(*(counted or (None, None)))

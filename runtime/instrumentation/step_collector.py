@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from ...metrics.exporters.trace_context import current_trace_labels
+from ...metrics.exporters.trace_context import OPENTELEMETRY, current_trace_labels
 from ..collectives.unseen_calls import UnseenCalls
 from ..common import accelerator
 from ..common.device_scalar import ScalarOrPending, scalar
@@ -95,7 +96,7 @@ class StepCollector:
             gradient_norm=self._gradient_norm(engine),
             learning_rate=self._learning_rate(engine),
             loss_scale=self._loss_scale(engine) if self._scales_loss else None,
-            trace=self._trace(),
+            trace=self._trace() if OPENTELEMETRY in sys.modules else None,
             memory=self._read_memory(),
             batch=self._calls.drain(),
             device_phases=None if device_phases is None else device_phases.end_step(),
@@ -144,7 +145,8 @@ def _gradient_norm(engine: Any) -> ScalarOrPending:
 
 
 def _learning_rate(engine: Any) -> ScalarOrPending:
-    return scalar(engine.optimizer.param_groups[0]["lr"])
+    rate = engine.optimizer.param_groups[0]["lr"]
+    return rate if type(rate) is float else scalar(rate)
 
 
 def _loss_scale(engine: Any) -> ScalarOrPending:

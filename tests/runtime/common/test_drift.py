@@ -82,7 +82,8 @@ USED_NAMES: tuple[tuple[str, str, str], ...] = (
     ),
     (COORDINATOR, ESTIMATOR, "is_complete_trace"),
     (ENGINE, ESTIMATOR, "seq_data_parallel_group optimizer_name basic_optimizer"),
-    ("torch.compiler", COLLECTIVES, "is_compiling"),
+    ("torch.compiler", "runtime/common/tracing.py", "is_dynamo_compiling _is_compiling_flag"),
+    ("torch.compiler", "wrappers of passes and collectives", "is_compiling"),
     (
         "torch.utils.data.dataloader:_BaseDataLoaderIter",
         "runtime/instrumentation/dataloader_hooks.py",
