@@ -4,9 +4,9 @@
 VENV_PYTHON := .venv/bin/python
 INSTALLED := .venv/.installed
 PYTHONS := $(or $(PYTHON),python3.11 python3.12 python3.13 python3)
-# Python compiles what it imports. Compiling all modules would take half a minute, most of them unused.
-PIP_INSTALL := $(VENV_PYTHON) -m pip --disable-pip-version-check install -qq --no-compile \
-  -c constraints.txt
+# pip compiles all modules, which takes half a minute. Without, each process would compile what it
+# imports where PYTHONDONTWRITEBYTECODE is set, as in many containers.
+PIP_INSTALL := $(VENV_PYTHON) -m pip --disable-pip-version-check install -qq -c constraints.txt
 SOURCES := $(wildcard *.py) $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 
 IMAGE := $(or $(TRAINER_IMAGE),zerowatch/trainer:cpu)
