@@ -1,4 +1,4 @@
-"""Tells whether torch traces code now, for wrappers that must do nothing then.
+"""Finds out whether torch traces code now, for wrappers that must do nothing then.
 
 A wrapper that runs in each collective or pass asks `is_traced() or flags._is_compiling_flag`, first
 of all: otherwise `torch.compile(fullgraph=True)` fails. This is what `torch.compiler.is_compiling`

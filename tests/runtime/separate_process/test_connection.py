@@ -23,6 +23,17 @@ def ends() -> Iterator[tuple[Connection, Connection]]:
         end.close_here()
 
 
+def all_received(ours: Connection, theirs: Connection) -> list[object]:
+    """Send what waits, close our end, and return what the other end has received meanwhile."""
+    received: list[object] = []
+    reading = threading.Thread(target=lambda: received.extend(theirs.receive()))
+    reading.start()
+    assert ours.flush(60)
+    ours.close()
+    reading.join(60)
+    return received
+
+
 def test_messages_arrive_whole_and_in_order(ends: tuple[Connection, Connection]) -> None:
     ours, theirs = ends
     sent = [("small", 1), ("large", b"x" * 3_000_000), ("none", None)]
@@ -47,14 +58,8 @@ def test_a_process_that_does_not_read_delays_nobody_and_gets_everything_later(
 
     assert all(ours.send(block) for block in blocks)  # far more than a socket holds
     assert not ours.flush(0.0)
-    received: list[bytes] = []
-    reading = threading.Thread(target=lambda: received.extend(theirs.receive()))
-    reading.start()
 
-    assert ours.flush(60)
-    ours.close()
-    reading.join(60)
-    assert received == blocks
+    assert all_received(ours, theirs) == blocks
 
 
 def test_a_process_that_has_stopped_is_given_up_before_messages_fill_the_memory(
@@ -97,14 +102,8 @@ def test_a_process_reads_ahead_up_to_a_limit(
 
     assert eventually(lambda: not ours.flush(0.1) and theirs._num_read > 1_000_000, 60)
     assert theirs._num_read <= 1_500_000
-    received: list[bytes] = []
-    reading = threading.Thread(target=lambda: received.extend(theirs.receive()))
-    reading.start()
 
-    assert ours.flush(60)
-    ours.close()
-    reading.join(60)
-    assert received == blocks
+    assert all_received(ours, theirs) == blocks
 
 
 def test_without_messages_ahead_nothing_is_yielded_after_each_period(

@@ -84,7 +84,8 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint_and_the_next_one_clea
     tmp_path: Path, mode: str
 ) -> None:
     script = SCRIPTS / "trainer" / "resume_killed.py"
-    finished = start(sys.executable, script, tmp_path, mode, cwd=tmp_path)
+    options = ["background"] if mode == "background" else []
+    finished = start(sys.executable, script, tmp_path, *options, cwd=tmp_path)
 
     assert finished.returncode == 0, finished.stderr
     kills = json.loads((tmp_path / "found.json").read_text())
