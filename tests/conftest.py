@@ -8,8 +8,10 @@ most jobs wait for a part of their time: two workers leave some time of two core
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Generator, Iterator
 from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -102,8 +104,17 @@ class ReportsAtOnce:
 
 @pytest.hookimpl(trylast=True)  # after the terminal's own
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the reports; a worker of pytest-xdist has no terminal."""
-    if terminal := config.pluginmanager.getplugin("terminalreporter"):
+    """Register the reports, and set up the environment of jobs.
+
+    They compile DeepSpeed's optimizers with a compiler and into a folder of their own, unless the
+    environment names a folder. Each imports zerowatch: without bytecode that takes twice as long.
+    """
+    if "TORCH_EXTENSIONS_DIR" not in os.environ:
+        versions = f"torch-{version('torch')}-deepspeed-{version('deepspeed')}"
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(config.rootpath / ".build" / versions)
+        os.environ["CXX"] = str(config.rootpath / "tests" / "support" / "compiler" / "g++")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    if terminal := config.pluginmanager.getplugin("terminalreporter"):  # no worker has one
         config.pluginmanager.register(ReportsAtOnce(terminal))
 
 

@@ -21,10 +21,10 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def some_rules(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function that returns a folder with the rules that `needed_rules` keeps."""
+    files = rule_files()
     return cache(
         lambda *components, only="": written(
-            needed_rules(rule_files(), *components, only=only),
-            tmp_path_factory.mktemp("some-rules"),
+            needed_rules(files, *components, only=only), tmp_path_factory.mktemp("some-rules")
         )
     )
 

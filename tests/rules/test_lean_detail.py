@@ -9,6 +9,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 
 import promql_parser
 import pytest
@@ -245,6 +246,7 @@ def reads(expression: str) -> set[str]:
     }
 
 
+@cache
 def documented_drop() -> re.Pattern[str]:
     """Return the regular expression of `metric_relabel_configs` in the documentation."""
     page = (ROOT / "docs" / "deployment.md").read_text()

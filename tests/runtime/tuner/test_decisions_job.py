@@ -11,8 +11,7 @@ pytestmark = pytest.mark.jobs
 
 Results = dict[str, Any]
 
-AGAINST = ("rejected", "rolled_back")  # which of the two, measured times decide
-VERDICTS = [("accepted",), AGAINST, ("accepted",), AGAINST, ("interrupted",), ("not_undone",)]
+VERDICTS = ["accepted", "rejected", "accepted", "rejected", "interrupted", "not_undone"]
 STAGES = [0, 0, 0, 0, 0, 1]
 
 
@@ -25,10 +24,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
 
 
 def test_each_kind_of_decision_was_made_with_deepspeeds_default_optimizer(ranks):
-    decisions = ranks[0]["decisions"]
-    assert len(decisions) == len(VERDICTS)
-    for decision, expected in zip(decisions, VERDICTS, strict=True):
-        assert decision["verdict"] in expected
+    assert [decision["verdict"] for decision in ranks[0]["decisions"]] == VERDICTS
     assert {each["optimizer"] for each in ranks[0]["read back"]} == {"FusedAdam"}
     assert not ranks[0]["ended"]["other failures"]
 

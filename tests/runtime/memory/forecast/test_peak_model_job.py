@@ -6,18 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
-from chosen_cases import chosen, tiers
+from chosen_cases import chosen
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
 from scripts.memory.peaks import GIVES_BACK, median_and_p95, one_step_misses, read_series
 
 from zerowatch.runtime.memory.forecast.peak_readings import PeakPoint
 
-pytestmark = pytest.mark.jobs
+pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 
 STEPS = {"fixed": 28, "sorted": 44, "random": 34}
-QUICK = ["random"]
-each_pattern = pytest.mark.parametrize("pattern", tiers(STEPS, QUICK))
+each_pattern = pytest.mark.parametrize("pattern", STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +50,7 @@ def test_the_rise_of_each_step_is_predicted_within_five_percent(series, pattern)
     assert median < 0.05
 
 
-@pytest.mark.parametrize("pattern", tiers(["sorted", "random"], QUICK))
+@pytest.mark.parametrize("pattern", ["sorted", "random"])
 def test_peaks_vary_by_more_than_a_factor_of_1_4(series, pattern):
     peaks = [point.peak_bytes for point in series[pattern][1:]]
 

@@ -1,7 +1,8 @@
 """Decisions of each kind in a real run, and after each what every rank's engine uses.
 
 `decisions_job.py FOLDER`, two ranks; rank r writes FOLDER/rank-r.json. What is tried and how a
-trial ends is scripted, so that nothing depends on measured times.
+trial ends is scripted, and each step counts as one of a second, so that nothing depends on measured
+times.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from zerowatch.runtime.engine.rebuild import engine_replacement
 from zerowatch.runtime.monitor import watch_thread
 from zerowatch.runtime.tuner import controller_runner
 from zerowatch.runtime.tuner.policy import trial, trial_search
+from zerowatch.runtime.tuner.policy.ab_comparison import AbComparison
 from zerowatch.runtime.tuner.policy.knob_registry import SPECS
 from zerowatch.runtime.tuner.policy.policy_types import Numerics, Proposal, Symptom, Value
 from zerowatch.runtime.tuner.policy.proposals import TunerInput
@@ -65,6 +67,8 @@ class Director:
         self._trained, self._remaining = trained, iter(SCRIPT)
         self.current: Try | None = None
         design_of = trial_search.TrialSearch._design
+        add = AbComparison.add
+        AbComparison.add = lambda self, seconds: add(self, seconds and 1.0)  # type: ignore[method-assign]
         trial_search.diagnose = lambda reading, thresholds: (SYMPTOM,)
         trial_search.propose = self._propose
         trial_search.TrialSearch._design = lambda *args: replace(  # type: ignore[method-assign]
@@ -74,6 +78,7 @@ class Director:
             first_interim_pair=2,
             max_pairs=2,
             interim_level=0.5,
+            initial_a_block=(),
             noise=1e6,  # no early end
             min_gain=self.current.min_gain if self.current else ACCEPTED,
         )
