@@ -1,8 +1,8 @@
 """Order of the tests, locks of killed jobs, failures, and the seed of tests that draw their data.
 
-Tests of jobs come first, and fail at once if they would wait for the lock of a killed job. One of
-three workers of pytest-xdist runs most files of jobs. Two jobs at a time would need four cores, but
-most jobs wait for a part of their time: two workers leave some time of two cores unused.
+Tests of jobs come first, and fail at once if they would wait for the lock of a killed job. Of three
+workers of pytest-xdist, one runs most files of jobs and another one those that wait most of their
+time. Two jobs at a time need four cores now and then, but less work leaves two cores idle.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from extension_locks import complaint, stale_locks
 from zerowatch.runtime.common.extension_locks import extensions_root
 from zerowatch.runtime.monitor import step_ring
 
-# Files of jobs for the workers that have done the other tests, the longest first; they balance the
-# workers. Most of these jobs wait much of their time.
+# Files of jobs that run beside the others, on a second worker. Most wait much of their time.
 BESIDE_JOBS = (
     "tests/docs/test_code_blocks.py",
     "tests/runtime/separate_process/test_separate_process_job.py",
@@ -120,39 +119,34 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Return a scheduler like xdist's own for `--dist loadfile`, but with all jobs together."""
+    """Return a scheduler like xdist's own for `--dist loadfile`, but with the jobs on two workers.
+
+    Each worker that runs jobs starts processes that have imported torch and DeepSpeed.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     assert all((config.rootpath / file).is_file() for file in BESIDE_JOBS), "a renamed file?"
 
     @cache
-    def has_jobs(file: str) -> bool:
-        return (
-            file not in BESIDE_JOBS
-            and "pytest.mark.jobs" in config.rootpath.joinpath(file).read_text()
-        )
+    def scope(file: str) -> str:
+        if file in BESIDE_JOBS:
+            return "beside jobs"
+        has_jobs = "pytest.mark.jobs" in config.rootpath.joinpath(file).read_text()
+        return "jobs" if has_jobs else file
 
     class JobsTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return "jobs" if has_jobs(file) else file
+            return scope(nodeid.partition("::")[0])
 
-    config.option.loadscopereorder = False  # jobs first and BESIDE_JOBS last, as sorted below
+    config.option.loadscopereorder = False  # in the order below
     return JobsTogether(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the files: jobs first, so that no worker ends with a long one alone, BESIDE_JOBS last.
-
-    Until DeepSpeed's optimizers are compiled, on a new machine, jobs wait and other tests do not.
-    """
+    """Sort the files: jobs, BESIDE_JOBS, others. No worker ends with a long file alone."""
     job_files = {item.path for item in items if item.get_closest_marker("jobs")}
-    beside = {
-        item.config.rootpath / file: number
-        for item in items[:1]
-        for number, file in enumerate(BESIDE_JOBS, start=1)
-    }
-    items.sort(key=lambda item: (beside.get(item.path, 0), item.path not in job_files))
+    beside = {item.config.rootpath / file for item in items[:1] for file in BESIDE_JOBS}
+    items.sort(key=lambda item: (item.path not in job_files, item.path in beside))
 
 
 @pytest.hookimpl(tryfirst=True)
