@@ -2,11 +2,14 @@
 # `make test ARGS='-k phases'` hands ARGS on to pytest; `test-all`, `demo` and `bench` take it too.
 
 VENV_PYTHON := .venv/bin/python
+DEEPSPEED := .venv/.deepspeed
 INSTALLED := .venv/.installed
 PYTHONS := $(or $(PYTHON),python3.11 python3.12 python3.13 python3)
-# pip compiles all modules, which takes half a minute. Without, each process would compile what it
-# imports where PYTHONDONTWRITEBYTECODE is set, as in many containers.
-PIP_INSTALL := $(VENV_PYTHON) -m pip --disable-pip-version-check install -qq -c constraints.txt
+PIP_INSTALL := $(VENV_PYTHON) -m pip --disable-pip-version-check install -qq --no-compile \
+  --no-build-isolation -c constraints.txt
+# pip would compile all modules on one core. Not at all is no choice: where PYTHONDONTWRITEBYTECODE
+# is set, as in many containers, each process would compile torch. -qq: some are no valid Python.
+COMPILE := $(VENV_PYTHON) -m compileall -qq -j 0
 SOURCES := $(wildcard *.py) $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 
 IMAGE := $(or $(TRAINER_IMAGE),zerowatch/trainer:cpu)
@@ -15,7 +18,7 @@ IMAGE := $(or $(TRAINER_IMAGE),zerowatch/trainer:cpu)
 SERVERS := promtool:prometheus amtool:prometheus-alertmanager kubectl:kubernetes-client \
   tmux:tmux
 
-.PHONY: demo test test-all check bench bench-oom verify-gpu docs image fmt clean servers
+.PHONY: demo test test-all check bench bench-oom verify-gpu docs image fmt clean servers optimizers
 
 demo: $(INSTALLED)
 	.venv/bin/zerowatch demo $(ARGS)
@@ -75,7 +78,7 @@ clean:
 	@mkdir -p .build && ln -sfn .. $@
 
 # Without build isolation: pinned setuptools builds DeepSpeed, and no second torch is fetched.
-$(INSTALLED): pyproject.toml constraints.txt runtime/common/_hot_path.c
+$(DEEPSPEED): constraints.txt
 	@if ! $(VENV_PYTHON) -c '' 2>/dev/null; then \
 	  found=; \
 	  for python in $(PYTHONS); do \
@@ -91,13 +94,25 @@ $(INSTALLED): pyproject.toml constraints.txt runtime/common/_hot_path.c
 	fi
 	@echo 'Installing into .venv: one to three minutes, once.'
 	@$(PIP_INSTALL) pip setuptools
-	@DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation -e '.[dev]'
+	@$(PIP_INSTALL) torch
+	@DS_BUILD_OPS=0 $(PIP_INSTALL) deepspeed
+	@$(COMPILE) .venv/lib || true
 	@touch $@
+
+$(INSTALLED): pyproject.toml runtime/common/_hot_path.c $(DEEPSPEED)
+	@$(PIP_INSTALL) -e '.[dev]'
+	@$(COMPILE) .venv/lib || true
+	@touch $@
+
+# DeepSpeed's optimizers for the tests, which otherwise compile them: beside an installation.
+optimizers: $(DEEPSPEED)
+	@DS_ACCELERATOR=cpu $(VENV_PYTHON) tests/support/optimizers.py
 
 # The libraries of the integrations, which only slow tests use.
 .venv/.integrations: $(INSTALLED)
 	@echo 'Installing the libraries of the integrations into .venv.'
-	@DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation -e '.[dev,integrations]'
+	@$(PIP_INSTALL) -e '.[dev,integrations]'
+	@$(COMPILE) .venv/lib || true
 	@touch $@
 
 # A test whose server is missing skips itself and says so. While packages are installed,

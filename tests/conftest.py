@@ -11,11 +11,11 @@ import gc
 import os
 from collections.abc import Generator, Iterator
 from functools import cache
-from importlib.metadata import version
 from typing import Any
 
 import pytest
 from extension_locks import complaint, stale_locks
+from optimizers import use_own_compiler
 
 from zerowatch.runtime.common.extension_locks import extensions_root
 from zerowatch.runtime.monitor import step_ring
@@ -105,13 +105,9 @@ class ReportsAtOnce:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the reports, and set up the environment of jobs.
 
-    They compile DeepSpeed's optimizers with a compiler and into a folder of their own, unless the
-    environment names a folder. Each imports zerowatch: without bytecode that takes twice as long.
+    Each imports zerowatch: without bytecode that takes twice as long.
     """
-    if "TORCH_EXTENSIONS_DIR" not in os.environ:
-        versions = f"torch-{version('torch')}-deepspeed-{version('deepspeed')}"
-        os.environ["TORCH_EXTENSIONS_DIR"] = str(config.rootpath / ".build" / versions)
-        os.environ["CXX"] = str(config.rootpath / "tests" / "support" / "compiler" / "g++")
+    use_own_compiler()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if terminal := config.pluginmanager.getplugin("terminalreporter"):  # no worker has one
         config.pluginmanager.register(ReportsAtOnce(terminal))

@@ -25,6 +25,8 @@ from bench.memory.oom_risk_scores import LEAD_STEPS, brier
 
 from zerowatch.runtime.memory.forecast.risk import PRIOR_EXCESSES, PRIOR_SHAPE, fit_tail
 
+pytestmark = pytest.mark.slow
+
 NUM_RUNS, NUM_LEAKS, FIRST_SEED = 30, 12, 2000
 
 
