@@ -239,6 +239,13 @@ def _check_micro_batch(ours: Mapping[str, Any], config: object) -> None:
         )
 
 
+def ds_config_of(engine: Any) -> Mapping[str, Any]:
+    """Return the ds config of an engine as the script has given it."""
+    given = engine.config  # the path of a file, if the script has given one
+    config: Mapping[str, Any] = given if isinstance(given, Mapping) else engine._config._param_dict
+    return config
+
+
 def merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a nested mapping with changes merged into it."""
     result = copy.deepcopy(dict(config))

@@ -64,13 +64,9 @@ def nvml_device(device_index: int, now: Clock = time.monotonic) -> NvmlDevice | 
         device_index: torch's index.
         now: A monotonic clock, in seconds.
     """
-    import pynvml
-
     device = f"cuda:{device_index}"
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        logger.info("%s: no utilization, power or temperature: NVML: %s", device, error)
+    pynvml = _opened(device, logging.INFO)
+    if pynvml is None:
         return None
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     uuid = accelerator.device_uuid(device_index)
@@ -100,19 +96,29 @@ def nvml_device_of(device: str, uuid: str, now: Clock = time.monotonic) -> NvmlD
         >>> nvml_device_of("cuda:0", "GPU-5f3b71c2-8b0e-4f6d-9c3a-2a7d5a9b8a10")
         <zerowatch.runtime.devices.nvml_probe.NvmlDevice object at 0x7f3c5c0b9d50>
     """
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        logger.warning("%s: no utilization, power or health: NVML: %s", device, error)
+    pynvml = _opened(device, logging.WARNING)  # the process of the ranks could open it
+    if pynvml is None:
         return None
     try:
         return NvmlDevice(device, pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid), now)
     except pynvml.NVMLError as error:
         pynvml.nvmlShutdown()
-        logger.warning("%s: no utilization, power or health: NVML: %s: %s", device, uuid, error)
+        logger.warning(
+            "%s: no utilization, power or temperature: NVML: %s: %s", device, uuid, error
+        )
         return None
+
+
+def _opened(device: str, level: int) -> Any:
+    """Return the module of NVML, opened; None, logged at this level, if it cannot be."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        logger.log(level, "%s: no utilization, power or temperature: NVML: %s", device, error)
+        return None
+    return pynvml
 
 
 class NvmlDevice:

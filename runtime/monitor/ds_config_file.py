@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..common.ds_config import ZEROWATCH_KEY
+from ..common.ds_config import ZEROWATCH_KEY, ds_config_of
 from ..common.hidden_secrets import without_secrets
 from ..common.retried_files import RetriedFiles
 
 DS_CONFIG_FILE = "ds_config.json"
-
-
-def ds_config_of(engine: Any) -> Mapping[str, Any]:
-    """Return the ds config of an engine as the script has given it."""
-    given: Mapping[str, Any] = (
-        engine.config if isinstance(engine.config, Mapping) else engine._config._param_dict
-    )
-    return given
 
 
 def write_ds_config(folder: Path, engine: Any, files: RetriedFiles) -> None:

@@ -16,6 +16,7 @@ from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
 from ..collectives.instrument import CollectiveInstrumentation
 from ..common.accelerator import training_device_index
+from ..common.ds_config import ds_config_of
 from ..common.fail_open import FailOpen
 from ..common.gil_pauses import let_training_run
 from ..common.hidden_secrets import without_secrets
@@ -37,7 +38,6 @@ from ..monitor.advisor import Advisor
 from ..monitor.build_watch import add_outputs, open_collectives, time_device_phases
 from ..monitor.comparison_monitor import ComparisonMonitor, each_rank_has_own_data
 from ..monitor.device_sampler import DeviceSampler
-from ..monitor.ds_config_file import ds_config_of
 from ..monitor.memory_monitor import MemoryMonitor
 from ..monitor.run_folder import RunFolder
 from ..monitor.run_info import engine_info, warn_of_comms_logger

@@ -18,7 +18,7 @@ from ....errors import RebuildError
 from ...collectives.collective_table import Guard, guarded_methods
 from ...common import accelerator
 from ...common.collective_attempt import CollectiveAttempt, PeerAttemptError
-from ...common.ds_config import zero_stage
+from ...common.ds_config import ds_config_of, zero_stage
 from ...common.host_group import HostCollectives
 from ...common.patching import PatchSet
 from .preconditions import unsupported_reason
@@ -73,7 +73,7 @@ def rebuild(
         RebuildError: The rebuild is not supported; nothing has changed.
         UndoneRebuildError: The new engine could not be made. Use the error's `engine` instead.
     """
-    old = _config_of(engine)
+    old = ds_config_of(engine)
     with CollectiveAttempt(host_group) as check:
         snapshot = _checked_snapshot(engine, old, config, host_group)
     if check.error is not None:
@@ -193,11 +193,6 @@ def _rolled_back(builder: _Builder, old: Config, error: Exception) -> UndoneRebu
     )
     undone.__cause__ = error
     return undone
-
-
-def _config_of(engine: Any) -> Config:
-    given = engine.config
-    return given if isinstance(given, Mapping) else engine._config._param_dict
 
 
 @contextmanager

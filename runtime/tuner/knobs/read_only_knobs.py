@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ....errors import ZerowatchError
+from ...common.ds_config import ds_config_of
 from ...common.undo import Undo
 from ..policy.policy_types import Configuration, Value
 from .data_knobs import EngineMicroBatchKnob
@@ -79,8 +80,4 @@ class _WeakEngine:
     @property
     def config(self) -> Mapping[str, Any]:
         """The ds config as it was given."""
-        given = self.engine.config
-        if isinstance(given, Mapping):
-            return given
-        parsed: Mapping[str, Any] = self.engine._config._param_dict
-        return parsed
+        return ds_config_of(self.engine)
