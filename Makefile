@@ -7,8 +7,8 @@ INSTALLED := .venv/.installed
 PYTHONS := $(or $(PYTHON),python3.11 python3.12 python3.13 python3)
 PIP_INSTALL := $(VENV_PYTHON) -m pip --disable-pip-version-check install -qq --no-compile \
   --no-build-isolation -c constraints.txt
-# pip would compile all modules on one core. Not at all is no choice: where PYTHONDONTWRITEBYTECODE
-# is set, as in many containers, each process would compile torch. -qq: some are no valid Python.
+# pip would compile all modules on one core. They must be compiled: otherwise each process compiles
+# torch where PYTHONDONTWRITEBYTECODE is set, as in many containers. -qq: some have wrong syntax.
 COMPILE := $(VENV_PYTHON) -m compileall -qq -j 0
 SOURCES := $(wildcard *.py) $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 
@@ -23,7 +23,7 @@ SERVERS := promtool:prometheus amtool:prometheus-alertmanager kubectl:kubernetes
 demo: $(INSTALLED)
 	.venv/bin/zerowatch demo $(ARGS)
 
-# One worker runs most jobs of ranks, two the rest (tests/conftest.py). A worker that a hanging test
+# Two workers run the jobs of ranks (tests/conftest.py). A worker that a hanging test
 # has ended ends the run: started anew it would run that test again. ARGS=-n0: all in one process.
 WORKERS := -n 3 --max-worker-restart 0
 
@@ -77,8 +77,8 @@ clean:
 .build/zerowatch:
 	@mkdir -p .build && ln -sfn .. $@
 
-# Without build isolation: pinned setuptools builds DeepSpeed, and no second torch is fetched.
-$(DEEPSPEED): constraints.txt
+# Makes .venv, also where its Python is gone.
+define ENVIRONMENT
 	@if ! $(VENV_PYTHON) -c '' 2>/dev/null; then \
 	  found=; \
 	  for python in $(PYTHONS); do \
@@ -94,17 +94,23 @@ $(DEEPSPEED): constraints.txt
 	fi
 	@echo 'Installing into .venv: one to three minutes, once.'
 	@$(PIP_INSTALL) pip setuptools
-	@$(PIP_INSTALL) torch
+endef
+
+# Without build isolation: pinned setuptools builds DeepSpeed, and no second torch is fetched. pip
+# builds DeepSpeed before it installs torch: with torch, DeepSpeed's setup wants nvcc on a GPU.
+$(DEEPSPEED): constraints.txt
+	$(ENVIRONMENT)
 	@DS_BUILD_OPS=0 $(PIP_INSTALL) deepspeed
 	@$(COMPILE) .venv/lib || true
 	@touch $@
 
 $(INSTALLED): pyproject.toml runtime/common/_hot_path.c $(DEEPSPEED)
-	@$(PIP_INSTALL) -e '.[dev]'
+	$(ENVIRONMENT)
+	@DS_BUILD_OPS=0 $(PIP_INSTALL) -e '.[dev]'
 	@$(COMPILE) .venv/lib || true
 	@touch $@
 
-# DeepSpeed's optimizers for the tests, which otherwise compile them: beside an installation.
+# Compiles DeepSpeed's optimizers for the tests, which otherwise do it.
 optimizers: $(DEEPSPEED)
 	@DS_ACCELERATOR=cpu $(VENV_PYTHON) tests/support/optimizers.py
 

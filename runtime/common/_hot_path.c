@@ -10,12 +10,16 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <float.h>
 #include <limits.h>
 #include <structmember.h>
 #include <time.h>
 
 #ifdef Py_GIL_DISABLED
 #error "the fields of these classes are protected by the GIL only"
+#endif
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "StepSlots writes numbers as they are in memory"
 #endif
 #ifndef __linux__
 #error "now_ns is the clock of time.perf_counter_ns on Linux only"
@@ -40,7 +44,10 @@ static PyObject *s_dtype, *s_nbytes, *s_is_sparse, *s_append, *s_get_future, *s_
     *s_is_cpu, *s_data_ptr, *s_is_neg, *s_numel, *s_world, *s_batch_is_full, *s_busy_until_ns,
     *s_maybe_busy_until_ns, *s_events, *s_stream_waits, *s_get_device, *s_device_index,
     *s_current_device, *s_current_stream, *s_is_capturing, *s_disabled, *s_take, *s_record,
-    *s_compute, *s_blocks_compute, *s_find_end_on_device, *s_is_training_thread, *s_sees_device;
+    *s_compute, *s_blocks_compute, *s_find_end_on_device, *s_is_training_thread, *s_sees_device,
+    *s_counts, *s_losses, *s_loss, *s_step, *s_ended_at, *s_skipped, *s_device_phases,
+    *s_micro_batches, *s_samples, *s_tokens, *s_gradient_norm, *s_learning_rate, *s_loss_scale,
+    *s_phase_ns;
 static PyObject *perf_counter_ns; /* time.perf_counter_ns */
 
 /* Replaces a field by another object. */
@@ -1826,6 +1833,227 @@ static PyTypeObject ScalarReader_Type = {
     .tp_dealloc = (destructor)ScalarReader_dealloc,
 };
 
+/* ---- StepSlots: see hot_path.py ---- */
+
+/* A slot without its checksum: 3 numbers, the flags, 3 counts, 4 values, and the phases. */
+#define MAX_STEP_BYTES (3 * 8 + 4 + 7 * 8 + MAX_PHASES * 8)
+#define SKIPPED 1
+#define HOST_TIMES 2
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *buffer;
+    Py_ssize_t first_byte, num_slots;
+    int num_phases;
+    unsigned long long number; /* of the last step that was written, from 1 on */
+} StepSlots;
+
+static int
+StepSlots_init(StepSlots *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"buffer", "first_byte", "num_slots", "num_phases", NULL};
+    PyObject *buffer;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Onni", names, &buffer, &self->first_byte,
+                                     &self->num_slots, &self->num_phases))
+        return -1;
+    if (self->first_byte < 0 || self->num_slots < 1 || self->num_phases < 0 ||
+        self->num_phases > MAX_PHASES) {
+        PyErr_SetString(PyExc_ValueError, "expected a slot or more, and not too many phases");
+        return -1;
+    }
+    set_object(&self->buffer, buffer);
+    return 0;
+}
+
+/* The checksum of zlib.crc32, four bits at a time: its table fills one line of a cache. */
+static unsigned int
+crc32_of(const unsigned char *bytes, size_t length)
+{
+    static const unsigned int table[16] = {
+        0x00000000, 0x1db71064, 0x3b6e20c8, 0x26d930ac, 0x76dc4190, 0x6b6b51f4,
+        0x4db26158, 0x5005713c, 0xedb88320, 0xf00f9344, 0xd6d6a3e8, 0xcb61b38c,
+        0x9b64c2b0, 0x86d3d2d4, 0xa00ae278, 0xbdbdf21c,
+    };
+    unsigned int sum = ~0u;
+    for (size_t i = 0; i < length; i++) {
+        sum = (sum >> 4) ^ table[(sum ^ bytes[i]) & 15];
+        sum = (sum >> 4) ^ table[(sum ^ bytes[i] >> 4) & 15];
+    }
+    return ~sum;
+}
+
+static unsigned char *
+append(unsigned char *end, const void *value, size_t length)
+{
+    memcpy(end, value, length);
+    return end + length;
+}
+
+/* Appends an integer; None is an unknown one. Takes the reference. Returns NULL after an error. */
+static unsigned char *
+append_integer(unsigned char *end, PyObject *value)
+{
+    if (value == NULL)
+        return NULL;
+    long long number = value == Py_None ? -1 : PyLong_AsLongLong(value);
+    Py_DECREF(value);
+    return number == -1 && PyErr_Occurred() ? NULL : append(end, &number, sizeof(number));
+}
+
+/* Appends a float; any other object is unknown, or still on a device. Takes the reference. */
+static unsigned char *
+append_float(unsigned char *end, PyObject *value)
+{
+    if (value == NULL)
+        return NULL;
+    double number = PyFloat_CheckExact(value) ? PyFloat_AS_DOUBLE(value) : -DBL_MAX;
+    Py_DECREF(value);
+    return append(end, &number, sizeof(number));
+}
+
+/* Appends the time of the end of a step. Takes the reference. */
+static unsigned char *
+append_time(unsigned char *end, PyObject *value)
+{
+    if (value == NULL)
+        return NULL;
+    double number = PyFloat_AsDouble(value);
+    Py_DECREF(value);
+    return number == -1.0 && PyErr_Occurred() ? NULL : append(end, &number, sizeof(number));
+}
+
+/* Returns a new reference to the loss of a step, or to None while that of a part is unknown. */
+static PyObject *
+loss_of(PyObject *counts)
+{
+    PyObject *losses = PyObject_GetAttr(counts, s_losses);
+    if (losses == NULL || !PyList_Check(losses)) {
+        if (losses != NULL)
+            PyErr_SetString(PyExc_TypeError, "the losses of a step are no list");
+        Py_XDECREF(losses);
+        return NULL;
+    }
+    PyObject *loss = NULL;
+    int is_known = 1;
+    if (PyList_GET_SIZE(losses) == 1)
+        loss = Py_NewRef(PyList_GET_ITEM(losses, 0));
+    for (Py_ssize_t i = 0; loss == NULL && i < PyList_GET_SIZE(losses); i++)
+        is_known = is_known && PyFloat_CheckExact(PyList_GET_ITEM(losses, i));
+    if (loss == NULL)
+        loss = is_known ? PyObject_CallMethodNoArgs(counts, s_loss) : Py_NewRef(Py_None);
+    Py_DECREF(losses);
+    return loss;
+}
+
+/* Returns the flags of a step, or -1. */
+static long
+flags_of(PyObject *step, PyObject *counts)
+{
+    PyObject *skipped = PyObject_GetAttr(counts, s_skipped);
+    int is_skipped = skipped == NULL ? -1 : PyObject_IsTrue(skipped);
+    Py_XDECREF(skipped);
+    PyObject *device_phases = is_skipped < 0 ? NULL : PyObject_GetAttr(step, s_device_phases);
+    Py_XDECREF(device_phases); /* only compared */
+    if (device_phases == NULL)
+        return -1;
+    return SKIPPED * is_skipped | HOST_TIMES * (device_phases != Py_None);
+}
+
+static unsigned char *
+append_phases(unsigned char *end, PyObject *step, int num_phases)
+{
+    PyObject *times = PyObject_GetAttr(step, s_phase_ns);
+    if (times == NULL)
+        return NULL;
+    if (!PyList_Check(times) || PyList_GET_SIZE(times) != num_phases) {
+        PyErr_Format(PyExc_ValueError, "expected a list of the times of %d phases", num_phases);
+        end = NULL;
+    }
+    for (int i = 0; end != NULL && i < num_phases; i++)
+        end = append_integer(end, Py_NewRef(PyList_GET_ITEM(times, i)));
+    Py_DECREF(times);
+    return end;
+}
+
+/* Writes all of a step but its checksum; returns the end, or NULL. */
+static unsigned char *
+append_step(StepSlots *self, unsigned char *end, PyObject *step, PyObject *counts)
+{
+    long flags = flags_of(step, counts);
+    if (flags < 0)
+        return NULL;
+    unsigned int bits = (unsigned int)flags;
+    end = append(end, &self->number, sizeof(self->number));
+    if ((end = append_integer(end, PyObject_GetAttr(step, s_step))) == NULL ||
+        (end = append_time(end, PyObject_GetAttr(step, s_ended_at))) == NULL ||
+        (end = append(end, &bits, sizeof(bits))) == NULL ||
+        (end = append_integer(end, PyObject_GetAttr(counts, s_micro_batches))) == NULL ||
+        (end = append_integer(end, PyObject_GetAttr(counts, s_samples))) == NULL ||
+        (end = append_integer(end, PyObject_GetAttr(counts, s_tokens))) == NULL ||
+        (end = append_float(end, loss_of(counts))) == NULL ||
+        (end = append_float(end, PyObject_GetAttr(step, s_gradient_norm))) == NULL ||
+        (end = append_float(end, PyObject_GetAttr(step, s_learning_rate))) == NULL ||
+        (end = append_float(end, PyObject_GetAttr(step, s_loss_scale))) == NULL)
+        return NULL;
+    return append_phases(end, step, self->num_phases);
+}
+
+static PyObject *
+StepSlots_write(StepSlots *self, PyObject *step)
+{
+    unsigned char bytes[MAX_STEP_BYTES + sizeof(unsigned int)];
+    Py_buffer view;
+    if (self->buffer == NULL) {
+        PyErr_SetString(PyExc_TypeError, "the slots have no buffer");
+        return NULL;
+    }
+    PyObject *counts = PyObject_GetAttr(step, s_counts);
+    if (counts == NULL)
+        return NULL;
+    self->number++;
+    unsigned char *end = append_step(self, bytes, step, counts);
+    Py_DECREF(counts);
+    if (end == NULL || PyObject_GetBuffer(self->buffer, &view, PyBUF_WRITABLE) < 0)
+        return NULL;
+    unsigned int sum = crc32_of(bytes, (size_t)(end - bytes));
+    end = append(end, &sum, sizeof(sum));
+    Py_ssize_t length = end - bytes;
+    Py_ssize_t slot = (Py_ssize_t)(self->number % (unsigned long long)self->num_slots);
+    Py_ssize_t start = self->first_byte + slot * length;
+    int fits = start <= view.len - length;
+    if (fits)
+        memcpy((char *)view.buf + start, bytes, (size_t)length);
+    PyBuffer_Release(&view);
+    if (!fits) {
+        PyErr_SetString(PyExc_ValueError, "the buffer ends before this slot");
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static void
+StepSlots_dealloc(StepSlots *self)
+{
+    Py_CLEAR(self->buffer);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMethodDef StepSlots_methods[] = {
+    {"write", (PyCFunction)StepSlots_write, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject StepSlots_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "zerowatch.runtime.common._hot_path.StepSlots",
+    .tp_basicsize = sizeof(StepSlots),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)StepSlots_init,
+    .tp_dealloc = (destructor)StepSlots_dealloc,
+    .tp_methods = StepSlots_methods,
+};
+
 /* ---- the module ---- */
 
 static struct PyModuleDef definition = {
@@ -1870,6 +2098,20 @@ make_names(void)
         {&s_find_end_on_device, "_find_end_on_device"},
         {&s_is_training_thread, "_is_training_thread"},
         {&s_sees_device, "_sees_device"},
+        {&s_counts, "counts"},
+        {&s_losses, "losses"},
+        {&s_loss, "loss"},
+        {&s_step, "step"},
+        {&s_ended_at, "ended_at"},
+        {&s_skipped, "skipped"},
+        {&s_device_phases, "device_phases"},
+        {&s_micro_batches, "micro_batches"},
+        {&s_samples, "samples"},
+        {&s_tokens, "tokens"},
+        {&s_gradient_norm, "gradient_norm"},
+        {&s_learning_rate, "learning_rate"},
+        {&s_loss_scale, "loss_scale"},
+        {&s_phase_ns, "phase_ns"},
     };
     for (size_t i = 0; i < Py_ARRAY_LENGTH(names); i++)
         if ((*names[i].name = PyUnicode_InternFromString(names[i].text)) == NULL)
@@ -1888,7 +2130,7 @@ PyInit__hot_path(void)
     PyTypeObject *types[] = {
         &PhaseClock_Type,     &Hook_Type,         &RankSetFields_Type,    &GroupFields_Type,
         &CollectiveCall_Type,     &RecorderFields_Type, &WrapperState_Type,   &CallEnd_Type,
-        &RecordedFunction_Type, &RecordedWait_Type,   &ScalarReader_Type,
+        &RecordedFunction_Type, &RecordedWait_Type,   &ScalarReader_Type,     &StepSlots_Type,
     };
     if (make_names() < 0)
         return NULL;

@@ -4,7 +4,7 @@ With CPU caches that the model has filled, a line of Python takes about a micros
 of that. `_hot_path.c` and this file have the same classes. The ones in Python are used where the
 extension was not built, for example without a compiler, or if _ZEROWATCH_HOT_PATH is "python". Both
 must do the same. The classes know nothing of their users: these are `phase_timer.py`,
-`fail_open.py`, `device_scalar.py` and `collectives/`.
+`fail_open.py`, `device_scalar.py`, `monitor/step_ring.py` and `collectives/`.
 
 Attributes:
     IS_COMPILED: Whether the classes are those in C.
@@ -13,10 +13,13 @@ Attributes:
 from __future__ import annotations
 
 import os
+import struct
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 # No setting, as only tests and the search for a bug need it: "python" for the classes in Python.
 VARIABLE = "_ZEROWATCH_HOT_PATH"
@@ -27,6 +30,16 @@ NEVER = 2**63 - 1
 BEFORE_ALL = -(2**63)
 
 PhaseInterval = tuple[int, int, int]  # phase, start and end in nanoseconds
+
+# What StepSlots writes: number of the step in the slots, step, end of the step, flags,
+# micro-batches, samples, tokens, loss, gradient norm, learning rate, loss scale. The nanoseconds of
+# each phase follow, and the checksum of all of them.
+STEP_FORMAT, PHASE_FORMAT, CHECKSUM = "<QqdIqqqdddd", "q", struct.Struct("<I")
+SKIPPED, HOST_TIMES = 1, 2  # the flags
+UNKNOWN_COUNT = -1
+# Stands for a value that is unknown, or still on a device. It is the lowest double: no loss has it,
+# while nan and infinity are losses that must be reported.
+NO_VALUE = -sys.float_info.max
 
 
 class PhaseClock:
@@ -371,6 +384,52 @@ class WrapperState:
         self._inside.value = value
 
 
+class StepSlots:
+    """Writes the numbers of steps into slots of a buffer, each in place of the oldest one.
+
+    Args:
+        buffer: A writable buffer of bytes. It may be closed: then each step is a ValueError.
+        first_byte: Where the first slot begins.
+        num_slots: The number of slots.
+        num_phases: The number of phases that each step has.
+    """
+
+    __slots__ = ("_buffer", "_first_byte", "_layout", "_num_slots", "_number")
+
+    def __init__(self, buffer: Any, first_byte: int, num_slots: int, num_phases: int) -> None:
+        self._buffer, self._first_byte, self._num_slots = buffer, first_byte, num_slots
+        self._layout = struct.Struct(STEP_FORMAT + num_phases * PHASE_FORMAT)
+        self._number = 0
+
+    def write(self, step: Any) -> None:
+        """Write a `RawStep`, without values that are still on a device."""
+        counts = step.counts
+        losses = counts.losses
+        if len(losses) == 1:
+            loss = losses[0]
+        else:  # the loss of some micro-batches is not that of the step
+            loss = counts.loss() if all(type(one) is float for one in losses) else None
+        norm, rate, scale = step.gradient_norm, step.learning_rate, step.loss_scale
+        self._number += 1
+        body = self._layout.pack(
+            self._number,
+            step.step,
+            step.ended_at,
+            SKIPPED * counts.skipped | HOST_TIMES * (step.device_phases is not None),
+            counts.micro_batches,
+            UNKNOWN_COUNT if counts.samples is None else counts.samples,
+            UNKNOWN_COUNT if counts.tokens is None else counts.tokens,
+            loss if type(loss) is float else NO_VALUE,
+            norm if type(norm) is float else NO_VALUE,
+            rate if type(rate) is float else NO_VALUE,
+            scale if type(scale) is float else NO_VALUE,
+            *step.phase_ns,
+        )
+        slot = body + CHECKSUM.pack(crc32(body))
+        start = self._first_byte + self._number % self._num_slots * len(slot)
+        self._buffer[start : start + len(slot)] = slot
+
+
 IS_COMPILED = False
 # Only in C: functions that record the common calls of a collective, and the waits for them, and a
 # reader of scalars. Without them, `instrument.py` and `device_scalar.py` do the same.
@@ -385,7 +444,7 @@ if os.environ.get(VARIABLE) != "python" and not TYPE_CHECKING:
         classes = (
             *(built.PhaseClock, built.Hook, built.RankSetFields, built.GroupFields),
             *(built.CollectiveCall, built.RecorderFields, built.WrapperState),
-            *(built.RecordedFunction, built.RecordedWait, built.ScalarReader),
+            *(built.RecordedFunction, built.RecordedWait, built.ScalarReader, built.StepSlots),
         )
     except (ImportError, AttributeError):  # it was not built, or for another version of zerowatch
         pass
@@ -393,4 +452,4 @@ if os.environ.get(VARIABLE) != "python" and not TYPE_CHECKING:
         IS_COMPILED = True
         PhaseClock, Hook, RankSetFields, GroupFields = classes[:4]
         CollectiveCall, RecorderFields, WrapperState = classes[4:7]
-        RecordedFunction, RecordedWait, ScalarReader = classes[7:]
+        RecordedFunction, RecordedWait, ScalarReader, StepSlots = classes[7:]

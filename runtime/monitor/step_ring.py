@@ -17,7 +17,6 @@ import os
 import secrets
 import stat
 import struct
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,16 @@ import orjson
 
 from ...metrics.catalog.labels import PHASES
 from ...metrics.step_record import LineWriter, StepRecord, seconds_by_phase
+from ..common.hot_path import (
+    CHECKSUM,
+    HOST_TIMES,
+    NO_VALUE,
+    PHASE_FORMAT,
+    SKIPPED,
+    STEP_FORMAT,
+    UNKNOWN_COUNT,
+    StepSlots,
+)
 from ..common.log_tail import last_lines
 from .log_file import open_log, write_whole
 from .step_log import is_logged
@@ -52,17 +61,9 @@ _NAME = "zerowatch-steps-"
 _MAGIC = b"zwsteps1"
 _HEADER = struct.Struct("<8sII")  # magic, length and checksum of the description
 _HEADER_BYTES = 4096
-# Number of the slot, step, end of the step, flags, micro-batches, samples, tokens, loss, gradient
-# norm, learning rate, loss scale, nanoseconds of each phase.
-_STEP = struct.Struct(f"<QqdIqqqdddd{len(PHASES)}q")
-_CHECKSUM = struct.Struct("<I")
-_SLOT_BYTES = _STEP.size + _CHECKSUM.size
+_STEP = struct.Struct(STEP_FORMAT + len(PHASES) * PHASE_FORMAT)
+_SLOT_BYTES = _STEP.size + CHECKSUM.size
 _FILE_BYTES = _HEADER_BYTES + SLOTS * _SLOT_BYTES
-_SKIPPED, _HOST_TIMES = 1, 2
-_UNKNOWN = -1
-# Stands for a value that is unknown, or still on a device. It is the lowest double: no loss has it,
-# while nan and infinity are losses that must be reported.
-_NO_VALUE = -sys.float_info.max
 
 # The rings of this process. Opening one of them again and closing it would release its lock.
 _own: set[Path] = set()
@@ -85,9 +86,9 @@ class StepRing:
         self._descriptor: int | None = descriptor
         self._folder = folder
         self._map = mmap.mmap(descriptor, _FILE_BYTES)
+        self._slots = StepSlots(self._map, _HEADER_BYTES, SLOTS, len(PHASES))
         self._path: Path | None = None
         self._pid = os.getpid()
-        self._number = 0
 
     @classmethod
     def create(cls, folder: Path | None = None) -> StepRing | None:
@@ -148,30 +149,7 @@ class StepRing:
         Returns:
             Whether `recover` would find the step if the process were killed now.
         """
-        counts = step.counts
-        losses = counts.losses
-        if len(losses) == 1:
-            loss = losses[0]
-        else:  # the loss of some micro-batches is not that of the step
-            loss = counts.loss() if all(type(one) is float for one in losses) else None
-        norm, rate, scale = step.gradient_norm, step.learning_rate, step.loss_scale
-        self._number += 1
-        body = _STEP.pack(
-            self._number,
-            step.step,
-            step.ended_at,
-            _SKIPPED * counts.skipped | _HOST_TIMES * (step.device_phases is not None),
-            counts.micro_batches,
-            _UNKNOWN if counts.samples is None else counts.samples,
-            _UNKNOWN if counts.tokens is None else counts.tokens,
-            loss if type(loss) is float else _NO_VALUE,
-            norm if type(norm) is float else _NO_VALUE,
-            rate if type(rate) is float else _NO_VALUE,
-            scale if type(scale) is float else _NO_VALUE,
-            *step.phase_ns,
-        )
-        start = _HEADER_BYTES + self._number % SLOTS * _SLOT_BYTES
-        self._map[start : start + _SLOT_BYTES] = body + _CHECKSUM.pack(crc32(body))
+        self._slots.write(step)
         return self._path is not None
 
     def close(self, *, deletes_file: bool = True) -> None:
@@ -348,7 +326,7 @@ def _read(descriptor: int, header: _Header) -> _DeadRing | None:
     steps: dict[int, StepRecord] = {}
     for start in range(_HEADER_BYTES, _FILE_BYTES, _SLOT_BYTES):
         body = content[start : start + _STEP.size]
-        (checksum,) = _CHECKSUM.unpack_from(content, start + _STEP.size)
+        (checksum,) = CHECKSUM.unpack_from(content, start + _STEP.size)
         number = _STEP.unpack(body)[0]
         if number and crc32(body) == checksum:  # else the slot is empty, or was being written
             steps[number] = _record(body)
@@ -378,20 +356,20 @@ def _record(body: bytes) -> StepRecord:
         seconds=sum(phase_ns) / 1e9,
         phase_seconds=seconds_by_phase(phase_ns),
         micro_batches=micro_batches,
-        samples=None if samples == _UNKNOWN else samples,
-        tokens=None if tokens == _UNKNOWN else tokens,
+        samples=None if samples == UNKNOWN_COUNT else samples,
+        tokens=None if tokens == UNKNOWN_COUNT else tokens,
         loss=_known(loss),
-        nonfinite_loss=loss != _NO_VALUE and not math.isfinite(loss),
+        nonfinite_loss=loss != NO_VALUE and not math.isfinite(loss),
         gradient_norm=_known(norm),
         learning_rate=_known(rate),
         loss_scale=_known(scale),
-        skipped=bool(flags & _SKIPPED),
+        skipped=bool(flags & SKIPPED),
         collectives={},
         comm_seconds=None,
         comm_exposed_seconds=None,
         memory_bytes={},
         device_readings={},
-        phases_are_host_times=bool(flags & _HOST_TIMES),
+        phases_are_host_times=bool(flags & HOST_TIMES),
     )
 
 
@@ -415,4 +393,4 @@ def _last_lines(log: Path) -> Iterator[bytes]:
 
 
 def _known(number: float) -> float | None:
-    return None if number == _NO_VALUE else number
+    return None if number == NO_VALUE else number

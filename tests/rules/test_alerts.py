@@ -36,9 +36,8 @@ BY_COMPONENTS = {
 }
 CASES = tuple(case for cases in BY_COMPONENTS.values() for case in cases)
 HARDWARE = (*hardware.CASES, *dcgm.CASES)
-# promtool takes a second for an hour of history. Longer ones belong to make test-all, earlier if
-# nothing fires: such a case has all alerts of its components.
-LONG_SECONDS, LONG_SECONDS_OF_ALL_ALERTS = 20 * 60, 10 * 60
+# Longer histories belong to make test-all: promtool's time grows with them.
+LONG_SECONDS = 20 * 60
 OF_NAME = {alert.name: alert for alert in (*alerts(Timing()), *dcgm_alerts(Timing()))}
 NAMES = list(OF_NAME)
 
@@ -50,8 +49,7 @@ def marks(case: Case) -> list[pytest.MarkDecorator]:
     must_run = (
         case is first.get(case.alert.get("alertname", "")) or case is liveness.NORMAL_ENDS[-1]
     )
-    limit = LONG_SECONDS if case.alert else LONG_SECONDS_OF_ALL_ALERTS
-    is_long = seconds(case.recovers_at or case.until) > limit
+    is_long = seconds(case.recovers_at or case.until) > LONG_SECONDS
     return [pytest.mark.slow] if is_long and not must_run else []
 
 

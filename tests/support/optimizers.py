@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,13 +15,15 @@ BUILDERS = ("FusedAdamBuilder", "CPUAdamBuilder")
 
 
 def use_own_compiler() -> None:
-    """Let this process and its children compile into `.build/`, with a compiler that is faster.
+    """Let this process and its children compile into `.build/`, by a script that calls CXX.
 
-    Unless the environment names a folder: then with its compiler too.
+    If the environment names a folder, CXX is used as it is.
     """
-    if "TORCH_EXTENSIONS_DIR" not in os.environ:
-        versions = f"torch-{version('torch')}-deepspeed-{version('deepspeed')}"
+    if not os.environ.get("TORCH_EXTENSIONS_DIR"):
+        python = "python{}.{}".format(*sys.version_info[:2])
+        versions = f"{python}-torch-{version('torch')}-deepspeed-{version('deepspeed')}"
         os.environ["TORCH_EXTENSIONS_DIR"] = str(ROOT / ".build" / versions)
+        os.environ["TESTS_CXX"] = os.environ.get("CXX", "c++")
         os.environ["CXX"] = str(ROOT / "tests" / "support" / "compiler" / "g++")
 
 

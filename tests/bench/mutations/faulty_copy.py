@@ -63,4 +63,5 @@ def _make_environment(copy: Path) -> None:
             target.chmod(0o755)
         else:
             target.symlink_to(program.resolve())
-    (folder / ".installed").touch()  # for make
+    for name in (".deepspeed", ".installed"):  # for make, the older one first
+        (folder / name).touch()

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import _thread
 import copy
+import dataclasses
 import gc
 import importlib.util
+import math
+import mmap
 import os
 import pickle
 import random
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -28,6 +32,7 @@ import torch
 import torch.distributed as dist
 from fakes.cuda_streams import DeviceTensor, FakeCuda
 from fakes.device_rank import DeviceRank
+from fakes.raw_steps import raw_step
 from fakes.sleeping_collectives import FakeWork, ManualClock, add_up
 from fakes.waits_for_calls import CASES
 from torch.distributed import distributed_c10d as c10d
@@ -40,6 +45,7 @@ from zerowatch.runtime.collectives.totals import StepCommTotals
 from zerowatch.runtime.common import device_scalar, hot_path
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import BACKWARD, FORWARD, PhaseTimer
+from zerowatch.runtime.instrumentation.raw_step import StepCounts
 
 ROOT = Path(__file__).parents[3]
 ALL_REDUCE = OPS.index("all_reduce")
@@ -77,6 +83,7 @@ def test_the_tests_of_its_users_pass_without_it() -> None:
         "tests/runtime/collectives",
         *(f"tests/runtime/common/test_{name}.py" for name in ("phase_timer", "fail_open")),
         "tests/runtime/instrumentation/test_engine_hooks.py",
+        "tests/runtime/monitor/test_step_ring.py",
     ]
     command = [sys.executable, "-m", "pytest", "-qq", "-n0", "-m", "not jobs and not slow", *files]
 
@@ -899,3 +906,117 @@ def test_calls_settle_as_in_python(
 
     assert settled(hot_path, hot_path.GroupFields()) == expected
     assert settled(hot_path, SimpleNamespace()) == expected
+
+
+# Slots of steps
+
+NUM_SLOTS, NUM_PHASES, FIRST_BYTE = 5, 3, 16
+SLOT_BYTES = struct.calcsize(hot_path.STEP_FORMAT + NUM_PHASES * hot_path.PHASE_FORMAT) + 4
+
+
+def drawn_step(chance: random.Random) -> Any:
+    """A step with some values that are unknown, still on a device, or no numbers."""
+    values = [1.5, -math.inf, math.nan, 0.0, 1e308, None, object()]
+    losses = chance.choices([0.25, 7.0, math.inf], k=chance.randrange(4))
+    if chance.random() < 0.2:
+        losses.append(chance.choice([None, object()]))
+    counts = StepCounts(
+        micro_batches=chance.randrange(9),
+        samples=chance.choice([None, 0, 2**40]),
+        tokens=chance.choice([None, 1, 2**62]),
+        losses=losses,
+        losses_are_divided=chance.random() < 0.5,
+        skipped=chance.random() < 0.5,
+    )
+    return raw_step(
+        chance.randrange(2**40),
+        phase_ns=[chance.randrange(-5, 2**50) for _ in range(NUM_PHASES)],
+        counts=counts,
+        gradient_norm=chance.choice(values),
+        learning_rate=chance.choice(values),
+        loss_scale=chance.choice(values),
+        device_phases=chance.choice([None, object()]),
+    )
+
+
+@needs_c
+def test_steps_are_written_as_in_python(in_python: ModuleType, seed: int) -> None:
+    chance = random.Random(seed)
+    buffers = [bytearray(FIRST_BYTE + NUM_SLOTS * SLOT_BYTES) for _ in range(2)]
+    slots = [
+        module.StepSlots(buffer, FIRST_BYTE, NUM_SLOTS, NUM_PHASES)
+        for module, buffer in zip((hot_path, in_python), buffers, strict=True)
+    ]
+
+    for _ in range(200):
+        step = drawn_step(chance)
+        for each in slots:
+            each.write(step)
+
+        assert buffers[0] == buffers[1]
+
+
+@needs_c
+@pytest.mark.parametrize(
+    ("changed", "raised"),
+    [
+        ({"step": "7"}, (TypeError, struct.error)),
+        ({"step": 2**63}, (OverflowError, struct.error)),
+        ({"ended_at": None}, (TypeError, struct.error)),
+        ({"phase_ns": [1, 2]}, (ValueError, struct.error)),
+        ({"phase_ns": [1, 2, 0.5]}, (TypeError, struct.error)),
+        ({"counts": None}, AttributeError),
+        ({"counts": StepCounts(losses=None)}, TypeError),  # type: ignore[arg-type]
+    ],
+)
+def test_a_step_that_cannot_be_written_leaves_all_slots_as_they_were(
+    in_python: ModuleType, changed: dict[str, Any], raised: Any
+) -> None:
+    for module in (hot_path, in_python):
+        buffer = bytearray(FIRST_BYTE + NUM_SLOTS * SLOT_BYTES)
+        slots = module.StepSlots(buffer, FIRST_BYTE, NUM_SLOTS, NUM_PHASES)
+        slots.write(raw_step(1, phase_ns=[1, 2, 3]))
+        before = bytes(buffer)
+
+        with pytest.raises(raised):
+            slots.write(raw_step(2, **{"phase_ns": [1, 2, 3], **changed}))
+
+        assert buffer == before
+
+
+@needs_c
+def test_neither_the_buffer_nor_the_step_is_kept() -> None:
+    step, losses = raw_step(1, phase_ns=[1, 2, 3]), [object()]
+    step.counts.losses = losses
+    memory = mmap.mmap(-1, FIRST_BYTE + NUM_SLOTS * SLOT_BYTES)
+    slots = hot_path.StepSlots(memory, FIRST_BYTE, NUM_SLOTS, NUM_PHASES)
+    watched = [*vars(step).values(), *vars_of(step.counts), losses[0], memory]
+    before = [sys.getrefcount(each) for each in watched]
+
+    for _ in range(50):
+        slots.write(step)
+
+    assert [sys.getrefcount(each) for each in watched] == before
+    memory.close()  # which fails while somebody has its buffer
+    with pytest.raises(ValueError, match="closed"):
+        slots.write(step)
+
+
+def vars_of(counts: StepCounts) -> list[Any]:
+    return [getattr(counts, field.name) for field in dataclasses.fields(counts)]
+
+
+@needs_c
+@pytest.mark.parametrize("options", [(-1, 5, 3), (0, 0, 3), (0, 5, 99), (0, 5, -1)])
+def test_slots_that_cannot_be_are_refused(options: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="expected a slot or more"):
+        hot_path.StepSlots(bytearray(9999), *options)
+
+
+@needs_c
+def test_a_buffer_that_is_too_short_is_not_written_beyond_its_end() -> None:
+    slots = hot_path.StepSlots(bytearray(FIRST_BYTE + SLOT_BYTES), FIRST_BYTE, 2, NUM_PHASES)
+
+    with pytest.raises(ValueError, match="the buffer ends before this slot"):
+        slots.write(raw_step(1, phase_ns=[1, 2, 3]))
+    slots.write(raw_step(2, phase_ns=[1, 2, 3]))

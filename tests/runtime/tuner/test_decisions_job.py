@@ -11,7 +11,7 @@ pytestmark = pytest.mark.jobs
 
 Results = dict[str, Any]
 
-VERDICTS = ["accepted", "rejected", "accepted", "rejected", "interrupted", "not_undone"]
+VERDICTS = ["accepted", "rolled_back", "accepted", "rejected", "interrupted", "not_undone"]
 STAGES = [0, 0, 0, 0, 0, 1]
 
 

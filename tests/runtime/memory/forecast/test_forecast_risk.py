@@ -25,8 +25,6 @@ from bench.memory.oom_risk_scores import LEAD_STEPS, brier
 
 from zerowatch.runtime.memory.forecast.risk import PRIOR_EXCESSES, PRIOR_SHAPE, fit_tail
 
-pytestmark = pytest.mark.slow
-
 NUM_RUNS, NUM_LEAKS, FIRST_SEED = 30, 12, 2000
 
 
@@ -41,6 +39,7 @@ def leaking() -> Sequence[Followed]:
     return [follow(generate_run("leak", seed, ends_badly=True)) for seed in seeds]
 
 
+@pytest.mark.slow
 def test_the_runs_are_of_all_kinds_and_half_end_out_of_memory(
     followed: Sequence[Followed],
 ) -> None:
@@ -50,16 +49,19 @@ def test_the_runs_are_of_all_kinds_and_half_end_out_of_memory(
 
 
 @pytest.mark.parametrize("rule", (THRESHOLD, LINE))
+@pytest.mark.slow
 def test_the_brier_score_beats_a_simple_rule(followed: Sequence[Followed], rule: str) -> None:
     assert brier(*pooled(followed, OURS)) < brier(*pooled(followed, rule))
 
 
+@pytest.mark.slow
 def test_the_brier_score_beats_a_constant_forecast(followed: Sequence[Followed]) -> None:
     risks, came = pooled(followed, OURS)
 
     assert brier(risks, came) < 0.9 * came.mean() * (1 - came.mean())
 
 
+@pytest.mark.slow
 def test_predicted_probabilities_match_observed_frequencies(followed: Sequence[Followed]) -> None:
     risks, came = pooled(followed, OURS)
 
@@ -68,6 +70,7 @@ def test_predicted_probabilities_match_observed_frequencies(followed: Sequence[F
     assert came[likely].mean() == pytest.approx(risks[likely].mean(), abs=0.2)
 
 
+@pytest.mark.slow
 def test_leaks_are_predicted_twenty_steps_ahead(leaking: Sequence[Followed]) -> None:
     found = leads(leaking, OURS, "leak")
 
@@ -75,6 +78,7 @@ def test_leaks_are_predicted_twenty_steps_ahead(leaking: Sequence[Followed]) -> 
     assert np.mean([lead >= LEAD_STEPS for lead in found]) >= 0.75
 
 
+@pytest.mark.slow
 def test_a_fatal_batch_is_predicted_before_it_runs(followed: Sequence[Followed]) -> None:
     found = warnings(followed, OURS)
 
@@ -82,6 +86,7 @@ def test_a_fatal_batch_is_predicted_before_it_runs(followed: Sequence[Followed])
     assert np.mean(found) >= 0.8
 
 
+@pytest.mark.slow
 def test_false_alarms_are_rare(followed: Sequence[Followed]) -> None:
     count, _ = false_alarms_per_10k(followed, OURS)
 

@@ -17,7 +17,7 @@ HOW_TO_BUILD = (
 def built_extensions() -> Path | None:
     """Return where torch keeps what it has built, if the op is there."""
     usual = Path.home() / ".cache" / "torch_extensions"
-    roots = Path(os.environ.get("TORCH_EXTENSIONS_DIR", usual)), usual
+    roots = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or usual), usual
     ops = (op for root in roots for op in root.rglob("async_io/async_io.so"))
     return next((op.parent.parent for op in ops), None)
 

@@ -1,8 +1,7 @@
 """Decisions of each kind in a real run, and after each what every rank's engine uses.
 
 `decisions_job.py FOLDER`, two ranks; rank r writes FOLDER/rank-r.json. What is tried and how a
-trial ends is scripted, and each step counts as one of a second, so that nothing depends on measured
-times.
+trial ends is scripted. The times of steps are replaced, so that nothing depends on measured ones.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from zerowatch.runtime.engine.rebuild import engine_replacement
 from zerowatch.runtime.monitor import watch_thread
 from zerowatch.runtime.tuner import controller_runner
 from zerowatch.runtime.tuner.policy import trial, trial_search
-from zerowatch.runtime.tuner.policy.ab_comparison import AbComparison
+from zerowatch.runtime.tuner.policy.ab_comparison import AbComparison, Variant
 from zerowatch.runtime.tuner.policy.knob_registry import SPECS
 from zerowatch.runtime.tuner.policy.policy_types import Numerics, Proposal, Symptom, Value
 from zerowatch.runtime.tuner.policy.proposals import TunerInput
@@ -41,7 +40,7 @@ class Try:
     """A scripted trial.
 
     Attributes:
-        event: What happens in it: "", "verify fails", "stop file" or "rebuild refused".
+        event: What happens in it: "", "slow", "verify fails", "stop file" or "rebuild refused".
     """
 
     knob: str
@@ -52,7 +51,7 @@ class Try:
 
 SCRIPT = (
     Try(knob="zero_stage", value=0, min_gain=ACCEPTED),
-    Try(knob="zero_stage", value=3, min_gain=REFUSED),
+    Try(knob="zero_stage", value=3, min_gain=REFUSED, event="slow"),
     Try(knob="python_gc", value="between_steps", min_gain=ACCEPTED),
     Try(knob="zero_stage", value=2, min_gain=ACCEPTED, event="verify fails"),
     Try(knob="reduce_bucket_size", value=512, min_gain=REFUSED, event="stop file"),
@@ -68,7 +67,9 @@ class Director:
         self.current: Try | None = None
         design_of = trial_search.TrialSearch._design
         add = AbComparison.add
-        AbComparison.add = lambda self, seconds: add(self, seconds and 1.0)  # type: ignore[method-assign]
+        AbComparison.add = lambda comparison, seconds: add(  # type: ignore[method-assign]
+            comparison, None if seconds is None else self._seconds_of(comparison.variant)
+        )
         trial_search.diagnose = lambda reading, thresholds: (SYMPTOM,)
         trial_search.propose = self._propose
         trial_search.TrialSearch._design = lambda *args: replace(  # type: ignore[method-assign]
@@ -94,6 +95,11 @@ class Director:
                 predicted_gain=1.0,
                 reason="the script asks for it",
             )
+
+    def _seconds_of(self, variant: Variant) -> float:
+        """Return the time that counts for a step."""
+        is_slow = variant == "B" and self.current is not None and self.current.event == "slow"
+        return 5.0 if is_slow else 1.0
 
     def before_step(self) -> None:
         """Cause the event of the present trial."""
