@@ -112,7 +112,7 @@ $(INSTALLED): pyproject.toml runtime/common/_hot_path.c $(DEEPSPEED)
 
 # Compiles DeepSpeed's optimizers for the tests, which otherwise do it.
 optimizers: $(DEEPSPEED)
-	@DS_ACCELERATOR=cpu $(VENV_PYTHON) tests/support/optimizers.py
+	@DS_ACCELERATOR=cpu $(VENV_PYTHON) tests/support/scripts/optimizers.py
 
 # The libraries of the integrations, which only slow tests use.
 .venv/.integrations: $(INSTALLED)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from extension_locks import complaint, stale_locks
-from optimizers import use_own_compiler
+from scripts.optimizers import use_own_compiler
 
 from zerowatch.runtime.common.extension_locks import extensions_root
 from zerowatch.runtime.monitor import step_ring

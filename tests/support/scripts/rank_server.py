@@ -28,7 +28,8 @@ from typing import Any
 # DeepSpeed's autotuner imports mlflow where it is installed, and with it OpenTelemetry's SDK.
 sys.modules["mlflow"] = None  # type: ignore[assignment]
 import cpuinfo  # noqa: E402
-import deepspeed  # noqa: E402
+import deepspeed  # noqa: E402, F401
+import optimizers  # noqa: E402 - beside this file
 import torch._dynamo  # noqa: E402, F401 - likewise: the first optimizer would
 from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: E402, F401 - and the first engine this
 
@@ -46,7 +47,6 @@ IMPORTS = (
 )
 # A rank that gets it prints the stacks of its threads: `forked_ranks.py` sends it before a kill.
 STACKS_SIGNAL = signal.SIGUSR2
-OPS = ("FusedAdamBuilder", "CPUAdamBuilder")
 MMAP_THRESHOLD, M_MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_", -3  # its name in glibc's malloc.h
 
 
@@ -61,9 +61,9 @@ def prepare() -> None:
     for name in IMPORTS:
         with suppress(ImportError):  # another version of DeepSpeed
             importlib.import_module(name)
-    for name in OPS:
+    for name in optimizers.BUILDERS:
         with suppress(Exception):  # no compiler: a rank that needs it fails with the reason
-            deepspeed.accelerator.get_accelerator().create_op_builder(name).load(verbose=False)
+            optimizers.load(name)
     gc.collect()
     gc.freeze()
 

@@ -10,7 +10,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BUILDERS = ("FusedAdamBuilder", "CPUAdamBuilder")
 
 
@@ -27,18 +27,18 @@ def use_own_compiler() -> None:
         os.environ["CXX"] = str(ROOT / "tests" / "support" / "compiler" / "g++")
 
 
-def load_all() -> None:
-    """Compile the optimizers if that has not been done, and load them.
+def load(name: str) -> None:
+    """Load an optimizer, one of BUILDERS, and compile it before if that has not been done.
 
     Raises:
-        RuntimeError: An optimizer could not be compiled.
+        RuntimeError: It could not be compiled.
     """
     from deepspeed.accelerator import get_accelerator
 
-    for name in BUILDERS:
-        get_accelerator().create_op_builder(name).load(verbose=False)
+    get_accelerator().create_op_builder(name).load(verbose=False)
 
 
 if __name__ == "__main__":
     use_own_compiler()
-    load_all()
+    for name in BUILDERS:
+        load(name)
