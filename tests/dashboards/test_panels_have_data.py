@@ -45,7 +45,7 @@ from zerowatch.metrics.catalog import (
 )
 from zerowatch.metrics.exporters.openmetrics_file import write_openmetrics
 
-pytestmark = pytest.mark.jobs
+pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 
 # Selectors without series, and why.
 NO_GPU = "needs a GPU"

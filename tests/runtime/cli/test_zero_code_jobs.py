@@ -91,6 +91,7 @@ def test_a_monitored_script_prints_what_it_prints_unmonitored(
     assert_that_output_is_unchanged_and_steps_are_logged(run, 2, *job, steps=steps, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_script_that_imports_names_from_deepspeed_is_monitored(tmp_path):
     script = SCRIPTS / "cli" / "train_from_import.py"
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.jobs
 
 PHASES = ("data", "forward", "backward", "optimizer")
 CONTROLS = [f"control {number}" for number in range(8)]
-QUICK = ("data", "backward", CONTROLS[0])
+QUICK = ("data", CONTROLS[0])
 # A rank that had no core for so much of the time was slowed by other processes, not by the job.
 STARVED_RATIO = 0.02
 NAMED = re.compile(r"rank (\d+) is slow in (\w+):")

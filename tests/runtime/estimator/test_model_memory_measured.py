@@ -19,7 +19,7 @@ STATES = (
     "3, fp32",
     "3, bf16, all on cpu",
 )
-QUICK = ("2, bf16 over fp32, optimizer on cpu", "3, bf16, all on cpu")
+QUICK = ("3, bf16, all on cpu",)
 WITH_ACTIVATIONS = ("2, bf16, 4 x 256 tokens",)
 each_state = pytest.mark.parametrize("name", tiers(STATES, QUICK))
 ALONE = ("fp32, 4 x 256", "fp32, 8 x 128, recomputed")

@@ -6,16 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from chosen_cases import tiers
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
 
-pytestmark = pytest.mark.jobs
+pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 
 MIB = 2**20
 
 
-@pytest.mark.parametrize("stage", tiers([0, 1, 2, 3], quick=[2]))
+@pytest.mark.parametrize("stage", range(4))
 def test_less_than_a_tenth_of_a_peak_is_other(stage: int, tmp_path: Path) -> None:
     script = SCRIPTS / "memory" / "engine_memory_rss_job.py"
     job = start_ranks(2, script, tmp_path, f"fp32 stage {stage}", 2, cwd=tmp_path)

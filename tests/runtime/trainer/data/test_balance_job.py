@@ -22,7 +22,7 @@ from scripts.trainer.balance_job import (
 
 from zerowatch.runtime.trainer.data.resumable_loader import resumable_loader
 
-pytestmark = pytest.mark.jobs
+pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 
 STAGES = ["1", "2"]  # without and with collectives in the passes that are timed
 

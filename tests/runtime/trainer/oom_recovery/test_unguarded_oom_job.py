@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from chosen_cases import chosen, tiers
+from chosen_cases import chosen
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
 
-pytestmark = pytest.mark.jobs
+pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 
-QUICK = [(2, "stage 3, eager prefetching", "")]
 ENGINES = (
     "stage 2, small buckets",
     "stage 2, overlapping",
@@ -24,16 +23,13 @@ ENGINES = (
     "stage 3, all on host",
 )
 FEATURES = ("checkpointing", "rebuild", "evaluate", "save")
-RUNS = tiers(
-    [
-        *QUICK,
-        (2, "stage 2, small buckets per owner", ""),
-        *((3, name, "") for name in ENGINES),
-        *((2, "stage 2, small buckets", feature) for feature in FEATURES),
-        *((2, "stage 3, eager prefetching", feature) for feature in FEATURES),
-    ],
-    quick=QUICK,
-)
+RUNS = [
+    (2, "stage 3, eager prefetching", ""),
+    (2, "stage 2, small buckets per owner", ""),
+    *((3, name, "") for name in ENGINES),
+    *((2, "stage 2, small buckets", feature) for feature in FEATURES),
+    *((2, "stage 3, eager prefetching", feature) for feature in FEATURES),
+]
 
 
 def fault(place: str, block: int, micro_batch: int, fits: int, *, is_real: bool) -> dict:
@@ -101,7 +97,6 @@ def test_the_failed_rank_issues_the_other_collectives_of_its_pass(
         assert not any(window["reasons"] for window in rank["windows"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stage 2, small buckets", "stage 3, small buckets"])
 def test_the_run_ends_on_all_ranks_if_the_collectives_are_not_known(
     name: str, tmp_path: Path

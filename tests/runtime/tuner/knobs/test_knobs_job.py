@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from scripts.separate_ranks import outputs, run_apart
 
-pytestmark = pytest.mark.jobs
+pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 
 STAGES = [f"stage {stage}" for stage in range(4)]
 CASES = [*STAGES, "stage 2, offload"]
