@@ -7,9 +7,9 @@ INSTALLED := .venv/.installed
 PYTHONS := $(or $(PYTHON),python3.11 python3.12 python3.13 python3)
 PIP_INSTALL := $(VENV_PYTHON) -m pip --disable-pip-version-check install -qq --no-compile \
   --no-build-isolation -c constraints.txt
-# pip would compile all modules on one core. They must be compiled: otherwise each process compiles
-# torch where PYTHONDONTWRITEBYTECODE is set, as in many containers. -qq: some have wrong syntax.
-COMPILE := $(VENV_PYTHON) -m compileall -qq -j 0
+# pip would compile all modules of all packages for a minute and a half. The first process that
+# imports a module compiles it: each would where bytecode is not kept, as in many containers.
+unexport PYTHONDONTWRITEBYTECODE
 SOURCES := $(wildcard *.py) $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 
 IMAGE := $(or $(TRAINER_IMAGE),zerowatch/trainer:cpu)
@@ -101,13 +101,11 @@ endef
 $(DEEPSPEED): constraints.txt
 	$(ENVIRONMENT)
 	@DS_BUILD_OPS=0 $(PIP_INSTALL) deepspeed
-	@$(COMPILE) .venv/lib || true
 	@touch $@
 
 $(INSTALLED): pyproject.toml runtime/common/_hot_path.c $(DEEPSPEED)
 	$(ENVIRONMENT)
 	@DS_BUILD_OPS=0 $(PIP_INSTALL) -e '.[dev]'
-	@$(COMPILE) .venv/lib || true
 	@touch $@
 
 # Compiles DeepSpeed's optimizers for the tests, which otherwise do it.
@@ -118,7 +116,6 @@ optimizers: $(DEEPSPEED)
 .venv/.integrations: $(INSTALLED)
 	@echo 'Installing the libraries of the integrations into .venv.'
 	@$(PIP_INSTALL) -e '.[dev,integrations]'
-	@$(COMPILE) .venv/lib || true
 	@touch $@
 
 # A test whose server is missing skips itself and says so. While packages are installed,
