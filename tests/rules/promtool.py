@@ -41,6 +41,7 @@ class Case:
         title: A sentence.
         series: The history.
         alert: The alert's labels, "alertname" included; none if nothing fires.
+        near: If nothing fires, the alert that comes close; none if the case is about several.
         fires_at: The evaluation at which it fires first, such as "13m15s".
         recovers_at: The first at which it does so no longer.
         annotations: What it annotations_of, as it fires first.
@@ -52,12 +53,18 @@ class Case:
     title: str
     series: Series
     alert: Mapping[str, str] = field(default_factory=dict)
+    near: str = ""
     fires_at: str = ""
     recovers_at: str = ""
     annotations: Mapping[str, str] = field(default_factory=dict)
     words_at: str = ""
     until: str = ""
     every: float = SCRAPE_SECONDS
+
+    @property
+    def about(self) -> str:
+        """The name of the only alert that the case is about; empty if it is about several."""
+        return self.alert.get("alertname", self.near)
 
     def test(self) -> dict[str, Any]:
         """Return the case in the format of promtool."""

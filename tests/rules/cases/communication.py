@@ -96,16 +96,19 @@ CASES = (
     ),
     Case(
         title="Does not fire at 20 % exposed communication",
+        near="ZerowatchCommBottleneck",
         series=exposed((15, 0.2)),
         until="15m",
     ),
     Case(
         title="Does not fire on five minutes of exposed communication in half an hour",
+        near="ZerowatchCommBottleneck",
         series=exposed((25, 0.05), (5, 0.6), (10, 0.05)),
         until="40m",
     ),
     Case(
         title="Does not fire in the first nine steps",
+        near="ZerowatchCommBottleneck",
         series=exposed((20, 0.5)) | of_both("zerowatch_steps_total", counter((20, 9 / 20 / 60))),
         until="20m",
     ),
@@ -127,17 +130,20 @@ CASES = (
     ),
     Case(
         title="Does not fire if a link has 60 % of its usual bandwidth",
+        near="ZerowatchLinkSlow",
         series=link((5, 1e9), (15, 6e8)),
         until="20m",
     ),
     Case(
         title="Does not fire if one of two ranks estimates a low bandwidth",
+        near="ZerowatchLinkSlow",
         series=link((5, 1e9), (15, 1e9))
         | of_rank(1, BANDWIDTH, gauge((5, 1e9), (15, 1e8)), group="dp", node="node-0"),
         until="20m",
     ),
     Case(
         title="Does not fire after a single estimate that was far too high",
+        near="ZerowatchLinkSlow",
         series=link((9, 1e9), (0.25, 5e9), (15, 1e9)),
         until="24m",
     ),
@@ -160,6 +166,7 @@ CASES = (
     ),
     Case(
         title="Does not fire if exposed communication rises from 1 to 4 %",
+        near="ZerowatchCommRatioRose",
         series=exposed((40, 0.01), (20, 0.04)),
         until="60m",
     ),
@@ -203,22 +210,26 @@ CASES = (
     ),
     Case(
         title="Does not fire if one of four ranks waits most",
+        near="ZerowatchStragglerRank",
         series=waiting(0.02, 0.4, 0.02, 0.02),
         until="8m",
     ),
     Case(
         title="Does not fire on waits where phases are compared",
+        near="ZerowatchStragglerRank",
         series=waiting(0.12, 0.02) | of_both(SCORE, gauge((8, 0.01)), phase="backward"),
         until="8m",
     ),
     Case(
         title="Does not fire if two ranks are slow by turns",
+        near="ZerowatchStragglerRank",
         series=slow_backward(*((1, 0.3), (1, 0)) * 8)
         | of_rank(0, SCORE, gauge(*((1, 0), (1, 0.3)) * 8), phase="backward"),
         until="16m",
     ),
     Case(
         title="Does not fire if a rank is 4 % of a step behind",
+        near="ZerowatchStragglerRank",
         series=slow_backward((15, 0.04)),
         until="15m",
     ),
@@ -241,12 +252,14 @@ CASES = (
     ),
     Case(
         title="Does not fire on one lapse of coverage",
+        near="ZerowatchCommCoverageLow",
         series=training(15)
         | of_both("zerowatch_comm_coverage_ratio", gauge((5, 1), (0.5, 0.95), (9.5, 1))),
         until="15m",
     ),
     Case(
         title="Does not fire on a single rank",
+        near="ZerowatchCommCoverageLow",
         series=training_rank(0, (15, 1)) | of_rank(0, WORLD_SIZE, gauge((15, 1))),
         until="15m",
     ),

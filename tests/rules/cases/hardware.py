@@ -136,6 +136,7 @@ CASES = (
     ),
     Case(
         title="Does not fire on errors that happened before the run, nor on corrected ones",
+        near="ZerowatchGpuUncorrectableEcc",
         series=figure("ecc_errors_total", (10, 7), kind="uncorrected")
         | errors("ecc_errors_total", (10, 1), kind="corrected"),
         until="10m",
@@ -187,6 +188,7 @@ CASES = (
     ),
     Case(
         title="Does not fire on a few PCIe replays or CRC errors",
+        near="ZerowatchGpuLinkErrors",
         series=errors("link_errors_total", (10, 0.1), link="pcie", kind="replay")
         | errors("link_errors_total", (10, 50), link="nvlink", kind="crc"),
         until="10m",
@@ -216,6 +218,7 @@ CASES = (
     ),
     Case(
         title="Does not fire on the power cap, which is usual at full load",
+        near="ZerowatchGpuThrottled",
         series=errors("throttled_seconds_total", (15, 1), reason="power_cap"),
         until="15m",
     ),
@@ -236,6 +239,7 @@ CASES = (
     ),
     Case(
         title="Does not fire at 85 degrees if the limit is unknown or far",
+        near="ZerowatchGpuHot",
         series=figure("temperature_celsius", (12, 85))
         | of_rank(0, "zerowatch_device_temperature_celsius", gauge((12, 85)), device="cuda:0")
         | of_rank(

@@ -130,16 +130,19 @@ CASES = (
     ),
     Case(
         title="Does not fire during an evaluation of 15 minutes",
+        near="ZerowatchTrainingStalled",
         series=training(25) | of_both("zerowatch_steps_total", counter((5, 1), (15, 0), (5, 1))),
         until="25m",
     ),
     Case(
         title="Does not fire at one step a minute",
+        near="ZerowatchTrainingStalled",
         series=steps(*((0.9, 0), (0.1, 1)) * 20),
         until="20m",
     ),
     Case(
         title="Does not fire on a pause of nine minutes",
+        near="ZerowatchTrainingStalled",
         series=steps((5, 1), (9, 0), (5, 1)),
         until="19m",
     ),
@@ -185,6 +188,7 @@ CASES = (
     ),
     Case(
         title="Does not fire if a run was resumed elsewhere and ended in good order",
+        near="ZerowatchRunDied",
         series=resumed_elsewhere((5, 1), (0.25, 0), (20, GONE)),
         until="45m",
     ),
@@ -208,6 +212,7 @@ CASES = (
     ),
     Case(
         title="Does not fire if one scrape in a minute fails on the only rank",
+        near="ZerowatchRunDied",
         series=training_rank(0, (10, 1), (1, GONE), (10, 1), every=60)
         | of_rank(0, WORLD_SIZE, gauge((21, 1), every=60)),
         until="21m",
@@ -215,6 +220,7 @@ CASES = (
     ),
     Case(
         title="Does not fire if a whole run restarts within a minute",
+        near="ZerowatchRunDied",
         series=training_rank(0, (10, 1), (1, GONE), (10, 1))
         | training_rank(1, (10, 1), (1, GONE), (10, 1)),
         until="21m",
@@ -244,11 +250,13 @@ CASES = (
     ),
     Case(
         title="Does not fire if a rank restarts within a minute",
+        near="ZerowatchRankVanished",
         series=training_rank(0, (10, 1)) | training_rank(1, (5, 1), (0.8, GONE), (4.2, 1)),
         until="10m",
     ),
     Case(
         title="Does not fire if a rank comes back on another port",
+        near="ZerowatchRankVanished",
         series=training_rank(0, (15, 1))
         | training_rank(1, (5, 1), (10, GONE))
         | of_rank(1, "up", gauge((5.5, GONE), (9.5, 1)), instance="10.0.0.1:9564")
@@ -257,6 +265,7 @@ CASES = (
     ),
     Case(
         title="Does not fire if a killed rank came back on another host and ended there",
+        near="ZerowatchRankVanished",
         series=training_rank(0, (10, 1), (0.25, 0), (14.75, GONE))
         | of_rank(1, ACTIVE, gauge((5, 1), (20, GONE)))
         | of_rank(1, "up", gauge((5.5, 1), (19.5, GONE)))  # it is no longer a target
@@ -266,6 +275,7 @@ CASES = (
     ),
     Case(
         title="Does not fire if a run continues with fewer ranks",
+        near="ZerowatchRankVanished",
         series=training_rank(0, (5, 1), (0.5, GONE), (14.5, 1))
         | training_rank(1, (5, 1), (15, GONE))
         | of_rank(0, WORLD_SIZE, gauge((5, 2), (0.5, GONE), (14.5, 1))),
@@ -335,11 +345,13 @@ CASES = (
     ),
     Case(
         title="Does not fire if a run evaluates for an hour before its first step",
+        near="ZerowatchNoFirstStep",
         series=training(30) | of_both("zerowatch_steps_total", gauge((30, 0))),
         until="30m",
     ),
     Case(
         title="Does not fire if the first step takes ten minutes",
+        near="ZerowatchNoFirstStep",
         series=steps((10, 0), (10, 1)),
         until="20m",
     ),
@@ -352,6 +364,7 @@ CASES = (
     ),
     Case(
         title="Does not fire on a target of an old run",
+        near="ZerowatchTargetNeverUp",
         series=training(40) | answers((400, GONE), rank=7),
         until="4m45s",
     ),

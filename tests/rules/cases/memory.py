@@ -86,11 +86,13 @@ CASES = (
     ),
     Case(
         title="Does not fire at a risk of 50 %",
+        near="ZerowatchOomRiskHigh",
         series=on_gpus(10) | risk("cuda:0", (10, 0.5)) | risk("cpu", (10, 0.5)),
         until="10m",
     ),
     Case(
         title="Does not fire on a high risk of 15 seconds",
+        near="ZerowatchOomRiskHigh",
         series=on_gpus(10) | risk("cuda:0", (3, 0.1), (0.25, 0.7), (6.75, 0.1)),
         until="10m",
     ),
@@ -125,6 +127,7 @@ CASES = (
     ),
     Case(
         title="Does not fire on a leak that is withdrawn after a minute",
+        near="ZerowatchMemoryLeak",
         series=on_gpus(10) | leak((3, GONE), (1, 2097152), (6, GONE)),
         until="10m",
     ),
@@ -145,11 +148,13 @@ CASES = (
     ),
     Case(
         title="Does not fire if two ranks use 88 % of the memory of their host",
+        near="ZerowatchHostMemoryNodeFull",
         series=on_one_host((15, 440)),
         until="15m",
     ),
     Case(
         title="Does not fire if two ranks use 92 % of the memory of a host each",
+        near="ZerowatchHostMemoryNodeFull",
         series=training(15)
         | of_both("zerowatch_memory_bytes", gauge((15, 920)), device="cpu", state="allocated")
         | of_both("zerowatch_memory_limit_bytes", gauge((15, 1000)), device="cpu"),

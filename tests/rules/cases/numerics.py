@@ -53,11 +53,13 @@ CASES = (
     ),
     Case(
         title="Does not fire if a high initial loss scale falls to 32",
+        near="ZerowatchLossScaleCollapse",
         series=loss_scale((1, 4294967296), (1, 65536), (1, 1024), (12, 32)),
         until="15m",
     ),
     Case(
         title="Does not fire on a loss scale that is always 1",
+        near="ZerowatchLossScaleCollapse",
         series=loss_scale((15, 1)),
         until="15m",
     ),
@@ -84,26 +86,31 @@ CASES = (
     ),
     Case(
         title="Does not fire on a flat negative loss",
+        near="ZerowatchLossSpike",
         series=loss((40, -2)),
         until="40m",
     ),
     Case(
         title="Does not fire on a loss that varies by its half",
+        near="ZerowatchLossSpike",
         series=loss(*((1, 1.0), (1, 1.5), (1, 0.5)) * 14),
         until="40m",
     ),
     Case(
         title="Does not fire on a loss near 0 with usual deviations",
+        near="ZerowatchLossSpike",
         series=loss(*((1, 0.01), (1, -0.3), (1, 0.3)) * 14),
         until="40m",
     ),
     Case(
         title="Does not fire on a high loss in the first quarter of an hour",
+        near="ZerowatchLossSpike",
         series=loss((5, 2), (5, 12), (10, 2)),
         until="20m",
     ),
     Case(
         title="Does not fire on a single minute of a high loss",
+        near="ZerowatchLossSpike",
         series=loss((30, 2), (1, 12), (10, 2)),
         until="41m",
     ),
@@ -123,6 +130,7 @@ CASES = (
     ),
     Case(
         title="Does not fire if the gradient norm rises to nine times its median",
+        near="ZerowatchGradientNormExploding",
         series=gradient_norm((30, 1), (15, 9)),
         until="45m",
     ),
@@ -135,6 +143,7 @@ CASES = (
     ),
     Case(
         title="Does not fire if a third of the updates are skipped",
+        near="ZerowatchUpdatesSkipped",
         series=skipped((10, 0), (15, 0.66)),
         until="25m",
     ),

@@ -55,6 +55,7 @@ CASES = (
     ),
     Case(
         title="Does not fire if monitoring takes 1.5 % of the time",
+        near="ZerowatchWatchOverhead",
         series=cost((15, 0.01)),
         until="15m",
     ),
@@ -77,6 +78,7 @@ CASES = (
     ),
     Case(
         title="Does not fire while all monitoring threads run",
+        near="ZerowatchMonitoringDead",
         series=training(5) | of_both("zerowatch_dead_threads", gauge((5, 0))),
         until="5m",
     ),
@@ -98,6 +100,7 @@ CASES = (
     ),
     Case(
         title="Does not fire on five failed exports and five failed exchanges",
+        near="ZerowatchMonitoringFailing",
         series=training(20)
         | of_rank(1, "zerowatch_exporter_failures_total", gauge((3, 0), (17, 5)), exporter="otlp")
         | of_rank(1, "zerowatch_exchange_failures_total", gauge((3, 0), (17, 5)), reason="store"),
@@ -113,6 +116,7 @@ CASES = (
     ),
     Case(
         title="Does not fire on missing reports of a peer, which is at fault",
+        near="ZerowatchMonitoringFailing",
         series=training(20)
         | of_rank(1, "zerowatch_exchange_failures_total", gauge((3, 0), (17, 99)), reason="peer"),
         until="20m",
@@ -128,6 +132,7 @@ CASES = (
     ),
     Case(
         title="Does not fire on calls in a CUDA graph, which are never recorded",
+        near="ZerowatchRecordsLost",
         series=training(20)
         | of_rank(1, "zerowatch_dropped_records_total", counter((20, 50)), part="graph_capture"),
         until="20m",
@@ -145,6 +150,7 @@ CASES = (
     ),
     Case(
         title="Does not fire on metrics of a host whose clock is an hour behind",
+        near="ZerowatchMetricsStale",
         series=training(12)
         | of_rank(0, "zerowatch_watch_last_update_timestamp_seconds", counter((12, 1))),
         until="12m",
@@ -159,6 +165,7 @@ CASES = (
     ),
     Case(
         title="Does not fire in any other state of the tuner",
+        near="ZerowatchTunerSafeMode",
         series=training(5)
         | of_rank(0, "zerowatch_tuner_state", gauge((5, 0)), state="safe_mode")
         | of_rank(0, "zerowatch_tuner_state", gauge((5, 1)), state="observe"),

@@ -58,11 +58,13 @@ CASES = (
     ),
     Case(
         title="Does not fire if nothing answers while no run is in training",
+        near="ZerowatchPrometheusDiscoveryFailing",
         series=failing((20, 0.2), config="zerowatch"),
         until="20m",
     ),
     Case(
         title="Does not fire if nothing answers where a run is optional",
+        near="ZerowatchPrometheusDiscoveryFailing",
         series=training(20) | failing((20, 0.03), config="zerowatch-optional"),
         until="20m",
     ),
@@ -79,6 +81,7 @@ CASES = (
     ),
     Case(
         title="Does not fire if rules of others fail",
+        near="ZerowatchPrometheusRulesFailing",
         series=of_server(
             "prometheus_rule_evaluation_failures_total",
             counter((20, 0.1)),
@@ -107,6 +110,7 @@ CASES = (
     ),
     Case(
         title="Does not fire if one notification is lost",
+        near="ZerowatchPrometheusNotificationsFailing",
         series=of_server(
             "prometheus_notifications_errors_total",
             gauge((3, 0), (17, 1)),

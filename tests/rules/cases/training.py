@@ -59,6 +59,7 @@ CASES = (
     ),
     Case(
         title="Does not fire if loading takes 8 % of the time",
+        near="ZerowatchDataBound",
         series=loading((15, 0.085)),
         until="15m",
     ),
@@ -71,11 +72,13 @@ CASES = (
     ),
     Case(
         title="Does not fire if GPUs are busy for 75 % of the time",
+        near="ZerowatchLowDeviceUtilization",
         series=busy("cuda:0", (20, 0.75)),
         until="20m",
     ),
     Case(
         title="Does not fire if a process uses half of its host's cores",
+        near="ZerowatchLowDeviceUtilization",
         series=busy("cpu", (20, 0.5)),
         until="20m",
     ),
@@ -97,11 +100,13 @@ CASES = (
     ),
     Case(
         title="Does not fire if the MFU falls by a quarter",
+        near="ZerowatchMfuDropped",
         series=mfu((40, 0.4), (20, 0.3)),
         until="60m",
     ),
     Case(
         title="Does not fire on a low MFU that was always low",
+        near="ZerowatchMfuDropped",
         series=mfu((45, 0.05)),
         until="45m",
     ),
@@ -114,16 +119,19 @@ CASES = (
     ),
     Case(
         title="Does not fire if a run that saves every 20 minutes has not saved for 50",
+        near="ZerowatchCheckpointOverdue",
         series=saved(96, 5, 25, 45, 95),
         until="96m",
     ),
     Case(
         title="Does not fire on a run that saves each minute and then evaluates for 25",
+        near="ZerowatchCheckpointOverdue",
         series=saved(35, 1, 2, 3, 4, 5, 6, 7, 8, 34),
         until="35m",
     ),
     Case(
         title="Does not fire on a run that never saves",
+        near="ZerowatchCheckpointOverdue",
         series=training(35),
         until="35m",
     ),

@@ -43,6 +43,7 @@ CASES = (
     ),
     Case(
         title="Does not fire on a few replayed windows",
+        near="ZerowatchOomReplays",
         series=replays((10, 0), (2, 0.2), (28, 0)),
         until="40m",
     ),
@@ -63,6 +64,7 @@ CASES = (
     ),
     Case(
         title="Does not fire on two restarts in half an hour, or many over hours",
+        near="ZerowatchRestarting",
         series=restarts((20, 4), (20, 5), (20, 6), (20, 7)),
         until="80m",
     ),

@@ -50,6 +50,7 @@ def test_memory_between_steps_is_estimated_as_a_walk_over_tensors_finds_it(compa
     assert one.held_estimated == pytest.approx(one.held_measured, rel=0.01)
 
 
+@pytest.mark.slow
 def test_activations_are_within_ten_percent_by_tracing_and_by_formula(tmp_path):
     pairs = list(compare_activations(ALONE, tmp_path))
 

@@ -96,9 +96,8 @@ def test_kills_while_checkpoints_are_written_in_the_background_change_nothing(
         assert ended["weights"] == through["weights"]
 
 
-@pytest.mark.parametrize(
-    "launched", tiers([False, True], quick=[False]), ids=["forked", "launched"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launched", [False, True], ids=["forked", "launched"])
 def test_after_a_fatal_out_of_memory_error_micro_batches_are_smaller(
     tmp_path: Path, uninterrupted: RestartResult, launched: bool
 ) -> None:
