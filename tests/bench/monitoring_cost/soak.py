@@ -1,7 +1,11 @@
-"""Measures growth of memory, descriptors and threads in ten thousand tiny steps."""
+"""Measures growth of memory, descriptors and threads in ten thousand tiny steps.
+
+With BENCH_SEPARATE=true in the environment, also the memory of the monitoring process.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +31,7 @@ def _run(options: Options, *, watched: bool) -> list[dict[str, Any]]:
         "steps": 1000 if options.quick else 10_000,
         "first_steps": 500 if options.quick else 1500,
         "watched": watched,
+        "separate": os.environ.get("BENCH_SEPARATE") == "true",
     }
     return run_ranks("monitoring_cost/soak_job.py", asked, world_size=2, timeout_seconds=1800)
 
@@ -41,6 +46,15 @@ def _rows(rank: int, plain: dict[str, Any], seen: dict[str, Any]) -> Iterator[Ro
         goal=f"<= {GOAL_MIB:g} MiB",
         met=seen_mib <= plain_mib + GOAL_MIB,
     )
+    if seen["early"]["separate_bytes"]:
+        separate_mib = _growth_mib(seen, "separate_bytes")
+        yield Row(
+            what=f"rank {rank}: RSS growth of the monitoring process",
+            measured=f"{separate_mib:+.2f} MiB",
+            spread=f"from {seen['early']['separate_bytes'] / 2**20:.0f} MiB",
+            goal=f"<= {GOAL_MIB:g} MiB",
+            met=separate_mib <= GOAL_MIB,
+        )
     for what in ("descriptors", "threads"):
         grown, usual = (each["late"][what] - each["early"][what] for each in (seen, plain))
         yield Row(
@@ -61,6 +75,6 @@ def _rows(rank: int, plain: dict[str, Any], seen: dict[str, Any]) -> Iterator[Ro
     )
 
 
-def _growth_mib(found: dict[str, Any]) -> float:
-    grown: int = found["late"]["resident_bytes"] - found["early"]["resident_bytes"]
+def _growth_mib(found: dict[str, Any], what: str = "resident_bytes") -> float:
+    grown: int = found["late"][what] - found["early"][what]
     return grown / 2**20

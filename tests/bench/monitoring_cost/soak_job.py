@@ -17,7 +17,7 @@ PAGE_BYTES = 4096
 def main() -> None:
     asked = gpt_training.arguments()
     job = gpt_training.Training(stage=asked["stage"], width=16, layers=1, batch=1)
-    opened = start_watch(job) if asked["watched"] else None
+    opened = start_watch(job, asked["separate"]) if asked["watched"] else None
     address = None if opened is None else opened.address
     begin = time.perf_counter()
     run_steps(job, asked["first_steps"], address)
@@ -30,10 +30,10 @@ def main() -> None:
     gpt_training.report({"early": early, "late": late, "seconds": seconds})
 
 
-def start_watch(job: gpt_training.Training) -> Any:
+def start_watch(job: gpt_training.Training, separate: bool) -> Any:
     from zerowatch.runtime.entry_points import watch
 
-    return watch(job.engine, {"serve": {"port": 0}})
+    return watch(job.engine, {"serve": {"port": 0}, "process": {"separate": separate}})
 
 
 def run_steps(job: gpt_training.Training, num_steps: int, address: str | None) -> None:
@@ -46,14 +46,21 @@ def run_steps(job: gpt_training.Training, num_steps: int, address: str | None) -
 
 def held(address: str | None) -> dict[str, int]:
     gc.collect()
-    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    children = " ".join(
+        file.read_text() for file in Path("/proc/self/task").glob("*/children")
+    ).split()
     series = 0 if address is None else num_series(scrape(address)[0])
     return {
-        "resident_bytes": resident_pages * PAGE_BYTES,
+        "resident_bytes": resident_bytes("self"),
+        "separate_bytes": sum(map(resident_bytes, children)),
         "series": series,
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
     }
+
+
+def resident_bytes(pid: str) -> int:
+    return int(Path("/proc", pid, "statm").read_text().split()[1]) * PAGE_BYTES
 
 
 if __name__ == "__main__":
