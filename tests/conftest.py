@@ -10,13 +10,13 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import time
 from collections.abc import Generator, Iterator
 from functools import cache
 from typing import Any
 
 import pytest
 from extension_locks import complaint, stale_locks
+from fakes.scraper import eventually
 from scripts.optimizers import ROOT, use_own_compiler
 
 from zerowatch.runtime.common.extension_locks import extensions_root
@@ -162,9 +162,7 @@ def wait_for_first_worker(config: pytest.Config) -> None:
     worker = getattr(config, "workerinput", {"workerid": FIRST_WORKER})["workerid"]
     if worker == FIRST_WORKER or sys.dont_write_bytecode:
         return
-    latest = time.monotonic() + FIRST_WORKER_SECONDS
-    while not COLLECTED.exists() and time.monotonic() < latest:
-        time.sleep(0.2)
+    eventually(COLLECTED.exists, FIRST_WORKER_SECONDS, pause=0.2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

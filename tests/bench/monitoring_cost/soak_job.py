@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import time
-from pathlib import Path
 from typing import Any
 
+import psutil
 from bench import gpt_training
 from bench.monitoring_cost.scrape_client import num_series, scrape
-
-PAGE_BYTES = 4096
 
 
 def main() -> None:
@@ -46,21 +44,15 @@ def run_steps(job: gpt_training.Training, num_steps: int, address: str | None) -
 
 def held(address: str | None) -> dict[str, int]:
     gc.collect()
-    children = " ".join(
-        file.read_text() for file in Path("/proc/self/task").glob("*/children")
-    ).split()
+    process = psutil.Process()
     series = 0 if address is None else num_series(scrape(address)[0])
     return {
-        "resident_bytes": resident_bytes("self"),
-        "separate_bytes": sum(map(resident_bytes, children)),
+        "resident_bytes": process.memory_info().rss,
+        "separate_bytes": sum(child.memory_info().rss for child in process.children()),
         "series": series,
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
     }
-
-
-def resident_bytes(pid: str) -> int:
-    return int(Path("/proc", pid, "statm").read_text().split()[1]) * PAGE_BYTES
 
 
 if __name__ == "__main__":

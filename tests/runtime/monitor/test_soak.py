@@ -30,8 +30,8 @@ def soaks() -> dict[str, dict[str, Any]]:
 
 
 def _soak(*, watched: bool) -> dict[str, Any]:
-    asked = {"stage": 1, "steps": STEPS, "first_steps": FIRST_STEPS, "watched": watched}
-    asked["separate"] = False
+    steps = {"steps": STEPS, "first_steps": FIRST_STEPS}
+    asked = {"stage": 1, **steps, "watched": watched, "separate": False}
     return run_ranks("monitoring_cost/soak_job.py", asked, world_size=1, timeout_seconds=600)[0]
 
 
