@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Generator, Iterator
 from functools import cache
 from typing import Any
 
 import pytest
 from extension_locks import complaint, stale_locks
-from fakes.scraper import eventually
-from scripts.optimizers import ROOT, use_own_compiler
+from scripts.optimizers import use_own_compiler
 
 from zerowatch.runtime.common.extension_locks import extensions_root
 from zerowatch.runtime.monitor import step_ring
@@ -40,10 +38,6 @@ BESIDE_JOBS = (
     "tests/runtime/trainer/checkpoint/test_restart_job.py",
     "tests/runtime/cli/test_run_command.py",
 )
-
-FIRST_WORKER = "gw0"
-FIRST_WORKER_SECONDS = 300.0  # others wait no longer for it
-COLLECTED = ROOT / ".build" / "collected"  # exists once tests have been collected
 
 # A test or its jobs that take longer are printed at once; on an idle machine only the compilation
 # of DeepSpeed's optimizers does.
@@ -145,24 +139,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+def pytest_collection() -> Generator[None, object, object]:
     """Collect without looking for garbage: objects are made only. It takes a fifth less time."""
-    wait_for_first_worker(session.config)
     gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
-        COLLECTED.parent.mkdir(exist_ok=True)
-        COLLECTED.touch()
-
-
-def wait_for_first_worker(config: pytest.Config) -> None:
-    """On a new checkout let one worker compile all imports and rewrite the asserts, not each."""
-    worker = getattr(config, "workerinput", {"workerid": FIRST_WORKER})["workerid"]
-    if worker == FIRST_WORKER or sys.dont_write_bytecode:
-        return
-    eventually(COLLECTED.exists, FIRST_WORKER_SECONDS, pause=0.2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1853,14 +1853,20 @@ StepSlots_init(StepSlots *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"buffer", "first_byte", "num_slots", "num_phases", NULL};
     PyObject *buffer;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Onni", names, &buffer, &self->first_byte,
-                                     &self->num_slots, &self->num_phases))
+    Py_ssize_t first_byte, num_slots;
+    int num_phases;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Onni", names, &buffer, &first_byte, &num_slots,
+                                     &num_phases))
         return -1;
-    if (self->first_byte < 0 || self->num_slots < 1 || self->num_phases < 0 ||
-        self->num_phases > MAX_PHASES) {
+    /* No sum of them overflows. */
+    if (first_byte < 0 || first_byte > INT_MAX || num_slots < 1 || num_slots > INT_MAX ||
+        num_phases < 0 || num_phases > MAX_PHASES) {
         PyErr_SetString(PyExc_ValueError, "expected a slot or more, and not too many phases");
         return -1;
     }
+    self->first_byte = first_byte;
+    self->num_slots = num_slots;
+    self->num_phases = num_phases;
     set_object(&self->buffer, buffer);
     return 0;
 }
@@ -1889,15 +1895,26 @@ append(unsigned char *end, const void *value, size_t length)
     return end + length;
 }
 
-/* Appends an integer; None is an unknown one. Takes the reference. Returns NULL after an error. */
+/* Appends an integer. Takes the reference. Returns NULL after an error. */
 static unsigned char *
 append_integer(unsigned char *end, PyObject *value)
 {
     if (value == NULL)
         return NULL;
-    long long number = value == Py_None ? -1 : PyLong_AsLongLong(value);
+    long long number = PyLong_AsLongLong(value);
     Py_DECREF(value);
     return number == -1 && PyErr_Occurred() ? NULL : append(end, &number, sizeof(number));
+}
+
+/* Appends a count; None is an unknown one. Takes the reference. Returns NULL after an error. */
+static unsigned char *
+append_count(unsigned char *end, PyObject *value)
+{
+    if (value != Py_None)
+        return append_integer(end, value);
+    const long long unknown = -1;
+    Py_DECREF(value);
+    return append(end, &unknown, sizeof(unknown));
 }
 
 /* Appends a float; any other object is unknown, or still on a device. Takes the reference. */
@@ -1988,8 +2005,8 @@ append_step(StepSlots *self, unsigned char *end, PyObject *step, PyObject *count
         (end = append_time(end, PyObject_GetAttr(step, s_ended_at))) == NULL ||
         (end = append(end, &bits, sizeof(bits))) == NULL ||
         (end = append_integer(end, PyObject_GetAttr(counts, s_micro_batches))) == NULL ||
-        (end = append_integer(end, PyObject_GetAttr(counts, s_samples))) == NULL ||
-        (end = append_integer(end, PyObject_GetAttr(counts, s_tokens))) == NULL ||
+        (end = append_count(end, PyObject_GetAttr(counts, s_samples))) == NULL ||
+        (end = append_count(end, PyObject_GetAttr(counts, s_tokens))) == NULL ||
         (end = append_float(end, loss_of(counts))) == NULL ||
         (end = append_float(end, PyObject_GetAttr(step, s_gradient_norm))) == NULL ||
         (end = append_float(end, PyObject_GetAttr(step, s_learning_rate))) == NULL ||

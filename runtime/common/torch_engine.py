@@ -7,6 +7,7 @@ is written to the model: a script may copy or pickle it.
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
@@ -14,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 # The roles of the dimensions of a device mesh, by the names that torch's own examples give them.
@@ -87,10 +87,15 @@ class TorchEngine:
         model = self.model
         if isinstance(model, DistributedDataParallel):
             yield model.process_group, "dp"
+        # To import torch.distributed.tensor imports sympy: 60 MiB, and a second. Where nobody has
+        # imported it, no parameter is a DTensor.
+        tensor = sys.modules.get("torch.distributed.tensor")
+        if tensor is None:
+            return
         meshes = {
             id(parameter.device_mesh): parameter.device_mesh
             for parameter in model.parameters()
-            if isinstance(parameter, DTensor)
+            if isinstance(parameter, tensor.DTensor)
         }
         for mesh in meshes.values():
             for dimension in range(mesh.ndim):

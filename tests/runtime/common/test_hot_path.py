@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import _thread
 import copy
-import dataclasses
 import gc
 import importlib.util
 import math
@@ -962,6 +961,8 @@ def test_steps_are_written_as_in_python(in_python: ModuleType, seed: int) -> Non
     [
         ({"step": "7"}, (TypeError, struct.error)),
         ({"step": 2**63}, (OverflowError, struct.error)),
+        ({"step": None}, (TypeError, struct.error)),
+        ({"phase_ns": [1, None, 3]}, (TypeError, struct.error)),
         ({"ended_at": None}, (TypeError, struct.error)),
         ({"phase_ns": [1, 2]}, (ValueError, struct.error)),
         ({"phase_ns": [1, 2, 0.5]}, (TypeError, struct.error)),
@@ -986,11 +987,15 @@ def test_a_step_that_cannot_be_written_leaves_all_slots_as_they_were(
 
 @needs_c
 def test_neither_the_buffer_nor_the_step_is_kept() -> None:
-    step, losses = raw_step(1, phase_ns=[1, 2, 3]), [object()]
-    step.counts.losses = losses
+    large = 10**15
+    step = raw_step(large, phase_ns=[large + 1, large + 2, large + 3])
+    losses: list[Any] = [object()]
+    step.counts.losses, step.counts.samples = losses, large + 4
     memory = mmap.mmap(-1, FIRST_BYTE + NUM_SLOTS * SLOT_BYTES)
     slots = hot_path.StepSlots(memory, FIRST_BYTE, NUM_SLOTS, NUM_PHASES)
-    watched = [*vars(step).values(), *vars_of(step.counts), losses[0], memory]
+    # No small integers and no None, whose references other threads change.
+    watched = [step.step, step.ended_at, step.phase_ns, *step.phase_ns]
+    watched += [step.counts, step.counts.samples, losses, losses[0], memory]
     before = [sys.getrefcount(each) for each in watched]
 
     for _ in range(50):
@@ -1002,15 +1007,18 @@ def test_neither_the_buffer_nor_the_step_is_kept() -> None:
         slots.write(step)
 
 
-def vars_of(counts: StepCounts) -> list[Any]:
-    return [getattr(counts, field.name) for field in dataclasses.fields(counts)]
-
-
 @needs_c
-@pytest.mark.parametrize("options", [(-1, 5, 3), (0, 0, 3), (0, 5, 99), (0, 5, -1)])
+@pytest.mark.parametrize(
+    "options", [(-1, 5, 3), (2**60, 5, 3), (0, 0, 3), (0, 2**60, 3), (0, 5, 99), (0, 5, -1)]
+)
 def test_slots_that_cannot_be_are_refused(options: tuple[int, int, int]) -> None:
+    slots = hot_path.StepSlots(bytearray(9999), 0, 5, 3)
+
     with pytest.raises(ValueError, match="expected a slot or more"):
         hot_path.StepSlots(bytearray(9999), *options)
+    with pytest.raises(ValueError, match="expected a slot or more"):
+        slots.__init__(bytearray(9999), *options)
+    slots.write(raw_step(1, phase_ns=[1, 2, 3]))  # with the options that it had
 
 
 @needs_c

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zerowatch.runtime.common import torch_engine as module
 from zerowatch.runtime.common.torch_engine import (
     TorchEngine,
     steps_so_far,
@@ -150,7 +149,7 @@ class Sharded(nn.Parameter):
 def test_the_groups_of_a_mesh_have_the_roles_that_its_dimensions_are_named_for(
     monkeypatch: pytest.MonkeyPatch, names: tuple[str | None, ...], roles: list[str]
 ) -> None:
-    monkeypatch.setattr(module, "DTensor", Sharded)
+    monkeypatch.setattr("torch.distributed.tensor.DTensor", Sharded)
     model, mesh = nn.Linear(2, 1), Mesh(*names)
     for name in ("weight", "bias"):  # both on the same mesh
         parameter = Sharded(torch.ones(1))

@@ -150,8 +150,17 @@ def test_without_messages_nothing_is_yielded_after_each_period(
 
 
 def test_reading_ahead_begins_before_torch_is_imported() -> None:
-    imports = "import sys, zerowatch.runtime.separate_process.__main__"
-    code = f"{imports}; print('torch' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert modules_after_import("separate_process.__main__").isdisjoint({"torch"})
 
-    assert found.stdout == "False\n"
+
+def test_the_process_takes_no_memory_for_modules_that_it_does_not_need() -> None:
+    imported = modules_after_import("separate_process.serving")
+
+    assert "torch" in imported  # whose store it uses
+    assert imported.isdisjoint({"deepspeed", "sympy", "torch._dynamo", "torch.distributed.tensor"})
+
+
+def modules_after_import(name: str) -> set[str]:
+    code = f"import sys, zerowatch.runtime.{name}; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(found.stdout.split())

@@ -23,7 +23,7 @@ WORLDS = [1, 2, 4]
 
 CASES = tiers(
     [(world, name) for world in WORLDS for name in (FP32 if world == 2 else FP32[:4])],
-    quick=[(2, "stage 0"), (2, "stage 3")],
+    quick=[(1, "stage 0"), (2, "stage 0"), (2, "stage 3")],
 )
 
 
@@ -63,7 +63,7 @@ def test_token_means_over_uneven_padded_local_batches_equal_float64_arithmetic(f
     assert found[world][name]["tokens, uneven"] <= 1e-6
 
 
-@pytest.mark.parametrize("name", tiers(HALF, quick=[]))
+@pytest.mark.parametrize("name", tiers(HALF, quick=["bf16"]))
 def test_splits_in_bfloat16_differ_by_rounding_only(found, name):
     case = found[2][name]
 

@@ -29,7 +29,10 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 # torch's optimizer where results are compared bitwise: on CPUs DeepSpeed's own multiplies or raises
 # the powers of beta, depending on earlier steps of the process, which differ in the last bit.
 _DEFAULT_OPTIMIZER = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-LONGEST, DECISIONS = 400, 2
+DECISIONS = 2
+# Steps until a test fails. The tuner waits for figures that come by time: on a busy machine the
+# second trial may begin after a few hundred steps.
+LONGEST = 4000
 SAMPLES, WIDTH, BUCKET = 4, 48, 500_000
 SETTINGS = {
     "serve": {"enabled": False},
