@@ -89,6 +89,14 @@ class CallBatch:
                     events.release(wait.event)
         events.release(anchor)
 
+    def take_out_of_training(self) -> None:
+        """Let no call count as exposed: the step that they blocked has not ended.
+
+        No training time contains such a step, so the exposed time could not be compared with it.
+        """
+        for call in self.calls:
+            call.issued_ns, call.wait_ns = call.start_ns, 0
+
     def discard(self) -> int:
         """Mark all calls as settled and not timed, and return their number.
 

@@ -308,7 +308,7 @@ class Watch:
                 self._trace_run_error(error)
             self._close_hooks()
             self._close_parts(
-                lambda: self._thread.enqueue(self._collectives.call_recorder.drain()),
+                lambda: self._thread.enqueue_rest(self._collectives.call_recorder.drain()),
                 self._thread.stop,
                 self._subscriptions.close,
                 lambda: self._sinks.close(failed=failed, interrupted=interrupted),

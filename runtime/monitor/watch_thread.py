@@ -107,6 +107,7 @@ class WatchThread:
         self._inbox: deque[CallBatch | RawStep] = deque()
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._pending: deque[CallBatch | RawStep] = deque()
+        self._rest: CallBatch | None = None
         self._waiting_since = 0.0
         self._poll_seconds = FIRST_POLL_SECONDS
         self._tick_due = 0.0
@@ -150,6 +151,15 @@ class WatchThread:
         self._inbox.append(item)
         if not can_wait:
             self._bell.put(None)
+
+    def enqueue_rest(self, batch: CallBatch) -> None:
+        """Add the calls since the last step to the queue, when monitoring ends.
+
+        If there were steps before, they do not count as exposed: the step that they blocked has not
+        ended.
+        """
+        self._rest = batch
+        self.enqueue(batch)
 
     def catch_up(self, timeout_seconds: float) -> None:
         """Wait until the thread has taken what is in the queue now, for a report on an error.
@@ -290,7 +300,8 @@ class WatchThread:
             self._num_hurried = max(0, self._num_hurried - 1)
             if self._flight_recorder is not None:
                 self._fail_open.call("flight recorder", self._add_unseen_calls, head)
-            self._take_calls(_batch_of(head))
+            batch = _batch_of(head)
+            self._take_calls(batch, step_ended=batch is not self._rest or not self._step_seconds)
             let_training_run()
             if isinstance(head, RawStep):
                 self._take_step(head)
@@ -335,9 +346,11 @@ class WatchThread:
         if self._num_lost >= MAX_LOST:
             self._events.disable(f"the measurements of {MAX_LOST} steps could not be read")
 
-    def _take_calls(self, batch: CallBatch) -> None:
+    def _take_calls(self, batch: CallBatch, *, step_ended: bool) -> None:
         if self._read_events(batch) is None:
             self._lose(batch)
+        if not step_ended:
+            batch.take_out_of_training()
         self.untimed_calls += sum(call.is_lost for call in batch.calls)
         self._analysis.add_calls(batch)
 

@@ -439,7 +439,7 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
     times = _with_all_steps(each_time)
     status = _status(run, metrics)
     phases = _phases(times)
-    causes = _causes(metrics)
+    causes = _causes(times, metrics)
     rows = tuple(_rank_row(steps, each_time[rank], metrics) for rank, steps in run.ranks.items())
     memories = _memories(run, metrics)
     device_figures = _devices(run, metrics)
@@ -725,8 +725,12 @@ def _metrics_training_seconds(rank: RankMetrics) -> float:
     return (rank.total(name) or 0.0) - outside
 
 
-def _causes(metrics: RecordedMetrics) -> tuple[TimeShare, ...]:
-    """Return exposed time by cause, and the rest as "unknown"; empty if nothing was recorded."""
+def _causes(times: Mapping[int, _RankTime], metrics: RecordedMetrics) -> tuple[TimeShare, ...]:
+    """Return exposed time by cause, and the rest as "unknown"; empty if nothing was recorded.
+
+    The exposed time is that of the recorded steps, so the causes add up to it. The counters give
+    only their proportions: of a killed rank they contain fewer steps.
+    """
     ranks = [
         rank
         for rank in metrics.ranks.values()
@@ -739,15 +743,17 @@ def _causes(metrics: RecordedMetrics) -> tuple[TimeShare, ...]:
         for cause in CAUSE.values
     }
     exposed = sum(rank.total(communication.COMM_EXPOSED_SECONDS.name) or 0.0 for rank in ranks)
-    steps = round(sum(rank.total(training.STEPS.name) or 0 for rank in ranks))
-    training_time = sum(map(_metrics_training_seconds, ranks))
-    if not ranks or not steps or training_time <= 0:
+    known = [time for time in times.values() if time.exposed is not None]
+    training_time = sum(time.exposed_training for time in known)
+    if not ranks or training_time <= 0:
         return ()
     seconds = dict(sorted(seconds.items(), key=lambda item: -item[1]))
     unknown = exposed - sum(seconds.values())
     # Without such calls, a residue of rounding is left.
     seconds["unknown"] = unknown if unknown > 1e-6 * exposed else 0.0
-    return _shares(seconds, training_time, steps, len(ranks))
+    scale = sum(time.exposed or 0.0 for time in known) / exposed if exposed > 0 else 0.0
+    seconds = {cause: spent * scale for cause, spent in seconds.items()}
+    return _shares(seconds, training_time, sum(time.steps for time in known), len(known))
 
 
 def _collectives(

@@ -121,7 +121,7 @@ def test_a_run_that_ends_in_good_order_closes_its_parts_in_the_order_of_the_data
     withdraw = job.watch._withdraw_targets
     assert job.calls == [
         *HOOKS,
-        ("thread.enqueue", "last calls"),
+        ("thread.enqueue_rest", "last calls"),
         ("thread.stop",),
         ("subscriptions.close",),
         ("sinks.close", "failed=False", "interrupted=False"),

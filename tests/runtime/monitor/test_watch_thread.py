@@ -75,15 +75,16 @@ class Rank:
             device_phases=None,
         )
 
-    def call(self, milliseconds: float = 1.0) -> None:
+    def call(self, milliseconds: float = 1.0, *, blocks: bool = False) -> Any:
         """Issue a collective of the device."""
         call: Any = CollectiveCall(0, self.group, 8, torch.float32, 0)  # type: ignore[arg-type]
-        call.start_ns = call.issued_ns = 1
+        call.start_ns, call.issued_ns = 1, 1 + blocks
         call.start_event = self.recorder.events.record()
         self.device.current.run(milliseconds)
         call.end_event = self.recorder.events.record()
         call.end_ns = 2
         self.recorder._add([call])
+        return call
 
     def end_step(
         self,
@@ -287,6 +288,27 @@ def test_items_beyond_the_queue_are_dropped_and_counted_with_their_calls(rank: R
 
     assert (rank.thread.dropped_steps, rank.thread.dropped_calls) == (1, 3)
     assert rank.finish() == [1]
+
+
+def test_calls_of_a_step_that_never_ended_do_not_count_as_exposed(rank: Rank) -> None:
+    calls = [rank.call(milliseconds=20, blocks=True) for _ in range(2)]
+    rank.end_step(1)
+    calls.append(rank.call(milliseconds=20, blocks=True))
+    rank.thread.enqueue_rest(rank.recorder.drain())
+    rank.device.synchronize()
+    rank.finish()
+
+    assert [call.exposed_ns > 0 for call in calls] == [True, True, False]
+    assert all(call.duration_ns > 0 for call in calls)
+
+
+def test_without_any_step_all_calls_count(rank: Rank) -> None:
+    call = rank.call(milliseconds=20, blocks=True)
+    rank.thread.enqueue_rest(rank.recorder.drain())
+    rank.device.synchronize()
+    rank.finish()
+
+    assert call.exposed_ns > 0
 
 
 def test_steps_in_which_a_group_counted_unseen_calls_have_no_exposed_time(rank: Rank) -> None:

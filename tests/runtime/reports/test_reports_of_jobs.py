@@ -120,10 +120,15 @@ def test_the_report_has_the_values_of_the_run_log_and_of_the_metrics(
     metrics = read_metrics(folder, frozenset()).ranks
     assert {rank.total(STEPS.name) for rank in metrics.values()} == {NUM_STEPS}
     causes = {each["name"]: each["seconds"] for each in report["causes"]}
+    assert sum(causes.values()) == pytest.approx(
+        statistics.fmean(sum(map(exposed, records)) for records in ranks), rel=1e-5
+    )
     for cause, seconds in causes.items():
         if cause != "unknown":
             totals = [rank.total(COMM_CAUSE_SECONDS.name, cause=cause) for rank in metrics.values()]
-            assert seconds == pytest.approx(statistics.fmean(total or 0.0 for total in totals))
+            assert seconds == pytest.approx(
+                statistics.fmean(total or 0.0 for total in totals), rel=1e-5
+            )
     for rank, records in zip(metrics.values(), ranks, strict=True):
         assert rank.total(PHASE_SECONDS.name) == pytest.approx(
             sum(record["seconds"] for record in records), rel=1e-5

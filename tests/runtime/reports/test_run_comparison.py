@@ -475,8 +475,8 @@ def test_each_measure_has_its_values_change_and_interval(tmp_path: Path) -> None
             *(0.05, 0.08, exactly(0.03)),
         ),
         ("comm_seconds", "a collective in flight", "seconds", 0.125, 0.2, exactly(0.075)),
-        ("cause.latency", "cause: latency, whole run", "seconds", 0.02, 0, plain(-0.02)),
-        ("cause.bandwidth", "cause: bandwidth, whole run", "seconds", 0, 0.03, plain(0.03)),
+        ("cause.latency", "cause: latency, whole run", "seconds", 0.05, 0, plain(-0.05)),
+        ("cause.bandwidth", "cause: bandwidth, whole run", "seconds", 0, 0.08, plain(0.08)),
         ("wire_bytes", "sent by a rank", "bytes", 1000, 1500, plain(0.5, is_relative=True)),
         ("collective.all_reduce.calls", "all_reduce, calls", "count", 2, 3, plain(1)),
         (

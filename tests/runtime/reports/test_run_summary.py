@@ -148,7 +148,7 @@ def test_steps_with_unknown_communication_do_not_lower_its_share(tmp_path: Path)
     assert summary.figures["comm_exposed_ratio"] == pytest.approx(0.1)
 
 
-def test_causes_add_up_to_the_exposed_time_of_the_metrics(tmp_path: Path) -> None:
+def test_causes_split_the_exposed_time_of_the_steps_as_the_metrics_do(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     for number in range(2):
         with RecordedRank(folder, number) as rank:
@@ -158,14 +158,15 @@ def test_causes_add_up_to_the_exposed_time_of_the_metrics(tmp_path: Path) -> Non
     summary = summary_of(folder)
 
     assert {share.name: pytest.approx(share.seconds) for share in summary.causes} == {
-        "imbalance": 0.7,
-        "bandwidth": 0.2,
+        "imbalance": 0.35,
+        "bandwidth": 0.1,
         "latency": 0.0,
         "redundancy": 0.0,
-        "unknown": 0.1,
+        "unknown": 0.05,
     }
-    assert summary.causes[0].ratio == pytest.approx(0.14)
-    assert summary.figures["imbalance_ratio"] == pytest.approx(0.14)
+    assert sum(share.ratio for share in summary.causes) == pytest.approx(0.1)
+    assert summary.figures["comm_exposed_ratio"] == pytest.approx(0.1)
+    assert summary.figures["imbalance_ratio"] == pytest.approx(0.07)
     assert summary.figures["mfu_ratio"] == pytest.approx(0.2)
     assert summary.figures["monitoring_ratio"] == pytest.approx(0.01)
     (cpu,) = summary.memory
@@ -719,10 +720,10 @@ def test_each_figure_of_a_run_is_that_of_its_logs(uneven: RunSummary) -> None:
             "mfu_ratio": (8 / 4 / 4 + 4 / 6 / 2) / 2,
             "comm_ratio": (14 + 16) / (56.2 + 50),
             "comm_exposed_ratio": (8 + 4) / training_time,
-            "imbalance_ratio": 0.3 / 14,
-            "latency_ratio": 0.2 / 14,
-            "redundancy_ratio": 0.05 / 14,
-            "bandwidth_ratio": 0.25 / 14,
+            "imbalance_ratio": 0.3 * (8 + 4) / training_time,
+            "latency_ratio": 0.2 * (8 + 4) / training_time,
+            "redundancy_ratio": 0.05 * (8 + 4) / training_time,
+            "bandwidth_ratio": 0.25 * (8 + 4) / training_time,
             "pipeline_bubble_ratio": 0.7 / 6,
             "data_ratio": 8 / training_time,
             "forward_ratio": 14 / training_time,
@@ -776,11 +777,11 @@ def test_shares_of_time_are_sorted_and_have_means_per_rank_and_step(uneven: RunS
         ("eval", (0.8, 0.04)),
     ]
     assert rows(uneven.causes) == [
-        ("imbalance", (0.15, 0.01)),
-        ("bandwidth", (0.125, 0.25 / 30)),
-        ("latency", (0.1, 0.2 / 30)),
-        ("redundancy", (0.025, 0.05 / 30)),
-        ("unknown", (0.1, 0.2 / 30)),
+        ("imbalance", (1.8, 0.09)),
+        ("bandwidth", (1.5, 0.075)),
+        ("latency", (1.2, 0.06)),
+        ("redundancy", (0.3, 0.015)),
+        ("unknown", (1.2, 0.06)),
     ]
 
 
