@@ -28,9 +28,10 @@ def scrape(address: str) -> tuple[str, int]:
     return (gzip.decompress(body) if packed else body).decode(), len(body)
 
 
-def num_series(text: str) -> int:
-    """Count the samples of an exposition."""
-    return sum(1 for line in text.splitlines() if line and not line.startswith("#"))
+def series_of(text: str) -> list[str]:
+    """Return the series of an exposition: name and labels of each sample."""
+    lines = (line for line in text.splitlines() if line and not line.startswith("#"))
+    return [line.partition(" # ")[0].rpartition("}")[0] or line.split()[0] for line in lines]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.bench_options import Options
-from bench.monitoring_cost.scrape_client import num_series, scrape
+from bench.monitoring_cost.scrape_client import scrape, series_of
 from bench.result_table import Row
 
 GOAL_MS = 4.0
@@ -35,7 +35,7 @@ def _rows(server: subprocess.Popen[str], batches: int) -> Iterator[Row]:
     costs = sorted(_batch_ms(server, address) for _ in range(batches))
     median = statistics.median(costs)
     yield Row(
-        what=f"scrape of {num_series(text)} series",
+        what=f"scrape of {len(series_of(text))} series",
         measured=f"{median:.2f} ms CPU",
         spread=f"{costs[0]:.2f} .. {costs[-1]:.2f} (batches of {SCRAPES_A_BATCH})",
         goal=f"<= {GOAL_MS:g} ms",

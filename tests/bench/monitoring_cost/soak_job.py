@@ -8,8 +8,12 @@ import time
 from typing import Any
 
 import psutil
+import torch
+import torch.distributed as dist
 from bench import gpt_training
-from bench.monitoring_cost.scrape_client import num_series, scrape
+from bench.monitoring_cost.scrape_client import scrape, series_of
+
+SCRAPED_STEPS = 100
 
 
 def main() -> None:
@@ -19,8 +23,10 @@ def main() -> None:
     address = None if opened is None else opened.address
     begin = time.perf_counter()
     run_steps(job, asked["first_steps"], address)
+    while agreed(time.perf_counter() - begin < asked["first_seconds"]):
+        run_steps(job, SCRAPED_STEPS, address)
     early = held(address)
-    run_steps(job, asked["steps"] - asked["first_steps"], address)
+    run_steps(job, asked["steps"], address)
     late = held(address)
     seconds = time.perf_counter() - begin
     if opened is not None:
@@ -38,14 +44,21 @@ def run_steps(job: gpt_training.Training, num_steps: int, address: str | None) -
     """Train, and let a watched run be scraped about as often a step as a real one."""
     for number in range(num_steps):
         job.step()
-        if address is not None and number % 100 == 0:
+        if address is not None and number % SCRAPED_STEPS == 0:
             scrape(address)
 
 
-def held(address: str | None) -> dict[str, int]:
+def agreed(more: bool) -> bool:
+    """Return whether any rank wants more steps."""
+    flag = torch.tensor(float(more))
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+def held(address: str | None) -> dict[str, Any]:
     gc.collect()
     process = psutil.Process()
-    series = 0 if address is None else num_series(scrape(address)[0])
+    series = [] if address is None else series_of(scrape(address)[0])
     return {
         "resident_bytes": process.memory_info().rss,
         "separate_bytes": sum(child.memory_info().rss for child in process.children()),
