@@ -444,7 +444,7 @@ class TrainingRun:
         that was restarted after a failure also loads the micro-batch sizes that failed.
 
         Args:
-            folder: Folder that was passed to `save`.
+            folder: Folder that was passed to `save`: the parent of the folders that it returned.
             fallback: If the last checkpoint is damaged, whether to log a warning and load the last
                 undamaged checkpoint before it. By default this is done only if the launcher
                 restarts the job, as `zerowatch run --max-restarts` does. All ranks must allow it.
@@ -457,8 +457,8 @@ class TrainingRun:
         Raises:
             CheckpointError: The checkpoint is damaged, was saved from another model or with another
                 number of ranks for each copy of the model, or holds objects. Or the positions in
-                the data differ between the ranks. Raised on all ranks; the caller may then load
-                another checkpoint.
+                the data differ between the ranks. Or `folder` is a file, or itself a checkpoint.
+                Raised on all ranks; the caller may then load another checkpoint.
             RebuildError: The engine that the checkpoint was saved from cannot be built here.
         """
         self._tuner.pause_trial()

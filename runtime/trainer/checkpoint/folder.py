@@ -44,6 +44,20 @@ class CheckpointFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    def refuse_other_paths(self) -> None:
+        """Check that the path, if it exists, can be a folder of checkpoints.
+
+        Raises:
+            CheckpointError: It is a file, or itself a checkpoint.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise CheckpointError(f"{self.path} is not a folder; pass the folder given to `save`")
+        if (self.path / MANIFEST).is_file():
+            raise CheckpointError(
+                f"{self.path} is itself a checkpoint; pass its parent folder {self.path.parent}, "
+                f"whose file `{LATEST}` names the checkpoint to load"
+            )
+
     def prepare(self) -> None:
         """Create the folder, and remove incomplete checkpoints that killed processes left.
 

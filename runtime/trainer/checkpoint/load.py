@@ -79,7 +79,8 @@ def find_checkpoint(
         The checkpoint, the same on all ranks; None if no checkpoint was saved yet.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or holds objects; raised on all ranks.
+        CheckpointError: The checkpoint is damaged, or holds objects, or `folder` is a file or
+            itself a checkpoint; raised on all ranks.
     """
     checkpoints = CheckpointFolder(Path(folder).absolute())
     action = f"load from {checkpoints.path}"
@@ -168,7 +169,12 @@ def _on_all_ranks(
 
 
 def _last(checkpoints: CheckpointFolder) -> Candidate | None:
-    """Return the checkpoint that `latest` names; without that file, the newest checkpoint."""
+    """Return the checkpoint that `latest` names; without that file, the newest checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or the path is no folder of checkpoints.
+    """
+    checkpoints.refuse_other_paths()
     name = checkpoints.latest()
     if name is None:
         newest = checkpoints.newest()

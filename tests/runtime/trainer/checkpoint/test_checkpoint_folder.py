@@ -116,6 +116,31 @@ def test_a_folder_without_a_checkpoint_is_named(
     assert f"no checkpoint in {tmp_path / 'none'}" in line
 
 
+@pytest.mark.parametrize("fallback", [False, True])
+def test_loading_from_a_checkpoint_itself_names_its_parent_folder(
+    tmp_path: Path, fallback: bool
+) -> None:
+    checkpoint = save(tmp_path, 1)
+
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{checkpoint} is itself a checkpoint; pass its parent folder {tmp_path}, whose",
+    ):
+        load(checkpoint, fallback=fallback)
+
+
+def test_loading_from_a_file_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text("{}")
+
+    with pytest.raises(CheckpointError, match=rf"{file} is not a folder; pass the folder given to"):
+        load(file)
+
+
+def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
+    assert load(tmp_path) is None
+
+
 def test_the_last_checkpoints_and_foreign_files_are_kept(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "step-old").mkdir()
