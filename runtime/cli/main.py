@@ -25,7 +25,7 @@ def run(arguments: tuple[str, ...]) -> None:
     To run a module, give `-m PACKAGE.MODULE` instead of SCRIPT.
 
     With --max-restarts N, all ranks restart after a failure, and a TrainingRun resumes from its
-    last checkpoint.
+    last checkpoint. This is not possible with a fixed --master-port.
 
     Example: zerowatch run --nproc-per-node 8 train.py --deepspeed ds.json
 

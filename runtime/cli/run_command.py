@@ -141,16 +141,24 @@ def _prepare_restarts(options: Namespace) -> None:
 
     torch 2.5 and later keep one store in the agent for all restarts. Restarted ranks then read the
     addresses of their predecessors and cannot connect (pytorch issue 135712).
+
+    Raises:
+        CommandLineError: The rendezvous is static, which has a single store.
     """
+    from torch.distributed.run import parse_min_max_nnodes
+
     if not options.max_restarts:
         return
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     is_static = options.rdzv_backend == "static" and not options.standalone
-    if is_static and (options.master_port is not None or options.rdzv_endpoint):
-        sys.stderr.write(
-            "zerowatch: with --master-port, restarted ranks share a store with their "
-            "predecessors and may fail to connect; remove it on a single node, or use "
-            "--rdzv-backend c10d --rdzv-endpoint HOST:PORT on several nodes\n"
+    has_port = options.master_port is not None or options.rdzv_endpoint
+    if is_static and (has_port or parse_min_max_nnodes(options.nnodes)[1] > 1):
+        raise CommandLineError(
+            "run: --max-restarts is not possible with a fixed --master-port or a static "
+            "rendezvous: restarted ranks would read the addresses of their predecessors in its "
+            "store, and could not connect. On one node, use --standalone, which finds a free port, "
+            "in place of --master-port. On several nodes, use --rdzv-backend c10d "
+            "--rdzv-endpoint HOST:PORT --rdzv-id JOB"
         )
 
 

@@ -98,22 +98,39 @@ def test_without_restarts_or_with_the_users_own_value_the_variable_is_unchanged(
 
 @pytest.mark.usefixtures("fake_torchrun")
 @pytest.mark.parametrize(
-    ("options", "is_warned"),
+    "options",
     [
-        (["--max-restarts", "3", "--master-port", "29501"], True),
-        (["--master-port", "29501"], False),
-        (["--max-restarts", "3", "--standalone"], False),
-        (["--max-restarts", "3"], False),
-        (["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a:1"], False),
+        ["--master-port", "29501"],
+        ["--rdzv-endpoint", "a:1"],
+        ["--nnodes", "2", "--node-rank", "0", "--master-addr", "a"],
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda options: " ".join(options),
 )
-def test_restarts_with_a_fixed_port_log_a_warning(
-    options: list[str], is_warned: bool, capsys: pytest.CaptureFixture[str]
+def test_restarts_with_one_store_for_all_attempts_are_refused(
+    monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
-    launch([*options, __file__])
+    monkeypatch.setattr(torch.distributed.run, "main", lambda arguments: pytest.fail("started"))
 
-    assert ("restarted ranks share a store" in capsys.readouterr().err) is is_warned
+    with pytest.raises(CommandLineError, match=r"On one node, use --standalone, .* in place of"):
+        launch(["--max-restarts", "3", *options, __file__])
+
+
+@pytest.mark.usefixtures("fake_torchrun")
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--master-port", "29501"],
+        ["--max-restarts", "3", "--standalone"],
+        ["--max-restarts", "3", "--standalone", "--master-port", "29501"],
+        ["--max-restarts", "3"],
+        ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a:1"],
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_a_port_without_restarts_and_restarts_with_new_stores_are_allowed(
+    options: list[str],
+) -> None:
+    assert launch([*options, __file__]) == 0
 
 
 def launched(*arguments: object, cwd: Path, variables: dict[str, str] | None = None) -> Finished:
