@@ -384,7 +384,7 @@ class Settings(BaseSettings):
     """Whether to monitor at all; false makes every entry point a plain pass-through."""
     run_id: Annotated[str, AfterValidator(_run_id)] | None = None
     """Name of the run and of its folder; by default made on rank 0 and shared with the others. If
-    another live run has it, a number is appended."""
+    another live run has it, or an earlier training of the same process, a number is appended."""
     console: ConsoleMode = "summary"
     """What is printed on stderr besides at most three lines and warnings. `summary`: at the end of
     `zerowatch run` and of a TrainingRun, where the time went and what to try next. `lines`: also a

@@ -13,6 +13,7 @@ import inspect
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from .common.ds_config import read_zerowatch_block
 from .common.ds_config_errors import ConfigErrors, warn_of_misspelled_keys
 from .common.fail_open import FailOpen
 from .common.interrupts import ended_by_next_interrupt, is_interrupt
+from .common.process_info import launcher_run_id, numbered_run_id
 from .monitor.console_logging import show_own_lines
 from .monitor.startup_monitor import StartupMonitor
 from .monitor.watch import NullWatch, Watch, WatchHandle
@@ -49,12 +51,19 @@ _NO_OPTIMIZERS = ("NoneType", "DummyOptim", "DeepSpeedZeRoOffload")
 
 @dataclass(slots=True)
 class _Process:
-    """State of this process."""
+    """State of this process.
+
+    Attributes:
+        settings: The settings with which the watch was asked for.
+        trainings: Trainings so far by the run id that they were given.
+    """
 
     fail_open: FailOpen = field(default_factory=FailOpen)
     collectives: CollectiveInstrumentation | None = None
     watch: Watch | None = None
+    settings: Settings | None = None
     num_watches: int = 0
+    trainings: Counter[str] = field(default_factory=Counter)
     is_model_known: bool = False
     first_step_hook: StepCallbackHandle | None = None
     attached_settings: Mapping[str, Any] | None = None
@@ -223,7 +232,7 @@ def watch(
         watched = _torch_engine(engine, optimizer)
     loaded = load_settings(settings, read_zerowatch_block(block))
     if running is not None and running.is_open and running.watches(watched):
-        if settings and loaded != running.settings:
+        if settings and loaded != _process.settings:
             logger.warning(
                 "this is watched already, with other settings, which stay. Call close() on its "
                 "watch first, to watch it with the new ones."
@@ -423,15 +432,31 @@ def _open_watch(engine: Any, settings: Settings) -> Watch:
         engine,
         collectives,
         _process.fail_open,
-        settings,
+        _of_this_training(engine, settings),
         _process.num_watches,
         _close_at_exit_before_trackers,
     )
-    _process.watch = _separate_watch(*parts) or build_watch(*parts)
+    _process.watch, _process.settings = _separate_watch(*parts) or build_watch(*parts), settings
     _process.num_watches += 1
     if _process.num_watches == 1:
         os.register_at_fork(after_in_child=_close_after_fork)
     return _process.watch
+
+
+def _of_this_training(engine: Any, settings: Settings) -> Settings:
+    """Return the settings with a number after the run id, if an earlier training had the same id.
+
+    A restarted process makes the same trainings in the same order, so each keeps its run folder.
+    """
+    run_id = settings.run_id or launcher_run_id()
+    if run_id is None:
+        return settings
+    if _process.watch is None or not _process.watch.watches(engine):
+        _process.trainings[run_id] += 1
+    number = _process.trainings[run_id]
+    if number < 2:
+        return settings
+    return settings.model_copy(update={"run_id": numbered_run_id(run_id, number)})
 
 
 def _separate_watch(

@@ -21,6 +21,7 @@ from ..metrics.settings import load_settings
 from .common.deepspeed_internals import training_run_refusal
 from .common.ds_config import MICRO_BATCH, read_zerowatch_block, training_config, zero_stage
 from .common.host_group import HostGroup
+from .common.process_info import this_process
 from .engine.compression.gradient_compressor import check_kind
 from .engine.live_settings.activation_checkpointing import ModuleSelector
 from .entry_points import initialize, initialize_unwatched
@@ -552,7 +553,7 @@ class _EngineFactory:
         config: Mapping[str, Any],
         settings: Mapping[str, Any] | None,
     ) -> Any:
-        """Return an engine with a watch. The watch does nothing if another run's watch is open.
+        """Return an engine with a watch, which does nothing if another run's watch is open.
 
         Raises:
             DsConfigError: DeepSpeed refuses its configuration.
@@ -569,7 +570,12 @@ class _EngineFactory:
             settings=_in_this_process(settings, config),
             **self._options,
         )[0]
-        if not engine.watch.watches(engine):  # another run owns it
+        if not engine.watch.watches(engine):
+            if engine.watch.is_open and this_process().rank == 0:
+                logger.warning(
+                    "this TrainingRun is not monitored, because another engine of this process "
+                    "is; close() its TrainingRun or watch before you make the next TrainingRun"
+                )
             engine.watch = NullWatch()
         return engine
 

@@ -51,8 +51,8 @@ def launch(arguments: Sequence[str]) -> int:
             options.rdzv_endpoint,
             options.rdzv_id,
         )
-        if (folder := receiver.folder()) is not None and is_answering(folder):
-            is_in_order = code in (0, 128 + signal.SIGINT)
+        is_in_order = code in (0, 128 + signal.SIGINT)
+        for folder in filter(is_answering, receiver.folders()):
             print_run_end(folder, is_in_order=is_in_order, console=settings.console)
     if error is not None:
         error.name = options.training_script  # otherwise torchrun's summary names zerowatch

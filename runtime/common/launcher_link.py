@@ -7,6 +7,7 @@ has it, and on several nodes rank 0 makes the id.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -28,7 +29,8 @@ def send_run_folder(folder: Path) -> None:
     path = _file()
     if path is not None:
         with contextlib.suppress(OSError):  # the launcher has ended, or the disk is full
-            atomic_write(path, str(folder))
+            others = [str(each) for each in _folders(path) if each != folder]
+            atomic_write(path, json.dumps([*others, str(folder)]))
 
 
 def _file() -> Path | None:
@@ -38,18 +40,23 @@ def _file() -> Path | None:
     return Path(path) if is_ours and path else None
 
 
+def _folders(path: Path) -> list[Path]:
+    """Return the folders in the launcher's file; none if it cannot be read."""
+    try:
+        return [Path(folder) for folder in json.loads(path.read_text("utf-8"))]
+    except (OSError, ValueError):
+        return []
+
+
 class RunFolderReceiver:
-    """Receives the run folder from rank 0, if rank 0 is on this node."""
+    """Receives the run folders from rank 0, if rank 0 is on this node."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def folder(self) -> Path | None:
-        """Return the folder of the last attempt; None if no rank 0 has named one."""
-        try:
-            return Path(self._path.read_text(encoding="utf-8", errors="surrogateescape"))
-        except OSError:
-            return None
+    def folders(self) -> list[Path]:
+        """Return a folder for each training of the script, the last one last."""
+        return _folders(self._path)
 
 
 @contextlib.contextmanager

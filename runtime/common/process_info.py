@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ...metrics.settings import RUN_ID_PATTERN
+from ...metrics.settings import MAX_RUN_ID_LENGTH, RUN_ID_PATTERN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,12 @@ def node_name(host: str) -> str:
 def new_run_id() -> str:
     """Return a unique run id. The ids sort by the time of their creation."""
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
+
+
+def numbered_run_id(run_id: str, number: int) -> str:
+    """Return the run id itself for the number 1, and the run id with a larger number appended."""
+    ending = f"-{number}" if number > 1 else ""
+    return run_id[: MAX_RUN_ID_LENGTH - len(ending)] + ending
 
 
 def launcher_identity() -> str | None:

@@ -15,9 +15,15 @@ from pathlib import Path
 
 from ...metrics.atomic_file import open_to_append
 from ...metrics.backoff import Backoff
-from ...metrics.settings import MAX_RUN_ID_LENGTH, Settings
+from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
-from ..common.process_info import ProcessInfo, launcher_identity, launcher_run_id, new_run_id
+from ..common.process_info import (
+    ProcessInfo,
+    launcher_identity,
+    launcher_run_id,
+    new_run_id,
+    numbered_run_id,
+)
 from ..common.rank_store import (
     FIRST_POLL_SECONDS,
     MAX_POLL_SECONDS,
@@ -345,7 +351,4 @@ class RunFolder:
 
 def _numbered(run_id: str) -> Iterator[str]:
     """Yield the run id itself, then the run id with 2, 3 and so on appended."""
-    yield run_id
-    for number in range(2, MAX_LIVE_RUNS):
-        ending = f"-{number}"
-        yield run_id[: MAX_RUN_ID_LENGTH - len(ending)] + ending
+    return (numbered_run_id(run_id, number) for number in range(1, MAX_LIVE_RUNS))

@@ -102,6 +102,7 @@ class Process:
             fail_open=FailOpen(),
             collectives=None,
             watch=None,
+            settings=None,
             num_watches=0,
             is_model_known=False,
             first_step_hook=None,
@@ -328,7 +329,8 @@ def test_an_engine_that_is_watched_already_keeps_its_watch(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = engine_with({})
-    process.state.watch = process.watch_of(engine, load_settings({"serve": {"port": 9400}}))
+    process.state.settings = load_settings({"serve": {"port": 9400}})
+    process.state.watch = process.watch_of(engine, process.state.settings)
 
     watch = zerowatch.watch(engine, settings=settings)
 

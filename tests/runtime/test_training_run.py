@@ -467,12 +467,16 @@ def test_a_call_of_a_run_that_another_rank_has_ended_raises_that_ranks_failure(
     assert parts.log == []
 
 
-def test_a_run_without_a_watch_of_its_own_has_a_null_watch(parts: Parts) -> None:
-    vars(parts.watch)["watches"] = lambda engine: False
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_run_without_a_watch_of_its_own_has_a_null_watch_and_a_line_says_why(
+    parts: Parts, is_open: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    vars(parts.watch).update(watches=lambda engine: False, is_open=is_open)
 
     run = parts.new_run()
 
     assert isinstance(run.watch, NullWatch)
+    assert ("close() its TrainingRun or watch before you make" in caplog.text) is is_open
 
 
 def test_a_replacement_is_built_like_the_first_engine_but_without_a_watch(parts: Parts) -> None:

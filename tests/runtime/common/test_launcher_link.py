@@ -27,18 +27,19 @@ def test_without_a_launcher_nothing_is_sent(tmp_path: Path) -> None:
     assert not has_launcher()
 
 
-def test_the_launcher_receives_the_last_folder_and_leaves_no_trace(tmp_path: Path) -> None:
+def test_the_launcher_receives_each_folder_and_leaves_no_trace(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
     with receive_run_folder() as receiver:
-        before = receiver.folder()
+        before = receiver.folders()
         seen = has_launcher()
-        folders = []
-        for name in ("one", "two"):
-            send_run_folder(tmp_path / name)
-            folders.append(receiver.folder())
+        received = []
+        for folder in (one, two, one, two):  # two trainings, and both again after a restart
+            send_run_folder(folder)
+            received.append(receiver.folders())
         file = Path(os.environ[VARIABLE].partition(" ")[2])
 
-    assert (before, seen) == (None, True)
-    assert folders == [tmp_path / "one", tmp_path / "two"]
+    assert (before, seen) == ([], True)
+    assert received == [[one], [one, two], [two, one], [one, two]]
     assert not file.parent.exists()
     assert VARIABLE not in os.environ
 

@@ -196,8 +196,7 @@ def test_under_zerowatch_run_the_launcher_prints_the_end_once(
         launcher_link.send_run_folder(folder)
         announce_report(folder, is_ours=True, console="summary")
         in_rank = capsys.readouterr().err
-        received = receiver.folder()
-        assert received is not None
+        (received,) = receiver.folders()
         print_run_end(received, is_in_order=True, console="summary")
 
     assert (in_rank, caplog.text) == ("", "")
@@ -226,7 +225,7 @@ def test_a_run_without_a_step_prints_nothing(
 
 def test_a_launcher_whose_rank_0_is_elsewhere_receives_no_folder() -> None:
     with launcher_link.receive_run_folder() as receiver:
-        assert receiver.folder() is None
+        assert receiver.folders() == []
 
 
 def test_communication_per_step_is_the_mean_of_the_ranks_as_the_phases_are(tmp_path: Path) -> None:
@@ -264,10 +263,10 @@ def test_a_job_that_a_rank_starts_does_not_answer_to_the_launcher(tmp_path: Path
         done = subprocess.run(
             [sys.executable, "-c", rank], check=True, capture_output=True, text=True
         )
-        folder = receiver.folder()
+        folders = receiver.folders()
 
     assert done.stdout.split() == ["True", "False"]
-    assert folder == Path("outer")
+    assert folders == [Path("outer")]
 
 
 @pytest.mark.parametrize(("seconds", "is_shown"), [(0.00024, False), (0.00026, True)])
