@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,6 +12,11 @@ from pathlib import Path
 from ...metrics.atomic_file import atomic_write
 
 logger = logging.getLogger(__name__)
+
+# A rank adds a line that begins so to its last report on a hang when training makes progress again.
+RESUMED = "training resumed"
+_UTC_FORM = "%Y-%m-%d %H:%M:%S UTC"
+_UTC_TEXT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC")
 
 
 def create_private(path: Path) -> int:
@@ -39,7 +45,18 @@ def create_first_free(paths: Iterable[Path]) -> tuple[Path, int] | None:
 
 def utc_text(unix_seconds: float) -> str:
     """Return a time as text in UTC, to the second."""
-    return f"{datetime.fromtimestamp(unix_seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return f"{datetime.fromtimestamp(unix_seconds, UTC):{_UTC_FORM}}"
+
+
+def first_unix_seconds(text: str) -> float | None:
+    """Return the first time that `utc_text` has written into a text; None without one."""
+    found = _UTC_TEXT.search(text)
+    if found is None:
+        return None
+    try:
+        return datetime.strptime(found[0], _UTC_FORM).replace(tzinfo=UTC).timestamp()
+    except ValueError:  # no date
+        return None
 
 
 def display_path(path: Path) -> str:

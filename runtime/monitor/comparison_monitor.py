@@ -94,7 +94,8 @@ class ComparisonMonitor:
             self.profiler.close_after_fork()
 
     def close_hooks(self) -> None:
-        """Close the profiler. Safe to call twice."""
+        """Close the profiler, and look for hangs no more. Safe to call twice."""
+        self._hang_monitor.stop_checks()
         if self.profiler is not None:
             self.profiler.close()
 

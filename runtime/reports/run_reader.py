@@ -26,6 +26,7 @@ from ...metrics.step_record import SCHEMA_VERSION
 from ..common.exit_notes import unreported_notes
 from ..common.liveness_file import SUFFIX
 from ..common.plain_text import printable
+from ..common.report_files import RESUMED
 
 Column = NDArray[Any]  # float32; `ended_at` is float64, `step` and `attempt` are int64
 ReportKind = Literal["out_of_memory", "leak", "hang", "exit"]
@@ -40,6 +41,7 @@ _MAX_LAG_SECONDS = 30.0
 _MAX_LINE_BYTES = 2**20
 # Larger report files are cut; most of a long hang report are stacks of other threads.
 MAX_REPORT_BYTES = 64 * 1024
+_END_BYTES = 256  # the end of a report, which says whether a hang has ended
 MAX_REPORTS_PER_KIND = 50
 MAX_DECISIONS = 10_000
 
@@ -176,6 +178,7 @@ class ReportFile:
         rank: The rank that it is about; None if the name of the file does not state it.
         headline: Its first line, which states the finding.
         text: The whole text, at most MAX_REPORT_BYTES.
+        has_resumed: Whether training made progress again after the hang that is reported.
     """
 
     kind: ReportKind
@@ -183,6 +186,7 @@ class ReportFile:
     rank: int | None
     headline: str
     text: str
+    has_resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -781,6 +785,8 @@ def _read_reports(folder: Path, problems: list[str]) -> Iterator[ReportFile]:
             try:
                 with open(path, "rb") as file:
                     text = file.read(MAX_REPORT_BYTES).decode(errors="replace")
+                    file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
+                    end = file.read(_END_BYTES).decode(errors="replace")
             except OSError as error:
                 name = path.relative_to(folder)
                 problems.append(f"{name} cannot be read: {error.strerror or error}")
@@ -792,6 +798,7 @@ def _read_reports(folder: Path, problems: list[str]) -> Iterator[ReportFile]:
                 rank=int(rank[1]) if rank else None,
                 headline=printable(text.split("\n", 1)[0]),
                 text=text,
+                has_resumed=f"\n{RESUMED}" in end,
             )
 
 

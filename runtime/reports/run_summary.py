@@ -50,6 +50,7 @@ from ...metrics.thresholds import (
 from ..common.exit_notes import AFTER_FIRST, FIRST_TO_EXIT
 from ..common.format_numbers import format_bytes, format_duration
 from ..common.plain_text import printable
+from ..common.report_files import first_unix_seconds
 from .metrics_reader import RankMetrics, RecordedMetrics, read_metrics
 from .run_reader import Column, RankSteps, RecordedRun, number_ranges, read_run
 
@@ -487,6 +488,7 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
         memories=memories,
         devices=device_figures,
         incidents=incidents,
+        hanging=_hanging(run, facts),
         facts=facts,
     )
     findings = tuple(sorted(_findings(found), key=_importance))
@@ -964,7 +966,11 @@ def _devices(run: RecordedRun, metrics: RecordedMetrics) -> tuple[DeviceFigures,
 
 
 def _monitoring(metrics: RecordedMetrics) -> MonitoringCost:
-    wall = sum(rank.total(training.PHASE_SECONDS.name) or 0.0 for rank in metrics.ranks.values())
+    ranks = metrics.ranks.values()
+    wall = sum(
+        (rank.total(training.PHASE_SECONDS.name) or 0.0) + _seconds_after_steps(rank)
+        for rank in ranks
+    )
     num_ranks = max(1, len(metrics.ranks))
     seconds = _totals_by(metrics, overhead.WATCH_SECONDS, divided_by=num_ranks)
     return MonitoringCost(
@@ -973,6 +979,16 @@ def _monitoring(metrics: RecordedMetrics) -> MonitoringCost:
         dropped=_totals_by(metrics, overhead.DROPPED_RECORDS),
         hook_failures=_totals_by(metrics, overhead.HOOK_FAILURES),
     )
+
+
+def _seconds_after_steps(rank: RankMetrics) -> float:
+    """Return the time after the last step of each process, in which monitoring continued."""
+    name, last_step = overhead.WATCH_LAST_UPDATE_TIMESTAMP.name, training.LAST_STEP_TIMESTAMP.name
+    seconds = 0.0
+    for last in rank.last_by_session:
+        ends = {key.name: value for key, value in last.items() if key.name in (name, last_step)}
+        seconds += max(0.0, ends.get(name, 0.0) - ends.get(last_step, math.inf))
+    return seconds
 
 
 def _tuner(run: RecordedRun, metrics: RecordedMetrics) -> TunerSummary:
@@ -1227,7 +1243,11 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Evidence:
-    """The parts of a summary that findings are made from."""
+    """The parts of a summary that findings are made from.
+
+    Attributes:
+        hanging: Paths of the reports on a hang that had not ended when the run or its log did.
+    """
 
     run: RecordedRun
     status: Status
@@ -1236,6 +1256,7 @@ class _Evidence:
     memories: Sequence[DeviceMemory]
     devices: Sequence[DeviceFigures]
     incidents: Sequence[Incident]
+    hanging: Collection[str]
     facts: RunFacts
 
     def figure(self, name: str) -> float:
@@ -1248,6 +1269,17 @@ class _Evidence:
         own = alerts.get("thresholds") if isinstance(alerts, Mapping) else None
         value = own.get(threshold.name) if isinstance(own, Mapping) else None
         return float(value) if isinstance(value, int | float) else float(THRESHOLDS[threshold.name])
+
+
+def _hanging(run: RecordedRun, facts: RunFacts) -> frozenset[str]:
+    """Return the paths of the reports on hangs of the last attempt after which no step ended."""
+    since = max(*run.attempts, facts.ended or 0.0, 0.0)
+    return frozenset(
+        printable(report.path.relative_to(run.folder))
+        for report in run.reports
+        if report.kind == "hang" and not report.has_resumed
+        if (first_unix_seconds(report.text) or -1.0) >= since
+    )
 
 
 def _findings(found: _Evidence) -> Iterator[Finding]:
@@ -1279,14 +1311,15 @@ def _incident_findings(found: _Evidence) -> Iterator[Finding]:
     kinds = dict.fromkeys(incident.kind for incident in found.incidents)
     for kind in kinds:
         same = [incident for incident in found.incidents if incident.kind == kind]
-        newest = same[-1]
+        hanging = [incident for incident in same if incident.path in found.hanging]
+        newest = (hanging or same)[-1]
         if AFTER_FIRST in newest.headline:
             first = [incident for incident in same if FIRST_TO_EXIT in incident.headline]
             newest = (first or same)[-1]
         more = f" ({len(same)} such reports)" if len(same) > 1 else ""
         file = f" File: {newest.path}." if newest.path.endswith(".txt") else ""
         yield Finding(
-            severity="critical" if ended and kind != "leak" else "warning",
+            severity="critical" if hanging or (ended and kind != "leak") else "warning",
             name=kind,
             sentence=f"{_sentence(newest.headline)}{more}",
             advice=f"{_INCIDENT_ADVICE[kind]}{file}",
@@ -1606,6 +1639,8 @@ def _unknown_end(unclosed: Sequence[int]) -> str:
 def _activity(found: _Evidence) -> str:
     """Return that the run is active, and how old its figures are (a hang, or a full disk)."""
     age = 0.0 if found.facts.ended is None else unix_seconds() - found.facts.ended
+    if found.hanging:
+        return f"The run hangs: its last recorded step ended {format_duration(age)} ago. "
     if age < SILENT_SECONDS:
         return "The run is active. "
     return f"The run is active, but its last recorded step ended {format_duration(age)} ago. "
@@ -1616,9 +1651,10 @@ def _verdict(found: _Evidence, findings: Sequence[Finding]) -> str:
         if findings:
             return f"No step was recorded. {findings[0].sentence}"
         return "No step was recorded, so nothing can be said about the run."
+    while_hanging = ", while it hung" if found.hanging else ""
     end = {
         "running": _activity(found),
-        "interrupted": f"Interrupted after {_steps(found)}. ",
+        "interrupted": f"Interrupted after {_steps(found)}{while_hanging}. ",
         "unknown": _unknown_end(found.run.unclosed),
     }.get(found.status, "")
     notable = [finding for finding in findings if finding.severity != "info"]

@@ -107,6 +107,10 @@ class _HangDetection(ForwardedComparison):
         if self._process.knows_peers:  # a report would lack the run folder and the other ranks
             self.monitor.check()
 
+    def close_hooks(self) -> None:
+        """Look for hangs no more."""
+        self.monitor.stop_checks()
+
     def stop(self) -> None:
         """End the detection."""
         self.monitor.close()

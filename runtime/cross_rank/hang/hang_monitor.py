@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from time import perf_counter_ns
 
 from ....metrics.catalog import communication, training
@@ -29,7 +30,7 @@ from .expected_pauses import ExpectedPauses
 from .hang_context import HangContext
 from .hang_detector import HangDetector, HangState, ProgressSample
 from .hang_evidence import HangEvidence
-from .hang_report import summary, write_flight_recorder_dump, write_report
+from .hang_report import note_resumed, summary, write_flight_recorder_dump, write_report
 from .missing_ranks import awaited_rank
 from .thread_stacks import python_location
 
@@ -85,6 +86,8 @@ class HangMonitor:
         self._is_announced = False
         self._report = fail_open.wrap("hang report", self._write_and_log)
         self._writing: threading.Thread | None = None
+        self._last_report: Path | None = None
+        self._is_checking = settings.enabled
         if settings.enabled:
             recorder.start_counters((communication.HANGS,))
             recorder.set(communication.HANG_ACTIVE, 0)
@@ -109,7 +112,7 @@ class HangMonitor:
 
     def check(self) -> None:
         """Check once for a hang. Must be called each second."""
-        if not self._settings.enabled:
+        if not self._is_checking:
             return
         now_ns, activity_ns = self._now_ns(), self._activity_ns()
         idle_seconds = (now_ns - activity_ns) / 1e9
@@ -132,6 +135,10 @@ class HangMonitor:
                 self._abort()
             case HangState.RESUMED:
                 self._on_resumed()
+
+    def stop_checks(self) -> None:
+        """Check no more: what happens at the end of monitoring is no progress of training."""
+        self._is_checking = False
 
     def close(self, timeout_seconds: float = REPORT_SECONDS) -> None:
         """End a hang, and wait up to `timeout_seconds` for a report that is being written."""
@@ -166,10 +173,14 @@ class HangMonitor:
         self._is_announced = False
         self._set_no_hang()
         self._context.announce_hang(False)
-        _run_on_thread(
-            "zerowatch-hang",
-            lambda: logger.warning("rank %d: training resumed", self._context.rank),
-        )
+        _run_on_thread("zerowatch-hang", self._note_and_log_resumed)
+
+    def _note_and_log_resumed(self) -> None:
+        self._wait_for_report(REPORT_SECONDS)
+        report, self._last_report = self._last_report, None
+        if report is not None:
+            note_resumed(report, time.time())
+        logger.warning("rank %d: training resumed", self._context.rank)
 
     def _start_report(self, *, is_announced: bool) -> None:
         evidence = self._evidence(is_announced=is_announced)
@@ -206,6 +217,7 @@ class HangMonitor:
                 path = write_report(folder, evidence)
             except OSError as error:
                 reason = f"it cannot be written: {error}"
+        self._last_report = path
         if path is not None and (dump := self._context.flight_recorder_dump()) is not None:
             write_flight_recorder_dump(path, dump)
         where = f"report: {path}" if path is not None else f"no report: {reason}"

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ...common.report_files import create_first_free, create_private, utc_text
+from ...common.report_files import RESUMED, create_first_free, create_private, utc_text
 from ..exchange.rank_messages import Heartbeat
 from .hang_evidence import CallSummary, HangEvidence
 from .missing_ranks import (
@@ -61,6 +61,12 @@ def write_report(folder: Path, evidence: HangEvidence) -> Path | None:
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
     return path
+
+
+def note_resumed(report: Path, at_unix_seconds: float) -> None:
+    """Add to a report that training makes progress again."""
+    with contextlib.suppress(OSError), report.open("a") as file:  # the log has it too
+        file.write(f"\n{RESUMED}, {utc_text(at_unix_seconds)}\n")
 
 
 def write_flight_recorder_dump(report: Path, dump: bytes) -> None:

@@ -18,6 +18,7 @@ from torch import nn, optim
 
 from zerowatch.metrics.catalog import communication
 from zerowatch.metrics.catalog.across_ranks import STATISTICS
+from zerowatch.runtime.common.phase_timer import PhaseTimer
 from zerowatch.runtime.common.torch_engine import TorchEngine
 from zerowatch.runtime.instrumentation.watch_context import WatchContext
 from zerowatch.runtime.monitor import comparison_monitor
@@ -234,6 +235,20 @@ def test_the_end_reports_to_the_other_ranks_and_ends_a_hang() -> None:
 
     assert thread.calls[-1] == ("stop",)
     assert context.recorder.snapshot().value(communication.HANG_ACTIVE) == 0
+
+
+@pytest.mark.parametrize("is_ending", [False, True])
+def test_an_ending_watch_looks_for_hangs_no_more(is_ending: bool) -> None:
+    phase_timer = PhaseTimer(lambda: 1)  # no progress since the clock began
+    made, thread = monitor(watch_context(engine(), phase_timer=phase_timer))
+    for listener in made.listeners:
+        listener([step(number) for number in (1, 2, 3)])
+    if is_ending:
+        made.close_hooks()
+
+    made.periodic_tasks["hang"]()
+
+    assert (("announce_hang", True) in thread.calls) is not is_ending
 
 
 @pytest.mark.parametrize(

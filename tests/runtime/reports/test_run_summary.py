@@ -30,10 +30,11 @@ from zerowatch.metrics.catalog import (
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.common.exit_notes import AFTER_FIRST, FIRST_TO_EXIT
+from zerowatch.runtime.common.report_files import utc_text
 from zerowatch.runtime.reports import run_summary
 from zerowatch.runtime.reports.end_tables import print_end_tables
 from zerowatch.runtime.reports.metrics_reader import read_metrics
-from zerowatch.runtime.reports.run_reader import read_run
+from zerowatch.runtime.reports.run_reader import MAX_REPORT_BYTES, read_run
 from zerowatch.runtime.reports.run_summary import (
     FIGURES,
     Finding,
@@ -1278,6 +1279,78 @@ def test_a_leak_of_a_run_that_failed_is_a_warning_and_names_its_file(tmp_path: P
         sentence="Memory grows at line 7.",
         advice="Look at the allocation sites in the report. File: memory/leak-rank-1-7.txt.",
     )
+
+
+def hang_report(folder: Path, at: float, end: str = "") -> None:
+    """A report on a hang that rank 0 has found `at` seconds after the start."""
+    text = f"rank 1 has not arrived\n\nrank 0 on here, {utc_text(STARTED + at)}\n{end}"
+    (folder / "hang-rank-0-1.txt").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("is_active", "beginning"),
+    [
+        (True, "The run hangs: its last recorded step ended 40 s ago. Rank 1 has not arrived."),
+        (False, "Interrupted after 10 steps, while it hung. Rank 1 has not arrived."),
+    ],
+)
+def test_a_hang_that_has_not_ended_is_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_active: bool, beginning: str
+) -> None:
+    folder = write_run(
+        tmp_path / "run", record=lambda rank, step: step_record(step, comm_exposed_seconds=0.4)
+    )  # its last step ends 5 s after the start
+    hang_report(folder, at=35)
+    if not is_active:
+        with RecordedRank(folder) as rank:
+            rank.recorder.set_info(training.RUN_END_INFO, "interrupted")
+    monkeypatch.setattr(run_summary, "is_locked", lambda folder: is_active)
+    monkeypatch.setattr(run_summary, "unix_seconds", lambda: STARTED + 45)
+
+    summary = summary_of(folder)
+
+    assert summary.verdict.startswith(beginning)
+    assert names_of(summary) == ["hang", "exposed_comm"]
+
+
+@pytest.mark.parametrize(
+    ("at", "restarted_at", "end"),
+    [
+        (4.0, None, ""),  # a step ended later
+        (35.0, None, f"{'stack ' * MAX_REPORT_BYTES}\ntraining resumed, {utc_text(STARTED)}\n"),
+        (35.0, 50.0, ""),
+    ],
+)
+def test_a_hang_that_has_ended_is_only_a_warning(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    at: float,
+    restarted_at: float | None,
+    end: str,
+) -> None:
+    folder = write_run(tmp_path / "run")
+    hang_report(folder, at, end)
+    if restarted_at is not None:
+        with open(folder / "attempts.jsonl", "a") as file:
+            file.write(json.dumps({"started_at_unix_seconds": STARTED + restarted_at}) + "\n")
+    monkeypatch.setattr(run_summary, "is_locked", lambda folder: True)
+    monkeypatch.setattr(run_summary, "unix_seconds", lambda: STARTED + 45)
+
+    summary = summary_of(folder)
+
+    assert summary.verdict.startswith("The run is active. ")
+    assert {each.severity for each in summary.findings} == {"warning"}
+
+
+def test_monitoring_is_a_share_of_the_time_after_the_last_step_too(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    for number in range(2):
+        with RecordedRank(folder, number) as rank:
+            record_metrics(rank.recorder)  # 5 s of steps, 0.05 s of monitoring
+            rank.recorder.set(training.LAST_STEP_TIMESTAMP, STARTED + 5)
+            rank.recorder.set(overhead.WATCH_LAST_UPDATE_TIMESTAMP, STARTED + 10)  # 5 s of a hang
+
+    assert summary_of(folder).figures["monitoring_ratio"] == pytest.approx(0.05 / 10)
 
 
 def test_restarts_are_counted_from_the_attempts_of_the_steps_too(tmp_path: Path) -> None:

@@ -246,14 +246,49 @@ def test_the_end_of_a_hang_and_an_abort_are_logged_with_the_rank(
     resumed.pass_seconds(30)
     resumed.phase_timer.enter(FORWARD)
     resumed.pass_seconds(1)
-    for thread in threading.enumerate():
-        if thread.name == "zerowatch-hang":
-            thread.join()
+    join_hang_threads()
     aborted.pass_seconds(60)
 
     lines = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert lines[1] == ("WARNING", "rank 0: training resumed")
     assert lines[-1] == ("ERROR", "rank 0 exits with code 70, as hang.abort is set")
+
+
+def join_hang_threads() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "zerowatch-hang":
+            thread.join()
+
+
+def test_a_report_says_whether_training_has_resumed_since(tmp_path: Path) -> None:
+    rank = WatchedRank(tmp_path)
+    check_for_seconds(rank, 30)
+    rank.phase_timer.enter(FORWARD)
+
+    check_for_seconds(rank, 1)  # a hang that ends
+    join_hang_threads()
+    check_for_seconds(rank, 30)  # one that does not
+    join_hang_threads()
+
+    first, second = (path.read_text() for path in sorted(tmp_path.iterdir()))
+    assert first.splitlines()[-1].startswith("training resumed, ")
+    assert "training resumed" not in second
+
+
+def test_what_happens_at_the_end_of_monitoring_is_no_progress(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = WatchedRank(tmp_path)
+    check_for_seconds(rank, 30)
+    join_hang_threads()
+
+    rank.watch.stop_checks()
+    rank.phase_timer.enter(FORWARD)  # Ctrl-C leaves the phase in which the rank hung
+    rank.pass_seconds(1)
+    join_hang_threads()
+
+    assert not any("resumed" in message for message in caplog.messages)
+    assert "resumed" not in (tmp_path / "hang-rank-0-1.txt").read_text()
 
 
 def test_a_run_keeps_no_more_reports_than_it_may_and_needs_no_folder(
