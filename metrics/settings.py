@@ -10,6 +10,7 @@ zerowatch.toml in the working directory > default. `serve.port` is ZEROWATCH_SER
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -507,6 +508,11 @@ def _settings_error(settings: type[BaseModel], fault: ErrorDetails, origin: str)
     shown_option = cut(repr(option))
     if fault["type"] == "extra_forbidden":
         known = [*settings.model_fields, *_option_names(settings.model_fields)]
+        if option in known:  # one key holds several names
+            nested = functools.reduce(
+                lambda inner, name: f"{{{name!r}: {inner}}}", reversed(option.split(".")), "..."
+            )
+            return SettingsError(f"setting {shown_option} ({origin}) must be nested: {nested}")
         return SettingsError(
             f"setting {shown_option} ({origin}) does not exist{_did_you_mean(option, known)}"
         )

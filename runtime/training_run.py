@@ -324,8 +324,7 @@ class TrainingRun:
         Raises:
             BatchError: `num_samples` is not a whole number of at least 1. Nothing has changed.
         """
-        is_count = isinstance(num_samples, Integral) and not isinstance(num_samples, bool)
-        if not is_count or num_samples < 1:
+        if not _is_count(num_samples):
             raise BatchError(
                 "num_samples of a micro-batch must be a whole number, 1 or more, got "
                 f"{shortened(num_samples)}"
@@ -402,9 +401,9 @@ class TrainingRun:
             folder: Folder that all ranks can access and that holds only this run's checkpoints.
             client_state: The caller's own state: numbers, text, tensors, and lists and dicts of
                 these.
-            keep: How many checkpoints to keep, including this one. Checkpoints that `load` passed
-                over do not count and are deleted. These are damaged checkpoints, and checkpoints
-                newer than the loaded one.
+            keep: How many checkpoints to keep, including this one; at least 1. Checkpoints that
+                `load` passed over do not count and are deleted. These are damaged checkpoints, and
+                checkpoints newer than the loaded one.
             background: Whether only the copy of the state to host memory is waited for, and a
                 thread writes it while training goes on. By default the setting
                 `checkpoint.background`. A save first waits until the previous one is written.
@@ -419,11 +418,19 @@ class TrainingRun:
                 checkpoint could not be written in the background: this one was made nevertheless,
                 and the error names it. Raised on all ranks. Earlier checkpoints are unchanged, and
                 training can continue.
+            TypeError: `folder` is no path.
+            ValueError: `keep` is not a whole number of at least 1.
 
         Examples:
             >>> run.save("checkpoints", background=True)
             PosixPath('/data/checkpoints/step-00001000')
         """
+        _check_folder(folder)
+        if not _is_count(keep):
+            raise ValueError(
+                "keep must be a whole number, 1 or more, because the new checkpoint is kept, got "
+                f"{shortened(keep)}"
+            )
         self._tuner.pause_trial()
         return self._checkpoints.save(folder, client_state, keep, background=background)
 
@@ -461,7 +468,9 @@ class TrainingRun:
                 the data differ between the ranks. Or `folder` is a file, or itself a checkpoint.
                 Raised on all ranks; the caller may then load another checkpoint.
             RebuildError: The engine that the checkpoint was saved from cannot be built here.
+            TypeError: `folder` is no path.
         """
+        _check_folder(folder)
         self._tuner.pause_trial()
         state = self._checkpoints.load(folder, fallback=fallback)
         self._tuner.on_user_change()
@@ -503,6 +512,21 @@ class TrainingRun:
         yield
         self._window_runner.replay.planner.invalidate()
         self._tuner.on_user_change()
+
+
+def _is_count(value: object) -> bool:
+    """Return whether a value is a whole number of at least 1."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+
+
+def _check_folder(folder: object) -> None:
+    """Check the folder of checkpoints.
+
+    Raises:
+        TypeError: It is no path.
+    """
+    if not isinstance(folder, str | Path):
+        raise TypeError(f"folder must be a str or a pathlib.Path, got {shortened(folder)}")
 
 
 def _check_arguments(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from typing import Literal
 
 import click
 
 from .figure_options import (
     EXIT_CODE_OF_CONDITION,
     STANDARD_OUTPUT,
+    chosen_form,
     fail_on_option,
     figures_option,
     json_option,
@@ -28,12 +28,10 @@ COMPARISON_FILE = "compare.html"
 @click.command(short_help="Compare two runs over their common steps.")
 @click.argument("a", type=click.Path(path_type=Path, file_okay=False), required=False)
 @click.argument("b", type=click.Path(path_type=Path, file_okay=False), required=False)
-@click.option(
-    "--text", "form", flag_value="text", default="text", help="Print tables; the default."
-)
+@click.option("--text", is_flag=True, help="Print tables; the default.")
 @markdown_option
 @json_option
-@click.option("--html", "form", flag_value="html", help="Write an HTML page with charts.")
+@click.option("--html", is_flag=True, help="Write an HTML page with charts.")
 @output_option("B/compare.html")
 @click.option(
     "--warm-up",
@@ -45,11 +43,11 @@ COMPARISON_FILE = "compare.html"
 def compare(
     a: Path | None,
     b: Path | None,
-    form: Literal["text", "markdown", "json", "html"],
     output: Path | None,
     warm_up: int | None,
     conditions: tuple[str, ...],
     lists_figures: bool,
+    **forms: bool,
 ) -> None:
     """Compare the run whose folder is B with the reference A.
 
@@ -71,6 +69,7 @@ def compare(
     from ..reports.run_comparison import COMPARISON_FIGURES, read_source
     from ..reports.run_comparison import compare as compare_sources
 
+    form = chosen_form(forms, default="text")
     if lists_figures:
         print_figures(COMPARISON_FIGURES)
         return

@@ -17,8 +17,8 @@ EXIT_CODE_OF_CONDITION = 3
 STANDARD_OUTPUT = Path("-")
 C = TypeVar("C", bound=Callable[..., Any])
 
-markdown_option = click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
-json_option = click.option("--json", "form", flag_value="json", help="Print JSON.")
+markdown_option = click.option("--markdown", is_flag=True, help="Print Markdown.")
+json_option = click.option("--json", is_flag=True, help="Print JSON.")
 figures_option = click.option(
     "--figures", "lists_figures", is_flag=True, help="List the figures for --fail-on."
 )
@@ -44,6 +44,26 @@ def fail_on_option(example: str) -> Callable[[C], C]:
         help=f"Exit with code 3 if a figure meets the condition, such as '{example}'. May be given "
         "several times.",
     )
+
+
+def chosen_form(forms: Mapping[str, bool], default: str) -> Any:
+    """Return the name of the form whose option was given.
+
+    Args:
+        forms: Whether the option of each form was given.
+        default: The form without an option.
+
+    Raises:
+        click.UsageError: Several options were given.
+    """
+    given = [name for name, is_given in forms.items() if is_given]
+    if len(given) > 1:
+        options = " and ".join(f"--{name}" for name in given)
+        raise click.UsageError(
+            f"{options} cannot be used together: one call makes one form.",
+            click.get_current_context(),
+        )
+    return given[0] if given else default
 
 
 def print_figures(figures: Mapping[str, str]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Literal
 
 import click
 
 from .figure_options import (
     EXIT_CODE_OF_CONDITION,
     STANDARD_OUTPUT,
+    chosen_form,
     fail_on_option,
     figures_option,
     json_option,
@@ -26,13 +26,7 @@ from .figure_options import (
 @click.argument(
     "run_dir", type=click.Path(path_type=Path, file_okay=False), metavar="[RUN_DIR]", required=False
 )
-@click.option(
-    "--html",
-    "form",
-    flag_value="html",
-    default="html",
-    help="Print tables and write an HTML page; the default.",
-)
+@click.option("--html", is_flag=True, help="Print tables and write an HTML page; the default.")
 @markdown_option
 @json_option
 @output_option("RUN_DIR/report.html")
@@ -40,10 +34,10 @@ from .figure_options import (
 @figures_option
 def report(
     run_dir: Path | None,
-    form: Literal["html", "markdown", "json"],
     output: Path | None,
     conditions: tuple[str, ...],
     lists_figures: bool,
+    **forms: bool,
 ) -> None:
     """Report on the run whose folder is RUN_DIR, by default the newest run below ./runs.
 
@@ -64,6 +58,7 @@ def report(
     from ..reports.write_report import REPORT_FILE, REPORT_MODE, make_report
     from ..top.run_source import newest_run
 
+    form = chosen_form(forms, default="html")
     if lists_figures:
         print_figures(FIGURES)
         return

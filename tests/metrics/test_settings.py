@@ -99,6 +99,14 @@ def test_a_misspelled_setting_is_reported_with_its_source_and_a_suggestion():
     )
 
 
+def test_a_setting_that_is_not_nested_is_reported_with_its_nested_form():
+    message = error_of({"serve.port": 9500})
+
+    assert message == (
+        "setting 'serve.port' (call argument) must be nested: {'serve': {'port': ...}}"
+    )
+
+
 def test_a_misspelled_section_is_reported_with_a_suggestion():
     message = error_of(None, {"serv": {"port": 1}})
 

@@ -414,6 +414,25 @@ def test_a_checkpoint_is_saved_outside_of_trials_with_all_options(
     ]
 
 
+@pytest.mark.parametrize("folder", [3, None, b"checkpoints"])
+def test_a_folder_that_is_no_path_is_named(run: TrainingRun, parts: Parts, folder: Any) -> None:
+    for call in (run.save, run.load):
+        with pytest.raises(TypeError, match=f"folder must be a str or a .*Path, got {folder!r}"):
+            call(folder)
+
+    assert parts.log == []
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, True])
+def test_a_number_of_checkpoints_to_keep_that_is_no_count_is_refused(
+    run: TrainingRun, parts: Parts, keep: Any
+) -> None:
+    with pytest.raises(ValueError, match=f"keep must be a whole number, 1 or more, .* got {keep}"):
+        run.save("checkpoints", keep=keep)
+
+    assert parts.log == []
+
+
 @pytest.mark.parametrize(
     ("state", "steps", "client_state"),
     [(SimpleNamespace(steps=42, client_state={"n": 1}), 42, {"n": 1}), (None, None, None)],

@@ -254,3 +254,10 @@ def test_neither_torch_nor_deepspeed_is_loaded(folder: Path) -> None:
     )
 
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_two_forms_together_are_refused(folder: Path, report: Command) -> None:
+    code, out, err = report(folder, "--markdown", "--json")
+
+    assert (code, out) == (2, "")
+    assert "--markdown and --json cannot be used together" in err
