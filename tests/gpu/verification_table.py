@@ -138,7 +138,7 @@ def _of_subject(checks: Sequence[Check], results: Results) -> str:
     for check in checks:
         result = results.get(check.name)
         if result is None or result["outcome"] in ("skipped", "not run"):
-            open_checks.append(f"{check.name}: {NOT_YET}")
+            open_checks.append(f"{NOT_YET}: {check.shows}")
         elif result["outcome"] == "passed":
             places.append(_place(check, result))
         else:
