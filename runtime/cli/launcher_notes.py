@@ -11,12 +11,13 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..common.exit_notes import AFTER_FIRST, FIRST_TO_EXIT, ExitNote, write_exit_note
+from ..common.exit_notes import AFTER_FIRST, FIRST_TO_EXIT, ExitNote, error_note, write_exit_note
 from ..common.fail_open import FailOpen
 from ..common.plain_text import write_line_if_open
 from ..memory.oom.killed_ranks import exit_headline, workers_of_host
@@ -26,6 +27,8 @@ T = TypeVar("T")
 
 # The launcher waits for a run folder for this time; a busy disk takes less.
 NOTES_SECONDS = 10.0
+# A rank exits within this time after it has noted its error.
+ERROR_SECONDS = 60.0
 
 
 @contextmanager
@@ -122,7 +125,8 @@ def _write_exit_notes(
     """Write the notes after the rank `first` had exited.
 
     Returns:
-        The line on the first rank, None if it has left no liveness file, and the error of the disk.
+        The line on the first rank, None if it has left neither a liveness file nor a note on its
+        error, and the error of the disk.
     """
     left = workers_of_host(runs, socket.gethostname())
     notes = {rank: _note_on(rank, first, failures) for rank in pids if (rank, pids[rank]) in left}
@@ -133,7 +137,9 @@ def _write_exit_notes(
         except OSError as unwritten:  # as on a full disk
             error = unwritten
     if first not in notes:
-        return None, error
+        text = error_note(runs, first, pids[first], time.time() - ERROR_SECONDS)
+        how = _how(failures[first].exitcode)
+        return (f"rank {first} {FIRST_TO_EXIT}, {how}: it {text}" if text else None), error
     folder, process = left[first, pids[first]]
     recover(folder)  # the last second of steps
     return exit_headline(folder, process, notes[first]), error

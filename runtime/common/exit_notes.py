@@ -22,6 +22,9 @@ REPORTED_SUFFIX = ".life.json"
 # How the first rank of a host to exit, and those that exited because of it, are described.
 FIRST_TO_EXIT = "was the first rank of this host to exit"
 AFTER_FIRST = "after rank "
+# How a rank is described whose own error ended it.
+FAILED = "failed with "
+ERROR_AUTHOR = "error"  # of the notes on errors
 _SUFFIX = ".note.json"
 _NAME = re.compile(r"(rank-(\d+)-\d+-\d+)-.+\.note\.json")
 
@@ -47,6 +50,7 @@ def write_exit_note(folder: Path, process: ProcessMarker, author: str, note: Exi
     """
     (folder / FOLDER).mkdir(exist_ok=True)
     path = folder / FOLDER / f"{_prefix(process)}{author}{_SUFFIX}"
+    path.touch(mode=0o600)  # the text of an error may hold anything
     path.write_text(json.dumps(asdict(note)) + "\n")
 
 
@@ -59,6 +63,24 @@ def read_exit_notes(folder: Path, process: ProcessMarker) -> Sequence[ExitNote]:
         except (OSError, ValueError, TypeError):  # incomplete, or written by another version
             continue
     return notes
+
+
+def error_note(runs: Path, rank: int, pid: int, since_unix_seconds: float) -> str | None:
+    """Return the text of the note on the error that ended a process; None without one.
+
+    Args:
+        runs: The folder that contains all run folders.
+        rank: The rank of the process.
+        pid: The id of the process, which an earlier process may have had.
+        since_unix_seconds: Earlier notes are of such a process.
+
+    Raises:
+        OSError: A note cannot be read.
+    """
+    for path in runs.glob(f"*/{FOLDER}/rank-{rank}-{pid}-*-{ERROR_AUTHOR}{_SUFFIX}"):
+        if path.stat().st_mtime >= since_unix_seconds:
+            return str(json.loads(path.read_text())["text"])
+    return None
 
 
 def unreported_notes(folder: Path) -> Mapping[Path, int]:

@@ -22,7 +22,7 @@ from ..common.fail_open import FailOpen
 from ..common.interrupts import is_interrupt
 from ..sinks.sink import Sink
 from .final_report import announce_report
-from .run_end_reason import end_reason
+from .run_end_reason import end_reason, note_error
 from .subscriptions import for_each
 
 if TYPE_CHECKING:
@@ -370,6 +370,9 @@ class Watch:
                 self.recorder.set(training.RUN_ACTIVE, 0)
             reason = end_reason(error, failed=failed, interrupted=interrupted)
             self.recorder.set_info(training.RUN_END_INFO, reason)
+        folder = self.run_folder
+        if failed and error is not None and folder is not None:
+            note_error(folder, self._folder.rank, error, reason)
 
     def _announce_report(self, *, ok: bool) -> None:
         folder = self.run_folder

@@ -813,8 +813,10 @@ def _unclosed(folder: Path) -> list[int]:
 def _unreported_exits(
     folder: Path, ranks: Mapping[int, RankSteps], problems: list[str]
 ) -> Iterator[ReportFile]:
-    """Yield the exits that a launcher noted and that no later start on the host has reported."""
-    for path, rank in list(unreported_notes(folder).items())[:MAX_REPORTS_PER_KIND]:
+    """Yield the noted exits that no later start on the host has reported."""
+    notes = unreported_notes(folder)
+    for path in sorted(notes, key=_age_order)[-MAX_REPORTS_PER_KIND:]:
+        rank = notes[path]
         note = _read_json(path, dict, problems)
         if not isinstance(note, dict) or not isinstance(note.get("text"), str):
             continue

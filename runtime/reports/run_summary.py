@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import re
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ from ...metrics.thresholds import (
     Severity,
     Threshold,
 )
-from ..common.exit_notes import AFTER_FIRST, FIRST_TO_EXIT
+from ..common.exit_notes import AFTER_FIRST, FAILED, FIRST_TO_EXIT
 from ..common.format_numbers import format_bytes, format_duration
 from ..common.plain_text import printable
 from ..common.report_files import first_unix_seconds
@@ -438,7 +439,8 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
     """
     each_time = {rank: _RankTime.of(steps) for rank, steps in run.ranks.items()}
     times = _with_all_steps(each_time)
-    status = _status(run, metrics)
+    end_reasons = _end_reasons(run, metrics)
+    status = _status(run, end_reasons.values())
     phases = _phases(times)
     causes = _causes(times, metrics)
     rows = tuple(_rank_row(steps, each_time[rank], metrics) for rank, steps in run.ranks.items())
@@ -489,6 +491,7 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
         devices=device_figures,
         incidents=incidents,
         hanging=_hanging(run, facts),
+        end_reasons=end_reasons,
         facts=facts,
     )
     findings = tuple(sorted(_findings(found), key=_importance))
@@ -602,15 +605,19 @@ def _known_share(steps: RankSteps, name: str, seconds: Column) -> float:
     return float(known / whole) if whole else 0.0
 
 
-def _status(run: RecordedRun, metrics: RecordedMetrics) -> Status:
-    reasons = [
-        reason
-        for rank in metrics.ranks.values()
+def _end_reasons(run: RecordedRun, metrics: RecordedMetrics) -> dict[int, str]:
+    """Return how monitoring ended, by rank of the last attempt."""
+    return {
+        number: reason
+        for number, rank in metrics.ranks.items()
         if _is_of_last_attempt(rank, run)
         for labels, value in rank.values(training.RUN_END_INFO.name).items()
         for name, reason in labels
         if name == "reason" and value
-    ]
+    }
+
+
+def _status(run: RecordedRun, reasons: Collection[str]) -> Status:
     for reason in ("out_of_memory", "exception", "interrupted", "peer_failed"):
         if reason in reasons:
             return reason
@@ -1246,6 +1253,7 @@ class _Evidence:
     """The parts of a summary that findings are made from.
 
     Attributes:
+        end_reasons: How monitoring ended, by rank of the last attempt.
         hanging: Paths of the reports on a hang that had not ended when the run or its log did.
     """
 
@@ -1257,6 +1265,7 @@ class _Evidence:
     devices: Sequence[DeviceFigures]
     incidents: Sequence[Incident]
     hanging: Collection[str]
+    end_reasons: Mapping[int, str]
     facts: RunFacts
 
     def figure(self, name: str) -> float:
@@ -1306,6 +1315,14 @@ _INCIDENT_ADVICE = {
 }
 
 
+def _incident_advice(incident: Incident) -> str:
+    first = re.search(rf"{AFTER_FIRST}(\d+) had", incident.headline)
+    if incident.kind != "exit" or (FAILED not in incident.headline and first is None):
+        return _INCIDENT_ADVICE[incident.kind]
+    rank = incident.rank if first is None else first[1]
+    return f"Look at the log of rank {rank}, which failed first: its traceback, or its signal."
+
+
 def _incident_findings(found: _Evidence) -> Iterator[Finding]:
     ended = found.status in ("out_of_memory", "hang", "killed", "exception", "peer_failed")
     kinds = dict.fromkeys(incident.kind for incident in found.incidents)
@@ -1314,7 +1331,8 @@ def _incident_findings(found: _Evidence) -> Iterator[Finding]:
         hanging = [incident for incident in same if incident.path in found.hanging]
         newest = (hanging or same)[-1]
         if AFTER_FIRST in newest.headline:
-            first = [incident for incident in same if FIRST_TO_EXIT in incident.headline]
+            causes = (FIRST_TO_EXIT, FAILED)
+            first = [each for each in same if any(cause in each.headline for cause in causes)]
             newest = (first or same)[-1]
         more = f" ({len(same)} such reports)" if len(same) > 1 else ""
         file = f" File: {newest.path}." if newest.path.endswith(".txt") else ""
@@ -1322,9 +1340,19 @@ def _incident_findings(found: _Evidence) -> Iterator[Finding]:
             severity="critical" if hanging or (ended and kind != "leak") else "warning",
             name=kind,
             sentence=f"{_sentence(newest.headline)}{more}",
-            advice=f"{_INCIDENT_ADVICE[kind]}{file}",
+            advice=f"{_incident_advice(newest)}{file}",
         )
-    if found.status in ("exception", "peer_failed") and not kinds.keys() - {"leak"}:
+    left = [rank for rank, reason in found.end_reasons.items() if reason == "completed"]
+    if found.status == "peer_failed" and left and not kinds.keys() - {"leak"}:
+        yield Finding(
+            severity="critical",
+            name="left_early",
+            sentence=f"Rank{'s' * (len(left) > 1)} {number_ranges(left)} ended in good order while "
+            "other ranks still trained, which failed in a collective.",
+            advice="Look at why the script ended there: sys.exit, or fewer batches than on the "
+            "other ranks.",
+        )
+    elif found.status in ("exception", "peer_failed") and not kinds.keys() - {"leak"}:
         yield Finding(
             severity="critical",
             name="exception",

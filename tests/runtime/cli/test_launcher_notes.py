@@ -59,3 +59,19 @@ def test_the_processes_of_workers_are_by_their_global_rank() -> None:
     workers = [SimpleNamespace(global_rank=rank, local_rank=0, id=70 + rank) for rank in (4, 6)]
 
     assert worker_pids(SimpleNamespace(workers=workers)) == {4: 74, 6: 76}
+
+
+def test_the_error_that_the_first_rank_has_noted_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run/exits").mkdir(parents=True)
+    note = '{"text": "ended after rank 1 had failed with KeyError", "may_be_oom_kill": false}'
+    (tmp_path / "run/exits/rank-0-100-7-error.note.json").write_text(note)
+
+    write_notes(tmp_path, {0: 100, 1: 101}, failures(rank_0=(1, 7.0)))
+
+    [printed] = capsys.readouterr().err.splitlines()
+    assert printed == (
+        "zerowatch: rank 0 was the first rank of this host to exit, with code 1: "
+        "it ended after rank 1 had failed with KeyError"
+    )

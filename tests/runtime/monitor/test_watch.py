@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
+import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +16,11 @@ import pytest
 from fakes.steps import step
 from fakes.watch_contexts import PlainEngine
 
+from zerowatch.errors import PeerFailedError
 from zerowatch.metrics.catalog import training
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import load_settings
+from zerowatch.runtime.common.exit_notes import error_note
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.monitor import watch as watch_module
 from zerowatch.runtime.monitor.watch import EngineRef, NullWatch, ServedAt, Watch
@@ -169,6 +174,37 @@ def test_a_run_that_is_said_to_fail_uses_the_last_error_of_the_interpreter(
 
     assert ("memory.on_run_error", error) in job.calls
     assert job.value(training.RUN_END_INFO, "out_of_memory") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("shapes\ndiffer"), "failed with ValueError: shapes differ"),
+        (
+            PeerFailedError(1, "KeyError", "'x'", "train_batch", (1,)),
+            "ended after rank 1 had failed in train_batch with KeyError: 'x'",
+        ),
+        (MemoryError(), None),
+        (RuntimeError("[gloo/transport/tcp/pair.cc] closed by peer"), None),
+    ],
+)
+def test_a_run_that_fails_notes_its_own_error_and_the_rank_whose_error_it_got(
+    tmp_path: Path, error: Exception, text: str | None
+) -> None:
+    folder = tmp_path / "one"
+    folder.mkdir()
+    job = Job(folder, rank=3)
+
+    try:
+        raise error
+    except type(error):
+        job.watch.close()
+
+    notes = list(folder.glob(f"exits/rank-3-{os.getpid()}-*-error.note.json"))
+    assert [json.loads(path.read_text())["text"] for path in notes] == ([text] if text else [])
+    assert all(path.stat().st_mode & 0o077 == 0 for path in notes)
+    assert error_note(tmp_path, 3, os.getpid(), 0.0) == text
+    assert error_note(tmp_path, 3, os.getpid(), time.time() + 60) is None
 
 
 def test_ctrl_c_is_no_failure() -> None:

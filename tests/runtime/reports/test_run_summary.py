@@ -29,7 +29,7 @@ from zerowatch.metrics.catalog import (
 )
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.step_record import StepRecord
-from zerowatch.runtime.common.exit_notes import AFTER_FIRST, FIRST_TO_EXIT
+from zerowatch.runtime.common.exit_notes import AFTER_FIRST, FAILED, FIRST_TO_EXIT
 from zerowatch.runtime.common.report_files import utc_text
 from zerowatch.runtime.reports import run_summary
 from zerowatch.runtime.reports.end_tables import print_end_tables
@@ -1231,8 +1231,10 @@ def test_a_rank_with_half_of_the_steps_counts_and_one_with_less_does_not(
             ("peer_failed", "completed"),
             ("memory/leak-rank-0-1.txt",),
             "peer_failed",
-            "The run ended by an exception of another rank.",
+            "Rank 1 ended in good order while other ranks still trained, which failed in a "
+            "collective.",
         ),
+        (("peer_failed",), (), "peer_failed", "The run ended by an exception of another rank."),
         (("exception",), ("hang-rank-0-1.txt",), "exception", "A report without text."),
         ((), ("hang-rank-0-1.txt",), "hang", "A report without text."),
         ((), ("hang-rank-0-1.txt", "oom/rank-0-1.txt"), "out_of_memory", "A report without text."),
@@ -1351,6 +1353,42 @@ def test_monitoring_is_a_share_of_the_time_after_the_last_step_too(tmp_path: Pat
             rank.recorder.set(overhead.WATCH_LAST_UPDATE_TIMESTAMP, STARTED + 10)  # 5 s of a hang
 
     assert summary_of(folder).figures["monitoring_ratio"] == pytest.approx(0.05 / 10)
+
+
+def note(folder: Path, rank: int, author: str, text: str) -> None:
+    (folder / "exits").mkdir(exist_ok=True)
+    line = json.dumps({"text": text, "may_be_oom_kill": False})
+    (folder / f"exits/rank-{rank}-{100 + rank}-7-{author}.note.json").write_text(line)
+
+
+@pytest.mark.parametrize("victim", ["error", "launcher"])
+def test_the_rank_whose_own_error_ended_the_run_is_the_verdict(tmp_path: Path, victim: str) -> None:
+    folder = write_run(tmp_path / "run")
+    with RecordedRank(folder, 1) as rank:
+        rank.recorder.set_info(training.RUN_END_INFO, "exception")
+    note(folder, 0, victim, f"ended {AFTER_FIRST}1 had exited with code 1")
+    note(folder, 1, "error", f"{FAILED}ValueError: bad sample")
+    for number in range(2):  # the victim's note is the last
+        os.utime(
+            folder / f"exits/rank-{number}-{100 + number}-7-{(victim, 'error')[number]}.note.json",
+            (STARTED, STARTED - number),
+        )
+
+    summary = summary_of(folder)
+
+    assert summary.verdict.startswith("Rank 1 failed with ValueError: bad sample, after step 10.")
+    assert summary.findings[0].advice.startswith("Look at the log of rank 1,")
+
+
+def test_advice_on_a_rank_that_another_one_ended_points_to_that_one(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "exits").mkdir()
+    text = f"rank 0 was ended by the launcher, {AFTER_FIRST}1 had exited with code 1"
+    (folder / "exits/rank-0-killed.txt").write_text(text)
+
+    [finding] = summary_of(folder).findings
+
+    assert finding.advice.startswith("Look at the log of rank 1,")
 
 
 def test_restarts_are_counted_from_the_attempts_of_the_steps_too(tmp_path: Path) -> None:
