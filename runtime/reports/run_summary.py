@@ -492,6 +492,7 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
         incidents=incidents,
         hanging=_hanging(run, facts),
         end_reasons=end_reasons,
+        has_metrics=bool(metrics.ranks),
         facts=facts,
     )
     findings = tuple(sorted(_findings(found), key=_importance))
@@ -1254,6 +1255,7 @@ class _Evidence:
 
     Attributes:
         end_reasons: How monitoring ended, by rank of the last attempt.
+        has_metrics: Whether there is a metrics log.
         hanging: Paths of the reports on a hang that had not ended when the run or its log did.
     """
 
@@ -1266,6 +1268,7 @@ class _Evidence:
     incidents: Sequence[Incident]
     hanging: Collection[str]
     end_reasons: Mapping[int, str]
+    has_metrics: bool
     facts: RunFacts
 
     def figure(self, name: str) -> float:
@@ -1482,6 +1485,11 @@ def _advice_on_cause(cause: str | None, found: _Evidence) -> str:
         return (
             f"Send less: larger micro-batches with fewer accumulation steps, {less}or gradient "
             "compression. overlap_comm hides more of it behind backward."
+        )
+    if found.has_metrics:
+        return (
+            "The causes are not known: the ranks had not compared their collectives yet when the "
+            "last metrics were logged (cross_rank.interval_seconds)."
         )
     return "The causes were not recorded; run with run_log.metrics_interval_seconds above 0."
 

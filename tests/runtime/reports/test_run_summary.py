@@ -1055,7 +1055,7 @@ def test_the_main_cause_of_waiting_is_named_with_its_extent(
 @pytest.mark.parametrize(
     ("cause", "options", "advice"),
     [
-        (None, {}, "The causes were not recorded"),
+        (None, {}, "The causes are not known: the ranks had not compared"),
         ("imbalance", {}, "Look at the slowest rank in the table of ranks."),
         ("latency", {}, "Send fewer, larger messages"),
         ("redundancy", {}, "more than the ZeRO stage needs."),
@@ -1389,6 +1389,16 @@ def test_advice_on_a_rank_that_another_one_ended_points_to_that_one(tmp_path: Pa
     [finding] = summary_of(folder).findings
 
     assert finding.advice.startswith("Look at the log of rank 1,")
+
+
+def test_without_a_metrics_log_the_advice_on_waiting_is_to_write_one(tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path / "run", record=lambda rank, step: step_record(step, comm_exposed_seconds=0.4)
+    )
+
+    [finding] = summary_of(folder).findings
+
+    assert finding.advice.startswith("The causes were not recorded; run with run_log.metrics")
 
 
 def test_restarts_are_counted_from_the_attempts_of_the_steps_too(tmp_path: Path) -> None:
