@@ -448,7 +448,9 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
     device_figures = _devices(run, metrics)
     collectives = _collectives([run.ranks[rank] for rank in times], metrics)
     monitoring = _monitoring(metrics)
-    problems = tuple(map(printable, (*run.problems, *metrics.problems)))
+    problems = tuple(
+        map(printable, (*run.problems, *_lost_beginnings(run, metrics), *metrics.problems))
+    )
     incidents = tuple(
         Incident(
             kind=report.kind,
@@ -616,6 +618,19 @@ def _end_reasons(run: RecordedRun, metrics: RecordedMetrics) -> dict[int, str]:
         for name, reason in labels
         if name == "reason" and value
     }
+
+
+def _lost_beginnings(run: RecordedRun, metrics: RecordedMetrics) -> Iterator[str]:
+    """Yield the ranks whose log lost as many records as it lacks steps before its first one."""
+    for rank, steps in run.ranks.items():
+        missing = int(steps.column("step")[0]) - steps.steps_per_row
+        counted = metrics.ranks.get(rank, RankMetrics())
+        lost = counted.total(overhead.DROPPED_RECORDS.name, part="run_log") or 0.0
+        if 0 < missing <= lost:
+            yield (
+                f"rank {rank}: steps 1 to {missing} are missing: {lost:.0f} records were lost, as "
+                "the run folder was deleted during the run, or could not be written"
+            )
 
 
 def _status(run: RecordedRun, reasons: Collection[str]) -> Status:

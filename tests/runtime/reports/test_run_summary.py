@@ -1391,6 +1391,22 @@ def test_advice_on_a_rank_that_another_one_ended_points_to_that_one(tmp_path: Pa
     assert finding.advice.startswith("Look at the log of rank 1,")
 
 
+@pytest.mark.parametrize(("lost", "num_problems"), [(25, 1), (23, 0)])
+def test_steps_that_a_log_lost_at_its_beginning_are_missing(
+    tmp_path: Path, lost: int, num_problems: int
+) -> None:
+    folder = write_run(
+        tmp_path / "run", ranks=1, record=lambda rank, step: step_record(24 + step)
+    )  # with fewer lost records it has resumed from a checkpoint
+    with RecordedRank(folder) as rank:
+        rank.recorder.add(overhead.DROPPED_RECORDS, lost, "run_log")
+
+    problems = [each for each in summary_of(folder).problems if "are missing" in each]
+
+    assert len(problems) == num_problems
+    assert all(each.startswith("rank 0: steps 1 to 24 are missing: 25 ") for each in problems)
+
+
 def test_without_a_metrics_log_the_advice_on_waiting_is_to_write_one(tmp_path: Path) -> None:
     folder = write_run(
         tmp_path / "run", record=lambda rank, step: step_record(step, comm_exposed_seconds=0.4)
