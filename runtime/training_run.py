@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from numbers import Integral
@@ -525,8 +526,8 @@ def _check_folder(folder: object) -> None:
     Raises:
         TypeError: It is no path.
     """
-    if not isinstance(folder, str | Path):
-        raise TypeError(f"folder must be a str or a pathlib.Path, got {shortened(folder)}")
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"folder must be a path, a str or a pathlib.Path, got {shortened(folder)}")
 
 
 def _check_arguments(

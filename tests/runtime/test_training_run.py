@@ -417,7 +417,9 @@ def test_a_checkpoint_is_saved_outside_of_trials_with_all_options(
 @pytest.mark.parametrize("folder", [3, None, b"checkpoints"])
 def test_a_folder_that_is_no_path_is_named(run: TrainingRun, parts: Parts, folder: Any) -> None:
     for call in (run.save, run.load):
-        with pytest.raises(TypeError, match=f"folder must be a str or a .*Path, got {folder!r}"):
+        with pytest.raises(
+            TypeError, match=f"folder must be a path, a str or a .*Path, got {folder!r}"
+        ):
             call(folder)
 
     assert parts.log == []
