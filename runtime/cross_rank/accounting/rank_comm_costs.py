@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -16,6 +17,8 @@ from ...common.gil_pauses import let_training_run
 from ..exchange.rank_messages import INEXACT, CallReport, CompareResult
 from .call_sequence import CallSequence
 from .comm_costs import CommCosts, CostTotals
+
+logger = logging.getLogger(__name__)
 
 # Number of calls after which training may run. Asking for the time of each call would cost a share.
 CALLS_PER_PAUSE = 16
@@ -51,6 +54,7 @@ class RankCommCosts:
         self._groups = groups
         self._recorder = recorder
         self._now = now
+        self._logged: set[str] = set()  # why calls were unmatched
         self._totals = CostTotals()
         self._states: dict[RankSet, _RankSetState] = {
             rank_set: _RankSetState(CallSequence(rank_set, from_now=True))
@@ -126,7 +130,8 @@ class RankCommCosts:
                 costs.add_matched(call, min_seconds, self._totals, self.volume_ratio)
             if len(unmatched) % CALLS_PER_PAUSE == 0:
                 let_training_run()
-        self.unmatched += failed
+        if failed:
+            self._count_unmatched(rank_set, "no rank has timed them, or the ranks have diverged")
         # Last, because the matched calls improve the link estimate.
         for number, (call, is_matching, is_inexact) in enumerate(rest):
             state.costs_of(call).refit()
@@ -156,7 +161,12 @@ class RankCommCosts:
             while unmatched and unmatched[0].sequence < end:
                 call = unmatched.popleft()
                 self._add_unmatched(state, call, is_compared=state.is_matching and is_compared)
-            self.unmatched += is_late + state.sequence.lost
+            rank_set = state.sequence.rank_set
+            if is_late:
+                late = f"no result came within {patience_seconds:g} s"
+                self._count_unmatched(rank_set, late)
+            if state.sequence.lost:
+                self._count_unmatched(rank_set, "there were too many between two looks at them")
             state.sequence.lost = False
 
     def publish(self) -> None:
@@ -166,6 +176,13 @@ class RankCommCosts:
         self._recorder.set(communication.EXCHANGE_FAILURES, self.unmatched, "unmatched")
         if totals.exposed:  # else there were no calls that could change an estimate
             self._publish_links()
+
+    def _count_unmatched(self, rank_set: RankSet, why: str) -> None:
+        """Count calls that were not matched. The log has each reason once."""
+        self.unmatched += 1
+        if why not in self._logged:
+            self._logged.add(why)
+            logger.info("calls of group %s are not compared: %s", rank_set.role, why)
 
     def _publish_links(self) -> None:
         by_role: dict[str, CommCosts] = {}  # for each role, the costs with the most wire bytes

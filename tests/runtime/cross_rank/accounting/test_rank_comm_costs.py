@@ -547,6 +547,28 @@ def test_a_result_is_late_once_the_patience_is_over(
     assert rank.accounting.has_pending() is (failures == 0)
 
 
+def test_the_log_has_each_reason_for_unmatched_calls_once(
+    rank: AccountedRank, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "zerowatch")
+    first = 1
+    for is_late in (True, False, True, False):
+        rank.group.run(ms=5)
+        rank.report()
+        if is_late:
+            rank.clock.seconds += 0.5
+            rank.expire(0.5)
+        else:
+            rank.match(first, float("nan"))
+        first += 1
+
+    assert unmatched(rank) == 4
+    assert caplog.messages == [
+        "calls of group dp are not compared: no result came within 0.5 s",
+        "calls of group dp are not compared: no rank has timed them, or the ranks have diverged",
+    ]
+
+
 def test_polls_between_reports_keep_calls_from_being_lost(rank: AccountedRank) -> None:
     for _ in range(2):
         for _ in range(RECENT_CALLS - 1):
