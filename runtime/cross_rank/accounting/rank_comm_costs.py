@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
 from ....metrics.catalog import communication
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # Number of calls after which training may run. Asking for the time of each call would cost a share.
 CALLS_PER_PAUSE = 16
+# Number of failures for the same reason at which the log says so. An alert fires after as many.
+LOGGED_FAILURES = 10
 
 
 class RankCommCosts:
@@ -54,7 +56,7 @@ class RankCommCosts:
         self._groups = groups
         self._recorder = recorder
         self._now = now
-        self._logged: set[str] = set()  # why calls were unmatched
+        self._num_unmatched: Counter[str] = Counter()  # by reason
         self._totals = CostTotals()
         self._states: dict[RankSet, _RankSetState] = {
             rank_set: _RankSetState(CallSequence(rank_set, from_now=True))
@@ -178,11 +180,11 @@ class RankCommCosts:
             self._publish_links()
 
     def _count_unmatched(self, rank_set: RankSet, why: str) -> None:
-        """Count calls that were not matched. The log has each reason once."""
+        """Count calls that were not matched. The log has a reason once, if it is frequent."""
         self.unmatched += 1
-        if why not in self._logged:
-            self._logged.add(why)
-            logger.info("calls of group %s are not compared: %s", rank_set.role, why)
+        self._num_unmatched[why] += 1
+        if self._num_unmatched[why] == LOGGED_FAILURES:
+            logger.warning("calls of group %s are often not compared: %s", rank_set.role, why)
 
     def _publish_links(self) -> None:
         by_role: dict[str, CommCosts] = {}  # for each role, the costs with the most wire bytes
