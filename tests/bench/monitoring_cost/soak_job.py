@@ -23,7 +23,7 @@ def main() -> None:
     address = None if opened is None else opened.address
     begin = time.perf_counter()
     run_steps(job, asked["first_steps"], address)
-    while agreed(time.perf_counter() - begin < asked["first_seconds"]):
+    while asked["first_seconds"] and agreed(time.perf_counter() - begin < asked["first_seconds"]):
         run_steps(job, SCRAPED_STEPS, address)
     early = held(address)
     run_steps(job, asked["steps"], address)
