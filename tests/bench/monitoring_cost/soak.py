@@ -71,13 +71,12 @@ def _rows(rank: int, plain: dict[str, Any], seen: dict[str, Any]) -> Iterator[Ro
             met=grown <= usual,
         )
     early, late = (set(seen[when]["series"]) for when in ("early", "late"))
-    began = sorted(late - early)
-    more = f" and {len(began) - 9} others" if len(began) > 9 else ""
+    began = ", ".join(sorted(late - early)) or "none"
     budget = 400 if rank == 0 else 300
     yield Row(
         what=f"rank {rank}: series",
         measured=f"{len(late)}",
-        spread=f"{len(early)} after the first steps; began later: {', '.join(began[:9])}{more}",
+        spread=f"{len(early)} after the first steps; began later: {began}",
         goal=f"<= {budget}, constant",
         met=all(each.startswith(BEGINS_LATE) for each in early ^ late) and len(late) <= budget,
     )
