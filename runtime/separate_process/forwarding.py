@@ -317,7 +317,8 @@ class Forwarder:
         self.wants_records: Callable[[], bool] = lambda: False
         self.state: Callable[[], State | None] = lambda: None
         self.risks: Callable[[], Mapping[str, float]] = dict
-        self._last_sent: dict[str, int] = {}
+        # Calls issued before the watch are part of the setup.
+        self._last_sent = {rank_set.key: rank_set.issued for rank_set in known.rank_sets()}
         self._send_guarded = fail_open.wrap("forwarding", self._send_now, is_kept=True)
         self._send_in_flight = fail_open.wrap("forwarding", self._send_in_flight_now, is_kept=True)
         self._process, self._groups, self._known = process, groups, known

@@ -230,11 +230,15 @@ def send_in_flight(
 
 
 def receive_in_flight(rows: Iterable[tuple[Any, ...]], groups: ReceivedGroups) -> None:
-    """Add calls that have not settled yet to those of their rank sets."""
+    """Add calls that have not settled yet to those of their rank sets.
+
+    A call may have settled and been received since its row was made. Added again, it would never
+    settle, and the comparison with other ranks would wait for it.
+    """
     for index, sequence, op, payload_bytes, dtype, phase in rows:
         group = groups.by_index[index]
         key = group.rank_set.key, sequence
-        if key not in groups.in_flight:
+        if sequence > group.rank_set.issued and key not in groups.in_flight:
             call = CollectiveCall(op, group, payload_bytes, dtype, phase)
             call.sequence = sequence
             groups.in_flight[key] = call

@@ -16,7 +16,7 @@ from zerowatch.metrics.catalog import memory, training
 from zerowatch.metrics.catalog.labels import PHASES
 from zerowatch.metrics.settings import load_settings
 from zerowatch.runtime.collectives.call_batch import CallBatch
-from zerowatch.runtime.collectives.groups import Groups
+from zerowatch.runtime.collectives.groups import CollectiveCall, Group, Groups, RankSet
 from zerowatch.runtime.common import process_info
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.torch_engine import TorchEngine
@@ -97,10 +97,12 @@ class Sender(Process):
         return self.is_alive
 
 
-def forwarder_to(process: Sender) -> tuple[Forwarder, list[tuple[int, float]], FailOpen]:
+def forwarder_to(
+    process: Sender, groups: Any = None
+) -> tuple[Forwarder, list[tuple[int, float]], FailOpen]:
     steps: list[tuple[int, float]] = []
     fail_open = FailOpen()
-    groups: Any = Groups()
+    groups = Groups() if groups is None else groups
     one = Forwarder(
         process,  # type: ignore[arg-type]
         fail_open,
@@ -143,6 +145,28 @@ def test_a_state_that_cannot_be_read_loses_no_step(caplog: pytest.LogCaptureFixt
     assert steps == [(1, 2.0), (2, 2.0)]  # without evaluation
     assert fail_open.failures == {"state": 2}
     assert (forwarder.num_lost, forwarder.has_unwritten) == (0, False)
+
+
+def test_without_progress_calls_in_flight_are_sent_but_none_from_before_the_watch() -> None:
+    rank_set = RankSet((0, 1))
+    group = Group.of_other_process("dp", 2, "gloo", rank_set, on_device=False)
+    groups = SimpleNamespace(known=lambda: [group], rank_sets=lambda: [rank_set])
+
+    def issue(number: int) -> None:
+        call = CollectiveCall(0, group, 4, None, 0)
+        call.sequence = rank_set.issued = number
+        rank_set.recent.append(call)
+
+    issue(1)
+    process = Sender()
+    forwarder, _, _ = forwarder_to(process, groups)
+    forwarder.state = lambda: SimpleNamespace(since_ns=0)  # type: ignore[assignment,return-value]
+    forwarder.publish()
+    issue(2)
+    forwarder.publish()
+
+    rows = [value[1] for name, value in process.sent if name == "in flight"]
+    assert [[sequence for _, sequence, *_ in each] for each in rows] == [[], [2]]
 
 
 def test_steps_that_cannot_be_sent_are_counted() -> None:

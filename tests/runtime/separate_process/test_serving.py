@@ -145,8 +145,10 @@ def state(**fields: Any) -> State:
 class Served:
     """A monitoring process on a thread, and what it has answered."""
 
-    def __init__(self, folder: Path, gpus: Mapping[str, str] | None = None) -> None:
-        self.rank, self.groups = Rank(), GroupSender()
+    def __init__(
+        self, folder: Path, gpus: Mapping[str, str] | None = None, rank: Rank | None = None
+    ) -> None:
+        self.rank, self.groups = rank or Rank(), GroupSender()
         self.connection, self._theirs = Connection.pair()
         self.answers: list[tuple[str, Any]] = []
         given = setup(folder, self.rank, self.groups, gpus or {})
@@ -349,6 +351,27 @@ def test_a_call_in_flight_is_known_and_settles_later(served: Served) -> None:
     snapshot = served.end()
 
     assert [row[1] for row in rows] == [4, 5, 6]
+    assert sum(snapshot.values[communication.COLLECTIVE_CALLS].values()) == 6
+    assert snapshot.value(communication.EXCHANGE_FAILURES, "unmatched") == 0
+
+
+def test_calls_in_flight_that_were_received_already_or_belong_to_the_setup_are_no_news(
+    tmp_path: Path,
+) -> None:
+    rank = Rank()
+    rank_set = rank.group.rank_set
+    rank_set.recent.extend(map(rank.call, (1, 2, 3)))  # issued before the watch
+    served = Served(tmp_path, rank=rank)
+    second, third = rank.step(2), rank.step(3)
+    rank_set.recent.extend([*second.batch.calls, *third.batch.calls])
+    rows = send_in_flight(rank.groups, served.groups, {})
+    served.send(second)
+    served.connection.send(("in flight", ([], rows)))  # collected before the step was sent
+    served.send(third)
+    snapshot = served.end()
+    served.close()
+
+    assert [row[1] for row in rows] == list(range(1, 10))
     assert sum(snapshot.values[communication.COLLECTIVE_CALLS].values()) == 6
     assert snapshot.value(communication.EXCHANGE_FAILURES, "unmatched") == 0
 
