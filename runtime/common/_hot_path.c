@@ -47,7 +47,7 @@ static PyObject *s_dtype, *s_nbytes, *s_is_sparse, *s_append, *s_get_future, *s_
     *s_compute, *s_blocks_compute, *s_find_end_on_device, *s_is_training_thread, *s_sees_device,
     *s_counts, *s_losses, *s_loss, *s_step, *s_ended_at, *s_skipped, *s_device_phases,
     *s_micro_batches, *s_samples, *s_tokens, *s_gradient_norm, *s_learning_rate, *s_loss_scale,
-    *s_phase_ns;
+    *s_phase_ns, *s_shape, *s_is_floating_point;
 static PyObject *perf_counter_ns; /* time.perf_counter_ns */
 
 /* Replaces a field by another object. */
@@ -923,6 +923,164 @@ static PyTypeObject WrapperState_Type = {
     .tp_getset = WrapperState_getset,
 };
 
+/* ---- HookedCall: see hot_path.py ---- */
+
+typedef struct {
+    PyObject_HEAD
+    WrapperState *state;
+    PyObject *original, *on_start, *on_end, *on_exception;
+    vectorcallfunc vectorcall;
+    char is_paired;
+} HookedCall;
+
+/* Returns whether these are the arguments of a call in a tuple and a dict, for an object with a
+ * state. If not, a TypeError is set. */
+static int
+are_arguments(WrapperState *state, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    if (state != NULL && PyVectorcall_NARGS(nargsf) == 2 && names == NULL &&
+        PyTuple_Check(args[0]) && PyDict_Check(args[1]))
+        return 1;
+    PyErr_SetString(PyExc_TypeError, "expected the arguments of a call: a tuple and a dict");
+    return 0;
+}
+
+/* Calls the first hook. Returns whether the last one must be called; -1 after an interrupt. */
+static int
+begin_hooked(HookedCall *self, PyObject *const *both)
+{
+    PyObject *answer = PyObject_Vectorcall(self->on_start, both, 2, NULL);
+    if (answer == NULL)
+        return -1;
+    int has_begun = self->is_paired ? PyObject_IsTrue(answer) : 1;
+    Py_DECREF(answer);
+    return has_begun;
+}
+
+/* Takes an interrupt that was raised while `error`, which it releases, was handled. */
+static PyObject *
+take_interrupt(PyObject *error)
+{
+    PyObject *interrupt = take_error();
+    if (error != NULL && error != interrupt)
+        PyException_SetContext(interrupt, error); /* takes the reference */
+    else
+        Py_XDECREF(error);
+    return interrupt;
+}
+
+static PyObject *
+call_hooked(HookedCall *self, PyObject *const *both)
+{
+    WrapperState *state = self->state;
+    if (!state->is_open)
+        return PyObject_Call(self->original, both[0], both[1]);
+    long long entered_ns = now_ns();
+    int has_begun = begin_hooked(self, both);
+    if (has_begun < 0)
+        return NULL;
+    long long started_ns = now_ns();
+    PyObject *result = PyObject_Call(self->original, both[0], both[1]);
+    PyObject *error = result == NULL ? take_error() : NULL;
+    if (error != NULL && (PyErr_GivenExceptionMatches(error, PyExc_RuntimeError) ||
+                          PyErr_GivenExceptionMatches(error, PyExc_MemoryError))) {
+        PyObject *answer = PyObject_CallOneArg(self->on_exception, error);
+        if (answer == NULL)
+            error = take_interrupt(error);
+        Py_XDECREF(answer);
+    }
+    long long ended_ns = now_ns();
+    if (has_begun) {
+        PyObject *outcome[] = {result == NULL ? Py_None : result,
+                               result == NULL ? Py_False : Py_True};
+        PyObject *answer = PyObject_Vectorcall(self->on_end, outcome, 2, NULL);
+        if (answer == NULL) {
+            Py_CLEAR(result);
+            error = take_interrupt(error);
+        }
+        Py_XDECREF(answer);
+    }
+    state->cost_ns += now_ns() - ended_ns + started_ns - entered_ns;
+    if (error != NULL)
+        raise_again(error);
+    return result;
+}
+
+static PyObject *
+HookedCall_vectorcall(HookedCall *self, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    if (!are_arguments(self->state, args, nargsf, names))
+        return NULL;
+    Py_INCREF(self); /* the last wrapper of it may end while it runs */
+    PyObject *result = call_hooked(self, args);
+    Py_DECREF(self);
+    return result;
+}
+
+static int
+HookedCall_init(HookedCall *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"state",  "original",     "on_start", "on_end",
+                            "on_exception", "is_paired", NULL};
+    PyObject *state, *original, *on_start, *on_end, *on_exception;
+    int is_paired;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOOOp", names, &WrapperState_Type, &state,
+                                     &original, &on_start, &on_end, &on_exception, &is_paired))
+        return -1;
+    Py_XSETREF(self->state, (WrapperState *)Py_NewRef(state));
+    set_object(&self->original, original);
+    set_object(&self->on_start, on_start);
+    set_object(&self->on_end, on_end);
+    set_object(&self->on_exception, on_exception);
+    self->is_paired = (char)is_paired;
+    self->vectorcall = (vectorcallfunc)HookedCall_vectorcall;
+    return 0;
+}
+
+static int
+HookedCall_traverse(HookedCall *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->state);
+    Py_VISIT(self->original);
+    Py_VISIT(self->on_start);
+    Py_VISIT(self->on_end);
+    Py_VISIT(self->on_exception);
+    return 0;
+}
+
+static int
+HookedCall_clear(HookedCall *self)
+{
+    Py_CLEAR(self->state);
+    Py_CLEAR(self->original);
+    Py_CLEAR(self->on_start);
+    Py_CLEAR(self->on_end);
+    Py_CLEAR(self->on_exception);
+    return 0;
+}
+
+static void
+HookedCall_dealloc(HookedCall *self)
+{
+    PyObject_GC_UnTrack(self);
+    HookedCall_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyTypeObject HookedCall_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "zerowatch.runtime.common._hot_path.HookedCall",
+    .tp_basicsize = sizeof(HookedCall),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_vectorcall_offset = offsetof(HookedCall, vectorcall),
+    .tp_call = PyVectorcall_Call,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)HookedCall_init,
+    .tp_dealloc = (destructor)HookedCall_dealloc,
+    .tp_traverse = (traverseproc)HookedCall_traverse,
+    .tp_clear = (inquiry)HookedCall_clear,
+};
+
 /* ---- CallEnd: the callback at the end of an asynchronous call ---- */
 
 typedef struct {
@@ -983,7 +1141,11 @@ typedef struct {
     PyObject *payload_name, *group_name;
     Py_ssize_t payload_place, group_place;
     int op, max_calls;
+    vectorcallfunc vectorcall;
 } RecordedFunction;
+
+static PyObject *RecordedFunction_vectorcall(RecordedFunction *, PyObject *const *, size_t,
+                                             PyObject *);
 
 static int
 RecordedFunction_init(RecordedFunction *self, PyObject *args, PyObject *kwargs)
@@ -1009,6 +1171,7 @@ RecordedFunction_init(RecordedFunction *self, PyObject *args, PyObject *kwargs)
     set_object(&self->tensor_type, tensor_type);
     set_object(&self->group_member, group_member);
     set_object(&self->payload_name, payload_name);
+    self->vectorcall = (vectorcallfunc)RecordedFunction_vectorcall;
     Py_XSETREF(self->group_name, PyUnicode_InternFromString("group"));
     return self->group_name == NULL ? -1 : 0;
 }
@@ -1446,16 +1609,12 @@ record(RecordedFunction *self, PyObject *args, PyObject *kwargs)
 }
 
 static PyObject *
-RecordedFunction_call(RecordedFunction *self, PyObject *both, PyObject *Py_UNUSED(names))
+RecordedFunction_vectorcall(RecordedFunction *self, PyObject *const *args, size_t nargsf,
+                            PyObject *names)
 {
-    PyObject *args, *kwargs;
-    if (!PyArg_UnpackTuple(both, "record", 2, 2, &args, &kwargs))
+    if (!are_arguments(self->state, args, nargsf, names))
         return NULL;
-    if (self->state == NULL || !PyTuple_Check(args) || !PyDict_Check(kwargs)) {
-        PyErr_SetString(PyExc_TypeError, "expected the arguments of a call: a tuple and a dict");
-        return NULL;
-    }
-    return record(self, args, kwargs);
+    return record(self, args[0], args[1]);
 }
 
 static int
@@ -1500,10 +1659,11 @@ static PyTypeObject RecordedFunction_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "zerowatch.runtime.common._hot_path.RecordedFunction",
     .tp_basicsize = sizeof(RecordedFunction),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_vectorcall_offset = offsetof(RecordedFunction, vectorcall),
+    .tp_call = PyVectorcall_Call,
     .tp_new = PyType_GenericNew,
     .tp_init = (initproc)RecordedFunction_init,
-    .tp_call = (ternaryfunc)RecordedFunction_call,
     .tp_dealloc = (destructor)RecordedFunction_dealloc,
     .tp_traverse = (traverseproc)RecordedFunction_traverse,
     .tp_clear = (inquiry)RecordedFunction_clear,
@@ -1516,7 +1676,10 @@ typedef struct {
     WrapperState *state;
     RecorderFields *recorder;
     PyObject *original, *in_python, *on_wait_start, *on_wait_end, *on_error, *stream_wait_type;
+    vectorcallfunc vectorcall;
 } RecordedWait;
+
+static PyObject *RecordedWait_vectorcall(RecordedWait *, PyObject *const *, size_t, PyObject *);
 
 static int
 RecordedWait_init(RecordedWait *self, PyObject *args, PyObject *kwargs)
@@ -1538,6 +1701,7 @@ RecordedWait_init(RecordedWait *self, PyObject *args, PyObject *kwargs)
     set_object(&self->on_wait_end, on_wait_end);
     set_object(&self->on_error, on_error);
     set_object(&self->stream_wait_type, stream_wait_type);
+    self->vectorcall = (vectorcallfunc)RecordedWait_vectorcall;
     return 0;
 }
 
@@ -1694,16 +1858,11 @@ record_wait(RecordedWait *self, PyObject *args, PyObject *kwargs)
 }
 
 static PyObject *
-RecordedWait_call(RecordedWait *self, PyObject *both, PyObject *Py_UNUSED(names))
+RecordedWait_vectorcall(RecordedWait *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
-    PyObject *args, *kwargs;
-    if (!PyArg_UnpackTuple(both, "record", 2, 2, &args, &kwargs))
+    if (!are_arguments(self->state, args, nargsf, names))
         return NULL;
-    if (self->state == NULL || !PyTuple_Check(args) || !PyDict_Check(kwargs)) {
-        PyErr_SetString(PyExc_TypeError, "expected the arguments of a wait: a tuple and a dict");
-        return NULL;
-    }
-    return record_wait(self, args, kwargs);
+    return record_wait(self, args[0], args[1]);
 }
 
 static int
@@ -1746,10 +1905,11 @@ static PyTypeObject RecordedWait_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "zerowatch.runtime.common._hot_path.RecordedWait",
     .tp_basicsize = sizeof(RecordedWait),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_vectorcall_offset = offsetof(RecordedWait, vectorcall),
+    .tp_call = PyVectorcall_Call,
     .tp_new = PyType_GenericNew,
     .tp_init = (initproc)RecordedWait_init,
-    .tp_call = (ternaryfunc)RecordedWait_call,
     .tp_dealloc = (destructor)RecordedWait_dealloc,
     .tp_traverse = (traverseproc)RecordedWait_traverse,
     .tp_clear = (inquiry)RecordedWait_clear,
@@ -1833,6 +1993,206 @@ static PyTypeObject ScalarReader_Type = {
     .tp_dealloc = (destructor)ScalarReader_dealloc,
 };
 
+/* ---- ShapeReader: see hot_path.py and instrumentation/batch_shape.py ---- */
+
+#define UNKNOWN -1
+
+typedef struct {
+    long long samples, elements, tokens, length;
+} BatchSize;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *tensor_type, *bool_type, *token_names, *shape_type;
+    PyObject *last; /* the last shape that was returned, of this size */
+    BatchSize last_size;
+} ShapeReader;
+
+static int
+ShapeReader_init(ShapeReader *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"tensor_type", "bool_type", "token_names", "shape_type", NULL};
+    PyObject *tensor_type, *bool_type, *token_names, *shape_type;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO!O", names, &PyType_Type, &tensor_type,
+                                     &bool_type, &PyFrozenSet_Type, &token_names, &shape_type))
+        return -1;
+    set_object(&self->tensor_type, tensor_type);
+    set_object(&self->bool_type, bool_type);
+    set_object(&self->token_names, token_names);
+    set_object(&self->shape_type, shape_type);
+    Py_CLEAR(self->last);
+    return 0;
+}
+
+/* Whether a tensor holds integers, as tokens are; -1 after an error. */
+static int
+holds_integers(ShapeReader *self, PyObject *tensor)
+{
+    PyObject *dtype = PyObject_GetAttr(tensor, s_dtype);
+    if (dtype == NULL)
+        return -1;
+    int found = dtype == self->bool_type ? 0
+                                         : is_attribute(dtype, s_is_floating_point, Py_False, 0);
+    Py_DECREF(dtype);
+    return PyErr_Occurred() ? -1 : found;
+}
+
+/* Adds a tensor to the size. Returns whether its name says that it holds the tokens; -1 if Python
+ * code must read the batch, or after an error. */
+static int
+read_tensor(ShapeReader *self, PyObject *name, PyObject *tensor, BatchSize *size)
+{
+    long long dimensions[2] = {0, 0}, elements = 1;
+    PyObject *shape = PyObject_GetAttr(tensor, s_shape);
+    if (shape == NULL || !PyTuple_Check(shape)) {
+        Py_XDECREF(shape);
+        return -1;
+    }
+    Py_ssize_t length = PyTuple_GET_SIZE(shape);
+    for (Py_ssize_t i = 0; i < length; i++) {
+        PyObject *dimension = PyTuple_GET_ITEM(shape, i);
+        long long number = PyLong_CheckExact(dimension) ? PyLong_AsLongLong(dimension) : -1;
+        if (number < 0) {
+            Py_DECREF(shape);
+            return -1;
+        }
+        elements *= number;
+        if (i < 2)
+            dimensions[i] = number;
+    }
+    Py_DECREF(shape);
+    if (length == 0)
+        return 0;
+    if (size->samples == UNKNOWN) {
+        size->samples = dimensions[0];
+        size->elements = elements;
+    }
+    if (length != 2)
+        return 0;
+    int is_named = name == NULL ? 0 : PySet_Contains(self->token_names, name);
+    int is_integer = is_named || size->tokens != UNKNOWN ? 0 : holds_integers(self, tensor);
+    if (is_named < 0 || is_integer < 0)
+        return -1;
+    if (is_named || is_integer) {
+        size->samples = dimensions[0];
+        size->length = dimensions[1];
+        size->tokens = elements;
+    }
+    return is_named;
+}
+
+/* Adds what is in a value, as read_tensor. */
+static int
+read_value(ShapeReader *self, PyObject *name, PyObject *value, BatchSize *size)
+{
+    PyTypeObject *type = Py_TYPE(value);
+    if ((PyObject *)type == self->tensor_type)
+        return read_tensor(self, name, value, size);
+    if (PyDict_CheckExact(value)) {
+        PyObject *key, *inner;
+        Py_ssize_t place = 0;
+        while (PyDict_Next(value, &place, &key, &inner)) {
+            int is_named = PyUnicode_CheckExact(key) ? read_value(self, key, inner, size) : -1;
+            if (is_named < 0)
+                return -1;
+            if (is_named)
+                break; /* of this mapping */
+        }
+        return 0;
+    }
+    /* What is neither a tensor nor a dict is left out; what may be one is for Python code. */
+    int is_plain = value == Py_None || PyUnicode_CheckExact(value) || PyLong_CheckExact(value) ||
+                   PyFloat_CheckExact(value) || PyBool_Check(value) || PyList_CheckExact(value) ||
+                   PyTuple_CheckExact(value);
+    return is_plain ? 0 : -1;
+}
+
+static int
+read_arguments(ShapeReader *self, PyObject *args, PyObject *kwargs, BatchSize *size)
+{
+    if (read_value(self, NULL, kwargs, size) < 0)
+        return -1;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args) && size->tokens == UNKNOWN; i++) {
+        PyObject *value = PyTuple_GET_ITEM(args, i);
+        int is_list = PyList_CheckExact(value);
+        if (!is_list && !PyTuple_CheckExact(value)) {
+            if (read_value(self, NULL, value, size) < 0)
+                return -1;
+            continue;
+        }
+        for (Py_ssize_t j = 0; j < PySequence_Fast_GET_SIZE(value); j++)
+            if (read_value(self, NULL, PySequence_Fast_GET_ITEM(value, j), size) < 0)
+                return -1;
+    }
+    return 0;
+}
+
+static PyObject *
+number_or_none(long long number)
+{
+    return number == UNKNOWN ? Py_NewRef(Py_None) : PyLong_FromLongLong(number);
+}
+
+/* Returns the shape of this size: the last one, if it has the same. */
+static PyObject *
+shape_of(ShapeReader *self, const BatchSize *size)
+{
+    const BatchSize *last = &self->last_size;
+    if (self->last == NULL || last->samples != size->samples ||
+        last->elements != size->elements || last->tokens != size->tokens ||
+        last->length != size->length) {
+        PyObject *made = PyObject_CallFunction(
+            self->shape_type, "NNNN", number_or_none(size->samples),
+            number_or_none(size->elements), number_or_none(size->tokens),
+            number_or_none(size->length));
+        if (made == NULL)
+            return NULL;
+        Py_XSETREF(self->last, made);
+        self->last_size = *size;
+    }
+    return Py_NewRef(self->last);
+}
+
+static PyObject *
+ShapeReader_call(ShapeReader *self, PyObject *both, PyObject *Py_UNUSED(names))
+{
+    PyObject *args, *kwargs, *found = NULL;
+    if (!PyArg_UnpackTuple(both, "read", 2, 2, &args, &kwargs))
+        return NULL;
+    BatchSize size = {UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN};
+    if (self->tensor_type != NULL && PyTuple_CheckExact(args) && PyDict_CheckExact(kwargs) &&
+        read_arguments(self, args, kwargs, &size) == 0)
+        found = shape_of(self, &size);
+    if (found != NULL)
+        return found;
+    if (is_interrupt())
+        return NULL;
+    PyErr_Clear(); /* Python code will raise it again where it is counted */
+    Py_RETURN_NONE;
+}
+
+static void
+ShapeReader_dealloc(ShapeReader *self)
+{
+    Py_CLEAR(self->tensor_type);
+    Py_CLEAR(self->bool_type);
+    Py_CLEAR(self->token_names);
+    Py_CLEAR(self->shape_type);
+    Py_CLEAR(self->last);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyTypeObject ShapeReader_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "zerowatch.runtime.common._hot_path.ShapeReader",
+    .tp_basicsize = sizeof(ShapeReader),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)ShapeReader_init,
+    .tp_call = (ternaryfunc)ShapeReader_call,
+    .tp_dealloc = (destructor)ShapeReader_dealloc,
+};
+
 /* ---- StepSlots: see hot_path.py ---- */
 
 /* A slot without its checksum: 3 numbers, the flags, 3 counts, 4 values, and the phases. */
@@ -1846,6 +2206,7 @@ typedef struct {
     Py_ssize_t first_byte, num_slots;
     int num_phases;
     unsigned long long number; /* of the last step that was written, from 1 on */
+    char is_recoverable;
 } StepSlots;
 
 static int
@@ -2045,7 +2406,7 @@ StepSlots_write(StepSlots *self, PyObject *step)
         PyErr_SetString(PyExc_ValueError, "the buffer ends before this slot");
         return NULL;
     }
-    Py_RETURN_NONE;
+    return PyBool_FromLong(self->is_recoverable);
 }
 
 static void
@@ -2060,6 +2421,11 @@ static PyMethodDef StepSlots_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyMemberDef StepSlots_members[] = {
+    FIELD(StepSlots, is_recoverable, T_BOOL),
+    END_OF_FIELDS,
+};
+
 static PyTypeObject StepSlots_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "zerowatch.runtime.common._hot_path.StepSlots",
@@ -2068,6 +2434,7 @@ static PyTypeObject StepSlots_Type = {
     .tp_new = PyType_GenericNew,
     .tp_init = (initproc)StepSlots_init,
     .tp_dealloc = (destructor)StepSlots_dealloc,
+    .tp_members = StepSlots_members,
     .tp_methods = StepSlots_methods,
 };
 
@@ -2129,6 +2496,8 @@ make_names(void)
         {&s_learning_rate, "learning_rate"},
         {&s_loss_scale, "loss_scale"},
         {&s_phase_ns, "phase_ns"},
+        {&s_shape, "shape"},
+        {&s_is_floating_point, "is_floating_point"},
     };
     for (size_t i = 0; i < Py_ARRAY_LENGTH(names); i++)
         if ((*names[i].name = PyUnicode_InternFromString(names[i].text)) == NULL)
@@ -2148,6 +2517,7 @@ PyInit__hot_path(void)
         &PhaseClock_Type,     &Hook_Type,         &RankSetFields_Type,    &GroupFields_Type,
         &CollectiveCall_Type,     &RecorderFields_Type, &WrapperState_Type,   &CallEnd_Type,
         &RecordedFunction_Type, &RecordedWait_Type,   &ScalarReader_Type,     &StepSlots_Type,
+        &HookedCall_Type,     &ShapeReader_Type,
     };
     if (make_names() < 0)
         return NULL;

@@ -97,9 +97,9 @@ def scalar(source: Any) -> ScalarOrPending:
     """Convert a number, a one-element tensor or None. Start a copy if it is on a device."""
     if source is None or type(source) is float:
         return source
+    if (value := host_value(source)) is not None:
+        return value
     if isinstance(source, torch.Tensor):
-        if (value := host_value(source)) is not None:
-            return value
         if source.device.type != "cpu":
             return _from_device(source)
         source = source.detach()  # torch warns about numbers with a gradient

@@ -4,7 +4,7 @@ With CPU caches that the model has filled, a line of Python takes about a micros
 of that. `_hot_path.c` and this file have the same classes. The ones in Python are used where the
 extension was not built, for example without a compiler, or if _ZEROWATCH_HOT_PATH is "python". Both
 must do the same. The classes know nothing of their users: these are `phase_timer.py`,
-`fail_open.py`, `device_scalar.py`, `monitor/step_ring.py` and `collectives/`.
+`fail_open.py`, `device_scalar.py`, `monitor/step_ring.py`, `instrumentation/` and `collectives/`.
 
 Attributes:
     IS_COMPILED: Whether the classes are those in C.
@@ -18,6 +18,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -384,6 +385,60 @@ class WrapperState:
         self._inside.value = value
 
 
+class HookedCall:
+    """Calls a function between two hooks, and adds the time of the hooks to the cost.
+
+    The hooks fail open themselves, so only an interrupt such as that of Ctrl-C leaves them.
+
+    Args:
+        state: While it is not open, only the function is called.
+        original: The function.
+        on_start: Called with the arguments, `(args, kwargs)`.
+        on_end: Called with the result and whether the function returned.
+        on_exception: Called with an exception of the function that memory may explain.
+        is_paired: Whether `on_end` is called only, and always, after an `on_start` that has
+            returned true.
+    """
+
+    __slots__ = ("_is_paired", "_on_end", "_on_exception", "_on_start", "_original", "_state")
+
+    def __init__(
+        self,
+        state: WrapperState,
+        original: Callable[..., Any],
+        on_start: Callable[..., Any],
+        on_end: Callable[[Any, bool], object],
+        on_exception: Callable[[BaseException], object],
+        is_paired: bool,
+    ) -> None:
+        self._state, self._original, self._is_paired = state, original, is_paired
+        self._on_start, self._on_end, self._on_exception = on_start, on_end, on_exception
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the function returns."""
+        state = self._state
+        if not state.is_open:
+            return self._original(*args, **kwargs)
+        entered_ns = perf_counter_ns()
+        has_begun = self._on_start(args, kwargs) or not self._is_paired
+        started_ns = perf_counter_ns()
+        result, returned = None, False
+        try:
+            result = self._original(*args, **kwargs)
+            returned = True
+        except (RuntimeError, MemoryError) as error:
+            self._on_exception(error)
+            raise
+        finally:
+            ended_ns = perf_counter_ns()
+            try:
+                if has_begun:
+                    self._on_end(result, returned)
+            finally:
+                state.cost_ns += perf_counter_ns() - ended_ns + started_ns - entered_ns
+        return result
+
+
 class StepSlots:
     """Writes the numbers of steps into slots of a buffer, each in place of the oldest one.
 
@@ -392,17 +447,21 @@ class StepSlots:
         first_byte: Where the first slot begins.
         num_slots: The number of slots.
         num_phases: The number of phases that each step has.
+
+    Attributes:
+        is_recoverable: Whether the steps would be found if the process were killed now.
     """
 
-    __slots__ = ("_buffer", "_first_byte", "_layout", "_num_slots", "_number")
+    __slots__ = ("_buffer", "_first_byte", "_layout", "_num_slots", "_number", "is_recoverable")
 
     def __init__(self, buffer: Any, first_byte: int, num_slots: int, num_phases: int) -> None:
         self._buffer, self._first_byte, self._num_slots = buffer, first_byte, num_slots
         self._layout = struct.Struct(STEP_FORMAT + num_phases * PHASE_FORMAT)
         self._number = 0
+        self.is_recoverable = False
 
-    def write(self, step: Any) -> None:
-        """Write a `RawStep`, without values that are still on a device."""
+    def write(self, step: Any) -> bool:
+        """Write a `RawStep`, without values that are still on a device; return `is_recoverable`."""
         counts = step.counts
         losses = counts.losses
         if len(losses) == 1:
@@ -428,14 +487,17 @@ class StepSlots:
         slot = body + CHECKSUM.pack(crc32(body))
         start = self._first_byte + self._number % self._num_slots * len(slot)
         self._buffer[start : start + len(slot)] = slot
+        return self.is_recoverable
 
 
 IS_COMPILED = False
-# Only in C: functions that record the common calls of a collective, and the waits for them, and a
-# reader of scalars. Without them, `instrument.py` and `device_scalar.py` do the same.
+# Only in C: functions that record the common calls of a collective, and the waits for them, and
+# readers of scalars and of the shapes of batches. Without them, `instrument.py`, `device_scalar.py`
+# and `batch_shape.py` do the same.
 RecordedFunction: Any = None
 RecordedWait: Any = None
 ScalarReader: Any = None
+ShapeReader: Any = None
 
 if os.environ.get(VARIABLE) != "python" and not TYPE_CHECKING:
     try:
@@ -445,6 +507,7 @@ if os.environ.get(VARIABLE) != "python" and not TYPE_CHECKING:
             *(built.PhaseClock, built.Hook, built.RankSetFields, built.GroupFields),
             *(built.CollectiveCall, built.RecorderFields, built.WrapperState),
             *(built.RecordedFunction, built.RecordedWait, built.ScalarReader, built.StepSlots),
+            *(built.HookedCall, built.ShapeReader),
         )
     except (ImportError, AttributeError):  # it was not built, or for another version of zerowatch
         pass
@@ -452,4 +515,5 @@ if os.environ.get(VARIABLE) != "python" and not TYPE_CHECKING:
         IS_COMPILED = True
         PhaseClock, Hook, RankSetFields, GroupFields = classes[:4]
         CollectiveCall, RecorderFields, WrapperState = classes[4:7]
-        RecordedFunction, RecordedWait, ScalarReader, StepSlots = classes[7:]
+        RecordedFunction, RecordedWait, ScalarReader, StepSlots = classes[7:11]
+        HookedCall, ShapeReader = classes[11:]

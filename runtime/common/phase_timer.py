@@ -34,15 +34,17 @@ class PhaseTimer(PhaseClock):
         since_ns: Time of the last change of phase.
         left_training: Set when an evaluation or a checkpoint begins. The reader resets it.
         on_change: Called with the current phase before the phase changes, unless None.
+        records_intervals: Whether `record_intervals` was called.
         on_interval_end: Called with the phase of each interval that ends, or with UNCOUNTED, unless
             None.
     """
 
-    __slots__ = ("_clock",)
+    __slots__ = ("_clock", "records_intervals")
 
     def __init__(self, now_ns: Callable[[], int] = perf_counter_ns) -> None:
         super().__init__(now_ns, len(PHASES), OTHER, NON_TRAINING)
         self._clock = now_ns
+        self.records_intervals = False
         self.since_ns = now_ns()
 
     def stop(self) -> None:
@@ -86,6 +88,7 @@ class PhaseTimer(PhaseClock):
 
     def record_intervals(self) -> None:
         """Start recording the beginning and end of each phase, for `drain_intervals`."""
+        self.records_intervals = True
         self._intervals = deque(maxlen=MAX_INTERVALS)
 
     def drain_intervals(self) -> Iterable[PhaseInterval]:

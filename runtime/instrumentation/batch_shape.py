@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from ..common.hot_path import ShapeReader
 
 # Names of tensors that hold token ids, in Hugging Face's and Megatron's batches.
 TOKEN_NAMES = frozenset({"input_ids", "tokens", "token_ids", "decoder_input_ids"})
@@ -30,6 +32,19 @@ class BatchShape:
 
 
 UNKNOWN = BatchShape()
+
+
+def _no_shape(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchShape | None:
+    """Return None. Replaces the reader in C where that was not built."""
+
+
+# Does what `batch_shape` does for a batch of tensors, dicts and lists. Returns None for anything
+# else, and the same object for shapes that are equal and follow each other.
+plain_batch_shape: Callable[[Sequence[Any], Mapping[str, Any]], BatchShape | None] = (
+    _no_shape
+    if ShapeReader is None
+    else ShapeReader(torch.Tensor, torch.bool, TOKEN_NAMES, BatchShape)
+)
 
 
 def batch_shape(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchShape:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from time import perf_counter_ns
 from typing import Any
 
 import torch
 
 from ..common.device_scalar import ScalarOrPending, host_value, scalar
 from ..common.fail_open import FailOpen
+from ..common.hot_path import HookedCall, WrapperState
 from ..common.patching import AttributePatch
 from ..common.phase_timer import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseTimer
 from ..common.tracing import flags, is_traced
-from .batch_shape import BatchShape, batch_shape
+from .batch_shape import BatchShape, batch_shape, plain_batch_shape
 from .checkpoint_metrics import CheckpointMetrics
 from .generated_tokens import GenerationCounts
 from .generation_hooks import (
@@ -48,11 +48,7 @@ PIPELINE_METHODS = ("train_batch", "eval_batch", "save_checkpoint", "load_checkp
 
 
 class EngineHooks:
-    """Wraps the methods of one engine until `restore`. Keeps only a weak reference to the engine.
-
-    Attributes:
-        cost_ns: Nanoseconds that the hooks have taken on the training thread.
-    """
+    """Wraps the methods of an engine until `restore`. Keeps only a weak reference to the engine."""
 
     def __init__(
         self,
@@ -64,10 +60,10 @@ class EngineHooks:
         checkpoints: CheckpointMetrics,
         generated_before: GenerationCounts | None = None,
     ) -> None:
-        self.cost_ns = 0
+        self._state = WrapperState()
+        self._state.is_open = True
         self._engine = weakref.ref(engine)
         self._phase_timer = phase_timer
-        self._open = True
         self._counts = StepCounts()
         self._shapes: list[BatchShape] = []
         self._loss: ScalarOrPending = None
@@ -102,7 +98,7 @@ class EngineHooks:
 
     def restore(self) -> None:
         """Restore the engine's methods."""
-        self._open = False
+        self._state.is_open = False
         for patch in reversed(self._patches):
             patch.restore()
         self._patches.clear()
@@ -121,6 +117,11 @@ class EngineHooks:
         self._counts.losses_are_divided = True
 
     @property
+    def cost_ns(self) -> int:
+        """Nanoseconds that the hooks have taken on the training thread."""
+        return self._state.cost_ns
+
+    @property
     def generated_ns(self) -> int:
         """Nanoseconds of the host in calls of `generate`."""
         return self._generation.generated_ns
@@ -129,7 +130,7 @@ class EngineHooks:
     def training(self) -> bool:
         """Whether the engine's module is in training mode."""
         engine = self._engine()
-        return engine is not None and engine.module.training
+        return engine is not None and engine._modules["module"].training
 
     def _wrapper(self, name: str, original: Any) -> Any:
         """Return the wrapper of one method."""
@@ -200,28 +201,19 @@ class EngineHooks:
             is_paired: Whether `on_end` is called only, and always, after an `on_start` that has
                 returned true. A hook that was dropped then leaves no half of a pair.
         """
-        on_start = self._fail_open.wrap(name, on_start)
-        on_end = self._fail_open.wrap(name, on_end, is_kept=is_paired)
+        call = HookedCall(
+            self._state,
+            original,
+            self._fail_open.wrap(name, on_start),
+            self._fail_open.wrap(name, on_end, is_kept=is_paired),
+            self._on_exception,
+            is_paired,
+        )
 
         def hooked(*args: Any, **kwargs: Any) -> Any:
-            if is_traced() or flags._is_compiling_flag or not self._open:
+            if is_traced() or flags._is_compiling_flag:
                 return original(*args, **kwargs)
-            entered_ns = perf_counter_ns()
-            has_begun = on_start(args, kwargs) or not is_paired
-            started_ns = perf_counter_ns()
-            result, returned = None, False
-            try:
-                result = original(*args, **kwargs)
-                returned = True
-            except (RuntimeError, MemoryError) as error:
-                self._on_exception(error)
-                raise
-            finally:
-                ended_ns = perf_counter_ns()
-                if has_begun:
-                    on_end(result, returned)
-                self.cost_ns += perf_counter_ns() - ended_ns + started_ns - entered_ns
-            return result
+            return call(args, kwargs)
 
         return hooked
 
@@ -230,7 +222,8 @@ class EngineHooks:
 
         # DeepSpeed 0.17 passes arguments, and calls it inside `engine.backward` only.
         def hooked(*args: Any) -> Any:
-            if self._open and not self._inside_backward and not torch.compiler.is_compiling():
+            is_outside = self._state.is_open and not self._inside_backward
+            if is_outside and not torch.compiler.is_compiling():
                 on_gradient()
             return original(*args)
 
@@ -241,12 +234,12 @@ class EngineHooks:
 
         def hooked() -> Any:
             is_detailed = self._phase_timer.on_change is not None  # else the call would do nothing
-            if is_detailed and self._open and not torch.compiler.is_compiling():
+            if is_detailed and self._state.is_open and not torch.compiler.is_compiling():
                 self._on_gradients()
             try:
                 return original()
             finally:
-                if self._open and self._plain_backward:
+                if self._plain_backward and self._state.is_open:
                     on_end()
 
         return hooked
@@ -263,8 +256,10 @@ class EngineHooks:
         if self._plain_backward:
             self._close_plain_backward()
         engine = self._engine()
-        if engine is not None and engine.module.training and torch.is_grad_enabled():
-            shape = batch_shape(args, kwargs)
+        # `engine.module` would run `Module.__getattr__`, which is Python code.
+        is_training = engine is not None and engine._modules["module"].training
+        if is_training and torch.is_grad_enabled():
+            shape = plain_batch_shape(args, kwargs) or batch_shape(args, kwargs)
             self._shapes.append(shape)
             self._phase_timer.enter(FORWARD)
             self._on_batch_start(shape, self._counts.micro_batches + 1)

@@ -50,6 +50,8 @@ class MemoryHooks:
         shape: The shape of the current or last micro-batch. None before the first micro-batch.
         micro_batch: The number of this micro-batch within its step, starting at 1.
         on_exception: Called with each error that passes through the engine.
+        reading_due: When the next reading is due, by the monotonic clock. Before this time, and
+            outside of a detailed sample, `on_step_end` returns None.
     """
 
     def __init__(
@@ -84,7 +86,8 @@ class MemoryHooks:
         self._phase_timer = phase_timer
         self._detail_seconds = detail_seconds
         self._shapes: dict[Shape, None] = {}
-        self._reading_due = self._detail_due = 0.0
+        self._last_shape: BatchShape | None = None
+        self.reading_due = self._detail_due = 0.0
         self._bytes_by_category = fail_open.wrap("memory categories", bytes_by_category)
         self._on_phase_end = fail_open.wrap("memory phases", self._read_phase)
         self._pass_readings_left = self._other_readings_left = 0
@@ -107,12 +110,13 @@ class MemoryHooks:
             micro_batch: The number of the micro-batch within its step, starting at 1.
         """
         self.micro_batch = micro_batch
-        if shape.samples is None:
-            return
-        length = shape.sequence_length or (shape.elements or 0) // (shape.samples or 1)
         batch = self.shape
-        if batch is None or batch.samples != shape.samples or batch.length != length:
-            batch = self.shape = Shape(shape.samples, length)
+        if batch is None or shape is not self._last_shape:  # equal shapes are often one object
+            if shape.samples is None:
+                return
+            length = shape.sequence_length or (shape.elements or 0) // (shape.samples or 1)
+            self._last_shape, batch = shape, Shape(shape.samples, length)
+            self.shape = batch
         if len(self._shapes) >= MAX_SHAPES:
             self._shapes = dict.fromkeys(largest_shapes(tuple(self._shapes)))
         self._shapes[batch] = None
@@ -151,9 +155,9 @@ class MemoryHooks:
         """Return the memory sample of this step, or None if the last sample is recent."""
         now = time.monotonic()
         detail = None if self._phase_timer.on_change is None else self._end_detail()
-        if detail is None and now < self._reading_due:
+        if detail is None and now < self.reading_due:
             return None
-        self._reading_due = now + READING_SECONDS
+        self.reading_due = now + READING_SECONDS
         shapes, self._shapes = tuple(self._shapes), {}
         sample = StepMemorySample(
             readings=self._reader.sample_step(),

@@ -61,6 +61,7 @@ class StepCollector:
         self._calls.sample_interval = 0 if _waits_would_block_compute() else interval
         self._calls.is_sampled = self._calls.sample_interval > 0  # a short run has exact times too
         self._enqueue = enqueue
+        self._memory = memory
         self._read_memory = wrap("memory", memory.on_step_end)
         self._coverage_due = 0.0
         self._coverage = wrap("coverage", self._calls.groups.drain_coverage)
@@ -79,17 +80,18 @@ class StepCollector:
         engine = self._engine()
         if engine is None:
             return
-        device_phases = self._device_phases
+        device_phases, timer, now = self._device_phases, self._phase_timer, time.monotonic()
         unseen, coverage = None, None
         if self._take_unseen is not None:
             unseen, coverage = self._take_unseen() or (None, None)
-        elif time.monotonic() >= self._coverage_due:
+        elif now >= self._coverage_due:
             coverage = self._read_coverage(engine)
+        is_memory_due = now >= self._memory.reading_due or timer.on_change is not None
         step = RawStep(
             step=engine.global_steps,
             ended_at=time.time(),
-            phase_ns=self._phase_timer.drain(),
-            intervals=self._phase_timer.drain_intervals(),
+            phase_ns=timer.drain(),
+            intervals=timer.drain_intervals() if timer.records_intervals else (),
             counts=counts,
             coverage=coverage,
             unseen=unseen,
@@ -97,7 +99,7 @@ class StepCollector:
             learning_rate=self._learning_rate(engine),
             loss_scale=self._loss_scale(engine) if self._scales_loss else None,
             trace=self._trace() if OPENTELEMETRY in sys.modules else None,
-            memory=self._read_memory(),
+            memory=self._read_memory() if is_memory_due else None,
             batch=self._calls.drain(),
             device_phases=None if device_phases is None else device_phases.end_step(),
         )

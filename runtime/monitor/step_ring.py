@@ -18,7 +18,7 @@ import secrets
 import stat
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,6 +87,9 @@ class StepRing:
         self._folder = folder
         self._map = mmap.mmap(descriptor, _FILE_BYTES)
         self._slots = StepSlots(self._map, _HEADER_BYTES, SLOTS, len(PHASES))
+        # Writes a step in place of the oldest one, without values that are still on a device.
+        # Returns whether `recover` would find the step if the process were killed now.
+        self.write: Callable[[RawStep], bool] = self._slots.write
         self._path: Path | None = None
         self._pid = os.getpid()
 
@@ -137,20 +140,11 @@ class StepRing:
             links = os.open("/proc/self/fd", os.O_PATH)
             try:
                 os.link(str(self._descriptor), path, src_dir_fd=links, follow_symlinks=True)
-                self._path = path
+                self._path, self._slots.is_recoverable = path, True
             finally:
                 os.close(links)
         except OSError as error:
             logger.info("the last steps are not kept in %s: %s", self._folder, error)
-
-    def write(self, step: RawStep) -> bool:
-        """Write a step in place of the oldest one, without values that are still on a device.
-
-        Returns:
-            Whether `recover` would find the step if the process were killed now.
-        """
-        self._slots.write(step)
-        return self._path is not None
 
     def close(self, *, deletes_file: bool = True) -> None:
         """Release the ring. Safe to call twice, and in a forked child, which deletes nothing.
@@ -161,7 +155,7 @@ class StepRing:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
             return
-        path, self._path = self._path, None
+        path, self._path, self._slots.is_recoverable = self._path, None, False
         if path is not None and os.getpid() == self._pid:
             if deletes_file:
                 with contextlib.suppress(OSError):

@@ -1,14 +1,17 @@
 """Tests of the hot path in C: it does what the classes in Python do.
 
-Covers `hot_path.py` and `_hot_path.c`, and how `instrument.py` and `device_scalar.py` use them.
+Covers `hot_path.py` and `_hot_path.c`, and how `instrument.py`, `device_scalar.py` and
+`batch_shape.py` use them.
 """
 
 from __future__ import annotations
 
 import _thread
+import contextlib
 import copy
 import gc
 import importlib.util
+import itertools
 import math
 import mmap
 import os
@@ -44,6 +47,7 @@ from zerowatch.runtime.collectives.totals import StepCommTotals
 from zerowatch.runtime.common import device_scalar, hot_path
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import BACKWARD, FORWARD, PhaseTimer
+from zerowatch.runtime.instrumentation.batch_shape import batch_shape, plain_batch_shape
 from zerowatch.runtime.instrumentation.raw_step import StepCounts
 
 ROOT = Path(__file__).parents[3]
@@ -905,6 +909,195 @@ def test_calls_settle_as_in_python(
 
     assert settled(hot_path, hot_path.GroupFields()) == expected
     assert settled(hot_path, SimpleNamespace()) == expected
+
+
+# Calls between hooks
+
+
+def outcome_of_hooked_call(
+    module: ModuleType, *, is_open: bool, is_paired: bool, raised: dict[str, Any], begun: Any
+) -> tuple[Any, ...]:
+    """Return what a call between hooks did: which functions it called, and how it ended."""
+    called: list[Any] = []
+
+    def hook(name: str, result: Any = None) -> Callable[..., Any]:
+        def body(*args: Any, **kwargs: Any) -> Any:
+            called.append((name, repr(args), repr(kwargs)))
+            if raised.get(name) is not None:
+                raise raised[name](name)
+            return result
+
+        return body
+
+    state = module.WrapperState()
+    state.is_open = is_open
+    hooks = hook("start", begun), hook("end"), hook("exception")
+    call = module.HookedCall(state, hook("original", "result"), *hooks, is_paired)
+    found: list[Any] = []
+    try:
+        found.append(call((1, "a"), {"b": 2}))
+    except BaseException as error:
+        behind: BaseException | None = error
+        while behind is not None:
+            found.append(repr(behind))
+            behind = behind.__context__
+    assert (state.cost_ns > 0) == (is_open and raised.get("start") is None)
+    return called, found
+
+
+@needs_c
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("is_paired", [True, False])
+@pytest.mark.parametrize("begun", [None, True, 0])
+@pytest.mark.parametrize(
+    "original", [None, RuntimeError, NotImplementedError, MemoryError, ValueError, SystemExit]
+)
+def test_calls_between_hooks_are_as_in_python(
+    in_python: ModuleType, is_open: bool, is_paired: bool, begun: Any, original: Any
+) -> None:
+    for interrupted in itertools.product([None, KeyboardInterrupt], repeat=3):
+        raised = dict(zip(("start", "end", "exception"), interrupted, strict=True))
+        given: Any = {
+            "is_open": is_open,
+            "is_paired": is_paired,
+            "raised": raised | {"original": original},
+            "begun": begun,
+        }
+
+        expected = outcome_of_hooked_call(in_python, **given)
+
+        assert outcome_of_hooked_call(hot_path, **given) == expected
+
+
+@needs_c
+def test_calls_between_hooks_leave_no_references_and_may_end_themselves() -> None:
+    state, arguments, error = hot_path.WrapperState(), (object(),), RuntimeError("raised")
+    state.is_open = True
+    kwargs, made = {"name": object()}, object()
+
+    def original(*args: Any, **kwargs: Any) -> object:
+        if kwargs["name"] is None:
+            raise error
+        return made
+
+    def nothing(*args: Any) -> None:
+        """Do nothing."""
+
+    call: Any = hot_path.HookedCall(state, original, nothing, nothing, nothing, False)
+    watched = [arguments, arguments[0], kwargs, kwargs["name"], made, state, original, nothing]
+
+    def many() -> list[int]:
+        for _ in range(50):
+            call(arguments, kwargs)
+            with contextlib.suppress(RuntimeError):
+                call(arguments, {"name": None})
+            error.__traceback__ = None
+        return [sys.getrefcount(each) for each in [*watched, error]]
+
+    before = many()
+    assert many() == before
+    with pytest.raises(TypeError, match="tuple and a dict"):
+        call(1, 2)
+
+    def end() -> None:
+        nonlocal call
+        call = None
+
+    call = hot_path.HookedCall(state, end, nothing, nothing, nothing, False)
+    call((), {})
+
+
+@needs_c
+def test_an_owner_of_a_call_between_hooks_is_freed() -> None:
+    class Owner:
+        call: Any
+
+    owner = Owner()
+    owner.call = hot_path.HookedCall(hot_path.WrapperState(), owner, print, print, print, False)
+    freed = weakref.ref(owner)
+    del owner
+    gc.collect()
+
+    assert freed() is None
+
+
+# Shapes of batches
+
+
+class Tokens(dict[str, Any]):
+    """A mapping like that of a tokenizer."""
+
+
+def drawn_value(chance: random.Random, depth: int = 0) -> Any:
+    """A tensor, or something else that a batch may contain."""
+    kind = chance.randrange(12)
+    if kind < 6:
+        dtype = chance.choice([torch.float32, torch.int64, torch.bool, torch.complex64])
+        return torch.zeros([chance.randrange(4) for _ in range(chance.randrange(4))], dtype=dtype)
+    if kind < 8 and depth < 3:
+        names = ["input_ids", "tokens", "labels", "mask", "x"]
+        kept = chance.sample(names, chance.randrange(4))
+        made = {name: drawn_value(chance, depth + 1) for name in kept}
+        return chance.choice([dict, dict, Tokens])(made)
+    if kind == 8 and depth < 3:
+        inner = [drawn_value(chance, depth + 1) for _ in range(chance.randrange(3))]
+        return chance.choice([list, tuple])(inner)
+    others = [None, 3, 0.5, True, "text", object(), torch.nn.Parameter(torch.ones(2, 3)), Tokens()]
+    return chance.choice([*others, {1: torch.ones(2, 3)}])
+
+
+@needs_c
+def test_shapes_of_batches_are_as_in_python(seed: int) -> None:
+    chance, num_read = random.Random(seed), 0
+    for _ in range(300):
+        args = tuple(drawn_value(chance) for _ in range(chance.randrange(4)))
+        names = chance.sample(["input_ids", "attention_mask", "x"], chance.randrange(3))
+        kwargs = {name: drawn_value(chance) for name in names}
+
+        found = plain_batch_shape(args, kwargs)
+
+        if found is not None:
+            num_read += 1
+            assert found == batch_shape(args, kwargs)
+    assert num_read > 100
+
+
+IDS, MASK = torch.ones(4, 16, dtype=torch.int64), torch.ones(4, 16, dtype=torch.bool)
+
+
+@needs_c
+@pytest.mark.parametrize(
+    ("args", "kwargs", "expected"),
+    [
+        ((torch.ones(8, 3, 5),), {}, (8, 120, None, None)),
+        ((), {"attention_mask": MASK, "input_ids": IDS, "labels": IDS}, (4, 64, 64, 16)),
+        (({"x": None, "tokens": torch.ones(2, 7)},), {}, (2, 14, 14, 7)),
+        ((), {"input_ids": IDS, "decoder_input_ids": torch.ones(4, 3)}, (4, 64, 64, 16)),
+        (([torch.ones(3), IDS], None), {"use_cache": False}, (4, 3, 64, 16)),
+        ((), {}, (None, None, None, None)),
+    ],
+)
+def test_common_batches_do_not_run_python_code(args: Any, kwargs: Any, expected: Any) -> None:
+    found = plain_batch_shape(args, kwargs)
+
+    assert found is not None
+    assert (found.samples, found.elements, found.tokens, found.sequence_length) == expected
+    assert plain_batch_shape(args, kwargs) is found
+    assert plain_batch_shape((torch.ones(1, 2, 3),), {}) is not found
+
+
+@needs_c
+def test_reading_a_shape_leaves_no_references() -> None:
+    watched = [IDS, MASK, IDS.dtype, torch.bool]
+    batch = {"attention_mask": MASK, "input_ids": IDS}
+    plain_batch_shape((batch, [IDS]), batch)
+    before = [sys.getrefcount(each) for each in watched]
+
+    for _ in range(50):
+        plain_batch_shape((batch, [IDS]), batch)
+        plain_batch_shape((batch, [MASK], object()), {})
+
+    assert [sys.getrefcount(each) for each in watched] == before
 
 
 # Slots of steps

@@ -46,7 +46,7 @@ class Rank:
         )
         monkeypatch.setattr(self.recorder.groups, "drain_coverage", lambda: 1.0)
         monkeypatch.setattr("zerowatch.runtime.instrumentation.step_collector.COVERAGE_SECONDS", 0)
-        memory = SimpleNamespace(on_step_end=lambda: None)
+        memory = SimpleNamespace(on_step_end=lambda: None, reading_due=0.0)
         self.collector = StepCollector(context, self.engine, memory, self.steps.append, None)
 
     def end_step(self) -> RawStep:
