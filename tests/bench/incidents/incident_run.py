@@ -169,6 +169,18 @@ class IncidentRun:
         self._undo.enter_context(slow_clients(address, SLOW_CLIENTS))
 
 
+def gpu_variables() -> dict[str, str]:
+    """Return the variables with which the processes of a rank read the scripted NVML."""
+    folders = {
+        "LD_LIBRARY_PATH": compiled().parent,
+        "PYTHONPATH": SCRIPTS / "monitor" / "incident_gpu",
+    }
+    return {"INCIDENT_GPU": "true"} | {
+        name: os.pathsep.join(filter(None, (str(folder), os.environ.get(name))))
+        for name, folder in folders.items()
+    }
+
+
 @contextmanager
 def incident_run(name: str, folder: Path, number: int, *, scale: float) -> Iterator[IncidentRun]:
     """Start a run on a pair of hosts of its own, and end it in any case.
@@ -197,7 +209,7 @@ def incident_run(name: str, folder: Path, number: int, *, scale: float) -> Itera
         # Ranks are scraped 15 times as often as with the default, and exchange 5 times as often.
         ZEROWATCH_ALERTS_THRESHOLDS=f"watch_ratio_high={5 * WATCH_RATIO_HIGH}",
         INCIDENT_SCALE=str(scale),
-        **({"FAKE_NVML_LIBRARY": str(compiled())} if name in ANSWERS else {}),
+        **(gpu_variables() if name in ANSWERS else {}),
         ZEROWATCH_PROCESS_SEPARATE=os.environ.get("BENCH_SEPARATE", "false"),
     )
     with ExitStack() as undo:

@@ -5,13 +5,12 @@ rank ends in good order), `starve`, `spike`, `explode`, `overflow`, `fill`. On r
 `sleep`, `skip`, `nan`, `keep`, `raise`. `stuck` and `half` count at the start: ranks that never
 train, and fp16. The file `limit` holds the bytes of host memory that a rank may use.
 
-INCIDENT_SCALE is the factor by which the waits of rules and runs are multiplied. With
-FAKE_NVML_LIBRARY, the path of a compiled nvml_library.c, the ranks read a GPU from that library.
+INCIDENT_SCALE is the factor by which the waits of rules and runs are multiplied. With INCIDENT_GPU,
+the ranks read GPU 0 of the NVML that the loader finds, which should be a compiled nvml_library.c.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import time
@@ -25,9 +24,9 @@ from deepspeed.accelerator import get_accelerator
 from torch.utils.data import DataLoader, IterableDataset
 
 import zerowatch
-from zerowatch.runtime.devices import gpu_health
 from zerowatch.runtime.devices.nvml_probe import nvml_device
 from zerowatch.runtime.monitor import build_watch
+from zerowatch.runtime.separate_process import build as build_separate
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -112,13 +111,10 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def read_gpu_from(library: str, scale: float) -> None:
-    """Let the watch read device 0 of an NVML library, in place of the CPU."""
-    import pynvml
-
-    pynvml.nvmlLib = ctypes.CDLL(library)
-    gpu_health.COUNTERS_SECONDS *= scale
-    build_watch.device_probes = lambda *, device_index: [nvml_device(0)]
+def read_gpu() -> None:
+    """Let the watch read device 0 of NVML, in place of the CPU."""
+    for module in (build_watch, build_separate):
+        module.device_probes = lambda *, device_index: [nvml_device(0)]
 
 
 def make_engine(incidents: Incidents):
@@ -164,8 +160,8 @@ def train(engine, incidents: Incidents) -> None:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    if library := os.environ.get("FAKE_NVML_LIBRARY"):
-        read_gpu_from(library, float(os.environ["INCIDENT_SCALE"]))
+    if "INCIDENT_GPU" in os.environ:
+        read_gpu()
     deepspeed.init_distributed("gloo", verbose=False)
     incidents = Incidents(folder)
     engine = make_engine(incidents)
