@@ -923,11 +923,32 @@ static PyTypeObject WrapperState_Type = {
     .tp_getset = WrapperState_getset,
 };
 
-/* ---- HookedCall: see hot_path.py ---- */
+/* ---- HookState, HookedCall: see hot_path.py ---- */
 
 typedef struct {
     PyObject_HEAD
-    WrapperState *state;
+    long long cost_ns;
+    char is_open;
+} HookState;
+
+static PyMemberDef HookState_members[] = {
+    FIELD(HookState, is_open, T_BOOL),
+    FIELD(HookState, cost_ns, T_LONGLONG),
+    END_OF_FIELDS,
+};
+
+static PyTypeObject HookState_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "zerowatch.runtime.common._hot_path.HookState",
+    .tp_basicsize = sizeof(HookState),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_members = HookState_members,
+};
+
+typedef struct {
+    PyObject_HEAD
+    HookState *state;
     PyObject *original, *on_start, *on_end, *on_exception;
     vectorcallfunc vectorcall;
     char is_paired;
@@ -936,7 +957,7 @@ typedef struct {
 /* Returns whether these are the arguments of a call in a tuple and a dict, for an object with a
  * state. If not, a TypeError is set. */
 static int
-are_arguments(WrapperState *state, PyObject *const *args, size_t nargsf, PyObject *names)
+are_arguments(void *state, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     if (state != NULL && PyVectorcall_NARGS(nargsf) == 2 && names == NULL &&
         PyTuple_Check(args[0]) && PyDict_Check(args[1]))
@@ -957,22 +978,30 @@ begin_hooked(HookedCall *self, PyObject *const *both)
     return has_begun;
 }
 
+/* A chain of exceptions may be a circle. */
+#define MAX_CONTEXTS 100
+
 /* Takes an interrupt that was raised while `error`, which it releases, was handled. */
 static PyObject *
 take_interrupt(PyObject *error)
 {
-    PyObject *interrupt = take_error();
-    if (error != NULL && error != interrupt)
-        PyException_SetContext(interrupt, error); /* takes the reference */
-    else
-        Py_XDECREF(error);
+    PyObject *interrupt = take_error(), *last = Py_NewRef(interrupt), *context;
+    for (int i = 0; i < MAX_CONTEXTS && last != error; i++) {
+        if ((context = PyException_GetContext(last)) == NULL)
+            break;
+        Py_SETREF(last, context);
+    }
+    if (error != NULL && last != error)
+        PyException_SetContext(last, Py_NewRef(error)); /* takes the reference */
+    Py_DECREF(last);
+    Py_XDECREF(error);
     return interrupt;
 }
 
 static PyObject *
 call_hooked(HookedCall *self, PyObject *const *both)
 {
-    WrapperState *state = self->state;
+    HookState *state = self->state;
     if (!state->is_open)
         return PyObject_Call(self->original, both[0], both[1]);
     long long entered_ns = now_ns();
@@ -1011,10 +1040,7 @@ HookedCall_vectorcall(HookedCall *self, PyObject *const *args, size_t nargsf, Py
 {
     if (!are_arguments(self->state, args, nargsf, names))
         return NULL;
-    Py_INCREF(self); /* the last wrapper of it may end while it runs */
-    PyObject *result = call_hooked(self, args);
-    Py_DECREF(self);
-    return result;
+    return call_hooked(self, args);
 }
 
 static int
@@ -1024,10 +1050,10 @@ HookedCall_init(HookedCall *self, PyObject *args, PyObject *kwargs)
                             "on_exception", "is_paired", NULL};
     PyObject *state, *original, *on_start, *on_end, *on_exception;
     int is_paired;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOOOp", names, &WrapperState_Type, &state,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOOOp", names, &HookState_Type, &state,
                                      &original, &on_start, &on_end, &on_exception, &is_paired))
         return -1;
-    Py_XSETREF(self->state, (WrapperState *)Py_NewRef(state));
+    Py_XSETREF(self->state, (HookState *)Py_NewRef(state));
     set_object(&self->original, original);
     set_object(&self->on_start, on_start);
     set_object(&self->on_end, on_end);
@@ -1996,6 +2022,8 @@ static PyTypeObject ScalarReader_Type = {
 /* ---- ShapeReader: see hot_path.py and instrumentation/batch_shape.py ---- */
 
 #define UNKNOWN -1
+/* In deeper mappings, Python code searches for tensors: a mapping may contain itself. */
+#define MAX_DEPTH 8
 
 typedef struct {
     long long samples, elements, tokens, length;
@@ -2056,7 +2084,7 @@ read_tensor(ShapeReader *self, PyObject *name, PyObject *tensor, BatchSize *size
             Py_DECREF(shape);
             return -1;
         }
-        elements *= number;
+        elements *= number; /* torch refuses shapes with which this would overflow */
         if (i < 2)
             dimensions[i] = number;
     }
@@ -2081,25 +2109,33 @@ read_tensor(ShapeReader *self, PyObject *name, PyObject *tensor, BatchSize *size
     return is_named;
 }
 
+static int read_value(ShapeReader *, PyObject *, PyObject *, BatchSize *, int);
+
+/* Adds what is in a mapping. Returns 0, or -1 as read_tensor. */
+static int
+read_mapping(ShapeReader *self, PyObject *mapping, BatchSize *size, int depth)
+{
+    PyObject *key, *value;
+    Py_ssize_t place = 0;
+    int is_named = depth > MAX_DEPTH ? -1 : 0; /* a name ends the search in this mapping */
+    while (is_named == 0 && PyDict_Next(mapping, &place, &key, &value)) {
+        Py_INCREF(key); /* another thread may change the mapping */
+        Py_INCREF(value);
+        is_named = PyUnicode_CheckExact(key) ? read_value(self, key, value, size, depth + 1) : -1;
+        Py_DECREF(key);
+        Py_DECREF(value);
+    }
+    return is_named < 0 ? -1 : 0;
+}
+
 /* Adds what is in a value, as read_tensor. */
 static int
-read_value(ShapeReader *self, PyObject *name, PyObject *value, BatchSize *size)
+read_value(ShapeReader *self, PyObject *name, PyObject *value, BatchSize *size, int depth)
 {
-    PyTypeObject *type = Py_TYPE(value);
-    if ((PyObject *)type == self->tensor_type)
+    if ((PyObject *)Py_TYPE(value) == self->tensor_type)
         return read_tensor(self, name, value, size);
-    if (PyDict_CheckExact(value)) {
-        PyObject *key, *inner;
-        Py_ssize_t place = 0;
-        while (PyDict_Next(value, &place, &key, &inner)) {
-            int is_named = PyUnicode_CheckExact(key) ? read_value(self, key, inner, size) : -1;
-            if (is_named < 0)
-                return -1;
-            if (is_named)
-                break; /* of this mapping */
-        }
-        return 0;
-    }
+    if (PyDict_CheckExact(value))
+        return read_mapping(self, value, size, depth);
     /* What is neither a tensor nor a dict is left out; what may be one is for Python code. */
     int is_plain = value == Py_None || PyUnicode_CheckExact(value) || PyLong_CheckExact(value) ||
                    PyFloat_CheckExact(value) || PyBool_Check(value) || PyList_CheckExact(value) ||
@@ -2110,19 +2146,22 @@ read_value(ShapeReader *self, PyObject *name, PyObject *value, BatchSize *size)
 static int
 read_arguments(ShapeReader *self, PyObject *args, PyObject *kwargs, BatchSize *size)
 {
-    if (read_value(self, NULL, kwargs, size) < 0)
+    if (read_mapping(self, kwargs, size, 0) < 0)
         return -1;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args) && size->tokens == UNKNOWN; i++) {
         PyObject *value = PyTuple_GET_ITEM(args, i);
-        int is_list = PyList_CheckExact(value);
-        if (!is_list && !PyTuple_CheckExact(value)) {
-            if (read_value(self, NULL, value, size) < 0)
+        if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value)) {
+            if (read_value(self, NULL, value, size, 0) < 0)
                 return -1;
             continue;
         }
-        for (Py_ssize_t j = 0; j < PySequence_Fast_GET_SIZE(value); j++)
-            if (read_value(self, NULL, PySequence_Fast_GET_ITEM(value, j), size) < 0)
+        for (Py_ssize_t j = 0; j < PySequence_Fast_GET_SIZE(value); j++) {
+            PyObject *inner = Py_NewRef(PySequence_Fast_GET_ITEM(value, j));
+            int is_read = read_value(self, NULL, inner, size, 0) >= 0;
+            Py_DECREF(inner);
+            if (!is_read)
                 return -1;
+        }
     }
     return 0;
 }
@@ -2517,7 +2556,7 @@ PyInit__hot_path(void)
         &PhaseClock_Type,     &Hook_Type,         &RankSetFields_Type,    &GroupFields_Type,
         &CollectiveCall_Type,     &RecorderFields_Type, &WrapperState_Type,   &CallEnd_Type,
         &RecordedFunction_Type, &RecordedWait_Type,   &ScalarReader_Type,     &StepSlots_Type,
-        &HookedCall_Type,     &ShapeReader_Type,
+        &HookState_Type,      &HookedCall_Type,       &ShapeReader_Type,
     };
     if (make_names() < 0)
         return NULL;

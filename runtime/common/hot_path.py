@@ -385,17 +385,33 @@ class WrapperState:
         self._inside.value = value
 
 
+class HookState:
+    """What the hooks of one owner share.
+
+    Attributes:
+        is_open: Whether hooks are called.
+        cost_ns: Nanoseconds that the hooks have taken.
+    """
+
+    __slots__ = ("cost_ns", "is_open")
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.cost_ns = 0
+
+
 class HookedCall:
     """Calls a function between two hooks, and adds the time of the hooks to the cost.
 
-    The hooks fail open themselves, so only an interrupt such as that of Ctrl-C leaves them.
+    The hooks fail open themselves, so only an interrupt such as that of Ctrl-C leaves them. They
+    must not ask for the exception that is handled (`sys.exception()`), which is none in C.
 
     Args:
         state: While it is not open, only the function is called.
         original: The function.
         on_start: Called with the arguments, `(args, kwargs)`.
         on_end: Called with the result and whether the function returned.
-        on_exception: Called with an exception of the function that memory may explain.
+        on_exception: Called with a RuntimeError or MemoryError of the function.
         is_paired: Whether `on_end` is called only, and always, after an `on_start` that has
             returned true.
     """
@@ -404,7 +420,7 @@ class HookedCall:
 
     def __init__(
         self,
-        state: WrapperState,
+        state: HookState,
         original: Callable[..., Any],
         on_start: Callable[..., Any],
         on_end: Callable[[Any, bool], object],
@@ -507,7 +523,7 @@ if os.environ.get(VARIABLE) != "python" and not TYPE_CHECKING:
             *(built.PhaseClock, built.Hook, built.RankSetFields, built.GroupFields),
             *(built.CollectiveCall, built.RecorderFields, built.WrapperState),
             *(built.RecordedFunction, built.RecordedWait, built.ScalarReader, built.StepSlots),
-            *(built.HookedCall, built.ShapeReader),
+            *(built.HookState, built.HookedCall, built.ShapeReader),
         )
     except (ImportError, AttributeError):  # it was not built, or for another version of zerowatch
         pass
@@ -516,4 +532,4 @@ if os.environ.get(VARIABLE) != "python" and not TYPE_CHECKING:
         PhaseClock, Hook, RankSetFields, GroupFields = classes[:4]
         CollectiveCall, RecorderFields, WrapperState = classes[4:7]
         RecordedFunction, RecordedWait, ScalarReader, StepSlots = classes[7:11]
-        HookedCall, ShapeReader = classes[11:]
+        HookState, HookedCall, ShapeReader = classes[11:]

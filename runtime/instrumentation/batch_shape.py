@@ -39,7 +39,7 @@ def _no_shape(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchShape | No
 
 
 # Does what `batch_shape` does for a batch of tensors, dicts and lists. Returns None for anything
-# else, and the same object for shapes that are equal and follow each other.
+# else, and the same object for shapes that are equal and follow each other: nobody may change it.
 plain_batch_shape: Callable[[Sequence[Any], Mapping[str, Any]], BatchShape | None] = (
     _no_shape
     if ShapeReader is None

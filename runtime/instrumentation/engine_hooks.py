@@ -16,7 +16,7 @@ import torch
 
 from ..common.device_scalar import ScalarOrPending, host_value, scalar
 from ..common.fail_open import FailOpen
-from ..common.hot_path import HookedCall, WrapperState
+from ..common.hot_path import HookedCall, HookState
 from ..common.patching import AttributePatch
 from ..common.phase_timer import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseTimer
 from ..common.tracing import flags, is_traced
@@ -60,7 +60,7 @@ class EngineHooks:
         checkpoints: CheckpointMetrics,
         generated_before: GenerationCounts | None = None,
     ) -> None:
-        self._state = WrapperState()
+        self._state = HookState()
         self._state.is_open = True
         self._engine = weakref.ref(engine)
         self._phase_timer = phase_timer
@@ -130,7 +130,7 @@ class EngineHooks:
     def training(self) -> bool:
         """Whether the engine's module is in training mode."""
         engine = self._engine()
-        return engine is not None and engine._modules["module"].training
+        return engine is not None and engine.module.training
 
     def _wrapper(self, name: str, original: Any) -> Any:
         """Return the wrapper of one method."""
@@ -222,8 +222,8 @@ class EngineHooks:
 
         # DeepSpeed 0.17 passes arguments, and calls it inside `engine.backward` only.
         def hooked(*args: Any) -> Any:
-            is_outside = self._state.is_open and not self._inside_backward
-            if is_outside and not torch.compiler.is_compiling():
+            is_compiled = is_traced() or flags._is_compiling_flag
+            if not (is_compiled or self._inside_backward) and self._state.is_open:
                 on_gradient()
             return original(*args)
 
@@ -233,8 +233,10 @@ class EngineHooks:
         on_end = self._fail_open.wrap("_backward_epilogue", self._on_plain_backward_end)
 
         def hooked() -> Any:
+            if is_traced() or flags._is_compiling_flag:
+                return original()
             is_detailed = self._phase_timer.on_change is not None  # else the call would do nothing
-            if is_detailed and self._state.is_open and not torch.compiler.is_compiling():
+            if is_detailed and self._state.is_open:
                 self._on_gradients()
             try:
                 return original()
@@ -256,9 +258,7 @@ class EngineHooks:
         if self._plain_backward:
             self._close_plain_backward()
         engine = self._engine()
-        # `engine.module` would run `Module.__getattr__`, which is Python code.
-        is_training = engine is not None and engine._modules["module"].training
-        if is_training and torch.is_grad_enabled():
+        if engine is not None and engine.module.training and torch.is_grad_enabled():
             shape = plain_batch_shape(args, kwargs) or batch_shape(args, kwargs)
             self._shapes.append(shape)
             self._phase_timer.enter(FORWARD)

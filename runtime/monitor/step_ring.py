@@ -70,10 +70,15 @@ _own: set[Path] = set()
 
 
 class StepRing:
-    """A ring of steps in shared memory. Only one thread writes steps.
+    """A ring of steps in shared memory.
 
     The file is allocated beforehand: writing to a sparse file in a full file system would kill the
     process by SIGBUS. It gets its name when the log is known, so a file with a name is complete.
+
+    Attributes:
+        write: Writes a step in place of the oldest one, without values that are still on a device.
+            Returns whether `recover` would find the step if the process were killed now. Only one
+            thread may call it.
 
     Examples:
         >>> ring = StepRing.create()  # None if there is no room
@@ -87,8 +92,6 @@ class StepRing:
         self._folder = folder
         self._map = mmap.mmap(descriptor, _FILE_BYTES)
         self._slots = StepSlots(self._map, _HEADER_BYTES, SLOTS, len(PHASES))
-        # Writes a step in place of the oldest one, without values that are still on a device.
-        # Returns whether `recover` would find the step if the process were killed now.
         self.write: Callable[[RawStep], bool] = self._slots.write
         self._path: Path | None = None
         self._pid = os.getpid()

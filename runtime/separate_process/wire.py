@@ -111,10 +111,13 @@ class ReceivedGroups:
         by_index: The groups by their number.
         in_flight: Calls that were received before they had settled, by the key of their rank set
             and their number.
+        received: The number of the last call that was received after it had settled, or that was
+            issued before the watch, by the key of its rank set.
     """
 
     def __init__(self) -> None:
         self.in_flight: dict[tuple[str, int], CollectiveCall] = {}
+        self.received: dict[str, int] = {}
         self.by_index: dict[int, Group] = {}
         self._rank_sets: dict[tuple[int, ...], RankSet] = {}
         self._labelling: dict[int, RankSet] = {}
@@ -153,7 +156,7 @@ class ReceivedGroups:
         if known is None:
             known = self._rank_sets[sent.members] = RankSet(sent.members)
             if has_earlier_calls:  # a reader begins with the call after the last one
-                known.issued = sent.issued
+                known.issued = self.received[known.key] = sent.issued
                 group = Group.of_other_process("other", sent.size, "", known, on_device=False)
                 last = CollectiveCall(0, group, 0, None, 0)
                 last.sequence, last.timed, last.settled = sent.issued, False, True
@@ -201,6 +204,7 @@ def receive_calls(
         if call not in announced:
             rank_set.recent.append(call)
         rank_set.issued = max(rank_set.issued, call.sequence)
+        groups.received[rank_set.key] = max(groups.received.get(rank_set.key, 0), call.sequence)
     return batch
 
 
@@ -238,7 +242,8 @@ def receive_in_flight(rows: Iterable[tuple[Any, ...]], groups: ReceivedGroups) -
     for index, sequence, op, payload_bytes, dtype, phase in rows:
         group = groups.by_index[index]
         key = group.rank_set.key, sequence
-        if sequence > group.rank_set.issued and key not in groups.in_flight:
+        is_new = sequence > groups.received.get(group.rank_set.key, 0)
+        if is_new and key not in groups.in_flight:
             call = CollectiveCall(op, group, payload_bytes, dtype, phase)
             call.sequence = sequence
             groups.in_flight[key] = call

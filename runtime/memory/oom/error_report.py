@@ -109,6 +109,8 @@ class OomReporter:
         self._last = (id(error), id(head), id(links[-1]) if links else 0)
         if known != id(error):
             return False
+        if known_end == 0 and links:  # code in C has raised it, so it had no traceback before
+            return True
         if is_end:
             return known_end == self._last[2]
         inner = links[1:] if passing is error else links

@@ -38,6 +38,7 @@ from fakes.raw_steps import raw_step
 from fakes.sleeping_collectives import FakeWork, ManualClock, add_up
 from fakes.waits_for_calls import CASES
 from torch.distributed import distributed_c10d as c10d
+from torch.overrides import TorchFunctionMode
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
 from zerowatch.runtime.collectives import instrument
@@ -929,7 +930,7 @@ def outcome_of_hooked_call(
 
         return body
 
-    state = module.WrapperState()
+    state = module.HookState()
     state.is_open = is_open
     hooks = hook("start", begun), hook("end"), hook("exception")
     call = module.HookedCall(state, hook("original", "result"), *hooks, is_paired)
@@ -970,8 +971,8 @@ def test_calls_between_hooks_are_as_in_python(
 
 
 @needs_c
-def test_calls_between_hooks_leave_no_references_and_may_end_themselves() -> None:
-    state, arguments, error = hot_path.WrapperState(), (object(),), RuntimeError("raised")
+def test_calls_between_hooks_leave_no_references() -> None:
+    state, arguments, error = hot_path.HookState(), (object(),), RuntimeError("raised")
     state.is_open = True
     kwargs, made = {"name": object()}, object()
 
@@ -999,12 +1000,30 @@ def test_calls_between_hooks_leave_no_references_and_may_end_themselves() -> Non
     with pytest.raises(TypeError, match="tuple and a dict"):
         call(1, 2)
 
-    def end() -> None:
-        nonlocal call
-        call = None
 
-    call = hot_path.HookedCall(state, end, nothing, nothing, nothing, False)
-    call((), {})
+@needs_c
+def test_an_interrupt_of_a_hook_keeps_its_context_before_the_error_of_the_call(
+    in_python: ModuleType,
+) -> None:
+    def interrupted(*args: Any) -> None:
+        try:
+            raise ValueError("in the hook")
+        finally:
+            raise KeyboardInterrupt
+
+    def fails() -> None:
+        raise RuntimeError("in the call")
+
+    chains = []
+    for module in (in_python, hot_path):
+        state = module.HookState()
+        state.is_open = True
+        with pytest.raises(KeyboardInterrupt) as raised:
+            module.HookedCall(state, fails, print, interrupted, str, False)((), {})
+        behind = [raised.value.__context__, raised.value.__context__.__context__]
+        chains.append([repr(each) for each in behind])
+
+    assert chains == [["ValueError('in the hook')", "RuntimeError('in the call')"]] * 2
 
 
 @needs_c
@@ -1013,7 +1032,7 @@ def test_an_owner_of_a_call_between_hooks_is_freed() -> None:
         call: Any
 
     owner = Owner()
-    owner.call = hot_path.HookedCall(hot_path.WrapperState(), owner, print, print, print, False)
+    owner.call = hot_path.HookedCall(hot_path.HookState(), owner, print, print, print, False)
     freed = weakref.ref(owner)
     del owner
     gc.collect()
@@ -1086,6 +1105,33 @@ def test_common_batches_do_not_run_python_code(args: Any, kwargs: Any, expected:
     assert plain_batch_shape((torch.ones(1, 2, 3),), {}) is not found
 
 
+class Interrupting(TorchFunctionMode):
+    """Interrupts each function of torch, or raises another error in it."""
+
+    def __init__(self, raised: type[BaseException]) -> None:
+        super().__init__()
+        self.raised = raised
+
+    def __torch_function__(self, *args: Any, **kwargs: Any) -> Any:
+        raise self.raised
+
+
+@needs_c
+def test_batches_that_only_python_code_can_read_are_left_to_it() -> None:
+    circle: dict[str, Any] = {"x": 1}
+    circle["circle"] = circle
+    deep: dict[str, Any] = {"input_ids": IDS}
+    for _ in range(10):
+        deep = {"inner": deep}
+
+    for value in (circle, [circle], deep, Tokens(), {1: IDS}):
+        assert plain_batch_shape((value,), {}) is None
+    with Interrupting(ValueError):
+        assert plain_batch_shape((IDS,), {}) is None
+    with pytest.raises(KeyboardInterrupt), Interrupting(KeyboardInterrupt):
+        plain_batch_shape((IDS,), {})
+
+
 @needs_c
 def test_reading_a_shape_leaves_no_references() -> None:
     watched = [IDS, MASK, IDS.dtype, torch.bool]
@@ -1141,9 +1187,11 @@ def test_steps_are_written_as_in_python(in_python: ModuleType, seed: int) -> Non
     ]
 
     for _ in range(200):
-        step = drawn_step(chance)
+        step, is_recoverable = drawn_step(chance), chance.random() < 0.5
         for each in slots:
-            each.write(step)
+            each.is_recoverable = is_recoverable
+
+            assert each.write(step) is is_recoverable
 
         assert buffers[0] == buffers[1]
 

@@ -33,7 +33,6 @@ class Engine:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.module = nn.Linear(2, 1)
-        self._modules = {"module": self.module}
         self.num_backward = 0
         self.skips = self.by_script = False
         self.error: Exception | None = None

@@ -85,6 +85,24 @@ def test_a_step_reads_its_distinct_micro_batches(job: Job) -> None:
     assert job.assessed == [Shape(2, 8), Shape(2, 16), Shape(2, 8)]
 
 
+def test_a_shape_that_is_the_same_object_again_counts_as_any_other(job: Job) -> None:
+    shape, other = BatchShape(samples=2, sequence_length=8), BatchShape(4, sequence_length=8)
+    readings = []
+    for batches in ([shape, shape], [shape, BatchShape(), shape], [other, shape, other]):
+        for number, batch in enumerate(batches, 1):
+            job.hooks.on_batch_start(batch, number)
+        job.clock.seconds += 1.0
+        readings.append(job.hooks.on_step_end())
+
+    assert [each.shapes for each in readings] == [
+        (Shape(2, 8),),
+        (Shape(2, 8),),
+        (Shape(4, 8), Shape(2, 8)),
+    ]
+    assert len(job.assessed) == 7
+    assert job.hooks.micro_batch == 3
+
+
 def test_short_steps_share_a_reading(job: Job) -> None:
     job.step((2, 8))
 

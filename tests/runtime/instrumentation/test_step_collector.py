@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -46,8 +48,10 @@ class Rank:
         )
         monkeypatch.setattr(self.recorder.groups, "drain_coverage", lambda: 1.0)
         monkeypatch.setattr("zerowatch.runtime.instrumentation.step_collector.COVERAGE_SECONDS", 0)
-        memory = SimpleNamespace(on_step_end=lambda: None, reading_due=0.0)
-        self.collector = StepCollector(context, self.engine, memory, self.steps.append, None)
+        self.timer = context.phase_timer
+        sample: Any = object()
+        self.memory = SimpleNamespace(on_step_end=lambda: sample, reading_due=0.0)
+        self.collector = StepCollector(context, self.engine, self.memory, self.steps.append, None)
 
     def end_step(self) -> RawStep:
         self.engine.global_steps += 1
@@ -115,3 +119,15 @@ def test_collectives_of_deepcompile_make_the_coverage_0_and_are_logged_once(
 
     assert (before, compiled) == (1.0, [0.0] * 3)
     assert ["DeepCompile" in entry.message for entry in caplog.records] == [True]
+
+
+def test_memory_is_read_when_it_is_due_and_in_a_detailed_sample(rank: Rank) -> None:
+    due = rank.end_step().memory
+    rank.memory.reading_due = math.inf
+    early = rank.end_step().memory
+    rank.timer.on_change = lambda phase: None
+    detailed = rank.end_step().memory
+
+    assert due is not None
+    assert early is None
+    assert detailed is due

@@ -355,6 +355,19 @@ def test_a_call_in_flight_is_known_and_settles_later(served: Served) -> None:
     assert snapshot.value(communication.EXCHANGE_FAILURES, "unmatched") == 0
 
 
+def test_calls_in_flight_are_known_before_they_settle(served: Served) -> None:
+    rank_set = served.rank.group.rank_set
+    rank_set.recent.extend(served.rank.step(1).batch.calls)
+    rows = send_in_flight(served.rank.groups, served.groups, {rank_set.key: 1})
+    served.send(issued={rank_set.key: 3})  # as each second: the state has all issued calls
+    served.connection.send(("in flight", ([], rows)))
+    served.ask()
+
+    [received] = served.monitor._groups.rank_sets()
+    assert [(call.sequence, call.op) for call in received.recent] == [(2, ALL_GATHER), (3, 0)]
+    assert not any(call.settled for call in received.recent)
+
+
 def test_calls_in_flight_that_were_received_already_or_belong_to_the_setup_are_no_news(
     tmp_path: Path,
 ) -> None:

@@ -5,12 +5,14 @@ Covers `report_files.py`.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import re
 import stat
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from fakes.ooms import (
     point,
 )
 
+from zerowatch.runtime.common.hot_path import HookedCall, HookState
 from zerowatch.runtime.devices.cuda_allocator import dump_snapshot
 from zerowatch.runtime.memory.forecast.peak_readings import PeakPrediction, Shape
 from zerowatch.runtime.memory.oom.error_report import (
@@ -304,6 +307,38 @@ def raise_through(levels: list[Callable[[BaseException], object]], text: str) ->
     with pytest.raises(RuntimeError) as raised:
         level(levels)
     return raised.value
+
+
+@pytest.mark.parametrize("is_raised_in_c", [True, False])
+def test_an_error_that_passes_nested_hooks_and_ends_the_run_is_reported_once(
+    is_raised_in_c: bool, tmp_path: Path
+) -> None:
+    reporter = OomReporter(0, FakeOomContext(tmp_path))
+    results: list[object] = []
+    state = HookState()
+    state.is_open = True
+
+    def raise_it() -> None:
+        raise RuntimeError(ON_CPU)
+
+    def between_hooks(original: Callable[..., Any]) -> Callable[[], Any]:
+        def nothing(*args: Any) -> None:
+            """Do nothing."""
+
+        def see(error: BaseException) -> None:
+            results.append(reporter.on_error(error))
+
+        call = HookedCall(state, original, nothing, nothing, see, False)
+        return lambda: call((), {})
+
+    set_error = ctypes.pythonapi.PyErr_SetString  # an error without a frame of Python
+    arguments = ctypes.py_object(RuntimeError), ON_CPU.encode()
+    inner = between_hooks(partial(set_error, *arguments) if is_raised_in_c else raise_it)
+    with pytest.raises(RuntimeError) as raised:
+        between_hooks(inner)()
+    results.append(reporter.on_error(raised.value, is_end=True))
+
+    assert [each is not None for each in results] == [True, False, False]
 
 
 def test_an_error_is_reported_once_on_its_way_up_and_not_changed(

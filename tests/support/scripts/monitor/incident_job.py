@@ -113,8 +113,11 @@ def resident_bytes() -> int:
 
 def read_gpu() -> None:
     """Let the watch read device 0 of NVML, in place of the CPU."""
+    probe = nvml_device(0)
+    if probe is None:
+        raise SystemExit("no NVML: LD_LIBRARY_PATH should name the folder of a compiled library")
     for module in (build_watch, build_separate):
-        module.device_probes = lambda *, device_index: [nvml_device(0)]
+        module.device_probes = lambda *, device_index: [probe]
 
 
 def make_engine(incidents: Incidents):
