@@ -16,7 +16,7 @@ One more run has a single rank, so there is no exchange between ranks. Our threa
 another core: they can delay training only by holding the GIL.
 
 The last rows of each rank are with `process.separate`: what our threads still do in the training
-process.
+process, and a ratio in which they take the place of the threads above.
 
 Where the neighbours of a virtual machine disturb blocks of two seconds too much, the ratio is still
 known as the sum of its parts, which are measured in short blocks and from the kernel's accounts.
@@ -80,14 +80,19 @@ def bench(options: Options) -> Iterator[Row]:
         "monitoring_cost/training_thread_job.py", asked, world_size=2, timeout_seconds=7200
     )
     threads = [_threads_ms(found["long"]["rounds"]) for found in ranks]
+    threads_left = [
+        mean_interval([1000 * each for each in found["separate"]["threads"]]) for found in ranks
+    ]
     for rank, found in enumerate(ranks):
+        rounds, name = found["short"]["rounds"], f"rank {rank}"
         yield from _short_rows(rank, found["short"])
         yield from _long_rows(rank, found["long"])
-        yield from _sum_rows(rank, found["short"]["rounds"], threads)
-        yield _hold_row(f"rank {rank}", found["holds"])
-        separate, name = found["separate"], f"rank {rank}, process.separate"
-        yield _threads_row(name, mean_interval([1000 * each for each in separate["threads"]]))
-        yield _hold_row(name, separate["holds"])
+        yield from _sum_rows(name, rounds, threads)
+        yield _hold_row(name, found["holds"])
+        name += ", process.separate"
+        yield _threads_row(name, threads_left[rank])
+        yield from _sum_rows(name, rounds, threads_left)
+        yield _hold_row(name, found["separate"]["holds"])
     if len(os.sched_getaffinity(0)) < 2:
         yield Row(what="our threads on another core", measured="not measured: there is one core")
         return
@@ -155,19 +160,20 @@ def _is_added_time_met(added: Interval, same: Interval) -> bool | None:
 
 
 def _sum_rows(
-    rank: int, rounds: Sequence[dict[str, Block]], threads_ms: Sequence[Interval]
+    whose: str, rounds: Sequence[dict[str, Block]], threads_ms: Sequence[Interval]
 ) -> Iterator[Row]:
     """Yield the ratio for steps of 50 ms as the sum of its parts.
 
     The parts are the wall time that the hooks add to a short step, and the CPU time of our threads
-    on all ranks, because each rank waits for its core and for the other ranks.
+    on all ranks, because each rank waits for its core and for the other ranks. With
+    `process.separate` the hooks are the same, and the other process needs cores of its own.
     """
     added, same = (
         mean_interval([(each[arm]["wall"] - each["off"]["wall"]) / STEP_SECONDS for each in rounds])
         for arm in ("watched", "off again")
     )
     threads = [_scaled(each, 1e-3) for each in threads_ms]
-    what = f"rank {rank}: step of 50 ms, sum of the parts"
+    what = f"{whose}: step of 50 ms, sum of the parts"
     yield from _ratio_rows(what, _one_plus([added, *threads]), _one_plus([same]))
 
 
