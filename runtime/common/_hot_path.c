@@ -98,6 +98,18 @@ is_attribute(PyObject *object, PyObject *name, PyObject *expected, int is_method
     return found == expected;
 }
 
+/* Returns whether these are the arguments of a call in a tuple and a dict, for an object with a
+ * state. If not, a TypeError is set. */
+static int
+are_arguments(void *state, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    if (state != NULL && PyVectorcall_NARGS(nargsf) == 2 && names == NULL &&
+        PyTuple_Check(args[0]) && PyDict_Check(args[1]))
+        return 1;
+    PyErr_SetString(PyExc_TypeError, "expected the arguments of a call: a tuple and a dict");
+    return 0;
+}
+
 /* ---- PhaseClock: see hot_path.py ---- */
 
 #define MAX_PHASES 16
@@ -953,18 +965,6 @@ typedef struct {
     vectorcallfunc vectorcall;
     char is_paired;
 } HookedCall;
-
-/* Returns whether these are the arguments of a call in a tuple and a dict, for an object with a
- * state. If not, a TypeError is set. */
-static int
-are_arguments(void *state, PyObject *const *args, size_t nargsf, PyObject *names)
-{
-    if (state != NULL && PyVectorcall_NARGS(nargsf) == 2 && names == NULL &&
-        PyTuple_Check(args[0]) && PyDict_Check(args[1]))
-        return 1;
-    PyErr_SetString(PyExc_TypeError, "expected the arguments of a call: a tuple and a dict");
-    return 0;
-}
 
 /* Calls the first hook. Returns whether the last one must be called; -1 after an interrupt. */
 static int
@@ -2031,7 +2031,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *tensor_type, *bool_type, *token_names, *shape_type;
+    PyObject *tensor_type, *bool_type, *token_names, *shape_type, *in_python;
     PyObject *last; /* the last shape that was returned, of this size */
     BatchSize last_size;
 } ShapeReader;
@@ -2039,15 +2039,18 @@ typedef struct {
 static int
 ShapeReader_init(ShapeReader *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"tensor_type", "bool_type", "token_names", "shape_type", NULL};
-    PyObject *tensor_type, *bool_type, *token_names, *shape_type;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO!O", names, &PyType_Type, &tensor_type,
-                                     &bool_type, &PyFrozenSet_Type, &token_names, &shape_type))
+    static char *names[] = {"tensor_type", "bool_type", "token_names", "shape_type", "in_python",
+                            NULL};
+    PyObject *tensor_type, *bool_type, *token_names, *shape_type, *in_python;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO!OO", names, &PyType_Type, &tensor_type,
+                                     &bool_type, &PyFrozenSet_Type, &token_names, &shape_type,
+                                     &in_python))
         return -1;
     set_object(&self->tensor_type, tensor_type);
     set_object(&self->bool_type, bool_type);
     set_object(&self->token_names, token_names);
     set_object(&self->shape_type, shape_type);
+    set_object(&self->in_python, in_python);
     Py_CLEAR(self->last);
     return 0;
 }
@@ -2198,16 +2201,18 @@ ShapeReader_call(ShapeReader *self, PyObject *both, PyObject *Py_UNUSED(names))
     PyObject *args, *kwargs, *found = NULL;
     if (!PyArg_UnpackTuple(both, "read", 2, 2, &args, &kwargs))
         return NULL;
+    if (self->in_python == NULL) {
+        PyErr_SetString(PyExc_TypeError, "ShapeReader was not initialized");
+        return NULL;
+    }
     BatchSize size = {UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN};
-    if (self->tensor_type != NULL && PyTuple_CheckExact(args) && PyDict_CheckExact(kwargs) &&
+    if (PyTuple_CheckExact(args) && PyDict_CheckExact(kwargs) &&
         read_arguments(self, args, kwargs, &size) == 0)
         found = shape_of(self, &size);
-    if (found != NULL)
+    if (found != NULL || is_interrupt())
         return found;
-    if (is_interrupt())
-        return NULL;
     PyErr_Clear(); /* Python code will raise it again where it is counted */
-    Py_RETURN_NONE;
+    return PyObject_Call(self->in_python, both, NULL);
 }
 
 static void
@@ -2217,6 +2222,7 @@ ShapeReader_dealloc(ShapeReader *self)
     Py_CLEAR(self->bool_type);
     Py_CLEAR(self->token_names);
     Py_CLEAR(self->shape_type);
+    Py_CLEAR(self->in_python);
     Py_CLEAR(self->last);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }

@@ -34,20 +34,7 @@ class BatchShape:
 UNKNOWN = BatchShape()
 
 
-def _no_shape(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchShape | None:
-    """Return None. Replaces the reader in C where that was not built."""
-
-
-# Does what `batch_shape` does for a batch of tensors, dicts and lists. Returns None for anything
-# else, and the same object for shapes that are equal and follow each other: nobody may change it.
-plain_batch_shape: Callable[[Sequence[Any], Mapping[str, Any]], BatchShape | None] = (
-    _no_shape
-    if ShapeReader is None
-    else ShapeReader(torch.Tensor, torch.bool, TOKEN_NAMES, BatchShape)
-)
-
-
-def batch_shape(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchShape:
+def shape_in_python(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchShape:
     """Return the size of a batch, read from the arguments of a forward call.
 
     The arguments are searched, and one level of mappings and sequences in them. The first tensor
@@ -91,3 +78,12 @@ def _read_tensors(named: Any, shape: BatchShape) -> None:
             shape.tokens = size[0] * size[1]
         if is_named:
             return
+
+
+# Does what `shape_in_python` does, in C for a batch of tensors, dicts and lists. Shapes that are
+# equal and follow each other are often one object, which nobody may change.
+batch_shape: Callable[[Sequence[Any], Mapping[str, Any]], BatchShape] = (
+    shape_in_python
+    if ShapeReader is None
+    else ShapeReader(torch.Tensor, torch.bool, TOKEN_NAMES, BatchShape, shape_in_python)
+)

@@ -20,7 +20,7 @@ from ..common.hot_path import HookedCall, HookState
 from ..common.patching import AttributePatch
 from ..common.phase_timer import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseTimer
 from ..common.tracing import flags, is_traced
-from .batch_shape import BatchShape, batch_shape, plain_batch_shape
+from .batch_shape import BatchShape, batch_shape
 from .checkpoint_metrics import CheckpointMetrics
 from .generated_tokens import GenerationCounts
 from .generation_hooks import (
@@ -259,7 +259,7 @@ class EngineHooks:
             self._close_plain_backward()
         engine = self._engine()
         if engine is not None and engine.module.training and torch.is_grad_enabled():
-            shape = plain_batch_shape(args, kwargs) or batch_shape(args, kwargs)
+            shape = batch_shape(args, kwargs)
             self._shapes.append(shape)
             self._phase_timer.enter(FORWARD)
             self._on_batch_start(shape, self._counts.micro_batches + 1)

@@ -27,7 +27,7 @@ from ..common.optimizer_steps import StepCallbackHandle, call_after_steps
 from ..common.patching import PatchSet
 from ..common.phase_timer import BACKWARD, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseTimer
 from ..common.torch_engine import TorchEngine, trains
-from .batch_shape import BatchShape, batch_shape, plain_batch_shape
+from .batch_shape import BatchShape, batch_shape
 from .generated_tokens import GenerationCounts
 from .memory_hooks import MemoryHooks
 from .raw_step import StepCounts
@@ -236,7 +236,7 @@ class TorchHooks:
     def _on_forward_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._end_failed_step()
         if self.training and torch.is_grad_enabled():
-            shape = plain_batch_shape(args, kwargs) or batch_shape(args, kwargs)
+            shape = batch_shape(args, kwargs)
             self._shapes.append(shape)
             self._enter(FORWARD)
             self._on_batch_start(shape, self._counts.micro_batches + 1)

@@ -48,7 +48,12 @@ from zerowatch.runtime.collectives.totals import StepCommTotals
 from zerowatch.runtime.common import device_scalar, hot_path
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import BACKWARD, FORWARD, PhaseTimer
-from zerowatch.runtime.instrumentation.batch_shape import batch_shape, plain_batch_shape
+from zerowatch.runtime.instrumentation.batch_shape import (
+    TOKEN_NAMES,
+    BatchShape,
+    batch_shape,
+    shape_in_python,
+)
 from zerowatch.runtime.instrumentation.raw_step import StepCounts
 
 ROOT = Path(__file__).parents[3]
@@ -1047,6 +1052,16 @@ class Tokens(dict[str, Any]):
     """A mapping like that of a tokenizer."""
 
 
+def plain_batch_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchShape | None:
+    """Return the shape that is read in C; None if that is left to Python."""
+    return PLAIN_READER(args, kwargs)  # type: ignore[no-any-return]
+
+
+PLAIN_READER = hot_path.ShapeReader and hot_path.ShapeReader(
+    torch.Tensor, torch.bool, TOKEN_NAMES, BatchShape, lambda args, kwargs: None
+)
+
+
 def drawn_value(chance: random.Random, depth: int = 0) -> Any:
     """A tensor, or something else that a batch may contain."""
     kind = chance.randrange(12)
@@ -1075,9 +1090,10 @@ def test_shapes_of_batches_are_as_in_python(seed: int) -> None:
 
         found = plain_batch_shape(args, kwargs)
 
+        assert batch_shape(args, kwargs) == shape_in_python(args, kwargs)
         if found is not None:
             num_read += 1
-            assert found == batch_shape(args, kwargs)
+            assert found == shape_in_python(args, kwargs)
     assert num_read > 100
 
 
