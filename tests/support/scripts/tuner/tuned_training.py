@@ -156,8 +156,9 @@ class Trained:
     def decisions(self) -> list[Results]:
         path = self.run.watch.run_folder
         file = path / "decisions.jsonl" if path else None
-        lines = file.read_text().splitlines() if file and file.exists() else []
-        return [json.loads(line) for line in lines]
+        text = file.read_text() if file and file.exists() else ""
+        *whole, _ = text.split("\n")  # rank 0 may be writing the last line
+        return [json.loads(line) for line in whole]
 
     def now(self) -> Results:
         """Return this rank's configuration, and the state of rank 0's controller."""
