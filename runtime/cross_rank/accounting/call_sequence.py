@@ -5,7 +5,9 @@ The comparison thread runs this module. It reads the instrumentation's record of
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -25,6 +27,9 @@ UNEVEN = OPS.index("all_to_all")
 # Maximum number of cached signatures. Without a limit, a job whose sizes keep changing would add
 # signatures forever.
 MAX_SIGNATURES = 4096
+# Time for which a call may keep settled calls behind it from being reported. Batches settle in
+# order, so such a call is in no batch that has arrived: another thread has issued it, or it is lost.
+BLOCKED_SECONDS = 60.0
 
 
 class CallSequence:
@@ -33,6 +38,7 @@ class CallSequence:
     Args:
         rank_set: The rank set.
         from_now: Whether to leave out the calls issued so far.
+        now: A monotonic clock, in seconds.
 
     Attributes:
         rank_set: The rank set.
@@ -40,11 +46,17 @@ class CallSequence:
         unmatched: Calls that are reported and wait for a result, in order.
         unreported: Settled calls that are never reported. These are calls without a sequence
             number, such as send, and dropped calls.
-        lost: Whether calls were missed or dropped because there were too many. The code that reads
-            this flag resets it.
+        lost: Whether calls were missed, or dropped because there were too many or they did not
+            settle. The code that reads this flag resets it.
     """
 
-    def __init__(self, rank_set: RankSet, *, from_now: bool) -> None:
+    def __init__(
+        self,
+        rank_set: RankSet,
+        *,
+        from_now: bool,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.rank_set = rank_set
         self.names: dict[int, str] = {}
         self.unmatched: deque[CollectiveCall] = deque()
@@ -56,6 +68,9 @@ class CallSequence:
         self._deferred: deque[CollectiveCall] = deque()  # unnumbered or dropped, not settled yet
         self._issued: list[int] = []  # signatures not reported yet
         self._last_seen: CollectiveCall | None = None
+        self._now = now
+        self._first_in_flight: CollectiveCall | None = None  # at the last poll
+        self._first_since = 0.0
         self._first_issued = self._next_timed = 1
         if from_now:
             self._skip_recent()
@@ -71,6 +86,10 @@ class CallSequence:
         # A call that never settles must not block the calls after it.
         while len(self._in_flight) > RECENT_CALLS:
             self._drop_first(self._in_flight)
+            self._advance()
+        if self._is_blocked():
+            while not self._in_flight[0].settled:
+                self._drop_first(self._in_flight)
             self._advance()
         while len(self._settled) > MAX_PENDING_VALUES:  # the receiver would not keep more
             self._drop_first(self._settled)
@@ -147,6 +166,18 @@ class CallSequence:
                 self._settled.append(call)
             else:
                 self._defer(call)
+
+    def _is_blocked(self) -> bool:
+        """Whether the first call in flight has blocked a settled one for BLOCKED_SECONDS or so.
+
+        The settled ones are looked for only then, because there may be thousands of calls.
+        """
+        first = self._in_flight[0] if self._in_flight else None
+        if first is not self._first_in_flight:
+            self._first_in_flight, self._first_since = first, self._now()
+        if first is None or self._now() - self._first_since < BLOCKED_SECONDS:
+            return False
+        return any(call.settled for call in self._in_flight)
 
     def _drop_first(self, calls: deque[CollectiveCall]) -> None:
         """Exclude the first of these calls from the comparison. Its cost is still counted."""

@@ -59,7 +59,7 @@ class RankCommCosts:
         self._num_unmatched: Counter[str] = Counter()  # by reason
         self._totals = CostTotals()
         self._states: dict[RankSet, _RankSetState] = {
-            rank_set: _RankSetState(CallSequence(rank_set, from_now=True))
+            rank_set: _RankSetState(CallSequence(rank_set, from_now=True, now=now))
             for rank_set in groups.rank_sets()
         }
 
@@ -168,7 +168,7 @@ class RankCommCosts:
                 late = f"no result came within {patience_seconds:g} s"
                 self._count_unmatched(rank_set, late)
             if state.sequence.lost:
-                self._count_unmatched(rank_set, "there were too many between two looks at them")
+                self._count_unmatched(rank_set, "there were too many at once, or some never ended")
             state.sequence.lost = False
 
     def publish(self) -> None:
@@ -205,7 +205,8 @@ class RankCommCosts:
 
     def _state(self, rank_set: RankSet) -> _RankSetState:
         if rank_set not in self._states:
-            self._states[rank_set] = _RankSetState(CallSequence(rank_set, from_now=False))
+            sequence = CallSequence(rank_set, from_now=False, now=self._now)
+            self._states[rank_set] = _RankSetState(sequence)
         return self._states[rank_set]
 
     def _add_unreported(self, state: _RankSetState, *, is_compared: bool) -> None:

@@ -18,6 +18,7 @@ from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.collectives.groups import RankSet
 from zerowatch.runtime.common.rank_store import StoreClientFactory
 from zerowatch.runtime.cross_rank import comparison_thread
+from zerowatch.runtime.cross_rank.accounting.call_sequence import BLOCKED_SECONDS
 from zerowatch.runtime.cross_rank.comparison_thread import (
     IDLE_SECONDS_BEFORE_HEARTBEATS,
     SECONDS_BETWEEN_LINES,
@@ -114,6 +115,32 @@ def test_a_rank_stuck_in_a_collective_still_reports_what_it_issued() -> None:
     ranks.exchange(times=2)
 
     assert ranks[0].recorder.snapshot().value(communication.COLLECTIVE_MISMATCHES) == 1
+
+
+@pytest.mark.parametrize("affected", [(0, 1), (1,)], ids=["on all ranks", "on one"])
+def test_calls_that_never_settle_are_left_out_after_a_minute_and_counted(
+    affected: tuple[int, ...],
+) -> None:
+    ranks = ComparedRanks(2)
+    for rank in ranks.all:
+        for _ in range(3):
+            if rank.rank in affected:
+                rank.groups[0].issue()
+            else:
+                rank.run(1)
+    waits = []
+    for _ in range(round(BLOCKED_SECONDS / INTERVAL_SECONDS) + 5):
+        for rank, milliseconds in zip(ranks.all, (10, 4), strict=True):
+            rank.run(milliseconds)
+        ranks.exchange()
+        waits.append(ranks[0].milliseconds(WAIT, "dp"))
+    ranks.exchange(times=2)
+    at_end = ranks[0].milliseconds(WAIT, "dp")
+
+    assert waits[len(waits) - 10] == 0
+    assert at_end >= 6 * 4
+    assert all(ranks[rank].failures("unmatched") for rank in affected)
+    assert ranks[0].recorder.snapshot().value(communication.COLLECTIVE_MISMATCHES) == 0
 
 
 def test_a_peer_that_never_reports_is_excluded_and_the_others_go_on(

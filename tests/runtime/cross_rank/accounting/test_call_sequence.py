@@ -80,6 +80,32 @@ def test_a_call_in_flight_for_too_long_is_not_compared_and_is_counted_once_it_en
     assert (report.first_timed, len(report.durations)) == (2, 2 * RECENT_CALLS - 2)
 
 
+def test_calls_that_never_settle_block_the_calls_after_them_for_a_minute(group: FakeGroup) -> None:
+    clock = [100.0]
+    sequence = CallSequence(group.rank_set, from_now=False, now=lambda: clock[0])
+    stuck = [group.issue(), group.issue("send"), group.issue()]
+    run(group, 5)
+    waiting = group.issue()
+    sequence.poll()
+    clock[0] += call_sequence.BLOCKED_SECONDS - 1
+    before = sequence.drain_report()
+    clock[0] += 2
+    after, is_lost = sequence.drain_report(), sequence.lost
+    sequence.lost = False
+    for call in stuck:
+        group.settle(call, 5)
+    clock[0] += call_sequence.BLOCKED_SECONDS
+    at_end = sequence.drain_report()
+
+    assert len(before.durations) == 0
+    assert (after.first_timed, len(after.durations)) == (3, 5)
+    assert is_lost
+    assert sequence.unreported == stuck
+    # Nothing has settled after the last call, so it blocks nothing and is waited for.
+    assert (sequence.lost, list(sequence._in_flight)) == (False, [waiting])
+    assert len(at_end.durations) == 0
+
+
 def test_a_message_in_flight_does_not_block_the_numbered_calls(
     group: FakeGroup, sequence: CallSequence
 ) -> None:
