@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from ...metrics.step_record import StepRecord
 from ..collectives.groups import CollectiveCall
@@ -43,7 +44,7 @@ class ComparisonMonitor:
             context.engine(), recorder, fail_open, logs_differences=context.identity.rank == 0
         )
         self._rebind_volume_check = fail_open.wrap("volume", self._volume_check.rebind_engine)
-        self._thread = self._new_thread()
+        self._thread = new_comparison_thread(context)
         self._hang_monitor = self._new_hang_monitor()
         self._thread.expected_pause = self._hang_monitor.expected_pause
         self.profiler = self._new_profiler()
@@ -108,34 +109,10 @@ class ComparisonMonitor:
         self._volume_check.add(*records)
         self._thread.volume_ratio = self._volume_check.ratio()
 
-    def _new_thread(self) -> ComparisonThread:
-        context, identity, settings = self._context, self._context.identity, self._context.settings
-        compares = settings.cross_rank.enabled and identity.world_size > 1
-        clients = StoreClientFactory(identity.rank, identity.attempt, context.watch_index)
-        return ComparisonThread(
-            clients=clients if compares else None,
-            rank=identity.rank,
-            world_size=identity.world_size,
-            host=identity.host,
-            groups=context.call_recorder.groups,
-            phase_timer=context.phase_timer,
-            recorder=context.recorder,
-            fail_open=context.fail_open,
-            interval_seconds=settings.cross_rank.interval_seconds,
-            stuck_seconds=settings.hang.timeout_seconds / 2,
-        )
-
     def _new_hang_monitor(self) -> HangMonitor:
         context = self._context
         return HangMonitor(
-            context=HangContext(
-                rank=context.identity.rank,
-                groups=context.call_recorder.groups,
-                thread=self._thread,
-                fail_open=context.fail_open,
-                folder=context.folder,
-                is_training=self._is_training,
-            ),
+            context=hang_context(context, self._thread),
             settings=context.settings.hang,
             phase_timer=context.phase_timer,
             recorder=context.recorder,
@@ -144,13 +121,6 @@ class ComparisonMonitor:
                 "traces", partial(context.step_errors.add, "hang", "zerowatch.Hang")
             ),
         )
-
-    def _is_training(self) -> bool:
-        engine = self._context.engine()
-        try:
-            return engine is None or engine.module.training
-        except ReferenceError:  # the script has just released the model
-            return True
 
     def _new_profiler(self) -> ProfiledSteps | None:
         context, settings = self._context, self._context.settings.profile
@@ -162,6 +132,52 @@ class ComparisonMonitor:
             on_device=training_device_index() is not None,
             traces=TraceFiles(context.folder, context.identity.rank, settings.max_traces),
         )
+
+
+def new_comparison_thread(
+    context: WatchContext, open_store: Callable[[], Store] | None = None
+) -> ComparisonThread:
+    """Return the comparison of a watch with other ranks. Without other ranks it compares nothing.
+
+    Args:
+        context: The watch.
+        open_store: Returns the job's store. By default this is torch's own.
+    """
+    identity, settings = context.identity, context.settings
+    compares = settings.cross_rank.enabled and identity.world_size > 1
+    clients = StoreClientFactory(identity.rank, identity.attempt, context.watch_index, open_store)
+    return ComparisonThread(
+        clients=clients if compares else None,
+        rank=identity.rank,
+        world_size=identity.world_size,
+        host=identity.host,
+        groups=context.call_recorder.groups,
+        phase_timer=context.phase_timer,
+        recorder=context.recorder,
+        fail_open=context.fail_open,
+        interval_seconds=settings.cross_rank.interval_seconds,
+        stuck_seconds=settings.hang.timeout_seconds / 2,
+    )
+
+
+def hang_context(context: WatchContext, thread: ComparisonThread) -> HangContext:
+    """Return what hang detection needs of a watch, and of the comparison with other ranks."""
+
+    def is_training() -> bool:
+        engine = context.engine()
+        try:
+            return engine is None or engine.module.training
+        except ReferenceError:  # the script has just released the model
+            return True
+
+    return HangContext(
+        rank=context.identity.rank,
+        groups=context.call_recorder.groups,
+        thread=thread,
+        fail_open=context.fail_open,
+        folder=context.folder,
+        is_training=is_training,
+    )
 
 
 def each_rank_has_own_data(engine: Any) -> bool:

@@ -26,7 +26,6 @@ from ..common.step_errors import StepErrors
 from ..common.torch_engine import TorchEngine
 from ..cross_rank.comparison_thread import ComparisonThread
 from ..cross_rank.error_analyzer import CollectiveErrorAnalyzer
-from ..cross_rank.hang.hang_context import HangContext
 from ..cross_rank.hang.hang_monitor import HangMonitor
 from ..devices.device_probes import DeviceProbe, device_probes
 from ..devices.memory_probes import memory_probes
@@ -36,7 +35,11 @@ from ..instrumentation.flops import flops_counter, publish_peak
 from ..instrumentation.watch_context import WatchContext
 from ..monitor.advisor import Advisor
 from ..monitor.build_watch import add_outputs, open_collectives, time_device_phases
-from ..monitor.comparison_monitor import ComparisonMonitor, each_rank_has_own_data
+from ..monitor.comparison_monitor import (
+    ComparisonMonitor,
+    each_rank_has_own_data,
+    hang_context,
+)
 from ..monitor.device_sampler import DeviceSampler
 from ..monitor.memory_monitor import MemoryMonitor
 from ..monitor.run_folder import RunFolder
@@ -83,24 +86,17 @@ class _HangDetection(ForwardedComparison):
 
     def __init__(self, context: WatchContext, process: MonitoringProcess) -> None:
         super().__init__(process)
-        self._engine = context.engine
-        thread = cast(ComparisonThread, self)
-        rank, fail_open = context.identity.rank, context.fail_open
+        thread, fail_open = cast(ComparisonThread, self), context.fail_open
         self.monitor = HangMonitor(
-            context=HangContext(
-                rank=rank,
-                groups=context.call_recorder.groups,
-                thread=thread,
-                fail_open=fail_open,
-                folder=context.folder,
-                is_training=self._is_training,
-            ),
+            context=hang_context(context, thread),
             settings=context.settings.hang,
             phase_timer=context.phase_timer,
             recorder=context.recorder,
             fail_open=fail_open,
         )
-        self.analyze_error = CollectiveErrorAnalyzer(rank, context.recorder, thread).analyze
+        self.analyze_error = CollectiveErrorAnalyzer(
+            context.identity.rank, context.recorder, thread
+        ).analyze
 
     def check(self) -> None:
         """Check once for a hang. Must be called each second."""
@@ -114,13 +110,6 @@ class _HangDetection(ForwardedComparison):
     def stop(self) -> None:
         """End the detection."""
         self.monitor.close()
-
-    def _is_training(self) -> bool:
-        engine = self._engine()
-        try:
-            return engine is None or engine.module.training
-        except ReferenceError:  # the script has just released the model
-            return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

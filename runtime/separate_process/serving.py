@@ -31,9 +31,9 @@ from ...metrics.thresholds import OOM_RISK_HIGH
 from ..collectives.call_recorder import CallRecorder
 from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer
-from ..common.rank_store import RankStore, StoreClientFactory, TargetDiscovery
+from ..common.rank_store import RankStore, TargetDiscovery
 from ..common.step_errors import StepErrors
-from ..cross_rank.comparison_thread import ComparisonThread, figures_by_name, slow_phases
+from ..cross_rank.comparison_thread import figures_by_name, slow_phases
 from ..devices.nvml_probe import nvml_device_of
 from ..estimator.step_estimate import StepEstimate
 from ..estimator.volume_check import EngineVariant, WireVolumeCheck
@@ -42,6 +42,7 @@ from ..instrumentation.watch_context import WatchContext
 from ..live_page.live_page import page_url
 from ..memory.memory_reader import Readings
 from ..monitor.build_watch import live_page_of
+from ..monitor.comparison_monitor import new_comparison_thread
 from ..monitor.console_logging import show_own_lines
 from ..monitor.device_sampler import DeviceSampler
 from ..monitor.memory_analysis import MemoryAnalysis
@@ -117,33 +118,15 @@ class Comparison:
     def __init__(
         self, context: WatchContext, setup: Setup, ask_estimate: Callable[[int], Any]
     ) -> None:
-        settings, process, recorder = setup.settings, setup.process, context.recorder
-        compares = settings.cross_rank.enabled and process.world_size > 1
         address = setup.store
-        clients = None
-        if compares and address is not None:
-            clients = StoreClientFactory(
-                process.rank, process.attempt, setup.watch_index, default=address.open
-            )
-        self.thread = ComparisonThread(
-            clients=clients,
-            rank=process.rank,
-            world_size=process.world_size,
-            host=process.host,
-            groups=context.call_recorder.groups,
-            phase_timer=context.phase_timer,
-            recorder=recorder,
-            fail_open=context.fail_open,
-            interval_seconds=settings.cross_rank.interval_seconds,
-            stuck_seconds=settings.hang.timeout_seconds / 2,
-        )
+        self.thread = new_comparison_thread(context, None if address is None else address.open)
         if setup.each_rank_has_own_data:
             self.thread.compare_losses()
         self.volume_check = WireVolumeCheck(
             context.engine(),
-            recorder,
+            context.recorder,
             context.fail_open,
-            logs_differences=process.rank == 0,
+            logs_differences=context.identity.rank == 0,
             estimate=lambda engine, micro_batches: ask_estimate(micro_batches),
             variant_of=lambda engine: engine.variant(),
         )

@@ -28,7 +28,7 @@ UNEVEN = OPS.index("all_to_all")
 # signatures forever.
 MAX_SIGNATURES = 4096
 # Time for which a call may keep settled calls behind it from being reported. Batches settle in
-# order, so such a call is in no batch that has arrived: another thread has issued it, or it is lost.
+# order, so no batch has such a call so far: another thread has issued it, or it is lost.
 BLOCKED_SECONDS = 60.0
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from zerowatch.runtime.common.phase_timer import PhaseTimer
 from zerowatch.runtime.common.torch_engine import TorchEngine
 from zerowatch.runtime.instrumentation.watch_context import WatchContext
 from zerowatch.runtime.monitor import comparison_monitor
-from zerowatch.runtime.monitor.comparison_monitor import ComparisonMonitor
+from zerowatch.runtime.monitor.comparison_monitor import ComparisonMonitor, hang_context
 
 
 class Thread(SimpleNamespace):
@@ -256,22 +256,19 @@ def test_an_ending_watch_looks_for_hangs_no_more(is_ending: bool) -> None:
     [(engine(training=True), True), (engine(training=False), False), (None, True)],
 )
 def test_a_model_in_evaluation_is_no_training(watched: Any, is_training: bool) -> None:
-    other = engine()
-    made, _ = monitor(watch_context(other))
-    context = watch_context(watched)
-    made._context = context
+    made = hang_context(watch_context(watched), cast(Any, Thread()))
 
-    assert made._is_training() is is_training
+    assert made.is_training() is is_training
 
 
 def test_a_model_that_is_released_meanwhile_counts_as_training() -> None:
     model = nn.Linear(2, 2)
     watched = TorchEngine(model, optim.SGD(model.parameters()))
-    made, _ = monitor(watch_context(watched))
+    made = hang_context(watch_context(watched), cast(Any, Thread()))
     del model
     gc.collect()
 
-    assert made._is_training() is True
+    assert made.is_training() is True
 
 
 def test_no_step_is_profiled_unless_the_settings_ask_for_it() -> None:
