@@ -177,7 +177,7 @@ class StoreClientFactory:
         rank: This rank.
         attempt: Restarts of this node's processes so far.
         watch_index: Watches that this process had before; the same on all ranks.
-        default: Returns the job's store. By default this is torch's own.
+        default: Returns the job's store.
         now: A monotonic clock, in seconds.
 
     Raises:
@@ -189,11 +189,11 @@ class StoreClientFactory:
         rank: int,
         attempt: int,
         watch_index: int,
-        default: Callable[[], Store] | None = None,
+        default: Callable[[], Store] = _get_default_store,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._watch_index = watch_index
-        self._default = default or _get_default_store
+        self._default = default
         self._namespace = StoreNamespace(rank, attempt, now)
         self._client: Store | None = None
         self._token: str | None = None

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from ...metrics.step_record import StepRecord
 from ..collectives.groups import CollectiveCall
@@ -44,7 +43,12 @@ class ComparisonMonitor:
             context.engine(), recorder, fail_open, logs_differences=context.identity.rank == 0
         )
         self._rebind_volume_check = fail_open.wrap("volume", self._volume_check.rebind_engine)
-        self._thread = new_comparison_thread(context)
+        self._thread = new_comparison_thread(
+            context,
+            StoreClientFactory(
+                context.identity.rank, context.identity.attempt, context.watch_index
+            ),
+        )
         self._hang_monitor = self._new_hang_monitor()
         self._thread.expected_pause = self._hang_monitor.expected_pause
         self.profiler = self._new_profiler()
@@ -135,17 +139,11 @@ class ComparisonMonitor:
 
 
 def new_comparison_thread(
-    context: WatchContext, open_store: Callable[[], Store] | None = None
+    context: WatchContext, clients: StoreClientFactory | None
 ) -> ComparisonThread:
-    """Return the comparison of a watch with other ranks. Without other ranks it compares nothing.
-
-    Args:
-        context: The watch.
-        open_store: Returns the job's store. By default this is torch's own.
-    """
+    """Return the comparison of a watch with other ranks. Without clients it compares nothing."""
     identity, settings = context.identity, context.settings
     compares = settings.cross_rank.enabled and identity.world_size > 1
-    clients = StoreClientFactory(identity.rank, identity.attempt, context.watch_index, open_store)
     return ComparisonThread(
         clients=clients if compares else None,
         rank=identity.rank,

@@ -31,7 +31,7 @@ from ...metrics.thresholds import OOM_RISK_HIGH
 from ..collectives.call_recorder import CallRecorder
 from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer
-from ..common.rank_store import RankStore, TargetDiscovery
+from ..common.rank_store import RankStore, StoreClientFactory, TargetDiscovery
 from ..common.step_errors import StepErrors
 from ..cross_rank.comparison_thread import figures_by_name, slow_phases
 from ..devices.nvml_probe import nvml_device_of
@@ -118,8 +118,12 @@ class Comparison:
     def __init__(
         self, context: WatchContext, setup: Setup, ask_estimate: Callable[[int], Any]
     ) -> None:
-        address = setup.store
-        self.thread = new_comparison_thread(context, None if address is None else address.open)
+        process, clients = setup.process, None
+        if setup.store is not None:
+            clients = StoreClientFactory(
+                process.rank, process.attempt, setup.watch_index, setup.store.open
+            )
+        self.thread = new_comparison_thread(context, clients)
         if setup.each_rank_has_own_data:
             self.thread.compare_losses()
         self.volume_check = WireVolumeCheck(

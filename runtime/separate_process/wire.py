@@ -213,6 +213,9 @@ def send_in_flight(
 ) -> list[tuple[Any, ...]]:
     """Return the numbered calls that were issued and not sent yet, of all rank sets.
 
+    A settled one among them is in no batch: it was left out, for example because a graph was being
+    captured.
+
     Args:
         known: The process groups seen so far.
         groups: Numbers the groups.
@@ -226,9 +229,8 @@ def send_in_flight(
                 break
             if call.sequence:
                 index = groups.index(call.group)
-                calls.append(
-                    (index, call.sequence, call.op, call.payload_bytes, call.dtype, call.phase)
-                )
+                kind = (call.op, call.payload_bytes, call.dtype, call.phase)
+                calls.append((index, call.sequence, kind, call.settled))
         in_flight += reversed(calls)
     return in_flight
 
@@ -239,13 +241,16 @@ def receive_in_flight(rows: Iterable[tuple[Any, ...]], groups: ReceivedGroups) -
     A call may have settled and been received since its row was made. Added again, it would never
     settle, and the comparison with other ranks would wait for it.
     """
-    for index, sequence, op, payload_bytes, dtype, phase in rows:
+    for index, sequence, (op, payload_bytes, dtype, phase), is_left_out in rows:
         group = groups.by_index[index]
         key = group.rank_set.key, sequence
         is_new = sequence > groups.received.get(group.rank_set.key, 0)
         if is_new and key not in groups.in_flight:
             call = CollectiveCall(op, group, payload_bytes, dtype, phase)
             call.sequence = sequence
+            if is_left_out:
+                call.timed = False
+                call.settle()
             groups.in_flight[key] = call
             group.rank_set.recent.append(call)
 

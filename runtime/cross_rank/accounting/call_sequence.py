@@ -27,9 +27,9 @@ UNEVEN = OPS.index("all_to_all")
 # Maximum number of cached signatures. Without a limit, a job whose sizes keep changing would add
 # signatures forever.
 MAX_SIGNATURES = 4096
-# Time for which a call may keep settled calls behind it from being reported. Batches settle in
-# order, so no batch has such a call so far: another thread has issued it, or it is lost.
-BLOCKED_SECONDS = 60.0
+# Time between two searches for calls that never settle. Numbered calls settle in the order of their
+# numbers, within moments. A call that is behind has never returned, or its batch was lost.
+SEARCH_SECONDS = 30.0
 
 
 class CallSequence:
@@ -69,8 +69,8 @@ class CallSequence:
         self._issued: list[int] = []  # signatures not reported yet
         self._last_seen: CollectiveCall | None = None
         self._now = now
-        self._first_in_flight: CollectiveCall | None = None  # at the last poll
-        self._first_since = 0.0
+        self._search_due = now() + SEARCH_SECONDS
+        self._in_flight_before: set[CollectiveCall] = set()  # at the last search
         self._first_issued = self._next_timed = 1
         if from_now:
             self._skip_recent()
@@ -87,9 +87,9 @@ class CallSequence:
         while len(self._in_flight) > RECENT_CALLS:
             self._drop_first(self._in_flight)
             self._advance()
-        if self._is_blocked():
-            while not self._in_flight[0].settled:
-                self._drop_first(self._in_flight)
+        if self._now() >= self._search_due:
+            self._search_due = self._now() + SEARCH_SECONDS
+            self._drop_unsettled()
             self._advance()
         while len(self._settled) > MAX_PENDING_VALUES:  # the receiver would not keep more
             self._drop_first(self._settled)
@@ -167,17 +167,23 @@ class CallSequence:
             else:
                 self._defer(call)
 
-    def _is_blocked(self) -> bool:
-        """Whether the first call in flight has blocked a settled one for BLOCKED_SECONDS or so.
+    def _drop_unsettled(self) -> None:
+        """Drop calls that were in flight at the last search already, and have been overtaken.
 
-        The settled ones are looked for only then, because there may be thousands of calls.
+        A call that is not timed may settle at any time: one that was left out does when it is
+        issued.
         """
-        first = self._in_flight[0] if self._in_flight else None
-        if first is not self._first_in_flight:
-            self._first_in_flight, self._first_since = first, self._now()
-        if first is None or self._now() - self._first_since < BLOCKED_SECONDS:
-            return False
-        return any(call.settled for call in self._in_flight)
+        calls, before = list(self._in_flight), self._in_flight_before
+        while calls and not (calls[-1].settled and calls[-1].timed and calls[-1].sequence):
+            calls.pop()
+        dropped = {call for call in calls if not call.settled and call in before}
+        if dropped:
+            self._in_flight = deque(call for call in self._in_flight if call not in dropped)
+            self.lost = True
+        for call in calls:
+            if call in dropped:
+                self._defer(call)
+        self._in_flight_before = {call for call in self._in_flight if not call.settled}
 
     def _drop_first(self, calls: deque[CollectiveCall]) -> None:
         """Exclude the first of these calls from the comparison. Its cost is still counted."""

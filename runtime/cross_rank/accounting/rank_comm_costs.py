@@ -167,7 +167,7 @@ class RankCommCosts:
             if is_late:
                 late = f"no result came within {patience_seconds:g} s"
                 self._count_unmatched(rank_set, late)
-            if state.sequence.lost:
+            if state.sequence.lost and is_compared and rank_set.size > 1:
                 self._count_unmatched(rank_set, "there were too many at once, or some never ended")
             state.sequence.lost = False
 

@@ -18,7 +18,7 @@ from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.collectives.groups import RankSet
 from zerowatch.runtime.common.rank_store import StoreClientFactory
 from zerowatch.runtime.cross_rank import comparison_thread
-from zerowatch.runtime.cross_rank.accounting.call_sequence import BLOCKED_SECONDS
+from zerowatch.runtime.cross_rank.accounting.call_sequence import SEARCH_SECONDS
 from zerowatch.runtime.cross_rank.comparison_thread import (
     IDLE_SECONDS_BEFORE_HEARTBEATS,
     SECONDS_BETWEEN_LINES,
@@ -118,7 +118,7 @@ def test_a_rank_stuck_in_a_collective_still_reports_what_it_issued() -> None:
 
 
 @pytest.mark.parametrize("affected", [(0, 1), (1,)], ids=["on all ranks", "on one"])
-def test_calls_that_never_settle_are_left_out_after_a_minute_and_counted(
+def test_calls_that_never_settle_are_left_out_after_two_searches_and_counted(
     affected: tuple[int, ...],
 ) -> None:
     ranks = ComparedRanks(2)
@@ -128,19 +128,35 @@ def test_calls_that_never_settle_are_left_out_after_a_minute_and_counted(
                 rank.groups[0].issue()
             else:
                 rank.run(1)
-    waits = []
-    for _ in range(round(BLOCKED_SECONDS / INTERVAL_SECONDS) + 5):
+    waits, per_search = [], round(SEARCH_SECONDS / INTERVAL_SECONDS)
+    for _ in range(4 * per_search):
         for rank, milliseconds in zip(ranks.all, (10, 4), strict=True):
             rank.run(milliseconds)
         ranks.exchange()
         waits.append(ranks[0].milliseconds(WAIT, "dp"))
+    failures = [rank.failures("unmatched") for rank in ranks.all]
     ranks.exchange(times=2)
-    at_end = ranks[0].milliseconds(WAIT, "dp")
 
-    assert waits[len(waits) - 10] == 0
-    assert at_end >= 6 * 4
-    assert all(ranks[rank].failures("unmatched") for rank in affected)
+    assert waits[per_search] == 0
+    assert waits[-1] - waits[-1 - per_search] == pytest.approx(6 * per_search, abs=1e-3)
+    assert all(failures[rank] for rank in affected)
+    assert max(failures) <= 10  # an alert fires above this
     assert ranks[0].recorder.snapshot().value(communication.COLLECTIVE_MISMATCHES) == 0
+    assert ranks[0].milliseconds(EXPOSED, "dp") == pytest.approx(
+        10 * 4 * per_search + (3 if 0 not in affected else 0)
+    )
+
+
+def test_a_call_that_never_settles_is_no_failure_where_nothing_is_compared() -> None:
+    alone = ComparedRank(0, clock := FakeClock(), None, FakeGroup((0, 1)))
+    alone.groups[0].issue()
+    for _ in range(3):
+        alone.run(10)
+        alone.connect().poll()
+        clock.seconds += SEARCH_SECONDS
+
+    assert alone.failures("unmatched") == 0
+    assert alone.milliseconds(EXPOSED, "dp") > 0
 
 
 def test_a_peer_that_never_reports_is_excluded_and_the_others_go_on(

@@ -368,6 +368,22 @@ def test_calls_in_flight_are_known_before_they_settle(served: Served) -> None:
     assert not any(call.settled for call in received.recent)
 
 
+def test_a_call_that_was_left_out_is_known_as_settled(served: Served) -> None:
+    rank_set = served.rank.group.rank_set
+    in_flight, left_out = served.rank.call(1), served.rank.call(2)
+    in_flight.settled = False
+    left_out.timed = False
+    left_out.settle()
+    rank_set.recent.extend([in_flight, left_out])
+    served.connection.send(
+        ("in flight", ([], send_in_flight(served.rank.groups, served.groups, {})))
+    )
+    served.ask()
+
+    [received] = served.monitor._groups.rank_sets()
+    assert [(call.sequence, call.settled) for call in received.recent] == [(1, False), (2, True)]
+
+
 def test_calls_in_flight_that_were_received_already_or_belong_to_the_setup_are_no_news(
     tmp_path: Path,
 ) -> None:

@@ -80,30 +80,63 @@ def test_a_call_in_flight_for_too_long_is_not_compared_and_is_counted_once_it_en
     assert (report.first_timed, len(report.durations)) == (2, 2 * RECENT_CALLS - 2)
 
 
-def test_calls_that_never_settle_block_the_calls_after_them_for_a_minute(group: FakeGroup) -> None:
-    clock = [100.0]
-    sequence = CallSequence(group.rank_set, from_now=False, now=lambda: clock[0])
+class Timed:
+    """A sequence whose clock is set by hand. Each search for unsettled calls is one poll."""
+
+    def __init__(self, group: FakeGroup) -> None:
+        self.seconds = 0.0
+        self.sequence = CallSequence(group.rank_set, from_now=False, now=lambda: self.seconds)
+
+    def search(self) -> None:
+        self.seconds += call_sequence.SEARCH_SECONDS
+        self.sequence.poll()
+
+
+def test_calls_that_never_settle_block_the_calls_after_them_for_two_searches(
+    group: FakeGroup,
+) -> None:
+    timed = Timed(group)
+    sequence = timed.sequence
     stuck = [group.issue(), group.issue("send"), group.issue()]
-    run(group, 5)
+    run(group, 2)
+    stuck.append(group.issue())
+    run(group, 3)
     waiting = group.issue()
-    sequence.poll()
-    clock[0] += call_sequence.BLOCKED_SECONDS - 1
+    timed.search()
     before = sequence.drain_report()
-    clock[0] += 2
-    after, is_lost = sequence.drain_report(), sequence.lost
+    timed.search()
+    reports, is_lost = [sequence.drain_report(), sequence.drain_report()], sequence.lost
     sequence.lost = False
     for call in stuck:
         group.settle(call, 5)
-    clock[0] += call_sequence.BLOCKED_SECONDS
+    for _ in range(3):  # nothing has settled after the last call, so it may settle
+        timed.search()
     at_end = sequence.drain_report()
 
     assert len(before.durations) == 0
-    assert (after.first_timed, len(after.durations)) == (3, 5)
+    assert [(each.first_timed, len(each.durations)) for each in reports] == [(3, 2), (6, 3)]
     assert is_lost
     assert sequence.unreported == stuck
-    # Nothing has settled after the last call, so it blocks nothing and is waited for.
     assert (sequence.lost, list(sequence._in_flight)) == (False, [waiting])
     assert len(at_end.durations) == 0
+
+
+@pytest.mark.parametrize("settles_early", ["left out", "message"])
+def test_a_call_may_settle_after_those_that_are_left_out_or_have_no_number(
+    group: FakeGroup, settles_early: str
+) -> None:
+    timed = Timed(group)
+    first = group.issue()
+    later = group.issue("send" if settles_early == "message" else "all_reduce")
+    later.timed = settles_early == "message"
+    later.settle()
+    for _ in range(3):
+        timed.search()
+    group.settle(first, 5)
+    report = timed.sequence.drain_report()
+
+    assert not timed.sequence.lost
+    assert (report.first_timed, len(report.durations)) == (1, 1 + (settles_early == "left out"))
 
 
 def test_a_message_in_flight_does_not_block_the_numbered_calls(
