@@ -265,6 +265,8 @@ def build_separate_watch(
         before_start = calls.drain()
         before_start.discard()
         calls.groups.drain_coverage()
+        # Before `groups.changes`: the calls may be of groups that only they know, as for messages.
+        calls_before_start = send_calls(before_start, groups)
         process.start(
             Setup(
                 settings=settings,
@@ -283,7 +285,7 @@ def build_separate_watch(
                 ds_config=fail_open.call("ds config", _plain_config, engine) or {},
                 each_rank_has_own_data=each_rank_has_own_data(engine),
                 groups=groups.changes(calls.groups),
-                calls_before_start=send_calls(before_start, groups),
+                calls_before_start=calls_before_start,
             )
         )
         calls.connect(phase_timer, thread.enqueue, hangs.analyze_error)

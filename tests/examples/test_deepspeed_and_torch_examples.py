@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -56,13 +58,22 @@ def lines(text: str) -> list[str]:
     return sorted(line for line in text.splitlines() if line.startswith(("step ", "weights")))
 
 
-def run(name: str, folder: Path, *options: str, watches_itself: bool = False) -> Run:
-    """Run an example without and with monitoring. `options` belong to the plain run."""
+def run(
+    name: str,
+    folder: Path,
+    *options: str,
+    watches_itself: bool = False,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Run:
+    """Run an example without and with monitoring.
+
+    `options` belong to the plain run, and environment variables to the monitored one.
+    """
     script, steps = EXAMPLES / name, ("--steps", str(STEPS))
     plain = start_ranks(2, script, *steps, *options, cwd=folder)
     assert plain.returncode == 0, plain.stderr
     attached = () if watches_itself else ("-m", "zerowatch")
-    monitored = start_ranks(2, *attached, script, *steps, cwd=folder)
+    monitored = start_ranks(2, *attached, script, *steps, cwd=folder, variables=variables)
     assert monitored.returncode == 0, monitored.stderr
     assert "Traceback" not in monitored.stderr
     (log,) = (folder / "runs").glob("*/rank-0.jsonl")
@@ -121,17 +132,20 @@ def test_fsdp2_is_monitored_without_a_change_of_the_script(tmp_path: Path) -> No
     assert len(log.read_text().splitlines()) == STEPS - 1
 
 
-@pytest.mark.slow
+# The pipeline runs in the quick tests, too: messages have groups that no other engine has.
+@pytest.mark.parametrize("separate", [False, True], ids=["in process", "process.separate"])
 @pytest.mark.parametrize(
     ("name", "op", "phase", "samples", "length", "throughput"),
     [
         # Both stages work on the same samples, and only the first one sees the tokens.
         ("deepspeed_pipeline.py", "send", "forward", 16, 32, {"tokens_per_second"}),
         # Both slices of the model are fed the same samples.
-        ("deepspeed_auto_tp.py", "all_reduce", "forward", 8, 32, set()),
-        (
+        pytest.param(
+            "deepspeed_auto_tp.py", "all_reduce", "forward", 8, 32, set(), marks=pytest.mark.slow
+        ),
+        pytest.param(
             "hybrid_engine_rl.py", "all_reduce", "generate", 8, 16,
-            {"samples_per_second", "tokens_per_second"},
+            {"samples_per_second", "tokens_per_second"}, marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip
@@ -143,8 +157,9 @@ def test_an_example_with_deepspeed_is_monitored_without_a_change_of_the_script(
     samples: int,
     length: int,
     throughput: set[str],
+    separate: bool,
 ) -> None:
-    found = run(name, tmp_path)
+    found = run(name, tmp_path, variables={"ZEROWATCH_PROCESS_SEPARATE": str(separate)})
 
     assert found.output == found.plain_output
     assert [record["step"] for record in found.records] == list(range(1, STEPS + 1))
