@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ..metrics.catalog.training import STEPS
 from ..metrics.settings import Settings, load_settings
 from .collectives.instrument import CollectiveInstrumentation
 from .common.ds_config import read_zerowatch_block
@@ -75,9 +74,7 @@ class _Process:
     def has_stepped(self) -> bool:
         """Return whether the watch has seen a step or is closed."""
         watch = self.watch
-        if watch is None:
-            return False
-        return not watch.is_open or bool(watch.snapshot().value(STEPS))
+        return watch is not None and (watch.has_stepped or not watch.is_open)
 
     def forward_only_ns(self) -> int:
         """Return the time of forward passes without a backward since the last step."""

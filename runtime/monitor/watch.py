@@ -147,6 +147,11 @@ class Watch:
         return not self._closed
 
     @property
+    def has_stepped(self) -> bool:
+        """Whether a step has ended."""
+        return self._thread.has_steps
+
+    @property
     def forward_only_ns(self) -> int:
         """Nanoseconds in forward and evaluation since the last step; 0 after a backward pass."""
         return self._instrumentation.forward_only_ns

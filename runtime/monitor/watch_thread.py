@@ -203,6 +203,11 @@ class WatchThread:
             logger.warning("%d step(s) are neither in the run log nor in the metrics", num_lost)
 
     @property
+    def has_steps(self) -> bool:
+        """Whether a step has ended."""
+        return bool(self._step_seconds)
+
+    @property
     def is_abandoned(self) -> bool:
         """Whether the thread did not end in time, so that it may still be in a call."""
         return self._is_abandoned

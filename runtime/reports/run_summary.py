@@ -69,6 +69,8 @@ SILENT_SECONDS = 300.0
 LAST_STEPS = 10  # the last loss is their mean, because batches differ; at most a tenth of the run
 # A 99th percentile above this multiple of the median means that single steps stall.
 STALL_FACTOR = 1.5
+# From this multiple of the interval of metrics on, a rank has trained on without them.
+EARLY_END_INTERVALS = 3
 OTHER_RATIO_HIGH = 0.5
 STEPS_OF_A_HUNDREDTH = 100  # fewer steps have no slowest hundredth
 MIN_STEPS_FOR_QUANTILES = 20
@@ -449,7 +451,15 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
     collectives = _collectives([run.ranks[rank] for rank in times], metrics)
     monitoring = _monitoring(metrics)
     problems = tuple(
-        map(printable, (*run.problems, *_lost_beginnings(run, metrics), *metrics.problems))
+        map(
+            printable,
+            (
+                *run.problems,
+                *_lost_beginnings(run, metrics),
+                *_early_ends(run, metrics),
+                *metrics.problems,
+            ),
+        )
     )
     incidents = tuple(
         Incident(
@@ -630,6 +640,26 @@ def _lost_beginnings(run: RecordedRun, metrics: RecordedMetrics) -> Iterator[str
             yield (
                 f"rank {rank}: steps 1 to {missing} are missing: {lost:.0f} records were lost, as "
                 "the run folder was deleted during the run, or could not be written"
+            )
+
+
+def _early_ends(run: RecordedRun, metrics: RecordedMetrics) -> Iterator[str]:
+    """Yield the ranks that trained on after their metrics had ended."""
+    run_log = run.settings.get("run_log")
+    interval = run_log.get("metrics_interval_seconds") if isinstance(run_log, Mapping) else None
+    for rank, counted in metrics.ranks.items():
+        steps, last = run.ranks.get(rank), counted.value(overhead.WATCH_LAST_UPDATE_TIMESTAMP.name)
+        if steps is None or last is None or not interval:
+            continue
+        ended_at = steps.column("ended_at")
+        # A killed rank has metrics until an interval before its end, and a busy disk delays them.
+        if float(ended_at[-1]) - last > EARLY_END_INTERVALS * interval:
+            later = int((ended_at > last).sum()) * steps.steps_per_row
+            yield (
+                f"rank {rank}: the metrics end {format_duration(float(ended_at[-1]) - last)} "
+                f"before the last step, so {later} steps may lack collectives and memory. Its "
+                "monitoring process had ended (process.separate; the log of the script says why), "
+                "or the metrics could not be written"
             )
 
 

@@ -196,7 +196,7 @@ def build_separate_watch(
     calls, phase_timer, engine_ref = collectives.call_recorder, PhaseTimer(), EngineRef(engine)
     with ExitStack() as undo:
         changes = EngineChanges(engine_ref)
-        process = MonitoringProcess(fail_open, changes.estimate)
+        process = MonitoringProcess(identity.rank, fail_open, changes.estimate)
         undo.callback(process.close)
         recorder = ForwardedRecorder(process)
         folder = ForwardedRunFolder(process, rank=identity.rank, is_logged=settings.run_log.enabled)

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -63,6 +64,7 @@ class MonitoringProcess:
         OSError: The process cannot be started.
 
     Args:
+        rank: This rank.
         fail_open: Guards the thread that receives.
         estimate: Returns an estimate of a step of the engine, given its micro-batches.
 
@@ -75,7 +77,8 @@ class MonitoringProcess:
         on_forecasts: Called with new forecasts of memory, on the same thread.
     """
 
-    def __init__(self, fail_open: FailOpen, estimate: Callable[[int], object]) -> None:
+    def __init__(self, rank: int, fail_open: FailOpen, estimate: Callable[[int], object]) -> None:
+        self._rank = rank
         self.run: OpenedRun | None = None
         self.peers = Peers()
         self.last_snapshot: Snapshot | None = None
@@ -90,7 +93,7 @@ class MonitoringProcess:
         self._started_at: float | None = None
         self._is_serving = threading.Event()
         self._has_ended = threading.Event()
-        self._is_ending = False
+        self._is_closed = False
         self._connection, theirs = Connection.pair()
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         # No device, and no threads for computations: it only analyses numbers.
@@ -165,17 +168,18 @@ class MonitoringProcess:
 
     def end(self) -> bool:
         """Let the process write what it has. Return whether the run folder is complete in time."""
-        self._is_ending = True
         self.wait_until_started()
         self.send("end", None)
         self._connection.flush(ANSWER_SECONDS)
         if self._wait(self._has_ended, CLOSE_SECONDS):
             return True
         if not self.is_alive:
-            return False  # which was logged
+            self._thread.join(ANSWER_SECONDS)  # it says so, before the script ends
+            return False
         logger.warning(
-            "the monitoring process of this rank does not respond; its last steps may be neither "
-            "in the run log nor in the metrics"
+            "the monitoring process of rank %d does not respond; its last steps may be neither in "
+            "the run log nor in the metrics",
+            self._rank,
         )
         return False
 
@@ -193,7 +197,7 @@ class MonitoringProcess:
     def close(self) -> None:
         """Close the connection, upon which the process exits. Safe to call in a forked child."""
         if os.getpid() == self._owner:
-            self._is_ending = True
+            self._is_closed = True
             self._connection.close()
         else:
             self._connection.close_here()
@@ -233,13 +237,14 @@ class MonitoringProcess:
                 case "ended":
                     self.last_snapshot = value
                     self._has_ended.set()
-        if not self._is_ending:
+        if not (self._is_closed or self._has_ended.is_set()):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(ANSWER_SECONDS)
             logger.error(
-                "the monitoring process of this rank has ended or stopped (exit status %s): "
-                "training goes on unmonitored. Its last lines on stderr have the reason.",
-                self._process.returncode,
+                "the monitoring process of rank %d %s. Training goes on, but this rank has no "
+                "metrics and no log any more, except for the last steps.",
+                self._rank,
+                _end_of(self._process.returncode),
             )
         self._process.wait()
         self._connection.close_here()
@@ -251,6 +256,20 @@ class MonitoringProcess:
             name="zerowatch-estimate",
             daemon=True,
         ).start()
+
+
+def _end_of(exit_code: int | None) -> str:
+    """Say how the monitoring process has ended, and where the reason is found."""
+    if exit_code is None:
+        return "no longer responds"
+    if exit_code >= 0:
+        return f"has failed (exit code {exit_code}): its last lines on stderr have the reason"
+    with contextlib.suppress(ValueError):
+        name = signal.Signals(-exit_code).name
+        if name == "SIGKILL":
+            name += ": by hand, or by the kernel, which ran out of memory; `dmesg` shows the latter"
+        return f"was killed (by {name})"
+    return f"was killed (by signal {-exit_code})"
 
 
 class ForwardedRecorder(Recorder):

@@ -205,6 +205,7 @@ class Monitor:
 
     def __init__(self, setup: Setup, connection: Connection) -> None:
         self._setup, self._connection = setup, connection
+        self._first_cpu_seconds = time.process_time()  # of imports, which no thread repeats
         settings, process = setup.settings, setup.process
         self._fail_open = fail_open = FailOpen()
         self._recorder = recorder = Recorder()
@@ -520,12 +521,13 @@ class Monitor:
             return
         # The server counts its own time.
         served = self._recorder.value(overhead.WATCH_SECONDS, "http_thread") or 0.0
+        spent = time.process_time() - self._first_cpu_seconds - served
         num_unwritten = self._folder.dropped + self._metrics_log.dropped
         publish_overhead(
             self._recorder,
             updated_at=self._state_at,
             idle_seconds=self._timer.idle_seconds(),
-            seconds={**state.seconds, "monitoring_process": time.process_time() - served},
+            seconds={**state.seconds, "monitoring_process": spent},
             dropped={**state.dropped, "run_log": num_unwritten},
             failures=Counter(self._fail_open.failures) + Counter(state.failures),
         )

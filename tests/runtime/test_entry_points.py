@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import zerowatch
-from zerowatch.metrics.catalog.training import STEPS
 from zerowatch.metrics.settings import Settings, load_settings
 from zerowatch.runtime import entry_points
 from zerowatch.runtime.common.fail_open import FailOpen
@@ -475,10 +474,9 @@ def test_only_an_open_watch_is_the_current_one(process: Process) -> None:
     ("values", "has_stepped"),
     [
         (None, False),
-        ({"is_open": True, "steps": None}, False),
-        ({"is_open": True, "steps": 0}, False),
-        ({"is_open": True, "steps": 3}, True),
-        ({"is_open": False, "steps": 0}, True),
+        ({"is_open": True, "has_stepped": False}, False),
+        ({"is_open": True, "has_stepped": True}, True),
+        ({"is_open": False, "has_stepped": False}, True),
     ],
 )
 def test_a_process_has_stepped_if_its_watch_has_seen_a_step_or_is_closed(
@@ -486,10 +484,7 @@ def test_a_process_has_stepped_if_its_watch_has_seen_a_step_or_is_closed(
 ) -> None:
     state = entry_points._Process()
     if values is not None:
-        snapshot = SimpleNamespace(value=lambda spec: values["steps"] if spec is STEPS else None)
-        watch: Any = SimpleNamespace(
-            is_open=values["is_open"], snapshot=lambda: snapshot, forward_only_ns=11
-        )
+        watch: Any = SimpleNamespace(**values, forward_only_ns=11)
         state.watch = watch
 
     assert state.has_stepped() is has_stepped

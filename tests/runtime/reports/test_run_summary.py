@@ -1407,6 +1407,25 @@ def test_steps_that_a_log_lost_at_its_beginning_are_missing(
     assert all(each.startswith("rank 0: steps 1 to 24 are missing: 25 ") for each in problems)
 
 
+@pytest.mark.parametrize(("seconds_before", "num_problems"), [(46, 1), (44, 0)])
+def test_a_rank_that_trained_on_after_its_metrics_ended_is_named(
+    tmp_path: Path, seconds_before: float, num_problems: int
+) -> None:
+    folder = write_run(
+        tmp_path / "run", steps=200, settings={"run_log": {"metrics_interval_seconds": 15}}
+    )
+    end = step_record(200).ended_at_unix_seconds
+    for number, ended_at in enumerate((end, end - seconds_before)):
+        with RecordedRank(folder, number) as rank:
+            rank.recorder.set(overhead.WATCH_LAST_UPDATE_TIMESTAMP, ended_at)
+
+    problems = [each for each in summary_of(folder).problems if "the metrics end" in each]
+
+    assert len(problems) == num_problems
+    says = "rank 1: the metrics end 46 s before the last step, so 92 steps may lack collectives"
+    assert all(each.startswith(says) for each in problems)
+
+
 def test_without_a_metrics_log_the_advice_on_waiting_is_to_write_one(tmp_path: Path) -> None:
     folder = write_run(
         tmp_path / "run", record=lambda rank, step: step_record(step, comm_exposed_seconds=0.4)
