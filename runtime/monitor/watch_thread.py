@@ -22,7 +22,7 @@ from ..collectives.call_recorder import CallRecorder
 from ..collectives.unseen_calls import FlightRecorder
 from ..common import accelerator
 from ..common.fail_open import FailOpen
-from ..common.gil_pauses import let_training_run
+from ..common.gil_pauses import WORK_SECONDS, let_training_run, pause_this_thread
 from ..instrumentation.device_phases import DevicePhases
 from ..instrumentation.raw_step import RawStep
 from ..memory.oom.killed_ranks import is_near_host_limit
@@ -71,6 +71,7 @@ class WatchThread:
         fail_open: Wraps all calls to the parts.
         device_phases: Measures the phases on the accelerator. None on CPU.
         flight_recorder: Finds calls that no wrapper has recorded. None with a DeepSpeed engine.
+        work_seconds: CPU time after which it lets training run.
 
     Attributes:
         dropped_steps: Steps lost because this thread was too slow.
@@ -90,7 +91,9 @@ class WatchThread:
         fail_open: FailOpen,
         device_phases: DevicePhases | None,
         flight_recorder: FlightRecorder | None = None,
+        work_seconds: float = WORK_SECONDS,
     ) -> None:
+        self._work_seconds = work_seconds
         self.dropped_steps = self.dropped_calls = self.untimed_calls = 0
         self.cpu_seconds = 0.0
         self._analysis = analysis
@@ -227,6 +230,7 @@ class WatchThread:
         return num_lost
 
     def _run(self) -> None:
+        pause_this_thread(self._work_seconds)
         if self._on_device and not accelerator.current.allow_queries_while_capturing():
             self._events.disable("torch cannot query events while a graph is captured")
         running = True

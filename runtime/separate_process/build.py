@@ -18,7 +18,7 @@ from ..collectives.instrument import CollectiveInstrumentation
 from ..common.accelerator import training_device_index
 from ..common.ds_config import ds_config_of
 from ..common.fail_open import FailOpen
-from ..common.gil_pauses import let_training_run
+from ..common.gil_pauses import SHORT_WORK_SECONDS, let_training_run
 from ..common.hidden_secrets import without_secrets
 from ..common.phase_timer import PhaseTimer
 from ..common.process_info import this_process
@@ -255,6 +255,7 @@ def build_separate_watch(
             calls=calls,
             fail_open=fail_open,
             device_phases=device_phases,
+            work_seconds=SHORT_WORK_SECONDS,
         )
         undo.callback(thread.stop)
         memory.catch_up = lambda seconds: memory_analysis.catch_up(process, thread, seconds)

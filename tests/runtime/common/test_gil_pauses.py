@@ -11,6 +11,7 @@ from zerowatch.runtime.common import gil_pauses
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.gil_pauses import (
     PAUSE_SECONDS,
+    SHORT_WORK_SECONDS,
     WORK_SECONDS,
     let_training_run,
     pause_this_thread,
@@ -40,16 +41,17 @@ class Work:
         let_training_run()
 
 
+@pytest.mark.parametrize("work_seconds", [WORK_SECONDS, SHORT_WORK_SECONDS])
 def test_a_thread_pauses_after_each_piece_of_work_of_some_length(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, work_seconds: float
 ) -> None:
     pieces = Work(monkeypatch)
     after = []
 
     def run() -> None:
-        pause_this_thread()
+        pause_this_thread(work_seconds)
         for share in (0.6, 0.6, 0.6, 0.6, 3.0, 0.1):
-            pieces.work(share * WORK_SECONDS)
+            pieces.work(share * work_seconds)
             after.append(len(pieces.pauses))
 
     thread = threading.Thread(target=run)
