@@ -17,7 +17,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..common.exit_notes import AFTER_FIRST, FIRST_TO_EXIT, ExitNote, error_note, write_exit_note
+from ..common.exit_notes import (
+    AFTER_FIRST,
+    FIRST_TO_EXIT,
+    ExitNote,
+    error_note,
+    how_exited,
+    write_exit_note,
+)
 from ..common.fail_open import FailOpen
 from ..common.plain_text import write_line_if_open
 from ..memory.oom.killed_ranks import exit_headline, workers_of_host
@@ -86,7 +93,7 @@ def write_notes(runs: Path, pids: Mapping[int, int], failures: Mapping[int, Any]
     if line is None:
         # Usually an exception has ended the rank: it has removed its file, and has printed its
         # traceback. Or it could not write its file.
-        line = f"rank {first} {FIRST_TO_EXIT}, {_how(failures[first].exitcode)}"
+        line = f"rank {first} {FIRST_TO_EXIT}, {how_exited(failures[first].exitcode)}"
         line += "; its own lines say why" if failures[first].exitcode >= 0 else ""
     write_line_if_open(sys.stderr, line)
     if error is not None:
@@ -138,7 +145,7 @@ def _write_exit_notes(
             error = unwritten
     if first not in notes:
         text = error_note(runs, first, pids[first], time.time() - ERROR_SECONDS)
-        how = _how(failures[first].exitcode)
+        how = how_exited(failures[first].exitcode)
         return (f"rank {first} {FIRST_TO_EXIT}, {how}: it {text}" if text else None), error
     folder, process = left[first, pids[first]]
     recover(folder)  # the last second of steps
@@ -181,18 +188,11 @@ def _call_with_limit(folder: Path, body: Callable[[], T]) -> T | None:
 def _note_on(rank: int, first: int, failures: Mapping[int, Any]) -> ExitNote:
     """Return the note on a rank's exit after the rank `first` had exited."""
     code = failures[rank].exitcode if rank in failures else -signal.SIGTERM
-    how_first = _how(failures[first].exitcode)
+    how_first = how_exited(failures[first].exitcode)
     if rank == first:
         text = f"{FIRST_TO_EXIT}, {how_first}"
     elif code == -signal.SIGTERM:
         text = f"was ended by the launcher, {AFTER_FIRST}{first} had exited {how_first}"
     else:
-        text = f"exited {_how(code)}, {AFTER_FIRST}{first} had exited {how_first}"
+        text = f"exited {how_exited(code)}, {AFTER_FIRST}{first} had exited {how_first}"
     return ExitNote(text=text, may_be_oom_kill=code == -signal.SIGKILL)
-
-
-def _how(code: int) -> str:
-    if code >= 0:
-        return f"with code {code}"
-    names = {each.value: each.name for each in signal.Signals}  # real-time signals have none
-    return f"by {names.get(-code, f'signal {-code}')}"

@@ -853,13 +853,32 @@ static PyTypeObject RecorderFields_Type = {
     .tp_members = RecorderFields_members,
 };
 
-/* ---- WrapperState: see hot_path.py ---- */
+/* ---- HookState, WrapperState: see hot_path.py ---- */
 
 typedef struct {
     PyObject_HEAD
-    Py_tss_t inside; /* whether the thread is inside a wrapped call */
     long long cost_ns;
     char is_open;
+} HookState;
+
+static PyMemberDef HookState_members[] = {
+    FIELD(HookState, is_open, T_BOOL),
+    FIELD(HookState, cost_ns, T_LONGLONG),
+    END_OF_FIELDS,
+};
+
+static PyTypeObject HookState_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "zerowatch.runtime.common._hot_path.HookState",
+    .tp_basicsize = sizeof(HookState),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .tp_new = PyType_GenericNew,
+    .tp_members = HookState_members,
+};
+
+typedef struct {
+    HookState hooks;
+    Py_tss_t inside; /* whether the thread is inside a wrapped call */
 } WrapperState;
 
 static int
@@ -912,12 +931,6 @@ WrapperState_set_value(WrapperState *self, PyObject *value, void *Py_UNUSED(clos
     return 0;
 }
 
-static PyMemberDef WrapperState_members[] = {
-    FIELD(WrapperState, is_open, T_BOOL),
-    FIELD(WrapperState, cost_ns, T_LONGLONG),
-    END_OF_FIELDS,
-};
-
 static PyGetSetDef WrapperState_getset[] = {
     {"value", (getter)WrapperState_get_value, (setter)WrapperState_set_value, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
@@ -926,37 +939,16 @@ static PyGetSetDef WrapperState_getset[] = {
 static PyTypeObject WrapperState_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "zerowatch.runtime.common._hot_path.WrapperState",
+    .tp_base = &HookState_Type,
     .tp_basicsize = sizeof(WrapperState),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = PyType_GenericNew,
     .tp_init = (initproc)WrapperState_init,
     .tp_dealloc = (destructor)WrapperState_dealloc,
-    .tp_members = WrapperState_members,
     .tp_getset = WrapperState_getset,
 };
 
-/* ---- HookState, HookedCall: see hot_path.py ---- */
-
-typedef struct {
-    PyObject_HEAD
-    long long cost_ns;
-    char is_open;
-} HookState;
-
-static PyMemberDef HookState_members[] = {
-    FIELD(HookState, is_open, T_BOOL),
-    FIELD(HookState, cost_ns, T_LONGLONG),
-    END_OF_FIELDS,
-};
-
-static PyTypeObject HookState_Type = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "zerowatch.runtime.common._hot_path.HookState",
-    .tp_basicsize = sizeof(HookState),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = PyType_GenericNew,
-    .tp_members = HookState_members,
-};
+/* ---- HookedCall: see hot_path.py ---- */
 
 typedef struct {
     PyObject_HEAD
@@ -1601,7 +1593,7 @@ static PyObject *
 record(RecordedFunction *self, PyObject *args, PyObject *kwargs)
 {
     WrapperState *state = self->state;
-    if (!state->is_open || is_inside(state))
+    if (!state->hooks.is_open || is_inside(state))
         return PyObject_Call(self->original, args, kwargs);
     long long entered_ns = now_ns();
     OnDevice device = {NULL, NULL, NULL, NULL};
@@ -1630,7 +1622,7 @@ record(RecordedFunction *self, PyObject *args, PyObject *kwargs)
         Py_CLEAR(work);
     Py_DECREF(call);
     clear_device(&device);
-    state->cost_ns += now_ns() - ended_ns + started_ns - entered_ns;
+    state->hooks.cost_ns += now_ns() - ended_ns + started_ns - entered_ns;
     return work;
 }
 
@@ -1857,7 +1849,7 @@ static PyObject *
 record_wait(RecordedWait *self, PyObject *args, PyObject *kwargs)
 {
     WrapperState *state = self->state;
-    if (!state->is_open || is_inside(state) || PyTuple_GET_SIZE(args) == 0)
+    if (!state->hooks.is_open || is_inside(state) || PyTuple_GET_SIZE(args) == 0)
         return PyObject_Call(self->original, args, kwargs);
     long long entered_ns = now_ns();
     PyObject *work = PyTuple_GET_ITEM(args, 0);
@@ -1870,7 +1862,7 @@ record_wait(RecordedWait *self, PyObject *args, PyObject *kwargs)
         PyErr_Clear(); /* Python code will raise it again where it is counted */
         return PyObject_Call(self->in_python, args, kwargs);
     }
-    state->cost_ns += now_ns() - entered_ns;
+    state->hooks.cost_ns += now_ns() - entered_ns;
     PyObject *result = PyObject_Call(self->original, args, kwargs);
     long long ended_ns = now_ns();
     if (call != NULL && result != NULL && end_wait(self, work, call, &device) < 0)
@@ -1879,7 +1871,7 @@ record_wait(RecordedWait *self, PyObject *args, PyObject *kwargs)
         report_error(self, call);
     Py_XDECREF(call);
     clear_device(&device);
-    state->cost_ns += now_ns() - ended_ns;
+    state->hooks.cost_ns += now_ns() - ended_ns;
     return result;
 }
 

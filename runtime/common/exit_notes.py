@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +28,14 @@ FAILED = "failed with "
 ERROR_AUTHOR = "error"  # of the notes on errors
 _SUFFIX = ".note.json"
 _NAME = re.compile(r"(rank-(\d+)-\d+-\d+)-.+\.note\.json")
+
+
+def how_exited(code: int) -> str:
+    """Describe an exit code of `subprocess`: "with code 1", or "by SIGKILL"."""
+    if code >= 0:
+        return f"with code {code}"
+    names = {each.value: each.name for each in signal.Signals}  # real-time signals have none
+    return f"by {names.get(-code, f'signal {-code}')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from ...metrics.backoff import Backoff
-from .gil_pauses import pause_this_thread
+from .gil_pauses import WORK_SECONDS, pause_this_thread
 from .hot_path import Hook
 
 P = ParamSpec("P")
@@ -86,7 +86,11 @@ class FailOpen:
         return self.wrap(name, body, is_retried=False)(*args, **kwargs)
 
     def thread(
-        self, name: str, body: Callable[[], object], pause_seconds: float = RESTART_SECONDS
+        self,
+        name: str,
+        body: Callable[[], object],
+        pause_seconds: float = RESTART_SECONDS,
+        work_seconds: float = WORK_SECONDS,
     ) -> MonitoringThread:
         """Return a thread that starts over if its work raises. The thread is not started yet.
 
@@ -95,8 +99,9 @@ class FailOpen:
             body: The work, which returns once its owner has stopped it. It is called again after an
                 exception.
             pause_seconds: Delay before the thread starts over.
+            work_seconds: CPU time after which `let_training_run` pauses the thread.
         """
-        thread = MonitoringThread(name, body, self.failures, pause_seconds)
+        thread = MonitoringThread(name, body, self.failures, pause_seconds, work_seconds)
         self._threads.add(thread)
         return thread
 
@@ -217,9 +222,10 @@ class MonitoringThread:
         body: Callable[[], object],
         failures: Counter[str],
         pause_seconds: float,
+        work_seconds: float,
     ) -> None:
         self.name, self._body, self._failures = name, body, failures
-        self._pause_seconds = pause_seconds
+        self._pause_seconds, self._work_seconds = pause_seconds, work_seconds
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"zerowatch-{name}", daemon=True)
 
@@ -257,7 +263,7 @@ class MonitoringThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        pause_this_thread()
+        pause_this_thread(self._work_seconds)
         failures, error = 0, None
         while failures <= MAX_RESTARTS:
             try:

@@ -360,20 +360,29 @@ class _Inside(threading.local):
     value = False
 
 
-class WrapperState:
-    """What the wrappers of collectives share.
+class HookState:
+    """What the hooks of one owner share.
 
     Attributes:
-        is_open: Whether calls are recorded.
-        cost_ns: Nanoseconds spent on recording calls and waits, on any thread.
+        is_open: Whether hooks are called.
+        cost_ns: Nanoseconds that the hooks have taken, on any thread.
     """
 
-    __slots__ = ("_inside", "cost_ns", "is_open")
+    __slots__ = ("cost_ns", "is_open")
 
     def __init__(self) -> None:
-        self._inside = _Inside()
         self.is_open = False
         self.cost_ns = 0
+
+
+class WrapperState(HookState):
+    """What the wrappers of collectives share. Their hooks record calls and waits."""
+
+    __slots__ = ("_inside",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inside = _Inside()
 
     @property
     def value(self) -> bool:
@@ -383,21 +392,6 @@ class WrapperState:
     @value.setter
     def value(self, value: bool) -> None:
         self._inside.value = value
-
-
-class HookState:
-    """What the hooks of one owner share.
-
-    Attributes:
-        is_open: Whether hooks are called.
-        cost_ns: Nanoseconds that the hooks have taken.
-    """
-
-    __slots__ = ("cost_ns", "is_open")
-
-    def __init__(self) -> None:
-        self.is_open = False
-        self.cost_ns = 0
 
 
 class HookedCall:

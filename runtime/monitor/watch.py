@@ -149,7 +149,7 @@ class Watch:
     @property
     def has_stepped(self) -> bool:
         """Whether a step has ended."""
-        return self._thread.has_steps
+        return self._thread.has_stepped
 
     @property
     def forward_only_ns(self) -> int:

@@ -22,7 +22,7 @@ from ..collectives.call_recorder import CallRecorder
 from ..collectives.unseen_calls import FlightRecorder
 from ..common import accelerator
 from ..common.fail_open import FailOpen
-from ..common.gil_pauses import WORK_SECONDS, let_training_run, pause_this_thread
+from ..common.gil_pauses import WORK_SECONDS, let_training_run
 from ..instrumentation.device_phases import DevicePhases
 from ..instrumentation.raw_step import RawStep
 from ..memory.oom.killed_ranks import is_near_host_limit
@@ -93,7 +93,6 @@ class WatchThread:
         flight_recorder: FlightRecorder | None = None,
         work_seconds: float = WORK_SECONDS,
     ) -> None:
-        self._work_seconds = work_seconds
         self.dropped_steps = self.dropped_calls = self.untimed_calls = 0
         self.cpu_seconds = 0.0
         self._analysis = analysis
@@ -128,7 +127,7 @@ class WatchThread:
         self._was_rung = False
         self._num_hurried = 0  # items at the head of the queue for which the thread was woken
         self._waiting_for_pass: list[threading.Event] = []
-        self._thread = fail_open.thread("watch", self._run)
+        self._thread = fail_open.thread("watch", self._run, work_seconds=work_seconds)
 
     def start(self, tasks: Mapping[str, Callable[[], object]]) -> None:
         """Start the thread.
@@ -206,7 +205,7 @@ class WatchThread:
             logger.warning("%d step(s) are neither in the run log nor in the metrics", num_lost)
 
     @property
-    def has_steps(self) -> bool:
+    def has_stepped(self) -> bool:
         """Whether a step has ended."""
         return bool(self._step_seconds)
 
@@ -230,7 +229,6 @@ class WatchThread:
         return num_lost
 
     def _run(self) -> None:
-        pause_this_thread(self._work_seconds)
         if self._on_device and not accelerator.current.allow_queries_while_capturing():
             self._events.disable("torch cannot query events while a graph is captured")
         running = True

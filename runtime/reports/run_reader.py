@@ -223,6 +223,11 @@ class RecordedRun:
     has_targets: bool | None
     problems: list[str]
 
+    def setting(self, section: str, name: str) -> Any:
+        """Return a setting of the run; None if it is not recorded."""
+        settings = self.settings.get(section)
+        return settings.get(name) if isinstance(settings, Mapping) else None
+
 
 def read_run(folder: Path, *, max_values: int = MAX_VALUES) -> RecordedRun:
     """Read a run folder. Damaged parts are left out, and listed in `problems`.

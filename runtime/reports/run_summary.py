@@ -645,11 +645,12 @@ def _lost_beginnings(run: RecordedRun, metrics: RecordedMetrics) -> Iterator[str
 
 def _early_ends(run: RecordedRun, metrics: RecordedMetrics) -> Iterator[str]:
     """Yield the ranks that trained on after their metrics had ended."""
-    run_log = run.settings.get("run_log")
-    interval = run_log.get("metrics_interval_seconds") if isinstance(run_log, Mapping) else None
+    interval = run.setting("run_log", "metrics_interval_seconds")
+    if not isinstance(interval, int | float) or interval <= 0:
+        return
     for rank, counted in metrics.ranks.items():
         steps, last = run.ranks.get(rank), counted.value(overhead.WATCH_LAST_UPDATE_TIMESTAMP.name)
-        if steps is None or last is None or not interval:
+        if steps is None or last is None:
             continue
         ended_at = steps.column("ended_at")
         # A killed rank has metrics until an interval before its end, and a busy disk delays them.
@@ -1048,8 +1049,7 @@ def _tuner(run: RecordedRun, metrics: RecordedMetrics) -> TunerSummary:
     rank = metrics.ranks.get(0, RankMetrics())
     states = _by_label(rank, tuner.TUNER_STATE, "state")
     symptoms = _by_label(rank, tuner.TUNER_SYMPTOM, "symptom")
-    settings = run.settings.get("tuner")
-    mode = settings.get("mode") if isinstance(settings, Mapping) else None
+    mode = run.setting("tuner", "mode")
     decisions = tuple(decision for line in run.decisions if (decision := _decision(line)))
     if mode == "auto" and states and rank.total(window.RESTARTS.name) is None:
         mode = "advise"  # not a TrainingRun
@@ -1322,8 +1322,7 @@ class _Evidence:
 
     def limit(self, threshold: Threshold) -> float:
         """Return a threshold as the settings of the run have it."""
-        alerts = self.run.settings.get("alerts")
-        own = alerts.get("thresholds") if isinstance(alerts, Mapping) else None
+        own = self.run.setting("alerts", "thresholds")
         value = own.get(threshold.name) if isinstance(own, Mapping) else None
         return float(value) if isinstance(value, int | float) else float(THRESHOLDS[threshold.name])
 
@@ -1681,8 +1680,7 @@ def _device_findings(found: _Evidence) -> Iterator[Finding]:
 
 
 def _advice_on_monitoring(found: _Evidence) -> str:
-    profile = found.run.settings.get("profile")
-    every = profile.get("every_steps") if isinstance(profile, Mapping) else None
+    every = found.run.setting("profile", "every_steps")
     if isinstance(every, int) and every > 0:
         return (
             f"Every step number {every} was profiled, which costs most: raise profile.every_steps."

@@ -266,7 +266,6 @@ def build_separate_watch(
         before_start = calls.drain()
         before_start.discard()
         calls.groups.drain_coverage()
-        # Before `groups.changes`: the calls may be of groups that only they know, as for messages.
         calls_before_start = send_calls(before_start, groups)
         process.start(
             Setup(

@@ -27,6 +27,7 @@ from ...metrics.step_record import StepRecord
 from ...metrics.thresholds import OOM_RISK_HIGH
 from ..collectives.call_batch import CallBatch
 from ..collectives.groups import Groups
+from ..common.exit_notes import how_exited
 from ..common.fail_open import FailOpen
 from ..common.gil_pauses import let_training_run
 from ..common.launcher_link import send_run_folder
@@ -264,12 +265,10 @@ def _end_of(exit_code: int | None) -> str:
         return "no longer responds"
     if exit_code >= 0:
         return f"has failed (exit code {exit_code}): its last lines on stderr have the reason"
-    with contextlib.suppress(ValueError):
-        name = signal.Signals(-exit_code).name
-        if name == "SIGKILL":
-            name += ": by hand, or by the kernel, which ran out of memory; `dmesg` shows the latter"
-        return f"was killed (by {name})"
-    return f"was killed (by signal {-exit_code})"
+    how = how_exited(exit_code)
+    if exit_code == -signal.SIGKILL:
+        how += ": by hand, or by the kernel, which ran out of memory; `dmesg` shows the latter"
+    return f"was killed ({how})"
 
 
 class ForwardedRecorder(Recorder):

@@ -80,7 +80,11 @@ class GroupSender:
         return index
 
     def changes(self, groups: Groups) -> list[SentGroup]:
-        """Describe the groups that are new, or whose role has changed, since the last call."""
+        """Describe the groups that are new, or whose role has changed, since the last call.
+
+        Call it after `send_calls` and `send_in_flight`, which may number groups that are not among
+        `groups`, such as those of messages.
+        """
         labelling = set(groups.known())
         for group in labelling:
             self.index(group)

@@ -173,17 +173,17 @@ class CallSequence:
         A call that is not timed may settle at any time: one that was left out does when it is
         issued.
         """
-        calls, before = list(self._in_flight), self._in_flight_before
-        while calls and not (calls[-1].settled and calls[-1].timed and calls[-1].sequence):
-            calls.pop()
-        dropped = {call for call in calls if not call.settled and call in before}
-        if dropped:
-            self._in_flight = deque(call for call in self._in_flight if call not in dropped)
-            self.lost = True
-        for call in calls:
-            if call in dropped:
+        overtaken = list(self._in_flight)
+        while overtaken and not (
+            overtaken[-1].settled and overtaken[-1].timed and overtaken[-1].sequence
+        ):
+            overtaken.pop()
+        for call in overtaken:
+            if call in self._in_flight_before and not call.settled:
+                self._in_flight.remove(call)
+                self.lost = True
                 self._defer(call)
-        self._in_flight_before = {call for call in self._in_flight if not call.settled}
+        self._in_flight_before = set(self._in_flight)
 
     def _drop_first(self, calls: deque[CollectiveCall]) -> None:
         """Exclude the first of these calls from the comparison. Its cost is still counted."""

@@ -1407,12 +1407,14 @@ def test_steps_that_a_log_lost_at_its_beginning_are_missing(
     assert all(each.startswith("rank 0: steps 1 to 24 are missing: 25 ") for each in problems)
 
 
-@pytest.mark.parametrize(("seconds_before", "num_problems"), [(46, 1), (44, 0)])
+@pytest.mark.parametrize(
+    ("interval", "seconds_before", "num_problems"), [(15, 46, 1), (15, 44, 0), ("damaged", 46, 0)]
+)
 def test_a_rank_that_trained_on_after_its_metrics_ended_is_named(
-    tmp_path: Path, seconds_before: float, num_problems: int
+    tmp_path: Path, interval: object, seconds_before: float, num_problems: int
 ) -> None:
     folder = write_run(
-        tmp_path / "run", steps=200, settings={"run_log": {"metrics_interval_seconds": 15}}
+        tmp_path / "run", steps=200, settings={"run_log": {"metrics_interval_seconds": interval}}
     )
     end = step_record(200).ended_at_unix_seconds
     for number, ended_at in enumerate((end, end - seconds_before)):
