@@ -29,7 +29,7 @@ from zerowatch.runtime.tuner.policy.knob_registry import SPECS
 from zerowatch.runtime.tuner.policy.policy_types import Numerics, Proposal, Symptom, Value
 from zerowatch.runtime.tuner.policy.proposals import TunerInput
 
-LONGEST = 800  # steps
+LONGEST = 2000  # steps; usually 380, but a trial on a busy machine starts over
 ACCEPTED, REFUSED = -0.9, 9.0  # minimum gains that any trial or no trial reaches
 SYMPTOM = Symptom(name="comm_redundancy", ratio=0.5, evidence={})
 TUNER = {**SETTINGS["tuner"], "rebuild": True}
