@@ -44,6 +44,7 @@ def test_blocks_with_and_without_monitoring_are_timed(tmp_path: Path) -> None:
 
     assert (len(found["plain"]), len(found["monitored"])) == (3, 2)
     assert all({"threads ms/s", "hooks ms/s"} <= each.keys() for each in found["monitored"])
+    assert min(found["hooks"]["memory: MemoryHooks.on_step_end"]) > 0
     assert set(found["exact"]) == {"0", "1"}
     assert found["failures"] == {}
 

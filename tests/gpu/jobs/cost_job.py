@@ -2,7 +2,8 @@
 
 SIZE is "large", 1.2 billion parameters; "short", a model whose steps take some ten milliseconds and
 wait for Python to launch kernels; or "tiny", for a CPU. The first and last blocks are without
-monitoring. Two more blocks of "large" have exact ends of collectives in all steps and in none.
+monitoring. Two more blocks of "large" have exact ends of collectives in all steps and in none. In a
+last block, each hook is timed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from bench.gpt_training import VOCABULARY, TinyGpt
 from bench.monitoring_cost.own_threads import cpu_seconds, own_threads
 from bench.monitoring_cost.thread_cost_job import by_metric
 from gpu.jobs import engines
+from gpu.jobs.hook_times import on_training_threads, per_step, timed_hooks
 
 import zerowatch
 from zerowatch.metrics.catalog.devices import DEVICE_UTILIZATION
@@ -80,7 +82,8 @@ def used_by_us(watch: Any) -> dict[str, float]:
     return {
         **threads,
         "threads": sum(threads.values()),
-        "hooks": parts.get("hooks", 0.0) + parts.get("collectives", 0.0),
+        "hooks": parts.get("hooks", 0.0),
+        "collectives": parts.get("collectives", 0.0),
     }
 
 
@@ -112,6 +115,16 @@ def main(size: str, stage: int) -> None:
         watch.close()
         return found
 
+    def timed_by_hook() -> dict[str, list[float]]:
+        with timed_hooks() as times:
+            watch = zerowatch.watch(engine, SETTINGS)
+            steps(settling)
+            before = on_training_threads(times)
+            steps(3 * count)
+            after = on_training_threads(times)
+            watch.close()
+        return per_step(before, after, 3 * count)
+
     steps(3)
     found: dict[str, list[Any]] = {"plain": [block(steps, settling, count)], "monitored": []}
     for _ in range(blocks):
@@ -122,7 +135,7 @@ def main(size: str, stage: int) -> None:
         for interval in ((0, 1) if size != "short" else ())
     }
     more = {"parameters": num_parameters, "failures": failures, "devices": sorted(devices_read)}
-    engines.report({**found, "exact": exact, **more})
+    engines.report({**found, "exact": exact, "hooks": timed_by_hook(), **more})
 
 
 if __name__ == "__main__":

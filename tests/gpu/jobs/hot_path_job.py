@@ -12,6 +12,7 @@ import torch.distributed as dist
 from gpu.jobs import engines
 
 from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
+from zerowatch.runtime.common import hot_path
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import PhaseTimer
 
@@ -64,7 +65,13 @@ def main() -> None:
             "added": statistics.median(after - before for before, after in kept) / CALLS * 1e6,
         }
     collectives.close()
-    engines.report({"microseconds": found, "failures": dict(fail_open.failures)})
+    engines.report(
+        {
+            "microseconds": found,
+            "in C": hot_path.IS_COMPILED,
+            "failures": dict(fail_open.failures),
+        }
+    )
 
 
 if __name__ == "__main__":
