@@ -6,6 +6,7 @@ A log of the metrics needs values by series, but no text. This takes a fraction 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -61,17 +62,25 @@ class SeriesTable:
         # The index of a series, or of the first of a histogram's series, by metric and labels.
         self._indices: dict[tuple[MetricSpec | str, LabelValues], int] = {}
 
-    def values(self, snapshot: Snapshot) -> dict[int, float]:
+    def values(
+        self, snapshot: Snapshot, pause: Callable[[], None] = lambda: None
+    ) -> dict[int, float]:
         """Return the value of each series of the snapshot, by its index in `series`.
 
         A series that is no longer in the snapshot has no value.
+
+        Args:
+            snapshot: The values of a recorder.
+            pause: Called before each metric, so that a thread can divide this work.
         """
         found: dict[int, float] = {}
         for spec, by_labels in snapshot.values.items():
+            pause()
             for labels, value in by_labels.items():
                 index = self._indices.get((spec, labels))
                 found[self._add_value(spec, labels) if index is None else index] = value
         for spec, distributions in snapshot.distributions.items():
+            pause()
             for labels, seen in distributions.items():
                 index = self._indices.get((spec, labels))
                 first = self._add_histogram(spec, labels) if index is None else index

@@ -35,7 +35,9 @@ def pause_this_thread(work_seconds: float = WORK_SECONDS) -> None:
 def let_training_run() -> None:
     """Pause for a moment if this thread of monitoring has worked long enough since the last time.
 
-    Call it between two pieces of work, and never while a lock is held.
+    Call it between two pieces of work, and never while a lock is held that training takes in each
+    step. (The recorder's lock is none: only a checkpoint, a window or the script's own snapshot
+    needs it.)
     """
     # Reading the CPU time is a call of the kernel, and takes ten times as long as reading the time.
     # A thread cannot have worked for so long before so much time has passed.

@@ -123,7 +123,7 @@ class MetricsLog:
         snapshot = served(self._recorder.snapshot(), self._settings.serve.detail)
         unix_seconds = self._unix_now()
         let_training_run()
-        values = self._table.values(snapshot)
+        values = self._table.values(snapshot, let_training_run)
         let_training_run()
         is_full = is_first or self._number % FULL_LINE_EVERY == 0
         if is_full:

@@ -9,9 +9,9 @@ from typing import Any
 from bench.confidence_intervals import Interval, ratio_interval
 from gpu import probes
 
-# Steps of some ten milliseconds wait for Python. If the whole interval is above this ratio, something
-# has gone wrong. (The estimate alone was above 1.02 by chance while steps without monitoring took
-# 0.15 to 0.22 s on the same machine.)
+# Steps of some ten milliseconds wait for Python. Above this ratio something has gone wrong. Tests
+# compare the low end of the interval with it: once the estimate alone was above a limit by chance,
+# while steps without monitoring took 0.15 to 0.22 s.
 MAX_SHORT_STEP_RATIO = 1.05
 
 Record = Callable[[str, object], None]

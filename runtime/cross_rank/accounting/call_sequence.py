@@ -13,6 +13,7 @@ import numpy as np
 
 from ....metrics.catalog.labels import OPS
 from ...collectives.groups import RECENT_CALLS, CollectiveCall, RankSet
+from ...common.gil_pauses import let_training_run
 from ..exchange.rank_messages import (
     INEXACT,
     MAX_PENDING_VALUES,
@@ -104,7 +105,9 @@ class CallSequence:
         self.poll()
         prefix_hash, signatures = self._prefix_hash, np.array(self._issued, np.uint32)
         self._prefix_hash = None if prefix_hash is None else prefix_hash.extended(signatures)
+        let_training_run()
         settled = self._drain_settled()
+        let_training_run()
         self._next_timed = settled[0].sequence if settled else self._next_timed
         report = CallReport(
             first_timed=self._next_timed,

@@ -90,6 +90,7 @@ class RankCommCosts:
         for rank_set in self._groups.rank_sets():
             state = self._state(rank_set)
             report = state.sequence.drain_report()
+            let_training_run()
             self._add_unreported(state, is_compared=is_compared)
             if rank_set.size > 1:
                 reports[rank_set.key] = report
@@ -175,6 +176,7 @@ class RankCommCosts:
         """Publish the costs added since the last call. The caller opens the commit."""
         totals, self._totals = self._totals, CostTotals()
         totals.publish(self._recorder)
+        let_training_run()
         self._recorder.set(communication.EXCHANGE_FAILURES, self.unmatched, "unmatched")
         if totals.exposed:  # else there were no calls that could change an estimate
             self._publish_links()
@@ -192,6 +194,7 @@ class RankCommCosts:
             role = state.sequence.rank_set.role
             for (_, is_own), costs in state.costs.items():
                 costs.refit()
+                let_training_run()
                 if is_own:
                     continue  # the few bytes of zerowatch do not show the link that training has
                 if role not in by_role or costs.wire_bytes > by_role[role].wire_bytes:

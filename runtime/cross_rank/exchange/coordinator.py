@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ...collectives.groups import RankSet
+from ...common.gil_pauses import let_training_run
 from ..divergence import Divergence
 from ..stragglers import (
     StepTimeReference,
@@ -102,6 +103,7 @@ class Coordinator:
             compare_step_times: Whether stragglers are detected over this rank set.
         """
         calls, divergence = self._merger.drain(), self._new_divergence()
+        let_training_run()
         reference, stragglers = self._compare_step_times() if compare_step_times else (None, ())
         first_call, min_durations = 0, NO_DURATIONS
         if calls is not None:
@@ -136,6 +138,7 @@ class Coordinator:
         step_times, self._step_times = self._step_times, {}
         self._num_step_times.clear()
         reference = step_time_reference(list(step_times.values()))
+        let_training_run()
         if reference is None:
             return None, ()
         return reference, tuple(self._detector.update(step_times, reference))

@@ -227,6 +227,7 @@ class CoordinatorReader:
             let_training_run()
         for block in self._blocks:
             report = block.coordinator.drain_report()
+            let_training_run()
             if report is not None or self._keep_alive_due(block.writer):
                 empty = RankReport(calls={block.rank_set.key: EMPTY_CALL_REPORT})
                 block.writer.append(encode_report(report or empty))

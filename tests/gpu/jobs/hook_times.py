@@ -36,7 +36,9 @@ def timed_hooks() -> Iterator[Times]:
     original = FailOpen.wrap
 
     @functools.wraps(original)
-    def wrap(self: FailOpen, name: str, body: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def wrap(
+        self: FailOpen, name: str, body: Callable[..., Any], *args: Any, **options: Any
+    ) -> Any:
         key = f"{name}: {getattr(body, '__qualname__', type(body).__name__)}"
 
         def timed(*inputs: Any, **named: Any) -> Any:
