@@ -89,3 +89,15 @@ def test_metrics_of_the_process_are_added_on_demand_and_keep_their_numbers():
     assert {"process_open_fds", "process_cpu_seconds_total"} <= families
     assert second.keys() - first.keys() == {len(first)}
     assert table.series[len(first)].name == STEPS.name
+
+
+def test_the_work_can_be_divided_before_each_metric():
+    recorder, table, pauses = Recorder(), SeriesTable(with_process=False), list[None]()
+    recorder.add(PHASE_SECONDS, 2, "data")
+    recorder.add(PHASE_SECONDS, 3, "forward")
+    recorder.set(LOSS, 7)
+    recorder.observe(COLLECTIVE_DURATION, 0.5, "all_reduce")
+
+    table.values(recorder.snapshot(), lambda: pauses.append(None))
+
+    assert len(pauses) == 3

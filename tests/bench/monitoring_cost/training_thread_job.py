@@ -64,8 +64,15 @@ def main() -> None:
     found = {
         "short": short,
         "long": opened_rounds(job, asked["long"]),
-        "holds": watched_holds(job, asked["sampled_steps"]),
-        "separate": with_separate_process(job, asked["sampled_steps"]),
+    }
+    separate = SETTINGS | {"process": {"separate": True}}
+    modes = {"in_process": SETTINGS, "separate": separate}
+    for name, settings in modes.items():
+        found[name] = while_watched(job, asked["sampled_steps"], settings, with_holds=True)
+    job.aim_at(asked["paced_seconds"])
+    found["paced"] = {
+        name: while_watched(job, asked["paced_steps"], settings, with_holds=False)
+        for name, settings in modes.items()
     }
     gpt_training.report(found)
 
@@ -357,28 +364,21 @@ def mean_of(found: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.mean(each[name] for each in found) for name in found[0]}
 
 
-def watched_holds(job: FixedSteps, num_steps: int) -> dict[str, list[float]] | str:
-    """Return the holds of the GIL while a watch is open."""
-    opened = watch(job.engine, SETTINGS)
+def while_watched(
+    job: FixedSteps, num_steps: int, settings: dict[str, Any], *, with_holds: bool
+) -> dict[str, Any]:
+    """Return the CPU seconds of our threads a second, by block, and their holds of the GIL."""
+    opened = watch(job.engine, settings)
     try:
+        assert opened.address is not None  # a process of its own serves by now
         job.run(num_steps // 20)
-        return holds_of_own_threads(job, num_steps)
+        blocks = [block(job, num_steps // 20) for _ in range(20)]
+        return {
+            "threads": [each["threads"] for each in blocks],
+            "holds": holds_of_own_threads(job, num_steps) if with_holds else {},
+        }
     finally:
         opened.close()
-
-
-def with_separate_process(job: FixedSteps, num_steps: int) -> dict[str, Any]:
-    """Return what our threads do with `process.separate`, once that process has started."""
-    opened = watch(job.engine, SETTINGS | {"process": {"separate": True}})
-    assert opened.address is not None  # it serves by now
-    job.run(num_steps // 20)
-    blocks = [block(job, num_steps // 20) for _ in range(20)]
-    found = {
-        "threads": [each["threads"] for each in blocks],
-        "holds": holds_of_own_threads(job, num_steps),
-    }
-    opened.close()
-    return found
 
 
 def holds_of_own_threads(job: FixedSteps, num_steps: int) -> dict[str, list[float]] | str:
