@@ -118,6 +118,8 @@ class RankFigures:
         readings = self._readings
         if len(readings) < 2:
             return None
+        if len(readings) > 2 and readings[0].last_step_at is None:
+            readings.popleft()  # before the first step: nobody knows when its samples began
         after = readings[-1]
         while readings[1].at <= after.at - PERIOD_SECONDS:
             readings.popleft()

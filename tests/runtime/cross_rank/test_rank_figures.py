@@ -125,6 +125,18 @@ def test_generation_is_part_of_the_step_but_not_of_the_flops() -> None:
     assert known["data"] < expected["data"]
 
 
+def test_a_reading_before_the_first_step_delays_the_samples_by_one_exchange_only() -> None:
+    run = Run()
+    run.read()
+
+    first = run.train(EXCHANGE_SECONDS)
+    second = run.train(EXCHANGE_SECONDS)
+
+    assert "data" in first
+    assert "samples_per_second" not in first
+    assert second["samples_per_second"] == pytest.approx(4.0)
+
+
 def test_a_change_is_complete_after_a_minute_and_a_step() -> None:
     run = Run()
     run.train(300)
