@@ -14,7 +14,7 @@ import time
 # CPU time of a thread after which it pauses, at the next point at which it can.
 WORK_SECONDS = 0.0003
 # The same for the watch thread if another process does most of its work. Shorter pieces make that
-# thread 5 % dearer; what they would cost the whole work of a watch thread has not been measured.
+# thread 5 % dearer. For the whole work of a watch thread they shorten no hold: it has longer parts.
 SHORT_WORK_SECONDS = 0.0001
 # A pause wakes up a thread that waits for the lock, even on another core.
 PAUSE_SECONDS = 0.0001
@@ -35,9 +35,8 @@ def pause_this_thread(work_seconds: float = WORK_SECONDS) -> None:
 def let_training_run() -> None:
     """Pause for a moment if this thread of monitoring has worked long enough since the last time.
 
-    Call it between two pieces of work, and never while a lock is held that training takes in each
-    step. (The recorder's lock is none: only a checkpoint, a window or the script's own snapshot
-    needs it.)
+    Call it between two pieces of work, and never while a lock is held. (A TrainingRun takes the
+    recorder's lock in each window.)
     """
     # Reading the CPU time is a call of the kernel, and takes ten times as long as reading the time.
     # A thread cannot have worked for so long before so much time has passed.

@@ -13,7 +13,6 @@ from ..collectives.call_batch import CallBatch
 from ..collectives.comm_time import CommTime
 from ..collectives.groups import CollectiveCall
 from ..collectives.totals import PeriodTotals
-from ..common.gil_pauses import let_training_run
 from ..common.phase_timer import GENERATE_PHASE
 from ..instrumentation.raw_step import RawStep, StepCounts
 from .step_quantiles import StepQuantiles
@@ -62,15 +61,12 @@ class StepMetrics:
         """
         with self._recorder.commit():
             self._count_calls(totals)
-            let_training_run()
             if steps:
                 records = [step.record for step in steps]
                 self._count_steps(steps)
-                let_training_run()
                 self._set_latest(records)
                 self._count_generation(records)
                 self._count_flops(steps, sum(map(_pass_seconds, records)))
-                let_training_run()
                 self._quantiles.add([record.training_seconds for record in records])
             for label, seconds in self._quantiles.current().items():
                 self._recorder.set(training.STEP_DURATION_QUANTILE, seconds, label)

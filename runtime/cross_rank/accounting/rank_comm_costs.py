@@ -176,7 +176,6 @@ class RankCommCosts:
         """Publish the costs added since the last call. The caller opens the commit."""
         totals, self._totals = self._totals, CostTotals()
         totals.publish(self._recorder)
-        let_training_run()
         self._recorder.set(communication.EXCHANGE_FAILURES, self.unmatched, "unmatched")
         if totals.exposed:  # else there were no calls that could change an estimate
             self._publish_links()
@@ -194,7 +193,6 @@ class RankCommCosts:
             role = state.sequence.rank_set.role
             for (_, is_own), costs in state.costs.items():
                 costs.refit()
-                let_training_run()
                 if is_own:
                     continue  # the few bytes of zerowatch do not show the link that training has
                 if role not in by_role or costs.wire_bytes > by_role[role].wire_bytes:

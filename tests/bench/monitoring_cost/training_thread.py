@@ -74,31 +74,27 @@ def bench(options: Options) -> Iterator[Row]:
         "paced_seconds": 1 / PACE,
     }
     if options.quick:
-        asked = {
-            "step_seconds": STEP_SECONDS,
+        asked |= {
             "short": SHORT | {"watches": 2, "first_steps": 10, "rounds": 20},
             "long": LONG | {"first_steps": 4, "period_steps": 1, "block_steps": 5, "rounds": 4},
             "sampled_steps": 20,
             "paced_steps": 20,
-            "paced_seconds": 1 / PACE,
         }
     ranks = run_ranks(
         "monitoring_cost/training_thread_job.py", asked, world_size=2, timeout_seconds=7200
     )
     threads = [_threads_ms(found["long"]["rounds"]) for found in ranks]
-    threads_left = [
-        mean_interval([1000 * each for each in found["separate"]["threads"]]) for found in ranks
-    ]
+    threads_left = [_milliseconds(found["separate"]["threads"]) for found in ranks]
     for rank, found in enumerate(ranks):
         rounds, name = found["short"]["rounds"], f"rank {rank}"
         yield from _short_rows(rank, found["short"])
         yield from _long_rows(rank, found["long"])
         yield from _sum_rows(name, rounds, threads)
-        yield _paced_row(name, found["paced"]["in_process"])
-        yield _hold_row(name, found["in_process"]["holds"])
+        yield _paced_row(name, found["paced"])
+        yield _hold_row(name, found["holds"])
         name += ", process.separate"
         yield _threads_row(name, threads_left[rank])
-        yield _paced_row(name, found["paced"]["separate"])
+        yield _paced_row(name, found["separate"]["paced"])
         yield from _sum_rows(name, rounds, threads_left)
         yield _hold_row(name, found["separate"]["holds"])
     if len(os.sched_getaffinity(0)) < 2:
@@ -214,7 +210,11 @@ def _ratio_rows(what: str, ratio: Interval, same: Interval) -> Iterator[Row]:
 
 def _threads_ms(rounds: Sequence[dict[str, Block]]) -> Interval:
     """Return the CPU milliseconds of our threads a second."""
-    return mean_interval([1000 * each["watched"]["threads"] for each in rounds])
+    return _milliseconds([each["watched"]["threads"] for each in rounds])
+
+
+def _milliseconds(seconds: Sequence[float]) -> Interval:
+    return mean_interval([1000 * each for each in seconds])
 
 
 def _long_rows(rank: int, found: dict[str, Any]) -> Iterator[Row]:
@@ -247,8 +247,8 @@ def _threads_row(whose: str, threads: Interval) -> Row:
     return _interval_row(what, threads, "{:.2f} ms/s")
 
 
-def _paced_row(whose: str, found: dict[str, Any]) -> Row:
-    threads = mean_interval([1000 * each for each in found["threads"]])
+def _paced_row(whose: str, seconds: Sequence[float]) -> Row:
+    threads = _milliseconds(seconds)
     is_unknown = threads.low <= GOAL_THREADS_MS < threads.high
     return _interval_row(
         f"{whose}: CPU time of our threads, {PACE} steps a second",

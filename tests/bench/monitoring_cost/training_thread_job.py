@@ -65,15 +65,20 @@ def main() -> None:
         "short": short,
         "long": opened_rounds(job, asked["long"]),
     }
+    num_steps, paced_steps = asked["sampled_steps"], asked["paced_steps"]
     separate = SETTINGS | {"process": {"separate": True}}
-    modes = {"in_process": SETTINGS, "separate": separate}
-    for name, settings in modes.items():
-        found[name] = while_watched(job, asked["sampled_steps"], settings, with_holds=True)
+    with watched(job, SETTINGS, num_steps // 20):
+        found["holds"] = holds_of_own_threads(job, num_steps)
+    with watched(job, separate, num_steps // 20):
+        found["separate"] = {
+            "threads": cpu_of_own_threads(job, num_steps),
+            "holds": holds_of_own_threads(job, num_steps),
+        }
     job.aim_at(asked["paced_seconds"])
-    found["paced"] = {
-        name: while_watched(job, asked["paced_steps"], settings, with_holds=False)
-        for name, settings in modes.items()
-    }
+    with watched(job, SETTINGS, paced_steps // 20):
+        found["paced"] = cpu_of_own_threads(job, paced_steps)
+    with watched(job, separate, paced_steps // 20):
+        found["separate"]["paced"] = cpu_of_own_threads(job, paced_steps)
     gpt_training.report(found)
 
 
@@ -364,21 +369,21 @@ def mean_of(found: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.mean(each[name] for each in found) for name in found[0]}
 
 
-def while_watched(
-    job: FixedSteps, num_steps: int, settings: dict[str, Any], *, with_holds: bool
-) -> dict[str, Any]:
-    """Return the CPU seconds of our threads a second, by block, and their holds of the GIL."""
+@contextmanager
+def watched(job: FixedSteps, settings: dict[str, Any], settling_steps: int) -> Iterator[None]:
+    """Open a watch, and train until it and its process have settled; close it at the end."""
     opened = watch(job.engine, settings)
     try:
         assert opened.address is not None  # a process of its own serves by now
-        job.run(num_steps // 20)
-        blocks = [block(job, num_steps // 20) for _ in range(20)]
-        return {
-            "threads": [each["threads"] for each in blocks],
-            "holds": holds_of_own_threads(job, num_steps) if with_holds else {},
-        }
+        job.run(settling_steps)
+        yield
     finally:
         opened.close()
+
+
+def cpu_of_own_threads(job: FixedSteps, num_steps: int) -> list[float]:
+    """Return the CPU seconds of our threads a second, by block."""
+    return [block(job, num_steps // 20)["threads"] for _ in range(20)]
 
 
 def holds_of_own_threads(job: FixedSteps, num_steps: int) -> dict[str, list[float]] | str:

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from bench.monitoring_cost.own_threads import own_threads
+
 from zerowatch.runtime.common.fail_open import FailOpen
 
 
@@ -46,7 +48,7 @@ def timed_hooks() -> Iterator[Times]:
             try:
                 return body(*inputs, **named)
             finally:
-                times = found[threading.get_ident(), key]
+                times = found[threading.get_native_id(), key]
                 times.calls += 1
                 times.cpu_ns += time.thread_time_ns() - cpu_ns
                 times.wall_ns += time.perf_counter_ns() - wall_ns
@@ -62,7 +64,7 @@ def timed_hooks() -> Iterator[Times]:
 
 def on_training_threads(found: Times) -> dict[str, HookTimes]:
     """Return the sums by hook, without threads of zerowatch that still run."""
-    own = {each.ident for each in threading.enumerate() if each.name.startswith("zerowatch")}
+    own = own_threads()
     sums: dict[str, HookTimes] = defaultdict(HookTimes)
     for (thread_id, key), times in list(found.items()):
         if thread_id not in own:
