@@ -100,15 +100,17 @@ class HostLimit:
             self._renew()
         return min(
             self._resident_limit,
-            resident + _soft_limit(resource.RLIMIT_AS) - virtual,
-            resident + _soft_limit(resource.RLIMIT_DATA) - data,
+            resident + self._virtual_limit - virtual,
+            resident + self._data_limit - data,
         )
 
     def _renew(self) -> None:
-        """Read the limits again, because a container can be resized."""
+        """Read the limits again: a container can be resized, and a script can set its own."""
         self._renewal_due = self._now() + _RENEWAL_SECONDS
         cgroups = (_cgroup_bytes(path) for path in self._cgroup_paths)
         self._resident_limit = min([self._physical_bytes, *cgroups])
+        self._virtual_limit = _soft_limit(resource.RLIMIT_AS)
+        self._data_limit = _soft_limit(resource.RLIMIT_DATA)
 
 
 class _KernelFile:

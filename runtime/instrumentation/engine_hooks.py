@@ -343,7 +343,7 @@ class EngineHooks:
         if self._generation.counts is not None:
             counts.generation = self._generation.take_counts()
         self._shapes = []  # shapes of forward passes without a backward pass
-        self._collect(counts)
+        self._collect(engine, counts)
 
 
 def _updates_now(engine: Any) -> bool:

@@ -80,13 +80,15 @@ class MemoryHooks:
         self.shape: Shape | None = None
         self.micro_batch = 0
         self.on_exception = on_exception
-        self._assess_batch = forecasts.assess_batch
+        self._forecasts = forecasts
         self._engine = weakref.ref(engine)
         self._reader = reader
         self._phase_timer = phase_timer
         self._detail_seconds = detail_seconds
         self._shapes: dict[Shape, None] = {}
         self._last_shape: BatchShape | None = None
+        # The forecasts' table of harmless shapes if it had the last shape; else None.
+        self._harmless: Mapping[Shape, Mapping[str, float]] | None = None
         self.reading_due = self._detail_due = 0.0
         self._bytes_by_category = fail_open.wrap("memory categories", bytes_by_category)
         self._on_phase_end = fail_open.wrap("memory phases", self._read_phase)
@@ -110,8 +112,11 @@ class MemoryHooks:
             micro_batch: The number of the micro-batch within its step, starting at 1.
         """
         self.micro_batch = micro_batch
-        batch = self.shape
-        if batch is None or shape is not self._last_shape:  # equal shapes are often one object
+        is_last = shape is self._last_shape  # equal shapes are often one object
+        if is_last and self._shapes and self._harmless is self._forecasts.harmless:
+            return  # the shape was recorded since the last reading, and found to be harmless
+        batch = self.shape if is_last else None
+        if batch is None:
             if shape.samples is None:
                 return
             length = shape.sequence_length or (shape.elements or 0) // (shape.samples or 1)
@@ -120,7 +125,9 @@ class MemoryHooks:
         if len(self._shapes) >= MAX_SHAPES:
             self._shapes = dict.fromkeys(largest_shapes(tuple(self._shapes)))
         self._shapes[batch] = None
-        self._assess_batch(batch)
+        harmless = self._forecasts.harmless
+        self._forecasts.assess_batch(batch)
+        self._harmless = harmless if batch in harmless else None
 
     def on_backward_end(self) -> None:
         """In a detailed sample, sum the engine's tensors while the buckets exist."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from ...metrics.exporters.trace_context import OPENTELEMETRY, current_trace_labels
 from ..collectives.unseen_calls import UnseenCalls
 from ..common import accelerator
-from ..common.device_scalar import ScalarOrPending, scalar
+from ..common.device_scalar import ScalarOrPending, host_value, scalar
 from .memory_hooks import MemoryHooks
 from .profiled_steps import ProfiledSteps
 from .raw_step import RawStep, StepCounts
@@ -27,7 +26,7 @@ COVERAGE_SECONDS = 1.0
 
 
 class StepCollector:
-    """Creates the raw steps of one engine. Keeps only a weak reference to the engine.
+    """Creates the raw steps of one engine. Keeps no reference to the engine.
 
     Each reading of the engine fails open separately. If a reading fails, its value is None.
     """
@@ -53,7 +52,6 @@ class StepCollector:
                 without them. By default the coverage is read once a second.
         """
         wrap = context.fail_open.wrap
-        self._engine = weakref.ref(engine)
         self._phase_timer = context.phase_timer
         self._device_phases = context.device_phases
         self._calls = context.call_recorder
@@ -75,11 +73,8 @@ class StepCollector:
         self._profile = None if profiler is None else wrap("profile", profiler.on_step_end)
         self._scales_loss: bool = engine.fp16_enabled()
 
-    def on_step_end(self, counts: StepCounts) -> None:
-        """Enqueue the step of these micro-batches."""
-        engine = self._engine()
-        if engine is None:
-            return
+    def on_step_end(self, engine: Any, counts: StepCounts) -> None:
+        """Enqueue the step of these micro-batches of the engine."""
         device_phases, timer, now = self._device_phases, self._phase_timer, time.monotonic()
         unseen, coverage = None, None
         if self._take_unseen is not None:
@@ -143,7 +138,9 @@ def _is_deepcompile_active(engine: Any) -> bool:
 
 
 def _gradient_norm(engine: Any) -> ScalarOrPending:
-    return scalar(engine.get_global_grad_norm())
+    norm = engine.get_global_grad_norm()
+    value = host_value(norm)  # `scalar` does it too, with one more frame of Python
+    return scalar(norm) if value is None else value
 
 
 def _learning_rate(engine: Any) -> ScalarOrPending:

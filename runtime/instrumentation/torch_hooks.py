@@ -293,7 +293,7 @@ class TorchHooks:
             if not counts.losses_are_divided and any(one is not None for one in divisors):
                 counts.losses = []  # divided by another number: what the losses were is not known
         self._begin_step()
-        self._collect(counts)
+        self._collect(engine, counts)
 
     def _on_other_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log once if another optimizer trains the model and the watched one does not."""

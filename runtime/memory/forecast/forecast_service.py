@@ -63,6 +63,8 @@ class MemoryForecasts:
         forecasts: The current forecast by device. The mapping is replaced as a whole, so any thread
             may read it.
         alarm_steps: The first step of the current alarm by device, or None without an alarm.
+        harmless: The risks of the shapes that have almost none by the current forecasts, by device.
+            The mapping is replaced when the forecasts are.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -75,7 +77,7 @@ class MemoryForecasts:
         self._updated_at, self._pause_seconds = -math.inf, 0.0
         self._stale = False
         self._batch_risk: dict[str, float] = {}
-        self._harmless: dict[Shape, dict[str, float]] = {}
+        self.harmless: dict[Shape, dict[str, float]] = {}
         self._max_batch_risks: dict[str, float] = {}
         self._batch_alarm_due = 0.0
 
@@ -94,7 +96,7 @@ class MemoryForecasts:
         """Discard all readings, because a new engine needs another amount of memory."""
         self._forecasters.clear()
         self.forecasts, self.risks = {}, {}
-        self._harmless = {}
+        self.harmless = {}
         self._pause_seconds = 0.0
 
     def state(self) -> ForecastState:
@@ -105,7 +107,7 @@ class MemoryForecasts:
     def restore(self, state: ForecastState) -> None:
         """Take over the state of the forecasts of another process. Any thread may call this."""
         self.risks, self.forecasts = state.risks, state.forecasts
-        self._harmless = {}
+        self.harmless = {}
         self.alarm_steps = dict(state.alarm_steps)
         self._last = {
             device: deque(points, maxlen=LAST_PEAKS) for device, points in state.last.items()
@@ -143,7 +145,7 @@ class MemoryForecasts:
 
     def assess_batch(self, shape: Shape) -> None:
         """Compute the risk of a micro-batch that is about to run, and warn if the risk is high."""
-        harmless = self._harmless
+        harmless = self.harmless
         if shape in harmless:  # most batches have the same shape
             self._batch_risk = harmless[shape]
             return
@@ -166,7 +168,7 @@ class MemoryForecasts:
         let_training_run()
         forecasts = {device: each.forecast() for device, each in self._forecasters.items()}
         self.forecasts = {device: forecast for device, forecast in forecasts.items() if forecast}
-        self._harmless = {}
+        self.harmless = {}
         self.risks = {device: self._risk(device, each) for device, each in self.forecasts.items()}
         pauses = map(_pause_seconds, self.forecasts.values())
         self._updated_at, self._pause_seconds = now, min(pauses, default=FAR_SECONDS)

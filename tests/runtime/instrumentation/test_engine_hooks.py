@@ -114,7 +114,9 @@ class Run:
             on_generation_start=lambda: None,
             on_generation_end=lambda: None,
         )
-        collector: Any = SimpleNamespace(on_step_end=self.steps.append)
+        collector: Any = SimpleNamespace(
+            on_step_end=lambda engine, counts: self.steps.append(counts)
+        )
         checkpoints: Any = SimpleNamespace(
             begin=lambda: self.events.append(("save", self.phase())),
             end=lambda *, saved: self.events.append(("saved", saved, self.phase())),

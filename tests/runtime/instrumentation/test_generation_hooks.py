@@ -88,7 +88,7 @@ class Run:
             on_generation_start=self.reader.begin_generation,
             on_generation_end=self.reader.end_generation,
         )
-        collector = SimpleNamespace(on_step_end=self.steps.append)
+        collector = SimpleNamespace(on_step_end=lambda engine, counts: self.steps.append(counts))
         checkpoints = SimpleNamespace()
         self.hooks = EngineHooks(
             engine, self.phases, self.fail_open, memory, collector, checkpoints, generated_before

@@ -41,13 +41,14 @@ class Job:
         self.engine = Engine()
         self.peak_bytes, self.has_own_peaks = 500.0, True
         self.assessed: list[Shape] = []
+        self.forecasts: Any = SimpleNamespace(assess_batch=self.assessed.append, harmless={})
         self.phases = PhaseTimer()
         self.hooks = MemoryHooks(
             self.engine,
             MemoryReader({"cpu": self._read}, {}, lambda device: self.has_own_peaks),
             self.phases,
             FailOpen(),
-            forecasts=SimpleNamespace(assess_batch=self.assessed.append),
+            forecasts=self.forecasts,
             on_exception=lambda error: None,
             detail_seconds=detail_seconds,
         )
@@ -100,6 +101,32 @@ def test_a_shape_that_is_the_same_object_again_counts_as_any_other(job: Job) -> 
         (Shape(4, 8), Shape(2, 8)),
     ]
     assert len(job.assessed) == 7
+    assert job.hooks.micro_batch == 3
+
+
+def test_a_harmless_shape_is_assessed_again_after_a_reading_and_by_new_forecasts(job: Job) -> None:
+    shape, size = BatchShape(samples=2, sequence_length=8), Shape(2, 8)
+    job.forecasts.harmless = {size: {"cpu": 0.0}}
+
+    def num_assessed_of_three() -> int:
+        job.assessed.clear()
+        for number in (1, 2, 3):
+            job.hooks.on_batch_start(shape, number)
+        return len(job.assessed)
+
+    first = num_assessed_of_three()
+    job.clock.seconds += 1.0
+    readings = [job.hooks.on_step_end()]
+    second = num_assessed_of_three()
+    job.forecasts.harmless = {size: {"cpu": 0.0}}
+    by_new_forecasts = num_assessed_of_three()
+    job.forecasts.harmless = {}
+    no_longer_harmless = num_assessed_of_three()
+    job.clock.seconds += 1.0
+    readings.append(job.hooks.on_step_end())
+
+    assert (first, second, by_new_forecasts, no_longer_harmless) == (1, 1, 1, 3)
+    assert [each.shapes for each in readings] == [(size,), (size,)]
     assert job.hooks.micro_batch == 3
 
 

@@ -55,7 +55,7 @@ class Rank:
 
     def end_step(self) -> RawStep:
         self.engine.global_steps += 1
-        self.collector.on_step_end(StepCounts())
+        self.collector.on_step_end(self.engine, StepCounts())
         assert not self.fail_open.failures
         return self.steps[-1]
 
