@@ -10,6 +10,7 @@ counters. Accumulated counts have no peaks and are not changed.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ ACCELERATOR_STATS = "_accelerator_getDeviceStats"
 ACCELERATOR_RESET = "_accelerator_resetPeakStats"
 
 Stats = dict[Any, Any]
+Peaks = dict[tuple[Any, ...], int]  # by the names that lead to a peak in Stats
 _PEAK = "peak"
 
 
@@ -43,8 +45,8 @@ class SharedPeakCounters:
         """
         self._stats: Callable[[int], Stats] = getattr(owner, STATS)
         self._reset: Callable[[int], None] = getattr(owner, RESET)
-        self._script_peaks: dict[int, Stats] = {}
-        self._own_peaks: dict[int, Stats] = {}
+        self._script_peaks: defaultdict[int, Peaks] = defaultdict(dict)
+        self._own_peaks: defaultdict[int, Peaks] = defaultdict(dict)
         self._lock = threading.Lock()
         self._open = True
         makers = {
@@ -63,10 +65,10 @@ class SharedPeakCounters:
             stats = self._stats(device)
             if not self._open:
                 return stats
-            peaks = peaks_in(stats)
             self._reset(device)
-            self._script_peaks[device] = larger_peaks(self._script_peaks.get(device, {}), peaks)
-            return with_peaks(stats, self._own_peaks.pop(device, {}))
+            add_peaks(self._script_peaks[device], stats)
+            own = self._own_peaks.pop(device, None)
+            return stats if own is None else with_peaks(stats, own)
 
     def restore(self) -> None:
         """Restore the original functions. Safe to call twice."""
@@ -78,7 +80,7 @@ class SharedPeakCounters:
             if torch.compiler.is_compiling() or not self._open:
                 return original(device)  # type: ignore[no-any-return]
             with self._lock:
-                return with_peaks(original(device), self._script_peaks.get(device, {}))
+                return with_peaks(original(device), self._script_peaks[device])
 
         return stats
 
@@ -87,49 +89,42 @@ class SharedPeakCounters:
             if torch.compiler.is_compiling() or not self._open:
                 return original(device)
             with self._lock:
-                peaks = peaks_in(self._stats(device))
-                self._own_peaks[device] = larger_peaks(self._own_peaks.get(device, {}), peaks)
+                add_peaks(self._own_peaks[device], self._stats(device))
                 self._script_peaks.pop(device, None)
                 return original(device)
 
         return reset
 
 
-def peaks_in(stats: Mapping[Any, Any]) -> Stats:
-    """Return the nested dictionaries of `stats`, reduced to the peaks."""
-    peaks: Stats = {}
-    for name, value in stats.items():
-        if name == _PEAK:
-            peaks[name] = value
-        elif isinstance(value, dict) and (inner := peaks_in(value)):
-            peaks[name] = inner
-    return peaks
-
-
-def larger_peaks(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> Stats:
-    """Merge two nested dictionaries of peaks. If both contain a peak, the larger is kept."""
-    merged = {**one, **other}
-    for name in one.keys() & other.keys():
-        if name == _PEAK:
-            merged[name] = max(one[name], other[name])
-        else:
-            merged[name] = larger_peaks(one[name], other[name])
-    return merged
-
-
-def with_peaks(stats: Mapping[Any, Any], peaks: Mapping[Any, Any]) -> Stats:
-    """Return `stats` with each peak raised to the peak in `peaks`, if the latter is larger.
-
-    Peaks of a pool that no longer exists are left out.
+def add_peaks(peaks: Peaks, stats: Mapping[Any, Any], names: tuple[Any, ...] = ()) -> None:
+    """Add the peaks in `stats` to `peaks`, which keeps the larger of two.
 
     Args:
+        peaks: Peaks by the names that lead to them, such as `("allocated_bytes", "all")`.
         stats: Nested statistics, as `Accelerator.memory_stats` returns them.
-        peaks: The peaks that `peaks_in` returned for earlier statistics.
+        names: The names that lead to `stats`.
+    """
+    peak = stats.get(_PEAK)
+    if peak is not None:  # a statistic, which contains no other
+        if peak > peaks.get(names, -1):
+            peaks[names] = peak
+        return
+    for name, value in stats.items():
+        if isinstance(value, dict):
+            add_peaks(peaks, value, (*names, name))
+
+
+def with_peaks(
+    stats: Mapping[Any, Any], peaks: Mapping[tuple[Any, ...], int], names: tuple[Any, ...] = ()
+) -> Stats:
+    """Return `stats` with each peak raised to the peak in `peaks`, if the latter is larger.
+
+    Peaks of a pool that no longer exists are left out. The arguments are those of `add_peaks`.
     """
     raised = dict(stats)
-    for name in stats.keys() & peaks.keys():
-        if name == _PEAK:
-            raised[name] = max(stats[name], peaks[name])
-        else:
-            raised[name] = with_peaks(stats[name], peaks[name])
+    for name, value in stats.items():
+        if isinstance(value, dict):
+            raised[name] = with_peaks(value, peaks, (*names, name))
+        elif name == _PEAK:
+            raised[name] = max(value, peaks.get(names, value))
     return raised
