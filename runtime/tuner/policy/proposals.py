@@ -43,6 +43,8 @@ HISTORY_REASON = "the best configuration in this context before"
 # compression is not switched on and off repeatedly.
 _HYSTERESIS = 0.5
 
+Pause = Callable[[], object]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunerInput:
@@ -82,7 +84,7 @@ class TunerInput:
         return next((one for one in self.symptoms if one.name == name), None)
 
 
-def propose(inputs: TunerInput, pause: Callable[[], object] = lambda: None) -> list[Proposal]:
+def propose(inputs: TunerInput, pause: Pause = lambda: None) -> list[Proposal]:
     """Return the changes to try, the most promising first.
 
     Under memory pressure, these are only changes that free memory, one per knob. They need not make
@@ -92,24 +94,22 @@ def propose(inputs: TunerInput, pause: Callable[[], object] = lambda: None) -> l
 
     Args:
         inputs: What is known of the job.
-        pause: Called between two proposals, as each takes some tenths of a millisecond.
+        pause: Called after each value that was judged, which takes some tenths of a millisecond.
     """
     pressure = inputs.symptom(MEMORY_PRESSURE)
     if pressure is not None:
-        return _first_per_knob(_for_symptom(inputs, pressure))
-    proposals = []
+        return _first_per_knob(_for_symptom(inputs, pressure, pause))
+    proposals: list[Proposal] = []
     for symptom in _actionable_symptoms(inputs):
-        for proposal in _worth_trying(_for_symptom(inputs, symptom)):
-            proposals.append(proposal)
-            pause()
+        proposals += _worth_trying(_for_symptom(inputs, symptom, pause))
     return _dedupe(
-        [*_from_history(inputs), *sorted(proposals, key=_priority), *relaxations(inputs)]
+        [*_from_history(inputs), *sorted(proposals, key=_priority), *relaxations(inputs, pause)]
     )
 
 
-def relaxations(inputs: TunerInput) -> list[Proposal]:
+def relaxations(inputs: TunerInput, pause: Pause = lambda: None) -> list[Proposal]:
     """Return proposals to undo costly changes whose reason is gone, or to use idle memory."""
-    return [*_drop_compression(inputs), *_spend_memory(inputs)]
+    return [*_drop_compression(inputs), *_spend_memory(inputs, pause)]
 
 
 def _actionable_symptoms(inputs: TunerInput) -> Iterator[Symptom]:
@@ -118,7 +118,7 @@ def _actionable_symptoms(inputs: TunerInput) -> Iterator[Symptom]:
     return iter(inputs.symptoms if others else ())
 
 
-def _for_symptom(inputs: TunerInput, symptom: Symptom) -> Iterator[Proposal]:
+def _for_symptom(inputs: TunerInput, symptom: Symptom, pause: Pause) -> Iterator[Proposal]:
     """Yield the proposals that may help against a symptom, in the order of KNOBS."""
     for spec in KNOBS:
         trigger = spec.triggers.get(symptom.name)
@@ -129,6 +129,7 @@ def _for_symptom(inputs: TunerInput, symptom: Symptom) -> Iterator[Proposal]:
         for value in _untried_values(inputs, spec, trigger):
             changes = _in_several_buckets(inputs, {spec.name: value})
             proposal = _proposal(inputs, changes, symptom, spec.description)
+            pause()
             if proposal is not None:
                 yield proposal
 
@@ -176,11 +177,11 @@ def _drop_compression(inputs: TunerInput) -> Iterator[Proposal]:
         yield replace(proposal, relaxes=True)
 
 
-def _spend_memory(inputs: TunerInput) -> Iterator[Proposal]:
+def _spend_memory(inputs: TunerInput, pause: Pause) -> Iterator[Proposal]:
     """Yield proposals that use more memory to save time."""
     idle = inputs.symptom(MEMORY_IDLE)
     if idle is not None and inputs.symptom(MEMORY_PRESSURE) is None:
-        yield from _worth_trying(_for_symptom(inputs, idle))
+        yield from _worth_trying(_for_symptom(inputs, idle, pause))
 
 
 def _proposal(

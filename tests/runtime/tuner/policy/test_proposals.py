@@ -113,6 +113,15 @@ def of_knob(given: TunerInput, knob: str) -> list[Value]:
     return [changes[knob] for changes in tried(given) if knob in changes]
 
 
+@pytest.mark.parametrize("reading", [SLOW_LINK, SHORT_OF_MEMORY])
+def test_a_pause_follows_each_value_that_was_judged(reading):
+    pauses = []
+    found = propose(tuner_input(reading), lambda: pauses.append(1))
+
+    assert len(pauses) >= len(found) > 0
+    assert found == propose(tuner_input(reading))
+
+
 def test_without_symptoms_nothing_is_proposed():
     assert tried(tuner_input(BUSY)) == []
 
