@@ -1,4 +1,4 @@
-"""Prints and notes which rank exited first, as the agent of torchrun in this process sees it.
+"""Prints and notes which rank failed first, as the agent of torchrun in this process sees it.
 
 The line is printed at once, before torchrun ends the other ranks. The next start reports the ranks
 that exited uncleanly, and reads the notes. A run folder whose host is lost blocks its readers, so
@@ -12,20 +12,21 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..common.exit_notes import (
     AFTER_FIRST,
-    FIRST_TO_EXIT,
+    FIRST_TO_FAIL,
     ExitNote,
     error_note,
     how_exited,
     write_exit_note,
 )
 from ..common.fail_open import FailOpen
+from ..common.format_numbers import format_ranks
 from ..common.plain_text import write_line_if_open
 from ..memory.oom.killed_ranks import exit_headline, workers_of_host
 from ..monitor.step_ring import recover
@@ -57,7 +58,8 @@ def record_worker_exits(runs: Path) -> Iterator[None]:
     def monitor(agent: Any, worker_group: Any) -> Any:
         result = original(agent, worker_group)
         if result.failures:
-            note(runs, worker_pids(worker_group), result.failures)
+            ended = ended_ranks(agent, worker_group, result.failures)
+            note(runs, worker_pids(worker_group), result.failures, ended)
         return result
 
     def stopped(agent: Any, worker_group: Any) -> None:
@@ -79,13 +81,37 @@ def worker_pids(worker_group: Any) -> Mapping[int, int]:
     return {worker.global_rank: worker.id for worker in worker_group.workers}
 
 
-def write_notes(runs: Path, pids: Mapping[int, int], failures: Mapping[int, Any]) -> None:
-    """Write a note on each worker that has left its liveness file, and print who exited first.
+def ended_ranks(agent: Any, worker_group: Any, failures: Mapping[int, Any]) -> list[int]:
+    """Return the ranks that had exited with code 0 before the first failure.
+
+    Later, torch ends the other ranks, which may then exit with code 0 too.
+
+    Args:
+        agent: torch's LocalElasticAgent. If it starts no scripts, no rank is known to have ended.
+        worker_group: Its workers.
+        failures: torch's ProcessFailure by rank.
+    """
+    processes = getattr(agent, "_pcontext", None)
+    running = getattr(processes, "_running_local_ranks", None)
+    if running is None:
+        return []
+    return [
+        worker.global_rank
+        for worker in worker_group.workers
+        if worker.local_rank not in running and worker.global_rank not in failures
+    ]
+
+
+def write_notes(
+    runs: Path, pids: Mapping[int, int], failures: Mapping[int, Any], ended: Sequence[int] = ()
+) -> None:
+    """Write a note on each worker that has left its liveness file, and print who failed first.
 
     Args:
         runs: The folder of run folders.
         pids: Process ids of all workers by rank.
         failures: torch's ProcessFailure by rank, the first to exit first among those of a second.
+        ended: The ranks that had exited with code 0 before.
     """
     first = min(failures, key=lambda rank: failures[rank].timestamp)
     noted = _call_with_limit(runs, lambda: _write_exit_notes(runs, pids, failures, first))
@@ -93,9 +119,15 @@ def write_notes(runs: Path, pids: Mapping[int, int], failures: Mapping[int, Any]
     if line is None:
         # Usually an exception has ended the rank: it has removed its file, and has printed its
         # traceback. Or it could not write its file.
-        line = f"rank {first} {FIRST_TO_EXIT}, {how_exited(failures[first].exitcode)}"
+        line = f"rank {first} {FIRST_TO_FAIL}, {how_exited(failures[first].exitcode)}"
         line += "; its own lines say why" if failures[first].exitcode >= 0 else ""
     write_line_if_open(sys.stderr, line)
+    if ended:
+        write_line_if_open(
+            sys.stderr,
+            f"before that, {format_ranks(ended)} had exited with code 0, so that the other ranks "
+            "could not reach it any more. Did the script end there early, or with less data?",
+        )
     if error is not None:
         write_line_if_open(
             sys.stderr,
@@ -146,7 +178,7 @@ def _write_exit_notes(
     if first not in notes:
         text = error_note(runs, first, pids[first], time.time() - ERROR_SECONDS)
         how = how_exited(failures[first].exitcode)
-        return (f"rank {first} {FIRST_TO_EXIT}, {how}: it {text}" if text else None), error
+        return (f"rank {first} {FIRST_TO_FAIL}, {how}: it {text}" if text else None), error
     folder, process = left[first, pids[first]]
     recover(folder)  # the last second of steps
     return exit_headline(folder, process, notes[first]), error
@@ -190,7 +222,7 @@ def _note_on(rank: int, first: int, failures: Mapping[int, Any]) -> ExitNote:
     code = failures[rank].exitcode if rank in failures else -signal.SIGTERM
     how_first = how_exited(failures[first].exitcode)
     if rank == first:
-        text = f"{FIRST_TO_EXIT}, {how_first}"
+        text = f"{FIRST_TO_FAIL}, {how_first}"
     elif code == -signal.SIGTERM:
         text = f"was ended by the launcher, {AFTER_FIRST}{first} had exited {how_first}"
     else:

@@ -21,7 +21,7 @@ FOLDER = "exits"
 # A liveness file that was reported is moved into the folder. Its new name has this ending.
 REPORTED_SUFFIX = ".life.json"
 # How the first rank of a host to exit, and those that exited because of it, are described.
-FIRST_TO_EXIT = "was the first rank of this host to exit"
+FIRST_TO_FAIL = "was the first rank of this host to fail"
 AFTER_FIRST = "after rank "
 # How a rank is described whose own error ended it.
 FAILED = "failed with "

@@ -1,8 +1,11 @@
-"""Formats sizes, counts and ratios as text for reports."""
+"""Formats sizes, counts, ratios and ranks as text for reports."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 UNKNOWN = "-"
+MAX_NAMED_RANKS = 8  # in one sentence
 
 
 def format_bytes(num_bytes: float | None) -> str:
@@ -47,3 +50,11 @@ def format_duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.3g} s"
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks, such as "ranks 1, 2". If there are many, only the first are listed."""
+    named = ", ".join(map(str, ranks[:MAX_NAMED_RANKS]))
+    num_more = len(ranks) - MAX_NAMED_RANKS
+    more = f" and {num_more} more" if num_more > 0 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"

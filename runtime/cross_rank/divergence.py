@@ -7,6 +7,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..common.format_numbers import format_ranks
+
 # Maximum number of calls before a divergence that are compared with the history.
 MAX_CONTEXT = 64
 
@@ -36,8 +38,8 @@ class Divergence:
             calls = "; ".join(f"rank {rank} {issued}" for rank, issued in self.issued.items())
             return f"the ranks issue different collectives from {at} on: {calls}"
         return (
-            f"{_ranks(self.diverged)} diverged from the common sequence of collectives at {at}: "
-            f"issued {' or '.join(own)}, where the others issued {' or '.join(others)}"
+            f"{format_ranks(self.diverged)} diverged from the common sequence of collectives at "
+            f"{at}: issued {' or '.join(own)}, where the others issued {' or '.join(others)}"
         )
 
 
@@ -89,8 +91,3 @@ def context_match_length(history: Sequence[Hashable], value: Hashable) -> int:
             same += 1
         best = max(best, same)
     return best
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    names = ", ".join(map(str, ranks))
-    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"

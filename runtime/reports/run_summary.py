@@ -48,7 +48,7 @@ from ...metrics.thresholds import (
     Severity,
     Threshold,
 )
-from ..common.exit_notes import AFTER_FIRST, FAILED, FIRST_TO_EXIT
+from ..common.exit_notes import AFTER_FIRST, FAILED, FIRST_TO_FAIL
 from ..common.format_numbers import format_bytes, format_duration
 from ..common.plain_text import printable
 from ..common.report_files import first_unix_seconds
@@ -1378,7 +1378,7 @@ def _incident_findings(found: _Evidence) -> Iterator[Finding]:
         hanging = [incident for incident in same if incident.path in found.hanging]
         newest = (hanging or same)[-1]
         if AFTER_FIRST in newest.headline:
-            causes = (FIRST_TO_EXIT, FAILED)
+            causes = (FIRST_TO_FAIL, FAILED)
             first = [each for each in same if any(cause in each.headline for cause in causes)]
             newest = (first or same)[-1]
         more = f" ({len(same)} such reports)" if len(same) > 1 else ""

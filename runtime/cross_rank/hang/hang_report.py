@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ...common.format_numbers import format_ranks
 from ...common.report_files import RESUMED, create_first_free, create_private, utc_text
 from ..exchange.rank_messages import Heartbeat
 from .hang_evidence import CallSummary, HangEvidence
@@ -27,8 +28,6 @@ MAX_REPORTS = 5
 MAX_PEERS = 64
 # Maximum number of collectives listed for each rank set.
 MAX_CALLS = 32
-# Maximum number of ranks named in one sentence.
-MAX_NAMED = 8
 # Seconds without a heartbeat after which a rank counts as silent. By default, ranks send heartbeats
 # each second. Heartbeats are read every four to six seconds.
 SILENT_SECONDS = 3.0
@@ -89,13 +88,6 @@ def summary(evidence: HangEvidence) -> str:
     return "; ".join(parts)
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Format ranks, such as "ranks 1, 2". If there are many, only the first are listed."""
-    named = ", ".join(map(str, ranks[:MAX_NAMED]))
-    more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
-
-
 def _moment(evidence: HangEvidence) -> Iterator[str]:
     yield f"rank {evidence.rank} on {evidence.host}, {utc_text(evidence.at_unix_seconds)}"
     yield f"last step that ended: {evidence.step}; phase: {evidence.phase}"
@@ -110,10 +102,10 @@ def _absences(evidence: HangEvidence) -> Iterator[str]:
     """List the ranks that are missing at each collective in which a rank waits."""
     own = f"rank {evidence.rank}"
     lines = [
-        f"{one.call}: {own} waits for {ranks_text(one.ranks)}" for one in missing_ranks(evidence)
+        f"{one.call}: {own} waits for {format_ranks(one.ranks)}" for one in missing_ranks(evidence)
     ]
     lines += [
-        f"{one.call}: {ranks_text(one.ranks)} wait{'s' * (len(one.ranks) == 1)} for {own}"
+        f"{one.call}: {format_ranks(one.ranks)} wait{'s' * (len(one.ranks) == 1)} for {own}"
         for one in waiting_ranks(evidence)
     ]
     if lines:
@@ -198,7 +190,7 @@ def _about_calls_in_flight(evidence: HangEvidence) -> str | None:
     absent = sorted(missing_ranks(evidence), key=lambda each: not _silent(each.ranks, peers))
     if absent:
         ranks = absent[0].ranks
-        behind = f"{ranks_text(ranks)} {_has(ranks)} not arrived at {absent[0].call}"
+        behind = f"{format_ranks(ranks)} {_has(ranks)} not arrived at {absent[0].call}"
         return f"{behind}; {_liveness(ranks, peers)}"
     if calls[0].sequence:
         where = f"all known members have arrived at {call}, which does not end"
@@ -217,7 +209,7 @@ def _about_this_rank(evidence: HangEvidence) -> str:
     if waiting:
         return (
             f"rank {evidence.rank} (this one) has not arrived at {waiting[0].call}, where "
-            f"{ranks_text(waiting[0].ranks)} {_wait(waiting[0].ranks)}; it {where}"
+            f"{format_ranks(waiting[0].ranks)} {_wait(waiting[0].ranks)}; it {where}"
         )
     return f"rank {evidence.rank} (this one) makes no progress: it {where}"
 

@@ -187,7 +187,7 @@ def exit_headline(folder: Path, process: ProcessMarker, note: ExitNote, root: Pa
 
     Examples:
         >>> exit_headline(folder, process, note)
-        'rank 1 was the first rank of this host to exit, by SIGSEGV, after step 30; last reading...'
+        'rank 1 was the first rank of this host to fail, by SIGSEGV, after step 30; last reading...'
     """
     records = read_last_records(
         folder, process.rank, process.started_at_unix_seconds, before_unix_seconds=math.inf

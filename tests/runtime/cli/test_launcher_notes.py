@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from zerowatch.runtime.cli.launcher_notes import worker_pids, write_notes
+from zerowatch.runtime.cli.launcher_notes import ended_ranks, worker_pids, write_notes
 
 
 def failures(**codes: tuple[int, float]) -> dict[int, SimpleNamespace]:
@@ -26,19 +26,19 @@ def failures(**codes: tuple[int, float]) -> dict[int, SimpleNamespace]:
     [
         (
             failures(rank_0=(-15, 9.0), rank_3=(1, 7.0), rank_5=(2, 8.0)),
-            "rank 3 was the first rank of this host to exit, with code 1; its own lines say why",
+            "rank 3 was the first rank of this host to fail, with code 1; its own lines say why",
         ),
         (
             failures(rank_2=(0, 7.0)),
-            "rank 2 was the first rank of this host to exit, with code 0; its own lines say why",
+            "rank 2 was the first rank of this host to fail, with code 0; its own lines say why",
         ),
         (
             failures(rank_1=(-9, 7.0)),
-            "rank 1 was the first rank of this host to exit, by SIGKILL",
+            "rank 1 was the first rank of this host to fail, by SIGKILL",
         ),
         (
             failures(rank_1=(-40, 7.0)),
-            "rank 1 was the first rank of this host to exit, by signal 40",
+            "rank 1 was the first rank of this host to fail, by signal 40",
         ),
     ],
 )
@@ -53,6 +53,18 @@ def test_the_first_rank_to_exit_is_printed_with_its_code_or_signal(
     [printed] = capsys.readouterr().err.splitlines()
     assert printed.startswith(f"zerowatch: {line}")
     assert ("its own lines" in printed) == ("code" in line)
+
+
+def test_a_rank_has_ended_if_it_neither_ran_nor_failed_at_the_first_failure() -> None:
+    workers = [SimpleNamespace(global_rank=4 + local, local_rank=local) for local in range(4)]
+    group = SimpleNamespace(workers=workers)
+    scripts = SimpleNamespace(_pcontext=SimpleNamespace(_running_local_ranks={1, 3}))
+    functions = SimpleNamespace(_pcontext=SimpleNamespace())
+
+    # Rank 4 failed, rank 5 was ended and 7 exited with code 0 when torch ended it.
+    found = failures(rank_4=(1, 7.0), rank_5=(-15, 8.0))
+    assert ended_ranks(scripts, group, found) == [6]
+    assert ended_ranks(functions, group, found) == []
 
 
 def test_the_processes_of_workers_are_by_their_global_rank() -> None:
@@ -72,6 +84,6 @@ def test_the_error_that_the_first_rank_has_noted_is_printed(
 
     [printed] = capsys.readouterr().err.splitlines()
     assert printed == (
-        "zerowatch: rank 0 was the first rank of this host to exit, with code 1: "
+        "zerowatch: rank 0 was the first rank of this host to fail, with code 1: "
         "it ended after rank 1 had failed with KeyError"
     )

@@ -177,6 +177,20 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path, way, code
     assert finished.returncode == code
     assert f"{COUNT} FAILED" in finished.stderr  # torchrun's summary, in the script's name
     assert "Traceback" not in finished.stderr
+    assert "before that" not in finished.stderr  # rank 0 was ended by the launcher
+
+
+@pytest.mark.jobs
+def test_a_rank_that_ends_before_another_one_fails_is_named(tmp_path):
+    finished = launched(*TWO_RANKS, COUNT, "leave", cwd=tmp_path)
+
+    lines = [line for line in finished.stderr.splitlines() if line.startswith("zerowatch: ")]
+    assert lines == [
+        "zerowatch: rank 1 was the first rank of this host to fail, with code 7; its own lines say "
+        "why",
+        "zerowatch: before that, rank 0 had exited with code 0, so that the other ranks could not "
+        "reach it any more. Did the script end there early, or with less data?",
+    ]
 
 
 def started_by(

@@ -8,6 +8,7 @@ from zerowatch.runtime.common.format_numbers import (
     format_bytes,
     format_count,
     format_duration,
+    format_ranks,
     format_ratio,
     format_seconds,
 )
@@ -102,3 +103,16 @@ def test_a_short_time_has_three_digits(seconds: float | None, text: str) -> None
 )
 def test_a_long_time_has_two_units(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "text"),
+    [
+        (1, "rank 0"),
+        (2, "ranks 0, 1"),
+        (8, "ranks 0, 1, 2, 3, 4, 5, 6, 7"),
+        (9, "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1 more"),
+    ],
+)
+def test_at_most_eight_ranks_are_named(num_ranks: int, text: str) -> None:
+    assert format_ranks(range(num_ranks)) == text

@@ -43,7 +43,7 @@ def test_the_report_of_a_job_with_a_launcher_has_the_rank_that_exited_first(
     assert finished.returncode == 0, finished.stderr
     run = tmp_path / "runs" / "night"
     verdict = assert_that_it_has_the_killed_attempt_only(run)
-    assert verdict.startswith("rank 1 was the first rank of this host to exit, by SIGKILL, ")
+    assert verdict.startswith("rank 1 was the first rank of this host to fail, by SIGKILL, ")
     assert not (run / "oom").exists()
     assert len(list((run / "launchers").iterdir())) == 1  # by which the restart found the folder
     for other in run.glob("*/rank-0-killed.txt"):  # it may have ended by an error of its own

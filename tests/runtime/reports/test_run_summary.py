@@ -29,7 +29,7 @@ from zerowatch.metrics.catalog import (
 )
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.step_record import StepRecord
-from zerowatch.runtime.common.exit_notes import AFTER_FIRST, FAILED, FIRST_TO_EXIT
+from zerowatch.runtime.common.exit_notes import AFTER_FIRST, FAILED, FIRST_TO_FAIL
 from zerowatch.runtime.common.report_files import utc_text
 from zerowatch.runtime.reports import run_summary
 from zerowatch.runtime.reports.end_tables import print_end_tables
@@ -312,7 +312,7 @@ def test_before_the_next_start_the_launchers_notes_show_how_the_run_ended(tmp_pa
     folder = write_run(tmp_path / "run", steps=40)
     (folder / "targets.json").write_text('[{"targets": ["10.0.0.1:9464"]}]')
     (folder / "exits").mkdir()
-    texts = (f"{FIRST_TO_EXIT}, by SIGKILL", f"was ended, {AFTER_FIRST}0 had exited by SIGKILL")
+    texts = (f"{FIRST_TO_FAIL}, by SIGKILL", f"was ended, {AFTER_FIRST}0 had exited by SIGKILL")
     for rank, text in enumerate(texts):
         note = json.dumps({"text": text, "may_be_oom_kill": rank == 0})
         (folder / f"exits/rank-{rank}-{100 + rank}-7-launcher.note.json").write_text(note)

@@ -18,7 +18,6 @@ from fakes.hangs import CALL, KEY, call, evidence, peer
 
 from zerowatch.runtime.cross_rank.hang.hang_evidence import RankSetSummary
 from zerowatch.runtime.cross_rank.hang.hang_report import (
-    ranks_text,
     report_text,
     summary,
     write_flight_recorder_dump,
@@ -205,19 +204,6 @@ def test_a_rank_is_silent_after_three_seconds(age_seconds: float, said: str) -> 
     found = evidence([call()], [peer(1, 1233, age_seconds=age_seconds)])
 
     assert summary(found) == f"rank 1 has not arrived at {CALL}; {said}"
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "text"),
-    [
-        (1, "rank 0"),
-        (2, "ranks 0, 1"),
-        (8, "ranks 0, 1, 2, 3, 4, 5, 6, 7"),
-        (9, "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1 more"),
-    ],
-)
-def test_at_most_eight_ranks_are_named(num_ranks: int, text: str) -> None:
-    assert ranks_text(range(num_ranks)) == text
 
 
 def lines_of(text: str, first: str) -> list[str]:

@@ -586,7 +586,7 @@ def test_the_launcher_notes_which_rank_exited_first(tmp_path: Path) -> None:
     assert [note.text for note in notes] == [
         "exited with code 1, after rank 2 had exited by SIGKILL",
         "was ended by the launcher, after rank 2 had exited by SIGKILL",
-        "was the first rank of this host to exit, by SIGKILL",
+        "was the first rank of this host to fail, by SIGKILL",
         "was ended by the launcher, after rank 2 had exited by SIGKILL",
     ]
     assert [note.may_be_oom_kill for note in notes] == [False, False, True, False]
@@ -618,14 +618,14 @@ def test_the_launcher_prints_one_line_on_the_rank_that_exited_first(
 
     killed, raised, unknown = capsys.readouterr().err.splitlines()
     assert killed == (
-        "zerowatch: rank 1 was the first rank of this host to exit, by SIGSEGV, "
+        "zerowatch: rank 1 was the first rank of this host to fail, by SIGSEGV, "
         "before its first record"
     )
     assert raised == (
-        "zerowatch: rank 3 was the first rank of this host to exit, with code 1; its own lines say "
+        "zerowatch: rank 3 was the first rank of this host to fail, with code 1; its own lines say "
         "why"
     )
-    assert unknown == "zerowatch: rank 4 was the first rank of this host to exit, by SIGKILL"
+    assert unknown == "zerowatch: rank 4 was the first rank of this host to fail, by SIGKILL"
 
 
 def test_the_launcher_prints_the_line_too_if_the_notes_cannot_be_written(
@@ -638,7 +638,7 @@ def test_the_launcher_prints_the_line_too_if_the_notes_cannot_be_written(
     write_notes(tmp_path, {0: 100}, failures({0: -signal.SIGKILL}))
 
     line, error = capsys.readouterr().err.splitlines()
-    assert line.startswith("zerowatch: rank 0 was the first rank of this host to exit, by SIGKILL")
+    assert line.startswith("zerowatch: rank 0 was the first rank of this host to fail, by SIGKILL")
     assert str(tmp_path / "one" / "exits") in error
     assert "run_log.folder" in error
 
@@ -655,7 +655,7 @@ def test_ranks_that_were_killed_after_the_loss_of_a_node_were_not_out_of_memory(
     note_killed_ranks(tmp_path, pids, exits, "host7")
 
     first, killed = (read_exit_notes(tmp_path / "one", worker) for worker in workers)
-    assert [note.text for note in first] == ["was the first rank of this host to exit, with code 1"]
+    assert [note.text for note in first] == ["was the first rank of this host to fail, with code 1"]
     assert [note.text for note in killed] == [
         "was ended by the launcher, because node host7 was lost"
     ]
@@ -682,7 +682,7 @@ def test_the_launcher_does_not_wait_for_a_run_folder_that_hangs(
     ended, failed, line = capsys.readouterr().err.splitlines()
     assert str(hanging_runs) in ended
     assert ended == failed
-    assert line.startswith("zerowatch: rank 0 was the first rank of this host to exit, with code 1")
+    assert line.startswith("zerowatch: rank 0 was the first rank of this host to fail, with code 1")
 
 
 def test_a_run_folder_that_answers_is_distinguished_from_one_that_is_gone(tmp_path: Path) -> None:

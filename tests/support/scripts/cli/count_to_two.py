@@ -9,6 +9,14 @@ rank = int(os.environ["RANK"])
 # In one write each: print may write its newline apart, and the ranks share a pipe.
 os.write(1, f"out: rank {rank} of {os.environ['WORLD_SIZE']} args {sys.argv[1:]}\n".encode())
 os.write(1, f"out: run {os.environ.get('ZEROWATCH_RUN_ID')}\n".encode())
+if "leave" in sys.argv and rank == 0:
+    with open("left", "w"):
+        sys.exit(0)
+if "leave" in sys.argv:
+    while not os.path.exists("left"):
+        time.sleep(0.01)
+    time.sleep(0.5)  # rank 0 ends; both exits may be seen at once
+    sys.exit(7)
 if "fail" in sys.argv and rank == 1:
     sys.exit(7)
 if "die" in sys.argv and rank == 1:
