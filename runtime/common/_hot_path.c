@@ -47,7 +47,7 @@ static PyObject *s_dtype, *s_nbytes, *s_is_sparse, *s_append, *s_get_future, *s_
     *s_compute, *s_blocks_compute, *s_find_end_on_device, *s_is_training_thread, *s_sees_device,
     *s_counts, *s_losses, *s_loss, *s_step, *s_ended_at, *s_skipped, *s_device_phases,
     *s_micro_batches, *s_samples, *s_tokens, *s_gradient_norm, *s_learning_rate, *s_loss_scale,
-    *s_phase_ns, *s_shape, *s_is_floating_point;
+    *s_phase_ns, *s_shape, *s_is_floating_point, *s_storage_offset;
 static PyObject *perf_counter_ns; /* time.perf_counter_ns */
 
 /* Replaces a field by another object. */
@@ -1560,7 +1560,7 @@ end_call(RecordedFunction *self, CollectiveCall *call, PyObject *work, OnDevice 
 
 /* Ends a report to Python code, which fails open itself. Releases the result and the exception that
  * was reported, which is raised again if `raises`. Returns -1 if an exception is set then: this one,
- * or that of Ctrl-C meanwhile. */
+ * or that of Ctrl-C meanwhile, with this one as its context. */
 static int
 end_report(PyObject *result, PyObject *error, int raises)
 {
@@ -1568,11 +1568,11 @@ end_report(PyObject *result, PyObject *error, int raises)
     int is_replaced = is_interrupt();
     if (!is_replaced)
         PyErr_Clear();
-    if (is_replaced || !raises) {
+    if (!raises) {
         Py_DECREF(error);
         return is_replaced ? -1 : 0;
     }
-    raise_again(error);
+    raise_again(is_replaced ? take_interrupt(error) : error);
     return -1;
 }
 
@@ -1953,6 +1953,16 @@ ScalarReader_init(ScalarReader *self, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
+/* Calls a method that returns an integer; -1 after an error. */
+static long long
+call_for_integer(PyObject *object, PyObject *name)
+{
+    PyObject *number = PyObject_CallMethodNoArgs(object, name);
+    long long value = number == NULL ? -1 : PyLong_AsLongLong(number);
+    Py_XDECREF(number);
+    return value;
+}
+
 static PyObject *
 read_scalar(ScalarReader *self, PyObject *tensor)
 {
@@ -1964,15 +1974,17 @@ read_scalar(ScalarReader *self, PyObject *tensor)
     if (dtype == NULL || (dtype != self->float32 && dtype != self->float64) ||
         !is_attribute(tensor, s_is_neg, Py_False, 1))
         return NULL;
-    PyObject *number = PyObject_CallMethodNoArgs(tensor, s_numel);
-    long long numel = number == NULL ? -1 : PyLong_AsLongLong(number);
-    Py_XDECREF(number);
-    if (numel != 1)
+    if (call_for_integer(tensor, s_numel) != 1)
         return NULL;
     PyObject *address = PyObject_CallMethodNoArgs(tensor, s_data_ptr);
     void *data = address == NULL ? NULL : PyLong_AsVoidPtr(address);
     Py_XDECREF(address);
     if (data == NULL)
+        return NULL;
+    /* Without memory, as after a resize of the storage to 0, it is the offset of the tensor. */
+    long long offset = call_for_integer(tensor, s_storage_offset);
+    size_t item = dtype == self->float32 ? sizeof(float) : sizeof(double);
+    if (offset < 0 || (size_t)data == (size_t)offset * item)
         return NULL;
     return PyFloat_FromDouble(dtype == self->float32 ? *(float *)data : *(double *)data);
 }
@@ -2535,6 +2547,7 @@ make_names(void)
         {&s_phase_ns, "phase_ns"},
         {&s_shape, "shape"},
         {&s_is_floating_point, "is_floating_point"},
+        {&s_storage_offset, "storage_offset"},
     };
     for (size_t i = 0; i < Py_ARRAY_LENGTH(names); i++)
         if ((*names[i].name = PyUnicode_InternFromString(names[i].text)) == NULL)

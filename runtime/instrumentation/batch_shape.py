@@ -22,7 +22,8 @@ class BatchShape:
         samples: Number of samples, the first dimension.
         elements: Elements of the tensor from which the samples were read.
         tokens: Number of tokens, padding included.
-        sequence_length: Number of tokens of each sample, padding included.
+        sequence_length: Number of tokens of each sample, padding included. None for a nested tensor,
+            whose samples differ in length.
     """
 
     samples: int | None = None
@@ -64,18 +65,20 @@ def _read_tensors(named: Any, shape: BatchShape) -> None:
             if isinstance(value, dict):
                 _read_tensors(value.items(), shape)
             continue
-        size = value.shape
-        if not size:
+        num_dimensions = value.dim()
+        if not num_dimensions:
             continue
+        # Not `shape`: a nested tensor has none, or one with symbols.
+        samples, elements = value.size(0), value.numel()
         if shape.samples is None:
-            shape.samples, shape.elements = size[0], value.numel()
-        if len(size) != 2:
+            shape.samples, shape.elements = samples, elements
+        if num_dimensions != 2:
             continue
         is_named, dtype = name in TOKEN_NAMES, value.dtype
         holds_integers = not (dtype.is_floating_point or dtype is torch.bool)
         if is_named or (shape.tokens is None and holds_integers):
-            shape.samples, shape.sequence_length = size
-            shape.tokens = size[0] * size[1]
+            shape.samples, shape.tokens = samples, elements
+            shape.sequence_length = None if value.is_nested else value.size(1)
         if is_named:
             return
 

@@ -334,6 +334,19 @@ def test_only_dense_floats_in_host_memory_are_read(source: Any, is_read: bool) -
 
 
 @needs_c
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_view_of_freed_or_no_memory_is_not_read(dtype: torch.dtype) -> None:
+    # torch gives both an address: their offset. Printing the first one ends the process.
+    freed = torch.tensor([1.0, 3.140625], dtype=dtype)[1]
+    freed.untyped_storage().resize_(0)
+    zero = torch._efficientzerotensor(2, dtype=dtype)[1]
+    read = hot_path.ScalarReader(torch.Tensor, torch.float32, torch.float64)
+
+    assert [each.data_ptr() for each in (freed, zero)] == [dtype.itemsize] * 2
+    assert [read(each) for each in (freed, zero)] == [None, None]
+
+
+@needs_c
 def test_scalars_are_the_same_with_and_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = [torch.tensor([0.1]), torch.tensor(2.5, requires_grad=True), torch.tensor(7), 0.1, 3]
     found = [device_scalar.scalar(source) for source in sources]
@@ -545,6 +558,47 @@ def test_only_an_interrupt_while_a_call_is_read_reaches_the_script(
     assert dict(recording.fail_open.failures) == (
         {} if raised is KeyboardInterrupt else {"collectives": 1}
     )
+
+
+@needs_c
+@pytest.mark.parametrize("where", ["call", "wait"])
+def test_an_interrupt_during_the_report_of_a_failed_call_keeps_its_error(
+    world: None, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    class Work:
+        def get_future(self) -> Any:
+            return torch.futures.Future()
+
+        def wait(self) -> None:
+            raise RuntimeError("in the call")
+
+    original = c10d.all_reduce
+
+    def call(tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        original(tensor, group=group)  # the group counts the call
+        if where == "wait":
+            return Work()
+        raise RuntimeError("in the call")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    contexts = []
+    for in_c in (True, False):
+        with monkeypatch.context() as patched:
+            patched.setattr(c10d, "all_reduce", call)
+            patched.setattr(dist, "all_reduce", call)
+            patched.setattr(dist, "Work", Work)
+            recording = Recording(pytest.MonkeyPatch(), in_c=in_c)  # it undoes all its patches
+            recording.recorder.connect(recording.phases, None, interrupt)
+            try:
+                with pytest.raises(KeyboardInterrupt) as raised:
+                    dist.all_reduce(some(), async_op=True).wait()
+            finally:
+                recording.instrumentation.close()
+        contexts.append(repr(raised.value.__context__))
+
+    assert contexts == ["RuntimeError('in the call')"] * 2
 
 
 @needs_c

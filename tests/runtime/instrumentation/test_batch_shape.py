@@ -38,6 +38,17 @@ def test_tensors_in_a_list_are_found() -> None:
     assert batch_shape(([torch.zeros(6, 2), "name"],), {}).samples == 6
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_samples_of_different_lengths_have_tokens_and_no_length(layout: torch.layout) -> None:
+    lines = [integers(2), integers(3), integers(7)]
+    tokens = torch.nested.nested_tensor(lines, layout=layout)
+    vectors = torch.nested.nested_tensor([torch.ones(2, 5), torch.ones(3, 5)], layout=layout)
+
+    assert batch_shape((tokens,), {}) == BatchShape(3, 12, 12, None)
+    assert batch_shape((), {"x": vectors}) == BatchShape(2, 25, None, None)
+
+
 def test_a_batch_without_tensors_is_unknown() -> None:
     assert batch_shape(("text", 3), {"scale": torch.tensor(1.0)}) == UNKNOWN
 
