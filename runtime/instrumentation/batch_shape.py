@@ -22,7 +22,7 @@ class BatchShape:
         samples: Number of samples, the first dimension.
         elements: Elements of the tensor from which the samples were read.
         tokens: Number of tokens, padding included.
-        sequence_length: Number of tokens of each sample, padding included. None for a nested tensor,
+        sequence_length: Number of tokens of each sample, padding included. None for nested tensors,
             whose samples differ in length.
     """
 
