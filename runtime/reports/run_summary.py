@@ -18,6 +18,7 @@ from time import time as unix_seconds
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from ...metrics.catalog import (
     across_ranks,
@@ -71,6 +72,16 @@ LAST_STEPS = 10  # the last loss is their mean, because batches differ; at most 
 STALL_FACTOR = 1.5
 # From this multiple of the interval of metrics on, a rank has trained on without them.
 EARLY_END_INTERVALS = 3
+# A rank that was killed has no collectives and no memory of its last second; this leaves room.
+UNRECORDED_SECONDS = 5.0
+_NO_METRICS = (
+    "Its monitoring process had ended (process.separate; the log of the script says why), or the "
+    "metrics could not be written"
+)
+_ADVICE_ON_UNKNOWN = (
+    "Look at the problems of this report first: a rank may have trained on without monitoring. "
+    "Otherwise nothing could time these calls; the table of causes has what is known of the rest."
+)
 OTHER_RATIO_HIGH = 0.5
 STEPS_OF_A_HUNDREDTH = 100  # fewer steps have no slowest hundredth
 MIN_STEPS_FOR_QUANTILES = 20
@@ -498,6 +509,7 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
         run=run,
         status=status,
         figures=figures,
+        causes=causes,
         rows=rows,
         memories=memories,
         devices=device_figures,
@@ -558,6 +570,7 @@ class _RankTime:
         exposed: Exposed communication in training; None if unknown.
         comm_wall: Wall time of the steps whose communication is known.
         exposed_training: Training time of the steps whose exposed communication is known.
+        exposed_steps: Number of these steps.
     """
 
     steps: int
@@ -568,6 +581,7 @@ class _RankTime:
     exposed: float | None
     comm_wall: float
     exposed_training: float
+    exposed_steps: int
 
     @classmethod
     def of(cls, steps: RankSteps) -> _RankTime:
@@ -588,6 +602,7 @@ class _RankTime:
             comm_wall=wall * _known_share(steps, "comm_seconds", steps.column("seconds")),
             exposed_training=training
             * _known_share(steps, "comm_exposed_seconds", training_seconds(steps)),
+            exposed_steps=steps.totals["comm_exposed_seconds"].count,
         )
 
 
@@ -618,6 +633,19 @@ def _known_share(steps: RankSteps, name: str, seconds: Column) -> float:
     return float(known / whole) if whole else 0.0
 
 
+def _rows_with_collectives(steps: RankSteps) -> npt.NDArray[np.bool_]:
+    """Return which rows have their collectives: not steps that were appended after a kill."""
+    known = ~np.isnan(steps.column("comm_seconds"))
+    for name in steps.names("collective"):  # a call may have no duration
+        if name.endswith(".calls"):
+            known |= steps.column(f"collective.{name}") > 0
+    return known
+
+
+def _steps_with_collectives(ranks: Iterable[RankSteps]) -> float:
+    return sum(steps.num_steps * float(_rows_with_collectives(steps).mean()) for steps in ranks)
+
+
 def _end_reasons(run: RecordedRun, metrics: RecordedMetrics) -> dict[int, str]:
     """Return how monitoring ended, by rank of the last attempt."""
     return {
@@ -643,14 +671,34 @@ def _lost_beginnings(run: RecordedRun, metrics: RecordedMetrics) -> Iterator[str
             )
 
 
+def _unrecorded_ends(run: RecordedRun) -> dict[int, str]:
+    """Return the ranks whose last steps lack collectives and memory, and what to say of each."""
+    found = {}
+    for rank, steps in run.ranks.items():
+        known = np.flatnonzero(_rows_with_collectives(steps))
+        if not known.size:
+            continue
+        last, ended_at = known[-1], steps.column("ended_at")
+        num_rows, seconds = steps.num_rows - 1 - last, float(ended_at[-1] - ended_at[last])
+        # A killed rank loses those of its last second.
+        if num_rows > 1 and seconds > UNRECORDED_SECONDS:
+            found[rank] = (
+                f"rank {rank}: the last {num_rows * steps.steps_per_row} recorded steps, "
+                f"{format_duration(seconds)}, have neither collectives nor memory. {_NO_METRICS}"
+            )
+    return found
+
+
 def _early_ends(run: RecordedRun, metrics: RecordedMetrics) -> Iterator[str]:
     """Yield the ranks that trained on after their metrics had ended."""
+    unrecorded = _unrecorded_ends(run)
+    yield from unrecorded.values()
     interval = run.setting("run_log", "metrics_interval_seconds")
     if not isinstance(interval, int | float) or interval <= 0:
         return
     for rank, counted in metrics.ranks.items():
         steps, last = run.ranks.get(rank), counted.value(overhead.WATCH_LAST_UPDATE_TIMESTAMP.name)
-        if steps is None or last is None:
+        if steps is None or last is None or rank in unrecorded:
             continue
         ended_at = steps.column("ended_at")
         # A killed rank has metrics until an interval before its end, and a busy disk delays them.
@@ -658,9 +706,8 @@ def _early_ends(run: RecordedRun, metrics: RecordedMetrics) -> Iterator[str]:
             later = int((ended_at > last).sum()) * steps.steps_per_row
             yield (
                 f"rank {rank}: the metrics end {format_duration(float(ended_at[-1]) - last)} "
-                f"before the last step, so {later} steps may lack collectives and memory. Its "
-                "monitoring process had ended (process.separate; the log of the script says why), "
-                "or the metrics could not be written"
+                f"before the last step, so {later} steps may lack collectives and memory. "
+                f"{_NO_METRICS}"
             )
 
 
@@ -809,13 +856,13 @@ def _causes(times: Mapping[int, _RankTime], metrics: RecordedMetrics) -> tuple[T
     seconds["unknown"] = unknown if unknown > 1e-6 * exposed else 0.0
     scale = sum(time.exposed or 0.0 for time in known) / exposed if exposed > 0 else 0.0
     seconds = {cause: spent * scale for cause, spent in seconds.items()}
-    return _shares(seconds, training_time, sum(time.steps for time in known), len(known))
+    return _shares(seconds, training_time, sum(time.exposed_steps for time in known), len(known))
 
 
 def _collectives(
     ranks: Sequence[RankSteps], metrics: RecordedMetrics
 ) -> tuple[CollectiveShare, ...]:
-    steps = sum(each.num_steps for each in ranks)
+    steps = _steps_with_collectives(ranks)
     ops = dict.fromkeys(
         name.rsplit(".", 1)[0] for each in ranks for name in each.names("collective")
     )
@@ -823,7 +870,7 @@ def _collectives(
     def total(op: str, part: str) -> float | None:
         found = [each.total(f"collective.{op}.{part}") for each in ranks]
         known = [value for value in found if value is not None]
-        return sum(known) / steps if known else None
+        return sum(known) / steps if known and steps else None
 
     def bandwidth(op: str) -> float | None:
         return min(
@@ -1200,7 +1247,8 @@ def _communication_figures(
         "comm_ratio": share(lambda time: time.comm, lambda time: time.comm_wall),
         "comm_exposed_ratio": share(lambda time: time.exposed, lambda time: time.exposed_training),
         "comm_wire_bytes_per_step": _ratio(
-            sum(known_bytes) if known_bytes else None, sum(time.steps for time in times.values())
+            sum(known_bytes) if known_bytes else None,
+            _steps_with_collectives(run.ranks[rank] for rank in times),
         ),
         "comm_volume_ratio": max((v for v in volume if v is not None), default=None),
         "comm_coverage_ratio": min((v for v in coverage if v is not None), default=None),
@@ -1307,6 +1355,7 @@ class _Evidence:
     run: RecordedRun
     status: Status
     figures: Mapping[str, float | None]
+    causes: Sequence[TimeShare]
     rows: Sequence[RankRow]
     memories: Sequence[DeviceMemory]
     devices: Sequence[DeviceFigures]
@@ -1462,14 +1511,20 @@ def _communication_findings(found: _Evidence) -> Iterator[Finding]:
         causes = {cause: found.figure(f"{cause}_ratio") for cause in _CAUSE_TEXTS}
         main = max(causes, key=lambda cause: causes[cause])
         why = ""
-        if causes[main] > 0:
+        unknown = sum(share.ratio for share in found.causes if share.name == "unknown")
+        is_unknown = unknown > causes[main] > 0
+        if is_unknown:
+            why = ", for the largest part because of calls whose wait was not measured"
+        elif causes[main] > 0:
             extent = "mostly" if causes[main] > exposed / 2 else "for the largest part"
             why = f", {extent} because {_CAUSE_TEXTS[main]}"
         yield Finding(
             severity="warning",
             name="exposed_comm",
             sentence=f"Training waited for communication {percent(exposed)} of its time{why}.",
-            advice=_advice_on_cause(main if causes[main] > 0 else None, found),
+            advice=_ADVICE_ON_UNKNOWN
+            if is_unknown
+            else _advice_on_cause(main if causes[main] > 0 else None, found),
             cost_ratio=exposed,
         )
     link = figures["link_bandwidth_ratio"]

@@ -1038,8 +1038,12 @@ def exposed_finding(
         ({"imbalance": 1.125}, ", mostly because another rank was late"),
         ({"latency": 1.0}, ", for the largest part because each call has a fixed cost"),
         (
-            {"redundancy": 0.5, "latency": 0.25},
+            {"redundancy": 1.0, "latency": 0.25},
             ", for the largest part because more was sent than the ZeRO stage needs",
+        ),
+        (
+            {"redundancy": 0.75, "latency": 0.25},
+            ", for the largest part because of calls whose wait was not measured",
         ),
         ({"bandwidth": 1.5, "imbalance": 0.25}, ", mostly because the link was busy"),
     ],
@@ -1426,6 +1430,66 @@ def test_a_rank_that_trained_on_after_its_metrics_ended_is_named(
     assert len(problems) == num_problems
     says = "rank 1: the metrics end 46 s before the last step, so 92 steps may lack collectives"
     assert all(each.startswith(says) for each in problems)
+
+
+def without_collectives(step: int, **changes: Any) -> StepRecord:
+    """A step as it is appended from the ring of steps after a kill."""
+    unknown: dict[str, Any] = {"collectives": {}, "comm_seconds": None, "memory_bytes": {}}
+    return step_record(step, **{**unknown, "comm_exposed_seconds": None, **changes})
+
+
+@pytest.mark.parametrize(("num_missing", "num_problems"), [(0, 0), (10, 0), (11, 1), (60, 1)])
+def test_a_rank_whose_last_steps_have_no_collectives_is_named(
+    tmp_path: Path, num_missing: int, num_problems: int
+) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        is_missing = rank == 1 and step > 200 - num_missing
+        return without_collectives(step) if is_missing else step_record(step)
+
+    folder = write_run(tmp_path / "run", steps=200, record=record)
+    summary = summary_of(folder)
+
+    says = f"rank 1: the last {num_missing} recorded steps, {num_missing / 2:g} s, have neither"
+    assert [each for each in summary.problems if each.startswith(says)] == list(
+        summary.problems[:num_problems]
+    )
+    assert summary.collectives[0].calls_per_step == 2
+
+
+def test_a_killed_rank_with_long_steps_may_lack_the_collectives_of_one(tmp_path: Path) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        make = without_collectives if step == 20 else step_record
+        return make(step, ended_at_unix_seconds=STARTED + 30.0 * step)
+
+    problems = summary_of(write_run(tmp_path / "run", steps=20, record=record)).problems
+    assert not [each for each in problems if "collectives" in each]
+
+
+def test_calls_without_a_duration_count_as_recorded(tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path / "run", steps=50, record=lambda rank, step: step_record(step, comm_seconds=None)
+    )
+
+    assert not [each for each in summary_of(folder).problems if "collectives" in each]
+
+
+def test_the_causes_of_waiting_are_those_of_the_steps_with_collectives(tmp_path: Path) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        return without_collectives(step) if step > 4 else step_record(step)
+
+    folder = write_run(tmp_path / "run", ranks=1, steps=6, record=record)
+    with RecordedRank(folder) as rank:
+        rank.recorder.add(communication.COMM_EXPOSED_SECONDS, 0.2, "dp")
+        rank.recorder.add(communication.COMM_CAUSE_SECONDS, 0.2, "bandwidth")
+    [cause] = [each for each in summary_of(folder).causes if each.name == "bandwidth"]
+
+    assert (cause.seconds_per_step, cause.ratio) == pytest.approx((0.05, 0.1))
+
+
+def test_if_most_of_the_wait_was_not_measured_the_advice_is_to_look_why(tmp_path: Path) -> None:
+    finding = exposed_finding(tmp_path / "run", {"bandwidth": 0.5})
+
+    assert finding.advice.startswith("Look at the problems of this report first")
 
 
 def test_without_a_metrics_log_the_advice_on_waiting_is_to_write_one(tmp_path: Path) -> None:
