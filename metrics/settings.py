@@ -158,7 +158,8 @@ class ProcessSettings(Section):
     separate: bool = False
     """Whether each rank has a process of its own for all that needs no engine: step log, metrics
     and their server, forecasts, comparison of the ranks. Training then waits less for Python's
-    interpreter lock, and nothing is lost if a rank is killed. Each such process takes some 290 MB.
+    interpreter lock, and the log of a killed rank has all steps at once. Each such process takes
+    some 260 MB.
     Not with a TrainingRun, OTLP, `profile`, `memory.trace_leaks`, or a script without DeepSpeed,
     which are monitored in the training's process."""
 

@@ -29,6 +29,7 @@ _LEAST_FREE_BYTES = 64 * 2**20
 _LEAST_SHARED_BYTES = 2**30
 _LEAST_DESCRIPTORS = 4096
 _SLOW_WRITE_SECONDS = 2.0
+_MONITORING_PROCESS = "zerowatch.runtime.separate_process"  # in its command
 _IN_MEMORY = ("tmpfs", "ramfs")
 _NETWORK = ("nfs", "nfs4", "lustre", "cifs", "smb3", "ceph", "gpfs", "beegfs", "fuse.sshfs", "9p")
 
@@ -78,12 +79,14 @@ def _check_metrics_ports(job: Job) -> Iterator[Finding]:
         elif serve.strict_port:
             yield failed(
                 f"{text}; serve.strict_port is set, so nothing would be served",
-                f"end the process, or set serve.port (ZEROWATCH_SERVE_PORT={ports[0] + 100})",
+                "end the process if nobody needs it, or set serve.port "
+                f"(ZEROWATCH_SERVE_PORT={ports[0] + 100})",
             )
         else:
             yield warning(
                 f"{text}; the rank would serve on another port",
-                "end the process, or set serve.port; Prometheus finds the other port by /targets",
+                "end the process if nobody needs it, or set serve.port; Prometheus finds the other "
+                "port by /targets",
             )
     if not taken:
         last = f" to {serve.port + job.local_ranks - 1}" if job.local_ranks > 1 else ""
@@ -122,6 +125,8 @@ def _listener(port: int) -> str:
             try:
                 process = psutil.Process(each.pid)
                 command = " ".join(process.cmdline()) or process.name()
+                if _MONITORING_PROCESS in command:
+                    return f"the monitoring process {each.pid} of a run of {process.username()}"
                 return f"process {each.pid} of {process.username()} ({command[:80]})"
             except psutil.Error:
                 return f"process {each.pid}"

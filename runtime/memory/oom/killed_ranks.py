@@ -515,7 +515,8 @@ _ADVICE = {
     ExitCause.UNKNOWN: ("Check the logs of the machine and of the scheduler at that time.",),
     ExitCause.OTHERWISE: (
         "Check the launcher's and the scheduler's logs for a signal (time limit, preemption, "
-        "another rank's exit), and look for a core dump.",
+        "another rank's exit: see the report of that rank). After SIGSEGV, SIGBUS or SIGABRT, look "
+        "for a core dump.",
     ),
 }
 

@@ -9,6 +9,9 @@ import errno
 import os
 import resource
 import shutil
+import socket
+import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -227,7 +230,8 @@ def test_a_taken_port_of_a_rank_and_the_rendezvous_are_named(
             Verdict.WARNING,
             "127.0.0.1:9465 for the metrics of local rank 1: taken by the owner of 9465; the rank "
             "would serve on another port",
-            "end the process, or set serve.port; Prometheus finds the other port by /targets",
+            "end the process if nobody needs it, or set serve.port; Prometheus finds the other "
+            "port by /targets",
         ),
         (
             Verdict.FAILED,
@@ -244,6 +248,21 @@ def test_a_taken_port_of_a_rank_and_the_rendezvous_are_named(
     ]
 
 
+def test_a_port_of_a_running_job_is_named_so() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        waits = "import sys; sys.stdin.read()"
+        command = [sys.executable, "-c", waits, "-m", "zerowatch.runtime.separate_process", "16"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[taken.fileno()]) as other:
+            taken.close()
+            found = host._listener(port)
+            other.communicate()
+
+    assert found.startswith(f"the monitoring process {other.pid} of a run of ")
+
+
 def test_a_taken_port_that_must_be_had_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(world_size=1, settings=serving(strict_port=True))
 
@@ -251,7 +270,9 @@ def test_a_taken_port_that_must_be_had_is_a_failure(monkeypatch: pytest.MonkeyPa
 
     assert verdict == Verdict.FAILED
     assert text.endswith("of 9464; serve.strict_port is set, so nothing would be served")
-    assert advice == "end the process, or set serve.port (ZEROWATCH_SERVE_PORT=9564)"
+    assert advice == (
+        "end the process if nobody needs it, or set serve.port (ZEROWATCH_SERVE_PORT=9564)"
+    )
 
 
 @pytest.mark.parametrize(
