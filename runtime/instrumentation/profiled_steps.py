@@ -8,6 +8,7 @@ with a step, on the training thread. The watch thread reads the events of the pr
 from __future__ import annotations
 
 import atexit
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from ..common import accelerator
 from ..common.patching import PatchSet
 from .trace_files import TraceFiles
 
+# Profiles that wait to be read, each of some megabytes. With so many, no further step is profiled.
+MAX_UNREAD = 8
 # The name of the profiler event that spans the step.
 MARK = "zerowatch: profiled step"
 # Prefixes of events of the training thread that are not operators, such as waits.
@@ -82,26 +85,29 @@ class ProfiledSteps:
         self._profile: Any = None
         self._mark: Any = None
         self._patches = PatchSet()
-        self._finished: tuple[int, Any] | None = None
+        self._finished: deque[tuple[int, Any]] = deque()  # read by the watch thread, once a second
 
     def on_step_end(self, step: int) -> None:
         """End the running profile, and start one if the next step is due. Training thread only."""
         if self._profile is not None:
-            self._finished = step, self._stop()
-        if (step + 1) % self._every_steps == 0 and not _another_profile_runs():
+            self._finished.append((step, self._stop()))
+        is_due = (step + 1) % self._every_steps == 0 and len(self._finished) < MAX_UNREAD
+        if is_due and not _another_profile_runs():
             self._start()
 
     def compare(self, record: StepRecord) -> None:
         """Publish the profile of this step, if the step was profiled. Watch thread only."""
-        finished = self._finished
-        if finished is None or finished[0] > record.step:
-            return
-        self._finished = None
-        if self._traces is not None:
-            self._traces.save(*finished)
-        if finished[0] < record.step:  # its record was lost
-            return
-        overlap = read_overlap(finished[1].events(), on_device=self._on_device)
+        while self._finished and self._finished[0][0] <= record.step:
+            step, results = self._finished.popleft()
+            try:
+                if self._traces is not None:
+                    self._traces.save(step, results)
+            finally:
+                if step == record.step:  # else its record was lost
+                    self._publish(record, results)
+
+    def _publish(self, record: StepRecord, results: Any) -> None:
+        overlap = read_overlap(results.events(), on_device=self._on_device)
         if overlap is None:
             return
         with self._recorder.commit():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from zerowatch.metrics.catalog import communication
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.instrumentation.profiled_steps import (
     MARK,
+    MAX_UNREAD,
     ProfiledSteps,
     read_overlap,
     split_step,
@@ -137,10 +139,8 @@ def test_on_a_device_kernels_count_and_those_of_nccl_communicate() -> None:
 def test_the_error_is_the_difference_to_the_profiler_over_the_step() -> None:
     recorder = Recorder()
     profiled = ProfiledSteps(2, recorder, on_device=False)
-    profiled._finished = (
-        4,
-        FakeResults(FakeEvent(MARK, 0, 200), FakeEvent("gloo:all_reduce", 50, 100)),
-    )
+    results = FakeResults(FakeEvent(MARK, 0, 200), FakeEvent("gloo:all_reduce", 50, 100))
+    profiled._finished.append((4, results))
 
     profiled.compare(step(4, comm=0.040))
 
@@ -173,6 +173,30 @@ def test_a_profiled_steps_ratios_are_published_with_its_record(profiled: Profile
     assert profiled._recorder.snapshot().value(communication.STEP_TIME_RATIO, "compute") > 0.5
 
 
+def test_all_profiles_since_the_last_second_are_read(profiled: ProfiledSteps) -> None:
+    saved: list[int] = []
+    profiled._traces = SimpleNamespace(save=lambda step, results: saved.append(step))  # type: ignore[assignment]
+    for number in range(1, 8):
+        profiled.on_step_end(number)
+        work()
+    profiled.close()
+    shares = []
+    for number in (1, 2, 3, 5, 6):  # the record of step 4 is lost
+        profiled.compare(step(number))
+        shares.append(profiled._recorder.snapshot().value(communication.STEP_TIME_RATIO, "compute"))
+
+    assert saved == [2, 4, 6]
+    assert shares[0] is None and shares[1] == shares[2] == shares[3] != shares[4]
+
+
+def test_profiles_that_nobody_reads_are_limited(profiled: ProfiledSteps) -> None:
+    for number in range(1, 2 * MAX_UNREAD + 4):
+        profiled.on_step_end(number)
+
+    assert [step for step, _ in profiled._finished] == list(range(2, 2 * MAX_UNREAD + 1, 2))
+    assert not autograd_profiler._is_profiler_enabled
+
+
 def test_a_profile_of_the_script_prevents_ours(profiled: ProfiledSteps) -> None:
     with profile(activities=[ProfilerActivity.CPU]) as theirs:
         profiled.on_step_end(1)
@@ -180,7 +204,7 @@ def test_a_profile_of_the_script_prevents_ours(profiled: ProfiledSteps) -> None:
         profiled.on_step_end(2)
 
     assert "aten::mm" in names(theirs)
-    assert profiled._finished is None
+    assert not profiled._finished
 
 
 def test_a_profile_started_inside_ours_is_complete(profiled: ProfiledSteps) -> None:
@@ -191,7 +215,7 @@ def test_a_profile_started_inside_ours_is_complete(profiled: ProfiledSteps) -> N
     profiled.on_step_end(2)
 
     assert "aten::mm" in names(theirs)
-    assert profiled._finished is None
+    assert not profiled._finished
 
 
 def test_the_profilers_functions_are_restored(profiled: ProfiledSteps) -> None:
