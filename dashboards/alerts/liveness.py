@@ -89,7 +89,7 @@ def _run_died(timing: Timing) -> Alert:
         description=(
             "No rank of the run answers, and none ended in good order. A rank was last seen "
             "training at {{ $value | humanizeTimestamp }}. Hosts of its ranks: "
-            f"{_hosts(timing)}. The end of the launcher's output names the rank that exited "
+            f"{_hosts(timing)}. The end of the launcher's output names the rank that failed "
             "first. Restart the run from its last checkpoint. The alert ends when the run answers "
             "again, or after six hours."
         ),

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,7 +43,7 @@ ERROR_SECONDS = 60.0
 def record_worker_exits(runs: Path) -> Iterator[None]:
     """Note and print the exits of this process's workers while the context is open.
 
-    Each attempt prints one line.
+    Each attempt prints the rank that failed first, and the ranks that had ended before.
 
     Args:
         runs: The folder of run folders.
@@ -56,10 +56,12 @@ def record_worker_exits(runs: Path) -> Iterator[None]:
     note = FailOpen().wrap("exit notes", write_notes, is_kept=True)
 
     def monitor(agent: Any, worker_group: Any) -> Any:
+        running = running_local_ranks(agent)
         result = original(agent, worker_group)
         if result.failures:
-            ended = ended_ranks(agent, worker_group, result.failures)
-            note(runs, worker_pids(worker_group), result.failures, ended)
+            note(
+                runs, worker_pids(worker_group), result.failures, ended_ranks(worker_group, running)
+            )
         return result
 
     def stopped(agent: Any, worker_group: Any) -> None:
@@ -81,24 +83,28 @@ def worker_pids(worker_group: Any) -> Mapping[int, int]:
     return {worker.global_rank: worker.id for worker in worker_group.workers}
 
 
-def ended_ranks(agent: Any, worker_group: Any, failures: Mapping[int, Any]) -> list[int]:
-    """Return the ranks that had exited with code 0 before the first failure.
+def running_local_ranks(agent: Any) -> frozenset[int] | None:
+    """Return the local ranks of torch's agent that had not ended when it looked last.
 
-    Later, torch ends the other ranks, which may then exit with code 0 too.
+    None before the start, and if the agent starts no scripts.
+    """
+    running = getattr(getattr(agent, "_pcontext", None), "_running_local_ranks", None)
+    return None if running is None else frozenset(running)
+
+
+def ended_ranks(worker_group: Any, running: Collection[int] | None) -> list[int]:
+    """Return the ranks that had exited with code 0 before torch's agent looked and found a failure.
+
+    After a failure, torch ends the other ranks, which may then exit with code 0 too.
 
     Args:
-        agent: torch's LocalElasticAgent. If it starts no scripts, no rank is known to have ended.
-        worker_group: Its workers.
-        failures: torch's ProcessFailure by rank.
+        worker_group: The agent's workers.
+        running: The local ranks that ran when it looked before. None if that is not known.
     """
-    processes = getattr(agent, "_pcontext", None)
-    running = getattr(processes, "_running_local_ranks", None)
     if running is None:
         return []
     return [
-        worker.global_rank
-        for worker in worker_group.workers
-        if worker.local_rank not in running and worker.global_rank not in failures
+        worker.global_rank for worker in worker_group.workers if worker.local_rank not in running
     ]
 
 
@@ -125,8 +131,8 @@ def write_notes(
     if ended:
         write_line_if_open(
             sys.stderr,
-            f"before that, {format_ranks(ended)} had exited with code 0, so that the other ranks "
-            "could not reach it any more. Did the script end there early, or with less data?",
+            f"before that, {format_ranks(ended)} had exited with code 0. Ranks that still train "
+            "then fail. Did the script end there early, or with less data?",
         )
     if error is not None:
         write_line_if_open(

@@ -20,7 +20,7 @@ from .liveness_file import ProcessMarker
 FOLDER = "exits"
 # A liveness file that was reported is moved into the folder. Its new name has this ending.
 REPORTED_SUFFIX = ".life.json"
-# How the first rank of a host to exit, and those that exited because of it, are described.
+# How the first rank of a host to fail, and those that exited because of it, are described.
 FIRST_TO_FAIL = "was the first rank of this host to fail"
 AFTER_FIRST = "after rank "
 # How a rank is described whose own error ended it.
@@ -43,7 +43,7 @@ class ExitNote:
     """How one process exited.
 
     Attributes:
-        text: What happened, such as "was the first to exit, by SIGKILL".
+        text: What happened, such as "was the first rank of this host to fail, by SIGKILL".
         may_be_oom_kill: Whether SIGKILL ended the process. The kernel's OOM killer sends SIGKILL.
     """
 

@@ -97,8 +97,10 @@ class ProfiledSteps:
 
     def compare(self, record: StepRecord) -> None:
         """Publish the profile of this step, if the step was profiled. Watch thread only."""
-        while self._finished and self._finished[0][0] <= record.step:
-            step, results = self._finished.popleft()
+        waiting = self._finished
+        # After a checkpoint was loaded, steps have lower numbers than a profile from before.
+        while waiting and (waiting[0][0] <= record.step or waiting[0][0] > waiting[-1][0]):
+            step, results = waiting.popleft()
             try:
                 if self._traces is not None:
                     self._traces.save(step, results)

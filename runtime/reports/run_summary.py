@@ -18,7 +18,6 @@ from time import time as unix_seconds
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from ...metrics.catalog import (
     across_ranks,
@@ -633,17 +632,28 @@ def _known_share(steps: RankSteps, name: str, seconds: Column) -> float:
     return float(known / whole) if whole else 0.0
 
 
-def _rows_with_collectives(steps: RankSteps) -> npt.NDArray[np.bool_]:
-    """Return which rows have their collectives: not steps that were appended after a kill."""
+def _unrecorded_rows(steps: RankSteps) -> int:
+    """Return the number of rows at the end that have neither collectives nor any reading.
+
+    0 if they may be the last second of a killed rank.
+    """
     known = ~np.isnan(steps.column("comm_seconds"))
     for name in steps.names("collective"):  # a call may have no duration
         if name.endswith(".calls"):
             known |= steps.column(f"collective.{name}") > 0
-    return known
+    for kind in ("memory", "device"):  # calls of DDP may be unknown
+        for name in steps.names(kind):
+            known |= ~np.isnan(steps.column(f"{kind}.{name}"))
+    rows, ended_at = np.flatnonzero(known), steps.column("ended_at")
+    if not rows.size:
+        return 0
+    num_rows = steps.num_rows - 1 - int(rows[-1])
+    is_long = float(ended_at[-1] - ended_at[rows[-1]]) > UNRECORDED_SECONDS
+    return num_rows if num_rows > 1 and is_long else 0
 
 
-def _steps_with_collectives(ranks: Iterable[RankSteps]) -> float:
-    return sum(steps.num_steps * float(_rows_with_collectives(steps).mean()) for steps in ranks)
+def _steps_with_collectives(ranks: Iterable[RankSteps]) -> int:
+    return sum(each.num_steps - _unrecorded_rows(each) * each.steps_per_row for each in ranks)
 
 
 def _end_reasons(run: RecordedRun, metrics: RecordedMetrics) -> dict[int, str]:
@@ -675,13 +685,9 @@ def _unrecorded_ends(run: RecordedRun) -> dict[int, str]:
     """Return the ranks whose last steps lack collectives and memory, and what to say of each."""
     found = {}
     for rank, steps in run.ranks.items():
-        known = np.flatnonzero(_rows_with_collectives(steps))
-        if not known.size:
-            continue
-        last, ended_at = known[-1], steps.column("ended_at")
-        num_rows, seconds = steps.num_rows - 1 - last, float(ended_at[-1] - ended_at[last])
-        # A killed rank loses those of its last second.
-        if num_rows > 1 and seconds > UNRECORDED_SECONDS:
+        if num_rows := _unrecorded_rows(steps):
+            ended_at = steps.column("ended_at")
+            seconds = float(ended_at[-1] - ended_at[-1 - num_rows])
             found[rank] = (
                 f"rank {rank}: the last {num_rows * steps.steps_per_row} recorded steps, "
                 f"{format_duration(seconds)}, have neither collectives nor memory. {_NO_METRICS}"

@@ -32,13 +32,11 @@ from ..common.fail_open import FailOpen
 from ..common.gil_pauses import let_training_run
 from ..common.launcher_link import send_run_folder
 from ..common.phase_timer import NON_TRAINING
-from ..common.report_files import write_or_warn
 from ..estimator.volume_check import EngineVariant, engine_variant, estimate_data_parallel
 from ..instrumentation.raw_step import RawStep
 from ..memory.forecast.forecast_service import ForecastState
 from ..memory.memory_reader import Readings
 from ..monitor.memory_analysis import MemoryAnalysis
-from ..monitor.run_folder import TARGETS_FILE
 from ..monitor.step_ring import StepRing
 from ..monitor.subscriptions import CLOSE_SECONDS as LISTENER_SECONDS
 from ..monitor.subscriptions import Subscriptions
@@ -126,11 +124,6 @@ class MonitoringProcess:
     def is_alive(self) -> bool:
         """Whether it still receives what is sent."""
         return not self._connection.is_closed
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it has ended before the run."""
-        return not (self.is_alive or self._has_ended.is_set())
 
     def start(self, setup: Setup) -> None:
         """Send the setup, with which the process begins."""
@@ -526,15 +519,7 @@ class ForwardedRunFolder:
             self.close_ring(is_complete=is_complete and has_ended)
 
     def withdraw_targets(self) -> None:
-        """Empty the targets file of rank 0 if the monitoring process has failed.
-
-        Otherwise that process does it, after the last scrape.
-        """
-        if self.rank != 0 or not self._process.has_failed or self.path is None:
-            return
-        file = self.path / TARGETS_FILE
-        if file.is_file():
-            write_or_warn(file, "[]\n")
+        """Do nothing: the monitoring process does it after the last scrape."""
 
     def close_ring(self, *, is_complete: bool) -> None:
         """Release the ring. Its file remains if not all steps were sent."""
@@ -559,8 +544,6 @@ class ForwardedServer:
 
     def close_after_final_scrape(self, before_close: Callable[[], object]) -> None:
         """Let the server close by itself after the last scrape."""
-        if self._process.has_failed:
-            before_close()
         self._process.linger(interrupted=False)
 
 

@@ -161,7 +161,7 @@ CASES = (
             summary="Training night-7 has died",
             description="No rank of the run answers, and none ended in good order. A rank was last "
             "seen training at 1970-01-01 00:09:55 +0000 UTC. Hosts of its ranks: node-0, node-1. "
-            "The end of the launcher's output names the rank that exited first. Restart the run "
+            "The end of the launcher's output names the rank that failed first. Restart the run "
             "from its last checkpoint. The alert ends when the run answers again, or after six "
             "hours.",
         ),

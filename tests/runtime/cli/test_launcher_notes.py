@@ -10,7 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from zerowatch.runtime.cli.launcher_notes import ended_ranks, worker_pids, write_notes
+from zerowatch.runtime.cli.launcher_notes import (
+    ended_ranks,
+    running_local_ranks,
+    worker_pids,
+    write_notes,
+)
 
 
 def failures(**codes: tuple[int, float]) -> dict[int, SimpleNamespace]:
@@ -55,16 +60,17 @@ def test_the_first_rank_to_exit_is_printed_with_its_code_or_signal(
     assert ("its own lines" in printed) == ("code" in line)
 
 
-def test_a_rank_has_ended_if_it_neither_ran_nor_failed_at_the_first_failure() -> None:
+def test_a_rank_has_ended_if_it_did_not_run_when_the_agent_looked_before_the_failure() -> None:
     workers = [SimpleNamespace(global_rank=4 + local, local_rank=local) for local in range(4)]
     group = SimpleNamespace(workers=workers)
-    scripts = SimpleNamespace(_pcontext=SimpleNamespace(_running_local_ranks={1, 3}))
-    functions = SimpleNamespace(_pcontext=SimpleNamespace())
+    context = SimpleNamespace(_running_local_ranks={0, 3})
+    scripts = running_local_ranks(SimpleNamespace(_pcontext=context))
+    context._running_local_ranks.clear()  # seen at the same moment as the failure
+    functions = running_local_ranks(SimpleNamespace(_pcontext=SimpleNamespace()))
+    not_started = running_local_ranks(SimpleNamespace(_pcontext=None))
 
-    # Rank 4 failed, rank 5 was ended and 7 exited with code 0 when torch ended it.
-    found = failures(rank_4=(1, 7.0), rank_5=(-15, 8.0))
-    assert ended_ranks(scripts, group, found) == [6]
-    assert ended_ranks(functions, group, found) == []
+    assert ended_ranks(group, scripts) == [5, 6]
+    assert (ended_ranks(group, functions), ended_ranks(group, not_started)) == ([], [])
 
 
 def test_the_processes_of_workers_are_by_their_global_rank() -> None:

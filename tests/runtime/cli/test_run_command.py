@@ -188,8 +188,8 @@ def test_a_rank_that_ends_before_another_one_fails_is_named(tmp_path):
     assert lines == [
         "zerowatch: rank 1 was the first rank of this host to fail, with code 7; its own lines say "
         "why",
-        "zerowatch: before that, rank 0 had exited with code 0, so that the other ranks could not "
-        "reach it any more. Did the script end there early, or with less data?",
+        "zerowatch: before that, rank 0 had exited with code 0. Ranks that still train then "
+        "fail. Did the script end there early, or with less data?",
     ]
 
 

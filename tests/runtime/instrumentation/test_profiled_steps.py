@@ -189,6 +189,20 @@ def test_all_profiles_since_the_last_second_are_read(profiled: ProfiledSteps) ->
     assert shares[0] is None and shares[1] == shares[2] == shares[3] != shares[4]
 
 
+def test_a_profile_from_before_a_checkpoint_was_loaded_holds_up_no_later_one(
+    profiled: ProfiledSteps,
+) -> None:
+    saved: list[int] = []
+    profiled._traces = SimpleNamespace(save=lambda step, results: saved.append(step))  # type: ignore[assignment]
+    for number in (999, 1000, 501, 502, 503, 504):
+        profiled.on_step_end(number)
+        work()
+    for number in (501, 502, 503, 504):
+        profiled.compare(step(number))
+
+    assert saved == [1000, 502, 504]
+
+
 def test_profiles_that_nobody_reads_are_limited(profiled: ProfiledSteps) -> None:
     for number in range(1, 2 * MAX_UNREAD + 4):
         profiled.on_step_end(number)

@@ -30,7 +30,6 @@ from zerowatch.runtime.separate_process.forwarding import (
     EngineChanges,
     ForwardedRecorder,
     ForwardedRunFolder,
-    ForwardedServer,
     Forwarder,
 )
 from zerowatch.runtime.separate_process.messages import OpenedRun, StoreAddress
@@ -217,42 +216,6 @@ def test_the_ring_remains_unless_the_process_has_written_all_steps(
 
     assert (before, folder.path, folder.run_id) == (None, tmp_path / "r", "r")
     assert len(list(tmp_path.glob("zerowatch-steps-*"))) == num_left
-
-
-@pytest.mark.parametrize(
-    ("rank", "has_failed", "is_withdrawn"),
-    [(0, True, True), (0, False, False), (1, True, False)],
-)
-@pytest.mark.parametrize("at_exit", [True, False])
-def test_rank_0_withdraws_the_targets_if_its_monitoring_process_cannot(
-    tmp_path: Path, rank: int, has_failed: bool, is_withdrawn: bool, at_exit: bool
-) -> None:
-    process: Any = Process()
-    process.has_failed = has_failed
-    process.linger = lambda *, interrupted: None
-    folder = ForwardedRunFolder(process, rank=rank, is_logged=False)
-    process.run = OpenedRun(run_id="r", folder=str(tmp_path))
-    (tmp_path / "targets.json").write_text('["a target"]')
-
-    if at_exit:
-        folder.withdraw_targets()
-    else:
-        ForwardedServer(process, 0.0).close_after_final_scrape(folder.withdraw_targets)
-
-    text = (tmp_path / "targets.json").read_text()
-    assert text == ("[]\n" if is_withdrawn else '["a target"]')
-
-
-def test_a_failed_monitoring_process_without_a_run_folder_has_no_targets(tmp_path: Path) -> None:
-    process: Any = Process()
-    process.has_failed = True
-    folder = ForwardedRunFolder(process, rank=0, is_logged=False)
-
-    folder.withdraw_targets()  # the id of the run is not known
-    process.run = OpenedRun(run_id="r", folder=str(tmp_path))
-    folder.withdraw_targets()
-
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_changes_of_an_engine_are_counted() -> None:
