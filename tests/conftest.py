@@ -57,10 +57,15 @@ def seed(pytestconfig: pytest.Config) -> int:
 
 @pytest.fixture(scope="session", autouse=True)
 def rings_of_steps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the rings of this process, some of which no test closes, out of /dev/shm."""
+    """Keep the rings of this process, some of which no test closes, out of /dev/shm.
+
+    At the end, those of the jobs that tests have killed are deleted there.
+    """
+    shared = step_ring.SHARED_MEMORY
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_ring, "SHARED_MEMORY", tmp_path_factory.mktemp("shm"))
         yield
+    step_ring.recover(tmp_path_factory.getbasetemp(), shared)
 
 
 @pytest.fixture(scope="module")

@@ -46,6 +46,7 @@ from lab.two_hosts import missing
 
 from zerowatch.dashboards.timing import MINUTE, Timing
 from zerowatch.metrics.atomic_file import atomic_write
+from zerowatch.runtime.monitor.step_ring import recover
 
 SCALE = 1 / 15
 RUNS_AT_ONCE = 2  # of two ranks each, which mostly sleep
@@ -177,6 +178,7 @@ def incident_lab() -> Iterator[IncidentLab]:
     """Start the servers; end them, and remove all files."""
     with tempfile.TemporaryDirectory(prefix="zerowatch-incidents-") as name, ExitStack() as undo:
         folder = Path(name)
+        undo.callback(recover, folder)  # deletes what killed ranks leave in /dev/shm
         targets = folder / "targets.json"
         targets.write_text("[]")
         (folder / "servers").mkdir()
