@@ -159,9 +159,8 @@ class ProcessSettings(Section):
     """Whether each rank has a process of its own for all that needs no engine: step log, metrics
     and their server, forecasts, comparison of the ranks. Training then waits less for Python's
     interpreter lock, and the log of a killed rank has all steps at once. Each such process takes
-    some 260 MB.
-    Not with a TrainingRun, OTLP, `profile`, `memory.trace_leaks`, or a script without DeepSpeed,
-    which are monitored in the training's process."""
+    some 260 MB. Not with a TrainingRun, OTLP, `profile`, `memory.trace_leaks`, or a script without
+    DeepSpeed, which are monitored in the training's process."""
 
 
 class SamplingSettings(Section):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ...metrics.catalog.labels import PHASES
@@ -87,8 +87,6 @@ class MemoryHooks:
         self._detail_seconds = detail_seconds
         self._shapes: dict[Shape, None] = {}
         self._last_shape: BatchShape | None = None
-        # The forecasts' table of harmless shapes if it had the last shape; else None.
-        self._harmless: Mapping[Shape, Mapping[str, float]] | None = None
         self.reading_due = self._detail_due = 0.0
         self._bytes_by_category = fail_open.wrap("memory categories", bytes_by_category)
         self._on_phase_end = fail_open.wrap("memory phases", self._read_phase)
@@ -112,10 +110,9 @@ class MemoryHooks:
             micro_batch: The number of the micro-batch within its step, starting at 1.
         """
         self.micro_batch = micro_batch
-        is_last = shape is self._last_shape  # equal shapes are often one object
-        if is_last and self._shapes and self._harmless is self._forecasts.harmless:
-            return  # the shape was recorded since the last reading, and found to be harmless
-        batch = self.shape if is_last else None
+        batch = self.shape if shape is self._last_shape else None  # often the same object
+        if batch is not None and self._shapes and batch in self._forecasts.harmless:
+            return  # it was recorded since the last reading, and assessed by these forecasts
         if batch is None:
             if shape.samples is None:
                 return
@@ -125,9 +122,7 @@ class MemoryHooks:
         if len(self._shapes) >= MAX_SHAPES:
             self._shapes = dict.fromkeys(largest_shapes(tuple(self._shapes)))
         self._shapes[batch] = None
-        harmless = self._forecasts.harmless
         self._forecasts.assess_batch(batch)
-        self._harmless = harmless if batch in harmless else None
 
     def on_backward_end(self) -> None:
         """In a detailed sample, sum the engine's tensors while the buckets exist."""

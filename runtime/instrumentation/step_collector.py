@@ -12,7 +12,7 @@ from typing import Any
 from ...metrics.exporters.trace_context import OPENTELEMETRY, current_trace_labels
 from ..collectives.unseen_calls import UnseenCalls
 from ..common import accelerator
-from ..common.device_scalar import ScalarOrPending, host_value, scalar
+from ..common.device_scalar import ScalarOrPending, scalar
 from .memory_hooks import MemoryHooks
 from .profiled_steps import ProfiledSteps
 from .raw_step import RawStep, StepCounts
@@ -138,9 +138,7 @@ def _is_deepcompile_active(engine: Any) -> bool:
 
 
 def _gradient_norm(engine: Any) -> ScalarOrPending:
-    norm = engine.get_global_grad_norm()
-    value = host_value(norm)  # `scalar` does it too, with one more frame of Python
-    return scalar(norm) if value is None else value
+    return scalar(engine.get_global_grad_norm())
 
 
 def _learning_rate(engine: Any) -> ScalarOrPending:

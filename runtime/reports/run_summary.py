@@ -77,10 +77,6 @@ _NO_METRICS = (
     "Its monitoring process had ended (process.separate; the log of the script says why), or the "
     "metrics could not be written"
 )
-_ADVICE_ON_UNKNOWN = (
-    "Look at the problems of this report first: a rank may have trained on without monitoring. "
-    "Otherwise nothing could time these calls; the table of causes has what is known of the rest."
-)
 OTHER_RATIO_HIGH = 0.5
 STEPS_OF_A_HUNDREDTH = 100  # fewer steps have no slowest hundredth
 MIN_STEPS_FOR_QUANTILES = 20
@@ -876,7 +872,7 @@ def _collectives(
     def total(op: str, part: str) -> float | None:
         found = [each.total(f"collective.{op}.{part}") for each in ranks]
         known = [value for value in found if value is not None]
-        return sum(known) / steps if known and steps else None
+        return sum(known) / steps if known else None
 
     def bandwidth(op: str) -> float | None:
         return min(
@@ -1516,21 +1512,20 @@ def _communication_findings(found: _Evidence) -> Iterator[Finding]:
     if exposed > found.limit(EXPOSED_COMM_RATIO_HIGH):
         causes = {cause: found.figure(f"{cause}_ratio") for cause in _CAUSE_TEXTS}
         main = max(causes, key=lambda cause: causes[cause])
-        why = ""
         unknown = sum(share.ratio for share in found.causes if share.name == "unknown")
-        is_unknown = unknown > causes[main] > 0
-        if is_unknown:
+        cause, why = None, ""
+        if unknown > causes[main] > 0:
+            cause = "unknown"
             why = ", for the largest part because of calls whose wait was not measured"
         elif causes[main] > 0:
+            cause = main
             extent = "mostly" if causes[main] > exposed / 2 else "for the largest part"
             why = f", {extent} because {_CAUSE_TEXTS[main]}"
         yield Finding(
             severity="warning",
             name="exposed_comm",
             sentence=f"Training waited for communication {percent(exposed)} of its time{why}.",
-            advice=_ADVICE_ON_UNKNOWN
-            if is_unknown
-            else _advice_on_cause(main if causes[main] > 0 else None, found),
+            advice=_advice_on_cause(cause, found),
             cost_ratio=exposed,
         )
     link = figures["link_bandwidth_ratio"]
@@ -1590,6 +1585,12 @@ def _advice_on_cause(cause: str | None, found: _Evidence) -> str:
         return (
             f"Send less: larger micro-batches with fewer accumulation steps, {less}or gradient "
             "compression. overlap_comm hides more of it behind backward."
+        )
+    if cause == "unknown":
+        return (
+            "Look at the problems of this report first: a rank may have trained on without "
+            "monitoring. Otherwise nothing could time these calls; the table of causes has what is "
+            "known of the rest."
         )
     if found.has_metrics:
         return (

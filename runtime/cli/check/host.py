@@ -17,6 +17,7 @@ import psutil
 
 from ....errors import SettingsError
 from ....metrics.exporters.listener import candidate_ports
+from ... import separate_process
 from ...common.format_numbers import format_bytes
 from ...common.hidden_secrets import without_secret_parts
 from .verdicts import Finding, Job, failed, ok, skipped, warning
@@ -29,7 +30,6 @@ _LEAST_FREE_BYTES = 64 * 2**20
 _LEAST_SHARED_BYTES = 2**30
 _LEAST_DESCRIPTORS = 4096
 _SLOW_WRITE_SECONDS = 2.0
-_MONITORING_PROCESS = "zerowatch.runtime.separate_process"  # in its command
 _IN_MEMORY = ("tmpfs", "ramfs")
 _NETWORK = ("nfs", "nfs4", "lustre", "cifs", "smb3", "ceph", "gpfs", "beegfs", "fuse.sshfs", "9p")
 
@@ -125,7 +125,7 @@ def _listener(port: int) -> str:
             try:
                 process = psutil.Process(each.pid)
                 command = " ".join(process.cmdline()) or process.name()
-                if _MONITORING_PROCESS in command:
+                if separate_process.__name__ in command:
                     return f"the monitoring process {each.pid} of a run of {process.username()}"
                 return f"process {each.pid} of {process.username()} ({command[:80]})"
             except psutil.Error:

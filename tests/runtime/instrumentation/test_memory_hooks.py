@@ -106,7 +106,14 @@ def test_a_shape_that_is_the_same_object_again_counts_as_any_other(job: Job) -> 
 
 def test_a_harmless_shape_is_assessed_again_after_a_reading_and_by_new_forecasts(job: Job) -> None:
     shape, size = BatchShape(samples=2, sequence_length=8), Shape(2, 8)
-    job.forecasts.harmless = {size: {"cpu": 0.0}}
+    is_harmless = True
+
+    def assess(batch: Shape) -> None:
+        job.assessed.append(batch)
+        if is_harmless:
+            job.forecasts.harmless[batch] = {"cpu": 0.0}
+
+    job.forecasts.assess_batch = assess
 
     def num_assessed_of_three() -> int:
         job.assessed.clear()
@@ -118,9 +125,9 @@ def test_a_harmless_shape_is_assessed_again_after_a_reading_and_by_new_forecasts
     job.clock.seconds += 1.0
     readings = [job.hooks.on_step_end()]
     second = num_assessed_of_three()
-    job.forecasts.harmless = {size: {"cpu": 0.0}}
-    by_new_forecasts = num_assessed_of_three()
     job.forecasts.harmless = {}
+    by_new_forecasts = num_assessed_of_three()
+    job.forecasts.harmless, is_harmless = {}, False
     no_longer_harmless = num_assessed_of_three()
     job.clock.seconds += 1.0
     readings.append(job.hooks.on_step_end())
