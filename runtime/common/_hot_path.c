@@ -2249,9 +2249,22 @@ static PyTypeObject ShapeReader_Type = {
 #define SKIPPED 1
 #define HOST_TIMES 2
 
+/* The fields of a step and of its counts that are written. */
+enum {
+    STEP, ENDED_AT, GRADIENT_NORM, LEARNING_RATE, LOSS_SCALE, DEVICE_PHASES, PHASE_NS, COUNTS,
+    MICRO_BATCHES, SAMPLES, TOKENS, LOSSES, IS_SKIPPED,
+    NUM_FIELDS,
+};
+static PyObject **const field_names[NUM_FIELDS] = {
+    &s_step, &s_ended_at, &s_gradient_norm, &s_learning_rate, &s_loss_scale, &s_device_phases,
+    &s_phase_ns, &s_counts, &s_micro_batches, &s_samples, &s_tokens, &s_losses, &s_skipped,
+};
+
 typedef struct {
     PyObject_HEAD
     PyObject *buffer;
+    PyTypeObject *owners[NUM_FIELDS]; /* the last class of which each field was read */
+    Py_ssize_t places[NUM_FIELDS];    /* the byte of the field in its objects; 0 if it has none */
     Py_ssize_t first_byte, num_slots;
     int num_phases;
     unsigned long long number; /* of the last step that was written, from 1 on */
@@ -2349,11 +2362,43 @@ append_time(unsigned char *end, PyObject *value)
     return number == -1.0 && PyErr_Occurred() ? NULL : append(end, &number, sizeof(number));
 }
 
+/* Notes where the objects of a class with __slots__ have a field. Returns 0, or -1 if it has none. */
+static int
+find_place(StepSlots *self, PyTypeObject *type, int field)
+{
+    PyObject *found = PyObject_GetAttr((PyObject *)type, *field_names[field]);
+    if (found == NULL)
+        return -1;
+    PyMemberDescrObject *member = (PyMemberDescrObject *)found;
+    int is_slot = Py_IS_TYPE(found, &PyMemberDescr_Type) && PyDescr_TYPE(member) == type &&
+                  member->d_member->type == T_OBJECT_EX;
+    self->places[field] = is_slot ? member->d_member->offset : 0;
+    Py_DECREF(found);
+    Py_XSETREF(self->owners[field], (PyTypeObject *)Py_NewRef((PyObject *)type));
+    return 0;
+}
+
+/* Returns a new reference to a field, without a search for its name if it is a slot. With cold
+ * caches, the searches would take longer than all the rest of the writing. */
+static PyObject *
+read_field(StepSlots *self, PyObject *object, int field)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    if (self->owners[field] != type && find_place(self, type, field) < 0)
+        PyErr_Clear(); /* an object may have fields that its class lacks */
+    if (self->owners[field] == type && self->places[field] > 0) {
+        PyObject *value = *(PyObject **)((char *)object + self->places[field]);
+        if (value != NULL)
+            return Py_NewRef(value);
+    }
+    return PyObject_GetAttr(object, *field_names[field]);
+}
+
 /* Returns a new reference to the loss of a step, or to None while that of a part is unknown. */
 static PyObject *
-loss_of(PyObject *counts)
+loss_of(StepSlots *self, PyObject *counts)
 {
-    PyObject *losses = PyObject_GetAttr(counts, s_losses);
+    PyObject *losses = read_field(self, counts, LOSSES);
     if (losses == NULL || !PyList_Check(losses)) {
         if (losses != NULL)
             PyErr_SetString(PyExc_TypeError, "the losses of a step are no list");
@@ -2374,12 +2419,12 @@ loss_of(PyObject *counts)
 
 /* Returns the flags of a step, or -1. */
 static long
-flags_of(PyObject *step, PyObject *counts)
+flags_of(StepSlots *self, PyObject *step, PyObject *counts)
 {
-    PyObject *skipped = PyObject_GetAttr(counts, s_skipped);
+    PyObject *skipped = read_field(self, counts, IS_SKIPPED);
     int is_skipped = skipped == NULL ? -1 : PyObject_IsTrue(skipped);
     Py_XDECREF(skipped);
-    PyObject *device_phases = is_skipped < 0 ? NULL : PyObject_GetAttr(step, s_device_phases);
+    PyObject *device_phases = is_skipped < 0 ? NULL : read_field(self, step, DEVICE_PHASES);
     Py_XDECREF(device_phases); /* only compared */
     if (device_phases == NULL)
         return -1;
@@ -2387,9 +2432,10 @@ flags_of(PyObject *step, PyObject *counts)
 }
 
 static unsigned char *
-append_phases(unsigned char *end, PyObject *step, int num_phases)
+append_phases(StepSlots *self, unsigned char *end, PyObject *step)
 {
-    PyObject *times = PyObject_GetAttr(step, s_phase_ns);
+    int num_phases = self->num_phases;
+    PyObject *times = read_field(self, step, PHASE_NS);
     if (times == NULL)
         return NULL;
     if (!PyList_Check(times) || PyList_GET_SIZE(times) != num_phases) {
@@ -2406,23 +2452,23 @@ append_phases(unsigned char *end, PyObject *step, int num_phases)
 static unsigned char *
 append_step(StepSlots *self, unsigned char *end, PyObject *step, PyObject *counts)
 {
-    long flags = flags_of(step, counts);
+    long flags = flags_of(self, step, counts);
     if (flags < 0)
         return NULL;
     unsigned int bits = (unsigned int)flags;
     end = append(end, &self->number, sizeof(self->number));
-    if ((end = append_integer(end, PyObject_GetAttr(step, s_step))) == NULL ||
-        (end = append_time(end, PyObject_GetAttr(step, s_ended_at))) == NULL ||
+    if ((end = append_integer(end, read_field(self, step, STEP))) == NULL ||
+        (end = append_time(end, read_field(self, step, ENDED_AT))) == NULL ||
         (end = append(end, &bits, sizeof(bits))) == NULL ||
-        (end = append_integer(end, PyObject_GetAttr(counts, s_micro_batches))) == NULL ||
-        (end = append_count(end, PyObject_GetAttr(counts, s_samples))) == NULL ||
-        (end = append_count(end, PyObject_GetAttr(counts, s_tokens))) == NULL ||
-        (end = append_float(end, loss_of(counts))) == NULL ||
-        (end = append_float(end, PyObject_GetAttr(step, s_gradient_norm))) == NULL ||
-        (end = append_float(end, PyObject_GetAttr(step, s_learning_rate))) == NULL ||
-        (end = append_float(end, PyObject_GetAttr(step, s_loss_scale))) == NULL)
+        (end = append_integer(end, read_field(self, counts, MICRO_BATCHES))) == NULL ||
+        (end = append_count(end, read_field(self, counts, SAMPLES))) == NULL ||
+        (end = append_count(end, read_field(self, counts, TOKENS))) == NULL ||
+        (end = append_float(end, loss_of(self, counts))) == NULL ||
+        (end = append_float(end, read_field(self, step, GRADIENT_NORM))) == NULL ||
+        (end = append_float(end, read_field(self, step, LEARNING_RATE))) == NULL ||
+        (end = append_float(end, read_field(self, step, LOSS_SCALE))) == NULL)
         return NULL;
-    return append_phases(end, step, self->num_phases);
+    return append_phases(self, end, step);
 }
 
 static PyObject *
@@ -2434,7 +2480,7 @@ StepSlots_write(StepSlots *self, PyObject *step)
         PyErr_SetString(PyExc_TypeError, "the slots have no buffer");
         return NULL;
     }
-    PyObject *counts = PyObject_GetAttr(step, s_counts);
+    PyObject *counts = read_field(self, step, COUNTS);
     if (counts == NULL)
         return NULL;
     self->number++;
@@ -2462,6 +2508,8 @@ static void
 StepSlots_dealloc(StepSlots *self)
 {
     Py_CLEAR(self->buffer);
+    for (int field = 0; field < NUM_FIELDS; field++)
+        Py_CLEAR(self->owners[field]);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 

@@ -98,7 +98,8 @@ class StepCollector:
             batch=self._calls.drain(),
             device_phases=None if device_phases is None else device_phases.end_step(),
         )
-        self._calls.begin_step(step.step + 1)
+        if device_phases is not None:  # only the ends of calls on a device are sampled
+            self._calls.begin_step(step.step + 1)
         self._enqueue(step)
         if self._profile is not None:
             self._profile(step.step)

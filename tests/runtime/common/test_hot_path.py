@@ -9,6 +9,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import copy
+import dataclasses
 import gc
 import importlib.util
 import itertools
@@ -54,7 +55,7 @@ from zerowatch.runtime.instrumentation.batch_shape import (
     batch_shape,
     shape_in_python,
 )
-from zerowatch.runtime.instrumentation.raw_step import StepCounts
+from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
 
 ROOT = Path(__file__).parents[3]
 ALL_REDUCE = OPS.index("all_reduce")
@@ -1264,6 +1265,61 @@ def test_steps_are_written_as_in_python(in_python: ModuleType, seed: int) -> Non
             assert each.write(step) is is_recoverable
 
         assert buffers[0] == buffers[1]
+
+
+class StepWithoutSlots:
+    """A step whose class has one of its fields, and not as a slot."""
+
+    loss_scale = 3.0
+
+    def __init__(self, step: RawStep) -> None:
+        names = [each.name for each in dataclasses.fields(step) if each.name != "loss_scale"]
+        vars(self).update({name: getattr(step, name) for name in names})
+
+
+class SubclassOfStep(RawStep):
+    """A step that inherits its slots, and has another field in place of one of them."""
+
+    __slots__ = ("step",)
+
+
+def as_subclass(step: RawStep) -> RawStep:
+    values = {each.name: getattr(step, each.name) for each in dataclasses.fields(step)}
+    return SubclassOfStep(**values)
+
+
+@needs_c
+def test_steps_of_several_classes_are_written_as_in_python(
+    in_python: ModuleType, seed: int
+) -> None:
+    chance = random.Random(seed)
+    buffers = [bytearray(FIRST_BYTE + NUM_SLOTS * SLOT_BYTES) for _ in range(2)]
+    slots = [
+        module.StepSlots(buffer, FIRST_BYTE, NUM_SLOTS, NUM_PHASES)
+        for module, buffer in zip((hot_path, in_python), buffers, strict=True)
+    ]
+
+    for _ in range(100):
+        made = chance.choice([lambda step: step, StepWithoutSlots, as_subclass])(drawn_step(chance))
+        for each in slots:
+            each.write(made)
+
+        assert buffers[0] == buffers[1]
+
+
+@needs_c
+def test_a_step_with_a_field_that_was_never_set_is_refused(in_python: ModuleType) -> None:
+    step = raw_step(1, phase_ns=[1, 2, 3])
+    for module in (hot_path, in_python):
+        slots = module.StepSlots(
+            bytearray(FIRST_BYTE + NUM_SLOTS * SLOT_BYTES), FIRST_BYTE, NUM_SLOTS, NUM_PHASES
+        )
+        slots.write(step)
+        partial = RawStep.__new__(RawStep)
+        partial.counts = step.counts
+
+        with pytest.raises(AttributeError):
+            slots.write(partial)
 
 
 @needs_c

@@ -41,7 +41,7 @@ class Rank:
             fail_open=self.fail_open,
             phase_timer=PhaseTimer(),
             call_recorder=self.recorder,
-            device_phases=None,
+            device_phases=SimpleNamespace(end_step=lambda: None),
             settings=SimpleNamespace(
                 sampling=SamplingSettings(exact_collectives_steps=sampled_steps)
             ),
