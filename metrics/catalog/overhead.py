@@ -7,7 +7,8 @@ from .spec import EVERY_SERIES, Label, Lean, counter, gauge
 
 WATCH_SECONDS = counter(
     "watch_seconds_total",
-    "Seconds spent on monitoring: wall time of hooks on the training thread, CPU time of threads.",
+    "Seconds spent on monitoring: wall time of hooks on the training thread, and CPU time of "
+    "threads and of the monitoring process.",
     Label(
         name="part",
         values=(

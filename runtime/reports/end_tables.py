@@ -1,6 +1,6 @@
-"""Shows on a terminal where the time of a run went, and what to try next.
+"""Shows on a terminal where the time of a run went, what to try next, and what is missing.
 
-The end of a run shows this in short; `zerowatch report` adds the ranks, errors and what is missing.
+The end of a run shows this in short; `zerowatch report` adds the ranks and errors, and lists all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from .run_summary import RunSummary, percent
 
 # Width in a log file, and the largest on a terminal.
 PLAIN_WIDTH = 100
-MAX_FINDINGS = 3
+# Findings, and lines on what is missing, at the end of a run.
+MAX_LINES = 3
 # The slowest ranks, of a run with more than this.
 MAX_RANKS = 16
 # Phases and causes below this share of training time are left out.
@@ -37,7 +38,7 @@ def print_end_tables(summary: RunSummary, stream: TextIO, *, is_whole: bool = Fa
     Args:
         summary: The figures of the run.
         stream: Such as `sys.stderr`. If it is closed or its disk is full, nothing is printed.
-        is_whole: Whether to print all findings, and the ranks, errors and what is missing.
+        is_whole: Whether to print all findings and all that is missing, and the ranks and errors.
 
     Examples:
         >>> print_end_tables(summary_of(Path("runs/20261123T005552-c44904")), sys.stderr)
@@ -74,12 +75,12 @@ def end_tables(summary: RunSummary, *, is_whole: bool = False) -> RenderableType
     if summary.tuner.mode == "auto":
         parts.append(Text(f"\n{_tuner(summary)}"))
     if summary.findings:
-        shown = len(summary.findings) if is_whole else MAX_FINDINGS
+        shown = len(summary.findings) if is_whole else MAX_LINES
         parts += [Text("\nWhat to try next", style="bold"), *_findings(summary, shown)]
     if is_whole:
         incidents = [f"{incident.path}: {incident.headline}" for incident in summary.incidents]
         parts += _list("Errors and hangs", incidents)
-        parts += _list("What is missing", summary.problems)
+    parts += _list("What is missing", summary.problems, None if is_whole else MAX_LINES)
     return Group(*parts)
 
 
@@ -167,10 +168,13 @@ def _ranks(summary: RunSummary) -> Iterator[RenderableType]:
         yield Text(f"  the slowest {MAX_RANKS} of {len(summary.ranks):,} ranks", style="dim")
 
 
-def _list(title: str, lines: Sequence[str]) -> Iterator[RenderableType]:
+def _list(
+    title: str, lines: Sequence[str], num_shown: int | None = None
+) -> Iterator[RenderableType]:
     if lines:
         yield Text(f"\n{title}", style="bold")
-        yield from (Padding(Text(f"- {line}"), (0, 0, 0, 2)) for line in lines)
+        yield from (Padding(Text(f"- {line}"), (0, 0, 0, 2)) for line in lines[:num_shown])
+        yield from _more(len(lines), num_shown)
 
 
 def _tuner(summary: RunSummary) -> str:
@@ -189,5 +193,9 @@ def _findings(summary: RunSummary, num_shown: int) -> Iterator[RenderableType]:
         if finding.sentence not in summary.verdict:
             text.append(f"{finding.sentence} ")
         yield Padding(text.append(finding.advice), (0, 0, 0, 2))
-    if len(summary.findings) > len(shown):
-        yield Text(f"  {len(summary.findings) - len(shown)} more in the report.", style="dim")
+    yield from _more(len(summary.findings), num_shown)
+
+
+def _more(num: int, num_shown: int | None) -> Iterator[RenderableType]:
+    if num_shown is not None and num > num_shown:
+        yield Text(f"  {num - num_shown} more in the report.", style="dim")

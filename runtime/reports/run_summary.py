@@ -1747,6 +1747,11 @@ def _advice_on_monitoring(found: _Evidence) -> str:
         return (
             f"Every step number {every} was profiled, which costs most: raise profile.every_steps."
         )
+    if found.run.setting("process", "separate") is True:
+        return (
+            "This contains the CPU time of the monitoring process (process.separate), which delays "
+            "no step where a core is free for it; the page of the report lists the parts."
+        )
     return "Steps of a few milliseconds cost most; the page of the report lists the parts."
 
 

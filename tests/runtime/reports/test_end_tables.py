@@ -89,7 +89,9 @@ def test_a_run_with_the_tuner_says_what_it_did(tmp_path: Path) -> None:
 
     assert "found nothing that holds the run back" in printed_tables(observed)
     assert "kept 1 of 2 changes" in printed_tables(tmp_path / "changed")
-    assert "tuner" not in printed_tables(write_run(tmp_path / "other")).lower()
+    with RecordedRank(write_run(tmp_path / "other")) as rank:
+        rank.recorder.add(training.STEPS, 10)
+    assert "tuner" not in printed_tables(tmp_path / "other").lower()
 
 
 def decision(verdict: str) -> dict[str, object]:
@@ -281,6 +283,29 @@ def test_a_phase_below_a_two_thousandth_of_the_time_is_left_out(
     )
 
     assert (" data " in printed_tables(folder)) is is_shown
+
+
+@pytest.mark.parametrize(
+    ("num_damaged", "more"), [(0, None), (3, None), (5, "2 more in the report")]
+)
+def test_the_end_of_a_run_names_what_is_missing(
+    tmp_path: Path, num_damaged: int, more: str | None
+) -> None:
+    folder = write_run(tmp_path / "night", ranks=5)
+    for number in range(5):
+        with RecordedRank(folder, number) as rank:
+            rank.recorder.add(training.STEPS, 10)
+    for number in range(num_damaged):
+        with (folder / f"rank-{number}.jsonl").open("a", encoding="utf-8") as log:
+            log.write("damaged\n")
+
+    text = printed_tables(folder)
+
+    missing = text.partition("What is missing")[2]
+    assert missing.count("1 damaged line(s) are left out") == min(num_damaged, 3)
+    assert more is None or more in missing
+    assert ("more in the report" in missing) is (more is not None)
+    assert bool(missing) is bool(num_damaged)
 
 
 @pytest.mark.parametrize(("ranks", "is_cut"), [(16, False), (17, True)])

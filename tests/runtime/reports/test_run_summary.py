@@ -348,10 +348,15 @@ def test_a_note_that_a_start_has_reported_is_no_second_report(tmp_path: Path) ->
     assert summary_of(folder).figures["exit_reports"] == 1
 
 
-def test_profiled_steps_are_named_as_the_cost_of_monitoring(tmp_path: Path) -> None:
+def test_the_advice_on_the_cost_of_monitoring_is_on_the_settings_that_cost_most(
+    tmp_path: Path,
+) -> None:
+    own_process = {"profile": {"every_steps": 0}, "process": {"separate": True}}
     folders = [
-        write_run(tmp_path / f"run-{every}", settings={"profile": {"every_steps": every}})
-        for every in (0, 10)
+        write_run(tmp_path / f"run-{number}", settings=settings)
+        for number, settings in enumerate(
+            [{"profile": {"every_steps": 0}}, {"profile": {"every_steps": 10}}, own_process]
+        )
     ]
     for folder in folders:
         with RecordedRank(folder) as rank:
@@ -365,6 +370,7 @@ def test_profiled_steps_are_named_as_the_cost_of_monitoring(tmp_path: Path) -> N
 
     assert "few milliseconds" in advice[0]
     assert "profile.every_steps" in advice[1]
+    assert "process.separate" in advice[2]
 
 
 @pytest.mark.parametrize("phase", ["data", "forward"])
