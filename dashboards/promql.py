@@ -37,11 +37,21 @@ def increase(spec: MetricSpec, time_range: str, *matchers: str) -> str:
     """Return the increase of a counter over a range, also of a series that is new.
 
     PromQL's `increase` misses the first value of a series: if a run is scraped for the first time
-    after 20 steps without a finite loss, the counter begins at 20.
+    after 20 steps without a finite loss, the counter begins at 20. A series that only missed a
+    scrape is not new.
     """
     series = select(spec, *matchers)
-    born = f"{series} > 0 unless {series} offset {time_range}"
+    born = f"{series} > 0 unless {earlier(series, time_range)}"
     return f"(\n({born})\nor increase({series}[{time_range}])\n)"
+
+
+def earlier(series: str, time_range: str, gap: str = "5m") -> str:
+    """Return the value that a series had a range ago, or up to `gap` before.
+
+    A plain `offset` finds nothing if the scrape before that moment failed: Prometheus ends a series
+    at each failed scrape.
+    """
+    return f"last_over_time({series}[{gap}] offset {time_range})"
 
 
 def with_node(labels: tuple[str, ...]) -> tuple[str, ...]:

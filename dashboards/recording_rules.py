@@ -125,15 +125,18 @@ def effective_thresholds(defaults: Mapping[str, float]) -> RecordingRule:
     Args:
         defaults: Values in place of those in `metrics/thresholds.py`, by name.
     """
-    own = by("max", select(training.ALERT_THRESHOLD), "name")
     runs = by("max", select(training.RUN_ACTIVE))
     lines = [
         f'label_replace(0 * {runs} + {value:.12g}, "name", "{name}", "", "")'
         for name, value in {**THRESHOLDS, **defaults}.items()
     ]
-    return recorded(
-        training.ALERT_THRESHOLD, "effective", lambda _: "\nor ".join([own, *lines]), "name"
-    )
+
+    def expression(timing: Timing) -> str:
+        # A failed scrape of rank 0, which alone exports them, must not bring back the defaults.
+        own = f"last_over_time({select(training.ALERT_THRESHOLD)}[{timing.short}])"
+        return "\nor ".join([by("max", own, "name"), *lines])
+
+    return recorded(training.ALERT_THRESHOLD, "effective", expression, "name")
 
 
 def usual(rule: RecordingRule, spec: MetricSpec, operation: str, share: float) -> RecordingRule:
@@ -331,7 +334,12 @@ GATHERS_OF_GENERATION = recorded(
     ),
 )
 SKIPPED_RATIO = per_step(training.SKIPPED_STEPS, operation="ratio_rate5m")
-LAST_CHECKPOINT = aggregated(training.LAST_CHECKPOINT_TIMESTAMP, "max")
+# Of one rank: the times of several differ a little, and would count as several checkpoints.
+LAST_CHECKPOINT = recorded(
+    training.LAST_CHECKPOINT_TIMESTAMP,
+    "max",
+    lambda timing: by("max", select(training.LAST_CHECKPOINT_TIMESTAMP, 'rank="0"')),
+)
 
 
 def _checkpoint_interval(timing: Timing) -> str:
@@ -359,6 +367,8 @@ def _active_at() -> str:
 def _ended_at(timing: Timing) -> str:
     """Return the time of this evaluation for each rank that ended in good order in the last minute.
 
+    A rank that trains again, under another address, has not ended.
+
     A rank stops serving once its end was read, so a scrape later the value is gone. An evaluation
     may never see it at an instant. A rank that ends by an exception exports 0 as well, and its
     reason.
@@ -366,7 +376,8 @@ def _ended_at(timing: Timing) -> str:
     minute = timing.duration(MINUTE)
     ended = f"last_over_time({select(training.RUN_ACTIVE)}[{minute}]) == 0"
     badly = f"last_over_time({select(training.RUN_END_INFO, _BAD_END)}[{minute}])"
-    return f"time() + ({ended}) unless on (job, run, rank) {badly}"
+    unless = "unless on (job, run, rank)"
+    return f"time() + ({ended}) {unless} {badly} {unless} {select(training.RUN_ACTIVE)} == 1"
 
 
 RANK_ACTIVE_TIME = recorded(

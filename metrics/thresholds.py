@@ -60,7 +60,8 @@ LINK_BANDWIDTH_LOW = Threshold(
     "link_bandwidth_low",
     0.50,
     "ratio",
-    "Bandwidth of a link, divided by the best that it has sustained. Estimates vary by 10 to 20 %.",
+    "Bandwidth of a link, divided by the usual one of the last six hours. Estimates vary by 10 to "
+    "20 %.",
 )
 COMM_COVERAGE_LOW = Threshold(
     "comm_coverage_low",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from ...metrics.catalog import devices
 from ...metrics.thresholds import NVLINK_CRC_ERRORS_HIGH, PCIE_REPLAYS_HIGH
-from ..promql import select
+from ..promql import earlier, select
 from ..timing import MINUTE, Timing
 from .alert import Alert, InhibitRule, Severity
 from .hardware import CARD, DASHBOARD, DRAIN_XIDS, HOUR
@@ -39,7 +39,7 @@ def dcgm_recording_rules() -> dict[str, str]:
 
 def dcgm_alerts(timing: Timing) -> tuple[Alert, ...]:
     """Return the alerts; `timing` sets their PromQL ranges."""
-    hour, short = timing.duration(HOUR), timing.short
+    hour, gap, short = timing.duration(HOUR), timing.duration(10 * MINUTE), timing.short
     drain = f'{LAST_XID}{{xid=~"{DRAIN_XIDS}"}}'
     other = f'{LAST_XID}{{xid!~"0|{DRAIN_XIDS}"}}'
 
@@ -56,11 +56,11 @@ def dcgm_alerts(timing: Timing) -> tuple[Alert, ...]:
     reasons = _each("DCGM_FI_DEV_CLOCKS_EVENT_REASONS")
     bits = " + ".join(f"floor({reasons} / {bit}) % 2" for bit in _FAULTY_BITS)
     return (
-        # The exporter serves the last XID for ever. It is new if it was another one an hour ago.
+        # The exporter serves the last XID for ever. It is new if there was another one an hour ago.
         _alert(
             "Xid",
             "critical",
-            f"{drain} unless {drain} offset {hour}",
+            f"{drain} unless {earlier(drain, hour, gap)}",
             summary=f"XID {{{{ $labels.xid }}}} at {_WHERE}",
             description="The XID asks for a reset of the GPU or a restart of the machine. Drain "
             "the node.",
@@ -68,7 +68,7 @@ def dcgm_alerts(timing: Timing) -> tuple[Alert, ...]:
         _alert(
             "XidMinor",
             "warning",
-            f"{other} unless {other} offset {hour}",
+            f"{other} unless {earlier(other, hour, gap)}",
             summary=f"XID {{{{ $labels.xid }}}} at {_WHERE}",
             description="The XID needs no reset of the GPU. Look it up in the runbook's table.",
         ),

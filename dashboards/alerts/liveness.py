@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...metrics.catalog import communication as comm
-from ...metrics.catalog import training, window
+from ...metrics.catalog import training
 from ...metrics.thresholds import RESTARTS_HIGH
 from .. import recording_rules as recorded
 from ..limits import above
@@ -71,9 +71,14 @@ def _hosts(timing: Timing) -> str:
 
 def _run_died(timing: Timing) -> Alert:
     # One rank that ended in good order is enough: Prometheus may not have read the end of others.
-    # Earlier ends of the run do not count, because a run may be resumed under its id.
+    # Earlier ends of the run do not count, because a run may be resumed under its id: neither those
+    # long before its last activity, nor those of ranks that have been active since.
     last_active = _last(recorded.RUN_ACTIVE_TIME, timing.history)
-    last_ended = by("max", _last(recorded.RANK_ENDED_TIME, timing.history))
+    of_ranks = (recorded.RANK_ENDED_TIME, recorded.RANK_ACTIVE_TIME)
+    ended, active = (
+        f"max by (job, run, rank) ({_last(rule, timing.history)})" for rule in of_ranks
+    )
+    last_ended = by("max", f"{ended} > {active}")
     apart = timing.seconds(ENDS_APART_SECONDS)
     return Alert(
         name="ZerowatchRunDied",
@@ -90,8 +95,8 @@ def _run_died(timing: Timing) -> Alert:
             "No rank of the run answers, and none ended in good order. A rank was last seen "
             "training at {{ $value | humanizeTimestamp }}. Hosts of its ranks: "
             f"{_hosts(timing)}. The end of the launcher's output names the rank that failed "
-            "first. Restart the run from its last checkpoint. The alert ends when the run answers "
-            "again, or after six hours."
+            "first. If neither its launcher nor a scheduler starts it again, restart the run from "
+            "its last checkpoint. The alert ends when the run answers again, or after six hours."
         ),
         dashboard=OVERVIEW,
         inhibits=InhibitRule(alerts=(TRAINING_STALLED,), less_urgent=True),
@@ -271,9 +276,10 @@ def _ranks_missing(timing: Timing) -> Alert:
 
 def _restarting(timing: Timing) -> Alert:
     # changes() of one series would miss restarts, because a restarted rank may use another port.
-    restarts = f"{select(window.RESTARTS)}[{timing.long}]"
-    highest = by("max", f"max_over_time({restarts})")
-    lowest = by("min", f"min_over_time({restarts})")
+    # Attempts include restarts by a scheduler, and are counted without a TrainingRun too.
+    attempts = f"{select(training.RUN_ATTEMPT)}[{timing.long}]"
+    highest = by("max", f"max_over_time({attempts})")
+    lowest = by("min", f"min_over_time({attempts})")
     return Alert(
         name="ZerowatchRestarting",
         component="training",
@@ -283,9 +289,8 @@ def _restarting(timing: Timing) -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"Training {RUN} keeps restarting",
         description=(
-            f"The run restarted {NUMBER} times within half an hour. Each time it resumes from its "
-            "last checkpoint, and it may not get much further. Read the end of the log of the rank "
-            "that ended first."
+            f"The run restarted {NUMBER} times within half an hour. Each attempt may get no "
+            "further than the one before. Read the end of the log of the rank that ended first."
         ),
-        dashboard="zerowatch-memory",
+        dashboard=OVERVIEW,
     )

@@ -100,7 +100,10 @@ def _mfu_dropped(timing: Timing) -> Alert:
 
 
 def _checkpoint_overdue(timing: Timing) -> Alert:
-    saved = f"max_over_time({recorded.LAST_CHECKPOINT.select()}[{timing.day}])"
+    # A run that was resumed has been without a checkpoint since its start only.
+    last = f"max_over_time({recorded.LAST_CHECKPOINT.select()}[{timing.day}])"
+    started = by("max", "process_start_time_seconds")
+    saved = f"({started} > {last} or {last})"
     age, interval = f"(time() - {saved})", recorded.CHECKPOINT_INTERVAL.select()
     least = timing.seconds(LEAST_CHECKPOINT_AGE_SECONDS)
     late = above(f"{age}\n/ on (job, run) ({interval} > 0)", CHECKPOINT_DELAY_HIGH)
@@ -115,9 +118,9 @@ def _checkpoint_overdue(timing: Timing) -> Alert:
         keep_firing_seconds=0,  # a new checkpoint ends the alert
         summary=f"Training {RUN} has not saved a checkpoint for too long",
         description=(
-            f"The last checkpoint was saved {DURATION} ago, far longer than is usual for this "
-            "run. If the run fails now, this much work is lost. Check the space on the file system "
-            "and the log of rank 0."
+            f"The run has saved no checkpoint for {DURATION}, far longer than is usual for it. "
+            "If the run fails now, this much work is lost. Check the space on the file system and "
+            "the log of rank 0."
         ),
         dashboard=OVERVIEW,
     )

@@ -79,11 +79,11 @@ AT_A_GLANCE = sized(
         empty="no estimate for this run",
     ),
     Stat(
-        title="Link bandwidth over its best",
-        description="Current bandwidth of the worst rank, divided by the best that this link "
-        "sustained in the run; 100% is at or above it. A low value means that the network is "
-        "shared, throttled or failing over.",
-        queries=(Query(by("min", of_ranks(recorded.LINK_BANDWIDTH_RATIO)), "of best"),),
+        title="Link bandwidth over the usual",
+        description="Current bandwidth of the worst rank, divided by the usual one of the last six "
+        "hours; 100% is at or above it. A low value means that the network is shared, throttled or "
+        "failing over. If it stays so, it becomes the usual one.",
+        queries=(Query(by("min", of_ranks(recorded.LINK_BANDWIDTH_RATIO)), "of the usual"),),
         unit=RATIO,
         thresholds=below(LINK_BANDWIDTH_LOW * 1.5, LINK_BANDWIDTH_LOW),
         decimals=0,
@@ -238,10 +238,10 @@ LINK = (
         ),
     ),
     TimeSeries(
-        title="Links furthest below their best",
-        description="Bandwidth of a link divided by its best in this run, by rank and group; 100% "
-        "is at or above its best. Below the line, check the network of that node and who shares "
-        "it.",
+        title="Links furthest below their usual bandwidth",
+        description="Bandwidth of a link divided by its usual one of the last six hours, by rank "
+        "and group; 100% is at or above it. Below the line, check the network of that node and who "
+        "shares it.",
         queries=(
             Query(
                 worst(recorded.LINK_BANDWIDTH_RATIO, lowest=True, also="group"),

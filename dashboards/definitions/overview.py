@@ -200,7 +200,10 @@ BOTTLENECKS = (
         name="slowest rank",
         of="of a step behind",
         page="communication",
-        value=by("max", steady(of_run(recorded.STRAGGLER_SCORE), Timing())),
+        # On CUDA, phases of ranks are not compared; see the alert.
+        value=by("max", steady(of_run(recorded.STRAGGLER_SCORE), Timing()))
+        + "\nor on (job, run) "
+        + by("max", steady(of_run(recorded.WAIT_SHORTFALL), Timing())),
         limit=STRAGGLER_SCORE_HIGH,
     ),
     Bottleneck(

@@ -113,7 +113,7 @@ EXPECTED: dict[str, dict[str, dict[str, float]]] = {
         "Exposed communication": {"exposed": 0.21},
         "Overlapped communication": {"hidden": 0.4},
         "Volume over the minimum": {"ratio": 1.37},
-        "Link bandwidth over its best": {"of best": 0.62},
+        "Link bandwidth over the usual": {"of the usual": 0.62},
         "Communication share of training time": {
             "exposed, 5 minutes": 0.21,
             "exposed, 30 minutes": 0.18,
@@ -157,7 +157,7 @@ EXPECTED: dict[str, dict[str, dict[str, float]]] = {
         "Bandwidth by operation": {"all_reduce dp": 7e8},
         "Bandwidth of the link": {"dp now": 5e8, "dp best": 9e8},
         "Latency of the link": {"dp": 0.0003},
-        "Links furthest below their best": {
+        "Links furthest below their usual bandwidth": {
             "rank 0 a dp": 0.91,
             "rank 1 b dp": 0.62,
             "rank 2 b dp": 0.83,

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 SCRAPE_SECONDS = 7
 GONE = None  # the scrape failed, or no longer had the value
 
+SCRAPE = SCRAPE_SECONDS / 60  # a stretch with one scrape
+
 Series = dict[str, str]
 Stretch = tuple[float, float | None]
 

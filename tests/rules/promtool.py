@@ -46,6 +46,7 @@ class Case:
         recovers_at: The first at which it does so no longer.
         annotations: What it annotations_of, as it fires first.
         words_at: When that is looked at instead.
+        since: The first evaluation that is looked at, if nothing fires.
         until: How far to look, if nothing fires, at each evaluation.
         every: Seconds between two scrapes of the history.
     """
@@ -58,6 +59,7 @@ class Case:
     recovers_at: str = ""
     annotations: Mapping[str, str] = field(default_factory=dict)
     words_at: str = ""
+    since: str = ""
     until: str = ""
     every: float = SCRAPE_SECONDS
 
@@ -81,7 +83,8 @@ class Case:
 
     def _moments(self) -> Iterable[tuple[int, bool]]:
         if not self.fires_at:
-            return [(moment, False) for moment in evaluations(seconds(self.until))]
+            moments = evaluations(seconds(self.until))
+            return [(moment, False) for moment in moments if moment >= seconds(self.since)]
         fires, recovers = seconds(self.fires_at), seconds(self.recovers_at)
         return [
             *((moment, False) for moment in evaluations(fires - EVALUATION_SECONDS)),

@@ -40,7 +40,7 @@ TrainingStalled training critical 5m 0 overview
 NoFirstStep training critical 13m 0 overview
 TargetNeverUp training warning 5m 0 overhead
 RanksMissing training warning 5m 0 overhead
-Restarting training critical 0 5m memory
+Restarting training critical 0 5m overview
 DataBound training warning 10m 5m step-anatomy
 LowDeviceUtilization devices warning 10m 5m devices
 MfuDropped training warning 10m 5m step-anatomy

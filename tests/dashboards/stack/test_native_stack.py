@@ -520,7 +520,7 @@ def test_the_configuration_guards_against_jobs_like_that_of_compose() -> None:
 
     by_name = {each["job_name"]: each for each in compose["scrape_configs"]}
 
-    for name in ("zerowatch", "zerowatch-optional"):
+    for name in ("trainer-optional", "zerowatch-optional"):
         assert {key: by_name[name].get(key) for key in GUARDS} == GUARDS
     assert by_name.keys() >= {"prometheus", "alertmanager"}
-    assert by_name["zerowatch"].get("honor_labels", False) is False
+    assert by_name["trainer-optional"].get("honor_labels", False) is False

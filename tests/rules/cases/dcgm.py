@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rules.cases.hardware import CARD, card
-from rules.history import GONE, Series, Stretch, counter, gauge
+from rules.history import GONE, SCRAPE, Series, Stretch, counter, gauge
 from rules.promtool import Case, annotations_of
 
 LABELS = {
@@ -56,6 +56,13 @@ def stands(field: str, *stretches: Stretch) -> Series:
 
 
 CASES = (
+    Case(
+        title="From dcgm-exporter: does not fire again on an old XID an hour after a failed scrape",
+        near="ZerowatchDcgmXid",
+        series=stands("XID_ERRORS", (70, 79), (SCRAPE, GONE), (75, 79)),
+        since="65m",
+        until="140m",
+    ),
     Case(
         title="From dcgm-exporter: fires on an XID that asks for a reset, with the rank on the GPU",
         series=card(72)

@@ -111,6 +111,7 @@ def resumed_elsewhere(*later: Stretch) -> Series:
     return series
 
 
+RESUMED_AT_ONCE = ((10, 1), (0.25, 0), (0.75, GONE), (1.5, 1), (22.5, GONE), (5, 1))
 NORMAL_ENDS = tuple(map(normal_ends, SCRAPE_INTERVALS))
 CASES = (
     Case(
@@ -161,9 +162,9 @@ CASES = (
             summary="Training night-7 has died",
             description="No rank of the run answers, and none ended in good order. A rank was last "
             "seen training at 1970-01-01 00:09:55 +0000 UTC. Hosts of its ranks: node-0, node-1. "
-            "The end of the launcher's output names the rank that failed first. Restart the run "
-            "from its last checkpoint. The alert ends when the run answers again, or after six "
-            "hours.",
+            "The end of the launcher's output names the rank that failed first. If neither its "
+            "launcher nor a scheduler starts it again, restart the run from its last checkpoint. "
+            "The alert ends when the run answers again, or after six hours.",
         ),
     ),
     Case(
@@ -185,6 +186,13 @@ CASES = (
         alert=DIED,
         fires_at="31m30s",
         recovers_at="40m15s",
+    ),
+    Case(
+        title="Fires if a run ended in good order, was resumed at once and died within two minutes",
+        series=training_rank(0, *RESUMED_AT_ONCE) | training_rank(1, *RESUMED_AT_ONCE),
+        alert=DIED,
+        fires_at="14m",
+        recovers_at="35m",
     ),
     Case(
         title="Does not fire if a run was resumed elsewhere and ended in good order",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rules.history import GONE, Series, Stretch, counter, gauge, of_both, of_rank, training
+from rules.history import GONE, SCRAPE, Series, Stretch, counter, gauge, of_both, of_rank, training
 from rules.promtool import Case, annotations_of
 
 LABELS = {
@@ -61,7 +61,18 @@ def on_one_host(*stretches: Stretch) -> Series:
     return series
 
 
+# A run's own threshold, while one scrape fails.
+OWN = gauge((10.15, 0.95), (SCRAPE, GONE), (10, 0.95))
 CASES = (
+    Case(
+        title="Does not fire below a run's own threshold while a scrape of rank 0 fails",
+        near="ZerowatchOomRiskCritical",
+        series=training(20)
+        | risk("cuda:0", (20, 0.85))
+        | of_rank(0, "zerowatch_alert_threshold", OWN, name="oom_risk_high")
+        | of_rank(0, "zerowatch_alert_threshold", OWN, name="oom_risk_critical"),
+        until="20m",
+    ),
     Case(
         title="Fires if a GPU's risk is above 50 %",
         series=on_gpus(15) | risk("cuda:0", (3, 0.1), (3, 0.62), (9, 0.1)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rules.history import Series, Stretch, counter, gauge, of_both, training
+from rules.history import GONE, SCRAPE, Series, Stretch, counter, gauge, of_both, training
 from rules.promtool import Case
 
 LABELS = {"component": "training", "job": "zerowatch", "run": "night-7"}
@@ -43,6 +43,13 @@ CASES = (
         alert=NOT_FINITE,
         fires_at="5m15s",
         recovers_at="16m",
+    ),
+    Case(
+        title="Does not fire again if a scrape fails half an hour later",
+        near="ZerowatchLossNotFinite",
+        series=training(40) | of_both(NONFINITE, gauge((2, 0), (26, 2), (SCRAPE, GONE), (12, 2))),
+        since="20m",
+        until="40m",
     ),
     Case(
         title="Fires if the loss scale falls from 65536 to 16",

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from rules.history import Series, Stretch, counter, gauge, of_both, of_rank, training
+from rules.history import (
+    GONE,
+    Series,
+    Stretch,
+    counter,
+    gauge,
+    of_both,
+    of_rank,
+    training,
+    training_rank,
+)
 from rules.promtool import Case, annotations_of
 
 LABELS = {"component": "training", "job": "zerowatch", "run": "night-7"}
@@ -41,14 +51,18 @@ def mfu(*stretches: Stretch) -> Series:
     return training(minutes) | of_both("zerowatch_mfu_ratio", gauge(*stretches))
 
 
+SAVED = "zerowatch_last_checkpoint_timestamp_seconds"
+
+
 def saved(minutes: float, *at_minutes: float) -> Series:
     """A run that has saved checkpoints at these times."""
     moments = [*at_minutes, minutes]
     stretches = [(later - at, 60 * at) for at, later in pairwise(moments)]
     last = gauge((at_minutes[0], None), *stretches)
-    return training(minutes) | of_rank(0, "zerowatch_last_checkpoint_timestamp_seconds", last)
+    return training(minutes) | of_rank(0, SAVED, last)
 
 
+RESUMED = ((30, 1), (0.25, 0), (59.75, GONE), (25, 1))
 CASES = (
     Case(
         title="Fires if loading takes 12.5 % of the time",
@@ -128,6 +142,23 @@ CASES = (
         near="ZerowatchCheckpointOverdue",
         series=saved(35, 1, 2, 3, 4, 5, 6, 7, 8, 34),
         until="35m",
+    ),
+    Case(
+        title="Does not fire if two ranks save the only checkpoint a few milliseconds apart",
+        near="ZerowatchCheckpointOverdue",
+        series=training(60)
+        | of_rank(0, SAVED, gauge((10, GONE), (50, 600)))
+        | of_rank(1, SAVED, gauge((10.25, GONE), (49.75, 600.004))),
+        until="60m",
+    ),
+    Case(
+        title="Does not fire if a run is resumed an hour after it has saved each ten minutes",
+        near="ZerowatchCheckpointOverdue",
+        series=training_rank(0, *RESUMED)
+        | training_rank(1, *RESUMED)
+        | of_rank(0, SAVED, gauge((5, GONE), (10, 300), (10, 900), (5, 1500), (85, GONE)))
+        | of_rank(0, "process_start_time_seconds", gauge((30, 1), (60, GONE), (25, 5390))),
+        until="115m",
     ),
     Case(
         title="Does not fire on a run that never saves",

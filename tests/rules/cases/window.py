@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from rules.history import Series, Stretch, counter, gauge, of_rank, training
+from rules.history import (
+    GONE,
+    Series,
+    Stretch,
+    counter,
+    gauge,
+    of_both,
+    of_rank,
+    training,
+    training_rank,
+)
 from rules.promtool import Case, annotations_of
 
 LABELS = {"job": "zerowatch", "run": "night-7"}
@@ -29,7 +39,16 @@ def replays(*stretches: Stretch) -> Series:
 
 def restarts(*stretches: Stretch) -> Series:
     minutes = sum(stretch[0] for stretch in stretches)
-    return training(minutes) | of_rank(0, "zerowatch_restarts_total", gauge(*stretches))
+    return training(minutes) | of_both("zerowatch_run_attempt", gauge(*stretches))
+
+
+def crash_loop(attempts: int) -> Series:
+    """Attempts that train for four minutes, each 45 s after the one before, and a last long one."""
+    trains = (*((4, 1), (0.75, GONE)) * attempts, (30, 1))
+    ended = [each for number in range(attempts) for each in ((4, number), (0.75, GONE))]
+    attempt = (*ended, (30, attempts))
+    series = training_rank(0, *trains) | training_rank(1, *trains)
+    return series | of_both("zerowatch_run_attempt", gauge(*attempt))
 
 
 CASES = (
@@ -55,12 +74,18 @@ CASES = (
         recovers_at="40m",
         annotations=annotations_of(
             "ZerowatchRestarting",
-            dashboard="zerowatch-memory",
+            dashboard="zerowatch-overview",
             summary="Training night-7 keeps restarting",
-            description="The run restarted 3 times within half an hour. Each time it resumes from "
-            "its last checkpoint, and it may not get much further. Read the end of the log of the "
-            "rank that ended first.",
+            description="The run restarted 3 times within half an hour. Each attempt may get no "
+            "further than the one before. Read the end of the log of the rank that ended first.",
         ),
+    ),
+    Case(
+        title="Fires on a run that its launcher starts again each five minutes",
+        series=crash_loop(3),
+        alert=RESTARTING,
+        fires_at="14m30s",
+        recovers_at="39m",
     ),
     Case(
         title="Does not fire on two restarts in half an hour, or many over hours",
