@@ -314,7 +314,10 @@ class TrainingRun:
                 or an option, differs between the ranks; in this case all ranks raise the error.
             PeerFailedError: Another rank cannot make the loader.
         """
-        return self._data.loader(dataset, batch_samples=batch_samples, **options)
+        self._tuner.pause_trial()
+        loader = self._data.loader(dataset, batch_samples=batch_samples, **options)
+        self._tuner.on_user_change()
+        return loader
 
     def set_micro_batch(self, num_samples: int) -> None:
         """Set the maximum samples of a micro-batch from the next batch on.

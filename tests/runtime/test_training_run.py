@@ -316,12 +316,18 @@ def test_an_evaluation_does_not_count_as_time_of_a_step(run: TrainingRun, parts:
     assert parts.log == [("tuner.exclude_step_time",), ("evaluate", batch)]
 
 
-def test_a_loader_gets_all_options(run: TrainingRun, parts: Parts) -> None:
-    dataset = object()
+def test_a_loader_gets_all_options_and_ends_the_trial_of_the_tuner(
+    run: TrainingRun, parts: Parts
+) -> None:
+    dataset, made = object(), object()
+    parts.data.loader = lambda *args, **options: parts.log.append((args, options)) or made
 
-    run.loader(dataset, batch_samples=12, seed=3)
-
-    assert parts.log == [("data.loader", dataset, {"batch_samples": 12, "seed": 3})]
+    assert run.loader(dataset, batch_samples=12, seed=3) is made
+    assert parts.log == [
+        ("tuner.pause_trial",),
+        ((dataset,), {"batch_samples": 12, "seed": 3}),
+        ("tuner.on_user_change",),
+    ]
 
 
 def test_a_new_micro_batch_size_ends_the_trial_of_the_tuner(run: TrainingRun, parts: Parts) -> None:

@@ -158,11 +158,19 @@ class TrainingData:
             logger.info("shares change within the next batches: %s samples by rank", list(split))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the data and the state of the split; empty without a loader."""
-        if self._loader is None:
-            return {}
+        """Return the position of the data, the state of the split and the requested batch size.
+
+        A loaded state is returned unchanged until a loader has it. Without a loader and a loaded
+        state, the result is empty.
+        """
+        if self._loaded is not None or self._loader is None:
+            return dict(self._loaded or {})
         balancer = self._balancer.state_dict() if self._balancer else None
-        return {"data": self._loader.state_dict(), "shares": balancer}
+        return {
+            "data": self._loader.state_dict(),
+            "shares": balancer,
+            "batch_samples": self.batch_samples,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the loader to a saved position, now or when the loader is made.
@@ -180,7 +188,9 @@ class TrainingData:
             self._load_position(self._loader, state["data"])
             if isinstance(self._loader, ResumableLoader):
                 self._scale_learning_rate(self._loader)
-                self.batch_samples = self._loader.batch_samples
+                # The last change may be to a size that is no longer requested, such as a trial's.
+                # Checkpoints of earlier versions lack the requested size.
+                self.batch_samples = state.get("batch_samples", self._loader.batch_samples)
             # Otherwise all ranks continue with an even split from that batch.
             if self._balancer is not None and self.balances and state["shares"] is not None:
                 self._balancer.load_state_dict(state["shares"])

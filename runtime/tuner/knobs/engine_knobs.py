@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -194,7 +194,7 @@ class AttachmentKnob(SwitchKnob):
         spec: The knob's data.
         engine_holder: Holder of the engine.
         change: The key of the attachment in the engine holder.
-        attachment: The setting to attach.
+        attachment: The setting to attach; after the knob has switched off another one, that one.
     """
 
     def __init__(
@@ -219,6 +219,8 @@ class AttachmentKnob(SwitchKnob):
 
     def _switch(self, *, on: bool) -> Undo:
         before = self._engine_holder.attached(self._change)
+        if before is not None:  # the script may have chosen other modules
+            self._attachment = cast(OptionalAttachment, before)
         if on != (before is not None):
             self._engine_holder.attach(self._change, self._attachment if on else None)
         return lambda: self._restore(before)

@@ -148,7 +148,7 @@ def test_data_without_a_loader_has_no_state() -> None:
     assert (data.batch_samples, data.batch_ratio) == (0, 1.0)
 
 
-def test_the_state_has_the_position_and_the_split() -> None:
+def test_the_state_has_the_position_the_split_and_the_requested_size() -> None:
     data = data_of()
     loader = data.loader(SAMPLES, batch_samples=12, seed=5)
     next(iter(loader))
@@ -164,6 +164,7 @@ def test_the_state_has_the_position_and_the_split() -> None:
             "drop_last": True,
         },
         "shares": {"changes": [[0, [6, 6]]], "sample_seconds": []},
+        "batch_samples": 12,
     }
 
 
@@ -173,6 +174,7 @@ def saved_state(*, resized: bool = False) -> dict[str, Any]:
     loader: Any = data.loader(SAMPLES, batch_samples=12)
     if resized:
         loader.resize(2, 48)
+        data.batch_samples = 48
     for _ in range(3):
         next(loader.forever())
     shares = {"changes": [[0, [8, 4]]], "sample_seconds": [0.1, 0.2]}
@@ -201,6 +203,17 @@ def test_a_position_that_another_loader_cannot_load_is_kept_for_the_next_loader(
     assert data.loader(SAMPLES, batch_samples=12).position == 3
 
 
+def test_a_loaded_position_that_no_loader_has_yet_is_saved_again() -> None:
+    data, state = data_of(), saved_state()
+    data.load_state_dict(state)
+    before = data.state_dict()
+
+    with pytest.raises(CheckpointError, match="seed=0, and here it is 7"):
+        data.loader(SAMPLES, batch_samples=12, seed=7)
+
+    assert (before, data.state_dict()) == (state, state)
+
+
 def test_without_balancing_a_loaded_run_continues_with_an_even_split() -> None:
     data = data_of()
     data.loader(SAMPLES, batch_samples=12)
@@ -220,6 +233,51 @@ def test_a_loaded_batch_size_scales_the_learning_rate_once() -> None:
 
     assert (data.batch_samples, data.batch_ratio) == (48, 4.0)
     assert [change for change, _ in holder.attachments] == [EngineChange.LEARNING_RATE]
+
+
+def test_a_state_of_an_earlier_version_has_the_size_of_its_last_change_as_requested_size() -> None:
+    data, state = data_of(), saved_state(resized=True)
+    data.loader(SAMPLES, batch_samples=12)
+
+    data.load_state_dict({name: state[name] for name in ("data", "shares")})
+
+    assert data.batch_samples == 48
+
+
+def next_sizes(data: TrainingData, batches: Any, count: int = 4) -> list[int]:
+    """Train on some batches, and return the samples of each on this rank."""
+    sizes = []
+    for _ in range(count):
+        sizes.append(len(next(batches)))
+        end_window(data)
+    return sizes
+
+
+@pytest.mark.parametrize("num_windows", [1, 3], ids=["before its first batch", "in use"])
+def test_a_size_that_was_rolled_back_is_not_requested_in_a_resumed_run(num_windows: int) -> None:
+    data, resumed = data_of(), data_of()
+    batches = data.loader(SAMPLES, batch_samples=12).forever()
+    data.batch_samples = 24
+    next_sizes(data, batches, num_windows)
+    data.batch_samples = 12
+
+    resumed.load_state_dict(data.state_dict())
+    again = resumed.loader(SAMPLES, batch_samples=12).forever()
+
+    assert resumed.batch_samples == 12
+    assert next_sizes(resumed, again) == next_sizes(data, batches)
+    assert (resumed.batch_ratio, next_sizes(resumed, again)) == (1.0, [6] * 4)
+
+
+def test_a_requested_size_that_no_batch_has_yet_applies_in_a_resumed_run() -> None:
+    data, resumed = data_of(), data_of()
+    next_sizes(data, data.loader(SAMPLES, batch_samples=12).forever(), 1)
+    data.batch_samples = 24
+
+    resumed.load_state_dict(data.state_dict())
+    batches = resumed.loader(SAMPLES, batch_samples=12).forever()
+
+    assert next_sizes(resumed, batches) == [6, 12, 12, 12]
 
 
 def test_a_loaded_position_without_another_size_leaves_the_learning_rate() -> None:

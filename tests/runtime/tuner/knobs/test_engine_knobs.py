@@ -285,6 +285,20 @@ def test_an_attachment_is_switched_on_and_off_and_undone() -> None:
     assert [attached for _, attached in holder.events] == [attachment, None, attachment, None]
 
 
+def test_the_attachment_that_was_switched_off_is_switched_on_again() -> None:
+    holder = Holder()
+    chosen = SimpleNamespace(unsupported_reason=lambda engine: None)
+    holder.attachments[CHECKPOINTING] = chosen
+    default = SimpleNamespace(unsupported_reason=lambda engine: "no repeated block")
+    knob = attachment_knob(holder, default)
+
+    knob.set(False)
+    reason = knob.unsupported_reason()
+    knob.set(True)
+
+    assert (reason, holder.attached(CHECKPOINTING)) == (None, chosen)
+
+
 def test_activation_checkpointing_and_the_optimizer_s_states_are_attachments() -> None:
     holder: Any = Holder()
     checkpointing, offload = attachment_knobs(holder, lambda module: [])
