@@ -63,13 +63,14 @@ def compare(
     """
     import orjson
 
+    from ..common.plain_text import encodable
     from ..reports.comparison_page import comparison_page
     from ..reports.comparison_text import comparison_markdown, comparison_text
     from ..reports.fail_on import Condition
     from ..reports.run_comparison import COMPARISON_FIGURES, read_source
     from ..reports.run_comparison import compare as compare_sources
 
-    form = chosen_form(forms, default="text")
+    form, is_given = chosen_form(forms, default="text"), output is not None
     if lists_figures:
         print_figures(COMPARISON_FIGURES)
         return
@@ -91,10 +92,10 @@ def compare(
         width = shutil.get_terminal_size().columns if is_terminal else None
         text = comparison_text(comparison, width=width)
     if output in (None, STANDARD_OUTPUT):
-        click.echo(text, nl=False)
+        click.echo(encodable(text, sys.stdout), nl=False)
     else:
         assert output is not None
-        write_output(output, text)
+        write_output(output, text, is_given=is_given)
         click.echo(f"{comparison.verdict}\n{output}")
     if print_conditions_that_hold(parsed, comparison.figures):
         for each in comparison.incomparable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -72,12 +73,14 @@ def print_figures(figures: Mapping[str, str]) -> None:
     click.echo("\n".join(f"{name:{width}}  {text}" for name, text in figures.items()))
 
 
-def write_output(output: Path, text: str, *, mode: int = 0o644) -> None:
+def write_output(output: Path, text: str, *, is_given: bool, mode: int = 0o644) -> None:
     """Write a file.
 
     Args:
         output: The file.
         text: Its content.
+        is_given: Whether the user has given the file. Then links are followed, and a device or a
+            FIFO is written to; else they are replaced, as another user may have created them.
         mode: The permissions of the file.
 
     Raises:
@@ -86,7 +89,11 @@ def write_output(output: Path, text: str, *, mode: int = 0o644) -> None:
     from ...metrics.atomic_file import atomic_write
 
     try:
-        atomic_write(output, text, mode=mode)
+        if is_given and output.exists() and not output.is_file():
+            output.write_text(text, encoding="utf-8", errors="surrogateescape")
+        else:
+            path = Path(os.path.realpath(output)) if is_given else output
+            atomic_write(path, text, mode=mode)
     except OSError as error:
         raise CommandLineError(
             f"cannot write {output}: {error.strerror}; give another file by --output"

@@ -304,11 +304,14 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
             try:
                 meet(agent, worker_group)
                 return
-            except DistNetworkError as error:
-                raise RendezvousConnectionError(str(error)) from error
-            except DistStoreError as error:  # no answer of a node within `read_timeout`
+            except (DistNetworkError, DistStoreError) as error:
                 if not _is_dynamic(worker_group.spec):
-                    raise
+                    raise CommandLineError(
+                        _static_text(worker_group.spec, endpoint, error)
+                    ) from error
+                if isinstance(error, DistNetworkError):
+                    raise RendezvousConnectionError(str(error)) from error
+                # No answer of a node within `read_timeout`.
                 if num_meetings == MOST_MEETINGS:
                     _keep_job_open(handler)
                     raise CommandLineError(_meetings_text(endpoint, error)) from error
@@ -565,6 +568,16 @@ def _meetings_text(endpoint: str, error: Exception) -> str:
         f"the nodes knew their ranks ({error}). Look for a node whose launcher is stopped or ends "
         "at its start, and check that all nodes have the same version of torch; then start the "
         "same command again, or leave that node out"
+    )
+
+
+def _static_text(spec: Any, endpoint: str, error: Exception) -> str:
+    option = "--rdzv-endpoint" if endpoint else "--master-port"
+    return (
+        f"run: the nodes cannot meet at {spec.master_addr}:{spec.master_port} ({option}): "
+        f"{str(error).rstrip('.')}. If another process uses the port, give another {option}, or "
+        "--standalone on a single node. On several nodes, start the same command on all of them, "
+        "each with its --node-rank and the address of the first"
     )
 
 

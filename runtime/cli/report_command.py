@@ -51,6 +51,7 @@ def report(
     Example: zerowatch report runs/nightly --markdown --fail-on 'comm_exposed_ratio>0.3'
     """
     from ...metrics.settings import load_settings
+    from ..common.plain_text import encodable
     from ..monitor.step_ring import recover
     from ..reports.end_tables import print_end_tables
     from ..reports.fail_on import Condition
@@ -69,15 +70,15 @@ def report(
     recover(run_dir)
     parsed = [Condition.parse(text) for text in conditions]
     summary, text = make_report(run_dir, form)
-    mode = 0o644
+    is_given, mode = output is not None, 0o644
     if output is None and form == "html":
         output, mode = run_dir / REPORT_FILE, REPORT_MODE
     elif output is None:
         output = STANDARD_OUTPUT
     if output == STANDARD_OUTPUT:
-        click.echo(text, nl=False)
+        click.echo(encodable(text, sys.stdout), nl=False)
     else:
-        write_output(output, text, mode=mode)
+        write_output(output, text, is_given=is_given, mode=mode)
         if form == "html":
             print_end_tables(summary, sys.stdout, is_whole=True)
             click.echo(f"\nThe whole report: {output}")

@@ -7,13 +7,14 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...errors import CommandLineError
-from ...metrics.settings import ENVIRONMENT_PREFIX, load_settings
+from ...metrics.settings import ENVIRONMENT_PREFIX, ConsoleMode, load_settings
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -36,8 +37,6 @@ def launch(arguments: Sequence[str]) -> int:
         SettingsError: A setting is invalid.
     """
     from ..common.launcher_link import receive_run_folder
-    from .launcher_notes import is_answering
-    from .run_end import print_run_end
 
     options = _parse(arguments)
     _check(options)
@@ -51,9 +50,7 @@ def launch(arguments: Sequence[str]) -> int:
             options.rdzv_endpoint,
             options.rdzv_id,
         )
-        is_in_order = code in (0, 128 + signal.SIGINT)
-        for folder in filter(is_answering, receiver.folders()):
-            print_run_end(folder, is_in_order=is_in_order, console=settings.console)
+        code = _print_ends(receiver.folders(), code, settings.console)
     if error is not None:
         error.name = options.training_script  # otherwise torchrun's summary names zerowatch
         sys.stderr.write(f"{error.format_msg()}\n")
@@ -72,7 +69,7 @@ def _run_ranks(
         job_id: torchrun's `--rdzv-id`.
 
     Raises:
-        CommandLineError: The rendezvous store or another node is lost.
+        CommandLineError: An option is invalid, or the rendezvous store or another node is lost.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -83,7 +80,7 @@ def _run_ranks(
     from .node_watch import rendezvous_failure, watch_nodes
 
     try:
-        with record_worker_exits(runs), watch_nodes(endpoint, runs):
+        with record_worker_exits(runs), watch_nodes(endpoint, runs), _errors_of_options():
             torchrun.main(command)
     except RendezvousError as error:
         raise CommandLineError(rendezvous_failure(error, endpoint, job_id)) from error
@@ -92,6 +89,63 @@ def _run_ranks(
     except SignalException as error:
         return 128 + error.sigval, None
     return 0, None
+
+
+@contextmanager
+def _errors_of_options() -> Iterator[None]:
+    """Make errors that torchrun raises before its agent runs errors of the command line.
+
+    Raises:
+        CommandLineError: An option is invalid.
+    """
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    run, has_begun = LocalElasticAgent.run, False
+
+    def begun(agent: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal has_begun
+        has_begun = True
+        return run(agent, *arguments, **options)
+
+    LocalElasticAgent.run = begun  # type: ignore[method-assign]
+    try:
+        yield
+    except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
+        if has_begun:
+            raise
+        # Two of torch's assertions have no message.
+        unnamed = "--nproc-per-node and --monitor-interval must be greater than 0"
+        reason = str(error).rstrip(".") or unnamed
+        raise CommandLineError(
+            f"run: an option of torchrun is invalid: {reason}; see `torchrun --help`"
+        ) from error
+    finally:
+        LocalElasticAgent.run = run  # type: ignore[method-assign]
+
+
+def _print_ends(folders: Sequence[Path], code: int, console: ConsoleMode) -> int:
+    """Print the end of each run of the script, and return the exit code.
+
+    torch's handlers of signals stay installed after the ranks have ended. A signal ends the tables.
+
+    Args:
+        folders: The run folders.
+        code: The exit code of the ranks.
+        console: What is printed.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    from .launcher_notes import is_answering
+    from .run_end import print_run_end
+
+    is_in_order = code in (0, 128 + signal.SIGINT)
+    for folder in folders:
+        try:
+            if is_answering(folder):
+                print_run_end(folder, is_in_order=is_in_order, console=console)
+        except SignalException as error:
+            code, console = code or 128 + error.sigval, "off"
+    return code
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
@@ -109,6 +163,15 @@ def _fail(message: str) -> NoReturn:
 
 
 def _check(options: Namespace) -> None:
+    from torch.distributed.run import parse_min_max_nnodes
+
+    try:
+        parse_min_max_nnodes(options.nnodes)
+    except (RuntimeError, ValueError):
+        raise CommandLineError(
+            f"run: --nnodes {options.nnodes!r} is no number of nodes; give one such as 2, or "
+            "LEAST:MOST such as 1:4"
+        ) from None
     if options.no_python or options.run_path:
         option = "--no-python" if options.no_python else "--run-path"
         raise CommandLineError(
@@ -147,7 +210,7 @@ def _prepare_restarts(options: Namespace) -> None:
     """
     from torch.distributed.run import parse_min_max_nnodes
 
-    if not options.max_restarts:
+    if options.max_restarts < 1:
         return
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     is_static = options.rdzv_backend == "static" and not options.standalone

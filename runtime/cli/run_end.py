@@ -23,13 +23,18 @@ def print_run_end(folder: Path, *, is_in_order: bool, console: ConsoleMode) -> N
             printed, because the error must stay in view.
         console: What is printed; with "off" only the line of the report.
     """
-    recover(folder)  # steps of ranks that were killed
-    if not (folder / "rank-0.jsonl").is_file():
-        return
-    if is_in_order and console != "off":
-        summary = final_report(folder, writes_page=False).summary
-        if summary is not None:
-            print_end_tables(summary, sys.stderr)
-    page = folder / REPORT_FILE
-    line = report_line(folder, page if is_in_order and page.is_file() else None)
-    write_line_if_open(sys.stderr, line)
+    try:
+        recover(folder)  # steps of ranks that were killed
+        if is_in_order and console != "off" and _has_step(folder):
+            summary = final_report(folder, writes_page=False).summary
+            if summary is not None:
+                print_end_tables(summary, sys.stderr)
+    finally:  # a signal may end the wait for the tables
+        if _has_step(folder):
+            page = folder / REPORT_FILE
+            line = report_line(folder, page if is_in_order and page.is_file() else None)
+            write_line_if_open(sys.stderr, line)
+
+
+def _has_step(folder: Path) -> bool:
+    return (folder / "rank-0.jsonl").is_file()

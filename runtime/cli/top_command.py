@@ -70,6 +70,11 @@ def top(
             "`zerowatch top` needs a terminal; with ssh use `ssh -t`, and for text use "
             "`zerowatch report RUN_DIR`"
         )
+    if prometheus is not None and not prometheus.lower().startswith(("http://", "https://")):
+        raise CommandLineError(
+            f"--prometheus is {prometheus}, without http:// or https://; give a URL such as "
+            f"http://{prometheus.lstrip('/')}"
+        )
     from ...metrics.settings import load_settings
     from ..top.http_client import Access, HttpClient
     from ..top.run_source import ServedRun, WithAlerts, open_source

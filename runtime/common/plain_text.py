@@ -19,6 +19,12 @@ def printable(text: object) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in str(text))
 
 
+def encodable(text: str, stream: TextIO) -> str:
+    """Return a text with a question mark for each character that a stream's encoding lacks."""
+    encoding = stream.encoding or "utf-8"  # that of the locale may lack the lines of a table
+    return text.encode(encoding, "replace").decode(encoding)
+
+
 def write_if_open(stream: TextIO, text: str) -> None:
     """Write a text, unless the pipe or the stream is closed or the disk is full."""
     with contextlib.suppress(OSError, ValueError):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .comparison_text import (
     DIFFERENCE_HEADS,
@@ -23,7 +24,7 @@ from .page_parts import Html, chart_places, document, paragraph, section, table
 from .run_charts import Bins, Chart, Floats, chart_of, divided, per_point
 from .run_comparison import Group, Measure, RunComparison
 from .run_reader import Column, RankSteps, RecordedRun
-from .run_summary import exposed_seconds, training_seconds
+from .run_summary import exposed_seconds, num_ranks_at, training_seconds
 
 # The charts of each section.
 _CHARTS: Mapping[Group, tuple[str, ...]] = {
@@ -207,13 +208,18 @@ def _throughput(a: RecordedRun, b: RecordedRun, bins: Bins) -> Chart:
     names = [
         name
         for name in ("tokens", "samples")
-        if all((steps.total(name) or 0) > 0 for run in (a, b) for steps in run.ranks.values())
+        if all(any(steps.total(name) for steps in run.ranks.values()) for run in (a, b))
     ]
     name = next(iter(names), "samples")
-    rates = {}
-    for letter, run in (("A", a), ("B", b)):
-        rate = _share(run, bins, lambda steps: steps.column(name))
-        rates[letter] = rate * (run.world_size or 1)
+
+    def places(steps: RankSteps) -> NDArray[np.int64]:
+        return np.flatnonzero(bins.sums(steps, steps.column(name))[1])
+
+    at = np.arange(len(bins.steps))
+    rates = {
+        letter: _share(run, bins, lambda steps: steps.column(name)) * num_ranks_at(run, places, at)
+        for letter, run in (("A", a), ("B", b))
+    }
     return chart_of(
         "throughput",
         f"{name.capitalize()} per second",

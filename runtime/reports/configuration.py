@@ -6,14 +6,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from ...metrics.catalog import devices
 from ..common.hidden_secrets import without_secret_parts, without_secrets
 from ..common.plain_text import printable
 from .metrics_reader import RecordedMetrics
-from .run_reader import RecordedRun
-from .run_summary import RunSummary, shared_work
+from .run_reader import RankSteps, RecordedRun
+from .run_summary import RunSummary, num_ranks_at, shared_work
 
 Source = Literal["hardware", "batch", "software", "ds config", "settings", "tuner"]
 NOT_SET = "not set"
@@ -149,7 +151,6 @@ def _batch(source: RunSource) -> dict[str, object]:
     """Return the batch of a step of all ranks, as the step logs have it."""
     run, shared = source.run, shared_work(source.run, source.metrics)
     facts: dict[str, object] = {}
-    ranks = run.world_size or 1
     for name in ("samples", "tokens", "micro_batches"):
         known = [x for s in run.ranks.values() if (x := s.totals[name].mean) is not None]
         if known:
@@ -158,8 +159,19 @@ def _batch(source: RunSource) -> dict[str, object]:
             title = "micro-batches per step" if each_rank else f"{name} per step"
             if name in shared:  # a sum over ranks would count some of it several times
                 each_rank, title = True, f"{name} per step of a rank"
-            facts[title] = round(mean if each_rank else mean * ranks, 3)
+            facts[title] = round(mean if each_rank else mean * _usual_num_ranks(run, name), 3)
     return facts
+
+
+def _usual_num_ranks(run: RecordedRun, name: str) -> float:
+    """Return how many ranks have a value in most steps."""
+
+    def places(steps: RankSteps) -> NDArray[np.int64]:
+        known: NDArray[np.int64] = steps.column("step")[~np.isnan(steps.column(name))]
+        return known
+
+    numbers = np.unique(np.concatenate([places(steps) for steps in run.ranks.values()]))
+    return float(np.median(num_ranks_at(run, places, numbers)))
 
 
 def _software(source: RunSource) -> dict[str, object]:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..common.format_numbers import format_seconds
-from ..common.plain_text import write_if_open
+from ..common.plain_text import encodable, write_if_open
 from .report_markdown import behind_median
 from .report_page import CAUSE_TEXTS, facts_of, headline_figures, without_decisions
 from .run_summary import RunSummary, percent
@@ -51,8 +51,7 @@ def print_end_tables(summary: RunSummary, stream: TextIO, *, is_whole: bool = Fa
     )
     # A table pads its cells, which would leave spaces at the ends of lines in log files.
     lines = "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
-    encoding = stream.encoding or "utf-8"  # that of the locale may lack the lines of the tables
-    write_if_open(stream, lines.encode(encoding, "replace").decode(encoding))
+    write_if_open(stream, encodable(lines, stream))
 
 
 def end_tables(summary: RunSummary, *, is_whole: bool = False) -> RenderableType:

@@ -30,6 +30,7 @@ from .run_summary import (
     LAST_STEPS,
     RunSummary,
     exposed_seconds,
+    num_ranks_at,
     shared_work,
     summarize,
     training_seconds,
@@ -320,6 +321,25 @@ class _StepPairs:
         a, b = (self._mean(run, of, chosen) for run in self._runs)
         return a, b
 
+    def sums(self, of: Callable[[RankSteps], Column]) -> tuple[Floats, Floats]:
+        """Return a value of each compared step of A and B, the sum over the ranks that have it.
+
+        The ranks that record every tenth step, and those without a log, are counted like the
+        others. NaN where no rank has a value.
+
+        Args:
+            of: Returns the column of a rank.
+        """
+
+        def places(steps: RankSteps) -> NDArray[np.int64]:
+            return self._places(steps)[np.isfinite(of(steps).astype(np.float64))]
+
+        a, b = (
+            mean * num_ranks_at(run, places, self._compared)
+            for run, mean in zip(self._runs, self.values(of), strict=True)
+        )
+        return a, b
+
     def _places(self, steps: RankSteps) -> NDArray[np.int64]:
         places: NDArray[np.int64] = -(-steps.column("step") // self._size)
         return places
@@ -399,25 +419,19 @@ class _Measures:
         yield from self._loss()
 
     def _throughput(self) -> Iterator[Measure]:
-        a, b = self._a.run, self._b.run
-        shared = [shared_work(each.run, each.metrics) for each in (self._a, self._b)]
+        shared = shared_work(self._a.run, self._a.metrics)
         has_work = False
         for name in ("tokens", "samples"):
-            done = self._steps.values(_column(name))
+            is_shared = name in shared  # a sum over ranks would count some of it several times
+            done = (self._steps.values if is_shared else self._steps.sums)(_column(name))
             if self._work_is_unknown or not all(np.nansum(each) > 0 for each in done):
                 continue
             has_work = True
-            if name in shared[0]:  # a sum over ranks would count some of it several times
-                title = f"{name} per second of a rank"
-                yield _rate(name, title, done, self._seconds, (1, 1))
-            else:
-                factors = (a.world_size or 1, b.world_size or 1)
-                yield _rate(name, f"{name} per second", done, self._seconds, factors)
+            title = f"{name} per second{' of a rank' if is_shared else ''}"
+            yield _rate(name, title, done, self._seconds)
         if not has_work:
             ones = (np.ones_like(self._seconds[0]), np.ones_like(self._seconds[1]))
-            yield _rate(
-                "steps", "steps per second", ones, self._seconds, (1, 1), not_comparable=self._work
-            )
+            yield _rate("steps", "steps per second", ones, self._seconds, not_comparable=self._work)
         yield _relative_measure(
             "throughput", "step_seconds", "time of a step", "seconds", self._seconds,
             not_comparable=self._work,
@@ -622,11 +636,10 @@ def _rate(
     title: str,
     done: tuple[Floats, Floats],
     seconds: tuple[Floats, Floats],
-    factors: tuple[float, float],
     *,
     not_comparable: Respect | None = None,
 ) -> Measure:
-    """Return a throughput of all ranks with the interval of its ratio.
+    """Return a throughput with the interval of its ratio.
 
     The error of a ratio of means is that of the mean of its linear approximation (the delta
     method). B's values are combined with A's of the same steps.
@@ -637,10 +650,7 @@ def _rate(
         return _plain_measure("throughput", f"{name}_per_second", title, "per_second", None, None)
     work = [each[is_known] for each in done]
     time = [each[is_known] for each in seconds]
-    rates = [
-        factor * _ratio(float(w.mean()), float(t.mean()))
-        for w, t, factor in zip(work, time, factors, strict=True)
-    ]
+    rates = [_ratio(float(w.mean()), float(t.mean())) for w, t in zip(work, time, strict=True)]
     change = None
     if not_comparable is None and all(rate > 0 for rate in rates):
         relative = [w / w.mean() - t / t.mean() for w, t in zip(work, time, strict=True)]

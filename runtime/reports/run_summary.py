@@ -18,6 +18,7 @@ from time import time as unix_seconds
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...metrics.catalog import (
     across_ranks,
@@ -81,6 +82,7 @@ OTHER_RATIO_HIGH = 0.5
 STEPS_OF_A_HUNDREDTH = 100  # fewer steps have no slowest hundredth
 MIN_STEPS_FOR_QUANTILES = 20
 CHECKPOINT_RATIO_HIGH = 0.10
+_LONGEST_GAP = 10  # steps between two records of most ranks of a large job
 _COMPUTE = ("forward", "backward", "optimizer")
 _CAUSE_TEXTS = {
     "imbalance": "another rank was late",
@@ -617,6 +619,57 @@ def exposed_seconds(steps: RankSteps) -> Column:
         if f"comm_exposed.{phase}" in steps.columns:
             seconds = seconds - steps.column(f"comm_exposed.{phase}")
     return seconds
+
+
+def _records_at(places: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return how many records of a rank stand for a step, for each step of `at`.
+
+    Args:
+        places: The steps of the records. If they are usually every tenth step, each record stands
+            for the ten steps that end with it, and the last one for up to nine more.
+        at: Step numbers.
+    """
+    if not places.size:
+        return np.zeros(len(at), np.int64)
+    places = np.sort(places)
+    gaps = np.diff(np.unique(places))
+    usual = int(np.median(gaps)) if gaps.size else _LONGEST_GAP
+    last = places[-1]
+    at = np.where((at > last) & (at < last + usual), last, at)
+    found: NDArray[np.int64] = np.searchsorted(places, at + usual) - np.searchsorted(places, at)
+    return found
+
+
+def num_ranks_at(
+    run: RecordedRun,
+    places: Callable[[RankSteps], NDArray[np.int64]],
+    at: NDArray[np.int64],
+) -> NDArray[np.float64]:
+    """Return the number of ranks that have a record for a step, for each step of `at`.
+
+    Ranks whose logs are missing are counted like the others.
+
+    Args:
+        run: The run.
+        places: Returns the steps of the records of a rank that count; see `_records_at`.
+        at: Step numbers.
+    """
+    found = sum(_records_at(places(steps), at) > 0 for steps in run.ranks.values())
+    missing: float = max(1.0, (run.world_size or 0) / len(run.ranks))
+    return missing * np.asarray(found, np.float64)
+
+
+def _membership_ratio(steps: RankSteps, reference: RankSteps) -> float:
+    """Return the share of the training time of a reference in which a rank was part of the job."""
+    numbers = reference.column("step")
+    # After a restart, steps are repeated, often by fewer ranks.
+    order = np.argsort(numbers, kind="stable")
+    repeats = np.empty_like(numbers)
+    repeats[order] = np.arange(len(order)) - np.searchsorted(numbers[order], numbers[order])
+    seconds = training_seconds(reference)
+    is_present = _records_at(steps.column("step"), numbers) > repeats
+    ratio = _ratio(float(seconds[is_present].sum()), float(seconds.sum()))
+    return 1.0 if ratio is None else ratio
 
 
 def _known_share(steps: RankSteps, name: str, seconds: Column) -> float:
@@ -1201,14 +1254,18 @@ def _step_figures(
     def per_second(name: str) -> float | None:
         if name in shared:
             return None
-        rates = [
-            _ratio(
+        rates = {
+            rank: _ratio(
                 each.total(name),
                 times[rank].training * _known_share(each, name, training_seconds(each)),
             )
             for rank, each in run.ranks.items()
+        }
+        known = [
+            rate * _membership_ratio(run.ranks[rank], reference)
+            for rank, rate in rates.items()
+            if rate is not None
         ]
-        known = [rate for rate in rates if rate is not None]
         return sum(known) if known else None
 
     quantiles: list[float | None] = [None] * 3

@@ -128,15 +128,15 @@ class LiveRun:
         """Scrape the ranks and return the run at this moment.
 
         Args:
-            targets: All ranks.
+            targets: All ranks. Others have left the job and are not shown anymore, unless this is
+                empty.
             notes: What else could not be read, to show it.
         """
-        for target in targets:
-            known = self._ranks.get(target.rank)
-            if known is None:
-                self._ranks[target.rank] = _Rank(target=target)
-            else:
-                known.target = target
+        listed = {target.rank: target for target in targets}
+        if listed:
+            self._ranks = {rank: each for rank, each in self._ranks.items() if rank in listed}
+        for rank, target in listed.items():
+            self._ranks.setdefault(rank, _Rank(target=target)).target = target
         self._scrape()
         return self._view(notes)
 

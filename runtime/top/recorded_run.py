@@ -49,14 +49,20 @@ class RecordedRun:
 
 
 def last_write(folder: Path) -> float:
-    """Return the Unix time at which rank 0 last wrote to a run folder; 0 if it never did."""
-    times = []
-    for name in ("rank-0.jsonl", "metrics-0.jsonl", "attempts.jsonl", "."):
+    """Return the Unix time at which rank 0 last wrote to a run folder; 0 if it never did.
+
+    A report changes the time of the folder itself, so that counts only without logs.
+    """
+    logs = [folder / name for name in ("rank-0.jsonl", "metrics-0.jsonl", "attempts.jsonl")]
+    return max(_write_times(logs), default=max(_write_times([folder]), default=0.0))
+
+
+def _write_times(paths: Iterable[Path]) -> Iterator[float]:
+    for path in paths:
         try:
-            times.append((folder / name).stat().st_mtime)
+            yield path.stat().st_mtime
         except OSError:
             continue
-    return max(times, default=0.0)
 
 
 def recorded_view(summary: RunSummary, at: float) -> RunView:

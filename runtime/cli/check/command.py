@@ -17,6 +17,8 @@ import click
 from ....errors import CommandLineError
 
 _CLOSE_SECONDS = 30
+# The command is started on each host by hand.
+_JOIN_SECONDS = 300
 _HELP_NPROC = (
     "Ranks to start on this host, to check clocks and links too.  [default: one process, which "
     "checks this host only]"
@@ -123,9 +125,11 @@ def _exit(result: _Result, exit_file: str | None) -> NoReturn:
 
 def _launch(nproc: int, nnodes: int, endpoint: str | None, options: list[str]) -> int:
     """Run the check on ranks of this host, and return the exit code."""
+    from torch.distributed import DistError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     from ...devices.cpu import usable_cores
 
@@ -135,7 +139,9 @@ def _launch(nproc: int, nnodes: int, endpoint: str | None, options: list[str]) -
             "free port, such as host0:29400"
         )
     meeting = ["--standalone"] if nnodes == 1 else [f"--rdzv-endpoint={endpoint}"]
-    meeting += [] if nnodes == 1 else ["--rdzv-backend=c10d", "--rdzv-id=zerowatch-check"]
+    if nnodes > 1:
+        meeting += ["--rdzv-backend=c10d", "--rdzv-id=zerowatch-check"]
+        meeting += [f"--rdzv-conf=join_timeout={_JOIN_SECONDS}"]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(usable_cores()) // nproc)))
     with tempfile.TemporaryDirectory(prefix="zerowatch-check-") as folder:
         command = [f"--nproc-per-node={nproc}", f"--nnodes={nnodes}", *meeting]
@@ -148,7 +154,25 @@ def _launch(nproc: int, nnodes: int, endpoint: str | None, options: list[str]) -
                 f"zerowatch: check: a rank ended with status {status} before it was done\n"
             )
             return 1
+        except (RendezvousError, DistError) as error:
+            if nnodes == 1:
+                raise
+            sys.stderr.write(
+                f"zerowatch: check: the hosts do not meet at {endpoint} (--rdzv-endpoint): "
+                f"{_reason(error, nnodes)}. Run the same command on each of the {nnodes} hosts, "
+                "with an address of the first host and a port that is free there\n"
+            )
+            return 1
         except SignalException as error:
             return 128 + error.sigval
         codes = [int(file.read_text()) for file in Path(folder).iterdir()]
     return max(codes, default=1)
+
+
+def _reason(error: Exception, nnodes: int) -> str:
+    """Return why the hosts do not meet, for torch's rendezvous often the text of the cause."""
+    from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+
+    if isinstance(error, RendezvousTimeoutError):
+        return f"fewer than {nnodes} hosts have come within {_JOIN_SECONDS} s"
+    return str(error.__cause__ or error).rstrip(".") or type(error).__name__

@@ -5,6 +5,7 @@ Covers `compare_command.py`, `comparison_text.py` and `comparison_page.py`.
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -54,6 +55,21 @@ def test_tables_are_printed(runs: tuple[Path, Path], compare: Command) -> None:
     assert "time of a step" in out and "+10.0 %" in out
     assert "enabled" in out
     assert "\x1b" not in out
+
+
+@pytest.mark.parametrize("form", ["--text", "--markdown", "--json"])
+def test_an_encoding_that_lacks_a_character_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, runs: tuple[Path, Path], compare: Command, form: str
+) -> None:
+    for folder, name in zip(runs, ("before", "\N{GREEK SMALL LETTER ALPHA}"), strict=True):
+        (folder / "settings.json").write_text(json.dumps({"label": name}))
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="latin-1"))
+
+    code, _, _ = compare(*runs, form)
+
+    assert code == 0
+    assert b"fewer tokens per second" in printed.getvalue()
 
 
 def test_markdown_json_and_html_have_the_same_figures(

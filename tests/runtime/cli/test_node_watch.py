@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -31,6 +32,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     create_handler,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from zerowatch.errors import CommandLineError
 from zerowatch.runtime.cli import node_watch
@@ -402,6 +404,60 @@ def test_meetings_that_lose_a_node_each_time_end_with_an_error(
 
     handler.shutdown()  # as torch's launcher does at the end
     assert not rendezvous(store).is_closed()
+
+
+def static_agent(address: str, num_nodes: int) -> LocalElasticAgent:
+    """Return the agent of the first node of a static rendezvous."""
+    host, port = address.rsplit(":", 1)
+    handler = StaticTCPRendezvous(host, int(port), 0, num_nodes, "job", timeout=1)
+    spec = WorkerSpec(
+        "default",
+        1,
+        handler,
+        entrypoint="python",
+        max_restarts=0,
+        master_addr=host,
+        master_port=int(port),
+    )
+    return LocalElasticAgent(spec, DefaultLogsSpecs())
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "option"), [("", "--master-port"), ("a:1", "--rdzv-endpoint")]
+)
+def test_a_port_that_another_process_uses_is_named(
+    tmp_path: Path, endpoint: str, option: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        agent = static_agent(address, 1)
+
+        with (
+            node_watch.watch_nodes(endpoint, tmp_path),
+            pytest.raises(CommandLineError) as raised,
+        ):
+            agent._rendezvous(agent._worker_group)
+
+    text = str(raised.value)
+    assert f"at {address} ({option})" in text and "EADDRINUSE" in text
+    assert f"another {option}, or --standalone" in text
+    assert "rendezvous store" not in text
+
+
+def test_a_missing_node_of_a_static_rendezvous_is_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meet(agent: Any, group: Any) -> None:
+        raise DistStoreError("Timed out after 901 seconds. 1/2 clients joined.")
+
+    monkeypatch.setattr(LocalElasticAgent, "_rendezvous", meet)
+    agent = static_agent("host0:29500", 2)
+
+    with (
+        node_watch.watch_nodes("", tmp_path),
+        pytest.raises(CommandLineError, match=r"at host0:29500 .*: Timed out .* joined\. If"),
+    ):
+        agent._rendezvous(agent._worker_group)
 
 
 def sleeping_agent(handler: DynamicRendezvousHandler, folder: Path, num_nodes: int) -> Any:

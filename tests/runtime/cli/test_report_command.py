@@ -6,8 +6,11 @@ Covers `report_command.py`, `figure_options.py`, `fail_on.py`, `report_markdown.
 
 from __future__ import annotations
 
+import fcntl
+import io
 import json
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -47,6 +50,21 @@ def test_the_page_is_written_into_the_run_folder(folder: Path, report: Command) 
     assert "Nothing holds this run back" in out and str(folder / "report.html") in out
     assert "var uPlot=" in page and "Nothing holds this run back" in page
     assert len(page) < 300_000
+
+
+@pytest.mark.parametrize("form", ["--html", "--markdown", "--json"])
+def test_an_encoding_that_lacks_a_character_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, report: Command, form: str
+) -> None:
+    log = folder / "rank-0.jsonl"
+    log.write_text(log.read_text().replace("node-0", "node-\N{GREEK SMALL LETTER ALPHA}"))
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="latin-1"))
+
+    code, _, _ = report(folder, form)
+
+    assert code == 0
+    assert b"Nothing holds this run back" in printed.getvalue()
 
 
 def test_only_its_owner_can_read_a_page_that_was_not_given_another_place(
@@ -144,6 +162,59 @@ def test_output_names_another_file(folder: Path, tmp_path: Path, report: Command
     assert code == 0
     assert target.read_text().startswith("## night")
     assert str(target) in out
+
+
+@pytest.mark.parametrize("through_link", [False, True])
+def test_a_fifo_or_device_is_written_to_and_not_replaced(
+    folder: Path, tmp_path: Path, report: Command, through_link: bool
+) -> None:
+    fifo = target = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    if through_link:  # as /dev/stdout is one
+        target = tmp_path / "link"
+        target.symlink_to(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 2**20)
+
+        code, _, _ = report(folder, "--json", "--output", target)
+
+        assert code == 0
+        assert stat.S_ISFIFO(fifo.stat().st_mode)
+        assert json.loads(os.read(reader, 2**20))["run_id"] == "night"
+    finally:
+        os.close(reader)
+    assert target.is_symlink() is through_link
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_the_file_of_a_given_link_is_written(
+    folder: Path, tmp_path: Path, report: Command, exists: bool
+) -> None:
+    target, link = tmp_path / "night.md", tmp_path / "newest.md"
+    link.symlink_to(target)
+    if exists:
+        target.write_text("old")
+
+    report(folder, "--markdown", "--output", link)
+
+    assert link.is_symlink()
+    assert target.read_text().startswith("## night")
+
+
+@pytest.mark.parametrize("kind", ["file", "fifo"])
+def test_a_link_at_the_name_of_the_page_is_not_followed(
+    folder: Path, tmp_path: Path, report: Command, kind: str
+) -> None:
+    """Another user may have put it into the run folder."""
+    precious = tmp_path / "precious"
+    os.mkfifo(precious) if kind == "fifo" else precious.write_text("keep")
+    (folder / "report.html").symlink_to(precious)
+
+    report(folder)
+
+    assert not (folder / "report.html").is_symlink()
+    assert precious.is_fifo() or precious.read_text() == "keep"
 
 
 def test_a_condition_that_holds_exits_with_code_3(folder: Path, report: Command) -> None:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed.run
+from recorded_runs import write_run
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS, TWO_RANKS, ZEROWATCH, Finished, own_lines, start
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from zerowatch.__main__ import main
 from zerowatch.errors import CommandLineError
+from zerowatch.runtime.cli import run_end
 from zerowatch.runtime.cli.run_command import launch
+from zerowatch.runtime.common.launcher_link import send_run_folder
 
 RUN = (ZEROWATCH, "run")
 COUNT = SCRIPTS / "cli" / "count_to_two.py"
@@ -51,6 +57,47 @@ def test_an_invalid_command_prints_one_line_and_exits_with_code_2(
     assert (ended.value.code, printed.out) == (2, "")
     assert printed.err.startswith(f"zerowatch: run: {line.format(cwd=tmp_path)}")
     assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--nnodes abc", "--nnodes 'abc'"),
+        ("--nnodes 1:2:3", "--nnodes '1:2:3'"),
+        ("--nnodes 0", "min_nodes=0"),
+        ("--nproc-per-node foo", "Unsupported nproc_per_node value: foo"),
+        ("--nproc-per-node 0", "--nproc-per-node"),
+        ("--rdzv-conf foo", "option 'foo' must have a value"),
+        ("--rdzv-backend foo", "backend 'foo' is not registered"),
+        ("--rdzv-backend c10d --rdzv-id a --rdzv-endpoint host:x", "'host:x' must be an integer"),
+        ("--max-restarts -1", "max_restarts must be >= 0"),
+        ("--redirects 9", "9 does not match"),
+        ("--local-ranks-filter x", "must be a comma-separated list of integers"),
+        ("--log-dir /dev/null/x", "'/dev/null/x'"),
+    ],
+)
+def test_an_option_that_torchrun_rejects_prints_one_line_and_exits_with_code_2(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: str,
+    said: str,
+) -> None:
+    unrecorded = inspect.unwrap(torch.distributed.run.main)  # without a handler of faults
+    monkeypatch.setattr(torch.distributed.run, "main", unrecorded)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # torchrun leaves a folder there
+    monkeypatch.setenv("ZEROWATCH_RUN_ID", "night")
+    monkeypatch.setattr(sys, "argv", ["zerowatch", "run", *options.split(), str(COUNT)])
+    run = LocalElasticAgent.run
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+
+    line = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert line.startswith("zerowatch: run: ") and said in line
+    assert line.count("\n") == 1
+    assert LocalElasticAgent.run is run
 
 
 def test_help_shows_both_forms_without_importing_torch(tmp_path):
@@ -242,6 +289,48 @@ def test_the_exit_code_of_a_launch_is_that_of_a_shell(
     monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
 ) -> None:
     assert started_by(monkeypatch, __file__, error=error)[0] == code
+
+
+@pytest.mark.usefixtures("fake_torchrun")
+def test_an_error_of_the_agent_itself_is_not_one_of_the_command_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(agent: object) -> None:
+        raise RuntimeError("a fault in torch")
+
+    monkeypatch.setattr(LocalElasticAgent, "run", fail)
+    monkeypatch.setattr(torch.distributed.run, "main", lambda line: LocalElasticAgent.run(None))
+
+    with pytest.raises(RuntimeError, match="a fault in torch"):
+        launch([__file__])
+
+
+@pytest.mark.usefixtures("fake_torchrun")
+@pytest.mark.parametrize(("status", "code"), [(0, 143), (7, 7)])
+def test_a_signal_while_tables_are_made_leaves_the_lines_of_the_reports_and_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    status: int,
+    code: int,
+) -> None:
+    folders = [write_run(tmp_path / name) for name in ("first", "second")]
+
+    def train(line: list[str]) -> None:
+        for folder in folders:
+            send_run_folder(folder)
+        if status:
+            raise ChildFailedError("job", {0: ProcessFailure(0, 7, status, "")})
+
+    def interrupt(*arguments: object, **options: object) -> None:
+        raise SignalException("stopped", signal.SIGTERM)
+
+    monkeypatch.setattr(torch.distributed.run, "main", train)
+    monkeypatch.setattr(run_end, "recover" if status else "final_report", interrupt)
+
+    assert launch([__file__]) == code
+    lines = capsys.readouterr().err
+    assert [f"zerowatch report {folder}" in lines for folder in folders] == [True, True]
 
 
 @pytest.mark.usefixtures("fake_torchrun")

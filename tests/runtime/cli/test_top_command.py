@@ -59,6 +59,8 @@ def test_without_a_terminal_the_report_is_named(monkeypatch, capsys) -> None:
         ((NO_ADDRESS,), "http://127.0.0.1:9/targets: connection refused"),
         ((NO_ADDRESS, "--token-file", "none"), "cannot read none"),
         ((NO_ADDRESS, "--ca-file", "none"), "cannot read certificates from none"),
+        ((NO_ADDRESS, "--prometheus", "localhost:9090"), "such as http://localhost:9090"),
+        ((NO_ADDRESS, "--prometheus", "//p:9090"), "such as http://p:9090"),
     ],
 )
 def test_what_is_missing_is_an_error_of_the_command_line(

@@ -5,6 +5,7 @@ Covers `comparison_page.py`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,3 +123,25 @@ def test_the_page_fits_its_screen_in_light_and_dark(
     brightness = sum(map(int, background.removeprefix("rgb(").removesuffix(")").split(",")))
     assert (brightness > 400) == (scheme == "light")
     assert seen == []
+
+
+def test_the_chart_has_the_tokens_of_the_first_stage_of_a_pipeline(tmp_path: Path) -> None:
+    a, b = (
+        write_run(
+            tmp_path / f"{stages}-stages",
+            ranks=4,
+            steps=20,
+            record=lambda rank, step, stages=stages: step_record(  # type: ignore[misc]
+                step, tokens=1024 * stages if rank < 4 // stages else None
+            ),
+        )
+        for stages in (2, 4)
+    )
+    sources = (read_source(a), read_source(b))
+
+    page = comparison_page(compare(*sources), *sources)
+
+    charts = json.loads(page.split('id="charts">')[1].split("</script>")[0])
+    throughput = next(chart for chart in charts if chart["name"] == "throughput")
+    assert throughput["title"] == "Tokens per second"
+    assert [set(curve["values"]) for curve in throughput["curves"]] == [{4096 / 0.5}] * 2

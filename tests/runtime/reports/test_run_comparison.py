@@ -229,6 +229,77 @@ def test_of_ranks_that_share_samples_the_throughput_of_a_rank_is_compared(tmp_pa
     assert comparison.figures["throughput_ratio"] == pytest.approx(1.0, rel=0.05)
 
 
+def pipeline(folder: Path, stages: int, *, steps: int = 100, seconds: float = 0.5) -> Path:
+    """A run of 4 ranks that process 4096 tokens in a step; only the first stage records them."""
+
+    def record(rank: int, step: int) -> StepRecord:
+        tokens = 1024 * stages if rank < 4 // stages else None
+        return step_record(step, seconds=seconds, tokens=tokens)
+
+    folder = write_run(folder, ranks=4, steps=steps, record=record)
+    return with_role(folder, "pp")
+
+
+def every_tenth_step(log: Path) -> None:
+    """Leave the steps that most ranks of a large job record."""
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[9::10]))
+
+
+def test_tokens_of_a_pipeline_are_those_of_its_first_stage(tmp_path: Path) -> None:
+    a, b = pipeline(tmp_path / "a", stages=2), pipeline(tmp_path / "b", stages=4, seconds=0.4)
+
+    comparison = compare_runs(a, b)
+
+    tokens = measures(comparison)["tokens_per_second"]
+    assert (tokens.a, tokens.b) == pytest.approx((4096 / 0.5, 4096 / 0.4))
+    for run, found in ((comparison.a, tokens.a), (comparison.b, tokens.b)):
+        assert run.figures["tokens_per_second"] == pytest.approx(found)
+    assert comparison.figures["throughput_ratio"] == pytest.approx(1.25)
+    assert not any("tokens per step" in each.name for each in comparison.differences)
+
+
+def test_tokens_of_a_pipeline_whose_ranks_record_every_tenth_step(tmp_path: Path) -> None:
+    runs = [
+        pipeline(tmp_path / name, stages=2, steps=105, seconds=seconds)
+        for name, seconds in (("a", 0.5), ("b", 0.4))
+    ]
+    for folder in runs:
+        for rank in (1, 3):
+            every_tenth_step(folder / f"rank-{rank}.jsonl")
+
+    comparison = compare_runs(*runs)
+
+    tokens = measures(comparison)["tokens_per_second"]
+    assert comparison.steps.compared == 95
+    assert (tokens.a, tokens.b) == pytest.approx((4096 / 0.5, 4096 / 0.4))
+    for run, found in ((comparison.a, tokens.a), (comparison.b, tokens.b)):
+        assert run.figures["tokens_per_second"] == pytest.approx(found)
+
+
+def test_ranks_that_left_the_job_add_to_the_throughput_until_then(tmp_path: Path) -> None:
+    a, b = (write_run(tmp_path / name, ranks=4, steps=1000) for name in "ab")
+    for rank in (2, 3):
+        log = b / f"rank-{rank}.jsonl"
+        log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:100]))
+
+    comparison = compare_runs(a, b, warm_up=0)
+
+    tokens = measures(comparison)["tokens_per_second"]
+    assert tokens.a == pytest.approx(4 * 1024 / 0.5)
+    assert tokens.b == pytest.approx((4 * 0.1 + 2 * 0.9) * 1024 / 0.5)
+    assert comparison.b.figures["tokens_per_second"] == pytest.approx(tokens.b)
+
+
+def test_a_missing_log_of_a_rank_does_not_lower_the_throughput(tmp_path: Path) -> None:
+    a, b = (write_run(tmp_path / name, ranks=4, steps=100) for name in "ab")
+    (b / "rank-3.jsonl").unlink()
+
+    comparison = compare_runs(a, b)
+
+    assert comparison.figures["throughput_ratio"] == pytest.approx(1)
+    assert not comparison.incomparable
+
+
 def with_device(folder: Path, name: str) -> Path:
     with RecordedRank(folder, world_size=1) as rank:
         rank.recorder.set_info(devices.DEVICE_INFO, "cuda:0", "uuid", "0000:01", name, "600")

@@ -519,6 +519,37 @@ def test_ranks_that_record_every_tenth_step_do_not_distort_the_shares(tmp_path: 
     assert summary.figures["samples_per_second"] == pytest.approx(8 * 8 / 0.5)
 
 
+@pytest.mark.parametrize("steps", [15, 109])
+def test_ranks_that_record_every_tenth_step_add_their_whole_throughput(
+    tmp_path: Path, steps: int
+) -> None:
+    folder = write_run(tmp_path / "run", ranks=8, steps=steps)
+    for rank in range(1, 8):
+        log = folder / f"rank-{rank}.jsonl"
+        log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[9::10]))
+
+    assert summary_of(folder).figures["samples_per_second"] == pytest.approx(8 * 8 / 0.5)
+
+
+def test_a_rank_adds_to_the_throughput_while_it_is_part_of_the_job(tmp_path: Path) -> None:
+    # Ranks 2 and 3 make steps 1 to 100. The others go on from the checkpoint of step 50, more
+    # slowly.
+    folder = write_run(tmp_path / "run", ranks=4, steps=100)
+    resumed = write_run(
+        tmp_path / "resumed",
+        steps=950,
+        record=lambda rank, step: step_record(50 + step, seconds=1.0),
+    )
+    for rank in range(2):
+        with open(folder / f"rank-{rank}.jsonl", "ab") as log:
+            log.write((resumed / f"rank-{rank}.jsonl").read_bytes())
+
+    figures = summary_of(folder).figures
+
+    work, seconds = 100 * 4 * 1024 + 950 * 2 * 1024, 100 * 0.5 + 950 * 1.0
+    assert figures["tokens_per_second"] == pytest.approx(work / seconds)
+
+
 @pytest.mark.parametrize(
     ("role", "samples", "tokens"),
     [("dp", 32.0, 4096.0), ("pp", None, 4096.0), ("tp", None, None), ("sp", None, None)],

@@ -5,6 +5,7 @@ Covers `live_run.py` and `recent_seconds.py`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -220,6 +221,35 @@ def test_ranks_without_a_target_are_counted() -> None:
         view = read(ranks[0])
 
     assert view.notes == ["1 of 2 ranks are not among the targets"]
+
+
+def test_ranks_that_left_the_job_are_not_shown() -> None:
+    with two_ranks() as ranks:
+        source = ServedRun(ranks[0].targets_url, HttpClient(Access()).get)
+        first = source.read()
+        ranks[1].close()
+        ranks[0].listed.pop()
+
+        view = source.read()
+
+    assert [rank.rank for rank in first.ranks] == [0, 1]
+    assert [rank.rank for rank in view.ranks] == [0]
+    assert not any("rank 1" in alert.text for alert in view.alerts)
+
+
+@pytest.mark.parametrize("answer", [b"[]", b"damaged"])
+def test_all_ranks_are_shown_while_their_list_is_empty_or_cannot_be_read(answer: bytes) -> None:
+    with two_ranks() as ranks:
+        get, lists = HttpClient(Access()).get, [json.dumps(ranks[0].targets()).encode(), answer]
+        source = ServedRun(
+            ranks[0].targets_url,
+            lambda url: lists.pop(0) if url.endswith("/targets") else get(url),
+        )
+        source.read()
+
+        view = source.read()
+
+    assert [rank.state for rank in view.ranks] == ["running", "running"]
 
 
 def test_figures_are_those_of_the_last_minute_once_enough_of_it_was_seen() -> None:

@@ -149,6 +149,29 @@ def test_without_an_argument_the_run_written_last_is_chosen(tmp_path: Path) -> N
     assert view.run_id == "a-late"
 
 
+def test_a_report_of_an_earlier_run_does_not_make_it_the_newest(tmp_path: Path) -> None:
+    for seconds, name in ((50, "earlier"), (100, "newest")):
+        folder = write_run(tmp_path / name)
+        for path in folder.iterdir():
+            os.utime(path, (STARTED + seconds, STARTED + seconds))
+
+    for name in ("report.html", "compare.html"):
+        (tmp_path / "earlier" / name).write_text("")
+    os.utime(tmp_path / "earlier", (STARTED + 200, STARTED + 200))
+    os.utime(tmp_path / "newest", (STARTED + 100, STARTED + 100))
+
+    assert newest_run(tmp_path).name == "newest"
+
+
+def test_a_run_without_logs_is_as_old_as_its_folder(tmp_path: Path) -> None:
+    for seconds, name in ((100, "a-late"), (50, "b-early")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "settings.json").write_text("{}")
+        os.utime(tmp_path / name, (STARTED + seconds, STARTED + seconds))
+
+    assert newest_run(tmp_path).name == "a-late"
+
+
 def test_a_missing_run_is_an_error_with_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(CommandLineError, match=r"no run below .*none"):
         open_source(None, runs=tmp_path / "none", get=refuse)

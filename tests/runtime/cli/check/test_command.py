@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 import torch.distributed.run
 from click.testing import CliRunner
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
 
 from zerowatch.__main__ import commands
 from zerowatch.errors import CommandLineError
@@ -62,12 +68,13 @@ def test_several_hosts_meet_at_the_given_address(monkeypatch: pytest.MonkeyPatch
         monkeypatch, "--nproc", "2", "--nnodes", "2", "--rdzv-endpoint", "host0:29400"
     )
 
-    assert line[:5] == [
+    assert line[:6] == [
         "--nproc-per-node=2",
         "--nnodes=2",
         "--rdzv-endpoint=host0:29400",
         "--rdzv-backend=c10d",
         "--rdzv-id=zerowatch-check",
+        "--rdzv-conf=join_timeout=300",
     ]
     with pytest.raises(CommandLineError, match=r"--nnodes 2 needs --rdzv-endpoint"):
         launched(monkeypatch, "--nproc", "2", "--nnodes", "2")
@@ -114,3 +121,36 @@ def test_a_rank_that_ends_early_and_a_signal_have_their_exit_codes(
     done = CliRunner().invoke(commands, ["check", "--nproc", "2"])
 
     assert (done.exit_code, done.stderr) == (code, said)
+
+
+def refused() -> RendezvousConnectionError:
+    """As torch raises it: only the cause says why."""
+    error = RendezvousConnectionError("See inner exception for details.")
+    error.__cause__ = DistNetworkError("The client socket has timed out.")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (refused(), "The client socket has timed out. "),
+        (RendezvousTimeoutError(), "fewer than 2 hosts have come within 300 s. "),
+        (RendezvousClosedError(), "RendezvousClosedError. "),
+        (DistStoreError("wait timeout"), "wait timeout. "),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_hosts_that_do_not_meet_are_one_line_with_the_address(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    def fail(line: list[str]) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.distributed.run, "main", fail)
+    options = ("--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", "host0:29400")
+
+    done = CliRunner().invoke(commands, ["check", *options])
+
+    assert done.exit_code == 1
+    assert f"at host0:29400 (--rdzv-endpoint): {said}" in done.stderr
+    assert done.stderr.startswith("zerowatch: check: ") and done.stderr.count("\n") == 1
