@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from ..common import accelerator
 from ..common.accelerator import Stream
 from ..common.hot_path import RecorderFields
-from ..common.phase_timer import OTHER, PhaseTimer
+from ..common.phase_timer import NON_TRAINING, OTHER, PhaseTimer
 from .call_batch import MESSAGE_ENDS, CallBatch
 from .call_reader import ON_CPU, CallReader
 from .event_pool import EventPool
@@ -142,15 +142,19 @@ class CallRecorder(RecorderFields):
         return batch
 
     def pass_on_between_steps(self) -> None:
-        """Pass on the calls since the last drain if no step has begun. Called on the watch thread.
+        """Pass on the calls of an evaluation or a checkpoint, on the watch thread.
 
-        Otherwise the calls of an evaluation would wait for the end of the next step. Within a step
-        nothing is passed on: the times of overlapping calls are measured together.
+        Otherwise they would wait for the end of the next step. The calls before them are passed on
+        too, because calls settle in order. All other calls wait: they block the training of the
+        next step, if there is one. Within a step nothing is passed on: the times of overlapping
+        calls are measured together.
         """
         if self._phase_timer is None or not self._phase_timer.is_between_steps():
             return
         with self._draining:
             calls = list(itertools.takewhile(_is_marked, self._calls))
+            while calls and calls[-1].phase not in NON_TRAINING:
+                calls.pop()
             del self._calls[: len(calls)]  # the issuing thread may have added further calls
             if calls and self._on_batch is not None:
                 # No event may be recorded on this thread: a graph may be captured on the stream.
@@ -167,6 +171,9 @@ class CallRecorder(RecorderFields):
         group = self.groups.find(process_group, point_to_point=reader.point_to_point)
         if group is None:
             return None  # this rank is not a member, or the original function will raise
+        device_index = reader.device_index(args, kwargs) if group.on_device else ON_CPU
+        if group.on_device and device_index == ON_CPU:
+            group = self.groups.host_record(group)  # a second backend, for tensors in host memory
         phase = OTHER if self._phase_timer is None else self._phase_timer.current
         calls = [
             CollectiveCall(op, group, size, dtype, phase)
@@ -189,8 +196,6 @@ class CallRecorder(RecorderFields):
                 group.recorded -= sequence_number(process_group)
             else:
                 group.recorded += 1
-            # A group may have a second backend, for tensors in host memory.
-            device_index = reader.device_index(args, kwargs) if group.on_device else ON_CPU
             is_marked = device_index == ON_CPU or self._mark_start(calls, device_index)
         finally:
             if not is_marked:

@@ -6,7 +6,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import ProcessGroup, get_process_group_ranks
@@ -73,6 +73,8 @@ class Group(GroupFields):
             starts at the sequence number `seen_from`.
         point_to_point: A second record for messages between two members. Messages do not queue with
             the group's collectives, and may have another role.
+        host_record: A second record for the calls on tensors in host memory of a group on a device.
+            Another backend runs these calls, and the host's clock times them.
         replayed: Number of calls in replays of captured graphs since the last drain. Such calls are
             neither counted by the group nor recorded.
         busy_until_ns: The time when its last settled call with an exact end ended.
@@ -81,9 +83,11 @@ class Group(GroupFields):
     """
 
     __slots__ = (
+        "_sequence_number",
         "_wire_factors",
         "backend",
         "device_index",
+        "host_record",
         "point_to_point",
         "replayed",
         "role",
@@ -91,18 +95,23 @@ class Group(GroupFields):
         "size",
     )
 
-    def __init__(self, group: ProcessGroup, role: str, rank_set: RankSet) -> None:
+    def __init__(
+        self, group: ProcessGroup, role: str, rank_set: RankSet, *, for_host: bool = False
+    ) -> None:
         self.reference = weakref.ref(group)
         self.role = role
         self.size: int = group.size()
-        self.backend = _backend_name(group)
-        self.on_device = self.backend == accelerator.current.collective_backend
+        self.backend = _host_backend(group).name() if for_host else _backend_name(group)
+        is_of_device = self.backend == accelerator.current.collective_backend
+        self.on_device = is_of_device and not for_host
         bound = getattr(group, "bound_device_id", None)
         self.device_index: int | None = None if bound is None else bound.index
-        self.seen_from = sequence_number(group)
+        self._sequence_number = _host_sequence_number if for_host else sequence_number
+        self.seen_from = self._sequence_number(group)
         self.recorded = self.replayed = 0
         self.rank_set = rank_set
         self.point_to_point: Group | None = None
+        self.host_record: Group | None = None
         self.busy_until_ns = self.maybe_busy_until_ns = BEFORE_ALL
         self._wire_factors = [wire_factor(op, self.backend, self.size) for op in OPS]
 
@@ -114,7 +123,8 @@ class Group(GroupFields):
         group = cls.__new__(cls)
         group.reference = lambda: None
         group.role, group.size, group.backend = role, size, backend
-        group.on_device, group.device_index, group.point_to_point = on_device, None, None
+        group.on_device, group.device_index = on_device, None
+        group.point_to_point = group.host_record = None
         group.seen_from = group.recorded = group.replayed = 0
         group.rank_set = rank_set
         group.busy_until_ns = group.maybe_busy_until_ns = BEFORE_ALL
@@ -130,7 +140,20 @@ class Group(GroupFields):
     def num_issued(self) -> int | None:
         """Return how many calls the group counted since it was first seen; None if deleted."""
         group = self.reference()
-        return None if group is None else sequence_number(group) - self.seen_from
+        return None if group is None else self._sequence_number(group) - self.seen_from
+
+    def records(self) -> list[Group]:
+        """Return this record, and the further records of the same process group."""
+        found = [self]
+        for further in (self.host_record, self.point_to_point):
+            found += [] if further is None else further.records()
+        return found
+
+    def set_role(self, role: str) -> None:
+        """Set the role, also of the calls on tensors in host memory."""
+        self.role = role
+        if self.host_record is not None:
+            self.host_record.role = role
 
 
 class StreamWait:
@@ -171,7 +194,8 @@ class Groups:
     def find(self, group: object, *, point_to_point: bool = False) -> Group | None:
         """Return the record of a process group, or None for any other object.
 
-        The record is made at the first call.
+        The record is made at the first call. There is none if the script had destroyed the group
+        before.
 
         Args:
             group: The argument `group` of a call.
@@ -182,9 +206,24 @@ class Groups:
             if not isinstance(group, ProcessGroup):
                 return None
             rank_set = self._rank_set_of(group)
+            if rank_set is None:
+                return None
             known = self.by_id[id(group)] = Group(group, self._role_of(group), rank_set)
             self._label_rank_sets()
         return self._point_to_point(known) if point_to_point else known
+
+    def host_record(self, known: Group) -> Group:
+        """Return the record of a group's calls on tensors in host memory.
+
+        It is the record itself if the group has no backend for them that counts its calls.
+        """
+        group = known.reference()
+        if known.host_record is None and group is not None:
+            try:
+                known.host_record = Group(group, known.role, known.rank_set, for_host=True)
+            except RuntimeError:
+                return known
+        return known.host_record or known
 
     def set_roles(self, role_of: RoleOf, p2p_role_of: RoleOf) -> None:
         """Set how roles are found. The roles of the groups seen so far are found again.
@@ -197,9 +236,9 @@ class Groups:
         for known in list(self.by_id.values()):
             group = known.reference()
             if group is not None:
-                known.role = role_of(group)
+                known.set_role(role_of(group))
                 if known.point_to_point is not None:
-                    known.point_to_point.role = p2p_role_of(group)
+                    known.point_to_point.set_role(p2p_role_of(group))
         self._label_rank_sets()
 
     def drain_coverage(self) -> float | None:
@@ -222,12 +261,14 @@ class Groups:
             if counted is None:
                 del self.by_id[key]
                 continue
-            records = [known] if known.point_to_point is None else [known, known.point_to_point]
+            records = known.records()
             issued = counted + sum(each.replayed for each in records)
             if issued > 0:
                 recorded = sum(each.recorded for each in records)  # gloo counts messages too
                 for each in records:
                     each.recorded = each.replayed = 0
+                    if each.host_record is not None:
+                        each.host_record.seen_from += each.host_record.num_issued() or 0
                 counts.append((known, issued, recorded))
                 known.seen_from += counted
         return counts
@@ -238,8 +279,12 @@ class Groups:
             known.point_to_point = Group(group, self._p2p_role_of(group), known.rank_set)
         return known.point_to_point or known
 
-    def _rank_set_of(self, group: ProcessGroup) -> RankSet:
-        members = tuple(get_process_group_ranks(group))
+    def _rank_set_of(self, group: ProcessGroup) -> RankSet | None:
+        """Return the rank set of a group; None if torch has forgotten the group."""
+        try:
+            members = tuple(get_process_group_ranks(group))
+        except KeyError:
+            return None
         return self._rank_sets.setdefault(members, RankSet(members))
 
     def _label_rank_sets(self) -> None:
@@ -262,6 +307,12 @@ def sequence_number(group: ProcessGroup) -> int:
     return number
 
 
+def _host_sequence_number(group: ProcessGroup) -> int:
+    """Return how many operations on tensors in host memory a group has issued."""
+    number: int = _host_backend(group)._get_sequence_number_for_group()
+    return number
+
+
 def _unknown_role(group: ProcessGroup) -> str:
     return "world" if group is torch.distributed.group.WORLD else "other"
 
@@ -273,5 +324,9 @@ def _backend_name(group: ProcessGroup) -> str:
         kind = device.kind if device.is_available() else "cpu"
         name: str = group._get_backend(torch.device(kind)).name()
     except RuntimeError:  # a group for CPU tensors in a job on GPUs
-        name = group._get_backend(torch.device("cpu")).name()
+        name = _host_backend(group).name()
     return name
+
+
+def _host_backend(group: ProcessGroup) -> Any:
+    return group._get_backend(torch.device("cpu"))

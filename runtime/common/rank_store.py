@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from ...metrics.backoff import Backoff
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 STORE_TIMEOUT_SECONDS = 10.0
 # A little more than the longest time that a thread waits to connect again after the store failed.
+# Also the longest time for which the start of a watch waits for a connection.
 CONNECT_TIMEOUT_SECONDS = 2.0
 # A token with fewer restarts than this rank is ignored for this time. If rank 0 is on the same
 # node, such a token is from an earlier process. If rank 0 is on another node, the token may be
@@ -50,7 +53,8 @@ class RankStore:
     Args:
         process: This process.
         watch_index: Watches that this process had before; the same on all ranks.
-        store: The job's store; by default torch.distributed's.
+        store: A client of the job's store for one thread; by default a new one of
+            torch.distributed's store.
         now: A monotonic clock, in seconds.
     """
 
@@ -66,8 +70,8 @@ class RankStore:
         self._token: str | None = None
         self._backoff = Backoff(FIRST_POLL_SECONDS, MAX_POLL_SECONDS, now)
         self._store: Store | None = None
-        if store is None and dist.is_initialized():  # torch keeps that store
-            store = _get_default_store()
+        if store is None and dist.is_initialized():
+            store = own_client(_get_default_store())
         if store is not None:
             self._store = common_store(store, watch_index)
             with self._store_may_fail():
@@ -226,9 +230,7 @@ class StoreClientFactory:
         """Clone the last client, or the job's store if there is no client yet."""
         if self._client is not None:
             self._client.set_timeout(timedelta(seconds=CONNECT_TIMEOUT_SECONDS))
-        client: Store = (self._client or self._default()).clone()  # type: ignore[attr-defined]
-        client.set_timeout(timedelta(seconds=STORE_TIMEOUT_SECONDS))
-        return client
+        return _clone(self._client or self._default())
 
 
 class StoreNamespace:
@@ -262,6 +264,40 @@ class StoreNamespace:
 
     def _own_token(self) -> str:
         return f"{self._attempt}-{_THIS_PROCESS}"
+
+
+def own_client(store: Store) -> Store:
+    """Return a client of the job's store for one thread, or the store itself if it needs none.
+
+    Calls of a TCPStore wait for calls of other threads, such as a script's `wait`. Calls of other
+    stores do not, and the clone of a HashStore is the script's own object.
+
+    If the host has no free file descriptor, connecting takes as long as the job's timeout. The
+    store itself is then used, because training must not wait for that.
+    """
+    innermost = store  # None with MPI
+    while isinstance(innermost, PrefixStore):
+        innermost = innermost.underlying_store
+    if not isinstance(innermost, c10d.TCPStore):
+        return store  # torch keeps it
+    clients: list[Store] = []
+
+    def connect() -> None:
+        with suppress(RuntimeError):
+            clients.append(_clone(store))
+
+    thread = threading.Thread(target=connect, name="zerowatch-store", daemon=True)
+    with suppress(RuntimeError):  # no thread could be started
+        thread.start()
+        thread.join(CONNECT_TIMEOUT_SECONDS)
+    return clients[0] if clients else store
+
+
+def _clone(store: Store) -> Store:
+    """Connect to the host of a store again."""
+    client: Store = store.clone()  # type: ignore[attr-defined]
+    client.set_timeout(timedelta(seconds=STORE_TIMEOUT_SECONDS))
+    return client
 
 
 def common_store(store: Store, watch_index: int) -> Store:

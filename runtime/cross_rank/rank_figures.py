@@ -40,7 +40,7 @@ class _Reading:
     """The counters of this rank at a moment, summed over labels; seconds unless stated."""
 
     at: float  # by the monotonic clock
-    last_step_at: float | None  # Unix time
+    last_step_at: float | None  # by the same clock
     steps: float
     samples: float
     flops: float
@@ -58,15 +58,21 @@ class RankFigures:
     Args:
         recorder: Holds the metrics.
         now: A monotonic clock, in seconds.
+        unix_now: The system clock, in seconds, which may be set during the run.
 
     Attributes:
         read_losses: Returns the last window of losses and their hash; NaN if they are unknown.
     """
 
-    def __init__(self, recorder: Recorder, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        now: Callable[[], float] = time.monotonic,
+        unix_now: Callable[[], float] = time.time,
+    ) -> None:
         self.read_losses: Callable[[], tuple[float, float]] = lambda: (math.nan, math.nan)
         self._recorder = recorder
-        self._now = now
+        self._now, self._unix_now = now, unix_now
         # Only readings at which there was a new step.
         self._readings: deque[_Reading] = deque(maxlen=MAX_READINGS)
         self._utilization: deque[tuple[float, float]] = deque(maxlen=MAX_READINGS)
@@ -74,7 +80,7 @@ class RankFigures:
     def read(self) -> Figures:
         """Return the figures as they are now."""
         snapshot, now = self._recorder.snapshot(), self._now()
-        reading = _reading(snapshot, now)
+        reading = _reading(snapshot, now, self._last_step_at(snapshot, now))
         if not self._readings or reading.steps != self._readings[-1].steps:
             self._readings.append(reading)
         device = _training_device(snapshot)
@@ -86,6 +92,19 @@ class RankFigures:
         }
         figures = [*(known.get(name) for name in across_ranks.STATISTICS), *self.read_losses()]
         return np.array([math.nan if each is None else each for each in figures], np.float32)
+
+    def _last_step_at(self, snapshot: Snapshot, now: float) -> float | None:
+        """Return when the last step ended, by the monotonic clock; None before the first step.
+
+        If the system clock was set after this step, the result may be any time since the last
+        reading.
+        """
+        unix_seconds = snapshot.value(training.LAST_STEP_TIMESTAMP)
+        if unix_seconds is None:
+            return None
+        ended_at = now - (self._unix_now() - unix_seconds)
+        earliest = self._readings[-1].last_step_at if self._readings else None
+        return min(now, ended_at if earliest is None else max(earliest, ended_at))
 
     def _of_steps(self, now: float, peak_flops: float | None) -> dict[str, float | None]:
         """Return the figures about the steps of the last minute; none while there are no steps."""
@@ -144,11 +163,11 @@ class RankFigures:
         }
 
 
-def _reading(snapshot: Snapshot, now: float) -> _Reading:
+def _reading(snapshot: Snapshot, now: float, last_step_at: float | None) -> _Reading:
     phases = {phase: snapshot.value(training.PHASE_SECONDS, phase) or 0.0 for phase in PHASES}
     return _Reading(
         at=now,
-        last_step_at=snapshot.value(training.LAST_STEP_TIMESTAMP),
+        last_step_at=last_step_at,
         steps=snapshot.total(training.STEPS),
         samples=snapshot.total(training.SAMPLES),
         flops=snapshot.total(training.FLOPS),

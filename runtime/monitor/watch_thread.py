@@ -53,6 +53,9 @@ MAX_PENDING = 1024
 # Number of batches and steps in the queue from which on each wakes the thread. It is far below
 # MAX_PENDING and the number of steps in the ring.
 WAKING_ITEMS = 128
+# Number of batches and steps in the queue above which the oldest step does not wait for the Flight
+# Recorder, which may be read less than once a minute. The rest is for the steps of a second.
+MAX_WAITING = MAX_PENDING // 2
 # Number of batches whose measurements cannot be read, after which collectives are not timed.
 MAX_LOST = 2
 # Longest wait for the thread to end.
@@ -317,11 +320,15 @@ class WatchThread:
             let_training_run()
 
     def _waits_for_flight_recorder(self, item: CallBatch | RawStep, *, at_once: bool) -> bool:
+        """Read the Flight Recorder if it is time. Return whether the step waits for that.
+
+        If many others are in the queue, it does not wait, and its unseen calls are left out.
+        """
         recorder, unseen = self._flight_recorder, getattr(item, "unseen", None)
         if recorder is None or unseen is None:
             return False
         is_read = self._fail_open.call("flight recorder", recorder.read_for, unseen, at_once)
-        return is_read is False
+        return is_read is False and len(self._pending) <= MAX_WAITING
 
     def _add_unseen_calls(self, item: CallBatch | RawStep) -> None:
         """Add the calls of a step that no wrapper has recorded, as far as they can be identified.

@@ -121,7 +121,7 @@ class ReportMerger:
                 member.issued.discard(member.issued.end)
             return 0, None, NO_SIGNATURES
         if first >= end:
-            return first, self._history_hash, NO_SIGNATURES
+            return self._history_end, self._history_hash, NO_SIGNATURES
         for member in members.values():
             member.discard_issued(first)
         prefix_hash = self._compare_hashes(first)

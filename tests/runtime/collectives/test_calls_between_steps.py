@@ -1,4 +1,4 @@
-"""Tests that calls between steps are passed on before the next step ends, and only once."""
+"""Tests that calls of evaluations are passed on before the next step ends, and only once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fakes.sleeping_collectives import (
 
 from zerowatch.runtime.collectives.call_batch import CallBatch
 from zerowatch.runtime.collectives.totals import StepCommTotals
-from zerowatch.runtime.common.phase_timer import BACKWARD, EVAL, FORWARD, PhaseTimer
+from zerowatch.runtime.common.phase_timer import BACKWARD, EVAL, FORWARD, OTHER, PhaseTimer
 
 
 class Rank:
@@ -43,6 +43,11 @@ class Rank:
             torch.tensor([milliseconds]).as_subclass(self.tensor_class), **options
         )
 
+    def evaluate(self, milliseconds: float, **options: object) -> None:
+        self.phases.enter(EVAL)
+        self.reduce(milliseconds, **options)
+        self.phases.leave()
+
     def totals(self) -> list[StepCommTotals]:
         self.clock.elapse(1000)
         return add_up(self.batches, self.instrumentation)
@@ -67,8 +72,35 @@ def test_calls_of_an_evaluation_are_passed_on_while_it_lasts(rank: Rank) -> None
     assert evaluation.seconds == pytest.approx(0.015)
 
 
-def test_each_call_is_passed_on_once(rank: Rank) -> None:
+def test_calls_that_block_training_wait_for_the_end_of_the_next_step(rank: Rank) -> None:
     rank.reduce(10)
+    rank.calls.pass_on_between_steps()
+    before = list(rank.batches)
+    rank.batches.append(rank.calls.drain())
+
+    (step,) = rank.totals()
+
+    assert before == []
+    assert step.exposed_seconds == pytest.approx(0.010)
+
+
+def test_calls_before_those_of_an_evaluation_are_passed_on_with_them_in_order(rank: Rank) -> None:
+    for milliseconds in (10, 5):
+        rank.reduce(milliseconds)
+        rank.evaluate(milliseconds)
+    rank.reduce(20)
+
+    rank.calls.pass_on_between_steps()
+    rank.batches.append(rank.calls.drain())
+
+    between, step = rank.batches
+    assert [call.phase for call in between.calls] == [OTHER, EVAL, OTHER, EVAL]
+    assert [call.phase for call in step.calls] == [OTHER]
+    assert [each.seconds for each in rank.totals()] == [pytest.approx(0.030), pytest.approx(0.020)]
+
+
+def test_each_call_is_passed_on_once(rank: Rank) -> None:
+    rank.evaluate(10)
     rank.calls.pass_on_between_steps()
     rank.calls.pass_on_between_steps()
     rank.reduce(20)
@@ -97,7 +129,7 @@ def test_the_first_step_after_an_evaluation_is_a_step(rank: Rank) -> None:
     rank.clock.elapse(1)
     rank.phases.leave()
     rank.phases.drain()
-    rank.reduce(10)
+    rank.evaluate(10)
 
     rank.calls.pass_on_between_steps()
 
@@ -106,7 +138,7 @@ def test_the_first_step_after_an_evaluation_is_a_step(rank: Rank) -> None:
 
 def test_a_call_whose_handle_was_dropped_is_passed_on(rank: Rank) -> None:
     rank.calls.is_sampled = False
-    rank.reduce(10, async_op=True)
+    rank.evaluate(10, async_op=True)
     rank.clock.elapse(20)
 
     rank.calls.pass_on_between_steps()
@@ -116,7 +148,7 @@ def test_a_call_whose_handle_was_dropped_is_passed_on(rank: Rank) -> None:
 
 
 def test_no_event_is_recorded_by_passing_on(rank: Rank) -> None:
-    rank.reduce(10)
+    rank.evaluate(10)
     before = rank.cuda.num_records
 
     rank.calls.pass_on_between_steps()
@@ -125,14 +157,14 @@ def test_no_event_is_recorded_by_passing_on(rank: Rank) -> None:
 
 
 def test_an_event_that_is_the_anchor_is_released_last(rank: Rank) -> None:
-    rank.reduce(10)
+    rank.evaluate(10)
     rank.calls.pass_on_between_steps()
     rank.totals()
     needed = rank.cuda.num_events
     rank.batches.clear()
 
     for _ in range(3):
-        rank.reduce(10)
+        rank.evaluate(10)
         rank.calls.pass_on_between_steps()
         rank.totals()
         rank.batches.clear()

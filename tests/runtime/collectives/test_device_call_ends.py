@@ -277,8 +277,7 @@ def test_a_barrier_before_the_rank_has_chosen_its_device_creates_no_context_on_a
     assert rank.cuda.used_devices == set()
 
 
-def test_a_tensor_in_host_memory_is_timed_by_the_host(rank: DeviceRank) -> None:
-    records = rank.cuda.num_records
+def reduce_on_host(rank: DeviceRank, milliseconds: float) -> None:
     future: torch.futures.Future[None] = torch.futures.Future()
     reader = dict(torch_readers({"all_reduce": ["tensor", "op", "group", "async_op"]}.get))[
         "all_reduce"
@@ -286,13 +285,32 @@ def test_a_tensor_in_host_memory_is_timed_by_the_host(rank: DeviceRank) -> None:
     calls = rank.recorder.on_call(reader, (torch.ones(8),), {})
     begin_ns = rank.host.now_ns
     rank.recorder.on_return(reader, calls, FakeWork(future, lambda: None), begin_ns, begin_ns)
-    rank.host.elapse(10)
+    rank.host.elapse(milliseconds)
     future.set_result(None)
+
+
+def test_a_tensor_in_host_memory_is_timed_by_the_host(rank: DeviceRank) -> None:
+    records = rank.cuda.num_records
+    reduce_on_host(rank, 10)
 
     (step,) = rank.steps()
 
     assert step.seconds == pytest.approx(0.010)
     assert rank.cuda.num_records == records
+
+
+def test_calls_on_the_host_change_no_durations_on_the_device(rank: DeviceRank) -> None:
+    rank.reduce(10)
+    reduce_on_host(rank, 30)
+    rank.reduce(20)
+
+    rank.steps()
+
+    (batch,) = rank.batches
+    assert [call.group.backend for call in batch.calls] == ["nccl", "gloo", "nccl"]
+    durations = [call.duration_ns / 1e6 for call in batch.calls]
+    assert durations == [pytest.approx(10), pytest.approx(30), pytest.approx(20)]
+    assert [call.sequence for call in batch.calls] == [1, 2, 3]
 
 
 def test_a_message_that_is_waited_for_while_its_batch_is_read_stays_untimed(

@@ -7,9 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # the backend "fake"
+from fakes.cuda_streams import FakeCuda
+from fakes.sleeping_collectives import ManualClock
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
+from zerowatch.runtime.collectives import groups as groups_module
 from zerowatch.runtime.collectives.groups import (
     BEFORE_ALL,
     NEVER,
@@ -152,6 +157,16 @@ def test_a_group_is_found_by_identity_and_other_arguments_are_none(world: Any) -
     assert groups.find("default_pg") is None
 
 
+def test_a_group_that_was_destroyed_before_its_first_call_has_no_record(world: Any) -> None:
+    groups = Groups()
+    destroyed = dist.new_group([0])
+    dist.destroy_process_group(destroyed)
+
+    assert groups.find(destroyed) is None
+    assert groups.find(destroyed, point_to_point=True) is None
+    assert groups.known() == []
+
+
 def test_messages_have_a_record_of_their_own(world: Any) -> None:
     groups = Groups()
 
@@ -161,6 +176,75 @@ def test_messages_have_a_record_of_their_own(world: Any) -> None:
     assert messages is not collectives
     assert groups.find(world, point_to_point=True) is messages
     assert groups.known() == [collectives]
+
+
+@pytest.fixture
+def two_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A world group with a backend for a fake device, and gloo for tensors in host memory."""
+    cuda = FakeCuda(ManualClock())
+    cuda.collective_backend = "fake"
+    cuda.patch(monkeypatch)
+    monkeypatch.setattr(groups_module, "sequence_number", lambda group: 0)  # "fake" has none
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("cuda:fake,cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_calls_on_tensors_in_host_memory_have_a_record_of_their_own(two_backends: Any) -> None:
+    groups = Groups()
+    known = groups.find(two_backends)
+    assert known is not None
+
+    on_host = groups.host_record(known)
+
+    assert (known.backend, known.on_device) == ("fake", True)
+    assert (on_host.backend, on_host.on_device) == ("gloo", False)
+    assert (on_host.role, on_host.rank_set) == ("world", known.rank_set)
+    assert groups.host_record(known) is on_host
+    assert groups.known() == [known]
+    assert groups.rank_sets() == [known.rank_set]
+
+
+def test_messages_from_host_memory_have_a_record_of_their_own(two_backends: Any) -> None:
+    groups = Groups()
+    known, messages = groups.find(two_backends), groups.find(two_backends, point_to_point=True)
+    assert known is not None
+    assert messages is not None
+    records = [groups.host_record(known), groups.host_record(messages)]
+
+    groups.set_roles(lambda group: "dp", lambda group: "pp")
+
+    assert [each.role for each in records] == ["dp", "pp"]
+    assert known.records() == [known, records[0], messages, records[1]]
+
+
+def test_calls_on_tensors_in_host_memory_are_counted_by_their_backend(two_backends: Any) -> None:
+    groups = Groups()
+    known = groups.find(two_backends)
+    assert known is not None
+    on_host = groups.host_record(known)
+    known.replayed = 4
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1))
+    on_host.recorded = 2
+    issued = on_host.num_issued()
+
+    counts = groups.drain_counts()
+
+    assert issued == 3
+    assert counts == [(known, 4, 2)]
+    assert (on_host.recorded, on_host.num_issued()) == (0, 0)
+
+
+def test_a_group_without_a_backend_for_host_memory_has_no_further_record(
+    two_backends: Any,
+) -> None:
+    groups = Groups()
+    known = groups.find(dist.new_group([0], backend="cuda:fake"))
+    assert known is not None
+
+    assert groups.host_record(known) is known
 
 
 def test_roles_of_known_groups_are_found_again(world: Any) -> None:

@@ -44,6 +44,11 @@ USED_NAMES: tuple[tuple[str, str, str], ...] = (
         "_get_sequence_number_for_group _get_backend size",
     ),
     (
+        "torch._C._distributed_c10d:Backend",
+        "runtime/collectives/groups.py",
+        "_get_sequence_number_for_group name",
+    ),
+    (
         "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent",
         "runtime/cli/launcher_notes.py",
         "_monitor_workers _stop_workers",

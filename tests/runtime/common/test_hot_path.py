@@ -681,6 +681,7 @@ class DeviceRecording(Recording):
                 (
                     *(OPS[call.op], call.payload_bytes, call.dtype, PHASES[call.phase]),
                     *(call.sequence, call.timed, call.is_bound, call.is_lost, call.settled),
+                    call.group.on_device,
                     *(call.start_ns, call.end_ns, call.issued_ns, call.wait_ns)
                     * (call.start_event is not None and call.timed),
                 )

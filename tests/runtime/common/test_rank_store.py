@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from fakes.clock import FakeClock
-from torch.distributed import HashStore, PrefixStore, TCPStore
+from fakes.scraper import eventually
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Store
 
 from zerowatch.runtime.common import rank_store
@@ -135,6 +140,116 @@ def test_without_a_store_nothing_is_written_or_found():
     ranks_store.put("run_id", "name")
 
     assert ranks_store.get("run_id") is None
+
+
+def set_job_store(store: Store | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch.distributed have a store, which the script uses too."""
+    monkeypatch.setattr(rank_store.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(rank_store, "_get_default_store", lambda: store)
+
+
+@contextmanager
+def waiting(store: Store, other: Store) -> Iterator[threading.Thread]:
+    """A thread of the script that waits in the store until `other` writes its key, at the end."""
+    waiter = threading.Thread(target=store.wait, args=(["arrived"], timedelta(seconds=20)))
+    waiter.start()
+    assert eventually(lambda: is_held(store))
+    yield waiter
+    other.set("arrived", b"")  # type: ignore[arg-type]
+    waiter.join()
+
+
+def is_held(store: Store) -> bool:
+    """Whether a call of the store waits for another thread's."""
+    probe = threading.Thread(target=store.check, args=(["key"],), daemon=True)
+    probe.start()
+    probe.join(0.1)
+    return probe.is_alive()
+
+
+@pytest.mark.parametrize("prefixes", [[], ["default_pg"], ["0", "default_pg"]])
+def test_a_thread_that_waits_in_the_jobs_store_delays_no_poll(
+    server: TCPStore, monkeypatch, clock, prefixes: list[str]
+) -> None:
+    of_test = f"waits/{len(prefixes)}"
+    job: Store = PrefixStore(of_test, server.clone())
+    other: Store = PrefixStore(of_test, server.clone())
+    for prefix in prefixes:
+        job, other = PrefixStore(prefix, job), PrefixStore(prefix, other)
+    RankStore(process(0), WATCH_INDEX, other, clock).put("run_id", "night-7")
+    set_job_store(job, monkeypatch)
+    ranks_store = RankStore(process(1), WATCH_INDEX, now=clock)
+
+    with waiting(job, other) as waiter:
+        ranks_store.poll()
+        run_id = ranks_store.get("run_id")
+        was_waiting = waiter.is_alive()
+
+    assert (run_id, was_waiting) == ("night-7", True)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "hash", "file", "prefix"])
+def test_the_jobs_store_keeps_its_timeout_and_has_the_texts(
+    server: TCPStore, tmp_path: Path, monkeypatch, clock, kind: str
+) -> None:
+    job: Store = {
+        "tcp": server.clone,
+        "hash": HashStore,
+        "file": lambda: FileStore(str(tmp_path / "store"), 1),
+        "prefix": lambda: PrefixStore("job", HashStore()),
+    }[kind]()
+    job.set_timeout(timedelta(seconds=77))
+    set_job_store(job, monkeypatch)
+
+    RankStore(process(0), WATCH_INDEX, now=clock).put("run_id", kind)
+
+    assert RankStore(process(1), WATCH_INDEX, job, clock).get("run_id") == kind
+    assert job.timeout == timedelta(seconds=77)
+
+
+def test_a_store_that_is_written_in_python_is_used_itself(monkeypatch, clock) -> None:
+    job = FailingStore()
+    set_job_store(job, monkeypatch)
+
+    RankStore(process(0), WATCH_INDEX, now=clock).put("run_id", "night-7")
+
+    assert RankStore(process(1), WATCH_INDEX, job, clock).get("run_id") == "night-7"
+
+
+def test_a_job_without_a_store_has_no_texts(monkeypatch, clock) -> None:
+    set_job_store(None, monkeypatch)  # as with MPI
+    ranks_store = RankStore(process(0), WATCH_INDEX, now=clock)
+
+    ranks_store.put("run_id", "night-7")
+
+    assert ranks_store.get("run_id") is None
+
+
+class FullHost(TCPStore):
+    """A client of a host that accepts no further one."""
+
+    def __init__(self, server: TCPStore, answer: Callable[[], object]) -> None:
+        super().__init__("127.0.0.1", server.port, None, False, timedelta(seconds=10), False)
+        self._answer = answer
+
+    def clone(self) -> Store:
+        self._answer()
+        raise RuntimeError("Connection reset by peer")
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_store_that_accepts_no_further_client_is_used_itself(
+    server: TCPStore, monkeypatch, clock, answers: bool
+) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(rank_store, "CONNECT_TIMEOUT_SECONDS", 0.05)
+    job = FullHost(server, lambda: answers or ended.wait())
+    set_job_store(job, monkeypatch)
+
+    RankStore(process(0), WATCH_INDEX, now=clock).put("run_id", f"night-{answers}")
+
+    assert RankStore(process(1), WATCH_INDEX, job, clock).get("run_id") == f"night-{answers}"
+    ended.set()
 
 
 @pytest.mark.parametrize("attempts", [(1, 1), (0, 1), (1, 0), (0, 0)], ids=str)

@@ -29,7 +29,8 @@ class Run:
         self.clock, self.recorder = FakeClock(), Recorder()
         self.step_seconds = step_seconds
         self.exposed_share = 0.1
-        self._figures = RankFigures(self.recorder, self.clock)
+        self.unix_offset = 1.7e9  # changes if the system clock is set
+        self._figures = RankFigures(self.recorder, self.clock, self._unix_time)
         self._next_step = self.clock.seconds + step_seconds
 
     def train(self, seconds: float) -> dict[str, float]:
@@ -60,8 +61,11 @@ class Run:
         recorder.add(communication.COMM_EXPOSED_SECONDS, self.exposed_share * seconds / 2, "dp")
         recorder.add(communication.COMM_EXPOSED_SECONDS, self.exposed_share * seconds / 2, "tp")
         recorder.add(communication.COMM_WAIT_SECONDS, 0.04 * seconds, "dp")
-        recorder.set(training.LAST_STEP_TIMESTAMP, 1.7e9 + self._next_step)
+        recorder.set(training.LAST_STEP_TIMESTAMP, self.unix_offset + self._next_step)
         self._next_step += seconds
+
+    def _unix_time(self) -> float:
+        return self.unix_offset + self.clock.seconds
 
 
 def with_device(run: Run, device: str = "cuda:0") -> Run:
@@ -135,6 +139,38 @@ def test_a_reading_before_the_first_step_delays_the_samples_by_one_exchange_only
     assert "data" in first
     assert "samples_per_second" not in first
     assert second["samples_per_second"] == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("step_seconds", [0.05, 2.0, 45.0])
+@pytest.mark.parametrize("change", [-30.0, 30.0])
+def test_a_system_clock_that_is_set_changes_no_throughput(
+    step_seconds: float, change: float
+) -> None:
+    run = Run(step_seconds)
+    run.train(300)
+    run.unix_offset += change
+
+    known = [run.train(EXCHANGE_SECONDS)["samples_per_second"] for _ in range(40)]
+
+    assert known == pytest.approx([8 / step_seconds] * 40, rel=1e-5)
+
+
+@pytest.mark.parametrize("change", [-30.0, 30.0])
+def test_a_clock_that_is_set_after_the_last_step_moves_it_by_less_than_an_exchange(
+    change: float,
+) -> None:
+    run = Run(0.25)
+    run.train(300)
+    run.clock.seconds += EXCHANGE_SECONDS
+    while run._next_step <= run.clock.seconds - 0.5:
+        run._step()
+    run.unix_offset += change
+
+    at_once = run.read()["samples_per_second"]
+    known = [run.train(EXCHANGE_SECONDS)["samples_per_second"] for _ in range(40)]
+
+    assert [at_once, *known] == pytest.approx([32.0] * 41, rel=0.1)
+    assert known[-1] == pytest.approx(32.0)
 
 
 def test_a_change_is_complete_after_a_minute_and_a_step() -> None:

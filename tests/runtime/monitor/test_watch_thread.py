@@ -18,14 +18,22 @@ from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.collectives.call_batch import CallBatch
 from zerowatch.runtime.collectives.call_recorder import CallRecorder
 from zerowatch.runtime.collectives.groups import CollectiveCall
+from zerowatch.runtime.collectives.unseen_calls import FlightRecorder, UnseenCalls
 from zerowatch.runtime.common.device_scalar import PendingScalar
 from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.common.phase_timer import PhaseTimer
 from zerowatch.runtime.instrumentation.generated_tokens import GenerationCounts
 from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
 from zerowatch.runtime.memory.step_sample import StepMemorySample
 from zerowatch.runtime.monitor.step_analysis import StepAnalysis
 from zerowatch.runtime.monitor.subscriptions import for_each
-from zerowatch.runtime.monitor.watch_thread import STEPS_PER_WRITE, WAKING_ITEMS, WatchThread
+from zerowatch.runtime.monitor.watch_thread import (
+    MAX_PENDING,
+    MAX_WAITING,
+    STEPS_PER_WRITE,
+    WAKING_ITEMS,
+    WatchThread,
+)
 
 
 class FakeGroup:
@@ -93,6 +101,7 @@ class Rank:
         seconds: float = 1e-6,
         generation: GenerationCounts | None = None,
         memory: Any = None,
+        unseen: UnseenCalls | None = None,
     ) -> None:
         """Enqueue a step with the calls since the last one."""
         step = RawStep(
@@ -108,6 +117,7 @@ class Rank:
             trace=None,
             memory=memory,
             batch=self.recorder.drain(),
+            unseen=unseen,
         )
         self.thread.enqueue(step)
 
@@ -302,6 +312,22 @@ def test_calls_of_a_step_that_never_ended_do_not_count_as_exposed(rank: Rank) ->
     assert all(call.duration_ns > 0 for call in calls)
 
 
+def test_calls_after_the_last_step_do_not_count_as_exposed_however_long_the_script_goes_on(
+    rank: Rank,
+) -> None:
+    rank.recorder.connect(PhaseTimer(), rank.thread.enqueue)
+    rank.end_step(1)
+    waited = rank.call(milliseconds=20_000, blocks=True)
+    rank.device.synchronize()
+    rank.recorder.pass_on_between_steps()
+    rank.poll()
+    rank.thread.enqueue_rest(rank.recorder.drain())
+    rank.finish()
+
+    assert waited.duration_ns == pytest.approx(20e9)
+    assert waited.exposed_ns == 0
+
+
 def test_without_any_step_all_calls_count(rank: Rank) -> None:
     call = rank.call(milliseconds=20, blocks=True)
     rank.thread.enqueue_rest(rank.recorder.drain())
@@ -321,6 +347,43 @@ def test_steps_in_which_a_group_counted_unseen_calls_have_no_exposed_time(rank: 
 
     assert [record.comm_exposed_seconds for record in rank.written] == [None, 0.0]
     assert len(rank.compared) == 1
+
+
+def test_no_step_is_lost_while_the_flight_recorder_is_not_read(rank: Rank) -> None:
+    clock, entries = FakeClock(), list[dict[str, Any]]()
+    last = 2 * MAX_PENDING
+
+    def dump() -> dict[str, Any]:
+        clock.seconds += 1.0  # so the next read is due 200 s later
+        return {"entries": list(entries)}
+
+    rank.thread._flight_recorder = FlightRecorder(dump, now=clock)
+    group: Any = rank.group
+    for number in range(1, last + 1):
+        calls = UnseenCalls({group: 1}, {group: "0"}, [(group, 0, number, number)], clock.seconds)
+        entries.append(all_reduce_entry(number))
+        rank.end_step(number, unseen=calls)
+        if len(rank.thread._inbox) > WAKING_ITEMS:
+            rank.poll()
+    rank.poll()
+
+    assert rank.thread.dropped_steps == 0
+    assert len(rank.written) == last - MAX_WAITING
+    assert rank.finish() == list(range(1, last + 1))
+    have_calls = [record.step for record in rank.written if record.collectives]
+    first_read = range(1, WAKING_ITEMS + 2)
+    assert have_calls == [*first_read, *range(last - MAX_WAITING + 1, last + 1)]
+
+
+def all_reduce_entry(number: int) -> dict[str, Any]:
+    """A call of eight bytes in the Flight Recorder."""
+    return {
+        "collective_seq_id": number,
+        "process_group": ("0", "default_pg"),
+        "profiling_name": "gloo:all_reduce",
+        "input_sizes": [[2]],
+        "input_dtypes": ["Float"],
+    }
 
 
 def test_the_phases_of_a_step_and_what_blocked_them_are_compared(rank: Rank) -> None:

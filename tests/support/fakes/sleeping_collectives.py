@@ -56,9 +56,14 @@ class FourRankGroups:
 
     def __init__(self, world: FourRankGroup) -> None:
         self.world = world
+        self.on_host = FourRankGroup(world.role)
+        self.on_host.rank_set = world.rank_set
 
     def find(self, group: object, **_: object) -> FourRankGroup:
         return group if isinstance(group, FourRankGroup) else self.world
+
+    def host_record(self, known: FourRankGroup) -> FourRankGroup:
+        return self.on_host
 
 
 class ManualClock:

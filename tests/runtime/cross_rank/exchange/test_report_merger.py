@@ -275,6 +275,67 @@ def test_merged_blocks_give_the_same_as_all_at_once(seed: int) -> None:
     assert np.array_equal(merged.durations, rows.min(axis=0))
 
 
+def report_of(issued_calls: range, timed_calls: range) -> CallReport:
+    """A report of calls whose signatures are their numbers."""
+    return CallReport(
+        first_timed=timed_calls.start,
+        durations=np.ones(len(timed_calls), np.float32),
+        first_issued=issued_calls.start,
+        signatures=np.array(issued_calls, np.uint32),
+        prefix_hash=hash_of(*range(1, issued_calls.start)),
+    )
+
+
+def test_after_a_gap_a_report_without_common_calls_has_the_hash_of_the_calls_before_it() -> None:
+    merger = merger_of(0, 1)
+    for rank in (0, 1):
+        merger.add(rank, report_of(range(1, 5), range(1, 3)), {})
+    merger.drain()
+    merger.add(0, report_of(range(7, 9), range(3, 7)), {})  # a report of it was lost
+    merger.add(1, report_of(range(5, 7), range(3, 7)), {})
+
+    report = merger.drain()
+
+    assert report is not None
+    assert (report.durations.tolist(), report.signatures.tolist()) == ([1.0] * 4, [])
+    assert report.prefix_hash == hash_of(*range(1, report.first_issued))
+
+
+def test_blocks_that_lost_reports_of_the_same_calls_have_not_diverged() -> None:
+    blocks = {0: merger_of(0, 1), 2: merger_of(2, 3)}
+    top = ReportMerger({0: (0, 1), 2: (2, 3)})
+    merged = None
+    exchanges = [
+        dict.fromkeys(range(4), report_of(range(1, 5), range(1, 3))),
+        {  # the reports of calls 5 and 6 were lost, except that of rank 1
+            0: report_of(range(7, 9), range(3, 7)),
+            1: report_of(range(5, 7), range(3, 7)),
+            2: report_of(range(7, 9), range(3, 7)),
+            3: report_of(range(7, 9), range(3, 7)),
+        },
+        {
+            0: report_of(range(9, 11), range(7, 9)),
+            1: report_of(range(7, 11), range(7, 9)),
+            2: report_of(range(9, 11), range(7, 9)),
+            3: report_of(range(9, 11), range(7, 9)),
+        },
+    ]
+
+    for reports in exchanges:
+        for rank, report in reports.items():
+            blocks[rank // 2 * 2].add(rank, report, {})
+        for first_rank, block in blocks.items():
+            of_block = block.drain()
+            assert of_block is not None
+            top.add(first_rank, of_block, {})
+        merged = top.drain()
+
+    assert top.divergence is None
+    assert merged is not None
+    assert (merged.first_issued, merged.signatures.tolist()) == (7, [7, 8, 9, 10])
+    assert merged.prefix_hash == hash_of(*range(1, 7))
+
+
 def both(first: int, seconds: tuple[float, ...], signatures: tuple[int, ...]) -> CallReport:
     return CallReport(
         first_timed=first,
