@@ -13,7 +13,8 @@ ZerowatchError
 
 Monitoring never raises during training. `TrainingRun` does, because it is the training loop; after
 each of these errors the run is in the state before the call, except a PeerFailedError whose
-`can_continue` is False.
+`can_continue` is False. Some engines cannot discard a batch, such as those with Muon. There, each
+error in the passes of `train_batch` ends the run. A warning at the start names the reason.
 
 If smaller micro-batches cannot avoid an out-of-memory error, the rank that ran out of memory raises
 torch's error, and the other ranks raise `PeerOutOfMemoryError`. The run is in the state before the

@@ -253,6 +253,9 @@ class TrainingRun:
                 some ranks only and after the first windows. Then `can_continue` is False, later
                 calls raise on all ranks, and the run must be restarted.
 
+        On an engine that cannot discard a batch, each error in its passes ends the run, and later
+        calls raise. A warning at the start names the reason.
+
         Examples:
             >>> result = run.train_batch({"x": x, "y": y})  # [local_batch, 1024], [local_batch]
             >>> result.loss

@@ -51,6 +51,7 @@ LEFT_SECONDS = 5.0
 _STORE_TIMEOUT_SECONDS = 10.0
 # torch waits up to twice as long for a store that is gone. `close` waits longer than that.
 _RECONNECT_SECONDS = 2.0
+_MAKE_AGAIN = "Make the model and its TrainingRun again, and load the last checkpoint"
 
 
 class FailureNotice(NamedTuple):
@@ -255,10 +256,31 @@ class RunEnd:
             self.end(error, place)
             self._own_error = ZerowatchError(
                 f"this run has ended: {describe_error(error)[0]} interrupted {place}, so the "
-                "weights may be updated in part. Make the model and its TrainingRun again, and "
-                "load the last checkpoint"
+                f"weights may be updated in part. {_MAKE_AGAIN}"
             )
             raise
+
+    def end_with_gradients(self, error: BaseException, reason: str) -> None:
+        """End the run after a window whose gradients stay in the engine.
+
+        The next update would contain them. The ranks leave such a window together, so each of them
+        calls this method, and none is informed by another. Only an interrupt may be on one rank.
+
+        Args:
+            error: The error that ended the window; a PeerFailedError's `can_continue` is set to
+                False.
+            reason: Why the gradients cannot be discarded.
+        """
+        if not isinstance(error, Exception):
+            self.end(error, "train_batch")
+        self._own_error = ZerowatchError(
+            f"this run has ended: train_batch failed with {describe_error(error)[0]}, and the "
+            f"gradients of its batch cannot be discarded: {reason}. {_MAKE_AGAIN}"
+        )
+        if isinstance(error, PeerFailedError):
+            error.can_continue = False
+        if self._host_group.rank == 0:
+            logger.error("%s", self._own_error)
 
     @property
     def has_ended(self) -> bool:

@@ -169,7 +169,7 @@ class WindowRunner:
         micro_batches = self.replay.planner.micro_batches(opened.local_batches)
         sizes = split_sizes(opened.window.num_samples, micro_batches)
         with ExitStack() as undo:  # runs after Ctrl-C too: training may continue
-            undo.callback(self._discard_passes)
+            undo.callback(self._discard_passes)  # if it cannot: an evaluation has no gradients
             undo.callback(RngState.capture().restore)
             engine, loss = self._engine_holder.engine, self._loss
             sums = self.replay.run_evaluation(
@@ -220,23 +220,31 @@ class WindowRunner:
     def _abort(self, local_batches: LocalBatches, error: BaseException) -> None:
         """Restore the state before this window, and record the error if it is out of memory.
 
-        If a kernel has failed, nothing can be restored. The script then gets its own error.
+        If a kernel has failed, nothing can be restored. The script then gets its own error. If the
+        gradients of the window cannot be discarded, the run ends.
         """
         if not accelerator.has_failed():
             self._engine_holder.abort_window()
-        self._discard_passes()
+        reason = self._discard_passes()
+        if reason is not None:
+            self._run_end.end_with_gradients(error, reason)
         self._guard.recorder.clear()
         self._record_fatal_oom(local_batches, error)
 
-    def _discard_passes(self) -> None:
+    def _discard_passes(self) -> str | None:
         """Remove the gradients and other state of unfinished passes from the engine.
 
         A run that has ended keeps them: its collectives in flight may wait for other ranks.
+
+        Returns:
+            Why this engine keeps them although the run has not ended; None if it does not.
         """
         if accelerator.has_failed() or self._run_end.has_ended:
-            return
-        if abort_unsupported_reason(self._engine_holder.engine) is None:
+            return None
+        reason = abort_unsupported_reason(self._engine_holder.engine)
+        if reason is None:
             abort_window(self._engine_holder.engine)
+        return reason
 
     def _record_fatal_oom(self, local_batches: LocalBatches, error: BaseException) -> None:
         """Record the error if it is an out-of-memory error, which ends the run."""

@@ -85,6 +85,7 @@ def find_checkpoint(
     checkpoints = CheckpointFolder(Path(folder).absolute())
     action = f"load from {checkpoints.path}"
     tried, checkpoint = None, None
+    passed_over: set[Path] = set()
     own, error = _on_all_ranks(host_group, action, lambda: _last(checkpoints))
     if error is None:
         agreed = _agreed(checkpoints, own, host_group)
@@ -97,7 +98,8 @@ def find_checkpoint(
     while error is not None:
         if not fallback:
             raise error
-        own, failure = _on_all_ranks(host_group, action, partial(_before, checkpoints, tried))
+        before = partial(_before, checkpoints, tried, passed_over)
+        own, failure = _on_all_ranks(host_group, action, before)
         agreed = _agreed(checkpoints, own, host_group)
         if failure is not None or agreed is None:
             raise error
@@ -105,7 +107,9 @@ def find_checkpoint(
             logger.warning("%s; the earlier checkpoint %s is tried instead", error, agreed.name)
         tried = agreed.name
         checkpoint, error = _checked(checkpoints, tried, engine, host_group)
-    return checkpoint and replace(checkpoint, superseded=_later(checkpoints, checkpoint))
+    if checkpoint is None:
+        return None
+    return replace(checkpoint, superseded=_later(checkpoints, checkpoint) | passed_over)
 
 
 def load_checkpoint(checkpoint: FoundCheckpoint, engine: Any, host_group: HostCollectives) -> None:
@@ -194,9 +198,17 @@ def _last(checkpoints: CheckpointFolder) -> Candidate | None:
     return Candidate(read_manifest(checkpoints.manifest(name)).serial, name)
 
 
-def _before(checkpoints: CheckpointFolder, tried: str | None) -> Candidate | None:
-    """Return the newest checkpoint before a damaged checkpoint, or before the name in `latest`."""
-    return checkpoints.newest(before=tried or checkpoints.latest())
+def _before(
+    checkpoints: CheckpointFolder, tried: str | None, passed_over: set[Path]
+) -> Candidate | None:
+    """Return the newest checkpoint before a damaged checkpoint, or before the name in `latest`.
+
+    The damaged checkpoint is added to `passed_over`, because its save number may be unreadable.
+    """
+    damaged = tried or checkpoints.latest() or ""
+    if checkpoints.is_complete(damaged):
+        passed_over.add(checkpoints.path / damaged)
+    return checkpoints.newest(before=damaged)
 
 
 def _later(checkpoints: CheckpointFolder, checkpoint: FoundCheckpoint) -> frozenset[Path]:

@@ -97,7 +97,7 @@ class MicroBatchLimits:
     Attributes:
         bounds: Maximum size to use, by bucket.
         failing: Smallest size that ran out of memory, by bucket.
-        proven: Largest size that succeeded, by bucket.
+        proven: Largest size that succeeded, by bucket. A size of 0 counts as none.
         clean: Consecutive successful windows at the bound, by bucket.
     """
 
@@ -105,7 +105,7 @@ class MicroBatchLimits:
 
     bounds: SizeByBucket = field(default_factory=dict)
     failing: SizeByBucket = field(default_factory=dict)
-    proven: SizeByBucket = field(default_factory=dict)
+    proven: ByBucket = field(default_factory=dict)
     clean: ByBucket = field(default_factory=dict)
 
     def bound(self, length: int) -> int:
@@ -118,10 +118,11 @@ class MicroBatchLimits:
         The new bound is the next size to try, or a larger size that fitted before.
         """
         bucket = length_bucket(length)
-        proven = {
+        lowered = {
             each: min(size, failing - 1) if each >= bucket else size
             for each, size in self.proven.items()
         }
+        proven = {each: size for each, size in lowered.items() if size > 0}
         fitted = [size for each, size in proven.items() if bucket <= each]
         return MicroBatchLimits(
             bounds={**self.bounds, bucket: max(1, next_size, *fitted)},

@@ -31,7 +31,11 @@ def prepare_engine(engine: Any) -> None:
     """Prepare a new engine for recovery from out-of-memory errors; log a warning if it fails."""
     reason = abort_unsupported_reason(engine)
     if reason is not None:
-        logger.warning("out-of-memory errors will end this run: %s", reason)
+        logger.warning(
+            "each error in the passes of train_batch will end this run (out of memory, a loss that "
+            "is not finite, an error of `loss`), because a batch cannot be discarded: %s",
+            reason,
+        )
     if class_path(engine) == HYBRID_ENGINE:
         logger.warning(_HYBRID)
     reason = materialise_optimizer_states(engine)

@@ -400,3 +400,38 @@ def test_an_error_in_an_update_passes_and_the_run_of_one_rank_may_continue() -> 
 
     assert raised_by(lambda: call(alone, fails)) is own
     assert call(alone) is None
+
+
+def test_after_a_window_that_keeps_its_gradients_each_rank_ends_and_none_leaves_the_group(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ranks = run_ends(2)
+    own = KeyError("labels")
+    peer = PeerFailedError(0, "KeyError", "'labels'", "train_batch", (0,))
+
+    for run_end, error in zip(ranks, (own, peer), strict=True):
+
+        def fails(run_end: RunEnd = run_end, error: Exception = error) -> None:
+            run_end.end_with_gradients(error, "Muon keeps state")
+            raise error
+
+        assert raised_by(lambda run_end=run_end, fails=fails: call(run_end, fails)) is error
+
+    assert not peer.can_continue
+    for run_end, name in zip(ranks, ("KeyError", "PeerFailedError"), strict=True):
+        assert run_end.has_ended
+        assert run_end.peer_failure() is None
+        assert not run_end._host_group.is_closed
+        later = raised_by(lambda run_end=run_end: call(run_end))
+        assert type(later) is ZerowatchError
+        assert name in str(later) and "Muon keeps state" in str(later)
+    assert caplog.text.count("Muon keeps state") == 1  # by rank 0
+
+
+def test_an_interrupted_window_that_keeps_its_gradients_ends_the_run_on_all_ranks() -> None:
+    peer, interrupted = run_ends(2)
+
+    interrupted.end_with_gradients(KeyboardInterrupt(), "Muon keeps state")
+
+    assert peer.peer_failure() is not None
+    assert "Muon keeps state" in str(raised_by(lambda: call(interrupted)))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fakes.rank_threads import FakeHostGroup, on_ranks
 
-from zerowatch.errors import BatchError, NonFiniteLossError
+from zerowatch.errors import BatchError, NonFiniteLossError, ZerowatchError
 from zerowatch.runtime.common import accelerator
 from zerowatch.runtime.trainer import window_runner
 from zerowatch.runtime.trainer.oom_recovery import replay as replay_module
@@ -432,3 +432,75 @@ def test_an_interrupted_update_ends_the_run() -> None:
         run.runner.train(BATCH)
 
     assert run.run_end.has_ended
+
+
+@pytest.fixture
+def keeps_gradients(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Make the engine one whose windows cannot be discarded; return the reason."""
+    reason = "Muon keeps state of its own between micro-batches"
+    for module in (window_runner, replay_module):
+        monkeypatch.setattr(module, "abort_unsupported_reason", lambda engine: reason)
+    return reason
+
+
+def train(run: Run, batch: Any = BATCH) -> StepResult:
+    with run.run_end.call():
+        return run.runner.train(batch)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "raised"),
+    [
+        ({"error": KeyError("labels")}, KeyError, "KeyError"),
+        ({"error": KeyboardInterrupt()}, KeyboardInterrupt, "KeyboardInterrupt"),
+        ({"weight": math.nan}, NonFiniteLossError, "NonFiniteLossError"),
+        ({"weight": 0.0}, BatchError, "BatchError"),
+        ({"fails_above": 1}, RuntimeError, "RuntimeError"),
+    ],
+)
+def test_an_error_in_a_window_that_cannot_be_discarded_ends_the_run(
+    discarded: list[Any],
+    keeps_gradients: str,
+    caplog: pytest.LogCaptureFixture,
+    values: dict[str, Any],
+    error: type[BaseException],
+    raised: str,
+) -> None:
+    run = Run()
+    train(run)
+    vars(run).update(values)
+
+    with pytest.raises(error):
+        train(run)
+
+    vars(run).update(error=None, weight=1.0, fails_above=math.inf)
+    for _ in range(2):
+        with pytest.raises(ZerowatchError) as later:
+            train(run)
+        for part in (raised, keeps_gradients, "load the last checkpoint"):
+            assert part in str(later.value)
+    assert str(later.value) in caplog.text
+    assert discarded == []
+    assert run.runner.steps == 1
+
+
+@pytest.mark.usefixtures("keeps_gradients")
+def test_a_batch_of_which_no_pass_has_run_never_ends_the_run() -> None:
+    run = Run()
+
+    with pytest.raises(BatchError):
+        train(run, {"text": "words"})
+
+    assert train(run).step == 1
+
+
+@pytest.mark.usefixtures("keeps_gradients")
+def test_an_evaluation_that_fails_has_no_gradients_and_never_ends_the_run() -> None:
+    run = Run()
+    run.error = KeyError("labels")
+
+    with pytest.raises(KeyError), run.run_end.call():
+        run.runner.evaluate(BATCH)
+
+    run.error = None
+    assert train(run).step == 1

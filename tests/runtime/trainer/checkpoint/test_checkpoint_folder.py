@@ -487,6 +487,26 @@ def test_checkpoints_that_a_load_passed_over_do_not_count_and_are_deleted_first(
     assert superseded == set()
 
 
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_checkpoints_with_a_damaged_manifest_are_deleted_once_a_load_passed_over_them(
+    tmp_path: Path, damaged: int
+) -> None:
+    """With 2, both the name in `latest` and the one that is tried after it are damaged."""
+    saved = [save(tmp_path, steps, keep=9) for steps in (5, 10, 20)]
+    (saved[2] / "zerowatch.json").write_text('{"format": 2, "ser')
+    if damaged == 2:
+        flip(saved[1] / "model.pt", 900)
+    found = find_checkpoint(tmp_path, PlainEngine(), ALONE, fallback=True)
+    assert found is not None
+    superseded = set(found.superseded)
+
+    save(tmp_path, 30, keep=9, superseded=superseded)
+
+    left = [f"step-{steps:08d}" for steps in (5, 10, 30) if damaged == 1 or steps != 10]
+    assert names(tmp_path) == ["latest", *left]
+    assert superseded == set()
+
+
 def test_a_damaged_checkpoint_that_cannot_be_deleted_never_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -559,6 +579,9 @@ def test_a_bad_latest_file_raises_with_its_path_and_fallback_takes_the_newest(
     assert "etc/latest" not in str(raised.value)
     assert loaded is not None
     assert loaded.steps == 1
+    found = find_checkpoint(tmp_path, PlainEngine(), ALONE, fallback=True)
+    assert found is not None
+    assert found.superseded == set()
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from zerowatch.runtime.trainer.checkpoint.plan_file import (
     MicroBatchPlan,
     PersistedPlan,
     PlanFile,
+    check_plan,
 )
 from zerowatch.runtime.trainer.engine_holder import EngineHolder
 from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import MicroBatchLimits
@@ -47,6 +48,26 @@ def test_a_plan_is_read_back_with_integer_keys(tmp_path: Path) -> None:
 def test_the_first_attempt_finds_no_plan(tmp_path: Path) -> None:
     assert plan_file(tmp_path).read(ALONE) is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_in_which_a_single_sample_failed_is_read_from_a_checkpoint(tmp_path: Path) -> None:
+    proven = MicroBatchLimits(proven={6: 4, 7: 1, 8: 1})
+    sizing = proven.after_out_of_memory(length=100, failing=1, next_size=1)
+    plan = MicroBatchPlan(micro_batch_samples=8, sizing=sizing)
+
+    assert check_plan(asdict(plan), tmp_path) == plan
+
+
+def test_a_proven_size_of_0_in_a_checkpoint_counts_as_none(tmp_path: Path) -> None:
+    """Written by earlier versions after a single sample had failed."""
+    values = {"micro_batch_samples": 8, "sizing": {"bounds": {7: 1}, "proven": {7: 0, 8: 0}}}
+
+    sizing = check_plan(values, tmp_path).sizing
+
+    assert sizing.bound(100) == 1
+    assert sizing.after_success(100, largest=1).proven[7] == 1
+    assert sizing.after_out_of_memory(200, failing=4, next_size=2).proven == {}
+    assert sizing.after_out_of_memory(200, failing=4, next_size=2).bounds == {7: 1, 8: 2}
 
 
 def test_failures_are_added_to_the_plan(tmp_path: Path) -> None:

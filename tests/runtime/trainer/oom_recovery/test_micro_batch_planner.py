@@ -209,6 +209,15 @@ def test_a_size_that_fitted_once_and_fails_now_is_no_longer_proven() -> None:
     assert limits.bound(LENGTH) == 4  # each failure lowers the proven size of 6 by one
 
 
+def test_no_size_is_proven_at_lengths_at_which_a_single_sample_fails() -> None:
+    limits = MicroBatchLimits(proven={6: 4, 7: 2, 8: 1})
+
+    limits = limits.after_out_of_memory(LENGTH, failing=1, next_size=1)
+
+    assert limits.proven == {6: 4}
+    assert limits.bound(LENGTH) == 1
+
+
 def grown(limits: MicroBatchLimits, fits: int, windows: int) -> tuple[MicroBatchLimits, list[int]]:
     """Run windows; return the limits, and the sizes that ran out of memory."""
     failed = []

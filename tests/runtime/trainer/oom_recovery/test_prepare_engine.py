@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from zerowatch.runtime.trainer.oom_recovery.prepare_engine import materialise_optimizer_states
+from zerowatch.runtime.trainer.oom_recovery.prepare_engine import (
+    materialise_optimizer_states,
+    prepare_engine,
+)
 
 
 def trained(
@@ -72,3 +75,15 @@ def test_an_unsupported_optimizer_gives_a_reason() -> None:
     engine = SimpleNamespace(optimizer=unknown, basic_optimizer=unknown)
 
     assert materialise_optimizer_states(engine) == "SimpleNamespace is not supported"
+
+
+def test_an_engine_that_cannot_discard_a_batch_is_logged_with_the_errors_that_end_its_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sgd = torch.optim.SGD([torch.zeros(2, requires_grad=True)])
+
+    prepare_engine(SimpleNamespace(optimizer=sgd, basic_optimizer=sgd))
+
+    (line,) = caplog.messages
+    for part in ("train_batch", "out of memory", "not finite", "SimpleNamespace runs its own"):
+        assert part in line

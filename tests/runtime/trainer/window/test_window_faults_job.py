@@ -69,6 +69,15 @@ def test_a_wrong_argument_is_named_with_what_is_allowed(found, call, parts):
         assert all(part in error for part in parts), error
 
 
+def test_a_batch_that_the_engine_cannot_discard_ends_the_run_on_every_rank(found):
+    for rank in found:
+        first, *later = rank["not discarded"]
+        assert first.startswith("NonFiniteLossError: ")
+        for error in later:
+            assert error.startswith("ZerowatchError: this run has ended: train_batch failed with ")
+            assert "Muon keeps state" in error
+
+
 def test_a_model_with_batch_statistics_is_logged(found):
     (message,) = found[0]["batch statistics"]
 

@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,7 @@ def main(folder: Path, names: Collection[str]) -> None:
             }
             end(run)
     found["wrong arguments"] = wrong_arguments()
+    found["not discarded"] = not_discarded()
     found["batch statistics"] = batch_statistics()
     (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
 
@@ -129,12 +131,33 @@ def wrong_arguments() -> dict[str, str]:
     return errors
 
 
-def error_of(call: Callable[[], None]) -> str:
+def error_of(call: Callable[[], object]) -> str:
     try:
         call()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
+
+
+def not_discarded() -> list[str]:
+    """Return the errors of a batch that an engine cannot discard, and of the calls after it."""
+    run = zerowatch.TrainingRun(
+        torch.nn.Linear(4, 4, bias=False),
+        config={"train_micro_batch_size_per_gpu": 2},
+        optimizer=torch.optim.Muon,
+        loss=lambda module, batch: module(batch).square().mean(),
+        settings=QUIET,
+    )
+    good = torch.ones(4, 4)
+    bad = good * float("nan") if dist.get_rank() == 1 else good
+    calls = (
+        partial(run.train_batch, bad),
+        partial(run.train_batch, good),
+        partial(run.evaluate, good),
+    )
+    errors = list(map(error_of, calls))
+    end(run)
+    return errors
 
 
 def batch_statistics() -> list[str]:
