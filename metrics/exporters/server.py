@@ -219,10 +219,12 @@ class MetricsServer:
 
     def _announce_wait(self, seconds: float) -> None:
         if seconds and self._rank == 0:
+            # A second Ctrl-C of torchrun ends the ranks by SIGTERM, before they can tidy up.
+            has_agent = "TORCHELASTIC_RUN_ID" in os.environ
             logger.warning(
-                "waiting at most %.0f s until Prometheus has read that the run is over; "
-                "Ctrl-C ends that at once",
+                "waiting at most %.0f s until Prometheus has read that the run is over%s",
                 seconds,
+                "" if has_agent else "; Ctrl-C ends that at once",
             )
 
     def _warn_if_public(self, listener: Listener) -> None:

@@ -83,10 +83,14 @@ def test_a_request_for_another_page_does_not_end_lingering(make_server, recorder
     assert seconds_of(server.wait_for_final_scrape) >= 0.1
 
 
+@pytest.mark.parametrize("has_agent", [False, True])
 @pytest.mark.parametrize(("linger_seconds", "expected"), [(75, INTERRUPTED_SECONDS), (9, 9)])
 def test_after_ctrl_c_the_wait_is_shorter_and_announced(
-    make_server, recorder, monkeypatch, caplog, linger_seconds, expected
+    make_server, recorder, monkeypatch, caplog, linger_seconds, expected, has_agent
 ):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if has_agent:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     clock, waits = [0.0], []
     monkeypatch.setattr(
         ScrapeTracker,
@@ -106,6 +110,7 @@ def test_after_ctrl_c_the_wait_is_shorter_and_announced(
     assert waits == [linger_seconds, expected]
     assert before == []
     assert f"at most {expected:.0f} s" in caplog.messages[0]
+    assert ("Ctrl-C" in caplog.messages[0]) is not has_agent
 
 
 @pytest.mark.parametrize(
