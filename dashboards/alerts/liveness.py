@@ -276,15 +276,15 @@ def _ranks_missing(timing: Timing) -> Alert:
 
 def _restarting(timing: Timing) -> Alert:
     # changes() of one series would miss restarts, because a restarted rank may use another port.
-    # Attempts include restarts by a scheduler, and are counted without a TrainingRun too.
-    attempts = f"{select(training.RUN_ATTEMPT)}[{timing.long}]"
-    highest = by("max", f"max_over_time({attempts})")
-    lowest = by("min", f"min_over_time({attempts})")
+    # Processes are counted, because restarts_total is that of a TrainingRun and of its launcher
+    # only, and a script that makes several watches has as many attempts.
+    started = by("max", 'process_start_time_seconds{rank="0"}')
+    restarts = f"changes(({started})[{timing.long}:{timing.evaluation}])"
     return Alert(
         name="ZerowatchRestarting",
         component="training",
         severity="critical",
-        expression=while_training(above(f"({highest} - {lowest})", RESTARTS_HIGH, or_equal=True)),
+        expression=while_training(above(restarts, RESTARTS_HIGH, or_equal=True)),
         for_seconds=0,
         keep_firing_seconds=5 * MINUTE,
         summary=f"Training {RUN} keeps restarting",

@@ -14,7 +14,7 @@ from grafanalib import core as grafanalib
 
 from ...metrics.catalog.training import RUN_ACTIVE
 from ...metrics.catalog.tuner import TUNER_DECISIONS
-from ..promql import earlier, select
+from ..promql import select
 from .dashboard import Dashboard, Row
 from .grafanalib_cleanup import STALE_IN_DASHBOARD, STALE_OF_VARIABLE, Json, cleaned
 from .links import RUNBOOK, Here, traces_url
@@ -283,7 +283,8 @@ def graph_annotations() -> list[Json]:
         ),
         _annotation(
             "Starts",
-            f"{first_rank} == 1 unless {earlier(first_rank, '1m')}",
+            f"{first_rank} == 1 and on (job, run, instance) "
+            "time() - process_start_time_seconds < 60",
             color="blue",
             title="Run starts",
             text="{{run}}",

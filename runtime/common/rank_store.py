@@ -278,7 +278,7 @@ def own_client(store: Store) -> Store:
     innermost = store  # None with MPI
     while isinstance(innermost, PrefixStore):
         innermost = innermost.underlying_store
-    if not isinstance(innermost, c10d.TCPStore):
+    if not isinstance(innermost, c10d.TCPStore) or not hasattr(store, "clone"):  # from torch 2.8 on
         return store  # torch keeps it
     clients: list[Store] = []
 

@@ -631,12 +631,30 @@ def _records_at(places: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.
     """
     if not places.size:
         return np.zeros(len(at), np.int64)
-    places = np.sort(places)
-    gaps = np.diff(np.unique(places))
-    usual = int(np.median(gaps)) if gaps.size else _LONGEST_GAP
+    places, usual = np.sort(places), _usual_gap(places)
     last = places[-1]
     at = np.where((at > last) & (at < last + usual), last, at)
     found: NDArray[np.int64] = np.searchsorted(places, at + usual) - np.searchsorted(places, at)
+    return found
+
+
+def _usual_gap(places: NDArray[np.int64]) -> int:
+    """Return the usual number of steps from one record of a rank to the next."""
+    gaps = np.diff(np.unique(places))
+    return int(np.median(gaps)) if gaps.size else _LONGEST_GAP
+
+
+def _passes_at(places: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return how often a rank came past a step, for each step of `at`, recorded or not.
+
+    Args:
+        places: The steps of its records in the order of the log. A lower one begins another pass.
+        at: Step numbers.
+    """
+    found, gap = np.zeros(len(at), np.int64), _usual_gap(places)
+    for each in np.split(places, np.flatnonzero(np.diff(places) <= 0) + 1):
+        if each.size:
+            found += (each[0] - gap < at) & (at < each[-1] + gap)
     return found
 
 
@@ -667,7 +685,7 @@ def _membership_ratio(steps: RankSteps, reference: RankSteps) -> float:
     repeats = np.empty_like(numbers)
     repeats[order] = np.arange(len(order)) - np.searchsorted(numbers[order], numbers[order])
     seconds = training_seconds(reference)
-    is_present = _records_at(steps.column("step"), numbers) > repeats
+    is_present = _passes_at(steps.column("step"), numbers) > repeats
     ratio = _ratio(float(seconds[is_present].sum()), float(seconds.sum()))
     return 1.0 if ratio is None else ratio
 

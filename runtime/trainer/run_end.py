@@ -265,6 +265,7 @@ class RunEnd:
 
         The next update would contain them. The ranks leave such a window together, so each of them
         calls this method, and none is informed by another. Only an interrupt may be on one rank.
+        If another rank has ended the run, this does nothing.
 
         Args:
             error: The error that ended the window; a PeerFailedError's `can_continue` is set to
@@ -273,6 +274,8 @@ class RunEnd:
         """
         if not isinstance(error, Exception):
             self.end(error, "train_batch")
+        elif self.peer_failure() is not None:
+            return  # `call` raises it in place of the error, such as that of a closed connection
         self._own_error = ZerowatchError(
             f"this run has ended: train_batch failed with {describe_error(error)[0]}, and the "
             f"gradients of its batch cannot be discarded: {reason}. {_MAKE_AGAIN}"

@@ -531,6 +531,17 @@ def test_ranks_that_record_every_tenth_step_add_their_whole_throughput(
     assert summary_of(folder).figures["samples_per_second"] == pytest.approx(8 * 8 / 0.5)
 
 
+def test_a_gap_in_the_log_of_a_rank_lowers_no_throughput(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", ranks=4, steps=200)
+    log = folder / "rank-3.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(lines[:50] + lines[150:]))
+
+    figures = summary_of(folder).figures
+
+    assert figures["tokens_per_second"] == pytest.approx(4 * 1024 / 0.5)
+
+
 def test_a_rank_adds_to_the_throughput_while_it_is_part_of_the_job(tmp_path: Path) -> None:
     # Ranks 2 and 3 make steps 1 to 100. The others go on from the checkpoint of step 50, more
     # slowly.

@@ -428,6 +428,21 @@ def test_after_a_window_that_keeps_its_gradients_each_rank_ends_and_none_leaves_
     assert caplog.text.count("Muon keeps state") == 1  # by rank 0
 
 
+def test_a_window_that_keeps_its_gradients_hides_no_failure_of_another_rank() -> None:
+    waiting, failed = run_ends(2)
+    failed.end(KeyError("labels"), "engine.step()")
+    closed = RuntimeError("gloo/transport: Connection closed by peer")
+
+    def fails() -> None:
+        waiting.end_with_gradients(closed, "Muon keeps state")
+        raise closed
+
+    for _ in range(2):
+        error = raised_by(lambda: call(waiting, fails))
+        assert isinstance(error, PeerFailedError)
+        assert "labels" in str(error) and not error.can_continue
+
+
 def test_an_interrupted_window_that_keeps_its_gradients_ends_the_run_on_all_ranks() -> None:
     peer, interrupted = run_ends(2)
 
