@@ -13,8 +13,8 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -43,6 +43,10 @@ _THIS_PROCESS = secrets.token_hex(4)
 class RankStore:
     """Texts that the ranks write for each other in the c10d store. No method waits for a rank.
 
+    Nor does one wait for a store whose host is frozen: its calls never end, whatever its timeout.
+    They run on a thread, for which a method waits up to CONNECT_TIMEOUT_SECONDS. Until such a call
+    has ended, nothing is written or found.
+
     A rank does not see texts of an earlier process or an earlier watch, with one exception: if rank
     0 restarts last, and this rank's node does not count the restart, the rank may see such texts
     for a moment.
@@ -67,6 +71,8 @@ class RankStore:
     ) -> None:
         self._namespace = StoreNamespace(process.rank, process.attempt, now)
         self._written: dict[str, str] = {}
+        self._sent: set[tuple[str, str, str]] = set()  # token, key and text
+        self._call: threading.Thread | None = None
         self._token: str | None = None
         self._backoff = Backoff(FIRST_POLL_SECONDS, MAX_POLL_SECONDS, now)
         self._store: Store | None = None
@@ -74,23 +80,30 @@ class RankStore:
             store = own_client(_get_default_store())
         if store is not None:
             self._store = common_store(store, watch_index)
-            with self._store_may_fail():
-                self._namespace.announce(self._store)
+            self._run(self._namespace.announce)
 
     def put(self, key: str, text: str) -> None:
         """Write a text for the other ranks."""
         self._written[key] = text
-        self._token = None
-        self._resolve_namespace()
+        self._run(self._resolve_namespace)
 
     def get(self, key: str) -> str | None:
         """Return a text, or None if no rank has written it yet."""
-        self._resolve_namespace()
-        with self._store_may_fail():
-            if self._store is not None and self._token is not None:
-                key = f"{self._token}/{key}"
-                return self._store.get(key).decode() if self._store.check([key]) else None
-        return None
+        return self.texts([key]).get(key)
+
+    def texts(self, keys: Sequence[str]) -> dict[str, str]:
+        """Return the texts of those keys that a rank has written already."""
+        found: dict[str, str] = {}
+
+        def read(store: Store) -> None:
+            self._resolve_namespace(store)
+            for key in keys if self._token is not None else ():
+                name = f"{self._token}/{key}"
+                if store.check([name]):
+                    found[key] = store.get(name).decode()
+
+        self._run(read)
+        return dict(found)  # of many keys, those that were read in time
 
     def poll(self) -> None:
         """Check, at increasing intervals, whether rank 0 has a new token.
@@ -99,23 +112,36 @@ class RankStore:
         """
         if self._backoff.is_due:
             self._backoff.start_delay()
-            self._resolve_namespace()
+            self._run(self._resolve_namespace)
 
-    def _resolve_namespace(self) -> None:
-        with self._store_may_fail():
-            if self._store is None:
-                return
-            token = self._namespace.find(self._store)
-            if token is not None and token != self._token:
-                for key, text in self._written.items():
-                    self._store.set(f"{token}/{key}", text)
-                self._token = token
+    def _resolve_namespace(self, store: Store) -> None:
+        token = self._namespace.find(store)
+        if token is None:
+            return
+        for key, text in list(self._written.items()):
+            if (token, key, text) not in self._sent:
+                store.set(f"{token}/{key}", text)
+                self._sent.add((token, key, text))
+        self._token = token
 
-    @contextmanager
-    def _store_may_fail(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
+    def _run(self, body: Callable[[Store], None]) -> None:
+        """Call a function with the store on a thread, unless an earlier call has not ended."""
+        store = self._store
+        if store is None or (self._call is not None and self._call.is_alive()):
+            return
+        errors: list[RuntimeError] = []
+
+        def call() -> None:
+            try:
+                body(store)
+            except RuntimeError as error:
+                errors.append(error)
+
+        self._call = threading.Thread(target=call, name="zerowatch-store", daemon=True)
+        with suppress(RuntimeError):  # no thread could be started
+            self._call.start()
+            self._call.join(CONNECT_TIMEOUT_SECONDS)
+        for error in errors:
             logger.info(
                 "the c10d store failed (%s); this rank no longer exchanges run id and targets",
                 error,
@@ -149,18 +175,15 @@ class TargetDiscovery:
         if not self._missing or not self._backoff.is_due:
             return False
         self._backoff.start_delay()
-        addresses = {
-            rank: json.loads(entry)
-            for rank in sorted(self._missing)
-            if (entry := self._entry(rank)) is not None
-        }
-        self._known.update(addresses)
-        self._missing -= addresses.keys()
-        return bool(addresses)
-
-    def _entry(self, rank: int) -> str | None:
-        is_own = rank == self._process.rank
-        return self._own if is_own else self._store.get(f"address/{rank}")
+        own = self._process.rank
+        key_of = {rank: f"address/{rank}" for rank in sorted(self._missing) if rank != own}
+        texts = self._store.texts(list(key_of.values())) if key_of else {}
+        entries = {rank: texts[key] for rank, key in key_of.items() if key in texts}
+        if own in self._missing and self._own is not None:
+            entries[own] = self._own
+        self._known.update({rank: json.loads(entry) for rank, entry in entries.items()})
+        self._missing -= entries.keys()
+        return bool(entries)
 
     def targets(self, run_id: str) -> list[dict[str, object]]:
         """Return the known ranks in Prometheus' http_sd and file_sd form."""

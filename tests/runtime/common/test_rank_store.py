@@ -252,6 +252,40 @@ def test_a_store_that_accepts_no_further_client_is_used_itself(
     ended.set()
 
 
+class Frozen(FailingStore):
+    """A store whose host may stop to answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = threading.Event()
+        self.answers.set()
+        self.num_waiting = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.num_waiting += 1
+        self.answers.wait()
+        self.num_waiting -= 1
+        return super().check(keys)
+
+
+def test_a_store_whose_host_is_frozen_holds_up_no_rank(monkeypatch, clock) -> None:
+    job = Frozen()
+    monkeypatch.setattr(rank_store, "CONNECT_TIMEOUT_SECONDS", 0.05)
+    RankStore(process(0), WATCH_INDEX, job, clock).put("run_id", "night-7")
+    ranks_store = RankStore(process(1), WATCH_INDEX, job, clock)
+    job.answers.clear()
+
+    assert [ranks_store.get("run_id") for _ in range(3)] == [None] * 3
+    ranks_store.poll()
+    ranks_store.put("address/1", "node-1:9464")
+
+    assert job.num_waiting == 1  # no further call began
+    job.answers.set()
+    assert eventually(lambda: ranks_store.get("run_id") == "night-7")
+    # What was put meanwhile is written then.
+    assert RankStore(process(0), WATCH_INDEX, job, clock).get("address/1") == "node-1:9464"
+
+
 @pytest.mark.parametrize("attempts", [(1, 1), (0, 1), (1, 0), (0, 0)], ids=str)
 def test_an_earlier_attempt_is_not_read_whichever_node_counted_the_restart(
     store, monkeypatch, clock, attempts
@@ -392,7 +426,7 @@ def test_targets_are_looked_for_after_1_2_4_8_16_and_then_30_seconds_until_all_a
 ) -> None:
     asked: list[float] = []
     ranks_store = RankStore(process(0), WATCH_INDEX, HashStore(), clock)
-    monkeypatch.setattr(ranks_store, "get", lambda key: asked.append(clock.seconds - 1000))
+    monkeypatch.setattr(ranks_store, "texts", lambda keys: asked.append(clock.seconds - 1000) or {})
     discovery = TargetDiscovery(ranks_store, process(0), clock)
     discovery.announce("host-0:9464")
 
