@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from ..common import accelerator
 from ..common.accelerator import Stream
 from ..common.hot_path import RecorderFields
-from ..common.phase_timer import NON_TRAINING, OTHER, PhaseTimer
+from ..common.phase_timer import OTHER, PhaseTimer
 from .call_batch import MESSAGE_ENDS, CallBatch
 from .call_reader import ON_CPU, CallReader
 from .event_pool import EventPool
@@ -142,19 +142,18 @@ class CallRecorder(RecorderFields):
         return batch
 
     def pass_on_between_steps(self) -> None:
-        """Pass on the calls of an evaluation or a checkpoint, on the watch thread.
+        """Pass on the calls since the last step if there is an evaluation or a checkpoint.
 
-        Otherwise they would wait for the end of the next step. The calls before them are passed on
-        too, because calls settle in order. All other calls wait: they block the training of the
-        next step, if there is one. Within a step nothing is passed on: the times of overlapping
-        calls are measured together.
+        Called on the watch thread. Otherwise such calls would wait for the end of the next step.
+        Without an evaluation or a checkpoint they do: they block the training of the next step, if
+        there is one. Within a step nothing is passed on: the times of overlapping calls are
+        measured together.
         """
-        if self._phase_timer is None or not self._phase_timer.is_between_steps():
+        timer = self._phase_timer
+        if timer is None or not (timer.is_between_steps() and timer.was_outside_training()):
             return
         with self._draining:
             calls = list(itertools.takewhile(_is_marked, self._calls))
-            while calls and calls[-1].phase not in NON_TRAINING:
-                calls.pop()
             del self._calls[: len(calls)]  # the issuing thread may have added further calls
             if calls and self._on_batch is not None:
                 # No event may be recorded on this thread: a graph may be captured on the stream.

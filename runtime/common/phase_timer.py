@@ -79,6 +79,13 @@ class PhaseTimer(PhaseClock):
         """Return the time of forward and backward passes since the last step."""
         return self._nanoseconds(FORWARD) + self._nanoseconds(BACKWARD)
 
+    def was_outside_training(self) -> bool:
+        """Whether there was an evaluation or a checkpoint since the last step, or is one now.
+
+        May be called on any thread.
+        """
+        return self.current in NON_TRAINING or any(map(self._nanoseconds, NON_TRAINING))
+
     def is_between_steps(self) -> bool:
         """Whether no pass of the next step has begun, as in an evaluation or while saving.
 

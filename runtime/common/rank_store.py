@@ -114,6 +114,10 @@ class RankStore:
             self._backoff.start_delay()
             self._run(self._resolve_namespace)
 
+    def close(self) -> None:
+        """Release the client. From now on nothing is written or found. Safe to call twice."""
+        self._store = None
+
     def _resolve_namespace(self, store: Store) -> None:
         token = self._namespace.find(store)
         if token is None:

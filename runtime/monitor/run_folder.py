@@ -202,6 +202,7 @@ class RunFolder:
         if self.ring is not None:
             self.ring.close(deletes_file=is_complete)
         self._unlock()
+        self._store.close()
 
     def _look_for_run_id(self) -> None:
         """Open the log if the store has the id by now, or if the wait for it is over."""

@@ -43,9 +43,9 @@ class Rank:
             torch.tensor([milliseconds]).as_subclass(self.tensor_class), **options
         )
 
-    def evaluate(self, milliseconds: float, **options: object) -> None:
+    def evaluate(self, milliseconds: float) -> None:
         self.phases.enter(EVAL)
-        self.reduce(milliseconds, **options)
+        self.reduce(milliseconds)
         self.phases.leave()
 
     def totals(self) -> list[StepCommTotals]:
@@ -84,19 +84,22 @@ def test_calls_that_block_training_wait_for_the_end_of_the_next_step(rank: Rank)
     assert step.exposed_seconds == pytest.approx(0.010)
 
 
-def test_calls_before_those_of_an_evaluation_are_passed_on_with_them_in_order(rank: Rank) -> None:
+def test_calls_around_those_of_an_evaluation_are_passed_on_with_them_in_order(rank: Rank) -> None:
     for milliseconds in (10, 5):
         rank.reduce(milliseconds)
         rank.evaluate(milliseconds)
     rank.reduce(20)
 
     rank.calls.pass_on_between_steps()
+    rank.phases.drain()
+    rank.reduce(40)
+    rank.calls.pass_on_between_steps()
     rank.batches.append(rank.calls.drain())
 
     between, step = rank.batches
-    assert [call.phase for call in between.calls] == [OTHER, EVAL, OTHER, EVAL]
+    assert [call.phase for call in between.calls] == [OTHER, EVAL, OTHER, EVAL, OTHER]
     assert [call.phase for call in step.calls] == [OTHER]
-    assert [each.seconds for each in rank.totals()] == [pytest.approx(0.030), pytest.approx(0.020)]
+    assert [each.seconds for each in rank.totals()] == [pytest.approx(0.050), pytest.approx(0.040)]
 
 
 def test_each_call_is_passed_on_once(rank: Rank) -> None:
@@ -138,8 +141,10 @@ def test_the_first_step_after_an_evaluation_is_a_step(rank: Rank) -> None:
 
 def test_a_call_whose_handle_was_dropped_is_passed_on(rank: Rank) -> None:
     rank.calls.is_sampled = False
-    rank.evaluate(10, async_op=True)
+    rank.phases.enter(EVAL)
+    rank.reduce(10, async_op=True)
     rank.clock.elapse(20)
+    rank.phases.leave()
 
     rank.calls.pass_on_between_steps()
 

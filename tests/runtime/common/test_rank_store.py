@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -250,6 +251,22 @@ def test_a_store_that_accepts_no_further_client_is_used_itself(
 
     assert RankStore(process(1), WATCH_INDEX, job, clock).get("run_id") == f"night-{answers}"
     ended.set()
+
+
+def test_a_closed_store_holds_no_connection(server: TCPStore, monkeypatch, clock) -> None:
+    set_job_store(server, monkeypatch)
+    before = len(os.listdir("/proc/self/fd"))
+    ranks_store = RankStore(process(0), WATCH_INDEX, now=clock)
+    ranks_store.put("run_id", "night-7")
+    during = len(os.listdir("/proc/self/fd"))
+
+    ranks_store.close()
+    ranks_store.close()
+
+    # The server's own end of the connection goes a little later.
+    assert eventually(lambda: len(os.listdir("/proc/self/fd")) == before)
+    assert during > before
+    assert ranks_store.get("run_id") is None
 
 
 class Frozen(FailingStore):

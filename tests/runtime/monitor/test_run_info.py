@@ -66,9 +66,9 @@ def test_the_world_size_is_published_before_the_run_has_an_id() -> None:
 
 
 def test_the_labels_of_a_run_have_the_order_of_the_metric() -> None:
-    labels = ("night-7", *engine_info(engine(stage=2), 3))
-
     import deepspeed
+
+    labels = ("night-7", *engine_info(engine(stage=2), 3))
 
     assert dict(zip((label.name for label in training.RUN_INFO.labels), labels, strict=True)) == {
         "run_id": "night-7",
