@@ -284,7 +284,7 @@ def graph_annotations() -> list[Json]:
         _annotation(
             "Starts",
             f"{first_rank} == 1 and on (job, run, instance) "
-            "time() - process_start_time_seconds < 60",
+            f"time() - process_start_time_seconds{{{', '.join(_FIRST_RANK)}}} < 60",
             color="blue",
             title="Run starts",
             text="{{run}}",

@@ -700,7 +700,8 @@ def test_graphs_of_a_run_mark_alerts_decisions_and_starts() -> None:
         ),
         (
             "Starts",
-            f"{first} == 1 and on (job, run, instance) time() - process_start_time_seconds < 60",
+            f"{first} == 1 and on (job, run, instance) "
+            f'time() - process_start_time_seconds{{{run}, rank="0"}} < 60',
             "blue",
             "Run starts",
             "{{run}}",

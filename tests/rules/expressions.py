@@ -25,13 +25,7 @@ OF_SERVERS = {
     "alertmanager_config_last_reload_successful": _SERVER,
     "alertmanager_notifications_failed_total": {*_SERVER, "integration"},
 }
-KNOWN = {
-    "up": TARGET_LABELS,
-    "process_start_time_seconds": TARGET_LABELS,
-    "ALERTS": {"alertname"},
-    **OF_SERVERS,
-    **known_series(),
-}
+KNOWN = {"up": TARGET_LABELS, "ALERTS": {"alertname"}, **OF_SERVERS, **known_series()}
 
 
 @dataclass(frozen=True)

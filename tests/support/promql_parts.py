@@ -18,12 +18,13 @@ _CHILDREN = ("lhs", "rhs", "expr", "param", "args", "vector_selector")
 
 
 def known_series() -> dict[str, set[str]]:
-    """Return the labels of all series that we make: those of the catalog, and what is recorded."""
+    """Return the labels of all series that we make: catalog, process, and what is recorded."""
     known = {
         spec.name + part: {*TARGET_LABELS, *spec.label_names, *own}
         for spec in CATALOG
         for part, own in (_HISTOGRAM_PARTS if spec.kind == "histogram" else {"": set()}).items()
     }
+    known["process_start_time_seconds"] = {*TARGET_LABELS}  # by prometheus_client
     return known | {rule.name: {"job", *rule.labels} for rules in GROUPS.values() for rule in rules}
 
 
