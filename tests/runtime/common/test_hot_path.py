@@ -1249,14 +1249,20 @@ def drawn_step(chance: random.Random) -> Any:
     )
 
 
-@needs_c
-def test_steps_are_written_as_in_python(in_python: ModuleType, seed: int) -> None:
-    chance = random.Random(seed)
+def slots_in_both(in_python: ModuleType) -> tuple[list[bytearray], list[Any]]:
+    """Return the buffers of the slots in C and in Python, and the slots."""
     buffers = [bytearray(FIRST_BYTE + NUM_SLOTS * SLOT_BYTES) for _ in range(2)]
     slots = [
         module.StepSlots(buffer, FIRST_BYTE, NUM_SLOTS, NUM_PHASES)
         for module, buffer in zip((hot_path, in_python), buffers, strict=True)
     ]
+    return buffers, slots
+
+
+@needs_c
+def test_steps_are_written_as_in_python(in_python: ModuleType, seed: int) -> None:
+    chance = random.Random(seed)
+    buffers, slots = slots_in_both(in_python)
 
     for _ in range(200):
         step, is_recoverable = drawn_step(chance), chance.random() < 0.5
@@ -1294,11 +1300,7 @@ def test_steps_of_several_classes_are_written_as_in_python(
     in_python: ModuleType, seed: int
 ) -> None:
     chance = random.Random(seed)
-    buffers = [bytearray(FIRST_BYTE + NUM_SLOTS * SLOT_BYTES) for _ in range(2)]
-    slots = [
-        module.StepSlots(buffer, FIRST_BYTE, NUM_SLOTS, NUM_PHASES)
-        for module, buffer in zip((hot_path, in_python), buffers, strict=True)
-    ]
+    buffers, slots = slots_in_both(in_python)
 
     for _ in range(100):
         made = chance.choice([lambda step: step, StepWithoutSlots, as_subclass])(drawn_step(chance))
