@@ -793,6 +793,7 @@ typedef struct {
     PyObject *phase_timer; /* a PhaseClock, or None */
     PyObject *calls, *works, *under_way, *messages, *coalescing, *known_groups;
     unsigned long long training_thread;
+    char is_draining;
 } RecorderFields;
 
 static int
@@ -838,7 +839,27 @@ static PyMemberDef RecorderFields_members[] = {
     PRIVATE(RecorderFields, coalescing, T_OBJECT_EX),
     PRIVATE(RecorderFields, known_groups, T_OBJECT_EX),
     PRIVATE(RecorderFields, training_thread, T_ULONGLONG),
+    PRIVATE(RecorderFields, is_draining, T_BOOL),
     END_OF_FIELDS,
+};
+
+/* Returns the calls so far, and begins a new list; None while `_is_draining`. No other thread can
+ * run in between. */
+static PyObject *
+RecorderFields_take_calls(RecorderFields *self, PyObject *Py_UNUSED(ignored))
+{
+    if (self->is_draining)
+        Py_RETURN_NONE;
+    PyObject *calls = self->calls, *empty = PyList_New(0);
+    if (empty == NULL)
+        return NULL;
+    self->calls = empty;
+    return calls == NULL ? PyList_New(0) : calls;
+}
+
+static PyMethodDef RecorderFields_methods[] = {
+    {"_take_calls", (PyCFunction)RecorderFields_take_calls, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
 };
 
 static PyTypeObject RecorderFields_Type = {
@@ -851,6 +872,7 @@ static PyTypeObject RecorderFields_Type = {
     .tp_traverse = (traverseproc)RecorderFields_traverse,
     .tp_clear = (inquiry)RecorderFields_clear,
     .tp_members = RecorderFields_members,
+    .tp_methods = RecorderFields_methods,
 };
 
 /* ---- HookState, WrapperState: see hot_path.py ---- */
@@ -1935,9 +1957,20 @@ static PyTypeObject RecordedWait_Type = {
 
 /* ---- ScalarReader: see hot_path.py ---- */
 
+/* No tensor has more bytes; most addresses are higher. */
+#define MAX_OFFSET ((size_t)1 << 44)
+
+/* What is asked of a tensor. The descriptors of its class are kept, so that with cold caches no name
+ * is searched for. */
+enum { IS_CPU, DTYPE, IS_NEG, NUMEL, DATA_PTR, STORAGE_OFFSET, NUM_ASKED };
+static PyObject **const asked_names[NUM_ASKED] = {
+    &s_is_cpu, &s_dtype, &s_is_neg, &s_numel, &s_data_ptr, &s_storage_offset,
+};
+
 typedef struct {
     PyObject_HEAD
     PyObject *tensor_type, *float32, *float64;
+    PyObject *asked[NUM_ASKED];
 } ScalarReader;
 
 static int
@@ -1950,14 +1983,39 @@ ScalarReader_init(ScalarReader *self, PyObject *args, PyObject *kwargs)
     set_object(&self->tensor_type, tensor_type);
     set_object(&self->float32, float32);
     set_object(&self->float64, float64);
+    for (int i = 0; i < NUM_ASKED; i++) {
+        PyObject *found = PyObject_GetAttr(tensor_type, *asked_names[i]);
+        if (found == NULL)
+            return -1;
+        Py_XSETREF(self->asked[i], found);
+    }
     return 0;
 }
 
-/* Calls a method that returns an integer; -1 after an error. */
-static long long
-call_for_integer(PyObject *object, PyObject *name)
+/* Returns an attribute of a tensor, or the result of one of its methods. */
+static PyObject *
+ask(ScalarReader *self, PyObject *tensor, int what)
 {
-    PyObject *number = PyObject_CallMethodNoArgs(object, name);
+    PyObject *asked = self->asked[what];
+    if (Py_IS_TYPE(asked, &PyGetSetDescr_Type))
+        return Py_TYPE(asked)->tp_descr_get(asked, tensor, self->tensor_type);
+    return PyObject_CallOneArg(asked, tensor);
+}
+
+/* Whether the answer is this singleton. */
+static int
+is_answer(ScalarReader *self, PyObject *tensor, int what, PyObject *expected)
+{
+    PyObject *found = ask(self, tensor, what);
+    Py_XDECREF(found);
+    return found == expected;
+}
+
+/* Asks for an integer; -1 after an error. */
+static long long
+ask_integer(ScalarReader *self, PyObject *tensor, int what)
+{
+    PyObject *number = ask(self, tensor, what);
     long long value = number == NULL ? -1 : PyLong_AsLongLong(number);
     Py_XDECREF(number);
     return value;
@@ -1967,25 +2025,23 @@ static PyObject *
 read_scalar(ScalarReader *self, PyObject *tensor)
 {
     if ((PyObject *)Py_TYPE(tensor) != self->tensor_type ||
-        !is_attribute(tensor, s_is_cpu, Py_True, 0))
+        !is_answer(self, tensor, IS_CPU, Py_True))
         return NULL;
-    PyObject *dtype = PyObject_GetAttr(tensor, s_dtype);
+    PyObject *dtype = ask(self, tensor, DTYPE);
     Py_XDECREF(dtype); /* torch keeps its data types */
     if (dtype == NULL || (dtype != self->float32 && dtype != self->float64) ||
-        !is_attribute(tensor, s_is_neg, Py_False, 1))
+        !is_answer(self, tensor, IS_NEG, Py_False) || ask_integer(self, tensor, NUMEL) != 1)
         return NULL;
-    if (call_for_integer(tensor, s_numel) != 1)
-        return NULL;
-    PyObject *address = PyObject_CallMethodNoArgs(tensor, s_data_ptr);
+    PyObject *address = ask(self, tensor, DATA_PTR);
     void *data = address == NULL ? NULL : PyLong_AsVoidPtr(address);
     Py_XDECREF(address);
-    if (data == NULL)
-        return NULL;
     /* Without memory, as after a resize of the storage to 0, it is the offset of the tensor. */
-    long long offset = call_for_integer(tensor, s_storage_offset);
-    size_t item = dtype == self->float32 ? sizeof(float) : sizeof(double);
-    if (offset < 0 || (size_t)data == (size_t)offset * item)
-        return NULL;
+    if ((size_t)data <= MAX_OFFSET) {
+        long long offset = ask_integer(self, tensor, STORAGE_OFFSET);
+        size_t item = dtype == self->float32 ? sizeof(float) : sizeof(double);
+        if (data == NULL || offset < 0 || (size_t)data == (size_t)offset * item)
+            return NULL;
+    }
     return PyFloat_FromDouble(dtype == self->float32 ? *(float *)data : *(double *)data);
 }
 
@@ -2009,6 +2065,8 @@ ScalarReader_dealloc(ScalarReader *self)
     Py_CLEAR(self->tensor_type);
     Py_CLEAR(self->float32);
     Py_CLEAR(self->float64);
+    for (int i = 0; i < NUM_ASKED; i++)
+        Py_CLEAR(self->asked[i]);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -2535,6 +2593,169 @@ static PyTypeObject StepSlots_Type = {
     .tp_methods = StepSlots_methods,
 };
 
+/* ---- Constructor: see hot_path.py ---- */
+
+#define MAX_CONSTRUCTED 24
+
+/* One field of the class. */
+typedef struct {
+    PyObject *name, *initial, *factory; /* the last two may be NULL */
+    Py_ssize_t place;                   /* the byte of the field in an object */
+} ConstructedField;
+
+typedef struct {
+    PyObject_HEAD
+    PyTypeObject *type;
+    PyObject *last_names; /* the names of the last call, each of which is that of a field */
+    ConstructedField fields[MAX_CONSTRUCTED];
+    vectorcallfunc vectorcall;
+    int order[MAX_CONSTRUCTED]; /* the field of each of the last names */
+    int num_fields;
+} Constructor;
+
+/* Notes one field of the class. Returns 0, or -1 after an error. */
+static int
+add_field(Constructor *self, PyObject *name, PyObject *initial, PyObject *factory,
+          PyObject *missing)
+{
+    PyObject *found = PyObject_GetAttr((PyObject *)self->type, name);
+    if (found == NULL)
+        return -1;
+    PyMemberDescrObject *member = (PyMemberDescrObject *)found;
+    int is_slot = Py_IS_TYPE(found, &PyMemberDescr_Type) &&
+                  PyDescr_TYPE(member) == self->type && member->d_member->type == T_OBJECT_EX;
+    Py_ssize_t place = is_slot ? member->d_member->offset : 0;
+    Py_DECREF(found);
+    if (!is_slot || self->num_fields == MAX_CONSTRUCTED) {
+        PyErr_Format(PyExc_ValueError, "%R is no slot, or there are too many", name);
+        return -1;
+    }
+    self->fields[self->num_fields++] = (ConstructedField){
+        .name = Py_NewRef(name),
+        .initial = initial == missing ? NULL : Py_NewRef(initial),
+        .factory = factory == missing ? NULL : Py_NewRef(factory),
+        .place = place,
+    };
+    return 0;
+}
+
+/* Finds the field of each name. Returns 0, or -1 if one is unknown, or after an error. */
+static int
+find_order(Constructor *self, PyObject *names)
+{
+    Py_CLEAR(self->last_names);
+    if (PyTuple_GET_SIZE(names) > MAX_CONSTRUCTED)
+        return -1;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); i++) {
+        int field = 0;
+        while (field < self->num_fields &&
+               self->fields[field].name != PyTuple_GET_ITEM(names, i)) /* both are interned */
+            field++;
+        if (field == self->num_fields)
+            return -1;
+        self->order[i] = field;
+    }
+    self->last_names = Py_NewRef(names);
+    return 0;
+}
+
+static PyObject **
+field_at(Constructor *self, PyObject *object, int field)
+{
+    return (PyObject **)((char *)object + self->fields[field].place);
+}
+
+/* Sets the fields of a new object. Returns 0; -1 if the class must report what is wrong, or after an
+ * error. */
+static int
+fill(Constructor *self, PyObject *made, PyObject *const *args, Py_ssize_t num_args,
+     PyObject *names)
+{
+    if (num_args > self->num_fields ||
+        (names != NULL && names != self->last_names && find_order(self, names) < 0))
+        return -1;
+    for (int i = 0; i < num_args; i++)
+        *field_at(self, made, i) = Py_NewRef(args[i]);
+    for (Py_ssize_t i = 0; names != NULL && i < PyTuple_GET_SIZE(names); i++) {
+        PyObject **field = field_at(self, made, self->order[i]);
+        if (*field != NULL) /* given twice */
+            return -1;
+        *field = Py_NewRef(args[num_args + i]);
+    }
+    for (int i = 0; i < self->num_fields; i++) {
+        ConstructedField *known = &self->fields[i];
+        PyObject **field = field_at(self, made, i);
+        if (*field == NULL && known->initial != NULL)
+            *field = Py_NewRef(known->initial);
+        else if (*field == NULL && known->factory != NULL)
+            *field = PyObject_CallNoArgs(known->factory);
+        if (*field == NULL)
+            return -1;
+    }
+    return 0;
+}
+
+static PyObject *
+Constructor_vectorcall(Constructor *self, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    PyObject *made = self->type->tp_alloc(self->type, 0);
+    if (made == NULL)
+        return NULL;
+    if (fill(self, made, args, PyVectorcall_NARGS(nargsf), names) == 0)
+        return made;
+    Py_DECREF(made);
+    return PyErr_Occurred() ? NULL
+                            : PyObject_Vectorcall((PyObject *)self->type, args, nargsf, names);
+}
+
+static int
+Constructor_init(Constructor *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"made", "fields", "missing", NULL};
+    PyObject *type, *fields, *missing;
+    if (self->type != NULL) {
+        PyErr_SetString(PyExc_TypeError, "a constructor is initialized once");
+        return -1;
+    }
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O", names, &PyType_Type, &type,
+                                     &PyTuple_Type, &fields, &missing))
+        return -1;
+    self->type = (PyTypeObject *)Py_NewRef(type);
+    self->vectorcall = (vectorcallfunc)Constructor_vectorcall;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(fields); i++) {
+        PyObject *name, *initial, *factory;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(fields, i), "UOO", &name, &initial, &factory) ||
+            add_field(self, name, initial, factory, missing) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+static void
+Constructor_dealloc(Constructor *self)
+{
+    for (int i = 0; i < self->num_fields; i++) {
+        Py_CLEAR(self->fields[i].name);
+        Py_CLEAR(self->fields[i].initial);
+        Py_CLEAR(self->fields[i].factory);
+    }
+    Py_CLEAR(self->last_names);
+    Py_CLEAR(self->type);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyTypeObject Constructor_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "zerowatch.runtime.common._hot_path.Constructor",
+    .tp_basicsize = sizeof(Constructor),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_vectorcall_offset = offsetof(Constructor, vectorcall),
+    .tp_call = PyVectorcall_Call,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)Constructor_init,
+    .tp_dealloc = (destructor)Constructor_dealloc,
+};
+
 /* ---- the module ---- */
 
 static struct PyModuleDef definition = {
@@ -2615,7 +2836,7 @@ PyInit__hot_path(void)
         &PhaseClock_Type,     &Hook_Type,         &RankSetFields_Type,    &GroupFields_Type,
         &CollectiveCall_Type,     &RecorderFields_Type, &WrapperState_Type,   &CallEnd_Type,
         &RecordedFunction_Type, &RecordedWait_Type,   &ScalarReader_Type,     &StepSlots_Type,
-        &HookState_Type,      &HookedCall_Type,       &ShapeReader_Type,
+        &HookState_Type,      &HookedCall_Type,       &ShapeReader_Type,      &Constructor_Type,
     };
     if (make_names() < 0)
         return NULL;

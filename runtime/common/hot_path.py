@@ -12,6 +12,7 @@ Attributes:
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import struct
 import sys
@@ -19,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from zlib import crc32
 
 # No setting, as only tests and the search for a bug need it: "python" for the classes in Python.
@@ -29,6 +30,8 @@ UNCOUNTED = -1
 # Times in nanoseconds that are later and earlier than any other.
 NEVER = 2**63 - 1
 BEFORE_ALL = -(2**63)
+
+T = TypeVar("T")
 
 PhaseInterval = tuple[int, int, int]  # phase, start and end in nanoseconds
 
@@ -338,6 +341,7 @@ class RecorderFields:
     __slots__ = (
         "_calls",
         "_coalescing",
+        "_is_draining",
         "_known_groups",
         "_messages",
         "_phase_timer",
@@ -347,6 +351,7 @@ class RecorderFields:
     )
 
     _calls: list[Any]
+    _is_draining: bool
     _coalescing: Mapping[Any, list[Any]]
     _known_groups: dict[int, Any]
     _messages: dict[int, list[Any]]
@@ -354,6 +359,14 @@ class RecorderFields:
     _training_thread: int
     _under_way: set[Any]
     _works: dict[int, tuple[Callable[[], Any], Any]]
+
+    def _take_calls(self) -> list[Any] | None:
+        """Return the calls so far, and begin a new list. Return None while `_is_draining`."""
+        if self._is_draining:
+            return None
+        # Python switches threads at calls, at the end of loops and at the start of functions only.
+        calls, self._calls = self._calls, []
+        return calls
 
 
 class _Inside(threading.local):
@@ -508,6 +521,8 @@ RecordedFunction: Any = None
 RecordedWait: Any = None
 ScalarReader: Any = None
 ShapeReader: Any = None
+# Only in C: makes objects of a dataclass whose fields are slots. See `constructor`.
+_Constructor: Any = None
 
 if os.environ.get(VARIABLE) != "python" and not TYPE_CHECKING:
     try:
@@ -517,7 +532,7 @@ if os.environ.get(VARIABLE) != "python" and not TYPE_CHECKING:
             *(built.PhaseClock, built.Hook, built.RankSetFields, built.GroupFields),
             *(built.CollectiveCall, built.RecorderFields, built.WrapperState),
             *(built.RecordedFunction, built.RecordedWait, built.ScalarReader, built.StepSlots),
-            *(built.HookState, built.HookedCall, built.ShapeReader),
+            *(built.HookState, built.HookedCall, built.ShapeReader, built.Constructor),
         )
     except (ImportError, AttributeError):  # it was not built, or for another version of zerowatch
         pass
@@ -526,4 +541,22 @@ if os.environ.get(VARIABLE) != "python" and not TYPE_CHECKING:
         PhaseClock, Hook, RankSetFields, GroupFields = classes[:4]
         CollectiveCall, RecorderFields, WrapperState = classes[4:7]
         RecordedFunction, RecordedWait, ScalarReader, StepSlots = classes[7:11]
-        HookState, HookedCall, ShapeReader = classes[11:]
+        HookState, HookedCall, ShapeReader, _Constructor = classes[11:]
+
+
+def constructor(cls: type[T]) -> Callable[..., T]:
+    """Return a function that makes objects of a dataclass as the class itself does, in C.
+
+    Args:
+        cls: A dataclass with `slots=True`, and without `__post_init__` and keyword-only fields.
+            It is returned itself where the extension was not built.
+
+    Examples:
+        >>> new_counts = constructor(StepCounts)
+        >>> new_counts(samples=4)
+    """
+    if _Constructor is None:
+        return cls
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]  # mypy has no type of dataclasses
+    of_class = tuple((each.name, each.default, each.default_factory) for each in fields)
+    return _Constructor(cls, of_class, dataclasses.MISSING)  # type: ignore[no-any-return]

@@ -16,7 +16,7 @@ import torch
 
 from ..common.device_scalar import ScalarOrPending, host_value, scalar
 from ..common.fail_open import FailOpen
-from ..common.hot_path import HookedCall, HookState
+from ..common.hot_path import HookedCall, HookState, constructor
 from ..common.patching import AttributePatch
 from ..common.phase_timer import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseTimer
 from ..common.tracing import flags, is_traced
@@ -45,6 +45,7 @@ ENGINE_METHODS = (
     "save_16bit_model",
 )
 PIPELINE_METHODS = ("train_batch", "eval_batch", "save_checkpoint", "load_checkpoint")
+_new_counts = constructor(StepCounts)
 
 
 class EngineHooks:
@@ -338,7 +339,7 @@ class EngineHooks:
             return
         if self._is_pipeline:
             self._count_pipeline(engine, result)
-        counts, self._counts = self._counts, StepCounts()
+        counts, self._counts = self._counts, _new_counts()
         counts.skipped = engine.skipped_steps != self._skipped_before
         if self._generation.counts is not None:
             counts.generation = self._generation.take_counts()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ...metrics.catalog.labels import PHASES
@@ -27,9 +27,11 @@ from .batch_shape import BatchShape
 
 T = TypeVar("T")
 
-# Minimum time between two readings. The kernel and the allocator keep the peak since the last
-# reading, so no peak is lost if steps are shorter. A reading costs 0.1 ms with cold caches.
+# Minimum time between two readings; the second one while memory is very far from all limits. The
+# kernel and the allocator keep the peak since the last reading, so no peak is lost if steps are
+# shorter. A reading costs 0.1 ms with cold caches.
 READING_SECONDS = 0.25
+FAR_READING_SECONDS = 1.0
 # Limits the readings of a detailed sample. In a step with many micro-batches, only the first
 # micro-batches and the update are read phase by phase.
 READINGS_PER_DETAIL = 40
@@ -86,7 +88,8 @@ class MemoryHooks:
         self._phase_timer = phase_timer
         self._detail_seconds = detail_seconds
         self._shapes: dict[Shape, None] = {}
-        self._last_shape: BatchShape | None = None
+        self._harmless_shape: BatchShape | None = None
+        self._harmless: Mapping[Shape, object] = {}
         self.reading_due = self._detail_due = 0.0
         self._bytes_by_category = fail_open.wrap("memory categories", bytes_by_category)
         self._on_phase_end = fail_open.wrap("memory phases", self._read_phase)
@@ -100,7 +103,7 @@ class MemoryHooks:
         """Sample another engine from now on, and discard an unfinished detailed sample."""
         self._engine = weakref.ref(engine)
         self._phase_timer.on_change = None
-        self._shapes = {}
+        self._shapes, self._harmless_shape = {}, None
 
     def on_batch_start(self, shape: BatchShape, micro_batch: int) -> None:
         """Record the shape of a forward pass, and assess the risk that it runs out of memory.
@@ -110,19 +113,19 @@ class MemoryHooks:
             micro_batch: The number of the micro-batch within its step, starting at 1.
         """
         self.micro_batch = micro_batch
-        batch = self.shape if shape is self._last_shape else None  # often the same object
-        if batch is not None and self._shapes and batch in self._forecasts.harmless:
+        harmless = self._forecasts.harmless
+        if shape is self._harmless_shape and harmless is self._harmless:
             return  # it was recorded since the last reading, and assessed by these forecasts
-        if batch is None:
-            if shape.samples is None:
-                return
-            length = shape.sequence_length or (shape.elements or 0) // (shape.samples or 1)
-            self._last_shape, batch = shape, Shape(shape.samples, length)
-            self.shape = batch
+        if shape.samples is None:
+            return
+        length = shape.sequence_length or (shape.elements or 0) // (shape.samples or 1)
+        self.shape = batch = Shape(shape.samples, length)
         if len(self._shapes) >= MAX_SHAPES:
             self._shapes = dict.fromkeys(largest_shapes(tuple(self._shapes)))
         self._shapes[batch] = None
         self._forecasts.assess_batch(batch)
+        # The next shape is often the same object.
+        self._harmless_shape, self._harmless = shape if batch in harmless else None, harmless
 
     def on_backward_end(self) -> None:
         """In a detailed sample, sum the engine's tensors while the buckets exist."""
@@ -159,8 +162,9 @@ class MemoryHooks:
         detail = None if self._phase_timer.on_change is None else self._end_detail()
         if detail is None and now < self.reading_due:
             return None
-        self.reading_due = now + READING_SECONDS
-        shapes, self._shapes = tuple(self._shapes), {}
+        is_far = self._forecasts.are_very_far
+        self.reading_due = now + (FAR_READING_SECONDS if is_far else READING_SECONDS)
+        shapes, self._shapes, self._harmless_shape = tuple(self._shapes), {}, None
         sample = StepMemorySample(
             readings=self._reader.sample_step(),
             generation_peaks=self._reader.take_generation_peaks(),

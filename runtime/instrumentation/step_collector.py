@@ -13,6 +13,7 @@ from ...metrics.exporters.trace_context import OPENTELEMETRY, current_trace_labe
 from ..collectives.unseen_calls import UnseenCalls
 from ..common import accelerator
 from ..common.device_scalar import ScalarOrPending, scalar
+from ..common.hot_path import constructor
 from .memory_hooks import MemoryHooks
 from .profiled_steps import ProfiledSteps
 from .raw_step import RawStep, StepCounts
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 # Interval between two readings of the coverage of collectives. The reading costs more than the rest
 # of the work at the end of a step, because it reads the sequence numbers of all groups.
 COVERAGE_SECONDS = 1.0
+_new_step = constructor(RawStep)
 
 
 class StepCollector:
@@ -82,7 +84,7 @@ class StepCollector:
         elif now >= self._coverage_due:
             coverage = self._read_coverage(engine)
         is_memory_due = now >= self._memory.reading_due or timer.on_change is not None
-        step = RawStep(
+        step = _new_step(
             step=engine.global_steps,
             ended_at=time.time(),
             phase_ns=timer.drain(),

@@ -23,6 +23,7 @@ import torch
 
 from ..common.device_scalar import ScalarOrPending, scalar
 from ..common.fail_open import FailOpen
+from ..common.hot_path import constructor
 from ..common.optimizer_steps import StepCallbackHandle, call_after_steps
 from ..common.patching import PatchSet
 from ..common.phase_timer import BACKWARD, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseTimer
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 # After so many steps of other optimizers without one of the watched optimizer, it is checked
 # whether they train the watched model.
 OTHER_STEPS = 10
+_new_counts = constructor(StepCounts)
 GradScaler = torch.amp.grad_scaler.GradScaler
 _Loss = tuple[ScalarOrPending, float | None]  # a loss, and the number it was divided by
 
@@ -310,7 +312,7 @@ class TorchHooks:
             )
 
     def _begin_step(self) -> None:
-        self._counts, self._divisors = StepCounts(), []
+        self._counts, self._divisors = _new_counts(), []
         self._shapes, self._unscaled = [], None
 
     def _loss_of(self, tensors: Any) -> _Loss | None:

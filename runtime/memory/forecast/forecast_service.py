@@ -65,6 +65,7 @@ class MemoryForecasts:
         alarm_steps: The first step of the current alarm by device, or None without an alarm.
         harmless: The risks of the shapes that have almost none by the current forecasts, by device.
             The mapping is replaced when the forecasts are.
+        are_very_far: Whether there are forecasts, and all of them are very far from the limit.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -78,6 +79,7 @@ class MemoryForecasts:
         self._stale = False
         self._batch_risk: dict[str, float] = {}
         self.harmless: dict[Shape, dict[str, float]] = {}
+        self.are_very_far = False
         self._max_batch_risks: dict[str, float] = {}
         self._batch_alarm_due = 0.0
 
@@ -91,12 +93,13 @@ class MemoryForecasts:
             left_bytes = point.limit_bytes - point.peak_bytes - point.fragmented_bytes
             if left_bytes < VERY_FAR_RATIO * point.limit_bytes:
                 self._pause_seconds = min(self._pause_seconds, FAR_SECONDS)
+                self.are_very_far = False
 
     def reset(self) -> None:
         """Discard all readings, because a new engine needs another amount of memory."""
         self._forecasters.clear()
         self.forecasts, self.risks = {}, {}
-        self.harmless = {}
+        self.harmless, self.are_very_far = {}, False
         self._pause_seconds = 0.0
 
     def state(self) -> ForecastState:
@@ -107,7 +110,7 @@ class MemoryForecasts:
     def restore(self, state: ForecastState) -> None:
         """Take over the state of the forecasts of another process. Any thread may call this."""
         self.risks, self.forecasts = state.risks, state.forecasts
-        self.harmless = {}
+        self.harmless, self.are_very_far = {}, _are_very_far(state.forecasts)
         self.alarm_steps = dict(state.alarm_steps)
         self._last = {
             device: deque(points, maxlen=LAST_PEAKS) for device, points in state.last.items()
@@ -170,6 +173,7 @@ class MemoryForecasts:
         self.forecasts = {device: forecast for device, forecast in forecasts.items() if forecast}
         self.harmless = {}
         self.risks = {device: self._risk(device, each) for device, each in self.forecasts.items()}
+        self.are_very_far = _are_very_far(self.forecasts)
         pauses = map(_pause_seconds, self.forecasts.values())
         self._updated_at, self._pause_seconds = now, min(pauses, default=FAR_SECONDS)
         let_training_run()
@@ -251,7 +255,16 @@ def _pause_seconds(forecast: MemoryForecast) -> float:
     limit, eta_steps, headroom = forecast.limit_bytes, forecast.eta_steps, forecast.headroom_bytes
     if eta_steps < NEAR_STEPS or headroom < NEAR_RATIO * limit:
         return 0.0
-    is_harmless = forecast.risk_ratio < HARMLESS_RISK
-    if is_harmless and eta_steps >= VERY_FAR_STEPS and headroom >= VERY_FAR_RATIO * limit:
-        return VERY_FAR_SECONDS
-    return FAR_SECONDS
+    return VERY_FAR_SECONDS if _is_very_far(forecast) else FAR_SECONDS
+
+
+def _is_very_far(forecast: MemoryForecast) -> bool:
+    return (
+        forecast.risk_ratio < HARMLESS_RISK
+        and forecast.eta_steps >= VERY_FAR_STEPS
+        and forecast.headroom_bytes >= VERY_FAR_RATIO * forecast.limit_bytes
+    )
+
+
+def _are_very_far(forecasts: Mapping[str, MemoryForecast]) -> bool:
+    return bool(forecasts) and all(map(_is_very_far, forecasts.values()))

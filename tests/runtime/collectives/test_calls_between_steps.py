@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -159,6 +160,28 @@ def test_no_event_is_recorded_by_passing_on(rank: Rank) -> None:
     rank.calls.pass_on_between_steps()
 
     assert rank.cuda.num_records == before
+
+
+def test_a_step_that_ends_meanwhile_waits_until_they_are_passed_on(rank: Rank) -> None:
+    drained: list[CallBatch] = []
+    step = threading.Thread(target=lambda: drained.append(rank.calls.drain()))
+    waited: list[bool] = []
+
+    def pass_on(batch: CallBatch) -> None:
+        step.start()
+        step.join(0.05)
+        waited.append(step.is_alive() and not drained)
+        rank.batches.append(batch)
+
+    rank.calls.connect(rank.phases, pass_on)
+    rank.evaluate(10)
+    rank.calls.pass_on_between_steps()
+    step.join()
+    rank.reduce(5)
+
+    assert waited == [True]
+    assert [len(batch.calls) for batch in (*rank.batches, *drained)] == [1, 0]
+    assert len(rank.calls.drain().calls) == 1  # a later step waits no longer
 
 
 def test_an_event_that_is_the_anchor_is_released_last(rank: Rank) -> None:

@@ -43,6 +43,7 @@ from torch.overrides import TorchFunctionMode
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
 from zerowatch.runtime.collectives import instrument
+from zerowatch.runtime.collectives.call_batch import CallBatch
 from zerowatch.runtime.collectives.groups import CollectiveCall
 from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
 from zerowatch.runtime.collectives.totals import StepCommTotals
@@ -935,7 +936,8 @@ def test_neither_objects_nor_references_are_left(
 def test_fields_are_those_of_python(in_python: ModuleType) -> None:
     for name in ("CollectiveCall", "GroupFields", "RankSetFields", "RecorderFields"):
         kind = getattr(hot_path, name)
-        fields = {field for field in vars(kind) if not field.startswith("__")} - {"settle"}
+        fields = {field for field in vars(kind) if not field.startswith("__")}
+        fields -= {"settle", "_take_calls"}
 
         assert fields == set(getattr(in_python, name).__slots__), name
     made = [
@@ -1282,6 +1284,64 @@ class StepWithoutSlots:
     def __init__(self, step: RawStep) -> None:
         names = [each.name for each in dataclasses.fields(step) if each.name != "loss_scale"]
         vars(self).update({name: getattr(step, name) for name in names})
+
+
+def outcome(call: Callable[..., Any], args: list[int], kwargs: dict[str, int]) -> Any:
+    try:
+        return call(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+
+
+@needs_c
+@pytest.mark.parametrize("kind", [StepCounts, RawStep, CallBatch])
+def test_objects_are_made_as_by_the_class_itself(kind: type[Any], seed: int) -> None:
+    chance, make = random.Random(seed), hot_path.constructor(kind)
+    names = [field.name for field in dataclasses.fields(kind)]
+
+    for _ in range(500):
+        args = [chance.randrange(9) for _ in range(chance.randrange(len(names) + 2))]
+        given = chance.sample([*names, "another"], chance.randrange(len(names)))
+        kwargs = {name: chance.randrange(9) for name in given}
+        if chance.random() < 0.8:  # mostly those that are accepted
+            kwargs = {name: 5 for name in names[len(args) :]}
+        made = outcome(make, args, kwargs)
+
+        assert type(made) in (kind, str)
+        assert made == outcome(kind, args, kwargs)
+
+
+@needs_c
+def test_each_object_has_its_own_lists_and_is_freed() -> None:
+    make, value = hot_path.constructor(StepCounts), object()
+    first, second = make(samples=value), make(samples=value)
+    first.losses.append(1.0)
+    before, num_objects = sys.getrefcount(value), len(gc.get_objects())
+    for _ in range(100):
+        make(samples=value, losses=[])
+        make(tokens=value)
+        outcome(make, [], {"another": value})  # type: ignore[dict-item]
+
+    assert second.losses == []
+    assert gc.is_tracked(first)
+    assert sys.getrefcount(value) == before
+    assert len(gc.get_objects()) < num_objects + 50
+
+
+@needs_c
+def test_a_class_whose_fields_are_no_slots_has_no_constructor() -> None:
+    @dataclasses.dataclass
+    class Plain:
+        field: int = 0
+
+    with pytest.raises(ValueError, match="'field' is no slot"):
+        hot_path.constructor(Plain)
+    with pytest.raises(TypeError, match="initialized once"):
+        hot_path.constructor(StepCounts).__init__(StepCounts, (), None)  # type: ignore[misc]
+
+
+def test_without_the_extension_the_constructor_is_the_class(in_python: ModuleType) -> None:
+    assert in_python.constructor(StepCounts) is StepCounts
 
 
 class SubclassOfStep(RawStep):

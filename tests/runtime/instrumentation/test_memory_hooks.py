@@ -41,7 +41,9 @@ class Job:
         self.engine = Engine()
         self.peak_bytes, self.has_own_peaks = 500.0, True
         self.assessed: list[Shape] = []
-        self.forecasts: Any = SimpleNamespace(assess_batch=self.assessed.append, harmless={})
+        self.forecasts: Any = SimpleNamespace(
+            assess_batch=self.assessed.append, harmless={}, are_very_far=False
+        )
         self.phases = PhaseTimer()
         self.hooks = MemoryHooks(
             self.engine,
@@ -77,6 +79,24 @@ class Job:
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     return Job(monkeypatch)
+
+
+def test_memory_is_read_each_quarter_of_a_second_and_far_from_limits_each_second(job: Job) -> None:
+    def times_of_readings() -> list[float]:
+        begin = job.clock.seconds
+        readings = [job.step((2, 8), seconds=0.125) for _ in range(16)]
+        assert job.clock.seconds == begin + 2.0
+        return [0.125 * (i + 1) for i, reading in enumerate(readings) if reading is not None]
+
+    near = times_of_readings()
+    job.forecasts.are_very_far = True
+    far = times_of_readings()
+    job.forecasts.are_very_far = False
+    near_again = times_of_readings()
+
+    assert near == [0.125 + 0.25 * i for i in range(8)]
+    assert far == [0.125, 1.125]
+    assert near_again[:2] == [0.125, 0.375]
 
 
 def test_a_step_reads_its_distinct_micro_batches(job: Job) -> None:

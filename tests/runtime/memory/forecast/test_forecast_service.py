@@ -383,6 +383,35 @@ def test_very_far_from_the_limit_an_update_is_due_after_fifteen_seconds_unless_a
     assert steps == [step - step % seconds for step in range(1, 17)]
 
 
+@pytest.mark.parametrize(
+    ("eta", "headroom", "risk", "is_far"),
+    [
+        (math.inf, 0.6 * 8 * GIB, 0.0, True),
+        (5000, 0.6 * 8 * GIB, 0.0099, True),
+        (4999, 0.6 * 8 * GIB, 0.0, False),
+        (math.inf, 0.6 * 8 * GIB - 1, 0.0, False),
+        (math.inf, 0.6 * 8 * GIB, 0.01, False),
+    ],
+)
+def test_forecasts_are_very_far_until_a_reading_is_nearer_and_after_a_reset(
+    scripted: Run, eta: float, headroom: float, risk: float, is_far: bool
+) -> None:
+    forecasts = scripted.forecasts
+    assert not forecasts.are_very_far  # nothing is known
+
+    show(scripted, forecast(0, eta=eta, headroom=headroom, risk=risk))
+    copy = MemoryForecasts(Recorder())
+    copy.restore(forecasts.state())
+    found = [forecasts.are_very_far, copy.are_very_far]
+    show(scripted, forecast(1), peak=3.2 * GIB + 1)
+    found_nearer = forecasts.are_very_far
+    copy.reset()
+
+    assert found == [is_far, is_far]
+    assert not found_nearer
+    assert not copy.are_very_far
+
+
 def test_without_new_readings_nothing_is_published(scripted: Run) -> None:
     scripted.forecasts.update()
     show(scripted, None)
