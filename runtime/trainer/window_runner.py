@@ -214,7 +214,11 @@ class WindowRunner:
         """Return the sums of all ranks; raise an error if no update can be made from them."""
         sums, engine = own.over_ranks(self._host_group), self._engine_holder.engine
         overflow_is_skipped = engine.fp16_enabled() and engine.dynamic_loss_scale()
-        sums.check_finite(self.steps + 1, overflow_is_skipped=overflow_is_skipped)
+        sums.check_finite(
+            self.steps + 1,
+            overflow_is_skipped=overflow_is_skipped,
+            ends_run=lambda: abort_unsupported_reason(engine) is not None,
+        )
         return sums
 
     def _abort(self, local_batches: LocalBatches, error: BaseException) -> None:

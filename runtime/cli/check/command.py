@@ -130,6 +130,7 @@ def _launch(nproc: int, nnodes: int, endpoint: str | None, options: list[str]) -
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     from ...devices.cpu import usable_cores
 
@@ -138,6 +139,11 @@ def _launch(nproc: int, nnodes: int, endpoint: str | None, options: list[str]) -
             f"check: --nnodes {nnodes} needs --rdzv-endpoint, an address of the first host and a "
             "free port, such as host0:29400"
         )
+    if nnodes > 1:
+        try:
+            parse_rendezvous_endpoint(endpoint, default_port=29400)
+        except ValueError as error:
+            raise CommandLineError(f"check: --rdzv-endpoint: {error}") from error
     meeting = ["--standalone"] if nnodes == 1 else [f"--rdzv-endpoint={endpoint}"]
     if nnodes > 1:
         meeting += ["--rdzv-backend=c10d", "--rdzv-id=zerowatch-check"]

@@ -76,13 +76,21 @@ class LossSums(NamedTuple):
             )
         return LossSums(weight=weight, weighted_loss=weighted_loss)
 
-    def check_finite(self, step: int, *, overflow_is_skipped: bool = False) -> None:
+    def check_finite(
+        self,
+        step: int,
+        *,
+        overflow_is_skipped: bool = False,
+        ends_run: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Reject an update that would corrupt the weights.
 
         Args:
             step: The number of the update.
             overflow_is_skipped: Whether the engine itself skips the update if the loss is not
                 finite, as it does with fp16's dynamic loss scale.
+            ends_run: Returns whether the error ends the run, because its gradients cannot be
+                discarded. Called only before the error is raised.
 
         Raises:
             NonFiniteLossError: The loss or a weight is nan or inf.
@@ -92,7 +100,7 @@ class LossSums(NamedTuple):
             raise NonFiniteLossError(
                 f"the loss of step {step} is {self.mean_loss}; no update was made and the weights "
                 "are unchanged. Check this batch (a mean over no targets is nan) and the learning "
-                "rate, or call train_batch with the next batch"
+                f"rate{'' if ends_run() else ', or call train_batch with the next batch'}"
             )
 
 

@@ -484,6 +484,20 @@ def test_an_error_in_a_window_that_cannot_be_discarded_ends_the_run(
     assert run.runner.steps == 1
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_the_next_batch_is_advised_only_where_the_run_goes_on(
+    request: pytest.FixtureRequest, goes_on: bool
+) -> None:
+    if not goes_on:
+        request.getfixturevalue("keeps_gradients")
+    run = Run()
+
+    with pytest.raises(NonFiniteLossError) as raised:
+        train(run, torch.full((2, 1), math.inf))
+
+    assert ("train_batch with the next batch" in str(raised.value)) == goes_on
+
+
 @pytest.mark.usefixtures("keeps_gradients")
 def test_a_batch_of_which_no_pass_has_run_never_ends_the_run() -> None:
     run = Run()

@@ -78,6 +78,8 @@ def test_several_hosts_meet_at_the_given_address(monkeypatch: pytest.MonkeyPatch
     ]
     with pytest.raises(CommandLineError, match=r"--nnodes 2 needs --rdzv-endpoint"):
         launched(monkeypatch, "--nproc", "2", "--nnodes", "2")
+    with pytest.raises(CommandLineError, match=r"--rdzv-endpoint: The port number .*'host0:port'"):
+        launched(monkeypatch, "--nproc", "2", "--nnodes", "2", "--rdzv-endpoint", "host0:port")
 
 
 @pytest.mark.parametrize(("codes", "code"), [((0, 1, 0), 1), ((0, 0), 0), ((), 1)])
