@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
+import stat
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +39,8 @@ _PORTS = (
     stack_ports.TEMPO,
     stack_ports.OTLP,
 )
+# The files and folders of the checkout that compose.yaml mounts.
+_MOUNTED = re.compile(r"^ +- \./([^:]+):.*:ro$", re.MULTILINE)
 NATIVE = "`zerowatch stack up --native` needs prometheus and alertmanager instead of it"
 OURS = f"label=com.docker.compose.project={PROJECT}"
 SERVICE_FORMAT = '{{.Label "com.docker.compose.service"}}'
@@ -50,12 +54,13 @@ def up(*, with_trainer: bool = True, gpu: bool = False) -> list[str]:
         gpu: Whether the demo trains on the GPUs of this machine.
 
     Raises:
-        CommandLineError: Docker or compose is missing, Docker does not answer, a port is taken, or
-            compose fails.
+        CommandLineError: Docker or compose is missing, Docker does not answer, a port is taken, a
+            service could not read its files, or compose fails.
     """
     compose = _compose(gpu=gpu)
     if with_trainer:
         _refuse_without_checkout(ROOT)
+    _refuse_unreadable(ROOT)
     settings = port_settings()
     ports = [chosen(port, settings) for port in _PORTS]
     if with_trainer:
@@ -165,6 +170,23 @@ def _refuse_without_checkout(root: Path) -> None:
             f"your own ({ROOT / 'docker' / 'prometheus' / 'prometheus.yml'} says how), or run this "
             "in a checkout"
         )
+
+
+def _refuse_unreadable(root: Path) -> None:
+    """Refuse mounted files that only their owner can read, as after a clone with umask 077.
+
+    The services run as users of their own. Docker Desktop, on other systems, hides the modes.
+    """
+    if sys.platform != "linux":
+        return
+    for mounted in _MOUNTED.findall((root / "compose.yaml").read_text()):
+        for path in (root / mounted, *(root / mounted).rglob("*")):
+            needed = stat.S_IROTH | (stat.S_IXOTH if path.is_dir() else 0)
+            if path.stat().st_mode & needed != needed:
+                raise CommandLineError(
+                    f"stack: the services run as other users, who may not read {path}; run: "
+                    f"chmod -R o+rX {root / 'docker'} {root / 'dashboards'}"
+                )
 
 
 def _running() -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import socket
 import stat
 import sys
@@ -55,9 +57,14 @@ class Docker:
 SERVICES = ("GRAFANA", "PROMETHEUS", "ALERTMANAGER", "ALERT_LOG", "TRAINER", "TEMPO", "OTLP")
 
 
+REFUSE_UNREADABLE = stack._refuse_unreadable
+
+
 @pytest.fixture
 def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Docker:
     monkeypatch.setenv("PATH", str(tmp_path))
+    # This checkout may have been made with any umask.
+    monkeypatch.setattr(stack, "_refuse_unreadable", lambda root: None)
     for variable in (
         "GRAFANA",
         "PROMETHEUS",
@@ -229,6 +236,38 @@ def test_without_sources_the_error_suggests_up_without_trainer(
 
     with pytest.raises(CommandLineError, match=r"without its sources.*stack up --without-trainer"):
         stack.up()
+
+
+@pytest.mark.parametrize(
+    ("path", "mode"),
+    [
+        ("docker/grafana/provisioning", 0o754),
+        ("docker/grafana/provisioning", 0o751),
+        ("docker/grafana/provisioning/datasources/all.yaml", 0o640),
+        ("dashboards/runbook.md", 0o600),
+    ],
+)
+def test_files_that_the_services_may_not_read_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, mode: int
+) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    shutil.copy(stack.ROOT / "compose.yaml", tmp_path)
+    mounted = re.findall(r"- \./(\S+?):/", (tmp_path / "compose.yaml").read_text())
+    for each in [*mounted, "docker/grafana/provisioning/datasources/all.yaml"]:
+        made = tmp_path / each
+        made.parent.mkdir(parents=True, exist_ok=True)
+        if made.suffix:
+            made.touch()
+        else:
+            made.mkdir(exist_ok=True)
+    for each in tmp_path.rglob("*"):
+        each.chmod(0o755 if each.is_dir() else 0o644)
+    REFUSE_UNREADABLE(tmp_path)  # all of them are readable
+
+    (tmp_path / path).chmod(mode)
+
+    with pytest.raises(CommandLineError, match=rf"may not read {tmp_path / path}; run: chmod -R o"):
+        REFUSE_UNREADABLE(tmp_path)
 
 
 def test_a_failure_of_compose_is_reported_with_command_and_exit_code(docker: Docker) -> None:
