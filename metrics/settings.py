@@ -60,6 +60,12 @@ ConsoleMode = Literal["summary", "bar", "lines", "off"]
 # Not "." or "..", and not hidden, as `.tuner` is.
 MAX_RUN_ID_LENGTH = 80
 RUN_ID_PATTERN = rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_RUN_ID_LENGTH - 1}}}"
+# The variables that Kubernetes sets for a Service: the group is the name of the Service.
+_SERVICE_URL = re.compile(r"(?:tcp|udp|sctp)://")
+_SERVICE_URL_NAME = re.compile(r"(\w+?)_PORT(?:_\d+_(?:TCP|UDP|SCTP))?")
+_AFTER_SERVICE = re.compile(
+    r"_(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_\d+_(?:TCP|UDP|SCTP)_(?:ADDR|PORT|PROTO))"
+)
 
 
 class Section(BaseModel):
@@ -477,7 +483,35 @@ def _check_source(values: Mapping[str, Any], origin: str) -> None:
 
 
 def _from_environment() -> dict[str, Any]:
-    return EnvSettingsSource(Settings)()
+    source = EnvSettingsSource(Settings)
+    links = {name.lower() for name in _service_links(os.environ)}
+    source.env_vars = {
+        name: text for name, text in source.env_vars.items() if name.lower() not in links
+    }
+    return source()
+
+
+def _service_links(environment: Mapping[str, str]) -> set[str]:
+    """Return the variables with our prefix that Kubernetes set for Services.
+
+    In each pod that starts after a Service `zerowatch-x` with a cluster IP, Kubernetes sets
+    ZEROWATCH_X_PORT=tcp://10.0.0.1:80, ZEROWATCH_X_SERVICE_HOST and more. Only the URL tells such
+    names from those of settings, so that ZEROWATCH_SERVICE_PORT alone is a misspelled setting.
+    """
+    services = {
+        name: found[1]
+        for name, text in environment.items()
+        if name.startswith(ENVIRONMENT_PREFIX)
+        and _SERVICE_URL.match(text)
+        and (found := _SERVICE_URL_NAME.fullmatch(name))
+    }
+    others = {
+        name
+        for service in set(services.values())
+        for name in environment
+        if name.startswith(service) and _AFTER_SERVICE.fullmatch(name, len(service))
+    }
+    return {*services, *others}
 
 
 def _from_toml() -> dict[str, Any]:
@@ -532,8 +566,9 @@ def _check_environment_names(settings: type[BaseModel], prefix: str) -> None:
     known = {
         prefix + name.replace(".", "_").upper() for name in _option_names(settings.model_fields)
     }
+    links = _service_links(os.environ)
     for variable in os.environ:
-        if variable.startswith(prefix) and variable not in known:
+        if variable.startswith(prefix) and variable not in known and variable not in links:
             advice = _did_you_mean(variable, known)
             raise SettingsError(f"environment variable {cut(variable)} is no setting{advice}")
 

@@ -1,11 +1,14 @@
-"""Every file that a document names exists, and has the names that ARCHITECTURE.md lists for it."""
+"""Documents: the files they name exist, front matter is read, train.sbatch does what they state."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from package_tree import ROOT
 
 DOCUMENTS = sorted(
@@ -19,6 +22,7 @@ WHERE_TO_CHANGE = re.compile(
     r"^\| [^|]+ \| ([^|]*`(?:runtime|metrics|dashboards)/[^|]*) \| ([^|]*) \|$", re.M
 )
 CODE = re.compile(r"`([^`]+)`")
+FRONT_MATTER = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -32,6 +36,60 @@ def test_every_file_a_document_names_exists(document: str) -> None:
 
     assert missing == set()
     assert links == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_front_matter_has_lines_of_its_own(document: str) -> None:
+    text = (ROOT / document).read_text()
+
+    if text.startswith("---"):  # on one line it would be shown as text
+        found = FRONT_MATTER.match(text)
+        assert found is not None
+        assert isinstance(yaml.safe_load(found[1]), dict)
+
+
+def test_a_kubectl_command_names_the_namespace() -> None:
+    commands = [
+        line
+        for document in DOCUMENTS
+        for line in (ROOT / document).read_text().splitlines()
+        if line.startswith("kubectl apply")
+    ]
+
+    assert len(commands) >= 3
+    assert [line for line in commands if " -n " not in line] == []
+
+
+def test_the_sbatch_file_passes_its_cores_on_and_has_a_port_for_each_job(tmp_path: Path) -> None:
+    first, second = (srun_of_job(number, tmp_path) for number in (4711, 4712))
+
+    assert "--cpus-per-task=64" in first
+    assert "--rdzv-endpoint=node-1:24711" in first
+    assert "--rdzv-endpoint=node-1:24712" in second
+    assert first[-3:] == ["train.py", "--deepspeed", "ds.json"]
+
+
+def srun_of_job(number: int, folder: Path) -> list[str]:
+    """Run train.sbatch as a job of Slurm, and return the arguments of srun."""
+    for name, line in {
+        "scontrol": r"printf 'node-1\nnode-2\n'",
+        "srun": r"""printf '%s\n' "$@" """,
+    }.items():
+        (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+        (folder / name).chmod(0o755)
+    job = {
+        "SLURM_JOB_ID": str(number),
+        "SLURM_JOB_NAME": "train",
+        "SLURM_JOB_NODELIST": "node-[1-2]",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_CPUS_PER_TASK": "64",
+        "PATH": f"{folder}:{os.environ['PATH']}",
+    }
+    command = ["bash", ROOT / "docker/slurm/train.sbatch", "train.py", "--deepspeed", "ds.json"]
+    done = subprocess.run(command, env=job, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 def test_the_names_to_look_for_are_in_the_files_of_their_row() -> None:

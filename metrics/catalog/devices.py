@@ -97,7 +97,7 @@ DEVICE_THROTTLED_SECONDS = counter(
 )
 DEVICE_ECC_ERRORS = counter(
     "device_ecc_errors_total",
-    "Memory errors since the driver was loaded.",
+    "Memory errors since monitoring started.",
     DEVICE,
     Label(name="kind", values=("corrected", "uncorrected")),
     lean=EVERY_SERIES,
@@ -122,7 +122,7 @@ DEVICE_ROW_REMAP = gauge(
 )
 DEVICE_LINK_ERRORS = counter(
     "device_link_errors_total",
-    "Errors of the device's links since the driver was loaded.",
+    "Errors of the device's links since monitoring started.",
     DEVICE,
     Label(name="link", values=("nvlink", "pcie")),
     Label(name="kind", values=("crc", "replay", "recovery")),

@@ -45,20 +45,34 @@ def log_line(record: logging.LogRecord, rank: int, ids: tuple[int, int] | None) 
     """
     attributes: dict[str, AttributeValue] = {
         "zerowatch.rank": rank,
-        "thread.name": record.threadName or "",
+        "thread.name": utf8_text(record.threadName or ""),
     }
     if record.exc_info and record.exc_info[0] is not None:
         kind, error, _ = record.exc_info
         attributes["exception.type"] = kind.__qualname__
-        attributes["exception.message"] = str(error)
-        attributes["exception.stacktrace"] = logging.Formatter().formatException(record.exc_info)
+        stack = logging.Formatter().formatException(record.exc_info)
+        attributes["exception.message"] = utf8_text(str(error))
+        attributes["exception.stacktrace"] = utf8_text(stack)
     trace_id, span_id = ids or (0, 0)
     return LogLine(
         logger=record.name,
         unix_ns=int(record.created * 1e9),
         level=record.levelno,
-        text=record.getMessage(),
+        text=utf8_text(record.getMessage()),
         attributes=attributes,
         trace_id=trace_id,
         span_id=span_id,
     )
+
+
+def utf8_text(text: str) -> str:
+    r"""Return a text with an escape for each character that UTF-8 does not have.
+
+    Such characters are surrogates, which Python uses for bytes of file names that are not UTF-8.
+    OTLP's encoding refuses a whole batch in which one is left.
+
+    Examples:
+        >>> print(utf8_text("no file /data/caf\udce9"))
+        no file /data/caf\udce9
+    """
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -12,6 +12,7 @@ from typing import Literal
 from ..catalog import devices, memory
 from ..catalog.spec import MetricSpec
 from ..recorder import Snapshot
+from .prometheus import process_samples
 from .telemetry_data import Family, Point
 
 # UCUM's spelling of the units of names. Other metrics get no unit, because receivers that translate
@@ -60,6 +61,17 @@ def families(snapshot: Snapshot, identity: Mapping[str, str]) -> Iterator[Family
             ],
             bounds=spec.buckets,
         )
+
+
+def process_families(identity: Mapping[str, str]) -> Iterator[Family]:
+    """Yield the start time of this process, which alerts read, under its name on /metrics.
+
+    Args:
+        identity: The attributes `run`, `node` and `rank`, which every point gets.
+    """
+    for metric, name, labels, value in process_samples(with_process=False):
+        point = Point(attributes={**identity, **labels}, value=value)
+        yield Family(name=name, kind="gauge", unit="s", help=metric.documentation, points=[point])
 
 
 def hardware_families(
@@ -177,7 +189,7 @@ _HARDWARE = (
         "hw.errors",
         "counter",
         "{error}",
-        "Memory errors since the driver was loaded.",
+        "Memory errors since monitoring started.",
         devices.DEVICE_ECC_ERRORS,
         attributes=lambda labels: {"error.type": labels[0]},
     ),

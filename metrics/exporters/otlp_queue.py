@@ -19,7 +19,7 @@ from ..catalog.overhead import EXPORTER_FAILURES
 from ..recorder import Exemplar, Recorder
 from ..settings import Detail
 from .detail import served
-from .otlp_families import families, hardware_families
+from .otlp_families import families, hardware_families, process_families
 from .otlp_increases import Increases
 from .otlp_options import OtlpOptions, Signal
 from .telemetry_data import AttributeValue, Family, LogLine, StepTrace
@@ -177,6 +177,7 @@ class OtlpQueue:
         now_ns, snapshot = time.time_ns(), self._recorder.snapshot()
         found = chain(
             families(served(snapshot, self._detail), self._identity),
+            process_families(self._identity),
             hardware_families(snapshot, self._hardware_ids, self._identity),
         )
         for batch in _batches(found):

@@ -6,6 +6,7 @@ No other file imports that library.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -32,6 +33,8 @@ from ..recorder import Distribution, LabelValues, Snapshot
 from ..recorder import Exemplar as SeenExemplar
 
 _OPENMETRICS_END = "# EOF\n"
+# Alerts read it, so it is served with any `serve.detail`.
+_PROCESS_START = "process_start_time_seconds"
 
 
 def exposition(
@@ -51,7 +54,8 @@ def exposition(
         accept_header: The client's HTTP Accept header. If empty, the format is the classic text
             format.
         with_process: Whether to add prometheus_client's metrics of this process and of Python's
-            garbage collector, such as `process_open_fds`.
+            garbage collector, such as `process_open_fds`. The start time of the process is added
+            in any case.
         rendered: What was rendered before, of the same rank. It saves most of the time.
         between_families: Called after each family, so that rendering need not take all at once.
 
@@ -66,10 +70,9 @@ def exposition(
         texts.append(rendered.render(part, openmetrics=openmetrics))
         between_families()
     texts.sort(key=itemgetter(0))
-    if with_process:
-        for part in _process_parts(str(rank)):
-            texts.append(rendered.render(part, openmetrics=openmetrics))
-            between_families()
+    for part in _process_parts(str(rank), with_process=with_process):
+        texts.append(rendered.render(part, openmetrics=openmetrics))
+        between_families()
     end = _OPENMETRICS_END if openmetrics else ""
     return content_type, ("".join(text for _, text in texts) + end).encode()
 
@@ -201,13 +204,17 @@ def _sample_name(line: str) -> str:
     return line.partition("{")[0].partition(" ")[0]
 
 
-def process_samples() -> Iterator[tuple[Metric, str, dict[str, str], float]]:
-    """Yield each sample of the process and of the garbage collector, without the label `rank`.
+def process_samples(*, with_process: bool) -> Iterator[tuple[Metric, str, dict[str, str], float]]:
+    """Yield the samples of the process, without the label `rank`.
+
+    Args:
+        with_process: Whether to yield all samples of the process and of the garbage collector, or
+            the start time of the process only.
 
     Yields:
         The metric, and the sample's name, labels and value.
     """
-    for family in _process_registry().collect():
+    for family in _process_families(with_process=with_process):
         for sample in family.samples:
             yield family, sample.name, sample.labels, sample.value
 
@@ -242,9 +249,9 @@ def _histogram_values(seen: Distribution) -> Iterator[float]:
     yield seen.sum
 
 
-def _process_parts(rank: str) -> Iterator[_Part]:
+def _process_parts(rank: str, *, with_process: bool) -> Iterator[_Part]:
     """Yield prometheus_client's metrics of the process and of the garbage collector."""
-    for family in _process_registry().collect():
+    for family in _process_families(with_process=with_process):
         series = tuple((sample.name, *sample.labels.items()) for sample in family.samples)
         values = [sample.value for sample in family.samples]
         build = functools.partial(_with_rank, family, rank)
@@ -256,6 +263,17 @@ def _with_rank(family: Metric, rank: str) -> Metric:
     for sample in family.samples:
         labeled.add_sample(sample.name, {"rank": rank, **sample.labels}, sample.value)
     return labeled
+
+
+def _process_families(*, with_process: bool) -> Iterable[Metric]:
+    return _process_registry().collect() if with_process else _start_of_process(os.getpid())
+
+
+@functools.cache
+def _start_of_process(process_id: int) -> tuple[Metric, ...]:
+    """Return the start time of this process, read once: a forked child has another one."""
+    families = ProcessCollector(registry=None).collect()
+    return tuple(family for family in families if family.name == _PROCESS_START)
 
 
 @functools.cache

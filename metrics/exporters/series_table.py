@@ -46,12 +46,14 @@ class SeriesTable:
     Examples:
         >>> recorder.add(STEPS, 2)
         >>> table = SeriesTable(with_process=False)
-        >>> [(table.series[index].name, value) for index, value in table.values(snapshot).items()]
-        [(STEPS.name, 2.0)]
+        >>> table.values(snapshot)
+        {0: 2.0, 1: 1795807642.1}
+        >>> [each.name for each in table.series]
+        [STEPS.name, "process_start_time_seconds"]
 
     Args:
-        with_process: Whether to add the metrics of the process and of the garbage collector, as
-            /metrics does with `serve.detail = "full"`.
+        with_process: Whether to add all metrics of the process and of the garbage collector, as
+            /metrics does with `serve.detail = "full"`, or the start time of the process only.
     """
 
     def __init__(self, *, with_process: bool) -> None:
@@ -85,13 +87,12 @@ class SeriesTable:
                 index = self._indices.get((spec, labels))
                 first = self._add_histogram(spec, labels) if index is None else index
                 found.update(enumerate(_parts(seen), start=first))
-        if self._with_process:
-            found.update(self._process_values())
+        found.update(self._process_values())
         return found
 
     def _process_values(self) -> dict[int, float]:
         found: dict[int, float] = {}
-        for family, name, labels, value in process_samples():
+        for family, name, labels, value in process_samples(with_process=self._with_process):
             key = (name, tuple(labels.values()))
             if key not in self._indices:
                 self._indices[key] = len(self.series)

@@ -15,8 +15,10 @@ import kubernetes_validate
 import pytest
 import yaml
 from package_tree import ROOT
+from promql_parts import series_of_ranks
 from require import program
 
+from zerowatch.dashboards.alerts.prometheus import EXPECTED_DISCOVERY
 from zerowatch.dashboards.build import dashboard_files
 from zerowatch.dashboards.kubernetes_files import ALERTMANAGER_FILE, kubernetes_files
 from zerowatch.dashboards.prometheus_files import rule_files
@@ -228,6 +230,66 @@ def test_all_scrape_configs_differ_in_name_and_address_only() -> None:
     assert all(spec == specs[0] for spec in specs)
 
 
+def keep_rules() -> dict[str, str]:
+    """Return the expression of each rule that keeps series of ranks, by its place."""
+    rules = {}
+    for file in WRITTEN:
+        for config in objects(file.read_text()):
+            for rule in config["spec"].get("metricRelabelings", []):
+                if rule["action"] == "keep":
+                    rules[str(file.relative_to(ROOT))] = rule["regex"]
+    compose = ROOT / "docker" / "prometheus" / "prometheus.yml"
+    blocks = {str(compose.relative_to(ROOT)): compose.read_text()}
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        for number, text in enumerate(
+            re.findall(r"^```yaml\n(.*?)^```$", page.read_text(), re.M | re.S)
+        ):
+            blocks[f"{page.relative_to(ROOT)}:{number}"] = text
+    for place, text in blocks.items():
+        for job in yaml.safe_load(text).get("scrape_configs", []):
+            for rule in job.get("metric_relabel_configs", []):
+                if rule.get("action") == "keep":
+                    rules[f"{place} {job['job_name']}"] = rule["regex"]
+    return rules
+
+
+KEEP_RULES = keep_rules()
+
+
+def test_each_scrape_config_has_a_keep_rule() -> None:
+    files = {place for place in KEEP_RULES if place.startswith("docker/kubernetes/")}
+
+    assert len(files) == len(scrape_configs())
+    assert {place.partition(":")[0] for place in KEEP_RULES if place.startswith("docs/")} == {
+        "docs/deployment.md",
+        "docs/slurm.md",
+    }
+
+
+@pytest.mark.parametrize("place", KEEP_RULES)
+def test_a_keep_rule_keeps_every_series_of_a_rank_that_an_alert_or_a_dashboard_reads(
+    place: str, generated: dict[str, str]
+) -> None:
+    names = {name for text in generated.values() for name in re.findall(r"[A-Za-z_]\w*", text)}
+    read = names & series_of_ranks().keys()
+
+    dropped = {name for name in read if not re.fullmatch(KEEP_RULES[place], name)}
+
+    assert "process_start_time_seconds" in read
+    assert len(read) > 100
+    assert dropped == set()
+
+
+def test_nobody_has_to_answer_where_a_job_is_that_ends() -> None:
+    (expected,) = re.findall(r'config!~"(.+)"', EXPECTED_DISCOVERY)
+    configs = {thing["metadata"]["name"] for thing in scrape_configs()}
+
+    # The operator writes scrapeConfig/<namespace>/<name> into the label `config`.
+    ignored = {name for name in configs if re.fullmatch(expected, f"scrapeConfig/training/{name}")}
+
+    assert configs - ignored == {"zerowatch-targets"}
+
+
 def test_promtool_accepts_what_the_operator_makes_of_a_scrape_config(tmp_path: Path) -> None:
     promtool = program("promtool", apt="prometheus")
     jobs = []
@@ -313,6 +375,7 @@ def test_a_scrape_config_asks_rank_0_of_its_job(name: str) -> None:
 
     assert found is not None
     assert found[1].startswith(job["metadata"]["name"])
+    assert config["metadata"]["name"] == f"{job['metadata']['name']}-optional"
     assert int(found[2]) == Settings.model_fields["serve"].get_default().port
     for argument in container.get("args", []) + container.get("command", []):
         if "master-addr=" in argument:
@@ -320,18 +383,51 @@ def test_a_scrape_config_asks_rank_0_of_its_job(name: str) -> None:
             assert found[1] == f"{argument.partition('=')[2]}.training"
 
 
+@pytest.mark.parametrize("name", JOBS)
+def test_a_pod_that_others_need_before_it_is_ready_has_a_name_or_no_probe(name: str) -> None:
+    _, container, _ = JOBS[name]
+
+    # A rank answers /healthz only after all ranks have met, and they meet by these names.
+    assert publishes_not_ready_pods(name) or "readinessProbe" not in container
+
+
+def publishes_not_ready_pods(name: str) -> bool:
+    """Whether the Service of a job gives names to pods that are not ready."""
+    job, _, _ = JOBS[name]
+    match job["kind"], job["apiVersion"]:
+        case "JobSet", _:
+            return bool(job["spec"]["network"]["publishNotReadyAddresses"])
+        case "TrainJob", _:
+            return True  # JobSet's default
+        case "Job", "batch.volcano.sh/v1alpha1":
+            return "--publish-not-ready-addresses" in job["spec"]["plugins"]["svc"]
+        case "Job", _:
+            things = objects((KUBERNETES / "demo" / "job.yaml").read_text())
+            (service,) = (thing for thing in things if thing["kind"] == "Service")
+            return bool(service["spec"]["publishNotReadyAddresses"])
+        case _:
+            return False
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name not in ("trainjob", "pytorchjob")])
+def test_a_pod_is_ready_while_monitoring_works(name: str) -> None:
+    _, container, _ = JOBS[name]
+
+    probe = container["readinessProbe"]["httpGet"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+
+    assert probe["path"] == "/healthz"
+    assert ports[probe["port"]] == 9464
+
+
 @pytest.mark.parametrize("name", [name for name in JOBS if name != "trainjob"])
-def test_a_pod_is_ready_while_monitoring_works_and_ends_after_its_last_scrape(name: str) -> None:
+def test_a_pod_ends_after_its_last_scrape_and_not_because_of_monitoring(name: str) -> None:
     job, container, _ = JOBS[name]
     linger_seconds = Settings.model_fields["serve"].get_default().linger_seconds
 
     pod = next(pod_templates(job))
 
-    probe = container["readinessProbe"]["httpGet"]
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert probe["path"] == "/healthz"
-    assert ports[probe["port"]] == 9464
-    assert "livenessProbe" not in container  # monitoring must not end the training
+    assert "livenessProbe" not in container
     assert pod["spec"]["terminationGracePeriodSeconds"] >= linger_seconds + GRACE_SECONDS
 
 
@@ -360,6 +456,16 @@ def test_the_network_policy_admits_prometheus_to_the_ports_of_all_ranks() -> Non
         labels = next(pod_templates(JOBS[name][0]))["metadata"]["labels"]
         assert selected.items() <= labels.items()
     assert selected.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+
+
+def test_no_service_adds_variables_with_the_prefix_of_settings_to_later_pods() -> None:
+    services = [thing for thing in written_objects() if thing["kind"] == "Service"]
+
+    # Kubernetes adds none for a Service without a cluster IP.
+    assert {each["metadata"]["name"]: each["spec"].get("clusterIP") for each in services} == {
+        "zerowatch-demo": "None",
+        "zerowatch-targets": "None",
+    }
 
 
 def test_the_targets_of_a_shared_volume_are_served_where_the_scrape_config_asks() -> None:

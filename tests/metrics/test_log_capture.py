@@ -45,6 +45,25 @@ def test_a_record_without_a_current_exception_or_thread_has_no_such_attributes()
     assert line.attributes == {"zerowatch.rank": 3, "thread.name": ""}
 
 
+def test_texts_that_are_not_utf_8_become_escapes():
+    """A file name that is not UTF-8 has surrogates, which OTLP's encoding refuses."""
+    path = b"/data/caf\xe9".decode("utf-8", "surrogateescape")
+    try:
+        raise FileNotFoundError(path)
+    except FileNotFoundError:
+        error = sys.exc_info()
+
+    line = log_line(
+        made(msg="é: no %s", args=(path,), exc_info=error, threadName=path), rank=3, ids=None
+    )
+
+    assert line.text == r"é: no /data/caf\udce9"
+    assert line.attributes["exception.message"] == r"/data/caf\udce9"
+    assert line.attributes["thread.name"] == r"/data/caf\udce9"
+    stack = str(line.attributes["exception.stacktrace"])
+    assert stack.endswith(r"FileNotFoundError: /data/caf\udce9")
+
+
 def test_only_records_of_zerowatch_are_captured_and_only_until_the_close():
     seen: list[str] = []
     capture = LogCapture(lambda record: seen.append(record.getMessage()))

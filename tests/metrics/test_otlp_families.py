@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from zerowatch.metrics.catalog import devices, memory, training
-from zerowatch.metrics.exporters.otlp_families import families, hardware_families
+from zerowatch.metrics.exporters.otlp_families import (
+    families,
+    hardware_families,
+    process_families,
+)
+from zerowatch.metrics.exporters.prometheus import process_samples
 from zerowatch.metrics.exporters.telemetry_data import Family, Point
 from zerowatch.metrics.recorder import Recorder
 
@@ -46,6 +51,15 @@ def test_a_metric_has_its_kind_unit_and_the_identity_of_its_rank(spec, labels, k
             ],
         )
     ]
+
+
+def test_the_start_time_of_the_process_is_a_gauge_under_its_name_on_metrics():
+    ((_, _, _, started),) = process_samples(with_process=False)
+
+    (found,) = process_families(IDENTITY)
+
+    assert (found.name, found.kind, found.unit) == ("process_start_time_seconds", "gauge", "s")
+    assert found.points == [Point(attributes=IDENTITY, value=started)]
 
 
 def test_a_histogram_has_its_bounds():

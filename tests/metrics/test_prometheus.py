@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import psutil
 import pytest
 from opentelemetry import trace
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -42,11 +43,16 @@ def recorder_of_everything() -> Recorder:
 
 
 def classic_text(recorder: Recorder, rank: int = 0) -> str:
-    return exposition(recorder.snapshot(), rank, "")[1].decode()
+    return without_start(exposition(recorder.snapshot(), rank, "")[1].decode())
 
 
 def openmetrics_text(recorder: Recorder, rank: int = 0) -> str:
-    return exposition(recorder.snapshot(), rank, OPENMETRICS)[1].decode()
+    return without_start(exposition(recorder.snapshot(), rank, OPENMETRICS)[1].decode())
+
+
+def without_start(text: str) -> str:
+    """Leave out the start time of the process, which is in each text."""
+    return re.sub(r"^.*\bprocess_start_time_seconds\b.*\n", "", text, flags=re.MULTILINE)
 
 
 def test_promtool_accepts_all_metrics():
@@ -112,6 +118,36 @@ def test_metrics_of_the_process_are_added_with_the_rank(accept):
     assert samples["process_cpu_seconds_total"] == {"rank": "3"}
     assert samples["python_gc_collections_total"]["rank"] == "3"
     assert samples["zerowatch_steps_total"] == {"rank": "3"}
+
+
+@pytest.mark.parametrize("accept", ["", OPENMETRICS])
+def test_the_start_time_of_the_process_is_there_without_its_other_metrics(accept):
+    text = exposition(Recorder().snapshot(), 3, accept)[1].decode()
+
+    [family] = (parse_openmetrics if accept else parse_classic)(text)
+    [sample] = family.samples
+    assert (sample.name, sample.labels) == ("process_start_time_seconds", {"rank": "3"})
+    assert sample.value == pytest.approx(psutil.Process().create_time(), abs=2)
+
+
+FORKING = """
+import os, time
+from zerowatch.metrics.exporters.prometheus import exposition
+from zerowatch.metrics.recorder import Recorder
+for _ in range(2):
+    print(exposition(Recorder().snapshot(), 3, "")[1].decode().split()[-1], flush=True)
+    time.sleep(0.05)  # the clock of start times has ticks of 10 ms
+    if os.fork():
+        os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_a_forked_child_serves_its_own_start_time():
+    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True)
+
+    assert done.stderr == ""
+    parent, child = map(float, done.stdout.split())
+    assert parent < child
 
 
 def test_metrics_without_a_value_are_left_out():

@@ -20,15 +20,22 @@ def test_series_are_numbered_in_the_order_in_which_they_appear_and_keep_their_nu
 
     second = table.values(recorder.snapshot())
 
-    assert (first, second) == ({0: 2, 1: 3}, {0: 7, 1: 3, 2: 7})
+    started = first[2]
+    assert (first, second) == ({0: 2, 1: 3, 2: started}, {0: 7, 1: 3, 2: started, 3: 7})
     assert table.families == [
         Family(name=PHASE_SECONDS.name, kind="counter", help=PHASE_SECONDS.help),
+        Family(
+            name="process_start_time_seconds",
+            kind="gauge",
+            help="Start time of the process since unix epoch in seconds.",
+        ),
         Family(name=LOSS.name, kind="gauge", help=LOSS.help),
     ]
     assert table.series == [
         Series(family=0, name=PHASE_SECONDS.name, labels={"phase": "data"}),
         Series(family=0, name=PHASE_SECONDS.name, labels={"phase": "forward"}),
-        Series(family=1, name=LOSS.name, labels={}),
+        Series(family=1, name="process_start_time_seconds", labels={}),
+        Series(family=2, name=LOSS.name, labels={}),
     ]
 
 
@@ -36,15 +43,15 @@ def test_a_series_that_ended_has_no_value_and_gets_its_number_again():
     recorder, table = Recorder(), SeriesTable(with_process=False)
     recorder.set(LOSS, 7)
     recorder.add(STEPS, 3)
-    table.values(recorder.snapshot())
+    started = table.values(recorder.snapshot())[2]
     recorder.remove(LOSS)
 
     without = table.values(recorder.snapshot())
     recorder.set(LOSS, 9)
 
-    assert without == {1: 3}
-    assert table.values(recorder.snapshot()) == {0: 9, 1: 3}
-    assert len(table.series) == 2
+    assert without == {1: 3, 2: started}
+    assert table.values(recorder.snapshot()) == {0: 9, 1: 3, 2: started}
+    assert len(table.series) == 3
 
 
 def test_a_histogram_has_its_buckets_added_up_then_its_count_and_sum():
@@ -59,7 +66,7 @@ def test_a_histogram_has_its_buckets_added_up_then_its_count_and_sum():
     assert table.families[1] == Family(
         name=COLLECTIVE_DURATION.name, kind="histogram", help=COLLECTIVE_DURATION.help
     )
-    *buckets, count, total = table.series[1:]
+    *buckets, count, total = table.series[1:16]
     assert [each.labels for each in buckets] == [
         {"op": "all_reduce", "le": bound}
         for bound in [*map(str, COLLECTIVE_DURATION.buckets), "+Inf"]
@@ -69,7 +76,8 @@ def test_a_histogram_has_its_buckets_added_up_then_its_count_and_sum():
         (f"{COLLECTIVE_DURATION.name}_count", {"op": "all_reduce"}),
         (f"{COLLECTIVE_DURATION.name}_sum", {"op": "all_reduce"}),
     ]
-    assert list(values) == list(range(16))
+    assert list(values) == list(range(17))
+    assert table.series[16].name == "process_start_time_seconds"
     counts = [values[index] for index in range(1, 14)]
     assert counts == [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 3]
     assert all(lower <= upper for lower, upper in pairwise(counts))

@@ -129,6 +129,58 @@ def test_a_misspelled_environment_variable_is_reported_with_a_suggestion(monkeyp
     )
 
 
+def service_links(service: str, port: int = 80, protocol: str = "TCP") -> dict[str, str]:
+    """Return the variables that Kubernetes sets for a Service with a port called `http`."""
+    name = service.upper().replace("-", "_")
+    url = f"{protocol.lower()}://10.96.0.7:{port}"
+    return {
+        f"{name}_SERVICE_HOST": "10.96.0.7",
+        f"{name}_SERVICE_PORT": str(port),
+        f"{name}_SERVICE_PORT_HTTP": str(port),
+        f"{name}_PORT": url,
+        f"{name}_PORT_{port}_{protocol}": url,
+        f"{name}_PORT_{port}_{protocol}_PROTO": protocol.lower(),
+        f"{name}_PORT_{port}_{protocol}_PORT": str(port),
+        f"{name}_PORT_{port}_{protocol}_ADDR": "10.96.0.7",
+    }
+
+
+@pytest.mark.parametrize("protocol", ["TCP", "UDP", "SCTP"])
+@pytest.mark.parametrize(
+    "service", ["zerowatch", "zerowatch-targets", "zerowatch-service", "zerowatch-serve"]
+)
+def test_the_variables_of_a_service_of_kubernetes_are_no_settings(monkeypatch, service, protocol):
+    for name, text in service_links(service, 9463, protocol).items():
+        monkeypatch.setenv(name, text)
+
+    assert load_settings() == Settings()
+
+
+def test_a_setting_is_read_beside_a_service_whose_variable_has_its_name(monkeypatch):
+    # What the pod itself sets has precedence over the variables of Services.
+    for name, text in {**service_links("zerowatch-serve"), "ZEROWATCH_SERVE_PORT": "1003"}.items():
+        monkeypatch.setenv(name, text)
+
+    assert load_settings().serve.port == 1003
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ZEROWATCH_SERVICE_PORT", "9500"),
+        ("ZEROWATCH_SERVE_SERVICE_HOST", "0.0.0.0"),
+        ("ZEROWATCH_SERVER_PORT", "9500"),
+        ("ZEROWATCH_TARGETS_RUNS", "/runs"),
+    ],
+)
+def test_a_name_that_only_looks_like_a_service_is_reported(monkeypatch, name, text):
+    for link, value in service_links("zerowatch-targets").items():
+        monkeypatch.setenv(link, value)
+    monkeypatch.setenv(name, text)
+
+    assert error_of().startswith(f"environment variable {name} is no setting")
+
+
 def test_a_value_of_the_wrong_type_is_reported_with_the_given_value(monkeypatch):
     monkeypatch.setenv("ZEROWATCH_SERVE_PORT", "http")
 

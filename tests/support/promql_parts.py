@@ -18,14 +18,20 @@ _CHILDREN = ("lhs", "rhs", "expr", "param", "args", "vector_selector")
 
 
 def known_series() -> dict[str, set[str]]:
-    """Return the labels of all series that we make: catalog, process, and what is recorded."""
-    known = {
+    """Return the labels of all series that we make: those of the ranks, and what is recorded."""
+    recorded = {rule.name: {"job", *rule.labels} for rules in GROUPS.values() for rule in rules}
+    return series_of_ranks() | recorded
+
+
+def series_of_ranks() -> dict[str, set[str]]:
+    """Return the labels of all series that a rank serves: catalog and process."""
+    served = {
         spec.name + part: {*TARGET_LABELS, *spec.label_names, *own}
         for spec in CATALOG
         for part, own in (_HISTOGRAM_PARTS if spec.kind == "histogram" else {"": set()}).items()
     }
-    known["process_start_time_seconds"] = {*TARGET_LABELS}  # by prometheus_client
-    return known | {rule.name: {"job", *rule.labels} for rules in GROUPS.values() for rule in rules}
+    served["process_start_time_seconds"] = {*TARGET_LABELS}  # by prometheus_client
+    return served
 
 
 def selectors(expression: str) -> list[tuple[str, frozenset[str]]]:
