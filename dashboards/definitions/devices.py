@@ -148,7 +148,7 @@ GPU_FAULTS = (
         ),
         Stat(
             title="Memory errors",
-            description="ECC errors of the GPUs' memory since their drivers were loaded. "
+            description="ECC errors of the GPUs' memory since monitoring started. "
             "**corrected** ones are harmless if there are few; an **uncorrected** one ends the "
             "process: see the alert ZerowatchGpuUncorrectableEcc.",
             queries=(Query(total(catalog.DEVICE_ECC_ERRORS, "kind"), "{{kind}}", shape="now"),),

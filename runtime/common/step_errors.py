@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from ...metrics.exporters.log_capture import utf8_text
+
 # Maximum number of errors that wait for the end of their step.
 MAX_ERRORS = 64
 MAX_MESSAGE = 1000
@@ -55,7 +57,7 @@ class StepErrors:
             kind=kind,
             unix_ns=self._unix_ns(),
             type_name=type_name,
-            message=message[:MAX_MESSAGE],
+            message=utf8_text(message)[:MAX_MESSAGE],  # a trace encodes it
         )
         with self._lock:
             self._errors.append(error)

@@ -47,7 +47,7 @@ class DeviceProbe(Protocol):
         - ("lost",): 1 while the driver does not reach the device, otherwise 0
         - ("temperature_limit_celsius",)
         - ("throttled_seconds", reason): since the probe was made
-        - ("ecc_errors", kind) and ("link_errors", link, kind): since the driver was loaded
+        - ("ecc_errors", kind) and ("link_errors", link, kind): since the probe was made
         - ("remapped_rows", kind) and ("row_remap", state): over the device's lifetime
         - ("xid_errors", number): since the probe was made
         """

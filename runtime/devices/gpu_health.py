@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -129,6 +129,28 @@ def number_of(answer: Any) -> float:
     return float(getattr(answer.value, _VALUE_MEMBERS[answer.valueType]))
 
 
+class RunningTotal:
+    """Adds up the growth of a driver's counter since the first reading.
+
+    If the counter falls, it counts from 0 again: the driver was reloaded, or the counter wrapped.
+    The growth between the last reading and that moment is lost. Guessing the width of the counter
+    could add growth that never was.
+
+    Args:
+        first: The first reading.
+    """
+
+    def __init__(self, first: float) -> None:
+        self._last = first
+        self._total = 0.0
+
+    def update(self, now: float) -> float:
+        """Return the growth since the first reading, given the counter's value now."""
+        self._total += now - self._last if now >= self._last else now
+        self._last = now
+        return self._total
+
+
 class XidEvents:
     """Counts the XID errors of a device from now on, by number.
 
@@ -191,16 +213,14 @@ def _seldom(make: Callable[[], HealthSource], now: Clock) -> HealthSource:
 
 
 def _ecc(nvml: Any, handle: Any, kind: str, error_type: int) -> HealthSource:
-    """Return the source of the ECC errors since the driver was loaded (volatile counters)."""
+    """Return the source of the ECC errors from now on. The driver counts from its own start."""
 
-    def read() -> HealthReadings:
-        count = call(
-            nvml, "nvmlDeviceGetTotalEccErrors", handle, error_type, nvml.NVML_VOLATILE_ECC
-        )
-        return {("ecc_errors", kind): float(count)}
+    def ask() -> float:
+        scope = nvml.NVML_VOLATILE_ECC
+        return float(call(nvml, "nvmlDeviceGetTotalEccErrors", handle, error_type, scope))
 
-    read()
-    return read
+    total = RunningTotal(ask())
+    return lambda: {("ecc_errors", kind): total.update(ask())}
 
 
 def _remapped_rows(nvml: Any, handle: Any) -> HealthSource:
@@ -218,16 +238,17 @@ def _remapped_rows(nvml: Any, handle: Any) -> HealthSource:
 
 
 def _pcie_replays(nvml: Any, handle: Any) -> HealthSource:
-    def read() -> HealthReadings:
-        count = call(nvml, "nvmlDeviceGetPcieReplayCounter", handle)
-        return {("link_errors", "pcie", "replay"): float(count)}
+    """Return the source of the PCIe replays from now on. The driver counts from its own start."""
 
-    read()
-    return read
+    def ask() -> float:
+        return float(call(nvml, "nvmlDeviceGetPcieReplayCounter", handle))
+
+    total = RunningTotal(ask())
+    return lambda: {("link_errors", "pcie", "replay"): total.update(ask())}
 
 
 def _nvlink_errors(nvml: Any, handle: Any, kind: str) -> HealthSource:
-    """Return the source of one kind of error, summed over the device's NVLinks.
+    """Return the source of one kind of error from now on, summed over the device's NVLinks.
 
     Blackwell counts the recoveries of a link in a field of their own.
     """
@@ -242,24 +263,26 @@ def _nvlink_errors(nvml: Any, handle: Any, kind: str) -> HealthSource:
         )
 
     for count in (by_counter, by_field) if kind == "recovery" else (by_counter,):
-        links = [link for link in range(nvml.NVML_NVLINK_MAX_LINKS) if _answers(nvml, count, link)]
-        if links:
-            return partial(_sum_over, links, count, ("link_errors", "nvlink", kind))
+        if totals := _totals_by_link(nvml, count):
+            return partial(_sum_over, totals, count, ("link_errors", "nvlink", kind))
     raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
 
 
+def _totals_by_link(nvml: Any, count: Callable[[int], float]) -> dict[int, RunningTotal]:
+    """Return a total for each link of the device. An administrator may reset a single link's."""
+    totals: dict[int, RunningTotal] = {}
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            totals[link] = RunningTotal(count(link))
+        except nvml.NVMLError:  # the device has no such link
+            continue
+    return totals
+
+
 def _sum_over(
-    links: Sequence[int], count: Callable[[int], float], reading: tuple[str, ...]
+    totals: Mapping[int, RunningTotal], count: Callable[[int], float], reading: tuple[str, ...]
 ) -> HealthReadings:
-    return {reading: sum(map(count, links))}
-
-
-def _answers(nvml: Any, count: Callable[[int], float], link: int) -> bool:
-    try:
-        count(link)
-    except nvml.NVMLError:  # the device has no such link
-        return False
-    return True
+    return {reading: sum(total.update(count(link)) for link, total in totals.items())}
 
 
 def _temperature_limit(nvml: Any, handle: Any) -> HealthSource:

@@ -21,6 +21,7 @@ from ..common import accelerator
 from .gpu_health import (
     Clock,
     HealthReadings,
+    RunningTotal,
     XidEvents,
     health_sources,
     identity,
@@ -305,24 +306,6 @@ def _makers(nvml: Any, handle: Any, cleanup: ExitStack) -> Mapping[str, Callable
 # the reading. It returns a source, which makes all later readings.
 
 
-class _RunningTotal:
-    """Adds up the growth of a driver's counter since the first reading.
-
-    If the counter wraps, the growth between the last reading and the wrap is lost. Guessing the
-    width of the counter could add bytes that were never sent.
-    """
-
-    def __init__(self, first: float) -> None:
-        self._last = first
-        self._total = 0.0
-
-    def update(self, now: float) -> float:
-        """Return the growth since the first reading, given the counter's value now."""
-        self._total += now - self._last if now >= self._last else now
-        self._last = now
-        return self._total
-
-
 def _gauge(name: str, ask: Callable[[], float]) -> Source:
     """Return the source of a current value."""
     ask()
@@ -335,7 +318,7 @@ def _energy(nvml: Any, handle: Any) -> Source:
     def ask() -> float:
         return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1000
 
-    total = _RunningTotal(ask())
+    total = RunningTotal(ask())
     return lambda: {"energy_joules": total.update(ask())}
 
 
@@ -347,7 +330,7 @@ def _link_bytes(nvml: Any, handle: Any) -> Source:
     if not first:
         raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
     fields = [field for field in known if field[0] in first]
-    totals = {name: _RunningTotal(value) for name, value in first.items()}
+    totals = {name: RunningTotal(value) for name, value in first.items()}
 
     def read() -> Mapping[str, float]:
         counters = _link_counters(nvml, handle, fields)

@@ -21,7 +21,8 @@ class SinkRunner:
     """Writes steps to one sink, at most one per interval. Used on the thread of the sinks.
 
     The last step of a run is always written, and the metrics with it. The times of the steps
-    count, not those of the calls: a sink that was late gets the same steps.
+    count, not those of the calls: a sink that was late gets the same steps. If the clock was set
+    back between two steps, the second one is written with the metrics.
 
     Args:
         sink: The destination.
@@ -51,6 +52,10 @@ class SinkRunner:
 
     def on_step(self, record: StepRecord) -> None:
         """Write the values of a step, if the interval since the last one is over."""
+        if self._last is not None and (
+            record.ended_at_unix_seconds < self._last.ended_at_unix_seconds
+        ):
+            self._step_due = self._metrics_due = float("-inf")
         self._last, self._is_written, self._has_metrics = record, False, False
         if record.ended_at_unix_seconds >= self._step_due and self._backoff.is_due:
             self._write(record, with_metrics=record.ended_at_unix_seconds >= self._metrics_due)
@@ -69,7 +74,6 @@ class SinkRunner:
         values = {} if self._is_written else step_values(record)
         if with_metrics:
             values |= metric_values(self._snapshot())
-        self._is_written, self._has_metrics = True, with_metrics
         try:
             if not self._is_open:
                 self._sink.open(self._run())
@@ -79,6 +83,7 @@ class SinkRunner:
         except BaseException:
             self._backoff.start_delay()
             raise
+        self._is_written, self._has_metrics = True, with_metrics
         self._backoff.reset()
         self._step_due = ended_at + self._settings.interval_seconds
         if with_metrics:

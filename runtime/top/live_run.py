@@ -316,8 +316,7 @@ def _facts(
     is_complete = total is not None and total.ranks == snapshot.value(training.WORLD_SIZE)
     if is_complete and total is not None:  # else a sum over ranks would be too low
         seconds = sum(total.phases.values()) / total.ranks
-        roles = {role for (role, *_) in snapshot.values.get(communication.COMM_SECONDS, {})}
-        shared = shared_by(roles)
+        shared = _shared_work(snapshot, total.ranks)
         for name, amount in (("tokens/s", total.tokens), ("samples/s", total.samples)):
             if amount and not name.startswith(tuple(shared)):
                 yield from fact(name, ratio_or_none(amount, seconds), ",.4g")
@@ -334,6 +333,18 @@ def _facts(
     if backend := info.get("backend"):
         yield "backend", backend
     yield from fact("attempt", info["attempt"] or None, ".0f")
+
+
+def _shared_work(snapshot: Snapshot, num_ranks: int) -> frozenset[str]:
+    """Return which of "samples" and "tokens" several ranks may count together.
+
+    With `serve.detail = "lean"` the metrics do not have the roles of the groups. Both may be
+    shared then.
+    """
+    series = snapshot.values.get(communication.COMM_SECONDS, {})
+    if () in series:
+        return frozenset({"samples", "tokens"} if num_ranks > 1 else ())
+    return shared_by({labels[0] for labels in series})
 
 
 def format_seconds(seconds: float) -> str:

@@ -64,3 +64,12 @@ def test_an_interval_includes_both_its_ends_and_no_more() -> None:
         StepError(kind="out_of_memory", unix_ns=10, type_name="a", message="b"),
         StepError(kind="run_failed", unix_ns=30, type_name="a", message="b"),
     ]
+
+
+def test_a_message_that_is_not_utf_8_has_escapes() -> None:
+    """The name of a file may be such a message. The encoding of a trace refuses its surrogates."""
+    errors = StepErrors(unix_ns=lambda: 1)
+
+    errors.add_exception("run_failed", OSError("/data/caf\udce9"))
+
+    assert [each.message for each in errors.take(0, 1)] == [r"/data/caf\udce9"]

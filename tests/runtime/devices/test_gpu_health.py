@@ -83,27 +83,56 @@ def test_a_card_is_identified_by_its_uuid_address_name_and_driver(gpu: Sampled) 
     assert gpu.value(catalog.DEVICE_UTILIZATION) == 0.97
 
 
-def test_the_counters_of_the_driver_are_published_as_they_are(gpu: Sampled) -> None:
+def test_the_state_of_the_card_is_published_as_it_is(gpu: Sampled) -> None:
     gpu.read()
 
     assert gpu.value(catalog.DEVICE_TEMPERATURE_LIMIT) == 88
-    assert gpu.value(catalog.DEVICE_ECC_ERRORS, "corrected") == 3
-    assert gpu.value(catalog.DEVICE_ECC_ERRORS, "uncorrected") == 0
     assert gpu.value(catalog.DEVICE_REMAPPED_ROWS, "corrected") == 1
     assert gpu.value(catalog.DEVICE_REMAPPED_ROWS, "uncorrected") == 2
     assert gpu.value(catalog.DEVICE_ROW_REMAP, "pending") == 0
     assert gpu.value(catalog.DEVICE_ROW_REMAP, "failed") == 0
-    assert gpu.value(catalog.DEVICE_LINK_ERRORS, "pcie", "replay") == 4
     assert gpu.value(catalog.DEVICE_LOST) == 0
     assert gpu.series(catalog.DEVICE_XID_ERRORS) == {}
     assert gpu.fail_open.failures == {}
 
 
+# Each counter of errors: its key in the library's script, its metric and labels.
+ERROR_COUNTERS = [
+    ("0.ecc0.0", catalog.DEVICE_ECC_ERRORS, ("corrected",)),
+    ("0.ecc1.0", catalog.DEVICE_ECC_ERRORS, ("uncorrected",)),
+    ("0.pcie_replays", catalog.DEVICE_LINK_ERRORS, ("pcie", "replay")),
+    ("0.link3.0", catalog.DEVICE_LINK_ERRORS, ("nvlink", "replay")),
+    ("0.link3.1", catalog.DEVICE_LINK_ERRORS, ("nvlink", "recovery")),
+    ("0.link3.2", catalog.DEVICE_LINK_ERRORS, ("nvlink", "crc")),
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "spec", "labels"), ERROR_COUNTERS, ids=[key for key, *_ in ERROR_COUNTERS]
+)
+def test_errors_before_monitoring_are_not_counted(
+    library: NvmlLibrary, clock: FakeClock, key: str, spec: MetricSpec, labels: tuple[str, ...]
+) -> None:
+    """The driver's counters begin when it is loaded. A reload or a reset sets them to 0."""
+    library.script({key: 1000})
+    gpu = sampled(clock)
+    seen = []
+
+    for count in (1000, 1007, 2, 3):
+        library.script({key: count})
+        clock.seconds += gpu_health.COUNTERS_SECONDS
+        gpu.read()
+        seen.append(gpu.value(spec, *labels))
+
+    assert seen == [0, 7, 7 + 2, 7 + 3]
+
+
 def test_errors_of_nvlinks_are_summed_over_the_links(
     library: NvmlLibrary, clock: FakeClock
 ) -> None:
-    library.script({"0.link0.0": 1, "0.link17.0": 2, "0.link3.1": 5, "0.link4.2": 70})
+    library.script({"0.link0.0": 10})
     gpu = sampled(clock)
+    library.script({"0.link0.0": 11, "0.link17.0": 2, "0.link3.1": 5, "0.link4.2": 70})
 
     gpu.read()
 
@@ -112,12 +141,26 @@ def test_errors_of_nvlinks_are_summed_over_the_links(
     assert gpu.value(catalog.DEVICE_LINK_ERRORS, "nvlink", "crc") == 70
 
 
+def test_a_reset_of_one_link_s_counters_does_not_count_the_other_links_twice(
+    library: NvmlLibrary, clock: FakeClock, gpu: Sampled
+) -> None:
+    library.script({"0.link0.0": 50, "0.link1.0": 900})
+    gpu.read()
+    library.script({"0.link1.0": 0})
+    clock.seconds += gpu_health.COUNTERS_SECONDS
+
+    gpu.read()
+
+    assert gpu.value(catalog.DEVICE_LINK_ERRORS, "nvlink", "replay") == 950
+
+
 def test_recoveries_of_blackwell_s_links_come_from_its_own_field(
     library: NvmlLibrary, clock: FakeClock
 ) -> None:
     none = {f"0.link{link}.{kind}": None for link in range(18) for kind in range(3)}
-    library.script({**none, **{f"0.field215.{link}": link for link in range(3)}})
+    library.script({**none, **{f"0.field215.{link}": 9 for link in range(3)}})
     gpu = sampled(clock)
+    library.script({f"0.field215.{link}": 9 + link for link in range(3)})
 
     gpu.read()
 
@@ -241,13 +284,13 @@ def test_a_gpu_that_answers_again_is_no_longer_lost(
 ) -> None:
     library.script({"0.lost": 15})
     gpu.read()
-    library.script({"0.lost": None})
+    library.script({"0.lost": None, "0.ecc0.0": 5})
     clock.seconds += 60.0
 
     gpu.read()
 
     assert gpu.value(catalog.DEVICE_LOST) == 0
-    assert gpu.value(catalog.DEVICE_ECC_ERRORS, "corrected") == 3
+    assert gpu.value(catalog.DEVICE_ECC_ERRORS, "corrected") == 5 - 3
 
 
 def test_an_error_that_is_no_loss_removes_one_series_only(
@@ -312,7 +355,7 @@ def test_without_xid_events_the_other_figures_remain(
     gpu.sampler.close()
 
     assert gpu.series(catalog.DEVICE_XID_ERRORS) == {}
-    assert gpu.value(catalog.DEVICE_ECC_ERRORS, "corrected") == 3
+    assert gpu.value(catalog.DEVICE_ECC_ERRORS, "corrected") == 0
     assert library.left_open == (0, 0)
 
 

@@ -17,6 +17,7 @@ from zerowatch.metrics.settings import SinksSettings
 from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.sinks.sink import SinkRun
 from zerowatch.runtime.sinks.sink_runner import FIRST_RETRY_SECONDS, SinkRunner
+from zerowatch.runtime.sinks.step_values import step_values
 
 METRIC = "zerowatch/metrics/steps_total"
 
@@ -231,3 +232,35 @@ def test_a_step_that_was_written_with_metrics_is_not_written_again_at_the_end(
     runner.close(failed=False)
 
     assert sink.calls == ["open r", "write 1", "close False"]
+
+
+def test_after_the_clock_was_set_back_steps_are_written_at_the_intervals_again(
+    runner: SinkRunner, sink: RecordingSink
+) -> None:
+    for number in range(1, 4):
+        runner.on_step(record(number, 10_000 + 2.0 * number))
+    for number in range(4, 13):
+        runner.on_step(record(number, 6_400 + 2.0 * number))
+
+    assert list(sink.written) == list(range(1, 13))
+    with_metrics = [number for number, values in sink.written.items() if METRIC in values]
+    assert with_metrics == [1, 4, 12]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_last_step_whose_write_failed_is_written_at_the_end_with_all_values(
+    runner: SinkRunner, sink: RecordingSink, is_first: bool
+) -> None:
+    """With the first step the metrics are due, with the second one they are not."""
+    if not is_first:
+        runner.on_step(record(1, 1.0))
+    sink.error = ConnectionError("no server")
+    with pytest.raises(ConnectionError):
+        runner.on_step(record(2, 5.0))
+    sink.error = None
+
+    runner.close(failed=False)
+
+    assert sink.calls[-2:] == ["write 2", "close False"]
+    assert sink.written[2].keys() > step_values(record(2, 5.0)).keys() > set()
+    assert METRIC in sink.written[2]

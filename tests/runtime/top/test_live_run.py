@@ -15,8 +15,10 @@ from live_runs import RUN_ID
 from served_ranks import ServedRank, two_ranks
 
 from zerowatch.metrics.catalog import communication, devices, memory, overhead, training, tuner
+from zerowatch.metrics.exporters.detail import served
 from zerowatch.metrics.exporters.prometheus import exposition
 from zerowatch.metrics.recorder import Recorder
+from zerowatch.metrics.settings import Detail
 from zerowatch.runtime.live_page.step_history import Point
 from zerowatch.runtime.top import panels
 from zerowatch.runtime.top.http_client import Access, HttpClient, NoAnswerError
@@ -71,6 +73,24 @@ def test_work_that_ranks_share_has_no_sum_over_ranks(role: str, named: str | Non
         facts = dict(read(ranks[0]).facts)
 
     assert next((name for name in facts if name.endswith("s/s")), None) == named
+
+
+@pytest.mark.parametrize(("num_ranks", "rate"), [(1, "2,048"), (2, None)])
+def test_lean_metrics_have_no_sum_over_ranks_that_may_share_work(
+    num_ranks: int, rate: str | None
+) -> None:
+    """The roles of the groups are not in these metrics."""
+    ranks = [full_rank(number) for number in range(num_ranks)]
+    for rank in ranks:
+        rank.set(training.WORLD_SIZE, num_ranks)
+
+    view = read_ranks(ranks, detail="lean")
+
+    facts = dict(view.facts)
+    assert [each.state for each in view.ranks] == ["running"] * num_ranks
+    assert (facts["steps"], facts["loss"]) == ("20", "2.5")
+    assert (facts.get("tokens/s"), facts.get("samples/s")) == (rate, None)
+    assert view.exposed is not None
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
@@ -352,9 +372,16 @@ def full_rank(number: int, *, steps: int = 20) -> Recorder:
 
 
 def read_ranks(
-    recorders: Sequence[Recorder], *, unix_now: float = 5000.0, notes: Sequence[str] = ()
+    recorders: Sequence[Recorder],
+    *,
+    unix_now: float = 5000.0,
+    notes: Sequence[str] = (),
+    detail: Detail = "full",
 ) -> RunView:
-    texts = [exposition(each.snapshot(), rank, "")[1] for rank, each in enumerate(recorders)]
+    texts = [
+        exposition(served(each.snapshot(), detail), rank, "")[1]
+        for rank, each in enumerate(recorders)
+    ]
     run = LiveRun(
         "night-7",
         "http://a:1/targets",
