@@ -16,10 +16,10 @@ from .ds_options import (
     read_options,
 )
 from .estimate_remarks import assumptions, config_remarks, inexact_reasons, result_remarks
-from .model_memory import ModelPartition, estimate_memory
+from .model_memory import ModelPartition, SecondaryPartition, estimate_memory
 from .model_shape import BYTES_OF, ModelShape, Topology
 from .stage_0_to_2_traffic import flat_groups, stage_0_calls, stage_1_and_2_calls
-from .stage_3_traffic import stage_3_step
+from .stage_3_traffic import persistent_parameters, stage_3_step
 from .step_estimate import EstimatedCall, StepEstimate, reference_wire_bytes, sum_calls
 from .zero3_coordinator import TracingError
 
@@ -129,8 +129,25 @@ def _simulate_stage_3(
         whole=model.num_trained,
         frozen=sum(part for part, is_trained in parts if not is_trained),
         gathered=step.peak_gathered,
+        secondary=_secondary_partition(model, options, topology),
     )
     return _SimulatedStep(calls=step.calls, partition=partition, inexact_reasons=reasons)
+
+
+def _secondary_partition(
+    model: ModelShape, options: DsOptions, topology: Topology
+) -> SecondaryPartition | None:
+    """Return the secondary partitions of one rank; None without hpZ."""
+    if options.hpz_partition_size == 1:
+        return None
+    persistent = set(persistent_parameters(model, options))
+    num_groups = topology.data_parallel // options.hpz_partition_size
+    counts = {"released": 0, "persistent": 0, "frozen": 0}
+    for index, parameter in enumerate(model.parameters):
+        of_trained = "persistent" if index in persistent else "released"
+        part = -(-parameter.numel // topology.data_parallel)
+        counts[of_trained if parameter.is_trained else "frozen"] += part * num_groups
+    return SecondaryPartition(**counts)
 
 
 def _reference_bytes(

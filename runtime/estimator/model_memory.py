@@ -44,9 +44,11 @@ class MemoryEstimate:
 
     Attributes:
         device_bytes: Bytes at the end of backward, by category: parameters, gathered (the most that
-            ZeRO-3 has gathered at once, with the buffer of a gather), gradients, optimizer,
-            comm_buffers (gradient buckets, messages, temporary copies).
-        step_bytes: Gradients and their copies on the device in the optimizer's step.
+            ZeRO-3 has gathered at once, with the buffer of a gather, and hpZ's secondary
+            partitions), gradients, optimizer, comm_buffers (gradient buckets, messages, temporary
+            copies).
+        step_bytes: Gradients and their copies on the device in the optimizer's step, and hpZ's
+            secondary partitions, which the end of the step frees.
         forward_bytes: Gradients and buffers that are present during forward.
         resting_bytes: All bytes on the device between steps.
         host_bytes: Offloaded bytes in CPU memory.
@@ -120,12 +122,32 @@ class ModelPartition:
         whole: Trained parameters before partitioning.
         frozen: Elements that this rank keeps of the frozen parameters.
         gathered: The most that ZeRO-3 has gathered at once.
+        secondary: Elements of hpZ's secondary partitions.
     """
 
     part: int
     whole: int
     frozen: int
     gathered: int = 0
+    secondary: SecondaryPartition | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecondaryPartition:
+    """Numbers of elements of one rank's secondary partitions with hpZ.
+
+    A parameter gets its secondary partition when it is released (partition_parameters.py:1900). The
+    end of the step discards those of trained parameters (stage3.py:755).
+
+    Attributes:
+        released: Of trained parameters that forward and backward release.
+        persistent: Of trained parameters that only the step releases.
+        frozen: Of frozen parameters, which are kept between steps.
+    """
+
+    released: int
+    persistent: int
+    frozen: int
 
 
 def peak_of(memory: MemoryEstimate, *, micro_batches: int = 1, activation_bytes: int = 0) -> Peak:
@@ -189,21 +211,27 @@ def estimate_memory(
     moved_parameters = held * width if offload_param != "none" else 0
     parameters, optimizer_left = held * width - moved_parameters, optimizer - moved
     persistent = _persistent_elements(model, options) * width
+    secondary = partition.secondary or SecondaryPartition(released=0, persistent=0, frozen=0)
+    in_passes, in_step = secondary.released, secondary.released + secondary.persistent
+    secondary_width = width * (offload_param == "none")
+    parameters += secondary.frozen * secondary_width
     return MemoryEstimate(
         device_bytes={
             "parameters": parameters,
-            "gathered": partition.gathered * width + gather_buffer,
+            # In forward, the parameters that are not released yet have no secondary partition.
+            "gathered": partition.gathered * width + gather_buffer + in_passes * secondary_width,
             "gradients": gradients.kept,
             "optimizer": optimizer_left,
             # Gathering and reducing do not reach their maxima at the same moment.
             "comm_buffers": gradients.buffers + max(0, gradients.transient - gather_buffer),
         },
-        step_bytes=gradients.in_step,  # the step first frees gathered parameters (stage3.py, step)
+        # The step first frees gathered parameters (stage3.py, step).
+        step_bytes=gradients.in_step + in_step * secondary_width,
         forward_bytes=gradients.in_forward,
         resting_bytes=parameters + optimizer_left + gradients.in_forward + persistent,
         host_bytes=gradients.host
         + moved * (offload == "cpu")
-        + moved_parameters * (offload_param == "cpu"),
+        + (moved_parameters + (in_step + secondary.frozen) * width) * (offload_param == "cpu"),
         nvme_bytes=moved * (offload == "nvme") + moved_parameters * (offload_param == "nvme"),
         accumulated_device_bytes=gradients.accumulated,
         accumulated_forward_bytes=gradients.accumulated_in_forward,

@@ -161,15 +161,25 @@ class LeakMonitor:
         self._tracer = LeakTracer(rank, folder) if trace_sites else None
 
     def add(self, points: Mapping[str, PeakPoint]) -> None:
-        """Add the readings at the end of a step, by device."""
+        """Add the readings at the end of a step, by device.
+
+        If the step is not after the last one, the training state was rolled back, e.g. to a
+        checkpoint. The readings before are then discarded, because a slope needs ascending steps.
+        """
         for device, point in points.items():
             state = self._devices.setdefault(device, _DeviceState())
+            if state.points and point.step <= state.points[-1][0]:
+                state.points.clear()
+                state.categories.clear()
             state.points.append((point.step, point.between_steps_bytes))
 
     def add_categories(self, step: int, categories: Mapping[str, Mapping[str, float]]) -> None:
         """Add the categories of a step that was sampled in detail, by device."""
         for device, sizes in categories.items():
-            self._devices.setdefault(device, _DeviceState()).categories.append((step, sizes))
+            samples = self._devices.setdefault(device, _DeviceState()).categories
+            if samples and step <= samples[-1][0]:
+                samples.clear()
+            samples.append((step, sizes))
 
     def reset(self) -> None:
         """Discard all readings, because a new engine holds another amount of memory."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from ...common.deepspeed_internals import ENGINE, missing_reason
-from ...common.undo import Undo, apply_all, set_attributes
+from ...common.undo import Undo, UndoOnce, apply_all, set_attributes
 from .bucket_settings import (
     CONTIGUOUS_GRADIENTS_SETTING,
     MULTI_RANK_BUCKET_ALLREDUCE_SETTING,
@@ -15,6 +16,7 @@ from .bucket_settings import (
     REDUCE_BUCKET_SIZE_SETTING,
     REDUCE_SCATTER_SETTING,
 )
+from .config_entry import STAGE_3, entry_in, with_entry
 from .live_setting import LiveSetting, SettingValue
 from .prefetch_settings import (
     MAX_LIVE_PARAMETERS_SETTING,
@@ -73,7 +75,10 @@ NO_PREFETCH: Mapping[LiveSetting, int] = {
 
 
 class MinimalBuckets:
-    """Sets an engine's gradient and parameter buffers to their minimum."""
+    """Sets an engine's gradient and parameter buffers to their minimum.
+
+    The engine's ds config has the sizes too, because its collectives are estimated from it.
+    """
 
     def unsupported_reason(self, engine: Any) -> str | None:
         """Return why smaller buffers would free no memory on this engine; None if they may."""
@@ -81,9 +86,9 @@ class MinimalBuckets:
 
     def attach(self, engine: Any) -> Undo:
         """Lower the sizes between two windows, and return the undo."""
-        return apply_all(
-            partial(setting.apply, engine, minimum) for setting, minimum in _to_lower(engine)
-        )
+        lowered = _to_lower(engine)
+        changes = [partial(setting.apply, engine, minimum) for setting, minimum in lowered]
+        return apply_all([*changes, partial(_write_to_config, engine, lowered)])
 
 
 def _to_lower(engine: Any) -> list[tuple[LiveSetting, int]]:
@@ -97,6 +102,39 @@ def _to_lower(engine: Any) -> list[tuple[LiveSetting, int]]:
     freed = REDUCE_BUCKET_SIZE_SETTING.memory_bytes(engine, bucket_size)
     bucket = [(REDUCE_BUCKET_SIZE_SETTING, bucket_size)] if freed and freed < 0 else []
     return [*bucket, *prefetching]
+
+
+def _write_to_config(engine: Any, values: Sequence[tuple[LiveSetting, int]]) -> Undo:
+    """Replace the engine's ds config by a copy with these values.
+
+    The undo restores these entries, and keeps others that were changed in the meantime.
+    """
+    before = getattr(engine, "config", None)
+    if not isinstance(before, Mapping):  # the path of a file
+        return lambda: None
+    config = before
+    for setting, value in values:
+        config = with_entry(config, _path(setting), value)
+    engine.config = config
+    reference = weakref.ref(engine)
+
+    def undo() -> None:
+        alive = reference()
+        if alive is None:
+            return
+        if alive.config is config:
+            alive.config = before
+            return
+        for setting, _ in values:
+            path = _path(setting)
+            alive.config = with_entry(alive.config, path, entry_in(before, path))
+
+    return UndoOnce(undo)
+
+
+def _path(setting: LiveSetting) -> tuple[str, str]:
+    prefix = STAGE_3 if setting in NO_PREFETCH else ""
+    return "zero_optimization", prefix + setting.name
 
 
 def _smallest_useful_bucket(engine: Any) -> int:

@@ -45,6 +45,8 @@ REFIT_SHARE = 0.1
 # widths, all in the same direction.
 REGIME_POINTS = 4
 REGIME_WIDTHS = 8.0
+# After this many consecutive readings without fragmentation, its trend is no longer fitted.
+ZERO_POINTS = 4
 # Minimum width of the errors, in bytes and relative to the need. CUDA's allocator reserves blocks
 # of 2 MiB, and RSS fluctuates by a similar amount.
 MIN_WIDTH_BYTES = float(1 << 20)
@@ -141,10 +143,16 @@ class Forecaster:
         self._risks: deque[tuple[int, float]] = deque()
 
     def add(self, point: PeakPoint) -> None:
-        """Add a reading, and record the error of the prediction that was made for this reading."""
+        """Add a reading, and record the error of the prediction that was made for this reading.
+
+        If its step is not after the last one, the training state was rolled back, e.g. to a
+        checkpoint. The readings before are then discarded, because trends need ascending steps.
+        """
         if self._warm_up > 0:
             self._warm_up -= 1
             return
+        if self._points and point.step <= self._points[-1].step:
+            self._discard_readings()
         if self._errors is not None and self._points:
             predicted = self._errors.add(self._points[-1], point)
             self._ratios.append(abs(point.peak_bytes - predicted) / max(point.peak_bytes, 1.0))
@@ -199,15 +207,19 @@ class Forecaster:
     def _restart(self) -> None:
         """Keep only the last few readings. The old model is used until they give a new one."""
         kept = self._last(REGIME_POINTS + 1)
-        self._risks.clear()
-        self._points.clear()
-        self._num_rows = 0
+        self._discard_readings()
         for point in kept:
             self.add(point)
         self._ratios.clear()
         fitted = fit_peaks(kept) or self._model
         if fitted is not None:
             self._set_model(fitted)
+
+    def _discard_readings(self) -> None:
+        """Discard the readings and their risks. The model, its errors and the limit stay."""
+        self._points.clear()
+        self._num_rows = 0
+        self._risks.clear()
 
     def _set_model(self, model: PeakModel) -> None:
         let_training_run()
@@ -273,8 +285,12 @@ class Forecaster:
     def _fit_trends(self, rows: Array, min_width: float) -> None:
         steps = rows[:, _STEP]
         self._floor = fit_trend(steps, rows[:, _FLOOR], min_width)
-        if rows[-1, _FRAGMENTED]:
-            self._fragmented = fit_trend(steps, rows[:, _FRAGMENTED], min_width)
+        fragmented = rows[:, _FRAGMENTED]
+        self._fragmented = (
+            fit_trend(steps, fragmented, min_width)
+            if fragmented[-ZERO_POINTS:].any()
+            else Trend(level=0.0)
+        )
 
     def _risk(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -22,6 +23,7 @@ from ...engine.compression.gradient_compressor import (
 from ...engine.live_settings.activation_checkpointing import ActivationCheckpointing, ModuleSelector
 from ...engine.live_settings.all_settings import LIVE_SETTINGS
 from ...engine.live_settings.bucket_settings import REDUCE_BUCKET_SIZE_SETTING
+from ...engine.live_settings.config_entry import MISSING, entry_in, with_entry
 from ...engine.live_settings.live_setting import LiveSetting
 from ...engine.live_settings.optimizer_state_offload import OptimizerStateOffload
 from ...engine.live_settings.zero_optimizer import total_elements, zero_1_2_optimizer
@@ -42,7 +44,6 @@ from .knob import ReadableKnob, SwitchKnob, WritableKnob
 logger = logging.getLogger(__name__)
 
 ZERO = "zero_optimization"
-_STAGE_3 = "stage3_"  # DeepSpeed accepts its keys with and without this prefix
 # The smallest useful size is the size of the model divided by this number. Smaller sizes cause so
 # many calls that latency dominates on any link.
 SMALLEST_PART = 64
@@ -154,37 +155,63 @@ def powers_of_two(total: int, now: int, *, with_zero: bool = False) -> tuple[int
 
 def with_value(config: Mapping[str, Any], spec: KnobSpec, value: Value) -> dict[str, Any]:
     """Return a copy of a ds config with a knob's value. A value of None removes the key."""
-    copy = dict(config)
-    block = copy
-    *path, key = _key_path(spec, config)
-    for part in path:
-        below = block.get(part)
-        block[part] = dict(below) if isinstance(below, Mapping) else {}
-        block = block[part]
-    if value is None:
-        block.pop(key, None)
-    else:
-        block[key] = value
-    return copy
+    return with_entry(config, _ds_path(spec), MISSING if value is None else value)
 
 
 def value_in_config(spec: KnobSpec, config: Mapping[str, Any]) -> Value:
-    """Return a knob's value in a ds config; None if the config does not have the value."""
-    found: Any = config
-    for key in _key_path(spec, config):
-        if not isinstance(found, Mapping) or key not in found:
-            return None
-        found = found[key]
+    """Return a knob's value in a ds config; None if the config does not have the value.
+
+    DeepSpeed takes a whole number from a float too, such as 5e8.
+    """
+    found = entry_in(config, _ds_path(spec))
+    if isinstance(found, float) and found.is_integer():
+        return int(found)
     return found if isinstance(found, bool | int) else None
 
 
-def _key_path(spec: KnobSpec, config: Mapping[str, Any]) -> tuple[str, ...]:
-    path = spec.ds_key or (spec.name,)
-    block, key = config.get(path[0]), path[-1]
-    short = key.removeprefix(_STAGE_3)
-    if isinstance(block, Mapping) and short in block and key not in block:
-        return (*path[:-1], short)
-    return path
+def _ds_path(spec: KnobSpec) -> tuple[str, ...]:
+    return spec.ds_key or (spec.name,)
+
+
+class ConfigOfKnobs:
+    """Writes the live settings that knobs have changed to the ds config, for rebuilds.
+
+    Entries of other settings stay as the user has given them, and so does the entry of a knob that
+    is set back to its first value.
+
+    Args:
+        engine_holder: Holder of the ds config and the engine. The engine's own copy, from which its
+            collectives are estimated, has the values in use. They may differ from those for
+            rebuilds, while a memory saving has lowered them.
+    """
+
+    def __init__(self, engine_holder: EngineHolder) -> None:
+        self._engine_holder = engine_holder
+        self._first_config = engine_holder.config
+
+    def write(self, knobs: Sequence[DeepSpeedKnob]) -> Undo:
+        """Write the values of knobs that have just been changed."""
+        holder, engine = self._engine_holder, self._engine_holder.engine
+        before = config, in_use = holder.config, engine.config
+        for knob in knobs:
+            if knob.unsupported_reason() is None:
+                path, value = _ds_path(knob.spec), knob.get()
+                entry = value if knob.is_set else entry_in(self._first_config, path)
+                config = with_entry(config, path, entry)
+                in_use = with_entry(in_use, path, value)
+        holder.config, engine.config = config, in_use
+
+        def undo() -> None:
+            holder.config, engine.config = before
+
+        return undo
+
+    def on_engine_replaced(self) -> None:
+        """Take the ds config of a rebuild as the one that the user has given.
+
+        It has the values of the knobs that are set, which remain set on all later engines.
+        """
+        self._first_config = self._engine_holder.config
 
 
 class AttachmentKnob(SwitchKnob):
@@ -417,11 +444,40 @@ _YOUNG = 1  # collects generations 0 and 1
 _ALL = 2  # collects all generations
 
 
+class _ForkedProcesses:
+    """Switches automatic collection on in forked processes, such as workers of a DataLoader.
+
+    They inherit that it is off, but have no windows after which to collect.
+
+    Attributes:
+        collect: Whether a process that is forked now should collect automatically.
+    """
+
+    def __init__(self) -> None:
+        self.collect = False
+        self._is_registered = False
+
+    def register(self) -> None:
+        """Register the function that runs in each forked process. Later calls do nothing."""
+        if not self._is_registered:
+            self._is_registered = True
+            os.register_at_fork(after_in_child=self._after_fork)  # cannot be unregistered
+
+    def _after_fork(self) -> None:
+        if self.collect:
+            self.collect = False
+            gc.enable()
+
+
+_forked_processes = _ForkedProcesses()
+
+
 class GcKnob(WritableKnob):
     """Sets when Python collects garbage: automatically, or between two windows.
 
     To collect between windows, the knob freezes existing objects, disables automatic collection,
-    and runs a collection after each window.
+    and runs a collection after each window. Processes that are forked meanwhile collect
+    automatically.
     """
 
     spec = PYTHON_GC
@@ -477,11 +533,14 @@ class GcKnob(WritableKnob):
             gc.collect(_YOUNG if self._has_collected else _ALL)  # a trial comes here repeatedly
             self._has_collected = True
             self._was_enabled, self._froze = gc.isenabled(), gc.get_freeze_count() == 0
+            _forked_processes.register()
+            _forked_processes.collect = self._was_enabled
             gc.disable()
             if self._froze:
                 gc.freeze()
             return
         if self._froze:  # otherwise objects that the script froze would be unfrozen
             gc.unfreeze()
+        _forked_processes.collect = False
         if self._was_enabled:
             gc.enable()

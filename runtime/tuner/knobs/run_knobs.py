@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ....errors import ZerowatchError
 from ...common.collective_attempt import CollectiveAttempt
@@ -23,6 +23,8 @@ from .engine_knobs import (
     AsyncReductionKnob,
     CompressionKnob,
     CompressorConfig,
+    ConfigOfKnobs,
+    DeepSpeedKnob,
     GcKnob,
     attachment_knobs,
     compressor_config,
@@ -30,13 +32,12 @@ from .engine_knobs import (
     detach_compressor,
     restore_attachments,
     set_compressor,
-    value_in_config,
-    with_value,
 )
 from .knob import KnobSet, ReadableKnob, WritableKnob
 from .layout_knobs import ZeroLayouts, layout_knobs
 from .memory_check import exceeds_fit, exceeds_free, exceeds_host
 
+Knob = TypeVar("Knob", bound=WritableKnob)
 ApplyChange = Callable[[], Undo]  # makes a change, and returns its undo
 
 
@@ -83,7 +84,7 @@ class RunKnobs:
             [*self._live, *self._others, *self._compression, *layout_knobs(self._layouts)]
         )
         self._plan_cache = PlanCache(window_runner.replay)
-        self._initial_config = engine_holder.config
+        self._config = ConfigOfKnobs(engine_holder)
         self._not_verified: frozenset[str] = frozenset()
         engine_holder.on_engine_replaced.append(self._on_engine_replaced)
 
@@ -182,9 +183,11 @@ class RunKnobs:
         if any(self._differing(self._live, target)):
             if compressor is not None:
                 yield partial(detach_compressor, self._engine_holder)
+            changed: list[DeepSpeedKnob] = []
             for live, value in self._differing(self._live, target):  # one may enable another
+                changed.append(live)
                 yield partial(live.set, value)
-            yield self._update_config
+            yield partial(self._config.write, changed)
         config = self._compressor_config(target, compressor_config(compressor))
         if config != compressor_config(self._engine_holder.compressor):
             yield partial(set_compressor, self._engine_holder, config, compressor)
@@ -192,8 +195,8 @@ class RunKnobs:
             yield partial(knob.set, value)
 
     def _differing(
-        self, knobs: Sequence[WritableKnob], target: Configuration
-    ) -> Iterator[tuple[WritableKnob, Value]]:
+        self, knobs: Sequence[Knob], target: Configuration
+    ) -> Iterator[tuple[Knob, Value]]:
         for knob in knobs:
             is_available = knob.name in target and knob.unsupported_reason() is None
             if is_available and target[knob.name] != knob.get():
@@ -209,27 +212,9 @@ class RunKnobs:
         ]
         return CompressorConfig(*wanted)
 
-    def _update_config(self) -> Undo:
-        """Write the live settings to the ds config, so that a rebuild keeps them.
-
-        The engine's own copy is what its collectives are estimated from.
-        """
-        engine_holder = self._engine_holder
-        before = engine_holder.config
-        for knob in self._live:
-            if knob.unsupported_reason() is None:
-                initial = value_in_config(knob.spec, self._initial_config)
-                value = knob.get() if knob.is_set else initial
-                engine_holder.config = with_value(engine_holder.config, knob.spec, value)
-        engine_holder.engine.config = engine_holder.config
-
-        def undo() -> None:
-            engine_holder.config = engine_holder.engine.config = before
-
-        return undo
-
     def _on_engine_replaced(self) -> None:
         self._layouts.on_engine_replaced()
+        self._config.on_engine_replaced()
         for knob in self._live:
             knob.on_engine_replaced()
 

@@ -230,7 +230,9 @@ PYTHON_GC = KnobSpec(
     domain=("automatic", "between_steps"),
     triggers=_at(("between_steps",), "host_bound", "comm_imbalance", "straggler"),
     description="when Python collects garbage",
-    advice="gc.disable(), and gc.collect(1) after each step",
+    # Workers of a DataLoader inherit it, and would never collect.
+    advice="gc.disable(), gc.collect(1) after each step, gc.enable() in the DataLoader's "
+    "worker_init_fn",
     memory_neutral=True,
 )
 MULTI_RANK_BUCKET_ALLREDUCE = KnobSpec(

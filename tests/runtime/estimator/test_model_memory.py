@@ -33,10 +33,16 @@ from zerowatch.runtime.estimator.typical_model import typical_activations, typic
 MIB = 2**20
 
 
-def memory_of(zero: dict, *numels: int, ranks: int = 4, **config: object) -> MemoryEstimate:
-    """Estimate a chain of layers of one parameter each, in bf16 by default."""
-    layers = tuple(ModuleShape(name=str(n), parameters=(n,)) for n in range(len(numels)))
-    parameters = tuple(ParameterShape(name=str(n), shape=(size,)) for n, size in enumerate(numels))
+def memory_of(
+    zero: dict, *numels: int, frozen: tuple[int, ...] = (), ranks: int = 4, **config: object
+) -> MemoryEstimate:
+    """Estimate a chain of layers of one parameter each, frozen ones last; in bf16 by default."""
+    sizes = (*numels, *frozen)
+    layers = tuple(ModuleShape(name=str(n), parameters=(n,)) for n in range(len(sizes)))
+    parameters = tuple(
+        ParameterShape(name=str(n), shape=(size,), requires_grad=n < len(numels))
+        for n, size in enumerate(sizes)
+    )
     model = ModelShape(parameters=parameters, root=ModuleShape(name="", children=layers))
     whole = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **config}
     whole["zero_optimization"] = {"reduce_bucket_size": 100, **zero}
@@ -111,6 +117,45 @@ def test_a_prefetch_of_several_parameters_needs_an_additional_buffer():
 
     assert together == 2 * 2 * 2000
     assert alone.device_bytes["gathered"] == 2 * 2000
+
+
+HPZ = {"stage": 3, "stage3_param_persistence_threshold": 10, "stage3_prefetch_bucket_size": 0}
+
+
+def test_hpz_keeps_a_secondary_partition_from_the_first_release_to_the_end_of_the_step():
+    plain, hpz = (
+        memory_of({**HPZ, "zero_hpz_partition_size": size}, 1000, 998, 10, ranks=4)
+        for size in (1, 2)
+    )
+
+    released, persistent = 2 * (500 + 500), 2 * 6  # padded to the ranks: 1000, 1000 and 12
+    assert hpz.device_bytes["gathered"] - plain.device_bytes["gathered"] == released
+    assert hpz.step_bytes - plain.step_bytes == released + persistent
+    assert hpz.resting_bytes == plain.resting_bytes
+
+
+def test_hpz_keeps_the_secondary_partition_of_frozen_parameters_between_steps():
+    plain, hpz = (
+        memory_of({**HPZ, "zero_hpz_partition_size": size}, 1000, frozen=(400, 10), ranks=4)
+        for size in (1, 2)
+    )
+
+    kept = 2 * (200 + 6)
+    assert hpz.resting_bytes - plain.resting_bytes == kept
+    assert hpz.device_bytes["parameters"] - plain.device_bytes["parameters"] == kept
+    assert hpz.step_bytes - plain.step_bytes == 2 * 500
+
+
+def test_hpz_has_secondary_partitions_on_the_host_if_parameters_are_offloaded():
+    zero = {**HPZ, "offload_param": {"device": "cpu"}}
+
+    plain, hpz = (
+        memory_of({**zero, "zero_hpz_partition_size": size}, 1000, frozen=(400,), ranks=4)
+        for size in (1, 2)
+    )
+
+    assert hpz.host_bytes - plain.host_bytes == 2 * (500 + 200)
+    assert hpz.device_bytes == plain.device_bytes
 
 
 def test_offloading_keeps_gradients_and_a_copy_of_the_weights_on_the_host():

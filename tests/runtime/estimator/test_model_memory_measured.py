@@ -19,9 +19,10 @@ STATES = (
     "3, fp32",
     "3, bf16, all on cpu",
 )
+WITH_HPZ = ("3, bf16, hpZ", "3, fp32, hpZ, released at once")
 QUICK = ("3, bf16, all on cpu",)
 WITH_ACTIVATIONS = ("2, bf16, 4 x 256 tokens",)
-each_state = pytest.mark.parametrize("name", tiers(STATES, QUICK))
+each_state = pytest.mark.parametrize("name", tiers(STATES + WITH_HPZ, QUICK))
 ALONE = ("fp32, 4 x 256", "fp32, 8 x 128, recomputed")
 
 
@@ -38,7 +39,7 @@ def test_the_peak_of_model_states_is_estimated_within_five_percent_on_the_median
     assert median(abs(compared[name].error) for name in names) < 0.05
 
 
-@pytest.mark.parametrize("name", tiers(STATES + WITH_ACTIVATIONS, QUICK))
+@pytest.mark.parametrize("name", tiers(STATES + WITH_HPZ + WITH_ACTIVATIONS, QUICK))
 def test_each_peak_is_estimated_within_ten_percent(compared, name):
     assert abs(compared[name].error) < 0.10
 

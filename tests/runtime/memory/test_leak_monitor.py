@@ -225,6 +225,22 @@ def test_the_metric_is_removed_when_the_leak_ends(
     assert run.leaks() == {}
 
 
+@pytest.mark.parametrize("back_to", [0, 100, 149])
+def test_after_a_rollback_to_a_checkpoint_a_leak_has_the_readings_since(
+    clock: FakeClock, tmp_path: Path, back_to: int, seed: int
+) -> None:
+    run = Run(clock, tmp_path, seed)
+    run.train(150, growth_bytes=2 * MIB)
+    run.step = back_to
+
+    run.train(140, growth_bytes=2 * MIB, category="gradients")
+    too_early = run.leaks()
+    run.train(40, growth_bytes=2 * MIB, category="gradients")
+
+    assert too_early == {}
+    assert run.leaks() == {("cpu", "gradients"): pytest.approx(2 * MIB, rel=0.05)}
+
+
 def test_a_leak_is_logged_once_with_the_setting_that_traces_it(
     clock: FakeClock, tmp_path: Path, caplog: pytest.LogCaptureFixture, seed: int
 ) -> None:

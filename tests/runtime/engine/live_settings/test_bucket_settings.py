@@ -478,6 +478,43 @@ def test_minimal_buckets_hold_the_largest_gradient_and_prefetch_nothing() -> Non
     assert MinimalBuckets().unsupported_reason(engine) is None
 
 
+MINIMAL = {
+    "reduce_bucket_size": 35,
+    "prefetch_bucket_size": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_param_persistence_threshold": 0,
+}
+
+
+def test_the_config_of_an_engine_has_minimal_sizes_until_the_undo() -> None:
+    engine = zero_3()
+    given = {"zero_optimization": {"stage": 3, "prefetch_bucket_size": 30}}
+    engine.config = given
+
+    undo = MinimalBuckets().attach(engine)
+    during = engine.config
+    undo()
+
+    assert during == {"zero_optimization": {"stage": 3, **MINIMAL}}
+    assert engine.config is given
+    assert given == {"zero_optimization": {"stage": 3, "prefetch_bucket_size": 30}}
+
+
+def test_the_undo_of_minimal_sizes_keeps_other_entries_of_the_config() -> None:
+    engine = zero_3()
+    engine.config = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000}}
+    undo = MinimalBuckets().attach(engine)
+    zero = engine.config["zero_optimization"]
+
+    engine.config = {"zero_optimization": {**zero, "reduce_scatter": False}}
+    undo()
+
+    assert engine.config == {
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 1000, "reduce_scatter": False}
+    }
+
+
 def test_the_timer_stops_waiting_for_the_device_until_the_undo() -> None:
     engine = PlainEngine()
 

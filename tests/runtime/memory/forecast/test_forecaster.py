@@ -178,6 +178,61 @@ def test_growing_fragmentation_counts_like_a_leak() -> None:
     assert forecast.risk_ratio > 0.6
 
 
+def test_fragmentation_that_vanished_is_no_risk_any_more() -> None:
+    slope = 8 * MIB
+    limit = FLOOR + PER_TOKEN * 512 + 230 * slope
+    growing = [point(step, fragmented=slope * step, limit=limit) for step in range(201)]
+
+    forecast = forecast_after(growing + [point(step, limit=limit) for step in range(201, 240)])
+
+    assert (forecast.risk_ratio, forecast.eta_steps) == (pytest.approx(0, abs=0.01), math.inf)
+
+
+def test_single_readings_without_fragmentation_do_not_hide_its_growth() -> None:
+    slope = 8 * MIB
+    limit = FLOOR + PER_TOKEN * 512 + 230 * slope
+    readings = [
+        point(step, fragmented=slope * step if step % 10 else 0.0, limit=limit)
+        for step in range(201)
+    ]
+
+    forecast = forecast_after(readings)
+
+    assert readings[-1].fragmented_bytes == 0
+    assert forecast.risk_ratio > 0.4
+
+
+@pytest.mark.parametrize("back_to", [100, 350, 399])
+def test_a_leak_after_a_rollback_to_a_checkpoint_is_predicted(back_to: int) -> None:
+    slope, leaking = 12 * MIB, 150
+    limit = FLOOR + PER_TOKEN * 512 + (leaking + 30) * slope
+    before = [point(step, limit=limit) for step in range(400)]
+    after = [
+        point(back_to + number, floor=FLOOR + slope * number, limit=limit)
+        for number in range(leaking)
+    ]
+
+    forecast = forecast_after(before + after)
+
+    assert forecast.step == back_to + leaking - 1
+    assert forecast.eta_steps == pytest.approx(30, abs=4)
+    assert forecast.risk_ratio > 0.5
+
+
+def test_a_rollback_to_a_checkpoint_keeps_the_model_and_drops_the_risks() -> None:
+    before = [point(step, varied(step)) for step in range(150)]
+    before += [point(step, varied(step), limit=0.9 * FLOOR) for step in range(150, 200)]
+    forecaster = Forecaster()
+    alarm = forecast_after(before, forecaster)
+
+    forecaster.add(point(100))
+    forecast = forecaster.forecast()
+
+    assert forecast is not None
+    assert (alarm.risk_ratio > 0.8, forecast.risk_ratio < 0.01) == (True, True)
+    assert forecast.predict_peak(LONG) == pytest.approx(FLOOR + PER_TOKEN * 4 * 512, rel=1e-2)
+
+
 def test_texts_sorted_by_length_are_expected_to_keep_growing() -> None:
     shapes = [Shape(4, 100 + step) for step in range(201)]
     limit = FLOOR + PER_TOKEN * 4 * 325

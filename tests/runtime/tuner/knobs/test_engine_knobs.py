@@ -23,6 +23,7 @@ from zerowatch.runtime.tuner.knobs.engine_knobs import (
     AttachmentKnob,
     CompressionKnob,
     CompressorConfig,
+    ConfigOfKnobs,
     DeepSpeedKnob,
     GcKnob,
     attachment_knobs,
@@ -210,6 +211,11 @@ def test_each_knob_of_deepspeed_has_a_row_in_the_registry() -> None:
     [
         ({}, 9, {"zero_optimization": {"reduce_bucket_size": 9}}),
         ({"zero_optimization": None}, 9, {"zero_optimization": {"reduce_bucket_size": 9}}),
+        (
+            {"zero_optimization": True},
+            9,
+            {"zero_optimization": {"stage": 1, "reduce_bucket_size": 9}},
+        ),
         ({"zero_optimization": {"stage": 1}}, None, {"zero_optimization": {"stage": 1}}),
     ],
 )
@@ -232,6 +238,97 @@ def test_a_value_that_is_no_number_is_not_known(value: object) -> None:
     config = {"zero_optimization": {"reduce_bucket_size": value}}
 
     assert value_in_config(REDUCE_BUCKET_SIZE, config) is None
+
+
+def test_a_whole_number_may_be_a_float() -> None:
+    config = {"zero_optimization": {"reduce_bucket_size": 5e8}}
+
+    value = value_in_config(REDUCE_BUCKET_SIZE, config)
+
+    assert (value, type(value)) == (500_000_000, int)
+
+
+class ConfigHolder:
+    """Holds an engine and its ds config, and rebuilds the engine with another one."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.knobs: list[DeepSpeedKnob] = []
+        self.use(config)
+        self.written = ConfigOfKnobs(self)  # type: ignore[arg-type]
+
+    def use(self, config: dict[str, Any]) -> None:
+        self.config, self.engine = config, engine_of(7)
+        self.engine.config = config
+
+    def rebuild(self, config: dict[str, Any]) -> None:
+        self.use(config)
+        self.written.on_engine_replaced()
+        for knob in self.knobs:
+            knob.on_engine_replaced()
+
+    def knob(self, name: str) -> DeepSpeedKnob:
+        self.knobs.append(knob_of(Setting(name), self))
+        return self.knobs[-1]
+
+
+def zero_of(**entries: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, **entries}}
+
+
+@pytest.mark.parametrize("size", [9, 9e3, "9000"])
+def test_entries_of_other_knobs_stay_as_given(size: Any) -> None:
+    holder = ConfigHolder(zero_of(reduce_bucket_size=7))
+    holder.knob("reduce_bucket_size")
+    knob = holder.knob("prefetch_bucket_size")
+    holder.rebuild(zero_of(reduce_bucket_size=size))
+
+    knob.set(3)
+    holder.written.write([knob])
+
+    written = zero_of(reduce_bucket_size=size, stage3_prefetch_bucket_size=3)
+    assert holder.config == holder.engine.config == written
+
+
+@pytest.mark.parametrize("given", [{}, {"reduce_bucket_size": 7.0}, {"reduce_bucket_size": "7"}])
+def test_a_knob_at_its_first_value_has_the_entry_of_the_last_rebuild(given: Any) -> None:
+    holder = ConfigHolder(zero_of(reduce_bucket_size=5))
+    knob = holder.knob("reduce_bucket_size")
+    holder.rebuild(zero_of(**given))
+
+    for value in (9, 7):
+        knob.set(value)
+        holder.written.write([knob])
+
+    assert holder.config == zero_of(**given)
+
+
+def test_writing_values_can_be_undone() -> None:
+    holder = ConfigHolder(zero_of())
+    before, knob = holder.config, holder.knob("reduce_bucket_size")
+
+    knob.set(9)
+    undo = holder.written.write([knob])
+    during = holder.config, holder.engine.config
+    undo()
+
+    assert during == (zero_of(reduce_bucket_size=9),) * 2
+    assert holder.config is before
+    assert holder.engine.config is before
+
+
+def test_the_config_of_the_engine_keeps_what_a_memory_saving_has_lowered() -> None:
+    holder = ConfigHolder(zero_of(reduce_bucket_size=7))
+    knob = holder.knob("prefetch_bucket_size")
+    holder.engine.config = zero_of(reduce_bucket_size=1)
+
+    knob.set(3)
+    holder.written.write([knob])
+
+    sizes = [
+        value_in_config(REDUCE_BUCKET_SIZE, config)
+        for config in (holder.config, holder.engine.config)
+    ]
+    assert sizes == [7, 1]
 
 
 class Holder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -167,6 +168,28 @@ def test_collection_between_steps_can_be_undone(gc_knob):
     undo()
     assert (gc.isenabled(), gc.get_freeze_count()) == (True, 0)
     assert gc_knob.get() == "automatic"
+
+
+def collects_after_fork() -> bool:
+    child = os.fork()
+    if child == 0:
+        os._exit(int(gc.isenabled()))
+    return bool(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_forked_processes_collect_automatically(gc_knob):
+    gc_knob.set("between_steps")
+    forked_meanwhile = collects_after_fork()
+    here = gc.isenabled()
+    gc_knob.set("automatic")
+    gc.disable()  # by the script, which workers inherit
+    try:
+        forked_later = collects_after_fork()
+    finally:
+        gc.enable()
+
+    assert (forked_meanwhile, here, forked_later) == (True, False, False)
 
 
 def test_objects_that_a_script_froze_stay_frozen(gc_knob):

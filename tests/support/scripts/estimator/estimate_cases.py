@@ -124,6 +124,20 @@ CASES: Mapping[str, Case] = {
         accumulation=2,
     ),
 }
+# Features that the bench does not measure.
+FURTHER: Mapping[str, Case] = {
+    "3, bf16, hpZ": Case(zero={"stage": 3, "zero_hpz_partition_size": 2, **TIGHT}, dtype="bf16"),
+    "3, fp32, hpZ, released at once": Case(
+        zero={
+            "stage": 3,
+            "zero_hpz_partition_size": 2,
+            **TIGHT,
+            "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": 0,
+        },
+        accumulation=2,
+    ),
+}
 # The same with activations that matter.
 WITH_ACTIVATIONS: Mapping[str, Case] = {
     "0, fp32, 4 x 256 tokens": Case(zero={"stage": 0}, batch=(4, 256)),

@@ -17,7 +17,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from estimate_cases import CASES, MODELS, WITH_ACTIVATIONS, Case
+from estimate_cases import CASES, FURTHER, MODELS, WITH_ACTIVATIONS, Case
 from measure_traffic import forget_stage_3
 
 from zerowatch.runtime.estimator.trace_activations import LiveBytes
@@ -27,7 +27,7 @@ importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 STEPS, STAGE_3_STEPS = 2, 4  # ZeRO-3 prefetches from the fourth on
-ALL_CASES = {**CASES, **WITH_ACTIVATIONS}
+ALL_CASES = {**CASES, **FURTHER, **WITH_ACTIVATIONS}
 
 
 def measure(case: Case, model: str) -> dict[str, int]:

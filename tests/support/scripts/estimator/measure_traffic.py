@@ -72,8 +72,14 @@ def totals_of(collectives) -> dict[str, list[float]]:
 
 
 def parameter_bytes(engine) -> int:
-    """Return the bytes of parameters that the rank keeps while none are gathered."""
-    tensors = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
+    """Return the bytes of parameters that the rank keeps while none are gathered.
+
+    Between steps, frozen parameters have a secondary partition with hpZ.
+    """
+    parameters = list(engine.module.parameters())
+    tensors = [getattr(p, "ds_tensor", p) for p in parameters]
+    secondary = [getattr(p, "ds_secondary_tensor", None) for p in parameters]
+    tensors += [each for each in secondary if each is not None]
     return sum(
         {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
     )

@@ -24,7 +24,16 @@ from zerowatch.runtime.estimator.read_module import read_model_shape
 from zerowatch.runtime.estimator.trace_activations import trace_activations
 from zerowatch.runtime.estimator.typical_model import typical_activations
 
-from .estimate_cases import CASES, MODELS, RANKS, SHAPES, WITH_ACTIVATIONS, Case, Decoder
+from .estimate_cases import (
+    CASES,
+    FURTHER,
+    MODELS,
+    RANKS,
+    SHAPES,
+    WITH_ACTIVATIONS,
+    Case,
+    Decoder,
+)
 
 # Without it glibc keeps freed memory, and RSS shows an earlier peak.
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "131072"}
@@ -57,7 +66,7 @@ def compare(names: Sequence[str], model: str, folder: Path) -> Iterator[Compared
     ranks = [json.loads(file.read_text()) for file in files]
     for name in names:
         read = {key: max(rank[name][key] for rank in ranks) for key in ranks[0][name]}
-        estimated, held = _estimated({**CASES, **WITH_ACTIVATIONS}[name], model)
+        estimated, held = _estimated({**CASES, **FURTHER, **WITH_ACTIVATIONS}[name], model)
         yield Compared(
             name=name,
             estimated=estimated,

@@ -1,0 +1,116 @@
+"""Knobs of a run write the ds config without changing what the user has given, without DeepSpeed.
+
+`test_knobs_job.py` sets all knobs of real runs.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from zerowatch.runtime.common.undo import Undo
+from zerowatch.runtime.tuner.knobs import run_knobs
+from zerowatch.runtime.tuner.knobs.engine_knobs import DeepSpeedKnob
+from zerowatch.runtime.tuner.knobs.run_knobs import RunKnobs
+
+
+class Size:
+    """A live setting of an engine, which is an attribute of its name."""
+
+    minimum = 0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def unsupported_reason(self, engine: Any) -> None:
+        return None
+
+    def get(self, engine: Any) -> int:
+        value: int = getattr(engine, self.name)
+        return value
+
+    def apply(self, engine: Any, value: int) -> Undo:
+        before = self.get(engine)
+        setattr(engine, self.name, value)
+        return lambda: setattr(engine, self.name, before)
+
+
+class Holder:
+    """Holds an engine with two sizes, which DeepSpeed reads from the ds config."""
+
+    compressor = None
+
+    def __init__(self, zero: dict[str, Any]) -> None:
+        self.on_engine_replaced: list[Any] = []
+        self.rebuild(zero)
+
+    def rebuild(self, zero: dict[str, Any]) -> None:
+        self.config = {"zero_optimization": zero}
+        self.engine = SimpleNamespace(
+            config=dict(self.config),
+            reduce_bucket_size=int(zero.get("reduce_bucket_size", 500)),
+            prefetch_bucket_size=int(zero.get("stage3_prefetch_bucket_size", 50)),
+        )
+        for notify in self.on_engine_replaced:
+            notify()
+
+
+def knobs_of(holder: Any, monkeypatch: pytest.MonkeyPatch) -> RunKnobs:
+    """Return the knobs of the two sizes; the run has no other."""
+    live = [DeepSpeedKnob(Size(name), holder) for name in SIZES]  # type: ignore[arg-type]
+    layouts = SimpleNamespace(changed_config=lambda target: None, on_engine_replaced=lambda: None)
+    none = SimpleNamespace(name="none", get=lambda: None, unsupported_reason=lambda: "none here")
+    for name, value in {
+        "deepspeed_knobs": lambda source: live,
+        "data_knobs": lambda runner, data: [none],
+        "attachment_knobs": lambda source, modules: [],
+        "layout_knobs": lambda layouts: [],
+        "ZeroLayouts": lambda *args, **options: layouts,
+        "CompressionKnob": lambda *args: none,
+        "AsyncReductionKnob": lambda *args: none,
+    }.items():
+        monkeypatch.setattr(run_knobs, name, value)
+    planner = SimpleNamespace(limits=None, guard_schedule=None, invalidate=lambda: None)
+    runner: Any = SimpleNamespace(
+        activation_checkpointing=None, replay=SimpleNamespace(planner=planner)
+    )
+    group: Any = SimpleNamespace(world_size=2)
+    return RunKnobs(holder, runner, group)
+
+
+SIZES = ("reduce_bucket_size", "prefetch_bucket_size")
+
+
+@pytest.mark.parametrize("size", [20, 2e1, "20"])
+def test_a_change_keeps_what_a_rebuild_of_the_user_has_set(
+    monkeypatch: pytest.MonkeyPatch, size: Any
+) -> None:
+    holder = Holder({"stage": 3, "reduce_bucket_size": 40})
+    knobs = knobs_of(holder, monkeypatch)
+    holder.rebuild({"stage": 3, "reduce_bucket_size": size})
+
+    knobs.apply({**knobs.values(), "prefetch_bucket_size": 7})
+
+    zero = {"stage": 3, "reduce_bucket_size": size, "stage3_prefetch_bucket_size": 7}
+    assert holder.config == holder.engine.config == {"zero_optimization": zero}
+
+
+@pytest.mark.parametrize("by_undo", [False, True])
+def test_a_change_that_is_taken_back_leaves_the_config_of_the_rebuild(
+    monkeypatch: pytest.MonkeyPatch, by_undo: bool
+) -> None:
+    holder = Holder({"stage": 3, "reduce_bucket_size": 40})
+    knobs = knobs_of(holder, monkeypatch)
+    holder.rebuild({"stage": 3, "reduce_bucket_size": 2e1})
+    before = dict(knobs.values())
+
+    undo = knobs.apply({**before, "reduce_bucket_size": 10})
+    if by_undo:
+        undo()
+    else:
+        knobs.apply(before)
+
+    assert dict(knobs.values()) == before
+    assert holder.config == {"zero_optimization": {"stage": 3, "reduce_bucket_size": 2e1}}
