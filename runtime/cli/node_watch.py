@@ -479,7 +479,10 @@ def _joining(handler: Any, num_waiting: Callable[[], int]) -> int:
 def _heartbeats(agent: Any, worker_group: Any) -> NodeHeartbeats:
     from torch.distributed.distributed_c10d import PrefixStore
 
-    attempt = PrefixStore("zerowatch/nodes", agent._store.clone())  # a connection of its own
+    from ..common.rank_store import new_client, reconnectable
+
+    client = new_client(reconnectable(agent._store), timeout_seconds=None)  # its own connection
+    attempt = PrefixStore("zerowatch/nodes", client)
     name = worker_group.spec.local_addr or os.uname().nodename
     return NodeHeartbeats(attempt, worker_group.group_rank, worker_group.group_world_size, name)
 
@@ -488,7 +491,9 @@ def _waiting(worker_group: Any) -> NodeHeartbeats:
     """Return heartbeats of a node that waits for others: they only show that the store answers."""
     from torch.distributed.distributed_c10d import PrefixStore
 
-    store = worker_group.spec.rdzv_handler._store.clone()
+    from ..common.rank_store import new_client, reconnectable
+
+    store = new_client(reconnectable(worker_group.spec.rdzv_handler._store), timeout_seconds=None)
     return NodeHeartbeats(PrefixStore("zerowatch/waiting", store), 0, 1, os.uname().nodename)
 
 

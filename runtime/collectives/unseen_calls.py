@@ -128,6 +128,21 @@ class UnseenCallCounter:
             self._groups.find(group)
 
 
+def num_unseen(groups: Groups) -> dict[str, int]:
+    """Return how many calls no wrapper has seen since the last step, by the key of the rank set.
+
+    Any thread may call it. Only rank sets of groups in this process are contained.
+    """
+    found: dict[str, int] = {}
+    for known in groups.known():
+        counted = known.num_issued()
+        if counted is not None:
+            recorded = sum(each.recorded - each.replayed for each in known.records())
+            key = known.rank_set.key
+            found[key] = found.get(key, 0) + max(0, counted - recorded)
+    return found
+
+
 class FlightRecorder:
     """Finds the calls that no wrapper has seen. Used on the watch thread.
 
@@ -251,10 +266,28 @@ def _product(sizes: Iterable[int]) -> int:
 
 
 def _dump_of_torch() -> Callable[[], Mapping[str, Any]] | None:
-    """Return a function that reads the Flight Recorder of this process, without stack traces."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
-    if dump is None:  # torch before 2.8 has one for NCCL only
-        dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
-    if dump is None:
+    """Return a function that reads the Flight Recorder of this process, without stack traces.
+
+    NCCL groups have a recorder of their own. All other backends share a common recorder.
+    """
+    names = ("_dump_fr_trace", "_dump_nccl_trace")  # torch before 2.8 has only the latter
+    found = [getattr(torch._C._distributed_c10d, name, None) for name in names]
+    dumps = [dump for dump in found if dump is not None]
+    if not dumps:
         return None
-    return lambda: pickle.loads(dump(True, False, False))
+    return lambda: _merged([pickle.loads(dump(True, False, False)) for dump in dumps])
+
+
+def _merged(contents: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Merge the content of several recorders. Each has the calls of its own backends.
+
+    If two have calls of the same group, those of the later recorder count: the group may run NCCL
+    and gloo, which number their calls apart, and the sequence number of the group is that of NCCL.
+    """
+    by_group: dict[str, list[Mapping[str, Any]]] = {}
+    for content in contents:
+        of_this: dict[str, list[Mapping[str, Any]]] = {}
+        for each in content.get("entries", ()):
+            of_this.setdefault(each["process_group"][0], []).append(each)
+        by_group |= of_this
+    return {"entries": [each for entries in by_group.values() for each in entries]}

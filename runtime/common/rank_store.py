@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
@@ -255,9 +256,12 @@ class StoreClientFactory:
 
     def _new_client(self) -> Store:
         """Clone the last client, or the job's store if there is no client yet."""
-        if self._client is not None:
-            self._client.set_timeout(timedelta(seconds=CONNECT_TIMEOUT_SECONDS))
-        return _clone(self._client or self._default())
+        client: Store
+        if self._client is None:
+            client = new_client(reconnectable(self._default()))
+        else:
+            client = new_client(self._client, connect_seconds=CONNECT_TIMEOUT_SECONDS)
+        return client
 
 
 class StoreNamespace:
@@ -302,16 +306,15 @@ def own_client(store: Store) -> Store:
     If the host has no free file descriptor, connecting takes as long as the job's timeout. The
     store itself is then used, because training must not wait for that.
     """
-    innermost = store  # None with MPI
-    while isinstance(innermost, PrefixStore):
-        innermost = innermost.underlying_store
-    if not isinstance(innermost, c10d.TCPStore) or not hasattr(store, "clone"):  # from torch 2.8 on
+    # With MPI, there is none. Before torch 2.8, a client may have to wait for the store itself, and
+    # if that failed on one rank, this rank and the others would not have the same keys.
+    if not isinstance(_without_prefixes(store), c10d.TCPStore) or not hasattr(store, "clone"):
         return store  # torch keeps it
     clients: list[Store] = []
 
     def connect() -> None:
         with suppress(RuntimeError):
-            clients.append(_clone(store))
+            clients.append(new_client(store))
 
     thread = threading.Thread(target=connect, name="zerowatch-store", daemon=True)
     with suppress(RuntimeError):  # no thread could be started
@@ -320,11 +323,70 @@ def own_client(store: Store) -> Store:
     return clients[0] if clients else store
 
 
-def _clone(store: Store) -> Store:
-    """Connect to the host of a store again."""
-    client: Store = store.clone()  # type: ignore[attr-defined]
-    client.set_timeout(timedelta(seconds=STORE_TIMEOUT_SECONDS))
+def reconnectable(store: Any) -> Any:
+    """Return a store of which `new_client` makes clients with the same keys.
+
+    It is the store itself, except for a TCPStore before torch 2.8, whose stores have no `clone`. It
+    is then a part of this store that no one else uses. All ranks that share the store, with the
+    same prefixes, must call this and use its result alone. They agree on the name of the part in
+    the store, because Python cannot read the store's prefixes.
+
+    Raises:
+        RuntimeError: The store does not respond.
+    """
+    innermost = _without_prefixes(store)
+    if hasattr(store, "clone") or not isinstance(innermost, c10d.TCPStore):
+        return store
+    name = store.compare_set("zerowatch/part", "", secrets.token_hex(8)).decode()
+    return _PartOfStore(f"zerowatch/{name}", innermost)
+
+
+def new_client(
+    store: Any,
+    timeout_seconds: float | None = STORE_TIMEOUT_SECONDS,
+    connect_seconds: float | None = None,
+) -> Any:
+    """Connect to the host of a store again. A store without `clone` is returned itself.
+
+    Args:
+        store: A store, as `reconnectable` returns it, or a client of it.
+        timeout_seconds: The timeout of the client; None for that of the store.
+        connect_seconds: A new timeout of the store, which limits the time to connect; None to keep
+            it.
+
+    Raises:
+        RuntimeError: The store's host does not respond.
+    """
+    if not hasattr(store, "clone"):
+        return store
+    if connect_seconds is not None:
+        store.set_timeout(timedelta(seconds=connect_seconds))
+    client = store.clone()
+    if timeout_seconds is not None:
+        client.set_timeout(timedelta(seconds=timeout_seconds))
     return client
+
+
+class _PartOfStore(PrefixStore):
+    """The keys of a TCPStore with a prefix, and `clone`, which torch's stores have from 2.8 on."""
+
+    def __init__(self, prefix: str, store: c10d.TCPStore) -> None:
+        super().__init__(prefix, store)
+        self._prefix, self._tcp_store = prefix, store
+
+    def clone(self) -> _PartOfStore:
+        """Connect to the host of the store again."""
+        known: Any = self._tcp_store
+        client = c10d.TCPStore(
+            known.host, known.port, is_master=False, timeout=known.timeout, wait_for_workers=False
+        )
+        return _PartOfStore(self._prefix, client)
+
+
+def _without_prefixes(store: Any) -> Any:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def common_store(store: Store, watch_index: int) -> Store:

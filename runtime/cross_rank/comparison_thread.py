@@ -19,6 +19,7 @@ from ...metrics.catalog.labels import COMPARED_PHASES
 from ...metrics.recorder import Recorder
 from ...metrics.step_record import StepRecord
 from ..collectives.groups import Groups, RankSet
+from ..collectives.unseen_calls import num_unseen
 from ..common.fail_open import FailOpen
 from ..common.gil_pauses import let_training_run
 from ..common.phase_timer import PhaseTimer
@@ -74,6 +75,10 @@ class ComparisonThread:
             thread may set it.
         expected_pause: Returns the reason why this rank is expected to make no progress now, or
             None while it trains. Must be set before `start`.
+        is_silent: Returns whether this rank does not run now, though this thread does. It then
+            sends nothing, so that the other ranks see a silent rank. Must be set before `start`.
+        counts_unseen: Whether heartbeats have the calls that no wrapper sees, such as those of DDP.
+            Must be set before `start`.
         cpu_seconds: CPU time that this thread has used.
     """
 
@@ -95,6 +100,8 @@ class ComparisonThread:
         self.step_times = StepTimeSampler()
         self.volume_ratio: float | None = None
         self.expected_pause: Callable[[], str | None] = lambda: None
+        self.is_silent: Callable[[], bool] = lambda: False
+        self.counts_unseen = False
         self.cpu_seconds = 0.0
         self._rank, self._world_size, self._host = rank, world_size, host
         self._groups = groups
@@ -121,6 +128,7 @@ class ComparisonThread:
         self._own_step_times: StepTimes | None = None
         self._is_store_lost = self._hangs = self._stopping = False
         self._next_exchange = 0.0
+        self._last_step = 0
         self._wake = threading.Event()
         self._num_requested = self._num_done = 0  # reports that `report_now` waits for
         self._connect = fail_open.wrap("cross_rank", self._connect_once)
@@ -159,7 +167,8 @@ class ComparisonThread:
         self._figures.read_losses = lambda: self._loss_windows.last
 
     def on_step(self, record: StepRecord) -> None:
-        """Add the loss of a step, on the watch thread."""
+        """Add a step and its loss, on the watch thread."""
+        self._last_step = record.step
         self._loss_windows.add(record.step, record.loss)
 
     def start(self) -> None:
@@ -195,7 +204,8 @@ class ComparisonThread:
         while not self._stopping:
             self._wake.wait(poll_interval_seconds(self._interval_seconds))
             self._wake.clear()
-            self._poll()
+            if not self.is_silent():
+                self._poll()
             self.cpu_seconds = time.thread_time()
         self._close()
 
@@ -323,7 +333,12 @@ class ComparisonThread:
             self._reporter.publish(rank_set, result, self._own_step_times)
             let_training_run()
         let_training_run()
-        channel.post_heartbeat(self._accounting.issued(), self.expected_pause())
+        channel.post_heartbeat(
+            self._accounting.issued(),
+            self.expected_pause(),
+            self._last_step,
+            num_unseen(self._groups) if self.counts_unseen else {},
+        )
         silence_seconds = channel.longest_silence_seconds()
         self._recorder.set(communication.PEER_HEARTBEAT_AGE, silence_seconds)
         if self._hangs:

@@ -51,6 +51,7 @@ class ComparisonMonitor:
         )
         self._hang_monitor = self._new_hang_monitor()
         self._thread.expected_pause = self._hang_monitor.expected_pause
+        self._thread.counts_unseen = isinstance(context.engine(), TorchEngine)
         self.profiler = self._new_profiler()
         if each_rank_has_own_data(context.engine()):
             self._thread.compare_losses()

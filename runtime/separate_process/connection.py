@@ -48,6 +48,7 @@ class Connection:
         self._is_closed = False
         self._ahead: queue.SimpleQueue[bytearray | None] | None = None
         self._num_read = self._num_taken = 0  # bytes of messages that were read ahead
+        self._received_at = time.monotonic()
 
     @classmethod
     def pair(cls) -> tuple[Connection, Connection]:
@@ -59,6 +60,11 @@ class Connection:
     def is_closed(self) -> bool:
         """Whether the other process has ended, or this end was closed."""
         return self._is_closed
+
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds since something was received, or since this end was made."""
+        return time.monotonic() - self._received_at
 
     def fileno(self) -> int:
         """Return the descriptor of the socket."""
@@ -192,5 +198,6 @@ class Connection:
             if not part:
                 self._is_closed = True
                 return None
+            self._received_at = time.monotonic()
             data += part
         return data

@@ -64,7 +64,8 @@ logger = logging.getLogger(__name__)
 
 # Without a message for this time, the process does its regular work by itself.
 SILENT_SECONDS = 1.0
-# Time without a message after which scrapes are not answered. A message comes every second.
+# Time without a message after which scrapes are not answered, and nothing is sent to other ranks. A
+# message comes every second.
 MAX_SILENT_SECONDS = 10.0
 # Time between two readings of the GPUs if their interval is shorter; longest wait for their end.
 GPU_SECONDS = 1.0
@@ -287,6 +288,7 @@ class Monitor:
         self._comparison = comparison = Comparison(context, setup, self._ask_estimate)
         thread = comparison.thread
         thread.expected_pause = lambda: None if self._state is None else self._state.pause
+        thread.is_silent = self._is_silent
         listeners = [*comparison.listeners, self._send_records]
         if live_page is not None:
             live_page.figures = lambda: figures_by_name(thread.rank_figures)
@@ -355,13 +357,25 @@ class Monitor:
         """
         if self._is_closed:
             return None
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            if self._training_process.status() == psutil.STATUS_STOPPED:
-                return "The training process of this rank is stopped."
+        if self._is_stopped():
+            return "The training process of this rank is stopped."
         silent_seconds = time.time() - self._state_at
         if silent_seconds < MAX_SILENT_SECONDS:
             return None
         return f"The training process of this rank has sent nothing for {silent_seconds:.0f} s."
+
+    def _is_silent(self) -> bool:
+        """Return whether the training process does not run. Other ranks then hear nothing of it.
+
+        Else its last pause and its heartbeats would hide a hang from them. Unlike `_refusal`, this
+        does not depend on how soon the main thread handles what has arrived.
+        """
+        return self._is_stopped() or self._connection.silent_seconds >= MAX_SILENT_SECONDS
+
+    def _is_stopped(self) -> bool:
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            return bool(self._training_process.status() == psutil.STATUS_STOPPED)
+        return False
 
     def _wait_for_run_id(self) -> None:
         """Wait until rank 0 has shared the id, or this rank has chosen its own.

@@ -130,6 +130,10 @@ class ReceivedGroups:
         """Return the rank sets seen so far."""
         return list(self._rank_sets.values())
 
+    def known(self) -> list[Group]:
+        """Return nothing: the groups themselves, which count their calls, are not here."""
+        return []
+
     def update(self, groups: Iterable[SentGroup], *, are_first: bool = False) -> None:
         """Add groups, and change the roles of known ones.
 

@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -34,6 +33,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ...errors import PeerFailedError, ZerowatchError
 from ..common.host_group import HostCollectives
 from ..common.peer_failures import describe_error
+from ..common.rank_store import new_client, reconnectable
 from ..memory.oom.oom_error import is_caused_by_oom
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,8 @@ class RunEnd:
         exit_process: Callable[[int], object] = os._exit,
         exit_seconds: float = EXIT_SECONDS,
     ) -> None:
-        self._host_group, self._store = host_group, store
+        self._host_group = host_group
+        self._store: Any = None
         self._exit_process, self._exit_seconds = exit_process, exit_seconds
         self._own_error: ZerowatchError | None = None
         self._peer_error: PeerFailedError | None = None
@@ -111,12 +112,10 @@ class RunEnd:
         self._thread: threading.Thread | None = None
         self._is_alone = host_group.world_size == 1
         if self._is_alone:
-            self._store = None
             return
         # torchrun keeps its store when it restarts the processes, so each run needs its own prefix.
         self._prefix = f"zerowatch/run_end/{host_group.broadcast_text(secrets.token_hex(8))}"
-        if store is None:
-            self._store = _get_default_store()
+        self._store = reconnectable(_get_default_store() if store is None else store)
 
     def start(self) -> None:
         """Start the thread that polls for an error of another rank."""
@@ -363,7 +362,8 @@ class RunEnd:
 
     def _poll(self) -> None:
         with suppress(RuntimeError):
-            self._store = _client(self._store)
+            # A connection of its own, so that its requests do not delay other threads.
+            self._store = new_client(self._store, _STORE_TIMEOUT_SECONDS)
             while not self._stopped.wait(POLL_SECONDS) and self._own_error is None:
                 try:
                     self._end_for_failed_rank()
@@ -394,8 +394,7 @@ class RunEnd:
         store = self._store
         if store is None or self._stopped.is_set():
             raise RuntimeError("the connection to the store is closed")
-        store.set_timeout(timedelta(seconds=_RECONNECT_SECONDS))
-        self._store = _client(store)
+        self._store = new_client(store, _STORE_TIMEOUT_SECONDS, _RECONNECT_SECONDS)
 
     def _end_for_failed_rank(self) -> None:
         """End the run if a failed rank waits in vain for this rank.
@@ -462,13 +461,6 @@ def _are_equal(issued_by_rank: Sequence[Mapping[str, int]]) -> bool:
         for issued in issued_by_rank
         for group, number in issued.items()
     )
-
-
-def _client(store: Any) -> Any:
-    """Return a new connection to a store, so that its requests do not delay other threads."""
-    client = store.clone()
-    client.set_timeout(timedelta(seconds=_STORE_TIMEOUT_SECONDS))
-    return client
 
 
 def _abort_nccl() -> None:

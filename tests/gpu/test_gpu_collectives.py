@@ -106,3 +106,22 @@ graph.replay()
 torch.cuda.synchronize()
 assert allowed == [True]
 """)
+
+
+def test_calls_of_ddp_which_no_wrapper_sees_have_their_operation_and_bytes() -> None:
+    run("""
+from zerowatch.runtime.collectives.unseen_calls import FlightRecorder, UnseenCallCounter
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64).to(x.device))
+counter, flight = UnseenCallCounter(collectives.call_recorder.groups), FlightRecorder()
+batch = torch.ones(8, 64, device=x.device)
+for _ in range(3):  # DDP makes its buckets again after the first step
+    model(batch).sum().backward()
+counter.begin()
+model(batch).sum().backward()
+counter.mark(1)
+unseen, coverage = counter.take()
+assert flight.read_for(unseen, at_once=True)
+calls = flight.end_step(unseen)
+assert [(OPS[call.op], call.payload_bytes) for call in calls] == [("all_reduce", 4 * 65 * 64)]
+assert coverage == 0.0
+""")

@@ -66,12 +66,20 @@ class HeartbeatTable:
         self._interval_seconds = min(READ_INTERVAL_SECONDS, stuck_seconds / READS_PER_STUCK_TIME)
         self.clear()
 
-    def post(self, issued: Mapping[str, int], pause: str | None) -> None:
-        """Write a heartbeat."""
+    def post(
+        self,
+        issued: Mapping[str, int],
+        pause: str | None,
+        step: int = 0,
+        unseen: Mapping[str, int] | None = None,
+    ) -> None:
+        """Write a heartbeat. The arguments are attributes of a `Heartbeat`."""
         fields = {
             "host": self._host,
             "arrived": dict(issued),
             "pause": pause,
+            "step": step,
+            "unseen": dict(unseen or {}),
             "count": self._next_count(),
         }
         self._store.set(f"beat/{self._rank}", orjson.dumps(fields))
@@ -194,6 +202,8 @@ class HeartbeatTable:
             age_seconds=fields.get("age", age_seconds),
             issued=fields["arrived"],
             pause=fields["pause"],
+            step=fields["step"],
+            unseen=fields["unseen"],
         )
 
 

@@ -131,6 +131,8 @@ class Heartbeat:
         age_seconds: Minimum seconds since the rank's last heartbeat. None if only one was read.
         issued: Number of the last collective that the rank issued, by the rank set's key.
         pause: Why the rank is expected to make no progress. None while the rank trains.
+        step: The last step that ended on the rank; 0 before the first.
+        unseen: Number of collectives since then that no wrapper has seen, by the rank set's key.
     """
 
     rank: int
@@ -138,6 +140,8 @@ class Heartbeat:
     age_seconds: float | None
     issued: Mapping[str, int]
     pause: str | None = None
+    step: int = 0
+    unseen: Mapping[str, int] = field(default_factory=dict)
 
 
 def signature(op: str, dtype: str, payload_bytes: int) -> int:

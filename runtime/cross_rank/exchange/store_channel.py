@@ -116,14 +116,22 @@ class StoreChannel:
         silences = (reader.silent_seconds() for reader in readers)
         return max(self._coordinators.longest_silence_seconds(), *silences, 0.0)
 
-    def post_heartbeat(self, issued: Mapping[str, int], pause: str | None) -> None:
+    def post_heartbeat(
+        self,
+        issued: Mapping[str, int],
+        pause: str | None,
+        step: int = 0,
+        unseen: Mapping[str, int] | None = None,
+    ) -> None:
         """Send a heartbeat.
 
         Args:
             issued: The number of the last call issued, by the rank set's key.
             pause: Why this rank is expected to make no progress. None while the rank trains.
+            step: The last step that ended.
+            unseen: The calls since then that no wrapper has seen, by the rank set's key.
         """
-        self._heartbeats.post(issued, pause)
+        self._heartbeats.post(issued, pause, step, unseen)
 
     def poll_heartbeats(self, rank_sets: Iterable[RankSet], *, is_stuck: bool) -> None:
         """Read whether a hang is announced. Every few seconds, also read the members' heartbeats.

@@ -11,6 +11,7 @@ from torch._C import _distributed_c10d
 
 from ....metrics.catalog.labels import OPS, OWN_GROUP, PHASES
 from ...collectives.groups import CollectiveCall, Group, Groups, RankSet
+from ...collectives.unseen_calls import num_unseen
 from ...common.fail_open import FailOpen
 from ..comparison_thread import ComparisonThread
 from ..exchange.rank_messages import Heartbeat
@@ -120,7 +121,11 @@ class HangContext:
         return {rank: beat for rank, beat in peers.items() if rank != self.rank} or None
 
     def _summarize_rank_sets(self) -> list[RankSetSummary]:
-        return [_summarize_rank_set(rank_set) for rank_set in self._groups.rank_sets()]
+        unseen = num_unseen(self._groups)
+        return [
+            _summarize_rank_set(rank_set, unseen.get(rank_set.key, 0))
+            for rank_set in self._groups.rank_sets()
+        ]
 
     def _summarize_last_calls(self) -> list[CallSummary]:
         now_ns = self._now_ns()
@@ -162,7 +167,7 @@ def _progress(rank_set: RankSet) -> tuple[int, bool, bool]:
     return (id(last), last.start_ns != 0, last.end_ns != 0)
 
 
-def _summarize_rank_set(rank_set: RankSet) -> RankSetSummary:
+def _summarize_rank_set(rank_set: RankSet, num_unseen_calls: int) -> RankSetSummary:
     numbered = (call for call in reversed(list(rank_set.recent)) if call.sequence)
     last = next(numbered, None)
     return RankSetSummary(
@@ -171,6 +176,7 @@ def _summarize_rank_set(rank_set: RankSet) -> RankSetSummary:
         members=rank_set.members,
         issued=rank_set.issued,
         is_waiting=last is not None and (not last.start_ns or _is_in_flight(last)),
+        unseen=num_unseen_calls,
     )
 
 

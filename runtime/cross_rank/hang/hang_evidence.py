@@ -18,6 +18,7 @@ class RankSetSummary:
         members: The ranks of the set.
         issued: Number of the last collective that this rank issued.
         is_waiting: Whether the last collective is in flight.
+        unseen: Number of collectives since the last step that no wrapper has seen.
     """
 
     key: str
@@ -25,6 +26,7 @@ class RankSetSummary:
     members: tuple[int, ...]
     issued: int
     is_waiting: bool = False
+    unseen: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

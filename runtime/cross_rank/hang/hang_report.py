@@ -14,6 +14,7 @@ from ...common.report_files import RESUMED, create_first_free, create_private, u
 from ..exchange.rank_messages import Heartbeat
 from .hang_evidence import CallSummary, HangEvidence
 from .missing_ranks import (
+    MissingRanks,
     call_name,
     calls_in_flight,
     missing_ranks,
@@ -80,7 +81,8 @@ def write_flight_recorder_dump(report: Path, dump: bytes) -> None:
 
 def summary(evidence: HangEvidence) -> str:
     """Return one line that says where this rank is and which ranks are missing."""
-    parts = [_about_calls_in_flight(evidence) or _about_this_rank(evidence)]
+    about_calls = _about_calls_in_flight(evidence) or _about_unseen_calls(evidence)
+    parts = [about_calls or _about_this_rank(evidence)]
     if evidence.divergence is not None:
         parts.insert(0, evidence.divergence)
     if evidence.is_announced:
@@ -189,9 +191,7 @@ def _about_calls_in_flight(evidence: HangEvidence) -> str | None:
         )
     absent = sorted(missing_ranks(evidence), key=lambda each: not _silent(each.ranks, peers))
     if absent:
-        ranks = absent[0].ranks
-        behind = f"{format_ranks(ranks)} {_has(ranks)} not arrived at {absent[0].call}"
-        return f"{behind}; {_liveness(ranks, peers)}"
+        return _about_missing(absent[0], peers)
     if calls[0].sequence:
         where = f"all known members have arrived at {call}, which does not end"
     else:
@@ -202,9 +202,24 @@ def _about_calls_in_flight(evidence: HangEvidence) -> str | None:
     return f"{where}; all known ranks are alive"
 
 
+def _about_unseen_calls(evidence: HangEvidence) -> str | None:
+    """Describe a collective without a record in which this rank waits for others, or None."""
+    absent = [] if calls_in_flight(evidence) else missing_ranks(evidence)
+    if not absent:
+        return None
+    text = _about_missing(absent[0], evidence.peers or {})
+    return f"{text}; rank {evidence.rank} (this one) is in {evidence.phase}, at {evidence.location}"
+
+
+def _about_missing(absent: MissingRanks, peers: Mapping[int, Heartbeat]) -> str:
+    ranks = absent.ranks
+    behind = f"{format_ranks(ranks)} {_has(ranks)} not arrived at {absent.call}"
+    return f"{behind}; {_liveness(ranks, peers)}"
+
+
 def _about_this_rank(evidence: HangEvidence) -> str:
-    """Describe a rank that waits in no collective. Other ranks may wait for this rank."""
-    where = f"is in {evidence.phase} and in no collective, at {evidence.location}"
+    """Describe a rank that waits in no known collective. Other ranks may wait for this rank."""
+    where = f"is in {evidence.phase} and in no recorded collective, at {evidence.location}"
     waiting = waiting_ranks(evidence)
     if waiting:
         return (

@@ -1,4 +1,8 @@
-"""Finds the ranks that have not issued a collective in which other ranks wait."""
+"""Finds the ranks that have not issued a collective in which other ranks wait.
+
+A collective that no wrapper sees, such as one of DDP, has no record. The ranks are then compared by
+how many of them their groups have counted since the last step.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +30,20 @@ def missing_ranks(evidence: HangEvidence) -> list[MissingRanks]:
     """Return, for each rank set, the members that have not issued the collective in flight.
 
     If several collectives are in flight, only the first counts, because the other members wait for
-    the first.
+    the first. If no recorded collective is, collectives that no wrapper sees are compared.
     """
     if evidence.peers is None:
         return []
     missing: dict[str, MissingRanks] = {}
-    for call in calls_in_flight(evidence):
+    in_flight = calls_in_flight(evidence)
+    for call in in_flight:
         rank_set = evidence.rank_sets.get(call.key)
         if rank_set is None or call.key in missing:
             continue
         ranks = _members_behind(rank_set, call, evidence.peers)
         if ranks:
             missing[call.key] = MissingRanks(ranks=ranks, call=call_name(call))
-    return list(missing.values())
+    return list(missing.values()) if in_flight else _missing_in_unseen(evidence)
 
 
 def awaited_rank(evidence: HangEvidence) -> int | None:
@@ -51,13 +56,20 @@ def waiting_ranks(evidence: HangEvidence) -> list[MissingRanks]:
     """Return, for each rank set, the ranks in a collective that this rank has not issued."""
     waiting = []
     for rank_set in evidence.rank_sets.values():
+        call = f"collective number {rank_set.issued + 1} of group {rank_set.role}"
         ahead = tuple(
             rank
             for rank, peer in sorted((evidence.peers or {}).items())
             if rank in rank_set.members and peer.issued.get(rank_set.key, 0) > rank_set.issued
         )
+        if not ahead:
+            call = _unseen_call(rank_set)
+            ahead = tuple(
+                rank
+                for rank, progress in sorted(_unseen_progress(rank_set, evidence).items())
+                if progress > (evidence.step, rank_set.unseen) and progress[1]
+            )
         if ahead:
-            call = f"collective number {rank_set.issued + 1} of group {rank_set.role}"
             waiting.append(MissingRanks(ranks=ahead, call=call))
     return waiting
 
@@ -88,6 +100,33 @@ def size_text(num_bytes: int) -> str:
 def sort_by_silence(ranks: Iterable[int], peers: Mapping[int, Heartbeat]) -> list[int]:
     """Sort ranks by the time since their last heartbeat. The rank silent longest comes first."""
     return sorted(ranks, key=lambda rank: (-(peers[rank].age_seconds or 0.0), rank))
+
+
+def _missing_in_unseen(evidence: HangEvidence) -> list[MissingRanks]:
+    missing = []
+    for rank_set in evidence.rank_sets.values():
+        own = (evidence.step, rank_set.unseen)
+        progress_by_rank = _unseen_progress(rank_set, evidence) if rank_set.unseen else {}
+        late = [rank for rank, progress in progress_by_rank.items() if progress < own]
+        if late:
+            ranks = tuple(sort_by_silence(late, evidence.peers or {}))
+            missing.append(MissingRanks(ranks=ranks, call=_unseen_call(rank_set)))
+    return missing
+
+
+def _unseen_progress(
+    rank_set: RankSetSummary, evidence: HangEvidence
+) -> dict[int, tuple[int, int]]:
+    """Return the last step of each other member, and its unseen calls of the set since then."""
+    return {
+        rank: (peer.step, peer.unseen[rank_set.key])
+        for rank, peer in (evidence.peers or {}).items()
+        if rank in rank_set.members and rank_set.key in peer.unseen
+    }
+
+
+def _unseen_call(rank_set: RankSetSummary) -> str:
+    return f"an unrecorded collective of group {rank_set.role} (such as one of DDP)"
 
 
 def _members_behind(

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import secrets
 import threading
-from datetime import timedelta
 from typing import Any, Protocol
 
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ...common.host_group import HostCollectives
+from ...common.rank_store import new_client, reconnectable
 
 _POLL_SECONDS = 0.1
 _STORE_TIMEOUT_SECONDS = 10.0
@@ -73,8 +73,7 @@ class StoreExchange:
         if self._world_size == 1:
             return [text]
         if self._client is None:  # of its own, because a call that blocks blocks its connection
-            self._client = self._store.clone()
-            self._client.set_timeout(timedelta(seconds=_STORE_TIMEOUT_SECONDS))
+            self._client = new_client(reconnectable(self._store), _STORE_TIMEOUT_SECONDS)
         while self._outdated:
             self._client.delete_key(self._outdated[-1])
             self._outdated.pop()

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import DistStoreError, HashStore
+from fakes.stores_without_clone import remove_clone
+from torch.distributed import DistStoreError, HashStore, PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
@@ -482,6 +483,27 @@ def start(agent: Any) -> None:
     group = agent._worker_group
     group.workers[0].id = agent._start_workers(group)[0]
     group.state = WorkerState.HEALTHY
+
+
+def test_nodes_share_heartbeats_in_a_store_without_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    remove_clone(monkeypatch)
+    found = []
+    for node in (0, 1):
+        group: Any = SimpleNamespace(
+            spec=SimpleNamespace(
+                local_addr=f"host{node}", rdzv_handler=SimpleNamespace(_store=server)
+            ),
+            group_rank=node,
+            group_world_size=2,
+        )
+        agent: Any = SimpleNamespace(_store=PrefixStore("attempt 0", server))
+        found.append(node_watch._heartbeats(agent, group))
+        node_watch._waiting(group).beat()
+    for node in (*found, *found):
+        node.beat()
+
+    assert [len(node._seen) for node in found] == [1, 1]  # each has read the other's
 
 
 def test_restarted_ranks_are_not_killed_for_a_node_that_the_earlier_attempt_has_lost(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from zerowatch.runtime.collectives.unseen_calls import (
     FlightRecorder,
     UnseenCallCounter,
     UnseenCalls,
+    num_unseen,
 )
 
 BACKWARD = PHASES.index("backward")
@@ -218,6 +221,57 @@ def test_a_call_of_several_tensors_has_the_bytes_of_all(
     assert (OPS[call.op], call.payload_bytes) == ("all_reduce", payload_bytes)
 
 
+def test_the_recorders_of_nccl_and_of_other_backends_are_both_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host, device = Group(), Group()
+    of_all = [
+        entry(1, "gloo:all_reduce", 5) | {"process_group": ("host", "")},
+        entry(1, "gloo:broadcast", 7) | {"process_group": ("device", "")},  # numbered by gloo
+        entry(2, "gloo:broadcast", 7) | {"process_group": ("device", "")},
+    ]
+    of_nccl = [entry(1, "nccl:all_reduce", 9) | {"process_group": ("device", "")}]
+    for name, entries in {"_dump_fr_trace": of_all, "_dump_nccl_trace": of_nccl}.items():
+        dump = pickle.dumps({"entries": entries})
+        monkeypatch.setattr(
+            torch._C._distributed_c10d, name, lambda *_, dump=dump: dump, raising=False
+        )
+    flight = FlightRecorder(now=FakeClock())
+    step: Any = UnseenCalls(
+        missing={host: 1, device: 1},
+        names={host: "host", device: "device"},
+        ranges=[(host, BACKWARD, 1, 1), (device, BACKWARD, 1, 2)],
+        counted_at=0.0,
+    )
+
+    flight.read_for(step, at_once=False)
+    calls = flight.end_step(step)
+
+    assert [(OPS[call.op], call.group, call.payload_bytes) for call in calls] == [
+        ("all_reduce", host, 20),
+        ("all_reduce", device, 36),
+    ]
+
+
+@pytest.mark.parametrize("name", ["_dump_fr_trace", "_dump_nccl_trace"])
+def test_a_call_that_two_recorders_have_or_only_one_is_counted_once(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    group, dump = Group(), pickle.dumps({"entries": [entry(1, "nccl:all_reduce", 9)]})
+    both = {"_dump_fr_trace", "_dump_nccl_trace"}
+    for one in both:
+        monkeypatch.setattr(torch._C._distributed_c10d, one, lambda *_: dump, raising=False)
+    found = []
+    for missing in (set(), both - {name}):
+        for one in missing:
+            monkeypatch.delattr(torch._C._distributed_c10d, one)
+        flight, step = FlightRecorder(now=FakeClock()), unseen(group, 1)
+        flight.read_for(step, at_once=False)
+        found.append([call.payload_bytes for call in flight.end_step(step)])
+
+    assert found == [[36], [36]]
+
+
 def test_a_barrier_has_no_payload_and_messages_are_left_out() -> None:
     message = entry(1, "nccl:all_reduce", 100) | {"is_p2p": True}
     flight = recorder([message, entry(2, "gloo:barrier", 0)])
@@ -262,6 +316,24 @@ def test_a_recorded_call_of_an_earlier_step_does_not_stand_for_one_of_the_next()
     flight.read_for(step, at_once=False)
 
     assert len(flight.end_step(step)) == 1
+
+
+def test_unseen_calls_since_the_last_step_are_counted_by_rank_set() -> None:
+    def group(key: str, counted: int | None, recorded: int, replayed: int = 0) -> Any:
+        found = SimpleNamespace(recorded=recorded, replayed=replayed, num_issued=lambda: counted)
+        found.records, found.rank_set = lambda: [found], SimpleNamespace(key=key)
+        return found
+
+    known = [
+        group("dp", 3, 1),
+        group("dp", 2, 0),  # another group of the same ranks
+        group("tp", 4, 4),
+        group("tp", 1, 2),  # a call that is about to be issued
+        group("pp", 2, 3, replayed=1),  # of a captured graph
+        group("gone", None, 0),
+    ]
+
+    assert num_unseen(SimpleNamespace(known=lambda: known)) == {"dp": 4, "tp": 0, "pp": 0}
 
 
 class CountedGroup:

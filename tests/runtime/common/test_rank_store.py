@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from fakes.clock import FakeClock
 from fakes.scraper import eventually
+from fakes.stores_without_clone import remove_clone
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Store
 
@@ -23,6 +24,8 @@ from zerowatch.runtime.common.rank_store import (
     RankStore,
     StoreClientFactory,
     TargetDiscovery,
+    new_client,
+    reconnectable,
 )
 
 WATCH_INDEX = 1
@@ -251,6 +254,66 @@ def test_a_store_that_accepts_no_further_client_is_used_itself(
 
     assert RankStore(process(1), WATCH_INDEX, job, clock).get("run_id") == f"night-{answers}"
     ended.set()
+
+
+def test_clients_of_a_store_without_clone_share_its_keys_and_connect_again(
+    server: TCPStore, monkeypatch, clock
+) -> None:
+    jobs: list[Store] = [PrefixStore("without clone", server.clone()) for _ in range(2)]
+    other_attempt: Store = PrefixStore("attempt 1", PrefixStore("without clone", server.clone()))
+    remove_clone(monkeypatch)
+    factories = [
+        StoreClientFactory(rank, 0, WATCH_INDEX, lambda job=job: job, clock)
+        for rank, job in enumerate(jobs)
+    ]
+    stranger = StoreClientFactory(1, 0, WATCH_INDEX, lambda: other_attempt, clock)
+
+    first, second = (factory.connect() for factory in factories)
+    first.set("beat", "1")
+    found = second.get("beat")
+    again = factories[1].connect()  # as after a failure of the store
+
+    assert (found, again.get("beat")) == (b"1", b"1")
+    assert stranger.connect() is None  # other prefixes: it knows no token
+    assert [job.timeout for job in jobs] == [timedelta(seconds=10)] * 2
+
+
+def test_a_client_of_a_store_without_clone_waits_for_no_other_thread(
+    server: TCPStore, monkeypatch, clock
+) -> None:
+    jobs: list[Store] = [PrefixStore("held", server.clone()) for _ in range(2)]
+    remove_clone(monkeypatch)
+    part = reconnectable(jobs[0])
+
+    with waiting(*jobs) as waiter:
+        client = new_client(part)
+        client.set("key", "text")
+        again = new_client(client, connect_seconds=5.0)
+        found = (again.get("key"), waiter.is_alive())
+
+    assert found == (b"text", True)
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "prefix", "python"])
+def test_a_store_without_clone_that_is_no_tcp_store_is_used_itself(
+    tmp_path: Path, monkeypatch, clock, kind: str
+) -> None:
+    job: Store = {
+        "hash": HashStore,
+        "file": lambda: FileStore(str(tmp_path / "store"), 1),
+        "prefix": lambda: PrefixStore("job", HashStore()),
+        "python": FailingStore,
+    }[kind]()
+    before = getattr(job, "timeout", None)
+    remove_clone(monkeypatch)
+    factories = [StoreClientFactory(rank, 0, WATCH_INDEX, lambda: job, clock) for rank in (0, 1)]
+
+    first, second = (factory.connect() for factory in factories)
+    first.set("key", b"text")
+    again = factories[1].connect()
+
+    assert (second.get("key"), again.get("key")) == (b"text", b"text")
+    assert getattr(job, "timeout", None) == before
 
 
 def test_a_closed_store_holds_no_connection(server: TCPStore, monkeypatch, clock) -> None:

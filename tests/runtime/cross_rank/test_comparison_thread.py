@@ -11,6 +11,8 @@ import pytest
 from fakes.clock import FakeClock
 from fakes.comparison_threads import INTERVAL_SECONDS, STUCK_SECONDS, ComparedRank, ComparedRanks
 from fakes.rank_sets import FakeGroup
+from fakes.scraper import eventually
+from fakes.steps import step
 from torch.distributed import TCPStore
 
 from zerowatch.metrics.catalog import communication
@@ -299,6 +301,9 @@ def test_heartbeats_are_read_only_while_there_is_no_progress() -> None:
     ranks.exchange()
     before = dict(ranks[0].thread.peers)
     ranks[1].run()
+    ranks[1].groups[0].num_unseen = ranks[0].groups[0].num_unseen = 3
+    ranks[1].thread.counts_unseen = True
+    ranks[1].thread.on_step(step(7))
     ranks[0].phase_timer.seconds = STUCK_SECONDS + 1
     ranks[1].thread.announce_hang(True)
     ranks[1].thread.expected_pause = lambda: "eval"
@@ -312,7 +317,30 @@ def test_heartbeats_are_read_only_while_there_is_no_progress() -> None:
     assert (ranks[0].thread.peers, ranks[0].thread.others_hang) == ({}, False)
     assert {rank: beat.host for rank, beat in peers.items()} == {0: "host-0", 1: "host-1"}
     assert list(peers[1].issued.values()) == [1]
+    assert [list(peers[rank].unseen.values()) for rank in (0, 1)] == [[], [3]]
+    assert (peers[0].step, peers[1].step) == (0, 7)
     assert (peers[0].pause, peers[1].pause) == (None, "eval")
+
+
+def test_a_rank_that_does_not_run_sends_nothing_until_it_runs_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(comparison_thread, "POLLS_PER_EXCHANGE", 500)  # one in 10 ms
+    ranks, asked, is_silent = ComparedRanks(2), list[bool](), True
+
+    def silent() -> bool:
+        asked.append(is_silent)
+        return is_silent
+
+    ranks[1].thread.is_silent = silent
+    ranks[1].thread.start()
+    assert eventually(lambda: len(asked) > 3, 60)
+    has_sent = ranks.store.check(["beat/1"])
+    is_silent = False
+
+    assert not has_sent
+    assert eventually(lambda: ranks.store.check(["beat/1"]), 60)
+    ranks[1].thread.stop()
 
 
 def test_stopping_counts_the_last_calls_on_all_ranks() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
+from fakes.clock import FakeClock
 from fakes.scraper import eventually
 
 from zerowatch.runtime.separate_process import connection
@@ -48,6 +51,24 @@ def test_messages_arrive_whole_and_in_order(ends: tuple[Connection, Connection])
 
     assert received == sent
     assert theirs.is_closed
+
+
+def test_the_silence_of_the_other_process_ends_when_something_arrives(
+    ends: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = ends
+    clock = FakeClock()
+    monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    theirs._received_at = clock()
+    clock.seconds += 7
+    before = theirs.silent_seconds
+    ours.send("message")
+    sent_only = theirs.silent_seconds
+    next(theirs.receive())
+    received = theirs.silent_seconds
+    clock.seconds += 3
+
+    assert (before, sent_only, received, theirs.silent_seconds) == (7, 7, 0, 3)
 
 
 def test_a_process_that_does_not_read_delays_nobody_and_gets_everything_later(

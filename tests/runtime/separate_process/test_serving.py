@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 import torch
 from fakes.nvml_library import HEALTHY, NvmlLibrary
 from fakes.scraper import eventually
+from torch.distributed import TCPStore
 
 from zerowatch.metrics.catalog import communication, devices, memory, overhead, training
 from zerowatch.metrics.catalog.labels import OPS, PHASES
@@ -29,6 +31,7 @@ from zerowatch.runtime.collectives.call_batch import CallBatch
 from zerowatch.runtime.collectives.groups import CollectiveCall, Group, RankSet
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.process_info import ProcessInfo
+from zerowatch.runtime.common.rank_store import StoreClientFactory
 from zerowatch.runtime.instrumentation.flops import FlopsCounter, FlopsTerms
 from zerowatch.runtime.instrumentation.generated_tokens import GenerationCounts
 from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
@@ -39,7 +42,7 @@ from zerowatch.runtime.monitor.step_analysis import StepAnalysis
 from zerowatch.runtime.monitor.step_metrics import StepMetrics
 from zerowatch.runtime.separate_process import serving
 from zerowatch.runtime.separate_process.connection import Connection, pickled
-from zerowatch.runtime.separate_process.messages import Setup, State
+from zerowatch.runtime.separate_process.messages import Setup, State, StoreAddress
 from zerowatch.runtime.separate_process.serving import Monitor
 from zerowatch.runtime.separate_process.wire import (
     GroupSender,
@@ -147,12 +150,16 @@ class Served:
     """A monitoring process on a thread, and what it has answered."""
 
     def __init__(
-        self, folder: Path, gpus: Mapping[str, str] | None = None, rank: Rank | None = None
+        self,
+        folder: Path,
+        gpus: Mapping[str, str] | None = None,
+        rank: Rank | None = None,
+        **changes: Any,
     ) -> None:
         self.rank, self.groups = rank or Rank(), GroupSender()
         self.connection, self._theirs = Connection.pair()
         self.answers: list[tuple[str, Any]] = []
-        given = setup(folder, self.rank, self.groups, gpus or {})
+        given = replace(setup(folder, self.rank, self.groups, gpus or {}), **changes)
         self.monitor: Any = None
         self._threads = [
             threading.Thread(target=lambda: self._serve(given)),
@@ -444,6 +451,60 @@ def test_scrapes_are_refused_while_the_training_process_is_silent(
     assert answered == "200"
     assert refused.startswith("503 The training process of this rank has sent nothing for ")
     assert scrape() == "200"
+
+
+def test_other_ranks_hear_nothing_while_the_training_process_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    address = StoreAddress(host="127.0.0.1", port=server.port)
+    settings = {
+        "serve": {"enabled": False},
+        "run_log": {"folder": tmp_path},
+        "cross_rank": {"interval_seconds": 0.1},
+    }
+    served = Served(
+        tmp_path,
+        store=address,
+        settings=load_settings(settings),
+        process=ProcessInfo(rank=0, local_rank=0, world_size=2, host="here", attempt=0),
+    )
+    beats = StoreClientFactory(0, 0, 0, address.open).connect()
+
+    def count() -> int:
+        return int(json.loads(beats.get("beat/0"))["count"]) if beats.check(["beat/0"]) else 0
+
+    def goes_on() -> bool:
+        before = count()
+        return eventually(lambda: count() > before, 60)
+
+    seen: list[int] = []
+
+    def note(found: Any) -> Any:
+        seen.append(count())
+        return found
+
+    try:
+        served.send(pause="eval")
+        served.ask()
+        assert goes_on()
+
+        stopped = SimpleNamespace(status=lambda: note("stopped"))
+        with monkeypatch.context() as changed:
+            changed.setattr(served.monitor, "_training_process", stopped)
+            assert eventually(lambda: len(seen) > 4, 60)
+            assert len(set(seen)) == 1
+        assert goes_on()
+
+        seen.clear()
+        silent = property(lambda self: note(serving.MAX_SILENT_SECONDS))
+        with monkeypatch.context() as changed:
+            changed.setattr(Connection, "silent_seconds", silent)
+            assert eventually(lambda: len(seen) > 4, 60)
+            assert len(set(seen)) == 1
+        assert goes_on()
+    finally:
+        served.close()
 
 
 def test_after_a_kill_what_was_sent_is_in_the_run_folder(served: Served) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from fakes.rank_threads import FakeHostGroup, on_ranks
+from fakes.stores_without_clone import remove_clone
 
 from zerowatch.errors import PeerFailedError, ZerowatchError
 from zerowatch.runtime.trainer import run_end as run_end_module
@@ -364,6 +365,21 @@ class _Broken(BrokenOnce):
 @pytest.mark.usefixtures("short_polls")
 def test_the_thread_connects_again_if_its_connection_to_the_store_breaks() -> None:
     store = BrokenOnce(torch.distributed.HashStore())
+    peer, failed = on_ranks(2, lambda host_group: RunEnd(host_group, store))
+    peer.start()
+
+    failed.end(KeyError("labels"), "train_batch")
+
+    wait_until(lambda: peer.has_ended or not peer._thread.is_alive())
+    assert peer.has_ended
+    peer.close()
+
+
+@pytest.mark.usefixtures("short_polls")
+def test_an_error_is_found_in_a_store_without_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = torch.distributed.PrefixStore("worker/attempt_0", server)
+    remove_clone(monkeypatch)
     peer, failed = on_ranks(2, lambda host_group: RunEnd(host_group, store))
     peer.start()
 

@@ -26,10 +26,18 @@ class FakeGroup:
         self.rank_set.roles = [role]
         self.role, self.backend, self.size = role, backend, len(members)
         self.busy_until_ns = self.maybe_busy_until_ns = -(2**63)
+        self.num_unseen = 0
+        self.recorded = self.replayed = 0
         self._now_ns = 0
 
     def wire_factor(self, op: int, payload_bytes: int) -> float:
         return wire_factor(OPS[op], self.backend, self.size, payload_bytes)
+
+    def num_issued(self) -> int:
+        return self.recorded + self.num_unseen
+
+    def records(self) -> list[FakeGroup]:
+        return [self]
 
     def issue(
         self, op: str = "all_reduce", size: int = 1000, phase: str = "backward"
@@ -72,3 +80,6 @@ class FakeGroups:
 
     def rank_sets(self) -> list[RankSet]:
         return [group.rank_set for group in self.groups]
+
+    def known(self) -> list[FakeGroup]:
+        return [group for group in self.groups if isinstance(group, FakeGroup)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fakes.rank_sets import FakeGroups
+from fakes.rank_sets import FakeGroup, FakeGroups
 from torch._C import _distributed_c10d
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
@@ -295,6 +295,15 @@ def test_a_rank_set_is_summarized_with_all_its_fields(group: TwoRanks) -> None:
     assert context_of(group).rank_sets() == [
         RankSetSummary(key=KEY, role="dp", members=(0, 1), issued=1, is_waiting=True)
     ]
+
+
+def test_a_rank_set_has_the_calls_that_no_wrapper_has_seen() -> None:
+    group = FakeGroup((0, 1))
+    group.num_unseen = 2
+
+    [found] = context_of(group).rank_sets() or ()
+
+    assert (found.issued, found.unseen) == (0, 2)
 
 
 def test_what_the_comparison_found_is_passed_on(group: TwoRanks) -> None:

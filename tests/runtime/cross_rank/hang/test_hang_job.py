@@ -56,6 +56,10 @@ def rank_1_is_stuck_in_a_run(folder: Path) -> JobResult:
     return rank_1_is_stuck(folder, "hang_in_run_job.py")
 
 
+def rank_1_is_stuck_with_ddp(folder: Path) -> JobResult:
+    return rank_1_is_stuck(folder, "hang_ddp_job.py")
+
+
 def rank_1_is_stopped(folder: Path) -> JobResult:
     """Seconds are those from the order to stop to the end of rank 0."""
     with running(folder, ZEROWATCH_HANG_ABORT="true", **QUICKLY) as job:
@@ -106,6 +110,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, JobResult]:
         "stuck": rank_1_is_stuck,
         "stopped": rank_1_is_stopped,
         "in a run": rank_1_is_stuck_in_a_run,
+        "ddp": rank_1_is_stuck_with_ddp,
     }
     return {name: case(folder / name) for name, case in cases.items()}
 
@@ -139,9 +144,21 @@ def test_in_a_training_run_the_waiting_rank_names_the_one_whose_batch_is_not_the
     assert MISSING_RANK.fullmatch(waiting)
     assert "all_gather number " in waiting
     assert "(zerowatch's own, " in waiting
-    assert "where rank 0 waits; it is in data and in no collective" in stuck
+    assert "where rank 0 waits; it is in data and in no recorded collective" in stuck
     assert "at block_training (hang_in_run_job.py:" in stuck
     assert jobs["in a run"].steps == {"rank-0.jsonl": 20, "rank-1.jsonl": 20}
+
+
+def test_with_ddp_whose_calls_have_no_record_the_late_rank_is_named_by_both(
+    jobs: dict[str, JobResult],
+) -> None:
+    waiting, stuck = (text.splitlines()[0] for text in jobs["ddp"].reports.values())
+
+    assert waiting.startswith("rank 1 has not arrived at an unrecorded collective of group dp ")
+    assert "rank 0 (this one) is in backward" in waiting
+    assert stuck.startswith("rank 1 (this one) has not arrived at an unrecorded collective of ")
+    assert "where rank 0 waits; it is in other and in no recorded collective" in stuck
+    assert "at block_training (hang_ddp_job.py:" in stuck
 
 
 def test_a_report_comes_with_a_flight_recorder_dump(jobs: dict[str, JobResult]) -> None:

@@ -16,13 +16,27 @@ from typing import Any
 import pytest
 from fakes.hangs import CALL, KEY, call, evidence, peer
 
-from zerowatch.runtime.cross_rank.hang.hang_evidence import RankSetSummary
+from zerowatch.runtime.cross_rank.hang.hang_evidence import HangEvidence, RankSetSummary
 from zerowatch.runtime.cross_rank.hang.hang_report import (
     report_text,
     summary,
     write_flight_recorder_dump,
     write_report,
 )
+
+
+def unrecorded(own: int, others: list[tuple[int, int, int]]) -> HangEvidence:
+    """Return evidence of rank 0 after step 77, given its unseen calls since then.
+
+    The others are given by rank, last step and unseen calls.
+    """
+    peers = [
+        replace(peer(rank, 0), step=step, unseen={KEY: number}) for rank, step, number in others
+    ]
+    found = evidence([], peers, issued=0)
+    rank_sets = {KEY: replace(found.rank_sets[KEY], unseen=own)}
+    return replace(found, rank_sets=rank_sets)
+
 
 SUMMARIES = {
     "a sequence that was left before": (
@@ -78,12 +92,23 @@ SUMMARIES = {
     "others wait for this rank": (
         evidence([call(in_flight=False)], [peer(1, 1235), peer(2, 1235), peer(3, 1234)]),
         "rank 0 (this one) has not arrived at collective number 1235 of group dp, where ranks "
-        "1, 2 wait; it is in backward and in no collective, at load (data.py:12)",
+        "1, 2 wait; it is in backward and in no recorded collective, at load (data.py:12)",
     ),
     "no peer waits": (
         evidence([call(in_flight=False)], [peer(1, 1234)]),
-        "rank 0 (this one) makes no progress: it is in backward and in no collective, "
+        "rank 0 (this one) makes no progress: it is in backward and in no recorded collective, "
         "at load (data.py:12)",
+    ),
+    "a late rank at a call that no wrapper sees": (
+        unrecorded(1, [(1, 77, 1), (2, 77, 0)]),
+        "rank 2 has not arrived at an unrecorded collective of group dp (such as one of DDP); it "
+        "is alive; rank 0 (this one) is in backward, at load (data.py:12)",
+    ),
+    "others wait for this rank at such a call": (
+        unrecorded(0, [(1, 77, 1), (2, 77, 0)]),
+        "rank 0 (this one) has not arrived at an unrecorded collective of group dp (such as one "
+        "of DDP), where rank 1 waits; it is in backward and in no recorded collective, at load "
+        "(data.py:12)",
     ),
     "nothing known of the others": (
         evidence([call()], None),

@@ -119,6 +119,48 @@ def test_ranks_that_wait_for_this_one_are_in_the_call_that_it_issues_next() -> N
     assert waiting_ranks(evidence([call()], None)) == []
 
 
+UNSEEN = "an unrecorded collective of group dp (such as one of DDP)"
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "missing", "waiting"),
+    [
+        (1, {1: (77, 1)}, (), ()),  # all have arrived
+        (0, {1: (77, 0)}, (), ()),
+        (2, {1: (77, 1), 2: (77, 2), 3: (77, 3)}, (1,), (3,)),
+        (1, {1: (76, 5)}, (1,), ()),  # it is still in the step before
+        (0, {1: (78, 1)}, (), (1,)),
+        (0, {1: (78, 0)}, (), ()),  # ahead, but in no such call
+        (0, {1: (76, 0)}, (), ()),
+        (1, {1: None}, (), ()),  # it is monitored by another process
+    ],
+)
+def test_ranks_are_compared_by_calls_that_no_wrapper_sees(
+    own: int,
+    others: dict[int, tuple[int, int] | None],
+    missing: tuple[int, ...],
+    waiting: tuple[int, ...],
+) -> None:
+    peers = [
+        replace(peer(rank, 0), step=each[0], unseen={KEY: each[1]}) if each else peer(rank, 0)
+        for rank, each in others.items()
+    ]
+    found = evidence([call(7, in_flight=False)], peers, issued=0)
+    found = replace(found, rank_sets={KEY: replace(found.rank_sets[KEY], unseen=own)})
+
+    assert missing_ranks(found) == [MissingRanks(ranks=missing, call=UNSEEN)] * bool(missing)
+    assert waiting_ranks(found) == [MissingRanks(ranks=waiting, call=UNSEEN)] * bool(waiting)
+    assert awaited_rank(found) == (missing[0] if missing else None)
+
+
+def test_calls_that_no_wrapper_sees_do_not_matter_while_a_recorded_one_is_in_flight() -> None:
+    late = replace(peer(1, 1234), step=77, unseen={KEY: 0})
+    found = evidence([call()], [late])
+    found = replace(found, rank_sets={KEY: replace(found.rank_sets[KEY], unseen=1)})
+
+    assert missing_ranks(found) == []
+
+
 def test_only_calls_that_have_not_ended_are_in_flight() -> None:
     calls = [call(3), call(4, in_flight=False), call(5)]
 

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from fakes.rank_threads import FakeHostGroup, on_ranks
+from fakes.stores_without_clone import remove_clone
 from scripts.trainer.resume_engine import PlainEngine, SingleRankHostGroup
 from servers.cut_link import CutLink
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from zerowatch.errors import CheckpointError
 from zerowatch.runtime.trainer.checkpoint import background_save
@@ -280,6 +281,18 @@ def test_a_thread_that_was_left_completes_nothing_when_the_store_responds_again(
     assert not left.is_alive()
     assert loaded(tmp_path) == (2, 2.0)
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000002"]
+
+
+def test_ranks_exchange_texts_through_a_store_without_clone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    remove_clone(monkeypatch)
+    store = PrefixStore("job", server)
+
+    gathered = on_ranks(2, lambda group: StoreExchange(group, store).gather(f"rank {group.rank}"))
+
+    assert gathered == [["rank 0", "rank 1"]] * 2
 
 
 def test_after_an_error_of_the_store_on_one_rank_the_next_save_has_its_own_files(
