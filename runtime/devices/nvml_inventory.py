@@ -23,6 +23,8 @@ class GpuFacts:
         memory_bytes_per_second: Peak rate of its memory, from bus width and largest clock.
         pcie: Generation and number of lanes in use.
         pcie_best: Generation and number of lanes that device and slot support.
+        error: Number and text of NVML's error if it refuses access to the GPU or to the figures of
+            its memory; None without an error.
     """
 
     name: str
@@ -33,6 +35,7 @@ class GpuFacts:
     memory_bytes_per_second: float | None
     pcie: tuple[int, int] | None
     pcie_best: tuple[int, int] | None
+    error: tuple[int, str] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +77,12 @@ def nvml_inventory() -> NvmlInventory | None:
 
 
 def _facts(nvml: Any, index: int) -> GpuFacts:
-    gpu = _ask(nvml, nvml.nvmlDeviceGetHandleByIndex, index)
-    memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, gpu)
+    gpu = memory = error = None
+    try:
+        gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+        memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
+    except nvml.NVMLError as refusal:
+        error = (int(refusal.value), str(refusal))
     return GpuFacts(
         name=_text(_ask(nvml, nvml.nvmlDeviceGetName, gpu)),
         uuid=_text(_ask(nvml, nvml.nvmlDeviceGetUUID, gpu)),
@@ -91,6 +98,7 @@ def _facts(nvml: Any, index: int) -> GpuFacts:
         pcie_best=_pcie(
             nvml, gpu, nvml.nvmlDeviceGetMaxPcieLinkGeneration, nvml.nvmlDeviceGetMaxPcieLinkWidth
         ),
+        error=error,
     )
 
 
@@ -111,7 +119,12 @@ def _pcie(
 
 
 def _ask(nvml: Any, function: Callable[..., T], *arguments: Any) -> T | None:
-    """Return NVML's answer, or None where the device or the driver refuses it."""
+    """Return NVML's answer, or None where the device or the driver refuses it.
+
+    The answer is also None if an argument is: NVML has given no handle of the device.
+    """
+    if None in arguments:
+        return None
     try:
         return function(*arguments)
     except nvml.NVMLError:

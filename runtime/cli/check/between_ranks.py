@@ -71,6 +71,8 @@ class Ranks:
     """All ranks of the job that runs the check.
 
     Attributes:
+        rank: This rank.
+        local_rank: This rank among those of its host: the index of its GPU.
         places: The ranks, in order.
         hosts: The first rank of each host, in order.
     """
@@ -93,6 +95,7 @@ class Ranks:
                 backend="gloo", timeout=timedelta(seconds=_COLLECTIVE_SECONDS)
             )
         self.rank = job.rank
+        self.local_rank = job.local_rank
         self.places = self.gather(_this_place(job))
         first: dict[str, int] = {}
         for place in self.places:
@@ -127,7 +130,6 @@ class Ranks:
 def _this_place(job: Job) -> Place:
     device, name = accelerator.current, ""
     if device.is_available() and job.local_rank < device.device_count():
-        device.module.set_device(job.local_rank)
         name = device.device_name(job.local_rank)
     return Place(
         rank=job.rank,
@@ -156,7 +158,8 @@ def _versions() -> dict[str, str]:
     return found
 
 
-# The functions below run on all ranks, in the same order. Each yields findings on rank 0 only.
+# The functions below run on all ranks, in the same order. Each yields findings on rank 0 only. Each
+# runs in a new thread, whose current device is 0.
 
 
 def check_same_versions(ranks: Ranks) -> Iterator[Finding]:
@@ -321,7 +324,11 @@ class _Link:
     def __init__(self, ranks: Ranks) -> None:
         on_gpus = all(place.device for place in ranks.places) and dist.is_nccl_available()
         self.backend = "nccl" if on_gpus else "gloo"
-        self._device = accelerator.current.kind if on_gpus else "cpu"
+        self._device = "cpu"
+        if on_gpus:
+            self._device = f"{accelerator.current.kind}:{ranks.local_rank}"
+            # NCCL refuses two ranks of a host on one device.
+            accelerator.current.module.set_device(ranks.local_rank)
         self._group = (
             dist.new_group(backend="nccl", timeout=timedelta(seconds=_COLLECTIVE_SECONDS))
             if on_gpus

@@ -57,6 +57,18 @@ _MATMUL_SIDE = 8192
 _COPY_BYTES = 2**30
 _CPU_COPY_BYTES = 2**26
 _REPEATS = 10
+_RESTART = (
+    "take this host out of the job, look for XID errors (dmesg | grep -E 'NVRM|Xid'), and restart "
+    "the host; if it happens again, have the card, its seat and its power supply checked"
+)
+# What to do about the errors of NVML with which no process can use the GPU, by their number in
+# nvml.h: GPU_IS_LOST, RESET_REQUIRED and GPU_NOT_FOUND.
+_LOST_ADVICE = {
+    15: _RESTART,
+    16: "end the processes that use the GPU, and reset it (nvidia-smi --gpu-reset -i INDEX), or "
+    "restart the host",
+    28: _RESTART,
+}
 
 
 def check_accelerator(job: Job) -> Iterator[Finding]:
@@ -132,7 +144,7 @@ def _check_host_name(job: Job) -> Finding:
 
 
 def check_nvml(job: Job) -> Iterator[Finding]:
-    """Report what NVML reads, whether memory is free, and links below their width."""
+    """Report what NVML reads, lost GPUs, whether memory is free, and links below their width."""
     inventory = nvml_inventory()
     if inventory is None:
         if accelerator.current.is_available():
@@ -157,6 +169,10 @@ def check_gpu(number: int, gpu: GpuFacts) -> Iterator[Finding]:
         gpu: What NVML reports.
     """
     name, faults = f"GPU {number} {gpu.name}", 0
+    if gpu.error is not None and gpu.error[0] in _LOST_ADVICE:
+        code, reason = gpu.error
+        yield failed(f"{name}: the driver does not reach it: {reason}", _LOST_ADVICE[code])
+        return
     if gpu.total_bytes and gpu.used_bytes is not None:
         free = gpu.total_bytes - gpu.used_bytes
         if free < _LEAST_FREE_RATIO * gpu.total_bytes:
@@ -176,7 +192,12 @@ def check_gpu(number: int, gpu: GpuFacts) -> Iterator[Finding]:
             "have the seat of the card, the riser and the slot checked",
             lanes=float(gpu.pcie[1]),
         )
-    if not faults:
+    if faults:
+        return
+    if gpu.used_bytes is None:
+        reason = "" if gpu.error is None else f": {gpu.error[1]}"
+        yield ok(f"{name}: NVML does not report its memory{reason}")
+    else:
         yield ok(f"{name}: read by NVML, {format_bytes(gpu.total_bytes)}, unused")
 
 
@@ -228,10 +249,10 @@ def check_speed(job: Job) -> Iterator[Finding]:
         yield _cpu_copy()
         return
     index = job.local_rank % device.device_count()
-    name = device.device_name(index)
+    name, number_type = device.device_name(index), _number_type(index)
     yield rate_finding(
-        f"{device.kind}:{index} {name}: bf16 product of {_MATMUL_SIDE} x {_MATMUL_SIDE}",
-        _gpu_matmul(index),
+        f"{device.kind}:{index} {name}: {number_type} product of {_MATMUL_SIDE} x {_MATMUL_SIDE}",
+        _gpu_matmul(index, number_type),
         gpu_peak_flops_per_second(name),
         "FLOP/s",
         _LEAST_MATMUL_RATIO,
@@ -281,12 +302,19 @@ def _memory_peak(uuid: str) -> float | None:
     return found[0].memory_bytes_per_second if found else None
 
 
-def _gpu_matmul(index: int) -> float:
+def _number_type(index: int) -> str:
+    """Return the type of the peak in the table: bf16, or fp16 on a GPU that only emulates bf16."""
+    module = accelerator.current.module
+    with module.device(index):
+        return "bf16" if module.is_bf16_supported(False) else "fp16"
+
+
+def _gpu_matmul(index: int, number_type: str) -> float:
     import torch
 
-    side = _MATMUL_SIDE
+    side, dtype = _MATMUL_SIDE, torch.bfloat16 if number_type == "bf16" else torch.float16
     with torch.inference_mode():
-        matrix = torch.ones(side, side, dtype=torch.bfloat16, device=_torch_device(index))
+        matrix = torch.ones(side, side, dtype=dtype, device=_torch_device(index))
         return 2 * side**3 / _gpu_seconds(index, lambda: torch.mm(matrix, matrix))
 
 

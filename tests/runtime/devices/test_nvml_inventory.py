@@ -52,6 +52,37 @@ def test_a_figure_that_the_driver_refuses_is_unknown(library: NvmlLibrary) -> No
     assert (found.cuda_version, gpu.total_bytes, gpu.memory_bytes_per_second) == (None, None, None)
 
 
+@pytest.mark.parametrize("error", [15, 16, 28], ids=["lost", "needs a reset", "not found"])
+@pytest.mark.parametrize("refused", ["memory", "handle"])
+def test_a_gpu_that_the_driver_does_not_reach_has_failed(
+    library: NvmlLibrary, monkeypatch: pytest.MonkeyPatch, error: int, refused: str
+) -> None:
+    def refuse(index: int) -> None:
+        raise library.pynvml.NVMLError(error)
+
+    if refused == "handle":
+        monkeypatch.setattr(library.pynvml, "nvmlDeviceGetHandleByIndex", refuse)
+
+    (finding,) = of_gpu(library, lost=error)
+
+    assert finding.verdict is Verdict.FAILED
+    assert str(library.pynvml.NVMLError(error)) in finding.text
+    assert "unused" not in finding.text
+    assert ("--gpu-reset" in finding.advice) == (error == 16)
+    assert "restart the host" in finding.advice
+    assert library.left_open == (0, 0)
+
+
+def test_a_gpu_whose_memory_the_driver_does_not_report_is_not_called_unused(
+    library: NvmlLibrary,
+) -> None:
+    (finding,) = of_gpu(library, memory_total=None)
+
+    assert finding.verdict is Verdict.OK
+    assert "unused" not in finding.text
+    assert str(library.pynvml.NVMLError(3)) in finding.text
+
+
 def test_an_unused_gpu_is_well(library: NvmlLibrary) -> None:
     (finding,) = of_gpu(library)
 

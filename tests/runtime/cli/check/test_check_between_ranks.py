@@ -9,21 +9,25 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from require import program
 from scripts.launching import ZEROWATCH, environment
 from servers.free_port import free_port
+from torch.overrides import TorchFunctionMode
 
 from zerowatch.runtime.cli.check import between_ranks
 from zerowatch.runtime.cli.check.all_checks import check_together, merged
 from zerowatch.runtime.cli.check.between_ranks import LEAST_BYTES_PER_SECOND, link_finding
 from zerowatch.runtime.cli.check.verdicts import Finding, Job, Runner, Verdict
+from zerowatch.runtime.common import accelerator
 
 LIMIT_SECONDS = 300
 GIGABIT = 1e9 / 8
@@ -203,6 +207,82 @@ class TwoHosts:
 
     def name(self, rank: int) -> str:
         return f"rank {rank} ({self.places[rank].host})"
+
+
+class CurrentDevice(threading.local):
+    """The current device of each thread."""
+
+    index = 0
+
+
+class NamedDevices(TorchFunctionMode):
+    """Collects the devices that calls of torch name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = [*args, *(kwargs or {}).values()]
+        self.names |= {each for each in given if isinstance(each, str)}
+        return function(*args, **(kwargs or {}))
+
+
+def test_each_rank_measures_its_link_on_its_own_gpu_in_every_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    current, used, named = CurrentDevice(), set[int](), NamedDevices()
+
+    def use(*_: object, **__: object) -> None:
+        used.add(current.index)
+
+    def gather(values: list[Any], value: Any, group: object) -> None:
+        values[:] = [value] * len(values)
+
+    gpus = SimpleNamespace(
+        kind="cpu",  # of the tensors
+        is_available=lambda: True,
+        device_count=lambda: 2,
+        device_name="H100-{}".format,
+        module=SimpleNamespace(
+            set_device=lambda index: setattr(current, "index", index),
+            synchronize=use,
+            nccl=SimpleNamespace(version=lambda: (2, 27)),
+        ),
+    )
+    nccl = SimpleNamespace(
+        init_process_group=lambda *_, **__: None,
+        new_group=lambda **_: None,
+        is_nccl_available=lambda: True,
+        get_world_size=lambda: 2,
+        all_gather_object=gather,
+        barrier=lambda group: None,
+        send=use,
+        recv=use,
+    )
+    monkeypatch.setattr(accelerator, "current", gpus)
+    monkeypatch.setattr(between_ranks, "dist", nccl)
+    monkeypatch.setattr(between_ranks, "_ENOUGH_SECONDS", 0.0)
+    runner, connected = Runner(), list[between_ranks.Ranks]()
+
+    def connect() -> Iterable[Finding]:
+        connected.append(between_ranks.Ranks(Job(local_rank=1, local_ranks=2, world_size=2)))
+        return ()
+
+    def check_links() -> Iterable[Finding]:
+        with named:
+            yield from between_ranks.check_links(connected[0])
+
+    faults = runner.call("connection", 30, connect)
+    found = runner.call("links", 30, check_links)
+
+    assert faults == []
+    assert {each.verdict for each in found} == {Verdict.NOT_APPLICABLE, Verdict.OK}
+    assert "by nccl" in found[-1].text
+    assert used == {1}
+    assert named.names == {"cpu:1"}
 
 
 def test_equal_versions_are_one_finding() -> None:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from zerowatch.runtime.cli.check import hardware
 from zerowatch.runtime.cli.check.hardware import (
@@ -38,6 +41,7 @@ def gpu(**changes: Any) -> GpuFacts:
         "memory_bytes_per_second": 3e12,
         "pcie": (5, 16),
         "pcie_best": (5, 16),
+        "error": None,
     }
     return GpuFacts(**{**facts, **changes})
 
@@ -111,16 +115,39 @@ def test_a_rate_is_compared_with_the_peak(
 
 
 class FakeGpus:
-    """Two GPUs of generation 9.0 that torch sees."""
+    """Two GPUs of generation 9.0 that torch sees.
+
+    Args:
+        architectures: Those that torch was built for.
+        segments: Whether expandable segments are on.
+        bf16: Which of the GPUs have bf16 tensor cores.
+    """
 
     kind = "cuda"
 
-    def __init__(self, *, architectures: tuple[str, ...] = ("sm_90",), segments: bool = True):
+    def __init__(
+        self,
+        *,
+        architectures: tuple[str, ...] = ("sm_90",),
+        segments: bool = True,
+        bf16: tuple[int, ...] = (0, 1),
+    ):
         self.segments = segments
+        self.current = 0
         self.module = SimpleNamespace(
             get_arch_list=lambda: [*architectures, "compute_90"],
             get_device_capability=lambda index: (9, 0),
+            device=self.used,
+            is_bf16_supported=lambda including_emulation=True: (
+                including_emulation or self.current in bf16
+            ),
         )
+
+    @contextmanager
+    def used(self, index: int) -> Iterator[None]:
+        before, self.current = self.current, index
+        yield
+        self.current = before
 
     def is_available(self) -> bool:
         return True
@@ -328,7 +355,7 @@ def test_each_rank_measures_its_own_gpu_against_its_peaks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(accelerator, "current", FakeGpus())
-    monkeypatch.setattr(hardware, "_gpu_matmul", lambda index: 4e14 + index)
+    monkeypatch.setattr(hardware, "_gpu_matmul", lambda index, number_type: 4e14 + index)
     monkeypatch.setattr(hardware, "_gpu_copy", lambda index: 2e12)
     monkeypatch.setattr(hardware, "gpu_peak_flops_per_second", lambda name: 1e15)
     inventory = NvmlInventory(driver="", cuda_version=None, devices=(gpu(uuid="GPU-0"), gpu()))
@@ -346,6 +373,32 @@ def test_each_rank_measures_its_own_gpu_against_its_peaks(
         text="cuda:1 H100-1: copy within the device: 2 TB/s, 67% of the peak 3 TB/s",
         figures={"bytes_per_second": 2e12},
     )
+
+
+@pytest.mark.parametrize(
+    ("bf16", "dtype", "name"),
+    [((1,), torch.bfloat16, "bf16"), ((0,), torch.float16, "fp16")],
+)
+def test_the_product_is_of_the_type_for_which_the_gpu_has_tensor_cores(
+    monkeypatch: pytest.MonkeyPatch, bf16: tuple[int, ...], dtype: torch.dtype, name: str
+) -> None:
+    results: list[torch.Tensor] = []
+
+    def seconds(index: int, work: Callable[[], torch.Tensor]) -> float:
+        results.append(work())
+        return 1.0
+
+    monkeypatch.setattr(accelerator, "current", FakeGpus(bf16=bf16))
+    monkeypatch.setattr(hardware, "_torch_device", lambda index: "cpu")
+    monkeypatch.setattr(hardware, "_gpu_seconds", seconds)
+    monkeypatch.setattr(hardware, "_MATMUL_SIDE", 2)
+    monkeypatch.setattr(hardware, "_COPY_BYTES", 2)
+    monkeypatch.setattr(hardware, "nvml_inventory", lambda: None)
+
+    product, _ = check_speed(Job(local_rank=1))
+
+    assert product.text.startswith(f"cuda:1 H100-1: {name} product of 2 x 2: ")
+    assert results[0].dtype == dtype
 
 
 def test_a_cpu_whose_threads_wait_for_each_other_is_named(
