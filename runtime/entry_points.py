@@ -9,10 +9,12 @@ from __future__ import annotations
 import atexit
 import difflib
 import functools
+import gc
 import inspect
 import logging
 import os
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
@@ -54,15 +56,20 @@ class _Process:
 
     Attributes:
         settings: The settings with which the watch was asked for.
+        module: The model of the engine for which the watch was opened, if it still exists.
         trainings: Trainings so far by the run id that they were given.
+        is_new_training: Whether the next watch is of a new training, even with the same engine.
+        is_model_known: Whether optimizer steps no longer show what the script trains.
     """
 
     fail_open: FailOpen = field(default_factory=FailOpen)
     collectives: CollectiveInstrumentation | None = None
     watch: Watch | None = None
     settings: Settings | None = None
+    module: Callable[[], Any] = lambda: None
     num_watches: int = 0
     trainings: Counter[str] = field(default_factory=Counter)
+    is_new_training: bool = False
     is_model_known: bool = False
     first_step_hook: StepCallbackHandle | None = None
     attached_settings: Mapping[str, Any] | None = None
@@ -113,7 +120,8 @@ def initialize(
 
     The parameters, except `settings`, are those of `deepspeed.initialize` (0.19.8). The engine is
     DeepSpeed's own, with one more attribute: `engine.watch`, a `Watch`. If a script makes several
-    engines, the first one with an optimizer is watched; the others share its watch.
+    engines, the first one with an optimizer is watched; the others share its watch. An engine that
+    replaces a watched one, which no longer exists or had the same model, gets a watch of its own.
 
     Examples:
         >>> engine, optimizer, _, scheduler = zerowatch.initialize(
@@ -254,8 +262,8 @@ def initialize_unwatched(**kwargs: Any) -> Any:
 def instrument_torch() -> None:
     """Instrument collectives right after torch was imported, before a process group exists.
 
-    The first optimizer step of the process shows whether a script trains without DeepSpeed. Its
-    model is watched from then on.
+    The first optimizer step shows whether a script trains without DeepSpeed. Its model is watched
+    from then on. After `expect_training`, the next step is such a first step.
     """
     if not load_settings(ds_block={"enabled": True}).enabled:
         return
@@ -269,14 +277,29 @@ def instrument_torch() -> None:
 
 
 def _watch_torch_model(optimizer: torch.optim.Optimizer) -> None:
-    """Watch the model of the first optimizer that steps, unless DeepSpeed has an engine."""
+    """Watch the model of the first optimizer that steps, unless an engine or a model is watched.
+
+    In a notebook the newest model is watched.
+    """
     from .common.torch_engine import torch_engine, trained_model
 
     _process.is_model_known = True
     settings = load_settings(_process.attached_settings)
-    model = trained_model(optimizer) if settings.enabled and _process.watch is None else None
-    if model is not None:
-        _open_watch(torch_engine(model, optimizer), settings)
+    running = current_watch()
+    is_wanted = running is None or _is_interactive() or _is_engine_gone()
+    model = trained_model(optimizer) if settings.enabled and is_wanted else None
+    # A DeepSpeed engine, which has `global_steps`, may go on after its watch was closed.
+    if model is None or hasattr(model, "global_steps"):
+        return
+    engine = torch_engine(model, optimizer)
+    if running is None or not running.watches(engine):
+        _open_watch(engine, settings)
+
+
+def expect_training() -> None:
+    """Let the next training have a watch, with or without DeepSpeed, if none is open by then."""
+    _process.is_new_training = True
+    _process.is_model_known = False
 
 
 def wrap_deepspeed(deepspeed: ModuleType) -> None:
@@ -320,6 +343,7 @@ def attach(settings: Mapping[str, Any] | None = None) -> Callable[[], None]:
     if not load_settings(settings, {"enabled": True}).enabled:
         return lambda: None
     _process.attached_settings = settings
+    expect_training()
     original = deepspeed.initialize
     if hasattr(original, "zerowatch_original"):
         return _forget_settings
@@ -399,22 +423,38 @@ def _check_keywords(original: Callable[..., Any], keywords: Mapping[str, Any]) -
 def _maybe_watch(engine: Any, settings: Settings) -> None:
     if settings.enabled:
         _watch_first(engine, settings)
-    elif _process.collectives is not None:
+    elif _process.collectives is not None and current_watch() is None:
         _process.collectives.close()
 
 
 def _watch_first(engine: Any, settings: Settings) -> None:
-    """Watch the first engine that trains; in a notebook, the newest engine."""
+    """Watch the first engine that trains, or the one in its place; in a notebook, the newest."""
     # Compare names of classes, because the script may not have imported DeepSpeed's classes yet.
     trains = type(engine.optimizer).__name__ not in _NO_OPTIMIZERS
-    running = _process.watch is not None and _process.watch.is_open
+    running = current_watch() is not None
     if not trains and not running:
         _process.startup.expect_no_step()
-    if trains and (not running or _is_interactive()):
+    if trains and (not running or _is_interactive() or _is_replaced_by(engine)):
         with ExitStack() as on_failure:
             on_failure.callback(_process.startup.stop)  # without a watch no first step is seen
             _open_watch(engine, settings)
             on_failure.pop_all()
+
+
+def _is_replaced_by(engine: Any) -> bool:
+    """Return whether a new engine is in the place of the watched one.
+
+    A framework that repeats a training, such as with smaller batches, makes another engine of the
+    same model. It may still refer to the previous engine then.
+    """
+    return engine.module is _process.module() or _is_engine_gone()
+
+
+def _is_engine_gone() -> bool:
+    """Return whether the engine of the open watch no longer exists."""
+    # Engines are in reference cycles, which each rank would free at another time.
+    gc.collect()
+    return _process.watch is not None and _process.watch.watches(None)
 
 
 def _open_watch(engine: Any, settings: Settings) -> Watch:
@@ -434,6 +474,7 @@ def _open_watch(engine: Any, settings: Settings) -> Watch:
         _close_at_exit_before_trackers,
     )
     _process.watch, _process.settings = _separate_watch(*parts) or build_watch(*parts), settings
+    _process.module, _process.is_new_training = weakref.ref(engine.module), False
     _process.num_watches += 1
     if _process.num_watches == 1:
         os.register_at_fork(after_in_child=_close_after_fork)
@@ -448,7 +489,8 @@ def _of_this_training(engine: Any, settings: Settings) -> Settings:
     run_id = settings.run_id or launcher_run_id()
     if run_id is None:
         return settings
-    if _process.watch is None or not _process.watch.watches(engine):
+    is_same = _process.watch is not None and _process.watch.watches(engine)
+    if _process.is_new_training or not is_same:
         _process.trainings[run_id] += 1
     number = _process.trainings[run_id]
     if number < 2:

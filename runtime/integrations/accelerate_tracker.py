@@ -59,7 +59,8 @@ class AccelerateTracker(GeneralTracker):  # type: ignore[misc]
 
     def finish(self) -> None:
         """Write what is pending, and end monitoring."""
-        self._begin()
+        if self.tracker.is_open:
+            self._begin()
         self._attachment.close()
 
     def _begin(self) -> None:

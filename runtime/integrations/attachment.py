@@ -6,7 +6,8 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..entry_points import attach, current_watch
+from ...metrics.settings import load_settings
+from ..entry_points import attach, current_watch, expect_training
 from ..monitor.watch import NullWatch, Watch, WatchHandle
 from ..sinks.sink import Sink
 
@@ -30,6 +31,8 @@ class Attachment:
     ) -> None:
         self._callback, self._sinks = callback, tuple(sinks)
         self._begun: Watch | None = None
+        self._is_closed = False
+        self._is_on = load_settings(settings, {"enabled": True}).enabled
         self._detach = attach(settings)
 
     @property
@@ -39,6 +42,7 @@ class Attachment:
 
     def begin(self) -> None:
         """Add the sinks as soon as there is a watch. Has an effect once per watch."""
+        self._is_closed = False
         watch = current_watch()
         if watch is not None and watch is not self._begun:
             self._begun = watch
@@ -46,16 +50,28 @@ class Attachment:
                 watch.add_sink(sink)
 
     def close(self, *, failed: bool = False) -> None:
-        """Write what is pending and remove all hooks from the engine."""
+        """Write what is pending and remove all hooks from the engine.
+
+        A later training has a watch of its own. Safe to call twice.
+        """
         watch = current_watch()
         if watch is not None:
             watch.close(failed=failed)
-        elif self._begun is None and not failed:
-            logger.warning(
-                "nothing of this training was monitored: create %s before the model is prepared "
-                "for training, and check ZEROWATCH_ENABLED",
-                self._callback,
-            )
+        elif self._begun is None and not self._is_closed and not failed:
+            self._report_no_watch()
+        self._begun, self._is_closed = None, True
+        expect_training()
+
+    def _report_no_watch(self) -> None:
+        if not self._is_on:
+            logger.info("nothing of this training was monitored: the setting `enabled` is false")
+            return
+        logger.warning(
+            "nothing of this training was monitored. Either it made no step, or %s was created "
+            "after the model was prepared for training, or the ds config switches monitoring off, "
+            "or monitoring could not start, which is an earlier line of the log",
+            self._callback,
+        )
 
     def detach(self) -> None:
         """Restore `deepspeed.initialize`, unless the script runs under `zerowatch run`."""

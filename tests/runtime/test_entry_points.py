@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +12,12 @@ import pytest
 import torch
 
 import zerowatch
+from zerowatch.metrics.catalog import training
 from zerowatch.metrics.settings import Settings, load_settings
 from zerowatch.runtime import entry_points
 from zerowatch.runtime.common.fail_open import FailOpen
-from zerowatch.runtime.monitor.watch import NullWatch
+from zerowatch.runtime.common.torch_engine import torch_engine
+from zerowatch.runtime.monitor.watch import NullWatch, Watch
 
 OFF = {"enabled": False}
 
@@ -102,7 +104,9 @@ class Process:
             collectives=None,
             watch=None,
             settings=None,
+            module=lambda: None,
             num_watches=0,
+            is_new_training=False,
             is_model_known=False,
             first_step_hook=None,
             attached_settings=None,
@@ -133,7 +137,7 @@ def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Process:
 
 
 def engine_that(trains: bool = True, **values: Any) -> Any:
-    return SimpleNamespace(optimizer=object() if trains else None, **values)
+    return SimpleNamespace(optimizer=object() if trains else None, module=object(), **values)
 
 
 def test_each_parameter_of_deepspeed_is_passed_on_under_its_own_name(
@@ -238,6 +242,24 @@ def test_disabled_monitoring_calls_deepspeed_and_nothing_else(
     assert process.calls == [("collectives.close",)]
 
 
+@pytest.mark.parametrize("by", ["zerowatch.initialize", "deepspeed.initialize"])
+def test_an_engine_without_monitoring_leaves_the_collectives_to_the_watch_of_another(
+    by: str, process: Process
+) -> None:
+    deepspeed: Any = SimpleNamespace(initialize=lambda config: (engine_that(), 1, 2, 3))
+    entry_points.wrap_deepspeed(deepspeed)
+    process.state.collectives = Recorded(process.calls, "collectives")
+    process.state.watch = process.watch_of(engine_that())
+    process.calls.clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deepspeed.initialize", deepspeed.initialize)
+        initialize = zerowatch.initialize if by.startswith("zerowatch") else deepspeed.initialize
+        initialize(config={"zerowatch": OFF})
+
+    assert process.calls == []
+
+
 @pytest.mark.parametrize(
     ("trains", "running", "interactive", "calls"),
     [
@@ -260,7 +282,7 @@ def test_the_first_engine_that_trains_is_watched_and_in_a_notebook_the_newest(
 ) -> None:
     monkeypatch.setattr(entry_points, "_is_interactive", lambda: interactive)
     if running is not None:
-        process.state.watch = process.watch_of(None, is_open=running)
+        process.state.watch = process.watch_of(engine_that(), is_open=running)
 
     entry_points._watch_first(engine_that(trains), Settings())
 
@@ -290,6 +312,82 @@ def test_an_engine_with_a_placeholder_for_an_optimizer_does_not_train(
     entry_points._watch_first(engine, Settings())
 
     assert process.calls == [("startup.expect_no_step",)]
+
+
+QUIET = {"serve": {"enabled": False}, "run_log": {"enabled": False}}
+
+Made = tuple[torch.nn.Module, torch.optim.Optimizer]
+
+
+@pytest.fixture
+def real_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The state of a new process. What it opens is closed after the test."""
+    monkeypatch.setattr(entry_points, "_process", entry_points._Process())
+    yield
+    entry_points.close_watch(failed=False)
+
+
+def made() -> Made:
+    model = torch.nn.Linear(2, 3)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(4, 2)).square().mean().backward()
+    optimizer.step()
+
+
+def num_steps(watch: Watch) -> float | None:
+    return watch.snapshot().value(training.STEPS)
+
+
+def test_the_engine_that_replaces_one_that_no_longer_exists_has_its_own_watch(
+    real_process: None,
+) -> None:
+    model, optimizer = made()
+    first = zerowatch.watch(model, optimizer, QUIET)
+    train_step(model, optimizer)
+    model.itself = [model]  # type: ignore[assignment]  # like an engine, it is in a cycle
+    del model, optimizer
+
+    model, optimizer = made()
+    engine = torch_engine(model, optimizer)
+    entry_points._watch_first(engine, load_settings(QUIET))
+    second = entry_points.current_watch()
+    assert second is not None
+    for _ in range(3):
+        train_step(model, optimizer)
+    second.close()
+
+    assert second.watches(engine)
+    assert (first.is_open, num_steps(first), num_steps(second)) == (False, 1, 3)
+    assert first.snapshot().value(training.RUN_END_INFO, "completed") == 1
+
+
+def test_an_engine_of_the_watched_model_replaces_the_one_before(real_process: None) -> None:
+    model, optimizer = made()
+    first = zerowatch.watch(model, optimizer, QUIET)
+    kept = torch_engine(model, optimizer)
+
+    second_optimizer = torch.optim.SGD(model.parameters())
+    engine = torch_engine(model, second_optimizer)
+    entry_points._watch_first(engine, load_settings(QUIET))
+    second = entry_points.current_watch()
+
+    assert not first.is_open
+    assert first.watches(kept)
+    assert second is not None and second.watches(engine)
+
+
+def test_an_engine_of_another_model_leaves_the_watch_of_one_that_exists(
+    real_process: None,
+) -> None:
+    model, optimizer = made()
+    first = zerowatch.watch(model, optimizer, QUIET)
+
+    entry_points._watch_first(torch_engine(*made()), load_settings(QUIET))
+
+    assert entry_points.current_watch() is first
 
 
 def engine_with(config: object) -> Any:
@@ -548,9 +646,63 @@ def test_the_model_of_the_first_optimizer_that_steps_is_watched_once(process: Pr
 
 def test_an_optimizer_that_steps_beside_a_watched_engine_is_not_watched(process: Process) -> None:
     model = torch.nn.Linear(2, 3)
-    process.state.watch = process.watch_of(None)
+    process.state.watch = process.watch_of(engine_that())
 
     entry_points._watch_torch_model(torch.optim.SGD(model.parameters()))
+
+    assert process.calls == []
+
+
+@pytest.mark.parametrize(
+    ("is_gone", "interactive", "is_watched"),
+    [(False, False, False), (True, False, True), (False, True, True)],
+)
+def test_a_training_that_is_expected_is_watched_if_the_engine_is_gone_and_in_a_notebook(
+    is_gone: bool,
+    interactive: bool,
+    is_watched: bool,
+    process: Process,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(entry_points, "_is_interactive", lambda: interactive)
+    model, optimizer = made()
+    entry_points.instrument_torch()
+    process.state.is_model_known = True
+    process.state.watch = process.watch_of(None if is_gone else engine_that())
+    process.calls.clear()
+
+    try:
+        train_step(model, optimizer)
+        before = list(process.calls)
+        entry_points.expect_training()
+        train_step(model, optimizer)
+    finally:
+        process.state.first_step_hook.remove()
+
+    assert before == []
+    assert [call[0] for call in process.calls] == ["watched"] * is_watched
+
+
+def test_a_model_that_is_watched_keeps_its_watch_in_a_notebook_too(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entry_points, "_is_interactive", lambda: True)
+    model, optimizer = made()
+    process.state.watch = process.watch_of(torch_engine(model, optimizer))
+
+    entry_points._watch_torch_model(optimizer)
+
+    assert process.calls == []
+
+
+def test_a_deepspeed_engine_that_goes_on_after_its_watch_is_not_watched_as_a_model(
+    process: Process,
+) -> None:
+    model, optimizer = made()
+    model.global_steps = 7  # type: ignore[assignment]
+    process.state.watch = process.watch_of(model, is_open=False)
+
+    entry_points._watch_torch_model(optimizer)
 
     assert process.calls == []
 

@@ -16,14 +16,19 @@ from fakes.framework_watch import FrameworkWatch
 from transformers import TrainerCallback
 
 import zerowatch
+from zerowatch.runtime import entry_points
 from zerowatch.runtime.instrumentation.engine_hooks import is_divided_by_lightning
 from zerowatch.runtime.integrations import attachment
 from zerowatch.runtime.monitor.watch import NullWatch
 
 
 @pytest.fixture(autouse=True)
-def initialize(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The state of a new process, to which nothing is attached."""
     monkeypatch.setattr(deepspeed, "initialize", deepspeed.initialize)
+    monkeypatch.setattr(entry_points, "_process", entry_points._Process())
+    yield
+    entry_points.close_watch(failed=False)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +118,19 @@ def test_a_training_that_failed_before_its_engine_gets_no_warning(
 ) -> None:
     attachment.Attachment("TheCallback", None, ()).close(failed=True)
 
+    assert caplog.messages == []
+
+
+def test_a_tracker_may_end_twice_without_a_warning(
+    watch: FrameworkWatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = zerowatch.AccelerateTracker()
+
+    tracker.log({"loss": 1.0}, step=1)
+    tracker.finish()
+    tracker.finish()
+
+    assert watch.ended is False
     assert caplog.messages == []
 
 

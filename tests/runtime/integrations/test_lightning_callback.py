@@ -13,6 +13,7 @@ import pytest
 from fakes.framework_watch import FrameworkWatch
 
 from zerowatch.errors import SettingsError
+from zerowatch.runtime import entry_points
 from zerowatch.runtime.integrations import attachment
 from zerowatch.runtime.monitor.watch import NullWatch
 
@@ -32,7 +33,9 @@ def lightning(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(deepspeed, "initialize", deepspeed.initialize)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    monkeypatch.setattr(entry_points, "_process", entry_points._Process())
     yield importlib.import_module(MODULE)
+    entry_points.close_watch(failed=False)
     sys.modules.pop(MODULE, None)
 
 

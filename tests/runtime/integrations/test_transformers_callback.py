@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,15 +11,18 @@ import pytest
 from fakes.framework_watch import FrameworkWatch
 
 import zerowatch
+from zerowatch.runtime import entry_points
 from zerowatch.runtime.integrations import attachment
 
 
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> FrameworkWatch:
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[FrameworkWatch]:
     monkeypatch.setattr(deepspeed, "initialize", deepspeed.initialize)
+    monkeypatch.setattr(entry_points, "_process", entry_points._Process())
     watch = FrameworkWatch()
     monkeypatch.setattr(attachment, "current_watch", lambda: watch if watch.is_open else None)
-    return watch
+    yield watch
+    entry_points.close_watch(failed=False)
 
 
 def test_a_training_has_its_sinks_its_logged_values_and_its_end(watch: FrameworkWatch) -> None:
