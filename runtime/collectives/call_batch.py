@@ -53,7 +53,7 @@ class CallBatch:
         """Set the times of calls timed by events, in nanoseconds relative to the anchor.
 
         The events are then released to the pool. This method does nothing until the device has
-        passed the anchor.
+        passed the anchor. A call whose end the device has not passed is not timed.
 
         Raises:
             RuntimeError: The device failed, or events of different devices were recorded.
@@ -74,8 +74,15 @@ class CallBatch:
                 events.release(call.start_event)
                 continue
             blocks_compute = call.issued_ns > call.start_ns  # by the host's clock
-            call.start_ns = _time(call.start_event, anchor)
-            call.end_ns = _time(call.end_event, anchor)
+            try:
+                times = _time(call.start_event, anchor), _time(call.end_event, anchor)
+            except (RuntimeError, ValueError):
+                if call.end_event.query():
+                    raise
+                call.timed = False  # the end of a message was marked after `settled`
+                events.release(call.start_event)
+                continue
+            call.start_ns, call.end_ns = times
             call.issued_ns = call.end_ns if blocks_compute else call.start_ns
             events.release(call.start_event)
             if call.end_event is not anchor:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ..common import accelerator
-from ..common.accelerator import Stream
+from ..common.accelerator import Event, Stream
 from ..common.hot_path import RecorderFields, constructor
 from ..common.phase_timer import OTHER, PhaseTimer
 from .call_batch import MESSAGE_ENDS, CallBatch
@@ -141,11 +141,20 @@ class CallRecorder(RecorderFields):
         self._unwaited = [call for call in calls if call.is_bound and call.end_event is None]
         if any(call.start_event is not None for call in calls):
             try:
-                batch.anchor = self.events.record()
+                batch.anchor = self._new_anchor(calls)
             except RuntimeError as error:
                 self.events.disable(error)
+            if batch.anchor is None:
                 batch.lose()
         return batch
+
+    def _new_anchor(self, calls: list[CollectiveCall]) -> Event | None:
+        """Return an event of about now; None if there is none.
+
+        While a graph is captured, an event would be recorded into the graph, and to query it would
+        invalidate the capture.
+        """
+        return _last_end(calls) if self._accelerator.is_capturing() else self.events.record()
 
     def pass_on_between_steps(self) -> None:
         """Pass on the calls since the last step if there is an evaluation or a checkpoint.
@@ -165,8 +174,7 @@ class CallRecorder(RecorderFields):
                 del self._calls[: len(calls)]  # the issuing thread may have added further calls
                 if calls and self._on_batch is not None:
                     # No event may be recorded on this thread: a graph may be captured on the stream
-                    ends = (call.end_event for call in reversed(calls))
-                    self._on_batch(CallBatch(calls, next(filter(None, ends), None)))
+                    self._on_batch(CallBatch(calls, _last_end(calls)))
             finally:
                 self._is_draining = False
 
@@ -499,3 +507,8 @@ class CallRecorder(RecorderFields):
 def _is_marked(call: CollectiveCall) -> bool:
     """Return whether both ends of a call are marked, as far as events mark them."""
     return call.start_event is None or call.end_event is not None or not call.timed
+
+
+def _last_end(calls: list[CollectiveCall]) -> Event | None:
+    """Return the last event at the end of one of the calls; None if no end is marked."""
+    return next((call.end_event for call in reversed(calls) if call.end_event is not None), None)

@@ -352,11 +352,15 @@ _KINDS: dict[str, type[Accelerator]] = {"cuda": CudaAccelerator}
 
 def _of_this_build() -> Accelerator:
     """Return the accelerator for which torch was built."""
+    return _KINDS.get(_kind_of_this_build(), CudaAccelerator)()
+
+
+def _kind_of_this_build() -> str:
     try:
         found = torch.accelerator.current_accelerator()
     except RuntimeError:  # torch 2.6, on a machine without a device
         found = None
-    return _KINDS.get("cpu" if found is None else found.type, CudaAccelerator)()
+    return "cpu" if found is None else found.type
 
 
 # Other modules read `accelerator.current` at each use. Classes that run for each collective read
@@ -364,14 +368,21 @@ def _of_this_build() -> Accelerator:
 current: Accelerator = _of_this_build()
 
 
-def training_device_index() -> int | None:
+def training_device_index(module: torch.nn.Module | None = None) -> int | None:
     """Return the index of the device that this rank trains on, or None on CPU.
 
     If DeepSpeed is loaded, its choice of device counts: DS_ACCELERATOR may be "cpu" although the
     machine has a GPU.
+
+    Args:
+        module: The model, if its script may not have made its device the current one. Without a
+            model, or with one that has no parameter on a device, it is the current device.
     """
-    on_device = device_kind() == current.kind and current.is_available()
-    return current.current_device() if on_device else None
+    if device_kind() != current.kind or not current.is_available():
+        return None
+    devices = () if module is None else (one.device for one in module.parameters())
+    index = next((device.index for device in devices if device.type == current.kind), None)
+    return current.current_device() if index is None else index
 
 
 def has_failed() -> bool:
@@ -404,5 +415,4 @@ def device_kind() -> str:
     deepspeed = sys.modules.get("deepspeed.accelerator")
     if deepspeed is not None:
         return str(deepspeed.get_accelerator().device_name())
-    found = torch.accelerator.current_accelerator()
-    return "cpu" if found is None else found.type
+    return _kind_of_this_build()

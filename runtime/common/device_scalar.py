@@ -94,24 +94,46 @@ ScalarOrPending = float | PendingScalar | None
 
 
 def scalar(source: Any) -> ScalarOrPending:
-    """Convert a number, a one-element tensor or None. Start a copy if it is on a device."""
+    """Convert a number, a one-element tensor or None. Start a copy if it is on a device.
+
+    Returns:
+        The number or the copy. None if reading the tensor would wait, need a collective or use
+        another device than the current one.
+    """
     if source is None or type(source) is float:
         return source
     if (value := host_value(source)) is not None:
         return value
     if isinstance(source, torch.Tensor):
+        if type(source) is not torch.Tensor and hasattr(source, "to_local"):
+            local = _replica(source)
+            if local is None:
+                return None
+            source = local
         if source.device.type != "cpu":
             return _from_device(source)
         source = source.detach()  # torch warns about numbers with a gradient
     return float(source)
 
 
-def _from_device(source: torch.Tensor) -> PendingScalar | None:
-    """Start a copy if it cannot wait: on the accelerator, while no graph is captured."""
-    device = accelerator.current
-    if source.device.type != device.kind or device.is_capturing():
+def _replica(source: Any) -> torch.Tensor | None:
+    """Return this rank's copy of a DTensor; None unless each rank has the value."""
+    if not all(placement.is_replicate() for placement in source.placements):
         return None
-    return PendingScalar(source)
+    with torch.no_grad():
+        local: torch.Tensor = source.to_local()
+    return local if local.numel() == 1 else None  # it is empty on a rank outside of the mesh
+
+
+def _from_device(source: torch.Tensor) -> PendingScalar | None:
+    """Start a copy if it cannot wait: on the current device, while no graph is captured.
+
+    The event at the end of the copy is recorded on a stream of the current device.
+    """
+    device, place = accelerator.current, source.device
+    if place.type != device.kind or device.is_capturing():
+        return None
+    return PendingScalar(source) if place.index == device.current_device() else None
 
 
 def arrived(one: ScalarOrPending) -> bool:

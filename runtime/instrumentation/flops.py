@@ -19,6 +19,9 @@ from .raw_step import StepCounts
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+# Dimensions of a device mesh on which each rank multiplies by its own part of a weight. On others,
+# as those of FSDP, a rank stores a part and multiplies by the whole weight.
+_TENSOR_DIMENSIONS = {"tp", "tensor", "tensor_parallel", "model"}
 
 
 class FlopsCounter:
@@ -88,7 +91,7 @@ def flops_terms(model: torch.nn.Module) -> FlopsTerms | None:
 
     Returns:
         The terms, or None if the formula does not describe the model. Examples are a model without
-        such a config, an encoder with a decoder, and a mixture of experts.
+        such a config, an encoder with a decoder, a mixture of experts, and tensor parallelism.
     """
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
@@ -110,7 +113,34 @@ def _whole_number(config: Any, names: tuple[str, ...]) -> int | None:
 def _is_another_kind(model: torch.nn.Module, config: Any) -> bool:
     if getattr(config, "is_encoder_decoder", False):
         return True
-    return any("experts" in name.split(".") for name, _ in model.named_modules())
+    has_experts = any("experts" in name.split(".") for name, _ in model.named_modules())
+    return has_experts or _is_tensor_parallel(model)
+
+
+def _is_tensor_parallel(model: torch.nn.Module) -> bool:
+    """Return whether each rank multiplies by a part of the weights.
+
+    The FLOPs of a rank are then unknown: which operations are split depends on the plan.
+    """
+    modules = list(model.modules())
+    sizes = [getattr(module, "tp_world_size", 1) for module in modules]  # of DeepSpeed's AutoTP
+    sizes.append(getattr(model, "_tp_size", 1))  # of transformers
+    if any(isinstance(size, int) and size > 1 for size in sizes):
+        return True
+    # `fully_shard` makes each module an FSDPModule. Its own mesh has no names.
+    is_fsdp = any(kind.__name__ == "FSDPModule" for each in modules for kind in type(each).__mro__)
+    split = {name for parameter in model.parameters() for name in _split_dimensions(parameter)}
+    return bool(split & _TENSOR_DIMENSIONS) or (None in split and not is_fsdp)
+
+
+def _split_dimensions(parameter: Any) -> Iterator[str | None]:
+    """Yield the names of the mesh dimensions that a DTensor is split over; None without a name."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is not None:
+        names = mesh.mesh_dim_names or (None,) * mesh.ndim
+        for name, placement in zip(names, parameter.placements, strict=True):
+            if not placement.is_replicate():
+                yield name
 
 
 def _attention_width(config: Any, hidden: int) -> int:

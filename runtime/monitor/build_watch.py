@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from ..collectives.call_recorder import CallRecorder
 from ..collectives.group_roles import set_roles
 from ..collectives.instrument import CollectiveInstrumentation
 from ..collectives.unseen_calls import FlightRecorder
+from ..common import accelerator
 from ..common.accelerator import training_device_index
 from ..common.fail_open import FailOpen
 from ..common.gil_pauses import let_training_run
@@ -48,6 +50,8 @@ from .watch import EngineRef, ServedAt, Watch
 from .watch_sinks import WatchSinks
 from .watch_thread import WatchThread
 
+logger = logging.getLogger(__name__)
+
 
 def build_watch(
     engine: Any,
@@ -67,7 +71,8 @@ def build_watch(
         watch_index: Number of watches that this process had before. Equal on all ranks.
         on_sink_open: Called on the thread of the sinks each time one has opened.
     """
-    process, device, recorder = this_process(), training_device_index(), Recorder()
+    process, recorder = this_process(), Recorder()
+    device = training_device_index(engine.module if isinstance(engine, TorchEngine) else None)
     calls, phase_timer, engine_ref = collectives.call_recorder, PhaseTimer(), EngineRef(engine)
     with ExitStack() as undo:
         # The server starts first, to answer scrapes from now on.
@@ -234,8 +239,21 @@ def build_watch(
 def time_device_phases(
     device: int | None, calls: CallRecorder, phase_timer: PhaseTimer, fail_open: FailOpen
 ) -> DevicePhases | None:
-    """Let the phases be timed on the accelerator, too. Return None on CPU."""
+    """Let the phases be timed on the accelerator, too. Return None on CPU.
+
+    They are not if the model is on another device than the current one: to record events on the
+    current device would create a context there.
+    """
     if device is None:
+        return None
+    if device != (used := accelerator.current.current_device()):
+        kind = accelerator.current.kind
+        logger.warning(
+            "the model is on %s:%d, but the current device of its process is %s:%d. The loss and "
+            "the times of collectives are unknown, and phases are times of the host. Call "
+            "torch.%s.set_device(local_rank) before the watch starts.",
+            *(kind, device, kind, used, kind),
+        )
         return None
     phases = DevicePhases(calls.events)
     phase_timer.on_interval_end = fail_open.wrap("device phases", phases.mark, is_kept=True)

@@ -192,7 +192,8 @@ def build_separate_watch(
 
     The arguments are those of `build_watch`. If a part fails, those built before it are closed.
     """
-    identity, device = this_process(), training_device_index()
+    identity = this_process()
+    device = training_device_index(engine.module if isinstance(engine, TorchEngine) else None)
     calls, phase_timer, engine_ref = collectives.call_recorder, PhaseTimer(), EngineRef(engine)
     with ExitStack() as undo:
         changes = EngineChanges(engine_ref)

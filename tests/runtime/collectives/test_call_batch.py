@@ -22,6 +22,8 @@ class Event:
         return self.reached
 
     def elapsed_time(self, end: Event) -> float:
+        if not (self.reached and end.reached):
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
         return end.at_ms - self.at_ms
 
 
@@ -110,6 +112,19 @@ def test_a_call_without_an_end_only_gives_its_start_back() -> None:
     batch(untimed, anchor=anchor).read_events(pool)
 
     assert (untimed.start_ns, pool.released) == (5, [start, anchor])
+
+
+def test_a_call_whose_end_is_marked_but_not_reached_stays_untimed_and_loses_no_other() -> None:
+    anchor, start = Event(100), Event(70)
+    late, other = call(start, NOT_REACHED), call(Event(60), Event(90))
+    pool: Any = Pool()
+
+    batch(late, other, anchor=anchor).read_events(pool)
+
+    assert (late.timed, late.is_lost, late.start_ns) == (False, False, 5)
+    assert (other.timed, other.end_ns) == (True, -10_000_000)
+    assert start in pool.released
+    assert NOT_REACHED not in pool.released
 
 
 def test_one_wait_for_two_calls_counts_each_instant_once() -> None:

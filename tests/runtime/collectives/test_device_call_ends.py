@@ -313,13 +313,36 @@ def test_calls_on_the_host_change_no_durations_on_the_device(rank: DeviceRank) -
     assert [call.sequence for call in batch.calls] == [1, 2, 3]
 
 
-def test_a_message_that_is_waited_for_while_its_batch_is_read_stays_untimed(
-    rank: DeviceRank,
-) -> None:
+def begin_message(rank: DeviceRank) -> FakeWork:
     isend = dataclasses.replace(dict(backend_readers())["isend"], use_group_sequence=False)
     work = FakeWork(None, lambda: None)
     calls = rank.recorder.on_call(isend, (torch.ones(8).as_subclass(DeviceTensor), 1), {})
     rank.recorder.on_return(isend, calls, work, rank.host.now_ns, rank.host.now_ns)
+    return work
+
+
+def test_a_message_that_is_waited_for_before_its_batch_is_read_loses_no_other_call(
+    rank: DeviceRank,
+) -> None:
+    rank.reduce(10)
+    work = begin_message(rank)
+    batch = rank.recorder.drain()
+    rank.host.elapse(20)
+    is_settled = batch.settled()
+    rank.compute.run(50)  # the device is not at the wait yet
+    work.wait()
+
+    batch.read_events(rank.recorder.events)
+
+    assert is_settled
+    assert CommTimeCounter().measure(batch).seconds == pytest.approx(0.010)
+    assert [(call.timed, call.is_lost) for call in batch.calls] == [(True, False), (False, False)]
+
+
+def test_a_message_that_is_waited_for_while_its_batch_is_read_stays_untimed(
+    rank: DeviceRank,
+) -> None:
+    work = begin_message(rank)
     batch = rank.recorder.drain()
     rank.host.elapse(10)
     batch.read_events(rank.recorder.events)

@@ -169,6 +169,43 @@ def test_a_call_in_a_captured_graph_leaves_the_times_of_its_step_unknown(rank: D
         assert (step.comm_seconds, step.is_exposed_known) == (None, False)
 
 
+def test_a_step_that_ends_while_a_graph_is_captured_records_nothing_into_it(
+    rank: DeviceRank,
+) -> None:
+    rank.reduce(10)
+    rank.compute.run(5)
+    rank.reduce(20)
+    rank.cuda.capturing = True  # from here on the device refuses events
+    rank.end_step()
+    rank.cuda.capturing = False
+
+    (step,) = rank.steps()[:1]
+
+    assert step.seconds == pytest.approx(0.030)
+    assert step.exposed_seconds == pytest.approx(0.030)
+    assert not rank.failures
+
+
+def test_without_an_end_before_the_capture_the_calls_of_the_step_are_lost(
+    rank: DeviceRank,
+) -> None:
+    rank.recorder.sample_interval = 0
+    rank.recorder.begin_step(1)
+    work = rank.begin(10)
+    rank.cuda.capturing = True
+    rank.end_step()
+    work.wait()
+    rank.cuda.capturing = False
+    rank.reduce(20)
+
+    lost, step = rank.steps()
+
+    assert [call.is_lost for call in rank.batches[0].calls] == [True]
+    assert (lost.comm_seconds, lost.is_exposed_known) == (None, False)
+    assert step.exposed_seconds == pytest.approx(0.020)  # the events go on
+    assert not rank.failures
+
+
 def test_a_captured_call_that_counts_by_the_group_s_sequence_keeps_the_coverage(
     rank: DeviceRank, groups: Groups
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,23 @@ def test_training_is_on_the_device_that_deepspeed_chose(
     monkeypatch.setitem(sys.modules, "deepspeed.accelerator", deepspeed)
 
     assert accelerator.training_device_index() == index
+
+
+@pytest.mark.parametrize(
+    ("devices", "index"),
+    [(["cuda:1", "cuda:2"], 1), (["cpu", "cuda:2"], 2), (["cpu"], 0), ([], 0)],
+    ids=str,
+)
+def test_training_is_on_the_device_of_the_model_s_first_parameter_there(
+    monkeypatch: pytest.MonkeyPatch, devices: list[str], index: int
+) -> None:
+    FakeCuda(ManualClock()).patch(monkeypatch)
+    monkeypatch.setattr(accelerator, "device_kind", lambda: "cuda")
+    parameters = [SimpleNamespace(device=torch.device(each)) for each in devices]
+    model: Any = SimpleNamespace(parameters=lambda: iter(parameters))
+
+    assert accelerator.training_device_index(model) == index
+    assert accelerator.training_device_index() == 0
 
 
 CUDA = accelerator.CudaAccelerator()
@@ -223,3 +241,15 @@ def test_without_deepspeed_training_is_on_torch_s_device(
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
 
     assert accelerator.device_kind() == kind
+
+
+def test_a_torch_that_raises_without_a_device_trains_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.delitem(sys.modules, "deepspeed.accelerator", raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", fail)
+
+    assert accelerator.device_kind() == "cpu"

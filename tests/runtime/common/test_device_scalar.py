@@ -9,6 +9,7 @@ import pytest
 import torch
 from fakes.cuda_streams import FakeCuda
 from fakes.sleeping_collectives import ManualClock
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerowatch.runtime.common.device_scalar import (
@@ -32,6 +33,35 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func.overloadpacket.__name__)
         return func(*args, **kwargs or {})
+
+
+class OnDevice(torch.Tensor):
+    """A tensor in host memory that claims to be on a device."""
+
+    device = torch.device("cuda:0")  # type: ignore[assignment]
+
+
+class Sharded(torch.Tensor):
+    """A DTensor: its operations raise, and `to_local` returns the tensor of this rank."""
+
+    placements: tuple[Placement, ...]
+    local: torch.Tensor
+
+    def to_local(self) -> torch.Tensor:
+        return self.local
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func.__name__ == "__get__":  # an attribute, such as `device`
+                return func(*args, **kwargs or {})
+        raise AssertionError(f"{func.__name__} of a DTensor")
+
+
+def sharded(local: torch.Tensor, *placements: Placement) -> Sharded:
+    made = torch.Tensor._make_subclass(Sharded, torch.zeros(()))
+    made.placements, made.local = placements, local
+    return made
 
 
 @pytest.fixture
@@ -166,9 +196,6 @@ def test_nothing_stays_nothing() -> None:
 def test_a_tensor_of_the_device_is_copied_unless_a_graph_is_captured(
     device: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class OnDevice(torch.Tensor):
-        device = torch.device("cuda")  # type: ignore[assignment]
-
     source = torch.tensor(5.0).as_subclass(OnDevice)
     monkeypatch.setattr(device, "is_capturing", lambda: False)
     copied = scalar(source)
@@ -178,6 +205,38 @@ def test_a_tensor_of_the_device_is_copied_unless_a_graph_is_captured(
     assert scalar(source) is None
     monkeypatch.setattr(device, "is_capturing", lambda: False)
     assert scalar(torch.zeros((), device="meta")) is None  # of another kind of device
+
+
+def test_a_tensor_of_another_device_than_the_current_is_not_read(device: FakeCuda) -> None:
+    source = torch.tensor(5.0).as_subclass(OnDevice)
+    device.current_index = 1
+
+    assert scalar(source) is None
+    assert not device.used_devices  # an event there would create a context
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, OnDevice])
+def test_a_loss_that_each_rank_has_is_read_from_the_rank_s_own_tensor(
+    device: FakeCuda, kind: type[torch.Tensor]
+) -> None:
+    local = torch.tensor(5.0).as_subclass(kind)
+
+    assert read(scalar(sharded(local, Replicate(), Replicate()))) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("local", "placements"),
+    [
+        (torch.tensor(5.0), [Partial()]),
+        (torch.tensor([5.0]), [Replicate(), Shard(0)]),
+        (torch.empty(0), [Replicate()]),  # a rank outside of the mesh
+    ],
+    ids=str,
+)
+def test_a_loss_whose_value_needs_a_collective_is_not_read(
+    device: FakeCuda, local: torch.Tensor, placements: list[Placement]
+) -> None:
+    assert scalar(sharded(local, *placements)) is None
 
 
 def test_the_sum_and_the_mean_are_over_known_values(device: FakeCuda) -> None:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     GPT2Config,
@@ -127,6 +139,80 @@ def test_parameters_sharded_by_zero_3_count_whole() -> None:
         parameter.data = torch.empty(0)
 
     assert flops_per_token(model, SEQUENCE) == whole
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    """Make this process rank 0 of 4. No collective runs."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def perceptron() -> torch.nn.Sequential:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16, bias=False), torch.nn.Linear(16, 8))
+    model.config = Config(**SIZES)
+    return model
+
+
+def split(model: torch.nn.Module, mesh: DeviceMesh) -> None:
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+
+
+@pytest.mark.parametrize("names", [None, ("dp",), ("mine",), ("replicate", "shard")], ids=str)
+def test_parameters_sharded_by_fsdp_count_whole(
+    four_ranks: None, names: tuple[str, ...] | None
+) -> None:
+    model = perceptron()
+    whole = flops_terms(model)
+    shape = (4,) if names is None or len(names) == 1 else (2, 2)
+
+    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+
+    assert whole is not None
+    assert flops_terms(model) == whole
+
+
+@pytest.mark.parametrize("names", [None, ("tp",), ("tensor",), ("dp", "tp")], ids=str)
+def test_parameters_split_by_tensor_parallelism_have_no_formula(
+    four_ranks: None, names: tuple[str, ...] | None
+) -> None:
+    model = perceptron()
+    if names is None or len(names) == 1:
+        split(model, init_device_mesh("cpu", (4,), mesh_dim_names=names))
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        split(model, mesh["tp"])
+        fully_shard(model, mesh=mesh["dp"])
+
+    assert flops_terms(model) is None
+
+
+def test_parameters_that_tensor_parallelism_replicates_count_whole(four_ranks: None) -> None:
+    model = perceptron()
+    whole = flops_terms(model)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+
+    distribute_module(model, mesh)  # as the norms of a model whose weights are split
+
+    assert flops_terms(model) == whole
+
+
+@pytest.mark.parametrize(("size", "is_known"), [(1, True), (2, False)])
+def test_autotp_has_no_formula(size: int, is_known: bool) -> None:
+    autotp, transformers = perceptron(), perceptron()
+    autotp[1].tp_world_size = size
+    transformers._tp_size = size
+
+    found = [flops_terms(model) is not None for model in (autotp, transformers)]
+
+    assert found == [is_known, is_known]
+
+
+def test_the_layers_of_autotp_have_their_size() -> None:
+    from deepspeed.module_inject.layers import TensorParallel_Layer
+
+    assert "self.tp_world_size: int = " in inspect.getsource(TensorParallel_Layer.__init__)
 
 
 def test_the_text_part_of_a_composite_config_has_the_sizes() -> None:

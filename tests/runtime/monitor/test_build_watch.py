@@ -10,16 +10,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fakes.cuda_streams import FakeCuda
+from fakes.sleeping_collectives import ManualClock
 from torch import nn, optim
 
 from zerowatch.metrics.catalog import communication, overhead, training
 from zerowatch.metrics.settings import load_settings
 from zerowatch.metrics.step_record import StepRecord
+from zerowatch.runtime.collectives.call_recorder import CallRecorder
 from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
 from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.common.phase_timer import PhaseTimer
 from zerowatch.runtime.common.torch_engine import TorchEngine
 from zerowatch.runtime.monitor import build_watch as build_watch_module
-from zerowatch.runtime.monitor.build_watch import build_watch
+from zerowatch.runtime.monitor.build_watch import build_watch, time_device_phases
 from zerowatch.runtime.monitor.watch import Watch
 
 
@@ -198,3 +202,31 @@ def test_calls_before_the_watch_are_counted_and_belong_to_no_step(
     assert found.value(communication.COMM_COVERAGE_RATIO) == 1.0
     [line] = (job.folder / "rank-0.jsonl").read_text().splitlines()
     assert json.loads(line)["collectives"]["all_reduce"]["calls"] == 1
+
+
+def test_a_model_on_another_device_than_the_current_has_no_events_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = FakeCuda(ManualClock())
+    device.patch(monkeypatch)
+    calls, timer = CallRecorder(), PhaseTimer()
+
+    other = time_device_phases(1, calls, timer, FailOpen())
+
+    assert other is None
+    assert (timer.on_interval_end, device.used_devices) == (None, set())
+    [record] = caplog.records
+    assert all(name in record.getMessage() for name in ("cuda:1", "cuda:0", "cuda.set_device"))
+    assert time_device_phases(0, calls, timer, FailOpen()) is not None
+
+
+def test_the_device_of_a_watch_is_that_of_its_torch_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules: list[nn.Module | None] = []
+    monkeypatch.setattr(build_watch_module, "training_device_index", modules.append)
+
+    job = Job(tmp_path)
+    job.watch.close()
+
+    assert modules == [job.model]
