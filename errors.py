@@ -75,9 +75,9 @@ class PeerFailedError(ZerowatchError):
         error_text: Message of that exception, cut to 500 characters.
         place: Call in which that rank failed, such as "train_batch".
         failed_ranks: All ranks that failed.
-        can_continue: Whether the run can continue. It cannot continue if the ranks could not leave
-            a pass or an update together. Then every later call raises an error, and the run must
-            be restarted.
+        can_continue: Whether the run can continue. It cannot after an error in an update, and if
+            the ranks could not leave a pass together. Then every later call raises an error, and
+            the run must be restarted.
     """
 
     def __init__(

@@ -243,15 +243,19 @@ class TrainingRun:
                 is skipped instead.
             RuntimeError: Not even one sample fits in this rank's memory. The other ranks raise
                 PeerOutOfMemoryError, a subclass of RuntimeError. The run is in its state before the
-                call, unless memory ran out within the update itself. In that case restart the run
-                from its last checkpoint.
+                call, unless memory ran out within the update itself.
             TypeError: The loss returned neither a mean loss nor (mean loss, weight).
             PeerFailedError: The loss raised an error on another rank. That rank raises the error
                 itself. All ranks are in their state before the call, and the next call may pass the
-                same batch or another batch. Some errors end the run instead: an error in the
-                update, in a forward of ZeRO 3, or in a backward of ZeRO 2 or 3, if it occurs on
-                some ranks only and after the first windows. Then `can_continue` is False, later
-                calls raise on all ranks, and the run must be restarted.
+                same batch or another batch. Some errors end the run instead: each error in the
+                update, and an error in a forward of ZeRO 3 or in a backward of ZeRO 2 or 3, if it
+                occurs on some ranks only and after the first windows. Then `can_continue` is False,
+                later calls raise on all ranks, and the run must be restarted.
+
+        Each error in the update, such as one of the optimizer, of the LR scheduler or of memory,
+        ends the run, also on a single rank: the weights may be updated in part. Later calls raise.
+        Make the model and its TrainingRun again, or restart the script, and load the last
+        checkpoint.
 
         On an engine that cannot discard a batch, each error in its passes ends the run, and later
         calls raise. A warning at the start names the reason.
@@ -299,7 +303,9 @@ class TrainingRun:
     def loader(self, dataset: Any, *, batch_samples: int, **options: Any) -> Any:
         """Return a loader of this rank's part of each global batch.
 
-        Checkpoints save the loader's position.
+        Checkpoints save the loader's position. A run has one loader: another call replaces the
+        loader before, and position, balancing and batch size are then those of the new loader. For
+        the data of `evaluate`, use torch's DataLoader.
 
         Args:
             dataset: A dataset with `__len__` and `__getitem__`, or an IterableDataset.

@@ -11,6 +11,9 @@ when this process ends.
 A failed rank may also wait for the other ranks: until they fail too, or in the collectives that it
 issues with scratch tensors. It then writes a notice first. If the thread of another rank finds that
 this rank waits in vain, because the other rank issues other collectives, the thread ends the run.
+
+Each error within the update ends the run, also on a single rank. The update cannot be discarded or
+repeated: some weights may have changed, and the engine may still hold the gradients.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ LEFT_SECONDS = 5.0
 _STORE_TIMEOUT_SECONDS = 10.0
 # torch waits up to twice as long for a store that is gone. `close` waits longer than that.
 _RECONNECT_SECONDS = 2.0
+_RESTART = "Restart it from its last checkpoint"
 _MAKE_AGAIN = "Make the model and its TrainingRun again, and load the last checkpoint"
 
 
@@ -223,8 +227,7 @@ class RunEnd:
         rank, (error_type, text) = self._host_group.rank, describe_error(error)
         self._own_error = ZerowatchError(  # before the notice, which the thread reads
             f"this run has ended: {place} failed on this rank with {error_type} "
-            "while other ranks may wait for it in a collective. Restart it from its last "
-            "checkpoint"
+            f"while other ranks may wait for it in a collective. {_RESTART}"
         )
         if is_first:
             with suppress(RuntimeError):
@@ -240,24 +243,43 @@ class RunEnd:
 
     @contextmanager
     def updating(self, place: str) -> Iterator[None]:
-        """End the run if Ctrl-C interrupts this context, in which weights are updated in part.
+        """End the run if this context, which updates the weights, ends with any error.
 
-        A notebook continues after an interrupt, and its next call would train on such weights.
+        A script may catch the error, and a notebook continues after an interrupt. The next call
+        would train on weights that were updated in part, or on the gradients of this batch again.
 
         Args:
             place: Name of the function that updates.
         """
         try:
             yield
-        except Exception:
-            raise
         except BaseException as error:
-            self.end(error, place)
-            self._own_error = ZerowatchError(
-                f"this run has ended: {describe_error(error)[0]} interrupted {place}, so the "
-                f"weights may be updated in part. {_MAKE_AGAIN}"
-            )
+            self._end_update(error, place)
             raise
+
+    def _end_update(self, error: BaseException, place: str) -> None:
+        """End the run after an error in an update, if `end_in_update` or `end` has not done so."""
+        if self._own_error is not None:
+            return
+        if isinstance(error, Exception) and self.peer_failure() is not None:
+            return  # `call` raises it in place of the error, such as that of a closed connection
+        self.end(error, place)
+        if self._own_error is None:  # a single rank, or an error of a collective
+            advice = _MAKE_AGAIN if self._is_alone else _RESTART
+            self._own_error = _update_failed(error, place, advice)
+            logger.error("%s", self._own_error)
+
+    def end_in_update(self, error: Exception, place: str) -> None:
+        """End the run after an update that all ranks leave together.
+
+        Each rank calls this method, and none is informed by another. If another rank has ended the
+        run, this does nothing.
+
+        Args:
+            error: The error of this rank; a PeerFailedError's `can_continue` is set to False.
+            place: Name of the function that updates.
+        """
+        self._end_together(error, _update_failed(error, place, _MAKE_AGAIN))
 
     def end_with_gradients(self, error: BaseException, reason: str) -> None:
         """End the run after a window whose gradients stay in the engine.
@@ -273,12 +295,17 @@ class RunEnd:
         """
         if not isinstance(error, Exception):
             self.end(error, "train_batch")
-        elif self.peer_failure() is not None:
-            return  # `call` raises it in place of the error, such as that of a closed connection
-        self._own_error = ZerowatchError(
+        own_error = ZerowatchError(
             f"this run has ended: train_batch failed with {describe_error(error)[0]}, and the "
             f"gradients of its batch cannot be discarded: {reason}. {_MAKE_AGAIN}"
         )
+        self._end_together(error, own_error)
+
+    def _end_together(self, error: BaseException, own_error: ZerowatchError) -> None:
+        """Let later calls raise `own_error`, on a rank that leaves with the others by `error`."""
+        if isinstance(error, Exception) and self.peer_failure() is not None:
+            return  # `call` raises it in place of the error, such as that of a closed connection
+        self._own_error = own_error
         if isinstance(error, PeerFailedError):
             error.can_continue = False
         if self._host_group.rank == 0:
@@ -448,6 +475,14 @@ def is_communication_error(error: BaseException) -> bool:
     if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
         return False
     return not is_caused_by_oom(error)
+
+
+def _update_failed(error: BaseException, place: str, advice: str) -> ZerowatchError:
+    """Return the error of the calls after an update that failed."""
+    return ZerowatchError(
+        f"this run has ended: {place} failed with {describe_error(error)[0]}, so the weights may "
+        f"be updated in part. {advice}"
+    )
 
 
 def _are_equal(issued_by_rank: Sequence[Mapping[str, int]]) -> bool:

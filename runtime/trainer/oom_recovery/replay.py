@@ -39,6 +39,7 @@ from .recorded_passes import partitions_of
 logger = logging.getLogger(__name__)
 
 _TRAIN_BATCH = "train_batch"
+_UPDATE = "engine.step()"
 
 T = TypeVar("T")
 
@@ -184,12 +185,13 @@ class OomReplay:
         _give_up(capture.error, reason or "out of memory in an evaluation, which is not repeated")
 
     def update(self, step: Callable[[], T]) -> T:
-        """Make the update of a successful window. If the update fails, notify the other ranks.
+        """Make the update of a successful window. If the update fails, end the run on all ranks.
 
         Raises:
             RuntimeError: Memory ran out, and possibly only some weights were updated. This is the
                 rank's own error, or PeerOutOfMemoryError.
             PeerFailedError: The update failed on another rank for another reason.
+            Exception: The update failed on this rank for another reason.
         """
         if not self._guard.armed:
             try:
@@ -197,21 +199,30 @@ class OomReplay:
                 self._guard.recorder.num_outside = 0
                 return result
             except Exception as error:
-                self._run_end.end(error, "engine.step()")
+                self._run_end.end(error, _UPDATE)
                 raise
+        try:
+            return self._guarded_update(step)
+        except Exception as error:
+            if self._guard.aborted_by:  # all ranks leave the update
+                self._run_end.end_in_update(error, _UPDATE)
+            raise
+
+    def _guarded_update(self, step: Callable[[], T]) -> T:
+        """Make the update with a vote before each collective; see `update`."""
         outcomes: list[T] = []
         with FailureCapture() as failure, OomCapture() as capture, self._guard.window():
             outcomes.append(step())
-        self._raise_failure(failure.take(), capture, "engine.step()")
+        self._raise_failure(failure.take(), capture, _UPDATE)
         self._guard.recorder.num_outside = 0
         if capture.origin is None:
             return outcomes[0]
         if capture.origin is OomOrigin.OWN and capture.error is not None:
-            self._notify_peers(Vote.OUT_OF_MEMORY, capture.error, "engine.step()")
+            self._notify_peers(Vote.OUT_OF_MEMORY, capture.error, _UPDATE)
         capture.clear_frames()
         _give_up(
             capture.error,
-            "out of memory within engine.step(), which cannot be repeated once weights were "
+            f"out of memory within {_UPDATE}, which cannot be repeated once weights were "
             "updated. Restart the run from its last checkpoint",
         )
 

@@ -11,7 +11,7 @@ import torch
 from fakes.rank_threads import FakeHostGroup, on_ranks
 from fakes.stores_without_clone import remove_clone
 
-from zerowatch.errors import PeerFailedError, ZerowatchError
+from zerowatch.errors import PeerFailedError, PeerOutOfMemoryError, ZerowatchError
 from zerowatch.runtime.trainer import run_end as run_end_module
 from zerowatch.runtime.trainer.run_end import FailureNotice, RunEnd
 
@@ -406,16 +406,86 @@ def test_after_an_interrupted_update_each_call_says_that_the_run_has_ended() -> 
         assert "KeyboardInterrupt" in str(error) and "checkpoint" in str(error)
 
 
-def test_an_error_in_an_update_passes_and_the_run_of_one_rank_may_continue() -> None:
+def fail_in_update(run_end: RunEnd, error: Exception) -> None:
+    with run_end.updating("engine.step()"):
+        raise error
+
+
+def test_an_error_in_an_update_is_raised_and_ends_the_run_of_one_rank(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     (alone,) = run_ends(1)
     own = ValueError("lr")
 
-    def fails() -> None:
-        with alone.updating("engine.step()"):
-            raise own
+    assert raised_by(lambda: call(alone, lambda: fail_in_update(alone, own))) is own
 
-    assert raised_by(lambda: call(alone, fails)) is own
-    assert call(alone) is None
+    for _ in range(2):
+        later = raised_by(lambda: call(alone))
+        assert type(later) is ZerowatchError
+        for part in ("engine.step()", "ValueError", "updated in part", "load the last checkpoint"):
+            assert part in str(later)
+    assert str(later) in caplog.text
+
+
+def test_an_error_of_one_rank_in_an_update_ends_the_run_on_all_ranks() -> None:
+    peer, failed = run_ends(2)
+    own = ValueError("lr")
+
+    assert raised_by(lambda: call(failed, lambda: fail_in_update(failed, own))) is own
+
+    assert "ValueError" in str(raised_by(lambda: call(failed)))
+    error = raised_by(lambda: call(peer, lambda: fail(RuntimeError("closed"))))
+    assert isinstance(error, PeerFailedError)
+    assert (error.rank, error.place, error.can_continue) == (1, "engine.step()", False)
+
+
+def test_an_update_that_all_ranks_leave_ends_the_run_and_none_leaves_the_group(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ranks = run_ends(3)
+    peer = PeerFailedError(0, "ValueError", "lr", "engine.step()", (0,))
+    errors = (ValueError("lr"), peer, PeerOutOfMemoryError("another rank"))
+
+    for run_end, error in zip(ranks, errors, strict=True):
+
+        def fails(run_end: RunEnd = run_end, error: Exception = error) -> None:
+            with run_end.updating("engine.step()"):
+                run_end.end_in_update(error, "engine.step()")
+                raise error
+
+        assert raised_by(lambda run_end=run_end, fails=fails: call(run_end, fails)) is error
+
+    assert not peer.can_continue
+    for run_end, error in zip(ranks, errors, strict=True):
+        assert run_end.peer_failure() is None
+        assert not run_end._host_group.is_closed
+        later = raised_by(lambda run_end=run_end: call(run_end))
+        assert type(later) is ZerowatchError
+        assert type(error).__name__ in str(later) and "updated in part" in str(later)
+    assert caplog.text.count("this run has ended") == 1  # by rank 0
+
+
+def test_a_collective_that_fails_in_an_update_hides_no_failure_of_another_rank() -> None:
+    waiting, failed = run_ends(2)
+    failed.end(KeyError("labels"), "engine.step()")
+    closed = RuntimeError("gloo/transport: Connection closed by peer")
+
+    for _ in range(2):
+        error = raised_by(lambda: call(waiting, lambda: fail_in_update(waiting, closed)))
+        assert isinstance(error, PeerFailedError)
+        assert "labels" in str(error)
+
+
+def test_a_collective_that_fails_in_an_update_ends_the_run_of_its_rank() -> None:
+    """A rank that was killed has written no error."""
+    waiting, _ = run_ends(2)
+    closed = RuntimeError("gloo/transport: Connection closed by peer")
+
+    assert raised_by(lambda: call(waiting, lambda: fail_in_update(waiting, closed))) is closed
+
+    later = raised_by(lambda: call(waiting))
+    assert type(later) is ZerowatchError
+    assert "Restart it from its last checkpoint" in str(later)
 
 
 def test_after_a_window_that_keeps_its_gradients_each_rank_ends_and_none_leaves_the_group(

@@ -434,6 +434,43 @@ def test_an_interrupted_update_ends_the_run() -> None:
     assert run.run_end.has_ended
 
 
+@pytest.mark.parametrize("windows", [0, 4])  # guarded, and not guarded
+@pytest.mark.parametrize("error", [ValueError("a bad gradient"), RuntimeError(OUT)])
+def test_an_update_that_fails_ends_the_run_and_no_later_batch_is_trained_on(
+    discarded: list[Any], windows: int, error: Exception
+) -> None:
+    run = Run()
+    for _ in range(windows):
+        train(run)
+    run.engine.error = error
+
+    with pytest.raises(type(error)) as raised:
+        train(run)
+
+    assert raised.value is error
+    assert run.runner._guard.armed == (windows == 0)
+    run.engine.error = None
+    passes = len(run.log)
+    for _ in range(2):
+        with pytest.raises(ZerowatchError, match="load the last checkpoint") as later:
+            train(run)
+        assert type(error).__name__ in str(later.value)
+    assert len(run.log) == passes
+    assert discarded == []
+    assert run.runner.steps == windows
+
+
+def test_an_error_after_the_weights_were_updated_ends_the_run() -> None:
+    run = Run()
+    run.holder.commit_window = lambda **_: (_ for _ in ()).throw(KeyError("kind"))
+
+    with pytest.raises(KeyError):
+        train(run)
+
+    with pytest.raises(ZerowatchError, match="updated in part"):
+        train(run)
+
+
 @pytest.fixture
 def keeps_gradients(monkeypatch: pytest.MonkeyPatch) -> str:
     """Make the engine one whose windows cannot be discarded; return the reason."""

@@ -501,10 +501,38 @@ def test_an_update_that_runs_out_of_memory_raises_and_is_not_repeated(
 
         with pytest.raises(RuntimeError) as raised:
             rank.replay.update(step)
+        assert rank.replay._run_end.has_ended
+        assert not host_group.is_closed
         return type(raised.value).__name__
 
     assert on_ranks(2, train) == ["PeerOutOfMemoryError", "RuntimeError"]
     assert "out of memory within engine.step()" in caplog.text
+
+
+def test_a_guarded_update_that_fails_on_one_rank_ends_the_run_on_all() -> None:
+    own = ValueError("a bad gradient")
+
+    def train(host_group: FakeHostGroup) -> Exception:
+        rank = Rank(host_group, fits=8)
+        rank.replay._guard.armed = True
+
+        def step() -> None:
+            if host_group.rank == 1:
+                raise own
+
+        with pytest.raises((ValueError, PeerFailedError)) as raised:
+            rank.replay.update(step)
+        assert rank.replay._run_end.has_ended
+        assert not host_group.is_closed
+        return raised.value
+
+    first, failed, last = on_ranks(3, train)
+
+    assert failed is own
+    for peer in (first, last):
+        assert isinstance(peer, PeerFailedError)
+        assert (peer.rank, peer.place) == (1, "engine.step()")
+        assert not peer.can_continue
 
 
 def test_a_successful_update_returns_its_result() -> None:
@@ -513,6 +541,8 @@ def test_a_successful_update_returns_its_result() -> None:
         rank.replay._guard.armed = armed
 
         assert rank.replay.update(lambda: "stepped") == "stepped"
+
+    assert not rank.replay._run_end.has_ended
 
 
 def ended_by(body: Callable[[], None]) -> BaseException:
