@@ -288,8 +288,8 @@ def _watch_torch_model(optimizer: torch.optim.Optimizer) -> None:
     running = current_watch()
     is_wanted = running is None or _is_interactive() or _is_engine_gone()
     model = trained_model(optimizer) if settings.enabled and is_wanted else None
-    # A DeepSpeed engine, which has `global_steps`, may go on after its watch was closed.
-    if model is None or hasattr(model, "global_steps"):
+    # A DeepSpeed engine may go on after its watch was closed.
+    if model is None or any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__):
         return
     engine = torch_engine(model, optimizer)
     if running is None or not running.watches(engine):

@@ -131,11 +131,12 @@ class UnseenCallCounter:
 def num_unseen(groups: Groups) -> dict[str, int]:
     """Return how many calls no wrapper has seen since the last step, by the key of the rank set.
 
-    Any thread may call it. Only rank sets of groups in this process are contained.
+    Any thread may call it. Only rank sets of groups in this process are contained, and no group
+    whose calls run on a device: the host of a rank that waits there may be a step ahead.
     """
     found: dict[str, int] = {}
     for known in groups.known():
-        counted = known.num_issued()
+        counted = None if known.on_device else known.num_issued()
         if counted is not None:
             recorded = sum(each.recorded - each.replayed for each in known.records())
             key = known.rank_set.key

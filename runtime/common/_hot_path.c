@@ -843,16 +843,18 @@ static PyMemberDef RecorderFields_members[] = {
     END_OF_FIELDS,
 };
 
-/* Returns the calls so far, and begins a new list; None while `_is_draining`. No other thread can
- * run in between. */
+/* Returns the calls so far, and begins a new list; None while `_is_draining`. */
 static PyObject *
 RecorderFields_take_calls(RecorderFields *self, PyObject *Py_UNUSED(ignored))
 {
-    if (self->is_draining)
-        Py_RETURN_NONE;
-    PyObject *calls = self->calls, *empty = PyList_New(0);
+    PyObject *empty = PyList_New(0); /* first: it may collect garbage, which may take the calls */
     if (empty == NULL)
         return NULL;
+    if (self->is_draining) {
+        Py_DECREF(empty);
+        Py_RETURN_NONE;
+    }
+    PyObject *calls = self->calls;
     self->calls = empty;
     return calls == NULL ? PyList_New(0) : calls;
 }

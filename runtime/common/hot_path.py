@@ -362,10 +362,11 @@ class RecorderFields:
 
     def _take_calls(self) -> list[Any] | None:
         """Return the calls so far, and begin a new list. Return None while `_is_draining`."""
+        empty: list[Any] = []  # first: it may collect garbage, which may take the calls
         if self._is_draining:
             return None
         # Python switches threads at calls, at the end of loops and at the start of functions only.
-        calls, self._calls = self._calls, []
+        calls, self._calls = self._calls, empty
         return calls
 
 

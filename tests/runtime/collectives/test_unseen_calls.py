@@ -319,8 +319,11 @@ def test_a_recorded_call_of_an_earlier_step_does_not_stand_for_one_of_the_next()
 
 
 def test_unseen_calls_since_the_last_step_are_counted_by_rank_set() -> None:
-    def group(key: str, counted: int | None, recorded: int, replayed: int = 0) -> Any:
+    def group(
+        key: str, counted: int | None, recorded: int, replayed: int = 0, *, on_device: bool = False
+    ) -> Any:
         found = SimpleNamespace(recorded=recorded, replayed=replayed, num_issued=lambda: counted)
+        found.on_device = on_device
         found.records, found.rank_set = lambda: [found], SimpleNamespace(key=key)
         return found
 
@@ -331,6 +334,7 @@ def test_unseen_calls_since_the_last_step_are_counted_by_rank_set() -> None:
         group("tp", 1, 2),  # a call that is about to be issued
         group("pp", 2, 3, replayed=1),  # of a captured graph
         group("gone", None, 0),
+        group("fsdp", 9, 0, on_device=True),  # the host may be ahead of it
     ]
 
     assert num_unseen(SimpleNamespace(known=lambda: known)) == {"dp": 4, "tp": 0, "pp": 0}

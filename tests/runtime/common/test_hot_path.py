@@ -932,6 +932,33 @@ def test_neither_objects_nor_references_are_left(
     assert not [each for each in gc.get_objects() if type(each) is CollectiveCall]
 
 
+def test_calls_are_taken_once_though_a_collection_of_garbage_takes_them(
+    in_python: ModuleType,
+) -> None:
+    # On Python 3.11 a collection may begin while a list is made, and run any code.
+    for module in (hot_path, in_python):
+        recorder = module.RecorderFields()
+        recorder._calls, recorder._is_draining = [object()], False
+        calls, taken = recorder._calls, []
+
+        def take(phase: str, info: object, recorder: Any = recorder, taken: Any = taken) -> None:
+            if phase == "start":
+                taken.append(recorder._take_calls())
+
+        threshold, lists = gc.get_threshold(), [[] for _ in range(200)]  # no list is kept for reuse
+        gc.callbacks.append(take)
+        gc.set_threshold(1, 1, 1)
+        try:
+            taken.append(recorder._take_calls())
+        finally:
+            gc.set_threshold(*threshold)
+            gc.callbacks.remove(take)
+
+        assert len(lists) == 200
+        assert [each is calls for each in taken].count(True) == 1
+        assert [each for each in taken if each is not calls] == [[]] * (len(taken) - 1)
+
+
 @needs_c
 def test_fields_are_those_of_python(in_python: ModuleType) -> None:
     for name in ("CollectiveCall", "GroupFields", "RankSetFields", "RecorderFields"):

@@ -27,6 +27,7 @@ class FakeGroup:
         self.role, self.backend, self.size = role, backend, len(members)
         self.busy_until_ns = self.maybe_busy_until_ns = -(2**63)
         self.num_unseen = 0
+        self.on_device = False
         self.recorded = self.replayed = 0
         self._now_ns = 0
 
