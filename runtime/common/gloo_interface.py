@@ -13,18 +13,51 @@ import os
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import psutil
 
 logger = logging.getLogger(__name__)
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
-# Launchers' names of the number of ranks on a node: torchrun, DeepSpeed, Open MPI.
-_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+# Launchers' names of the number of ranks on a node, and of a rank's number among them: torchrun,
+# DeepSpeed, Open MPI.
+_LOCAL_PLACES = {
+    "LOCAL_WORLD_SIZE": "LOCAL_RANK",
+    "LOCAL_SIZE": "LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "OMPI_COMM_WORLD_LOCAL_RANK",
+}
 # Slurm's names of the number of nodes, of a step and of the job's allocation.
 _NUM_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 # An address that is on no network (RFC 5737). The route to it is the default route.
 _ELSEWHERE = "192.0.2.1"
+
+
+class LocalPlace(NamedTuple):
+    """Place of a rank among the ranks of its node, from the variables of its launcher.
+
+    Attributes:
+        rank: The rank on its node, counted from 0.
+        num_ranks: Number of ranks on the node; 1 if it is not known.
+        is_known: Whether the launcher sets the number of ranks on the node.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+    is_known: bool = False
+
+
+def local_place(environ: Mapping[str, str]) -> LocalPlace:
+    """Return the place of this rank on its node.
+
+    Args:
+        environ: The environment variables.
+    """
+    for size_name, rank_name in _LOCAL_PLACES.items():
+        size, rank = environ.get(size_name, ""), environ.get(rank_name, "0")
+        if size.isdecimal() and rank.isdecimal() and int(rank) < int(size):
+            return LocalPlace(int(rank), int(size), is_known=True)
+    return LocalPlace()
 
 
 def gloo_interface(
@@ -45,8 +78,8 @@ def gloo_interface(
         interfaces: The addresses of each interface of this host that is up.
         route: Returns the own address from which packets to an address are sent, or None.
     """
-    local_size = next((environ[name] for name in _LOCAL_SIZES if name in environ), None)
-    if VARIABLE in environ or local_size == str(world_size):
+    place = local_place(environ)
+    if VARIABLE in environ or (place.is_known and place.num_ranks == world_size):
         return None
     outside = {name: found for name, found in interfaces.items() if not all(map(_is_local, found))}
     wanted = environ.get("NCCL_SOCKET_IFNAME")
@@ -55,7 +88,7 @@ def gloo_interface(
     address = route(environ.get("MASTER_ADDR", "localhost"))
     if address is not None and _is_local(address):
         # Without a known number of local ranks or nodes, this may be a job on a single node.
-        several_nodes = local_size is not None or _num_nodes(environ) > 1
+        several_nodes = place.is_known or _num_nodes(environ) > 1
         address = route(_ELSEWHERE) if several_nodes else None
     return next((name for name, found in outside.items() if address in found), None)
 

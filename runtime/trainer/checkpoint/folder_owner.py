@@ -15,7 +15,8 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -113,10 +114,17 @@ class FolderOwner:
         self._loaded_from: dict[Path, str | None] = {}  # instance of the owner
         self._locks: dict[Path, _LockedFile] = {}
 
-    def note_load(self, folder: Path) -> None:
-        """Record which run owns a folder; call this before a checkpoint in the folder is chosen."""
+    @contextmanager
+    def loading(self, folder: Path) -> Iterator[None]:
+        """Record a folder as loaded if the body chooses a checkpoint in it and loads that.
+
+        After an error in the body nothing is recorded. The owner is read before the body, so that a
+        run that saves into the folder during the load is noticed.
+        """
+        instance = _read(folder / OWNER).instance
+        yield
         if folder not in self._locks:
-            self._loaded_from[folder] = _read(folder / OWNER).instance
+            self._loaded_from[folder] = instance
 
     def claim(self, checkpoints: CheckpointFolder) -> None:
         """Reserve a folder for this run before a save; nothing is written if that is refused.

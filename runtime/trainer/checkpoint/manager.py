@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 from ....errors import CheckpointError, RebuildError
 from ....metrics.catalog import training
 from ...common.collective_attempt import raise_on_all_ranks
+from ...common.gloo_interface import local_place
 from ...common.host_group import HostGroup
 from ...common.process_info import (
     launcher_may_restart,
@@ -111,11 +112,14 @@ class CheckpointManager:
     def load(self, folder: str | Path, *, fallback: bool | None) -> RunState | None:
         """Load the last checkpoint, if there is one, and the plan file if it is newer."""
         self._wait_for_threads()
+        is_writer = is_writer_rank(self._engine_holder.engine)
+        with self._owner.loading(Path(folder).absolute()) if is_writer else nullcontext():
+            return self._load(folder, fallback=fallback)
+
+    def _load(self, folder: str | Path, *, fallback: bool | None) -> RunState | None:
         holder, runner, group = self._engine_holder, self._window_runner, self._host_group
         own = launcher_may_restart() if fallback is None else fallback
         allowed = bool(group.all_gather([own]).min())  # if all ranks allow it
-        if is_writer_rank(holder.engine):
-            self._owner.note_load(Path(folder).absolute())
         checkpoint = find_checkpoint(folder, holder.engine, group, fallback=allowed)
         state = None
         if checkpoint is not None:
@@ -303,7 +307,7 @@ class CheckpointManager:
 
 def _available_bytes() -> float:
     """Return this rank's share of the memory that is available on its node, in bytes."""
-    return available_host_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return available_host_bytes() / local_place(os.environ).num_ranks
 
 
 def _num_bytes(folder: Path) -> int:

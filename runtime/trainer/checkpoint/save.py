@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ....errors import CheckpointError
 from ....metrics.atomic_file import atomic_write, sync
 from ...common.collective_attempt import raise_on_all_ranks
+from ...common.gloo_interface import local_place
 from ...common.host_group import HostCollectives
 from .engine_files import engine_info, is_writer_rank, write_engine
 from .folder import (
@@ -134,8 +135,8 @@ def agreed_numbers(
 def _own_part(partial: Path) -> Iterator[Path]:
     """Yield the files that this rank syncs to the disk; the ranks of a node divide them."""
     files = sorted(files_of(partial))
-    first, every = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    yield from files[first::every]
+    place = local_place(os.environ)
+    yield from files[place.rank :: place.num_ranks]
 
 
 def files_of(checkpoint: Path) -> Iterator[Path]:

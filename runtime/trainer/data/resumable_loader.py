@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate, count
 from numbers import Integral
+from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader import Stateful, StatefulDataLoader
 
 from ....errors import CheckpointError, shortened
 from .batch_sampler import GlobalBatchSampler
@@ -32,6 +34,7 @@ BATCH_MULTIPLES = (1, 2, 4)  # the learning rate rules are not known to hold for
 _ORDER_KEYS = ("num_samples", "batch_samples", "seed", "shuffle", "drop_last")
 _MAX_SEED = 2**63 - 1  # the largest seed of torch's generators
 _END = object()  # marks the end of a stream
+_MAX_COPY_RATIO = 0.01  # share of the time in which a stream's state is copied
 
 
 def resumable_loader(
@@ -84,6 +87,10 @@ def resumable_loader(
 
 class LoaderFactory(Protocol):
     """Makes torch data loaders over one dataset."""
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset."""
 
     def create(self, **options: Any) -> Any:
         """Return a loader with these options of torch's DataLoader and the common options."""
@@ -156,6 +163,11 @@ class ResumableLoader:
     def order_settings(self) -> dict[str, Any]:
         """Values that the order of samples depends on, by name; the same on all ranks."""
         return {name: getattr(self._sampler, name) for name in _ORDER_KEYS}
+
+    @property
+    def is_within_epoch(self) -> bool:
+        """Whether an epoch has begun, and batches of it are left."""
+        return self.position > 0 and self._sampler.start_of(self.position - 1).epoch == self.epoch
 
     def resize(self, from_index: int, batch_samples: int) -> None:
         """Change the size of this batch and all later batches. All ranks must call this.
@@ -240,7 +252,12 @@ class StreamLoader:
     batch per worker.
 
     `for batch in loader` yields the rest of a pass through the stream. `forever()` starts again at
-    the end of the stream.
+    the end of the stream. Without workers, a dataset with `state_dict` may continue in the next
+    pass where the last one ended: its state is saved between two passes too.
+
+    If the stream raises an error, the next attempt reads it again from the last batch yielded, as
+    after a restart. A stream that is read in this process and has a state is therefore copied after
+    a batch, for at most 1 % of the time.
 
     Attributes:
         position: Batches yielded so far.
@@ -268,16 +285,26 @@ class StreamLoader:
         # A separate generator: the script's, which dropout draws from, is not advanced.
         self._generator = torch.Generator().manual_seed(seed)
         self._identity = {"samples": samples, **identity}
-        self._loader: Any = None
-        self._batches: Iterator[Any] | None = None
+        self._is_in_process, dataset = not identity["num_workers"], factory.dataset
+        # Workers start each pass with a new copy of the dataset.
+        is_kept = self._is_in_process and isinstance(dataset, Stateful)
+        self._dataset: Any = dataset if is_kept else None
+        # Whether the next pass of the dataset depends on its state.
+        self._has_own_state: bool | None = None
+        self._dataset_state: Any = None  # between two passes
+        self._opened: tuple[Any, Iterator[Any]] | None = None
+        # Where a loader that is opened starts: torchdata's state, None for the start of a pass, and
+        # the batches to skip from there.
+        self._stream: Any = None
+        self._skipped = 0
+        self._is_loaded = False  # whether the pass started from a loaded state
+        self._next_copy = 0.0
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the rest of this pass through the stream."""
         while True:
-            batch = next(self._open_batches(), _END)
+            batch = self._next()
             if batch is _END:
-                self.close()
-                self.epoch += 1
                 return
             self.position += 1
             yield batch
@@ -289,18 +316,28 @@ class StreamLoader:
             ValueError: The stream has no batches.
         """
         while True:
-            is_first_pass, before = self._loader is None, self.position
+            is_whole_pass, before = not self.is_within_epoch, self.position
             yield from self
-            if is_first_pass and self.position == before:
+            if is_whole_pass and self.position == before:
                 samples = self._identity["samples"]
                 raise ValueError(f"the dataset yields fewer than {samples} samples to this rank")
 
+    @property
+    def is_within_epoch(self) -> bool:
+        """Whether a pass through the stream has begun, and its end was not reached."""
+        return self._opened is not None or self._stream is not None
+
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's position in its stream, after the last batch yielded."""
+        stream, skipped = self._stream, self._skipped
+        if self._opened is not None:
+            stream, skipped = self._opened[0].state_dict(), 0
         return {
             "position": self.position,
             "epoch": self.epoch,
-            "stream": None if self._loader is None else self._loader.state_dict(),
+            "stream": stream,
+            "skipped": skipped,
+            "dataset": self._dataset_state,
             **self._identity,
         }
 
@@ -320,25 +357,67 @@ class StreamLoader:
                 )
         self.close()
         self.position, self.epoch = int(state["position"]), int(state["epoch"])
-        if state["stream"] is not None:
-            self._loader = self._open()
-            self._loader.load_state_dict(state["stream"])
+        # Checkpoints of earlier versions lack the last two.
+        self._stream, self._skipped = state["stream"], state.get("skipped", 0)
+        self._dataset_state = state.get("dataset")
+        if self._dataset is not None and self._dataset_state is not None:
+            self._dataset.load_state_dict(self._dataset_state)
 
     def close(self) -> None:
         """Stop the workers; if the loader is used again, the stream starts from its beginning."""
-        self._loader = self._batches = None
+        self._opened = self._stream = None
+        self._skipped = 0
 
-    def _open_batches(self) -> Iterator[Any]:
-        if self._loader is None:
-            self._loader = self._open()
-        if self._batches is None:
-            self._batches = iter(self._loader)
-        return self._batches
+    def _next(self) -> Any:
+        """Return the next batch, or _END; if that fails, the next call reads the batch again."""
+        loader, batches = self._opened or self._open()
+        self._opened = None  # after an error of the stream, its iterator only ends
+        batch = next(batches, _END)
+        if batch is _END:
+            self._end_pass()
+        else:
+            self._keep_place(loader)
+            self._opened = loader, batches
+        return batch
 
-    def _open(self) -> Any:
-        return self._factory.create(
+    def _open(self) -> tuple[Any, Iterator[Any]]:
+        loader = self._factory.create(
             batch_size=self._identity["samples"], drop_last=True, generator=self._generator
         )
+        if self._stream is not None:
+            loader.load_state_dict(deepcopy(self._stream))  # the dataset may change what it gets
+            self._is_loaded = True
+        batches = iter(loader)
+        if self._dataset is not None and self._has_own_state is None:
+            # A dataset that has only the state of its last iterator, as Hugging Face's, has none
+            # before the first one. It starts each pass at its beginning, or at a loaded state.
+            self._has_own_state = self._dataset.state_dict() is not None
+        if self._stream is None and self._has_own_state:
+            self._stream = deepcopy(loader.state_dict())
+        for _ in range(self._skipped):
+            next(batches, _END)
+        self._next_copy, self._dataset_state = 0.0, None
+        return loader, batches
+
+    def _keep_place(self, loader: Any) -> None:
+        """Set the place after the batch just read as the one where an opened loader starts."""
+        began = perf_counter()
+        if began < self._next_copy:
+            self._skipped += 1
+            return
+        state = loader.state_dict()  # of workers: their own copy
+        self._stream, self._skipped = deepcopy(state) if self._is_in_process else state, 0
+        ended = perf_counter()
+        if self._is_in_process:
+            self._next_copy = ended + (ended - began) / _MAX_COPY_RATIO
+
+    def _end_pass(self) -> None:
+        if self._has_own_state and self._dataset is not None:
+            self._dataset_state = deepcopy(self._dataset.state_dict())
+        elif self._dataset is not None and self._is_loaded:
+            self._dataset.load_state_dict(None)  # otherwise later passes would start there too
+        self._stream, self._skipped, self._is_loaded = None, 0, False
+        self.epoch += 1
 
 
 def _samples_of_rank(

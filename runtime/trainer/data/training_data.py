@@ -63,6 +63,8 @@ class TrainingData:
         self._is_balancing = self.balances
         self._balancer: Balancer | None = None
         self._loader: ResumableLoader | StreamLoader | None = None
+        self._dataset: Any = None
+        self._is_replacement_logged = False
         self._loaded: Mapping[str, Any] | None = None
         self._last_end = perf_counter()
         watch = engine_holder.engine.watch
@@ -97,8 +99,9 @@ class TrainingData:
     ) -> ResumableLoader | StreamLoader:
         """Return a new loader of the run's data, at the loaded position if there is one.
 
-        The new loader replaces an earlier loader. `options` are the options of `resumable_loader`.
-        All ranks must call this.
+        The new loader replaces an earlier loader: position, balancing and batch size are those of
+        the new one. A warning is logged if the earlier loader is of another dataset, or within an
+        epoch. `options` are the options of `resumable_loader`. All ranks must call this.
 
         Raises:
             ValueError: No batches can be made, or the data differs between the ranks.
@@ -120,7 +123,8 @@ class TrainingData:
             )
         raise_failures(self._host_group, failure.take(), "loader")
         self._check_same_data(loader, batch_samples)
-        self._loader = loader
+        self._warn_of_replacement(dataset)
+        self._loader, self._dataset = loader, dataset
         self._balancer, self._is_balancing = balancer, self.balances
         self.batch_samples = batch_samples
         if self._loaded is not None:
@@ -200,6 +204,19 @@ class TrainingData:
         """Stop the loader's workers. Safe to call twice."""
         if self._loader is not None:
             self._loader.close()
+
+    def _warn_of_replacement(self, dataset: Any) -> None:
+        if self._loader is None or self._is_replacement_logged:
+            return
+        if dataset is self._dataset and not self._loader.is_within_epoch:
+            return
+        self._is_replacement_logged = True
+        if self._host_group.rank == 0:
+            logger.warning(
+                "another call of TrainingRun.loader replaces the first loader: the position in "
+                "checkpoints, the balancing and the batch size are those of the newest loader. For "
+                "the data of an evaluation, use torch's DataLoader instead"
+            )
 
     def _check_same_data(self, loader: ResumableLoader | StreamLoader, batch_samples: int) -> None:
         """Raise an error on all ranks if the loaders of the ranks differ.

@@ -12,7 +12,12 @@ import torch.distributed as dist
 
 from zerowatch.errors import ZerowatchError
 from zerowatch.runtime.common import gloo_interface as module
-from zerowatch.runtime.common.gloo_interface import gloo_interface, gloo_interface_chosen
+from zerowatch.runtime.common.gloo_interface import (
+    LocalPlace,
+    gloo_interface,
+    gloo_interface_chosen,
+    local_place,
+)
 from zerowatch.runtime.common.host_group import new_host_group
 
 INTERFACES = {
@@ -64,6 +69,33 @@ def test_on_a_single_node_gloo_chooses_itself(name: str) -> None:
     environ = {name: "16", "MASTER_ADDR": "node-0", "NCCL_SOCKET_IFNAME": "eno"}
 
     assert gloo_interface(environ, 16, INTERFACES, ROUTES.get) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}, LocalPlace(3, 8, is_known=True)),
+        ({"LOCAL_RANK": "3", "LOCAL_SIZE": "8"}, LocalPlace(3, 8, is_known=True)),
+        (
+            # A wrapper that shows each rank one GPU sets LOCAL_RANK to 0.
+            {
+                "LOCAL_RANK": "0",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
+            },
+            LocalPlace(3, 8, is_known=True),
+        ),
+        ({"LOCAL_WORLD_SIZE": "8"}, LocalPlace(0, 8, is_known=True)),
+        ({"LOCAL_RANK": "3"}, LocalPlace()),
+        ({"LOCAL_WORLD_SIZE": ""}, LocalPlace()),
+        ({"LOCAL_WORLD_SIZE": "0"}, LocalPlace()),
+        ({}, LocalPlace(0, 1, is_known=False)),
+    ],
+)
+def test_the_place_of_a_rank_on_its_node_is_that_of_its_launcher(
+    environ: dict[str, str], place: LocalPlace
+) -> None:
+    assert local_place(environ) == place
 
 
 def test_without_the_number_of_local_ranks_a_local_master_means_a_single_node() -> None:

@@ -29,6 +29,11 @@ def save(folder: Path, owner: FolderOwner, steps: int = 1) -> Path:
     return save_checkpoint(folder, PlainEngine(), SingleRankHostGroup(), state, owner=owner)
 
 
+def load(owner: FolderOwner, folder: Path) -> None:
+    with owner.loading(folder):
+        pass
+
+
 def run(run_id: str) -> FolderOwner:
     return FolderOwner(run_id, wait_seconds=0.0)
 
@@ -50,7 +55,7 @@ def test_a_folder_in_use_by_another_run_is_refused_before_anything_is_written(
 
     with pytest.raises(CheckpointError, match=rf"'first' .*process {os.getpid()} on"):
         loaded = run("second")
-        loaded.note_load(tmp_path)
+        load(loaded, tmp_path)
         save(tmp_path, loaded)
 
     assert content(tmp_path) == before
@@ -77,20 +82,57 @@ def test_checkpoints_of_another_run_that_has_ended_are_refused_unless_loaded(
     assert content(tmp_path) == before
 
     second = run("second")
-    second.note_load(tmp_path)
+    load(second, tmp_path)
     save(tmp_path, second, 2)
     assert json.loads((tmp_path / OWNER).read_text())["run_id"] == "second"
 
 
 def test_a_folder_that_another_run_saved_into_after_the_load_is_refused(tmp_path: Path) -> None:
     second = run("second")
-    second.note_load(tmp_path)
+    load(second, tmp_path)
     first = run("first")
     save(tmp_path, first)
     first.close()
 
     with pytest.raises(CheckpointError, match=r"'first'.* since it was loaded"):
         save(tmp_path, second)
+
+
+def test_a_folder_that_another_run_saved_into_during_the_load_is_refused(tmp_path: Path) -> None:
+    first, second = run("first"), run("second")
+
+    with second.loading(tmp_path):
+        save(tmp_path, first)
+    first.close()
+
+    with pytest.raises(CheckpointError, match=r"'first'.* since it was loaded"):
+        save(tmp_path, second)
+
+
+def test_a_load_that_failed_does_not_count(tmp_path: Path) -> None:
+    first, second = run("first"), run("second")
+    save(tmp_path, first)
+    first.close()
+    before = content(tmp_path)
+
+    with pytest.raises(KeyError), second.loading(tmp_path):
+        raise KeyError
+
+    with pytest.raises(CheckpointError, match=r"checkpoints of run 'first' \(.*, which"):
+        save(tmp_path, second)
+    assert content(tmp_path) == before
+
+
+def test_a_load_that_failed_leaves_an_earlier_load(tmp_path: Path) -> None:
+    first, second = run("first"), run("second")
+    save(tmp_path, first)
+    first.close()
+    load(second, tmp_path)
+
+    with pytest.raises(KeyError), second.loading(tmp_path):
+        raise KeyError
+
+    assert save(tmp_path, second, 2).is_dir()
 
 
 def test_an_attempt_whose_launcher_was_there_before_goes_on_without_a_load(tmp_path: Path) -> None:
@@ -172,9 +214,9 @@ def test_a_run_of_the_same_id_that_saved_after_the_load_is_noticed(tmp_path: Pat
     save(tmp_path, first)
     first.close()
     second = FolderOwner("job", ["launcher 2"], "2")
-    second.note_load(tmp_path)
+    load(second, tmp_path)
     third = FolderOwner("job", ["launcher 3"], "3")
-    third.note_load(tmp_path)
+    load(third, tmp_path)
     save(tmp_path, third, 2)
     third.close()
 
@@ -207,7 +249,7 @@ def test_checkpoints_of_an_earlier_version_are_refused_unless_loaded(tmp_path: P
     assert content(tmp_path) == before
 
     second = run("second")
-    second.note_load(tmp_path)
+    load(second, tmp_path)
     save(tmp_path, second, 2)
 
 
@@ -219,7 +261,7 @@ def test_a_damaged_owner_file_is_replaced_after_a_load(tmp_path: Path, damage: b
     (tmp_path / OWNER).write_bytes(damage)
 
     second = run("second")
-    second.note_load(tmp_path)
+    load(second, tmp_path)
     save(tmp_path, second, 2)
 
     assert json.loads((tmp_path / OWNER).read_text())["run_id"] == "second"
@@ -268,7 +310,7 @@ def test_a_run_is_refused_by_a_run_that_deleted_its_owner_file_and_saved(tmp_pat
     save(tmp_path, first)
     (tmp_path / OWNER).unlink()
     second = FolderOwner("job", ["launcher"], "attempt 1", wait_seconds=0.0)
-    second.note_load(tmp_path)
+    load(second, tmp_path)
     save(tmp_path, second, 2)
 
     with pytest.raises(CheckpointError, match="in use by run 'job'"):
@@ -447,7 +489,7 @@ def test_another_run_does_not_go_on_without_the_lock_of_a_lost_host(
     folder = lock_of_earlier_attempt
     change_owner(folder, boot_id="of the lost host", host="lost")
     other = restarted("another launcher")
-    other.note_load(folder)
+    load(other, folder)
 
     with pytest.raises(CheckpointError, match=f"host lost was lost.*delete {folder / OWNER}"):
         save(folder, other, 2)
@@ -488,7 +530,7 @@ def test_a_colleague_continues_or_reads_what_to_do(umask: int) -> None:
 
 def load_and_claim(folder: Path) -> str:
     second = run("second")
-    second.note_load(folder)
+    load(second, folder)
     try:
         second.claim(CheckpointFolder(folder))
     except CheckpointError as error:

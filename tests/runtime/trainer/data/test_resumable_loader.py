@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Any
@@ -357,6 +359,213 @@ def test_a_stream_resumes_at_every_position(num_workers):
         batches(of, 1)
 
 
+class Endless(IterableDataset[int]):
+    """Stream without end with a state; each pass yields the next eight integers."""
+
+    failing: int | None = None  # the sample that raises an error once
+
+    def __init__(self) -> None:
+        self.place = [0, 0]  # samples of the passes before, and of this pass
+
+    def __iter__(self):
+        while self.place[1] < 8:
+            fail_once(self, sum(self.place))
+            self.place[1] += 1
+            yield sum(self.place) - 1
+        self.place[:] = self.place[0] + 8, 0
+
+    def state_dict(self):
+        return {"place": list(self.place)}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+class SharedState(Endless):
+    """Stream whose state is a list that the stream itself changes."""
+
+    def state_dict(self):
+        return {"place": self.place}
+
+
+class LastIterator(IterableDataset[int]):
+    """Stream with the state of its last iterator, which a loaded state replaces for all passes.
+
+    Hugging Face's IterableDataset does so unless its epoch is set.
+    """
+
+    failing: int | None = None
+
+    def __init__(self) -> None:
+        self.state: dict[str, int] | None = None
+        self.start: dict[str, int] | None = None
+
+    def __iter__(self):
+        self.state = dict(self.start or {"place": 0})
+        while self.state["place"] < 8:
+            fail_once(self, self.state["place"])
+            self.state["place"] += 1
+            yield self.state["place"] - 1
+
+    def state_dict(self):
+        return None if self.state is None else dict(self.state)
+
+    def load_state_dict(self, state):
+        self.start = state
+
+
+class Plain(IterableDataset[int]):
+    """Stream without a state."""
+
+    failing: int | None = None
+
+    def __iter__(self):
+        for number in range(8):
+            fail_once(self, number)
+            yield number
+
+
+class StatefulIterator(Plain):
+    """Stream whose iterator has a state."""
+
+    def __iter__(self):
+        return FailingCount(self)
+
+
+class FailingCount(ResumableCount):
+    def __init__(self, stream: Plain) -> None:
+        super().__init__(range(8))
+        self.stream = stream
+
+    def __next__(self) -> int:
+        fail_once(self.stream, self.place)
+        return super().__next__()
+
+
+def fail_once(stream: Any, number: int) -> None:
+    if stream.failing == number:
+        stream.failing = None
+        raise OSError("read timed out")
+
+
+STREAMS = [Endless, LastIterator, Plain, StatefulIterator]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("dataset", STREAMS)
+def test_a_stream_resumes_in_the_same_pass_and_between_passes(dataset, num_workers) -> None:
+    options = {"batch_samples": 2, "num_workers": num_workers}
+    per_pass = 4 * max(1, num_workers)  # each worker reads the whole stream
+    whole = batches(loader(dataset(), **options), 3 * per_pass)
+    for num in (1, per_pass, per_pass + 1):
+        for is_at_end in (False, True):
+            of = loader(dataset(), **options)
+            passes = of.forever()
+            seen = [next(passes).tolist() for _ in range(num)]
+            if is_at_end:
+                seen += [batch.tolist() for batch in of]
+            state = deepcopy(of.state_dict())
+
+            resumed = loader(dataset(), **options)
+            resumed.load_state_dict(state)
+            assert resumed.state_dict() == state
+            seen += batches(resumed, 3 * per_pass - len(seen))
+
+            assert seen == whole
+
+
+@pytest.mark.parametrize("failing", range(8))
+@pytest.mark.parametrize("dataset", [*STREAMS, SharedState])
+def test_after_an_error_of_a_stream_the_batch_is_read_again(dataset, failing: int) -> None:
+    whole = batches(loader(dataset(), batch_samples=2), 8)
+    stream = dataset()
+    stream.failing = failing
+    of = loader(stream, batch_samples=2)
+    seen: list[list[int]] = []
+
+    with pytest.raises(OSError, match="timed out"):
+        seen += (batch.tolist() for batch in of)
+    state = deepcopy(of.state_dict())
+    rest = batches(of, 8 - len(seen))
+
+    assert seen == whole[: failing // 2]
+    assert seen + rest == whole
+    resumed = loader(dataset(), batch_samples=2)
+    resumed.load_state_dict(state)
+    assert batches(resumed, 8 - len(seen)) == rest
+
+
+def test_after_an_error_of_a_worker_the_batch_is_read_again() -> None:
+    options = {"batch_samples": 2, "num_workers": 1}
+    whole = batches(loader(Endless(), **options), 4)
+    stream = Endless()
+    stream.failing = 5
+    of = loader(stream, **options)
+    seen: list[list[int]] = []
+
+    with pytest.raises(OSError, match="timed out"):
+        seen += (batch.tolist() for batch in of)
+    stream.failing = None  # in this process; the worker had a copy
+
+    assert seen == whole[:2]
+    assert seen + batches(of, 2) == whole
+
+
+def test_a_stream_whose_state_is_slow_to_copy_is_read_again_from_an_earlier_batch() -> None:
+    class Slow(Endless):
+        copies = 0
+
+        def state_dict(self):
+            Slow.copies += 1
+            time.sleep(0.02)
+            return super().state_dict()
+
+    stream = Slow()
+    stream.failing = 7
+    of = loader(stream, batch_samples=2)
+    seen: list[list[int]] = []
+
+    with pytest.raises(OSError, match="timed out"):
+        seen += (batch.tolist() for batch in of)
+    copies, state = Slow.copies, deepcopy(of.state_dict())
+
+    assert copies <= 3  # of the first batch, and of the start of the pass
+    assert state["skipped"] == 2
+    assert seen + batches(of, 2) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    resumed = loader(Slow(), batch_samples=2)
+    resumed.load_state_dict(state)
+    assert batches(resumed, 2) == [[6, 7], [8, 9]]
+
+
+def test_a_stateful_stream_that_has_ended_for_good_raises() -> None:
+    stream = Endless()
+    of = loader(stream, batch_samples=2)
+    list(of)
+    state = deepcopy(of.state_dict())
+    resumed = loader(Ended(), batch_samples=2)
+    resumed.load_state_dict(state)
+
+    with pytest.raises(ValueError, match="fewer than 2 samples"):
+        batches(resumed, 1)
+
+
+class Ended(Endless):
+    def __iter__(self):
+        return iter(range(sum(self.place), 8))
+
+
+def test_the_state_of_an_earlier_version_is_loaded() -> None:
+    of = loader(Endless(), batch_samples=2)
+    batches(of, 1)
+    state = deepcopy(of.state_dict())
+    del state["skipped"], state["dataset"]
+
+    resumed = loader(Endless(), batch_samples=2)
+    resumed.load_state_dict(state)
+
+    assert batches(resumed, 1) == [[2, 3]]
+
+
 def test_a_stream_is_read_in_passes_and_drops_its_incomplete_batch():
     of = loader(Stream(), batch_samples=3)
 
@@ -440,6 +649,8 @@ def test_a_position_in_another_order_raises(name: str) -> None:
 class Factory:
     """Loader factory that records its options; its loaders yield nothing."""
 
+    dataset: Any = ()
+
     def __init__(self) -> None:
         self.options: list[dict[str, Any]] = []
 
@@ -478,6 +689,8 @@ def test_a_stream_is_loaded_in_batches_of_this_ranks_samples() -> None:
         "position": 0,
         "epoch": 1,
         "stream": None,
+        "skipped": 0,
+        "dataset": None,
         "samples": 3,
         **identity,
     }

@@ -193,6 +193,42 @@ def test_a_position_that_is_loaded_before_the_loader_is_made_is_set_once() -> No
     assert data.loader(SAMPLES, batch_samples=12).position == 0
 
 
+def test_a_loader_of_other_data_or_within_an_epoch_replaces_the_first_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    within, other, streamed = data_of(), data_of(), data_of()
+    next(iter(within.loader(SAMPLES, batch_samples=12)))
+    within.loader(SAMPLES, batch_samples=24)
+    assert caplog.text.count("TrainingRun.loader replaces the first loader") == 1
+    other.loader(SAMPLES, batch_samples=12)
+    assert len(caplog.messages) == 1
+
+    for _ in range(3):
+        other.loader(list(range(24)), batch_samples=12)
+    assert len(caplog.messages) == 2
+
+    stream = Stream()
+    next(iter(streamed.loader(stream, batch_samples=12)))
+    streamed.loader(stream, batch_samples=12)
+    assert len(caplog.messages) == 3
+    assert "torch's DataLoader" in caplog.messages[-1]
+
+
+def test_a_loader_of_the_same_data_replaces_one_between_two_epochs_without_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data, streamed, stream = data_of(), data_of(), Stream()
+
+    list(data.loader(SAMPLES, batch_samples=12))
+    list(data.loader(SAMPLES, batch_samples=24))
+    data.loader(SAMPLES, batch_samples=24)
+    list(streamed.loader(stream, batch_samples=12))
+    streamed.loader(stream, batch_samples=24)
+
+    assert caplog.messages == []
+    assert data.batch_samples == 24
+
+
 def test_a_position_that_another_loader_cannot_load_is_kept_for_the_next_loader() -> None:
     data = data_of()
     data.load_state_dict(saved_state())

@@ -1,0 +1,103 @@
+"""Tests of `CheckpointManager`: refused loads, and what ranks of a node share."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from scripts.trainer.resume_engine import PlainEngine, SingleRankHostGroup
+
+from zerowatch.errors import CheckpointError
+from zerowatch.runtime.trainer.checkpoint import manager as module
+from zerowatch.runtime.trainer.checkpoint import save as save_module
+from zerowatch.runtime.trainer.checkpoint.folder import MANIFEST, CheckpointFolder
+from zerowatch.runtime.trainer.checkpoint.folder_owner import FolderOwner
+from zerowatch.runtime.trainer.checkpoint.manager import CheckpointManager
+from zerowatch.runtime.trainer.checkpoint.run_state import RunState
+from zerowatch.runtime.trainer.checkpoint.save import save_checkpoint
+from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import MicroBatchLimits
+
+ALONE = SingleRankHostGroup()
+PLACES = (
+    {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+    {"LOCAL_RANK": "1", "LOCAL_SIZE": "2"},
+    {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+)
+
+
+def manager_of(engine: PlainEngine) -> CheckpointManager:
+    engine.watch = SimpleNamespace(run_id="second", saving_checkpoint=nullcontext)
+    holder = SimpleNamespace(
+        engine=engine,
+        run_folder=None,
+        config={},
+        is_rebuilt=False,
+        compressor=None,
+        optimizer_states_on_device=nullcontext,
+    )
+    planner = SimpleNamespace(limits=MicroBatchLimits())
+    runner = SimpleNamespace(
+        steps=5,
+        samples=40,
+        exponent=0,
+        micro_batch_samples=4,
+        replay=SimpleNamespace(planner=planner),
+        on_fatal_oom=[],
+    )
+    data = SimpleNamespace(state_dict=dict)
+    return CheckpointManager(holder, runner, data, ALONE, background=False)
+
+
+def test_after_a_load_that_was_refused_the_checkpoints_of_the_other_run_are_kept(
+    tmp_path: Path,
+) -> None:
+    first = FolderOwner("first")
+    for steps in (1, 2):
+        state = RunState(steps=steps, samples=8 * steps, config={})
+        save_checkpoint(tmp_path, PlainEngine(), ALONE, state, owner=first)
+    first.close()
+    before = CheckpointFolder(tmp_path).names()
+    manager = manager_of(PlainEngine())
+
+    with pytest.raises(CheckpointError, match="micro-batch plan of another version"):
+        manager.load(tmp_path, fallback=False)
+    with pytest.raises(CheckpointError, match="checkpoints of run 'first'"):
+        manager.save(tmp_path, None, 1, background=False)
+
+    assert CheckpointFolder(tmp_path).names() == before
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_ranks_of_a_node_share_its_memory_under_each_launcher(
+    monkeypatch: pytest.MonkeyPatch, place: dict[str, str]
+) -> None:
+    set_place(monkeypatch, place)
+    monkeypatch.setattr(module, "available_host_bytes", lambda: 2**30)
+
+    assert module._available_bytes() == 2**29
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_ranks_of_a_node_divide_the_files_to_sync_under_each_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: dict[str, str]
+) -> None:
+    set_place(monkeypatch, place)
+    synced: list[Path] = []
+    monkeypatch.setattr(save_module, "sync", synced.append)
+
+    saved = save_checkpoint(tmp_path, PlainEngine(), ALONE, RunState(steps=1, samples=8, config={}))
+
+    names = sorted(str(path.relative_to(saved)) for path in saved.rglob("*") if path.is_file())
+    written_before_the_manifest = sorted(set(names) - {MANIFEST})
+    files = [str(path.relative_to(path.parent)) for path in synced if path.suffix == ".pt"]
+    assert files == written_before_the_manifest[1::2]
+
+
+def set_place(monkeypatch: pytest.MonkeyPatch, place: dict[str, str]) -> None:
+    for names in PLACES:
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
