@@ -272,7 +272,7 @@ def _process_families(*, with_process: bool) -> Iterable[Metric]:
 @functools.cache
 def _start_of_process(process_id: int) -> tuple[Metric, ...]:
     """Return the start time of this process, read once: a forked child has another one."""
-    families = ProcessCollector(registry=None).collect()
+    families = ProcessCollector(pid=lambda: process_id, registry=None).collect()
     return tuple(family for family in families if family.name == _PROCESS_START)
 
 

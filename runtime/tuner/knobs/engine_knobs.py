@@ -23,7 +23,7 @@ from ...engine.compression.gradient_compressor import (
 from ...engine.live_settings.activation_checkpointing import ActivationCheckpointing, ModuleSelector
 from ...engine.live_settings.all_settings import LIVE_SETTINGS
 from ...engine.live_settings.bucket_settings import REDUCE_BUCKET_SIZE_SETTING
-from ...engine.live_settings.config_entry import MISSING, entry_in, with_entry
+from ...engine.live_settings.config_entry import entry_in, with_entry
 from ...engine.live_settings.live_setting import LiveSetting
 from ...engine.live_settings.optimizer_state_offload import OptimizerStateOffload
 from ...engine.live_settings.zero_optimizer import total_elements, zero_1_2_optimizer
@@ -151,11 +151,6 @@ def powers_of_two(total: int, now: int, *, with_zero: bool = False) -> tuple[int
     parts = [1 << power for power in range(SMALLEST_PART.bit_length())]
     sizes = {now, *(top // part for part in parts if top // part >= 1)}
     return tuple(sorted(sizes | {0} if with_zero else sizes))
-
-
-def with_value(config: Mapping[str, Any], spec: KnobSpec, value: Value) -> dict[str, Any]:
-    """Return a copy of a ds config with a knob's value. A value of None removes the key."""
-    return with_entry(config, _ds_path(spec), MISSING if value is None else value)
 
 
 def value_in_config(spec: KnobSpec, config: Mapping[str, Any]) -> Value:

@@ -34,7 +34,6 @@ from zerowatch.runtime.tuner.knobs.engine_knobs import (
     restore_attachments,
     set_compressor,
     value_in_config,
-    with_value,
 )
 from zerowatch.runtime.tuner.policy.knob_registry import (
     ACTIVATION_CHECKPOINTING,
@@ -206,31 +205,10 @@ def test_each_knob_of_deepspeed_has_a_row_in_the_registry() -> None:
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize(
-    ("config", "value", "changed"),
-    [
-        ({}, 9, {"zero_optimization": {"reduce_bucket_size": 9}}),
-        ({"zero_optimization": None}, 9, {"zero_optimization": {"reduce_bucket_size": 9}}),
-        (
-            {"zero_optimization": True},
-            9,
-            {"zero_optimization": {"stage": 1, "reduce_bucket_size": 9}},
-        ),
-        ({"zero_optimization": {"stage": 1}}, None, {"zero_optimization": {"stage": 1}}),
-    ],
-)
-def test_a_missing_block_is_made(
-    config: dict[str, Any], value: int | None, changed: dict[str, Any]
-) -> None:
-    assert with_value(config, REDUCE_BUCKET_SIZE, value) == changed
-
-
 def test_the_longer_of_two_keys_of_stage_3_is_the_one_that_counts() -> None:
     both = {"stage3_prefetch_bucket_size": 3, "prefetch_bucket_size": 7}
 
     assert value_in_config(PREFETCH_BUCKET_SIZE, {"zero_optimization": both}) == 3
-    written = with_value({"zero_optimization": {}}, PREFETCH_BUCKET_SIZE, 5)
-    assert written == {"zero_optimization": {"stage3_prefetch_bucket_size": 5}}
 
 
 @pytest.mark.parametrize("value", ["auto", None, 2.5])
