@@ -43,3 +43,13 @@ def test_an_entry_is_replaced_in_a_copy(zero: Any, changed: dict[str, Any]) -> N
     assert copy == {"zero_optimization": changed}
     assert config["zero_optimization"] is zero
     assert entry_in(with_entry(copy, PREFETCH, MISSING), PREFETCH) is MISSING
+
+
+def test_nested_blocks_are_made_and_a_new_key_is_removed_without_a_trace() -> None:
+    config = {"zero_optimization": {"stage": 2}}
+
+    timed = with_entry(config, ("timers", "throughput", "synchronized"), False)
+    there = with_entry(config, PREFETCH, 9)
+
+    assert timed == config | {"timers": {"throughput": {"synchronized": False}}}
+    assert with_entry(there, PREFETCH, MISSING) == config

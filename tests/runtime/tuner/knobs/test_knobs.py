@@ -22,16 +22,9 @@ from zerowatch.runtime.tuner.knobs.engine_knobs import (
     DeepSpeedKnob,
     GcKnob,
     powers_of_two,
-    value_in_config,
-    with_value,
 )
 from zerowatch.runtime.tuner.knobs.memory_check import exceeds_fit, exceeds_free, exceeds_host
 from zerowatch.runtime.tuner.knobs.run_knobs import PlanCache
-from zerowatch.runtime.tuner.policy.knob_registry import (
-    PREFETCH_BUCKET_SIZE,
-    REDUCE_BUCKET_SIZE,
-    TIMERS_SYNCHRONIZED,
-)
 
 ONE = {"reduce_bucket_size": 100, "micro_batch_samples": 4}
 OTHER = {"reduce_bucket_size": 200, "micro_batch_samples": 4}
@@ -215,18 +208,6 @@ def test_an_unknown_value_is_refused(gc_knob):
         gc_knob.set("never")
 
 
-def test_a_live_value_is_written_to_the_ds_config_for_rebuilds():
-    config = {"zero_optimization": {"stage": 3, "prefetch_bucket_size": 7}}
-
-    there = with_value(config, PREFETCH_BUCKET_SIZE, 9)
-    timed = with_value(there, TIMERS_SYNCHRONIZED, False)
-
-    assert there == {"zero_optimization": {"stage": 3, "prefetch_bucket_size": 9}}
-    assert timed["timers"] == {"throughput": {"synchronized": False}}
-    assert value_in_config(PREFETCH_BUCKET_SIZE, timed) == 9
-    assert config["zero_optimization"]["prefetch_bucket_size"] == 7
-
-
 @pytest.mark.parametrize("error", FAILURES)
 def test_a_value_that_a_new_engine_does_not_take_is_logged_and_training_goes_on(caplog, error):
     def apply(engine: object, value: int):
@@ -248,14 +229,6 @@ def test_a_value_that_a_new_engine_does_not_take_is_logged_and_training_goes_on(
     knob.on_engine_replaced()
 
     assert "reduce_bucket_size is not 9 on the new engine: " in caplog.text
-
-
-def test_a_key_that_the_ds_config_did_not_have_is_removed_again():
-    config = {"zero_optimization": {"stage": 2}}
-    there = with_value(config, REDUCE_BUCKET_SIZE, 9)
-
-    assert with_value(there, REDUCE_BUCKET_SIZE, None) == config
-    assert value_in_config(REDUCE_BUCKET_SIZE, config) is None
 
 
 def test_micro_batch_sizes_that_differ_between_ranks_cannot_be_tuned() -> None:
