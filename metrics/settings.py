@@ -495,8 +495,8 @@ def _service_links(environment: Mapping[str, str]) -> set[str]:
     """Return the variables with our prefix that Kubernetes set for Services.
 
     In each pod that starts after a Service `zerowatch-x` with a cluster IP, Kubernetes sets
-    ZEROWATCH_X_PORT=tcp://10.0.0.1:80, ZEROWATCH_X_SERVICE_HOST and more. Only the URL tells such
-    names from those of settings, so that ZEROWATCH_SERVICE_PORT alone is a misspelled setting.
+    ZEROWATCH_X_PORT=tcp://10.0.0.1:80, ZEROWATCH_X_SERVICE_HOST and more. Only by the URL do such
+    names differ from those of settings, so ZEROWATCH_SERVICE_PORT alone is a misspelled setting.
     """
     services = {
         name: found[1]

@@ -442,7 +442,7 @@ def _watch_first(engine: Any, settings: Settings) -> None:
 
 
 def _is_replaced_by(engine: Any) -> bool:
-    """Return whether a new engine is in the place of the watched one.
+    """Return whether a new engine replaces the watched one.
 
     A framework that repeats a training, such as with smaller batches, makes another engine of the
     same model. It may still refer to the previous engine then.

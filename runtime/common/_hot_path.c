@@ -2422,18 +2422,30 @@ append_time(unsigned char *end, PyObject *value)
     return number == -1.0 && PyErr_Occurred() ? NULL : append(end, &number, sizeof(number));
 }
 
-/* Notes where the objects of a class with __slots__ have a field. Returns 0, or -1 if it has none. */
-static int
-find_place(StepSlots *self, PyTypeObject *type, int field)
+/* Returns the byte at which the objects of a class have a field, 0 if it is no slot of the class, or
+ * -1 after an error. */
+static Py_ssize_t
+place_of_slot(PyTypeObject *type, PyObject *name)
 {
-    PyObject *found = PyObject_GetAttr((PyObject *)type, *field_names[field]);
+    PyObject *found = PyObject_GetAttr((PyObject *)type, name);
     if (found == NULL)
         return -1;
     PyMemberDescrObject *member = (PyMemberDescrObject *)found;
     int is_slot = Py_IS_TYPE(found, &PyMemberDescr_Type) && PyDescr_TYPE(member) == type &&
                   member->d_member->type == T_OBJECT_EX;
-    self->places[field] = is_slot ? member->d_member->offset : 0;
+    Py_ssize_t place = is_slot ? member->d_member->offset : 0;
     Py_DECREF(found);
+    return place;
+}
+
+/* Notes where the objects of a class with __slots__ have a field. Returns 0, or -1 if it has none. */
+static int
+find_place(StepSlots *self, PyTypeObject *type, int field)
+{
+    Py_ssize_t place = place_of_slot(type, *field_names[field]);
+    if (place < 0)
+        return -1;
+    self->places[field] = place;
     Py_XSETREF(self->owners[field], (PyTypeObject *)Py_NewRef((PyObject *)type));
     return 0;
 }
@@ -2620,15 +2632,10 @@ static int
 add_field(Constructor *self, PyObject *name, PyObject *initial, PyObject *factory,
           PyObject *missing)
 {
-    PyObject *found = PyObject_GetAttr((PyObject *)self->type, name);
-    if (found == NULL)
+    Py_ssize_t place = place_of_slot(self->type, name);
+    if (place < 0)
         return -1;
-    PyMemberDescrObject *member = (PyMemberDescrObject *)found;
-    int is_slot = Py_IS_TYPE(found, &PyMemberDescr_Type) &&
-                  PyDescr_TYPE(member) == self->type && member->d_member->type == T_OBJECT_EX;
-    Py_ssize_t place = is_slot ? member->d_member->offset : 0;
-    Py_DECREF(found);
-    if (!is_slot || self->num_fields == MAX_CONSTRUCTED) {
+    if (place == 0 || self->num_fields == MAX_CONSTRUCTED) {
         PyErr_Format(PyExc_ValueError, "%R is no slot, or there are too many", name);
         return -1;
     }

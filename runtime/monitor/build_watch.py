@@ -72,7 +72,7 @@ def build_watch(
         on_sink_open: Called on the thread of the sinks each time one has opened.
     """
     process, recorder = this_process(), Recorder()
-    device = training_device_index(engine.module if isinstance(engine, TorchEngine) else None)
+    device = device_of(engine)
     calls, phase_timer, engine_ref = collectives.call_recorder, PhaseTimer(), EngineRef(engine)
     with ExitStack() as undo:
         # The server starts first, to answer scrapes from now on.
@@ -234,6 +234,11 @@ def build_watch(
         comparison.start()
         undo.pop_all()
     return watch
+
+
+def device_of(engine: Any) -> int | None:
+    """Return the index of the device that an engine trains on, or None on CPU."""
+    return training_device_index(engine.module if isinstance(engine, TorchEngine) else None)
 
 
 def time_device_phases(

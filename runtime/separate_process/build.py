@@ -15,7 +15,6 @@ from ...metrics.exporters.otlp_options import otlp_options
 from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
 from ..collectives.instrument import CollectiveInstrumentation
-from ..common.accelerator import training_device_index
 from ..common.ds_config import ds_config_of
 from ..common.fail_open import FailOpen
 from ..common.gil_pauses import SHORT_WORK_SECONDS, let_training_run
@@ -34,7 +33,7 @@ from ..instrumentation.engine_instrumentation import EngineInstrumentation
 from ..instrumentation.flops import flops_counter, publish_peak
 from ..instrumentation.watch_context import WatchContext
 from ..monitor.advisor import Advisor
-from ..monitor.build_watch import add_outputs, open_collectives, time_device_phases
+from ..monitor.build_watch import add_outputs, device_of, open_collectives, time_device_phases
 from ..monitor.comparison_monitor import (
     ComparisonMonitor,
     each_rank_has_own_data,
@@ -193,7 +192,7 @@ def build_separate_watch(
     The arguments are those of `build_watch`. If a part fails, those built before it are closed.
     """
     identity = this_process()
-    device = training_device_index(engine.module if isinstance(engine, TorchEngine) else None)
+    device = device_of(engine)
     calls, phase_timer, engine_ref = collectives.call_recorder, PhaseTimer(), EngineRef(engine)
     with ExitStack() as undo:
         changes = EngineChanges(engine_ref)

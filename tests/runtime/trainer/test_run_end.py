@@ -364,15 +364,17 @@ class _Broken(BrokenOnce):
 
 @pytest.mark.usefixtures("short_polls")
 def test_the_thread_connects_again_if_its_connection_to_the_store_breaks() -> None:
-    store = BrokenOnce(torch.distributed.HashStore())
+    assert peer_finds_error_in(BrokenOnce(torch.distributed.HashStore()))
+
+
+def peer_finds_error_in(store: torch.distributed.Store) -> bool:
     peer, failed = on_ranks(2, lambda host_group: RunEnd(host_group, store))
     peer.start()
-
     failed.end(KeyError("labels"), "train_batch")
-
     wait_until(lambda: peer.has_ended or not peer._thread.is_alive())
-    assert peer.has_ended
+    has_ended = peer.has_ended
     peer.close()
+    return has_ended
 
 
 @pytest.mark.usefixtures("short_polls")
@@ -380,14 +382,8 @@ def test_an_error_is_found_in_a_store_without_clone(monkeypatch: pytest.MonkeyPa
     server = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     store = torch.distributed.PrefixStore("worker/attempt_0", server)
     remove_clone(monkeypatch)
-    peer, failed = on_ranks(2, lambda host_group: RunEnd(host_group, store))
-    peer.start()
 
-    failed.end(KeyError("labels"), "train_batch")
-
-    wait_until(lambda: peer.has_ended or not peer._thread.is_alive())
-    assert peer.has_ended
-    peer.close()
+    assert peer_finds_error_in(store)
 
 
 def test_after_an_interrupted_update_each_call_says_that_the_run_has_ended() -> None:
