@@ -25,11 +25,15 @@
 #error "now_ns is the clock of time.perf_counter_ns on Linux only"
 #endif
 
+/* Another number for each change of what `hot_path.py` expects, which has the same number. */
+#define VERSION 1
+
 /* One read-only or writable field of an object, as a row of a table of members. */
 #define FIELD(type, name, kind) {#name, kind, offsetof(type, name), 0, NULL}
 /* A field that Python code knows by a name with a leading underscore. */
 #define PRIVATE(type, name, kind) {"_" #name, kind, offsetof(type, name), 0, NULL}
 #define END_OF_FIELDS {NULL, 0, 0, 0, NULL}
+#define TRUTH(flag) ((flag) ? Py_True : Py_False)
 
 static long long
 now_ns(void)
@@ -729,6 +733,16 @@ CollectiveCall_settle(CollectiveCall *self, PyObject *const *args, Py_ssize_t nu
     Py_RETURN_NONE;
 }
 
+static PyObject *
+CollectiveCall_values(CollectiveCall *self, PyObject *Py_UNUSED(unused))
+{
+    int is_on_device = self->start_event != NULL && self->start_event != Py_None;
+    return Py_BuildValue("(iLiLLLLLiOOOO)", self->op, self->payload_bytes, self->phase,
+                         self->sequence, self->start_ns, self->end_ns, self->issued_ns,
+                         self->wait_ns, self->wait_ns ? self->wait_phase : 0, TRUTH(self->timed),
+                         TRUTH(self->is_bound), TRUTH(self->is_lost), TRUTH(is_on_device));
+}
+
 /* The collector does not see a call: a step has many, and they would make it run more often. Calls
  * refer to their group, whose rank set refers to the last calls: they live as long as the groups,
  * and these as long as the process. */
@@ -771,6 +785,7 @@ static PyMemberDef CollectiveCall_members[] = {
 
 static PyMethodDef CollectiveCall_methods[] = {
     {"settle", (PyCFunction)(void (*)(void))CollectiveCall_settle, METH_FASTCALL, NULL},
+    {"values", (PyCFunction)CollectiveCall_values, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -785,6 +800,22 @@ static PyTypeObject CollectiveCall_Type = {
     .tp_members = CollectiveCall_members,
     .tp_methods = CollectiveCall_methods,
 };
+
+static PyObject *
+have_ended_on_host(PyObject *Py_UNUSED(module), PyObject *calls)
+{
+    if (!PyList_Check(calls)) {
+        PyErr_SetString(PyExc_TypeError, "expected a list of calls");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(calls); i++) {
+        CollectiveCall *call = (CollectiveCall *)PyList_GET_ITEM(calls, i);
+        if (!Py_IS_TYPE(call, &CollectiveCall_Type) || !call->timed || call->end_ns == 0 ||
+            (call->start_event != NULL && call->start_event != Py_None))
+            Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
+}
 
 /* ---- RecorderFields: what a call reads and writes of collectives/call_recorder.py ---- */
 
@@ -997,17 +1028,33 @@ begin_hooked(HookedCall *self, PyObject *const *both)
 /* A chain of exceptions may be a circle. */
 #define MAX_CONTEXTS 100
 
-/* Takes an interrupt that was raised while `error`, which it releases, was handled. */
+/* Whether an exception is `error`, or one of the contexts behind it. */
+static int
+is_behind(PyObject *error, PyObject *exception)
+{
+    PyObject *link = Py_XNewRef(error);
+    for (int i = 0; i < MAX_CONTEXTS && link != NULL && link != exception; i++)
+        Py_SETREF(link, PyException_GetContext(link));
+    Py_XDECREF(link);
+    return link != NULL && link == exception;
+}
+
+/* Takes an interrupt that was raised while `error`, which it releases, was handled. An exception
+ * that the script handled before is behind both, and stays behind `error`. */
 static PyObject *
 take_interrupt(PyObject *error)
 {
     PyObject *interrupt = take_error(), *last = Py_NewRef(interrupt), *context;
-    for (int i = 0; i < MAX_CONTEXTS && last != error; i++) {
+    for (int i = 0; i < MAX_CONTEXTS; i++) {
         if ((context = PyException_GetContext(last)) == NULL)
             break;
+        if (is_behind(error, context)) {
+            Py_DECREF(context);
+            break;
+        }
         Py_SETREF(last, context);
     }
-    if (error != NULL && last != error)
+    if (error != NULL && !is_behind(error, last))
         PyException_SetContext(last, Py_NewRef(error)); /* takes the reference */
     Py_DECREF(last);
     Py_XDECREF(error);
@@ -2037,11 +2084,13 @@ read_scalar(ScalarReader *self, PyObject *tensor)
     PyObject *address = ask(self, tensor, DATA_PTR);
     void *data = address == NULL ? NULL : PyLong_AsVoidPtr(address);
     Py_XDECREF(address);
+    if (data == NULL)
+        return NULL;
     /* Without memory, as after a resize of the storage to 0, it is the offset of the tensor. */
     if ((size_t)data <= MAX_OFFSET) {
         long long offset = ask_integer(self, tensor, STORAGE_OFFSET);
         size_t item = dtype == self->float32 ? sizeof(float) : sizeof(double);
-        if (data == NULL || offset < 0 || (size_t)data == (size_t)offset * item)
+        if (offset < 0 || (size_t)data == (size_t)offset * item)
             return NULL;
     }
     return PyFloat_FromDouble(dtype == self->float32 ? *(float *)data : *(double *)data);
@@ -2767,10 +2816,16 @@ static PyTypeObject Constructor_Type = {
 
 /* ---- the module ---- */
 
+static PyMethodDef functions[] = {
+    {"have_ended_on_host", have_ended_on_host, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "zerowatch.runtime.common._hot_path",
     .m_size = -1,
+    .m_methods = functions,
 };
 
 static int
@@ -2852,10 +2907,10 @@ PyInit__hot_path(void)
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL)
         return NULL;
-    for (size_t i = 0; i < Py_ARRAY_LENGTH(types); i++)
-        if (PyModule_AddType(module, types[i]) < 0) {
-            Py_DECREF(module);
-            return NULL;
-        }
+    int status = PyModule_AddIntConstant(module, "VERSION", VERSION);
+    for (size_t i = 0; status == 0 && i < Py_ARRAY_LENGTH(types); i++)
+        status = PyModule_AddType(module, types[i]);
+    if (status < 0)
+        Py_CLEAR(module);
     return module;
 }

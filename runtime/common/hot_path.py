@@ -13,6 +13,7 @@ Attributes:
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import struct
 import sys
@@ -307,6 +308,29 @@ class CollectiveCall:
         # This constructor is on the hot path. The other fields are set when the call returns or
         # settles.
 
+    def values(self) -> tuple[int | bool, ...]:
+        """Return the numbers of a call that has returned, for another process.
+
+        Returns:
+            Operation, payload, phase, sequence; the times of start, end, issue and wait; the phase
+            of the wait; whether the call is timed, bound, lost and on a device.
+        """
+        return (
+            self.op,
+            self.payload_bytes,
+            self.phase,
+            self.sequence,
+            self.start_ns,
+            self.end_ns,
+            self.issued_ns,
+            self.wait_ns,
+            self.wait_phase if self.wait_ns else 0,
+            self.timed,
+            self.is_bound,
+            self.is_lost,
+            self.start_event is not None,
+        )
+
     def settle(self, batch: int = 0, /) -> None:
         """Compute how long the call took, and how much of this time it blocked training.
 
@@ -333,6 +357,11 @@ class CollectiveCall:
         elif self.is_bound:
             self.group.maybe_busy_until_ns = NEVER
         self.settled = True
+
+
+def have_ended_on_host(calls: list[Any]) -> bool:
+    """Whether each call was timed by the host's clock, and its end is known."""
+    return all(call.timed and call.end_ns and call.start_event is None for call in calls)
 
 
 class RecorderFields:
@@ -514,6 +543,8 @@ class StepSlots:
         return self.is_recoverable
 
 
+# That of the extension must be the same: one that was built for other code may be left.
+VERSION = 1
 IS_COMPILED = False
 # Only in C: functions that record the common calls of a collective, and the waits for them, and
 # readers of scalars and of the shapes of batches. Without them, `instrument.py`, `device_scalar.py`
@@ -529,11 +560,19 @@ if os.environ.get(VARIABLE) != "python" and not TYPE_CHECKING:
     try:
         from . import _hot_path as built
 
+        if getattr(built, "VERSION", None) != VERSION:
+            logging.getLogger(__name__).warning(
+                "%s was built for another version of zerowatch and is not used: install zerowatch "
+                "again (in a checkout: make)",
+                built.__file__,
+            )
+            raise ImportError
         classes = (
             *(built.PhaseClock, built.Hook, built.RankSetFields, built.GroupFields),
             *(built.CollectiveCall, built.RecorderFields, built.WrapperState),
             *(built.RecordedFunction, built.RecordedWait, built.ScalarReader, built.StepSlots),
             *(built.HookState, built.HookedCall, built.ShapeReader, built.Constructor),
+            built.have_ended_on_host,
         )
     except (ImportError, AttributeError):  # it was not built, or for another version of zerowatch
         pass
@@ -542,7 +581,7 @@ if os.environ.get(VARIABLE) != "python" and not TYPE_CHECKING:
         PhaseClock, Hook, RankSetFields, GroupFields = classes[:4]
         CollectiveCall, RecorderFields, WrapperState = classes[4:7]
         RecordedFunction, RecordedWait, ScalarReader, StepSlots = classes[7:11]
-        HookState, HookedCall, ShapeReader, _Constructor = classes[11:]
+        HookState, HookedCall, ShapeReader, _Constructor, have_ended_on_host = classes[11:]
 
 
 def constructor(cls: type[T]) -> Callable[..., T]:

@@ -361,11 +361,12 @@ class WatchThread:
             self._events.disable(f"the measurements of {MAX_LOST} steps could not be read")
 
     def _take_calls(self, batch: CallBatch, *, step_ended: bool) -> None:
-        if self._read_events(batch) is None:
-            self._lose(batch)
+        if not batch.is_read():
+            if self._read_events(batch) is None:
+                self._lose(batch)
+            self.untimed_calls += sum(call.is_lost for call in batch.calls)
         if not step_ended:
             batch.take_out_of_training()
-        self.untimed_calls += sum(call.is_lost for call in batch.calls)
         self._analysis.add_calls(batch)
 
     def _read_batch(self, batch: CallBatch) -> bool:

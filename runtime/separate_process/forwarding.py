@@ -336,7 +336,7 @@ class Forwarder:
         self.state: Callable[[], State | None] = lambda: None
         self.risks: Callable[[], Mapping[str, float]] = dict
         # Calls issued before the watch are part of the setup.
-        self._last_sent = {rank_set.key: rank_set.issued for rank_set in known.rank_sets()}
+        self._last_sent = {rank_set: rank_set.issued for rank_set in known.rank_sets()}
         self._send_guarded = fail_open.wrap("forwarding", self._send_now, is_kept=True)
         self._send_in_flight = fail_open.wrap("forwarding", self._send_in_flight_now, is_kept=True)
         self._process, self._groups, self._known = process, groups, known
@@ -353,10 +353,12 @@ class Forwarder:
     def add_calls(self, batch: CallBatch) -> None:
         """Send the calls of a batch with the next message."""
         self._items.append(pickled(("calls", send_calls(batch, self._groups))))
+        last_sent = self._last_sent
         for call in batch.calls:
             call.settle()  # from now on nothing reads its events, which other calls may use
-            key, last_sent = call.group.rank_set.key, self._last_sent
-            last_sent[key] = max(last_sent.get(key, 0), call.sequence)
+            rank_set, sequence = call.group.rank_set, call.sequence
+            if sequence > last_sent.get(rank_set, 0):
+                last_sent[rank_set] = sequence
 
     def add_step(self, raw: RawStep) -> None:
         """Send a step with the next message."""

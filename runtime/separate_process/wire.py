@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
+
+import torch
 
 from ..collectives.call_batch import CallBatch
 from ..collectives.event_pool import EventPool
@@ -19,12 +20,9 @@ from ..instrumentation.device_phases import DevicePhaseTimes
 from ..instrumentation.generated_tokens import GenerationCounts
 from ..instrumentation.raw_step import RawStep, StepCounts
 
-# Fields of a call that are sent as they are, in this order.
-_FIELDS = (
-    *("op", "payload_bytes", "dtype", "phase", "sequence", "start_ns", "end_ns", "issued_ns"),
-    *("wait_ns", "timed", "is_bound", "is_lost"),
-)
-_fields_of = attrgetter(*_FIELDS)
+# A data type is sent as its number in this list: to pickle one, its name is looked up in torch.
+_DTYPES = [None, *sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)]
+_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 SentCalls = tuple[Any, ...]
 SentStep = tuple[Any, ...]
@@ -185,13 +183,9 @@ class ReceivedBatch(CallBatch):
 
 def send_calls(batch: CallBatch, groups: GroupSender) -> SentCalls:
     """Return a settled batch as plain values."""
+    index = groups.index
     calls = [
-        (
-            groups.index(call.group),
-            call.start_event is not None,
-            call.wait_phase if call.wait_ns else 0,
-            _fields_of(call),
-        )
+        (index(call.group), _DTYPE_NUMBERS.get(call.dtype, 0), call.values())
         for call in batch.calls
     ]
     return calls, batch.anchor is not None, batch.is_complete
@@ -217,7 +211,7 @@ def receive_calls(
 
 
 def send_in_flight(
-    known: Groups, groups: GroupSender, last_sent: Mapping[str, int]
+    known: Groups, groups: GroupSender, last_sent: Mapping[RankSet, int]
 ) -> list[tuple[Any, ...]]:
     """Return the numbered calls that were issued and not sent yet, of all rank sets.
 
@@ -227,13 +221,13 @@ def send_in_flight(
     Args:
         known: The process groups seen so far.
         groups: Numbers the groups.
-        last_sent: The number of the last call that was sent, by the key of its rank set.
+        last_sent: The number of the last call that was sent, by its rank set.
     """
     in_flight = []
     for rank_set in known.rank_sets():
         calls = []
         for call in reversed(rank_set.recent.copy()):
-            if call.sequence and call.sequence <= last_sent.get(rank_set.key, 0):
+            if call.sequence and call.sequence <= last_sent.get(rank_set, 0):
                 break
             if call.sequence:
                 index = groups.index(call.group)
@@ -264,13 +258,13 @@ def receive_in_flight(rows: Iterable[tuple[Any, ...]], groups: ReceivedGroups) -
 
 
 def _receive_call(row: tuple[Any, ...], groups: ReceivedGroups) -> CollectiveCall:
-    index, on_device, wait_phase, fields = row
+    index, dtype, (op, payload_bytes, phase, sequence, *times, on_device) = row
     group = groups.by_index[index]
-    announced = groups.in_flight.pop((group.rank_set.key, fields[4]), None) if fields[4] else None
-    call = announced or CollectiveCall(fields[0], group, fields[1], fields[2], fields[3])
-    for name, value in zip(_FIELDS[4:], fields[4:], strict=True):
-        setattr(call, name, value)
-    call.wait_phase = wait_phase
+    announced = groups.in_flight.pop((group.rank_set.key, sequence), None) if sequence else None
+    call = announced or CollectiveCall(op, group, payload_bytes, _DTYPES[dtype], phase)
+    call.sequence = sequence
+    call.start_ns, call.end_ns, call.issued_ns, call.wait_ns, call.wait_phase = times[:5]
+    call.timed, call.is_bound, call.is_lost = times[5:]
     if on_device:
         call.start_event = call.end_event = PASSED
     return call

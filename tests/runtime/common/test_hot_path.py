@@ -63,21 +63,26 @@ ALL_REDUCE = OPS.index("all_reduce")
 needs_c = pytest.mark.skipif(not hot_path.IS_COMPILED, reason="the extension was not built")
 
 
+def second_copy() -> ModuleType:
+    name = f"{hot_path.__package__}.hot_path_again"
+    spec = importlib.util.spec_from_file_location(name, hot_path.__file__)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="module")
 def in_python() -> ModuleType:
     """A second copy of the module, with the classes in Python."""
-    spec = importlib.util.spec_from_file_location("hot_path_in_python", hot_path.__file__)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     before = os.environ.get(hot_path.VARIABLE)
     os.environ[hot_path.VARIABLE] = "python"
     try:
-        spec.loader.exec_module(module)
+        return second_copy()
     finally:
         del os.environ[hot_path.VARIABLE]
         if before is not None:
             os.environ[hot_path.VARIABLE] = before
-    return module
 
 
 def test_the_extension_is_built_where_it_can_be() -> None:
@@ -85,6 +90,17 @@ def test_the_extension_is_built_where_it_can_be() -> None:
 
     is_asked_for = os.environ.get(hot_path.VARIABLE) != "python"
     assert (is_asked_for and has_header and shutil.which("gcc") is not None) == hot_path.IS_COMPILED
+
+
+@needs_c
+def test_an_extension_of_another_version_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert second_copy().IS_COMPILED
+    monkeypatch.setattr("zerowatch.runtime.common._hot_path.VERSION", hot_path.VERSION - 1)
+
+    assert not second_copy().IS_COMPILED
+    assert "install zerowatch again" in caplog.text
 
 
 @pytest.mark.slow  # the tests below compare both implementations
@@ -595,12 +611,24 @@ def test_an_interrupt_during_the_report_of_a_failed_call_keeps_its_error(
             recording.recorder.connect(recording.phases, None, interrupt)
             try:
                 with pytest.raises(KeyboardInterrupt) as raised:
-                    dist.all_reduce(some(), async_op=True).wait()
+                    try:
+                        raise ValueError("of the script")
+                    finally:
+                        dist.all_reduce(some(), async_op=True).wait()
             finally:
                 recording.instrumentation.close()
-        contexts.append(repr(raised.value.__context__))
+        contexts.append(_contexts(raised.value))
 
-    assert contexts == ["RuntimeError('in the call')"] * 2
+    assert contexts == [["RuntimeError('in the call')", "ValueError('of the script')"]] * 2
+
+
+def _contexts(error: BaseException) -> list[str]:
+    """Return the exceptions behind an error. A circle of them would not end here."""
+    found = []
+    while (behind := error.__context__) is not None and len(found) < 9:
+        error = behind
+        found.append(repr(error))
+    return found
 
 
 @needs_c
@@ -964,7 +992,7 @@ def test_fields_are_those_of_python(in_python: ModuleType) -> None:
     for name in ("CollectiveCall", "GroupFields", "RankSetFields", "RecorderFields"):
         kind = getattr(hot_path, name)
         fields = {field for field in vars(kind) if not field.startswith("__")}
-        fields -= {"settle", "_take_calls"}
+        fields -= {"settle", "values", "_take_calls"}
 
         assert fields == set(getattr(in_python, name).__slots__), name
     made = [
@@ -1000,6 +1028,33 @@ def test_calls_settle_as_in_python(
 
     assert settled(hot_path, hot_path.GroupFields()) == expected
     assert settled(hot_path, SimpleNamespace()) == expected
+
+
+@needs_c
+@pytest.mark.parametrize("seed", range(20))
+def test_the_numbers_of_calls_for_another_process_are_as_in_python(
+    in_python: ModuleType, seed: int
+) -> None:
+    def calls(module: ModuleType) -> list[Any]:
+        draw = random.Random(seed)
+        made = []
+        for _ in range(draw.randrange(4)):
+            call = module.CollectiveCall(*(draw.randrange(5), None, 2**40, torch.half, FORWARD))
+            call.sequence, call.start_ns = draw.randrange(2**60), -draw.randrange(2**60)
+            call.issued_ns, call.wait_phase = draw.randrange(2**60), 3
+            call.end_ns, call.wait_ns = draw.choice([0, 7, 7]), draw.choice([0, 9])
+            call.is_bound, call.is_lost = draw.random() < 0.5, draw.random() < 0.5
+            call.timed = draw.random() < 0.8
+            call.start_event = draw.choice([None, None, None, "event"])
+            made.append(call)
+        return made
+
+    ours, expected = calls(hot_path), calls(in_python)
+
+    assert [call.values() for call in ours] == [call.values() for call in expected]
+    assert hot_path.have_ended_on_host(ours) == in_python.have_ended_on_host(expected)
+    with pytest.raises(TypeError):
+        hot_path.have_ended_on_host(None)
 
 
 # Calls between hooks
@@ -1109,11 +1164,14 @@ def test_an_interrupt_of_a_hook_keeps_its_context_before_the_error_of_the_call(
         state = module.HookState()
         state.is_open = True
         with pytest.raises(KeyboardInterrupt) as raised:
-            module.HookedCall(state, fails, print, interrupted, str, False)((), {})
-        behind = [raised.value.__context__, raised.value.__context__.__context__]
-        chains.append([repr(each) for each in behind])
+            try:
+                raise ValueError("of the script")
+            finally:
+                module.HookedCall(state, fails, print, interrupted, str, False)((), {})
+        chains.append(_contexts(raised.value))
 
-    assert chains == [["ValueError('in the hook')", "RuntimeError('in the call')"]] * 2
+    causes = ["ValueError('in the hook')", "RuntimeError('in the call')"]
+    assert chains == [[*causes, "ValueError('of the script')"]] * 2
 
 
 @needs_c

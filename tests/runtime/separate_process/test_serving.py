@@ -6,6 +6,7 @@ The process runs on a thread here, at the other end of a connection.
 from __future__ import annotations
 
 import json
+import pickle
 import threading
 import time
 import urllib.error
@@ -354,7 +355,7 @@ def test_a_call_in_flight_is_known_and_settles_later(served: Served) -> None:
     second = served.rank.step(2)
     rank_set.recent.extend(second.batch.calls)
     for _ in range(2):  # each second of a hang
-        rows = send_in_flight(served.rank.groups, served.groups, {rank_set.key: 3})
+        rows = send_in_flight(served.rank.groups, served.groups, {rank_set: 3})
         served.connection.send(("in flight", ([], rows)))
     served.send(second)
     snapshot = served.end()
@@ -367,7 +368,7 @@ def test_a_call_in_flight_is_known_and_settles_later(served: Served) -> None:
 def test_calls_in_flight_are_known_before_they_settle(served: Served) -> None:
     rank_set = served.rank.group.rank_set
     rank_set.recent.extend(served.rank.step(1).batch.calls)
-    rows = send_in_flight(served.rank.groups, served.groups, {rank_set.key: 1})
+    rows = send_in_flight(served.rank.groups, served.groups, {rank_set: 1})
     served.send(issued={rank_set.key: 3})  # as each second: the state has all issued calls
     served.connection.send(("in flight", ([], rows)))
     served.ask()
@@ -375,6 +376,12 @@ def test_calls_in_flight_are_known_before_they_settle(served: Served) -> None:
     [received] = served.monitor._groups.rank_sets()
     assert [(call.sequence, call.op) for call in received.recent] == [(2, ALL_GATHER), (3, 0)]
     assert not any(call.settled for call in received.recent)
+
+
+def test_a_state_arrives_as_it_was_sent() -> None:
+    sent = state(pause="eval", device_readings={"cpu": {"utilization_ratio": 0.5}})
+
+    assert pickle.loads(pickled(sent)) == sent
 
 
 def test_a_call_that_was_left_out_is_known_as_settled(served: Served) -> None:
