@@ -14,6 +14,7 @@ from .config_reader import AUTO, ConfigReader
 TOTAL_BATCH = "train_batch_size"
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
+_SEQUENCE_PARALLEL = "sequence_parallel_size"
 
 _DTYPES = {
     "fp32": "fp32", "float32": "fp32", "float": "fp32", "torch.float32": "fp32",
@@ -44,6 +45,11 @@ class DsOptions:
     """The options of one ds config at one ZeRO stage. Sizes are in elements, as in DeepSpeed.
 
     Attributes:
+        offload_optimizer: Place of the optimizer's states: "none", "cpu" or "nvme". Below stage 3
+            DeepSpeed takes "nvme" as "cpu".
+        offload_optimizer_buffers: Number of the buffers through which the optimizer's states are
+            swapped to NVMe.
+        offload_param_buffers: Number of such buffers for parameters.
         model_dtype: Data type of parameters in training; None where neither fp16 nor bf16 is
             enabled, so that parameters keep their own.
         set_keys: Keys of zero_optimization that the configuration sets.
@@ -59,7 +65,6 @@ class DsOptions:
     optimizer: str | None = None
     optimizer_momentum: bool = False
     legacy_fusion: bool = False
-    activation_checkpointing: bool = False
     managed_accumulation: bool = True
     low_precision_master: bool = False
     low_precision_states: bool = False
@@ -83,7 +88,11 @@ class DsOptions:
     hpz_partition_size: int = 1
     offload_optimizer: str = "none"
     offload_optimizer_ratio: float = 1.0
+    offload_optimizer_buffers: int = 4
     offload_param: str = "none"
+    offload_param_buffers: int = 5
+    offload_param_buffer_size: int = 100_000_000
+    offload_param_max_in_cpu: int = 1_000_000_000
     set_keys: frozenset[str] = frozenset()
     unmodeled: tuple[str, ...] = ()
 
@@ -142,7 +151,6 @@ def options_from(reader: ConfigReader, stage: int) -> DsOptions:
         **_precision(reader, stage),
         **_optimizer(reader),
         **_zero_options(reader.zero(), stage),
-        activation_checkpointing="activation_checkpointing" in reader.block,
         managed_accumulation=reader.flag("managed_gradient_accumulation", True),
         set_keys=frozenset(reader.zero().block),
         unmodeled=_unmodeled(reader.block),
@@ -185,19 +193,16 @@ def _optimizer(reader: ConfigReader) -> dict[str, Any]:
 
 def _zero_options(zero: ConfigReader, stage: int) -> dict[str, Any]:
     legacy_optimizer = "cpu" if zero.flag("cpu_offload") else "none"
-    legacy_param = "cpu" if zero.flag("cpu_offload_param") else "none"
+    devices = {"none": "none", "cpu": "cpu", "nvme": "nvme" if stage == 3 else "cpu"}
     optimizer = zero.section("offload_optimizer")
-    devices = {"none": "none", "cpu": "cpu", "nvme": "nvme"}
     options: dict[str, Any] = {
-        "offload_optimizer": optimizer.choice("device", devices, legacy_optimizer),
-        "offload_optimizer_ratio": optimizer.number("ratio", 1.0, maximum=1.0),
+        "offload_optimizer": optimizer.choice("device", devices, legacy_optimizer)
     }
     if stage == 0:
         return {}
     if stage == 3:
-        param = zero.section("offload_param")
-        options["offload_param"] = param.choice("device", devices, legacy_param)
         options.update(_stage_3_options(zero))
+        options.update(_stage_3_offload(zero, devices))
     flags = {
         "contiguous_gradients": True,
         "reduce_scatter": True,
@@ -230,6 +235,19 @@ def _stage_3_options(zero: ConfigReader) -> dict[str, Any]:
     }
 
 
+def _stage_3_offload(zero: ConfigReader, devices: Mapping[str, str]) -> dict[str, Any]:
+    optimizer, param = zero.section("offload_optimizer"), zero.section("offload_param")
+    legacy_param = "cpu" if zero.flag("cpu_offload_param") else "none"
+    return {
+        "offload_optimizer_ratio": optimizer.number("ratio", 1.0, maximum=1.0),
+        "offload_optimizer_buffers": optimizer.size("buffer_count", 4),
+        "offload_param": param.choice("device", devices, legacy_param),
+        "offload_param_buffers": param.size("buffer_count", 5),
+        "offload_param_buffer_size": param.size("buffer_size", 100_000_000),
+        "offload_param_max_in_cpu": param.size("max_in_cpu", 1_000_000_000),
+    }
+
+
 def _unmodeled(config: Mapping[str, Any]) -> tuple[str, ...]:
     keys = []
     for path, name in _UNMODELED:
@@ -240,8 +258,7 @@ def _unmodeled(config: Mapping[str, Any]) -> tuple[str, ...]:
             keys.append(name)
     if _optimizer_is(config, "muon"):
         keys.append("the Muon optimizer")
-    sequence = config.get("sequence_parallel_size", 1)
-    if sequence not in (None, 1):
+    if config.get(_SEQUENCE_PARALLEL) not in (None, 1):
         keys.append("sequence parallelism")
     return tuple(dict.fromkeys(keys))
 
@@ -267,6 +284,7 @@ def accumulation_steps(
     reader = ConfigReader(config, origin)
     read_accumulation_auto(reader)
     reader.raise_for_auto()
+    ranks = batch_ranks(config, data_parallel, origin)
     total, micro, steps = (
         None if config.get(key) in (None, AUTO) else reader.size(key, 1, minimum=1)
         for key in (TOTAL_BATCH, MICRO_BATCH, ACCUMULATION)
@@ -282,15 +300,33 @@ def accumulation_steps(
     ):
         reader.reject(f"{TOTAL_BATCH} or {MICRO_BATCH} is missing; give one of them")
     if steps is None:
-        steps = total // (micro * data_parallel) if total and micro else 1
+        steps = total // (micro * ranks) if total and micro else 1
     if total is not None:
-        micro = total // (steps * data_parallel) if micro is None and steps else micro
-        if not steps or total != (micro or 0) * steps * data_parallel:
+        micro = total // (steps * ranks) if micro is None and steps else micro
+        if not steps or total != (micro or 0) * steps * ranks:
             reader.reject(
                 f"{TOTAL_BATCH} {total} is not {MICRO_BATCH} {micro} x {ACCUMULATION} {steps} x "
-                f"{data_parallel} data-parallel ranks; change one of them"
+                f"{ranks} data-parallel ranks; change one of them"
             )
     return steps
+
+
+def batch_ranks(config: Mapping[str, Any], data_parallel: int, origin: str = "ds config") -> int:
+    """Return the number of ranks over which DeepSpeed divides a batch (runtime/config.py:469).
+
+    The ranks of one sequence-parallel group share their samples. ZeRO partitions over them too.
+
+    Raises:
+        DsConfigError: The sequence-parallel groups do not divide the ranks.
+    """
+    reader = ConfigReader(config, origin)
+    size = reader.size(_SEQUENCE_PARALLEL, 1, minimum=1)
+    if data_parallel % size:
+        reader.reject(
+            f"{_SEQUENCE_PARALLEL} is {size}, which does not divide {data_parallel} data-parallel "
+            "ranks; give a divisor"
+        )
+    return data_parallel // size
 
 
 def read_accumulation_auto(reader: ConfigReader) -> None:

@@ -76,11 +76,24 @@ def engine_shape(engine: Any) -> ModelShape:
     if not trace:
         return read_model_shape(engine.module, _param_groups(engine))
     names = {id(module): name for name, module in engine.module.named_modules()}
-    order = list(dict.fromkeys(names[id(module)] for module in trace if id(module) in names))
-    visits = Counter(id(module) for module in trace)
-    recomputes = max(visits.values()) > _FORWARD_AND_BACKWARD
-    shape = read_model_shape(engine.module, _param_groups(engine), order)
+    visits = [names[id(module)] for module in trace if id(module) in names]
+    forward = _forward_visits(visits)
+    calls = Counter(forward)
+    recomputes = any(
+        count > _FORWARD_AND_BACKWARD * calls[name] for name, count in Counter(visits).items()
+    )
+    shape = read_model_shape(engine.module, _param_groups(engine), forward)
     return replace(shape, recomputes=recomputes)
+
+
+def _forward_visits(visits: Sequence[str]) -> Sequence[str]:
+    """Return the visits of forward: those before backward, which begins with the root, too.
+
+    If backward does not see the root, each module counts as called once.
+    """
+    if "" not in visits[1:]:
+        return list(dict.fromkeys(visits))
+    return visits[: visits.index("", 1)]
 
 
 def engine_config(engine: Any, micro_batches: int | None = None) -> Mapping[str, Any]:
@@ -127,8 +140,6 @@ def _with_offload(config: Mapping[str, Any], optimizer: str, parameters: str) ->
 def _inexact_reasons(engine: Any, ranks: int) -> Iterable[str]:
     if dist.get_world_size() != ranks:
         yield "Not exact: only the collectives of data parallelism are modeled."
-    if getattr(engine, "has_moe_layers", False):
-        yield "Not exact: mixtures of experts are not modeled."
 
 
 def _traced_modules(engine: Any) -> Sequence[nn.Module]:

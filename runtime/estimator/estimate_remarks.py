@@ -23,7 +23,7 @@ def inexact_reasons(model: ModelShape, options: DsOptions, topology: Topology) -
     """Return a sentence for each feature that makes the estimate inexact."""
     reasons = [f"{feature} is on, which is not modeled" for feature in options.unmodeled]
     reasons += model.unmodeled + (model.unmodeled_in_stage_3 if options.stage == 3 else ())
-    if options.stage == 3 and (model.recomputes or options.activation_checkpointing):
+    if options.stage == 3 and model.recomputes:
         reasons.append(
             "activation checkpointing is on, which gathers parameters once more in backward"
         )
@@ -47,7 +47,7 @@ def assumptions(model: ModelShape, options: DsOptions) -> tuple[str, ...]:
         assumed.append("every trainable parameter gets a gradient in every micro-batch")
     if not options.managed_accumulation:
         assumed.append("the script runs gradient_accumulation_steps micro-batches per step")
-    if options.stage == 3 and model.recomputes is None and not options.activation_checkpointing:
+    if options.stage == 3 and model.recomputes is None:
         assumed.append(
             "activations are not recomputed (checkpointing gathers parameters once more)"
         )

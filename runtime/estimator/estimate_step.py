@@ -19,7 +19,7 @@ from .estimate_remarks import assumptions, config_remarks, inexact_reasons, resu
 from .model_memory import ModelPartition, SecondaryPartition, estimate_memory
 from .model_shape import BYTES_OF, ModelShape, Topology
 from .stage_0_to_2_traffic import flat_groups, stage_0_calls, stage_1_and_2_calls
-from .stage_3_traffic import persistent_parameters, stage_3_step
+from .stage_3_traffic import persistent_parameters, stage_3_step, sub_groups
 from .step_estimate import EstimatedCall, StepEstimate, reference_wire_bytes, sum_calls
 from .zero3_coordinator import TracingError
 
@@ -130,6 +130,7 @@ def _simulate_stage_3(
         frozen=sum(part for part, is_trained in parts if not is_trained),
         gathered=step.peak_gathered,
         secondary=_secondary_partition(model, options, topology),
+        sub_groups=tuple(sub_groups(model, options, topology.data_parallel)),
     )
     return _SimulatedStep(calls=step.calls, partition=partition, inexact_reasons=reasons)
 

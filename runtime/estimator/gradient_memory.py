@@ -16,6 +16,7 @@ from types import MappingProxyType
 from .buckets import FlatGroup, fill_buckets, flatten
 from .ds_options import DsOptions
 from .model_shape import BYTES_OF, ModelShape
+from .optimizer_places import PartitionSizes, master_copy_width, optimizer_places
 
 _ENGINE_BUCKET = 500_000_000  # elements; a constant of engine.py
 _NORM_BYTES = 8  # norms are taken in fp64 (zero/utils.py:59), of a copy of one tensor at a time
@@ -50,36 +51,11 @@ class GradientMemory:
     host_accumulated: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartitionSizes:
-    """Numbers of elements before and after ZeRO's partitioning.
-
-    Attributes:
-        part: One rank's part, padding included.
-        whole: All parameters before partitioning.
-        width: Bytes of one element.
-    """
-
-    part: int
-    whole: int
-    width: int
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks over which ZeRO partitions."""
-        return max(1, round(self.whole / self.part)) if self.part else 1
-
-
 def gradient_memory(model: ModelShape, options: DsOptions, sizes: PartitionSizes) -> GradientMemory:
     """Return the gradient memory of one rank: the one with the most, if ranks differ."""
     if options.uses_bf16_optimizer:
         return _bf16_optimizer(model, options, sizes)
     return _BY_STAGE[options.stage](model, options, sizes)
-
-
-def master_copy_width(options: DsOptions, width: int) -> int:
-    """Return the bytes of one element of the optimizer's master copy, if it has one."""
-    return width if options.low_precision_master else 4
 
 
 def _stage_0(model: ModelShape, options: DsOptions, sizes: PartitionSizes) -> GradientMemory:
@@ -178,15 +154,25 @@ def _stage_3(model: ModelShape, options: DsOptions, sizes: PartitionSizes) -> Gr
     master = master_copy_width(options, sizes.width)
     flat = sizes.part * accumulated  # grad_partitions_flat_buffer (stage3.py:791)
     alone = largest * sizes.width if largest > limit else 0
-    group = min(sizes.part, options.sub_group_size + largest // sizes.ranks)
-    copied = group * (accumulated + (master if master != accumulated else 0))  # stage3.py:2686
+    copied = sizes.largest_sub_group * (accumulated + (master if master != accumulated else 0))
+    if offloads:
+        places = optimizer_places(options, sizes)
+        # Gradients of the optimizer's dtype are allocated for all steps (stage3.py:1337).
+        on_device, unswapped = places.device * master, places.unswapped * master
+        return GradientMemory(
+            kept=on_device + unswapped,
+            buffers=reserved,
+            transient=max(alone + norm, message),
+            in_step=reserved + on_device + unswapped,
+            in_forward=reserved + on_device,
+            host=flat + places.host * master,
+        )
     return GradientMemory(
-        kept=0 if offloads else flat,
+        kept=flat,
         buffers=reserved,
-        transient=max(alone + offloads * norm, message),
-        in_step=reserved + (0 if offloads else flat + max(copied, norm)),
-        in_forward=reserved + (0 if offloads else flat),
-        host=offloads * (flat + sizes.part * master),
+        transient=max(alone, message),
+        in_step=reserved + flat + max(copied, norm),  # stage3.py:2686
+        in_forward=reserved + flat,
     )
 
 

@@ -11,12 +11,13 @@ Where DeepSpeed 0.19.8 differs from this, a comment names the line that does.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from .ds_options import DsOptions
-from .gradient_memory import PartitionSizes, gradient_memory, master_copy_width
+from .gradient_memory import gradient_memory
 from .model_shape import BYTES_OF, ModelShape
+from .optimizer_places import PartitionSizes, master_copy_width, optimizer_places
 
 # Tensors that an optimizer keeps per parameter in addition to the weights. Adam's are the default.
 _STATES = {
@@ -51,7 +52,7 @@ class MemoryEstimate:
             secondary partitions, which the end of the step frees.
         forward_bytes: Gradients and buffers that are present during forward.
         resting_bytes: All bytes on the device between steps.
-        host_bytes: Offloaded bytes in CPU memory.
+        host_bytes: Offloaded bytes in CPU memory, and the buffers for swaps to NVMe.
         nvme_bytes: Offloaded bytes on NVMe.
         accumulated_device_bytes: Additional bytes at the end of backward, if a step has several
             micro-batches.
@@ -103,6 +104,12 @@ class Activations:
         """Return the bytes of a micro-batch of this many samples."""
         return self.fixed_bytes + samples * self.sample_bytes
 
+    def recomputed(self) -> Activations | None:
+        """Return the activations if each layer is recomputed in backward; None if unknown."""
+        if self.recomputed_sample_bytes is None:
+            return None
+        return replace(self, sample_bytes=self.recomputed_sample_bytes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
@@ -123,6 +130,7 @@ class ModelPartition:
         frozen: Elements that this rank keeps of the frozen parameters.
         gathered: The most that ZeRO-3 has gathered at once.
         secondary: Elements of hpZ's secondary partitions.
+        sub_groups: In stage 3 the parts of the parameters of each sub-group of the optimizer.
     """
 
     part: int
@@ -130,6 +138,7 @@ class ModelPartition:
     frozen: int
     gathered: int = 0
     secondary: SecondaryPartition | None = None
+    sub_groups: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,14 +211,16 @@ def estimate_memory(
     widest = max((BYTES_OF[p.dtype] for p in model.parameters), default=4)
     width = BYTES_OF[options.model_dtype] if options.model_dtype else widest
     held = (partition.part if options.stage == 3 else partition.whole) + partition.frozen
-    optimizer = _optimizer_bytes(options, partition, width)
-    sizes = PartitionSizes(part=partition.part, whole=partition.whole, width=width)
+    sizes = PartitionSizes(
+        part=partition.part, whole=partition.whole, width=width, sub_groups=partition.sub_groups
+    )
     gradients = gradient_memory(model, options, sizes)
+    places = optimizer_places(options, sizes)
+    state_width, master = _state_width(options, width), master_copy_width(options, width)
+    optimizer, offload_param = places.device * state_width, options.offload_param
     gather_buffer = _gather_buffer_elements(model, options, partition) * width
-    offload, offload_param = options.offload_optimizer, options.offload_param
-    moved = round(optimizer * options.offload_optimizer_ratio) if offload != "none" else 0
     moved_parameters = held * width if offload_param != "none" else 0
-    parameters, optimizer_left = held * width - moved_parameters, optimizer - moved
+    parameters = held * width - moved_parameters
     persistent = _persistent_elements(model, options) * width
     secondary = partition.secondary or SecondaryPartition(released=0, persistent=0, frozen=0)
     in_passes, in_step = secondary.released, secondary.released + secondary.persistent
@@ -221,18 +232,21 @@ def estimate_memory(
             # In forward, the parameters that are not released yet have no secondary partition.
             "gathered": partition.gathered * width + gather_buffer + in_passes * secondary_width,
             "gradients": gradients.kept,
-            "optimizer": optimizer_left,
+            "optimizer": optimizer,
             # Gathering and reducing do not reach their maxima at the same moment.
             "comm_buffers": gradients.buffers + max(0, gradients.transient - gather_buffer),
         },
         # The step first frees gathered parameters (stage3.py, step).
         step_bytes=gradients.in_step + in_step * secondary_width,
         forward_bytes=gradients.in_forward,
-        resting_bytes=parameters + optimizer_left + gradients.in_forward + persistent,
+        resting_bytes=parameters + optimizer + gradients.in_forward + persistent,
         host_bytes=gradients.host
-        + moved * (offload == "cpu")
+        + places.host * state_width
+        + _swap_bytes(options, sizes)
         + (moved_parameters + (in_step + secondary.frozen) * width) * (offload_param == "cpu"),
-        nvme_bytes=moved * (offload == "nvme") + moved_parameters * (offload_param == "nvme"),
+        nvme_bytes=places.nvme * state_width
+        + (places.nvme - places.unswapped) * master  # gradients
+        + moved_parameters * (offload_param == "nvme"),
         accumulated_device_bytes=gradients.accumulated,
         accumulated_forward_bytes=gradients.accumulated_in_forward,
         accumulated_host_bytes=gradients.host_accumulated,
@@ -246,8 +260,8 @@ def optimizer_states(options: DsOptions) -> int | None:
     return _STATES.get(options.optimizer or "")
 
 
-def _optimizer_bytes(options: DsOptions, partition: ModelPartition, width: int) -> int:
-    """Return the bytes of the master copy and the optimizer's states.
+def _state_width(options: DsOptions, width: int) -> int:
+    """Return the bytes of the master copy and the optimizer's states for one element.
 
     ZeRO keeps a flat copy of its partition in fp32 training too (stage_1_and_2.py:530).
     """
@@ -255,8 +269,28 @@ def _optimizer_bytes(options: DsOptions, partition: ModelPartition, width: int) 
     states = _ADAM_STATES if states is None else states
     has_master = options.stage > 0 or options.mixed_precision
     master = master_copy_width(options, width) if has_master else 0
-    state_width = 2 if options.low_precision_states else 4
-    return partition.part * (master + states * state_width)
+    return master + states * (2 if options.low_precision_states else 4)
+
+
+def _swap_bytes(options: DsOptions, sizes: PartitionSizes) -> int:
+    """Return the bytes in CPU memory through which ZeRO-3 swaps to NVMe, and what stays there.
+
+    The optimizer has buffers of its largest sub-group (swap_tensor/optimizer_utils.py). Parameters
+    have buffers of a configured size (swap_tensor/partitioned_param_swapper.py). `max_in_cpu`
+    trained ones also stay in CPU memory; if there are more, one more buffer has a sub-group of
+    them (stage3.py:1018).
+    """
+    swapped = 0
+    if options.offload_optimizer == "nvme":
+        master = master_copy_width(options, sizes.width)
+        swapped = options.offload_optimizer_buffers * sizes.largest_sub_group * master
+    if options.offload_param == "nvme":
+        elements = options.offload_param_buffers * options.offload_param_buffer_size
+        elements += min(sizes.part, options.offload_param_max_in_cpu)
+        if sizes.part > options.offload_param_max_in_cpu:
+            elements += sizes.largest_sub_group
+        swapped += elements * sizes.width
+    return swapped
 
 
 def _gather_buffer_elements(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -23,6 +24,11 @@ _WEIGHT_FIRST = (
 )
 # Modules that DeepSpeed treats as one unit in ZeRO-3 (runtime/zero/leaf_module_config.py).
 _LEAF_MODULES = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
+# Layers that DeepSpeed's engine finds by their class (engine.py:2102).
+_EXPERT_LAYERS = (
+    "deepspeed.moe.layer.MoE",
+    "deepspeed.module_inject.auto_ep_layer.AutoEPMoELayer",
+)
 # Errors of a forward pass on the meta device, where tensors have no values.
 _FORWARD_ERRORS = (
     ArithmeticError,
@@ -44,7 +50,7 @@ def read_model_shape(
     Args:
         module: The model as passed to deepspeed.initialize.
         param_groups: The optimizer's groups before DeepSpeed flattened them; empty for one group.
-        order: Names of the modules that forward calls, in that order; None if unknown.
+        order: Name of the module of each call in forward, in that order; None if unknown.
     """
     group_of = {id(p): number for number, g in enumerate(param_groups) for p in g["params"]}
     parameters = dict(module.named_parameters())
@@ -65,7 +71,7 @@ def read_model_shape(
         order_known=order is not None,
         recomputes=recomputes or None,
         unmodeled=tuple(_unmodeled(module)),
-        unmodeled_in_stage_3=tuple(_unmodeled_in_stage_3(module)),
+        unmodeled_in_stage_3=tuple(_unmodeled_in_stage_3(module, order or ())),
     )
 
 
@@ -74,8 +80,10 @@ class _TreeReader:
 
     def __init__(self, indices: Mapping[int, int], order: Sequence[str] | None) -> None:
         self._indices = indices
-        self._positions = (
-            None if order is None else {name: position for position, name in enumerate(order)}
+        self._positions = (  # of the first calls
+            None
+            if order is None
+            else {name: position for position, name in enumerate(dict.fromkeys(order))}
         )
 
     def read(self, name: str, module: nn.Module) -> ModuleShape:
@@ -123,11 +131,22 @@ def _gradient_order(module: nn.Module) -> Literal["registered", "reversed", "lin
 def _unmodeled(module: nn.Module) -> Iterator[str]:
     if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse for m in module.modules()):
         yield "gradients of sparse embeddings are counted as dense"
+    if any(_is_expert_layer(m) for m in module.modules()):
+        yield "mixtures of experts are not modeled"
 
 
-def _unmodeled_in_stage_3(module: nn.Module) -> Iterator[str]:
+def _is_expert_layer(module: nn.Module) -> bool:
+    """Return whether this is a layer of DeepSpeed that divides experts among the ranks."""
+    bases = type(module).__mro__
+    return any(f"{base.__module__}.{base.__name__}" in _EXPERT_LAYERS for base in bases)
+
+
+def _unmodeled_in_stage_3(module: nn.Module, order: Sequence[str]) -> Iterator[str]:
     """Yield the features of a model that ZeRO-3 handles in ways that are not modeled."""
     modules = list(module.modules())
+    calls = Counter(order)
+    if any(calls[name] > 1 and _has_parameters(m) for name, m in module.named_modules()):
+        yield "a module with parameters runs several times, and is counted once"
     if any(isinstance(m, nn.MultiheadAttention) for m in modules):
         yield "MultiheadAttention uses its out_proj without calling it"
     if any(isinstance(m, nn.ParameterList | nn.ParameterDict) for m in modules):
@@ -136,8 +155,12 @@ def _unmodeled_in_stage_3(module: nn.Module) -> Iterator[str]:
         yield "mixture-of-experts blocks are gathered as one unit"
 
 
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
+
+
 def forward_order(module: nn.Module) -> tuple[str, ...] | None:
-    """Return the names of the modules in the order of their first call in forward.
+    """Return the name of the module of each call in forward, in that order.
 
     The module must be on the meta device, where forward computes nothing. It must also have
     example inputs, as the models of Hugging Face do in `dummy_inputs`.
@@ -148,9 +171,9 @@ def forward_order(module: nn.Module) -> tuple[str, ...] | None:
     inputs = _example_inputs(module)
     if inputs is None or not all(p.is_meta for p in module.parameters()):
         return None
-    called: dict[str, None] = {}
+    called: list[str] = []
     hooks = [
-        inner.register_forward_pre_hook(lambda _module, _inputs, name=name: called.setdefault(name))
+        inner.register_forward_pre_hook(lambda _module, _inputs, name=name: called.append(name))
         for name, inner in module.named_modules()
     ]
     try:

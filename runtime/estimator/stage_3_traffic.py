@@ -151,22 +151,26 @@ def _step_checks(
             op="all_reduce", elements=1, dtype="uint8", purpose="overflow", group_size=ranks
         )
     dtype = "fp64" if not options.offloads_optimizer else "fp32"
+    for _ in sub_groups(model, options, ranks):
+        yield EstimatedCall(
+            op="all_reduce", elements=1, dtype=dtype, purpose="norm", group_size=ranks
+        )
+
+
+def sub_groups(model: ModelShape, options: DsOptions, ranks: int) -> Iterator[tuple[int, ...]]:
+    """Yield the parts that one rank has of the parameters of each sub-group, in elements.
+
+    Source: stage3.py, _create_fp16_sub_groups.
+    """
     for group in model.param_groups():
-        parts = [partition.aligned(index) // ranks for index in group]
-        for _ in range(_num_sub_groups(parts, options.sub_group_size)):
-            yield EstimatedCall(
-                op="all_reduce", elements=1, dtype=dtype, purpose="norm", group_size=ranks
-            )
-
-
-def _num_sub_groups(parts: Sequence[int], limit: int) -> int:
-    """Return the number of sub-groups of a param group (stage3.py, _create_fp16_sub_groups)."""
-    count, filled = 0, 0
-    for part in parts:
-        filled += part
-        if filled >= limit:
-            count, filled = count + 1, 0
-    return count + (filled > 0) if sum(parts) > limit else 1
+        parts = [-(-model.parameters[index].numel // ranks) for index in group]
+        divides = sum(parts) > options.sub_group_size
+        first, numel = 0, 0
+        for end, part in enumerate(parts, start=1):
+            numel += part
+            if end == len(parts) or (divides and numel >= options.sub_group_size):
+                yield tuple(parts[first:end])
+                first, numel = end, 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,7 +76,7 @@ def typical_activations(model: ModelShape, options: DsOptions, tokens: int) -> A
 
     Args:
         model: A typical decoder.
-        options: Dtype of the model, and whether layers are recomputed.
+        options: Dtype of the model.
         tokens: Length of a sample.
     """
     qkv_widths = [p.shape[1] for p in model.parameters if p.name.endswith(_QKV)]
@@ -91,8 +91,4 @@ def typical_activations(model: ModelShape, options: DsOptions, tokens: int) -> A
     stored = layers * layer + ends + loss
     # One layer at a time is complete again, with the gradient that passes through it.
     recomputed = layers * stream + ends + max(loss, layer + 2 * stream)
-    return Activations(
-        tokens=tokens,
-        sample_bytes=recomputed if options.activation_checkpointing else stored,
-        recomputed_sample_bytes=recomputed,
-    )
+    return Activations(tokens=tokens, sample_bytes=stored, recomputed_sample_bytes=recomputed)

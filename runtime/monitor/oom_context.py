@@ -14,7 +14,7 @@ from ...metrics.catalog.labels import PHASES
 from ..common.torch_engine import TorchEngine
 from ..devices.cuda_allocator import dump_snapshot
 from ..estimator.ds_options import read_options
-from ..estimator.engine_estimate import engine_config, estimated_layouts
+from ..estimator.engine_estimate import engine_config, engine_shape, estimated_layouts
 from ..instrumentation.memory_hooks import MemoryHooks
 from ..instrumentation.watch_context import WatchContext
 from ..memory.forecast.forecast_service import MemoryForecasts
@@ -140,6 +140,9 @@ def _has_no_config(engine: Any) -> bool:
 
 def training_setup(engine: Any) -> TrainingSetup | None:
     """Return the training configuration of an engine, or None if it cannot be read."""
+    # This module is also part of the monitoring process, which has no engine and no DeepSpeed.
+    from ..engine.live_settings.activation_checkpointing import checkpoints_activations
+
     config = engine_config(engine)
     try:
         options = read_options(config, origin="engine")
@@ -151,5 +154,8 @@ def training_setup(engine: Any) -> TrainingSetup | None:
         dtype=options.model_dtype or "fp32",
         samples=config["train_micro_batch_size_per_gpu"],
         accumulation=config["gradient_accumulation_steps"],
-        activation_checkpointing=options.activation_checkpointing or None,
+        # A trace of modules does not show a function that is recomputed, so False means unknown.
+        activation_checkpointing=checkpoints_activations(engine.module)
+        or engine_shape(engine).recomputes
+        or None,
     )

@@ -10,7 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ....errors import CommandLineError
-from ...estimator.ds_options import MICRO_BATCH, TOTAL_BATCH, accumulation_steps, read_options
+from ...estimator.ds_options import (
+    MICRO_BATCH,
+    TOTAL_BATCH,
+    accumulation_steps,
+    batch_ranks,
+    read_options,
+)
 from ...estimator.model_memory import Activations, Peak, largest_micro_batch, peak_of
 from ...estimator.model_shape import ModelShape, Topology
 from ...estimator.step_estimate import StepEstimate
@@ -162,12 +168,20 @@ class RankBatch:
             activation_bytes=self.activation_bytes,
         )
 
-    def largest(self, estimate: StepEstimate) -> int | None:
-        """Return the samples of the largest micro-batch that fits; None if that is unknown."""
-        if self.activations is None or self.limit_bytes is None:
+    def largest(self, estimate: StepEstimate, *, recomputed: bool = False) -> int | None:
+        """Return the samples of the largest micro-batch that fits; None if that is unknown.
+
+        Args:
+            estimate: The step.
+            recomputed: Whether each layer is recomputed in backward.
+        """
+        activations = self.activations
+        if recomputed and activations is not None:
+            activations = activations.recomputed()
+        if activations is None or self.limit_bytes is None:
             return None
         return largest_micro_batch(
-            estimate.memory, self.activations, self.limit_bytes, micro_batches=self.micro_batches
+            estimate.memory, activations, self.limit_bytes, micro_batches=self.micro_batches
         )
 
 
@@ -232,7 +246,7 @@ def _samples(config: Mapping[str, Any], topology: Topology, steps: int) -> int:
     if isinstance(samples, int):
         return samples
     if isinstance(total, int):
-        return max(1, total // (steps * topology.data_parallel))
+        return max(1, total // (steps * batch_ranks(config, topology.data_parallel)))
     state = "not in the configuration" if samples is None else f"{samples!r} there"
     raise CommandLineError(f"{MICRO_BATCH} is {state}; give --micro-batch")
 

@@ -202,24 +202,37 @@ def _memory_remarks(
     else:
         if is_synthetic:
             yield from _bullet("Activations assume flash attention, which stores no scores.")
-        yield from _recomputation_remark(batch.activations, batch.samples)
-    if batch.limit_bytes is not None and batch.activations is not None:
-        fitting = ", ".join(
-            f"stage {estimate.stage}: {batch.largest(estimate) or 'none'}" for estimate in estimates
-        )
-        yield from _bullet(
-            f"Largest micro-batch (samples) that fits in {format_bytes(batch.limit_bytes)}: "
-            f"{fitting}. The CUDA context and fragmentation are not included."
-        )
+        yield from _activation_remarks(estimates, batch, batch.activations, batch.samples)
 
 
-def _recomputation_remark(activations: Activations, samples: int) -> Iterable[str]:
-    recomputed = activations.recomputed_sample_bytes
-    if recomputed is not None and recomputed < activations.sample_bytes:
+def _activation_remarks(
+    estimates: Sequence[StepEstimate], batch: RankBatch, activations: Activations, samples: int
+) -> Iterable[str]:
+    """Yield what recomputation saves, and the micro-batch that fits with it and without it."""
+    recomputed = activations.recomputed()
+    saves = recomputed is not None and recomputed.sample_bytes < activations.sample_bytes
+    if recomputed is not None and saves:
         yield from _bullet(
             "With activation checkpointing of each layer, activations need "
-            f"{format_bytes(samples * recomputed)}."
+            f"{format_bytes(recomputed.bytes_of(samples))}."
         )
+    if batch.limit_bytes is None:
+        return
+    yield from _bullet(
+        f"Largest micro-batch (samples) that fits in {format_bytes(batch.limit_bytes)}: "
+        f"{_fitting(estimates, batch)}. The CUDA context and fragmentation are not included."
+    )
+    if saves:
+        fitting = _fitting(estimates, batch, recomputed=True)
+        yield from _bullet(f"With activation checkpointing of each layer: {fitting}.")
+
+
+def _fitting(
+    estimates: Sequence[StepEstimate], batch: RankBatch, *, recomputed: bool = False
+) -> str:
+    """Return the samples of the largest micro-batch of each stage."""
+    sizes = {each.stage: batch.largest(each, recomputed=recomputed) for each in estimates}
+    return ", ".join(f"stage {stage}: {samples or 'none'}" for stage, samples in sizes.items())
 
 
 def _stage_remarks(

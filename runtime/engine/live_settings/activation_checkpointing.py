@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -40,6 +41,8 @@ _NOT_REENTRANT = {"use_reentrant": False}
 ModuleSelector = type[nn.Module] | str | Sequence[type[nn.Module] | str] | None
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
+# The modules that `checkpoint_forward` wraps at present.
+_checkpointed: WeakSet[nn.Module] = WeakSet()
 _NUM_CLOSE_MATCHES = 5
 
 
@@ -119,10 +122,12 @@ def checkpoint_forward(module: nn.Module) -> Undo:
     ours = MethodType(functools.wraps(original)(forward), module)
     forward.__name__ = "forward"  # unpickling looks the method up by this name
     module.forward = ours
+    _checkpointed.add(module)
 
     def undo() -> None:
         nonlocal is_on
         is_on = False  # in case another wrapper now wraps this one
+        _checkpointed.discard(module)
         if vars(module).get("forward") is ours:
             restore_attributes(module, before)
 
@@ -157,6 +162,11 @@ def _has_own_switch(model: nn.Module) -> bool:
     return bool(getattr(model, "supports_gradient_checkpointing", False)) and hasattr(
         model, "gradient_checkpointing_enable"
     )
+
+
+def checkpoints_activations(model: nn.Module) -> bool:
+    """Return whether activations are recomputed, by the model's own switch or by this module."""
+    return _is_on(model) or not _checkpointed.isdisjoint(model.modules())
 
 
 def _is_on(model: nn.Module) -> bool:

@@ -230,7 +230,8 @@ def _smaller_micro_batches(case: OomCase) -> Iterator[PredictedSaving]:
         steps = case.accumulation
         count = f"{part * steps} micro-batches" if steps else f"{part} times the micro-batches"
         text = f"{name} the micro-batch, {samples} of {shape.samples} samples, and {count} a step"
-        yield _saving(case, f"{text} (the global batch stays)", need, kind)
+        batch = "stays" if samples * part == shape.samples else "grows"
+        yield _saving(case, f"{text} (the global batch {batch})", need, kind)
 
 
 def _activation_checkpointing(case: OomCase) -> Iterator[PredictedSaving]:
@@ -257,8 +258,9 @@ def _offloads(case: OomCase) -> Iterator[PredictedSaving]:
         return
     target = "nvme" if case.device == "cpu" else "cpu"
     if layout.optimizer != target:
-        text = f"offload_optimizer to {target} ({_COST[target]})"
         stage = 3 if target == "nvme" else max(1, layout.stage)
+        change = "" if stage == layout.stage else f"ZeRO stage {stage} with "
+        text = f"{change}offload_optimizer to {target} ({_COST[target]})"
         yield from _changed_layout(case, Layout(stage, target, layout.parameters), text)
     if layout.parameters != target:
         text = f"ZeRO stage 3 with offload_optimizer and offload_param to {target} (slow)"

@@ -40,10 +40,11 @@ def test_the_defaults_are_those_of_deepspeed() -> None:
         ({"parameter_alignment": True}, {"parameter_alignment": True}),
         ({"reduce_bucket_size": 5e6}, {"reduce_bucket_size": 5_000_000}),
         ({"cpu_offload": True}, {"offload_optimizer": "cpu"}),
-        ({"offload_optimizer": {"device": "NVMe"}}, {"offload_optimizer": "nvme"}),
+        # NVMe and the ratio require stage 3.
+        ({"offload_optimizer": {"device": "NVMe"}}, {"offload_optimizer": "cpu"}),
         (
             {"offload_optimizer": {"device": "cpu", "ratio": 0.25}},
-            {"offload_optimizer": "cpu", "offload_optimizer_ratio": 0.25},
+            {"offload_optimizer": "cpu"},
         ),
         ({"cpu_offload": True, "offload_optimizer": {"device": "none"}}, {}),
         ({"stage3_max_live_parameters": 7}, {}),
@@ -68,7 +69,30 @@ def test_each_key_of_stage_2_has_its_option(zero: dict[str, Any], expected: dict
         ({"stage3_allgather_sequential": True}, {"allgather_sequential": True}),
         ({"stage3_use_all_reduce_for_fetch_params": True}, {"use_all_reduce_for_fetch": True}),
         ({"memory_efficient_linear": False}, {"memory_efficient_linear": False}),
-        ({"offload_param": {"device": "nvme"}}, {"offload_param": "nvme"}),
+        (
+            {"offload_optimizer": {"device": "NVMe", "ratio": 0.25, "buffer_count": 7}},
+            {
+                "offload_optimizer": "nvme",
+                "offload_optimizer_ratio": 0.25,
+                "offload_optimizer_buffers": 7,
+            },
+        ),
+        (
+            {
+                "offload_param": {
+                    "device": "nvme",
+                    "buffer_count": 3,
+                    "buffer_size": 1e6,
+                    "max_in_cpu": 0,
+                }
+            },
+            {
+                "offload_param": "nvme",
+                "offload_param_buffers": 3,
+                "offload_param_buffer_size": 1_000_000,
+                "offload_param_max_in_cpu": 0,
+            },
+        ),
         ({"cpu_offload_param": True}, {"offload_param": "cpu"}),
         ({"overlap_comm": False}, {"overlap_comm": False}),
     ],
@@ -107,7 +131,8 @@ IN_FP16 = dict.fromkeys(IN_BF16, "fp16")
             {"optimizer": "sgd", "optimizer_momentum": True, "legacy_fusion": True},
         ),
         ({"optimizer": {"type": "SGD", "params": {"momentum": 0}}}, 1, {"optimizer": "sgd"}),
-        ({"activation_checkpointing": {}}, 1, {"activation_checkpointing": True}),
+        # DeepSpeed checkpoints nothing by itself.
+        ({"activation_checkpointing": {"partition_activations": False}}, 1, {}),
         ({"managed_gradient_accumulation": False}, 1, {"managed_accumulation": False}),
     ],
 )
@@ -276,6 +301,26 @@ def test_values_that_are_auto_are_named_once_with_the_options_that_give_them() -
             3,
         ),
         ({"train_batch_size": 4}, 4, 1),
+        # The ranks of a sequence-parallel group share their samples.
+        (
+            {
+                "train_batch_size": 4,
+                "train_micro_batch_size_per_gpu": 1,
+                "sequence_parallel_size": 2,
+            },
+            2,
+            4,
+        ),
+        (
+            {
+                "train_batch_size": 8,
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": 4,
+                "sequence_parallel_size": 2,
+            },
+            4,
+            4,
+        ),
         ({"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 7}, 4, 7),
     ],
 )
@@ -303,6 +348,10 @@ def test_the_micro_batches_of_a_step_follow_from_the_other_sizes(
         (
             {"train_batch_size": 3, "train_micro_batch_size_per_gpu": 5},
             "3 is not train_micro_batch_size_per_gpu 5 x gradient_accumulation_steps 0 x 4 data",
+        ),
+        (
+            {"train_micro_batch_size_per_gpu": 5, "sequence_parallel_size": 3},
+            "sequence_parallel_size is 3, which does not divide 4 data-parallel ranks",
         ),
     ],
 )

@@ -6,17 +6,16 @@ one of both layers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from zerowatch.runtime.estimator.ds_options import DsOptions
-from zerowatch.runtime.estimator.gradient_memory import (
-    GradientMemory,
-    PartitionSizes,
-    gradient_memory,
-)
+from zerowatch.runtime.estimator.gradient_memory import GradientMemory, gradient_memory
 from zerowatch.runtime.estimator.model_shape import ModelShape, ModuleShape, ParameterShape
+from zerowatch.runtime.estimator.optimizer_places import PartitionSizes
+from zerowatch.runtime.estimator.stage_3_traffic import sub_groups
 
 BF16 = {"model_dtype": "bf16", "accumulation_dtype": "bf16", "communication_dtype": "bf16"}
 PARTS = PartitionSizes(part=300, whole=1200, width=2)
@@ -35,7 +34,10 @@ def gradients(
     stage: int, *, model: ModelShape | None = None, sizes: PartitionSizes = PARTS, **changes: Any
 ) -> GradientMemory:
     options = DsOptions(stage=stage, **(BF16 | {"reduce_bucket_size": 5000} | changes))
-    return gradient_memory(model or layers(1000, 200), options, sizes)
+    model = model or layers(1000, 200)
+    if stage == 3:
+        sizes = replace(sizes, sub_groups=tuple(sub_groups(model, options, 4)))
+    return gradient_memory(model, options, sizes)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +186,10 @@ def test_stage_3_keeps_its_part_and_reserves_a_bucket() -> None:
     )
 
 
-def test_stage_3_with_the_optimizer_on_the_host() -> None:
-    assert gradients(3, reduce_bucket_size=500, offload_optimizer="nvme") == GradientMemory(
+# These sub-groups are too small for NVMe.
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_stage_3_with_the_optimizer_on_the_host(place: str) -> None:
+    assert gradients(3, reduce_bucket_size=500, offload_optimizer=place) == GradientMemory(
         kept=0,
         buffers=500 * 2,
         transient=1000 * 2 + 250 * 8,
@@ -195,13 +199,32 @@ def test_stage_3_with_the_optimizer_on_the_host() -> None:
     )
 
 
+def test_stage_3_with_a_part_of_the_optimizer_on_the_host() -> None:
+    # Two of the four sub-groups: int(0.5 x 4).
+    assert gradients(
+        3,
+        model=layers(*[100] * 12),
+        sub_group_size=75,
+        reduce_bucket_size=500,
+        offload_optimizer="cpu",
+        offload_optimizer_ratio=0.5,
+    ) == GradientMemory(
+        kept=150 * 4,
+        buffers=500 * 2,
+        transient=500 * 2,
+        in_step=500 * 2 + 150 * 4,
+        in_forward=500 * 2 + 150 * 4,
+        host=300 * 2 + 150 * 4,
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "buffers", "transient", "in_step"),
     [
         ({}, 1000, 1000, 1000 + 600 + 300 * (2 + 4)),
         # A sub-group may exceed its size by one parameter of this rank.
-        ({"sub_group_size": 10}, 1000, 1000, 1000 + 600 + 35 * (2 + 4)),
-        ({"sub_group_size": 10, "low_precision_master": True}, 1000, 1000, 1000 + 600 + 200),
+        ({"sub_group_size": 40}, 1000, 1000, 1000 + 600 + 50 * (2 + 4)),
+        ({"sub_group_size": 40, "low_precision_master": True}, 1000, 1000, 1000 + 600 + 200),
         ({"reduce_scatter": False}, 1000, 0, 1000 + 600 + 300 * (2 + 4)),
         ({"contiguous_gradients": False}, 0, 1000, 600 + 300 * (2 + 4)),
         ({"reduce_bucket_size": 9000}, 18000, 2400, 18000 + 600 + 300 * (2 + 4)),

@@ -13,6 +13,7 @@ from torch import nn, optim
 
 from zerowatch.runtime.common.phase_timer import BACKWARD
 from zerowatch.runtime.common.torch_engine import TorchEngine
+from zerowatch.runtime.engine.live_settings.activation_checkpointing import ActivationCheckpointing
 from zerowatch.runtime.memory.forecast.peak_readings import Shape
 from zerowatch.runtime.memory.memory_reader import MemoryReader
 from zerowatch.runtime.memory.oom.evidence import Limit, TrainingSetup
@@ -131,6 +132,8 @@ def test_a_snapshot_is_written_for_its_device(
 
 def engine_of(config: dict[str, Any]) -> PlainEngine:
     return PlainEngine(
+        module=nn.Sequential(nn.Linear(2, 3)),
+        optimizer=None,
         config=config,
         _config=SimpleNamespace(train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=5),
         optimizer_name=lambda: None,
@@ -149,11 +152,11 @@ def engine_of(config: dict[str, Any]) -> PlainEngine:
                     "offload_optimizer": {"device": "cpu"},
                     "offload_param": {"device": "nvme"},
                 },
-                "activation_checkpointing": {},
+                "activation_checkpointing": {},  # checkpoints nothing by itself
             },
             Layout(3, "cpu", "nvme"),
             "fp32",
-            True,
+            None,
         ),
     ],
 )
@@ -174,6 +177,22 @@ def test_the_setup_of_an_engine_is_its_config(
         accumulation=5,
         activation_checkpointing=recomputes,
     )
+
+
+@pytest.mark.parametrize("by", ["the run", "the model's switch"])
+def test_activations_are_recomputed_by_the_run_or_the_model(
+    monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    monkeypatch.setattr(dist, "get_world_size", {"dp": 7}.__getitem__)
+    engine = engine_of({})
+    if by == "the run":
+        ActivationCheckpointing("Linear").attach(engine)
+    else:
+        engine.module.gradient_checkpointing = True
+
+    setup = training_setup(engine)
+
+    assert setup is not None and setup.activation_checkpointing is True
 
 
 def test_a_config_that_cannot_be_read_has_no_setup() -> None:

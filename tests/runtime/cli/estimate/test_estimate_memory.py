@@ -66,9 +66,24 @@ def test_with_a_sequence_activations_have_a_column_and_count_in_the_peak(estimat
 
 
 def test_the_effect_of_activation_checkpointing_is_shown(estimate):
-    _, out, _ = estimate(*SIZE, "--sequence", 4096)
+    _, out, _ = estimate(*SIZE, "--sequence", 4096, "--memory", "80GiB", "--stage", 2)
 
+    assert "fits in 80.0 GiB: stage 2: 3." in words(out)
+    assert "With activation checkpointing of each layer: stage 2: 20." in words(out)
     assert "With activation checkpointing of each layer, activations need 5.61 GiB" in words(out)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_block_of_activation_checkpointing_recomputes_nothing(estimate, stage):
+    """DeepSpeed reads the block, and checkpoints only what the model asks it to."""
+    block = {"activation_checkpointing": {"partition_activations": False}}
+    arguments = (*SIZE, "--sequence", 4096, "--memory", "80GiB", "--stage", stage)
+
+    with_block, without = (
+        estimate(*arguments, config={**DS_CONFIG, **config}) for config in (block, {})
+    )
+
+    assert with_block == without
 
 
 def test_the_micro_batch_defaults_to_that_of_the_configuration(estimate):

@@ -81,6 +81,7 @@ def test_a_memory_without_a_unit_or_a_number_is_refused(text: str) -> None:
         ({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 5}, {}, 3, 5),
         ({"train_micro_batch_size_per_gpu": 3}, {"micro_batch": 7}, 7, 1),
         ({"train_batch_size": 24, "gradient_accumulation_steps": 2}, {}, 3, 2),
+        ({"train_batch_size": 24, "sequence_parallel_size": 2}, {}, 12, 1),
         ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, {}, 2, 3),
     ],
 )

@@ -16,6 +16,7 @@ from zerowatch.errors import ZerowatchError
 from zerowatch.runtime.engine.live_settings.activation_checkpointing import (
     ActivationCheckpointing,
     checkpoint_forward,
+    checkpoints_activations,
     choose_modules,
 )
 
@@ -139,6 +140,17 @@ def test_forward_is_recomputed_only_while_training_with_gradients():
     gradients(model.train(), x)
 
     assert (twice, twice_once, layer.calls) == (2, 2, 1)
+
+
+def test_a_model_tells_whether_its_activations_are_recomputed():
+    model, other = Model(), Model()
+    undo = ActivationCheckpointing("layers.1").attach(engine_of(model))
+
+    while_attached = [checkpoints_activations(each) for each in (model, other)]
+    undo()
+
+    assert while_attached == [True, False]
+    assert not checkpoints_activations(model)
 
 
 def test_undo_restores_an_instances_own_forward():

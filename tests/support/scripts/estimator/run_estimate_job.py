@@ -119,5 +119,5 @@ def _by_formula(module: Decoder, dtype: str, tokens: int) -> int:
     )
     shape = ModelShape(parameters=(words, *layers), root=ModuleShape(name=""))
     model_dtype = None if dtype == "fp32" else dtype
-    options = DsOptions(stage=0, model_dtype=model_dtype, activation_checkpointing=module.recompute)
-    return typical_activations(shape, options, tokens).sample_bytes
+    formula = typical_activations(shape, DsOptions(stage=0, model_dtype=model_dtype), tokens)
+    return (formula.recomputed_sample_bytes or 0) if module.recompute else formula.sample_bytes

@@ -1,0 +1,68 @@
+"""Tests of what is read from a torch module: calls in forward, and what is not modeled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from deepspeed.moe.layer import MoE
+from torch import nn
+
+from zerowatch.runtime.estimator.read_module import forward_order, read_model_shape
+
+SEVERAL_TIMES = "a module with parameters runs several times, and is counted once"
+
+
+class Loop(nn.Module):
+    """Runs one layer several times, as ALBERT does, and an activation without parameters."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        self.last = nn.Linear(3, 3)
+        self.layer = nn.Linear(3, 3)
+        self.activation = nn.ReLU()
+
+    @property
+    def dummy_inputs(self) -> dict[str, torch.Tensor]:
+        return {"x": torch.zeros(1, 3)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = self.activation(self.layer(x))
+        return self.activation(self.last(x))
+
+
+class OwnMoE(MoE):
+    """Has the class of DeepSpeed's layer, without its groups of ranks."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
+def loop(times: int) -> Loop:
+    with torch.device("meta"):
+        return Loop(times)
+
+
+def test_each_call_of_forward_is_listed() -> None:
+    assert forward_order(loop(2)) == (
+        "", "layer", "activation", "layer", "activation", "last", "activation",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("times", "unmodeled"), [(1, ()), (2, (SEVERAL_TIMES,))])
+def test_a_module_with_parameters_that_runs_several_times_is_named(
+    times: int, unmodeled: tuple[str, ...]
+) -> None:
+    module = loop(times)
+
+    shape = read_model_shape(module, order=forward_order(module))
+
+    assert (shape.unmodeled, shape.unmodeled_in_stage_3) == ((), unmodeled)
+    assert [child.name for child in shape.root.children] == ["layer", "activation", "last"]
+
+
+def test_mixtures_of_experts_of_deepspeed_are_named() -> None:
+    shape = read_model_shape(nn.Sequential(OwnMoE(), nn.Linear(2, 3)))
+
+    assert shape.unmodeled == ("mixtures of experts are not modeled",)
