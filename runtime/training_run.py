@@ -266,6 +266,7 @@ class TrainingRun:
             0.693
         """
         self._tuner.on_window_start()
+        self._data.on_window_start()
         result = self._window_runner.train(batch)
         self._data.on_window_end(
             step=self.engine.global_steps,
@@ -582,6 +583,8 @@ class _EngineFactory:
     """
 
     def __init__(self, optimizer: Any, lr_scheduler: Any) -> None:
+        if callable(optimizer):
+            optimizer = _called_once(optimizer)
         self._options = {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
 
     def create_initial(
@@ -635,6 +638,22 @@ def _in_this_process(
     show_own_lines()
     logger.warning("process.separate is not used with a TrainingRun, which reads what is measured")
     return {**(settings or {}), "process": {"separate": False}}
+
+
+def _called_once(make_optimizer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a callable that makes an optimizer at its first call, and then returns the same one.
+
+    A rebuild to stage 3 partitions the parameters first, so that a second call could not group them
+    by their shapes. The rebuild itself gives the optimizer its groups again.
+    """
+    made: list[Any] = []
+
+    def optimizer_of(parameters: Any) -> Any:
+        if not made:
+            made.append(make_optimizer(parameters))
+        return made[0]
+
+    return optimizer_of
 
 
 def _trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 from pathlib import Path
 
 from ..common.cgroups import cgroup_folders
+from ..common.gloo_interface import local_place
 
 # Files of a memory cgroup of version 2 and 1: limit, usage, and the reclaimable part of the usage.
 _CGROUP_FILES = (
@@ -31,6 +33,11 @@ def available_host_bytes(root: Path = Path("/")) -> float:
         _below_rlimit(resource.RLIMIT_DATA, _kilobytes(status, "VmData")),
         *(_below_cgroup_limit(folder) for folder in cgroup_folders("memory", root)),
     )
+
+
+def available_rank_bytes() -> float:
+    """Return this rank's share of the memory that is available on its node; inf if unknown."""
+    return available_host_bytes() / local_place(os.environ).num_ranks
 
 
 def _below_rlimit(kind: int, used: float) -> float:

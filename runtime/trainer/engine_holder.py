@@ -68,8 +68,8 @@ class EngineHolder:
     Attributes:
         engine: The engine in use.
         config: The ds config in use.
+        config_changes: What rebuilds have changed in the first ds config, nested as in it.
         compressor: Compressor of the gradients; None without compression.
-        is_rebuilt: Whether the first engine has been replaced.
         num_changes: Changes of the engine so far: replacements, and attachments on or off.
         on_engine_replaced: Functions to call when the engine has been replaced, before attachments
             are attached to the new engine.
@@ -84,11 +84,11 @@ class EngineHolder:
         make_engine: MakeEngine,
     ) -> None:
         self.engine, self.config = engine, config
+        self.config_changes: Mapping[str, Any] = {}
         self.compressor: GradientCompressor | None = None
-        self.is_rebuilt = False
         self.num_changes = 0
         self._watch, self._host_group, self._metrics = engine.watch, host_group, metrics
-        self._make_engine = make_engine
+        self._make_engine, self._first_config = make_engine, config
         self.on_engine_replaced: list[Callable[[], None]] = []
         self._attached: dict[EngineChange, tuple[Attachment, Undo]] = {}
 
@@ -211,7 +211,8 @@ class EngineHolder:
             try:
                 engine = self._build_replacement(config)
                 outcome = "committed"
-                self.config, self.is_rebuilt = config, True
+                self.config = config
+                self.config_changes = _changes(self._first_config, config)
                 self._replace_engine(engine)
             except UndoneRebuildError as error:
                 outcome = "undone"
@@ -349,6 +350,20 @@ class EngineHolder:
                     change.value,
                     error,
                 )
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the changes that, merged into a nested mapping, make another one with as many keys."""
+    changes: dict[str, Any] = {}
+    for name, value in after.items():
+        old = before.get(name)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            below = _changes(old, value)
+            if below:
+                changes[name] = below
+        elif name not in before or value != old:
+            changes[name] = value
+    return changes
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,16 @@ from ...collectives.collective_table import Guard, guarded_methods
 from ...common import accelerator
 from ...common.collective_attempt import CollectiveAttempt, PeerAttemptError
 from ...common.ds_config import ds_config_of, zero_stage
+from ...common.format_numbers import format_bytes
 from ...common.host_group import HostCollectives
 from ...common.patching import PatchSet
+from ...devices.available_memory import available_rank_bytes
 from .preconditions import unsupported_reason
 from .state_snapshot import (
     HostSum,
     ParamSnapshot,
     TrainingStateSnapshot,
+    needed_host_bytes,
     restore_snapshot,
     take_snapshot,
     unequal_members,
@@ -33,6 +36,9 @@ from .state_snapshot import (
 from .teardown import forget_module, release_tensors, strip_module, teardown, track_hooks
 
 logger = logging.getLogger(__name__)
+
+# Share of the available host memory that the copy of the state may use.
+_USED_RATIO = 7 / 8
 
 Config = Mapping[str, Any]
 MakeEngine = Callable[[torch.nn.Module, dict[str, Any]], Any]
@@ -101,7 +107,8 @@ class _Builder:
         host_group: HostCollectives,
     ) -> None:
         self._module: torch.nn.Module = engine.module
-        self._client = engine.client_optimizer
+        # A callable of the caller has made this optimizer, unless the caller has.
+        self._client = None if engine.client_optimizer is None else engine.basic_optimizer
         self._snapshot = snapshot
         self._make_engine = make_engine
         self._host_sum = host_sum
@@ -158,6 +165,12 @@ def _checked_snapshot(
     if problem is not None:
         raise RebuildError(problem)
     try:
+        needed, available = needed_host_bytes(engine, host_group.world_size), available_rank_bytes()
+        if needed > _USED_RATIO * available:
+            raise RebuildError(
+                f"the copy of the training state needs {format_bytes(needed)} of host memory on "
+                f"this rank, and {format_bytes(available)} are available to it"
+            )
         snapshot = take_snapshot(engine, host_group.rank, host_group.world_size)
     except ValueError as error:
         raise RebuildError(f"the optimizer's state cannot be moved: {error}") from None

@@ -13,7 +13,7 @@ from ...common.deepspeed_internals import missing_for_rebuild
 from ...common.ds_config import zero_stage
 from ...common.ds_config_errors import misspelled_keys, value_fault
 from ...common.undo import FAILURES
-from .optimizer_layout import base_optimizer, layout_of
+from .optimizer_layout import base_optimizer, group_members, layout_of
 from .state_snapshot import ADAMS
 
 # A change of these blocks would change the training itself, or leave state that does not fit the
@@ -57,6 +57,7 @@ def unsupported_reason(engine: Any, old: Mapping[str, Any], new: Mapping[str, An
     """
     for problems in (
         _engine_problems(engine),
+        _freezing_problems(engine),
         _config_problems(old, "the present ds config"),
         _config_problems(new, "the new ds config"),
         _change_problems(old, new),
@@ -86,6 +87,31 @@ def _engine_problems(engine: Any) -> Iterator[str]:
         layout_of(engine)
     except LookupError as error:
         yield f"the layout of {error} is not known"
+
+
+def _freezing_problems(engine: Any) -> Iterator[str]:
+    """Yield the parameters that were frozen or unfrozen after the engine was built.
+
+    The optimizer of a new engine would have other parameters than this one has.
+    """
+    optimizer = engine.optimizer
+    members = {name for group in group_members(engine) for name in group}
+    # The caller's own optimizer may leave parameters out, and have frozen ones at stage 0 in fp32.
+    is_own = engine.client_optimizer is not None
+    may_have_frozen = is_own and optimizer is base_optimizer(optimizer)
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            size = getattr(parameter, "ds_numel", parameter.numel())
+            if size and name not in members and not is_own:
+                yield (
+                    f"parameter {name} was unfrozen after the engine was built, and its optimizer "
+                    "does not update it"
+                )
+        elif name in members and (not may_have_frozen or optimizer.state.get(parameter)):
+            yield (
+                f"parameter {name} was frozen after the engine was built, and its optimizer states "
+                "would be lost"
+            )
 
 
 def _is_within_window(engine: Any) -> bool:

@@ -7,6 +7,7 @@ parameter.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,6 +112,29 @@ def _slices(kept: ParamSnapshot) -> Iterator[HostSlice]:
     if kept.master is not None:
         yield kept.master
     yield from kept.parts.values()
+
+
+def needed_host_bytes(engine: Any, world_size: int) -> int:
+    """Return the host memory that a rank needs to copy the state, and to restore it, in bytes.
+
+    The restore assembles one parameter at a time, so the largest one is added.
+
+    Raises:
+        ValueError: The optimizer has a state that is neither one number per weight nor a scalar.
+    """
+    copied, largest, updated = 0, 0, set[str]()
+    for tensor in layout_of(engine):
+        parts = world_size if tensor.replicated else 1
+        length = sum(math.ceil(piece.length / parts) for piece in tensor.pieces)
+        states, _ = split_state(tensor)
+        copied += length * sum(each.element_size() for each in (tensor.tensor, *states.values()))
+        updated.update(tensor.members)
+    for name, parameter in engine.module.named_parameters():
+        num_elements = _describe(parameter).shape.numel()
+        largest = max(largest, num_elements * torch.float32.itemsize)
+        if name not in updated:
+            copied += math.ceil(num_elements / world_size) * parameter.element_size()
+    return copied + largest
 
 
 def take_snapshot(engine: Any, rank: int, world_size: int) -> TrainingStateSnapshot:
@@ -329,7 +353,7 @@ def restore_snapshot(
         PeerAttemptError: Another rank has failed.
     """
     layout = layout_of(engine)
-    _check_optimizer(engine, snapshot)
+    _check_optimizer(engine, layout, snapshot)
     _make_states(layout, snapshot)
     slices: dict[str, list[tuple[OptimizerTensor, ParamSlice]]] = {}
     for tensor in layout:
@@ -430,10 +454,16 @@ def _write(tensor: torch.Tensor, piece: ParamSlice, whole: torch.Tensor) -> None
             tensor.copy_(values.view(tensor.shape))
 
 
-def _check_optimizer(engine: Any, snapshot: TrainingStateSnapshot) -> None:
+def _check_optimizer(
+    engine: Any, layout: list[OptimizerTensor], snapshot: TrainingStateSnapshot
+) -> None:
     new_type, old_type = type(base_optimizer(engine.optimizer)), snapshot.optimizer
     if new_type is not old_type and not {new_type.__name__, old_type.__name__} <= ADAMS:
         raise ValueError(f"its optimizer is {new_type.__name__}, and was {old_type.__name__}")
+    for tensor in layout:
+        for name in tensor.members:
+            if not snapshot.parameters[name].updated:
+                raise ValueError(f"its optimizer updates {name}, and did not before")
     updated = [
         {name for name in members if snapshot.parameters[name].updated}
         for members in snapshot.members

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 MANIFEST = "zerowatch.json"
-FORMAT = 2  # version of the manifest's format
+FORMAT = 3  # version of the manifest's format
 _COMPLETE = re.compile(r"step-(\d{8,})(-\d+)?")
 _CHUNK_BYTES = 2**20
 _MAX_SAVE_NUMBER = 2**53  # the ranks exchange them as float64
@@ -233,7 +233,7 @@ class Manifest:
         micro_steps: DeepSpeed's own count of micro-batches.
         engine: Properties of the engine.
         config: The engine's ds config.
-        rebuilt: Whether the engine was rebuilt, so that `config` differs from the caller's.
+        config_changes: What rebuilds have changed in the caller's ds config, nested as in it.
         files: All other files of the checkpoint, by name.
     """
 
@@ -245,7 +245,7 @@ class Manifest:
     micro_steps: NonNegativeInt
     engine: EngineInfo
     config: Mapping[str, Any]
-    rebuilt: bool
+    config_changes: Mapping[str, Any]
     files: Mapping[str, FileInfo]
 
     def to_json(self) -> str:

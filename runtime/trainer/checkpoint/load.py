@@ -44,8 +44,8 @@ class FoundCheckpoint:
 
     Attributes:
         path: Folder of the checkpoint.
-        manifest: Manifest of the checkpoint. If its engine was rebuilt, `load_checkpoint` needs an
-            engine with the ds config in the manifest.
+        manifest: Manifest of the checkpoint. `load_checkpoint` needs an engine whose ds config
+            has the changes in it.
         state: State of this rank, except the engine.
         superseded: Later checkpoints in the same parent folder that were passed over, because they
             are damaged or `latest` names an earlier checkpoint.
@@ -124,12 +124,18 @@ def load_checkpoint(checkpoint: FoundCheckpoint, engine: Any, host_group: HostCo
         host_group: Group of all ranks.
 
     Raises:
-        CheckpointError: The checkpoint was saved from another kind of engine, or DeepSpeed cannot
-            load it; raised on all ranks.
+        CheckpointError: The checkpoint was saved from another kind of engine, the model has experts
+            and the number of ranks differs, or DeepSpeed cannot load it; raised on all ranks.
     """
     path, manifest = checkpoint.path, checkpoint.manifest
     with raise_on_all_ranks(host_group, f"load {path}", NOTHING_LOADED):
         check_engine(path, manifest.engine, engine_info(engine))
+        # The ranks have other experts under the same names.
+        if checkpoint.is_resharded and engine.has_moe_layers:
+            raise CheckpointError(
+                f"{path} is of a model with experts (MoE) on {manifest.engine.world_size} rank(s), "
+                f"and can be loaded on as many only, not on {host_group.world_size}"
+            )
     if checkpoint.is_resharded and manifest.engine.zero_stage > 0:
         read_shards(engine, path, manifest, host_group)
     else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
@@ -20,7 +19,7 @@ from typing import Any
 from ....errors import CheckpointError, RebuildError
 from ....metrics.catalog import training
 from ...common.collective_attempt import raise_on_all_ranks
-from ...common.gloo_interface import local_place
+from ...common.ds_config import merged
 from ...common.host_group import HostGroup
 from ...common.process_info import (
     launcher_may_restart,
@@ -28,7 +27,7 @@ from ...common.process_info import (
     new_run_id,
     this_process,
 )
-from ...devices.available_memory import available_host_bytes
+from ...devices.available_memory import available_rank_bytes
 from ..data.training_data import TrainingData
 from ..engine_holder import EngineHolder
 from ..window.rng import RngState
@@ -124,8 +123,7 @@ class CheckpointManager:
         state = None
         if checkpoint is not None:
             state = checkpoint.state
-            if checkpoint.manifest.rebuilt:
-                self._apply_config(checkpoint.manifest.config)
+            self._change_config(checkpoint.manifest.config_changes)
             with holder.optimizer_states_on_device():
                 load_checkpoint(checkpoint, holder.engine, group)
             self._superseded = set(checkpoint.superseded)
@@ -152,14 +150,16 @@ class CheckpointManager:
         return state
 
     def on_window_end(self) -> None:
-        """Write the plan if it has changed, with the ds config if the engine was rebuilt."""
+        """Write the plan and what rebuilds changed in the ds config, if either has changed."""
         state = self._relevant_state()
         has_folder = self._engine_holder.run_folder is not None  # the folder may be created late
         if state != self._written and has_folder:
             self._written = state
             if self._is_node_leader:
                 self._plan_file.write(
-                    self._plan(), steps=self._window_runner.steps, config=self._config_if_rebuilt()
+                    self._plan(),
+                    steps=self._window_runner.steps,
+                    config_changes=self._engine_holder.config_changes,
                 )
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class CheckpointManager:
                 holder.engine,
                 group,
                 state,
-                _available_bytes,
+                available_rank_bytes,
                 keep,
                 self._superseded,
                 self._owner,
@@ -208,7 +208,7 @@ class CheckpointManager:
             steps=runner.steps,
             samples=runner.samples,
             config=holder.config,
-            rebuilt=holder.is_rebuilt,
+            config_changes=holder.config_changes,
             micro_batch_plan=asdict(self._plan()),
             weight_exponent=runner.exponent,
             rng=asdict(RngState.capture()),
@@ -258,21 +258,20 @@ class CheckpointManager:
         """Return the part of the plan that a restart needs; the rest only counts windows."""
         limits = self._window_runner.replay.planner.limits
         learned = dict(limits.bounds), dict(limits.failing)
-        return self._window_runner.micro_batch_samples, learned, self._config_if_rebuilt()
+        return (
+            self._window_runner.micro_batch_samples,
+            learned,
+            self._engine_holder.config_changes,
+        )
 
-    def _config_if_rebuilt(self) -> Mapping[str, Any] | None:
-        return self._engine_holder.config if self._engine_holder.is_rebuilt else None
+    def _change_config(self, changes: Mapping[str, Any]) -> None:
+        """Rebuild the engine unless its ds config has these changes, which were read from JSON.
 
-    def _apply_config(self, config: Mapping[str, Any] | None) -> None:
-        """Rebuild the engine if its ds config differs from `config`, which was read from JSON."""
+        All other keys stay as the caller of this run has given them.
+        """
         now = self._engine_holder.config
-        differing = {
-            name: value
-            for name, value in (config or {}).items()
-            if name not in now or _as_json(now[name]) != _as_json(value)
-        }
-        if differing:
-            self._engine_holder.rebuild(differing)
+        if _as_json(merged(now, changes)) != _as_json(now):
+            self._engine_holder.rebuild(changes)
 
     def _apply_plan(self, plan: MicroBatchPlan) -> None:
         self._window_runner.micro_batch_samples = plan.micro_batch_samples
@@ -285,11 +284,11 @@ class CheckpointManager:
             return
         if stored.plan and stored.steps >= self._window_runner.steps:
             try:
-                self._apply_config(stored.config)
+                self._change_config(stored.config_changes)
             except RebuildError as error:
                 logger.warning(
-                    "the ds config in %s, of the engine that the last attempt was rebuilt to, is "
-                    "ignored: %s; training resumes with the present one, call rebuild to change it",
+                    "the changes of the ds config in %s, which the last attempt made by a rebuild, "
+                    "are ignored: %s; training resumes without them, call rebuild to make them",
                     self._plan_file.path,
                     error,
                 )
@@ -303,11 +302,6 @@ class CheckpointManager:
 
     def _record_failure(self, length: int, samples: int) -> None:
         self._plan_file.add_failure(length=length, samples=samples)
-
-
-def _available_bytes() -> float:
-    """Return this rank's share of the memory that is available on its node, in bytes."""
-    return available_host_bytes() / local_place(os.environ).num_ranks
 
 
 def _num_bytes(folder: Path) -> int:

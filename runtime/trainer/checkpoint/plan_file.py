@@ -67,7 +67,7 @@ class PersistedPlan:
     Attributes:
         steps: Windows committed when the plan was written.
         plan: How windows are split; None if a process ended before a plan was written.
-        config: The ds config in use, if the engine was rebuilt.
+        config_changes: What rebuilds have changed in the caller's ds config, nested as in it.
         failures: Failures since the plan was written, which the plan does not account for.
         format: Version of the file's format.
     """
@@ -76,7 +76,7 @@ class PersistedPlan:
 
     steps: NonNegativeInt = 0
     plan: MicroBatchPlan | None = None
-    config: Mapping[str, Any] | None = None
+    config_changes: Mapping[str, Any] = field(default_factory=dict)
     failures: tuple[Failure, ...] = ()
     format: Literal[1] = 1
 
@@ -139,18 +139,26 @@ class PlanFile:
         return replace(newest, failures=tuple(sorted(failures)))
 
     def write(
-        self, plan: MicroBatchPlan | None, *, steps: int, config: Mapping[str, Any] | None = None
+        self,
+        plan: MicroBatchPlan | None,
+        *,
+        steps: int,
+        config_changes: Mapping[str, Any] | None = None,
     ) -> None:
         """Write the plan in use; one rank of each node calls it whenever the plan changes.
 
         Args:
             plan: The plan.
             steps: Windows committed.
-            config: The ds config, if the engine was rebuilt.
+            config_changes: What rebuilds have changed in the caller's ds config.
         """
         with self._locked() as before:
             new = tuple(each for each in before.failures if each not in self._accounted_for)
-            self._write(PersistedPlan(steps=steps, plan=plan, config=config, failures=new))
+            self._write(
+                PersistedPlan(
+                    steps=steps, plan=plan, config_changes=config_changes or {}, failures=new
+                )
+            )
 
     def add_failure(self, *, length: int, samples: int) -> None:
         """Record a micro-batch that does not fit, before its out-of-memory error ends this process.

@@ -32,8 +32,8 @@ class RunState:
     Attributes:
         steps: Windows committed.
         samples: Samples committed, of all ranks together.
-        config: The ds config in use; after a rebuild it differs from the caller's ds config.
-        rebuilt: Whether the engine was rebuilt.
+        config: The ds config in use.
+        config_changes: What rebuilds have changed in the caller's ds config, nested as in it.
         micro_batch_plan: Samples per micro-batch, the failing sizes by length, and all other state
             that decides how the next window is split.
         weight_exponent: `WindowRunner.exponent`: exponent of the power of two closest to the mean
@@ -49,7 +49,7 @@ class RunState:
     steps: int
     samples: int
     config: Mapping[str, Any]
-    rebuilt: bool = False
+    config_changes: Mapping[str, Any] = field(default_factory=dict)
     micro_batch_plan: Mapping[str, Any] = field(default_factory=dict)
     weight_exponent: int = 0
     rng: Mapping[str, Any] = field(default_factory=dict)

@@ -185,7 +185,7 @@ def manifest_without_files(engine: Any, numbers: SaveNumbers, state: RunState) -
         micro_steps=int(engine.micro_steps),
         engine=engine_info(engine),
         config=state.config,
-        rebuilt=state.rebuilt,
+        config_changes=state.config_changes,
         files={},
     )
 

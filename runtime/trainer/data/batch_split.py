@@ -107,6 +107,11 @@ class SplitSchedule:
         """Split of the last change, even if it is not in effect yet."""
         return self._changes[-1][1]
 
+    @property
+    def latest_index(self) -> int:
+        """Index of the first batch with the split of the last change."""
+        return self._changes[-1][0]
+
     def split_at(self, index: int) -> BatchSplit:
         """Return the split of a batch, which cannot be changed after this call."""
         self.next_index = max(self.next_index, index + 1)

@@ -66,6 +66,9 @@ class TrainingData:
         self._dataset: Any = None
         self._is_replacement_logged = False
         self._loaded: Mapping[str, Any] | None = None
+        self._num_used = 0  # batches that the loader had yielded when the last window began
+        # The first batch with the requested size and split; -1 if all batches have them.
+        self._changed_from = -1
         self._last_end = perf_counter()
         watch = engine_holder.engine.watch
         if host_group.world_size > 1:
@@ -75,6 +78,14 @@ class TrainingData:
                 "balance=True without monitoring: from ZeRO stage 2 on the time that ranks wait "
                 "for each other is unknown, and shares stay even"
             )
+
+    @property
+    def has_requested_batch(self) -> bool:
+        """Whether the last window's batch has the requested size and split.
+
+        Batches that workers had loaded ahead of a change do not have them.
+        """
+        return self._num_used > self._changed_from
 
     def unsupported_balance_reason(self) -> str | None:
         """Return why the split cannot follow the speeds of the ranks; None if it can."""
@@ -111,6 +122,8 @@ class TrainingData:
         can_split = world_size > 1 and not isinstance(dataset, IterableDataset)
         with FailureCapture() as failure:
             check_batch_samples(batch_samples, world_size)
+            if not isinstance(dataset, IterableDataset):
+                _check_own_samples(self._engine_holder.engine, world_size)
             # A stream cannot be split; if balancing is requested for one, the loader raises.
             balancer = self._new_balancer(batch_samples) if can_split or self.balances else None
             loader = resumable_loader(
@@ -124,12 +137,17 @@ class TrainingData:
         raise_failures(self._host_group, failure.take(), "loader")
         self._check_same_data(loader, batch_samples)
         self._warn_of_replacement(dataset)
-        self._loader, self._dataset = loader, dataset
+        self._loader, self._dataset, self._num_used = loader, dataset, loader.position
         self._balancer, self._is_balancing = balancer, self.balances
-        self.batch_samples = batch_samples
+        self.batch_samples, self._changed_from = batch_samples, -1
         if self._loaded is not None:
             self.load_state_dict(self._loaded)
         return self._loader
+
+    def on_window_start(self) -> None:
+        """Note that the batches yielded so far are used."""
+        if self._loader is not None:
+            self._num_used = self._loader.position
 
     def on_window_end(
         self, *, step: int, num_samples: int, seconds: float | None, collectives_inside: bool
@@ -164,14 +182,26 @@ class TrainingData:
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the data, the state of the split and the requested batch size.
 
+        A batch that was yielded and is in no window yet is yielded again after the state is loaded.
+        From a stream it is lost, of which a warning is logged.
+
         A loaded state is returned unchanged until a loader has it. Without a loader and a loaded
         state, the result is empty.
         """
         if self._loaded is not None or self._loader is None:
             return dict(self._loaded or {})
         balancer = self._balancer.state_dict() if self._balancer else None
+        position = self._loader.state_dict()
+        if self._loader.position == self._num_used + 1:
+            if isinstance(self._loader, ResumableLoader):
+                position["position"] -= 1
+            else:
+                logger.warning(
+                    "the last batch of the stream is not trained yet, and a training that resumes "
+                    "here will leave it out: call `save` after `train_batch`, not before"
+                )
         return {
-            "data": self._loader.state_dict(),
+            "data": position,
             "shares": balancer,
             "batch_samples": self.batch_samples,
         }
@@ -190,6 +220,7 @@ class TrainingData:
             return
         if state:
             self._load_position(self._loader, state["data"])
+            self._num_used, self._changed_from = self._loader.position, -1
             if isinstance(self._loader, ResumableLoader):
                 self._scale_learning_rate(self._loader)
                 # The last change may be to a size that is no longer requested, such as a trial's.
@@ -277,6 +308,7 @@ class TrainingData:
             return
         from_index = int(self._host_group.all_gather([loader.next_index]).max())
         loader.resize(from_index, self.batch_samples)
+        self._changed_from = from_index
         self._scale_learning_rate(loader)
         if self._balancer is not None:
             self._balancer.reset_times()
@@ -303,7 +335,10 @@ class TrainingData:
         if self._is_balancing == self.balances:
             return None
         self._is_balancing = self.balances
-        return balancer.start() if self.balances else balancer.stop()
+        split = balancer.start() if self.balances else balancer.stop()
+        if split is not None:
+            self._changed_from = balancer.schedule.latest_index
+        return split
 
     def _new_balancer(self, batch_samples: int) -> Balancer:
         schedule = SplitSchedule(batch_samples, self._host_group.world_size)
@@ -315,6 +350,22 @@ class TrainingData:
             exposed = record.comm_exposed_phase_seconds
             seconds = exposed.get("forward", 0.0) + exposed.get("backward", 0.0)
             self._balancer.busy_time.add_blocked(record.step, seconds)
+
+
+def _check_own_samples(engine: Any, world_size: int) -> None:
+    """Check that each rank trains on samples of its own.
+
+    Raises:
+        ValueError: Several ranks share a copy of the model, and so their samples.
+    """
+    if engine.seq_dp_world_size == world_size and engine.sequence_parallel_size == 1:
+        return
+    raise ValueError(
+        "the loader of a TrainingRun divides each batch over all ranks, but the ranks of one copy "
+        "of the model (tensor or sequence parallelism) need the same samples; use a loader of your "
+        "own, such as torch's with a DistributedSampler over the copies, or pass an "
+        "IterableDataset that yields to each rank what it needs"
+    )
 
 
 class BatchSource(Protocol):

@@ -11,7 +11,7 @@ from ....errors import DsConfigError
 from ...common.ds_config import EngineSource, merged, training_config, zero_stage
 from ...common.gil_pauses import let_training_run
 from ...engine.live_settings.zero_optimizer import total_elements
-from ...engine.rebuild.preconditions import unsupported_reason
+from ...engine.rebuild.preconditions import unsupported_reason, zero_block
 from ...estimator.engine_estimate import estimated_layouts
 from ...memory.oom.predicted_savings import Layout
 from ..policy.knob_registry import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SPECS, ZERO_STAGE, KnobSpec
@@ -22,6 +22,7 @@ from .knob import ReadableKnob
 STAGE = ZERO_STAGE.name
 OFFLOADS = (OFFLOAD_OPTIMIZER.name, OFFLOAD_PARAM.name)
 LAYOUT = (STAGE, *OFFLOADS)
+_OVERLAPPING_STAGE = 2  # and above
 _SNAPSHOT_BYTES = 12  # per parameter: weights and Adam's two states, in fp32
 
 
@@ -38,6 +39,7 @@ class ZeroLayouts:
         self._source, self._is_training_run = source, is_training_run
         self.world_size = world_size
         self._reasons: dict[tuple[Any, ...], str | None] = {}
+        self._overlap_comm: bool | None = None  # of the last stage that can overlap
 
     def on_engine_replaced(self) -> None:
         """Check again which layouts are supported, because the engine was replaced."""
@@ -70,9 +72,13 @@ class ZeroLayouts:
         zero: dict[str, Any] = {}
         if wanted[STAGE] != now[STAGE]:
             zero["stage"] = wanted[STAGE]
+            if zero_stage(self._source.config) >= _OVERLAPPING_STAGE:
+                self._overlap_comm = zero_block(self._source.config).get("overlap_comm")
+            elif self._overlap_comm and int(wanted[STAGE] or 0) >= _OVERLAPPING_STAGE:
+                zero["overlap_comm"] = True  # `training_config` turned it off
         for name in OFFLOADS:
             if wanted[name] != now[name]:
-                zero[name] = self._offload_block(on=bool(wanted[name]))
+                zero[name] = self._offload_block(name, on=bool(wanted[name]))
         config = merged(self._source.config, {ZERO: zero})
         return training_config(config, is_candidate=True) if self._is_training_run else config
 
@@ -111,8 +117,13 @@ class ZeroLayouts:
             return None
         return unsupported_reason(self._source.engine, self._source.config, config)
 
-    def _offload_block(self, *, on: bool) -> dict[str, Any]:
-        return {"device": "cpu", "pin_memory": not self.on_host} if on else {"device": "none"}
+    def _offload_block(self, name: str, *, on: bool) -> dict[str, Any]:
+        """Return the changes of an offload's block; its other keys stay as they are."""
+        if not on:
+            return {"device": "none"}
+        if zero_block(self._source.config).get(name):
+            return {"device": "cpu"}
+        return {"device": "cpu", "pin_memory": not self.on_host}
 
 
 class ZeroLayoutKnob(ReadableKnob):
@@ -159,8 +170,7 @@ def layout_knobs(layouts: ZeroLayouts) -> list[ZeroLayoutKnob]:
 
 def configured_layout(config: Mapping[str, Any]) -> dict[str, Value]:
     """Return the layout of a ds config."""
-    zero = config.get(ZERO)
-    blocks = zero if isinstance(zero, Mapping) else {}
+    blocks = zero_block(config)
     return {
         STAGE: zero_stage(config),
         **{name: _is_offloaded(blocks.get(name)) for name in OFFLOADS},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from zerowatch.runtime.devices import available_memory as module
 from zerowatch.runtime.devices.available_memory import available_host_bytes
 
 KIB, MIB = 2**10, 2**20
@@ -28,6 +30,23 @@ def group(root: Path, name: str, **files: object) -> None:
     folder.mkdir(parents=True)
     for file, content in files.items():
         (folder / file.replace("memory_", "memory.", 1)).write_text(f"{content}\n")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+        {"LOCAL_RANK": "1", "LOCAL_SIZE": "2"},
+        {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+    ],
+)
+def test_the_ranks_of_a_node_share_its_memory_under_each_launcher(
+    monkeypatch: pytest.MonkeyPatch, place: dict[str, str]
+) -> None:
+    monkeypatch.setattr(os, "environ", place)
+    monkeypatch.setattr(module, "available_host_bytes", lambda: 2**30)
+
+    assert module.available_rank_bytes() == 2**29
 
 
 def test_without_limits_it_is_what_the_machine_has_left(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from zerowatch.errors import RebuildError
+from zerowatch.runtime.common.ds_config import training_config
 from zerowatch.runtime.common.undo import FAILURES
 from zerowatch.runtime.engine.live_settings.optimizer_state_offload import OffloadedOptimizerStates
 from zerowatch.runtime.engine.rebuild.engine_replacement import UndoneRebuildError
@@ -301,7 +302,8 @@ def test_a_rebuild_moves_watch_and_attachments_to_the_new_engine(run: Run) -> No
     ]
     assert run.given == (run.first, config, run.make_engine, run.group)
     assert holder.engine is run.second
-    assert (holder.config, holder.is_rebuilt, holder.num_changes) == (config, True, 5)
+    assert (holder.config, holder.num_changes) == (config, 5)
+    assert holder.config_changes == config
 
 
 def test_a_rebuild_that_was_undone_continues_with_an_engine_of_the_previous_config(
@@ -326,7 +328,7 @@ def test_a_rebuild_that_was_undone_continues_with_an_engine_of_the_previous_conf
         "one on second",
     ]
     assert run.holder.engine is run.second
-    assert (run.holder.config, run.holder.is_rebuilt) == (run.config, False)
+    assert (run.holder.config, run.holder.config_changes) == (run.config, {})
 
 
 def test_a_rebuild_that_was_refused_continues_with_the_same_engine(
@@ -344,7 +346,7 @@ def test_a_rebuild_that_was_refused_continues_with_the_same_engine(
 
     assert run.log == ["one off first", "phase", ("count", "refused", 3.5), "one on first"]
     assert run.holder.engine is run.first
-    assert (run.holder.config, run.holder.is_rebuilt) == (run.config, False)
+    assert (run.holder.config, run.holder.config_changes) == (run.config, {})
 
 
 def test_nothing_is_attached_to_an_engine_that_could_not_be_built(
@@ -379,6 +381,31 @@ def test_a_rebuild_merges_the_changes_into_the_config(monkeypatch: pytest.Monkey
     assert config["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 7}
     assert config["train_micro_batch_size_per_gpu"] == 4
     assert config["gradient_accumulation_steps"] == 1
+
+
+def test_what_rebuilds_changed_is_told_until_it_is_changed_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    zero = {"stage": 1, "offload_optimizer": {"device": "none", "pin_memory": True}}
+    run = Run(monkeypatch, zero_optimization=zero)
+    monkeypatch.setattr(engine_holder, "perf_counter", lambda: 0.0)
+    holder, told = run.holder, []
+
+    for changed in (
+        {"gradient_clipping": 0.5},
+        {"zero_optimization": {**zero, "offload_optimizer": {"device": "cpu", "pin_memory": True}}},
+        {"zero_optimization": {**zero, "stage": 3}},
+        {},
+    ):
+        holder.rebuild_as({**run.config, **changed})
+        told.append(holder.config_changes)
+
+    assert told == [
+        {"gradient_clipping": 0.5},
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        {"zero_optimization": {"stage": 3}},
+        {},
+    ]
 
 
 class Offloaded(OffloadedOptimizerStates):
@@ -444,15 +471,18 @@ def test_an_unsupported_memory_saving_is_not_attached(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "is_rebuilt"), [(1, False), (2, False), (3, True)], ids=["lower", "same", "higher"]
+    ("stage", "changes"),
+    [(1, {}), (2, {}), (3, {"zero_optimization": {"stage": 3}})],
+    ids=["lower", "same", "higher"],
 )
 def test_a_saving_by_a_rebuild_is_outdated_unless_the_stage_is_higher(
-    monkeypatch: pytest.MonkeyPatch, stage: int, is_rebuilt: bool
+    monkeypatch: pytest.MonkeyPatch, stage: int, changes: dict[str, Any]
 ) -> None:
-    run = Run(monkeypatch, zero_optimization={"stage": 2})
+    config = training_config({"train_micro_batch_size_per_gpu": 4})
+    run = Run(monkeypatch, **config, zero_optimization={"stage": 2})
 
-    assert run.holder.try_rebuild({"zero_optimization": {"stage": stage}}) is is_rebuilt
-    assert run.holder.is_rebuilt is is_rebuilt
+    assert run.holder.try_rebuild({"zero_optimization": {"stage": stage}}) is bool(changes)
+    assert run.holder.config_changes == changes
 
 
 def test_a_saving_by_a_rebuild_at_the_same_stage_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

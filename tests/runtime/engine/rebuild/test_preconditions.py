@@ -91,6 +91,74 @@ def test_an_engine_that_cannot_be_moved_has_a_reason(engine: Any, part: str | No
     assert reason is None if part is None else part in (reason or "")
 
 
+class FP16_UnfusedOptimizer:
+    """DeepSpeed's optimizer of stage 0 in 16 bits, with an fp32 copy of each parameter it got."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.fp16_groups = [group["params"] for group in optimizer.param_groups]
+        self.fp32_groups = [[each.detach().clone() for each in own] for own in self.fp16_groups]
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+
+def with_bias(
+    before: bool, now: bool, *, is_own: bool = False, wraps: bool = False, num_steps: int = 1
+) -> Engine:
+    """Return an engine whose bias was frozen or trained before, and is now.
+
+    Args:
+        before: Whether the bias was trained when the engine was built.
+        now: Whether it is now.
+        is_own: Whether the optimizer is the caller's, which has frozen parameters too.
+        wraps: Whether DeepSpeed wraps the optimizer.
+        num_steps: Updates before now.
+    """
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(before)
+    given = [each for each in model.parameters() if each.requires_grad or is_own]
+    optimizer: Any = torch.optim.AdamW(given)
+    for _ in range(num_steps):
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+    model.bias.requires_grad_(now)
+    return engine_of(
+        module=model,
+        optimizer=FP16_UnfusedOptimizer(optimizer) if wraps else optimizer,
+        client_optimizer=optimizer if is_own else None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "part"),
+    [
+        (with_bias(True, False), "parameter bias was frozen after"),
+        (with_bias(True, False, num_steps=0), "parameter bias was frozen after"),
+        (with_bias(True, False, wraps=True), "parameter bias was frozen after"),
+        (with_bias(True, False, is_own=True), "parameter bias was frozen after"),
+        (with_bias(True, False, is_own=True, wraps=True), "parameter bias was frozen after"),
+        (with_bias(False, False), None),
+        (with_bias(False, False, wraps=True), None),
+        (with_bias(False, False, is_own=True), None),
+        (with_bias(False, True), "parameter bias was unfrozen after"),
+        (with_bias(False, True, wraps=True), "parameter bias was unfrozen after"),
+        (with_bias(False, True, is_own=True), None),  # its optimizer updates it from now on
+    ],
+)
+def test_parameters_that_were_frozen_or_unfrozen_while_training_have_a_reason(
+    engine: Any, part: str | None
+) -> None:
+    reason = unsupported_reason(engine, stage(0), stage(2))
+
+    assert reason is None if part is None else part in (reason or "")
+
+
+def test_a_parameter_that_the_callers_optimizer_leaves_out_is_no_reason() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW([model.weight])
+    engine = engine_of(module=model, optimizer=optimizer, client_optimizer=optimizer)
+
+    assert unsupported_reason(engine, stage(0), stage(2)) is None
+
+
 def test_a_name_that_deepspeed_lacks_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preconditions, "missing_for_rebuild", lambda engine: iter(["A.b", "A.c"]))
 

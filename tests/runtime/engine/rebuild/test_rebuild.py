@@ -6,6 +6,7 @@ Covers `engine_replacement.py`, `preconditions.py` and `state_snapshot.py`.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,15 @@ def test_a_rebuild_that_one_rank_refuses_is_refused_on_all_ranks(results: Result
 
     assert "another rank refused" in first
     assert "NVMe" in second
+
+
+def test_a_rebuild_that_a_ranks_host_has_no_memory_for_is_refused_on_all_ranks(
+    results: Results,
+) -> None:
+    first, second = (rank[FAULTS]["refused"]["no memory"] for rank in results[2])
+
+    assert "another rank refused" in first
+    assert re.search(r"needs .* KiB of host memory on this rank, and 1 KiB are available", second)
 
 
 def test_the_watch_continues_with_the_new_engine(results: Results) -> None:

@@ -14,6 +14,7 @@ from zerowatch.runtime.engine.rebuild.state_snapshot import (
     HostSum,
     TrainingStateSnapshot,
     copy_counters,
+    needed_host_bytes,
     restore_counters,
     restore_snapshot,
     split_state,
@@ -223,6 +224,26 @@ def test_other_groups_are_refused() -> None:
         ValueError, match=r"has 1 groups of \[2\] parameters, and had 2 of \[1, 1\]"
     ):
         restored(other, take_snapshot(engine(), 0, 1))
+
+
+def test_a_parameter_that_was_not_updated_before_is_refused() -> None:
+    other = engine()
+    other.module.table.requires_grad_(True)
+    other.optimizer.add_param_group({"params": [other.module.table]})
+
+    with pytest.raises(ValueError, match="its optimizer updates table, and did not before"):
+        restored(other, take_snapshot(engine(), 0, 1))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_host_memory_that_is_needed_is_that_of_the_copy_and_of_the_largest_parameter(
+    num_ranks: int,
+) -> None:
+    trained = engine(updates=1)
+
+    needed = needed_host_bytes(trained, num_ranks)
+
+    assert needed == take_snapshot(trained, 0, num_ranks).num_bytes + 7 * 4
 
 
 def holder(**state: Any) -> OptimizerTensor:

@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from threading import Timer
@@ -200,17 +200,19 @@ def test_samples_and_micro_steps_are_restored(tmp_path: Path) -> None:
     assert (engine.micro_steps, engine.global_samples) == (1, 7)
 
 
-def test_the_saved_config_is_found_with_whether_it_is_the_callers(tmp_path: Path) -> None:
+def test_the_saved_config_is_found_with_what_rebuilds_changed_in_the_callers(
+    tmp_path: Path,
+) -> None:
     save(tmp_path, 1)
     first = find_checkpoint(tmp_path, PlainEngine(), ALONE)
-    save(tmp_path, 2, config={"stage": 3}, rebuilt=True)
+    save(tmp_path, 2, config={"stage": 3, "clip": 1}, config_changes={"stage": 3})
     second = find_checkpoint(tmp_path, PlainEngine(), ALONE)
 
     assert first is not None
-    assert not first.manifest.rebuilt
+    assert first.manifest.config_changes == {}
     assert second is not None
-    assert second.manifest.rebuilt
-    assert second.manifest.config == {"stage": 3}
+    assert second.manifest.config_changes == {"stage": 3}
+    assert second.manifest.config == {"stage": 3, "clip": 1}
 
 
 @pytest.mark.parametrize(
@@ -279,9 +281,9 @@ def test_mixed_files_of_two_checkpoints_are_detected(tmp_path: Path) -> None:
 
 def test_a_manifest_of_a_later_format_is_rejected(tmp_path: Path) -> None:
     path = save(tmp_path, 1) / "zerowatch.json"
-    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+    path.write_text(path.read_text().replace('"format": 3', '"format": 4'))
 
-    with pytest.raises(CheckpointError, match=r"of format 3; .* reads format 2"):
+    with pytest.raises(CheckpointError, match=r"of format 4; .* reads format 3"):
         load(tmp_path)
 
 
@@ -346,6 +348,18 @@ def test_all_ranks_raise_if_deepspeed_cannot_read_the_files_of_one(tmp_path: Pat
 
     with pytest.raises(CheckpointError, match="failed on rank 0, whose error has the reason"):
         load_checkpoint(found, PlainEngine(), OtherRankFails())
+
+
+def test_a_model_with_experts_is_not_loaded_by_another_number_of_ranks(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    engine = PlainEngine()
+    engine.has_moe_layers = True
+    found = find_checkpoint(tmp_path, engine, ALONE)
+    assert found is not None
+
+    load_checkpoint(found, engine, ALONE)
+    with pytest.raises(CheckpointError, match=r"a model with experts \(MoE\) on 1 rank"):
+        load_checkpoint(replace(found, is_resharded=True), engine, ALONE)
 
 
 def test_nodes_with_local_disks_one_checkpoint_apart_load_the_earlier_one(tmp_path: Path) -> None:
@@ -589,7 +603,7 @@ def test_a_bad_latest_file_raises_with_its_path_and_fallback_takes_the_newest(
     [
         *(("serial", "1"), ("serial", 0), ("serial", 10**400), ("steps", None), ("steps", -1)),
         *(("files", 3), ("files", {"model.pt": 17}), ("files", {"model.pt": {"size": "x"}})),
-        *(("engine", []), ("engine", {"zero_stage": 2}), ("config", "x"), ("rebuilt", 7)),
+        *(("engine", []), ("engine", {"zero_stage": 2}), ("config", "x"), ("config_changes", 7)),
         *(("extra", 1), ("format", [])),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from threading import Barrier
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 from scripts.trainer.resume_engine import SingleRankHostGroup
 
+from zerowatch.runtime.common.ds_config import merged, training_config
+from zerowatch.runtime.trainer import engine_holder
 from zerowatch.runtime.trainer.checkpoint.manager import CheckpointManager
 from zerowatch.runtime.trainer.checkpoint.plan_file import (
     Failure,
@@ -30,7 +33,7 @@ PLAN = MicroBatchPlan(
     micro_batch_samples=8, sizing=MicroBatchLimits(bounds={128: 4, 256: 2}, failing={128: 8})
 )
 SMALL = MicroBatchPlan(micro_batch_samples=2)
-WRITTEN = {"format": 1, "steps": 12, "plan": asdict(PLAN), "config": None, "failures": []}
+WRITTEN = {"format": 1, "steps": 12, "plan": asdict(PLAN), "config_changes": {}, "failures": []}
 
 
 def plan_file(folder: Path | None) -> PlanFile:
@@ -38,11 +41,11 @@ def plan_file(folder: Path | None) -> PlanFile:
 
 
 def test_a_plan_is_read_back_with_integer_keys(tmp_path: Path) -> None:
-    plan_file(tmp_path / "runs" / "night").write(PLAN, steps=12, config={"stage": 3})
+    plan_file(tmp_path / "runs" / "night").write(PLAN, steps=12, config_changes={"stage": 3})
 
     plan = plan_file(tmp_path / "runs" / "night").read(ALONE)
 
-    assert plan == PersistedPlan(steps=12, plan=PLAN, config={"stage": 3})
+    assert plan == PersistedPlan(steps=12, plan=PLAN, config_changes={"stage": 3})
 
 
 def test_the_first_attempt_finds_no_plan(tmp_path: Path) -> None:
@@ -168,7 +171,7 @@ def test_a_run_without_a_folder_has_no_plan_file() -> None:
                 ("plan", {"micro_batch_samples": 2, "sizing": {"evil": 1}}),
                 ("plan", {"micro_batch_samples": 2, "sizing": {"bounds": {"a": 1}}}),
                 ("plan", {"micro_batch_samples": 2, "sizing": {"bounds": {"128": 0}}}),
-                *(("config", 3), ("failures", 3), ("failures", [{"length": 1}])),
+                *(("config_changes", 3), ("failures", 3), ("failures", [{"length": 1}])),
                 ("failures", [{"length": 1, "samples": 0}]),
                 ("failures", [{"length": "x", "samples": 1, "other": 2}]),
             )
@@ -206,7 +209,7 @@ def test_a_config_that_is_not_json_is_logged_and_training_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        plan_file(tmp_path).write(PLAN, steps=1, config={"dtype": object()})
+        plan_file(tmp_path).write(PLAN, steps=1, config_changes={"dtype": object()})
 
     assert "cannot write" in caplog.text
 
@@ -224,28 +227,79 @@ NONSENSE: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("config", NONSENSE)
-def test_a_ds_config_that_no_engine_can_have_is_ignored_with_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: dict[str, Any]
-) -> None:
-    plan_file(tmp_path).write(PLAN, steps=3, config=config)
-    given = {"train_micro_batch_size_per_gpu": 4}
-    watch = SimpleNamespace(run_folder=tmp_path, run_id="mine")
-    engine = SimpleNamespace(watch=watch, global_rank=0, use_node_local_storage=lambda: False)
-    runner = SimpleNamespace(
+def resuming(folder: Path, given: dict[str, Any]) -> tuple[CheckpointManager, EngineHolder, Any]:
+    """Return the parts of a run that resumes from the plan file in `folder`."""
+    watch = SimpleNamespace(
+        run_folder=folder,
+        run_id="mine",
+        checkpoint_phase=nullcontext,
+        rebind_engine=lambda engine: None,
+    )
+    engine: Any = SimpleNamespace(
+        watch=watch, global_rank=0, use_node_local_storage=lambda: False, optimizer=object()
+    )
+    runner: Any = SimpleNamespace(
         steps=0,
         micro_batch_samples=4,
         replay=SimpleNamespace(planner=SimpleNamespace(limits=MicroBatchLimits())),
         on_fatal_oom=[],
     )
-    metrics = SimpleNamespace(count_rebuild=lambda *_: None)
+    metrics: Any = SimpleNamespace(count_rebuild=lambda *_: None)
     holder = EngineHolder(engine, given, host_group=ALONE, metrics=metrics, make_engine=None)
-    manager = CheckpointManager(holder, runner, data=None, host_group=ALONE, background=False)
+    data: Any = None
+    return CheckpointManager(holder, runner, data, ALONE, background=False), holder, runner
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_rebuilds"),
+    [
+        ({}, 0),
+        ({"zero_optimization": {"stage": 2}}, 0),
+        ({"zero_optimization": {"stage": 3}}, 1),
+        ({"zero_optimization": {"stage": 3}, "communication_data_type": "bf16"}, 1),
+    ],
+)
+def test_a_resumed_run_has_the_ds_config_of_its_caller_with_what_rebuilds_had_changed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    num_rebuilds: int,
+) -> None:
+    rebuilt: list[Any] = []
+
+    def rebuild(engine: Any, config: Any, **options: Any) -> Any:
+        rebuilt.append(config)
+        return engine
+
+    monkeypatch.setattr(engine_holder, "rebuild", rebuild)
+    plan_file(tmp_path).write(PLAN, steps=3, config_changes=changes)
+    given = training_config(
+        {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_clipping": 0.1,
+            "zero_optimization": {"stage": 2, "reduce_bucket_size": 7},
+        }
+    )
+    manager, holder, _ = resuming(tmp_path, given)
+
+    manager.load(tmp_path / "no checkpoints yet", fallback=False)
+
+    assert len(rebuilt) == num_rebuilds
+    assert holder.config == merged(given, changes)
+
+
+@pytest.mark.parametrize("config", NONSENSE)
+def test_a_ds_config_that_no_engine_can_have_is_ignored_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: dict[str, Any]
+) -> None:
+    plan_file(tmp_path).write(PLAN, steps=3, config_changes=config)
+    given = {"train_micro_batch_size_per_gpu": 4}
+    manager, holder, runner = resuming(tmp_path, given)
 
     with caplog.at_level(logging.WARNING):
         state = manager.load(tmp_path / "no checkpoints yet", fallback=False)
 
-    assert (state, holder.config, holder.is_rebuilt) == (None, given, False)
+    assert (state, holder.config, holder.config_changes) == (None, given, {})
     assert runner.micro_batch_samples == 8
     (line,) = caplog.messages
     assert str(tmp_path / "plan.json") in line

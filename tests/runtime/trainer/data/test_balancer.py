@@ -232,7 +232,8 @@ class TwoEqualRanks:
 
 def test_a_vote_within_the_passes_is_subtracted_from_their_wall_time_once() -> None:
     watch = RecordSource()
-    holder = SimpleNamespace(engine=SimpleNamespace(watch=watch))
+    engine = SimpleNamespace(watch=watch, seq_dp_world_size=2, sequence_parallel_size=1)
+    holder = SimpleNamespace(engine=engine)
     data = TrainingData(TwoEqualRanks(), holder, balance=True)
     batches = data.loader(list(range(96)), batch_samples=12).forever()
 

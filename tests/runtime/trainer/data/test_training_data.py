@@ -39,10 +39,17 @@ class SGD:
 class Holder:
     """Engine holder with a watch, which records attachments."""
 
-    def __init__(self, optimizer: object = None, *, is_open: bool = True) -> None:
+    def __init__(
+        self, optimizer: object = None, *, is_open: bool = True, world_size: int = 2
+    ) -> None:
         self.publish: Callable[[StepRecord], None] | None = None
         watch = SimpleNamespace(is_open=is_open, subscribe_internal=self._subscribe)
-        self.engine = SimpleNamespace(watch=watch, basic_optimizer=optimizer or SGD())
+        self.engine = SimpleNamespace(
+            watch=watch,
+            basic_optimizer=optimizer or SGD(),
+            seq_dp_world_size=world_size,
+            sequence_parallel_size=1,
+        )
         self.attachments: list[tuple[EngineChange, Any]] = []
 
     def _subscribe(self, listener: Callable[[StepRecord], None]) -> None:
@@ -75,11 +82,13 @@ def data_of(ranks: Any = None, holder: Any = None, *, balance: bool = False) -> 
 
 
 def end_window(data: TrainingData, step: int = 0, *, seconds: float | None = 0.6) -> None:
+    data.on_window_start()
     data.on_window_end(step=step, num_samples=6, seconds=seconds, collectives_inside=False)
 
 
 def test_the_split_can_follow_the_speeds_of_several_ranks_with_a_loader() -> None:
-    alone, data, streamed = data_of(Ranks(1)), data_of(), data_of()
+    alone = data_of(Ranks(1), Holder(world_size=1))
+    data, streamed = data_of(), data_of()
     before = data.unsupported_balance_reason()
     alone.loader(SAMPLES, batch_samples=12)
     data.loader(SAMPLES, batch_samples=12)
@@ -117,6 +126,56 @@ def test_a_stream_has_a_fixed_batch_size_and_no_split() -> None:
     assert data.state_dict()["data"]["position"] == 1
 
 
+def test_a_batch_that_was_not_trained_when_the_run_was_saved_comes_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = data_of()
+    batches = iter(data.loader(SAMPLES, batch_samples=12, shuffle=False))
+    first = next(batches)
+    end_window(data)
+    after_first = data.state_dict()
+    second = next(batches)
+    with_second_in_hand = data.state_dict()
+    for _ in range(3):  # a script that reads ahead, or leaves out batches
+        next(batches)
+    far_ahead = data.state_dict()
+    resumed = data_of()
+    resumed.load_state_dict(with_second_in_hand)
+    again = next(iter(resumed.loader(SAMPLES, batch_samples=12, shuffle=False)))
+
+    assert first.tolist() == [0, 1, 2, 3, 4, 5]
+    assert again.tolist() == second.tolist()
+    assert with_second_in_hand == after_first
+    assert far_ahead["data"]["position"] == 5
+    assert "stream" not in caplog.text
+
+
+def test_a_batch_of_a_stream_that_was_not_trained_when_the_run_was_saved_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = data_of()
+    batches = iter(data.loader(Stream(), batch_samples=6))
+    next(batches)
+    end_window(data)
+    data.state_dict()
+    before = caplog.text
+    next(batches)
+
+    assert data.state_dict()["data"]["position"] == 2
+    assert before == "" and "call `save` after `train_batch`" in caplog.text
+
+
+@pytest.mark.parametrize("sizes", [{"seq_dp_world_size": 1}, {"sequence_parallel_size": 2}])
+def test_ranks_of_one_copy_of_the_model_cannot_divide_its_samples(sizes: dict[str, int]) -> None:
+    holder = Holder()
+    vars(holder.engine).update(sizes)
+    data = data_of(holder=holder)
+
+    with pytest.raises(ValueError, match="need the same samples"):
+        data.loader(SAMPLES, batch_samples=12)
+    data.loader(Stream(), batch_samples=12)  # it chooses the samples of each rank itself
+
+
 def test_balancing_a_stream_raises() -> None:
     with pytest.raises(ValueError, match="an IterableDataset brings its own order"):
         data_of(balance=True).loader(Stream(), batch_samples=6)
@@ -152,6 +211,7 @@ def test_the_state_has_the_position_the_split_and_the_requested_size() -> None:
     data = data_of()
     loader = data.loader(SAMPLES, batch_samples=12, seed=5)
     next(iter(loader))
+    data.on_window_start()
 
     assert data.state_dict() == {
         "data": {
@@ -397,6 +457,61 @@ def test_balancing_that_is_switched_on_and_off_changes_the_split_at_once() -> No
         shares.append(data.state_dict()["shares"]["changes"][-1][1])
 
     assert shares == [[8, 4], [6, 6], [6, 6]]
+
+
+@pytest.mark.parametrize("change", [{"batch_samples": 24}, {"balances": True}])
+def test_a_change_is_in_use_once_a_window_has_a_batch_that_no_rank_had_loaded(
+    change: dict[str, Any],
+) -> None:
+    def ahead(values: list[float]) -> list[float]:
+        """A peer with the same speed or half of it, whose workers have loaded 3 batches more."""
+        return [*(2 * speed for speed in values[:-1]), values[-1] + 3]
+
+    data = data_of(Ranks(peer=ahead))
+    loader = data.loader(SAMPLES, batch_samples=12)
+    batches = loader.forever()
+    for step in range(6):
+        next(batches)
+        end_window(data, step)
+    before, sizes, is_in_use = data.has_requested_batch, [], []
+
+    vars(data).update(change)
+    for step in range(6, 12):
+        sizes.append(len(next(batches)))
+        end_window(data, step)
+        is_in_use.append(data.has_requested_batch)
+
+    assert before
+    assert is_in_use == [size != 6 for size in sizes] == [False] * 4 + [True] * 2
+
+
+def test_batches_before_a_change_are_the_requested_ones_after_a_load_or_with_a_new_loader() -> None:
+    data = data_of()
+    batches = data.loader(SAMPLES, batch_samples=12).forever()
+    saved = data.state_dict()
+    for _ in range(3):
+        next(batches)
+    data.batch_samples = 24
+    end_window(data)
+    changed = data.has_requested_batch
+
+    data.load_state_dict(saved)
+    next(batches)
+    end_window(data)
+    loaded = data.has_requested_batch
+    data.batch_samples = 24
+    end_window(data)
+    next(data.loader(SAMPLES, batch_samples=12).forever())
+    end_window(data)
+
+    assert (changed, loaded, data.has_requested_batch) == (False, True, True)
+
+
+def test_without_a_loader_each_batch_is_the_requested_one() -> None:
+    data = data_of()
+    end_window(data)
+
+    assert data.has_requested_batch
 
 
 def test_windows_without_a_time_are_not_measured() -> None:

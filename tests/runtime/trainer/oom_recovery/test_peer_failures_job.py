@@ -88,7 +88,7 @@ def test_a_position_that_differs_between_ranks_is_refused_on_all(found):
     for rank in found:
         assert rank["positions"].startswith("CheckpointError: ")
         assert "position" in rank["positions"]
-        assert "1 on rank 0 and 2 on rank 1" in rank["positions"]
+        assert "0 on rank 0 and 1 on rank 1" in rank["positions"]
 
 
 @pytest.mark.parametrize(("case", "error_type"), ENDS.items())

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from zerowatch.errors import DsConfigError
+from zerowatch.runtime.common.ds_config import training_config
 from zerowatch.runtime.memory.oom.predicted_savings import Layout, LayoutBytes
 from zerowatch.runtime.tuner.knobs import layout_knobs as module
 from zerowatch.runtime.tuner.knobs.layout_knobs import ZeroLayouts, configured_layout, layout_knobs
@@ -142,6 +143,35 @@ def test_a_removed_offload_has_the_device_none() -> None:
     assert optimizer.options() == [False, True]  # the value in use is always offered
     assert changed is not None
     assert changed["zero_optimization"]["offload_optimizer"]["device"] == "none"
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_stage_that_is_put_back_overlaps_as_before(overlaps: bool) -> None:
+    zero = {"stage": 2, "overlap_comm": overlaps}
+    config = training_config({"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero})
+    source: Any = SimpleNamespace(engine=None, config=config)
+    layouts = ZeroLayouts(source, 4, is_training_run=True)
+
+    source.config = layouts.changed_config({"zero_stage": 1})
+    below = source.config["zero_optimization"]
+    source.config = layouts.changed_config({"zero_stage": 0})
+    changed_back = layouts.changed_config({"zero_stage": 2})
+
+    assert below == {"stage": 1, "overlap_comm": False}
+    assert changed_back == config
+
+
+@pytest.mark.parametrize("block", [{}, {"pin_memory": False}, {"pin_memory": True, "ratio": 0.5}])
+def test_an_offload_that_is_put_back_is_the_one_of_before(block: dict[str, Any]) -> None:
+    layouts: Any = layouts_of()
+    source = layouts._source
+    source.config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", **block}
+    before = source.config
+
+    source.config = layouts.changed_config({"offload_optimizer": False})
+    changed_back = layouts.changed_config({"offload_optimizer": True})
+
+    assert changed_back == before
 
 
 @pytest.mark.parametrize(

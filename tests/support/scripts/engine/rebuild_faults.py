@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -17,6 +19,7 @@ from rebuild_training import EPSILON, Run
 from zerowatch.errors import RebuildError
 from zerowatch.metrics.catalog import CATALOG, communication, overhead, training
 from zerowatch.runtime.common.host_group import HostGroup
+from zerowatch.runtime.engine.rebuild import engine_replacement
 from zerowatch.runtime.engine.rebuild.engine_replacement import UndoneRebuildError, rebuild
 from zerowatch.runtime.entry_points import watch
 from zerowatch.runtime.instrumentation import step_collector
@@ -115,11 +118,19 @@ def refuse(host_group: HostGroup) -> dict[str, Any]:
     }
     unsupported = Engine(stage=3, zero={"offload_optimizer": NVME})
     alone = _error_of(run, case.ds_config(unsupported if dist.get_rank() else PLAIN[3]), host_group)
+    available = 1024.0 if dist.get_rank() else math.inf
+    with mock.patch.object(engine_replacement, "available_rank_bytes", lambda: available):
+        no_memory = _error_of(run, case.ds_config(PLAIN[3]), host_group)
     losses += run.steps(AFTER)
     run.engine.backward(run.engine(torch.zeros(2, 5, dtype=torch.long)))
     errors["under way"] = _error_of(run, case.ds_config(PLAIN[2]), host_group)
     run.stop()
-    return {"errors": errors, "alone": alone, "equal": losses == expected}
+    return {
+        "errors": errors,
+        "alone": alone,
+        "no memory": no_memory,
+        "equal": losses == expected,
+    }
 
 
 def _error_of(run: Run, config: dict[str, Any], host_group: HostGroup) -> str:

@@ -57,6 +57,8 @@ class Run:
         self.case = case
         torch.manual_seed(0)
         model = Net()
+        # Made once: in stage 3, the parameters have no shapes later.
+        self.groups: Any = _groups(model)
         self.optimizer = optimizer or _optimizer(case.optimizer, model)
         self.schedule: Any = None
         if case.schedule == "torch":
@@ -66,9 +68,10 @@ class Run:
         torch.manual_seed(7 + dist.get_rank())
 
     def make_engine(self, model: torch.nn.Module, config: dict[str, Any]) -> Any:
+        groups = [dict(group) for group in self.groups]  # an optimizer changes them
         return deepspeed.initialize(
             model=model,
-            model_parameters=_groups(model) if self.optimizer is None else _trained(model),
+            model_parameters=groups if self.optimizer is None else _trained(model),
             optimizer=self.optimizer,
             lr_scheduler=self.schedule,
             config=config,
@@ -101,25 +104,20 @@ class Run:
 
     def stop(self) -> None:
         teardown(self.engine)
-        self.engine = self.optimizer = self.schedule = None
+        self.engine = self.optimizer = self.schedule = self.groups = None
 
 
 def _groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     """Return two parameter groups of several tensors each."""
     trained = _trained(model)
     return [
-        {"params": [each for each in trained if _num_dims(each) > 1], "lr": 0.02},
-        {"params": [each for each in trained if _num_dims(each) <= 1], "weight_decay": 0.0},
+        {"params": [each for each in trained if each.ndim > 1], "lr": 0.02},
+        {"params": [each for each in trained if each.ndim <= 1], "weight_decay": 0.0},
     ]
 
 
 def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [each for each in model.parameters() if each.requires_grad]
-
-
-def _num_dims(parameter: Any) -> int:
-    """Return the dimensions of a whole parameter, also where stage 3 has partitioned it."""
-    return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _optimizer(name: str, model: torch.nn.Module) -> Any:

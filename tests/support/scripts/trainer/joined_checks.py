@@ -33,7 +33,14 @@ OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to alloca
 Found = dict[str, Any]
 
 
-def make(folder: Path, stage: int, **options: Any) -> zerowatch.TrainingRun:
+def grouped_by_dimensions(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return an optimizer with two groups, as scripts make them that exempt biases from decay."""
+    matrices = [each for each in parameters if each.ndim > 1]
+    vectors = [each for each in parameters if each.ndim <= 1]
+    return torch.optim.AdamW([{"params": matrices}, {"params": vectors}], lr=0.01)
+
+
+def make(folder: Path, stage: int, optimizer: Any = None, **options: Any) -> zerowatch.TrainingRun:
     torch.manual_seed(0)
     model = Net()
     return zerowatch.TrainingRun(
@@ -44,7 +51,7 @@ def make(folder: Path, stage: int, **options: Any) -> zerowatch.TrainingRun:
             "steps_per_print": 10**9,
             "zero_allow_untested_optimizer": True,
         },
-        optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
+        optimizer=optimizer or torch.optim.AdamW(model.parameters(), lr=0.01),
         loss=mean_over_samples,
         settings={**QUIET, "run_log": {"folder": str(folder / "runs")}},
         **options,
@@ -167,7 +174,10 @@ def main(folder: Path) -> None:
     found = {
         "rebuilt": rebuilt(folder),
         "rebuilt, with more": rebuilt(
-            folder, compression="bf16", activation_checkpointing=["Linear"]
+            folder,
+            optimizer=grouped_by_dimensions,
+            compression="bf16",
+            activation_checkpointing=["Linear"],
         ),
         "starved": starved(folder, lambda run: run.engine.zero_optimization_stage() == 3),
         "starved for good": starved(folder, lambda run: False),
