@@ -112,7 +112,7 @@ class ActiveTunerSession:
     ) -> None:
         self.numerics = Numerics.of_setting(settings.tuner.numerics)
         self._engine_holder, self._window_runner = engine_holder, window_runner
-        self._host_group, self._settings = host_group, settings
+        self._host_group, self._settings, self._data = host_group, settings, data
         self._watch = engine_holder.engine.watch
         self._knobs = RunKnobs(engine_holder, window_runner, host_group, data)
         self._facts = job_facts(engine_holder.engine)
@@ -153,7 +153,10 @@ class ActiveTunerSession:
                 number=result.step,
                 seconds=seconds,
                 samples=result.samples,
-                usable=self._last_end is not None and not result.replays and not result.skipped,
+                usable=self._last_end is not None
+                and not result.replays
+                and not result.skipped
+                and self._data.has_requested_batch,
                 oom_risk=max(each.oom_risk for each in opened.tuner_statuses),
                 replays=result.replays,
                 loss=result.loss if math.isfinite(result.loss) else None,

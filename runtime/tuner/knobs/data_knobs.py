@@ -81,8 +81,8 @@ class EngineMicroBatchKnob(ReadableKnob):
 class LoadBalanceKnob(SwitchKnob):
     """Switches the distribution of samples by the ranks' measured speeds.
 
-    No sample is lost or repeated. Local batches change one window later, because the next batches
-    have been prefetched already.
+    No sample is lost or repeated. Local batches change after those that have been loaded already:
+    with workers, `num_workers` times `prefetch_factor`.
     """
 
     spec = BALANCE
@@ -110,8 +110,8 @@ class LoadBalanceKnob(SwitchKnob):
 class GlobalBatchKnob(WritableKnob):
     """Samples of the global batch of the run's loader. The learning rate is scaled with the size.
 
-    No sample is lost or repeated. The size changes one window later, because the next batches have
-    been prefetched already.
+    No sample is lost or repeated. The size changes after the batches that have been loaded already:
+    with workers, `num_workers` times `prefetch_factor`.
     """
 
     spec = BATCH_SAMPLES

@@ -84,7 +84,7 @@ class TrialDesign:
 
     Attributes:
         block_steps: Usable steps in a block.
-        settle_steps: Steps ignored after each switch.
+        settle_steps: Usable steps ignored after each switch.
         min_gain: Minimum gain of throughput that is worth a change; 0.01 means 1 %.
         alpha: Maximum probability of accepting a knob without effect.
         interim_level: Level of one interim analysis. It is chosen so that the analyses of a trial
@@ -129,7 +129,7 @@ def design_trial(
             accepts a change passes its alpha on to the next trial (online fallback procedure: Tian
             and Ramdas 2021, https://arxiv.org/abs/1910.04900).
         apply_mode: Whether the change needs a rebuild.
-        settle_steps: Steps ignored after each switch.
+        settle_steps: Usable steps ignored after each switch.
     """
     alpha = trial_alpha(number)
     if apply_mode == "rebuild":
@@ -291,13 +291,13 @@ class AbComparison:
         if self.result:
             return
         self._steps += 1
-        if self._unsettled:
-            self._unsettled -= 1
-            return
         if seconds_per_sample is None or not 0 < seconds_per_sample < inf:
             self._unusable += 1
             return
         self._unusable = 0
+        if self._unsettled:
+            self._unsettled -= 1
+            return
         self._block.append(seconds_per_sample)
         if len(self._block) >= RUNAWAY_STEPS and self._is_runaway():
             self._stop_runaway()

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .controller_interface import TunerListener
+from .knob_registry import KNOBS
 from .policy_types import Configuration, KnobSetter, SwitchRequest, Verdict
 from .trial import Decision
 from .trial_search import TrialSearch
+
+_LAYOUT = frozenset(spec.name for spec in KNOBS if spec.apply_mode == "rebuild")
 
 
 class ConfigurationState:
@@ -30,12 +33,15 @@ class ConfigurationState:
         self.known_good: Configuration
         self.in_use: Configuration
         self.wanted: Configuration
+        # Read back after the last change. Some values read differently than they were set: at ZeRO
+        # stage 0, the bucket size reads as 500 million elements.
+        self._read: Configuration
         self.reset()
 
     def reset(self) -> None:
         """Treat the present values of the knobs as known to be good."""
-        self.known_good = self.in_use = self.wanted = dict(self._knobs.values())
-        self._listener.on_configuration(self.in_use)
+        self.known_good = self.wanted = dict(self._knobs.values())
+        self.on_applied(self.wanted)
 
     @property
     def is_settled(self) -> bool:
@@ -62,19 +68,32 @@ class ConfigurationState:
     def on_applied(self, target: Configuration) -> None:
         """Record that the job uses a configuration now."""
         self.in_use = target
+        self._read = dict(self._knobs.values())
         self._listener.on_configuration(target)
 
-    def adopt_external(self) -> None:
-        """Keep values that others changed, such as memory savings after an out-of-memory error."""
+    def adopt_external(self) -> Configuration | None:
+        """Keep values that others changed, such as memory savings after an out-of-memory error.
+
+        If a layout on trial was replaced by another layout, nothing is kept, because the trial is
+        rolled back to the layout that was known to be good.
+
+        Returns:
+            The values before the changes; None if nothing was changed.
+        """
         changed = {
             knob: value
             for knob, value in self._knobs.values().items()
-            if knob not in self.in_use or self.in_use[knob] != value
+            if knob not in self._read or self._read[knob] != value
         }
-        if changed:
+        if not changed:
+            return None
+        replaced = {knob: self._read[knob] for knob in changed.keys() & self._read.keys()}
+        on_trial = {knob for knob in _LAYOUT if self.in_use.get(knob) != self.known_good.get(knob)}
+        if not on_trial or not changed.keys() & _LAYOUT:
             self.known_good = {**self.known_good, **changed}
             self.wanted = {**self.wanted, **changed}
-            self.on_applied({**self.in_use, **changed})
+        self.on_applied({**self.in_use, **changed})
+        return replaced
 
     def commit(self) -> None:
         """Treat the configuration in use as known to be good.

@@ -141,7 +141,7 @@ class Controller:
         self._search.budget.elapse(step.seconds)
         self._step_seconds = step.seconds
         if step.replays:
-            self.configuration.adopt_external()  # keep what the out-of-memory recovery changed
+            self._on_out_of_memory(step)
         if self.state is not State.FROZEN and self._emergency_savings.is_due(step):
             self._free_memory(step)
         elif self._trial is not None:
@@ -154,7 +154,7 @@ class Controller:
         """Handle a step that ended with an error. A configuration on trial is rolled back."""
         if self.configuration.is_on_trial:
             self._abort_trial("a window with it ended by an error")
-        self.configuration.adopt_external()
+        self._keep_external()
 
     def pause_trial(self) -> SwitchRequest | None:
         """Return the switch that interrupts a trial for now, e.g. for a checkpoint."""
@@ -214,7 +214,7 @@ class Controller:
     def _observe(self, step: StepTime) -> None:
         """Handle a step with nothing on trial."""
         if self._num_settling:
-            self._num_settling -= 1
+            self._num_settling -= step.usable
             return
         self._num_idle = max(0, self._num_idle - 1)
         reading = self._observer.add(step)
@@ -282,6 +282,25 @@ class Controller:
             if result is not None:
                 end = self._accept if result.verdict == "accepted" else self._reject
                 end(trial.decision(result.verdict, result.reason))
+
+    def _on_out_of_memory(self, step: StepTime) -> None:
+        """Roll back a change that ran out of memory. Keep what the recovery has changed."""
+        if self._trial is not None and self.configuration.is_on_trial:
+            self._search.budget.spend(self._trial.add(step, self._observer.baseline))
+            self._abort_trial("memory ran out", failed=True)
+        self._keep_external()
+
+    def _keep_external(self) -> None:
+        """Keep what others changed, and end a trial, whose steps were run without it."""
+        is_on_trial = self.configuration.is_on_trial
+        replaced = self.configuration.adopt_external()
+        if replaced is None:
+            return
+        if not is_on_trial:  # otherwise the trial may be to blame
+            self._history.on_memory_saving(replaced)
+        self._interrupt_trial("the out-of-memory recovery changed a setting")
+        self._report_undone()
+        self._restart_observation()
 
     def _abort_trial(self, reason: str, *, failed: bool = False) -> None:
         """End a trial that could not be started or must not continue."""
@@ -385,10 +404,10 @@ class Controller:
     def _free_memory(self, step: StepTime) -> None:
         """Act on a risk of running out of memory.
 
-        If a change is on trial or about to be set, it is rolled back. A memory saving is applied
-        only if the risk is high again later.
+        If a change is on trial, about to be set or about to be undone, it is rolled back. A memory
+        saving is applied only if the risk is high again later.
         """
-        if self._trial is not None or self._pending_accept.is_pending:
+        if self._trial is not None or not self.configuration.is_settled:
             if self.state in (State.APPLIED, State.TRIAL):  # the change may be the cause
                 self._abort_trial(f"the risk of running out of memory is {step.oom_risk:.0%}")
             self._interrupt_trial(f"the risk of running out of memory is {step.oom_risk:.0%}")
@@ -465,8 +484,6 @@ class LossGuard:
 
     def check(self, proposal: Proposal, step: StepTime) -> str | None:
         """Return why a change must be rolled back after a step; None if it may stay."""
-        if step.replays:
-            return "memory ran out"
         if proposal.numerics >= Numerics.STATISTICAL and self._is_too_high(step.loss):
             return f"the loss went up to {step.loss:.4g}"
         return None

@@ -49,9 +49,9 @@ class KnobSpec:
         advice: What to write into a script, with a {value}; None if the ds config is enough.
         apply_mode: Whether the engine has to be rebuilt.
         device_only: Whether it has no effect if the CPU trains.
-        settle_steps: Steps after a change whose times are not representative. Memory is allocated
-            again in one step, and one more step is left out. ZeRO 3 records its trace again, which
-            takes three steps.
+        settle_steps: Usable steps after a change whose times are not representative. Memory is
+            allocated again in one step, and one more step is left out. ZeRO 3 records its trace
+            again, which takes three steps.
         reorders_sums: Whether it changes the order in which ranks' gradients are summed.
         splits_batch: Whether it changes which samples are in a micro-batch together.
         stepping: Rule by which candidates follow from the value in use.
@@ -283,7 +283,6 @@ BALANCE = KnobSpec(
     description="samples per rank by measured speed",
     advice="TrainingRun(..., balance={value})",
     splits_batch=True,
-    settle_steps=6,  # one to agree on, and batches that workers have prefetched
 )
 GRADIENT_COMPRESSION = KnobSpec(
     name="gradient_compression",
@@ -345,7 +344,6 @@ BATCH_SAMPLES = KnobSpec(
     description="samples of the global batch, learning rate scaled with it",
     step_factor=2,
     fully_predicted=True,
-    settle_steps=6,  # one to agree on, and batches that workers have prefetched
 )
 
 KNOBS: tuple[KnobSpec, ...] = (

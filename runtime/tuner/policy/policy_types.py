@@ -166,8 +166,9 @@ class StepTime:
         number: Number of the step.
         seconds: Wall time since the end of the previous step, data loading included.
         samples: Samples of the step on all ranks.
-        usable: Whether the step's time contains only training. False if it contains a checkpoint,
-            an evaluation, a change or a replay.
+        usable: Whether the step's time contains only training with the configuration in use. False
+            if it contains a checkpoint, an evaluation, a change or a replay, or if the step's batch
+            was loaded before a change of its size or split.
         oom_risk: Highest OOM risk of any rank, 0 to 1.
         replays: Number of attempts at the step that ran out of memory.
         loss: Mean loss over all ranks; None if unknown or not finite.

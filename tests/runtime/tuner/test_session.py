@@ -77,8 +77,9 @@ def test_all_ranks_are_tuned_or_none_is(
     assert on_ranks(2, rank) == [tuned, tuned]
 
 
+@pytest.mark.parametrize("is_requested", [True, False])
 def test_the_time_of_a_step_is_without_the_generation_before_it(
-    monkeypatch: pytest.MonkeyPatch,
+    is_requested: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, steps = FakeClock(), []
     monkeypatch.setattr(session, "perf_counter", clock)
@@ -94,7 +95,7 @@ def test_the_time_of_a_step_is_without_the_generation_before_it(
         "engine_holder": SimpleNamespace(engine=SimpleNamespace(watch=watch)),
         "window_runner": SimpleNamespace(opened=SimpleNamespace(tuner_statuses=[status])),
         "host_group": SimpleNamespace(rank=0),
-        "data": None,
+        "data": SimpleNamespace(has_requested_batch=is_requested),
         "settings": SimpleNamespace(tuner=SimpleNamespace(numerics="bitwise")),
     }
     tuned = session.ActiveTunerSession(**parts)
@@ -109,5 +110,5 @@ def test_the_time_of_a_step_is_without_the_generation_before_it(
         tuned.on_window_start()
         tuned.on_window_end(result)
 
-    assert steps[1].usable
+    assert steps[1].usable == is_requested
     assert steps[1].seconds == pytest.approx(2.0)

@@ -71,6 +71,16 @@ def test_an_unusable_step_extends_its_block() -> None:
     assert run_steps(trial, 6) == "AAAA|BB"
 
 
+def test_a_trial_settles_by_usable_steps() -> None:
+    trial = AbComparison(LIVE)
+    run_steps(trial, 4)
+
+    for _ in range(5):
+        trial.add(None)
+
+    assert run_steps(trial, 8) == "BBBBBB|BB"
+
+
 def test_settle_steps_are_not_measured() -> None:
     trial = AbComparison(LIVE)
     for _ in range(4):

@@ -306,16 +306,32 @@ def test_a_failed_rollback_is_not_repeated() -> None:
     assert not job.controller.needs_exchange
 
 
-def test_a_change_that_runs_out_of_memory_is_rolled_back() -> None:
+@pytest.mark.parametrize("savings", [{}, {"activation_checkpointing": True}])
+def test_a_change_that_runs_out_of_memory_is_rolled_back(savings: Mapping[str, Value]) -> None:
     job = Job()
     job.until_trial()
+    job.now.update(savings)  # by the out-of-memory recovery
     job.replays = 1
 
-    job.run(3)
+    job.run(2)
+    job.replays = 0
+    job.run(1)
 
-    assert job.decisions[0].reason == "memory ran out"
-    assert job.decisions[0].verdict == "rolled_back"
-    assert job.now == START
+    (found,) = job.decisions
+    assert (found.verdict, found.reason) == ("rolled_back", "memory ran out")
+    assert job.now == {**START, **savings}
+
+
+def test_a_change_that_the_recovery_itself_undoes_is_reported() -> None:
+    job = Job()
+    job.until_trial()
+    job.now = dict(START)
+    job.replays = 1
+
+    job.run(1)
+
+    assert [one.verdict for one in job.decisions] == ["rolled_back"]
+    assert not job.controller.needs_exchange
 
 
 def test_a_loss_that_jumps_rolls_back_another_rounding() -> None:
@@ -436,17 +452,83 @@ def test_the_configuration_of_a_known_context_is_measured_again() -> None:
     assert tries.count(first.proposal.changes) == 1
 
 
-def test_memory_savings_of_the_recovery_are_not_rolled_back_by_a_trial() -> None:
+@pytest.mark.parametrize(
+    ("saving", "until"),
+    [
+        pytest.param(0.5, lambda job: len(job.states) > 1, id="before a trial"),
+        pytest.param(0.98, lambda job: job.now != START, id="with the change on trial"),
+        pytest.param(
+            0.98,
+            lambda job: job.controller.state == "trial" and job.now == START,
+            id="with the old value",
+        ),
+        pytest.param(1.0, lambda job: job.decisions, id="between two trials"),
+        pytest.param(
+            0.5, lambda job: len(job.decisions) > 1 and job.now != START, id="after an accept"
+        ),
+    ],
+)
+def test_memory_savings_of_the_recovery_are_not_rolled_back_by_a_trial(saving, until) -> None:
     job = Job()
-    job.run(8)
+    job.saving = saving
+    job.run(300, until=lambda: until(job))
+    assert until(job)
     job.now["activation_checkpointing"] = True  # by a rank that found no other way
     job.replays = 1
     job.run(1)
     job.replays = 0
+    kept = []
 
+    for _ in range(300):
+        job.run(1)
+        kept.append(job.now["activation_checkpointing"])
+
+    assert all(kept)
+    assert len(job.decisions) == job.num_trials > 1
+
+
+def test_a_trial_ends_if_the_recovery_changes_the_old_value() -> None:
+    job = Job()
+    job.saving = 0.98
+    job.run(300, until=lambda: job.controller.state == "trial" and job.now == START)
+    job.now["activation_checkpointing"] = True
+    job.replays = 1
+
+    job.run(1)
+
+    (found,) = job.decisions
+    assert (found.verdict, found.reason) == (
+        "interrupted",
+        "the out-of-memory recovery changed a setting",
+    )
+
+
+def test_a_memory_saving_is_no_shift_of_speed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    job = Job()
+    job.saving = 1.0
     job.run(300)
+    job.now["activation_checkpointing"], job.pace, job.replays = True, 1.3, 1
+    job.run(1)
+    job.replays = 0
 
-    assert job.now == {**START, "micro_batch_samples": 8, "activation_checkpointing": True}
+    job.run(30)
+
+    assert "step times have become" not in caplog.text
+
+
+def test_the_next_trial_waits_for_usable_steps_after_a_rollback() -> None:
+    job = Job()
+    job.saving = 1.0
+    job.run(300, until=lambda: bool(job.decisions))
+    job.is_usable = False
+
+    job.run(20)
+    waiting = job.num_trials
+    job.is_usable = True
+    job.run(20)
+
+    assert (waiting, job.num_trials) == (1, 2)
 
 
 def test_a_refused_change_is_not_saved_as_rejected() -> None:

@@ -24,6 +24,19 @@ def test_a_memory_saving_right_before_a_checkpoint_is_applied_then() -> None:
     )
 
 
+def test_a_change_that_runs_out_of_memory_costs_no_memory_saving() -> None:
+    job = Job()
+    job.until_trial()
+    job.oom_risk, job.replays = 0.6, 1
+    job.run(1)
+    job.oom_risk = job.replays = 0
+
+    job.run(3)
+
+    assert [one.verdict for one in job.decisions] == ["rolled_back"]
+    assert job.now == START
+
+
 def test_a_frozen_tuner_saves_no_memory_even_in_safe_mode() -> None:
     job = Job()
     job.answer = lambda _: SwitchResult(done=False, reason="rank 1: no")
