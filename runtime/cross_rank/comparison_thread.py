@@ -46,6 +46,13 @@ MIN_PATIENCE_SECONDS = 4.0
 # Time without progress after which a rank reads whether another rank announces a hang. The hang
 # limits of ranks differ, so the other rank may find the hang earlier.
 IDLE_SECONDS_BEFORE_HEARTBEATS = 5.0
+# Heartbeats that were read longer ago are unknown: the store does not respond.
+MAX_READ_AGE_SECONDS = 15.0
+# Time without a poll after which the store counts as lost: a call of it may wait for ever.
+MAX_POLL_AGE_SECONDS = 30.0
+# Number of times that this rank has sent step times without an answer, after which nothing is known
+# of slow ranks. It is greater than the number of times for which the other ranks are waited for.
+MAX_UNANSWERED_STEP_TIMES = 8
 # Minimum time between two log lines per rank and phase. A change within this time is logged later.
 SECONDS_BETWEEN_LINES = 600.0
 
@@ -112,6 +119,7 @@ class ComparisonThread:
         self._stuck_seconds = stuck_seconds
         self._now = now
         self._accounting = RankCommCosts(groups, recorder, now)
+        self._accounting_lock = threading.Lock()
         if clients is not None:
             recorder.start_counters((communication.EXCHANGE_FAILURES,))
         self._reporter = CompareReporter(recorder, rank, now)
@@ -128,6 +136,7 @@ class ComparisonThread:
         self._own_step_times: StepTimes | None = None
         self._is_store_lost = self._hangs = self._stopping = False
         self._next_exchange = 0.0
+        self._polled_at = self._read_at = now()
         self._last_step = 0
         self._wake = threading.Event()
         self._num_requested = self._num_done = 0  # reports that `report_now` waits for
@@ -138,7 +147,7 @@ class ComparisonThread:
     @property
     def peers(self) -> Mapping[int, Heartbeat]:
         """Last heartbeats of other ranks by rank. Read only while training makes no progress."""
-        channel = self._open_channel
+        channel = self._responding_channel
         return {} if channel is None else channel.peers
 
     @property
@@ -159,7 +168,7 @@ class ComparisonThread:
     @property
     def others_hang(self) -> bool:
         """Whether another rank announces a hang."""
-        channel = self._open_channel
+        channel = self._responding_channel
         return channel is not None and channel.others_hang
 
     def compare_losses(self) -> None:
@@ -173,7 +182,26 @@ class ComparisonThread:
 
     def start(self) -> None:
         """Start the thread."""
+        self._polled_at = self._now()
         self._thread.start()
+
+    def account_if_stuck(self) -> None:
+        """Add up the costs of calls as if nothing were compared, if the store does not respond.
+
+        Must be called each second on another thread: this one may wait for the store for ever.
+        """
+        is_late = self._now() - self._polled_at > MAX_POLL_AGE_SECONDS
+        if self._connection is None or self._stopping or not is_late:
+            return
+        with self._accounting_lock:
+            if not self._is_store_lost:
+                self._lose_store("no answer")
+                if self._rank == 0:
+                    self._publish_statistics({})
+            self._accounting.drain_reports(is_compared=False)
+            self._accounting.expire(0.0, is_compared=False)
+            with self._recorder.commit():
+                self._accounting.publish(is_compared=False)
 
     def stop(self) -> None:
         """Send a last report, wait up to a second for results, and end the thread.
@@ -204,7 +232,9 @@ class ComparisonThread:
         while not self._stopping:
             self._wake.wait(poll_interval_seconds(self._interval_seconds))
             self._wake.clear()
-            if not self.is_silent():
+            if self.is_silent():
+                self._polled_at = self._now()
+            else:
                 self._poll()
             self.cpu_seconds = time.thread_time()
         self._close()
@@ -219,6 +249,9 @@ class ComparisonThread:
         self._patience_seconds = 0.0
         self._poll()
         if self._connection is not None:
+            if (channel := self._open_channel) is not None:
+                with self._store_may_fail(self._connection):
+                    channel.post_last_report()
             self._connection.close_for_good()
         self.cpu_seconds = time.thread_time()
 
@@ -226,6 +259,12 @@ class ComparisonThread:
     def _open_channel(self) -> StoreChannel | None:
         connection = self._connection  # after a failure, the channel waits for the store to respond
         return self._channel if connection is not None and connection.is_open else None
+
+    @property
+    def _responding_channel(self) -> StoreChannel | None:
+        """The channel, unless the store has not responded for a while."""
+        is_old = self._now() - self._read_at > MAX_READ_AGE_SECONDS
+        return None if is_old else self._open_channel
 
     @property
     def _is_compared(self) -> bool:
@@ -248,9 +287,6 @@ class ComparisonThread:
             connection.open()
             if connection.is_open:
                 self._channel = self._channel or self._new_channel(connection)
-                if self._is_store_lost:
-                    self._is_store_lost = False
-                    logger.info("c10d store responds again: comparison with other ranks resumed")
 
     def _new_channel(self, connection: StoreConnection) -> StoreChannel:
         return StoreChannel(
@@ -276,19 +312,22 @@ class ComparisonThread:
             self._report()
             self._num_done = requested
         let_training_run()
-        self._accounting.poll(is_compared=self._is_compared)
+        with self._accounting_lock:
+            self._accounting.poll(is_compared=self._is_compared)
         let_training_run()
         if self._connection is not None and (channel := self._open_channel) is not None:
             with self._store_may_fail(self._connection):
                 self._read(channel)
         let_training_run()
         is_compared = self._is_compared
-        self._accounting.expire(
-            self._patience_seconds if is_compared else 0.0, is_compared=is_compared
-        )
+        with self._accounting_lock:
+            self._accounting.expire(
+                self._patience_seconds if is_compared else 0.0, is_compared=is_compared
+            )
         let_training_run()
-        with self._recorder.commit():
-            self._accounting.publish()
+        with self._accounting_lock, self._recorder.commit():
+            self._accounting.publish(is_compared=is_compared)
+        self._polled_at = self._now()
 
     def _leave_old_namespace(self) -> None:
         """Start over if the ranks have changed to another namespace of the store."""
@@ -301,10 +340,13 @@ class ComparisonThread:
                 self._channel = None
 
     def _report(self) -> None:
-        calls, names = self._accounting.drain_reports(is_compared=self._is_compared)
+        with self._accounting_lock:
+            calls, names = self._accounting.drain_reports(is_compared=self._is_compared)
         let_training_run()
         new_step_times = self.step_times.drain()
         self._own_step_times = new_step_times or self._own_step_times
+        if new_step_times is not None:
+            self._reporter.expect_reference()
         if self._connection is None:
             return
         let_training_run()
@@ -329,7 +371,8 @@ class ComparisonThread:
     def _read(self, channel: StoreChannel) -> None:
         rank_sets = self._groups.rank_sets()
         for rank_set, result in channel.poll(rank_sets, compared_rank_set(rank_sets)):
-            self._accounting.match(rank_set, result)
+            with self._accounting_lock:
+                self._accounting.match(rank_set, result)
             self._reporter.publish(rank_set, result, self._own_step_times)
             let_training_run()
         let_training_run()
@@ -348,6 +391,10 @@ class ComparisonThread:
             channel.poll_heartbeats(rank_sets, is_stuck=idle_seconds > self._stuck_seconds)
         else:
             channel.clear_heartbeats()
+        self._read_at = self._now()
+        if self._is_store_lost:
+            self._is_store_lost = False
+            logger.info("c10d store responds again: comparison with other ranks resumed")
 
     @contextmanager
     def _store_may_fail(self, connection: StoreConnection) -> Iterator[None]:
@@ -361,12 +408,16 @@ class ComparisonThread:
             connection.mark_failed()
             if self._stopping:
                 return
-            self._recorder.add(communication.EXCHANGE_FAILURES, 1, "store")
-            if not self._is_store_lost:
-                self._is_store_lost = True
-                logger.info(
-                    "c10d store does not respond: comparison with other ranks paused (%s)", error
-                )
+            self._lose_store(error)
+
+    def _lose_store(self, why: object) -> None:
+        """Count a failure of the store, and withdraw what the last comparison has found."""
+        self._recorder.add(communication.EXCHANGE_FAILURES, 1, "store")
+        self._recorder.remove(communication.PEER_HEARTBEAT_AGE)
+        self._reporter.withdraw()
+        if not self._is_store_lost:
+            self._is_store_lost = True
+            logger.info("c10d store does not respond: comparison with other ranks paused (%s)", why)
 
 
 def figures_by_name(by_rank: Mapping[int, Figures]) -> dict[int, dict[str, float]]:
@@ -409,6 +460,7 @@ class CompareReporter:
         self._now = now
         self._logged: set[tuple[int, str]] = set()  # stragglers, by rank and phase
         self._logged_at: dict[tuple[int, str], float] = {}
+        self._num_unanswered = 0  # step times of this rank since the last reference
         recorder.start_counters((communication.COLLECTIVE_MISMATCHES,))
 
     def publish(
@@ -422,13 +474,25 @@ class CompareReporter:
             if logs:
                 logger.error("%s", self.divergence)
         if result.reference is not None:
-            self.stragglers = result.stragglers
+            self.stragglers, self._num_unanswered = result.stragglers, 0
             if own_step_times is not None:
                 scores = result.reference.scores(own_step_times)
                 for phase, score in zip(COMPARED_PHASES, scores, strict=True):
                     self._recorder.set(communication.STRAGGLER_SCORE, score, phase)
             if logs:
                 self._log_stragglers(result)
+
+    def expect_reference(self) -> None:
+        """Note that this rank sends step times. Without an answer for long, nothing is known."""
+        self._num_unanswered += 1
+        if self._num_unanswered > MAX_UNANSWERED_STEP_TIMES:
+            self.withdraw()
+
+    def withdraw(self) -> None:
+        """Remove what is known of slow ranks, because the ranks are no longer compared."""
+        self.stragglers = ()
+        for phase in COMPARED_PHASES:
+            self._recorder.remove(communication.STRAGGLER_SCORE, phase)
 
     def _log_stragglers(self, result: CompareResult) -> None:
         """Log which ranks have become slow, and which ranks are no longer slow."""

@@ -62,7 +62,10 @@ class ComparisonMonitor:
         ]
         if self.profiler is not None:
             self.listeners.append(for_each(fail_open.wrap("profile", self.profiler.compare)))
-        self.periodic_tasks: Mapping[str, Callable[[], object]] = {"hang": self._hang_monitor.check}
+        self.periodic_tasks: Mapping[str, Callable[[], object]] = {
+            "hang": self._hang_monitor.check,
+            "cross_rank": self._thread.account_if_stuck,
+        }
         self._analyzer = CollectiveErrorAnalyzer(context.identity.rank, recorder, self._thread)
 
     @property
@@ -71,8 +74,9 @@ class ComparisonMonitor:
         return self._thread.cpu_seconds
 
     def start(self) -> None:
-        """Start the comparison thread."""
+        """Start the comparison thread, and the thread that looks for hangs if need be."""
         self._thread.start()
+        self._hang_monitor.start()
 
     def rebind_engine(self, engine: Any) -> None:
         """Continue with the new engine after a rebuild."""

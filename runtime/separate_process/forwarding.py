@@ -54,6 +54,9 @@ START_SECONDS = 60.0
 CLOSE_SECONDS = 10.0
 # Time from its start until the other ranks are known. A hang is reported after it.
 PEERS_SECONDS = 5.0
+# Time after which what is known of other ranks is too old. The monitoring process sends it more
+# often while it reads heartbeats.
+MAX_PEERS_AGE_SECONDS = 15.0
 # Time without progress after which calls in flight are sent.
 IN_FLIGHT_SECONDS = 2.0
 
@@ -71,7 +74,7 @@ class MonitoringProcess:
 
     Attributes:
         run: Where the run is logged; None until the run has an id.
-        peers: What is known of other ranks.
+        peers: What is known of other ranks. `peers_at` is the monotonic time of its receipt.
         last_snapshot: All metric values at the end; None until then.
         on_run: Called once with `run`, on the thread that receives.
         on_records: Called with step records if there are listeners, on the same thread.
@@ -81,7 +84,7 @@ class MonitoringProcess:
     def __init__(self, rank: int, fail_open: FailOpen, estimate: Callable[[int], object]) -> None:
         self._rank = rank
         self.run: OpenedRun | None = None
-        self.peers = Peers()
+        self.peers, self.peers_at = Peers(), 0.0
         self.last_snapshot: Snapshot | None = None
         self.on_run: Callable[[OpenedRun], object] = lambda run: None
         self.on_records: Callable[[Sequence[StepRecord]], object] = lambda records: None
@@ -221,7 +224,7 @@ class MonitoringProcess:
                     self.run = value
                     self.on_run(value)
                 case "peers":
-                    self.peers = value
+                    self.peers, self.peers_at = value, time.monotonic()
                 case "records":
                     self.on_records(value)
                 case "forecasts":
@@ -576,7 +579,13 @@ class ForwardedComparison:
     @property
     def peers(self) -> Mapping[int, Any]:
         """Last heartbeats of other ranks by rank. Read only while training makes no progress."""
-        return self._process.peers.heartbeats
+        return self._process.peers.heartbeats if self._knows_peers else {}
+
+    @property
+    def _knows_peers(self) -> bool:
+        """Whether what is known of other ranks is new enough: old heartbeats would hide a hang."""
+        age_seconds = time.monotonic() - self._process.peers_at
+        return self._process.is_alive and age_seconds < MAX_PEERS_AGE_SECONDS
 
     @property
     def divergence(self) -> str | None:
@@ -586,7 +595,7 @@ class ForwardedComparison:
     @property
     def others_hang(self) -> bool:
         """Whether another rank announces a hang."""
-        return self._process.peers.others_hang
+        return self._process.peers.others_hang and self._knows_peers
 
     def announce_hang(self, hangs: bool) -> None:
         """Announce to the other ranks, with the next state, whether this rank hangs."""

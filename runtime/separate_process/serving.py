@@ -69,6 +69,8 @@ SILENT_SECONDS = 1.0
 MAX_SILENT_SECONDS = 10.0
 # Time between two readings of the GPUs if their interval is shorter; longest wait for their end.
 GPU_SECONDS = 1.0
+# Time between two messages about other ranks, even if nothing has changed: old ones do not count.
+PEERS_SECONDS = 5.0
 # Time between two looks for the id of the run at the start.
 START_POLL_SECONDS = 0.1
 # Time between two messages to the training process with forecasts, unless memory may soon run out.
@@ -215,9 +217,11 @@ class Monitor:
         self._engine: EngineState | None = EngineState(setup.ds_config)
         self._state: State | None = None
         self._state_at = time.time()
+        self._handled_at = time.monotonic()  # the time of the last state
         self._is_closed = False
         self._training_process = psutil.Process(os.getppid())
         self._sent_peers = Peers()
+        self._peers_due = 0.0
         self._sent_run: str | None = None
         self._wants_records = False
         self._interval_start: Snapshot | None = None
@@ -311,6 +315,7 @@ class Monitor:
             "run folder": self._run_info.poll,
             "overhead": self._publish_overhead,
             "metrics log": self._metrics_log.poll,
+            "cross_rank": thread.account_if_stuck,
             "replies": self._send_news,
         }
         self._tasks = [fail_open.wrap(name, task) for name, task in tasks.items()]
@@ -359,7 +364,7 @@ class Monitor:
             return None
         if self._is_stopped():
             return "The training process of this rank is stopped."
-        silent_seconds = time.time() - self._state_at
+        silent_seconds = self._handled_seconds()
         if silent_seconds < MAX_SILENT_SECONDS:
             return None
         return f"The training process of this rank has sent nothing for {silent_seconds:.0f} s."
@@ -367,10 +372,18 @@ class Monitor:
     def _is_silent(self) -> bool:
         """Return whether the training process does not run. Other ranks then hear nothing of it.
 
-        Else its last pause and its heartbeats would hide a hang from them. Unlike `_refusal`, this
-        does not depend on how soon the main thread handles what has arrived.
+        Else its last pause and its heartbeats would hide a hang from them. The same holds if the
+        main thread handles nothing of what has arrived, such as while a disk does not respond.
         """
-        return self._is_stopped() or self._connection.silent_seconds >= MAX_SILENT_SECONDS
+        return (
+            self._is_stopped()
+            or self._connection.silent_seconds >= MAX_SILENT_SECONDS
+            or (self._state is not None and self._handled_seconds() >= MAX_SILENT_SECONDS)
+        )
+
+    def _handled_seconds(self) -> float:
+        """Return the seconds since the main thread has handled a state."""
+        return time.monotonic() - self._handled_at
 
     def _is_stopped(self) -> bool:
         with contextlib.suppress(psutil.Error):  # it has just ended
@@ -423,7 +436,7 @@ class Monitor:
 
     def _take_state(self, state: State) -> None:
         self._state = state
-        self._state_at = time.time()
+        self._state_at, self._handled_at = time.time(), time.monotonic()
         self._timer.since_ns = state.since_ns
         for rank_set in self._groups.rank_sets():
             rank_set.issued = state.issued.get(rank_set.key, rank_set.issued)
@@ -503,8 +516,10 @@ class Monitor:
             divergence=thread.divergence,
             others_hang=thread.others_hang,
         )
-        if peers != self._sent_peers:
-            self._sent_peers = peers
+        is_known = bool(peers.heartbeats) or peers.others_hang
+        is_due = is_known and time.monotonic() >= self._peers_due
+        if peers != self._sent_peers or is_due:
+            self._sent_peers, self._peers_due = peers, time.monotonic() + PEERS_SECONDS
             self._connection.send(("peers", peers))
 
     def _send_run(self) -> None:

@@ -86,8 +86,8 @@ class CostTotals:
     """Seconds since the last publication, by group role and by cause.
 
     A matched or estimated call is added to every total. A call whose wait is unknown is added to
-    the exposed time only. Calls of evaluations and checkpoints block no training: their exposed
-    time and its causes are 0, as the training time that they are compared with excludes them.
+    the exposed time only. Calls of evaluations and checkpoints count as 0 seconds in all totals,
+    as the training time that they are compared with excludes them.
 
     Attributes:
         exposed: Seconds in which calls blocked training, by group role.
@@ -294,6 +294,20 @@ class CommCosts:
         for op, bandwidth in self._bus_bandwidths.items():
             recorder.set(communication.COMM_BUS_BANDWIDTH, bandwidth, OPS[op], role)
 
+    def withdraw(self, recorder: Recorder) -> None:
+        """Remove the gauges of the link, as its ranks are no longer compared."""
+        if self.link is None:
+            return
+        role = self.rank_set.role
+        for spec in (
+            communication.COMM_LINK_LATENCY,
+            communication.COMM_LINK_BANDWIDTH,
+            communication.COMM_LINK_BEST_BANDWIDTH,
+        ):
+            recorder.remove(spec, role)
+        for op in self._bus_bandwidths:
+            recorder.remove(communication.COMM_BUS_BANDWIDTH, OPS[op], role)
+
     def _transfer_seconds(self, wire_bytes: float, duration: float) -> float:
         """Return the seconds that a call needs if all members arrive at the same time.
 
@@ -315,9 +329,9 @@ class CommCosts:
         totals: CostTotals,
         volume_ratio: float | None,
     ) -> None:
-        role = call.group.role
-        totals.wait[role] += wait
-        totals.transfer[role] += duration - wait
+        role, counts = call.group.role, call.phase not in NON_TRAINING
+        totals.wait[role] += wait if counts else 0.0  # a wait of 0 is known, too
+        totals.transfer[role] += duration - wait if counts else 0.0
         totals.add_exposed(call)
         totals.causes.add(
             exposed=_exposed_seconds(call),

@@ -14,7 +14,7 @@ from ....metrics.recorder import Recorder
 from ...collectives.collective_table import SYMMETRIC
 from ...collectives.groups import CollectiveCall, Groups, RankSet
 from ...common.gil_pauses import let_training_run
-from ..exchange.rank_messages import INEXACT, CallReport, CompareResult
+from ..exchange.rank_messages import INEXACT, UNKNOWN, CallReport, CompareResult
 from .call_sequence import CallSequence
 from .comm_costs import CommCosts, CostTotals
 
@@ -124,9 +124,9 @@ class RankCommCosts:
             min_seconds = float(result.min_durations[at]) if at >= 0 else math.nan
             # A result with other ranks would have a duration: at least the one of this rank.
             if at >= 0 and call.timed:
-                state.is_matching = not math.isnan(min_seconds)
-                failed |= not state.is_matching
-            if not math.isfinite(min_seconds) or not _has_counterparts(call):
+                failed |= math.isnan(min_seconds)
+                state.is_matching = not (math.isnan(min_seconds) or min_seconds == UNKNOWN)
+            if math.isnan(min_seconds) or min_seconds < 0 or not _has_counterparts(call):
                 rest.append((call, state.is_matching, min_seconds == INEXACT))
             else:
                 costs = state.costs_of(call)
@@ -172,13 +172,17 @@ class RankCommCosts:
                 self._count_unmatched(rank_set, "there were too many at once, or some never ended")
             state.sequence.lost = False
 
-    def publish(self) -> None:
-        """Publish the costs added since the last call. The caller opens the commit."""
+    def publish(self, *, is_compared: bool = True) -> None:
+        """Publish the costs added since the last call. The caller opens the commit.
+
+        Args:
+            is_compared: Whether the ranks are compared at all. If not, the links are unknown.
+        """
         totals, self._totals = self._totals, CostTotals()
         totals.publish(self._recorder)
         self._recorder.set(communication.EXCHANGE_FAILURES, self.unmatched, "unmatched")
         if totals.exposed:  # else there were no calls that could change an estimate
-            self._publish_links()
+            self._publish_links(is_compared=is_compared)
 
     def _count_unmatched(self, rank_set: RankSet, why: str) -> None:
         """Count calls that were not matched. The log has a reason once, if it is frequent."""
@@ -187,12 +191,17 @@ class RankCommCosts:
         if self._num_unmatched[why] == LOGGED_FAILURES:
             logger.warning("calls of group %s are often not compared: %s", rank_set.role, why)
 
-    def _publish_links(self) -> None:
+    def _publish_links(self, *, is_compared: bool) -> None:
         by_role: dict[str, CommCosts] = {}  # for each role, the costs with the most wire bytes
         for state in self._states.values():
-            role = state.sequence.rank_set.role
+            rank_set = state.sequence.rank_set
+            role = rank_set.role
+            is_known = rank_set.size == 1 or (is_compared and state.is_matching)
             for (_, is_own), costs in state.costs.items():
                 costs.refit()
+                if not is_known:
+                    costs.withdraw(self._recorder)
+                    continue
                 if is_own:
                     continue  # the few bytes of zerowatch do not show the link that training has
                 if role not in by_role or costs.wire_bytes > by_role[role].wire_bytes:
@@ -251,7 +260,7 @@ class _RankSetState:
 
     Attributes:
         is_matching: Whether the calls of all members match. False after a result without durations,
-            which means that no other rank was compared or that the ranks have diverged.
+            which means that a member was left out or that the ranks have diverged.
         costs: The costs by backend, and by whether the calls are zerowatch's own collectives. Each
             entry has its own link estimate.
         reported: The time of each report, and the number after the last call in it.

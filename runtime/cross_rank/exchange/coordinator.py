@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,7 +23,14 @@ from ..stragglers import (
     StragglerDetector,
     step_time_reference,
 )
-from .rank_messages import EMPTY_CALL_REPORT, NO_DURATIONS, CompareResult, RankReport
+from .rank_messages import (
+    EMPTY_CALL_REPORT,
+    NO_DURATIONS,
+    UNKNOWN,
+    CompareResult,
+    Durations,
+    RankReport,
+)
 from .report_merger import ReportMerger
 
 # Number of ranks in a block. The first rank of the block merges their reports.
@@ -86,6 +94,7 @@ class Coordinator:
         if calls is None and divergence is None and not self._has_all_step_times():
             return None
         calls = calls or EMPTY_CALL_REPORT
+        calls = replace(calls, durations=self._if_complete(calls.durations))
         names, step_times = merger.names, self._step_times
         self._step_times = {}
         self._num_step_times.clear()
@@ -107,11 +116,9 @@ class Coordinator:
         reference, stragglers = self._compare_step_times() if compare_step_times else (None, ())
         first_call, min_durations = 0, NO_DURATIONS
         if calls is not None:
-            first_call, min_durations = calls.first_timed, calls.durations
+            first_call, min_durations = calls.first_timed, self._if_complete(calls.durations)
         if not len(min_durations) and divergence is None and reference is None:
             return None
-        if self._merger.num_ranks == 1:
-            min_durations = np.full_like(min_durations, np.nan)  # a single rank cannot be compared
         return CompareResult(
             first_call=first_call,
             min_durations=min_durations,
@@ -119,6 +126,14 @@ class Coordinator:
             stragglers=stragglers,
             divergence=divergence,
         )
+
+    def _if_complete(self, durations: Durations) -> Durations:
+        """Return the shortest durations over the ranks. They are UNKNOWN if a rank is left out.
+
+        The rank may be the one for which the others wait: its duration would be the shortest.
+        """
+        is_complete = self._merger.num_ranks == len(self._ranks)
+        return durations if is_complete else np.full_like(durations, UNKNOWN)
 
     def _new_divergence(self) -> Divergence | None:
         if self._divergence_reported or self._merger.divergence is None:

@@ -18,10 +18,12 @@ from ..divergence import Divergence, parse_divergence
 from ..rank_figures import NUM_FIGURES, Figures
 from ..stragglers import StepTimeReference, StepTimes, Straggler
 
-# Seconds; NaN if a call was not timed, and INEXACT if it has only an upper bound on some rank. The
-# shortest duration over the ranks of such a call is unknown, so it must be the least of all values.
+# Seconds; NaN if a call was not timed, INEXACT if it has only an upper bound on some rank, UNKNOWN
+# if some rank is left out. The shortest duration over the ranks of such a call is unknown, so these
+# must be the least of all values.
 Durations = npt.NDArray[np.float32]
-INEXACT = float("-inf")
+INEXACT = -1.0
+UNKNOWN = float("-inf")
 Signatures = npt.NDArray[np.uint32]
 NO_DURATIONS: Durations = np.empty(0, np.float32)
 NO_SIGNATURES: Signatures = np.empty(0, np.uint32)
@@ -57,7 +59,7 @@ class CallReport:
     Attributes:
         first_timed: Number of the call that `durations` starts with.
         durations: The duration of each call in seconds. NaN if the call was not timed, INEXACT if
-            only an upper bound is known.
+            only an upper bound is known, UNKNOWN if a rank of a block is left out.
         first_issued: Number of the call that `signatures` starts with.
         signatures: The signature of each call, as `signature` computes it.
         prefix_hash: The hash of the signatures before `first_issued`. None if unknown.
@@ -89,6 +91,7 @@ class RankReport:
         step_times: The step times of each rank.
         divergences: The divergences found so far, by the key of the rank set.
         figures: The figures of each rank.
+        is_last: Whether monitoring has ended there in good order.
     """
 
     calls: Mapping[str, CallReport]
@@ -96,6 +99,7 @@ class RankReport:
     step_times: Mapping[int, StepTimes] = field(default_factory=dict)
     divergences: Mapping[str, Divergence] = field(default_factory=dict)
     figures: Mapping[int, Figures] = field(default_factory=dict)
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +109,7 @@ class CompareResult:
     Attributes:
         first_call: Number of the call that `min_durations` starts with.
         min_durations: The shortest duration of each call over the ranks, in seconds. INEXACT if one
-            of the ranks has only an upper bound.
+            of the ranks has only an upper bound, UNKNOWN if one of them is left out.
         reference: The step times with which each rank is compared. None if no rank sent any.
         stragglers: The ranks that are slow now.
         divergence: The first divergence. Only one result contains it; in other results it is None.
@@ -162,6 +166,7 @@ def encode_report(report: RankReport) -> bytes:
             for rank, times in report.step_times.items()
         ],
         "divergences": list(report.divergences.items()),
+        "is_last": report.is_last,
     }
     arrays = b"".join(c.durations.tobytes() + c.signatures.tobytes() for c in report.calls.values())
     if report.figures:
@@ -202,6 +207,7 @@ def decode_report(message: bytes) -> RankReport:
             },
             divergences={key: parse_divergence(fields) for key, fields in head["divergences"]},
             figures=_decode_figures(head.get("figures"), arrays, at),
+            is_last=head["is_last"],
         )
     except (zlib.error, AttributeError, LookupError, TypeError) as error:
         raise ValueError(f"not a report of a rank: {error}") from None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ....metrics.catalog import communication
 from ....metrics.recorder import Recorder
 from ...collectives.groups import RankSet
+from ...common.format_numbers import format_ranks
 from ...common.gil_pauses import let_training_run
 from ..rank_figures import Figures
 from .coordinator import Coordinator, rank_blocks
@@ -87,6 +88,11 @@ class StoreChannel:
     def post_report(self, report: RankReport) -> None:
         """Send a report to the coordinators."""
         self._reports.append(encode_report(report))
+
+    def post_last_report(self) -> None:
+        """Tell the coordinators that this rank sends no more, because monitoring ends."""
+        self._reports.append(encode_report(RankReport(calls={}, is_last=True)))
+        self._coordinators.end_blocks()
 
     def known_figures(self) -> dict[int, Figures]:
         """Return the last figures of the other ranks that report to this rank, by rank."""
@@ -230,9 +236,12 @@ class CoordinatorReader:
         Args:
             compared: The rank set over which stragglers are detected.
         """
+        silent: list[_Source] = []
         for source in self._sources.values():
-            self._read(source)
+            if self._read(source):
+                silent.append(source)
             let_training_run()
+        self._log_silent(silent)
         for block in self._blocks:
             report = block.coordinator.drain_report()
             let_training_run()
@@ -252,12 +261,19 @@ class CoordinatorReader:
                 results.append((coordinated.rank_set, result))
         return results
 
+    def end_blocks(self) -> None:
+        """Tell the first ranks of the rank sets that this rank merges its blocks no more."""
+        for block in self._blocks:
+            empty = {block.rank_set.key: EMPTY_CALL_REPORT}
+            block.writer.append(encode_report(RankReport(calls=empty, is_last=True)))
+
     def longest_silence_seconds(self) -> float:
         """Return the longest time since a rank's last report in seconds, or 0 without ranks."""
         silences = (
             source.reader.silent_seconds()
             for name, source in self._sources.items()
             if source.coordinators
+            and not source.has_ended
             # Some ranks of a block may not use the rank set, but every rank sends reports.
             and (source.reader.has_entries or name == _report_log(source.child))
         )
@@ -281,34 +297,50 @@ class CoordinatorReader:
     def _new_source(self, name: str, child: int) -> _Source:
         return _Source(StoreLogReader(self._store, name), child)
 
-    def _read(self, source: _Source) -> None:
+    def _read(self, source: _Source) -> bool:
+        """Read the new entries of a log. Return whether its rank has fallen silent since."""
         for entry in source.reader.poll(self._patience_seconds):
-            source.is_excluded = False
+            source.is_excluded = source.has_ended = False
             try:
                 report = decode_report(entry)
             except ValueError:  # of another version of zerowatch
                 _count_peer_failure(self._recorder)
                 continue
+            if report.is_last:
+                source.has_ended = True
+                self._exclude(source)
+                continue
             self._figures.add(source.child, report)
             for coordinator in source.coordinators:
                 coordinator.add(source.child, report)
                 let_training_run()
-        if source.reader.silent_seconds() > self._patience_seconds:
-            self._exclude(source)
+        is_silent = source.reader.silent_seconds() > self._patience_seconds
+        return is_silent and self._exclude(source)
 
-    def _exclude(self, source: _Source) -> None:
+    def _exclude(self, source: _Source) -> bool:
+        """Leave a rank out. Return whether it took part until now."""
         if source.is_excluded or not source.coordinators:
-            return
+            return False
         source.is_excluded = True
-        _count_peer_failure(self._recorder)
-        logger.warning(
-            "rank %d has not reported for %.0f s and is excluded from the comparison until it "
-            "does; it may hang, be stopped, or run without monitoring",
-            source.child,
-            source.reader.silent_seconds(),
-        )
         for coordinator in source.coordinators:
             coordinator.exclude(source.child)
+        return True
+
+    def _log_silent(self, silent: Sequence[_Source]) -> None:
+        """Count the ranks that have fallen silent, and name them in one line."""
+        if not silent:
+            return
+        for _ in silent:
+            _count_peer_failure(self._recorder)
+        ranks = sorted({source.child for source in silent})
+        logger.warning(
+            "%s %s not reported for %.0f s and %s excluded from the comparison until the next "
+            "report: it may hang, be stopped, or run without monitoring",
+            format_ranks(ranks),
+            "has" if len(ranks) == 1 else "have",
+            max(source.reader.silent_seconds() for source in silent),
+            "is" if len(ranks) == 1 else "are",
+        )
 
 
 @dataclass(slots=True)
@@ -322,6 +354,7 @@ class _Source:
     child: int
     coordinators: list[Coordinator] = field(default_factory=list)
     is_excluded: bool = False
+    has_ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Checks each second whether training hangs. On a hang it writes a report, and may abort.
 
 A check only reads memory. It takes some microseconds and never blocks. Writing the report and the
-log lines may block, so they are written on a thread of their own.
+log lines may block, so they are written on a thread of their own. The watch thread writes files, so
+it may block, too: another thread then checks instead of it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ from .thread_stacks import python_location
 logger = logging.getLogger(__name__)
 
 ABORT_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
+# Time between two looks whether the watch thread still checks: less than the longest accepted gap
+# between two samples. Time between two checks instead of that thread.
+LOOK_SECONDS = 2.0
+CHECK_SECONDS = 1.0
 # Longest wait for a report that is being written.
 REPORT_SECONDS = 2.0
 # Longest wait for the log before the process ends.
@@ -46,7 +51,8 @@ FLUSH_SECONDS = 1.0
 class HangMonitor:
     """Detects hangs of the training thread.
 
-    It must be created on the training thread. Its methods run on the watch thread.
+    It must be created on the training thread. Its methods run on the watch thread. If `start` was
+    called, a thread of its own checks while the watch thread does not.
 
     Args:
         context: Provides the collectives, the peers and the run folder.
@@ -88,9 +94,23 @@ class HangMonitor:
         self._writing: threading.Thread | None = None
         self._last_report: Path | None = None
         self._is_checking = settings.enabled
+        self._lock = threading.Lock()  # of the detector
+        self._num_checks = 0
+        self._is_closed = threading.Event()
+        self._check_guarded = fail_open.wrap("hang", self.check)
+        self._thread = fail_open.thread("hang-checks", self._check_if_late)
         if settings.enabled:
             recorder.start_counters((communication.HANGS,))
             recorder.set(communication.HANG_ACTIVE, 0)
+
+    def start(self) -> None:
+        """Start the thread that checks if nothing else does, such as while a disk does not respond.
+
+        Raises:
+            RuntimeError: The system allows no more threads.
+        """
+        if self._settings.enabled:
+            self._thread.start()
 
     def expected_pause(self) -> str | None:
         """Return the reason why no progress is expected now, or None while the rank trains.
@@ -107,13 +127,18 @@ class HangMonitor:
 
     def add_step(self, step: int, training_seconds: float) -> None:
         """Update the limit with the duration of a step that has ended."""
-        self._step = step
-        self._detector.add_step(training_seconds)
+        with self._lock:
+            self._step = step
+            self._detector.add_step(training_seconds)
 
     def check(self) -> None:
         """Check once for a hang. Must be called each second."""
-        if not self._is_checking:
-            return
+        if self._is_checking:
+            with self._lock:
+                self._num_checks += 1
+                self._check()
+
+    def _check(self) -> None:
         now_ns, activity_ns = self._now_ns(), self._activity_ns()
         idle_seconds = (now_ns - activity_ns) / 1e9
         limit_seconds = self._limit_seconds = self._detector.limit_seconds
@@ -142,9 +167,21 @@ class HangMonitor:
 
     def close(self, timeout_seconds: float = REPORT_SECONDS) -> None:
         """End a hang, and wait up to `timeout_seconds` for a report that is being written."""
+        self._is_closed.set()
+        self._thread.join(timeout_seconds)
         if self._settings.enabled:
             self._set_no_hang()
         self._wait_for_report(timeout_seconds)
+
+    def _check_if_late(self) -> None:
+        """Check once a second while nothing else checks. Else only look from time to time."""
+        num_seen, seconds = 0, LOOK_SECONDS
+        while not self._is_closed.wait(seconds):
+            is_late = self._num_checks == num_seen
+            if is_late:
+                self._check_guarded()
+            seconds = CHECK_SECONDS if is_late else LOOK_SECONDS
+            num_seen = self._num_checks
 
     def _set_no_hang(self) -> None:
         self._recorder.set(communication.HANG_ACTIVE, 0)
@@ -209,7 +246,8 @@ class HangMonitor:
         )
 
     def _write_and_log(self, evidence: HangEvidence) -> None:
-        """Write the report, then log its summary and its path in one line."""
+        """Log the summary, then write the report and log its path: a disk may not respond."""
+        logger.error("training hangs: %s", summary(evidence))
         folder, path, reason = self._context.folder(), None, "no run folder is written"
         if folder is not None:
             reason = "this rank has written as many as a run keeps"
@@ -221,7 +259,7 @@ class HangMonitor:
         if path is not None and (dump := self._context.flight_recorder_dump()) is not None:
             write_flight_recorder_dump(path, dump)
         where = f"report: {path}" if path is not None else f"no report: {reason}"
-        logger.error("training hangs: %s (%s)", summary(evidence), where)
+        logger.error("rank %d hangs; %s", self._context.rank, where)
 
     def _abort(self) -> None:
         """End the process at once. Neither the log nor other output may delay the end."""

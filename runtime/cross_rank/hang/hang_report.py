@@ -193,7 +193,12 @@ def _about_calls_in_flight(evidence: HangEvidence) -> str | None:
     if absent:
         return _about_missing(absent[0], peers)
     if calls[0].sequence:
-        where = f"all known members have arrived at {call}, which does not end"
+        members = evidence.rank_sets[calls[0].key].members
+        num_known = sum(rank in peers or rank == evidence.rank for rank in members)
+        who = "all known members"
+        if num_known < len(members):
+            who = f"all {num_known} known ones of {len(members)} members"
+        where = f"{who} have arrived at {call}, which does not end"
     else:
         where = f"rank {evidence.rank} waits in {call}, whose other end is not known"
     silent = _silent(peers, peers)

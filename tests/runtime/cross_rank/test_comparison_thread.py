@@ -13,7 +13,7 @@ from fakes.comparison_threads import INTERVAL_SECONDS, STUCK_SECONDS, ComparedRa
 from fakes.rank_sets import FakeGroup
 from fakes.scraper import eventually
 from fakes.steps import step
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from zerowatch.metrics.catalog import communication
 from zerowatch.metrics.recorder import Recorder
@@ -23,6 +23,9 @@ from zerowatch.runtime.cross_rank import comparison_thread
 from zerowatch.runtime.cross_rank.accounting.call_sequence import SEARCH_SECONDS
 from zerowatch.runtime.cross_rank.comparison_thread import (
     IDLE_SECONDS_BEFORE_HEARTBEATS,
+    MAX_POLL_AGE_SECONDS,
+    MAX_READ_AGE_SECONDS,
+    MAX_UNANSWERED_STEP_TIMES,
     SECONDS_BETWEEN_LINES,
     CompareReporter,
     poll_interval_seconds,
@@ -161,22 +164,57 @@ def test_a_call_that_never_settles_is_no_failure_where_nothing_is_compared() -> 
     assert alone.milliseconds(EXPOSED, "dp") > 0
 
 
-def test_a_peer_that_never_reports_is_excluded_and_the_others_go_on(
+def test_a_peer_that_never_reports_is_excluded_and_the_waits_are_unknown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ranks = ComparedRanks(3, monitored=2)
-    for number in range(PATIENCE_EXCHANGES + 3):
+    for _ in range(PATIENCE_EXCHANGES + 3):
         for rank, milliseconds in zip(ranks.all, (10, 4), strict=True):
-            rank.run(milliseconds)
+            rank.steps(forward=milliseconds)
+            for size in (1_000, 1_000_000):  # the third rank may be the one that is late
+                rank.run(milliseconds, size=size)
         ranks.exchange()
-        if number == PATIENCE_EXCHANGES - 1:
-            before = ranks[0].milliseconds(WAIT, "dp")
 
     exclusions = [record for record in caplog.records if "has not reported" in record.message]
-    assert before == 0
-    assert ranks[0].milliseconds(WAIT, "dp") >= 12
+    snapshot = ranks[0].recorder.snapshot()
+    assert ranks[0].milliseconds(WAIT, "dp") == 0
+    assert ranks[0].milliseconds(EXPOSED, "dp") >= 2 * 10 * (PATIENCE_EXCHANGES + 1)
+    assert snapshot.value(communication.COMM_LINK_LATENCY, "dp") is None
+    assert snapshot.value(communication.STRAGGLER_SCORE, "forward") == pytest.approx(0.006 / 0.047)
     assert [rank.failures("peer") for rank in ranks.all] == [1, 0]
+    assert ranks[0].failures("unmatched") <= 1
     assert len(exclusions) == 1
+
+
+def test_ranks_that_have_ended_in_good_order_are_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ranks = ComparedRanks(3)
+    for rank in ranks.all:
+        rank.run(3)
+    ranks.exchange(times=3)
+    for rank in ranks.all[1:]:
+        rank.thread._stopping = True
+        rank.thread._close()
+    ranks.exchange(1, 2, times=3 * PATIENCE_EXCHANGES)
+
+    assert caplog.messages == []
+    assert ranks[0].failures("peer") == 0
+    age = ranks[0].recorder.snapshot().value(communication.PEER_HEARTBEAT_AGE)
+    assert age is not None and age <= INTERVAL_SECONDS  # of its own reports
+
+
+def test_ranks_that_fall_silent_together_are_named_in_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ranks = ComparedRanks(4, monitored=1)
+
+    ranks.exchange(times=2 * PATIENCE_EXCHANGES)
+
+    assert [line.partition(" for ")[0] for line in caplog.messages] == [
+        "ranks 1, 2, 3 have not reported"
+    ]
+    assert ranks[0].failures("peer") == 3
 
 
 def test_a_late_joiner_takes_part_from_then_on() -> None:
@@ -374,6 +412,110 @@ def test_stopping_alone_waits_with_a_limit_and_still_counts(
     assert ranks[0].failures("unmatched") == 0
 
 
+def test_other_ranks_are_unknown_while_the_store_does_not_answer() -> None:
+    ranks = ComparedRanks(2)
+    ranks[0].phase_timer.seconds = STUCK_SECONDS + 1
+    ranks[1].thread.expected_pause = lambda: "eval"
+    ranks[1].thread.announce_hang(True)
+    ranks.exchange(times=2)
+    before = ranks[0].thread.peers[1].pause, ranks[0].thread.others_hang
+
+    ranks.clock.seconds += MAX_READ_AGE_SECONDS + 1  # a call of the store waits meanwhile
+
+    assert before == ("eval", True)
+    assert (ranks[0].thread.peers, ranks[0].thread.others_hang) == ({}, False)
+
+
+def compare_a_slow_rank(ranks: ComparedRanks) -> None:
+    for _ in range(4):
+        for rank in ranks.all:
+            rank.steps(forward=40.0 if rank.rank == 1 else 10.0)
+            for size in (1_000, 1_000_000):
+                rank.run(size / 1e5, size=size)
+        ranks.exchange()
+
+
+def comparison_figures(rank: ComparedRank) -> tuple[bool, ...]:
+    snapshot = rank.recorder.snapshot()
+    values = (
+        snapshot.value(communication.STRAGGLER_SCORE, "forward"),
+        snapshot.value(communication.PEER_HEARTBEAT_AGE),
+        snapshot.value(communication.COMM_LINK_LATENCY, "dp"),
+        snapshot.value(communication.COMM_BUS_BANDWIDTH, "all_reduce", "dp"),
+    )
+    return (*(value is not None for value in values), bool(rank.thread.stragglers))
+
+
+def test_costs_are_added_up_while_the_thread_waits_for_the_store_for_ever(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ranks = ComparedRanks(3)
+    compare_a_slow_rank(ranks)
+    ranks.exchange(times=2)
+    one, figures, exposed = ranks[2], [], []
+    waits = [one.milliseconds(WAIT, "dp")]
+    for age_seconds in (MAX_POLL_AGE_SECONDS - 1, 2, 1):
+        ranks.clock.seconds += age_seconds
+        one.run(7)
+        before = one.milliseconds(EXPOSED, "dp")
+        one.thread.account_if_stuck()
+        exposed.append(one.milliseconds(EXPOSED, "dp") - before)
+        figures.append(comparison_figures(one))
+    waits.append(one.milliseconds(WAIT, "dp"))
+    with caplog.at_level(logging.INFO):
+        ranks.exchange(times=2)
+
+    assert exposed == pytest.approx([0, 14, 7])
+    assert figures == [(True,) * 5, (False,) * 5, (False,) * 5]
+    assert waits[0] == waits[1]
+    assert one.failures("store") == 1
+    assert "c10d store responds again: comparison with other ranks resumed" in caplog.messages
+
+
+def test_nothing_is_added_up_twice_where_nothing_is_compared_or_the_thread_has_stopped() -> None:
+    ranks = ComparedRanks(2)
+    alone = ComparedRank(0, ranks.clock, None, FakeGroup((0, 1))).connect()
+    ranks[0].thread.stop()
+    for rank in (alone, ranks[0]):
+        rank.run(7)
+        ranks.clock.seconds += MAX_POLL_AGE_SECONDS + 1
+        rank.thread.account_if_stuck()
+
+    assert [rank.milliseconds(EXPOSED, "dp") for rank in (alone, ranks[0])] == [0, 0]
+
+
+class LostStore(HashStore):
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("the store does not respond")
+
+
+def test_slow_ranks_are_unknown_while_the_rank_that_compares_does_not_answer() -> None:
+    ranks = ComparedRanks(3)
+    compare_a_slow_rank(ranks)
+    before = comparison_figures(ranks[2])
+    for _ in range(MAX_UNANSWERED_STEP_TIMES + 1):
+        ranks[2].steps()
+        ranks.exchange(0)
+
+    after = comparison_figures(ranks[2])
+    assert before == (True,) * 5
+    assert (after[0], after[4]) == (False, False)
+
+
+def test_what_was_found_is_withdrawn_when_the_store_fails() -> None:
+    ranks = ComparedRanks(3)
+    compare_a_slow_rank(ranks)
+    before = [comparison_figures(rank) for rank in ranks.all]
+    ranks.store = LostStore()
+    for rank in ranks.all:
+        rank.thread._connection._client = ranks.store
+        rank.run()
+    ranks.exchange()
+
+    assert before == [(True,) * 5] * 3
+    assert [comparison_figures(rank) for rank in ranks.all] == [(False,) * 5] * 3
+
+
 def test_polls_are_frequent_even_where_exchanges_are_rare() -> None:
     assert [poll_interval_seconds(seconds) for seconds in (0.5, 5.0, 120.0)] == [0.1, 1.0, 2.0]
 
@@ -486,6 +628,19 @@ def test_the_stragglers_are_those_of_the_last_comparison() -> None:
 
     assert (kept, one.reporter.stragglers) == ((SLOW,), ())
     assert communication.STRAGGLER_SCORE not in one.recorder.snapshot().values
+
+
+def test_slow_ranks_are_unknown_if_step_times_have_no_answer() -> None:
+    one, known = Reporter(5), []
+    one.publish(OWN_TIMES, reference=REFERENCE, stragglers=(SLOW,))
+    for number in range(2 * MAX_UNANSWERED_STEP_TIMES + 1):
+        if number == MAX_UNANSWERED_STEP_TIMES:
+            one.publish_slow(SLOW)
+        one.reporter.expect_reference()
+        score = one.recorder.snapshot().value(communication.STRAGGLER_SCORE, "data")
+        known.append((score is not None, bool(one.reporter.stragglers)))
+
+    assert known == [(True, True)] * (2 * MAX_UNANSWERED_STEP_TIMES) + [(False, False)]
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(3, [1, 1, 1, 2]), (5, [0, 0, 0, 0])])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from fakes.rank_sets import FakeGroup
 
@@ -78,6 +80,10 @@ def test_a_call_that_was_never_issued_before_is_no_divergence():
 
     assert attribution is not None
     assert attribution.expected is None
+    assert attribution.message() == (
+        "barrier failed on rank 1 at call 16 of group dp: another rank died, or diverged from the "
+        "common sequence of collectives there"
+    )
 
 
 def test_calls_issued_after_the_one_that_failed_do_not_matter():
@@ -156,13 +162,16 @@ def test_a_message_and_a_call_that_is_no_longer_recorded_cannot_be_attributed() 
     assert attribute_failure(1, gone) is None
 
 
-@pytest.mark.parametrize(("before", "has_diverged"), [(1, False), (2, True)])
-def test_two_calls_in_a_known_order_must_come_before_a_divergence(
-    before: int, has_diverged: bool
+@pytest.mark.parametrize(
+    ("before", "times", "has_diverged"), [(1, 3, False), (2, 2, False), (2, 3, True)]
+)
+def test_two_calls_in_an_order_seen_three_times_must_come_before_a_divergence(
+    before: int, times: int, has_diverged: bool
 ) -> None:
     group = FakeGroup((0, 1, 2))
     known = [("all_reduce", size) for size in (8, 16)][-before:]
-    for op, size in [("broadcast", 1), *known, ("all_gather", 96), ("reduce", 4), *known]:
+    step = [*known, ("all_gather", 96), ("reduce", 4)]
+    for op, size in [("broadcast", 1), *times * step, *known]:
         group.run(op, size)
 
     attribution = attribute_failure(1, group.issue("reduce", 4))
@@ -170,3 +179,43 @@ def test_two_calls_in_a_known_order_must_come_before_a_divergence(
     assert attribution is not None
     expected = "all_gather of 96 bytes (float32)" if has_diverged else None
     assert attribution.expected == expected
+
+
+@pytest.mark.parametrize("phase", ["eval", "other"])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_rank_whose_peer_dies_in_an_evaluation_has_not_diverged(
+    is_known: bool, phase: str
+) -> None:
+    group, evaluation = FakeGroup((0, 1)), [("all_reduce", 4), ("all_reduce", 4)]
+    group.run("broadcast", 400)
+    if is_known:  # before training
+        for op, size in evaluation:
+            group.run(op, size, phase=phase)
+    for _ in range(100):
+        for op, size in STEP:
+            group.run(op, size)
+
+    group.run(*evaluation[0], phase=phase)
+    attribution = attribute_failure(0, group.issue(*evaluation[1], phase=phase))
+
+    assert attribution is not None
+    assert attribution.expected is None
+    assert "rank 1 died, or diverged" in attribution.message()
+
+
+@pytest.mark.parametrize("num_sizes", [2, 4, 25])
+def test_a_rank_whose_peer_dies_has_not_diverged_if_the_sizes_of_calls_change(
+    num_sizes: int,
+) -> None:
+    named = 0
+    for seed in range(50):
+        chance, group = random.Random(seed), FakeGroup((0, 1), role="tp")
+        for _ in range(150):
+            size = 4096 * chance.randint(1, num_sizes)  # of the longest sample of the batch
+            for _ in range(8):
+                group.run("all_reduce", size)
+        attribution = attribute_failure(0, group.issue("all_reduce", 4096))
+        assert attribution is not None
+        named += attribution.expected is not None
+
+    assert named == 0

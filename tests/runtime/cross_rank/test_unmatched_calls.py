@@ -42,12 +42,13 @@ def published_causes(rank: AccountedRank) -> set[tuple[str, ...]]:
     return set(rank.recorder.snapshot().values.get(communication.COMM_CAUSE_SECONDS, {}))
 
 
-def test_after_a_divergence_calls_are_exposed_and_unmatched_and_do_not_change_the_link(
+def test_after_a_divergence_calls_are_exposed_and_unmatched_and_the_link_is_unknown(
     rank: AccountedRank,
 ) -> None:
     measure_link(rank)
     rank.causes()
-    before = {spec: rank.value(spec, "dp") for spec in (WAIT, TRANSFER, LATENCY, BANDWIDTH)}
+    before = {spec: rank.value(spec, "dp") for spec in (WAIT, TRANSFER)}
+    known = [rank.value(spec, "dp") > 0 for spec in (LATENCY, BANDWIDTH)]
     causes, exposed = rank.causes(), rank.value(EXPOSED, "dp")
     for _ in range(3):
         rank.group.run("all_reduce", 4_000_000, 500)
@@ -64,6 +65,8 @@ def test_after_a_divergence_calls_are_exposed_and_unmatched_and_do_not_change_th
 
     assert rank.value(EXPOSED, "dp") - exposed == pytest.approx(3000)
     assert {spec: rank.value(spec, "dp") for spec in before} == before
+    assert known == [True, True]
+    assert [rank.value(spec, "dp") for spec in (LATENCY, BANDWIDTH)] == [0, 0]
     assert rank.causes() == causes
     assert rank.accounting.unmatched == 2
     assert rank.value(BUS_BANDWIDTH, "all_reduce", "dp") == 0
@@ -280,7 +283,9 @@ def test_one_extra_call_on_one_rank_ends_the_comparison_of_that_group_only() -> 
     assert waits == pytest.approx([5 * 6, 3 * 6], abs=1e-3)
     assert ranks[0].milliseconds(EXPOSED, "dp") == pytest.approx(5 * 10 + 3 * 40)
     assert min(rank.failures("unmatched") for rank in ranks.all) >= 3
-    assert ranks[1].milliseconds(LATENCY, "dp") == pytest.approx(4, rel=0.01)
+    assert [ranks[1].milliseconds(LATENCY, role) for role in ("dp", "world")] == pytest.approx(
+        [0, 4], rel=0.01
+    )
 
 
 def test_more_calls_than_are_kept_are_all_compared_as_each_poll_reads_them() -> None:

@@ -37,6 +37,9 @@ class Thread(SimpleNamespace):
             step_times=SimpleNamespace(add=lambda *times: self.calls.append(("times", *times))),
             rank_figures={},
             stragglers=[],
+            peers={},
+            others_hang=False,
+            account_if_stuck=lambda: None,
         )
         threads.append(self)
 
@@ -196,8 +199,9 @@ def test_the_times_of_a_step_and_the_cpu_time_are_those_of_the_thread() -> None:
 
     made.add_step_times([3, 5], [1, 2])
     made.start()
+    made.stop()
 
-    assert thread.calls[-2:] == [("times", [3, 5], [1, 2]), ("start",)]
+    assert thread.calls[-3:-1] == [("times", [3, 5], [1, 2]), ("start",)]
     assert made.cpu_seconds == 7.0
 
 
@@ -313,4 +317,4 @@ def test_every_nth_step_is_profiled_and_compared(
 def test_a_hang_is_checked_each_second_and_traced() -> None:
     made, _ = monitor()
 
-    assert list(made.periodic_tasks) == ["hang"]
+    assert list(made.periodic_tasks) == ["hang", "cross_rank"]

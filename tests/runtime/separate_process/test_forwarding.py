@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,12 +28,14 @@ from zerowatch.runtime.monitor import step_ring
 from zerowatch.runtime.separate_process import build
 from zerowatch.runtime.separate_process.build import why_not_separate
 from zerowatch.runtime.separate_process.forwarding import (
+    MAX_PEERS_AGE_SECONDS,
     EngineChanges,
+    ForwardedComparison,
     ForwardedRecorder,
     ForwardedRunFolder,
     Forwarder,
 )
-from zerowatch.runtime.separate_process.messages import OpenedRun, StoreAddress
+from zerowatch.runtime.separate_process.messages import OpenedRun, Peers, StoreAddress
 from zerowatch.runtime.separate_process.wire import GroupSender
 
 
@@ -180,6 +183,23 @@ def test_steps_that_cannot_be_sent_are_counted() -> None:
 
     assert (forwarder.num_lost, forwarder.has_unwritten) == (2, True)
     assert len(process.sent) == 1
+
+
+@pytest.mark.parametrize(
+    ("is_alive", "age_seconds", "is_known"),
+    [(True, 0.0, True), (True, MAX_PEERS_AGE_SECONDS, False), (False, 0.0, False)],
+)
+def test_other_ranks_are_unknown_if_the_process_has_said_nothing_for_long_or_has_ended(
+    is_alive: bool, age_seconds: float, is_known: bool
+) -> None:
+    process: Any = Sender()
+    process.is_alive, process.peers_at = is_alive, monotonic() - age_seconds
+    process.peers = Peers(heartbeats={1: "beat"}, divergence="rank 1", others_hang=True)
+    comparison = ForwardedComparison(process)
+
+    assert comparison.peers == ({1: "beat"} if is_known else {})
+    assert comparison.others_hang is is_known
+    assert comparison.divergence == "rank 1"
 
 
 def test_the_risk_is_that_of_the_last_forecast() -> None:

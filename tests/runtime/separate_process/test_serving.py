@@ -33,6 +33,8 @@ from zerowatch.runtime.collectives.groups import CollectiveCall, Group, RankSet
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.process_info import ProcessInfo
 from zerowatch.runtime.common.rank_store import StoreClientFactory
+from zerowatch.runtime.cross_rank.comparison_thread import ComparisonThread
+from zerowatch.runtime.cross_rank.exchange.rank_messages import Heartbeat
 from zerowatch.runtime.instrumentation.flops import FlopsCounter, FlopsTerms
 from zerowatch.runtime.instrumentation.generated_tokens import GenerationCounts
 from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
@@ -510,8 +512,35 @@ def test_other_ranks_hear_nothing_while_the_training_process_does_not_run(
             assert eventually(lambda: len(seen) > 4, 60)
             assert len(set(seen)) == 1
         assert goes_on()
+
+        seen.clear()
+        running = SimpleNamespace(status=lambda: note("running"))
+        with monkeypatch.context() as changed:  # nothing of what it has sent is handled
+            changed.setattr(served.monitor, "_handled_at", -serving.MAX_SILENT_SECONDS)
+            changed.setattr(served.monitor, "_training_process", running)
+            assert eventually(lambda: len(seen) > 4, 60)
+            assert len(set(seen[1:])) == 1
+        assert goes_on()
     finally:
         served.close()
+
+
+@pytest.mark.parametrize(("seconds", "is_again"), [(0.0, True), (1e9, False)])
+def test_what_is_known_of_other_ranks_is_sent_again_before_it_is_too_old(
+    served: Served, monkeypatch: pytest.MonkeyPatch, seconds: float, is_again: bool
+) -> None:
+    beat = Heartbeat(rank=1, host="there", age_seconds=0.0, issued={})
+    monkeypatch.setattr(serving, "PEERS_SECONDS", seconds)
+    served.ask()
+    monkeypatch.setattr(ComparisonThread, "peers", {1: beat})
+    for _ in range(2):
+        served.send()
+    served.ask()
+    monkeypatch.undo()
+
+    sent = served.named("peers")
+    assert sent[0].heartbeats == {1: beat}
+    assert (len(sent) > 1) is is_again
 
 
 def test_after_a_kill_what_was_sent_is_in_the_run_folder(served: Served) -> None:

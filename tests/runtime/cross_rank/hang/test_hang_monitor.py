@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import socket
 import threading
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 from fakes.hangs import CALL, WatchedRank
+from fakes.scraper import eventually
 
 from zerowatch.metrics.catalog import communication, training
 from zerowatch.runtime.common.exit_notes import ExitNote, read_exit_notes
 from zerowatch.runtime.common.liveness_file import current_process
 from zerowatch.runtime.common.phase_timer import FORWARD
+from zerowatch.runtime.cross_rank.hang import hang_monitor
 
 
 def test_a_hang_is_counted_announced_reported_and_logged_once(tmp_path: Path, caplog: Any) -> None:
@@ -27,10 +30,9 @@ def test_a_hang_is_counted_announced_reported_and_logged_once(tmp_path: Path, ca
     assert early == (0, [])
     assert (rank.num_hangs, rank.context.announced, rank.exits) == (1, [True], [])
     (report,) = tmp_path.iterdir()
-    (line,) = caplog.records
     said = f"rank 1 has not arrived at {CALL}; it has sent no heartbeat for at least 33 s"
-    assert line.levelno == logging.ERROR
-    assert line.getMessage() == f"training hangs: {said} (report: {report})"
+    assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
+    assert caplog.messages == [f"training hangs: {said}", f"rank 0 hangs; report: {report}"]
     assert report.read_text().splitlines()[0] == said
 
 
@@ -49,9 +51,9 @@ def test_without_a_writable_folder_the_summary_is_logged(tmp_path: Path, caplog:
 
     rank.pass_seconds(30)
 
-    (line,) = caplog.messages
-    assert f"rank 1 has not arrived at {CALL}" in line
-    assert "no report: it cannot be written" in line
+    said, where = caplog.messages
+    assert f"rank 1 has not arrived at {CALL}" in said
+    assert "no report: it cannot be written" in where
     assert rank.num_hangs == 1
 
 
@@ -192,6 +194,45 @@ def test_a_log_that_blocks_delays_neither_checks_nor_abort(
                 thread.join()
 
 
+def test_a_hang_is_logged_though_its_report_cannot_be_written_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    stuck, is_writing = threading.Event(), threading.Event()
+
+    def block(*_: object) -> None:
+        is_writing.set()
+        stuck.wait()
+
+    monkeypatch.setattr(hang_monitor, "write_report", block)
+    rank = WatchedRank(tmp_path)
+
+    check_for_seconds(rank, 30)
+    is_writing.wait()
+    logged = caplog.messages[:]
+    stuck.set()
+    join_hang_threads()
+
+    assert [line.partition(":")[0] for line in logged] == ["training hangs"]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_hang_is_found_though_the_watch_thread_checks_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool
+) -> None:
+    monkeypatch.setattr(hang_monitor, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(hang_monitor, "CHECK_SECONDS", 0.001)
+    rank = WatchedRank(tmp_path, abort=True, enabled=enabled)
+    seconds = itertools.count(rank.now_ns, 10**9)
+    rank.watch._now_ns = lambda: next(seconds)
+
+    rank.watch.start()
+    found = enabled and eventually(lambda: bool(rank.exits))
+    rank.watch.close()
+
+    assert found == enabled
+    assert not any(thread.name == "zerowatch-hang-checks" for thread in threading.enumerate())
+
+
 def test_without_a_thread_for_the_report_a_hang_is_reported_and_aborted_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
@@ -207,7 +248,11 @@ def test_without_a_thread_for_the_report_a_hang_is_reported_and_aborted_all_the_
 
     assert (rank.num_hangs, rank.exits) == (1, [70])
     assert len(list(tmp_path.iterdir())) == 1
-    assert [line.partition(":")[0] for line in caplog.messages] == ["training hangs", "rank 0"]
+    assert [line.partition(":")[0] for line in caplog.messages] == [
+        "training hangs",
+        "rank 0 hangs; report",
+        "rank 0",
+    ]
 
 
 def test_a_hang_is_described_once_to_those_who_ask_for_it(tmp_path: Path) -> None:
@@ -250,7 +295,7 @@ def test_the_end_of_a_hang_and_an_abort_are_logged_with_the_rank(
     aborted.pass_seconds(60)
 
     lines = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert lines[1] == ("WARNING", "rank 0: training resumed")
+    assert lines[2] == ("WARNING", "rank 0: training resumed")
     assert lines[-1] == ("ERROR", "rank 0 exits with code 70, as hang.abort is set")
 
 
@@ -302,9 +347,9 @@ def test_a_run_keeps_no_more_reports_than_it_may_and_needs_no_folder(
     full.pass_seconds(30)
     homeless.pass_seconds(30)
 
-    assert [line.rpartition(" (")[2] for line in caplog.messages] == [
-        "no report: this rank has written as many as a run keeps)",
-        "no report: no run folder is written)",
+    assert [line for line in caplog.messages if not line.startswith("training hangs")] == [
+        "rank 0 hangs; no report: this rank has written as many as a run keeps",
+        "rank 0 hangs; no report: no run folder is written",
     ]
 
 

@@ -84,6 +84,14 @@ SUMMARIES = {
         evidence([call()], [peer(1, 1234)]),
         f"all known members have arrived at {CALL}, which does not end; all known ranks are alive",
     ),
+    "some members are unknown": (
+        replace(
+            evidence([call()], [peer(1, 1234)]),
+            rank_sets={KEY: RankSetSummary(key=KEY, role="dp", members=(0, 1, 2, 3), issued=1234)},
+        ),
+        f"all 2 known ones of 4 members have arrived at {CALL}, which does not end; "
+        "all known ranks are alive",
+    ),
     "point to point": (
         evidence([call(0, op="recv")], [peer(1, 5)]),
         "rank 0 waits in recv of group dp (64 MiB, backward), whose other end is not known; "
