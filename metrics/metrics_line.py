@@ -1,4 +1,4 @@
-"""Defines a line of the metrics log: what /metrics of one rank would have answered at one moment.
+"""Defines a line of the metrics log: all metrics of one rank at one moment.
 
 This file defines the schema of `runs/<run_id>/metrics-<r>.jsonl`. If an older reader would
 misunderstand a change, increase SCHEMA_VERSION.
@@ -50,7 +50,7 @@ class MetricsHead:
             none.
         attempt: Restarts of this node's processes before this process.
         interval_seconds: Time between two lines.
-        detail: The setting `serve.detail`, on which the series depend.
+        detail: "full", whatever `serve.detail` is; logs of older versions may have "lean".
     """
 
     run_id: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -48,15 +49,13 @@ def utc_text(unix_seconds: float) -> str:
     return f"{datetime.fromtimestamp(unix_seconds, UTC):{_UTC_FORM}}"
 
 
-def first_unix_seconds(text: str) -> float | None:
-    """Return the first time that `utc_text` has written into a text; None without one."""
-    found = _UTC_TEXT.search(text)
-    if found is None:
-        return None
-    try:
-        return datetime.strptime(found[0], _UTC_FORM).replace(tzinfo=UTC).timestamp()
-    except ValueError:  # no date
-        return None
+def times_in(text: str) -> list[float]:
+    """Return the times that `utc_text` has written into a text, in Unix seconds."""
+    times = []
+    for found in _UTC_TEXT.findall(text):
+        with contextlib.suppress(ValueError):  # no date
+            times.append(datetime.strptime(found, _UTC_FORM).replace(tzinfo=UTC).timestamp())
+    return times
 
 
 def display_path(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Writes the metrics log: every few seconds, what /metrics of this rank would have answered."""
+"""Writes the metrics log: every few seconds, all metrics of this rank, whatever `serve.detail`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ...metrics.exporters.detail import served
 from ...metrics.exporters.series_table import SeriesTable
 from ...metrics.metrics_line import MetricsHead, MetricsLine, encode
 from ...metrics.recorder import Recorder
@@ -55,7 +54,7 @@ class MetricsLog:
         self._is_on = self._interval > 0 and keeps_every_step(
             process.world_size, process.local_rank
         )
-        self._table = SeriesTable(with_process=settings.serve.detail == "full")
+        self._table = SeriesTable(with_process=True)
         self._written: dict[int, float] = {}
         self._num_families = self._num_series = 0  # that the file lists
         self._number = 0
@@ -114,13 +113,13 @@ class MetricsLog:
             instance=self._address,
             attempt=process.attempt,
             interval_seconds=self._interval,
-            detail=self._settings.serve.detail,
+            detail="full",
         )
         return True
 
     def _line(self, is_first: bool) -> bytes:
         """Return the next line. A line that could not be written makes the next one a first one."""
-        snapshot = served(self._recorder.snapshot(), self._settings.serve.detail)
+        snapshot = self._recorder.snapshot()
         unix_seconds = self._unix_now()
         let_training_run()
         values = self._table.values(snapshot, let_training_run)

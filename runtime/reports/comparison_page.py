@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
 
 import numpy as np
@@ -24,7 +24,7 @@ from .page_parts import Html, chart_places, document, paragraph, section, table
 from .run_charts import Bins, Chart, Floats, chart_of, divided, per_point
 from .run_comparison import Group, Measure, RunComparison
 from .run_reader import Column, RankSteps, RecordedRun
-from .run_summary import exposed_seconds, num_ranks_at, training_seconds
+from .run_summary import exposed_seconds, num_ranks_at, shared_work, training_seconds
 
 # The charts of each section.
 _CHARTS: Mapping[Group, tuple[str, ...]] = {
@@ -50,7 +50,8 @@ def comparison_page(comparison: RunComparison, a: RunSource, b: RunSource) -> st
         a: The reference, of which curves are drawn.
         b: The other run.
     """
-    charts = _charts(a.run, b.run)
+    shared = shared_work(a.run, a.metrics) | shared_work(b.run, b.metrics)
+    charts = _charts(a.run, b.run, shared)
     drawn = {chart.name: chart for chart in charts}
     sections = [_head(comparison), section("Configuration", _configuration(comparison))]
     for group, title in TITLES.items():
@@ -154,15 +155,21 @@ def _interval(measure: Measure, scale: float) -> str:
     )
 
 
-def _charts(a: RecordedRun, b: RecordedRun) -> tuple[Chart, ...]:
-    """Return curves of both runs over all their steps, those of the warm-up included."""
+def _charts(a: RecordedRun, b: RecordedRun, shared: Collection[str]) -> tuple[Chart, ...]:
+    """Return curves of both runs over all their steps, those of the warm-up included.
+
+    Args:
+        a: The reference.
+        b: The other run.
+        shared: What ranks of A or B share; see `shared_work`.
+    """
     bins = Bins([*a.ranks.values(), *b.ranks.values()])
 
     def curves(of: Callable[[RecordedRun], Floats]) -> dict[str, Floats]:
         return {"A": of(a), "B": of(b)}
 
     charts = (
-        _throughput(a, b, bins),
+        _throughput(a, b, bins, shared),
         chart_of(
             "step_seconds",
             "Time of a step",
@@ -196,7 +203,7 @@ def _charts(a: RecordedRun, b: RecordedRun) -> tuple[Chart, ...]:
             curves(lambda run: bins.mean(run, lambda steps: steps.column("loss"))),
         ),
     )
-    return tuple(chart for chart in charts if chart.curves)
+    return tuple(chart for chart in charts if chart is not None and chart.curves)
 
 
 def _share(run: RecordedRun, bins: Bins, of: Callable[[RankSteps], Column]) -> Floats:
@@ -204,13 +211,18 @@ def _share(run: RecordedRun, bins: Bins, of: Callable[[RankSteps], Column]) -> F
     return divided(sum(part for part, _ in pairs), sum(whole for _, whole in pairs))
 
 
-def _throughput(a: RecordedRun, b: RecordedRun, bins: Bins) -> Chart:
-    names = [
+def _throughput(
+    a: RecordedRun, b: RecordedRun, bins: Bins, shared: Collection[str]
+) -> Chart | None:
+    names = [name for name in ("tokens", "samples") if name not in shared]
+    if not names:
+        return None
+    both = [
         name
-        for name in ("tokens", "samples")
+        for name in names
         if all(any(steps.total(name) for steps in run.ranks.values()) for run in (a, b))
     ]
-    name = next(iter(names), "samples")
+    name = (both or names)[0]
 
     def places(steps: RankSteps) -> NDArray[np.int64]:
         return np.flatnonzero(bins.sums(steps, steps.column(name))[1])

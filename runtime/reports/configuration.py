@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import orjson
-from numpy.typing import NDArray
 
 from ...metrics.catalog import devices
 from ..common.hidden_secrets import without_secret_parts, without_secrets
 from ..common.plain_text import printable
 from .metrics_reader import RecordedMetrics
-from .run_reader import RankSteps, RecordedRun
-from .run_summary import RunSummary, num_ranks_at, shared_work
+from .run_reader import RecordedRun
+from .run_summary import RunSummary
 
 Source = Literal["hardware", "batch", "software", "ds config", "settings", "tuner"]
 NOT_SET = "not set"
 # Settings that differ between any two runs.
 _IDENTITY = frozenset({"run_id"})
 _SOFTWARE = ("version", "torch", "deepspeed", "backend")
-# Sequence lengths vary from batch to batch; a smaller difference of tokens is no other batch.
-TOKENS_TOLERANCE = 0.05
+# Smaller differences are no other batch: sequence lengths vary, and the last batch of an epoch is
+# short.
+TOLERANCES: Mapping[str, float] = {"tokens": 0.05, "samples": 0.01}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +56,20 @@ class RunSource:
     summary: RunSummary
 
 
-def differences(a: RunSource, b: RunSource) -> tuple[Difference, ...]:
-    """Return what differs between two runs, as far as it is recorded in both."""
+def differences(
+    a: RunSource, b: RunSource, batches: Sequence[Mapping[str, float]]
+) -> tuple[Difference, ...]:
+    """Return what differs between two runs, as far as it is recorded in both.
+
+    Args:
+        a: The first run.
+        b: The second run.
+        batches: The batch of a compared step of each, by name.
+    """
     found: list[Difference] = []
     for source, first, second in (
         ("hardware", _hardware(a), _hardware(b)),
-        ("batch", _batch(a), _batch(b)),
+        ("batch", *batches),
         ("software", _software(a), _software(b)),
         ("ds config", _ds_config(a, b), _ds_config(b, a)),
         ("settings", dict(_flat(a.run.settings)), dict(_flat(b.run.settings))),
@@ -98,8 +106,10 @@ def _differing(
 
 
 def _is_same(name: str, a: object, b: object) -> bool:
-    if name.startswith("tokens per step") and isinstance(a, float) and isinstance(b, float):
-        return abs(a - b) <= TOKENS_TOLERANCE * max(a, b)
+    if isinstance(a, float) and isinstance(b, float):
+        for work, tolerance in TOLERANCES.items():
+            if name.startswith(f"{work} per step"):
+                return math.isclose(a, b, rel_tol=tolerance)
     # 1e6 and 1000000 are the same number, 1 and true are not the same value.
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 
@@ -145,33 +155,6 @@ def _hardware(source: RunSource) -> dict[str, object]:
             f"{names.count(name)} x {name}" for name in dict.fromkeys(names)
         )
     return facts
-
-
-def _batch(source: RunSource) -> dict[str, object]:
-    """Return the batch of a step of all ranks, as the step logs have it."""
-    run, shared = source.run, shared_work(source.run, source.metrics)
-    facts: dict[str, object] = {}
-    for name in ("samples", "tokens", "micro_batches"):
-        known = [x for s in run.ranks.values() if (x := s.totals[name].mean) is not None]
-        if known:
-            mean = sum(known) / len(known)
-            each_rank = name == "micro_batches"
-            title = "micro-batches per step" if each_rank else f"{name} per step"
-            if name in shared:  # a sum over ranks would count some of it several times
-                each_rank, title = True, f"{name} per step of a rank"
-            facts[title] = round(mean if each_rank else mean * _usual_num_ranks(run, name), 3)
-    return facts
-
-
-def _usual_num_ranks(run: RecordedRun, name: str) -> float:
-    """Return how many ranks have a value in most steps."""
-
-    def places(steps: RankSteps) -> NDArray[np.int64]:
-        known: NDArray[np.int64] = steps.column("step")[~np.isnan(steps.column(name))]
-        return known
-
-    numbers = np.unique(np.concatenate([places(steps) for steps in run.ranks.values()]))
-    return float(np.median(num_ranks_at(run, places, numbers)))
 
 
 def _software(source: RunSource) -> dict[str, object]:

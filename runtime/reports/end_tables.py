@@ -20,13 +20,13 @@ from ..common.format_numbers import format_seconds
 from ..common.plain_text import encodable, write_if_open
 from .report_markdown import behind_median
 from .report_page import CAUSE_TEXTS, facts_of, headline_figures, without_decisions
-from .run_summary import RunSummary, percent
+from .run_summary import RankRow, RunSummary, percent
 
 # Width in a log file, and the largest on a terminal.
 PLAIN_WIDTH = 100
 # Findings, and lines on what is missing, at the end of a run.
 MAX_LINES = 3
-# The slowest ranks, of a run with more than this.
+# Ranks that are shown, of a run with more.
 MAX_RANKS = 16
 # Phases and causes below this share of training time are left out.
 MIN_RATIO = 0.0005
@@ -143,8 +143,18 @@ def _figures_table(summary: RunSummary) -> Table:
 
 
 def _ranks(summary: RunSummary) -> Iterator[RenderableType]:
-    """Yield the table of ranks, or of the slowest ones."""
-    slowest = sorted(summary.ranks, key=lambda row: -(row.straggler_score or 0.0))[:MAX_RANKS]
+    """Yield the table of ranks, or of the slowest ones.
+
+    Other ranks wait for the slowest one, which waits least itself. Most ranks of a large job have
+    no score.
+    """
+
+    def slowest_first(row: RankRow) -> tuple[float, float]:
+        return -(
+            row.straggler_score or 0.0
+        ), 1.0 if row.exposed_ratio is None else row.exposed_ratio
+
+    slowest = sorted(summary.ranks, key=slowest_first)[:MAX_RANKS]
     has_hosts = len(summary.facts.hosts) > 1
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     heads = ("host", "steps", "step time", "waited", "data", "memory", "behind the median rank")
@@ -164,7 +174,14 @@ def _ranks(summary: RunSummary) -> Iterator[RenderableType]:
     yield Text("\nRanks", style="bold")
     yield table
     if len(summary.ranks) > MAX_RANKS:
-        yield Text(f"  the slowest {MAX_RANKS} of {len(summary.ranks):,} ranks", style="dim")
+        text = f"{MAX_RANKS} of {len(summary.ranks):,} ranks"
+        if all(row.straggler_score is not None for row in summary.ranks):
+            text = f"the slowest {text}"
+        else:
+            text += ": those known to be behind the median rank, and those that waited least"
+        yield Text(f"  {text}", style="dim")
+    for note in summary.notes:
+        yield Padding(Text(note, style="dim"), (0, 0, 0, 2))
 
 
 def _list(

@@ -85,6 +85,7 @@ def _lines(summary: RunSummary) -> Iterator[str]:
     )
     if len(summary.ranks) > MAX_RANKS:
         yield f"\n{len(summary.ranks) - MAX_RANKS} more ranks are in the JSON report."
+    yield from (f"\n{note}" for note in summary.notes)
     yield from ("", "### Tuner", "")
     if not summary.tuner.decisions:
         yield plain(without_decisions(summary))

@@ -457,8 +457,9 @@ def _ranks(summary: RunSummary) -> str:
         "MFU",
     )
     more = len(summary.ranks) - MAX_RANKS
-    note = paragraph(f"{more} more ranks are in the JSON report.", "quiet") if more > 0 else ""
-    return table(heads, rows, kind="sortable") + note
+    notes = [f"{more} more ranks are in the JSON report."] if more > 0 else []
+    notes += summary.notes
+    return table(heads, rows, kind="sortable") + "".join(paragraph(x, "quiet") for x in notes)
 
 
 def _straggler(phase: str | None, score: float | None) -> str:

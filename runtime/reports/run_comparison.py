@@ -210,7 +210,7 @@ def compare(a: RunSource, b: RunSource, *, warm_up: int | None = None) -> RunCom
     """
     _check(a.run, b.run)
     steps = _StepPairs(a.run, b.run, warm_up)
-    changed = differences(a, b)
+    changed = differences(a, b, _batches(a, b, steps))
     incomparable = tuple(_incomparable(a, b, changed))
     measures = tuple(_Measures(a, b, steps, {each.respect for each in incomparable}).all())
     by_name = {measure.name: measure for measure in measures}
@@ -330,14 +330,18 @@ class _StepPairs:
         Args:
             of: Returns the column of a rank.
         """
+        a, b = (
+            mean * ranks for mean, ranks in zip(self.values(of), self.num_ranks(of), strict=True)
+        )
+        return a, b
+
+    def num_ranks(self, of: Callable[[RankSteps], Column]) -> tuple[Floats, Floats]:
+        """Return how many ranks have a value of each compared step of A and B; see `sums`."""
 
         def places(steps: RankSteps) -> NDArray[np.int64]:
             return self._places(steps)[np.isfinite(of(steps).astype(np.float64))]
 
-        a, b = (
-            mean * num_ranks_at(run, places, self._compared)
-            for run, mean in zip(self._runs, self.values(of), strict=True)
-        )
+        a, b = (num_ranks_at(run, places, self._compared) for run in self._runs)
         return a, b
 
     def _places(self, steps: RankSteps) -> NDArray[np.int64]:
@@ -354,7 +358,7 @@ class _StepPairs:
         for steps in run.ranks.values():
             places = self._places(steps)
             if without_restarts:
-                places = np.setdiff1d(places, places[_is_after_restart(steps)])
+                places = np.setdiff1d(places, places[_is_after_restart(steps, run.attempts)])
             found.append(np.unique(places))
         numbers, counts = np.unique(np.concatenate(found), return_counts=True)
         chosen: NDArray[np.int64] = numbers[2 * counts >= counts.max(initial=0)]
@@ -375,9 +379,23 @@ class _StepPairs:
         return mean
 
 
-def _is_after_restart(steps: RankSteps) -> NDArray[np.bool_]:
-    """Return which rows are warm-up after a restart."""
-    starts = np.flatnonzero(np.diff(steps.column("attempt")) > 0) + 1
+def _is_after_restart(steps: RankSteps, attempts: Sequence[float]) -> NDArray[np.bool_]:
+    """Return which rows are warm-up after a restart.
+
+    Launchers do not count a job that is submitted again, nor nodes that join or leave.
+
+    Args:
+        steps: The steps of a rank.
+        attempts: When each attempt of the run started, in Unix seconds. An attempt is noted at
+            about the end of its first step, so the row before that time is taken too.
+    """
+    is_start = np.diff(steps.column("attempt")) != 0
+    is_start |= np.diff(steps.column("step")) <= 0
+    restarts = np.sort(attempts)[1:]
+    noted = np.diff(np.searchsorted(restarts, steps.column("ended_at"))) > 0
+    is_start |= noted
+    is_start[:-1] |= noted[1:]
+    starts = np.flatnonzero(is_start) + 1
     rows = math.ceil(RESTART_WARM_UP_STEPS / steps.steps_per_row)
     is_after = np.zeros(steps.num_rows, bool)
     for start in starts:
@@ -759,6 +777,29 @@ def _mean(values: Floats) -> float | None:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 0.0
+
+
+def _batches(a: RunSource, b: RunSource, steps: _StepPairs) -> list[dict[str, float]]:
+    """Return the batch of a step of all ranks of A and B, as the step logs have it.
+
+    It is the mean of the compared steps that both have.
+    """
+    batches: list[dict[str, float]] = [{}, {}]
+    for name in ("samples", "tokens", "micro_batches"):
+        values, ranks = steps.values(_column(name)), steps.num_ranks(_column(name))
+        both = np.isfinite(values[0]) & np.isfinite(values[1])
+        if not both.any():
+            continue
+        for source, batch, each, number in zip((a, b), batches, values, ranks, strict=True):
+            mean, usual = float(each[both].mean()), float(np.median(number[both]))
+            if name == "micro_batches":
+                batch["micro-batches per step"] = round(mean, 3)
+            elif name in shared_work(source.run, source.metrics):
+                # A sum over ranks would count some of it several times.
+                batch[f"{name} per step of a rank"] = round(mean, 3)
+            else:
+                batch[f"{name} per step"] = round(mean * usual, 3)
+    return batches
 
 
 def _incomparable(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,8 +36,9 @@ ReportKind = Literal["out_of_memory", "leak", "hang", "exit"]
 MAX_VALUES = 64 * 2**20
 # Bytes that are read at once.
 _CHUNK_BYTES = 4 * 2**20
-# Ranks of one attempt make their steps together, and write them within this time.
-_MAX_LAG_SECONDS = 30.0
+# Ranks make their steps together, and write them within this time.
+MAX_LAG_SECONDS = 30.0
+LONGEST_GAP = 10  # steps between two records of most ranks of a large job
 # A line longer than this is no step record.
 _MAX_LINE_BYTES = 2**20
 # Larger report files are cut; most of a long hang report are stacks of other threads.
@@ -115,6 +117,8 @@ class RankSteps:
         host: Name of the host; of the last attempt.
         world_size: Number of ranks; of the last attempt.
         num_steps: Number of records.
+        first_step: Number of the first step.
+        gaps: How often each difference between the numbers of two successive steps occurs.
         steps_per_row: 1, or the number of successive steps in a row if the run is too long to be
             kept in memory. Such a row has the mean of its steps, of memory the maximum, and of
             `step`, `ended_at` and `attempt` the last value.
@@ -143,6 +147,8 @@ class RankSteps:
     host: str
     world_size: int
     num_steps: int
+    first_step: int
+    gaps: Mapping[int, int]
     steps_per_row: int
     columns: Mapping[str, Column]
     totals: Mapping[str, ColumnTotals]
@@ -166,6 +172,15 @@ class RankSteps:
     def num_rows(self) -> int:
         """Length of each column."""
         return len(self.columns["step"])
+
+    @property
+    def usual_gap(self) -> int:
+        """The median of `gaps`: 1, or 10 for most ranks of a large job."""
+        if not self.gaps:
+            return LONGEST_GAP
+        gaps = sorted(self.gaps)
+        numbers = np.cumsum([self.gaps[gap] for gap in gaps])
+        return max(1, gaps[int(np.searchsorted(numbers, numbers[-1] / 2))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +211,7 @@ class RecordedRun:
     Attributes:
         folder: The run folder.
         run_id: The id in the records; the name of the folder if there are none.
-        world_size: Number of ranks; None if it is not recorded.
+        world_size: Number of ranks; of the last attempt. None if it is not recorded.
         settings: Settings of the run, nested by section; empty if the file is missing.
         ds_config: The ds config with which the last attempt started, without secrets. None if it
             was not recorded: there is no DeepSpeed, or an older zerowatch has written the run.
@@ -225,8 +240,17 @@ class RecordedRun:
 
     def setting(self, section: str, name: str) -> Any:
         """Return a setting of the run; None if it is not recorded."""
-        settings = self.settings.get(section)
-        return settings.get(name) if isinstance(settings, Mapping) else None
+        return _setting(self.settings, section, name)
+
+    @property
+    def ranks_at_end(self) -> Mapping[int, RankSteps]:
+        """The ranks of the last attempt. An elastic job may have had more before."""
+        return {rank: steps for rank, steps in self.ranks.items() if rank < (self.world_size or 0)}
+
+
+def _setting(settings: Mapping[str, Any], section: str, name: str) -> Any:
+    values = settings.get(section)
+    return values.get(name) if isinstance(values, Mapping) else None
 
 
 def read_run(folder: Path, *, max_values: int = MAX_VALUES) -> RecordedRun:
@@ -250,20 +274,25 @@ def read_run(folder: Path, *, max_values: int = MAX_VALUES) -> RecordedRun:
     segments = _segments(folder)
     num_bytes = sum(_size(path) for paths in segments.values() for path in paths)
     ranks: dict[int, RankSteps] = {}
+    num_segments: dict[int, int] = {}
     run_ids: dict[str, None] = {}
     for rank, paths in segments.items():
         with ExitStack() as opened:
             logs = _opened(folder, rank, paths, opened, problems)
             steps = _read_rank(rank, logs, num_bytes, max_values, run_ids, problems)
         if steps is not None:
-            ranks[rank] = steps
-            problems += _missing_steps(steps, len(logs))
-    world_size = max((steps.world_size for steps in ranks.values()), default=None)
+            ranks[rank], num_segments[rank] = steps, len(logs)
+    settings, attempts, decisions, has_targets = _read_small_files(folder, problems)
+    max_segments = _setting(settings, "run_log", "max_segments")
+    for rank, steps in ranks.items():
+        problems += _missing_steps(steps, num_segments[rank], max_segments)
+    newest = max(ranks.values(), key=lambda steps: steps.columns["ended_at"][-1], default=None)
+    world_size = None if newest is None else newest.world_size
     problems += _missing_ranks(ranks, world_size)
-    problems += _missing_ends(ranks)
+    if newest is not None:
+        problems += _missing_ends(ranks, newest)
     if len(run_ids) > 1:
         problems.append(f"the records have several run ids: {', '.join(run_ids)}")
-    settings, attempts, decisions, has_targets = _read_small_files(folder, problems)
     return RecordedRun(
         folder=folder,
         run_id=next(iter(run_ids), printable(folder.resolve().name)),
@@ -384,6 +413,8 @@ def _read_rank(
         host=printable(identity["host"]),
         world_size=identity["world_size"],
         num_steps=columns.num_steps,
+        first_step=columns.first_step,
+        gaps=columns.gaps,
         steps_per_row=columns.steps_per_row,
         columns=columns.finished(),
         totals=columns.totals,
@@ -549,20 +580,34 @@ class _Columns:
     Attributes:
         totals: Exact totals by column so far.
         num_steps: Number of steps so far.
+        first_step: Number of the first step.
+        gaps: How often each difference between the numbers of two successive steps has occurred.
     """
 
     def __init__(self, steps_per_row: int) -> None:
         self.steps_per_row = steps_per_row
         self.totals: dict[str, ColumnTotals] = {}
         self.num_steps = 0
+        self.first_step = 0
+        self.gaps: Counter[int] = Counter()
+        self._last_step: int | None = None
         self._parts: dict[str, list[Column]] = {}
         self._rows: list[int] = []  # of each part
         self._held: dict[str, Column] = {}  # the steps of an incomplete row
 
     def add(self, block: dict[str, Column]) -> None:
         """Add the columns of some steps."""
-        num_steps = len(block["step"])
+        numbers = block["step"]
+        num_steps = len(numbers)
         self.num_steps += num_steps
+        if self._last_step is None:
+            self.first_step = self._last_step = int(numbers[0])
+            gaps = np.diff(numbers)
+        else:
+            gaps = np.diff(numbers, prepend=self._last_step)
+        self._last_step = int(numbers[-1])
+        for gap, count in zip(*np.unique(gaps, return_counts=True), strict=True):
+            self.gaps[int(gap)] += int(count)
         for name, values in block.items():
             self.totals[name] = _added(self.totals.get(name, ColumnTotals()), values)
         if self.steps_per_row == 1:
@@ -650,36 +695,38 @@ def _missing_ranks(ranks: Mapping[int, RankSteps], world_size: int | None) -> li
     return [f"no steps of {len(missing)} of {world_size} ranks: {number_ranges(missing)}"]
 
 
-def _missing_ends(ranks: Mapping[int, RankSteps]) -> Iterator[str]:
-    """Yield the ranks of which others of the same attempt have many later steps."""
-    attempts: dict[int, list[RankSteps]] = {}
+def _missing_ends(ranks: Mapping[int, RankSteps], newest: RankSteps) -> Iterator[str]:
+    """Yield the ranks that lack steps at the end.
+
+    Args:
+        ranks: All ranks.
+        newest: The one with the newest step. Higher ranks than its attempt has have left the job.
+    """
+    most = int(newest.columns["step"][-1])
     for steps in ranks.values():
-        if steps.num_rows:
-            attempts.setdefault(int(steps.columns["attempt"][-1]), []).append(steps)
-    for of_attempt in attempts.values():
-        last = max(of_attempt, key=lambda steps: int(steps.columns["step"][-1]))
-        for steps in of_attempt:
-            own, most = int(steps.columns["step"][-1]), int(last.columns["step"][-1])
-            lag = float(last.columns["ended_at"][-1] - steps.columns["ended_at"][-1])
-            if own < most and lag > _MAX_LAG_SECONDS:
-                yield f"rank {steps.rank}: its log ends with step {own:,} of {most:,}"
+        own = int(steps.columns["step"][-1])
+        lag = float(newest.columns["ended_at"][-1] - steps.columns["ended_at"][-1])
+        is_due = steps.rank < newest.world_size and own + steps.usual_gap <= most
+        if is_due and lag > MAX_LAG_SECONDS:
+            yield f"rank {steps.rank}: its log ends with step {own:,} of {most:,}"
 
 
-def _missing_steps(steps: RankSteps, num_segments: int) -> Iterator[str]:
-    """Yield what is missing at the beginning and within the steps of a rank."""
-    numbers = steps.columns["step"]
-    if steps.steps_per_row > 1 or not len(numbers):
-        return
-    first = int(numbers[0])
-    attempt = int(steps.columns["attempt"][0])
-    gaps = np.diff(numbers)
-    usual = int(np.median(gaps)) if len(gaps) else 1
-    if first > max(1, usual) and attempt == 0 and num_segments > 1:
+def _missing_steps(steps: RankSteps, num_segments: int, max_segments: Any) -> Iterator[str]:
+    """Yield what is missing at the beginning and within the steps of a rank.
+
+    Args:
+        steps: The steps of the rank.
+        num_segments: Number of segments of its log.
+        max_segments: The setting of the run; None if it is not recorded.
+    """
+    first, usual = steps.first_step, steps.usual_gap
+    is_full = num_segments >= max(2, max_segments if isinstance(max_segments, int) else 0)
+    if first > usual and is_full:
         yield (
             f"rank {steps.rank}: steps 1 to {first - 1} are missing: older segments of the log "
             "were deleted (run_log.max_segments)"
         )
-    lost = int(np.sum(gaps[gaps > max(1, usual)] - 1))
+    lost = sum(count * ((gap - 1) // usual) for gap, count in steps.gaps.items() if gap > usual)
     if lost:
         yield f"rank {steps.rank}: {lost} steps are missing within the log"
 

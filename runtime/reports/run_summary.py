@@ -52,9 +52,18 @@ from ...metrics.thresholds import (
 from ..common.exit_notes import AFTER_FIRST, FAILED, FIRST_TO_FAIL
 from ..common.format_numbers import format_bytes, format_duration
 from ..common.plain_text import printable
-from ..common.report_files import first_unix_seconds
+from ..common.report_files import times_in
 from .metrics_reader import RankMetrics, RecordedMetrics, read_metrics
-from .run_reader import Column, RankSteps, RecordedRun, number_ranges, read_run
+from .run_reader import (
+    LONGEST_GAP,
+    MAX_LAG_SECONDS,
+    Column,
+    RankSteps,
+    RecordedRun,
+    ReportFile,
+    number_ranges,
+    read_run,
+)
 
 # Raise it if an older reader of `zerowatch report --json` would misunderstand a change.
 SCHEMA_VERSION = 1
@@ -82,7 +91,6 @@ OTHER_RATIO_HIGH = 0.5
 STEPS_OF_A_HUNDREDTH = 100  # fewer steps have no slowest hundredth
 MIN_STEPS_FOR_QUANTILES = 20
 CHECKPOINT_RATIO_HIGH = 0.10
-_LONGEST_GAP = 10  # steps between two records of most ranks of a large job
 _COMPUTE = ("forward", "backward", "optimizer")
 _CAUSE_TEXTS = {
     "imbalance": "another rank was late",
@@ -353,6 +361,7 @@ class RunSummary:
         causes: Exposed communication by cause; "unknown" is the rest. Empty if not recorded.
         collectives: Collectives by operation, most wire bytes first.
         problems: What is missing, damaged or not recorded.
+        notes: What to know about the figures, one sentence each.
 
     Examples:
         >>> summary = summary_of(Path("runs/20261123T005552-c44904"))
@@ -379,6 +388,7 @@ class RunSummary:
     incidents: tuple[Incident, ...]
     monitoring: MonitoringCost
     problems: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 # The figures that a summary has, with their meaning. Ratios are of training time, which is without
@@ -392,7 +402,7 @@ FIGURES: Mapping[str, str] = {
     "step_seconds_p99": "99th percentile of step times",
     "samples_per_second": "of all ranks; unknown if ranks share samples (tensor parallelism)",
     "tokens_per_second": "of all ranks; unknown if ranks share tokens (tensor parallelism)",
-    "mfu_ratio": "model FLOPs utilization over the whole run, mean of the ranks",
+    "mfu_ratio": "model FLOPs utilization over the whole run, mean of the ranks with a metrics log",
     "comm_ratio": "time with a collective in flight, of wall time; on a GPU an upper bound",
     "comm_exposed_ratio": "time in which training could only wait for communication",
     "imbalance_ratio": "exposed communication, because another rank was late",
@@ -410,15 +420,18 @@ FIGURES: Mapping[str, str] = {
     "checkpoint_ratio": "checkpoints and rebuilds, as a share of wall time",
     "comm_wire_bytes_per_step": "bytes that a rank sends in a step, mean of the ranks",
     "comm_volume_ratio": "bytes sent over the reference of the ZeRO stage",
-    "comm_coverage_ratio": "recorded collectives over counted ones, the lowest of all ranks",
+    "comm_coverage_ratio": "recorded collectives over counted ones, the lowest of the ranks with a "
+    "metrics log",
     "link_bandwidth_ratio": "bandwidth over the best that the link sustained, the lowest",
     "memory_peak_ratio": "highest memory use over its limit, of all ranks and devices",
-    "memory_headroom_ratio": "free share of the limit at the predicted next peak, the lowest",
+    "memory_headroom_ratio": "free share of the limit at the predicted next peak at the end, the "
+    "lowest of the ranks with a metrics log",
     "oom_risk_ratio": "highest recorded out-of-memory risk",
     "device_utilization_ratio": "mean share of time in which a GPU was busy",
     "device_temperature_celsius": "highest temperature of a device",
-    "straggler_score_ratio": "by what share of a step the slowest rank is behind the median rank",
-    "loss": "loss of the last steps, mean of all ranks",
+    "straggler_score_ratio": "by what share of a step the slowest rank is behind the median rank; "
+    "of the ranks with a metrics log",
+    "loss": "loss of the last steps, mean of the ranks at the end",
     "same_losses": "1 if all ranks had equal losses, as when they are fed the same data",
     "gradient_norm_max": "highest gradient norm",
     "skipped_ratio": "share of steps whose update was skipped",
@@ -450,7 +463,9 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
     each_time = {rank: _RankTime.of(steps) for rank, steps in run.ranks.items()}
     times = _with_all_steps(each_time)
     end_reasons = _end_reasons(run, metrics)
-    status = _status(run, end_reasons.values())
+    facts = _facts(run, metrics)
+    overcome = frozenset(_path(each, run) for each in run.reports if _is_overcome(each, facts))
+    status = _status(run, end_reasons.values(), overcome)
     phases = _phases(times)
     causes = _causes(times, metrics)
     rows = tuple(_rank_row(steps, each_time[rank], metrics) for rank, steps in run.ranks.items())
@@ -472,7 +487,7 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
     incidents = tuple(
         Incident(
             kind=report.kind,
-            path=printable(report.path.relative_to(run.folder)),
+            path=_path(report, run),
             rank=report.rank,
             headline=report.headline,
             text=report.text,
@@ -484,7 +499,7 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
         **_step_figures(run, each_time, metrics),
         **{f"{share.name}_ratio": share.ratio for share in (*phases, *causes)},
         **_communication_figures(run, times, metrics),
-        **_memory_figures(memories),
+        **_memory_figures(memories, run.ranks_at_end),
         **_device_figures(device_figures),
         **_loss_figures(run),
         "same_losses": metrics.ranks.get(0, RankMetrics()).value(across_ranks.RANKS_SAME_LOSS.name),
@@ -501,7 +516,6 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
         "problems": len(problems),
     }
     figures = {name: figures[name] for name in FIGURES}
-    facts = _facts(run, metrics)
     found = _Evidence(
         run=run,
         status=status,
@@ -512,6 +526,7 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
         devices=device_figures,
         incidents=incidents,
         hanging=_hanging(run, facts),
+        overcome=overcome,
         end_reasons=end_reasons,
         has_metrics=bool(metrics.ranks),
         facts=facts,
@@ -536,6 +551,7 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
         incidents=incidents,
         monitoring=monitoring,
         problems=problems,
+        notes=tuple(_notes(run, metrics)),
     )
 
 
@@ -641,7 +657,7 @@ def _records_at(places: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.
 def _usual_gap(places: NDArray[np.int64]) -> int:
     """Return the usual number of steps from one record of a rank to the next."""
     gaps = np.diff(np.unique(places))
-    return int(np.median(gaps)) if gaps.size else _LONGEST_GAP
+    return int(np.median(gaps)) if gaps.size else LONGEST_GAP
 
 
 def _passes_at(places: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -738,7 +754,7 @@ def _end_reasons(run: RecordedRun, metrics: RecordedMetrics) -> dict[int, str]:
 def _lost_beginnings(run: RecordedRun, metrics: RecordedMetrics) -> Iterator[str]:
     """Yield the ranks whose log lost as many records as it lacks steps before its first one."""
     for rank, steps in run.ranks.items():
-        missing = int(steps.column("step")[0]) - steps.steps_per_row
+        missing = steps.first_step - 1
         counted = metrics.ranks.get(rank, RankMetrics())
         lost = counted.total(overhead.DROPPED_RECORDS.name, part="run_log") or 0.0
         if 0 < missing <= lost:
@@ -746,6 +762,16 @@ def _lost_beginnings(run: RecordedRun, metrics: RecordedMetrics) -> Iterator[str
                 f"rank {rank}: steps 1 to {missing} are missing: {lost:.0f} records were lost, as "
                 "the run folder was deleted during the run, or could not be written"
             )
+
+
+def _notes(run: RecordedRun, metrics: RecordedMetrics) -> Iterator[str]:
+    unknown = len(run.ranks.keys() - metrics.ranks.keys())
+    if metrics.ranks and unknown:
+        yield (
+            f"How far {unknown} of {len(run.ranks)} ranks are behind the median rank, their "
+            "headroom, leaks and coverage of collectives are not recorded: they have no metrics "
+            "log. In jobs of more than 64 ranks, one rank per node writes it."
+        )
 
 
 def _unrecorded_ends(run: RecordedRun) -> dict[int, str]:
@@ -784,13 +810,13 @@ def _early_ends(run: RecordedRun, metrics: RecordedMetrics) -> Iterator[str]:
             )
 
 
-def _status(run: RecordedRun, reasons: Collection[str]) -> Status:
+def _status(run: RecordedRun, reasons: Collection[str], overcome: Collection[str]) -> Status:
     for reason in ("out_of_memory", "exception", "interrupted", "peer_failed"):
         if reason in reasons:
             return reason
     if is_locked(run.folder):
         return "running"
-    kinds = {report.kind for report in run.reports}
+    kinds = {each.kind for each in run.reports if _path(each, run) not in overcome}
     if "completed" in reasons or run.has_targets is False:
         return "completed"
     if "exit" in kinds:
@@ -798,6 +824,17 @@ def _status(run: RecordedRun, reasons: Collection[str]) -> Status:
     if "out_of_memory" in kinds:
         return "out_of_memory"
     return "hang" if "hang" in kinds else "unknown"
+
+
+def _path(report: ReportFile, run: RecordedRun) -> str:
+    return printable(report.path.relative_to(run.folder))
+
+
+def _is_overcome(report: ReportFile, facts: RunFacts) -> bool:
+    """Whether the run trained on after what is reported, as far as the times in the report show."""
+    last = max(times_in(report.text), default=math.inf)
+    has_ended = report.has_resumed or last + MAX_LAG_SECONDS < (facts.ended or 0.0)
+    return has_ended and report.kind != "leak"
 
 
 def _is_of_last_attempt(rank: RankMetrics, run: RecordedRun) -> bool:
@@ -1234,8 +1271,8 @@ def shared_work(run: RecordedRun, metrics: RecordedMetrics) -> frozenset[str]:
     """Return which of "samples" and "tokens" ranks share, so that a sum over ranks is too large.
 
     The slices of a model and of a sequence share both. The stages of a pipeline share samples; its
-    tokens are recorded by the first stage only. The groups are in the metrics logs, unless
-    `serve.detail` is "lean"; AutoTP is in the ds config.
+    tokens are recorded by the first stage only. The groups are in the metrics logs; AutoTP is in
+    the ds config.
     """
     roles = {
         dict(key.labels).get("group")
@@ -1329,7 +1366,7 @@ def _communication_figures(
         ),
         "comm_volume_ratio": max((v for v in volume if v is not None), default=None),
         "comm_coverage_ratio": min((v for v in coverage if v is not None), default=None),
-        "link_bandwidth_ratio": min(_link_ratios(metrics), default=None),
+        "link_bandwidth_ratio": min(_link_ratios(metrics, run.ranks_at_end), default=None),
         "pipeline_bubble_ratio": _pipeline_bubble(metrics),
         "mfu_ratio": sum(mfu) / len(mfu) if mfu else None,
     }
@@ -1345,8 +1382,8 @@ def _pipeline_bubble(metrics: RecordedMetrics) -> float | None:
     return _ratio(sum(wait for wait, _ in waits), sum(seconds for _, seconds in waits))
 
 
-def _link_ratios(metrics: RecordedMetrics) -> Iterator[float]:
-    for rank in metrics.ranks.values():
+def _link_ratios(metrics: RecordedMetrics, at_end: Collection[int]) -> Iterator[float]:
+    for rank in (metrics.ranks[number] for number in at_end if number in metrics.ranks):
         best = _by_label(rank, communication.COMM_LINK_BEST_BANDWIDTH, "group")
         now = _by_label(rank, communication.COMM_LINK_BANDWIDTH, "group")
         for group, bandwidth in now.items():
@@ -1355,11 +1392,13 @@ def _link_ratios(metrics: RecordedMetrics) -> Iterator[float]:
                 yield min(ratio, 1.0)  # a bandwidth above the best has not lasted yet
 
 
-def _memory_figures(memories: Sequence[DeviceMemory]) -> dict[str, float | None]:
+def _memory_figures(
+    memories: Sequence[DeviceMemory], at_end: Collection[int]
+) -> dict[str, float | None]:
     def known(values: Iterable[float | None]) -> list[float]:
         return [value for value in values if value is not None]
 
-    headrooms = known(each.headroom_ratio for each in memories)
+    headrooms = known(each.headroom_ratio for each in memories if each.rank in at_end)
     return {
         "memory_peak_ratio": max(known(each.peak_ratio for each in memories), default=None),
         "memory_headroom_ratio": min(headrooms, default=None),
@@ -1386,7 +1425,8 @@ def _loss_figures(run: RecordedRun) -> dict[str, float | None]:
     if not run.ranks:
         return {}
     first = next(iter(run.ranks.values()))
-    losses = [loss for each in run.ranks.values() if (loss := last_loss(each)) is not None]
+    at_end = run.ranks_at_end.values()
+    losses = [loss for each in at_end if (loss := last_loss(each)) is not None]
     steps = sum(each.num_steps for each in run.ranks.values())
     norms = first.totals["gradient_norm"]
     return {
@@ -1427,6 +1467,7 @@ class _Evidence:
         end_reasons: How monitoring ended, by rank of the last attempt.
         has_metrics: Whether there is a metrics log.
         hanging: Paths of the reports on a hang that had not ended when the run or its log did.
+        overcome: Paths of the reports after which the run trained on.
     """
 
     run: RecordedRun
@@ -1438,6 +1479,7 @@ class _Evidence:
     devices: Sequence[DeviceFigures]
     incidents: Sequence[Incident]
     hanging: Collection[str]
+    overcome: Collection[str]
     end_reasons: Mapping[int, str]
     has_metrics: bool
     facts: RunFacts
@@ -1457,10 +1499,10 @@ def _hanging(run: RecordedRun, facts: RunFacts) -> frozenset[str]:
     """Return the paths of the reports on hangs of the last attempt after which no step ended."""
     since = max(*run.attempts, facts.ended or 0.0, 0.0)
     return frozenset(
-        printable(report.path.relative_to(run.folder))
+        _path(report, run)
         for report in run.reports
         if report.kind == "hang" and not report.has_resumed
-        if (first_unix_seconds(report.text) or -1.0) >= since
+        if next(iter(times_in(report.text)), -1.0) >= since
     )
 
 
@@ -1499,24 +1541,28 @@ def _incident_advice(incident: Incident) -> str:
 def _incident_findings(found: _Evidence) -> Iterator[Finding]:
     ended = found.status in ("out_of_memory", "hang", "killed", "exception", "peer_failed")
     kinds = dict.fromkeys(incident.kind for incident in found.incidents)
+    end_kinds = {each.kind for each in found.incidents if each.path not in found.overcome}
+    end_kinds.discard("leak")
     for kind in kinds:
         same = [incident for incident in found.incidents if incident.kind == kind]
         hanging = [incident for incident in same if incident.path in found.hanging]
-        newest = (hanging or same)[-1]
+        is_overcome = all(incident.path in found.overcome for incident in same)
+        last = [each for each in same if is_overcome or each.path not in found.overcome]
+        newest = (hanging or last)[-1]
         if AFTER_FIRST in newest.headline:
             causes = (FIRST_TO_FAIL, FAILED)
-            first = [each for each in same if any(cause in each.headline for cause in causes)]
-            newest = (first or same)[-1]
+            first = [each for each in last if any(cause in each.headline for cause in causes)]
+            newest = (first or last)[-1]
         more = f" ({len(same)} such reports)" if len(same) > 1 else ""
         file = f" File: {newest.path}." if newest.path.endswith(".txt") else ""
         yield Finding(
-            severity="critical" if hanging or (ended and kind != "leak") else "warning",
+            severity="critical" if hanging or (kind in end_kinds and ended) else "warning",
             name=kind,
-            sentence=f"{_sentence(newest.headline)}{more}",
+            sentence=f"{_sentence(newest.headline)}{more}{' The run trained on.' * is_overcome}",
             advice=f"{_incident_advice(newest)}{file}",
         )
     left = [rank for rank, reason in found.end_reasons.items() if reason == "completed"]
-    if found.status == "peer_failed" and left and not kinds.keys() - {"leak"}:
+    if found.status == "peer_failed" and left and not end_kinds:
         yield Finding(
             severity="critical",
             name="left_early",
@@ -1525,7 +1571,7 @@ def _incident_findings(found: _Evidence) -> Iterator[Finding]:
             advice="Look at why the script ended there: sys.exit, or fewer batches than on the "
             "other ranks.",
         )
-    elif found.status in ("exception", "peer_failed") and not kinds.keys() - {"leak"}:
+    elif found.status in ("exception", "peer_failed") and not end_kinds:
         yield Finding(
             severity="critical",
             name="exception",
@@ -1687,9 +1733,11 @@ def _less_memory(device: DeviceMemory) -> str:
 
 
 def _memory_findings(found: _Evidence) -> Iterator[Finding]:
+    at_end = found.run.ranks_at_end
     for kind in dict.fromkeys(each.kind for each in found.memories):
         ranks = [each for each in found.memories if each.kind == kind]
-        yield from _limit_findings(ranks, found)
+        if left := [each for each in ranks if each.rank in at_end]:
+            yield from _limit_findings(left, found)
         leaks = [each for each in ranks if each.leak_bytes_per_step]
         if leaks:
             worst = max(leaks, key=lambda each: sum(each.leak_bytes_per_step.values()))

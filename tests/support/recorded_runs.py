@@ -43,6 +43,32 @@ def step_record(step: int, **changes: Any) -> StepRecord:
     return StepRecord(**{**fields, **changes})
 
 
+def elastic_run(folder: Path, **lost: Any) -> Path:
+    """A job of 4 ranks that loses a node at step 100, and goes on with 2 ranks from step 91.
+
+    The launcher counts no restart.
+
+    Args:
+        folder: The run folder.
+        lost: Values of the steps of ranks 2 and 3, which are lost.
+    """
+
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(step, **lost) if rank > 1 else step_record(step)
+
+    def resumed(rank: int, step: int) -> StepRecord:
+        return step_record(90 + step, ended_at_unix_seconds=STARTED + 200 + 0.5 * step)
+
+    write_run(folder, ranks=4, steps=100, record=record)
+    later = write_run(folder.with_name("later") / folder.name, steps=110, record=resumed)
+    for rank in range(2):
+        with open(folder / f"rank-{rank}.jsonl", "ab") as log:
+            log.write((later / f"rank-{rank}.jsonl").read_bytes())
+    with open(folder / "attempts.jsonl", "a") as attempts:
+        attempts.write(json.dumps({"started_at_unix_seconds": STARTED + 200}) + "\n")
+    return folder
+
+
 def write_run(
     folder: Path,
     *,

@@ -12,7 +12,7 @@ from zerowatch.runtime.common.report_files import (
     create_first_free,
     create_private,
     display_path,
-    first_unix_seconds,
+    times_in,
     utc_text,
     write_or_warn,
 )
@@ -81,12 +81,12 @@ def test_a_small_file_is_replaced_with_its_mode_or_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"),
+    ("text", "times"),
     [
-        (f"rank 0 on host, {utc_text(1.79e9)}\nstarted {utc_text(1e9)}", 1.79e9),
-        ("rank 0 on host, 2026-02-31 00:00:00 UTC", None),
-        ("no time", None),
+        (f"rank 0 on host, {utc_text(1.79e9)}\nstarted {utc_text(1e9)}", [1.79e9, 1e9]),
+        ("rank 0 on host, 2026-02-31 00:00:00 UTC", []),
+        ("no time", []),
     ],
 )
-def test_the_first_time_in_a_report_can_be_read(text: str, seconds: float | None) -> None:
-    assert first_unix_seconds(text) == seconds
+def test_the_times_in_a_report_can_be_read(text: str, times: list[float]) -> None:
+    assert times_in(text) == times

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from browser_page import chromium, opened
+from recorded_metrics import RecordedRank
 from recorded_runs import step_record, write_run
 
+from zerowatch.metrics.catalog import communication
 from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.reports.comparison_page import comparison_page
 from zerowatch.runtime.reports.run_comparison import compare, read_source
@@ -123,6 +125,26 @@ def test_the_page_fits_its_screen_in_light_and_dark(
     brightness = sum(map(int, background.removeprefix("rgb(").removesuffix(")").split(",")))
     assert (brightness > 400) == (scheme == "light")
     assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("role", "title"), [("dp", "Tokens per second"), ("pp", "Tokens per second"), ("tp", None)]
+)
+def test_of_ranks_that_share_tokens_no_sum_is_drawn(
+    tmp_path: Path, role: str, title: str | None
+) -> None:
+    sources = []
+    for name in "ab":
+        folder = write_run(tmp_path / name, steps=20)
+        with RecordedRank(folder) as rank:
+            rank.recorder.add(communication.COMM_SECONDS, 1.0, role)
+        sources.append(read_source(folder))
+
+    page = comparison_page(compare(*sources), *sources)
+
+    charts = json.loads(page.split('id="charts">')[1].split("</script>")[0])
+    drawn = [chart["title"] for chart in charts if chart["name"] == "throughput"]
+    assert drawn == ([] if title is None else [title])
 
 
 def test_the_chart_has_the_tokens_of_the_first_stage_of_a_pipeline(tmp_path: Path) -> None:

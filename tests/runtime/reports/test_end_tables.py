@@ -115,7 +115,7 @@ def test_a_whole_report_of_many_ranks_shows_the_slowest_ones(tmp_path: Path) -> 
     print_end_tables(summary_of(folder), stream, is_whole=True)
 
     printed = stream.getvalue()
-    rows = printed[printed.index("Ranks") : printed.index("the slowest")].splitlines()[3:-1]
+    rows = printed[printed.index("Ranks") : printed.index("16 of 20 ranks")].splitlines()[3:-1]
     assert [row.split()[0] for row in rows] == [
         *map(str, range(MAX_RANKS - 1)),
         str(MAX_RANKS + 1),
@@ -309,12 +309,37 @@ def test_the_end_of_a_run_names_what_is_missing(
 
 
 @pytest.mark.parametrize(("ranks", "is_cut"), [(16, False), (17, True)])
-def test_sixteen_ranks_are_shown(tmp_path: Path, ranks: int, is_cut: bool) -> None:
+@pytest.mark.parametrize("has_scores", [False, True])
+def test_sixteen_ranks_are_shown(
+    tmp_path: Path, ranks: int, is_cut: bool, has_scores: bool
+) -> None:
+    folder = write_run(tmp_path / "run", ranks=ranks)
+    for number in range(ranks if has_scores else 1):
+        with RecordedRank(folder, number, world_size=ranks) as rank:
+            rank.recorder.set(communication.STRAGGLER_SCORE, 0.0, "forward")
     stream = io.StringIO()
 
-    print_end_tables(summary_of(write_run(tmp_path / "run", ranks=ranks)), stream, is_whole=True)
+    print_end_tables(summary_of(folder), stream, is_whole=True)
 
-    assert ("the slowest 16 of 17 ranks" in stream.getvalue()) is is_cut
+    text = " ".join(stream.getvalue().split())
+    assert ("the slowest 16 of 17 ranks" in text) is (is_cut and has_scores)
+    assert ("16 of 17 ranks: those known" in text) is (is_cut and not has_scores)
+    assert (f"How far {ranks - 1} of {ranks} ranks" in text) is not has_scores
+
+
+def test_of_ranks_without_a_score_those_that_waited_least_are_shown(tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path / "run",
+        ranks=40,
+        record=lambda rank, step: step_record(step) if rank == 33 else waiting(rank, step),
+    )
+    stream = io.StringIO()
+
+    print_end_tables(summary_of(folder), stream, is_whole=True)
+
+    printed = stream.getvalue()
+    rows = printed[printed.index("Ranks") : printed.index("16 of 40 ranks")].splitlines()[3:-1]
+    assert [row.split()[0] for row in rows] == [*map(str, range(15)), "33"]
 
 
 @pytest.mark.parametrize(("ranks", "more"), [(64, ""), (66, "2 more ranks are in the JSON report")])

@@ -205,7 +205,7 @@ def test_a_run_without_metrics_logs_and_an_empty_file_are_problems(tmp_path: Pat
 
 
 def test_a_long_run_is_kept_at_a_lower_resolution(tmp_path: Path) -> None:
-    record(tmp_path, [float(step) for step in range(100)], serve={"detail": "lean"})
+    record(tmp_path, [float(step) for step in range(100)])
 
     rank = read_metrics(tmp_path, max_snapshots=10).ranks[0]
     seconds, losses = rank.over_time("zerowatch_loss")

@@ -159,6 +159,58 @@ def test_steps_after_a_restart_are_left_out(tmp_path: Path) -> None:
     assert comparison.steps.compared == 85
 
 
+@pytest.mark.parametrize("noted_after", [-20.0, 0.01])
+def test_steps_after_a_restart_that_no_launcher_counts_are_left_out(
+    tmp_path: Path, noted_after: float
+) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        pause = 600.0 + 30.0 * min(step - 50, 3) if step > 50 else 0.0
+        return step_record(
+            step,
+            seconds=30.5 if 50 < step <= 53 else 0.5,
+            ended_at_unix_seconds=STARTED + 0.5 * step + pause,
+        )
+
+    a = write_run(tmp_path / "a", ranks=1, steps=100)
+    b = write_run(tmp_path / "b", ranks=1, steps=100, record=record)
+    first_ended_at = record(0, 51).ended_at_unix_seconds
+    with open(b / "attempts.jsonl", "a") as attempts:
+        line = {"started_at_unix_seconds": first_ended_at + noted_after}
+        attempts.write(json.dumps(line) + "\n")
+
+    comparison = compare_runs(a, b)
+
+    assert comparison.figures["step_seconds_ratio"] == pytest.approx(1.0)
+    assert comparison.steps.compared == 84  # without the step that ended before the note
+
+
+def test_repeated_steps_are_those_after_a_restart(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "a", ranks=1, steps=100)
+    b = write_run(tmp_path / "b", ranks=1, steps=60)
+    repeated = write_run(
+        tmp_path / "again",
+        ranks=1,
+        steps=50,
+        record=lambda rank, step: step_record(50 + step, seconds=9.0 if step <= 5 else 0.5),
+    )
+    with open(b / "rank-0.jsonl", "ab") as log:
+        log.write((repeated / "rank-0.jsonl").read_bytes())
+
+    comparison = compare_runs(a, b)
+
+    assert comparison.figures["step_seconds_ratio"] == pytest.approx(1.0)
+    assert comparison.steps.compared == 85
+
+
+def test_the_first_attempt_begins_without_a_restart(tmp_path: Path) -> None:
+    a, b = (write_run(tmp_path / name, ranks=1, steps=80) for name in "ab")
+    for folder in (a, b):
+        line = {"started_at_unix_seconds": STARTED + 0.6}  # noted after the first step
+        (folder / "attempts.jsonl").write_text(json.dumps(line))
+
+    assert compare_runs(a, b, warm_up=0).steps.compared == 80
+
+
 def test_collectives_and_memory_are_compared(tmp_path: Path) -> None:
     def more(rank: int, step: int) -> StepRecord:
         totals = CollectiveTotals(calls=4, payload_bytes=1000, wire_bytes=3000.0, seconds=0.2)
@@ -195,6 +247,44 @@ def test_other_batches_are_not_comparable_but_throughput_is(tmp_path: Path) -> N
         assert found[name].not_comparable == "batch"
     assert comparison.figures["step_seconds_ratio"] is None
     assert comparison.figures["throughput_ratio"] == pytest.approx(2 * 0.5 / 0.7, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("samples", "differs"), [(8, False), (8.07, False), (8.1, True), (16, True)]
+)
+def test_a_short_last_batch_of_each_epoch_is_no_other_batch(
+    tmp_path: Path, samples: float, differs: bool
+) -> None:
+    def run(name: str, steps: int, samples: float) -> Path:
+        return write_run(
+            tmp_path / name,
+            steps=steps,
+            record=lambda rank, step: step_record(
+                step, samples=samples if step % 100 else 5, tokens=None
+            ),
+        )
+
+    a, b = run("a", 200, 8), run("b", 150, samples)
+
+    respects = [each.respect for each in compare_runs(a, b).incomparable]
+
+    assert respects == (["batch"] if differs else [])
+
+
+def test_only_the_batches_of_the_compared_steps_count(tmp_path: Path) -> None:
+    a, b = (
+        write_run(
+            tmp_path / name,
+            steps=steps,
+            record=lambda rank, step: step_record(step, samples=8 if step <= 100 else 64),
+        )
+        for name, steps in (("a", 100), ("b", 200))
+    )
+
+    comparison = compare_runs(a, b)
+
+    assert not comparison.incomparable
+    assert comparison.figures["step_seconds_ratio"] == pytest.approx(1.0)
 
 
 def with_role(folder: Path, role: str) -> Path:

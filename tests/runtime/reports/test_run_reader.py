@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recorded_runs import STARTED, step_record, write_run
+from recorded_runs import STARTED, elastic_run, step_record, write_run
 
 from zerowatch.metrics.step_record import CollectiveTotals, GenerationTotals, StepRecord
 from zerowatch.runtime.reports import run_reader
@@ -77,23 +77,78 @@ def test_segments_are_read_from_the_oldest_to_the_newest(tmp_path: Path) -> None
     assert run.problems == []
 
 
-def test_deleted_segments_and_gaps_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("attempt", [0, 1])
+@pytest.mark.parametrize("steps_per_row", [1, 4])
+def test_deleted_segments_and_gaps_are_named(
+    tmp_path: Path, steps_per_row: int, attempt: int
+) -> None:
     folder = write_run(tmp_path / "run", ranks=1, steps=30)
-    lines = (folder / "rank-0.jsonl").read_bytes().splitlines(keepends=True)
+    log = folder / "rank-0.jsonl"
+    log.write_bytes(log.read_bytes().replace(b'"attempt":0', b'"attempt":%d' % attempt))
+    lines = log.read_bytes().splitlines(keepends=True)
     (folder / "rank-0.1.jsonl").write_bytes(b"".join(lines[10:15]))
-    (folder / "rank-0.jsonl").write_bytes(b"".join(lines[18:]))
+    log.write_bytes(b"".join(lines[18:]))
+    columns = len(read_run(folder).ranks[0].columns)
 
-    problems = read_run(folder).problems
+    run = read_run(folder, max_values=17 * columns // steps_per_row)
 
-    assert any("steps 1 to 10 are missing" in problem for problem in problems)
-    assert any("3 steps are missing within the log" in problem for problem in problems)
+    assert run.ranks[0].steps_per_row >= steps_per_row
+    assert run.problems == [
+        "rank 0: steps 1 to 10 are missing: older segments of the log were deleted "
+        "(run_log.max_segments)",
+        "rank 0: 3 steps are missing within the log",
+    ]
 
 
-def test_a_thinned_log_has_no_gaps(tmp_path: Path) -> None:
-    def record(rank: int, step: int) -> StepRecord:
-        return step_record(10 * step)
+def test_a_run_with_few_segments_has_begun_with_a_later_step(tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path / "run",
+        ranks=1,
+        record=lambda rank, step: step_record(500 + step),
+        settings={"run_log": {"max_segments": 3}},
+    )
+    lines = (folder / "rank-0.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "rank-0.1.jsonl").write_bytes(b"".join(lines[:5]))
+    (folder / "rank-0.jsonl").write_bytes(b"".join(lines[5:]))
 
-    assert read_run(write_run(tmp_path / "run", record=record)).problems == []
+    assert read_run(folder).problems == []
+
+
+def thinned_run(folder: Path, steps: int) -> Path:
+    """A run with steps of 5 s, of which rank 1 records every tenth."""
+    write_run(
+        folder,
+        steps=steps,
+        record=lambda rank, step: step_record(step, ended_at_unix_seconds=STARTED + 5 * step),
+    )
+    log = folder / "rank-1.jsonl"
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[9::10]))
+    return folder
+
+
+def test_a_thinned_log_has_no_gaps_and_ends_up_to_nine_steps_before_the_others(
+    tmp_path: Path,
+) -> None:
+    assert read_run(thinned_run(tmp_path / "run", steps=109)).problems == []
+    assert read_run(thinned_run(tmp_path / "short", steps=19)).problems == []
+
+
+def test_records_that_a_thinned_log_lacks_are_counted_once(tmp_path: Path) -> None:
+    folder = thinned_run(tmp_path / "run", steps=110)
+    log = folder / "rank-1.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([*lines[:4], *lines[5:10]]))
+
+    assert read_run(folder).problems == [
+        "rank 1: 1 steps are missing within the log",
+        "rank 1: its log ends with step 100 of 110",
+    ]
+
+
+def test_ranks_that_have_left_an_elastic_job_are_neither_cut_nor_counted(tmp_path: Path) -> None:
+    run = read_run(elastic_run(tmp_path / "run"))
+
+    assert (run.world_size, list(run.ranks_at_end), run.problems) == (2, [0, 1], [])
 
 
 def test_a_cut_last_line_is_left_out_and_named(tmp_path: Path) -> None:

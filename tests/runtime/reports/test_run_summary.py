@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from recorded_metrics import RecordedRank
-from recorded_runs import STARTED, step_record, write_run
+from recorded_runs import STARTED, elastic_run, step_record, write_run
 from uneven_runs import uneven_run
 
 from zerowatch.metrics.catalog import (
@@ -1394,6 +1394,78 @@ def test_a_hang_that_has_ended_is_only_a_warning(
 
     assert summary.verdict.startswith("The run is active. ")
     assert {each.severity for each in summary.findings} == {"warning"}
+
+
+def test_the_figures_at_the_end_are_those_of_the_ranks_that_are_left(tmp_path: Path) -> None:
+    folder = elastic_run(tmp_path / "run", loss=50.0, oom_risk_ratio={"cpu": 0.9})
+    for number, headroom in enumerate((1.3e9, 0.4e9, 0.1e9, 0.1e9)):
+        with RecordedRank(folder, number, world_size=4) as rank:
+            rank.recorder.set(memory.MEMORY_HEADROOM, headroom, "cpu")
+            rank.recorder.set(communication.COMM_LINK_BANDWIDTH, headroom, "dp")
+            rank.recorder.set(communication.COMM_LINK_BEST_BANDWIDTH, 1e9, "dp")
+
+    summary = summary_of(folder)
+
+    assert summary.facts.world_size == 2
+    assert summary.figures["loss"] == pytest.approx(sum(5 / n for n in range(191, 201)) / 10)
+    assert summary.figures["memory_headroom_ratio"] == pytest.approx(0.2)
+    assert summary.figures["link_bandwidth_ratio"] == pytest.approx(0.4)
+    assert not {"oom_risk", "memory_headroom"} & set(names_of(summary))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "is_overcome"),
+    [
+        ("hang-rank-0-1.txt", f"{{at}}\ntraining resumed, {utc_text(STARTED)}\n", True),
+        ("hang-rank-0-1.txt", "{at}", True),
+        ("oom/rank-1-1.txt", "{at}", True),
+        ("oom/rank-1-killed.txt", f"started {utc_text(STARTED)}\nlast record: {{at}}", True),
+        ("exits/rank-1-killed.txt", f"started {utc_text(STARTED)}\nlast record: {{end}}", False),
+        ("exits/rank-1-killed.txt", "", False),
+    ],
+)
+def test_what_the_run_has_overcome_does_not_decide_how_it_ended(
+    tmp_path: Path, name: str, text: str, is_overcome: bool
+) -> None:
+    folder = write_run(tmp_path / "run", steps=200)  # its last step ends 100 s after the start
+    (folder / "targets.json").write_text('[{"targets": ["10.0.0.1:9464"]}]')
+    (folder / name).parent.mkdir(exist_ok=True)
+    times = {"at": utc_text(STARTED + 60), "end": utc_text(STARTED + 90)}
+    (folder / name).write_text(f"rank 1 was lost\n\n{text.format(**times)}\n")
+
+    summary = summary_of(folder)
+
+    [finding] = [each for each in summary.findings if each.sentence.startswith("Rank 1 was lost.")]
+    assert (summary.status == "unknown") is is_overcome
+    assert (finding.severity == "warning") is is_overcome
+    assert finding.sentence.endswith("The run trained on.") is is_overcome
+
+
+def test_an_exception_after_a_hang_that_was_overcome_is_the_verdict(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=200)
+    hang_report(folder, at=10)
+    with RecordedRank(folder) as rank:
+        rank.recorder.set_info(training.RUN_END_INFO, "exception")
+
+    assert summary_of(folder).verdict == "The run ended by an exception."
+
+
+@pytest.mark.parametrize(("written", "num_notes"), [((), 0), ((0,), 1), ((0, 1), 0)])
+def test_how_many_ranks_have_no_metrics_log_is_a_note_and_no_problem(
+    tmp_path: Path, written: tuple[int, ...], num_notes: int
+) -> None:
+    folder = write_run(tmp_path / "run")
+    for number in written:
+        with RecordedRank(folder, number) as rank:
+            record_metrics(rank.recorder)
+
+    summary = summary_of(folder)
+
+    assert len(summary.notes) == num_notes
+    assert all(note.startswith("How far 1 of 2 ranks are behind") for note in summary.notes)
+    assert not any("How far" in problem for problem in summary.problems)
+    for form in FORMS:
+        assert ("of 2 ranks are behind" in make_report(folder, form)[1]) is bool(num_notes)
 
 
 def test_monitoring_is_a_share_of_the_time_after_the_last_step_too(tmp_path: Path) -> None:
