@@ -93,7 +93,8 @@ class ServeSettings(Section):
     port: int = Field(default=9464, ge=0, le=65535)
     """Port of local rank 0; local rank r adds r. 0 takes any free port."""
     strict_port: bool = False
-    """Whether a taken port switches serving off instead of moving to another port."""
+    """Whether to wait for a taken port instead of moving to another one. Nothing is served if it is
+    not free in linger_seconds and 15 s."""
     advertise_host: str | None = None
     """Host name in /targets; by default the address listened on, or this machine's name if that is
     a wildcard address."""
@@ -263,7 +264,8 @@ class OtelSettings(Section):
     """Whether to send the metrics too; Tempo takes traces only. By default they are sent if
     OTEL_METRICS_EXPORTER is otlp, or if they have an endpoint of their own."""
     logs: bool | None = None
-    """Whether to send zerowatch's own log lines, and no others; by default as the metrics."""
+    """Whether to send zerowatch's own log lines, and no others. By default they are sent if
+    OTEL_LOGS_EXPORTER is otlp, or if they have an endpoint of their own."""
     every_steps: int | None = Field(default=None, ge=1)
     """Trace every n-th step on average, the same on all ranks; by default as OTEL_TRACES_SAMPLER
     says, else every 100th."""

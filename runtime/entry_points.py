@@ -48,6 +48,8 @@ COMPLETION_SECONDS = 60.0
 DISTRIBUTED_PORT = 29500
 # The classes of `engine.optimizer` on an engine that does not train.
 _NO_OPTIMIZERS = ("NoneType", "DummyOptim", "DeepSpeedZeRoOffload")
+# Hooks that outlive a watch: one that has failed may be missing in all further runs.
+_HOOKS_OF_PROCESS = ("collectives", "functional collectives", "streams")
 
 
 @dataclass(slots=True)
@@ -464,6 +466,8 @@ def _open_watch(engine: Any, settings: Settings) -> Watch:
     _process.is_model_known = True
     if _process.watch is not None:
         _process.watch.close()
+        for hook in _process.fail_open.failures.keys() - _HOOKS_OF_PROCESS:
+            del _process.fail_open.failures[hook]  # it was a failure of the earlier run
     collectives = _process.open_collectives()
     parts = (
         engine,

@@ -1,7 +1,7 @@
 """Every command works with the lowest versions of the dependencies that pyproject.toml allows.
 
-torch and DeepSpeed are gigabytes and stay as installed; so does OpenTelemetry's SDK, which requires
-an API as new as itself.
+So does the sink of W&B, which is installed alone: it needs a later click. torch and DeepSpeed are
+gigabytes and stay as installed; so does OpenTelemetry's SDK, which requires an API as new as it is.
 """
 
 from __future__ import annotations
@@ -22,6 +22,18 @@ pytestmark = pytest.mark.slow  # installs packages, and trains twice
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 ALLOWED = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dashboards"]]
 AS_INSTALLED = ("torch", "deepspeed")
+WANDB = PROJECT["optional-dependencies"]["wandb"]
+WRITE_TO_WANDB = """
+import wandb
+from zerowatch.runtime.sinks.sink import SinkRun
+from zerowatch.runtime.sinks.wandb_sink import WandbSink
+
+sink = WandbSink()
+sink.open(SinkRun(run_id="night-7", folder=None))
+sink.write({"zerowatch/loss": 2.5}, step=1, unix_seconds=1.0)
+sink.close(failed=False)
+print("version", wandb.__version__)
+"""
 DS_CONFIG = '{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}'
 
 
@@ -47,13 +59,13 @@ def _install(folder: Path, *arguments: str) -> None:
 
 
 def run(
-    lowest: Path, folder: Path, *arguments: object, program: str = ZEROWATCH
+    lowest: Path, folder: Path, *arguments: object, program: str = ZEROWATCH, **variables: str
 ) -> tuple[int, str]:
     """Run a command with the lowest versions; return its exit code and both its outputs."""
     done = subprocess.run(
         [program, *map(str, arguments)],
         cwd=folder,
-        env=environment(PYTHONPATH=str(lowest)),
+        env=environment(PYTHONPATH=str(lowest), **variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -128,3 +140,26 @@ def test_the_demo_tunes_with_the_lowest_versions(lowest: Path, tmp_path: Path) -
 
     assert (code, "Traceback" in out) == (0, False), out
     assert "hook" not in out
+
+
+def test_a_run_of_wandb_is_begun_without_a_login(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    _install(tmp_path / "lowest", *(pin.replace(">=", "==") for pin in WANDB))
+
+    code, out = run(
+        tmp_path / "lowest",
+        tmp_path,
+        "-c",
+        WRITE_TO_WANDB,
+        program=sys.executable,
+        HOME=str(tmp_path),  # without a login
+    )
+
+    assert code == 0, out
+    assert "W&B has no API key" in out
+    (least,) = (pin.partition(">=")[2] for pin in WANDB)
+    assert f"version {least}" in out
+    assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 1

@@ -42,6 +42,16 @@ def authorization_header(token_file: Path | None, basic_auth_file: Path | None) 
     return None
 
 
+def file_version(path: Path) -> tuple[int, ...]:
+    """Return figures that differ after a change. Kubernetes replaces a link to the file.
+
+    Raises:
+        OSError: There is no such regular file, or it is not accessible.
+    """
+    status = regular_file_status(path)
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
 class ClientAuth:
     """The clients that may read the metrics. Without a secret file, everybody may.
 
@@ -131,7 +141,7 @@ def _read_secrets(
         SettingsError: The file cannot be read, or contains no secret.
     """
     try:
-        version = _version(path)
+        version = file_version(path)
         if version == known:
             return version, []
         secrets = parse(path.read_bytes())
@@ -147,12 +157,6 @@ def _file_error(setting: str, fault: str) -> SettingsError:
     return SettingsError(
         f"serve.{setting}: {fault}; give a file that this user may read, with {content}"
     )
-
-
-def _version(path: Path) -> tuple[int, ...]:
-    """Return figures that differ after a change. Kubernetes replaces a link to the file."""
-    status = regular_file_status(path)
-    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _token(content: bytes) -> list[bytes]:

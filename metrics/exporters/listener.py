@@ -19,10 +19,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 from ...errors import SettingsError
 from ..atomic_file import regular_file_status
 from ..settings import ServeSettings
+from .client_auth import file_version
 from .http_connection import Connection, RequestHandler
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,10 @@ SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 # Ports
 HIGHEST_PORT = 65535
+# Time between two tries to listen on a port that is taken, and how long beyond `linger_seconds` it
+# is tried: the process of an earlier run may still wait there for its last scrape.
+PORT_RETRY_SECONDS = 1.0
+PORT_PATIENCE_SECONDS = 15.0
 FALLBACK_PORT_STEP = 100
 FALLBACK_PORTS = 5
 
@@ -84,18 +90,26 @@ class CpuBudget:
 
 
 class Listener:
-    """A listening socket and its clients, all served by the thread that calls `serve`.
+    """Listening sockets and their clients, all served by the thread that calls `serve`.
+
+    Args:
+        host: The address to listen on.
+        port: The port to listen on; None for none yet.
+        site: Answers the requests.
+        tls: The certificates; None without TLS.
+
+    Attributes:
+        server_address: Where clients are served, or will be after `wait_for`.
 
     Raises:
-        OSError: The constructor cannot listen. The host is unknown or not an address of this
-            machine, or the port is taken.
+        OSError: The host is unknown or not an address of this machine, or the port is taken.
     """
 
-    def __init__(
-        self, host: str, port: int, site: RequestHandler, tls: ssl.SSLContext | None
-    ) -> None:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    def __init__(self, host: str, port: int | None, site: RequestHandler, tls: Tls | None) -> None:
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = addresses[0]
+        self._family: socket.AddressFamily = family
+        self.server_address: tuple[Any, ...] = address
         self._site = site
         self._tls = tls
         self._clients: dict[Connection, None] = {}  # in order of acceptance
@@ -105,22 +119,53 @@ class Listener:
         self._stopping = threading.Event()
         self._cpu_budget = CpuBudget()
         self._accounted_seconds = 0.0
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            # Not SO_REUSEPORT: two ranks could share a port, and a scrape would reach either.
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind(address)
-            self._socket.listen(BACKLOG)
-        except OSError:
-            self._socket.close()
-            raise
-        self._socket.setblocking(False)
-        self.server_address = self._socket.getsockname()
+        self._sockets: list[socket.socket] = []
+        self._wanted_port: int | None = None
+        self._retry_at = self._wanted_until = 0.0
         # A byte on this pair of sockets wakes the serving thread.
         self._waking, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._socket, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
+        if port is not None:
+            try:
+                self.listen_at(port)
+            except OSError:
+                self.server_close()
+                raise
+
+    def listen_at(self, port: int) -> None:
+        """Listen on a port, too.
+
+        Raises:
+            OSError: The host is not an address of this machine, or the port is taken.
+        """
+        host, _, *rest = self.server_address
+        listening = socket.socket(self._family, socket.SOCK_STREAM)
+        try:
+            # Not SO_REUSEPORT: two ranks could share a port, and a scrape would reach either.
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, port, *rest))
+            listening.listen(BACKLOG)
+        except OSError:
+            listening.close()
+            raise
+        listening.setblocking(False)
+        if not self._sockets:
+            self.server_address = listening.getsockname()
+        self._sockets.append(listening)
+        self._selector.register(listening, selectors.EVENT_READ)
+
+    def wait_for(self, port: int, seconds: float) -> None:
+        """Listen on a port that is taken as soon as it is free. Must be called before `serve`."""
+        if not self._sockets:
+            host, _, *rest = self.server_address
+            self.server_address = (host, port, *rest)
+        self._wanted_port, self._wanted_until = port, time.monotonic() + seconds
+
+    @property
+    def ports(self) -> list[int]:
+        """The ports on which it listens now."""
+        return [int(each.getsockname()[1]) for each in self._sockets]
 
     @property
     def is_secured(self) -> bool:
@@ -138,9 +183,11 @@ class Listener:
                     # Else the connection was replaced by a client of this round.
                     if connection in self._clients or connection in self._streams:
                         self._advance(connection, connection.advance)
-                elif key.fileobj is self._socket:
-                    self._accept()
+                elif key.fileobj is not self._woken:
+                    self._accept(cast(socket.socket, key.fileobj))
             self._close_overdue()
+            if self._wanted_port is not None and time.monotonic() >= self._retry_at:
+                self._listen_at_wanted(self._wanted_port)
             if self._streams and time.monotonic() >= self._event_due:
                 self._send_events()
             self._account_cpu_time()
@@ -154,7 +201,7 @@ class Listener:
 
     def server_close(self) -> None:
         """Close all sockets. In a forked child, the connections of the parent stay open."""
-        for open_socket in (self._socket, self._waking, self._woken):
+        for open_socket in (*self._sockets, self._waking, self._woken):
             open_socket.close()
         for client in (*self._clients, *self._streams):
             client.socket.close()
@@ -162,10 +209,24 @@ class Listener:
         self._streams.clear()
         self._selector.close()
 
-    def _accept(self) -> None:
+    def _listen_at_wanted(self, port: int) -> None:
+        now = time.monotonic()
+        self._retry_at = now + PORT_RETRY_SECONDS
+        try:
+            self.listen_at(port)
+        except OSError as error:
+            if now < self._wanted_until:
+                return
+            if not self._sockets:
+                logger.error("no metrics are served: port %d is still not free: %s", port, error)
+        else:
+            logger.info("port %d is free now: metrics are served there", port)
+        self._wanted_port = None
+
+    def _accept(self, listening: socket.socket) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
             try:
-                client, address = self._socket.accept()
+                client, address = listening.accept()
             except OSError as error:  # usually a BlockingIOError: no client waits
                 if error.errno in SHORTAGES:
                     self._site.failed(error)
@@ -174,7 +235,7 @@ class Listener:
             try:
                 client.setblocking(False)
                 if self._tls is not None:
-                    client = self._tls.wrap_socket(
+                    client = self._tls.context().wrap_socket(
                         client, server_side=True, do_handshake_on_connect=False
                     )
             except OSError:  # the client has disconnected
@@ -235,11 +296,13 @@ class Listener:
         connection.socket.close()
 
     def _seconds_to_deadline(self) -> float | None:
-        """Return the time until a connection is overdue, or until the next event of the streams."""
+        """Return the time until a connection is overdue, or something else is due."""
         oldest = next(iter(self._clients), None)
         deadlines = [] if oldest is None else [oldest.accepted_at + CLIENT_TIMEOUT_SECONDS]
         if self._streams:
             deadlines.append(self._event_due)
+        if self._wanted_port is not None:
+            deadlines.append(self._retry_at)
         if not deadlines:
             return None
         return max(0.0, min(deadlines) - time.monotonic())
@@ -262,36 +325,67 @@ class Listener:
         self._site.spent(spent)
 
 
-def listen(settings: ServeSettings, local_rank: int, site: RequestHandler) -> Listener:
-    """Listen on the first port of this rank that is free.
+def listen(
+    settings: ServeSettings,
+    local_rank: int,
+    site: RequestHandler,
+    vacate: Callable[[int], object] = lambda port: None,
+) -> Listener:
+    """Listen on the first port of this rank that is free, and on its own port once that is free.
+
+    Args:
+        settings: Address, ports and TLS.
+        local_rank: The rank on this node.
+        site: Answers the requests.
+        vacate: Called with each port before it is tried.
 
     Raises:
-        SettingsError: No port is free, or a TLS file is not usable.
+        SettingsError: The address or a TLS file is not usable.
     """
-    tls = tls_context(settings)
+    tls = None
+    if settings.tls_certificate is not None and settings.tls_key is not None:
+        tls = Tls(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
     ports = candidate_ports(settings.port, local_rank, strict=settings.strict_port)
+    try:
+        listener = Listener(settings.host, None, site, tls)
+    except OSError as error:
+        raise _address_error(settings.host, ports[0], error) from None
     for port in ports:
+        vacate(port)
         try:
-            listener = Listener(settings.host, port, site, tls)
+            listener.listen_at(port)
+            break
         except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                continue
-            raise SettingsError(
-                f"cannot listen on {settings.host}:{port} ({error.strerror}); set serve.host to "
-                "an address of this machine and serve.port to a port that this user may open"
-            ) from None
-        if port != ports[0]:
-            logger.warning(
-                "port %d is taken: local rank %d serves on %d instead. /targets and targets.json "
-                "list that port; a Prometheus with targets of its own needs it, or set serve.port.",
-                ports[0],
-                local_rank,
-                listener.server_address[1],
-            )
-        return listener
-    raise SettingsError(
-        f"port {ports[0]} of {settings.host} is taken and serve.strict_port is set; "
-        "free the port or set another serve.port"
+            if error.errno != errno.EADDRINUSE:
+                listener.server_close()
+                raise _address_error(settings.host, port, error) from None
+    patience_seconds = settings.linger_seconds + PORT_PATIENCE_SECONDS
+    if not listener.ports:
+        logger.warning(
+            "port %d of %s is taken and serve.strict_port is set: local rank %d serves no metrics "
+            "until it is free, and tries for %.0f s; free the port or set another serve.port",
+            ports[0],
+            settings.host,
+            local_rank,
+            patience_seconds,
+        )
+    elif port != ports[0]:
+        logger.warning(
+            "port %d is taken: local rank %d serves on %d instead. /targets and targets.json "
+            "list that port; a Prometheus with targets of its own needs it, or set serve.port.",
+            ports[0],
+            local_rank,
+            listener.server_address[1],
+        )
+    if port != ports[0] or not listener.ports:
+        listener.wait_for(ports[0], patience_seconds)
+    return listener
+
+
+def _address_error(host: str, port: int, error: OSError) -> SettingsError:
+    return SettingsError(
+        f"cannot listen on {host}:{port} ({error.strerror}); set serve.host to an address of this "
+        "machine and serve.port to a port that this user may open"
     )
 
 
@@ -324,21 +418,51 @@ def advertised_address(listener: Listener, advertise_host: str | None) -> str:
     return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
 
-def tls_context(settings: ServeSettings) -> ssl.SSLContext | None:
-    """Build the server's TLS context, or None if TLS is not configured.
+class Tls:
+    """The TLS context of a server. A certificate that is renewed during the run is read again.
+
+    Args:
+        certificate: The setting `serve.tls_certificate`.
+        key: The setting `serve.tls_key`.
+        client_ca: The setting `serve.tls_client_ca`.
 
     Raises:
         SettingsError: A file cannot be read, or has the wrong content.
     """
-    certificate, key = settings.tls_certificate, settings.tls_key
-    if certificate is None or key is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    _load_certificate(context, certificate, key)
-    if settings.tls_client_ca is not None:
-        _load_client_authority(context, settings.tls_client_ca)
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
+
+    def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
+        self._certificate, self._key, self._client_ca = certificate, key, client_ca
+        self._versions = self._present_versions()
+        self._context = self._read()
+
+    def context(self) -> ssl.SSLContext:
+        """Return the context for the next client, from the last files that were usable."""
+        versions = self._present_versions()
+        if versions != self._versions:
+            self._versions = versions
+            try:
+                self._context = self._read()
+            except SettingsError as error:  # such as the new certificate, and not yet its key
+                logger.error("clients get the previous certificate: %s", error)
+        return self._context
+
+    def _present_versions(self) -> list[tuple[int, ...] | None]:
+        """Return the versions of the files, None for one that cannot be read."""
+        versions: list[tuple[int, ...] | None] = []
+        for path in filter(None, (self._certificate, self._key, self._client_ca)):
+            try:
+                versions.append(file_version(path))
+            except OSError:
+                versions.append(None)
+        return versions
+
+    def _read(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        _load_certificate(context, self._certificate, self._key)
+        if self._client_ca is not None:
+            _load_client_authority(context, self._client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
 
 
 def _load_certificate(context: ssl.SSLContext, certificate: Path, key: Path) -> None:

@@ -12,7 +12,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 from opentelemetry import context
 from opentelemetry._logs import LogRecord
@@ -58,7 +60,7 @@ from opentelemetry.trace.status import Status, StatusCode
 from ..exponential_buckets import SCALE
 from ..recorder import Distribution
 from ..recorder import Exemplar as SeenExemplar
-from .otlp_options import OtlpOptions
+from .otlp_options import OtlpOptions, Signal
 from .telemetry_data import AttributeValue, Family, LogLine, Point, Span, StepTrace
 
 # The version of the semantic conventions that the names of attributes and of hw.* metrics follow.
@@ -81,6 +83,9 @@ class Otlp:
     Args:
         options: The URL and the timeout of each signal that is sent. Headers, certificates and
             compression come from OpenTelemetry's own environment variables.
+
+    Attributes:
+        redirects: Where exports were redirected to, by signal.
     """
 
     def __init__(self, options: OtlpOptions) -> None:
@@ -95,6 +100,15 @@ class Otlp:
         self._logs = OTLPLogExporter(
             endpoint=urls.get("logs"), timeout=timeouts.get("logs"), meter_provider=quiet
         )
+        self.redirects: dict[Signal, str] = {}
+        exporters: dict[Signal, Any] = {
+            "traces": self._spans,
+            "metrics": self._metrics,
+            "logs": self._logs,
+        }
+        for signal, exporter in exporters.items():
+            responses = exporter._client._transport._session.hooks["response"]
+            responses.append(partial(self._refuse_redirect, signal))
         self._temporality = (
             AggregationTemporality.DELTA
             if options.sends_increases
@@ -156,6 +170,13 @@ class Otlp:
 
     def _scope(self, name: str = SCOPE) -> InstrumentationScope:
         return InstrumentationScope(name, self._version, SCHEMA_URL)
+
+    def _refuse_redirect(self, signal: Signal, response: Any, **_: object) -> None:
+        """Fail an export that was redirected. The SDK does not follow, and reports a success."""
+        if 300 <= response.status_code < 400:
+            self.redirects[signal] = response.headers.get("Location", "nowhere")
+            response.close()
+            raise ValueError("redirected")  # the queue logs where to
 
     def _is_not_ours(self, record: logging.LogRecord) -> bool:
         return record.thread != self._sender

@@ -215,14 +215,16 @@ class OtlpQueue:
         circuit.failed()
         if self._open and signal not in self._logged and not circuit.is_closed:
             self._logged.add(signal)
+            place = self._otlp.redirects.get(signal)
             logger.log(
                 logging.WARNING if self._rank == 0 else logging.INFO,
-                "the OpenTelemetry collector at %s does not accept the %s of rank %d; exports are "
-                "retried less and less often, and training continues. Check the endpoint, or set "
-                "otel.%s=false to send none; failures are counted in %s.",
+                "the OpenTelemetry collector at %s does not accept the %s of rank %d%s; exports "
+                "are retried less and less often, and training continues. Check the endpoint, or "
+                "set otel.%s=false to send none; failures are counted in %s.",
                 _without_credentials(self._options.endpoints[signal]),
                 signal,
                 self._rank,
+                "" if place is None else f", but redirects to {_without_credentials(place)}",
                 signal,
                 EXPORTER_FAILURES.name,
             )

@@ -20,6 +20,26 @@ from .watch_sinks import WatchSinks
 from .watch_thread import WatchThread
 
 
+class CollectiveCosts:
+    """What recording the collectives has cost and lost in this run, not in earlier ones.
+
+    The first run of the process includes what came before its watch.
+    """
+
+    def __init__(self, context: WatchContext, collectives: CollectiveInstrumentation) -> None:
+        self._collectives = collectives
+        self._before = (0, 0, 0) if context.watch_index == 0 else self._totals()
+
+    def figures(self) -> tuple[float, int, int]:
+        """Return the seconds, and the calls that were lost and that were left out of a graph."""
+        cost_ns, dropped, in_capture = map(int.__sub__, self._totals(), self._before)
+        return cost_ns / 1e9, dropped, in_capture
+
+    def _totals(self) -> tuple[int, int, int]:
+        calls = self._collectives.call_recorder
+        return self._collectives.total_cost_ns, calls.dropped_calls, calls.dropped_in_capture
+
+
 class OverheadMetrics:
     """Publishes the costs and dropped records of a watch's parts, on the watch thread."""
 
@@ -39,7 +59,8 @@ class OverheadMetrics:
         sinks: WatchSinks,
     ) -> None:
         self._context = context
-        self._collectives, self._instrumentation = collectives, instrumentation
+        self._collectives = CollectiveCosts(context, collectives)
+        self._instrumentation = instrumentation
         self._memory, self._thread, self._comparison = memory, thread, comparison
         self._otel, self._subscriptions, self._sinks = otel, subscriptions, sinks
         self._folder, self._metrics_log = folder, metrics_log
@@ -50,31 +71,32 @@ class OverheadMetrics:
 
     def publish(self) -> None:
         """Publish all values as they are now."""
+        cost_seconds, num_lost, num_in_capture = self._collectives.figures()
         publish_overhead(
             self._context.recorder,
             updated_at=time.time(),
             idle_seconds=self._context.phase_timer.idle_seconds(),
-            seconds=self._seconds(),
-            dropped=self._dropped(),
+            seconds=self._seconds(cost_seconds),
+            dropped=self._dropped(num_lost, num_in_capture),
             failures=dict(self._context.fail_open.failures),
         )
 
-    def _seconds(self) -> Mapping[str, float]:
+    def _seconds(self, collectives_seconds: float) -> Mapping[str, float]:
         """Return the seconds spent so far, by part."""
         seconds = {
             "hooks": (self._instrumentation.cost_ns + self._memory.cost_ns) / 1e9,
-            "collectives": self._collectives.total_cost_ns / 1e9,
+            "collectives": collectives_seconds,
             "watch_thread": self._thread.cpu_seconds,
             "cross_rank_thread": self._comparison.cpu_seconds,
         }
         return seconds | ({"otlp_thread": self._otel.cpu_seconds} if self._otel.is_on else {})
 
-    def _dropped(self) -> Mapping[str, int]:
+    def _dropped(self, num_calls: int, num_in_capture: int) -> Mapping[str, int]:
         """Return the records lost so far, by part."""
-        calls, thread = self._context.call_recorder, self._thread
+        thread = self._thread
         dropped = {
-            "collectives": calls.dropped_calls + thread.dropped_calls,
-            "graph_capture": calls.dropped_in_capture,
+            "collectives": num_calls + thread.dropped_calls,
+            "graph_capture": num_in_capture,
             "steps": thread.dropped_steps,
             "timing": thread.untimed_calls,
             "run_log": self._folder.dropped + self._metrics_log.dropped,

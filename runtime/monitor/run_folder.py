@@ -34,7 +34,7 @@ from ..common.report_files import write_or_warn
 from ..common.retried_files import RetriedFiles
 from .log_file import RETRY_SECONDS
 from .step_log import StepLog, keeps_every_step, write_settings
-from .step_ring import StepRing, recover
+from .step_ring import LOCK_FILE, StepRing, recover
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,6 @@ MAX_LIVE_RUNS = 100
 # Maximum number of records that are kept until the run has an id.
 MAX_HELD_RECORDS = 1000
 TARGETS_FILE = "targets.json"
-# Rank 0 locks this file while the run is live.
-LOCK_FILE = "run.lock"
 # Contains one file for each torchrun agent of the job. There is one agent per node.
 LAUNCHERS_FOLDER = "launchers"
 

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
+# Rank 0 makes this file when it begins a run folder, and locks it while the run is live.
+LOCK_FILE = "run.lock"
 # Number of steps that a ring keeps. The watch thread is woken long before so many are not logged.
 SLOTS = 1024
 # What remains free for others, in bytes: a container often has 64 MB, which data loaders use.
@@ -172,7 +174,8 @@ def recover(logs: Path, folder: Path | None = None) -> int:
     """Append the steps of killed processes of this user to their logs, and delete their rings.
 
     The lines have neither collectives nor memory, which are in no ring. Errors are logged. A ring
-    whose log cannot be written now is tried again next time, for MAX_AGE_SECONDS.
+    whose log cannot be written now is tried again next time, for MAX_AGE_SECONDS. Steps of a run
+    whose folder was deleted are not appended to the log of a later run with the same id.
 
     Args:
         logs: Only logs in this folder or below it are written. The file system of another log may
@@ -210,7 +213,9 @@ def _recover_file(path: Path, logs: Path) -> int:
             ring = None if header is None else _read(descriptor, header)
             num, is_done = 0, ring is None
             if ring is not None:
-                if is_of_logs:
+                if is_of_logs and ring.is_of_deleted_folder():
+                    is_done = True
+                elif is_of_logs:
                     num, is_done = ring.append_missing()
                 is_done = is_done or ring.age_seconds() > MAX_AGE_SECONDS
             if is_done:
@@ -260,6 +265,18 @@ class _DeadRing:
     def age_seconds(self) -> float:
         """Return the time since the last step. The file's own time may be that of its creation."""
         return time.time() - self.records[-1].ended_at_unix_seconds
+
+    def is_of_deleted_folder(self) -> bool:
+        """Return whether the folder was deleted, and a later run with the same id has begun it.
+
+        The file is never written, so its time is that of its creation. Numbers of inodes are used
+        again, so they would not tell two folders apart.
+        """
+        try:
+            begun_at = (self.log.parent / LOCK_FILE).stat().st_mtime
+        except OSError:
+            return False
+        return begun_at > self.records[-1].ended_at_unix_seconds
 
     def append_missing(self) -> tuple[int, bool]:
         """Append the steps after the last one that is in the log.

@@ -41,6 +41,7 @@ from ..monitor.comparison_monitor import (
 )
 from ..monitor.device_sampler import DeviceSampler
 from ..monitor.memory_monitor import MemoryMonitor
+from ..monitor.overhead_metrics import CollectiveCosts
 from ..monitor.run_folder import RunFolder
 from ..monitor.run_info import engine_info, warn_of_comms_logger
 from ..monitor.step_analysis import Listener, StepAnalysis
@@ -122,7 +123,7 @@ class _Parts:
     memory_analysis: ForwardedMemory
     hangs: _HangDetection
     sampler: DeviceSampler
-    collectives: CollectiveInstrumentation
+    collectives: CollectiveCosts
     instrumentation: EngineInstrumentation
     thread: WatchThread
     forwarder: Forwarder
@@ -137,6 +138,7 @@ class _Parts:
             context.phase_timer,
             context.fail_open,
         )
+        cost_seconds, num_lost, num_in_capture = self.collectives.figures()
         self.changes.look()
         let_training_run()
         values, removed = self.recorder.changes()
@@ -157,12 +159,12 @@ class _Parts:
             step=0 if engine is None else engine.global_steps,
             seconds={
                 "hooks": (self.instrumentation.cost_ns + self.memory.cost_ns) / 1e9,
-                "collectives": self.collectives.total_cost_ns / 1e9,
+                "collectives": cost_seconds,
                 "watch_thread": thread.cpu_seconds,
             },
             dropped={
-                "collectives": calls.dropped_calls + thread.dropped_calls,
-                "graph_capture": calls.dropped_in_capture,
+                "collectives": num_lost + thread.dropped_calls,
+                "graph_capture": num_in_capture,
                 "steps": thread.dropped_steps + self.forwarder.num_lost,
                 "timing": thread.untimed_calls,
                 **(
@@ -299,7 +301,7 @@ def build_separate_watch(
             memory_analysis=memory_analysis,
             hangs=hangs,
             sampler=sampler,
-            collectives=collectives,
+            collectives=CollectiveCosts(context, collectives),
             instrumentation=instrumentation,
             thread=thread,
             forwarder=forwarder,

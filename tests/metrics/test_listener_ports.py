@@ -10,13 +10,21 @@ import subprocess
 import sys
 
 import pytest
-from fakes.scraper import get
+from fakes.scraper import eventually, get
 
+from zerowatch.metrics.exporters import listener
 from zerowatch.metrics.exporters.listener import candidate_ports
 
 
 def port_of(listening: socket.socket) -> int:
     return int(listening.getsockname()[1])
+
+
+def answers(address: str) -> bool:
+    try:
+        return get(address)[0] == 200
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager
@@ -75,19 +83,45 @@ def test_a_rank_uses_any_free_port_when_all_fallback_ports_are_in_use(make_serve
         assert get(address)[0] == 200
 
 
-def test_a_strict_port_in_use_disables_serving_and_logs_one_line(make_server, caplog):
+def test_a_rank_on_a_fallback_port_also_serves_on_its_own_once_that_is_free(
+    make_server, monkeypatch
+):
+    monkeypatch.setattr(listener, "PORT_RETRY_SECONDS", 0.01)
+    with row_of_taken_ports() as [own, *_]:
+        port = port_of(own)
+        address = make_server(port=port).start()
+
+    assert eventually(lambda: answers(f"127.0.0.1:{port}"))
+    assert get(address)[0] == 200
+
+
+def test_a_strict_port_in_use_is_waited_for(make_server, monkeypatch, caplog):
+    monkeypatch.setattr(listener, "PORT_RETRY_SECONDS", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = port_of(taken)
-        address = make_server(port=port, strict_port=True, rank=5).start()
+        address = make_server(port=port, strict_port=True, linger_seconds=60).start()
 
-    assert address is None
+    assert address == f"127.0.0.1:{port}"
+    assert eventually(lambda: answers(address))
     assert [(record.levelname, record.message) for record in caplog.records] == [
         (
-            "ERROR",
-            f"rank 5 serves no metrics, training continues: port {port} of 127.0.0.1 is taken and "
-            "serve.strict_port is set; free the port or set another serve.port",
+            "WARNING",
+            f"port {port} of 127.0.0.1 is taken and serve.strict_port is set: local rank 0 serves "
+            "no metrics until it is free, and tries for 75 s; free the port or set another "
+            "serve.port",
         )
     ]
+
+
+def test_a_port_that_does_not_become_free_is_given_up(make_server, monkeypatch, caplog):
+    monkeypatch.setattr(listener, "PORT_PATIENCE_SECONDS", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = port_of(taken)
+        make_server(port=port, strict_port=True, linger_seconds=0).start()
+
+        assert eventually(lambda: len(caplog.records) == 2)
+    assert caplog.records[1].levelname == "ERROR"
+    assert f"no metrics are served: port {port} is still not free" in caplog.records[1].message
 
 
 @pytest.mark.parametrize(

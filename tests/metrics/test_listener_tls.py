@@ -163,6 +163,44 @@ def test_a_key_with_a_password_is_rejected_without_a_prompt(make_server, authori
     assert "its own PEM key without a password" in caplog.text
 
 
+def served_name(address: str, context: ssl.SSLContext) -> str:
+    """The name in the certificate that a server shows."""
+    host, port = address.rsplit(":", 1)
+    with (
+        socket.create_connection((host, int(port)), timeout=60) as plain,
+        context.wrap_socket(plain, server_hostname=host) as client,
+    ):
+        ((_, name),) = client.getpeercert()["subject"][0]
+        return name
+
+
+def test_a_renewed_certificate_is_served_once_its_key_is_there_too(make_server, authority, caplog):
+    old, new = authority.issue("old"), authority.issue("new")
+    address = make_server(tls_certificate=old.certificate, tls_key=old.key).start()
+    context = client_context(authority)
+
+    before = served_name(address, context)
+    new.certificate.replace(old.certificate)
+    between = [served_name(address, context) for _ in range(2)]
+    new.key.replace(old.key)
+    after = served_name(address, context)
+
+    assert (before, *between, after) == ("old", "old", "old", "new")
+    [record] = caplog.records
+    assert "KEY_VALUES_MISMATCH" in record.message
+
+
+def test_the_last_certificate_stays_while_its_file_is_missing(make_tls_server, authority, caplog):
+    server = make_tls_server(tls_client_ca=authority.certificate)
+    address = server.start()
+    context = client_context(authority, authority.issue("prometheus"))
+    authority.certificate.rename(authority.certificate.with_suffix(".old"))
+
+    assert [get(address, tls=context)[0] for _ in range(2)] == [200, 200]
+    [record] = caplog.records
+    assert "serve.tls_client_ca: cannot read" in record.message
+
+
 def test_a_stream_of_events_goes_on_over_tls_until_the_client_leaves(
     make_server, authority, monkeypatch
 ):

@@ -21,13 +21,14 @@ from opentelemetry.semconv._incubating.metrics import hw_metrics
 from prometheus_client.parser import text_string_to_metric_families as parse_classic
 
 from zerowatch.metrics.catalog import CATALOG, devices, memory, training
+from zerowatch.metrics.catalog.overhead import EXPORTER_FAILURES
 from zerowatch.metrics.catalog.training import LOSS, STEP_DURATION, STEPS
 from zerowatch.metrics.exporters.log_capture import LogCapture, log_line
 from zerowatch.metrics.exporters.otel_resource import resource_attributes, service_name
 from zerowatch.metrics.exporters.otlp import SCHEMA_URL, Otlp
 from zerowatch.metrics.exporters.otlp_families import families
 from zerowatch.metrics.exporters.otlp_options import otlp_options
-from zerowatch.metrics.exporters.otlp_queue import OtlpQueue
+from zerowatch.metrics.exporters.otlp_queue import FAILURES_ALLOWED, OtlpQueue
 from zerowatch.metrics.exporters.prometheus import exposition
 from zerowatch.metrics.exporters.telemetry_data import Example, Span, SpanEvent, StepTrace
 from zerowatch.metrics.recorder import Exemplar, Recorder
@@ -313,6 +314,25 @@ def test_no_exemplar_is_added_if_the_collector_rejects_the_trace(collector, make
     outbox.flush()
 
     assert not any(exemplars(recorder))
+
+
+def test_a_redirected_export_fails_and_the_warning_names_the_place(collector, make_outbox, caplog):
+    recorder = Recorder()
+    recorder.add(STEPS, 4)
+    outbox = make_outbox(recorder, rank=0)
+    collector.status, collector.location = 308, "https://user:secret@collector.example"
+
+    for number in range(FAILURES_ALLOWED):
+        outbox.add_trace(step_trace(span_id=SPAN_ID + number))
+        outbox.add_line(log_line(own_record(), 0, None))
+        outbox.flush(final=True)
+
+    assert outbox.dropped == 2 * FAILURES_ALLOWED
+    assert recorder.value(EXPORTER_FAILURES, "otlp") == 3 * FAILURES_ALLOWED
+    ours = [text for text in caplog.messages if "does not accept" in text]
+    for signal in ("traces", "metrics", "logs"):
+        [text] = [text for text in ours if f"the {signal} of rank 0" in text]
+        assert f"but redirects to https://***@collector.example/v1/{signal};" in text
 
 
 def test_an_exemplar_for_an_empty_bucket_is_ignored():

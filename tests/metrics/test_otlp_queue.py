@@ -36,6 +36,7 @@ class Refusing:
     def __init__(self) -> None:
         self.takes = False
         self.tries = 0
+        self.redirects = {}
 
     def describe(self, attributes):
         pass

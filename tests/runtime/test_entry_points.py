@@ -13,6 +13,7 @@ import torch
 
 import zerowatch
 from zerowatch.metrics.catalog import training
+from zerowatch.metrics.catalog.overhead import HOOK_FAILURES
 from zerowatch.metrics.settings import Settings, load_settings
 from zerowatch.runtime import entry_points
 from zerowatch.runtime.common.fail_open import FailOpen
@@ -362,6 +363,22 @@ def test_the_engine_that_replaces_one_that_no_longer_exists_has_its_own_watch(
     assert second.watches(engine)
     assert (first.is_open, num_steps(first), num_steps(second)) == (False, 1, 3)
     assert first.snapshot().value(training.RUN_END_INFO, "completed") == 1
+
+
+def test_the_failures_of_a_run_are_not_those_of_the_next_but_for_hooks_that_stay_off(
+    real_process: None,
+) -> None:
+    first = zerowatch.watch(*made(), QUIET)
+    first.fail_open.failures.update({"listener": 3, "collectives": 1})
+
+    second = zerowatch.watch(*made(), QUIET)
+    second.close()
+
+    values = (watch.snapshot().values[HOOK_FAILURES] for watch in (first, second))
+    assert [{hook: failed for (hook,), failed in each.items()} for each in values] == [
+        {"watch thread": 0, "listener": 3, "collectives": 1},
+        {"watch thread": 0, "collectives": 1},
+    ]
 
 
 def test_an_engine_of_the_watched_model_replaces_the_one_before(real_process: None) -> None:

@@ -8,7 +8,7 @@ some of which only the state is known.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from zerowatch.dashboards import recording_rules as recorded
@@ -43,11 +43,12 @@ class Series:
     labels: Mapping[str, str]
     value: float
     growth: float = 0.0
-    ended: int = 0  # seconds ago
+    began: int = SHOWN_SECONDS  # seconds ago
+    ended: int = 0
 
     def lines(self) -> Iterator[str]:
         labels = ",".join(f'{name}="{value}"' for name, value in self.labels.items())
-        for ago in range(SHOWN_SECONDS, self.ended - 1, -SCRAPE_SECONDS):
+        for ago in range(self.began, self.ended - 1, -SCRAPE_SECONDS):
             value = self.value - self.growth * ago
             yield f"{self.name}{{{labels}}} {value!r} {NOW - ago}"
 
@@ -168,7 +169,7 @@ OF_MEMORY = [
     *ranks(recorded.PEAK_RATIO, 0.71, 0.86, 0.78, device="cuda:0"),
     *ranks(bytes_of.MEMORY_HEADROOM, 8e9, 5e9, 7e9, device="cuda:0"),
     *ranks(bytes_of.OOM_ETA_STEPS, float("inf"), 450, 1200, device="cuda:0"),
-    *parts(recorded.MEMORY_LIMIT, "device", **{"cuda:0": 8e10, "cpu": 5e11}),
+    *parts(recorded.MEMORY_LIMIT, "device", **{"cuda:0": 8e10, "cuda:1": 7.8e10, "cpu": 5e11}),
     *whole(recorded.MEMORY_PEAK, 7e10, device="cuda:0", state="allocated"),
     *whole(recorded.MEMORY_PEAK, 7.5e10, device="cuda:0", state="reserved"),
     *whole(recorded.MEMORY_PEAK, 3e11, device="cpu", state="allocated"),
@@ -248,6 +249,7 @@ OF_THE_RUN = [
     *whole(recorded.WORLD_SIZE, 3),
     *whole(recorded.RUN_ATTEMPT, 4),
     *whole(recorded.STEPS_DONE, 1234),
+    *whole(recorded.LAST_STEP, 5234),
     *whole(recorded.RUN_START, NOW - 5000),
     *whole(recorded.SAMPLES_RATE, 52),
     *whole(recorded.GOODPUT, 0.93),
@@ -321,6 +323,7 @@ OF_THE_RUN_BEFORE = [
     *whole(recorded.RUN_STATE, 14, BEFORE),
     *whole(recorded.WORLD_SIZE, 5, BEFORE),
     *whole(recorded.STEPS_DONE, 900, BEFORE),
+    *whole(recorded.LAST_STEP, 4900, BEFORE),
     *whole(recorded.RUN_START, NOW - 9000, BEFORE),
     *whole(recorded.LOSS, 2.5, BEFORE),
     *whole(recorded.SAMPLES_RATE, 40, BEFORE),
@@ -345,6 +348,60 @@ OF_OTHER_RUNS = [
         for run, state in (("vanished", 1), ("completed", 10))
     ),
 ]
+# Of the run that vanished: Prometheus returns none of these series any more.
+OF_THE_VANISHED_RUN = [
+    replace(series, labels={**series.labels, "run": "vanished"}, ended=400)
+    for series in (
+        *whole(recorded.LAST_CHECKPOINT, NOW - 900),
+        *ranks(steps.CHECKPOINTS, 15, outcome="saved"),
+        *ranks(steps.CHECKPOINT_SECONDS, 51),
+        *ranks(steps.LAST_CHECKPOINT_BYTES, 1.3e10),
+        *ranks(bytes_of.OOMS, 0, 1, device="cuda:0", outcome="fatal"),
+        *ranks(bytes_of.ALLOC_RETRIES, 7, 6, device="cuda:0"),
+        *ranks(window.WINDOW_REPLAYS, 8, outcome="gave_up"),
+        *ranks(window.ENGINE_REBUILDS, 9, outcome="refused"),
+        *ranks(window.RESTARTS, 1),
+    )
+]
+# Rank 0 of this run has just moved from one address to another.
+OF_THE_MOVED_RUN = [
+    replace(series, labels={**series.labels, "run": "moved", "instance": instance}, ended=ended)
+    for instance, ended in (("10.1.0.1:9464", 15), ("10.1.0.2:9464", 0))
+    for series in (
+        *growing(steps.STEP_DURATION, 0.75, part="_sum"),
+        *growing(steps.STEP_DURATION, 1.25, part="_count"),
+        *growing(steps.STEP_DURATION, 1.25, part="_bucket", le="0.68"),
+    )
+]
+# Prometheus drops the buckets of this run.
+OF_THE_RUN_WITHOUT_BUCKETS = [
+    replace(series, labels={**series.labels, "run": "without buckets"})
+    for series in OF_THE_MOVED_RUN
+    if not series.name.endswith("_bucket")
+]
+# When the processes of rank 0 started: long ago, shortly before their first scrape, and again.
+OF_STARTS = [
+    replace(series, labels={**series.labels, "run": run}, began=began, ended=ended)
+    for run, started, began, ended in (
+        ("long ago", 5000, 600, 0),
+        ("with a gap", 5000, 600, 500),
+        ("with a gap", 5000, 30, 0),
+        ("a large model", 900, 45, 0),
+        ("again", 5000, 600, 45),
+        ("again", 40, 30, 0),
+    )
+    for series in ranks(Text("process_start_time_seconds"), NOW - started)
+]
+# The ranks of these runs share what they train on.
+OF_SHARING_RUNS = [
+    replace(series, labels={**series.labels, "run": run})
+    for run, shared in (("pipeline", ("samples",)), ("tensor", ("samples", "tokens")))
+    for series in (
+        *growing(steps.SAMPLES, 4, 4),
+        *growing(steps.TOKENS, 800, 0),
+        *(each for work in shared for each in ranks(steps.SHARED_WORK, 1, 1, of=work)),
+    )
+]
 STORED = [
     *OF_COMMUNICATION,
     *OF_STEPS,
@@ -357,4 +414,9 @@ STORED = [
     *OF_LIMITS,
     *OF_THE_RUN_BEFORE,
     *OF_OTHER_RUNS,
+    *OF_THE_VANISHED_RUN,
+    *OF_THE_MOVED_RUN,
+    *OF_THE_RUN_WITHOUT_BUCKETS,
+    *OF_STARTS,
+    *OF_SHARING_RUNS,
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,9 @@ from zerowatch.runtime.monitor.overhead_metrics import OverheadMetrics
 def metrics_of(context: WatchContext, **changes: Any) -> OverheadMetrics:
     """The metrics of a watch whose parts have taken and lost different amounts."""
     parts: dict[str, Any] = {
-        "collectives": SimpleNamespace(total_cost_ns=3_000_000_000),
+        "collectives": SimpleNamespace(
+            total_cost_ns=3_000_000_000, call_recorder=context.call_recorder
+        ),
         "instrumentation": SimpleNamespace(cost_ns=5_000_000_000),
         "memory": SimpleNamespace(cost_ns=2_000_000_000),
         "thread": SimpleNamespace(
@@ -86,6 +89,23 @@ def test_a_part_that_a_run_uses_has_its_lost_records(
     lost = by_label(snapshot, overhead.DROPPED_RECORDS)
     assert lost.keys() == {"collectives", "graph_capture", "steps", "timing", "run_log", part}
     assert lost[part] == num_lost
+
+
+def test_a_later_run_of_the_process_has_only_its_own_costs_and_losses() -> None:
+    context = replace(watch_context(), watch_index=1)
+    calls = context.call_recorder
+    collectives = SimpleNamespace(total_cost_ns=3_000_000_000, call_recorder=calls)
+    metrics = metrics_of(context, collectives=collectives)
+
+    collectives.total_cost_ns += 500_000_000
+    calls.dropped_calls += 2
+    calls.stream_waits.dropped_in_capture += 4
+    metrics.publish()
+
+    snapshot = context.recorder.snapshot()
+    lost = by_label(snapshot, overhead.DROPPED_RECORDS)
+    assert by_label(snapshot, overhead.WATCH_SECONDS)["collectives"] == 0.5
+    assert (lost["collectives"], lost["graph_capture"]) == (2 + 13, 4)
 
 
 def test_the_thread_of_otlp_has_a_time_if_it_exports() -> None:

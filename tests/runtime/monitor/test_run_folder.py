@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -345,7 +346,7 @@ def test_the_steps_of_a_killed_process_are_in_the_log_before_those_of_its_restar
         try:
             killed = open_folder(tmp_path / "runs")
             assert killed.ring is not None
-            killed.ring.write(raw_step(7))
+            killed.ring.write(raw_step(7, ended_at=time.time()))
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)

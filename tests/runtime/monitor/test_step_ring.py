@@ -29,7 +29,13 @@ from zerowatch.runtime.common.device_scalar import PendingScalar
 from zerowatch.runtime.instrumentation.raw_step import StepCounts
 from zerowatch.runtime.monitor import step_ring
 from zerowatch.runtime.monitor.step_log import StepLog
-from zerowatch.runtime.monitor.step_ring import MAX_AGE_SECONDS, SLOTS, StepRing, recover
+from zerowatch.runtime.monitor.step_ring import (
+    LOCK_FILE,
+    MAX_AGE_SECONDS,
+    SLOTS,
+    StepRing,
+    recover,
+)
 
 LOG = "rank-3.jsonl"
 IDENTITY = {"run_id": "night-7", "rank": 3, "host": "here", "attempt": 0, "world_size": 8}
@@ -332,6 +338,21 @@ def test_a_log_that_cannot_be_written_is_tried_again_for_a_day(
     later = time.time() + MAX_AGE_SECONDS + 1
     set_clock(monkeypatch, step_ring, time=lambda: later)
     assert recover(runs, folder) == 0
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(("begun_at", "expected"), [(1000.5, [1, 2]), (1002.5, [])])
+def test_steps_are_appended_only_if_the_folder_is_that_of_their_run(
+    folder: Path, runs: Path, begun_at: float, expected: list[int]
+) -> None:
+    leave_ring(folder, runs, [raw_step(1), raw_step(2)])
+    (runs / LOG).touch()
+    (runs / LOCK_FILE).touch()
+    os.utime(runs / LOCK_FILE, (begun_at, begun_at))
+
+    assert recover(runs.parent, folder) == len(expected)
+
+    assert numbers(runs) == expected
     assert list(folder.iterdir()) == []
 
 

@@ -34,6 +34,7 @@ class Collector(ThreadingHTTPServer):
         requests: Decoded requests, by path.
         headers: Headers of each request, in order.
         status: HTTP status of the answer; with 0 no request is answered until the end.
+        location: Where the answer redirects to. Empty if it does not.
     """
 
     daemon_threads = True
@@ -43,6 +44,7 @@ class Collector(ThreadingHTTPServer):
         self.requests: dict[str, list[Any]] = defaultdict(list)
         self.headers: list[dict[str, str]] = []
         self.status = status
+        self.location = ""
         self.released = threading.Event()
 
     @property
@@ -130,6 +132,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.requests[self.path].append(REQUESTS[self.path].FromString(body))
         self.send_response(self.server.status)
         self.send_header("Content-Length", "0")
+        if self.server.location:
+            self.send_header("Location", self.server.location + self.path)
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
