@@ -16,6 +16,8 @@ from .grafana.dashboard import PREFIX
 from .grafana.dashboard_json import dashboard_json
 from .kubernetes_files import kubernetes_files
 from .prometheus_files import NOTE, rule_files
+from .stack.alert_log import RUNBOOK_PATH
+from .stack.stack_ports import ALERT_LOG
 from .timing import Timing
 
 _BUILD = "run `zerowatch dashboards build`"
@@ -42,11 +44,12 @@ def dashboard_files(
     """Return the JSON text of each dashboard, by its path relative to the output folder.
 
     Args:
-        links: The base addresses of the links in alerts and dashboards.
+        links: The base addresses of the links in alerts and dashboards. Without them, dashboards
+            link to the runbook that the stack serves.
         thresholds: Values in place of the defaults, by name, from which colors change. A limit that
             is drawn as a line comes from Prometheus, and so is the one of the run.
     """
-    runbook = (links or Links()).runbook
+    runbook = (links or Links()).runbook or f"{ALERT_LOG.url}{RUNBOOK_PATH}"
     return {
         f"grafana/{dashboard.uid}.json": _json_text(
             _replaced(dashboard_json(dashboard, runbook), thresholds or {})

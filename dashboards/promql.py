@@ -8,6 +8,7 @@ name the host. A matcher is PromQL text such as `phase="data"`.
 from __future__ import annotations
 
 from ..metrics.catalog.spec import MetricSpec
+from .timing import HOUR, Timing
 
 IDENTITY = ("job", "run")  # the labels that together identify a run
 RANK, NODE = "rank", "node"
@@ -33,15 +34,24 @@ def rate(spec: MetricSpec, time_range: str, *matchers: str, part: str = "") -> s
     return f"rate({select(spec, *matchers, part=part)}[{time_range}])"
 
 
-def increase(spec: MetricSpec, time_range: str, *matchers: str) -> str:
+def increase(spec: MetricSpec, timing: Timing, seconds: float, *matchers: str) -> str:
     """Return the increase of a counter over a range, also of a series that is new.
 
     PromQL's `increase` misses the first value of a series: if a run is scraped for the first time
-    after 20 steps without a finite loss, the counter begins at 20. A series that only missed a
-    scrape is not new.
+    after 20 steps without a finite loss, the counter begins at 20. A series that only missed
+    scrapes is not new. After a longer gap, such as a restart of Prometheus, nothing tells it from a
+    new one but the age of its process: one that had run for an hour would have been scraped.
+
+    Args:
+        spec: The counter.
+        timing: Scales the range.
+        seconds: The range.
+        matchers: Label matchers.
     """
-    series = select(spec, *matchers)
-    born = f"{series} > 0 unless {earlier(series, time_range)}"
+    series, time_range = select(spec, *matchers), timing.duration(seconds)
+    is_old = f"process_start_time_seconds < time() - {timing.seconds(seconds + HOUR)}"
+    unread = f"({is_old} unless {earlier('process_start_time_seconds', time_range)})"
+    born = f"{series} > 0 unless {earlier(series, time_range)}\nunless on (job, run, rank) {unread}"
     return f"(\n({born})\nor increase({series}[{time_range}])\n)"
 
 

@@ -164,7 +164,7 @@ EXPOSED_RATIO = training_share(comm.COMM_EXPOSED_SECONDS)
 EXPOSED_RATIO_LONG = training_share(comm.COMM_EXPOSED_SECONDS, long=True)
 EXPOSED_RATIO_BY_RANK = training_share(comm.COMM_EXPOSED_SECONDS, per=("rank",))
 EXPOSED_RATIO_BY_GROUP = training_share(comm.COMM_EXPOSED_SECONDS, "group")
-COMM_RATIO = training_share(comm.COMM_SECONDS)
+COMM_RATIO = training_share(comm.COMM_UNION_SECONDS)
 CAUSE_RATIO = training_share(comm.COMM_CAUSE_SECONDS, "cause")
 EXPOSED_RATIO_USUAL = usual(EXPOSED_RATIO, comm.COMM_EXPOSED_SECONDS, "ratio_rate5m_median6h", 0.5)
 WAIT_RATIO_BY_RANK = training_share(comm.COMM_WAIT_SECONDS, per=("rank",))
@@ -179,7 +179,7 @@ def _least_waiting(timing: Timing) -> str:
 
 
 # By how much less a rank waits for others than the median rank. All ranks wait for a slow rank,
-# which itself waits least. This shows stragglers where their phases cannot be compared, as on CUDA.
+# which itself waits least. This shows stragglers where their phases are not compared.
 WAIT_SHORTFALL = recorded(comm.COMM_WAIT_SECONDS, "shortfall_rate5m", _least_waiting, "rank")
 CALLS_PER_STEP = per_step(comm.COLLECTIVE_CALLS, "op")
 COLLECTIVE_BUCKETS = summed_rate(comm.COLLECTIVE_DURATION, "op", "le", part="_bucket")
@@ -342,14 +342,16 @@ LAST_CHECKPOINT = recorded(
 )
 
 
-def _checkpoint_interval(timing: Timing) -> str:
-    saved = f"{LAST_CHECKPOINT.select()}[{timing.day}]"
-    return ratio(f"(max_over_time({saved}) - min_over_time({saved}))", f"changes({saved})")
+def _checkpoint_interval() -> str:
+    started = by("max", 'process_start_time_seconds{rank="0"}')
+    saved = by("max", select(training.CHECKPOINTS, 'rank="0"', 'outcome="saved"'))
+    return ratio(f"({LAST_CHECKPOINT.select()} - {started})", f"{saved} > 1")
 
 
-# The mean over a day of the seconds between two checkpoints. A run that saved once has none.
+# The mean of the seconds between two checkpoints since the start of the process: a run may have
+# been down before. A process that saved once has none.
 CHECKPOINT_INTERVAL = recorded(
-    training.LAST_CHECKPOINT_TIMESTAMP, "interval1d", _checkpoint_interval
+    training.LAST_CHECKPOINT_TIMESTAMP, "interval", lambda timing: _checkpoint_interval()
 )
 
 # When ranks were last read as training, and as ended in good order (to a minute). The times outlast
@@ -437,7 +439,7 @@ OFFLOAD_RATIO = training_share(memory.OFFLOAD_SECONDS, "direction")
 OFFLOAD_BYTES_PER_STEP = per_step(memory.OFFLOAD_BYTES, "direction")
 MEMORY_STATES = aggregated(memory.MEMORY_BYTES, "max", "device", "state")
 MEMORY_PEAK = aggregated(memory.MEMORY_PEAK, "max", "device", "state")
-MEMORY_LIMIT = aggregated(memory.MEMORY_LIMIT, "max", "device")
+MEMORY_LIMIT = aggregated(memory.MEMORY_LIMIT, "min", "device")
 PHASE_PEAK = aggregated(memory.MEMORY_PHASE_PEAK, "max", "device", "phase")
 BASELINE = aggregated(memory.MEMORY_BASELINE, "max", "device")
 FRAGMENTATION = aggregated(memory.MEMORY_FRAGMENTATION, "max", "device")
@@ -510,16 +512,24 @@ def _rate_since_start(timing: Timing) -> str:
     """Return the samples per second of all ranks, over the range or since the start of the run.
 
     `rate` divides by the whole range, so it would rise slowly from 0 during a new run's first five
-    minutes.
+    minutes. There is no result for a run whose ranks share samples: the sum would be too large.
     """
     whole = timing.seconds(SHORT_SECONDS)
     share = f"(clamp({_RUN_AGE}, {timing.seconds(_LEAST_AGE_SECONDS)}, {whole}) / {whole})"
     samples = by("sum", rate(training.SAMPLES, timing.short))
-    return f"{samples}\n/ on (job, run) {share}\nor {samples}"
+    shared = select(training.SHARED_WORK, 'of="samples"')
+    return (
+        f"(\n{samples}\n/ on (job, run) {share}\nor {samples}\n)\n"
+        f"unless on (job, run) last_over_time({shared}[{timing.short}])"
+    )
 
 
-def _state_of_run() -> str:
-    """Return the state of each run with a rank that answers; the first state that applies."""
+def _state_of_run(timing: Timing) -> str:
+    """Return the state of each run with a rank that answers; the first state that applies.
+
+    An end counts for a minute, because a rank stops serving once it was read: see `_ended_at`.
+    """
+    minute = timing.duration(MINUTE)
     active = f"{by('max', select(training.RUN_ACTIVE))} == 1"
     silence = f"time() - {by('max', select(training.LAST_ACTIVITY_TIMESTAMP))}"
     while_active = (
@@ -528,12 +538,13 @@ def _state_of_run() -> str:
         (RunStatus.STARTING, f"{by('max', select(training.STEPS))} == 0"),
     )
     at_its_end = [
-        f"{state:d} * {by('max', select(training.RUN_END_INFO, matcher))}"
+        f"{state:d} * {by('max', f'last_over_time({ended}[{minute}])')}"
         for reason, state in reversed(STATE_BY_REASON.items())
-        for matcher in (f'reason="{reason}"',)
+        for ended in (select(training.RUN_END_INFO, f'reason="{reason}"'),)
     ]
     states = [where(f"{state:d} * ({applies}) ^ 0", active) for state, applies in while_active]
-    ended = f"{RunStatus.ENDED:d} + {by('max', select(training.RUN_ACTIVE))}"
+    over = f"last_over_time({select(training.RUN_ACTIVE)}[{minute}]) == 0"
+    ended = f"{RunStatus.ENDED:d} + {by('max', over)}"
     return "\nor on (job, run) ".join((*states, active, *at_its_end, ended))
 
 
@@ -552,12 +563,13 @@ def _step_quantile(operation: str, aggregation: str, parameter: str = "") -> Rec
 STALLED_SECONDS = 300.0  # without progress
 _RUN_AGE = f"time() - {by('min', select(training.RUN_START_TIMESTAMP))}"  # in seconds
 _LEAST_AGE_SECONDS = 15.0  # of a run, because clocks differ
-RUN_STATE = recorded(training.RUN_ACTIVE, "state", lambda timing: _state_of_run())
+RUN_STATE = recorded(training.RUN_ACTIVE, "state", _state_of_run)
 RUN_START = aggregated(training.RUN_START_TIMESTAMP, "min")
 RUN_ATTEMPT = aggregated(training.RUN_ATTEMPT, "max")
 WORLD_SIZE = aggregated(training.WORLD_SIZE, "max")
 STEPS_DONE = aggregated(training.STEPS, "max")
-SAMPLES_RATE = recorded(training.SAMPLES, "rate5m", lambda timing: _rate_since_start(timing))
+LAST_STEP = aggregated(training.LAST_STEP, "max")
+SAMPLES_RATE = recorded(training.SAMPLES, "rate5m", _rate_since_start)
 GOODPUT = recorded(
     training.PRODUCTIVE_SECONDS,
     "start_ratio",
@@ -673,6 +685,7 @@ GROUPS: dict[str, tuple[RecordingRule, ...]] = {
         RUN_ATTEMPT,
         WORLD_SIZE,
         STEPS_DONE,
+        LAST_STEP,
         SAMPLES_RATE,
         GOODPUT,
         STEP_QUANTILE_MIN,

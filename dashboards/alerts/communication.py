@@ -15,10 +15,11 @@ from ..limits import above, below, shown
 from ..promql import by, ratio, select, where
 from ..timing import MINUTE, Timing
 from .alert import NODE, NUMBER, PERCENT, RANK, RUN, Alert, InhibitRule
-from .guards import after_some_steps, after_some_time, while_training
+from .guards import after_some_steps, after_some_time, steps_taken, while_training
 
 DASHBOARD = "zerowatch-communication"
 STEADY_SHARE = 0.75  # the share of the last five minutes in which a straggler must be slow
+STEPS_TO_COMPARE = 32  # within that time: four comparisons of the least number of steps
 # A rise below this share of training time is not worth a look.
 LEAST_EXPOSED_RATIO = 0.05
 COMM_BOTTLENECK = "ZerowatchCommBottleneck"
@@ -118,19 +119,33 @@ def _link_slow(timing: Timing) -> Alert:
     )
 
 
-def steady(score: str, timing: Timing) -> str:
-    """Return the score that a rank exceeds for 75 % of the last five minutes.
+def steady(score: str, timing: Timing, *, long: bool = False) -> str:
+    """Return the score that a rank exceeds for 75 % of the last five minutes, or thirty.
 
     A mean would not do: if two ranks are slow alternately, both means are above zero.
     """
-    return f"quantile_over_time({1 - STEADY_SHARE}, {score}[{timing.short}])"
+    time_range = timing.long if long else timing.short
+    return f"quantile_over_time({1 - STEADY_SHARE}, {score}[{time_range}])"
 
 
 def _straggler_rank(timing: Timing) -> Alert:
-    score = above(steady(recorded.STRAGGLER_SCORE.select(), timing), STRAGGLER_SCORE_HIGH)
-    # On CUDA phases are not compared, but the rank for which all others wait waits least.
+    score = recorded.STRAGGLER_SCORE.select()
+    taken = steps_taken(timing.short)
+    # A score stays until the next comparison, which needs eight steps. One alone is often chance.
+    enough = f">= {STEPS_TO_COMPARE}"
+    scored = where(above(steady(score, timing), STRAGGLER_SCORE_HIGH), f"{taken} {enough}")
+    scored_long = where(
+        above(steady(score, timing, long=True), STRAGGLER_SCORE_HIGH),
+        f"{steps_taken(timing.long)} {enough}",
+    )
+    # No long evaluation, in which the last score would stay.
+    scored_long = where(scored_long, f"min_over_time({taken}[{timing.long}:{timing.short}]) > 0")
+    # Where phases are not compared, the rank for which all others wait waits least.
     wait = above(steady(recorded.WAIT_SHORTFALL.select(), timing), STRAGGLER_SCORE_HIGH)
-    slow = f"(\n{score}\nor ({wait}\nunless on (job, run) {recorded.STRAGGLER_SCORE.select()})\n)"
+    slow = (
+        f"(\n{scored}\nor {scored_long}\nunless on (job, run) {taken} {enough}\n"
+        f"or {where(wait, f'{taken} > 0')}\nunless on (job, run) {score}\n)"
+    )
     return Alert(
         name=STRAGGLER_RANK,
         component="communication",
@@ -140,8 +155,8 @@ def _straggler_rank(timing: Timing) -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"Rank {RANK} of training {RUN} is slow on {NODE}",
         description=(
-            f"During {STEADY_SHARE:.0%} of the last five minutes this rank was slower than the "
-            f"median rank by at least {PERCENT} of a step"
+            f"During {STEADY_SHARE:.0%} of the last five minutes, or of thirty if steps are slow, "
+            f"this rank was slower than the median rank by at least {PERCENT} of a step"
             "{{ with $labels.phase }}, in {{ . }}{{ end }}, and all other ranks wait for it. Check "
             f"{NODE} first for other processes, throttled clocks and a slow disk."
         ),

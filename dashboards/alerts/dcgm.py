@@ -14,9 +14,9 @@ from __future__ import annotations
 from ...metrics.catalog import devices
 from ...metrics.thresholds import NVLINK_CRC_ERRORS_HIGH, PCIE_REPLAYS_HIGH
 from ..promql import earlier, select
-from ..timing import MINUTE, Timing
+from ..timing import HOUR, MINUTE, Timing
 from .alert import Alert, InhibitRule, Severity
-from .hardware import CARD, DASHBOARD, DRAIN_XIDS, HOUR
+from .hardware import CARD, DASHBOARD, DRAIN_XIDS
 
 PREFIX = "ZerowatchDcgm"
 LAST_XID = "gpu_xid:DCGM_FI_DEV_XID_ERRORS:last"
@@ -39,7 +39,7 @@ def dcgm_recording_rules() -> dict[str, str]:
 
 def dcgm_alerts(timing: Timing) -> tuple[Alert, ...]:
     """Return the alerts; `timing` sets their PromQL ranges."""
-    hour, gap, short = timing.duration(HOUR), timing.duration(10 * MINUTE), timing.short
+    hour, gap, short = timing.duration(HOUR), timing.history, timing.short
     drain = f'{LAST_XID}{{xid=~"{DRAIN_XIDS}"}}'
     other = f'{LAST_XID}{{xid!~"0|{DRAIN_XIDS}"}}'
 
@@ -57,6 +57,7 @@ def dcgm_alerts(timing: Timing) -> tuple[Alert, ...]:
     bits = " + ".join(f"floor({reasons} / {bit}) % 2" for bit in _FAULTY_BITS)
     return (
         # The exporter serves the last XID for ever. It is new if there was another one an hour ago.
+        # Prometheus may have been down then, so six hours before that count as well.
         _alert(
             "Xid",
             "critical",
@@ -70,7 +71,8 @@ def dcgm_alerts(timing: Timing) -> tuple[Alert, ...]:
             "warning",
             f"{other} unless {earlier(other, hour, gap)}",
             summary=f"XID {{{{ $labels.xid }}}} at {_WHERE}",
-            description="The XID needs no reset of the GPU. Look it up in the runbook's table.",
+            description="No reset of the GPU is needed at once, unless it is XID 154: the kernel "
+            "log then names the reset. Look the number up in the runbook's table.",
         ),
         _alert(
             "UncorrectableEcc",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...metrics.catalog import memory, training
 from ...metrics.thresholds import STEPS_TO_JUDGE
-from ..promql import IDENTITY, ON_GPU, by, select, where
+from ..promql import IDENTITY, ON_GPU, by, earlier, select, where
 from ..recording_rules import RecordingRule
 from ..timing import Timing
 
@@ -24,11 +24,24 @@ def after_some_steps(expression: str, timing: Timing) -> str:
     During the first steps a run warms up, and shares of its time mean little. The steps are counted
     from the start, so that a run with steps of some minutes is judged as well.
     """
-    steps, lately = (
-        by("max", select(training.STEPS)),
-        by("max", f"increase({select(training.STEPS)}[{timing.long}])"),
-    )
-    return where(where(expression, f"{steps} >= {STEPS_TO_JUDGE}"), f"{lately} > 0")
+    begun = where(expression, f"{by('max', select(training.STEPS))} >= {STEPS_TO_JUDGE}")
+    return where(begun, f"{steps_taken(timing.long)} > 0")
+
+
+def after_new_step(expression: str, time_range: str) -> str:
+    """Return `expression` restricted to runs that have taken a step within the range.
+
+    A gauge of a step, such as the loss, keeps its value during an evaluation. The single value of
+    the step before would count as lasting. With a range of at most the time that an alert waits, a
+    single value never raises it.
+    """
+    steps = select(training.STEPS)
+    return where(expression, f"{by('max', steps)} != {by('max', earlier(steps, time_range))}")
+
+
+def steps_taken(time_range: str) -> str:
+    """Return the number of steps that each run has taken within a range."""
+    return by("max", f"increase({select(training.STEPS)}[{time_range}])")
 
 
 def after_some_time(expression: str, rule: RecordingRule, age: str) -> str:

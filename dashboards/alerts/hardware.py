@@ -17,13 +17,12 @@ from ...metrics.thresholds import (
 from ...metrics.xid_errors import XIDS
 from ..limits import above, below, shown
 from ..promql import IDENTITY, by, increase, rate, select
-from ..timing import MINUTE, Timing
+from ..timing import HOUR, MINUTE, Timing
 from .alert import DEVICE, NODE, NUMBER, PERCENT, RANK, RUN, Alert, InhibitRule
 from .guards import while_training
 
 DASHBOARD = "zerowatch-devices"
 GPU = ("rank", "node", "device")  # the labels that identify a GPU of a run
-HOUR = 60 * MINUTE
 ROW_REMAP = "ZerowatchGpuRowRemap"
 XID_MINOR = "ZerowatchGpuXidMinor"
 # XIDs after which the GPU must be reset. The matcher is anchored.
@@ -107,7 +106,7 @@ def _gpu_xid() -> Alert:
 
 def _gpu_xid_minor(timing: Timing) -> Alert:
     others = f'xid!~"{DRAIN_XIDS}"'
-    recent = f"{increase(devices.DEVICE_XID_ERRORS, timing.duration(HOUR), others)} > 0"
+    recent = f"{increase(devices.DEVICE_XID_ERRORS, timing, HOUR, others)} > 0"
     return Alert(
         name=XID_MINOR,
         component="devices",
@@ -117,9 +116,9 @@ def _gpu_xid_minor(timing: Timing) -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"XID {{{{ $labels.xid }}}} in training {RUN}, at {_WHERE}",
         description=(
-            "The driver has reported this XID within the last hour. It needs no reset of the "
-            f"GPU.{CARD} Most such errors come from the script; look the number up in the "
-            "runbook's table."
+            "The driver has reported this XID within the last hour. No reset of the GPU is needed "
+            f"at once, unless it is XID 154: the kernel log then names the reset.{CARD} Most such "
+            "errors come from the script; look the number up in the runbook's table."
         ),
         dashboard=DASHBOARD,
     )

@@ -7,8 +7,8 @@ from ...metrics.catalog import training
 from ...metrics.thresholds import RESTARTS_HIGH
 from .. import recording_rules as recorded
 from ..limits import above
-from ..promql import IDENTITY, by, select
-from ..timing import MINUTE, Timing
+from ..promql import IDENTITY, by, earlier, select
+from ..timing import HOUR, MINUTE, Timing
 from .alert import NODE, NUMBER, RANK, RUN, Alert, InhibitRule
 from .communication import COMM_BOTTLENECK, COMM_RATIO_ROSE, LINK_SLOW, STRAGGLER_RANK
 from .guards import while_training
@@ -193,9 +193,9 @@ def _training_stalled(timing: Timing) -> Alert:
         keep_firing_seconds=0,  # a new step proves that the stall is over
         summary=f"Training {RUN} has stalled",
         description=(
-            f"No rank has made progress for ten minutes. The run has completed {NUMBER} steps. "
-            "Read hang-rank-*.txt in the run folder: the first line names the missing ranks, and "
-            "where they are missing."
+            "No rank has made progress for ten minutes. Since its last start, the run has "
+            f"completed {NUMBER} steps. Read hang-rank-*.txt in the run folder: the first line "
+            "names the missing ranks, and where they are missing."
         ),
         dashboard=OVERVIEW,
         inhibits=InhibitRule(alerts=OF_SLOW_RUNS),
@@ -228,6 +228,8 @@ def _no_first_step(timing: Timing) -> Alert:
 def _target_never_up(timing: Timing) -> Alert:
     # Not a target that has been down for hours: discovery may list the ranks of old runs.
     active = f"last_over_time({select(training.RUN_ACTIVE)}[{timing.history}])"
+    # Prometheus may have been down five hours ago.
+    listed = earlier('up{run!=""}', timing.duration(5 * HOUR), timing.history)
     ended = by("max", _last(recorded.RANK_ENDED_TIME, timing.history))
     return Alert(
         name=TARGET_NEVER_UP,
@@ -236,7 +238,7 @@ def _target_never_up(timing: Timing) -> Alert:
         expression=(
             'up{run!=""} == 0\n'
             f"unless on (job, instance, run, rank) {active}\n"
-            f"unless on (job, instance, run, rank) up offset {timing.duration(5 * 60 * MINUTE)}\n"
+            f"unless on (job, instance, run, rank) {listed}\n"
             "unless on (job, run, rank) up == 1\n"
             f"unless on (job, run) ({ended} unless on (job, run) {_ACTIVE})"
         ),

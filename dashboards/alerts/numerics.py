@@ -9,16 +9,24 @@ from ...metrics.thresholds import (
     LOSS_SCALE_LOW,
     LOSS_SPIKE_HIGH,
     SKIPPED_RATIO_HIGH,
+    Threshold,
 )
 from .. import recording_rules as recorded
 from ..limits import above, below, shown
 from ..promql import by, increase, select, where
-from ..timing import MINUTE, Timing
+from ..timing import MINUTE, SHORT_SECONDS, Timing
 from .alert import NUMBER, PERCENT, RUN, Alert, InhibitRule
-from .guards import after_some_steps, after_some_time, while_training
+from .guards import (
+    after_new_step,
+    after_some_steps,
+    after_some_time,
+    steps_taken,
+    while_training,
+)
 from .training import ANATOMY
 
 HISTORY_SECONDS = 15 * MINUTE  # the least from which a median is compared with the present
+SLOW_STEPS_SECONDS = 10 * MINUTE  # soon enough: after half an hour the median has followed
 
 
 def numerics_alerts(timing: Timing) -> tuple[Alert, ...]:
@@ -33,7 +41,7 @@ def numerics_alerts(timing: Timing) -> tuple[Alert, ...]:
 
 
 def _loss_not_finite(timing: Timing) -> Alert:
-    losses = by("max", increase(training.NONFINITE_LOSSES, timing.short))
+    losses = by("max", increase(training.NONFINITE_LOSSES, timing, SHORT_SECONDS))
     return Alert(
         name="ZerowatchLossNotFinite",
         component="training",
@@ -75,8 +83,29 @@ def _loss_scale_collapse(timing: Timing) -> Alert:
     )
 
 
+def _lasting(
+    rule: recorded.RecordingRule, threshold: Threshold, timing: Timing, seconds: float
+) -> str:
+    """Return the values of a gauge of a step that are above a threshold in step after step.
+
+    Args:
+        rule: A figure of the last step of each run.
+        threshold: The threshold.
+        timing: Scales the ranges.
+        seconds: How long the alert waits. If no step ends within that time, the value must be high
+            for ten minutes, and in several steps.
+    """
+    now = after_new_step(above(rule.select(), threshold), timing.duration(seconds))
+    time_range = timing.duration(SLOW_STEPS_SECONDS)
+    of_slow_steps = where(
+        above(f"min_over_time({rule.select()}[{time_range}])", threshold),
+        f"{steps_taken(time_range)} >= 2",
+    )
+    return f"(\n{now}\nor {of_slow_steps}\n)"
+
+
 def _loss_spike(timing: Timing) -> Alert:
-    spike = above(recorded.LOSS_SPIKE.select(), LOSS_SPIKE_HIGH)
+    spike = _lasting(recorded.LOSS_SPIKE, LOSS_SPIKE_HIGH, timing, 2 * MINUTE)
     return Alert(
         name="ZerowatchLossSpike",
         component="training",
@@ -97,7 +126,7 @@ def _loss_spike(timing: Timing) -> Alert:
 
 
 def _gradient_norm_exploding(timing: Timing) -> Alert:
-    high = above(recorded.GRADIENT_NORM_RATIO.select(), GRADIENT_NORM_HIGH)
+    high = _lasting(recorded.GRADIENT_NORM_RATIO, GRADIENT_NORM_HIGH, timing, MINUTE)
     return Alert(
         name="ZerowatchGradientNormExploding",
         component="training",

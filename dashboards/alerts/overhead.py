@@ -8,7 +8,7 @@ from ...metrics.thresholds import MONITORING_FAILURES_HIGH, RECORDS_LOST_HIGH, W
 from ..limits import above, shown
 from ..promql import IDENTITY, by, increase, select
 from ..recording_rules import WATCH_RATIO_BY_RANK
-from ..timing import MINUTE, Timing
+from ..timing import LONG_SECONDS, MINUTE, Timing
 from .alert import NODE, NUMBER, PERCENT, RANK, RUN, Alert, InhibitRule
 from .guards import after_some_steps, while_training
 
@@ -75,12 +75,13 @@ def _by_part(counted: str, label: str, prefix: str) -> str:
 
 
 def _monitoring_failing(timing: Timing) -> Alert:
-    hooks = _by_part(increase(overhead.HOOK_FAILURES, timing.long), "hook", "hook")
-    exports = _by_part(increase(overhead.EXPORTER_FAILURES, timing.long), "exporter", "exporter")
+    hooks = _by_part(increase(overhead.HOOK_FAILURES, timing, LONG_SECONDS), "hook", "hook")
+    exported = increase(overhead.EXPORTER_FAILURES, timing, LONG_SECONDS)
+    exports = _by_part(exported, "exporter", "exporter")
     # A missing report of a peer is the fault of the peer, about which other alerts exist.
     exchanges = _by_part(
         " or ".join(
-            increase(comm.EXCHANGE_FAILURES, timing.long, f'reason="{reason}"')
+            increase(comm.EXCHANGE_FAILURES, timing, LONG_SECONDS, f'reason="{reason}"')
             for reason in ("store", "unmatched")
         ),
         "reason",
@@ -109,7 +110,7 @@ def _records_lost(timing: Timing) -> Alert:
     # Of the other parts, lost collectives lower the coverage, lost exports count as failures, and
     # listeners belong to the script. Calls in a CUDA graph are never recorded.
     counted = " or ".join(
-        increase(overhead.DROPPED_RECORDS, timing.long, f'part="{part}"')
+        increase(overhead.DROPPED_RECORDS, timing, LONG_SECONDS, f'part="{part}"')
         for part in ("steps", "run_log")
     )
     lost = by("sum", counted, "rank", "node", "part")

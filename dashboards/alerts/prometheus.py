@@ -44,6 +44,16 @@ def _grows(metric: str, timing: Timing, matchers: str = "") -> str:
     return f"increase({metric}{{{matchers}}}[{timing.short}]) > 0"
 
 
+def _keeps_failing(metric: str, timing: Timing, matchers: str = "") -> str:
+    """Return the series of a counter of failures that grew twice within eleven minutes.
+
+    Between two attempts there may be five minutes: Alertmanager's group_interval, or the
+    refresh_interval of a scrape configuration. In a range of five minutes, the growth would come
+    and go.
+    """
+    return f"increase({metric}{{{matchers}}}[{timing.duration(11 * MINUTE)}]) >= 2"
+
+
 def _watchdog() -> Alert:
     return Alert(
         name=WATCHDOG,
@@ -62,8 +72,8 @@ def _watchdog() -> Alert:
 
 
 def _discovery_failing(timing: Timing) -> Alert:
-    failing = _grows("prometheus_sd_refresh_failures_total", timing, EXPECTED_DISCOVERY)
-    unread = _grows("prometheus_sd_file_read_errors_total", timing)
+    failing = _keeps_failing("prometheus_sd_refresh_failures_total", timing, EXPECTED_DISCOVERY)
+    unread = _keeps_failing("prometheus_sd_file_read_errors_total", timing)
     # Between two runs, nothing answers at the address of rank 0.
     some_run = f"(count({select(RUN_ACTIVE)} == 1) > 0)"
     return Alert(
@@ -75,7 +85,7 @@ def _discovery_failing(timing: Timing) -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"Prometheus {INSTANCE} cannot read its list of ranks",
         description="Reading the targets of a scrape configuration failed "
-        '{{ $value | printf "%.0f" }} times in five minutes. Prometheus keeps the ranks that it '
+        '{{ $value | printf "%.0f" }} times in eleven minutes. Prometheus keeps the ranks that it '
         "knows, but finds no new run. The log of Prometheus names the address or file.",
         dashboard=DASHBOARD,
         about_run=False,
@@ -123,8 +133,14 @@ def _limit_exceeded(timing: Timing) -> Alert:
 
 
 def _notifications_failing(timing: Timing) -> Alert:
-    errors = _grows("prometheus_notifications_errors_total", timing)
-    dropped = _grows("prometheus_notifications_dropped_total", timing)
+    # Of several Alertmanagers, one that answers is enough: it notifies for all.
+    errors, dropped = (
+        f"min by (job, instance) (increase({metric}[{timing.short}])) > 0"
+        for metric in (
+            "prometheus_notifications_errors_total",
+            "prometheus_notifications_dropped_total",
+        )
+    )
     return Alert(
         name="ZerowatchPrometheusNotificationsFailing",
         component="prometheus",
@@ -135,7 +151,7 @@ def _notifications_failing(timing: Timing) -> Alert:
         for_seconds=5 * MINUTE,
         keep_firing_seconds=5 * MINUTE,
         summary=f"Prometheus {INSTANCE} cannot send alerts to Alertmanager",
-        description="Alerts do not reach an Alertmanager, so that nobody is notified. Check "
+        description="Alerts reach no Alertmanager, so that nobody is notified. Check "
         "whether Alertmanager runs, and whether the section `alerting` of prometheus.yml has its "
         "address.",
         dashboard=DASHBOARD,
@@ -148,12 +164,12 @@ def _delivery_failing(timing: Timing) -> Alert:
         name="ZerowatchAlertmanagerNotificationsFailing",
         component="prometheus",
         severity="critical",
-        expression=_grows("alertmanager_notifications_failed_total", timing),
+        expression=_keeps_failing("alertmanager_notifications_failed_total", timing),
         for_seconds=5 * MINUTE,
         keep_firing_seconds=5 * MINUTE,
         summary=f"Alertmanager {INSTANCE} cannot deliver notifications",
         description="Notifications by {{ $labels.integration }} failed "
-        '{{ $value | printf "%.0f" }} times in five minutes. The log of Alertmanager has the '
+        '{{ $value | printf "%.0f" }} times in eleven minutes. The log of Alertmanager has the '
         "reason, such as a wrong address or an expired secret.",
         dashboard=DASHBOARD,
         about_run=False,

@@ -14,7 +14,7 @@ from ..limits import above, below, shown
 from ..promql import ON_GPU, by, ratio
 from ..timing import MINUTE, Timing
 from .alert import DURATION, PERCENT, RUN, Alert, InhibitRule
-from .guards import after_some_steps, after_some_time, while_training
+from .guards import after_new_step, after_some_steps, after_some_time, while_training
 
 # Uids of the dashboards that alerts link to.
 OVERVIEW = "zerowatch-overview"
@@ -80,6 +80,7 @@ def _low_device_utilization(timing: Timing) -> Alert:
 def _mfu_dropped(timing: Timing) -> Alert:
     now = f"avg_over_time({recorded.MFU.select()}[{timing.short}])"
     dropped = below(ratio(now, recorded.MFU_USUAL.select()), MFU_DROP_LOW)
+    dropped = after_new_step(dropped, timing.short)
     return Alert(
         name=MFU_DROPPED,
         component="training",
@@ -104,7 +105,9 @@ def _checkpoint_overdue(timing: Timing) -> Alert:
     last = f"max_over_time({recorded.LAST_CHECKPOINT.select()}[{timing.day}])"
     started = by("max", "process_start_time_seconds")
     saved = f"({started} > {last} or {last})"
-    age, interval = f"(time() - {saved})", recorded.CHECKPOINT_INTERVAL.select()
+    age = f"(time() - {saved})"
+    # Of the process before, until this one has saved twice.
+    interval = f"last_over_time({recorded.CHECKPOINT_INTERVAL.select()}[{timing.day}])"
     least = timing.seconds(LEAST_CHECKPOINT_AGE_SECONDS)
     late = above(f"{age}\n/ on (job, run) ({interval} > 0)", CHECKPOINT_DELAY_HIGH)
     old = f"{above(age, CHECKPOINT_AGE_HIGH)}\nunless on (job, run) {interval} > 0"

@@ -38,6 +38,7 @@ CAUSE_COLORS = {
     "redundancy": "purple",
     "bandwidth": "blue",
 }
+NO_ESTIMATE = "no estimate, or not served"
 STEP_BYTES_COLORS = {"measured": "blue", "predicted": "yellow", "reference": "green"}
 
 AT_A_GLANCE = sized(
@@ -76,7 +77,7 @@ AT_A_GLANCE = sized(
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
         decimals=2,
-        empty="no estimate for this run",
+        empty=NO_ESTIMATE,
     ),
     Stat(
         title="Link bandwidth over the usual",
@@ -296,7 +297,7 @@ PATTERN = (
             unit=BYTES,
             minimum=0,
             colors=STEP_BYTES_COLORS,
-            empty="no estimate for this run",
+            empty=NO_ESTIMATE,
         ),
     ),
     TimeSeries(

@@ -37,14 +37,14 @@ FIRST = 'rank="0"'
 def over_steps(
     rule: RecordingRule, *matchers: str, title: str, description: str, unit: str
 ) -> XYChart:
-    """Return a panel of a figure of both runs over the number of their steps."""
+    """Return a panel of a figure of both runs over their steps, counted over restarts."""
     return XYChart(
         title=title,
         description=description,
         curves=tuple(
             Curve(
                 name=name,
-                x=by("max", recorded.STEPS_DONE.select(*of_it)),
+                x=by("max", recorded.LAST_STEP.select(*of_it)),
                 y=by("max", rule.select(*of_it, *matchers)),
                 color=COLORS[name],
             )
@@ -106,7 +106,7 @@ DIFFERENCES = (
         columns=(
             Column(title="State", expression=state_of(*BOTH), unit=PLAIN, named=STATES),
             Column(title="Ranks", expression=latest(recorded.WORLD_SIZE, *BOTH), unit=PLAIN),
-            Column(title="Step", expression=latest(recorded.STEPS_DONE, *BOTH), unit=PLAIN),
+            Column(title="Step", expression=latest(recorded.LAST_STEP, *BOTH), unit=PLAIN),
             Column(title="Loss", expression=latest(recorded.LOSS, *BOTH), unit=PLAIN, decimals=3),
             Column(
                 title="Step time",
@@ -179,7 +179,8 @@ OVER_STEPS = sized(
     over_steps(
         recorded.SAMPLES_RATE,
         title="Throughput over steps",
-        description="Samples per second of all ranks together, as a mean over five minutes.",
+        description="Samples per second of all ranks together, as a mean over five minutes. They "
+        "are not known if ranks share samples.",
         unit=COUNT,
     ),
     over_steps(

@@ -24,9 +24,9 @@ from ..grafana.panels import (
 )
 from ..promql import ON_GPU, by, rate
 from .queries import DEVICE, RANKS, WINDOW, limit, of_ranks, of_run, total, worst
-from .shared_panels import RANK_LEGEND, heatmaps, rank_table, sized
+from .shared_panels import NOT_KNOWN, RANK_LEGEND, heatmaps, rank_table, sized
 
-NOT_A_GPU = "GPUs only"
+NOT_A_GPU = "GPUs only, or not served"
 JOULES = "joule"
 DEVICE_LEGEND = f"{RANK_LEGEND} {{{{device}}}}"
 ON_A_GPU = of_run(recorded.DEVICE_UTILIZATION, ON_GPU)
@@ -74,7 +74,7 @@ USE = (
             unit=RATIO,
             minimum=0,
             maximum=1,
-            empty="the device's peak is not known",
+            empty=NOT_KNOWN,
         ),
         TimeSeries(
             title="Slowest clock, by device",

@@ -27,6 +27,7 @@ from .queries import (
     DEVICE,
     RUN,
     WORST,
+    last_known,
     limit,
     of_devices,
     of_first_rank,
@@ -36,6 +37,7 @@ from .queries import (
     worst,
 )
 from .shared_panels import (
+    NONE_KNOWN,
     NOT_A_TRAINING_RUN,
     PHASE_COLORS,
     RANK_LEGEND,
@@ -50,7 +52,7 @@ RISK_COLORS = above(OOM_RISK_HIGH, OOM_RISK_CRITICAL)
 FULL = above(0.9, 0.97)
 
 
-LIMIT = of_devices(recorded.MEMORY_LIMIT)
+LIMIT = of_devices(recorded.MEMORY_LIMIT, operation="min")
 PEAK = of_devices(recorded.MEMORY_PEAK, recorded.ALLOCATED)
 ALLOCATED = of_devices(recorded.MEMORY_STATES, recorded.ALLOCATED)
 RESERVED = of_devices(recorded.MEMORY_STATES, 'state="reserved"')
@@ -124,7 +126,7 @@ WILL_IT_BE_ENOUGH = (
             queries=(
                 Query(by("min", f"{of_ranks(catalog.OOM_ETA_STEPS)} < Inf"), "steps", shape="now"),
             ),
-            empty="not in sight",
+            empty="not in sight, or not served",
             unit=COUNT,
             thresholds=below(1000, 50),
             plain=True,
@@ -146,10 +148,10 @@ WILL_IT_BE_ENOUGH = (
     ),
     TimeSeries(
         title="Peak against limit",
-        description="Bytes on the fullest rank: the limit, the peak of the last minute, the "
-        "predicted next peak and the memory allocated now. The predicted peak should follow the "
-        "peaks; memory runs out where it reaches the limit. The limit is shown once peaks exceed "
-        "half of it.",
+        description="Bytes on the fullest rank: the peak of the last minute, the predicted next "
+        "peak and the memory allocated now; and the smallest limit of a rank. The predicted peak "
+        "should follow the peaks; memory runs out where it reaches the limit. The limit is shown "
+        "once peaks exceed half of it.",
         queries=(
             Query(f"({LIMIT}) < 2 * ({PEAK})", "limit"),
             Query(PEAK, "peak"),
@@ -191,7 +193,7 @@ WHAT_FILLS_IT = (
         minimum=0,
         stacked=True,
         colors=CATEGORY_COLORS,
-        empty="nothing is offloaded to the host",
+        empty=NONE_KNOWN,
         width=9,
         height=9,
     ),
@@ -315,7 +317,7 @@ TROUBLE = sized(
         "`oom/` in the run folder shows which configurations would have fitted.",
         expression=total(catalog.OOMS, "outcome"),
         legend="{{outcome}}",
-        empty="none",
+        empty=NONE_KNOWN,
     ),
     fault_count(
         title="Allocator retries",
@@ -324,7 +326,7 @@ TROUBLE = sized(
         "micro-batch.",
         expression=total(catalog.ALLOC_RETRIES),
         legend="retries",
-        empty="none",
+        empty=NONE_KNOWN,
     ),
     TimeSeries(
         title="Offloaded bytes per step",
@@ -333,7 +335,7 @@ TROUBLE = sized(
         queries=(Query(of_run(recorded.OFFLOAD_BYTES_PER_STEP), "{{direction}}"),),
         unit=BYTES,
         minimum=0,
-        empty="nothing is offloaded",
+        empty=NONE_KNOWN,
     ),
     TimeSeries(
         title="Offloading time",
@@ -342,7 +344,7 @@ TROUBLE = sized(
         queries=(Query(of_run(recorded.OFFLOAD_RATIO), "{{direction}}"),),
         unit=RATIO,
         minimum=0,
-        empty="nothing is offloaded",
+        empty=NONE_KNOWN,
     ),
 )
 
@@ -354,7 +356,13 @@ REPLAYS_AND_RESTARTS = sized(
         description="Accumulation windows that were repeated since the start because memory ran "
         "out. **committed**: the replay succeeded with smaller micro-batches. **gave_up**: the run "
         "ended. No sample is lost or trained on twice.",
-        queries=(Query(of_first_rank(window.WINDOW_REPLAYS), "{{outcome}}", shape="now"),),
+        queries=(
+            Query(
+                last_known(of_first_rank(window.WINDOW_REPLAYS), "outcome"),
+                "{{outcome}}",
+                shape="now",
+            ),
+        ),
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
         plain=True,
@@ -378,7 +386,13 @@ REPLAYS_AND_RESTARTS = sized(
         description="Rebuilds of the engine since the start, for another ZeRO stage or offload, by "
         "outcome. **undone**: the rebuild failed. **refused**: it would not have worked. In both "
         "cases training continued unchanged, and the log has the reason.",
-        queries=(Query(of_first_rank(window.ENGINE_REBUILDS), "{{outcome}}", shape="now"),),
+        queries=(
+            Query(
+                last_known(of_first_rank(window.ENGINE_REBUILDS), "outcome"),
+                "{{outcome}}",
+                shape="now",
+            ),
+        ),
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
         plain=True,
@@ -388,7 +402,7 @@ REPLAYS_AND_RESTARTS = sized(
         title="Restarts",
         description="How often the run restarted from its last checkpoint after a failure. If it "
         "is not 0, see the log of the rank that ended first, or `oom/` in the run folder.",
-        expression=of_first_rank(window.RESTARTS),
+        expression=last_known(of_first_rank(window.RESTARTS)),
         legend="restarts",
         empty=NOT_A_TRAINING_RUN,
     ),

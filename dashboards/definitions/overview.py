@@ -41,10 +41,22 @@ from ..limits import selected
 from ..promql import ON_GPU, by, where
 from ..timing import Timing
 from .across_ranks import SPREAD
-from .queries import RANK, RUN, limit, of_first_rank, of_run, state_of, worst
+from .queries import (
+    RANK,
+    RUN,
+    last_known,
+    latest,
+    limit,
+    of_first_rank,
+    of_run,
+    state_of,
+    worst,
+)
 from .shared_panels import (
+    NOT_KNOWN,
     PHASE_COLORS,
     RANK_LEGEND,
+    SAMPLES_SHARED,
     STATES,
     TABLE_ROWS,
     alert_table,
@@ -127,7 +139,7 @@ HEALTH = (
             decimals=1,
             thresholds=above(10),
             plain=True,
-            empty="the run is over",
+            empty="no step yet, or the run is over",
         ),
         Stat(
             title="Step",
@@ -145,11 +157,13 @@ HEALTH = (
             title="Last checkpoint",
             description="Time since the last checkpoint: what a failure now would cost. See the "
             "alert ZerowatchCheckpointOverdue.",
-            queries=(Query(f"time() - {of_run(recorded.LAST_CHECKPOINT)}", "ago", shape="now"),),
+            queries=(
+                Query(f"time() - {latest(recorded.LAST_CHECKPOINT, *RUN)}", "ago", shape="now"),
+            ),
             unit=DAYS_AND_HOURS,
             thresholds=PLAIN_TEXT,
             plain=True,
-            empty="none saved",
+            empty="none known",
         ),
     ),
     alert_table(width=24, height=6),
@@ -200,7 +214,7 @@ BOTTLENECKS = (
         name="slowest rank",
         of="of a step behind",
         page="communication",
-        # On CUDA, phases of ranks are not compared; see the alert.
+        # The phases of ranks are not compared everywhere; see the alert.
         value=by("max", steady(of_run(recorded.STRAGGLER_SCORE), Timing()))
         + "\nor on (job, run) "
         + by("max", steady(of_run(recorded.WAIT_SHORTFALL), Timing())),
@@ -293,10 +307,12 @@ PROGRESS = sized(
     TimeSeries(
         title="Throughput",
         description="Samples per second of all ranks together, as a mean over five minutes. If it "
-        "falls although the work is the same, the panels above show the reason.",
+        "falls although the work is the same, the panels above show the reason. It is not known if "
+        "ranks share samples, as with tensor, sequence and pipeline parallelism.",
         queries=(Query(of_run(recorded.SAMPLES_RATE), "samples/s"),),
         unit=COUNT,
         minimum=0,
+        empty=SAMPLES_SHARED,
         dashboard=uid_of("step_anatomy"),
     ),
     TimeSeries(
@@ -354,8 +370,8 @@ PROGRESS = sized(
     ),
 )
 
-# A rank delays the others by the time that it is slower than the median rank. GPUs have no such
-# score; there the rank that waits least is the one for which the others wait.
+# A rank delays the others by the time that it is slower than the median rank. Where ranks have no
+# such score, the rank that waits least is the one for which the others wait.
 WAITS = of_run(recorded.WAIT_RATIO_BY_RANK)
 BEHIND = (
     f"({by('max', of_run(recorded.STRAGGLER_SCORE), *RANK)})\n"
@@ -367,9 +383,9 @@ RANKS_OF_RUN = (
     rank_table(
         title=f"The {TABLE_ROWS} ranks that delay the others",
         description="**Behind** is the time by which a rank is slower than the median rank, as a "
-        "share of a step. On GPUs it is the share of training time by which the rank waits less "
-        "than the one that waits longest: the others wait for the rank that does not wait. Check "
-        "its node, its device and its data.",
+        "share of a step. For a rank without this score it is the share of training time by which "
+        "it waits less than the one that waits longest: the others wait for the rank that does not "
+        "wait. Check its node, its device and its data.",
         columns=(
             Column(
                 title="Behind",
@@ -432,7 +448,7 @@ GOODPUT = sized(
         "the first step. It is not known for a run that was restarted.",
         queries=(Query(of_run(recorded.GOODPUT), "goodput"),),
         unit=RATIO,
-        empty="not known after a restart",
+        empty=NOT_KNOWN,
         decimals=1,
         thresholds=PLAIN_TEXT,
     ),
@@ -445,32 +461,34 @@ GOODPUT = sized(
         unit=RATIO,
         decimals=1,
         thresholds=PLAIN_TEXT,
-        empty="the device's peak is not known",
+        empty=NOT_KNOWN,
     ),
     Stat(
         title="Checkpoints",
         description="Checkpoints since the start, by outcome. A failed one leaves the run with "
         "an older checkpoint: see the log of rank 0.",
-        queries=(Query(by("max", of_run(steps.CHECKPOINTS), "outcome"), "{{outcome}}", "now"),),
+        queries=(
+            Query(last_known(of_run(steps.CHECKPOINTS), "outcome"), "{{outcome}}", shape="now"),
+        ),
         unit=PLAIN,
         thresholds=ANY_IS_BAD,
         colors={"saved": NEUTRAL},
         plain=True,
-        empty="none saved",
+        empty=NOT_KNOWN,
     ),
     Stat(
         title="Cost of checkpoints",
         description="Time in which training stopped for checkpoints since the start, and bytes "
         "of the files of the last one, if a TrainingRun saved it.",
         queries=(
-            Query(of_first_rank(steps.LAST_CHECKPOINT_BYTES), "size", shape="now"),
-            Query(by("max", of_run(steps.CHECKPOINT_SECONDS)), "time", shape="now"),
+            Query(last_known(of_first_rank(steps.LAST_CHECKPOINT_BYTES)), "size", shape="now"),
+            Query(last_known(of_run(steps.CHECKPOINT_SECONDS)), "time", shape="now"),
         ),
         unit=BYTES,
         units={"time": SECONDS},
         thresholds=PLAIN_TEXT,
         plain=True,
-        empty="none saved",
+        empty=NOT_KNOWN,
     ),
 )
 

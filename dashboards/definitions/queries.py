@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...metrics.catalog.spec import MetricSpec
+from ...metrics.catalog.training import SHARED_WORK
 from ...metrics.thresholds import Threshold
 from ..grafana.panels import Query
 from ..limits import selected
@@ -33,17 +34,18 @@ def of_ranks(what: RecordingRule | MetricSpec, *matchers: str) -> str:
     return _select(what, *RANKS, *matchers)
 
 
-def of_devices(rule: RecordingRule, *matchers: str, label: str = "") -> str:
+def of_devices(rule: RecordingRule, *matchers: str, label: str = "", operation: str = "max") -> str:
     """Return the maximum over all GPUs, or over the hosts in a run without GPUs.
 
     Args:
         rule: A rule with the label device.
         matchers: Further matchers.
         label: A label besides job and run that the result keeps.
+        operation: An aggregation in place of the maximum.
     """
     labels = (label,) if label else ()
     gpus, host = (
-        by("max", of_run(rule, matcher, *matchers), *labels) for matcher in (ON_GPU, ON_HOST)
+        by(operation, of_run(rule, matcher, *matchers), *labels) for matcher in (ON_GPU, ON_HOST)
     )
     return f"{gpus}\nor on (job, run) {host}"
 
@@ -107,6 +109,18 @@ def latest(rule: RecordingRule, *matchers: str) -> str:
     return by("max", f"last_over_time({rule.select(*matchers)}[$__range])")
 
 
+def last_known(selector: str, *labels: str, operation: str = "max") -> str:
+    """Return the present values of series of a run, or else the last within the time range shown.
+
+    Args:
+        selector: The series, such as a result of `of_run`.
+        labels: The labels that the result keeps besides job and run.
+        operation: How ranks are combined.
+    """
+    last = by(operation, f"last_over_time({selector}[$__range])", *labels)
+    return f"{by(operation, selector, *labels)}\nor on (job, run) {last}"
+
+
 def quantile(share: float, buckets: RecordingRule, *labels: str) -> str:
     """Return a quantile, estimated from the recorded rates of a histogram's buckets.
 
@@ -130,17 +144,29 @@ def limit(threshold: Threshold, legend: str = "limit", *, only_if: str = "") -> 
     return Query(where(value, only_if) if only_if else value, legend, is_limit=True)
 
 
-def rate_of_ranks(spec: MetricSpec) -> str:
+def rate_of_ranks(spec: MetricSpec, work: str = "") -> str:
     """Return the rate per second of a counter, summed over the chosen ranks.
 
     It does not use a recorded rate, which covers five minutes and so is too low after a start.
+
+    Args:
+        spec: The counter.
+        work: "samples" or "tokens" if it counts them: then there is no result for a run whose ranks
+            share them, because the sum would be too large.
     """
-    return by("sum", rate(spec, WINDOW, *RANKS))
+    whole = by("sum", rate(spec, WINDOW, *RANKS))
+    if not work:
+        return whole
+    shared = select(SHARED_WORK, *RUN, f'of="{work}"')
+    return f"{whole}\nunless on (job, run) last_over_time({shared}[{WINDOW}])"
 
 
 def total(spec: MetricSpec, *labels: str) -> str:
-    """Return the value of a counter since the start of each rank, summed over the chosen ranks."""
-    return by("sum", of_ranks(spec), *labels)
+    """Return the value of a counter since the start of each rank, summed over the chosen ranks.
+
+    Of a run that does not answer it is the last value: after a crash, an error of before counts.
+    """
+    return last_known(of_ranks(spec), *labels, operation="sum")
 
 
 def _select(what: RecordingRule | MetricSpec, *matchers: str) -> str:

@@ -94,7 +94,8 @@ FLEET = sized(
     ),
     Stat(
         title="Samples per second",
-        description="Samples per second of all runs together.",
+        description="Samples per second of all runs together, without those whose ranks share "
+        "samples.",
         queries=(
             Query(f"sum({recorded.SAMPLES_RATE.select(*JOB)}) or vector(0)", "rate", shape="now"),
         ),

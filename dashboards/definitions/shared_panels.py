@@ -26,7 +26,7 @@ from ..grafana.panels import (
     Table,
     TimeSeries,
 )
-from ..promql import rate, ratio, where
+from ..promql import by, rate, ratio, where
 from ..recording_rules import RecordingRule
 from ..run_status import RunStatus
 from .queries import FIRST_RANK, RANK, RUN, WINDOW, by_node, by_rank, of_run
@@ -61,7 +61,11 @@ STATES = tuple(
     for state, color in STATE_COLORS.items()
 )
 # Shown in place of a value by panels that only a TrainingRun fills.
-NOT_A_TRAINING_RUN = "not a TrainingRun"
+NOT_A_TRAINING_RUN = "no figures of a TrainingRun"
+# Lean detail does not serve all metrics.
+NONE_KNOWN = "none, or not served"
+NOT_KNOWN = "not known"
+SAMPLES_SHARED = "not known, or ranks share samples"
 TABLE_ROWS = 10  # the most rows that a table of ranks has
 RANK_LEGEND = "rank {{rank}} {{node}}"
 ALERT_LABELS = ("node", "rank", "device")  # that say where the cause is
@@ -213,12 +217,14 @@ def step_seconds() -> TimeSeries:
 
     The exemplars are those of rank 0: the ranks of a run share their traces, so one rank is enough.
     """
+    # A sum, because for a while there are two series of a rank that has moved to another address.
     total, number, buckets = (
-        rate(STEP_DURATION, WINDOW, *FIRST_RANK, part=part)
+        by("sum", rate(STEP_DURATION, WINDOW, *FIRST_RANK, part=part))
         for part in ("_sum", "_count", "_bucket")
     )
-    # The exemplars belong to the series of buckets, which have to occur in the query.
-    mean_of_first_rank = where(ratio(total, number), buckets)
+    # The exemplars belong to the series of buckets, which have to occur in the query. They add
+    # nothing to it, and Prometheus may have dropped them.
+    mean_of_first_rank = f"{ratio(total, number)}\nor {buckets} < 0"
     rules = {
         "fastest rank": recorded.STEP_QUANTILE_MIN,
         "middle rank": recorded.STEP_QUANTILE_MEDIAN,

@@ -37,9 +37,12 @@ from .queries import (
     worst,
 )
 from .shared_panels import (
+    NONE_KNOWN,
     NOT_A_TRAINING_RUN,
+    NOT_KNOWN,
     PHASE_COLORS,
     RANK_LEGEND,
+    SAMPLES_SHARED,
     fault_count,
     heatmaps,
     sized,
@@ -143,13 +146,15 @@ THROUGHPUT = sized(
     TimeSeries(
         title="Samples and tokens per second",
         description="Samples and tokens per second of the chosen ranks together, on a logarithmic "
-        "scale. Tokens appear only if the batches show how many there are.",
+        "scale. Tokens appear only if the batches show how many there are. What ranks share, as "
+        "with tensor, sequence and pipeline parallelism, is not shown.",
         queries=(
-            Query(rate_of_ranks(steps.SAMPLES), "samples/s"),
-            Query(rate_of_ranks(steps.TOKENS), "tokens/s"),
+            Query(rate_of_ranks(steps.SAMPLES, "samples"), "samples/s"),
+            Query(rate_of_ranks(steps.TOKENS, "tokens"), "tokens/s"),
         ),
         unit=COUNT,
         log_scale=True,
+        empty=SAMPLES_SHARED,
     ),
     TimeSeries(
         title="FLOPs per second",
@@ -158,7 +163,7 @@ THROUGHPUT = sized(
         queries=(Query(rate_of_ranks(steps.FLOPS), "FLOP/s"),),
         unit=FLOPS_PER_SECOND,
         minimum=0,
-        empty="not known for this model",
+        empty=NOT_KNOWN,
     ),
     TimeSeries(
         title="Model FLOPs utilization",
@@ -169,7 +174,7 @@ THROUGHPUT = sized(
         unit=RATIO,
         minimum=0,
         maximum=1,
-        empty="the device's peak is not known",
+        empty=NOT_KNOWN,
     ),
 )
 
@@ -235,6 +240,7 @@ NUMBERS = (
     ),
 )
 
+NOT_PROFILED = "profiling is off, or not served"
 PROFILED = sized(
     12,
     6,
@@ -248,7 +254,7 @@ PROFILED = sized(
         minimum=0,
         maximum=1,
         stacked=True,
-        empty="profiling is off: set profile.every_steps",
+        empty=NOT_PROFILED,
     ),
     TimeSeries(
         title="Exposed time: zerowatch against the profiler",
@@ -258,7 +264,7 @@ PROFILED = sized(
         queries=(Query(by("max", of_ranks(comm.COMM_EXPOSED_ERROR_RATIO)), "difference"),),
         unit=RATIO,
         minimum=0,
-        empty="profiling is off: set profile.every_steps",
+        empty=NOT_PROFILED,
     ),
 )
 
@@ -300,12 +306,12 @@ MICRO_BATCHES_AND_SHARES = sized(
         queries=(Query(of_run(recorded.COMPRESSION_ERROR), "{{codec}}"),),
         unit=RATIO,
         minimum=0,
-        empty="gradients are not compressed",
+        empty=NONE_KNOWN,
     ),
 )
 
 PASSES = 'phase=~"forward|backward|optimizer"'
-NOT_GENERATING = "the run does not generate"
+NOT_GENERATING = "the run does not generate, or not served"
 GENERATION = (
     TimeSeries(
         title="Generated tokens per second",
@@ -366,7 +372,7 @@ GENERATION = (
         minimum=0,
         width=12,
         height=6,
-        empty="no parameters are gathered in generation",
+        empty=NONE_KNOWN,
     ),
 )
 

@@ -26,7 +26,7 @@ from ..grafana.panels import (
 )
 from ..promql import by
 from .queries import of_first_rank, of_run
-from .shared_panels import sized, step_seconds
+from .shared_panels import SAMPLES_SHARED, sized, step_seconds
 
 NO_TUNER = "no tuner in this run"
 OFF_AND_ON = (Named(0, "-", "transparent"), Named(1, "in this state", "blue"))
@@ -179,9 +179,10 @@ KNOBS = (
     TimeSeries(
         title="Throughput",
         description="Samples per second of all ranks together, which shows the effect of all "
-        "changes.",
+        "changes. It is not known if ranks share samples.",
         queries=(Query(of_run(recorded.SAMPLES_RATE), "samples/s"),),
         minimum=0,
+        empty=SAMPLES_SHARED,
         width=16,
     ),
     Text(

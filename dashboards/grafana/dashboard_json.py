@@ -14,7 +14,7 @@ from grafanalib import core as grafanalib
 
 from ...metrics.catalog.training import RUN_ACTIVE
 from ...metrics.catalog.tuner import TUNER_DECISIONS
-from ..promql import select
+from ..promql import earlier, select
 from .dashboard import Dashboard, Row
 from .grafanalib_cleanup import STALE_IN_DASHBOARD, STALE_OF_VARIABLE, Json, cleaned
 from .links import RUNBOOK, Here, traces_url
@@ -262,7 +262,8 @@ def graph_annotations() -> list[Json]:
 
     A user can switch each of them off at the top of a dashboard.
     """
-    first_rank = select(RUN_ACTIVE, *_FIRST_RANK)
+    # Rank 0 serves only once its model is loaded, perhaps minutes after the start of the process.
+    process = f"process_start_time_seconds{{{', '.join(_FIRST_RANK)}}}"
     return [
         BUILT_IN,
         _annotation(
@@ -283,8 +284,7 @@ def graph_annotations() -> list[Json]:
         ),
         _annotation(
             "Starts",
-            f"{first_rank} == 1 and on (job, run, instance) "
-            f"time() - process_start_time_seconds{{{', '.join(_FIRST_RANK)}}} < 60",
+            f"{process} unless {process} == {earlier(process, '1m', gap='1h')}",
             color="blue",
             title="Run starts",
             text="{{run}}",

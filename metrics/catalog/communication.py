@@ -59,6 +59,14 @@ COMM_SECONDS = counter(
     usual="Any rate up to 1: communication may overlap with computation. Compare "
     "comm_exposed_seconds_total.",
 )
+COMM_UNION_SECONDS = counter(
+    "comm_union_seconds_total",
+    "Like comm_seconds, over all groups: time in which several groups had calls in flight counts "
+    "once.",
+    lean=EVERY_SERIES,
+    usual="At most the sum of comm_seconds_total over groups. Less the exposed seconds, it is what "
+    "overlaps with computation.",
+)
 COMM_EXPOSED_SECONDS = counter(
     "comm_exposed_seconds_total",
     "Seconds in which training could do nothing but wait for collectives, without evaluation and "
@@ -77,10 +85,10 @@ COMM_OWN_EXPOSED_SECONDS = counter(
 )
 COMM_WAIT_SECONDS = counter(
     "comm_wait_seconds_total",
-    "Seconds of collectives spent waiting for a later rank: measured where the same call was found "
-    "on all ranks, else estimated from the link. Asynchronous calls on a GPU are measured in "
-    "sampled steps (sampling.exact_collectives_steps); those of other steps count like the mean "
-    "of the last four, without the first.",
+    "Seconds of collectives spent waiting for a later rank, without evaluation and checkpoints: "
+    "measured where the same call was found on all ranks, else estimated from the link. "
+    "Asynchronous calls on a GPU are measured in sampled steps (sampling.exact_collectives_steps); "
+    "those of other steps count like the mean of the last four, without the first.",
     GROUP,
     lean=Lean(without=("group",)),
     usual="Small and equal on all ranks. The rank that waits least is the one that the others"
@@ -88,7 +96,8 @@ COMM_WAIT_SECONDS = counter(
 )
 COMM_TRANSFER_SECONDS = counter(
     "comm_transfer_seconds_total",
-    "Seconds of collectives spent moving data: their duration less the wait.",
+    "Seconds of collectives spent moving data, without evaluation and checkpoints: their duration "
+    "less the wait.",
     GROUP,
     usual="Constant per step. It grows if a link becomes slow.",
 )
@@ -221,6 +230,7 @@ METRICS = (
     COLLECTIVE_WIRE_BYTES,
     COLLECTIVE_DURATION,
     COMM_SECONDS,
+    COMM_UNION_SECONDS,
     COMM_EXPOSED_SECONDS,
     COMM_OWN_EXPOSED_SECONDS,
     COMM_WAIT_SECONDS,

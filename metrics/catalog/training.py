@@ -137,6 +137,21 @@ STEPS = counter(
     usual="The same on all ranks, within a few steps. Worry if it stands still for ten usual "
     "steps.",
 )
+LAST_STEP = gauge(
+    "last_step",
+    "Number of the last step, as the engine counts it: it continues after a restart from a "
+    "checkpoint.",
+    lean=EVERY_SERIES,
+    usual="The same on all ranks, within a few steps.",
+)
+SHARED_WORK = gauge(
+    "shared_work",
+    "1 if several ranks train on the same samples or tokens, as with tensor, sequence and pipeline "
+    "parallelism: a sum over ranks is then too large. Absent otherwise.",
+    Label(name="of", values=("samples", "tokens")),
+    lean=EVERY_SERIES,
+    usual="Constant after the first steps.",
+)
 SAMPLES = counter(
     "samples_total",
     "Samples that this rank has trained on.",
@@ -267,6 +282,8 @@ METRICS = (
     LAST_CHECKPOINT_BYTES,
     ALERT_THRESHOLD,
     STEPS,
+    LAST_STEP,
+    SHARED_WORK,
     SAMPLES,
     TOKENS,
     SKIPPED_STEPS,

@@ -1,7 +1,7 @@
 """Leaves out series in runs of many ranks: the setting `serve.detail`.
 
-The recorder always holds all series. Only the exporters leave some out, so that advice, reports and
-the tuner work alike with either setting.
+The recorder and the metrics log always hold all series. Only what is scraped or sent leaves some
+out, so that advice, reports and the tuner work alike with either setting.
 """
 
 from __future__ import annotations

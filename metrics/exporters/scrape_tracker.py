@@ -49,6 +49,7 @@ class ScrapeTracker:
         self._clients: dict[str, _Client] = {}
         self._changed = threading.Condition()
         self._deadline: float | None = None
+        self._asked_at: float | None = None  # the first call of `wait_until_read`
 
     def note(self, client: str, *, run_active: float | None) -> None:
         """Record a scrape by `client`. The response contained this value of run_active."""
@@ -77,6 +78,23 @@ class ScrapeTracker:
             if self._deadline is None:  # includes clients that have read the end of this rank
                 self._deadline = time.monotonic() + _patience(self._regular(), max_seconds)
             self._changed.wait_for(lambda: False, max(0.0, self._deadline - time.monotonic()))
+
+    def wait_until_read(self, max_seconds: float) -> None:
+        """Block until all clients that scrape regularly have scraped since the first call.
+
+        Args:
+            max_seconds: The longest wait since the first call.
+        """
+        with self._changed:
+            if self._asked_at is None:
+                self._asked_at = self._now()
+            asked_at = self._asked_at
+
+            def awaited() -> list[_Client]:
+                return [client for client in self._regular() if client.times[-1] <= asked_at]
+
+            patience = _patience(awaited(), max_seconds) - (self._now() - asked_at)
+            self._changed.wait_for(lambda: not awaited(), max(0.0, patience))
 
     def patience_seconds(self, max_seconds: float) -> float:
         """Return the seconds to wait for the expected scrapes, or 0 if no scrape is expected."""

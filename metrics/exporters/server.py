@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import logging
@@ -44,8 +45,14 @@ RENDER_SECONDS = 0.5
 STOP_SECONDS = 5.0
 # Age of the last update of the metrics from which /healthz answers 503. The usual age is a second.
 STALE_SECONDS = 30.0
-# Longest wait for the last scrape after Ctrl-C. torchrun kills the ranks 30 s after Ctrl-C.
+# Longest wait for the last scrape after Ctrl-C, or after a fault of a GPU. torchrun kills the ranks
+# 30 s after Ctrl-C.
 INTERRUPTED_SECONDS = 25.0
+
+
+# The servers of ended runs of this process, which wait for their final scrape. A later run takes
+# over their ports, and answers for them: Prometheus looks for each run at the same port.
+_lingering: list[MetricsServer] = []
 
 
 class ServingThread(Protocol):
@@ -110,7 +117,7 @@ class MetricsServer:
             HEALTH_PATH: lambda _: self._health(),
         }
         if targets is not None:
-            self._routes["/targets"] = lambda _: _json(targets())
+            self._routes["/targets"] = lambda _: _json(self._all_targets())
         self._front_page = None if pages is None else pages.get("/")
         self._routes |= pages or {}
         self._hosts: HostCheck | None = None
@@ -128,6 +135,7 @@ class MetricsServer:
         self._listener: Listener | None = None
         self._thread: ServingThread | None = None
         self._process_id = os.getpid()
+        self._closing = threading.RLock()  # a signal handler may close, too
         self._logged_failures: set[type] = set()
 
     def start(self) -> str | None:
@@ -147,7 +155,7 @@ class MetricsServer:
         )
         try:
             self._auth = ClientAuth(self._settings)
-            listener = listen(self._settings, self._local_rank, site)
+            listener = listen(self._settings, self._local_rank, site, self._vacate)
         except SettingsError as error:
             logger.error("rank %d serves no metrics, training continues: %s", self._rank, error)
             return None
@@ -173,7 +181,8 @@ class MetricsServer:
             interrupted: Whether Ctrl-C has ended the run. The wait is then shorter, because a user
                 waits for the process.
         """
-        if self._listener is not None and self._recorder.snapshot().value(RUN_ACTIVE) == 0:
+        is_served = self._listener is not None or self in _lingering
+        if is_served and self._recorder.snapshot().value(RUN_ACTIVE) == 0:
             self._rendered = {}  # the next scrape renders run_active 0
             # Rank 0 serves the addresses of all ranks. If rank 0 ended first, Prometheus would stop
             # scraping the other ranks.
@@ -184,10 +193,21 @@ class MetricsServer:
                 self._announce_wait(self._scrapes.patience_seconds(seconds))
             self._scrapes.wait_until_end_was_read(seconds, on_all_ranks=on_all_ranks)
 
+    def wait_for_next_scrape(self) -> None:
+        """Wait until the regular scrapers have read the metrics of now, for 25 s at most.
+
+        A later call waits for the same scrapes as the first.
+        """
+        if self._listener is not None:
+            self._rendered = {}
+            seconds = min(self._settings.linger_seconds, INTERRUPTED_SECONDS)
+            self._scrapes.wait_until_read(seconds)
+
     def close_after_final_scrape(self, before_close: Callable[[], object] = lambda: None) -> None:
         """Start a thread that waits for the final scrape and then closes the server.
 
-        If no thread can be started, the server closes at once.
+        If a later run of this process needs the port meanwhile, its server answers in place of this
+        one. If no thread can be started, the server closes at once.
 
         Args:
             before_close: Called after the final scrape, before the server closes.
@@ -198,6 +218,8 @@ class MetricsServer:
             before_close()
             self.close()
 
+        if self._listener is not None:
+            _lingering.append(self)
         thread = threading.Thread(target=linger, name="zerowatch-linger", daemon=True)
         try:
             thread.start()
@@ -208,14 +230,34 @@ class MetricsServer:
 
     def close(self) -> None:
         """Stop serving at once. Safe to call twice, and in a forked child."""
-        listener, self._listener = self._listener, None
-        if listener is None:
-            return
+        self._stop_listening()
+        with contextlib.suppress(ValueError):
+            _lingering.remove(self)
+
+    def _stop_listening(self) -> None:
         # A forked child has the socket but no serving thread. Joining the thread would never end.
-        if os.getpid() == self._process_id and self._thread is not None:
+        if os.getpid() != self._process_id:
+            if self._listener is not None:
+                self._listener.server_close()
+                self._listener = None
+            return
+        with self._closing:
+            listener, self._listener = self._listener, None
+            if listener is None:
+                return
             listener.stop()
-            self._thread.join(STOP_SECONDS)
-        listener.server_close()
+            if self._thread is not None:
+                self._thread.join(STOP_SECONDS)
+            listener.server_close()
+
+    def _vacate(self, port: int) -> None:
+        """Free a port that an earlier run of this process still has, for its final scrape."""
+        for earlier in _earlier_runs():
+            with earlier._closing:
+                listener = earlier._listener
+                is_same_host = earlier._settings.host == self._settings.host
+                if listener is not None and is_same_host and port in listener.ports:
+                    earlier._stop_listening()
 
     def _announce_wait(self, seconds: float) -> None:
         if seconds and self._rank == 0:
@@ -247,11 +289,21 @@ class MetricsServer:
         auth = None if request.path == HEALTH_PATH else self._auth
         if auth is not None and not auth.admits(request.authorization):
             return self._unauthorized(auth.challenge, request)
+        servers = [self]
         for run in parse_qs(request.query).get("run", ()):
-            if not self._serves_run(run):
+            servers = [each for each in (self, *self._vacated()) if each._serves_run(run)]
+            if not servers:
                 return _not_this_run(run)
-        route = self._routes.get(request.path)
-        return route(request) if route else self._not_found()
+        route = servers[0]._routes.get(request.path)
+        return route(request) if route else servers[0]._not_found()
+
+    def _vacated(self) -> list[MetricsServer]:
+        """Return the servers of earlier runs for which this one answers."""
+        return [each for each in _earlier_runs() if each._listener is None and each is not self]
+
+    def _all_targets(self) -> list[dict[str, Any]]:
+        servers = (self, *self._vacated())
+        return [one for each in servers if each._targets is not None for one in each._targets()]
 
     def _is_from_here(self, request: Request) -> bool:
         """Whether a request is not from a page of a foreign site (`host_check.py`)."""
@@ -351,6 +403,11 @@ class MetricsServer:
 
     def _on_cpu_spent(self, seconds: float) -> None:
         self._recorder.add(WATCH_SECONDS, seconds, "http_thread")
+
+
+def _earlier_runs() -> list[MetricsServer]:
+    """Return the servers that wait for their final scrape. Those of a parent are not ours."""
+    return [each for each in _lingering if each._process_id == os.getpid()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,10 +33,12 @@ class PeriodTotals:
     """Sums over the calls between two publications of the metrics.
 
     Attributes:
+        seconds: Seconds in which at least one call ran.
         comm_seconds: Seconds in which at least one call ran, by group role.
     """
 
     def __init__(self) -> None:
+        self.seconds = 0.0
         self.comm_seconds: dict[str, float] = {}
         self._sums: dict[_Kind, OpTotals] = {}
 
@@ -51,6 +53,7 @@ class PeriodTotals:
 
     def add_time(self, comm: CommTime) -> None:
         """Add the time that a batch of calls took, without the calls."""
+        self.seconds += comm.seconds
         for group, seconds in comm.by_group.items():
             self.comm_seconds[group] = self.comm_seconds.get(group, 0.0) + seconds
 

@@ -15,6 +15,10 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from ...metrics.catalog import devices
+from ...metrics.recorder import Snapshot
+from ...metrics.xid_errors import XIDS
+
 # The name of a reading, followed by the values of its labels: ("ecc_errors", "corrected").
 HealthReadings = Mapping[tuple[str, ...], float]
 HealthSource = Callable[[], HealthReadings]
@@ -68,8 +72,19 @@ def health_sources(
     return {
         "throttle reasons": partial(_throttled, nvml, handle, now),
         "temperature limit": partial(_temperature_limit, nvml, handle),
-        **{name: partial(_seldom, make, now) for name, make in counters.items()},
+        **{name: partial(Seldom, make, now) for name, make in counters.items()},
     }
+
+
+def asks_for_drain(snapshot: Snapshot) -> bool:
+    """Return whether a GPU is lost, has lost data, or has reported an XID that asks for a reset."""
+    errors = snapshot.values.get(devices.DEVICE_ECC_ERRORS, {})
+    xids = {number for _, number in snapshot.values.get(devices.DEVICE_XID_ERRORS, {})}
+    return (
+        snapshot.total(devices.DEVICE_LOST) > 0
+        or any(count for (_, kind), count in errors.items() if kind == "uncorrected")
+        or any(str(xid.number) in xids for xid in XIDS if xid.drain)
+    )
 
 
 def identity(nvml: Any, handle: Any) -> HealthReadings:
@@ -195,21 +210,31 @@ class XidEvents:
         return numbers
 
 
-def _seldom(make: Callable[[], HealthSource], now: Clock) -> HealthSource:
-    """Return a source that reads another one at most every 15 s, and repeats its readings."""
-    source = make()
-    due = -math.inf
-    last: HealthReadings = {}
+class Seldom:
+    """A source that reads another one at most every 15 s, and repeats its readings.
 
-    def read() -> HealthReadings:
-        nonlocal due, last
-        moment = now()
-        if moment >= due:
-            due, last = moment + COUNTERS_SECONDS, {}  # if it fails, nothing is repeated
-            last = source()
-        return last
+    Args:
+        make: Makes the other source.
+        now: A monotonic clock, in seconds.
+    """
 
-    return read
+    def __init__(self, make: Callable[[], HealthSource], now: Clock) -> None:
+        self._source, self._now = make(), now
+        self._due = -math.inf
+        self._last: HealthReadings = {}
+
+    def __call__(self) -> HealthReadings:
+        """Return the readings, of now or of up to 15 s ago."""
+        moment = self._now()
+        if moment >= self._due:
+            # If it fails, nothing is repeated.
+            self._due, self._last = moment + COUNTERS_SECONDS, {}
+            self._last = self._source()
+        return self._last
+
+    def expire(self) -> None:
+        """Read at the next call."""
+        self._due = -math.inf
 
 
 def _ecc(nvml: Any, handle: Any, kind: str, error_type: int) -> HealthSource:

@@ -22,6 +22,7 @@ from .gpu_health import (
     Clock,
     HealthReadings,
     RunningTotal,
+    Seldom,
     XidEvents,
     health_sources,
     identity,
@@ -163,10 +164,10 @@ class NvmlDevice:
         with self._lock:
             if self._is_closed:
                 return {}
-            readings = dict(self._identity)
+            readings = {**self._identity, **self._xid_errors()}
             if not self._is_lost or not self._sources:
                 readings |= self._collect(self._health)
-            return {**readings, **self._xid_errors(), ("lost",): float(self._is_lost)}
+            return {**readings, ("lost",): float(self._is_lost)}
 
     def close(self) -> None:
         """Shut NVML down. Later readings are empty."""
@@ -200,7 +201,12 @@ class NvmlDevice:
     def _xid_errors(self) -> HealthReadings:
         if self._xids is None:
             return {}
-        for number in self._xids.poll():
+        numbers = self._xids.poll()
+        if numbers:  # the fault may have changed the counters, and soon ends the process
+            for source in self._health.values():
+                if isinstance(source, Seldom):
+                    source.expire()
+        for number in numbers:
             drains = number in BY_NUMBER and BY_NUMBER[number].drain
             level = logging.ERROR if drains else logging.WARNING
             logger.log(level, "%s: XID %d: %s", self.device, number, describe(number))

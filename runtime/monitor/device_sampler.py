@@ -88,7 +88,12 @@ class DeviceSampler:
                 yield (_HEALTH_METRICS[reading], (device, *labels)), value
 
     def close(self) -> None:
-        """Close all probes, even if closing one of them fails."""
+        """Read the devices once more, and close all probes, even if one of them fails.
+
+        A fault of a device may be what ends the run.
+        """
+        self._device_due = 0.0
+        self._fail_open.call("devices", self.read_devices)
         for probe in self._probes:
             self._fail_open.call("devices", probe.close)
 

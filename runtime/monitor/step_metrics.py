@@ -17,6 +17,10 @@ from ..common.phase_timer import GENERATE_PHASE
 from ..instrumentation.raw_step import RawStep, StepCounts
 from .step_quantiles import StepQuantiles
 
+# What the ranks of a group train on together, by the role of the group: the slices of a model and
+# of a sequence share both. Only the first stage of a pipeline records tokens.
+_SHARED_WORK = {"tp": ("samples", "tokens"), "sp": ("samples", "tokens"), "pp": ("samples",)}
+
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
@@ -125,6 +129,7 @@ class StepMetrics:
     def _set_latest(self, records: Sequence[StepRecord]) -> None:
         latest = records[-1]
         self._recorder.set(training.LAST_STEP_TIMESTAMP, latest.ended_at_unix_seconds)
+        self._recorder.set(training.LAST_STEP, latest.step)
         for spec, value in (
             (training.LOSS, latest.loss),
             (training.GRADIENT_NORM, latest.gradient_norm),
@@ -153,6 +158,10 @@ class StepMetrics:
                 recorder.observe_all(communication.COLLECTIVE_DURATION, sums.seconds, sums.op)
         for group, seconds in totals.comm_seconds.items():
             recorder.add(communication.COMM_SECONDS, seconds, group)
+            for work in _SHARED_WORK.get(group, ()):
+                recorder.set(training.SHARED_WORK, 1.0, work)
+        if totals.comm_seconds:
+            recorder.add(communication.COMM_UNION_SECONDS, totals.seconds)
 
 
 def _pass_seconds(record: StepRecord) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ...metrics.catalog import training
@@ -20,6 +21,7 @@ from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
 from ..common.fail_open import FailOpen
 from ..common.interrupts import is_interrupt
+from ..devices.gpu_health import asks_for_drain
 from ..sinks.sink import Sink
 from .final_report import announce_report
 from .run_end_reason import end_reason, note_error
@@ -290,11 +292,12 @@ class Watch:
         After an end in good order or by Ctrl-C, `run_active` is 0 until the last scrape, and
         `run_end_info` has the reason. After an exception the server closes at once: `run_active`
         remains 1 and then vanishes, by which alerts recognize the failure. `run_end_info` is then
-        rarely scraped, but it is in the last export by OTLP.
+        rarely scraped, but it is in the last export by OTLP. If a GPU must be drained, the server
+        closes after the next scrape instead, because alerts name the GPU from it.
 
         Args:
-            failed: Whether the run ends with an exception. The server then closes at once. A call
-                while an exception is handled counts as such an end, too.
+            failed: Whether the run ends with an exception. A call while an exception is handled
+                counts as such an end, too.
             interrupted: Whether Ctrl-C has ended the run. The wait for the last scrape is then
                 shorter.
             at_exit: Whether the process ends now. The call then waits for the last scrape.
@@ -329,7 +332,13 @@ class Watch:
             self._publish_overhead()
             self._close_parts(lambda: self._announce_report(ok=not failed and not interrupted))
         if self._failed:
-            self._close_parts(self._server.close)
+            if not self.fail_open.call("close", asks_for_drain, self.snapshot()):
+                self._close_parts(self._server.close)
+            elif at_exit:
+                self._close_after_next_scrape()
+            else:
+                thread = Thread(target=self._close_after_next_scrape, daemon=True)
+                self._close_parts(thread.start)  # without a thread, the server closes at exit
         elif at_exit:
             try:
                 self._server.wait_for_final_scrape(interrupted=interrupted)
@@ -338,6 +347,12 @@ class Watch:
                 self._close_parts(self._server.close)
         else:
             self._server.close_after_final_scrape(self._withdraw_targets)
+
+    def _close_after_next_scrape(self) -> None:
+        try:
+            self._close_parts(self._server.wait_for_next_scrape)
+        finally:  # Ctrl-C ends the wait
+            self._close_parts(self._server.close)
 
     def __repr__(self) -> str:
         """Return the state of the run on this rank in one line."""

@@ -258,6 +258,25 @@ def test_provisioned_datasources_have_the_uids_that_dashboards_use() -> None:
     assert hosts <= SERVICES.keys()
 
 
+def test_grafana_knows_the_interval_at_which_ranks_are_scraped() -> None:
+    file = DOCKER / "grafana" / "provisioning" / "datasources" / "zerowatch.yaml"
+    source = next(
+        each
+        for each in yaml.safe_load(file.read_text())["datasources"]
+        if each["uid"] == "prometheus"
+    )
+    ranks = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+
+    intervals = {
+        rule["replacement"]
+        for job in ranks
+        for rule in job.get("relabel_configs", ())
+        if rule.get("target_label") == "__scrape_interval__"
+    }
+
+    assert intervals == {source["jsonData"]["timeInterval"]}
+
+
 def test_the_provisioned_dashboard_path_is_the_mounted_path() -> None:
     file = DOCKER / "grafana" / "provisioning" / "dashboards" / "zerowatch.yaml"
     (provider,) = yaml.safe_load(file.read_text())["providers"]

@@ -32,6 +32,13 @@ def test_two_builds_produce_the_same_files():
     assert rendered_files() == rendered_files()
 
 
+def test_dashboards_link_to_the_runbook_of_the_stack(folder):
+    variables = json.loads((folder / DASHBOARD).read_text())["templating"]["list"]
+
+    (runbook,) = [each for each in variables if each["name"] == "runbook"]
+    assert runbook["query"] == "http://127.0.0.1:9099/runbook"  # as in compose.yaml
+
+
 def test_a_file_edited_by_hand_is_reported_with_what_to_do(folder):
     (folder / DASHBOARD).write_text((folder / DASHBOARD).read_text().replace("Loss", "Los"))
 

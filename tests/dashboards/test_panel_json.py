@@ -674,7 +674,7 @@ def test_what_can_be_chosen_depends_on_what_a_dashboard_is_about(about: str) -> 
 def test_graphs_of_a_run_mark_alerts_decisions_and_starts() -> None:
     built_in, *found = dashboard()["annotations"]["list"]
     run = 'job=~"$job", run=~"$run"'
-    first = f'{ACTIVE}{{{run}, rank="0"}}'
+    process = f'process_start_time_seconds{{{run}, rank="0"}}'
     decisions = f'{TUNER_DECISIONS.name}{{{run}, rank="0"}}'
 
     assert (built_in["builtIn"], built_in["enable"], built_in["hide"]) == (1, True, True)
@@ -700,8 +700,7 @@ def test_graphs_of_a_run_mark_alerts_decisions_and_starts() -> None:
         ),
         (
             "Starts",
-            f"{first} == 1 and on (job, run, instance) "
-            f'time() - process_start_time_seconds{{{run}, rank="0"}} < 60',
+            f"{process} unless {process} == last_over_time({process}[1h] offset 1m)",
             "blue",
             "Run starts",
             "{{run}}",

@@ -19,9 +19,9 @@ from servers.grafana_reader import DashboardQuery, Reader
 from servers.prometheus_server import Prometheus
 from stored_run import BEFORE, NOW, RUN, SHOWN_SECONDS, STORED
 
-from zerowatch.dashboards.definitions import DASHBOARDS, OVERVIEW
+from zerowatch.dashboards.definitions import DASHBOARDS, MEMORY, OVERVIEW, STEP_ANATOMY
 from zerowatch.dashboards.grafana.dashboard import Dashboard
-from zerowatch.dashboards.grafana.dashboard_json import dashboard_json
+from zerowatch.dashboards.grafana.dashboard_json import dashboard_json, graph_annotations
 from zerowatch.dashboards.grafana.panels import Panel, Table, XYChart
 
 EXPECTED: dict[str, dict[str, dict[str, float]]] = {
@@ -242,7 +242,7 @@ EXPECTED: dict[str, dict[str, dict[str, float]]] = {
             "limit of OomRiskCritical": 0.88,
         },
         "Peak against limit": {
-            "limit": 8e10,
+            "limit": 7.8e10,
             "peak": 7e10,
             "predicted peak": 7.2e10,
             "allocated": 6e10,
@@ -441,8 +441,8 @@ EXPECTED: dict[str, dict[str, dict[str, float]]] = {
             "State: night-7": 1,
             "Ranks: night-6": 5,
             "Ranks: night-7": 3,
-            "Step: night-6": 900,
-            "Step: night-7": 1234,
+            "Step: night-6": 4900,
+            "Step: night-7": 5234,
             "Loss: night-6": 2.5,
             "Loss: night-7": 2.31,
             "Step time: night-6": 0.7,
@@ -459,12 +459,12 @@ EXPECTED: dict[str, dict[str, dict[str, float]]] = {
             "Goodput: night-7": 0.93,
         },
         "Settings of both runs": {": night-7 2 nccl cuda T D": 1},
-        "Loss over steps": {"A x": 900, "A": 2.5, "B x": 1234, "B": 2.31},
-        "Step time over steps": {"A x": 900, "A": 0.7, "B x": 1234, "B": 0.49},
-        "Throughput over steps": {"A x": 900, "A": 40, "B x": 1234, "B": 52},
-        "Exposed communication over steps": {"A x": 900, "A": 0.28, "B x": 1234, "B": 0.21},
-        "Gradient norm over steps": {"A x": 900, "A": 2.2, "B x": 1234, "B": 1.7},
-        "Peak memory over steps": {"A x": 900, "A": 6.5e10, "B x": 1234, "B": 3e11},
+        "Loss over steps": {"A x": 4900, "A": 2.5, "B x": 5234, "B": 2.31},
+        "Step time over steps": {"A x": 4900, "A": 0.7, "B x": 5234, "B": 0.49},
+        "Throughput over steps": {"A x": 4900, "A": 40, "B x": 5234, "B": 52},
+        "Exposed communication over steps": {"A x": 4900, "A": 0.28, "B x": 5234, "B": 0.21},
+        "Gradient norm over steps": {"A x": 4900, "A": 2.2, "B x": 5234, "B": 1.7},
+        "Peak memory over steps": {"A x": 4900, "A": 6.5e10, "B x": 5234, "B": 3e11},
     },
 }
 # The Overview of a run of which little is stored. It has no GPU, so there is no limit of idle GPUs.
@@ -561,6 +561,54 @@ def test_the_overview_of_a_run_that_exports_little_shows_what_there_is(
     found = shown(prometheus, OVERVIEW, BEFORE)
 
     assert found == {title: about(values) for title, values in OF_THE_RUN_BEFORE.items()}
+
+
+# Of a run that vanished. Its state, alerts and ranks are those of any run.
+LAST_KNOWN = {
+    "Last checkpoint": {"ago": 900},
+    "Checkpoints": {"saved": 15},
+    "Cost of checkpoints": {"size": 1.3e10, "time": 51},
+    "Out-of-memory errors": {"fatal": 1},
+    "Allocator retries": {"retries": 13},
+    "Replayed windows": {"gave_up": 8},
+    "Engine rebuilds": {"refused": 9},
+    "Restarts": {"restarts": 1},
+}
+
+
+def test_the_last_counts_of_a_run_that_vanished_are_shown(prometheus: Prometheus) -> None:
+    found = shown(prometheus, OVERVIEW, "vanished") | shown(prometheus, MEMORY, "vanished")
+
+    assert {title: found.get(title) for title in LAST_KNOWN} == LAST_KNOWN
+
+
+@pytest.mark.parametrize("run", ["moved", "without buckets"])
+def test_the_step_time_is_shown_after_a_move_of_rank_0_and_without_buckets(
+    prometheus: Prometheus, run: str
+) -> None:
+    assert shown(prometheus, OVERVIEW, run)["Step time"] == about({"mean of rank 0": 0.6})
+
+
+@pytest.mark.parametrize(
+    ("run", "is_marked"),
+    [("long ago", False), ("with a gap", False), ("a large model", True), ("again", True)],
+)
+def test_a_start_is_marked_for_a_minute_from_the_first_scrape(
+    prometheus: Prometheus, run: str, is_marked: bool
+) -> None:
+    (starts,) = [each for each in graph_annotations() if each["name"] == "Starts"]
+    expression = starts["expr"].replace("$job", "zerowatch").replace("$run", run)
+
+    assert bool(prometheus.series(expression, time=NOW)) == is_marked
+
+
+@pytest.mark.parametrize(("run", "known"), [("pipeline", {"tokens/s": 800}), ("tensor", None)])
+def test_what_ranks_share_is_not_added_up(
+    prometheus: Prometheus, run: str, known: dict[str, float] | None
+) -> None:
+    found = shown(prometheus, STEP_ANATOMY, run)
+
+    assert found.get("Samples and tokens per second") == known
 
 
 def test_the_overview_of_a_run_without_series_counts_no_alert_and_no_rank(

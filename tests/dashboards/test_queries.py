@@ -12,7 +12,7 @@ from zerowatch.dashboards.definitions import queries
 from zerowatch.dashboards.grafana.panels import Step, above, below
 from zerowatch.dashboards.recording_rules import RecordingRule
 from zerowatch.dashboards.run_status import RunStatus
-from zerowatch.metrics.catalog.training import STEPS
+from zerowatch.metrics.catalog.training import STEPS, TOKENS
 from zerowatch.metrics.thresholds import EXPOSED_COMM_RATIO_HIGH
 
 RULE = RecordingRule(name="rule", expression=lambda timing: "1", labels=("run", "rank", "node"))
@@ -81,7 +81,11 @@ def test_counters_and_buckets_are_summed_over_the_chosen_ranks():
     assert queries.rate_of_ranks(STEPS) == (
         f"sum by (job, run) (rate(zerowatch_steps_total{{{RANKS}}}[$__rate_interval]))"
     )
-    assert queries.total(STEPS, "a") == f"sum by (job, run, a) (zerowatch_steps_total{{{RANKS}}})"
+    steps = f"zerowatch_steps_total{{{RANKS}}}"
+    assert flat(queries.total(STEPS, "a")) == (
+        f"sum by (job, run, a) ({steps})"
+        f" or on (job, run) sum by (job, run, a) (last_over_time({steps}[$__range]))"
+    )
     assert queries.by_node("max", RULE) == f"max by (job, run, node) (rule{{{RANKS}}})"
     assert queries.by_rank("max", RULE) == f"max by (job, run, rank, node) (rule{{{RANKS}}})"
     assert queries.quantile(0.9, RULE, "a") == (
@@ -89,6 +93,15 @@ def test_counters_and_buckets_are_summed_over_the_chosen_ranks():
     )
     assert queries.latest(RULE, 'a="b"') == (
         'max by (job, run) (last_over_time(rule{a="b"}[$__range]))'
+    )
+
+
+def test_a_rate_of_what_ranks_share_has_no_result():
+    shared = f'zerowatch_shared_work{{{RUN}, of="tokens"}}'
+
+    assert flat(queries.rate_of_ranks(TOKENS, "tokens")) == (
+        f"sum by (job, run) (rate(zerowatch_tokens_total{{{RANKS}}}[$__rate_interval]))"
+        f" unless on (job, run) last_over_time({shared}[$__rate_interval])"
     )
 
 

@@ -35,6 +35,7 @@ def make_server(recorder, fail_open):
 
         def make(
             *,
+            recorder=recorder,
             rank=0,
             local_rank=0,
             targets=None,

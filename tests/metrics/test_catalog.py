@@ -35,6 +35,8 @@ last_checkpoint_timestamp_seconds gauge
 last_checkpoint_bytes gauge
 alert_threshold gauge name
 steps_total counter
+last_step gauge
+shared_work gauge of
 samples_total counter
 tokens_total counter
 skipped_steps_total counter
@@ -53,6 +55,7 @@ collective_bytes_total counter op group
 collective_wire_bytes_total counter op group
 collective_duration_seconds histogram op
 comm_seconds_total counter group
+comm_union_seconds_total counter
 comm_exposed_seconds_total counter group
 comm_own_exposed_seconds_total counter phase
 comm_wait_seconds_total counter group
@@ -165,6 +168,7 @@ PROMISED_VALUES = {
     "reason of run_end_info": "completed interrupted exception out_of_memory peer_failed "
     "hang_abort",
     "quantile": "0.5 0.9 0.99",
+    "of": "samples tokens",
     "outcome of checkpoints_total": "saved failed",
     "cause": "latency bandwidth imbalance redundancy",
     "state of memory_bytes": "allocated reserved inactive_split",

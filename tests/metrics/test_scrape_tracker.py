@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 
 import pytest
-from fakes.scraper import get
+from fakes.scraper import eventually, get
 
 from zerowatch.metrics.catalog.training import RUN_ACTIVE
 from zerowatch.metrics.exporters.scrape_tracker import ScrapeTracker
 from zerowatch.metrics.exporters.server import INTERRUPTED_SECONDS
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import ServeSettings
 
 # Far more than any scrape takes, on a busy machine too.
 LINGER_SECONDS = 300
 
 
-def scrape(address: str, client: str = "prometheus") -> None:
+def scrape(address: str, client: str = "prometheus", path: str = "/metrics") -> None:
     """Scrape, and wait until the server has recorded the scrape, which it does after its answer."""
-    get(address, **{"User-Agent": client})
+    get(address, path, **{"User-Agent": client})
     get(address, "/nothing")  # answered by the same thread
 
 
@@ -81,6 +83,41 @@ def test_a_request_for_another_page_does_not_end_lingering(make_server, recorder
     get(address, "/healthz")
 
     assert seconds_of(server.wait_for_final_scrape) >= 0.1
+
+
+def test_a_later_run_has_the_port_at_once_and_answers_for_the_one_that_lingers(
+    make_server, recorder
+):
+    def server_of(run, recorder, **settings):
+        return make_server(
+            recorder=recorder,
+            serves_run=lambda asked: asked == run,
+            targets=lambda: [run],
+            now=lambda: clock[0],
+            linger_seconds=LINGER_SECONDS,
+            **settings,
+        )
+
+    clock, withdrawn, later = [0.0], threading.Event(), Recorder()
+    later.set(RUN_ACTIVE, 1)
+    first = server_of("first", recorder)
+    address = first.start()
+    for clock[0] in (0, 30):
+        scrape(address, path="/metrics?run=first")
+    recorder.set(RUN_ACTIVE, 0)
+    first.close_after_final_scrape(withdrawn.set)
+    second = server_of("second", later, port=int(address.rpartition(":")[2]), strict_port=True)
+
+    assert second.start() == address
+    assert json.loads(get(address, "/targets")[2]) == ["second", "first"]
+    assert 'run_active{rank="0"} 1.0' in get(address)[2]
+    assert 'run_active{rank="0"} 1.0' in get(address, "/metrics?run=second")[2]
+    assert not withdrawn.is_set()
+    last = get(address, "/metrics?run=first", User_Agent="prometheus")[2]
+    assert 'run_active{rank="0"} 0.0' in last
+    assert withdrawn.wait(LINGER_SECONDS)
+    assert eventually(lambda: get(address, "/metrics?run=first")[0] == 404)
+    assert json.loads(get(address, "/targets")[2]) == ["second"]
 
 
 @pytest.mark.parametrize("has_agent", [False, True])
@@ -212,6 +249,34 @@ def test_each_of_two_prometheus_servers_is_waited_for():
 
     scrapes.note("seldom", run_active=0)
     assert scrapes.patience_seconds(20) == 0
+
+
+def test_each_regular_client_is_waited_for_until_it_has_scraped_once_more():
+    clock = [0.0]
+    visits = [(0, "prometheus", 1), (3, "curl", 1), (LINGER_SECONDS, "prometheus", 1)]
+    scrapes = scraped(clock, visits)
+    waiting = threading.Thread(target=scrapes.wait_until_read, args=(LINGER_SECONDS,))
+    waiting.start()
+    eventually(lambda: scrapes._asked_at is not None)
+    early = waiting.is_alive()
+
+    clock[0] += 1
+    scrapes.note("prometheus", run_active=1)
+    waiting.join(LINGER_SECONDS)
+
+    assert early and not waiting.is_alive()
+    assert seconds_of(lambda: scrapes.wait_until_read(LINGER_SECONDS)) < LINGER_SECONDS
+    clock[0] += LINGER_SECONDS
+    assert seconds_of(lambda: scrapes.wait_until_read(LINGER_SECONDS)) < LINGER_SECONDS
+
+
+def test_a_client_that_does_not_scrape_again_is_not_waited_for_longer_than_the_limit():
+    clock = [0.0]
+    scrapes = scraped(clock, [(0, "prometheus", 1), (1000, "prometheus", 1)])
+    scrapes.wait_until_read(0)
+    clock[0] += 1 + LINGER_SECONDS
+
+    assert seconds_of(lambda: scrapes.wait_until_read(LINGER_SECONDS)) < LINGER_SECONDS
 
 
 def test_rank_0_waits_as_long_as_the_other_ranks_scrapes_may_take():

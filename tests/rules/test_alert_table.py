@@ -257,6 +257,10 @@ def test_guards_restrict_an_expression_to_runs_in_training_of_some_steps_or_age(
         "up and on (job, run) max by (job, run) (zerowatch_steps_total) >= 10"
         " and on (job, run) max by (job, run) (increase(zerowatch_steps_total[30m])) > 0"
     )
+    assert flat(guards.after_new_step("up", "2m")) == (
+        "up and on (job, run) max by (job, run) (zerowatch_steps_total)"
+        " != max by (job, run) (last_over_time(zerowatch_steps_total[5m] offset 2m))"
+    )
     assert flat(guards.after_some_time("up", rule, "15m")) == (
         f"up and on (job, run) {rule.name} offset 15m"
     )

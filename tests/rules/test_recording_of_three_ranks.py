@@ -46,11 +46,12 @@ def of(rank: int) -> str:
 # Each rank trains for all of its time; rank 1 evaluates besides, which is no training time.
 HISTORY = {
     **growing(training.STEPS, 2, 2, 2),
+    **standing(training.LAST_STEP, 1008, 1009, 1007),
     **growing(training.PHASE_SECONDS, 0.3, 0.3, 0.2, phase="forward"),
     **growing(training.PHASE_SECONDS, 0.6, 0.5, 0.7, phase="backward"),
     **growing(training.PHASE_SECONDS, 0.1, 0.2, 0.1, phase="data"),
     **growing(training.PHASE_SECONDS, 0, 0.5, 0, phase="eval"),
-    **growing(comm.COMM_SECONDS, 0.3, 0.2, 0.4, group="dp"),
+    **growing(comm.COMM_UNION_SECONDS, 0.3, 0.2, 0.4),
     **growing(comm.COMM_EXPOSED_SECONDS, 0.1, 0.3, 0.05, group="dp"),
     **growing(comm.COMM_WAIT_SECONDS, 0.04, 0.1, 0.2, group="dp"),
     **growing(comm.COMM_WAIT_SECONDS, 0.02, 0.01, 0.03, group="tp"),
@@ -159,7 +160,7 @@ VALUES = {
     recorded.MEMORY_CATEGORIES: {f'category="other", {CPU}': 3e9},
     recorded.MEMORY_STATES: {f'{CPU}, state="allocated"': 5e9},
     recorded.MEMORY_PEAK: {f'{CPU}, state="allocated"': 6e9},
-    recorded.MEMORY_LIMIT: {CPU: 8e9},
+    recorded.MEMORY_LIMIT: {CPU: 4e9},
     recorded.PHASE_PEAK: {f'{CPU}, phase="forward"': 7e9},
     recorded.BASELINE: {CPU: 5e8},
     recorded.FRAGMENTATION: {CPU: 6e8},
@@ -197,6 +198,7 @@ VALUES = {
     recorded.WORLD_SIZE: {"": 5},
     # The last scrape was three seconds ago.
     recorded.STEPS_DONE: {"": 2 * 357},
+    recorded.LAST_STEP: {"": 1009},
     recorded.GOODPUT: {"": 0.4 * 357 / 355},
     recorded.STEP_QUANTILE_MIN: {'quantile="0.5"': 0.4, 'quantile="0.99"': 0.8},
     recorded.STEP_QUANTILE_MEDIAN: {'quantile="0.5"': 0.6, 'quantile="0.99"': 0.9},
@@ -210,7 +212,7 @@ run:zerowatch_comm_exposed_seconds:ratio_rate30m run
 run:zerowatch_comm_exposed_seconds:ratio_rate5m_median6h run
 run_rank:zerowatch_comm_exposed_seconds:ratio_rate5m run rank node
 run_group:zerowatch_comm_exposed_seconds:ratio_rate5m run group
-run:zerowatch_comm_seconds:ratio_rate5m run
+run:zerowatch_comm_union_seconds:ratio_rate5m run
 run_cause:zerowatch_comm_cause_seconds:ratio_rate5m run cause
 run_rank:zerowatch_comm_wait_seconds:ratio_rate5m run rank node
 run_rank:zerowatch_comm_wait_seconds:shortfall_rate5m run rank node
@@ -254,7 +256,7 @@ run:zerowatch_generated_tokens:per_sequence_rate5m run
 run:zerowatch_collective_calls:generate_gathers_per_step_rate5m run
 run:zerowatch_skipped_steps:ratio_rate5m run
 run:zerowatch_last_checkpoint_timestamp_seconds:max run
-run:zerowatch_last_checkpoint_timestamp_seconds:interval1d run
+run:zerowatch_last_checkpoint_timestamp_seconds:interval run
 run_rank_instance:zerowatch_run_active:active_timestamp_seconds run rank node instance
 run:zerowatch_run_active:active_timestamp_seconds run
 run_rank:zerowatch_run_active:ended_timestamp_seconds run rank node
@@ -267,7 +269,7 @@ run_direction:zerowatch_offload_seconds:ratio_rate5m run direction
 run_direction:zerowatch_offload_bytes:per_step_rate5m run direction
 run_device_state:zerowatch_memory_bytes:max run device state
 run_device_state:zerowatch_memory_peak_bytes:max run device state
-run_device:zerowatch_memory_limit_bytes:max run device
+run_device:zerowatch_memory_limit_bytes:min run device
 run_device_phase:zerowatch_memory_phase_peak_bytes:max run device phase
 run_device:zerowatch_memory_baseline_bytes:max run device
 run_device:zerowatch_memory_fragmentation_bytes:max run device
@@ -293,6 +295,7 @@ run:zerowatch_run_start_timestamp_seconds:min run
 run:zerowatch_run_attempt:max run
 run:zerowatch_world_size:max run
 run:zerowatch_steps_total:max run
+run:zerowatch_last_step:max run
 run:zerowatch_samples:rate5m run
 run:zerowatch_productive_seconds_total:start_ratio run
 run_quantile:zerowatch_step_duration_quantile_seconds:min run quantile
@@ -310,13 +313,17 @@ IDLE = standing(training.LAST_ACTIVITY_TIMESTAMP, 59, 30)  # 301 and 330 s ago
 NOT_YET_STALLED = standing(training.LAST_ACTIVITY_TIMESTAMP, 60, 30)  # 300 and 330 s ago
 NO_STEP = standing(training.STEPS, 0, 0)
 OVER = standing(training.RUN_ACTIVE, 0, 0)
+# The end was read once, 17 s before the evaluation, and then no rank answered any more.
+READ_ONCE = ((5.7, None), (0.1, 1), (1, None))
+OVER_READ_ONCE = of_ranks(training.RUN_ACTIVE.name, [gauge((5.7, 1), (0.1, 0), (1, None))] * 2)
+FAILED = of_ranks(training.RUN_ACTIVE.name, [gauge((5.8, 1), (1, None))] * 2)
 
 
-def ended(*reasons: str) -> Series:
+def ended(*reasons: str, read: tuple[tuple[float, float | None], ...] = ((MINUTES, 1),)) -> Series:
     """Return the ends of ranks 0, 1 and so on."""
     series: Series = {}
     for rank, reason in enumerate(reasons):
-        series |= of_rank(rank, training.RUN_END_INFO.name, gauge((MINUTES, 1)), reason=reason)
+        series |= of_rank(rank, training.RUN_END_INFO.name, gauge(*read), reason=reason)
     return series
 
 
@@ -353,6 +360,26 @@ STATES = {
     ),
     "out of memory": (OVER | ended("out_of_memory", "exception"), RunStatus.OUT_OF_MEMORY, 15),
     "ended without a reason": (OVER | STEPPING, RunStatus.ENDED, 16),
+    "completed, read once": (
+        OVER_READ_ONCE | ended("completed", "completed", read=READ_ONCE),
+        RunStatus.COMPLETED,
+        10,
+    ),
+    "exception, read once": (
+        FAILED | ended("exception", "peer_failed", read=READ_ONCE),
+        RunStatus.EXCEPTION,
+        14,
+    ),
+    "ended without a reason, read once": (OVER_READ_ONCE, RunStatus.ENDED, 16),
+    "training again": (
+        of_rank(0, training.RUN_ACTIVE.name, gauge((5.9, None), (1, 1)), instance="10.1.0.0:9464")
+        | OVER_READ_ONCE
+        | STEPPING
+        | AT_WORK
+        | ended("interrupted", "interrupted", read=READ_ONCE),
+        RunStatus.TRAINING,
+        1,
+    ),
 }
 
 
@@ -406,6 +433,13 @@ def test_the_first_state_that_applies_is_that_of_the_run(some_rules, tmp_path):
     ]
 
     assert failures(some_rules(only=recorded.RUN_STATE.name), looks, tmp_path) == ""
+
+
+def test_ranks_that_were_killed_have_no_state(some_rules, tmp_path):
+    """Dashboards say that the run has vanished."""
+    test = look("killed", FAILED | STEPPING | AT_WORK, {recorded.RUN_STATE: {}})
+
+    assert failures(some_rules(only=recorded.RUN_STATE.name), [test], tmp_path) == ""
 
 
 @pytest.mark.parametrize("title", STATES)

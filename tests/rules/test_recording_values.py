@@ -128,7 +128,10 @@ CASES = {
         {"": 340},
     ),
     recorded.CHECKPOINT_INTERVAL: (
-        of_rank(0, SAVED, gauge((2, 100), (2, 220), (3, 340))),
+        of_rank(0, "process_start_time_seconds", standing(40))
+        | of_rank(0, SAVED, standing(400))
+        | of_rank(0, "zerowatch_checkpoints_total", standing(3), outcome="saved")
+        | of_rank(0, "zerowatch_checkpoints_total", standing(2), outcome="failed"),
         {"": 120},
     ),
     # The scrapes of 357 s and 240 s.
@@ -231,6 +234,15 @@ def test_a_recording_rule_has_the_computed_value(rule, some_rules, tmp_path):
     series = training(MINUTES) | own_series
 
     assert failures(some_rules(only=rule.name), [look(rule, series, values)], tmp_path) == ""
+
+
+def test_samples_that_ranks_share_are_not_added_up(some_rules, tmp_path):
+    """Also not in the minutes after the end, in which there is still a rate."""
+    series = of_both("zerowatch_samples_total", counter((5.5, 16), (1, None)))
+    series |= of_both("zerowatch_shared_work", gauge((5.5, 1), (1, None)), of="samples")
+    test = look(recorded.SAMPLES_RATE, training(MINUTES) | series, {})
+
+    assert failures(some_rules(only=recorded.SAMPLES_RATE.name), [test], tmp_path) == ""
 
 
 def test_no_rule_is_infinite_during_an_evaluation_without_steps(rules, tmp_path):

@@ -16,10 +16,10 @@ from rules.promtool import ALERTS, DCGM, RECORDING, RULE_FILES, written
 from zerowatch.dashboards.alerts import alerts
 from zerowatch.dashboards.alerts.alert import Links
 from zerowatch.dashboards.alerts.dcgm import dcgm_alerts
-from zerowatch.dashboards.alerts.hardware import HOUR, XID_MINOR, hardware_alerts
+from zerowatch.dashboards.alerts.hardware import XID_MINOR, hardware_alerts
 from zerowatch.dashboards.prometheus_files import rule_files
 from zerowatch.dashboards.recording_rules import GROUPS
-from zerowatch.dashboards.timing import Timing
+from zerowatch.dashboards.timing import HOUR, Timing
 from zerowatch.metrics.catalog.training import RUN_ACTIVE
 from zerowatch.metrics.thresholds import THRESHOLDS
 

@@ -29,6 +29,7 @@ URGENCIES = {
     "info": "**Info: look at it on the next working day.**",
 }
 NAMES = [alert.name for alert in alerts(Timing())]
+ALERTMANAGER = "--alertmanager.url=http://ALERTMANAGER:9093"
 
 
 def pages(text: str) -> dict[str, str]:
@@ -111,6 +112,18 @@ def test_the_table_of_xids_is_that_of_the_alerts():
     assert [
         (int(number), meaning, cause, "drain" in action) for number, meaning, cause, action in rows
     ] == [(xid.number, xid.meaning, xid.cause, xid.drain) for xid in XIDS]
+
+
+def test_commands_can_be_pasted():
+    code = re.findall(r"```shell\n(.+?)```|`([^`\n]+)`", TEXT, flags=re.DOTALL)
+    commands = [line for block, inline in code for line in (block or inline).splitlines()]
+    amtool = [each for each in commands if re.match(r"amtool .*\b(silence|alert) add\b", each)]
+
+    assert len(amtool) == 6
+    assert all(each.startswith(f"amtool {ALERTMANAGER} ") for each in amtool)
+    assert len(re.findall(r"amtool[^`]+?\badd\b", TEXT)) == len(amtool)
+    assert "\\|" not in TEXT  # of a table's cell, which stays in code
+    assert "-C python" not in TEXT  # which is not the name of a process of python3
 
 
 def test_links_within_the_runbook_have_a_target():

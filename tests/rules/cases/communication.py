@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rules.history import counter, gauge, of_both, of_rank, training, training_rank
+from rules.history import SCRAPE, counter, gauge, of_both, of_rank, training, training_rank
 from rules.promtool import Case, annotations_of
 
 LABELS = {"component": "communication", "job": "zerowatch", "run": "night-7"}
@@ -27,6 +27,9 @@ BANDWIDTH = "zerowatch_comm_link_bandwidth_bytes_per_second"
 WAIT = "zerowatch_comm_wait_seconds_total"
 WORLD_SIZE = "zerowatch_world_size"
 SCORE = "zerowatch_straggler_score_ratio"
+STEPS = "zerowatch_steps_total"
+# A step takes 45 s.
+SLOW_STEPS = of_both(STEPS, gauge(*((0.75, number) for number in range(107))))
 COVERAGE = {"alertname": "ZerowatchCommCoverageLow", "severity": "info", **LABELS}
 
 
@@ -180,10 +183,38 @@ CASES = (
             "ZerowatchStragglerRank",
             dashboard="zerowatch-communication",
             summary="Rank 1 of training night-7 is slow on node-1",
-            description="During 75% of the last five minutes this rank was slower than the median "
-            "rank by at least 6% of a step, in backward, and all other ranks wait for it. Check "
-            "node-1 first for other processes, throttled clocks and a slow disk.",
+            description="During 75% of the last five minutes, or of thirty if steps are slow, this "
+            "rank was slower than the median rank by at least 6% of a step, in backward, and all "
+            "other ranks wait for it. Check node-1 first for other processes, throttled clocks and "
+            "a slow disk.",
         ),
+    ),
+    Case(
+        title="Does not fire during an evaluation on the last comparison before",
+        near="ZerowatchStragglerRank",
+        series=slow_backward((30 - SCRAPE, 0), (20, 0.07))
+        | of_both(STEPS, counter((30, 2), (20, 0))),
+        until="50m",
+    ),
+    Case(
+        title="Does not fire as training goes on after a long evaluation",
+        near="ZerowatchStragglerRank",
+        series=slow_backward((30 - SCRAPE, 0), (40 + 2 * SCRAPE, 0.07), (10, 0))
+        | of_both(STEPS, counter((30, 0.25), (40, 0), (10, 0.25))),
+        until="80m",
+    ),
+    Case(
+        title="Fires if a rank stays 6 % of a step behind in steps of 45 s",
+        series=slow_backward((20, 0), (30, 0.06), (25, 0)) | SLOW_STEPS,
+        alert={**STRAGGLER, "phase": "backward"},
+        fires_at="44m45s",
+        recovers_at="62m45s",
+    ),
+    Case(
+        title="Does not fire on a single comparison of eight steps of 45 s",
+        near="ZerowatchStragglerRank",
+        series=slow_backward((30, 0), (6, 0.07), (24, 0)) | SLOW_STEPS,
+        until="60m",
     ),
     Case(
         title="Fires on the rank that waits least where phases are not compared",
@@ -195,9 +226,10 @@ CASES = (
             "ZerowatchStragglerRank",
             dashboard="zerowatch-communication",
             summary="Rank 1 of training night-7 is slow on node-1",
-            description="During 75% of the last five minutes this rank was slower than the median "
-            "rank by at least 10% of a step, and all other ranks wait for it. Check node-1 first "
-            "for other processes, throttled clocks and a slow disk.",
+            description="During 75% of the last five minutes, or of thirty if steps are slow, this "
+            "rank was slower than the median rank by at least 10% of a step, and all other ranks "
+            "wait for it. Check node-1 first for other processes, throttled clocks and a slow "
+            "disk.",
         ),
         words_at="7m",
     ),

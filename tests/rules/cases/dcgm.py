@@ -64,6 +64,13 @@ CASES = (
         until="140m",
     ),
     Case(
+        title="From dcgm-exporter: nor an hour after Prometheus was down for half an hour",
+        near="ZerowatchDcgmXid",
+        series=stands("XID_ERRORS", (70, 79), (30, GONE), (75, 79)),
+        since="65m",
+        until="175m",
+    ),
+    Case(
         title="From dcgm-exporter: fires on an XID that asks for a reset, with the rank on the GPU",
         series=card(72)
         | served("XID_ERRORS", gauge((5, 0), (67, GONE)), err_code="0")

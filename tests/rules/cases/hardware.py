@@ -112,9 +112,10 @@ CASES = (
             "ZerowatchGpuXidMinor",
             dashboard="zerowatch-devices",
             summary=f"XID 31 in training night-7, at {AT}",
-            description="The driver has reported this XID within the last hour. It needs no reset "
-            f"of the GPU. {THE_CARD} Most such errors come from the script; look the number up in "
-            "the runbook's table.",
+            description="The driver has reported this XID within the last hour. No reset of the "
+            "GPU is needed at once, unless it is XID 154: the kernel log then names the reset. "
+            f"{THE_CARD} Most such errors come from the script; look the number up in the "
+            "runbook's table.",
         ),
     ),
     Case(

@@ -124,9 +124,9 @@ CASES = (
             "ZerowatchTrainingStalled",
             dashboard="zerowatch-overview",
             summary="Training night-7 has stalled",
-            description="No rank has made progress for ten minutes. The run has completed 294 "
-            "steps. Read hang-rank-*.txt in the run folder: the first line names the missing "
-            "ranks, and where they are missing.",
+            description="No rank has made progress for ten minutes. Since its last start, the run "
+            "has completed 294 steps. Read hang-rank-*.txt in the run folder: the first line names "
+            "the missing ranks, and where they are missing.",
         ),
     ),
     Case(
@@ -375,6 +375,14 @@ CASES = (
         near="ZerowatchTargetNeverUp",
         series=training(40) | answers((400, GONE), rank=7),
         until="4m45s",
+    ),
+    Case(
+        title="Does not fire on a target of an old run five hours after Prometheus was down",
+        near="ZerowatchTargetNeverUp",
+        series=of_rank(7, "up", gauge((30, 0), (30, GONE), (330, 0), every=60)),
+        since="306m",
+        until="390m",
+        every=60,
     ),
     Case(
         title="Fires if fewer ranks answer than were started",

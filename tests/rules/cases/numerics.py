@@ -12,6 +12,7 @@ SPIKE = {"alertname": "ZerowatchLossSpike", "severity": "warning", **LABELS}
 EXPLODING = {"alertname": "ZerowatchGradientNormExploding", "severity": "warning", **LABELS}
 SKIPPED = {"alertname": "ZerowatchUpdatesSkipped", "severity": "warning", **LABELS}
 NONFINITE = "zerowatch_nonfinite_losses_total"
+STARTED = "process_start_time_seconds"
 
 
 def loss(*stretches: Stretch) -> Series:
@@ -35,6 +36,15 @@ def loss_scale(*stretches: Stretch) -> Series:
     return training(minutes) | of_both("zerowatch_loss_scale", gauge(*stretches))
 
 
+# Half an hour of training, and then an evaluation. Its length does not matter to the alerts.
+EVALUATING = of_both("zerowatch_steps_total", counter((30, 2), (20, 0)))
+BEFORE_EVALUATION = 30 - SCRAPE
+# A step takes three minutes.
+SLOW_STEPS = of_both("zerowatch_steps_total", gauge(*((3, number) for number in range(20))))
+# Prometheus is down for seven minutes, while the run goes on.
+DOWN = ((90, 1), (7, GONE), (10, 1))
+DOWN_FOR_7 = of_both("zerowatch_run_active", gauge(*DOWN)) | of_both(STARTED, gauge(*DOWN))
+
 CASES = (
     Case(
         title="Fires at once on a loss that is not finite",
@@ -50,6 +60,15 @@ CASES = (
         series=training(40) | of_both(NONFINITE, gauge((2, 0), (26, 2), (SCRAPE, GONE), (12, 2))),
         since="20m",
         until="40m",
+    ),
+    Case(
+        title="Does not fire again after seven minutes without scrapes",
+        near="ZerowatchLossNotFinite",
+        series=training(107)
+        | DOWN_FOR_7
+        | of_both(NONFINITE, gauge((2, 0), (88, 3), (7, GONE), (10, 3))),
+        since="98m",
+        until="107m",
     ),
     Case(
         title="Fires if the loss scale falls from 65536 to 16",
@@ -72,7 +91,9 @@ CASES = (
     ),
     Case(
         title="Fires if the first value of the counter of non-finite losses is above 0",
-        series=training(10) | of_both(NONFINITE, gauge((2, None), (8, 20))),
+        series=training(10)
+        | of_both(STARTED, gauge((10, 1)))
+        | of_both(NONFINITE, gauge((2, None), (8, 20))),
         alert=NOT_FINITE,
         fires_at="2m15s",
         recovers_at="12m15s",
@@ -122,6 +143,25 @@ CASES = (
         until="41m",
     ),
     Case(
+        title="Does not fire during an evaluation on the high loss of the step before",
+        near="ZerowatchLossSpike",
+        series=loss((BEFORE_EVALUATION, 2), (20, 12)) | EVALUATING,
+        until="50m",
+    ),
+    Case(
+        title="Fires if the loss is high in steps of three minutes",
+        series=loss((30, 2), (15, 12), (5, 2)) | SLOW_STEPS,
+        alert=SPIKE,
+        fires_at="41m15s",
+        recovers_at="50m15s",
+    ),
+    Case(
+        title="Does not fire on one high loss of a step of three minutes",
+        near="ZerowatchLossSpike",
+        series=loss((30, 2), (3, 12), (7, 2)) | SLOW_STEPS,
+        until="40m",
+    ),
+    Case(
         title="Fires if the gradient norm rises to a thousand times its median",
         series=gradient_norm((30, 1), (5, 1000), (15, 1)),
         alert=EXPLODING,
@@ -140,6 +180,25 @@ CASES = (
         near="ZerowatchGradientNormExploding",
         series=gradient_norm((30, 1), (15, 9)),
         until="45m",
+    ),
+    Case(
+        title="Does not fire during an evaluation on the high gradient norm of the step before",
+        near="ZerowatchGradientNormExploding",
+        series=gradient_norm((BEFORE_EVALUATION, 1), (20, 1000)) | EVALUATING,
+        until="50m",
+    ),
+    Case(
+        title="Fires if the gradient norm is high in steps of three minutes",
+        series=gradient_norm((30, 1), (15, 1000), (5, 1)) | SLOW_STEPS,
+        alert=EXPLODING,
+        fires_at="40m15s",
+        recovers_at="50m15s",
+    ),
+    Case(
+        title="Does not fire on one high gradient norm of a step of three minutes",
+        near="ZerowatchGradientNormExploding",
+        series=gradient_norm((30, 1), (3, 1000), (7, 1)) | SLOW_STEPS,
+        until="40m",
     ),
     Case(
         title="Fires if all updates are skipped",

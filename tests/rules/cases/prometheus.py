@@ -37,6 +37,18 @@ def failing(*stretches: Stretch, config: str) -> Series:
     )
 
 
+def errors_of(alertmanager: str, *stretches: Stretch) -> Series:
+    """Return the alerts that Prometheus could not send to one of several Alertmanagers."""
+    return of_server(
+        "prometheus_notifications_errors_total",
+        counter(*stretches),
+        alertmanager=f"http://{alertmanager}:9093/api/v2/alerts",
+    )
+
+
+# Four failures, from 3 to 18 minutes.
+EACH_FIVE_MINUTES = gauge((3, 0), (5, 1), (5, 2), (5, 3), (22, 4))
+
 CASES = (
     Case(
         title="Fires if the targets of a training run cannot be read",
@@ -45,16 +57,24 @@ CASES = (
             "PrometheusDiscoveryFailing", {**SERVER, "mechanism": "http", "config": "zerowatch"}
         ),
         fires_at="8m15s",
-        recovers_at="28m",
+        recovers_at="33m45s",
+        words_at="15m",
         annotations=annotations_of(
             "ZerowatchPrometheusDiscoveryFailing",
             dashboard="zerowatch-overhead",
             about_run=False,
             summary="Prometheus localhost:9090 cannot read its list of ranks",
-            description="Reading the targets of a scrape configuration failed 60 times in five "
+            description="Reading the targets of a scrape configuration failed 132 times in eleven "
             "minutes. Prometheus keeps the ranks that it knows, but finds no new run. The log of "
             "Prometheus names the address or file.",
         ),
+    ),
+    Case(
+        title="Fires if a file of targets, read each five minutes, cannot be read",
+        series=training(40) | of_server("prometheus_sd_file_read_errors_total", EACH_FIVE_MINUTES),
+        alert=alert("PrometheusDiscoveryFailing", SERVER),
+        fires_at="13m15s",
+        recovers_at="29m",
     ),
     Case(
         title="Does not fire if nothing answers while no run is in training",
@@ -119,17 +139,40 @@ CASES = (
         until="20m",
     ),
     Case(
-        title="Fires if Alertmanager cannot reach the pager",
+        title="Does not fire if one of two Alertmanagers is down",
+        near="ZerowatchPrometheusNotificationsFailing",
+        series=errors_of("a", (20, 0.1)) | errors_of("b", (20, 0)),
+        until="20m",
+    ),
+    Case(
+        title="Fires if two of two Alertmanagers are down",
+        series=errors_of("a", (3, 0), (15, 0.1), (22, 0)) | errors_of("b", (40, 0.1)),
+        alert=alert("PrometheusNotificationsFailing", SERVER, "critical"),
+        fires_at="8m15s",
+        recovers_at="28m",
+    ),
+    Case(
+        title="Fires if Alertmanager cannot reach the pager, and tries each five minutes",
         series=of_server(
             "alertmanager_notifications_failed_total",
-            counter((3, 0), (15, 0.1), (22, 0)),
+            EACH_FIVE_MINUTES,
             integration="pagerduty",
         ),
         alert=alert(
             "AlertmanagerNotificationsFailing", {**SENDER, "integration": "pagerduty"}, "critical"
         ),
-        fires_at="8m15s",
-        recovers_at="28m",
+        fires_at="13m15s",
+        recovers_at="29m",
+    ),
+    Case(
+        title="Does not fire if one notification cannot be delivered",
+        near="ZerowatchAlertmanagerNotificationsFailing",
+        series=of_server(
+            "alertmanager_notifications_failed_total",
+            gauge((3, 0), (17, 1)),
+            integration="pagerduty",
+        ),
+        until="20m",
     ),
     Case(
         title="Fires if Alertmanager rejects its changed configuration",

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from rules.history import (
     GONE,
+    SCRAPE,
     Series,
     Stretch,
     counter,
@@ -52,6 +53,8 @@ def mfu(*stretches: Stretch) -> Series:
 
 
 SAVED = "zerowatch_last_checkpoint_timestamp_seconds"
+NUMBER_SAVED = "zerowatch_checkpoints_total"
+STARTED = "process_start_time_seconds"
 
 
 def saved(minutes: float, *at_minutes: float) -> Series:
@@ -59,10 +62,18 @@ def saved(minutes: float, *at_minutes: float) -> Series:
     moments = [*at_minutes, minutes]
     stretches = [(later - at, 60 * at) for at, later in pairwise(moments)]
     last = gauge((at_minutes[0], None), *stretches)
-    return training(minutes) | of_rank(0, SAVED, last)
+    numbers = enumerate(stretches, start=1)
+    number = gauge((at_minutes[0], 0), *((length, count) for count, (length, _) in numbers))
+    return (
+        training(minutes)
+        | of_rank(0, STARTED, gauge((minutes, 1)))
+        | of_rank(0, SAVED, last)
+        | of_rank(0, NUMBER_SAVED, number, outcome="saved")
+    )
 
 
 RESUMED = ((30, 1), (0.25, 0), (59.75, GONE), (25, 1))
+AFTER_A_PAUSE = ((70, 1), (0.25, 0), (199.75, GONE), (110, 1))
 CASES = (
     Case(
         title="Fires if loading takes 12.5 % of the time",
@@ -119,6 +130,13 @@ CASES = (
         until="60m",
     ),
     Case(
+        title="Does not fire during an evaluation on the low MFU of the step before",
+        near="ZerowatchMfuDropped",
+        series=mfu((40 - SCRAPE, 0.4), (20, 0.1))
+        | of_both("zerowatch_steps_total", counter((40, 2), (20, 0))),
+        until="60m",
+    ),
+    Case(
         title="Does not fire on a low MFU that was always low",
         near="ZerowatchMfuDropped",
         series=mfu((45, 0.05)),
@@ -126,16 +144,16 @@ CASES = (
     ),
     Case(
         title="Fires if a run that saves every 20 minutes has not saved for an hour",
-        series=saved(115, 5, 25, 45, 110),
+        series=saved(130, 20, 40, 60, 125),
         alert=OVERDUE,
-        fires_at="106m15s",
-        recovers_at="110m15s",
+        fires_at="121m",
+        recovers_at="125m15s",
     ),
     Case(
         title="Does not fire if a run that saves every 20 minutes has not saved for 50",
         near="ZerowatchCheckpointOverdue",
-        series=saved(96, 5, 25, 45, 95),
-        until="96m",
+        series=saved(111, 20, 40, 60, 110),
+        until="111m",
     ),
     Case(
         title="Does not fire on a run that saves each minute and then evaluates for 25",
@@ -157,8 +175,36 @@ CASES = (
         series=training_rank(0, *RESUMED)
         | training_rank(1, *RESUMED)
         | of_rank(0, SAVED, gauge((5, GONE), (10, 300), (10, 900), (5, 1500), (85, GONE)))
-        | of_rank(0, "process_start_time_seconds", gauge((30, 1), (60, GONE), (25, 5390))),
+        | of_rank(0, STARTED, gauge((30, 1), (60, GONE), (25, 5390))),
         until="115m",
+    ),
+    Case(
+        title="Fires if a run that was down for hours does not save again after 20 minutes",
+        series=training_rank(0, *AFTER_A_PAUSE)
+        | training_rank(1, *AFTER_A_PAUSE)
+        | of_rank(0, STARTED, gauge((70, 1), (200, GONE), (110, 270 * 60)))
+        | of_rank(
+            0,
+            SAVED,
+            gauge(
+                (20, GONE),
+                (20, 1200),
+                (20, 2400),
+                (10, 3600),
+                (220, GONE),
+                (80, 290 * 60),
+                (10, 370 * 60),
+            ),
+        )
+        | of_rank(
+            0,
+            NUMBER_SAVED,
+            gauge((20, 0), (20, 1), (20, 2), (10, 3), (200, GONE), (20, 0), (90, 1)),
+            outcome="saved",
+        ),
+        alert=OVERDUE,
+        fires_at="351m",
+        recovers_at="370m15s",
     ),
     Case(
         title="Does not fire on a run that never saves",

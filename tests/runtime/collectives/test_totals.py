@@ -267,6 +267,7 @@ def test_calls_that_are_bounded_have_no_duration_in_a_period() -> None:
     assert (sums.calls, sums.payload_bytes, sums.wire_bytes) == (2, 24, 18.0)
     assert sums.seconds == [pytest.approx(0.003)]
     assert period.comm_seconds == pytest.approx({"dp": 0.008 + 0.5, "tp": 0.25})
+    assert period.seconds == pytest.approx(0.008 + 0.5)
 
 
 def test_calls_of_several_groups_are_measured_apart_and_together() -> None:

@@ -322,6 +322,54 @@ def test_counters_of_errors_are_read_every_15_seconds(
     assert gpu.value(catalog.DEVICE_ECC_ERRORS, "uncorrected") == 1
 
 
+def test_the_gpu_is_read_once_more_as_the_run_ends(library: NvmlLibrary, clock: FakeClock) -> None:
+    recorder = Recorder()
+    device = nvml_device(0, clock)
+    assert device is not None
+    sampler = DeviceSampler(recorder, FailOpen(), [device], 60.0, clock)
+    sampler.read_devices()
+    library.script({"0.xids": "79"})
+
+    sampler.close()
+
+    assert recorder.snapshot().value(catalog.DEVICE_XID_ERRORS, "cuda:0", "79") == 1
+
+
+def test_an_xid_makes_the_counters_of_errors_be_read_at_once(
+    library: NvmlLibrary, gpu: Sampled
+) -> None:
+    gpu.read()
+    library.script({"0.ecc1.0": 1, "0.xids": "94"})
+
+    gpu.read()
+
+    assert gpu.value(catalog.DEVICE_XID_ERRORS, "94") == 1
+    assert gpu.value(catalog.DEVICE_ECC_ERRORS, "uncorrected") == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "labels", "drains"),
+    [
+        (catalog.DEVICE_XID_ERRORS, ("cuda:0", "79"), True),
+        (catalog.DEVICE_XID_ERRORS, ("cuda:0", "31"), False),
+        (catalog.DEVICE_ECC_ERRORS, ("cuda:0", "uncorrected"), True),
+        (catalog.DEVICE_ECC_ERRORS, ("cuda:0", "corrected"), False),
+        (catalog.DEVICE_LOST, ("cuda:0",), True),
+    ],
+)
+def test_a_gpu_asks_for_a_drain_by_its_loss_uncorrected_errors_and_some_xids(
+    spec: MetricSpec, labels: tuple[str, ...], drains: bool
+) -> None:
+    recorder = Recorder()
+    recorder.set(catalog.DEVICE_LOST, 0, "cuda:0")
+    recorder.set(catalog.DEVICE_ECC_ERRORS, 0, "cuda:0", "uncorrected")
+    healthy = gpu_health.asks_for_drain(recorder.snapshot())
+    recorder.set(spec, 1, *labels)
+
+    assert not healthy
+    assert gpu_health.asks_for_drain(recorder.snapshot()) is drains
+
+
 def test_each_xid_error_is_counted_by_its_number_and_logged(
     library: NvmlLibrary, gpu: Sampled, caplog: pytest.LogCaptureFixture
 ) -> None:

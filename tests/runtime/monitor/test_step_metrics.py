@@ -294,7 +294,7 @@ def test_calls_are_published_by_operation_group_and_phase(
     recorder: Recorder, metrics: StepMetrics
 ) -> None:
     totals = PeriodTotals()
-    totals.add(calls_of(3, 5, 11), CommTime(0.019, {"dp": 0.017}))
+    totals.add(calls_of(3, 5, 11), CommTime(0.019, {"dp": 0.017, "tp": 0.005}))
 
     metrics.publish([], totals)
 
@@ -303,9 +303,40 @@ def test_calls_are_published_by_operation_group_and_phase(
     assert found.value(communication.COLLECTIVE_BYTES, "all_gather", "dp") == 300
     assert found.value(communication.COLLECTIVE_WIRE_BYTES, "all_gather", "dp") == 150
     assert found.value(communication.COMM_SECONDS, "dp") == 0.017
+    assert found.value(communication.COMM_UNION_SECONDS) == 0.019  # less than the sum of groups
     durations = found.distribution(communication.COLLECTIVE_DURATION, "all_gather")
     assert durations is not None
     assert (durations.count, durations.sum) == (3, pytest.approx(0.019))
+
+
+@pytest.mark.parametrize(
+    ("groups", "shared"),
+    [
+        (("dp", "ep", "world"), set()),
+        (("dp", "pp"), {"samples"}),
+        (("dp", "tp"), {"samples", "tokens"}),
+        (("sp",), {"samples", "tokens"}),
+    ],
+)
+def test_what_ranks_train_on_together_follows_from_their_groups(
+    recorder: Recorder, metrics: StepMetrics, groups: tuple[str, ...], shared: set[str]
+) -> None:
+    totals = PeriodTotals()
+    totals.add([], CommTime(0.1, dict.fromkeys(groups, 0.1)))
+
+    metrics.publish([], totals)
+
+    series = recorder.snapshot().values.get(training.SHARED_WORK, {})
+    assert series == {(work,): 1.0 for work in shared}
+
+
+def test_the_last_step_has_the_number_of_the_engine(
+    recorder: Recorder, metrics: StepMetrics
+) -> None:
+    metrics.publish([finished(step=1001), finished(step=1002)], PeriodTotals())
+
+    found = recorder.snapshot()
+    assert (found.value(training.LAST_STEP), found.value(training.STEPS)) == (1002, 2)
 
 
 def test_calls_before_the_start_are_counted_without_a_time(

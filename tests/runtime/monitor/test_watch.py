@@ -13,11 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes.scraper import eventually
 from fakes.steps import step
 from fakes.watch_contexts import PlainEngine
 
 from zerowatch.errors import PeerFailedError
-from zerowatch.metrics.catalog import training
+from zerowatch.metrics.catalog import devices, training
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import load_settings
 from zerowatch.runtime.common.exit_notes import error_note
@@ -248,6 +249,20 @@ def test_a_close_after_a_failure_does_not_wait() -> None:
     job.watch.close(at_exit=True)
 
     assert job.calls == [("server.close",)]
+
+
+def test_a_failure_by_a_fault_of_the_gpu_is_served_until_the_next_scrape() -> None:
+    job = Job()
+    job.recorder.set(devices.DEVICE_XID_ERRORS, 1, "cuda:0", "79")
+
+    job.watch.close(failed=True)
+    eventually(lambda: job.calls[-1] == ("server.close",))
+    in_background = job.calls[-2:]
+    job.calls.clear()
+    job.watch.close(at_exit=True)
+
+    assert in_background == job.calls == [("server.wait_for_next_scrape",), ("server.close",)]
+    assert job.value(training.RUN_ACTIVE) == 1
 
 
 def test_the_targets_are_withdrawn_if_ctrl_c_ends_the_wait() -> None:
