@@ -9,6 +9,7 @@ collector was dead (docs/decisions.md).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -107,8 +108,9 @@ class Otlp:
             "logs": self._logs,
         }
         for signal, exporter in exporters.items():
-            responses = exporter._client._transport._session.hooks["response"]
-            responses.append(partial(self._refuse_redirect, signal))
+            with contextlib.suppress(AttributeError, KeyError):  # private names of the SDK
+                responses = exporter._client._transport._session.hooks["response"]
+                responses.append(partial(self._refuse_redirect, signal))
         self._temporality = (
             AggregationTemporality.DELTA
             if options.sends_increases

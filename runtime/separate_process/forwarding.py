@@ -547,6 +547,9 @@ class ForwardedServer:
         self._process.linger(interrupted=interrupted)
         self._process.wait_for_exit(self._linger_seconds + CLOSE_SECONDS)
 
+    def wait_for_next_scrape(self) -> None:
+        """Do nothing: the monitoring process closes at once if the training has failed."""
+
     def close_after_final_scrape(self, before_close: Callable[[], object]) -> None:
         """Let the server close by itself after the last scrape."""
         self._process.linger(interrupted=False)

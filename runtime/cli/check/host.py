@@ -78,7 +78,8 @@ def _check_metrics_ports(job: Job) -> Iterator[Finding]:
             )
         elif serve.strict_port:
             yield failed(
-                f"{text}; serve.strict_port is set, so nothing would be served",
+                f"{text}; serve.strict_port is set, so nothing is served unless it becomes free "
+                "soon",
                 "end the process if nobody needs it, or set serve.port "
                 f"(ZEROWATCH_SERVE_PORT={ports[0] + 100})",
             )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
+import re
 from pathlib import Path
 from time import monotonic
 from types import SimpleNamespace
@@ -24,7 +26,7 @@ from zerowatch.runtime.common.torch_engine import TorchEngine
 from zerowatch.runtime.devices.cpu import CpuDevice
 from zerowatch.runtime.devices.nvml_probe import nvml_device
 from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
-from zerowatch.runtime.monitor import step_ring
+from zerowatch.runtime.monitor import step_ring, watch
 from zerowatch.runtime.separate_process import build
 from zerowatch.runtime.separate_process.build import why_not_separate
 from zerowatch.runtime.separate_process.forwarding import (
@@ -33,6 +35,7 @@ from zerowatch.runtime.separate_process.forwarding import (
     ForwardedComparison,
     ForwardedRecorder,
     ForwardedRunFolder,
+    ForwardedServer,
     Forwarder,
 )
 from zerowatch.runtime.separate_process.messages import OpenedRun, Peers, StoreAddress
@@ -55,6 +58,13 @@ class Process:
 
     def end(self) -> bool:
         return self.has_ended
+
+
+def test_a_watch_can_close_the_server_of_the_other_process() -> None:
+    called = set(re.findall(r"self\._server\.(\w+)", inspect.getsource(watch)))
+
+    assert "wait_for_next_scrape" in called
+    assert [name for name in called if not hasattr(ForwardedServer, name)] == []
 
 
 def test_counters_are_sent_as_increments_and_ended_series_once() -> None:

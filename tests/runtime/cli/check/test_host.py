@@ -269,7 +269,9 @@ def test_a_taken_port_that_must_be_had_is_a_failure(monkeypatch: pytest.MonkeyPa
     [(verdict, text, advice)] = ports_findings(monkeypatch, {9464: errno.EADDRINUSE}, job)
 
     assert verdict == Verdict.FAILED
-    assert text.endswith("of 9464; serve.strict_port is set, so nothing would be served")
+    assert text.endswith(
+        "of 9464; serve.strict_port is set, so nothing is served unless it becomes free soon"
+    )
     assert advice == (
         "end the process if nobody needs it, or set serve.port (ZEROWATCH_SERVE_PORT=9564)"
     )
