@@ -17,7 +17,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -329,7 +329,7 @@ def listen(
     settings: ServeSettings,
     local_rank: int,
     site: RequestHandler,
-    vacate: Callable[[int], object] = lambda port: None,
+    vacate: Callable[[int], Iterable[int]] = lambda port: (),
 ) -> Listener:
     """Listen on the first port of this rank that is free, and on its own port once that is free.
 
@@ -337,7 +337,8 @@ def listen(
         settings: Address, ports and TLS.
         local_rank: The rank on this node.
         site: Answers the requests.
-        vacate: Called with each port before it is tried.
+        vacate: Called with each port before it is tried. Returns further ports that it has freed,
+            at which this listener serves, too.
 
     Raises:
         SettingsError: The address or a TLS file is not usable.
@@ -351,14 +352,18 @@ def listen(
     except OSError as error:
         raise _address_error(settings.host, ports[0], error) from None
     for port in ports:
-        vacate(port)
+        freed = vacate(port)
         try:
             listener.listen_at(port)
-            break
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 listener.server_close()
                 raise _address_error(settings.host, port, error) from None
+            continue
+        for other in freed:
+            with contextlib.suppress(OSError):  # another process has taken it meanwhile
+                listener.listen_at(other)
+        break
     patience_seconds = settings.linger_seconds + PORT_PATIENCE_SECONDS
     if not listener.ports:
         logger.warning(

@@ -250,14 +250,21 @@ class MetricsServer:
                 self._thread.join(STOP_SECONDS)
             listener.server_close()
 
-    def _vacate(self, port: int) -> None:
-        """Free a port that an earlier run of this process still has, for its final scrape."""
+    def _vacate(self, port: int) -> list[int]:
+        """Free a port that an earlier run of this process still has, for its final scrape.
+
+        Returns:
+            The other ports of that run, which are free now, too. It may be advertised at one.
+        """
         for earlier in _earlier_runs():
             with earlier._closing:
                 listener = earlier._listener
                 is_same_host = earlier._settings.host == self._settings.host
                 if listener is not None and is_same_host and port in listener.ports:
+                    others = [each for each in listener.ports if each != port]
                     earlier._stop_listening()
+                    return others
+        return []
 
     def _announce_wait(self, seconds: float) -> None:
         if seconds and self._rank == 0:

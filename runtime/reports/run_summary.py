@@ -464,7 +464,7 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
     times = _with_all_steps(each_time)
     end_reasons = _end_reasons(run, metrics)
     facts = _facts(run, metrics)
-    overcome = frozenset(_path(each, run) for each in run.reports if _is_overcome(each, facts))
+    overcome = frozenset(_path(each, run) for each in run.reports if _is_overcome(each, run))
     status = _status(run, end_reasons.values(), overcome)
     phases = _phases(times)
     causes = _causes(times, metrics)
@@ -830,10 +830,20 @@ def _path(report: ReportFile, run: RecordedRun) -> str:
     return printable(report.path.relative_to(run.folder))
 
 
-def _is_overcome(report: ReportFile, facts: RunFacts) -> bool:
-    """Whether the run trained on after what is reported, as far as the times in the report show."""
-    last = max(times_in(report.text), default=math.inf)
-    has_ended = report.has_resumed or last + MAX_LAG_SECONDS < (facts.ended or 0.0)
+def _is_overcome(report: ReportFile, run: RecordedRun) -> bool:
+    """Whether the run trained on after what is reported, as far as the times in the report show.
+
+    The last time in a report may be that of the rank's last record. In large jobs, most ranks
+    record every tenth step, so ranks that record each step have up to nine later ones.
+    """
+    since = max(times_in(report.text), default=math.inf) + MAX_LAG_SECONDS
+    gaps = [steps.usual_gap for rank, steps in run.ranks.items() if rank == report.rank]
+    # Of several steps in a row, only the last is known to be later.
+    later = [
+        (int((steps.column("ended_at") > since).sum()) - 1) * steps.steps_per_row + 1
+        for steps in run.ranks.values()
+    ]
+    has_ended = report.has_resumed or max(later, default=0) > max(gaps, default=LONGEST_GAP)
     return has_ended and report.kind != "leak"
 
 

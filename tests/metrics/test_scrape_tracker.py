@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 
@@ -10,6 +11,7 @@ import pytest
 from fakes.scraper import eventually, get
 
 from zerowatch.metrics.catalog.training import RUN_ACTIVE
+from zerowatch.metrics.exporters import listener
 from zerowatch.metrics.exporters.scrape_tracker import ScrapeTracker
 from zerowatch.metrics.exporters.server import INTERRUPTED_SECONDS
 from zerowatch.metrics.recorder import Recorder
@@ -118,6 +120,40 @@ def test_a_later_run_has_the_port_at_once_and_answers_for_the_one_that_lingers(
     assert withdrawn.wait(LINGER_SECONDS)
     assert eventually(lambda: get(address, "/metrics?run=first")[0] == 404)
     assert json.loads(get(address, "/targets")[2]) == ["second"]
+
+
+def test_a_later_run_answers_at_the_fallback_port_of_the_one_that_lingers(
+    make_server, recorder, monkeypatch
+):
+    monkeypatch.setattr(listener, "PORT_RETRY_SECONDS", 0.01)
+    clock = [0.0]
+
+    def server_of(run, recorder):
+        return make_server(
+            recorder=recorder,
+            serves_run=lambda asked: asked == run,
+            now=lambda: clock[0],
+            linger_seconds=LINGER_SECONDS,
+            port=port,
+        )
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        first = server_of("first", recorder)
+        fallback = first.start()
+    assert eventually(lambda: port in first._listener.ports)
+    for clock[0] in (0, 30):
+        scrape(fallback, path="/metrics?run=first")
+    recorder.set(RUN_ACTIVE, 0)
+    first.close_after_final_scrape()
+    later = Recorder()
+    later.set(RUN_ACTIVE, 1)
+
+    address = server_of("second", later).start()
+
+    assert address == f"127.0.0.1:{port}"
+    assert 'run_active{rank="0"} 1.0' in get(address)[2]
+    assert 'run_active{rank="0"} 0.0' in get(fallback, "/metrics?run=first")[2]
 
 
 @pytest.mark.parametrize("has_agent", [False, True])

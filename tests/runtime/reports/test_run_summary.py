@@ -34,7 +34,7 @@ from zerowatch.runtime.common.report_files import utc_text
 from zerowatch.runtime.reports import run_summary
 from zerowatch.runtime.reports.end_tables import print_end_tables
 from zerowatch.runtime.reports.metrics_reader import read_metrics
-from zerowatch.runtime.reports.run_reader import MAX_REPORT_BYTES, read_run
+from zerowatch.runtime.reports.run_reader import MAX_REPORT_BYTES, MAX_VALUES, read_run
 from zerowatch.runtime.reports.run_summary import (
     FIGURES,
     Finding,
@@ -1439,6 +1439,32 @@ def test_what_the_run_has_overcome_does_not_decide_how_it_ended(
     assert (summary.status == "unknown") is is_overcome
     assert (finding.severity == "warning") is is_overcome
     assert finding.sentence.endswith("The run trained on.") is is_overcome
+
+
+@pytest.mark.parametrize("max_values", [MAX_VALUES, 300])
+@pytest.mark.parametrize("has_log", [True, False])
+@pytest.mark.parametrize(("steps", "status"), [(39, "killed"), (59, "unknown")])
+def test_a_rank_that_records_every_tenth_step_has_not_trained_on_with_the_steps_between(
+    tmp_path: Path, steps: int, status: str, has_log: bool, max_values: int
+) -> None:
+    folder = write_run(
+        tmp_path / "run",
+        steps=steps,
+        record=lambda rank, step: step_record(step, ended_at_unix_seconds=STARTED + 60 * step),
+    )
+    (folder / "targets.json").write_text('[{"targets": ["10.0.0.1:9464"]}]')
+    log = folder / "rank-1.jsonl"
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[9::10]))
+    if not has_log:
+        log.unlink()
+    (folder / "exits").mkdir()
+    text = f"rank 1 was lost\n\nlast record: {utc_text(STARTED + 60 * 30)}\n"
+    (folder / "exits/rank-1-killed.txt").write_text(text)
+
+    run = read_run(folder, max_values=max_values)
+
+    assert (run.ranks[0].steps_per_row > 1) is (max_values < MAX_VALUES)
+    assert summarize(run, read_metrics(folder)).status == status
 
 
 def test_an_exception_after_a_hang_that_was_overcome_is_the_verdict(tmp_path: Path) -> None:
