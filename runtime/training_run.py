@@ -266,7 +266,6 @@ class TrainingRun:
             0.693
         """
         self._tuner.on_window_start()
-        self._data.on_window_start()
         result = self._window_runner.train(batch)
         self._data.on_window_end(
             step=self.engine.global_steps,

@@ -297,6 +297,18 @@ def test_a_window_is_trained_measured_saved_and_judged_in_this_order(
     ]
 
 
+def test_a_batch_whose_window_fails_is_not_marked_as_used(run: TrainingRun, parts: Parts) -> None:
+    def fail(batch: object) -> None:
+        raise KeyboardInterrupt
+
+    parts.runner.train = fail
+
+    with pytest.raises(KeyboardInterrupt):
+        run.train_batch(object())
+
+    assert parts.names == ["tuner.on_window_start"]
+
+
 def test_nothing_is_written_while_the_tuner_tries_a_configuration(
     run: TrainingRun, parts: Parts
 ) -> None:

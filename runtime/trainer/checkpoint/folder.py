@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 LATEST = "latest"
 MANIFEST = "zerowatch.json"
 FORMAT = 3  # version of the manifest's format
+_FORMAT_BEFORE = 2  # with `rebuilt` instead of `config_changes`
 _COMPLETE = re.compile(r"step-(\d{8,})(-\d+)?")
 _CHUNK_BYTES = 2**20
 _MAX_SAVE_NUMBER = 2**53  # the ranks exchange them as float64
@@ -272,7 +273,9 @@ def read_manifest(path: Path) -> Manifest:
     try:
         fields = json.loads(path.read_bytes())
         written = fields.pop("format")
-        if written == FORMAT:
+        if written == _FORMAT_BEFORE:
+            fields["config_changes"] = fields["config"] if fields.pop("rebuilt") else {}
+        if written in (_FORMAT_BEFORE, FORMAT):
             return _MANIFEST.validate_json(json.dumps(fields))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DamagedCheckpointError(
@@ -280,8 +283,8 @@ def read_manifest(path: Path) -> Manifest:
             f"of a TrainingRun. {recovery_hint(path.parent.parent)}"
         ) from error
     raise CheckpointError(
-        f"{path} is of format {written!r:.20}; this version of zerowatch reads format {FORMAT}; "
-        "load it with the version that wrote it"
+        f"{path} is of format {written!r:.20}; this version of zerowatch reads formats "
+        f"{_FORMAT_BEFORE} and {FORMAT}; load it with the version that wrote it"
     )
 
 

@@ -201,11 +201,13 @@ class PlanFile:
         if self._folder is None:
             return None
         try:
-            values = (self._folder / NAME).read_bytes()
-            return _PERSISTED_PLAN.validate_json(values)
+            fields = json.loads((self._folder / NAME).read_bytes())
+            if isinstance(fields, dict) and "config" in fields:  # of an earlier version
+                fields["config_changes"] = fields.pop("config") or {}
+            return _PERSISTED_PLAN.validate_json(json.dumps(fields))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             logger.warning(
                 "%s ignored, it is damaged or of another version of zerowatch (%s); the sizes of "
                 "micro-batches that ran out of memory are learned again",

@@ -77,6 +77,9 @@ class RunState:
         if not isinstance(values, dict):
             raise CheckpointError("it is of another program")
         values = {"shard": None, **values}
+        if "rebuilt" in values:  # of an earlier version
+            is_rebuilt = values.pop("rebuilt")
+            values["config_changes"] = values.get("config") if is_rebuilt else {}
         if values.keys() != keys:
             odd = ", ".join(sorted(keys.symmetric_difference(values)))
             raise CheckpointError(

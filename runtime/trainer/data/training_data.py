@@ -31,6 +31,7 @@ from .resumable_loader import ResumableLoader, StreamLoader, check_batch_samples
 
 logger = logging.getLogger(__name__)
 
+_PREFETCH_FACTOR = 2  # torch's default
 _LINEAR = ("sgd",)
 _SQUARE_ROOT = ("adam", "lamb", "rmsprop", "adagrad")
 
@@ -48,8 +49,9 @@ class TrainingData:
     Attributes:
         balances: Whether the split of batches follows the speeds of the ranks.
         batch_samples: Samples of a batch over all ranks; 0 without a loader.
+        batches_ahead: Batches that the loader's workers load ahead of their use.
 
-    Between two windows all ranks may set both attributes, to the same values. At the end of the
+    Between two windows all ranks may set the first two, to the same values. At the end of the
     next window the ranks agree on the first batch that the change applies to. Until then the change
     may be undone, for example if another rank fails.
     """
@@ -58,7 +60,7 @@ class TrainingData:
         self, host_group: HostGroup, engine_holder: EngineHolder, *, balance: bool
     ) -> None:
         self._host_group, self._engine_holder = host_group, engine_holder
-        self.batch_samples = 0
+        self.batch_samples = self.batches_ahead = 0
         self.balances = balance and host_group.world_size > 1
         self._is_balancing = self.balances
         self._balancer: Balancer | None = None
@@ -66,7 +68,7 @@ class TrainingData:
         self._dataset: Any = None
         self._is_replacement_logged = False
         self._loaded: Mapping[str, Any] | None = None
-        self._num_used = 0  # batches that the loader had yielded when the last window began
+        self._num_used = 0  # batches that the loader had yielded when the last window ended
         # The first batch with the requested size and split; -1 if all batches have them.
         self._changed_from = -1
         self._last_end = perf_counter()
@@ -140,19 +142,18 @@ class TrainingData:
         self._loader, self._dataset, self._num_used = loader, dataset, loader.position
         self._balancer, self._is_balancing = balancer, self.balances
         self.batch_samples, self._changed_from = batch_samples, -1
+        workers, each = options.get("num_workers"), options.get("prefetch_factor")
+        self.batches_ahead = (workers or 0) * (each or _PREFETCH_FACTOR)
         if self._loaded is not None:
             self.load_state_dict(self._loaded)
         return self._loader
-
-    def on_window_start(self) -> None:
-        """Note that the batches yielded so far are used."""
-        if self._loader is not None:
-            self._num_used = self._loader.position
 
     def on_window_end(
         self, *, step: int, num_samples: int, seconds: float | None, collectives_inside: bool
     ) -> None:
         """Add a committed window to the measurements, and apply pending changes.
+
+        All batches that were yielded so far count as used.
 
         Args:
             step: Number of the window's step in the engine.
@@ -161,6 +162,8 @@ class TrainingData:
                 representative.
             collectives_inside: Whether the passes contain communication, as in ZeRO 2 and 3.
         """
+        if self._loader is not None:
+            self._num_used = self._loader.position
         now, before = perf_counter(), self._last_end
         self._last_end = now
         if isinstance(self._loader, ResumableLoader):
@@ -182,8 +185,10 @@ class TrainingData:
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the data, the state of the split and the requested batch size.
 
-        A batch that was yielded and is in no window yet is yielded again after the state is loaded.
-        From a stream it is lost, of which a warning is logged.
+        A batch that was yielded and is in no committed window is yielded again after the state is
+        loaded. From a stream it is lost, of which a warning is logged. A script that has read
+        several such batches reads ahead, or has left out batches whose windows failed: none of them
+        is yielded again.
 
         A loaded state is returned unchanged until a loader has it. Without a loader and a loaded
         state, the result is empty.

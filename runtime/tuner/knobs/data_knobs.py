@@ -9,6 +9,7 @@ from ...common.ds_config import EngineSource
 from ...common.undo import Undo
 from ...trainer.data.training_data import TrainingData
 from ...trainer.window_runner import WindowRunner
+from ..policy.ab_comparison import MAX_UNUSABLE
 from ..policy.knob_registry import BALANCE, BATCH_SAMPLES, MICRO_BATCH_SAMPLES
 from ..policy.policy_types import Value
 from .knob import ReadableKnob, SwitchKnob, WritableKnob
@@ -92,7 +93,7 @@ class LoadBalanceKnob(SwitchKnob):
 
     def unsupported_reason(self) -> str | None:
         """Return why this job cannot balance the load."""
-        return self._data.unsupported_balance_reason()
+        return self._data.unsupported_balance_reason() or _late_change_reason(self._data)
 
     def get(self) -> bool:
         """Return whether faster ranks get more samples."""
@@ -121,7 +122,7 @@ class GlobalBatchKnob(WritableKnob):
 
     def unsupported_reason(self) -> str | None:
         """Return why the size is fixed in this job."""
-        return self._data.unsupported_resize_reason()
+        return self._data.unsupported_resize_reason() or _late_change_reason(self._data)
 
     def get(self) -> int:
         """Return the requested size."""
@@ -145,6 +146,17 @@ class GlobalBatchKnob(WritableKnob):
             self._data.batch_samples = before
 
         return undo
+
+
+def _late_change_reason(data: TrainingData) -> str | None:
+    """Return why a trial would stall before the first changed batch; None if it would not."""
+    # Before it are the batches loaded ahead, and the one after which the ranks agree on the change.
+    if data.batches_ahead + 1 < MAX_UNUSABLE:
+        return None
+    return (
+        f"workers load {data.batches_ahead} batches ahead, so each change would come too late for "
+        "a trial"
+    )
 
 
 def largest_local_batch(window_runner: WindowRunner) -> int:

@@ -44,6 +44,15 @@ class ZeroLayouts:
     def on_engine_replaced(self) -> None:
         """Check again which layouts are supported, because the engine was replaced."""
         self._reasons.clear()
+        self.note_overlap()
+
+    def note_overlap(self) -> None:
+        """Note `overlap_comm` of the ds config in use, if its stage can overlap.
+
+        Every rank must call this at the same time, so that all ranks rebuild with the same config.
+        """
+        if zero_stage(self._source.config) >= _OVERLAPPING_STAGE:
+            self._overlap_comm = zero_block(self._source.config).get("overlap_comm")
 
     @property
     def on_host(self) -> bool:
@@ -72,9 +81,9 @@ class ZeroLayouts:
         zero: dict[str, Any] = {}
         if wanted[STAGE] != now[STAGE]:
             zero["stage"] = wanted[STAGE]
-            if zero_stage(self._source.config) >= _OVERLAPPING_STAGE:
-                self._overlap_comm = zero_block(self._source.config).get("overlap_comm")
-            elif self._overlap_comm and int(wanted[STAGE] or 0) >= _OVERLAPPING_STAGE:
+            can_overlap = int(wanted[STAGE] or 0) >= _OVERLAPPING_STAGE
+            could_overlap = zero_stage(self._source.config) >= _OVERLAPPING_STAGE
+            if can_overlap and not could_overlap and self._overlap_comm:
                 zero["overlap_comm"] = True  # `training_config` turned it off
         for name in OFFLOADS:
             if wanted[name] != now[name]:

@@ -125,6 +125,7 @@ class RunKnobs:
         if config is None:
             undo.do(self._changes(target))
         else:
+            self._layouts.note_overlap()
             self._not_verified = self._unchanged_live(target, before)
             rest = {name: target[name] for name in target.keys() - self._not_verified}
             self._rebuild(config, rest, undo)

@@ -279,11 +279,26 @@ def test_mixed_files_of_two_checkpoints_are_detected(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize(("rebuilt", "changes"), [(False, {}), (True, {"stage": 3})])
+def test_a_manifest_of_the_format_before_is_read(
+    tmp_path: Path, rebuilt: bool, changes: dict[str, int]
+) -> None:
+    path = save(tmp_path, 1, config={"stage": 3}) / "zerowatch.json"
+    written = json.loads(path.read_text())
+    del written["config_changes"]
+    path.write_text(json.dumps({**written, "format": 2, "rebuilt": rebuilt}))
+
+    found = find_checkpoint(tmp_path, PlainEngine(), ALONE)
+
+    assert found is not None
+    assert found.manifest.config_changes == changes
+
+
 def test_a_manifest_of_a_later_format_is_rejected(tmp_path: Path) -> None:
     path = save(tmp_path, 1) / "zerowatch.json"
     path.write_text(path.read_text().replace('"format": 3', '"format": 4'))
 
-    with pytest.raises(CheckpointError, match=r"of format 4; .* reads format 3"):
+    with pytest.raises(CheckpointError, match=r"of format 4; .* reads formats 2 and 3"):
         load(tmp_path)
 
 

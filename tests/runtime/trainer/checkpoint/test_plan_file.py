@@ -48,6 +48,20 @@ def test_a_plan_is_read_back_with_integer_keys(tmp_path: Path) -> None:
     assert plan == PersistedPlan(steps=12, plan=PLAN, config_changes={"stage": 3})
 
 
+@pytest.mark.parametrize("config", [None, {"stage": 3}])
+def test_a_plan_of_the_version_before_is_read_with_its_failures(
+    tmp_path: Path, config: dict[str, int] | None
+) -> None:
+    written = {**WRITTEN, "config": config, "failures": [{"length": 128, "samples": 8}]}
+    del written["config_changes"]
+    (tmp_path / "plan.json").write_text(json.dumps(written))
+
+    failures = (Failure(length=128, samples=8),)
+    assert plan_file(tmp_path).read(ALONE) == PersistedPlan(
+        steps=12, plan=PLAN, config_changes=config or {}, failures=failures
+    )
+
+
 def test_the_first_attempt_finds_no_plan(tmp_path: Path) -> None:
     assert plan_file(tmp_path).read(ALONE) is None
     assert list(tmp_path.iterdir()) == []

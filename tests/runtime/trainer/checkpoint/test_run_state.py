@@ -114,6 +114,16 @@ def test_a_file_that_holds_code_is_not_executed(tmp_path: Path) -> None:
         read_rank(tmp_path, 0)
 
 
+@pytest.mark.parametrize("rebuilt", [False, True])
+def test_a_file_of_the_version_before_is_read(tmp_path: Path, rebuilt: bool) -> None:
+    written = {**PLAIN.to_plain(), "rebuilt": rebuilt}
+    del written["config_changes"]
+    torch.save(written, rank_file(tmp_path, 0))
+
+    changes = PLAIN.config if rebuilt else {}
+    assert read_rank(tmp_path, 0) == replace(PLAIN, config_changes=changes)
+
+
 def test_a_file_of_another_version_is_rejected_with_what_differs(tmp_path: Path) -> None:
     torch.save({**PLAIN.to_plain(), "extra": 1}, rank_file(tmp_path, 0))
 

@@ -82,7 +82,6 @@ def data_of(ranks: Any = None, holder: Any = None, *, balance: bool = False) -> 
 
 
 def end_window(data: TrainingData, step: int = 0, *, seconds: float | None = 0.6) -> None:
-    data.on_window_start()
     data.on_window_end(step=step, num_samples=6, seconds=seconds, collectives_inside=False)
 
 
@@ -150,6 +149,21 @@ def test_a_batch_that_was_not_trained_when_the_run_was_saved_comes_again(
     assert "stream" not in caplog.text
 
 
+def test_a_batch_whose_window_failed_is_left_out_if_the_script_reads_the_next_one() -> None:
+    data = data_of()
+    batches = iter(data.loader(SAMPLES, batch_samples=12, shuffle=False))
+    next(batches)
+    end_window(data)
+    next(batches)  # its window fails
+    after_failure = data.state_dict()["data"]["position"]
+    next(batches)
+    with_next_in_hand = data.state_dict()["data"]["position"]
+    end_window(data)
+
+    assert (after_failure, with_next_in_hand) == (1, 3)
+    assert data.state_dict()["data"]["position"] == 3
+
+
 def test_a_batch_of_a_stream_that_was_not_trained_when_the_run_was_saved_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -163,6 +177,17 @@ def test_a_batch_of_a_stream_that_was_not_trained_when_the_run_was_saved_is_warn
 
     assert data.state_dict()["data"]["position"] == 2
     assert before == "" and "call `save` after `train_batch`" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "ahead"),
+    [({}, 0), ({"num_workers": 3}, 6), ({"num_workers": 2, "prefetch_factor": 5}, 10)],
+)
+def test_the_batches_that_workers_load_ahead_are_known(options: dict[str, int], ahead: int) -> None:
+    data = data_of()
+    data.loader(SAMPLES, batch_samples=12, **options)
+
+    assert data.batches_ahead == ahead
 
 
 @pytest.mark.parametrize("sizes", [{"seq_dp_world_size": 1}, {"sequence_parallel_size": 2}])
@@ -211,7 +236,7 @@ def test_the_state_has_the_position_the_split_and_the_requested_size() -> None:
     data = data_of()
     loader = data.loader(SAMPLES, batch_samples=12, seed=5)
     next(iter(loader))
-    data.on_window_start()
+    end_window(data)
 
     assert data.state_dict() == {
         "data": {

@@ -16,6 +16,7 @@ from zerowatch.runtime.tuner.knobs.data_knobs import (
     data_knobs,
     largest_local_batch,
 )
+from zerowatch.runtime.tuner.policy.ab_comparison import MAX_UNUSABLE, AbComparison, design_trial
 
 
 def windows(*samples: int, micro_batch: int = 4) -> Any:
@@ -26,14 +27,16 @@ def windows(*samples: int, micro_batch: int = 4) -> Any:
 
 
 def data(**values: Any) -> Any:
-    return SimpleNamespace(
+    training_data = SimpleNamespace(
         balances=False,
         batch_samples=16,
         batch_sizes=lambda: (16, 32, 64),
         unsupported_balance_reason=lambda: "equal ranks",
         unsupported_resize_reason=lambda: "own loader",
-        **values,
+        batches_ahead=0,
     )
+    vars(training_data).update(values)
+    return training_data
 
 
 def test_the_largest_local_batch_is_that_of_the_last_window() -> None:
@@ -98,6 +101,25 @@ def test_the_global_batch_is_one_of_the_sizes_of_the_data() -> None:
         with pytest.raises(ZerowatchError, match=r"is one of \[16, 32, 64\], got"):
             knob.set(value)
     assert knob.get() == 16
+
+
+@pytest.mark.parametrize("ahead", [MAX_UNUSABLE - 2, MAX_UNUSABLE - 1])
+@pytest.mark.parametrize("knob", [LoadBalanceKnob, GlobalBatchKnob])
+def test_batches_are_not_changed_if_a_trial_would_stall_before_the_first_changed_batch(
+    knob: type[LoadBalanceKnob | GlobalBatchKnob], ahead: int
+) -> None:
+    trial = AbComparison(design_trial(0.3, number=1, apply_mode="live", settle_steps=2))
+    for _ in range(ahead + 1):
+        trial.add(None)
+    reasons = {
+        "unsupported_balance_reason": lambda: None,
+        "unsupported_resize_reason": lambda: None,
+    }
+
+    reason = knob(data(batches_ahead=ahead, **reasons)).unsupported_reason()
+
+    assert (reason is not None) == trial.is_stalled
+    assert reason is None or f"load {ahead} batches ahead" in reason
 
 
 @pytest.mark.parametrize(

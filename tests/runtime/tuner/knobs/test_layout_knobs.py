@@ -152,13 +152,51 @@ def test_a_stage_that_is_put_back_overlaps_as_before(overlaps: bool) -> None:
     source: Any = SimpleNamespace(engine=None, config=config)
     layouts = ZeroLayouts(source, 4, is_training_run=True)
 
+    layouts.note_overlap()
     source.config = layouts.changed_config({"zero_stage": 1})
     below = source.config["zero_optimization"]
+    layouts.on_engine_replaced()
     source.config = layouts.changed_config({"zero_stage": 0})
+    layouts.on_engine_replaced()
     changed_back = layouts.changed_config({"zero_stage": 2})
 
     assert below == {"stage": 1, "overlap_comm": False}
     assert changed_back == config
+
+
+def test_a_stage_that_is_raised_after_one_rank_listed_its_options_is_the_same_on_all_ranks() -> (
+    None
+):
+    zero = {"stage": 2, "overlap_comm": True}
+    config = training_config({"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero})
+    engine = SimpleNamespace(device=torch.device("cuda"))
+    ranks: Any = [SimpleNamespace(engine=engine, config=config) for _ in range(2)]
+    layouts = [ZeroLayouts(rank, 2, is_training_run=True) for rank in ranks]
+
+    layout_knobs(layouts[0])[0].options()
+    for rank, layout in zip(ranks, layouts, strict=True):
+        rank.config = training_config({**config, "zero_optimization": {"stage": 1}})
+        layout.on_engine_replaced()
+    first, second = (layout.changed_config({"zero_stage": 2}) for layout in layouts)
+
+    assert first == second
+
+
+def test_a_stage_that_is_put_back_overlaps_as_in_the_last_rebuild_of_the_script() -> None:
+    def config(stage: int, *, overlaps: bool) -> dict[str, Any]:
+        zero = {"stage": stage, "overlap_comm": overlaps}
+        return training_config({"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero})
+
+    source: Any = SimpleNamespace(engine=None, config=config(2, overlaps=True))
+    layouts = ZeroLayouts(source, 4, is_training_run=True)
+    layouts.note_overlap()
+    for rebuilt in (config(3, overlaps=False), config(1, overlaps=False)):
+        source.config = rebuilt
+        layouts.on_engine_replaced()
+
+    changed = layouts.changed_config({"zero_stage": 2})
+
+    assert changed == config(2, overlaps=False)
 
 
 @pytest.mark.parametrize("block", [{}, {"pin_memory": False}, {"pin_memory": True, "ratio": 0.5}])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from scripts.trainer.resume_engine import SingleRankHostGroup
 
 from zerowatch.runtime.common.undo import Undo
 from zerowatch.runtime.tuner.knobs import run_knobs
@@ -95,6 +96,26 @@ def test_a_change_keeps_what_a_rebuild_of_the_user_has_set(
 
     zero = {"stage": 3, "reduce_bucket_size": size, "stage3_prefetch_bucket_size": 7}
     assert holder.config == holder.engine.config == {"zero_optimization": zero}
+
+
+def test_all_ranks_note_whether_reduction_overlaps_right_before_a_rebuild(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[Any] = []
+    holder: Any = Holder({"stage": 2})
+    vars(holder).update(
+        attached=lambda change: None,
+        reload_optimizer_states=lambda: None,
+        rebuild_as=log.append,
+    )
+    knobs: Any = knobs_of(holder, monkeypatch)
+    knobs._host_group = SingleRankHostGroup()
+    knobs._layouts.changed_config = lambda target: {"stage": 1}
+    knobs._layouts.note_overlap = lambda: log.append("noted")
+
+    knobs.apply(knobs.values())
+
+    assert log == ["noted", {"stage": 1}]
 
 
 @pytest.mark.parametrize("by_undo", [False, True])
