@@ -48,8 +48,8 @@ MIN_PATIENCE_SECONDS = 4.0
 IDLE_SECONDS_BEFORE_HEARTBEATS = 5.0
 # Heartbeats that were read longer ago are unknown: the store does not respond.
 MAX_READ_AGE_SECONDS = 15.0
-# Time without a poll after which the store counts as lost: a call of it may wait for ever.
-MAX_POLL_AGE_SECONDS = 30.0
+# Time in the store after which the store counts as lost: a call of it may wait for ever.
+MAX_STORE_SECONDS = 30.0
 # Number of times that this rank has sent step times without an answer, after which nothing is known
 # of slow ranks. It is greater than the number of times for which the other ranks are waited for.
 MAX_UNANSWERED_STEP_TIMES = 8
@@ -119,7 +119,13 @@ class ComparisonThread:
         self._stuck_seconds = stuck_seconds
         self._now = now
         self._accounting = RankCommCosts(groups, recorder, now)
-        self._accounting_lock = threading.Lock()
+        # Another thread uses `_accounting` only while this one is in the store. The other clears
+        # `_is_free` before it looks whether this one is there, and this one leaves the store before
+        # it waits for `_is_free`. So no lock is held while `_accounting` pauses.
+        self._in_store_since: float | None = None
+        self._late_since: float | None = None  # at the last look of the other thread
+        self._is_free = threading.Event()
+        self._is_free.set()
         if clients is not None:
             recorder.start_counters((communication.EXCHANGE_FAILURES,))
         self._reporter = CompareReporter(recorder, rank, now)
@@ -136,7 +142,7 @@ class ComparisonThread:
         self._own_step_times: StepTimes | None = None
         self._is_store_lost = self._hangs = self._stopping = False
         self._next_exchange = 0.0
-        self._polled_at = self._read_at = now()
+        self._read_at = now()
         self._last_step = 0
         self._wake = threading.Event()
         self._num_requested = self._num_done = 0  # reports that `report_now` waits for
@@ -182,26 +188,35 @@ class ComparisonThread:
 
     def start(self) -> None:
         """Start the thread."""
-        self._polled_at = self._now()
         self._thread.start()
 
     def account_if_stuck(self) -> None:
         """Add up the costs of calls as if nothing were compared, if the store does not respond.
 
-        Must be called each second on another thread: this one may wait for the store for ever.
+        Must be called each second on another thread: this one may wait for the store for ever. The
+        store is lost at the second late look only, because the process may just have been stopped.
         """
-        is_late = self._now() - self._polled_at > MAX_POLL_AGE_SECONDS
-        if self._connection is None or self._stopping or not is_late:
+        since, before = self._in_store_since, self._late_since
+        is_late = since is not None and self._now() - since > MAX_STORE_SECONDS
+        self._late_since = since if is_late else None
+        if self._stopping or not is_late or since != before:
             return
-        with self._accounting_lock:
-            if not self._is_store_lost:
-                self._lose_store("no answer")
-                if self._rank == 0:
-                    self._publish_statistics({})
-            self._accounting.drain_reports(is_compared=False)
-            self._accounting.expire(0.0, is_compared=False)
-            with self._recorder.commit():
-                self._accounting.publish(is_compared=False)
+        self._is_free.clear()
+        try:
+            if self._in_store_since == since:
+                self._account_without_store()
+        finally:
+            self._is_free.set()
+
+    def _account_without_store(self) -> None:
+        if not self._is_store_lost:
+            self._lose_store("no answer")
+            if self._rank == 0:
+                self._publish_statistics({})
+        self._accounting.drain_reports(is_compared=False)
+        self._accounting.expire(0.0, is_compared=False)
+        with self._recorder.commit():
+            self._accounting.publish(is_compared=False)
 
     def stop(self) -> None:
         """Send a last report, wait up to a second for results, and end the thread.
@@ -232,9 +247,7 @@ class ComparisonThread:
         while not self._stopping:
             self._wake.wait(poll_interval_seconds(self._interval_seconds))
             self._wake.clear()
-            if self.is_silent():
-                self._polled_at = self._now()
-            else:
+            if not self.is_silent():
                 self._poll()
             self.cpu_seconds = time.thread_time()
         self._close()
@@ -312,22 +325,18 @@ class ComparisonThread:
             self._report()
             self._num_done = requested
         let_training_run()
-        with self._accounting_lock:
-            self._accounting.poll(is_compared=self._is_compared)
+        self._accounting.poll(is_compared=self._is_compared)
         let_training_run()
         if self._connection is not None and (channel := self._open_channel) is not None:
-            with self._store_may_fail(self._connection):
-                self._read(channel)
+            self._read(self._connection, channel)
         let_training_run()
         is_compared = self._is_compared
-        with self._accounting_lock:
-            self._accounting.expire(
-                self._patience_seconds if is_compared else 0.0, is_compared=is_compared
-            )
+        self._accounting.expire(
+            self._patience_seconds if is_compared else 0.0, is_compared=is_compared
+        )
         let_training_run()
-        with self._accounting_lock, self._recorder.commit():
+        with self._recorder.commit():
             self._accounting.publish(is_compared=is_compared)
-        self._polled_at = self._now()
 
     def _leave_old_namespace(self) -> None:
         """Start over if the ranks have changed to another namespace of the store."""
@@ -340,8 +349,7 @@ class ComparisonThread:
                 self._channel = None
 
     def _report(self) -> None:
-        with self._accounting_lock:
-            calls, names = self._accounting.drain_reports(is_compared=self._is_compared)
+        calls, names = self._accounting.drain_reports(is_compared=self._is_compared)
         let_training_run()
         new_step_times = self.step_times.drain()
         self._own_step_times = new_step_times or self._own_step_times
@@ -368,14 +376,21 @@ class ComparisonThread:
         with self._store_may_fail(self._connection):
             channel.post_report(report)
 
-    def _read(self, channel: StoreChannel) -> None:
+    def _read(self, connection: StoreConnection, channel: StoreChannel) -> None:
         rank_sets = self._groups.rank_sets()
-        for rank_set, result in channel.poll(rank_sets, compared_rank_set(rank_sets)):
-            with self._accounting_lock:
-                self._accounting.match(rank_set, result)
+        results: list[tuple[RankSet, CompareResult]] = []
+        with self._store_may_fail(connection):
+            results = channel.poll(rank_sets, compared_rank_set(rank_sets))
+        for rank_set, result in results:
+            self._accounting.match(rank_set, result)
             self._reporter.publish(rank_set, result, self._own_step_times)
             let_training_run()
         let_training_run()
+        if connection.is_open:
+            with self._store_may_fail(connection):
+                self._exchange_heartbeats(channel, rank_sets)
+
+    def _exchange_heartbeats(self, channel: StoreChannel, rank_sets: Sequence[RankSet]) -> None:
         channel.post_heartbeat(
             self._accounting.issued(),
             self.expected_pause(),
@@ -400,10 +415,16 @@ class ComparisonThread:
     def _store_may_fail(self, connection: StoreConnection) -> Iterator[None]:
         """If the store does not respond, stop using the store for a while.
 
-        At the end of a run, the process that hosts the store may exit first. That is not a failure.
+        The body must not change `_accounting`, as `account_if_stuck` may do so meanwhile. At the
+        end of a run, the process that hosts the store may exit first. That is not a failure.
         """
         try:
-            yield
+            self._in_store_since = self._now()
+            try:
+                yield
+            finally:
+                self._in_store_since = None
+                self._is_free.wait()
         except RuntimeError as error:
             connection.mark_failed()
             if self._stopping:

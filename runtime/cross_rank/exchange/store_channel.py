@@ -298,7 +298,11 @@ class CoordinatorReader:
         return _Source(StoreLogReader(self._store, name), child)
 
     def _read(self, source: _Source) -> bool:
-        """Read the new entries of a log. Return whether its rank has fallen silent since."""
+        """Read the new entries of a log. Return whether its rank has fallen silent since.
+
+        A rank that has ended in good order is left out later like a silent one: its last calls wait
+        for the reports of the other ranks.
+        """
         for entry in source.reader.poll(self._patience_seconds):
             source.is_excluded = source.has_ended = False
             try:
@@ -308,14 +312,13 @@ class CoordinatorReader:
                 continue
             if report.is_last:
                 source.has_ended = True
-                self._exclude(source)
                 continue
             self._figures.add(source.child, report)
             for coordinator in source.coordinators:
                 coordinator.add(source.child, report)
                 let_training_run()
         is_silent = source.reader.silent_seconds() > self._patience_seconds
-        return is_silent and self._exclude(source)
+        return is_silent and self._exclude(source) and not source.has_ended
 
     def _exclude(self, source: _Source) -> bool:
         """Leave a rank out. Return whether it took part until now."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import psutil
 import pytest
@@ -20,11 +22,12 @@ from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.collectives.groups import RankSet
 from zerowatch.runtime.common.rank_store import StoreClientFactory
 from zerowatch.runtime.cross_rank import comparison_thread
+from zerowatch.runtime.cross_rank.accounting import call_sequence
 from zerowatch.runtime.cross_rank.accounting.call_sequence import SEARCH_SECONDS
 from zerowatch.runtime.cross_rank.comparison_thread import (
     IDLE_SECONDS_BEFORE_HEARTBEATS,
-    MAX_POLL_AGE_SECONDS,
     MAX_READ_AGE_SECONDS,
+    MAX_STORE_SECONDS,
     MAX_UNANSWERED_STEP_TIMES,
     SECONDS_BETWEEN_LINES,
     CompareReporter,
@@ -202,6 +205,33 @@ def test_ranks_that_have_ended_in_good_order_are_no_failure(
     assert ranks[0].failures("peer") == 0
     age = ranks[0].recorder.snapshot().value(communication.PEER_HEARTBEAT_AGE)
     assert age is not None and age <= INTERVAL_SECONDS  # of its own reports
+
+
+@pytest.mark.parametrize("more_exchanges", [0, 3 * PATIENCE_EXCHANGES])
+def test_the_last_calls_of_a_rank_that_has_ended_are_compared_and_the_links_stay(
+    more_exchanges: int,
+) -> None:
+    ranks = ComparedRanks(2)
+    ranks[0].groups.append(alone := FakeGroup((0,), role="tp"))
+    compare_a_slow_rank(ranks)
+    ranks.exchange(times=2)
+    before = ranks[0].milliseconds(WAIT, "dp")
+    for rank, milliseconds in zip(ranks.all, (10, 4), strict=True):
+        rank.run(milliseconds)
+    ranks[1].thread._stopping = True
+    ranks[1].thread._close()  # rank 0 has not reported its last call yet
+    ranks.clock.seconds += 1
+    for _ in range(more_exchanges):
+        alone.run()
+        ranks.exchange(1)
+    ranks[0].thread._stopping = True
+    ranks[0].thread._close()
+
+    snapshot = ranks[0].recorder.snapshot()
+    assert ranks[0].milliseconds(WAIT, "dp") - before == pytest.approx(6, abs=1e-3)
+    assert snapshot.value(communication.COMM_LINK_LATENCY, "dp") is not None
+    assert snapshot.value(communication.COMM_BUS_BANDWIDTH, "all_reduce", "dp") is not None
+    assert ranks[0].failures("unmatched") == 0
 
 
 def test_ranks_that_fall_silent_together_are_named_in_one_line(
@@ -446,6 +476,36 @@ def comparison_figures(rank: ComparedRank) -> tuple[bool, ...]:
     return (*(value is not None for value in values), bool(rank.thread.stragglers))
 
 
+class SlowStore:
+    """A store that calls a function once before it answers."""
+
+    def __init__(self, store: Any, meanwhile: Callable[[], object]) -> None:
+        self._store, self._meanwhile = store, [meanwhile]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        while self._meanwhile:
+            self._meanwhile.pop()()
+        return self._store.check(keys)
+
+
+def poll_slow_store(rank: ComparedRank, meanwhile: Callable[[], object]) -> None:
+    """Poll once, and call a function while the thread waits for the store."""
+    connection: Any = rank.thread._connection
+    connection._client = SlowStore(store := connection._client, meanwhile)
+    rank.poll()
+    connection._client = store
+
+
+def look_twice(rank: ComparedRank, clock: FakeClock) -> None:
+    """Let the clock run on, and look twice whether the thread waits for the store."""
+    clock.seconds += MAX_STORE_SECONDS + 1
+    for _ in range(2):
+        rank.thread.account_if_stuck()
+
+
 def test_costs_are_added_up_while_the_thread_waits_for_the_store_for_ever(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -454,34 +514,120 @@ def test_costs_are_added_up_while_the_thread_waits_for_the_store_for_ever(
     ranks.exchange(times=2)
     one, figures, exposed = ranks[2], [], []
     waits = [one.milliseconds(WAIT, "dp")]
-    for age_seconds in (MAX_POLL_AGE_SECONDS - 1, 2, 1):
-        ranks.clock.seconds += age_seconds
-        one.run(7)
-        before = one.milliseconds(EXPOSED, "dp")
-        one.thread.account_if_stuck()
-        exposed.append(one.milliseconds(EXPOSED, "dp") - before)
-        figures.append(comparison_figures(one))
-    waits.append(one.milliseconds(WAIT, "dp"))
+
+    def look() -> None:
+        for age_seconds in (MAX_STORE_SECONDS - 1, 2, 1, 1):
+            ranks.clock.seconds += age_seconds
+            one.run(7)
+            before = one.milliseconds(EXPOSED, "dp")
+            one.thread.account_if_stuck()
+            exposed.append(one.milliseconds(EXPOSED, "dp") - before)
+            figures.append(comparison_figures(one))
+        waits.append(one.milliseconds(WAIT, "dp"))
+
     with caplog.at_level(logging.INFO):
+        poll_slow_store(one, look)
         ranks.exchange(times=2)
 
-    assert exposed == pytest.approx([0, 14, 7])
-    assert figures == [(True,) * 5, (False,) * 5, (False,) * 5]
+    assert exposed == pytest.approx([0, 0, 21, 7])
+    assert figures == [(True,) * 5, (True,) * 5, (False,) * 5, (False,) * 5]
     assert waits[0] == waits[1]
     assert one.failures("store") == 1
     assert "c10d store responds again: comparison with other ranks resumed" in caplog.messages
 
 
-def test_nothing_is_added_up_twice_where_nothing_is_compared_or_the_thread_has_stopped() -> None:
+def test_a_process_that_was_stopped_has_not_lost_the_store() -> None:
     ranks = ComparedRanks(2)
-    alone = ComparedRank(0, ranks.clock, None, FakeGroup((0, 1))).connect()
-    ranks[0].thread.stop()
-    for rank in (alone, ranks[0]):
-        rank.run(7)
-        ranks.clock.seconds += MAX_POLL_AGE_SECONDS + 1
-        rank.thread.account_if_stuck()
 
-    assert [rank.milliseconds(EXPOSED, "dp") for rank in (alone, ranks[0])] == [0, 0]
+    def go_on() -> None:
+        ranks.clock.seconds += MAX_STORE_SECONDS + 1
+        for rank, milliseconds in zip(ranks.all, (4, 10), strict=True):
+            rank.run(milliseconds)
+        ranks[1].thread.account_if_stuck()
+
+    for _ in range(2):
+        poll_slow_store(ranks[1], go_on)
+        ranks.exchange(times=2)
+
+    assert ranks[1].failures("store") == 0
+    assert ranks[1].milliseconds(WAIT, "dp") == pytest.approx(12, abs=1e-3)
+
+
+def test_nothing_is_added_up_where_the_thread_does_not_wait_for_the_store() -> None:
+    ranks = ComparedRanks(3)
+    alone = ComparedRank(0, ranks.clock, None, FakeGroup((0, 1))).connect()
+    stopping, failed, idle = ranks.all
+    failed.thread.expected_pause = lambda: str(1 / 0)
+    failed.poll()
+    stopping.thread._stopping = True
+    for rank in (alone, failed, idle, stopping):
+        rank.run(7)
+    exposed: list[float] = []
+
+    def look() -> None:
+        for rank in (alone, failed, idle, stopping):
+            look_twice(rank, ranks.clock)
+            exposed.append(rank.milliseconds(EXPOSED, "dp"))
+
+    poll_slow_store(stopping, look)
+
+    assert failed.fail_open.failures == {"cross_rank": 1}
+    assert exposed == [0, 0, 0, 0]
+    assert failed.failures("store") == 0
+
+
+def test_no_other_thread_waits_while_the_thread_pauses_in_its_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = ComparedRanks(2)
+    waiting: list[bool] = []
+
+    def pause() -> None:
+        monkeypatch.undo()
+        args = (ranks[0], ranks.clock)
+        other = threading.Thread(target=look_twice, args=args, daemon=True)
+        other.start()
+        other.join(10)
+        waiting.append(other.is_alive())
+
+    monkeypatch.setattr(call_sequence, "let_training_run", pause)
+    ranks[0].run()
+    ranks[0].poll()
+
+    assert waiting == [False]
+    assert ranks[0].failures("store") == 0
+
+
+def test_a_store_that_answers_at_last_waits_until_the_costs_are_added_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = ComparedRanks(2)
+    one, answers, order = ranks[1].thread, threading.Event(), list[str]()
+    ranks.exchange()
+    ranks[1].run()
+    poll = threading.Thread(target=poll_slow_store, args=(ranks[1], lambda: answers.wait(60)))
+    is_awaited, wait, expire = threading.Event(), one._is_free.wait, one._accounting.expire
+
+    def wait_until_free() -> None:
+        if answers.is_set():
+            is_awaited.set()
+        wait()
+
+    def add_up(patience_seconds: float, *, is_compared: bool) -> None:
+        if threading.current_thread() is not poll:
+            answers.set()
+            eventually(lambda: is_awaited.is_set() or not poll.is_alive())
+        order.append("poll" if threading.current_thread() is poll else "look")
+        expire(patience_seconds, is_compared=is_compared)
+
+    monkeypatch.setattr(one._is_free, "wait", wait_until_free)
+    monkeypatch.setattr(one._accounting, "expire", add_up)
+    poll.start()
+    eventually(lambda: one._in_store_since is not None)
+    look_twice(ranks[1], ranks.clock)
+    poll.join()
+
+    assert order == ["look", "poll"]
 
 
 class LostStore(HashStore):
