@@ -8,6 +8,7 @@ name the host. A matcher is PromQL text such as `phase="data"`.
 from __future__ import annotations
 
 from ..metrics.catalog.spec import MetricSpec
+from ..metrics.catalog.training import RUN_START_TIMESTAMP
 from .timing import HOUR, Timing
 
 IDENTITY = ("job", "run")  # the labels that together identify a run
@@ -40,7 +41,8 @@ def increase(spec: MetricSpec, timing: Timing, seconds: float, *matchers: str) -
     PromQL's `increase` misses the first value of a series: if a run is scraped for the first time
     after 20 steps without a finite loss, the counter begins at 20. A series that only missed
     scrapes is not new. After a longer gap, such as a restart of Prometheus, nothing tells it from a
-    new one but the age of its process: one that had run for an hour would have been scraped.
+    new one but the age of its process and of its run: one that had run for an hour would have been
+    scraped. A process may begin a further run at any age.
 
     Args:
         spec: The counter.
@@ -49,9 +51,12 @@ def increase(spec: MetricSpec, timing: Timing, seconds: float, *matchers: str) -
         matchers: Label matchers.
     """
     series, time_range = select(spec, *matchers), timing.duration(seconds)
-    is_old = f"process_start_time_seconds < time() - {timing.seconds(seconds + HOUR)}"
-    unread = f"({is_old} unless {earlier('process_start_time_seconds', time_range)})"
-    born = f"{series} > 0 unless {earlier(series, time_range)}\nunless on (job, run, rank) {unread}"
+    long_ago, on_rank = f"time() - {timing.seconds(seconds + HOUR)}", "on (job, run, rank)"
+    is_old = f"process_start_time_seconds < {long_ago}"
+    is_young = f"{on_rank} {select(RUN_START_TIMESTAMP)} >= {long_ago}"
+    read = earlier("process_start_time_seconds", time_range)
+    unread = f"({is_old}\nunless {is_young}\nunless {read})"
+    born = f"{series} > 0 unless {earlier(series, time_range)}\nunless {on_rank} {unread}"
     return f"(\n({born})\nor increase({series}[{time_range}])\n)"
 
 

@@ -164,7 +164,18 @@ EXPOSED_RATIO = training_share(comm.COMM_EXPOSED_SECONDS)
 EXPOSED_RATIO_LONG = training_share(comm.COMM_EXPOSED_SECONDS, long=True)
 EXPOSED_RATIO_BY_RANK = training_share(comm.COMM_EXPOSED_SECONDS, per=("rank",))
 EXPOSED_RATIO_BY_GROUP = training_share(comm.COMM_EXPOSED_SECONDS, "group")
-COMM_RATIO = training_share(comm.COMM_UNION_SECONDS)
+
+
+def _comm_ratio(timing: Timing) -> str:
+    # Runs of earlier versions have the seconds of each group only.
+    union, groups = (
+        training_share(spec).expression(timing)
+        for spec in (comm.COMM_UNION_SECONDS, comm.COMM_SECONDS)
+    )
+    return f"{union}\nor on (job, run) {groups}"
+
+
+COMM_RATIO = recorded(comm.COMM_UNION_SECONDS, "ratio_rate5m", _comm_ratio)
 CAUSE_RATIO = training_share(comm.COMM_CAUSE_SECONDS, "cause")
 EXPOSED_RATIO_USUAL = usual(EXPOSED_RATIO, comm.COMM_EXPOSED_SECONDS, "ratio_rate5m_median6h", 0.5)
 WAIT_RATIO_BY_RANK = training_share(comm.COMM_WAIT_SECONDS, per=("rank",))
@@ -343,13 +354,15 @@ LAST_CHECKPOINT = recorded(
 
 
 def _checkpoint_interval() -> str:
-    started = by("max", 'process_start_time_seconds{rank="0"}')
+    process = by("max", 'process_start_time_seconds{rank="0"}')
+    run = by("max", select(training.RUN_START_TIMESTAMP, 'rank="0"'))
+    started = f"({run} > {process} or {process})"
     saved = by("max", select(training.CHECKPOINTS, 'rank="0"', 'outcome="saved"'))
     return ratio(f"({LAST_CHECKPOINT.select()} - {started})", f"{saved} > 1")
 
 
-# The mean of the seconds between two checkpoints since the start of the process: a run may have
-# been down before. A process that saved once has none.
+# The mean of the seconds between two checkpoints since the start of the process, as a run may have
+# been down before, or of the run if a process began it later. A process that saved once has none.
 CHECKPOINT_INTERVAL = recorded(
     training.LAST_CHECKPOINT_TIMESTAMP, "interval", lambda timing: _checkpoint_interval()
 )

@@ -57,7 +57,8 @@ AT_A_GLANCE = sized(
         title="Overlapped communication",
         description="Share of communication time that overlaps with computation, so that training "
         "does not wait for it. Higher is better; `overlap_comm` and larger buckets increase it. On "
-        "GPUs most asynchronous communication counts until training has waited for it.",
+        "GPUs most asynchronous communication counts until training has waited for it. "
+        "Communication of evaluations and checkpoints counts as overlapped.",
         queries=(
             Query(
                 f"clamp_min(1 - {by('sum', of_run(recorded.EXPOSED_RATIO))}"

@@ -34,6 +34,13 @@ MEDIAN = 'quantile="0.5"'
 FIRST = 'rank="0"'
 
 
+def step_of(*matchers: str) -> str:
+    """Return the last step of runs; of a run of an earlier version, how many steps it has taken."""
+    # A process that resumes a run has taken none before it knows the last step.
+    taken = f"{by('max', recorded.STEPS_DONE.select(*matchers))} > 0"
+    return f"{by('max', recorded.LAST_STEP.select(*matchers))}\nor on (job, run) {taken}"
+
+
 def over_steps(
     rule: RecordingRule, *matchers: str, title: str, description: str, unit: str
 ) -> XYChart:
@@ -44,7 +51,7 @@ def over_steps(
         curves=tuple(
             Curve(
                 name=name,
-                x=by("max", recorded.LAST_STEP.select(*of_it)),
+                x=step_of(*of_it),
                 y=by("max", rule.select(*of_it, *matchers)),
                 color=COLORS[name],
             )
@@ -106,7 +113,12 @@ DIFFERENCES = (
         columns=(
             Column(title="State", expression=state_of(*BOTH), unit=PLAIN, named=STATES),
             Column(title="Ranks", expression=latest(recorded.WORLD_SIZE, *BOTH), unit=PLAIN),
-            Column(title="Step", expression=latest(recorded.LAST_STEP, *BOTH), unit=PLAIN),
+            Column(
+                title="Step",
+                expression=f"{latest(recorded.LAST_STEP, *BOTH)}\n"
+                f"or on (job, run) {latest(recorded.STEPS_DONE, *BOTH)}",
+                unit=PLAIN,
+            ),
             Column(title="Loss", expression=latest(recorded.LOSS, *BOTH), unit=PLAIN, decimals=3),
             Column(
                 title="Step time",

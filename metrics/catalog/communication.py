@@ -65,7 +65,7 @@ COMM_UNION_SECONDS = counter(
     "once.",
     lean=EVERY_SERIES,
     usual="At most the sum of comm_seconds_total over groups. Less the exposed seconds, it is what "
-    "overlaps with computation.",
+    "overlaps with computation in a run without evaluation and checkpoints.",
 )
 COMM_EXPOSED_SECONDS = counter(
     "comm_exposed_seconds_total",

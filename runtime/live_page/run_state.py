@@ -168,7 +168,7 @@ def _communication(snapshot: Snapshot, recent: Point | None) -> dict[str, object
         "exposed_ratio": exposed_ratio,
         "run_exposed_ratio": ratio_or_none(exposed, training_seconds),
         "exposed_seconds": exposed,
-        "seconds": snapshot.total(communication.COMM_SECONDS),
+        "seconds": snapshot.total(communication.COMM_UNION_SECONDS),
         "causes": {
             cause: snapshot.value(communication.COMM_CAUSE_SECONDS, cause) or 0.0
             for cause in CAUSES

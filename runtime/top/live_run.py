@@ -26,7 +26,6 @@ from ...metrics.recorder import Snapshot
 from ...metrics.thresholds import STRAGGLER_SCORE_HIGH
 from ..live_page.current_problems import Limit, limit_of, problems_of_rank
 from ..live_page.run_state import Ranks, ratio_or_none, run_state
-from ..reports.run_summary import shared_by
 from .http_client import NoAnswerError
 from .recent_seconds import RecentSeconds, Spent, combined
 from .run_view import (
@@ -316,9 +315,9 @@ def _facts(
     is_complete = total is not None and total.ranks == snapshot.value(training.WORLD_SIZE)
     if is_complete and total is not None:  # else a sum over ranks would be too low
         seconds = sum(total.phases.values()) / total.ranks
-        shared = _shared_work(snapshot, total.ranks)
+        shared = tuple(of for (of,) in snapshot.values.get(training.SHARED_WORK, {}))
         for name, amount in (("tokens/s", total.tokens), ("samples/s", total.samples)):
-            if amount and not name.startswith(tuple(shared)):
+            if amount and not name.startswith(shared):
                 yield from fact(name, ratio_or_none(amount, seconds), ",.4g")
                 break
     yield from fact("loss", known["loss"], ".4g")
@@ -333,18 +332,6 @@ def _facts(
     if backend := info.get("backend"):
         yield "backend", backend
     yield from fact("attempt", info["attempt"] or None, ".0f")
-
-
-def _shared_work(snapshot: Snapshot, num_ranks: int) -> frozenset[str]:
-    """Return which of "samples" and "tokens" several ranks may count together.
-
-    With `serve.detail = "lean"` the metrics do not have the roles of the groups. Both may be
-    shared then.
-    """
-    series = snapshot.values.get(communication.COMM_SECONDS, {})
-    if () in series:
-        return frozenset({"samples", "tokens"} if num_ranks > 1 else ())
-    return shared_by({labels[0] for labels in series})
 
 
 def format_seconds(seconds: float) -> str:

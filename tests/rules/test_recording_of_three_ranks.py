@@ -52,6 +52,7 @@ HISTORY = {
     **growing(training.PHASE_SECONDS, 0.1, 0.2, 0.1, phase="data"),
     **growing(training.PHASE_SECONDS, 0, 0.5, 0, phase="eval"),
     **growing(comm.COMM_UNION_SECONDS, 0.3, 0.2, 0.4),
+    **growing(comm.COMM_SECONDS, 0.4, 0.3, 0.5, group="dp"),
     **growing(comm.COMM_EXPOSED_SECONDS, 0.1, 0.3, 0.05, group="dp"),
     **growing(comm.COMM_WAIT_SECONDS, 0.04, 0.1, 0.2, group="dp"),
     **growing(comm.COMM_WAIT_SECONDS, 0.02, 0.01, 0.03, group="tp"),

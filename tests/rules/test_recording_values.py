@@ -8,6 +8,7 @@ from rules.promtool import failures
 
 from zerowatch.dashboards import recording_rules as recorded
 from zerowatch.dashboards.alerts import alerts
+from zerowatch.dashboards.definitions.compare import step_of
 from zerowatch.dashboards.recording_rules import GROUPS
 from zerowatch.dashboards.timing import Timing
 from zerowatch.metrics.thresholds import THRESHOLDS
@@ -226,6 +227,41 @@ CASES = {
         {of(0): 0.003, of(1): 0.003},
     ),
 }
+
+
+# When the run began, and the interval between the three checkpoints.
+@pytest.mark.parametrize(("run_start", "interval"), [(10, 120), (160, 80)])
+def test_checkpoints_are_counted_from_the_start_of_the_process_or_of_a_later_run(
+    run_start, interval, some_rules, tmp_path
+):
+    series, _ = CASES[recorded.CHECKPOINT_INTERVAL]
+    series = series | of_both("zerowatch_run_start_timestamp_seconds", standing(run_start))
+    rule = recorded.CHECKPOINT_INTERVAL
+    test = look(rule, training(MINUTES) | series, {"": interval})
+
+    assert failures(some_rules(only=rule.name), [test], tmp_path) == ""
+
+
+def test_the_communication_of_a_run_of_an_earlier_version_is_the_sum_over_groups(
+    some_rules, tmp_path
+):
+    seconds = "zerowatch_comm_seconds_total"
+    series = of_both(seconds, growing(0.2), group="dp") | of_both(seconds, growing(0.1), group="tp")
+    test = look(recorded.COMM_RATIO, training(MINUTES) | series, {"": 0.3})
+
+    assert failures(some_rules(only=recorded.COMM_RATIO.name), [test], tmp_path) == ""
+
+
+@pytest.mark.parametrize(("steps", "values"), [(7, {"": 7}), (0, {})])
+def test_the_step_of_a_run_of_an_earlier_version_is_unknown_before_its_first(
+    steps, values, some_rules, tmp_path
+):
+    """A process that resumes a run may not know the last step yet."""
+    series = of_both("zerowatch_steps_total", standing(steps))
+    test = look(recorded.STEPS_DONE, series, values)
+    test["promql_expr_test"][0]["expr"] = f"1e6 * ({step_of()})"
+
+    assert failures(some_rules(only=recorded.STEPS_DONE.name), [test], tmp_path) == ""
 
 
 @pytest.mark.parametrize("rule", CASES, ids=lambda rule: rule.name)

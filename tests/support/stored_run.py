@@ -323,7 +323,6 @@ OF_THE_RUN_BEFORE = [
     *whole(recorded.RUN_STATE, 14, BEFORE),
     *whole(recorded.WORLD_SIZE, 5, BEFORE),
     *whole(recorded.STEPS_DONE, 900, BEFORE),
-    *whole(recorded.LAST_STEP, 4900, BEFORE),
     *whole(recorded.RUN_START, NOW - 9000, BEFORE),
     *whole(recorded.LOSS, 2.5, BEFORE),
     *whole(recorded.SAMPLES_RATE, 40, BEFORE),

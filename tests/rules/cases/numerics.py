@@ -13,6 +13,7 @@ EXPLODING = {"alertname": "ZerowatchGradientNormExploding", "severity": "warning
 SKIPPED = {"alertname": "ZerowatchUpdatesSkipped", "severity": "warning", **LABELS}
 NONFINITE = "zerowatch_nonfinite_losses_total"
 STARTED = "process_start_time_seconds"
+RUN_STARTED = "zerowatch_run_start_timestamp_seconds"
 
 
 def loss(*stretches: Stretch) -> Series:
@@ -43,7 +44,13 @@ BEFORE_EVALUATION = 30 - SCRAPE
 SLOW_STEPS = of_both("zerowatch_steps_total", gauge(*((3, number) for number in range(20))))
 # Prometheus is down for seven minutes, while the run goes on.
 DOWN = ((90, 1), (7, GONE), (10, 1))
-DOWN_FOR_7 = of_both("zerowatch_run_active", gauge(*DOWN)) | of_both(STARTED, gauge(*DOWN))
+DOWN_FOR_7 = (
+    of_both("zerowatch_run_active", gauge(*DOWN))
+    | of_both(STARTED, gauge(*DOWN))
+    | of_both(RUN_STARTED, gauge(*DOWN))
+)
+# A process that is older than an hour begins a further run.
+FURTHER_RUN = ((72, GONE), (15, 1))
 
 CASES = (
     Case(
@@ -97,6 +104,16 @@ CASES = (
         alert=NOT_FINITE,
         fires_at="2m15s",
         recovers_at="12m15s",
+    ),
+    Case(
+        title="Fires if the first losses of a further run of a process are not finite",
+        series=training(87)
+        | of_both(STARTED, gauge(*FURTHER_RUN))
+        | of_both(RUN_STARTED, gauge((72, GONE), (15, 72 * 60)))
+        | of_both(NONFINITE, gauge((72, GONE), (15, 20))),
+        alert=NOT_FINITE,
+        fires_at="72m15s",
+        recovers_at="82m15s",
     ),
     Case(
         title="Fires if the loss rises to six times its median",

@@ -19,7 +19,7 @@ STEPS = 40
 COUNTERS = {
     "training.steps": "zerowatch_steps_total",
     "communication.exposed_seconds": "zerowatch_comm_exposed_seconds_total",
-    "communication.seconds": "zerowatch_comm_seconds_total",
+    "communication.seconds": "zerowatch_comm_union_seconds_total",
     "communication.wire_bytes": "zerowatch_collective_wire_bytes_total",
     "phases.forward": ("zerowatch_phase_seconds_total", "forward"),
     "phases.backward": ("zerowatch_phase_seconds_total", "backward"),

@@ -187,7 +187,8 @@ def test_each_value_of_the_state_is_that_of_its_metric(recorder: Recorder) -> No
     for phase, seconds in (("forward", 10.0), ("backward", 25.0), ("eval", 5.0), ("data", 0.0)):
         recorder.add(training.PHASE_SECONDS, seconds, phase)
     recorder.add(communication.COMM_SECONDS, 9.0, "dp")
-    recorder.add(communication.COMM_SECONDS, 2.0, "tp")
+    recorder.add(communication.COMM_SECONDS, 4.0, "tp")
+    recorder.add(communication.COMM_UNION_SECONDS, 11.0)
     recorder.add(communication.COMM_EXPOSED_SECONDS, 7.0, "dp")
     recorder.add(communication.COMM_CAUSE_SECONDS, 6.0, "bandwidth")
     recorder.add(communication.COLLECTIVE_WIRE_BYTES, 1000, "all_reduce", "dp")

@@ -60,36 +60,24 @@ def test_phases_and_causes_are_means_over_all_ranks() -> None:
     assert sum(cause.ratio for cause in view.causes) == pytest.approx(view.exposed.ratio)
 
 
+@pytest.mark.parametrize("detail", ["full", "lean"])
 @pytest.mark.parametrize(
-    ("role", "named"), [("dp", "tokens/s"), ("pp", "tokens/s"), ("tp", None), ("sp", None)]
+    ("shared", "named"),
+    [((), "tokens/s"), (("samples",), "tokens/s"), (("samples", "tokens"), None)],
 )
-def test_work_that_ranks_share_has_no_sum_over_ranks(role: str, named: str | None) -> None:
-    with two_ranks() as ranks:
-        ranks[0].recorder.set(training.WORLD_SIZE, 2)
-        ranks[0].recorder.add(communication.COMM_SECONDS, 1.0, role)
-        for rank in ranks:
-            rank.recorder.add(training.SAMPLES, 160)
-            rank.recorder.add(training.TOKENS, 20_480)
-        facts = dict(read(ranks[0]).facts)
-
-    assert next((name for name in facts if name.endswith("s/s")), None) == named
-
-
-@pytest.mark.parametrize(("num_ranks", "rate"), [(1, "2,048"), (2, None)])
-def test_lean_metrics_have_no_sum_over_ranks_that_may_share_work(
-    num_ranks: int, rate: str | None
+def test_work_that_ranks_share_has_no_sum_over_ranks(
+    shared: Sequence[str], named: str | None, detail: Detail
 ) -> None:
-    """The roles of the groups are not in these metrics."""
-    ranks = [full_rank(number) for number in range(num_ranks)]
-    for rank in ranks:
-        rank.set(training.WORLD_SIZE, num_ranks)
+    ranks = [full_rank(0), full_rank(1)]
+    for work in shared:
+        ranks[0].set(training.SHARED_WORK, 1, work)
 
-    view = read_ranks(ranks, detail="lean")
+    view = read_ranks(ranks, detail=detail)
 
     facts = dict(view.facts)
-    assert [each.state for each in view.ranks] == ["running"] * num_ranks
+    assert [each.state for each in view.ranks] == ["running", "running"]
     assert (facts["steps"], facts["loss"]) == ("20", "2.5")
-    assert (facts.get("tokens/s"), facts.get("samples/s")) == (rate, None)
+    assert next((name for name in facts if name.endswith("s/s")), None) == named
     assert view.exposed is not None
 
 
