@@ -160,8 +160,8 @@ FAULTS = (
     PlantedFault(
         file="runtime/devices/gpu_health.py",
         kind="sign",
-        old="    due = -math.inf\n",
-        new="    due = math.inf\n",
+        old="make(), now\n        self._due = -math.inf\n",
+        new="make(), now\n        self._due = math.inf\n",
         effect="error counters of a GPU that are read every 15 s, such as ECC, are never served",
     ),
     PlantedFault(

@@ -509,7 +509,8 @@ def twenty_watches_leave_no_descriptor() -> None:
         watch.close()
         numbers.append(len(os.listdir("/proc/self/fd")))
 
-    assert numbers[-1] == numbers[0], numbers
+    # Any thread may have a file open just now.
+    assert min(numbers[10:]) <= min(numbers[:10]), numbers
 
 
 def a_listener_that_exits_is_dropped_and_all_steps_are_recorded() -> None:
