@@ -40,8 +40,8 @@ def increase(spec: MetricSpec, timing: Timing, seconds: float, *matchers: str) -
 
     PromQL's `increase` misses the first value of a series: if a run is scraped for the first time
     after 20 steps without a finite loss, the counter begins at 20. A series that only missed
-    scrapes is not new. After a longer gap, such as a restart of Prometheus, nothing tells it from a
-    new one but the age of its process and of its run: one that had run for an hour would have been
+    scrapes is not new. After a longer gap, such as a restart of Prometheus, only the age of its
+    process and of its run shows that it is not: one that had run for an hour would have been
     scraped. A process may begin a further run at any age.
 
     Args:

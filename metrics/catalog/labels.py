@@ -20,6 +20,9 @@ OPS = (
 # The name of the group of zerowatch's own collectives: votes and exchanges of a TrainingRun.
 OWN_GROUP = "zerowatch"
 GROUPS = ("dp", "tp", "pp", "ep", "sp", "world", "other", OWN_GROUP)
+# What the ranks of a group train on together, by the role of the group: the slices of a model and
+# of a sequence share both. Only the first stage of a pipeline records tokens.
+WORK_SHARED_BY = {"tp": ("samples", "tokens"), "sp": ("samples", "tokens"), "pp": ("samples",)}
 PHASES = (
     "data",
     "forward",

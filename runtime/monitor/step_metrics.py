@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...metrics.catalog import communication, generation, training
+from ...metrics.catalog.labels import WORK_SHARED_BY
 from ...metrics.catalog.spec import MetricSpec
 from ...metrics.recorder import Recorder
 from ...metrics.step_record import StepRecord
@@ -16,10 +17,6 @@ from ..collectives.totals import PeriodTotals
 from ..common.phase_timer import GENERATE_PHASE
 from ..instrumentation.raw_step import RawStep, StepCounts
 from .step_quantiles import StepQuantiles
-
-# What the ranks of a group train on together, by the role of the group: the slices of a model and
-# of a sequence share both. Only the first stage of a pipeline records tokens.
-_SHARED_WORK = {"tp": ("samples", "tokens"), "sp": ("samples", "tokens"), "pp": ("samples",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +155,7 @@ class StepMetrics:
                 recorder.observe_all(communication.COLLECTIVE_DURATION, sums.seconds, sums.op)
         for group, seconds in totals.comm_seconds.items():
             recorder.add(communication.COMM_SECONDS, seconds, group)
-            for work in _SHARED_WORK.get(group, ()):
+            for work in WORK_SHARED_BY.get(group, ()):
                 recorder.set(training.SHARED_WORK, 1.0, work)
         if totals.comm_seconds:
             recorder.add(communication.COMM_UNION_SECONDS, totals.seconds)

@@ -30,7 +30,7 @@ from ...metrics.catalog import (
     tuner,
     window,
 )
-from ...metrics.catalog.labels import CAUSE, NON_TRAINING_PHASES
+from ...metrics.catalog.labels import CAUSE, NON_TRAINING_PHASES, WORK_SHARED_BY
 from ...metrics.catalog.spec import MetricSpec
 from ...metrics.thresholds import (
     COMM_COVERAGE_LOW,
@@ -1280,9 +1280,7 @@ def _knob_value(value: object) -> str:
 def shared_work(run: RecordedRun, metrics: RecordedMetrics) -> frozenset[str]:
     """Return which of "samples" and "tokens" ranks share, so that a sum over ranks is too large.
 
-    The slices of a model and of a sequence share both. The stages of a pipeline share samples; its
-    tokens are recorded by the first stage only. The groups are in the metrics logs; AutoTP is in
-    the ds config.
+    The groups are in the metrics logs; AutoTP is in the ds config. See `WORK_SHARED_BY`.
     """
     roles = {
         dict(key.labels).get("group")
@@ -1293,14 +1291,9 @@ def shared_work(run: RecordedRun, metrics: RecordedMetrics) -> frozenset[str]:
     }
     tensor = (run.ds_config or {}).get("tensor_parallel")
     size = tensor.get("autotp_size") if isinstance(tensor, Mapping) else None
-    return shared_by(roles | ({"tp"} if isinstance(size, int) and size > 1 else set()))
-
-
-def shared_by(roles: Collection[str | None]) -> frozenset[str]:
-    """Return which of "samples" and "tokens" ranks share that have groups of these roles."""
-    if "tp" in roles or "sp" in roles:
-        return frozenset({"samples", "tokens"})
-    return frozenset({"samples"} if "pp" in roles else ())
+    if isinstance(size, int) and size > 1:
+        roles.add("tp")
+    return frozenset(work for role in roles for work in WORK_SHARED_BY.get(role or "", ()))
 
 
 def _step_figures(

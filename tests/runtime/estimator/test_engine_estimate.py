@@ -34,7 +34,7 @@ def engine_with(visits: list[str]) -> SimpleNamespace:
         ([ROOT, FIRST, SECOND, ROOT, SECOND, SECOND, FIRST], True, False),
         ([ROOT, FIRST, SECOND, SECOND, ROOT, SECOND, SECOND, FIRST], False, True),
         ([ROOT, FIRST, SECOND, SECOND, ROOT, *[SECOND] * 4, FIRST], True, True),
-        # Without a backward of the root, what runs again cannot be told from what is recomputed.
+        # Without a backward of the root, what runs again looks like what is recomputed.
         ([ROOT, FIRST, SECOND, SECOND, FIRST], False, False),
         ([ROOT, FIRST, SECOND, SECOND, SECOND, FIRST], True, False),
     ],

@@ -383,13 +383,13 @@ def test_a_rebuild_merges_the_changes_into_the_config(monkeypatch: pytest.Monkey
     assert config["gradient_accumulation_steps"] == 1
 
 
-def test_what_rebuilds_changed_is_told_until_it_is_changed_back(
+def test_what_rebuilds_changed_is_known_until_it_is_changed_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     zero = {"stage": 1, "offload_optimizer": {"device": "none", "pin_memory": True}}
     run = Run(monkeypatch, zero_optimization=zero)
     monkeypatch.setattr(engine_holder, "perf_counter", lambda: 0.0)
-    holder, told = run.holder, []
+    holder, known = run.holder, []
 
     for changed in (
         {"gradient_clipping": 0.5},
@@ -398,9 +398,9 @@ def test_what_rebuilds_changed_is_told_until_it_is_changed_back(
         {},
     ):
         holder.rebuild_as({**run.config, **changed})
-        told.append(holder.config_changes)
+        known.append(holder.config_changes)
 
-    assert told == [
+    assert known == [
         {"gradient_clipping": 0.5},
         {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
         {"zero_optimization": {"stage": 3}},
