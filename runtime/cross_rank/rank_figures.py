@@ -174,7 +174,7 @@ def _reading(snapshot: Snapshot, now: float, last_step_at: float | None) -> _Rea
         training=sum(spent for phase, spent in phases.items() if phase not in NON_TRAINING_PHASES),
         generate=phases["generate"],
         data=phases["data"],
-        comm=snapshot.total(communication.COMM_SECONDS),
+        comm=snapshot.total(communication.COMM_UNION_SECONDS),
         exposed=snapshot.total(communication.COMM_EXPOSED_SECONDS),
         wait=snapshot.total(communication.COMM_WAIT_SECONDS),
     )

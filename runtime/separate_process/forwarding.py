@@ -548,7 +548,9 @@ class ForwardedServer:
         self._process.wait_for_exit(self._linger_seconds + CLOSE_SECONDS)
 
     def wait_for_next_scrape(self) -> None:
-        """Do nothing: the monitoring process closes at once if the training has failed."""
+        """Wait until the monitoring process has exited, after the next scrape."""
+        self._process.send("next scrape", None)
+        self._process.wait_for_exit(self._linger_seconds + CLOSE_SECONDS)
 
     def close_after_final_scrape(self, before_close: Callable[[], object]) -> None:
         """Let the server close by itself after the last scrape."""

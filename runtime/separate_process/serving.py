@@ -338,9 +338,12 @@ class Monitor:
                 self._close()
             elif self._is_closed and name in ("second", "in flight"):
                 pass  # its parts are closed
-            elif name == "linger":  # else the run has failed, and its server closes at once
+            elif name == "linger":
                 self._server.wait_for_final_scrape(interrupted=value)
                 self._folder.withdraw_targets()
+                break
+            elif name == "next scrape":  # the run has failed, and a fault of a GPU must be read
+                self._server.wait_for_next_scrape()
                 break
             else:
                 self._handle(name, value)

@@ -119,8 +119,9 @@ def metrics_between(before: Snapshot, after: Snapshot) -> MetricsDelta:
 
 def _with_communication(reading: MetricsDelta, interval: _Interval) -> MetricsDelta:
     exposed = interval.total_increase(communication.COMM_EXPOSED_SECONDS)
-    comm = interval.total_increase(communication.COMM_SECONDS)
-    training_comm = interval.total_increase(communication.COMM_SECONDS, but=(OWN_GROUP,))
+    comm = interval.total_increase(communication.COMM_UNION_SECONDS)
+    own_comm = interval.increase(communication.COMM_SECONDS, OWN_GROUP) or 0.0
+    training_comm = _without(comm, own_comm)  # own calls overlap with no others
     if exposed == 0 and comm:
         exposed = None  # no cross-rank comparison fell into the interval, or its thread is dead
     # In generation a collective is exposed nearly all of its time: it waits for each gather.

@@ -58,6 +58,8 @@ class Run:
         recorder.add(training.PHASE_SECONDS, 0.05 * seconds, "data")
         recorder.add(training.PHASE_SECONDS, 100.0, "checkpoint")  # no training time
         recorder.add(communication.COMM_SECONDS, 0.3 * seconds, "dp")
+        recorder.add(communication.COMM_SECONDS, 0.2 * seconds, "tp")  # meanwhile
+        recorder.add(communication.COMM_UNION_SECONDS, 0.3 * seconds)
         recorder.add(communication.COMM_EXPOSED_SECONDS, self.exposed_share * seconds / 2, "dp")
         recorder.add(communication.COMM_EXPOSED_SECONDS, self.exposed_share * seconds / 2, "tp")
         recorder.add(communication.COMM_WAIT_SECONDS, 0.04 * seconds, "dp")

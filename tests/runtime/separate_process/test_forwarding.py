@@ -67,6 +67,17 @@ def test_a_watch_can_close_the_server_of_the_other_process() -> None:
     assert [name for name in called if not hasattr(ForwardedServer, name)] == []
 
 
+def test_a_run_that_failed_by_a_fault_of_its_gpu_waits_for_the_next_scrape() -> None:
+    calls: list[object] = []
+    process: Any = SimpleNamespace(
+        send=lambda *message: calls.append(message), wait_for_exit=calls.append
+    )
+
+    ForwardedServer(process, linger_seconds=30.0).wait_for_next_scrape()
+
+    assert calls == [("next scrape", None), 40.0]
+
+
 def test_counters_are_sent_as_increments_and_ended_series_once() -> None:
     recorder = ForwardedRecorder(Process())  # type: ignore[arg-type]
     recorder.add(memory.OOMS, 2, "cpu", "raised")

@@ -543,6 +543,31 @@ def test_what_is_known_of_other_ranks_is_sent_again_before_it_is_too_old(
     assert (len(sent) > 1) is is_again
 
 
+def test_a_fault_of_a_gpu_that_ended_the_run_is_served_until_the_next_scrape(
+    served: Served,
+) -> None:
+    assert eventually(lambda: served.named("serving") != [], 60)
+    [(address, _)] = served.named("serving")
+    waits = threading.Event()
+    wait_for_next_scrape = served.monitor._server.wait_for_next_scrape
+
+    def noted() -> None:
+        waits.set()
+        wait_for_next_scrape()
+
+    served.monitor._server.wait_for_next_scrape = noted
+    for _ in range(2):  # a regular scraper, whose interval is that between these
+        urllib.request.urlopen(f"http://{address}/metrics", timeout=60).close()
+    served.send(values=[((devices.DEVICE_XID_ERRORS.name, ("cuda:0", "79")), 1.0)])
+    served.connection.send(("end", None))
+    served.connection.send(("next scrape", None))
+    served.join()
+
+    assert waits.is_set()
+    [last] = served.named("ended")
+    assert last.value(devices.DEVICE_XID_ERRORS, "cuda:0", "79") == 1
+
+
 def test_after_a_kill_what_was_sent_is_in_the_run_folder(served: Served) -> None:
     served.send(*map(served.rank.step, (1, 2)))
     served.ask()

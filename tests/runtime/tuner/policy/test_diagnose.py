@@ -272,6 +272,7 @@ class Rank:
         """Add votes within backward: their own transfer, and the wait for another rank."""
         exposed = transfer + wait
         self.recorder.add(communication.COMM_SECONDS, exposed, OWN_GROUP)
+        self.recorder.add(communication.COMM_UNION_SECONDS, exposed)
         self.recorder.add(communication.COMM_EXPOSED_SECONDS, exposed, OWN_GROUP)
         self.recorder.add(communication.COMM_OWN_EXPOSED_SECONDS, exposed, "backward")
         self.recorder.add(communication.COMM_TRANSFER_SECONDS, transfer, OWN_GROUP)
@@ -281,9 +282,14 @@ class Rank:
 
     def waits(self, seconds: float, cause: str, under_way: float | None = None) -> None:
         """Add a wait for collectives."""
-        self.recorder.add(communication.COMM_SECONDS, under_way or seconds, "dp")
+        self.communicates(under_way or seconds)
         self.recorder.add(communication.COMM_EXPOSED_SECONDS, seconds, "dp")
         self.recorder.add(communication.COMM_CAUSE_SECONDS, seconds, cause)
+
+    def communicates(self, seconds: float) -> None:
+        """Add collectives of one group."""
+        self.recorder.add(communication.COMM_SECONDS, seconds, "dp")
+        self.recorder.add(communication.COMM_UNION_SECONDS, seconds)
 
     def snapshot(self) -> Snapshot:
         return self.recorder.snapshot()
@@ -380,7 +386,8 @@ def test_waiting_without_a_cross_rank_comparison_is_unknown(rank):
     rank.waits(9.0, "bandwidth")
     before = rank.snapshot()
 
-    rank.trains(backward=10.0).recorder.add(communication.COMM_SECONDS, 5.0, "dp")
+    rank.trains(backward=10.0).communicates(5.0)
+    rank.recorder.add(communication.COMM_SECONDS, 4.0, "tp")  # meanwhile
     rank.goes_on()
     reading = metrics_between(before, rank.snapshot())
 
