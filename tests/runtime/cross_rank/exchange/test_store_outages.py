@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 from fakes.comparison_threads import INTERVAL_SECONDS, ComparedRank, ComparedRanks
 from fakes.rank_sets import FakeGroup
+from fakes.scraper import eventually
 from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Store
 
@@ -218,8 +219,8 @@ def test_a_store_that_is_gone_first_at_the_end_is_no_failure(
     rank = ComparedRank(1, ranks.clock, lambda: store, FakeGroup((0, 1)))
     rank.thread.start()
     rank.thread.report_now()
+    assert eventually(lambda: store.num_keys() > 0)
     rank.run(10)
-    store.gone = True
 
     with caplog.at_level(logging.INFO):
         rank.thread.stop()
@@ -232,7 +233,7 @@ def test_a_store_that_is_gone_first_at_the_end_is_no_failure(
 
 
 class StoreOfRankZero(HashStore):
-    """Gone when rank 0 is."""
+    """Gone when rank 0 is, which is when the other ranks begin to close."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,6 +242,7 @@ class StoreOfRankZero(HashStore):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeouts.append(timeout)
+        self.gone = True
 
     def check(self, keys: list[str]) -> bool:
         if self.gone:
