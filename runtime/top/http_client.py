@@ -6,8 +6,9 @@ import http.client
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 from ...errors import SettingsError, ZerowatchError
@@ -23,6 +24,22 @@ USER_AGENT = "zerowatch-top"
 
 class NoAnswerError(ZerowatchError):
     """A server did not answer, or not with the page. The message is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """An answer of a server.
+
+    Attributes:
+        body: Its content.
+        sent_at: Unix time at which it was sent, by the clock of the server; None if unknown.
+    """
+
+    body: bytes
+    sent_at: float | None = None
+
+
+Get = Callable[[str], Page]  # returns the page at a URL; raises NoAnswerError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +85,8 @@ class HttpClient:
         ):
             self._opener.add_handler(handler)
 
-    def get(self, url: str) -> bytes:
-        """Return the body of a page.
+    def get(self, url: str) -> Page:
+        """Return a page.
 
         Raises:
             NoAnswerError: There is no answer, or it is an error.
@@ -78,6 +95,8 @@ class HttpClient:
         try:
             with self._opener.open(request, timeout=self._timeout_seconds) as response:
                 body: bytes = response.read(MAX_BYTES + 1)
+                num_missing: int = response.length or 0
+                date = response.headers["Date"]
         except urllib.error.HTTPError as error:
             with error:
                 raise NoAnswerError(_status_text(error.code)) from None
@@ -87,7 +106,9 @@ class HttpClient:
             raise NoAnswerError(_reason(error)) from None
         if len(body) > MAX_BYTES:
             raise NoAnswerError(f"more than {MAX_BYTES // 2**20} MiB")
-        return body
+        if num_missing:
+            raise NoAnswerError(f"its answer was cut off, {num_missing} bytes are missing")
+        return Page(body, _unix_seconds(date))
 
     def _headers(self) -> Mapping[str, str]:
         try:
@@ -113,6 +134,13 @@ def _tls(access: Access) -> ssl.SSLContext:
             f"cannot read certificates from {files} ({error.strerror or error}); give PEM files"
         ) from None
     return context
+
+
+def _unix_seconds(date: str | None) -> float | None:
+    try:
+        return None if date is None else parsedate_to_datetime(date).timestamp()
+    except ValueError:
+        return None
 
 
 def _status_text(status: int) -> str:

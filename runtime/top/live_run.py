@@ -26,7 +26,8 @@ from ...metrics.recorder import Snapshot
 from ...metrics.thresholds import STRAGGLER_SCORE_HIGH
 from ..live_page.current_problems import Limit, limit_of, problems_of_rank
 from ..live_page.run_state import Ranks, ratio_or_none, run_state
-from .http_client import NoAnswerError
+from ..live_page.step_history import Point
+from .http_client import Get, NoAnswerError
 from .recent_seconds import RecentSeconds, Spent, combined
 from .run_view import (
     AlertView,
@@ -42,8 +43,11 @@ from .run_view import (
 # turn; rank 0 each time.
 MAX_SCRAPES = 64
 THREADS = 16
+# A rank that has ended and no longer answers may be started again under the same run id.
+ENDED_SCRAPE_SECONDS = 15.0
 # Share of exposed time above which the part without a cause is shown.
 MIN_REST = 0.005
+ANSWERED = ("running", "ended")  # states of ranks whose values are shown
 OWN_SIGNALS = "the ranks' own signals"
 _METRICS = (
     *training.METRICS,
@@ -73,6 +77,7 @@ class _Rank:
         tried_at: Monotonic seconds of the last scrape.
         answered_at: Monotonic seconds of the last one with an answer.
         error: Why the last one had none.
+        clock_ahead_seconds: How far its clock is ahead of that of this machine.
     """
 
     target: Target
@@ -81,12 +86,20 @@ class _Rank:
     tried_at: float = float("-inf")
     answered_at: float | None = None
     error: str = ""
+    clock_ahead_seconds: float = 0.0
 
     @property
     def state(self) -> RankState:
         if self.snapshot is not None and _has_ended(self.snapshot):
             return "ended"
-        return "no answer" if self.error or self.snapshot is None else "running"
+        if self.error:
+            return "no answer"
+        return "not read yet" if self.snapshot is None else "running"
+
+    def is_due(self, now: float) -> bool:
+        """Whether to scrape it now."""
+        is_closed = self.state == "ended" and bool(self.error)
+        return not is_closed or now - self.tried_at >= ENDED_SCRAPE_SECONDS
 
 
 class LiveRun:
@@ -95,7 +108,7 @@ class LiveRun:
     Args:
         run_id: The run.
         source: Where the targets are from, to show it.
-        get: Returns the body of a page; raises NoAnswerError.
+        get: Returns a page; raises NoAnswerError.
         now: A monotonic clock, in seconds.
         unix_now: A clock that returns Unix seconds.
     """
@@ -104,7 +117,7 @@ class LiveRun:
         self,
         run_id: str,
         source: str,
-        get: Callable[[str], bytes],
+        get: Get,
         *,
         now: Callable[[], float] = time.monotonic,
         unix_now: Callable[[], float] = time.time,
@@ -140,8 +153,9 @@ class LiveRun:
         return self._view(notes)
 
     def _scrape(self) -> None:
+        now = self._now()
         by_age = sorted(
-            (rank for rank in self._ranks.values() if rank.state != "ended" or not rank.error),
+            (rank for rank in self._ranks.values() if rank.is_due(now)),
             key=lambda rank: (rank.target.rank != 0, rank.tried_at),
         )
         waiting = deque(by_age[:MAX_SCRAPES])
@@ -167,8 +181,8 @@ class LiveRun:
     def _scrape_rank(self, rank: _Rank) -> None:
         rank.tried_at = self._now()
         try:
-            text = self._get(rank.target.url).decode()
-            snapshot = read_exposition(text, _METRICS)
+            page = self._get(rank.target.url)
+            snapshot = read_exposition(page.body.decode(), _METRICS)
             if training.RUN_ACTIVE not in snapshot.values:
                 raise NoAnswerError("its answer has no metrics of a run")
             if not _has_finite_counters(snapshot):
@@ -180,13 +194,15 @@ class LiveRun:
             rank.error = "its answer is not in the format of Prometheus"
             return
         rank.error, rank.snapshot, rank.answered_at = "", snapshot, self._now()
+        if page.sent_at is not None:
+            rank.clock_ahead_seconds = page.sent_at - self._unix_now()
         rank.recent.add(snapshot, now=rank.answered_at)
 
     def _view(self, notes: Sequence[str]) -> RunView:
         now = self._unix_now()
         ranks = [self._ranks[rank] for rank in sorted(self._ranks)]
         rows = [self._rank_view(rank) for rank in ranks]
-        shown = [rank for rank in ranks if rank.snapshot and rank.state != "no answer"]
+        shown = [rank for rank in ranks if rank.state in ANSWERED]
         spent = [(rank, rank.recent.spent()) for rank in shown]
         # Sums need ranks of the same period: a rank that was restarted has only its start.
         first = spent[0][1] if spent else None
@@ -198,9 +214,10 @@ class LiveRun:
             for (name,), value in snapshot.values.get(training.ALERT_THRESHOLD, {}).items()
         }
         limit = thresholds.get(STRAGGLER_SCORE_HIGH.name, float(STRAGGLER_SCORE_HIGH))
+        now_of_lead = now + (lead.clock_ahead_seconds if lead is not None else 0.0)
         state: Mapping[str, Any] = run_state(
             snapshot,
-            recent=lead.recent.spent().point(now) if lead and lead.snapshot else None,
+            recent=_last_minute(lead, now_of_lead),
             ranks=Ranks(
                 figures={},
                 slow={rank.target.rank: slow for rank in shown if (slow := _slow(rank, limit))},
@@ -209,11 +226,12 @@ class LiveRun:
             ),
             thresholds=thresholds,
             run_id=self._run_id,
-            now=now,
+            now=now_of_lead,
+            nonfinite_at=self._nonfinite_at(lead, now_of_lead),
         )
         return RunView(
             run_id=self._run_id,
-            status=state["status"] if lead and lead.state != "no answer" else "no answer",
+            status=state["status"] if lead and lead.state in ANSWERED else "no answer",
             source=self._source,
             is_live=True,
             at=now - min((r.age_seconds for r in rows if r.age_seconds is not None), default=0.0),
@@ -234,13 +252,18 @@ class LiveRun:
             notes=[*notes, *_missing(snapshot, rows)],
         )
 
+    def _nonfinite_at(self, lead: _Rank | None, now: float) -> float | None:
+        """Return the Unix time of the last loss of rank 0 that is not finite, if it was seen."""
+        seen_at = lead.recent.nonfinite_at if lead is not None else None
+        return None if seen_at is None else now - (self._now() - seen_at)
+
     def _rank_view(self, rank: _Rank) -> RankView:
         target, snapshot = rank.target, rank.snapshot
         age = None if rank.answered_at is None else self._now() - rank.answered_at
         row = RankView(
             rank=target.rank, node=target.node, state=rank.state, note=rank.error, age_seconds=age
         )
-        if snapshot is None or rank.state == "no answer":
+        if snapshot is None or rank.state not in ANSWERED:
             return row
         spent = rank.recent.spent()
         scores = {
@@ -285,6 +308,14 @@ def _has_finite_counters(snapshot: Snapshot) -> bool:
 
 def _has_ended(snapshot: Snapshot) -> bool:
     return training.RUN_END_INFO in snapshot.values or snapshot.value(training.RUN_ACTIVE) == 0
+
+
+def _last_minute(rank: _Rank | None, now: float) -> Point | None:
+    """Return the last minute of a rank; None without one: an old problem is none of now."""
+    if rank is None or rank.snapshot is None:
+        return None
+    spent = rank.recent.spent()
+    return None if spent.is_whole else spent.point(now)
 
 
 def _slow(rank: _Rank, limit: float) -> dict[str, float]:
@@ -342,9 +373,11 @@ def format_seconds(seconds: float) -> str:
 
 
 def _share(name: str, seconds: float, total: Spent) -> Share:
+    is_training = name not in NON_TRAINING_PHASES
+    whole = total.training_seconds if is_training else sum(total.phases.values())
     return Share(
         name=name,
-        ratio=seconds / total.training_seconds if total.training_seconds else 0.0,
+        ratio=seconds / whole if whole else 0.0,
         seconds_per_step=ratio_or_none(seconds, total.steps),
     )
 

@@ -5,6 +5,7 @@ Each figure can be read without colors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -58,6 +59,7 @@ def header(view: RunView, width: int, now: float, *, is_paused: bool = False) ->
     else:
         kind = f"ended {datetime.fromtimestamp(view.at, UTC):%Y-%m-%d %H:%M} UTC"
     silent = sum(rank.state == "no answer" for rank in view.ranks)
+    not_read = sum(rank.state == "not read yet" for rank in view.ranks)
     num_ranks = len(view.ranks)
     ranks = f"{num_ranks} rank{'s' * (num_ranks != 1)}"
     line = Text(no_wrap=True)
@@ -66,6 +68,8 @@ def header(view: RunView, width: int, now: float, *, is_paused: bool = False) ->
     line.append(f" {ranks}")
     if silent:
         line.append(f", {silent} silent", style=BAD)
+    if not_read:
+        line.append(f", {not_read} not read yet", style=DIM)
     line.append(" | ", style=DIM)
     line.append(kind, style=WARN if is_paused else DIM)
     line.append(f" | {printable(view.source)}", style=DIM)
@@ -132,36 +136,44 @@ def tuner_panel(view: RunView, width: int, height: int) -> Text:
     return _joined(lines[:height], "" if tuner.state else empty, height)
 
 
-def straggler_strip(view: RunView, width: int) -> Text:
-    """Return one character for each rank: the higher, the slower it is than the median rank."""
-    known = [rank for rank in view.ranks if rank.straggler_score is not None]
-    limit = view.straggler_threshold
-    text = _title(
-        "Stragglers",
-        f"score per rank: full height from {2 * limit:.0%}, - unknown, x no answer",
-        width,
-    )
-    text.append("\n")
+def straggler_strip(view: RunView, width: int, height: int) -> Text:
+    """Return one character for each rank: the higher, the slower it is than the median rank.
+
+    If there is not enough room, a character is the worst of several ranks. The slow ranks are named
+    after the characters; without room there, in the title.
+    """
+    limit, num_lines = view.straggler_threshold, max(1, height - 1)
+    per_cell = math.ceil(len(view.ranks) / (num_lines * width)) or 1
     strip = Text()
-    for rank in view.ranks:
-        strip.append(*_straggler_cell(rank, limit))
-    slow = sorted(
-        (rank for rank in known if (rank.straggler_score or 0.0) > limit),
-        key=lambda rank: -(rank.straggler_score or 0.0),
-    )
-    named = [
-        f"rank {rank.rank}: +{rank.straggler_score:.0%} in {printable(rank.straggler_phase)}"
-        for rank in slow
-    ]
-    words = "; ".join(named) if slow else ("none" if known else "not compared")
-    wrapped = [strip[at : at + width] for at in range(0, len(strip), width)] or [Text()]
-    if len(wrapped[-1]) + 2 + len(words) <= width:
-        wrapped[-1].append(f"  {words}", style=WARN if slow else DIM)
+    for at in range(0, len(view.ranks), per_cell):
+        worst = max(view.ranks[at : at + per_cell], key=SORTS["slow in"])
+        strip.append(*_straggler_cell(worst, limit))
+    lines = [strip[at : at + width] for at in range(0, len(strip), width)] or [Text()]
+    words, style = _stragglers(view)
+    legend = f"full height from {2 * limit:.0%}, - unknown, x no answer"
+    each = "score per rank" if per_cell == 1 else f"{per_cell} ranks per character"
+    title = _title("Stragglers", "", width)
+    if len(lines[-1]) + 2 + len(words) <= width:
+        lines[-1].append(f"  {words}", style=style)
+    elif len(lines) < num_lines:
+        lines.append(Text(words, style=style, no_wrap=True))
     else:
-        line = Text(words, style=WARN, no_wrap=True)
+        title.append(f"  {words}", style=style)
+    title.append(f"  {each}: {legend}", style=DIM)
+    for line in (title, lines[-1]):
         line.truncate(width, overflow="ellipsis")
-        wrapped.append(line)
-    return text.append_text(Text("\n").join(wrapped))
+    return Text("\n").join([title, *lines])
+
+
+def _stragglers(view: RunView) -> tuple[str, str]:
+    """Return the names of the slow ranks, the slowest first, and the style of the text."""
+    scores = {rank: rank.straggler_score for rank in view.ranks if rank.straggler_score is not None}
+    slow = [rank for rank in scores if scores[rank] > view.straggler_threshold]
+    named = [
+        f"rank {rank.rank}: +{scores[rank]:.0%} in {printable(rank.straggler_phase)}"
+        for rank in sorted(slow, key=lambda rank: -scores[rank])
+    ]
+    return ("; ".join(named), WARN) if named else ("none" if scores else "not compared", DIM)
 
 
 def alerts_panel(view: RunView, width: int, height: int) -> Text:
@@ -282,6 +294,8 @@ def ranks_rows(view: RunView, width: int, sort: str) -> Text:
             if rank.node:
                 line.append(f" ({printable(rank.node)})", style=DIM)
             line.truncate(width, overflow="ellipsis")
+        elif rank.state == "not read yet":
+            line.append(f"{rank.rank:>4} not read yet", style=DIM)
         else:
             for column in columns:
                 cell = column.text(rank)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import orjson
 
 from ...metrics.thresholds import SEVERITIES
-from .http_client import NoAnswerError
+from .http_client import Get, NoAnswerError
 from .run_view import AlertView
 
 
-def prometheus_alerts(get: Callable[[str], bytes], url: str, run_id: str) -> list[AlertView]:
+def prometheus_alerts(get: Get, url: str, run_id: str) -> list[AlertView]:
     """Return the alerts of a run that fire or are pending, critical ones first.
 
     Args:
-        get: Returns the body of a page.
+        get: Returns a page.
         url: The address of Prometheus, such as "http://127.0.0.1:9090".
         run_id: The run, the label `run` of its alerts.
 
@@ -24,7 +23,7 @@ def prometheus_alerts(get: Callable[[str], bytes], url: str, run_id: str) -> lis
         NoAnswerError: Prometheus does not answer, or something else does.
     """
     try:
-        alerts = orjson.loads(get(f"{url.rstrip('/')}/api/v1/alerts"))["data"]["alerts"]
+        alerts = orjson.loads(get(f"{url.rstrip('/')}/api/v1/alerts").body)["data"]["alerts"]
         found = [_alert(alert) for alert in alerts if alert["labels"].get("run") == run_id]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise NoAnswerError("its answer is not that of Prometheus") from None

@@ -1,4 +1,7 @@
-"""Computes what a rank did in the last minute, from the counters of successive scrapes."""
+"""Computes what a rank did in the last minute, from the counters of successive scrapes.
+
+Of slow steps, the last minute is the time of at least ten steps.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,11 @@ class Spent:
 
 
 class RecentSeconds:
-    """The scrapes of one rank in the last minute.
+    """The scrapes of one rank in the last minute, or longer if it has less than MIN_STEPS steps.
+
+    Attributes:
+        nonfinite_at: Time of the last scrape with more losses that are not finite than the scrape
+            before; None without one.
 
     Examples:
         >>> recent = RecentSeconds()
@@ -80,22 +87,32 @@ class RecentSeconds:
 
     def __init__(self) -> None:
         self._scrapes: deque[tuple[float, Snapshot]] = deque()
+        self.nonfinite_at: float | None = None
 
     def add(self, snapshot: Snapshot, *, now: float) -> None:
         """Add a scrape, given the seconds of a monotonic clock."""
-        steps = snapshot.total(training.STEPS)
-        if self._scrapes and steps < self._scrapes[-1][1].total(training.STEPS):
-            self._scrapes.clear()  # the rank was restarted
-        self._scrapes.append((now, snapshot))
-        while len(self._scrapes) > 2 and now - self._scrapes[1][0] >= WINDOW_SECONDS:
-            self._scrapes.popleft()
+        kept, steps = self._scrapes, snapshot.total(training.STEPS)
+        if kept and _is_restart(kept[-1][1], snapshot):
+            kept.clear()
+            self.nonfinite_at = None
+        if kept and _increase(training.NONFINITE_LOSSES, kept[-1][1], snapshot) > 0:
+            self.nonfinite_at = now
+        # Of the scrapes during one step, the first and the last are enough.
+        if len(kept) > 1 and kept[-2][1].total(training.STEPS) == steps:
+            kept.pop()
+        kept.append((now, snapshot))
+        while (
+            len(kept) > 2
+            and now - kept[1][0] >= WINDOW_SECONDS
+            and _increase(training.STEPS, kept[1][1], snapshot) >= MIN_STEPS
+        ):
+            kept.popleft()
 
     def spent(self) -> Spent:
         """Return the increases in the last minute, or since the start if too little is known."""
         now, new = self._scrapes[-1]
         then, old = self._scrapes[0]
-        steps = new.total(training.STEPS) - old.total(training.STEPS)
-        if now - then < MIN_SECONDS or steps < MIN_STEPS:
+        if now - then < MIN_SECONDS or _increase(training.STEPS, old, new) < MIN_STEPS:
             return _spent(new, None, None)
         return _spent(new, old, now - then)
 
@@ -118,6 +135,19 @@ def combined(spent: Iterable[Spent]) -> Spent | None:
         tokens=_sum(part.tokens for part in parts),
         nonfinite_losses=sum(part.nonfinite_losses for part in parts),
     )
+
+
+def _is_restart(old: Snapshot, new: Snapshot) -> bool:
+    """Whether another process has answered: counters begin again, or it is another attempt."""
+    return old.value(training.RUN_ATTEMPT) != new.value(training.RUN_ATTEMPT) or any(
+        new.values.get(spec, {}).get(labels, value) < value
+        for spec in (training.STEPS, training.PHASE_SECONDS)
+        for labels, value in old.values.get(spec, {}).items()
+    )
+
+
+def _increase(spec: MetricSpec, old: Snapshot, new: Snapshot) -> float:
+    return new.total(spec) - old.total(spec)
 
 
 def _spent(new: Snapshot, old: Snapshot | None, seconds: float | None) -> Spent:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,13 +13,12 @@ import orjson
 
 from ...errors import CommandLineError
 from ...metrics.atomic_file import regular_file_status
-from .http_client import NoAnswerError
+from .http_client import Get, NoAnswerError
 from .live_run import LiveRun, Target
 from .prometheus_alerts import prometheus_alerts
 from .recorded_run import RecordedRun, last_write
 from .run_view import RunView
 
-Get = Callable[[str], bytes]
 _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}")
 _RUN_FILES = ("settings.json", "attempts.jsonl", "rank-0.jsonl")
 _OTHERS = ", or the address of rank 0 such as http://node-0:9464/targets"
@@ -42,7 +41,7 @@ class ServedRun:
 
     Args:
         url: The address of the targets.
-        get: Returns the body of a page; raises NoAnswerError.
+        get: Returns a page; raises NoAnswerError.
         run_id: The run, if the targets are those of several; by default the one that is listed
             with the greatest id, which is the newest as ids begin with a time.
     """
@@ -62,7 +61,7 @@ class ServedRun:
         """
         notes = []
         try:
-            by_run = targets_by_run(_json(self._get(self._url)), self._scheme)
+            by_run = targets_by_run(_json(self._get(self._url).body), self._scheme)
             run_id = self._chosen(by_run)
             if run_id is not None:
                 self._run_id, self._targets = run_id, by_run[run_id]
@@ -96,7 +95,7 @@ class RunFolder:
 
     Args:
         folder: The run folder.
-        get: Returns the body of a page; raises NoAnswerError.
+        get: Returns a page; raises NoAnswerError.
     """
 
     def __init__(self, folder: Path, get: Get) -> None:
@@ -149,7 +148,7 @@ class WithAlerts:
     Args:
         run: The run.
         prometheus: The address of Prometheus.
-        get: Returns the body of its page; raises NoAnswerError.
+        get: Returns a page; raises NoAnswerError.
     """
 
     def __init__(self, run: RunSource, prometheus: str, get: Get) -> None:
@@ -176,7 +175,7 @@ def open_source(
     Args:
         argument: An address, a folder, or None for the newest run.
         runs: The folder of run folders.
-        get: Returns the body of a page; raises NoAnswerError.
+        get: Returns a page; raises NoAnswerError.
         run_id: The run, if an address lists several.
 
     Raises:

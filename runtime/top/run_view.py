@@ -12,7 +12,7 @@ from typing import Literal
 
 from ...metrics.thresholds import Severity
 
-RankState = Literal["running", "ended", "no answer", "recorded"]
+RankState = Literal["running", "ended", "no answer", "not read yet", "recorded"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,7 @@ class Share:
     """A part of training time: a phase, or a cause of exposed communication.
 
     Attributes:
+        ratio: Share of training time; of evaluation and checkpoints the share of wall time.
         seconds_per_step: Mean over ranks and steps.
     """
 

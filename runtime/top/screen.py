@@ -109,7 +109,7 @@ class TopScreen(App[None]):
             yield Panel("comm", panels.comm_panel)
             yield Panel("memory", panels.memory_panel)
             yield Panel("tuner", panels.tuner_panel)
-            yield Panel("strip", lambda view, width, _: panels.straggler_strip(view, width))
+            yield Panel("strip", panels.straggler_strip)
             with Container(id="ranks"):
                 yield Panel(
                     "ranks-head", lambda view, width, _: panels.ranks_head(view, width, self._sort)

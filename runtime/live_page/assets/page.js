@@ -11,6 +11,7 @@
   const NEUTRAL = ["starting", "interrupted", "ended"];
   const STACK = ["data", "forward", "backward", "optimizer", "generate", "eval", "checkpoint",
     "other"];
+  const NOT_TRAINING = ["eval", "checkpoint"]; // their shares are of wall time
   const CAUSE_TEXT = {
     imbalance: "another rank was late, or no transfer",
     latency: "fixed cost of each call",
@@ -19,7 +20,8 @@
   };
   // The path of the page with a closing slash, also behind a proxy that leaves it out.
   const base = location.pathname.replace(/\/?$/, "/");
-  const page = { state: null, points: null, older: null, next: null, range: 3600, dirty: false };
+  const page = { state: null, points: null, older: null, next: null, range: 3600, dirty: false,
+    readings: 0 };
   const byId = (id) => document.getElementById(id);
 
   // ---- Numbers as text
@@ -197,12 +199,18 @@
   const share = (part, whole) => percent(whole > 0 ? part / whole : null);
   const total = (values) => Object.values(values ?? {}).reduce((sum, each) => sum + each, 0);
 
+  /** Return the share of a phase: of training time, or of wall time if it is not training. */
+  function phaseShare(phase, spent) {
+    const excluded = NOT_TRAINING.includes(phase) ? []
+      : NOT_TRAINING.map((each) => spent[each] ?? 0);
+    return share(spent[phase], total(spent) - total(excluded));
+  }
+
   function phases(state) {
-    const all = total(state.seconds);
-    const recent = total(state.recent_seconds);
     return [head("phase", "last minute", "run", "seconds"),
       ...Object.entries(state.seconds).map(([phase, spent]) => row(
-        swatch(phase, phase), share(state.recent_seconds[phase], recent), share(spent, all),
+        swatch(NOT_TRAINING.includes(phase) ? `${phase}, of wall time` : phase, phase),
+        phaseShare(phase, state.recent_seconds), phaseShare(phase, state.seconds),
         figure("td", number(spent), `phases.${phase}`, spent)))];
   }
 
@@ -522,8 +530,11 @@
   }
 
   function accept(event) {
+    const isOtherRun = page.state !== null && page.state.run.run_id !== event.state.run.run_id;
     page.state = event.state;
     mergePoints(event.points);
+    if (isOtherRun) forgetOlder();
+    if (event.points.reset) wantOlder();
     if (!document.hidden) show(event.state);
     schedule();
   }
@@ -533,6 +544,7 @@
     byId("connection").className = isBad ? "bad" : "";
   }
 
+  const isFull = () => page.points !== null && page.points.ended_at.length > MAX_POINTS;
   const pause = (secondsLong) => new Promise((done) => { setTimeout(done, 1000 * secondsLong); });
   const hasEnded = () => page.state !== null
     && !["training", "starting", "hanging", "stalled"].includes(page.state.status);
@@ -552,7 +564,7 @@
         if (block.startsWith("data: ")) accept(JSON.parse(block.slice(6)));
       }
       connection("live");
-      if (page.points && page.points.ended_at.length > MAX_POINTS) {
+      if (isFull()) {
         controller.abort();
         return;
       }
@@ -561,7 +573,7 @@
 
   async function poll() {
     for (let count = 0; count < 6; count += 1) {
-      const query = page.next === null ? "" : `?since=${page.next}`;
+      const query = page.next === null || isFull() ? "" : `?since=${page.next}`;
       const response = await request(`live/state${query}`);
       if (!response.ok) return;
       accept(await response.json());
@@ -601,6 +613,7 @@
         delay = 0.5;
         await readStream(response, controller);
       } catch (error) {
+        page.next = null; // the next answer may be of another process, with other points
         if (page.state === null) connection(`${error.message}; trying again`, true);
       }
       if (hasEnded()) {
@@ -612,11 +625,24 @@
     }
   }
 
+  function forgetOlder() {
+    page.older = null;
+    page.readings += 1; // the answer of a reading that has begun is of the run before
+  }
+
+  /** Read the steps before those in memory, if all are wanted. */
+  function wantOlder() {
+    if (page.range === Infinity) readOlder().catch(() => {});
+  }
+
   async function readOlder() {
+    page.readings += 1;
+    const reading = page.readings;
     for (let count = 0; count < 60; count += 1) {
       const response = await request("live/older");
       if (!response.ok) return;
       const older = await response.json();
+      if (reading !== page.readings) return;
       if (older.status === "ready") {
         page.older = older;
         page.dirty = true;
@@ -638,7 +664,7 @@
       for (const other of ranges.querySelectorAll("button")) {
         other.setAttribute("aria-pressed", String(other === button));
       }
-      if (length === Infinity) readOlder().catch(() => {});
+      wantOlder();
       page.dirty = true;
       schedule();
     };

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import http.client
 import http.server
+import json
 import threading
 
+import live_runs
 import pytest
 from browser import Visit, open_browser
 from fakes.scraper import get
@@ -14,6 +16,7 @@ from live_runs import LiveRun
 from prometheus_client.parser import text_string_to_metric_families
 from recorded_runs import STARTED, write_run
 
+from zerowatch.metrics.catalog import training
 from zerowatch.metrics.exporters import listener
 from zerowatch.metrics.exporters.listener import MAX_STREAMS
 
@@ -162,15 +165,90 @@ def test_all_steps_include_those_of_the_run_log(make_run, visit, tmp_path):
     with opened.page.expect_response(lambda answer: answer.url.endswith("/live/older")):
         opened.page.click("text=all")
 
-    # At the left end of a chart, the legend shows the time of the first step of the run log.
-    place = opened.page.locator(".chart .u-over").first.bounding_box()
-    opened.page.mouse.move(place["x"] + 1, place["y"] + place["height"] / 2)
-    opened.page.wait_for_function(
+    wait_for_left_end(opened, STARTED + 0.5)
+    assert opened.problems == []
+
+
+def wait_for_left_end(visit: Visit, ended_at: float) -> None:
+    """Wait until the legend, at the left end of a chart, shows when its first step ended."""
+    place = visit.page.locator(".chart .u-over").first.bounding_box()
+    visit.page.mouse.move(place["x"] + 1, place["y"] + place["height"] / 2)
+    visit.page.wait_for_function(
         "first => document.querySelector('.chart .u-legend .u-value').textContent === "
         "new Date(1000 * first).toLocaleTimeString()",
-        arg=STARTED + 0.5,
+        arg=ended_at,
     )
-    assert opened.problems == []
+
+
+def test_all_steps_include_those_of_the_attempt_before(make_run, visit, tmp_path):
+    first = make_run()
+    first.add_steps(4, ended_at=STARTED + 30)
+    opened = visit(f"http://{first.address}/", awaits=".chart canvas")
+    with opened.page.expect_response(
+        lambda answer: answer.url.endswith("/live/older") and '"ready"' in answer.text()
+    ):
+        opened.page.click("text=all")
+    wait_for_left_end(opened, STARTED + 29)
+
+    first.close()
+    log = write_run(tmp_path / "run", ranks=1, steps=50)
+    second = make_run(log, port=int(first.address.rsplit(":", 1)[1]))
+    second.add_steps(4, ended_at=STARTED + 3600)
+
+    wait_for_left_end(opened, STARTED + 0.5)
+
+
+def test_all_steps_are_of_the_run_that_is_shown(make_run, visit, tmp_path, monkeypatch):
+    first = make_run(write_run(tmp_path / "run", ranks=1, steps=50))
+    first.add_steps(4, ended_at=STARTED + 30)
+    opened = visit(f"http://{first.address}/", awaits=".chart canvas")
+    opened.page.click("text=all")
+    wait_for_left_end(opened, STARTED + 0.5)
+
+    first.close()
+    monkeypatch.setattr(live_runs, "RUN_ID", "morning-8")
+    second = make_run(port=int(first.address.rsplit(":", 1)[1]))
+    second.add_steps(4, ended_at=STARTED + 3600)
+
+    opened.page.wait_for_selector("#run:text('morning-8')")
+    wait_for_left_end(opened, STARTED + 3599)
+
+
+def test_a_page_that_polls_asks_for_merged_points_once_it_has_many(run, browser):
+    _, _, text = get(run.address, "/live/state")
+    answer = json.loads(text)
+    points = answer["points"]
+    for columns in (points, points["phases"], points["peak_bytes"]):
+        columns |= {name: 100 * each for name, each in columns.items() if isinstance(each, list)}
+    points["ended_at"] = [STARTED + number for number in range(len(points["step"]))]
+    visit = Visit(browser)
+    with contextlib.closing(visit.context):
+        visit.page.route("**/live/events", lambda route: route.fulfill(status=503))
+        visit.page.route("**/live/state**", lambda route: route.fulfill(json=answer))
+
+        visit.page.clock.install()
+        visit.page.goto(f"http://{run.address}/")
+        visit.page.wait_for_selector("#connection:text('updated every')")
+
+        with visit.page.expect_request("**/live/state**") as asked:
+            visit.page.clock.fast_forward(5000)
+
+    assert "since" not in asked.value.url
+
+
+def test_shares_of_phases_are_of_training_time_and_those_of_evaluation_of_wall_time(run, visit):
+    run.recorder.add(training.PHASE_SECONDS, 40.0, "eval")  # beside 60 s of training
+
+    page = visit(f"http://{run.address}/").page
+
+    rows = [row.split("\t") for row in page.inner_text("#phases").split("\n")[1:]]
+    assert {name: share for name, _, share, _ in rows} == {
+        "forward": "20 %",
+        "backward": "60 %",
+        "optimizer": "10 %",
+        "other": "10 %",
+        "eval, of wall time": "40 %",
+    }
 
 
 def test_a_run_that_ends_is_shown_as_ended(run, visit):

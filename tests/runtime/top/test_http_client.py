@@ -5,11 +5,12 @@ from __future__ import annotations
 import http.client
 import http.server
 import io
+import socket
 import ssl
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from fakes.certificates import Authority
 from served_ranks import two_ranks
 
 from zerowatch.errors import SettingsError
-from zerowatch.runtime.top.http_client import Access, HttpClient, NoAnswerError
+from zerowatch.runtime.top.http_client import Access, HttpClient, NoAnswerError, Page
 from zerowatch.runtime.top.run_source import ServedRun
 
 
@@ -102,7 +103,7 @@ def test_a_redirect_is_not_followed(redirecting: tuple[str, list[str]]) -> None:
 def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with two_ranks() as ranks:
-        assert HttpClient(Access()).get(ranks[0].targets_url).startswith(b"[")
+        assert HttpClient(Access()).get(ranks[0].targets_url).body.startswith(b"[")
 
 
 @pytest.mark.parametrize("url", ["http://no-such-host.invalid/", "http://127.0.0.1:9/"])
@@ -131,18 +132,29 @@ def test_ranks_with_tls_are_read_with_the_certificate_of_their_authority(tmp_pat
     assert [rank.state for rank in view.ranks] == ["running", "running"]
 
 
+class Answer(io.BytesIO):
+    """A response of the network, of which bytes may be missing."""
+
+    length = 0
+
+    def __init__(self, body: bytes, headers: Mapping[str, str | None]) -> None:
+        super().__init__(body)
+        self.headers = headers
+
+
 class Answering:
     """Stands in for the network: answers with a body, or raises an error."""
 
     def __init__(self, answer: bytes | Exception) -> None:
         self.answer = answer
+        self.headers: dict[str, str | None] = {"Date": None}
         self.asked: list[tuple[str, float]] = []
 
-    def open(self, request: urllib.request.Request, timeout: float) -> io.BytesIO:
+    def open(self, request: urllib.request.Request, timeout: float) -> Answer:
         self.asked.append((str(request.get_header("User-agent")), timeout))
         if isinstance(self.answer, Exception):
             raise self.answer
-        return io.BytesIO(self.answer)
+        return Answer(self.answer, self.headers)
 
 
 def client_with(answer: bytes | Exception) -> tuple[HttpClient, Answering]:
@@ -190,7 +202,41 @@ def test_an_answer_has_at_most_16_mib() -> None:
     whole, network = client_with(b"x" * 2**24)
     larger, _ = client_with(b"x" * (2**24 + 1))
 
-    assert len(whole.get("http://a:1/")) == 2**24
+    assert len(whole.get("http://a:1/").body) == 2**24
     assert network.asked == [("zerowatch-top", 4.0)]
     with pytest.raises(NoAnswerError, match="more than 16 MiB"):
         larger.get("http://a:1/")
+
+
+@pytest.mark.parametrize("sent", ["whole", "cut o"])
+def test_an_answer_that_is_cut_off_is_none(sent: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                head = "HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\n"
+                connection.sendall(f"{head}{sent.partition(' ')[0]}".encode())
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            body = HttpClient(Access()).get(f"http://127.0.0.1:{server.getsockname()[1]}/").body
+        except NoAnswerError as error:
+            body = str(error).encode()
+        thread.join()
+
+    whole = sent == "whole"
+    assert body == (b"whole" if whole else b"its answer was cut off, 2 bytes are missing")
+
+
+@pytest.mark.parametrize(
+    ("date", "sent_at"),
+    [(None, None), ("yesterday", None), ("Sat, 28 Nov 2026 01:52:54 GMT", 1_795_830_774.0)],
+)
+def test_an_answer_has_the_time_of_the_server(date: str | None, sent_at: float | None) -> None:
+    client, network = client_with(b"[]")
+    network.headers["Date"] = date
+
+    assert client.get("http://a:1/") == Page(b"[]", sent_at)

@@ -6,6 +6,7 @@ Covers `live_run.py` and `recent_seconds.py`.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,11 +18,11 @@ from served_ranks import ServedRank, two_ranks
 from zerowatch.metrics.catalog import communication, devices, memory, overhead, training, tuner
 from zerowatch.metrics.exporters.detail import served
 from zerowatch.metrics.exporters.prometheus import exposition
-from zerowatch.metrics.recorder import Recorder
+from zerowatch.metrics.recorder import Recorder, Snapshot
 from zerowatch.metrics.settings import Detail
 from zerowatch.runtime.live_page.step_history import Point
 from zerowatch.runtime.top import panels
-from zerowatch.runtime.top.http_client import Access, HttpClient, NoAnswerError
+from zerowatch.runtime.top.http_client import Access, HttpClient, NoAnswerError, Page
 from zerowatch.runtime.top.live_run import (
     MAX_SCRAPES,
     LiveRun,
@@ -185,8 +186,91 @@ def test_a_run_that_ends_keeps_its_last_values() -> None:
     assert not view.notes
 
 
+class Answers:
+    """Stands in for the ranks: each has a recorder, or the reason why it does not answer."""
+
+    def __init__(self, *ranks: Recorder | str) -> None:
+        self.ranks, self.clock = list(ranks), FakeClock()
+        self.asked: list[int] = []
+        self.ahead_seconds = 0.0
+        self.run = LiveRun(RUN_ID, "", self.get, now=self.clock, unix_now=self.unix_now)
+
+    def unix_now(self) -> float:
+        return 1e9 + self.clock()
+
+    def get(self, url: str) -> Page:
+        rank = self.ranks[int(url)]
+        self.asked.append(int(url))
+        if isinstance(rank, str):
+            raise NoAnswerError(rank)
+        body = exposition(rank.snapshot(), int(url), "")[1]
+        return Page(body, self.unix_now() + self.ahead_seconds)
+
+    def read(self) -> RunView:
+        return self.run.read(
+            [Target(rank=rank, node="node", url=str(rank)) for rank in range(len(self.ranks))]
+        )
+
+
+def rank_after(steps: int, *, is_active: bool = True, **phase_seconds: float) -> Recorder:
+    recorder = Recorder()
+    recorder.set(training.RUN_ACTIVE, is_active)
+    recorder.add(training.STEPS, steps)
+    for phase, seconds in phase_seconds.items():
+        recorder.add(training.PHASE_SECONDS, seconds, phase)
+    return recorder
+
+
+def test_a_run_that_has_ended_is_shown_again_when_it_is_started_again() -> None:
+    answers = Answers(rank_after(20, is_active=False))
+    ended = answers.read()
+    answers.ranks = ["connection refused"]
+    closed = answers.read()
+    answers.ranks = [rank_after(3)]
+
+    early = answers.read()
+    answers.clock.seconds += 15
+    again = answers.read()
+
+    assert [view.status for view in (ended, closed, early)] == ["ended"] * 3
+    assert len(answers.asked) == 3  # not at once: the servers of most runs are gone for good
+    assert (again.status, again.ranks[0].state, again.ranks[0].steps) == ("training", "running", 3)
+    assert again.period == "since the start"
+
+
+def test_a_rank_that_was_not_scraped_yet_is_neither_silent_nor_an_alert() -> None:
+    answers = Answers(*(rank_after(5) for _ in range(MAX_SCRAPES + 2)))
+
+    view = answers.read()
+
+    assert [rank.state for rank in view.ranks[-3:]] == ["running", "not read yet", "not read yet"]
+    assert view.alerts == []
+    assert "66 ranks, 2 not read yet | live" in panels.header(view, 200, view.at).plain
+    rows = panels.ranks_rows(view, 80, "exposed").plain.split("\n")
+    assert rows[-2:] == ["  64 not read yet", "  65 not read yet"]
+    assert {rank.state for rank in answers.read().ranks} == {"running"}
+
+
+@pytest.mark.parametrize("ahead_seconds", [-360.0, -40.0, 0.0, 40.0, 360.0])
+def test_ages_are_those_by_the_clock_of_the_rank(ahead_seconds: float) -> None:
+    rank = rank_after(5)
+    answers = Answers(rank)
+    answers.ahead_seconds = ahead_seconds
+    for spec in (overhead.WATCH_LAST_UPDATE_TIMESTAMP, training.LAST_ACTIVITY_TIMESTAMP):
+        rank.set(spec, answers.unix_now() + ahead_seconds)
+
+    fresh = answers.read()
+    answers.clock.seconds += 301
+    stale = answers.read()
+
+    assert (fresh.status, fresh.alerts) == ("training", [])
+    assert (stale.status, [alert.name for alert in stale.alerts]) == (
+        "stalled", ["ZerowatchMetricsStale"]
+    )  # fmt: skip
+
+
 def test_an_address_at_which_another_program_serves_is_no_rank() -> None:
-    run = LiveRun(RUN_ID, "", lambda url: b"up 1\n")
+    run = LiveRun(RUN_ID, "", lambda url: Page(b"up 1\n"))
 
     view = run.read([Target(rank=0, node="", url="http://host:1/metrics")])
 
@@ -195,7 +279,7 @@ def test_an_address_at_which_another_program_serves_is_no_rank() -> None:
 
 
 def test_text_that_is_not_of_prometheus_is_no_answer() -> None:
-    run = LiveRun(RUN_ID, "", lambda url: b'zerowatch_run_active{rank="0} 1\n')
+    run = LiveRun(RUN_ID, "", lambda url: Page(b'zerowatch_run_active{rank="0} 1\n'))
 
     view = run.read([Target(rank=0, node="", url="http://host:1/metrics")])
 
@@ -206,9 +290,9 @@ def test_of_many_ranks_all_are_scraped_in_turn_and_rank_0_each_time() -> None:
     scraped: list[str] = []
     clock = FakeClock()
 
-    def get(url: str) -> bytes:
+    def get(url: str) -> Page:
         scraped.append(url)
-        return b'zerowatch_run_active{rank="0"} 1.0\n'
+        return Page(b'zerowatch_run_active{rank="0"} 1.0\n')
 
     run = LiveRun(RUN_ID, "", get, now=clock)
     targets = [Target(rank=rank, node="", url=str(rank)) for rank in range(3 * MAX_SCRAPES)]
@@ -248,7 +332,10 @@ def test_ranks_that_left_the_job_are_not_shown() -> None:
 @pytest.mark.parametrize("answer", [b"[]", b"damaged"])
 def test_all_ranks_are_shown_while_their_list_is_empty_or_cannot_be_read(answer: bytes) -> None:
     with two_ranks() as ranks:
-        get, lists = HttpClient(Access()).get, [json.dumps(ranks[0].targets()).encode(), answer]
+        get, lists = (
+            HttpClient(Access()).get,
+            [Page(json.dumps(ranks[0].targets()).encode()), Page(answer)],
+        )
         source = ServedRun(
             ranks[0].targets_url,
             lambda url: lists.pop(0) if url.endswith("/targets") else get(url),
@@ -277,15 +364,93 @@ def test_figures_are_those_of_the_last_minute_once_enough_of_it_was_seen() -> No
     assert spent.exposed == pytest.approx(60 * 0.1, abs=0.7)
 
 
-def test_a_restart_begins_the_minute_again() -> None:
-    recent = RecentSeconds()
-    for now, steps in ((0.0, 100), (60.0, 200), (62.0, 3)):
-        recorder = Recorder()
-        recorder.add(training.STEPS, steps)
-        recent.add(recorder.snapshot(), now=now)
+@pytest.mark.parametrize("step_seconds", [2, 8, 30, 600])
+def test_the_last_minute_of_slow_steps_is_that_of_ten_steps(step_seconds: int) -> None:
+    recorder, recent = rank_after(45_000, forward=1e6), RecentSeconds()
 
-    assert recent.spent().is_whole
-    assert recent.spent().steps == 3
+    for now in range(0, 12 * step_seconds + 60, 2):
+        if now % step_seconds == 0:
+            recorder.add(training.STEPS, 1)
+            recorder.add(training.PHASE_SECONDS, step_seconds * 1.0, "data")
+        recent.add(recorder.snapshot(), now=float(now))
+
+    spent = recent.spent()
+    assert not spent.is_whole
+    assert spent.steps == max(10, 60 / step_seconds)
+    assert spent.phases == {"forward": 0.0, "data": spent.steps * step_seconds}
+    assert 60 <= spent.period_seconds <= max(62, 11 * step_seconds)
+
+
+class Counted(Snapshot):
+    """A snapshot that can be counted: by a weak reference, which one with slots has not."""
+
+
+def test_a_run_that_stalls_does_not_pile_up_scrapes() -> None:
+    recorder, recent = rank_after(0), RecentSeconds()
+    added: list[weakref.ref[Counted]] = []
+
+    for now in range(0, 3600, 2):
+        recorder.add(training.STEPS, now < 100)
+        snapshot = Counted(values=recorder.snapshot().values, distributions={})
+        added.append(weakref.ref(snapshot))
+        recent.add(snapshot, now=float(now))
+
+    assert sum(each() is not None for each in added) <= 40
+    assert recent.spent().steps == 10
+
+
+def test_shares_since_the_start_are_no_problem_of_now() -> None:
+    rank = rank_after(1000, data=500.0, forward=500.0)
+    rank.add(training.NONFINITE_LOSSES, 1)
+    answers = Answers(rank)
+
+    names = []
+    for seconds in range(0, 40, 2):
+        answers.clock.seconds = float(seconds)
+        rank.add(training.STEPS, 1)
+        rank.add(training.PHASE_SECONDS, 2.0, "data" if seconds > 2 else "forward")
+        names.append([alert.name for alert in answers.read().alerts])
+
+    assert names[:10] == [[]] * 10
+    assert names[10:] == [["ZerowatchDataBound"]] * 10
+
+
+def test_a_loss_that_is_not_finite_is_a_problem_from_the_next_reading_on() -> None:
+    rank = rank_after(1000, forward=500.0)
+    rank.add(training.NONFINITE_LOSSES, 1)
+    answers = Answers(rank)
+    before = answers.read()
+    rank.add(training.STEPS, 1)
+    rank.add(training.NONFINITE_LOSSES, 1)
+
+    answers.clock.seconds += 2
+    seen = answers.read()
+    answers.clock.seconds += 290
+    (late,) = answers.read().alerts
+    answers.clock.seconds += 20
+    past = answers.read()
+
+    assert before.alerts == past.alerts == []
+    assert [(alert.severity, alert.name) for alert in seen.alerts] == [
+        ("critical", "ZerowatchLossNotFinite")
+    ]
+    assert "290 s ago" in late.text
+
+
+@pytest.mark.parametrize(
+    ("attempt", "steps", "forward"), [(0, 3, 70.0), (1, 30, 70.0), (0, 30, 27.0)]
+)
+def test_a_restart_begins_the_minute_again(attempt: int, steps: int, forward: float) -> None:
+    first, second = rank_after(12, forward=66.0), rank_after(steps, forward=forward)
+    for rank, number in ((first, 0), (second, attempt)):
+        rank.set(training.RUN_ATTEMPT, number)
+    recent = RecentSeconds()
+
+    recent.add(first.snapshot(), now=0.0)
+    recent.add(second.snapshot(), now=60.0)
+
+    spent = recent.spent()
+    assert (spent.is_whole, spent.steps, spent.phases) == (True, steps, {"forward": forward})
 
 
 def test_nothing_at_the_address_is_an_error_with_the_reason() -> None:
@@ -304,7 +469,7 @@ def test_labels_of_a_rank_send_no_codes_to_the_terminal() -> None:
 
     drawn = (
         panels.header(view, 200, view.at),
-        panels.straggler_strip(view, 200),
+        panels.straggler_strip(view, 200, 2),
         panels.ranks_rows(view, 200, "rank"),
     )
     assert not any("\x1b" in text.plain for text in drawn)
@@ -373,7 +538,7 @@ def read_ranks(
     run = LiveRun(
         "night-7",
         "http://a:1/targets",
-        lambda url: texts[int(url)],
+        lambda url: Page(texts[int(url)]),
         now=FakeClock(),
         unix_now=lambda: unix_now,
     )
@@ -416,8 +581,8 @@ def test_the_view_of_an_active_run_has_the_figures_of_all_ranks() -> None:
             share("data", 1.5),
             share("forward", 6.0),
             share("backward", 16.5),
-            share("eval", 4.5),
-            share("checkpoint", 1.5),
+            replace(share("eval", 4.5), ratio=pytest.approx(0.15)),  # of 30 s of wall time
+            replace(share("checkpoint", 1.5), ratio=pytest.approx(0.05)),
         ],
         exposed=share("exposed", 3.6),
         causes=[

@@ -22,7 +22,7 @@ from zerowatch.errors import CommandLineError
 from zerowatch.metrics.catalog import communication, memory, training, tuner
 from zerowatch.runtime.reports.run_reader import RunFolderError
 from zerowatch.runtime.reports.run_summary import summary_of
-from zerowatch.runtime.top.http_client import Access, HttpClient, NoAnswerError
+from zerowatch.runtime.top.http_client import Access, HttpClient, NoAnswerError, Page
 from zerowatch.runtime.top.prometheus_alerts import prometheus_alerts
 from zerowatch.runtime.top.recorded_run import RecordedRun, recorded_view
 from zerowatch.runtime.top.run_source import (
@@ -36,7 +36,7 @@ from zerowatch.runtime.top.run_source import (
 from zerowatch.runtime.top.run_view import AlertView
 
 
-def refuse(url: str) -> bytes:
+def refuse(url: str) -> Page:
     raise NoAnswerError("connection refused")
 
 
@@ -206,10 +206,10 @@ def serve(targets: bytes) -> ServedRun:
     return ServedRun("http://host:9463/targets", lambda url: _page(url, targets))
 
 
-def _page(url: str, targets: bytes) -> bytes:
+def _page(url: str, targets: bytes) -> Page:
     if url.endswith("/targets"):
-        return targets
-    return b'zerowatch_run_active{rank="0"} 1.0\n'
+        return Page(targets)
+    return Page(b'zerowatch_run_active{rank="0"} 1.0\n')
 
 
 def test_of_several_runs_the_newest_is_shown_and_the_others_are_named() -> None:
@@ -263,9 +263,9 @@ ALERTS = {
 def test_the_alerts_of_the_run_are_taken_from_prometheus() -> None:
     asked: list[str] = []
 
-    def get(url: str) -> bytes:
+    def get(url: str) -> Page:
         asked.append(url)
-        return json.dumps(ALERTS).encode()
+        return Page(json.dumps(ALERTS).encode())
 
     firing, pending = prometheus_alerts(get, "http://prometheus:9090/", RUN_ID)
 
@@ -277,7 +277,8 @@ def test_the_alerts_of_the_run_are_taken_from_prometheus() -> None:
 def test_alerts_of_prometheus_replace_the_own_signals() -> None:
     with two_ranks() as ranks:
         source = ServedRun(ranks[0].targets_url, HttpClient(Access()).get)
-        view = WithAlerts(source, "http://p:9090", lambda url: json.dumps(ALERTS).encode()).read()
+        page = Page(json.dumps(ALERTS).encode())
+        view = WithAlerts(source, "http://p:9090", lambda url: page).read()
 
     assert view.alerts_source == "Prometheus"
     assert [alert.severity for alert in view.alerts] == ["warning", "info"]
@@ -294,7 +295,7 @@ def test_own_signals_remain_while_prometheus_does_not_answer() -> None:
 
 def test_another_program_at_the_address_of_prometheus_is_no_answer() -> None:
     with pytest.raises(NoAnswerError, match="not that of Prometheus"):
-        prometheus_alerts(lambda url: b"[]", "http://p", RUN_ID)
+        prometheus_alerts(lambda url: Page(b"[]"), "http://p", RUN_ID)
 
 
 def rounded(value: object) -> object:
@@ -348,9 +349,9 @@ def alert(name: str, state: str = "firing", **labels: str) -> dict[str, object]:
 def alerts_of(*alerts: dict[str, object]) -> list[AlertView]:
     asked: list[str] = []
 
-    def get(url: str) -> bytes:
+    def get(url: str) -> Page:
         asked.append(url)
-        return json.dumps({"data": {"alerts": list(alerts)}}).encode()
+        return Page(json.dumps({"data": {"alerts": list(alerts)}}).encode())
 
     found = prometheus_alerts(get, "http://prometheus:9090/", "night")
     assert asked == ["http://prometheus:9090/api/v1/alerts"]

@@ -226,7 +226,7 @@ def test_lines_are_never_wider_than_the_panel(live: RunView) -> None:
                 assert line.cell_len <= width, (draw.__name__, line.plain)
         for text in (
             panels.header(live, width, live.at),
-            panels.straggler_strip(live, width),
+            panels.straggler_strip(live, width, 2),
             panels.ranks_rows(live, width, "rank"),
         ):
             assert all(line.cell_len <= width for line in text.split("\n"))
@@ -247,9 +247,48 @@ def test_the_strip_has_a_character_for_each_rank() -> None:
         RankView(rank=3, node="", state="running"),
         RankView(rank=4, node="", state="running", straggler_score=0.5, straggler_phase="forward"),
     ]
-    text = panels.straggler_strip(view_of(ranks), 100).plain
+    text = panels.straggler_strip(view_of(ranks), 100, 2).plain
 
     assert "▁▆x-█  rank 4: +50% in forward; rank 1: +7% in data" in text
+
+
+@pytest.mark.parametrize("size", [(80, 24), (80, 40), (120, 30), (200, 50)])
+def test_of_many_ranks_the_strip_shows_all_and_names_the_straggler(size: tuple[int, int]) -> None:
+    ranks = [
+        RankView(
+            rank=rank,
+            node="",
+            state="running",
+            straggler_score=0.4 if rank == 206 else 0.0,
+            straggler_phase="backward",
+        )
+        for rank in range(256)
+    ]
+
+    async def body(app: TopScreen, pilot: Pilot[None]) -> None:
+        for part in ("rank 206: +40% in backward", "█", "Stragglers"):
+            await until(pilot, lambda part=part: part in texts(app), part)
+
+    on_screen(FixedRun(view_of(ranks)), size, body)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "height", "per_character"), [(40, 2, 1), (41, 2, 2), (80, 3, 1), (1024, 3, 13)]
+)
+def test_without_room_for_a_character_each_the_worst_of_some_ranks_is_shown(
+    num_ranks: int, height: int, per_character: int
+) -> None:
+    ranks = [RankView(rank=rank, node="", state="running") for rank in range(num_ranks)]
+    ranks[-1] = replace(ranks[-1], straggler_score=0.5, straggler_phase="data")
+    ranks[0] = replace(ranks[0], state="no answer")
+
+    title, *strip = panels.straggler_strip(view_of(ranks), 40, height).plain.split("\n")
+
+    cells = "".join(strip).partition("  ")[0]
+    assert len(strip) == height - 1
+    assert cells == "x" + "-" * (-(-num_ranks // per_character) - 2) + "█"
+    assert f"rank {num_ranks - 1}: +50%" in f"{title} {strip}"
+    assert ("ranks p" in title) == (per_character > 1) or "…" in title
 
 
 def test_ranks_that_do_not_answer_come_first_in_all_orders_but_their_number() -> None:
@@ -394,8 +433,8 @@ def test_the_panels_show_all_figures_in_their_colors() -> None:
         "low memory": panels.memory_panel(FULL, 60, 4),
         "tuner": panels.tuner_panel(FULL, 60, 10),
         "low tuner": panels.tuner_panel(FULL, 60, 4),
-        "stragglers": panels.straggler_strip(FULL, 100),
-        "narrow stragglers": panels.straggler_strip(FULL, 20),
+        "stragglers": panels.straggler_strip(FULL, 100, 3),
+        "narrow stragglers": panels.straggler_strip(FULL, 20, 3),
         "alerts": panels.alerts_panel(FULL, 60, 20),
         "names of columns": panels.ranks_head(FULL, 110, "slow in"),
         "ranks by score": panels.ranks_rows(FULL, 110, "slow in"),
@@ -507,4 +546,4 @@ def test_the_height_of_a_character_is_the_score_over_twice_the_limit(
 ) -> None:
     ranks = [RankView(rank=0, node="", state="running", straggler_score=score)]
 
-    assert panels.straggler_strip(view_of(ranks), 100).plain.split("\n")[1][0] == character
+    assert panels.straggler_strip(view_of(ranks), 100, 2).plain.split("\n")[1][0] == character
