@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING
 from ....errors import ZerowatchError
 from ....metrics.settings import load_settings
 from ...common.ds_config import ZEROWATCH_KEY, read_config
+from ...common.gloo_interface import local_place
 from .ds_settings import check_ds_config
-from .hardware import check_accelerator, check_allocator, check_nvml, check_speed
+from .hardware import (
+    check_accelerator,
+    check_allocator,
+    check_nvml,
+    check_speed,
+    driver_answers,
+)
 from .host import check_disk, check_limits, check_ports
 from .software import check_builds, check_compiler, check_environment, check_versions
 from .verdicts import SEVERITY, Check, Finding, Job, Runner, Verdict, skipped
@@ -26,19 +33,22 @@ if TYPE_CHECKING:
 CHECKS = (
     Check(name="versions", limit_seconds=60, run=check_versions),
     Check(name="accelerator", limit_seconds=120, run=check_accelerator),
-    Check(name="NVML", limit_seconds=30, run=check_nvml),
-    Check(name="allocator", limit_seconds=30, run=check_allocator),
-    Check(name="compiler", limit_seconds=30, run=check_compiler),
+    Check(name="NVML", limit_seconds=30, run=check_nvml, uses_driver=True),
+    Check(name="allocator", limit_seconds=30, run=check_allocator, uses_driver=True),
+    Check(name="compiler", limit_seconds=30, run=check_compiler, uses_driver=True),
     Check(name="builds", limit_seconds=30, run=check_builds),
     Check(name="environment", limit_seconds=30, run=check_environment),
     Check(name="ports", limit_seconds=30, run=check_ports),
     Check(name="run folder", limit_seconds=30, run=check_disk),
     Check(name="host limits", limit_seconds=30, run=check_limits),
-    Check(name="ds config", limit_seconds=60, run=check_ds_config),
-    Check(name="speed", limit_seconds=60, run=check_speed, each_rank=True),
+    Check(name="ds config", limit_seconds=60, run=check_ds_config, uses_driver=True),
+    Check(name="speed", limit_seconds=60, run=check_speed, each_rank=True, uses_driver=True),
 )
 _ORDER = {check.name: number for number, check in enumerate(CHECKS)}
 _ALONE = "there is one process; give --nproc, or start it with the launcher of the job"
+# What launchers set for each rank. Batch scripts set WORLD_SIZE, and Kubeflow sets RANK too, for a
+# process that only starts the ranks.
+_OF_A_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 
 
 def job_of_environment(ds_config: str | None, local_ranks: int | None) -> Job:
@@ -46,23 +56,26 @@ def job_of_environment(ds_config: str | None, local_ranks: int | None) -> Job:
 
     Args:
         ds_config: Path of the ds config; None without one.
-        local_ranks: Ranks on this host; None to read LOCAL_WORLD_SIZE, else one per GPU.
+        local_ranks: Ranks on this host; None to read the launcher's variables. Without a launcher,
+            there is one per GPU.
     """
     environ = os.environ
-    world_size = int(environ["WORLD_SIZE"]) if "WORLD_SIZE" in environ else None
-    if local_ranks is None:
-        local_ranks = int(environ.get("LOCAL_WORLD_SIZE", 0)) or None
-    if local_ranks is None:
-        from ...common import accelerator
-
-        local_ranks = 1 if world_size else max(1, accelerator.current.device_count())
+    is_rank = environ.keys() >= _OF_A_RANK
+    place = local_place(environ)
     job = Job(
-        rank=int(environ.get("RANK", 0)),
-        local_rank=int(environ.get("LOCAL_RANK", 0)),
-        local_ranks=local_ranks,
-        world_size=world_size,
+        is_rank=is_rank,
+        rank=int(environ["RANK"]) if is_rank else 0,
+        local_rank=int(environ["LOCAL_RANK"]) if is_rank else 0,
+        local_ranks=local_ranks or place.num_ranks,
+        world_size=int(environ["WORLD_SIZE"]) if "WORLD_SIZE" in environ else None,
         ds_config=ds_config,
     )
+    if not job.has_other_ranks:  # otherwise after the ranks have connected, which must not wait
+        job = replace(job, driver_answers=driver_answers())
+    if local_ranks is None and not is_rank and not place.is_known and job.driver_answers:
+        from ...common import accelerator
+
+        job = replace(job, local_ranks=max(1, accelerator.current.device_count()))
     try:
         job = replace(job, settings=load_settings())
     except ZerowatchError as error:
@@ -82,19 +95,44 @@ def check_alone(job: Job, runner: Runner) -> list[Finding]:
 def check_together(job: Job, runner: Runner) -> tuple[list[Finding], Ranks | None]:
     """Run all checks on all ranks, which call this together.
 
+    The ranks connect first, because the checks of one host may take longer than another's. No rank
+    uses its GPU before all hosts are checked.
+
     Returns:
         The findings of all ranks, on each rank, and the ranks, which the caller closes. If they do
         not connect, the findings of this rank alone, and None.
     """
     from . import between_ranks
 
-    own = [
-        replace(each, where=socket.gethostname() if not check.each_rank else f"rank {job.rank}")
-        for check in CHECKS
-        if check.each_rank or job.local_rank == 0
-        for each in runner.run(check, job)
-    ]
-    connected: list[between_ranks.Ranks] = []
+    ranks, faults = _connected(job, runner)
+    if ranks is not None:
+        job = replace(job, local_ranks=ranks.local_ranks)
+    job = replace(job, driver_answers=driver_answers())
+    own: list[Finding] = []
+    if job.local_rank == 0:
+        own += _run(job, runner, socket.gethostname(), each_rank=False)
+    if ranks is not None:
+        faults = runner.call(
+            "connection", between_ranks.HOST_CHECKS_SECONDS, partial(ranks.meet, job)
+        )
+    own += _run(job, runner, f"rank {job.rank}", each_rank=True)
+    if ranks is not None and not faults:
+        limit_seconds = 30 + sum(check.limit_seconds for check in CHECKS if check.each_rank)
+        faults = runner.call("connection", limit_seconds, ranks.barrier)
+    if ranks is None or faults:
+        return [*own, *faults], None
+    for name, limit_seconds, check_ranks in between_ranks.BETWEEN_RANKS:
+        own += runner.call(name, limit_seconds, partial(check_ranks, ranks))
+    gathered: list[Finding] = []
+    faults = runner.call("connection", 60, partial(_exchange, ranks, own, gathered))
+    return merged([*gathered, *faults] if gathered else [*own, *faults]), ranks
+
+
+def _connected(job: Job, runner: Runner) -> tuple[Ranks | None, list[Finding]]:
+    """Return the connected ranks, or None and why they do not connect."""
+    from . import between_ranks
+
+    connected: list[Ranks] = []
 
     def connect() -> Iterable[Finding]:
         try:
@@ -106,14 +144,13 @@ def check_together(job: Job, runner: Runner) -> tuple[list[Finding], Ranks | Non
     limit_seconds = between_ranks.CONNECT_SECONDS + 5
     late = between_ranks.connect_fault(job, TimeoutError("timed out"))
     faults = runner.call("connection", limit_seconds, connect, late)
-    if not connected:
-        return [*own, *faults], None
-    ranks = connected[0]
-    for name, limit_seconds, check_ranks in between_ranks.BETWEEN_RANKS:
-        own += runner.call(name, limit_seconds, partial(check_ranks, ranks))
-    gathered: list[Finding] = []
-    faults = runner.call("connection", 60, partial(_exchange, ranks, own, gathered))
-    return merged([*gathered, *faults] if gathered else [*own, *faults]), ranks
+    return (connected[0] if connected else None), faults
+
+
+def _run(job: Job, runner: Runner, where: str, *, each_rank: bool) -> Iterator[Finding]:
+    for check in CHECKS:
+        if check.each_rank == each_rank:
+            yield from (replace(each, where=where) for each in runner.run(check, job))
 
 
 def _exchange(ranks: Ranks, own: Sequence[Finding], into: list[Finding]) -> Iterable[Finding]:

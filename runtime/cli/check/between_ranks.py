@@ -39,7 +39,10 @@ LARGE_SKEW_SECONDS = 5.0
 SLOW_RATIO = 0.8
 
 CONNECT_SECONDS = 60.0
-_COLLECTIVE_SECONDS = 180.0
+# All ranks wait for the host whose checks take longest.
+HOST_CHECKS_SECONDS = 660.0
+# Above the limit of `check_links`: after this time NCCL's watchdog ends the process.
+_NCCL_SECONDS = 180.0
 _CLOCK_EXCHANGES = 10
 _LATENCY_EXCHANGES = 30
 _FIRST_BYTES = 2**16
@@ -54,7 +57,6 @@ class Place:
 
     Attributes:
         host: Name of the host.
-        machine: Equal for two ranks if they share a machine and its network interfaces.
         device: Product name of the rank's GPU; empty on CPU, and for a rank without a GPU of its
             own, with which NCCL refuses to connect.
         versions: Versions that must be equal on all ranks.
@@ -62,7 +64,6 @@ class Place:
 
     rank: int
     host: str
-    machine: str
     device: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -73,12 +74,13 @@ class Ranks:
     Attributes:
         rank: This rank.
         local_rank: This rank among those of its host: the index of its GPU.
-        places: The ranks, in order.
+        local_ranks: Ranks on this host.
+        places: The ranks, in order; empty before `meet`.
         hosts: The first rank of each host, in order.
     """
 
     def __init__(self, job: Job) -> None:
-        """Connect the ranks.
+        """Connect the ranks. No device is used before `meet`.
 
         Raises:
             RuntimeError: They do not all connect in time.
@@ -92,15 +94,22 @@ class Ranks:
                 world_size=job.world_size,
             )
             self._group = dist.new_group(
-                backend="gloo", timeout=timedelta(seconds=_COLLECTIVE_SECONDS)
+                backend="gloo", timeout=timedelta(seconds=HOST_CHECKS_SECONDS)
             )
         self.rank = job.rank
         self.local_rank = job.local_rank
-        self.places = self.gather(_this_place(job))
+        self.places: list[Place] = []
+        machines = self.gather(_machine())
+        self.local_ranks = machines.count(machines[self.rank])
         first: dict[str, int] = {}
-        for place in self.places:
-            first.setdefault(place.machine, place.rank)
+        for rank, machine in enumerate(machines):
+            first.setdefault(machine, rank)
         self.hosts = list(first.values())
+
+    def meet(self, job: Job) -> tuple[()]:
+        """Wait until the hosts are checked, and exchange the places. Return no finding."""
+        self.places = self.gather(_this_place(job))
+        return ()
 
     def gather(self, value: Any) -> list[Any]:
         """Return each rank's value, by rank."""
@@ -108,33 +117,33 @@ class Ranks:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
+    def barrier(self) -> tuple[()]:
+        """Wait for all ranks. Return no finding."""
         dist.barrier(self._group)
+        return ()
 
     def name(self, rank: int) -> str:
         """Return a rank with its host."""
         return f"rank {rank} ({self.places[rank].host})"
 
-    def close(self) -> Iterator[Finding]:
-        """Wait until all ranks are done, and leave the groups. Yields nothing.
+    def close(self) -> tuple[()]:
+        """Wait until all ranks are done, and leave the groups. Return no finding.
 
         A launcher ends the other ranks as soon as one has exited with an error.
         """
         with suppress(RuntimeError):
             self.barrier()
             dist.destroy_process_group()
-        yield from ()
+        return ()
 
 
 def _this_place(job: Job) -> Place:
     device, name = accelerator.current, ""
-    if device.is_available() and job.local_rank < device.device_count():
+    if job.driver_answers and device.is_available() and job.local_rank < device.device_count():
         name = device.device_name(job.local_rank)
     return Place(
         rank=job.rank,
         host=socket.gethostname(),
-        machine=_machine(),
         device=name,
         versions=_versions(),
     )
@@ -330,7 +339,7 @@ class _Link:
             # NCCL refuses two ranks of a host on one device.
             accelerator.current.module.set_device(ranks.local_rank)
         self._group = (
-            dist.new_group(backend="nccl", timeout=timedelta(seconds=_COLLECTIVE_SECONDS))
+            dist.new_group(backend="nccl", timeout=timedelta(seconds=_NCCL_SECONDS))
             if on_gpus
             else None
         )

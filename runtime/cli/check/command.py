@@ -6,7 +6,8 @@ import os
 import socket
 import sys
 import tempfile
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -54,7 +55,8 @@ def check(
     loses something), failed (the run does not start, waits forever, or fails later), or not
     applicable. Each check is bounded in time. Nothing is changed.
 
-    Under a launcher that sets RANK and WORLD_SIZE, all ranks check together, and rank 0 prints.
+    Under a launcher that sets RANK, LOCAL_RANK and WORLD_SIZE, all ranks check together, and rank 0
+    prints.
 
     \b
     Examples:
@@ -65,7 +67,7 @@ def check(
 
     Exit code: 0, or 1 if a check failed.
     """  # noqa: D301  # click needs the character, not a raw string
-    if nproc is not None and "RANK" not in os.environ:
+    if nproc is not None and "LOCAL_RANK" not in os.environ:
         sys.exit(_launch(nproc, nnodes, rdzv_endpoint, _options(ds_config, strict, as_json)))
     _exit(_check(ds_config, nproc, strict, as_json), exit_file)
 
@@ -87,8 +89,8 @@ def _check(ds_config: str | None, nproc: int | None, strict: bool, as_json: bool
     from .verdicts import Runner
 
     job, runner = job_of_environment(ds_config, nproc), Runner()
-    together = job.world_size is not None and job.world_size > 1
-    with redirect_stdout(StringIO()):  # DeepSpeed logs to stdout
+    together = job.has_other_ranks
+    with _stdout_kept_free():
         findings, group = (
             check_together(job, runner) if together else (check_alone(job, runner), None)
         )
@@ -103,8 +105,23 @@ def _check(ds_config: str | None, nproc: int | None, strict: bool, as_json: bool
             output.print_findings(findings, title, sys.stdout)
         sys.stdout.flush()
     if group is not None:
-        runner.call("connection", _CLOSE_SECONDS, group.close)
+        with _stdout_kept_free():
+            runner.call("connection", _CLOSE_SECONDS, group.close)
     return _Result(code, bool(runner.hung))
+
+
+@contextmanager
+def _stdout_kept_free() -> Iterator[None]:
+    """Drop what DeepSpeed logs to stdout, and send what C code such as NCCL prints to stderr."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(StringIO()):
+            yield
+    finally:
+        os.dup2(own, 1)
+        os.close(own)
 
 
 def _exit(result: _Result, exit_file: str | None) -> NoReturn:

@@ -188,11 +188,18 @@ def _unsupported(path: str, content: dict[str, Any], job: Job) -> Iterator[Findi
         if not isinstance(block, Mapping) or block.get("device") != "nvme":
             continue
         folder = block.get("nvme_path")
-        if not isinstance(folder, str) or not os.access(folder, os.W_OK):
+        if not isinstance(folder, str) or not _can_be_written(folder):
             yield failed(
                 f"{path}: zero_optimization.{name}.nvme_path {folder!r} is not a writable folder",
                 "give a folder on a local NVMe disk",
             )
+
+
+def _can_be_written(folder: str) -> bool:
+    """Return whether a folder, or the one in which DeepSpeed creates it, can be written."""
+    path = Path(folder).absolute()
+    existing = next(each for each in (path, *path.parents) if os.path.exists(each))
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
 _CHECKS: tuple[Callable[[str, dict[str, Any], Job], Iterator[Finding]], ...] = (

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ...common import accelerator
 from ...common.format_numbers import format_bytes
-from ...devices.nvml_inventory import GpuFacts, nvml_inventory
+from ...devices.nvml_inventory import GpuFacts, NvmlInventory, nvml_inventory
 from ...devices.peak_flops import gpu_peak_flops_per_second, measure_cpu_flops_per_second
 from .verdicts import Finding, Job, failed, ok, skipped, warning
 
@@ -57,6 +60,16 @@ _MATMUL_SIDE = 8192
 _COPY_BYTES = 2**30
 _CPU_COPY_BYTES = 2**26
 _REPEATS = 10
+# With several GPUs and without the persistence daemon, the driver takes tens of seconds to start.
+DRIVER_SECONDS = 90
+# Present where the driver of NVIDIA, of AMD, or of Windows Subsystem for Linux is loaded.
+_DRIVER_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+_ASK_DRIVER = f"""
+from {accelerator.__name__} import current
+if current.is_available():
+    for index in range(current.device_count()):
+        current.device_name(index)
+"""
 _RESTART = (
     "take this host out of the job, look for XID errors (dmesg | grep -E 'NVRM|Xid'), and restart "
     "the host; if it happens again, have the card, its seat and its power supply checked"
@@ -71,8 +84,41 @@ _LOST_ADVICE = {
 }
 
 
+def driver_answers() -> bool:
+    """Return whether the driver of the GPUs answers a separate process.
+
+    In this process, a call of a driver that hangs could hold the lock of the interpreter, and then
+    no time limit works. A process that hangs in the driver may not end by a signal either, so it is
+    not waited for.
+    """
+    if not accelerator.current.is_built() or not any(map(os.path.exists, _DRIVER_FILES)):
+        return True
+    asking = subprocess.Popen(
+        [sys.executable, "-c", _ASK_DRIVER],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        asking.wait(DRIVER_SECONDS)
+    except subprocess.TimeoutExpired:
+        asking.kill()
+        with suppress(subprocess.TimeoutExpired):
+            asking.wait(1)
+        return False
+    return True
+
+
 def check_accelerator(job: Job) -> Iterator[Finding]:
     """Report the device, DeepSpeed's choice of it, and the backend of its process groups."""
+    if not job.driver_answers:
+        yield failed(
+            f"the driver of the GPUs does not answer within {DRIVER_SECONDS} s; nothing that needs "
+            "a GPU is checked",
+            "look for errors of the driver (dmesg | grep -E 'NVRM|Xid|amdgpu'), and restart the "
+            "host",
+        )
+        return
     import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
 
@@ -157,8 +203,27 @@ def check_nvml(job: Job) -> Iterator[Finding]:
         return
     if not inventory.devices:
         yield skipped(f"the driver {inventory.driver} has no GPU")
+    hidden = _hidden_gpus(inventory)
     for number, gpu in enumerate(inventory.devices):
-        yield from check_gpu(number, gpu)
+        if gpu.uuid in hidden:
+            chosen = os.environ["CUDA_VISIBLE_DEVICES"]
+            yield skipped(f"GPU {number} {gpu.name}: hidden by CUDA_VISIBLE_DEVICES={chosen}")
+        else:
+            yield from check_gpu(number, gpu)
+
+
+def _hidden_gpus(inventory: NvmlInventory) -> set[str]:
+    """Return the UUIDs of the GPUs that CUDA_VISIBLE_DEVICES hides from the job.
+
+    The set is empty if torch does not see all devices that the variable names: one may be lost. It
+    is also empty for MIG slices, whose UUIDs are not those of their GPUs.
+    """
+    device, chosen = accelerator.current, os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None or not device.is_available():
+        return set()
+    seen = {f"GPU-{device.device_uuid(index)}" for index in range(device.device_count())}
+    every = {gpu.uuid for gpu in inventory.devices}
+    return every - seen if len(seen) == len(chosen.split(",")) and seen <= every else set()
 
 
 def check_gpu(number: int, gpu: GpuFacts) -> Iterator[Finding]:
@@ -225,7 +290,8 @@ def _allocator_faults(name: str, text: str) -> Iterator[Finding]:
     import torch
 
     example = f"write it as {name}=expandable_segments:True,max_split_size_mb:128"
-    unknown = set(re.findall(r"(?:^|,)\s*([^:,\[\]]+):", text)) - _ALLOCATOR_OPTIONS
+    without_lists = re.sub(r"\[[^\]]*\]", "", text)  # such as roundup_power2_divisions:[256:1,>:8]
+    unknown = set(re.findall(r"(?:^|,)\s*([^:,\[\]]+):", without_lists)) - _ALLOCATOR_OPTIONS
     for option in sorted(unknown):
         yield warning(
             f"{name}: {option!r} is no option of torch 2.13's allocator, which refuses it on a GPU",
@@ -264,6 +330,7 @@ def check_speed(job: Job) -> Iterator[Finding]:
         "B/s",
         _LEAST_COPY_RATIO,
     )
+    device.empty_cache()  # the next checks, and NCCL, need memory too
 
 
 def rate_finding(

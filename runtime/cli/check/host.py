@@ -44,7 +44,7 @@ def check_ports(job: Job) -> Iterator[Finding]:
     else:
         yield from _check_metrics_ports(job)
     # Under a launcher, the port belongs to this job.
-    if job.world_size is None and (fault := _bind_error("127.0.0.1", _RENDEZVOUS_PORT)):
+    if not job.is_rank and (fault := _bind_error("127.0.0.1", _RENDEZVOUS_PORT)):
         yield warning(
             f"port {_RENDEZVOUS_PORT}, the rendezvous of torchrun and deepspeed by default: "
             f"{_reason(fault, _RENDEZVOUS_PORT)}",
@@ -166,7 +166,9 @@ def check_disk(job: Job) -> Iterator[Finding]:
         return
     free = shutil.disk_usage(existing).free
     kind = _file_system(existing)
-    needed = job.local_ranks * log.segment_bytes * log.max_segments
+    # A log of steps and, by default, one of metrics.
+    num_logs = job.local_ranks * (2 if log.metrics_interval_seconds else 1)
+    needed = num_logs * log.segment_bytes * log.max_segments
     text = f"run folder {folder} ({kind}): writable, {format_bytes(free)} free"
     figures = {"free_bytes": float(free), "write_seconds": seconds}
     enlarge = "free some space, or set run_log.folder to another disk"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from io import StringIO
+from textwrap import wrap
 from typing import TextIO
 
 from rich import box
@@ -16,6 +18,8 @@ from rich.text import Text
 from .verdicts import SEVERITY, Finding, Verdict
 
 _PLAIN_WIDTH = 98
+_LEAST_WIDTH = 40  # of a finding
+_UNLIMITED_WIDTH = 10_000
 _STYLES = {
     Verdict.OK: "green",
     Verdict.WARNING: "yellow",
@@ -39,19 +43,41 @@ def as_json(findings: Sequence[Finding], title: str, code: int) -> str:
 
 
 def print_findings(findings: Sequence[Finding], title: str, file: TextIO) -> None:
-    """Print a table: with colors on a terminal, as plain aligned text elsewhere."""
+    """Print a table: with colors on a terminal, as plain aligned text elsewhere.
+
+    In plain text the advice is not folded, so that a command in it can be copied from a log.
+    """
     if file.isatty():
         _print(Console(file=file, highlight=False), box.SIMPLE_HEAD, findings, title)
         return
     plain = StringIO()
-    _print(Console(file=plain, width=_PLAIN_WIDTH, highlight=False), None, findings, title)
+    console = Console(file=plain, width=_UNLIMITED_WIDTH, highlight=False)
+    width = _width_left(findings)
+    _print(console, None, [_folded(each, width) for each in findings], title)
     file.writelines(f"{line.rstrip()}\n" for line in plain.getvalue().splitlines())
+
+
+def _folded(finding: Finding, width: int) -> Finding:
+    """Fold the text between words; a path remains in one piece."""
+    lines = wrap(finding.text, width, break_long_words=False, break_on_hyphens=False)
+    return replace(finding, text="\n".join(lines))
+
+
+def _width_left(findings: Sequence[Finding]) -> int:
+    """Return the width that the columns before a finding leave of the line."""
+    columns = list(zip(*((each.verdict, each.check, each.where) for each in findings), strict=True))
+    shown = columns if _are_several(findings) else columns[:2]
+    return max(_LEAST_WIDTH, _PLAIN_WIDTH - sum(max(map(len, column)) + 2 for column in shown))
+
+
+def _are_several(findings: Sequence[Finding]) -> bool:
+    return len({each.where for each in findings if each.where}) > 1
 
 
 def _print(
     console: Console, frame: box.Box | None, findings: Sequence[Finding], title: str
 ) -> None:
-    several = len({each.where for each in findings if each.where}) > 1
+    several = _are_several(findings)
     table = Table(box=frame, pad_edge=False, header_style="bold")
     for name in ("verdict", "check", "where") if several else ("verdict", "check"):
         table.add_column(name, no_wrap=name != "where")

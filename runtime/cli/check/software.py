@@ -56,6 +56,8 @@ def check_versions(job: Job) -> Iterator[Finding]:
         names = ("torch", "deepspeed", "zerowatch")
         shown = ", ".join(f"{name} {version(name)}" for name in names)
         yield ok(f"{shown}, Python {platform.python_version()}: within zerowatch's ranges")
+    if not job.driver_answers:
+        return
     yield from check_cuda(
         torch.version.cuda, is_rocm=torch.version.hip is not None, nvml=nvml_inventory()
     )
@@ -122,6 +124,9 @@ def check_compiler(job: Job) -> Iterator[Finding]:
     """Find what compiles DeepSpeed's operations on first use, such as its default Adam."""
     import torch
 
+    if _has_installed_optimizers():
+        yield ok("DeepSpeed's optimizers were built when it was installed: no compiler is needed")
+        return
     programs = {"g++": os.environ.get("CXX", "g++"), "ninja": "ninja"}
     missing = [name for name, program in programs.items() if shutil.which(program) is None]
     if "ninja" in missing and importlib.util.find_spec("ninja"):
@@ -139,6 +144,16 @@ def check_compiler(job: Job) -> Iterator[Finding]:
     from torch.utils.cpp_extension import CUDA_HOME
 
     yield check_nvcc(_nvcc_release(CUDA_HOME), torch.version.cuda, CUDA_HOME)
+
+
+def _has_installed_optimizers() -> bool:
+    """Return whether DeepSpeed loads the operations of most jobs without compiling them."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.git_version_info import accelerator_name, installed_ops
+
+    chosen = str(get_accelerator().device_name())
+    needed = ["fused_adam", "cpu_adam"] + ["deepspeed_shm_comm"] * (chosen == "cpu")
+    return accelerator_name == chosen and all(installed_ops.get(name) for name in needed)
 
 
 def _nvcc_release(cuda_home: str | None) -> str | None:

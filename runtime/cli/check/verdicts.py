@@ -78,20 +78,29 @@ class Job:
     """The job that is to run, as far as it is known.
 
     Attributes:
+        is_rank: Whether a launcher has started this process as a rank of the job.
         local_ranks: Ranks on this host.
         world_size: Ranks of the job; None if it is not known.
+        driver_answers: Whether the driver of the GPUs answers. If not, a call of it may never end.
         ds_config: Path of the ds config; None without one.
         settings: Those of zerowatch; the defaults if they cannot be read.
         settings_error: Why they cannot be read.
     """
 
+    is_rank: bool = False
     rank: int = 0
     local_rank: int = 0
     local_ranks: int = 1
     world_size: int | None = None
+    driver_answers: bool = True
     ds_config: str | None = None
     settings: Settings = field(default_factory=Settings)
     settings_error: str | None = None
+
+    @property
+    def has_other_ranks(self) -> bool:
+        """Whether this process is one of several ranks."""
+        return self.is_rank and (self.world_size or 1) > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +111,14 @@ class Check:
         limit_seconds: Time after which the check counts as failed.
         run: Yields findings.
         each_rank: Whether all ranks run it, or only the first of each host.
+        uses_driver: Whether it calls the driver of the GPUs, also by an import of DeepSpeed.
     """
 
     name: str
     limit_seconds: float
     run: Callable[[Job], Iterable[Finding]]
     each_rank: bool = False
+    uses_driver: bool = False
 
 
 @dataclass(slots=True)
@@ -122,6 +133,8 @@ class Runner:
 
     def run(self, check: Check, job: Job) -> list[Finding]:
         """Return the findings of a check, with its name. An error of the check is a finding."""
+        if check.uses_driver and not job.driver_answers:
+            return [replace(skipped("the driver of the GPUs does not answer"), check=check.name)]
         return self.call(check.name, check.limit_seconds, lambda: check.run(job))
 
     def call(

@@ -20,6 +20,7 @@ from ...estimator.step_estimate import EstimatedCollective, StepEstimate
 from .inputs import RankBatch
 
 _PLAIN_WIDTH = 98
+_UNLIMITED_WIDTH = 10_000
 _MEMORY = ("parameters", "gathered", "gradients", "optimizer", "comm_buffers")
 
 
@@ -40,7 +41,8 @@ def print_estimates(estimates: Sequence[StepEstimate], heading: Heading, file: T
         _print(Console(file=file, highlight=False), box.SIMPLE_HEAD, estimates, heading)
         return
     plain = StringIO()
-    _print(Console(file=plain, width=_PLAIN_WIDTH, highlight=False), None, estimates, heading)
+    # Columns are not folded: a table with large figures is wider than the text.
+    _print(Console(file=plain, width=_UNLIMITED_WIDTH, highlight=False), None, estimates, heading)
     file.writelines(f"{line.rstrip()}\n" for line in plain.getvalue().splitlines())
 
 

@@ -5,19 +5,29 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from zerowatch.runtime.cli.check.all_checks import CHECKS, exit_code, job_of_environment, merged
-from zerowatch.runtime.cli.check.verdicts import Finding, Verdict
+from zerowatch.runtime.cli.check import all_checks, software
+from zerowatch.runtime.cli.check.all_checks import (
+    CHECKS,
+    check_alone,
+    exit_code,
+    job_of_environment,
+    merged,
+)
+from zerowatch.runtime.cli.check.verdicts import Finding, Runner, Verdict
+from zerowatch.runtime.common import accelerator
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+OTHER_VARIABLES = ("LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 @pytest.fixture(autouse=True)
 def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name in VARIABLES or name.startswith("ZEROWATCH_"):
+        if name in (*VARIABLES, *OTHER_VARIABLES) or name.startswith("ZEROWATCH_"):
             monkeypatch.delenv(name)
 
 
@@ -25,9 +35,18 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     ("variables", "given", "expected"),
     [
         ({}, 3, (0, 0, 3, None)),
-        ({"WORLD_SIZE": "8"}, None, (0, 0, 1, 8)),
+        ({"WORLD_SIZE": "8"}, None, (0, 0, 2, 8)),
+        # A pod of Kubeflow's PyTorchJob, which starts the ranks
+        ({"RANK": "1", "WORLD_SIZE": "8"}, None, (0, 0, 2, 8)),
         (dict(zip(VARIABLES, ("5", "1", "8", "4"), strict=True)), None, (5, 1, 4, 8)),
         (dict(zip(VARIABLES, ("5", "1", "8", "4"), strict=True)), 2, (5, 1, 2, 8)),
+        # DeepSpeed's launcher
+        (
+            {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_SIZE": "4"},
+            None,
+            (5, 1, 4, 8),
+        ),
+        ({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}, None, (5, 1, 1, 8)),
     ],
 )
 def test_the_job_is_that_of_the_launchers_variables(
@@ -38,10 +57,30 @@ def test_the_job_is_that_of_the_launchers_variables(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(accelerator, "current", SimpleNamespace(device_count=lambda: 2))
+    monkeypatch.setattr(all_checks, "driver_answers", lambda: True)
 
     job = job_of_environment(None, given)
 
     assert (job.rank, job.local_rank, job.local_ranks, job.world_size) == expected
+    assert job.has_other_ranks == ("LOCAL_RANK" in variables)
+
+
+def test_a_driver_that_does_not_answer_is_one_failure_and_is_not_called_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(accelerator, "current", SimpleNamespace())  # has no function to call
+    monkeypatch.setattr(software, "nvml_inventory", None)
+    monkeypatch.setattr(all_checks, "driver_answers", lambda: False)
+
+    findings = check_alone(job_of_environment(None, None), Runner())
+
+    unchecked = {"NVML", "allocator", "compiler", "ds config", "speed"}
+    of_driver = [each for each in findings if "the driver of the GPUs" in each.text]
+    assert {each.check for each in of_driver} == {"accelerator", *unchecked}
+    assert [each.check for each in of_driver if each.verdict == Verdict.FAILED] == ["accelerator"]
+    assert not [each.text for each in findings if "could not be checked" in each.text]
 
 
 def test_the_settings_are_those_of_the_ds_config_and_its_faults_are_left_to_its_check(

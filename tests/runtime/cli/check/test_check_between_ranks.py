@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +24,10 @@ from scripts.launching import ZEROWATCH, environment
 from servers.free_port import free_port
 from torch.overrides import TorchFunctionMode
 
-from zerowatch.runtime.cli.check import between_ranks
+from zerowatch.runtime.cli.check import all_checks, between_ranks, hardware
 from zerowatch.runtime.cli.check.all_checks import check_together, merged
 from zerowatch.runtime.cli.check.between_ranks import LEAST_BYTES_PER_SECOND, link_finding
-from zerowatch.runtime.cli.check.verdicts import Finding, Job, Runner, Verdict
+from zerowatch.runtime.cli.check.verdicts import Check, Finding, Job, Runner, Verdict
 from zerowatch.runtime.common import accelerator
 
 LIMIT_SECONDS = 300
@@ -144,6 +145,73 @@ def test_a_rank_that_is_missing_is_a_finding_within_the_limit(
     assert "the 2 ranks did not connect over 127.0.0.1:" in finding.text
 
 
+class ConnectedRanks:
+    """Two ranks on this host. Collects what they do, in order."""
+
+    local_ranks, hosts, places = 2, (0,), ()
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def meet(self, job: Job) -> Iterable[Finding]:
+        self.events.append("all hosts are checked")
+        return ()
+
+    def barrier(self) -> Iterable[Finding]:
+        self.events.append("all ranks are checked")
+        return ()
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def test_ranks_connect_before_the_checks_and_use_their_gpus_after_those_of_the_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+
+    def connected(job: Job) -> ConnectedRanks:
+        events.append("connected")
+        return ConnectedRanks(events)
+
+    def of_host(job: Job) -> Iterable[Finding]:
+        events.append(f"host of {job.local_ranks} ranks")
+        return ()
+
+    def of_rank(job: Job) -> Iterable[Finding]:
+        events.append("rank")
+        return ()
+
+    def answers() -> bool:
+        events.append("driver")
+        return True
+
+    checks = (
+        Check(name="NVML", limit_seconds=30, run=of_host),
+        Check(name="speed", limit_seconds=30, run=of_rank, each_rank=True),
+    )
+    monkeypatch.setattr(between_ranks, "Ranks", connected)
+    monkeypatch.setattr(between_ranks, "BETWEEN_RANKS", ())
+    monkeypatch.setattr(all_checks, "CHECKS", checks)
+    monkeypatch.setattr(all_checks, "driver_answers", answers)
+
+    for local_rank in (0, 1):
+        found, _ = check_together(Job(local_rank=local_rank, world_size=2), Runner())
+        assert found == []
+
+    of_others = ["all hosts are checked", "rank", "all ranks are checked"]
+    assert events == [
+        *("connected", "driver", "host of 2 ranks", *of_others),
+        *("connected", "driver", *of_others),
+    ]
+
+
+def test_the_ranks_wait_for_a_host_longer_than_its_checks_may_take() -> None:
+    of_host = [check.limit_seconds for check in all_checks.CHECKS if not check.each_rank]
+
+    assert hardware.DRIVER_SECONDS + sum(of_host) < between_ranks.HOST_CHECKS_SECONDS
+
+
 @pytest.mark.parametrize(
     ("gigabits", "latency", "between_hosts", "verdict"),
     [
@@ -198,7 +266,6 @@ class TwoHosts:
             between_ranks.Place(
                 rank=rank,
                 host="ab"[rank // 2],
-                machine="ab"[rank // 2],
                 device=device,
                 versions={"torch": torch, "numpy": "2.0"},
             )
@@ -276,6 +343,7 @@ def test_each_rank_measures_its_link_on_its_own_gpu_in_every_thread(
             yield from between_ranks.check_links(connected[0])
 
     faults = runner.call("connection", 30, connect)
+    faults += runner.call("connection", 30, partial(connected[0].meet, Job(local_rank=1)))
     found = runner.call("links", 30, check_links)
 
     assert faults == []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,11 +22,13 @@ from torch.distributed.elastic.rendezvous import (
 
 from zerowatch.__main__ import commands
 from zerowatch.errors import CommandLineError
+from zerowatch.runtime.cli.check.verdicts import Check, Finding, Job, ok
 
 
 @pytest.fixture(autouse=True)
 def outside_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
 
 
@@ -61,6 +65,33 @@ def test_the_ranks_of_one_host_start_with_the_options(monkeypatch: pytest.Monkey
         "zerowatch.runtime.cli.check",
     ]
     assert line[6:] == ["--ds-config", "ds.json", "--strict", "--json"]
+
+
+def test_a_pod_that_starts_the_ranks_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")  # Kubeflow's number of the pod
+    monkeypatch.setenv("WORLD_SIZE", "16")
+
+    _, line = launched(monkeypatch, "--nproc", "8")
+
+    assert line[0] == "--nproc-per-node=8"
+
+
+def test_what_c_code_prints_is_no_part_of_the_json(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run(job: Job) -> Iterator[Finding]:
+        os.write(1, b"NCCL INFO Bootstrap\n")
+        print("[INFO] of DeepSpeed")
+        yield ok("done")
+
+    check = Check(name="speed", limit_seconds=60, run=run)
+    monkeypatch.setattr("zerowatch.runtime.cli.check.all_checks.CHECKS", (check,))
+
+    done = CliRunner().invoke(commands, ["check", "--json"])
+    os.write(1, b"after\n")
+
+    assert json.loads(done.stdout)["findings"][0]["text"] == "done"
+    assert capfd.readouterr() == ("after\n", "NCCL INFO Bootstrap\n")
 
 
 def test_several_hosts_meet_at_the_given_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ Covers `ds_settings.py`; `test_planted_faults_are_named.py` has its faults in th
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,9 @@ def test_a_missing_file_and_other_content_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["offload_param", "offload_optimizer"])
-def test_the_folder_of_offload_to_nvme_must_be_writable(tmp_path: Path, name: str) -> None:
+def test_the_folder_of_offload_to_nvme_must_be_writable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     def texts(folder: object, device: str = "nvme") -> list[str]:
         block = {"device": device, "nvme_path": folder}
         config = {
@@ -167,8 +170,14 @@ def test_the_folder_of_offload_to_nvme_must_be_writable(tmp_path: Path, name: st
         }
         return [text for _, text, _ in found(tmp_path, config) if "nvme_path" in text]
 
-    assert texts("/nowhere") == [
-        f"zero_optimization.{name}.nvme_path '/nowhere' is not a writable folder"
-    ]
+    (tmp_path / "file").touch()
+    in_the_way = str(tmp_path / "file" / "swap")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) == tmp_path)
+
+    for folder in (in_the_way, "/nowhere/swap"):
+        assert texts(folder) == [
+            f"zero_optimization.{name}.nvme_path {folder!r} is not a writable folder"
+        ]
+    assert texts(None) and texts("/nowhere", "cpu") == []
     assert texts(str(tmp_path)) == []
-    assert texts("/nowhere", "cpu") == []
+    assert texts(str(tmp_path / "job-1" / "swap")) == []  # DeepSpeed creates it

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,6 +137,7 @@ class FakeGpus:
     ):
         self.segments = segments
         self.current = 0
+        self.is_cache_empty = False
         self.module = SimpleNamespace(
             get_arch_list=lambda: [*architectures, "compute_90"],
             get_device_capability=lambda index: (9, 0),
@@ -163,6 +167,9 @@ class FakeGpus:
 
     def has_expandable_segments(self) -> bool:
         return self.segments
+
+    def empty_cache(self) -> None:
+        self.is_cache_empty = True
 
 
 def of_gpus(
@@ -305,6 +312,106 @@ def test_nvml_is_needed_with_a_gpu_only(
     assert plain(check_nvml(Job())) == [expected]
 
 
+BUSY, LOST = {"used_bytes": 70 * GIB}, {"error": (15, "GPU is lost")}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "seen", "other", "hidden"),
+    [
+        ("1", ["1"], BUSY, True),
+        ("1", ["1"], LOST, True),
+        ("GPU-1", ["1"], BUSY, True),
+        (None, ["0", "1"], BUSY, False),
+        ("0,1", ["0", "1"], BUSY, False),
+        ("1,0", ["1"], LOST, False),  # torch does not see the lost GPU
+        ("MIG-5", ["5"], BUSY, False),
+        ("", [], BUSY, False),
+    ],
+)
+def test_a_gpu_that_the_job_cannot_use_is_not_judged(
+    monkeypatch: pytest.MonkeyPatch,
+    chosen: str | None,
+    seen: list[str],
+    other: dict[str, Any],
+    hidden: bool,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    device = SimpleNamespace(
+        is_available=lambda: bool(seen),
+        device_count=lambda: len(seen),
+        device_uuid=lambda index: seen[index],
+    )
+    devices = (gpu(uuid="GPU-0", **other), gpu(uuid="GPU-1"))
+    inventory = NvmlInventory(driver="600", cuda_version=None, devices=devices)
+    monkeypatch.setattr(accelerator, "current", device)
+    monkeypatch.setattr(hardware, "nvml_inventory", lambda: inventory)
+
+    first, second = check_nvml(Job())
+
+    assert (first.verdict == Verdict.NOT_APPLICABLE) == hidden
+    assert first.text.startswith("GPU 0 H100") and (f"={chosen}" in first.text) == hidden
+    assert second.verdict == Verdict.OK
+
+
+@pytest.mark.parametrize(
+    ("program", "files", "is_built", "answers"),
+    [
+        ("import time; time.sleep(600)", ["driver"], True, False),
+        ("", ["driver"], True, True),
+        ("raise SystemExit(1)", ["driver"], True, True),
+        ("import time; time.sleep(600)", [], True, True),  # not asked
+        ("import time; time.sleep(600)", ["driver"], False, True),
+    ],
+    ids=["hangs", "answers", "refuses", "no driver", "no torch for it"],
+)
+def test_a_driver_answers_if_a_process_that_uses_it_ends(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    files: list[str],
+    is_built: bool,
+    answers: bool,
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(accelerator, "current", SimpleNamespace(is_built=lambda: is_built))
+    monkeypatch.setattr(hardware, "_DRIVER_FILES", (tmp_path / "driver",))
+    monkeypatch.setattr(hardware, "_ASK_DRIVER", program)
+    monkeypatch.setattr(hardware, "DRIVER_SECONDS", 60 if answers else 0.1)
+
+    assert hardware.driver_answers() == answers
+
+
+def test_the_process_that_asks_the_driver_ends_without_an_error() -> None:
+    subprocess.run([sys.executable, "-c", hardware._ASK_DRIVER], check=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "unknown"),
+    [
+        ("roundup_power2_divisions:[256:1,512:2,1024:4,>:8]", ""),
+        (
+            "max_split_size_mb:64,roundup_power2_divisions:[256:1, 512:2],backends:native",
+            "backends",
+        ),
+    ],
+)
+def test_a_list_within_an_allocator_setting_holds_no_options(
+    monkeypatch: pytest.MonkeyPatch, value: str, unknown: str
+) -> None:
+    for name in hardware._ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", value)
+    monkeypatch.setattr(accelerator, "current", SimpleNamespace(is_available=lambda: False))
+
+    found = [text for verdict, text in plain(check_allocator(Job())) if verdict != Verdict.OK]
+
+    assert len(found) == bool(unknown)
+    assert not found or f"{unknown!r}" in found[0]
+
+
 @pytest.mark.parametrize(
     ("gpus", "value", "verdict", "text"),
     [
@@ -354,7 +461,8 @@ def test_expandable_segments_are_advised_on_a_gpu(
 def test_each_rank_measures_its_own_gpu_against_its_peaks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(accelerator, "current", FakeGpus())
+    gpus = FakeGpus()
+    monkeypatch.setattr(accelerator, "current", gpus)
     monkeypatch.setattr(hardware, "_gpu_matmul", lambda index, number_type: 4e14 + index)
     monkeypatch.setattr(hardware, "_gpu_copy", lambda index: 2e12)
     monkeypatch.setattr(hardware, "gpu_peak_flops_per_second", lambda name: 1e15)
@@ -373,6 +481,7 @@ def test_each_rank_measures_its_own_gpu_against_its_peaks(
         text="cuda:1 H100-1: copy within the device: 2 TB/s, 67% of the peak 3 TB/s",
         figures={"bytes_per_second": 2e12},
     )
+    assert gpus.is_cache_empty
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,11 @@ def disk_finding(
     kind: str = "ext4",
     seconds: float = 0.5,
 ) -> Finding:
-    """The finding on a disk, of two ranks whose logs grow to 60 MiB each."""
+    """The finding on a disk, of two ranks whose logs of steps and metrics grow to 30 MiB each."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, free))
     monkeypatch.setattr(host, "_file_system", lambda path: kind)
     monkeypatch.setattr(host, "_write_seconds", lambda path: seconds)
-    log = {"folder": folder, "segment_bytes": 20 * MIB, "max_segments": 3}
+    log = {"folder": folder, "segment_bytes": 10 * MIB, "max_segments": 3}
     [finding] = check_disk(Job(local_ranks=2, settings=Settings(run_log=log)))
     return finding
 
@@ -132,6 +132,21 @@ def test_a_folder_that_cannot_be_written_is_explained(
     assert new.verdict == Verdict.FAILED and advice in new.advice
 
 
+def test_a_run_without_a_log_of_metrics_needs_half_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 80 * MIB))
+    log = {"folder": tmp_path, "segment_bytes": 10 * MIB, "max_segments": 8}
+
+    with_metrics, without = (
+        next(iter(check_disk(Job(settings=Settings(run_log={**log, **changes})))))
+        for changes in ({}, {"metrics_interval_seconds": 0})
+    )
+
+    assert "grow to 160 MiB" in with_metrics.text
+    assert "grow to" not in without.text
+
+
 def test_a_run_that_logs_nothing_needs_no_folder() -> None:
     [finding] = check_disk(Job(settings=Settings(run_log={"enabled": False})))
 
@@ -213,7 +228,7 @@ def serving(**serve: object) -> Settings:
 def test_free_ports_are_named_from_the_first_to_the_last(
     monkeypatch: pytest.MonkeyPatch, ranks: int, text: str
 ) -> None:
-    job = Job(local_ranks=ranks, world_size=3, settings=serving())
+    job = Job(is_rank=True, local_ranks=ranks, settings=serving())
 
     assert ports_findings(monkeypatch, {29500: errno.EADDRINUSE}, job) == [(Verdict.OK, text, "")]
 
@@ -264,7 +279,7 @@ def test_a_port_of_a_running_job_is_named_so() -> None:
 
 
 def test_a_taken_port_that_must_be_had_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(world_size=1, settings=serving(strict_port=True))
+    job = Job(is_rank=True, settings=serving(strict_port=True))
 
     [(verdict, text, advice)] = ports_findings(monkeypatch, {9464: errno.EADDRINUSE}, job)
 
@@ -285,7 +300,7 @@ def test_without_fixed_ports_there_is_nothing_to_check(
     monkeypatch: pytest.MonkeyPatch, serve: dict[str, object], reason: str
 ) -> None:
     [(verdict, text, _)] = ports_findings(
-        monkeypatch, {}, Job(world_size=1, settings=serving(**serve))
+        monkeypatch, {}, Job(is_rank=True, settings=serving(**serve))
     )
 
     assert verdict == Verdict.NOT_APPLICABLE and reason in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -46,6 +47,31 @@ def test_the_places_are_shown_if_there_are_several() -> None:
     assert lines[2].split() == ["verdict", "check", "where", "finding"]
     assert lines[-3].split() == ["warning", "clocks", "b", "late"]
     assert lines[-1] == "1 failed, 2 warnings, 1 ok, 0 not applicable"
+
+
+def test_outside_of_a_terminal_paths_and_advice_stay_on_one_line() -> None:
+    path = "/home/me/.cache/torch_extensions/py311_cu130/deepspeed_shm_comm/lock-of-a-long-name"
+    advice = f"if no job of another machine compiles there: rm {path}"
+    found = Finding(
+        verdict=Verdict.FAILED, text=f"stale {path}, 3 h old", advice=advice, check="builds"
+    )
+
+    lines = printed([found]).splitlines()
+
+    assert lines[3:6] == [
+        "failed   builds  stale",
+        f"                 {path},",
+        "                 3 h old",
+    ]
+    assert lines[6] == f"                 to do: {advice}"
+
+
+def test_a_long_text_is_folded_to_the_width_of_the_table() -> None:
+    found = [replace(each, text="word " * 60, advice="") for each in FINDINGS]
+
+    widths = [len(line) for line in printed(found).splitlines()]
+
+    assert 98 - len("word ") < max(widths) <= 98
 
 
 @pytest.mark.parametrize(

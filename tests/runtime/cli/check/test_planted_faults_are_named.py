@@ -372,11 +372,11 @@ def test_a_setting_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch)
             {
                 "zero_optimization": {
                     "stage": 3,
-                    "offload_param": {"device": "nvme", "nvme_path": "/nowhere"},
+                    "offload_param": {"device": "nvme", "nvme_path": "/dev/null/swap"},
                 }
             },
             "failed",
-            "nvme_path '/nowhere'",
+            "nvme_path '/dev/null/swap'",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, Mapping) else "",

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from zerowatch.runtime.cli.check import software
-from zerowatch.runtime.cli.check.software import check_builds, check_environment, check_nvcc
+from zerowatch.runtime.cli.check.software import (
+    check_builds,
+    check_compiler,
+    check_environment,
+    check_nvcc,
+)
 from zerowatch.runtime.cli.check.verdicts import Job, Verdict
 from zerowatch.runtime.common.extension_locks import BuildLock
 
@@ -49,6 +54,35 @@ def test_the_advice_on_nvcc_names_the_version_that_torch_needs(
     )
     assert finding.advice == "set CUDA_HOME to a CUDA toolkit 13.0"
     assert skipped.verdict == Verdict.OK
+
+
+@pytest.mark.parametrize(
+    ("built_for", "built", "needs_compiler"),
+    [
+        ("cpu", ("cpu_adam", "fused_adam", "deepspeed_shm_comm"), False),
+        ("cpu", ("cpu_adam", "fused_adam"), True),
+        ("cuda", ("cpu_adam", "fused_adam", "deepspeed_shm_comm"), True),
+        ("", (), True),
+    ],
+)
+def test_installed_optimizers_need_no_compiler(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    built_for: str,
+    built: tuple[str, ...],
+    needs_compiler: bool,
+) -> None:
+    import deepspeed.git_version_info
+
+    installed = dict.fromkeys(built, True)
+    monkeypatch.setattr(deepspeed.git_version_info, "accelerator_name", built_for)
+    monkeypatch.setattr(deepspeed.git_version_info, "installed_ops", installed)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+
+    [finding] = check_compiler(Job())
+
+    assert finding.verdict == (Verdict.FAILED if needs_compiler else Verdict.OK)
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,21 @@ def test_the_tables_have_the_sums_of_each_stage_and_mark_the_configured_one() ->
     )
 
 
+def test_figures_that_do_not_fit_in_the_usual_width_are_complete() -> None:
+    sizes = dict.fromkeys(MEMORY.device_bytes, 100 * GIB)
+    memory = replace(MEMORY, device_bytes=sizes, host_bytes=200 * GIB, nvme_bytes=300 * GIB)
+    batch = RankBatch(samples=1, activations=Activations(tokens=8192, sample_bytes=400 * GIB))
+
+    text = printed([replace(SECOND, memory=memory)], heading(batch))
+
+    [row] = (line for line in text.splitlines() if line.count("GiB") == 9)
+    assert len(row) > 98
+    assert [figure.strip() for figure in row.split("GiB")][1:9] == [
+        *["100.0"] * 4,
+        *("400.0", "700.5", "200.0", "300.0"),
+    ]
+
+
 def test_a_single_stage_has_all_remarks_though_it_is_not_configured() -> None:
     text = " ".join(printed([THIRD], heading()).split())
 
