@@ -18,7 +18,8 @@ MEMORY_CATEGORIES = (
 
 MEMORY_BYTES = gauge(
     "memory_bytes",
-    "Memory in use on a device; on cpu allocated is RSS and reserved is the virtual size.",
+    "Memory in use on a device; on cpu allocated is RSS without mapped files and reserved is the "
+    "virtual size.",
     DEVICE,
     Label(name="state", values=MEMORY_STATES),
     lean=Lean(only={"state": ("allocated",)}),
@@ -66,7 +67,7 @@ MEMORY_PHASE_PEAK = gauge(
 )
 MEMORY_FRAGMENTATION = gauge(
     "memory_fragmentation_bytes",
-    "Memory reserved in blocks too small to be usable.",
+    "Memory reserved in blocks too small to be usable at a step's peak.",
     DEVICE,
     usual="Below a tenth of memory_limit_bytes. Above it, set "
     "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.",

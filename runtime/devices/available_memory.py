@@ -10,10 +10,11 @@ from pathlib import Path
 from ..common.cgroups import cgroup_folders
 from ..common.gloo_interface import local_place
 
-# Files of a memory cgroup of version 2 and 1: limit, usage, and the reclaimable part of the usage.
+# Files of a memory cgroup of version 2 and 1: limit and usage. The fields of memory.stat that hold
+# the part of the usage that the kernel can reclaim, as it does in MemAvailable: pages of files.
 _CGROUP_FILES = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ("memory.max", "memory.current", "(?:in)?active_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_(?:in)?active_file"),
 )
 _NONE = float("inf")
 
@@ -46,13 +47,11 @@ def _below_rlimit(kind: int, used: float) -> float:
 
 
 def _below_cgroup_limit(folder: Path) -> float:
-    for limit_name, usage_name, reclaimable_name in _CGROUP_FILES:
+    for limit_name, usage_name, fields in _CGROUP_FILES:
         limit, usage = _text(folder / limit_name).strip(), _text(folder / usage_name).strip()
         if limit.isdigit() and usage.isdigit():
-            pattern = rf"^{reclaimable_name} (\d+)$"
-            found = re.search(pattern, _text(folder / "memory.stat"), re.MULTILINE)
-            reclaimable = int(found[1]) if found else 0
-            return max(0.0, float(int(limit) - int(usage) + reclaimable))
+            sizes = re.findall(rf"^{fields} (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+            return max(0.0, float(int(limit) - int(usage) + sum(map(int, sizes))))
     return _NONE
 
 

@@ -61,11 +61,13 @@ class CudaMemory:
     `set_per_process_memory_fraction` allows. The memory of other processes is read every ten
     seconds, and after each shortage: a request that failed or that the allocator had to repeat.
 
-    `unusable` is reserved and free, but no large request can use it: the free pieces of segments
-    that are partly in use (`inactive_split`). A segment that is free as a whole does not count,
-    because the allocator returns such a segment before it fails. Nor does a block that was freed
-    while another stream may still use it, because the allocator waits for that stream first. With
-    expandable segments, the allocator returns free pieces too, and `unusable` is 0.
+    `unusable` is reserved and free, but cannot be returned to the device, and serves only requests
+    that fit into its pieces: the free pieces of segments that are partly in use (`inactive_split`).
+    The next step may use them again; `fragmented_bytes` in `step_sample.py` subtracts those that
+    the last peak used. A segment that is free as a whole does not count, because the allocator
+    returns such a segment before it fails. Nor does a block that was freed while another stream may
+    still use it, because the allocator waits for that stream first. With expandable segments, the
+    allocator returns free pieces too, and `unusable` is 0.
     """
 
     def __init__(

@@ -153,17 +153,20 @@ class RunningTotal:
 
     Args:
         first: The first reading.
+
+    Attributes:
+        total: The growth up to the last reading.
     """
 
     def __init__(self, first: float) -> None:
+        self.total = 0.0
         self._last = first
-        self._total = 0.0
 
     def update(self, now: float) -> float:
         """Return the growth since the first reading, given the counter's value now."""
-        self._total += now - self._last if now >= self._last else now
+        self.total += now - self._last if now >= self._last else now
         self._last = now
-        return self._total
+        return self.total
 
 
 class XidEvents:
@@ -289,7 +292,7 @@ def _nvlink_errors(nvml: Any, handle: Any, kind: str) -> HealthSource:
 
     for count in (by_counter, by_field) if kind == "recovery" else (by_counter,):
         if totals := _totals_by_link(nvml, count):
-            return partial(_sum_over, totals, count, ("link_errors", "nvlink", kind))
+            return partial(_sum_over, nvml, totals, count, ("link_errors", "nvlink", kind))
     raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
 
 
@@ -305,9 +308,21 @@ def _totals_by_link(nvml: Any, count: Callable[[int], float]) -> dict[int, Runni
 
 
 def _sum_over(
-    totals: Mapping[int, RunningTotal], count: Callable[[int], float], reading: tuple[str, ...]
+    nvml: Any,
+    totals: Mapping[int, RunningTotal],
+    count: Callable[[int], float],
+    reading: tuple[str, ...],
 ) -> HealthReadings:
-    return {reading: sum(total.update(count(link)) for link, total in totals.items())}
+    """Sum over the links. One that does not answer, such as one that is down, keeps its total."""
+    failures = []
+    for link, total in totals.items():
+        try:
+            total.update(count(link))
+        except nvml.NVMLError as error:
+            failures.append(error)
+    if len(failures) == len(totals):
+        raise failures[0]
+    return {reading: sum(total.total for total in totals.values())}
 
 
 def _temperature_limit(nvml: Any, handle: Any) -> HealthSource:

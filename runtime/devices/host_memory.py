@@ -1,4 +1,8 @@
-"""Reads the host memory of this process on Linux: RSS, the peak of RSS, and its limit."""
+"""Reads the host memory of this process on Linux: memory in use, its peak, and its limit.
+
+Memory in use is RSS without the pages of mapped files: anonymous and shared memory. The kernel can
+drop the pages of files, such as memory-mapped datasets, and the processes of a node share them.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,10 @@ from ..common.cgroups import cgroup_folders
 
 logger = logging.getLogger(__name__)
 
-# Fields of /proc/self/status: RSS, its peak, address space, and data segment with heap.
+# Fields of /proc/self/status: RSS, its part of mapped files (Linux 4.5), the peak of RSS, address
+# space, and data segment with heap.
 _RSS = b"\nVmRSS:"
+_FILE_RSS = b"\nRssFile:"
 _PEAK_RSS = b"\nVmHWM:"
 _VIRTUAL = b"\nVmSize:"
 _DATA = b"\nVmData:"
@@ -35,6 +41,12 @@ class HostMemory:
     to one step. The process has only one such mark. The script's own `getrusage().ru_maxrss` is
     therefore also the peak since the last reading. A peak in the microseconds between a reading and
     its reset is lost.
+
+    VmHWM includes the pages of mapped files, whose number at the peak is unknown. The larger of
+    their numbers at this reading and at the last one is subtracted. The peak is therefore exact if
+    the pages were mapped before the peak or dropped after it. It is too low, by at most these
+    pages, if they were mapped after the peak or dropped before it. It is too high if files were
+    both mapped and unmapped since the last reading.
     """
 
     device = "cpu"
@@ -43,6 +55,7 @@ class HostMemory:
         self._status = _KernelFile(root / "proc/self/status")
         self._limit = HostLimit(root)
         self._peak_mark = _open_peak_mark(root) if reset_peak else None
+        self._file_bytes = _bytes(self._status.read(), _FILE_RSS)
         self._reset_peak()
 
     @property
@@ -56,12 +69,15 @@ class HostMemory:
         if not status:
             return {}
         self._reset_peak()
-        resident = _bytes(status, _RSS)
+        resident, file = _bytes(status, _RSS), _bytes(status, _FILE_RSS)
         peak, virtual, data = (_bytes(status, name) for name in (_PEAK_RSS, _VIRTUAL, _DATA))
-        limit = self._limit.resident_bytes(resident=resident, virtual=virtual, data=data)
-        readings = {"allocated": resident, "reserved": virtual, "limit": limit}
-        # gVisor has a /proc without the peak.
-        return {**readings, "peak_allocated": peak} if peak else readings
+        in_use = resident - file
+        limit = self._limit.in_use_bytes(in_use=in_use, virtual=virtual, data=data)
+        readings = {"allocated": in_use, "reserved": virtual, "limit": limit}
+        file_at_peak, self._file_bytes = max(file, self._file_bytes), file
+        if peak:  # gVisor has a /proc without it
+            readings["peak_allocated"] = max(peak - file_at_peak, in_use)
+        return readings
 
     def close(self) -> None:
         """Close the files. Safe to call twice, and while another thread reads."""
@@ -80,12 +96,13 @@ class HostMemory:
 
 
 class HostLimit:
-    """Computes the RSS at which this process reaches the first of its limits.
+    """Computes the memory in use at which this process reaches the first of its limits.
 
-    Cgroup limits and physical memory are compared with RSS directly. Memory that other processes
-    use is not subtracted. RLIMIT_AS bounds VmSize, and RLIMIT_DATA bounds VmData. The process
-    reaches such a limit at its RSS plus the bytes that remain below the limit. This value is exact
-    if every new page is both mapped and touched, as the pages of tensors are.
+    Cgroup limits and physical memory are compared with memory in use directly, because the kernel
+    drops the pages of files before it reports a lack of memory. Memory that other processes use is
+    not subtracted. RLIMIT_AS bounds VmSize, and RLIMIT_DATA bounds VmData. The process reaches such
+    a limit at its memory in use plus the bytes that remain below the limit. This value is exact if
+    every new page is both mapped and touched, as the pages of tensors are.
     """
 
     def __init__(self, root: Path = Path("/"), now: Callable[[], float] = time.monotonic) -> None:
@@ -94,21 +111,21 @@ class HostLimit:
         self._cgroup_paths = _cgroup_limit_paths(root)
         self._renew()
 
-    def resident_bytes(self, *, resident: float, virtual: float, data: float) -> float:
-        """Return the limit for RSS in bytes, given the process's sizes now, in bytes."""
+    def in_use_bytes(self, *, in_use: float, virtual: float, data: float) -> float:
+        """Return the limit of memory in use in bytes, given the process's sizes now, in bytes."""
         if self._now() >= self._renewal_due:
             self._renew()
         return min(
-            self._resident_limit,
-            resident + self._virtual_limit - virtual,
-            resident + self._data_limit - data,
+            self._memory_limit,
+            in_use + self._virtual_limit - virtual,
+            in_use + self._data_limit - data,
         )
 
     def _renew(self) -> None:
         """Read the limits again: a container can be resized, and a script can set its own."""
         self._renewal_due = self._now() + _RENEWAL_SECONDS
         cgroups = (_cgroup_bytes(path) for path in self._cgroup_paths)
-        self._resident_limit = min([self._physical_bytes, *cgroups])
+        self._memory_limit = min([self._physical_bytes, *cgroups])
         self._virtual_limit = _soft_limit(resource.RLIMIT_AS)
         self._data_limit = _soft_limit(resource.RLIMIT_DATA)
 

@@ -46,7 +46,7 @@ def categories_at_peak(
         before_step: Bytes by category before the optimizer step, when gradients exist. May be
             empty.
         after_step: Bytes by category after the optimizer step.
-        between_steps_bytes: Bytes in use after the step. On CPU, RSS minus the free heap of the C
+        between_steps_bytes: Bytes in use after the step. On CPU, minus the free heap of the C
             library (`free_heap_bytes`), because the next pass allocates from this heap.
         peak_bytes: Peak during forward and backward.
         baseline_bytes: Bytes in use for other purposes than training, see `baseline`.
@@ -74,7 +74,7 @@ def baseline(device: str, in_use_bytes: float, held: Mapping[str, int]) -> float
 
     Args:
         device: "cpu" or "cuda:0".
-        in_use_bytes: RSS minus the free heap of the C library, when the watch starts.
+        in_use_bytes: Bytes in use when the watch starts. On CPU, minus the C library's free heap.
         held: Bytes that the engine holds on this device at the same time, by category.
     """
     return max(0.0, in_use_bytes - sum(held.values())) if device == "cpu" else 0.0

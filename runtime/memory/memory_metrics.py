@@ -11,7 +11,7 @@ from ...metrics.recorder import Recorder
 from ..common.phase_timer import GENERATE_PHASE
 from .categories import categories_at_peak
 from .memory_reader import Reading, Readings
-from .step_sample import StepMemorySample
+from .step_sample import StepMemorySample, fragmented_bytes
 
 PEAK_SECONDS = 60.0  # at least as long as typical scrape intervals
 
@@ -54,7 +54,7 @@ class MemoryMetrics:
                 if state == "alloc_retries":
                     recorder.set(memory.ALLOC_RETRIES, value, device)
                 elif state == "unusable":
-                    recorder.set(memory.MEMORY_FRAGMENTATION, value, device)
+                    recorder.set(memory.MEMORY_FRAGMENTATION, fragmented_bytes(states), device)
                 elif state.startswith("peak_"):
                     peak = self._peaks.setdefault((device, state), SlidingMax()).add(value)
                     recorder.set(memory.MEMORY_PEAK, peak, device, state.removeprefix("peak_"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from .categories import EngineBytes
 from .forecast.peak_readings import PeakPoint, Shape
@@ -70,15 +71,28 @@ def largest_shapes(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
     return tuple(kept)
 
 
+def fragmented_bytes(states: Reading) -> float:
+    """Return the reserved bytes in pieces too small for the requests of a step, at its peak.
+
+    Between steps, most free pieces of segments are what activations leave, and the next step uses
+    them again. At most the bytes that were reserved and free at the peak are lost.
+
+    Args:
+        states: Bytes by state, with peaks that cover the step.
+    """
+    free_at_peak = states.get("peak_reserved", inf) - states.get("peak_allocated", 0.0)
+    return max(0.0, min(states.get("unusable", 0.0), free_at_peak))
+
+
 def _point(step: int, states: Reading, shapes: tuple[Shape, ...]) -> PeakPoint:
     peak = states.get("peak_allocated", states["allocated"])
     return PeakPoint(
         step=step,
         peak_bytes=peak,
         between_steps_bytes=states["allocated"],
-        limit_bytes=states.get("limit", float("inf")),
+        limit_bytes=states.get("limit", inf),
         reserved_bytes=states.get("peak_reserved", peak),
-        fragmented_bytes=states.get("unusable", 0.0),
+        fragmented_bytes=fragmented_bytes(states),
         retries=states.get("alloc_retries", 0.0),
         shapes=shapes,
     )

@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from ...errors import DsConfigError
 from ...metrics.catalog.labels import PHASES
+from ..common import accelerator
 from ..common.torch_engine import TorchEngine
+from ..devices.available_memory import available_rank_bytes
 from ..devices.cuda_allocator import dump_snapshot
 from ..estimator.ds_options import read_options
 from ..estimator.engine_estimate import engine_config, engine_shape, estimated_layouts
@@ -52,6 +54,10 @@ class EngineOomContext(OomContext):
         self._limit = wrap("oom report limit", self._configured_limit)
         self._setup = wrap("oom report facts", training_setup)
         self._estimated_layouts = wrap("oom report plan", estimated_layouts)
+        self._available_rank_bytes = wrap("oom report host", available_rank_bytes)
+        self._has_expandable_segments = wrap(
+            "oom report allocator", accelerator.current.has_expandable_segments
+        )
         self._dump_snapshot = wrap("oom report snapshot", dump_snapshot)
 
     def folder(self) -> Path | None:
@@ -120,6 +126,14 @@ class EngineOomContext(OomContext):
         """Return the size of model states under the current layout and all possible layouts."""
         engine = self._context.engine()
         return None if _has_no_config(engine) else self._estimated_layouts(engine)
+
+    def available_rank_bytes(self) -> float | None:
+        """Return this rank's share of the memory that its node has left."""
+        return self._available_rank_bytes()
+
+    def has_expandable_segments(self) -> bool | None:
+        """Return whether the device's allocator uses expandable segments."""
+        return self._has_expandable_segments()
 
     def dump_snapshot(self, device: str, path: Path) -> bool | None:
         """Write torch's memory snapshot of a device to a file. Return whether it was written."""

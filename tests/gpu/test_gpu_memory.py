@@ -9,6 +9,7 @@ import torch
 
 from zerowatch.metrics.catalog.memory import MEMORY_PEAK, MEMORY_STATES
 from zerowatch.runtime.devices.cuda_allocator import device_memory
+from zerowatch.runtime.devices.host_memory import HostMemory
 
 MIB = 2**20
 pytestmark = [
@@ -50,6 +51,17 @@ def test_the_limit_does_not_depend_on_what_torch_holds() -> None:
     assert block.numel() == 1024 * MIB
     assert after == pytest.approx(before, abs=64 * MIB)
     assert after < torch.cuda.get_device_properties(0).total_memory
+
+
+def test_pinned_memory_of_the_host_is_in_use_there() -> None:
+    torch.ones(1).pin_memory()  # loads CUDA
+    probe = HostMemory(reset_peak=False)
+    before = probe.read()["allocated"]
+
+    pinned = torch.empty(256 * MIB, dtype=torch.uint8, pin_memory=True).fill_(1)
+
+    # The kernel counts it as shared memory, not as a mapped file.
+    assert probe.read()["allocated"] - before == pytest.approx(pinned.numel(), abs=16 * MIB)
 
 
 def test_reading_on_another_thread_does_not_break_a_graph_capture() -> None:

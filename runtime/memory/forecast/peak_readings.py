@@ -23,11 +23,11 @@ class PeakPoint:
 
     Attributes:
         step: The step that has just ended.
-        peak_bytes: Peak since the previous reading: RSS on CPU, allocated bytes on CUDA.
+        peak_bytes: Peak of the allocated bytes since the previous reading.
         between_steps_bytes: Bytes in use now, between steps.
         limit_bytes: Current upper bound of `peak_bytes`, or infinity without a limit.
         reserved_bytes: Bytes reserved for this process at its peak. On CPU, the peak itself.
-        fragmented_bytes: Bytes reserved in blocks too small to serve a large request.
+        fragmented_bytes: Bytes reserved at the peak in blocks too small to serve a large request.
         retries: How often the allocator has freed its cache and retried so far.
         shapes: Distinct micro-batch shapes since the previous reading. Empty if unknown.
     """

@@ -431,6 +431,8 @@ def _best_saving(savings: Sequence[PredictedSaving]) -> PredictedSaving | None:
 
 def _fragmentation_advice(evidence: OomEvidence) -> Iterator[str]:
     fragmented, requested = evidence.fragmented_bytes, evidence.error.requested_bytes
+    if evidence.has_expandable_segments:
+        return
     if evidence.device != "cpu" and fragmented and requested and fragmented >= requested:
         yield (
             f"{format_bytes(fragmented)} were reserved and unusable (fragmentation); "

@@ -134,6 +134,14 @@ class OomContext:
         """Return the size of the model states under the current and every possible layout."""
         return None
 
+    def available_rank_bytes(self) -> float | None:
+        """Return this rank's share of the memory that its node has left."""
+        return None
+
+    def has_expandable_segments(self) -> bool | None:
+        """Return whether the device's allocator uses expandable segments."""
+        return None
+
     def dump_snapshot(self, device: str, path: Path) -> bool | None:
         """Write torch's memory snapshot of a device. Return whether it was written."""
         return None
@@ -168,6 +176,7 @@ class OomEvidence:
         growth_bytes_per_step: Growth of memory that batch sizes do not explain. None without a
             leak.
         setup: Training configuration of this rank.
+        has_expandable_segments: Whether the device's allocator uses expandable segments already.
     """
 
     rank: int
@@ -189,6 +198,7 @@ class OomEvidence:
     predicted_savings: Sequence[PredictedSaving] | None = None
     growth_bytes_per_step: float | None = None
     setup: TrainingSetup | None = None
+    has_expandable_segments: bool = False
 
     @property
     def is_device_unknown(self) -> bool:
@@ -267,6 +277,7 @@ def collect_evidence(rank: int, host: str, error: OomError, context: OomContext)
         limit=_limit_of(device, error, readings.get(device, {}), context),
         growth_bytes_per_step=context.growth_bytes_per_step(device),
         setup=context.setup(),
+        has_expandable_segments=context.has_expandable_segments() or False,
     )
     return replace(evidence, predicted_savings=_predicted_savings(evidence, readings, context))
 
@@ -307,14 +318,16 @@ def _predicted_savings(
     in_use, limit, setup = evidence.in_use_bytes, evidence.limit, evidence.setup
     if in_use is None or limit is None or not math.isfinite(limit.num_bytes):
         return None
-    device, host = evidence.device, readings.get("cpu", {})
+    device = evidence.device
+    # The only advice against fragmentation is to use expandable segments.
+    fragmented = 0.0 if evidence.has_expandable_segments else evidence.fragmented_bytes or 0.0
     return predicted_savings(
         OomCase(
             device=device,
             in_use_bytes=in_use,
             requested_bytes=evidence.error.requested_bytes or 0.0,
             limit_bytes=limit.num_bytes,
-            fragmented_bytes=evidence.fragmented_bytes or 0.0,
+            fragmented_bytes=fragmented,
             between_steps_bytes=evidence.peaks[-1].between_steps_bytes if evidence.peaks else None,
             shape=evidence.shape,
             largest_tokens=evidence.largest_tokens,
@@ -326,9 +339,16 @@ def _predicted_savings(
             accumulation=setup.accumulation if setup else None,
             activation_checkpointing=setup.activation_checkpointing if setup else None,
             trains_here=device != "cpu" or len(readings) == 1,
-            host_free_bytes=host.get("limit", math.inf) - host.get("allocated", 0.0),
+            host_free_bytes=_host_free_bytes(readings.get("cpu", {}), context),
         )
     )
+
+
+def _host_free_bytes(host: Mapping[str, float], context: OomContext) -> float:
+    """Return the host memory that this rank can still use. The ranks of a node share it."""
+    below_limit = host.get("limit", math.inf) - host.get("allocated", 0.0)
+    available = context.available_rank_bytes()
+    return below_limit if available is None else min(below_limit, available)
 
 
 def host_limit_name(states: Mapping[str, float], root: Path = ROOT) -> str:
@@ -345,8 +365,8 @@ def host_limit_name(states: Mapping[str, float], root: Path = ROOT) -> str:
 
 
 def _candidates(states: Mapping[str, float], root: Path) -> Iterator[tuple[str, float]]:
-    """Yield each limit and the RSS at which it is reached, as `devices/host_memory.py` does."""
-    resident, virtual = states.get("allocated", 0.0), states.get("reserved", 0.0)
+    """Yield each limit and the memory in use at which it is reached, as `HostLimit` does."""
+    in_use, virtual = states.get("allocated", 0.0), states.get("reserved", 0.0)
     limits = _limits(root / "proc/self/limits")
     data = _kilobytes(root / "proc/self/status", "VmData:")
     for name, kind, used in (
@@ -355,7 +375,7 @@ def _candidates(states: Mapping[str, float], root: Path) -> Iterator[tuple[str, 
     ):
         allowed = limits.get(name)
         if allowed is not None:
-            yield kind.format(format_bytes(allowed)), resident + allowed - used
+            yield kind.format(format_bytes(allowed)), in_use + allowed - used
     yield "this machine's memory", _kilobytes(root / "proc/meminfo", "MemTotal:")
     for folder in cgroup_folders("memory", root):
         for name in _CGROUP_FILES:

@@ -87,7 +87,7 @@ class LastRecord:
 
     step: int
     ended_at_unix_seconds: float
-    resident_bytes: float | None
+    in_use_bytes: float | None
     peak_bytes: float | None
     limit_bytes: float | None
     risk_ratio: float | None
@@ -96,7 +96,7 @@ class LastRecord:
     @property
     def limit_ratio(self) -> float | None:
         """The peak divided by the limit."""
-        peak = self.resident_bytes if self.peak_bytes is None else self.peak_bytes
+        peak = self.in_use_bytes if self.peak_bytes is None else self.peak_bytes
         return _limit_ratio(peak, self.limit_bytes)
 
 
@@ -222,7 +222,7 @@ def classify_exit(
         died_together: Number of ranks of this run and cgroup that exited uncleanly, including this
             rank. If one rank exits, its launcher kills the remaining ranks.
         limit_ratio: The last peak divided by the limit.
-        risk_ratio: The last predicted risk of running out of memory.
+        risk_ratio: The last predicted risk of running out of host memory.
         log: The kernel's log, if it can be read.
         last_seen: The earliest and the latest time at which the process may have exited, by its
             last step records, in Unix seconds. None without records.
@@ -314,9 +314,10 @@ def _cgroup_path(process: ProcessMarker) -> str:
 
 def _by_readings(prefix: str, limit_ratio: float | None, risk_ratio: float | None) -> ExitFinding:
     signs = []
+    is_far = limit_ratio is not None and limit_ratio < FAR_FROM_LIMIT_RATIO
     if limit_ratio is not None and limit_ratio >= NEAR_LIMIT_RATIO:
         signs.append(f"its last peak was {100 * limit_ratio:.0f} % of the limit")
-    if risk_ratio is not None and risk_ratio > OOM_RISK_HIGH:
+    if risk_ratio is not None and risk_ratio > OOM_RISK_HIGH and not is_far:
         signs.append(f"its last risk was {100 * risk_ratio:.0f} %")
     cause = ExitCause.PROBABLY_OOM_KILLER if signs else ExitCause.UNKNOWN
     return ExitFinding(cause=cause, reason=f"{prefix}; " + (" and ".join(signs) or "no sign of it"))
@@ -556,12 +557,12 @@ def _report_text(
 
 
 def _last_memory(records: Sequence[LastRecord]) -> str:
-    resident, limit = _latest(records, "resident_bytes"), _latest(records, "limit_bytes")
-    if resident is None:
+    in_use, limit = _latest(records, "in_use_bytes"), _latest(records, "limit_bytes")
+    if in_use is None:
         return ""
     risk = _latest(records, "risk_ratio")
     peak = _latest(records, "peak_bytes")
-    parts = [f"{format_bytes(resident)} RSS"]
+    parts = [f"{format_bytes(in_use)} in use"]
     parts += [f"peak {format_bytes(peak)}"] if peak else []
     parts += [f"limit {format_bytes(limit)}"] if limit else []
     parts += [] if risk is None else [f"risk {format_percent(risk, 1)}"]
@@ -574,9 +575,9 @@ def _table(records: Sequence[LastRecord]) -> Iterator[str]:
         return
     yield "Last records (host memory; not every step reads it):"
     row = "{:>9} {:>10} {:>10} {:>10} {:>9} {:>7}  {}".format
-    yield row("step", "RSS", "peak", "limit", "of limit", "risk", "micro-batches")
+    yield row("step", "in use", "peak", "limit", "of limit", "risk", "micro-batches")
     for record in records:
-        sizes = (record.resident_bytes, record.peak_bytes, record.limit_bytes)
+        sizes = (record.in_use_bytes, record.peak_bytes, record.limit_bytes)
         yield row(
             record.step,
             *("-" if size is None else format_bytes(size) for size in sizes),
@@ -608,9 +609,9 @@ def read_last_records(
                 *records,
             ]
     last = [_last_record(record) for record in records[-MAX_RECORDS:]]
-    if all(record.resident_bytes is None for record in last):
+    if all(record.in_use_bytes is None for record in last):
         earlier = map(_last_record, reversed(records[:-MAX_RECORDS]))
-        last[:0] = [record for record in earlier if record.resident_bytes is not None][:1]
+        last[:0] = [record for record in earlier if record.in_use_bytes is not None][:1]
     return last
 
 
@@ -668,13 +669,12 @@ def _host_memory(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _last_record(record: Mapping[str, Any]) -> LastRecord:
     host = _host_memory(record)
-    risks = (record.get("oom_risk_ratio") or {}).values()
     return LastRecord(
         step=int(record["step"]),
         ended_at_unix_seconds=_ended_at(record),
-        resident_bytes=host.get("allocated"),
+        in_use_bytes=host.get("allocated"),
         peak_bytes=host.get("peak_allocated"),
         limit_bytes=host.get("limit"),
-        risk_ratio=max((risk for risk in risks if risk is not None), default=None),
+        risk_ratio=(record.get("oom_risk_ratio") or {}).get("cpu"),
         shapes=tuple(Shape(*each) for each in record.get("micro_batch_shapes") or ()),
     )

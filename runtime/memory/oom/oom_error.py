@@ -1,7 +1,7 @@
 """Recognizes out-of-memory errors by type name and text, without importing torch.
 
 The texts are those of torch 2.13 (c10/core/impl/alloc_cpu.cpp, c10/cuda/CUDACachingAllocator.cpp,
-ATen/cuda/Exceptions.h and ProcessGroupNCCL), of Python and of numpy.
+CUDAMallocAsyncAllocator.cpp, ATen/cuda/Exceptions.h and ProcessGroupNCCL), of Python and of numpy.
 """
 
 from __future__ import annotations
@@ -59,6 +59,13 @@ _REPORTED = {
     "allowed": re.compile(rf"{_SIZE} allowed"),
     "allocated": re.compile(rf"Of the allocated memory {_SIZE}"),
     "reserved_unallocated": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
+}
+# With PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync.
+_ASYNC_ALLOCATOR = re.compile(r"\bAllocation on device (\d+) would exceed allowed memory\b")
+_ASYNC_SIZES = {
+    "requested": re.compile(rf"Requested *: {_SIZE}"),
+    "allocated": re.compile(rf"Currently allocated *: {_SIZE}"),
+    "free": re.compile(rf"Free \(according to CUDA\): {_SIZE}"),
 }
 
 
@@ -170,6 +177,8 @@ def _parse_line(text: str) -> OomError | None:
         # The script or the launcher may have wrapped the rest of the message over several lines.
         rest = text[match.start() : match.start() + MAX_MESSAGE].replace("\n", " ")
         return _on_device("device allocator", match[1], rest)
+    if match := _ASYNC_ALLOCATOR.search(text):
+        return _on_async_allocator(match[1], text[match.start() : match.start() + MAX_MESSAGE])
     if match := _DEVICE_LIBRARY.search(text):
         maker = "HIP" if "HIP" in match[0] else "CUDA"
         return _on_device("device library", maker, _line_of(match))
@@ -210,6 +219,18 @@ def _on_device(kind: Kind, maker: str, text: str) -> OomError:
         requested_bytes=_bytes(request[1], request[2]) if request else None,
         message=text.strip()[:MAX_MESSAGE],
         reported_bytes={what: _bytes(size[1], size[2]) for what, size in sizes.items() if size},
+    )
+
+
+def _on_async_allocator(index: str, text: str) -> OomError:
+    found = {what: pattern.search(text) for what, pattern in _ASYNC_SIZES.items()}
+    sizes = {what: _bytes(size[1], size[2]) for what, size in found.items() if size}
+    return OomError(
+        kind="device allocator",
+        device=f"cuda:{index}",
+        requested_bytes=sizes.pop("requested", None),
+        message=text.partition("\n")[0].strip(),
+        reported_bytes=sizes,
     )
 
 

@@ -86,7 +86,7 @@ class OomCase:
         activation_checkpointing: Whether activations are recomputed already. None if unknown.
         trains_here: Whether the model computes on this device. False for a host that only holds
             offloaded data.
-        host_free_bytes: Free memory of the host, or infinity if unknown.
+        host_free_bytes: Host memory that this rank can still use, or infinity if unknown.
     """
 
     device: str

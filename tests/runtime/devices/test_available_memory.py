@@ -55,7 +55,7 @@ def test_without_limits_it_is_what_the_machine_has_left(tmp_path: Path) -> None:
 
 def test_file_cache_of_a_control_group_can_be_reclaimed(tmp_path: Path) -> None:
     root = machine(tmp_path, 5000, "0::/job\n")
-    stat = f"anon 1\ninactive_file {200 * KIB}\nactive_file 7"
+    stat = f"anon 1\ninactive_file {150 * KIB}\nactive_file {50 * KIB}\nshmem 7"
     group(root, "job", memory_max=900 * KIB, memory_current=800 * KIB, memory_stat=stat)
 
     assert available_host_bytes(root) == 300 * KIB
@@ -72,7 +72,8 @@ def test_the_smallest_room_of_a_group_and_its_parents_counts(tmp_path: Path) -> 
 def test_groups_of_version_one_are_read(tmp_path: Path) -> None:
     root = machine(tmp_path, 5000, "4:memory:/job\n")
     limits = {"memory_limit_in_bytes": 900 * KIB, "memory_usage_in_bytes": 850 * KIB}
-    group(root, "memory/job", **limits, memory_stat=f"total_inactive_file {10 * KIB}")
+    stat = f"inactive_file 3\ntotal_inactive_file {7 * KIB}\ntotal_active_file {3 * KIB}"
+    group(root, "memory/job", **limits, memory_stat=stat)
 
     assert available_host_bytes(root) == 60 * KIB
 

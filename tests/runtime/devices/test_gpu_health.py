@@ -154,6 +154,26 @@ def test_a_reset_of_one_link_s_counters_does_not_count_the_other_links_twice(
     assert gpu.value(catalog.DEVICE_LINK_ERRORS, "nvlink", "replay") == 950
 
 
+def test_a_link_that_goes_down_keeps_its_errors_and_hides_no_other_link(
+    library: NvmlLibrary, clock: FakeClock, gpu: Sampled
+) -> None:
+    library.script({"0.link3.0": 5, "0.link4.0": 2})
+    gpu.read()
+    seen = []
+
+    for figures in (
+        {"0.link3.0": None, "0.link4.0": 9},
+        {"0.link3.0": 1},  # up again, and counts from 0
+        {f"0.link{link}.0": None for link in range(18)},
+    ):
+        library.script(figures)
+        clock.seconds += gpu_health.COUNTERS_SECONDS
+        gpu.read()
+        seen.append(gpu.value(catalog.DEVICE_LINK_ERRORS, "nvlink", "replay"))
+
+    assert seen == [5 + 9, 5 + 9 + 1, None]
+
+
 def test_recoveries_of_blackwell_s_links_come_from_its_own_field(
     library: NvmlLibrary, clock: FakeClock
 ) -> None:

@@ -17,6 +17,7 @@ from zerowatch.runtime.devices.host_memory import HostLimit, HostMemory
 
 KIB = 2**10
 STATUS = "Name:\tx\nVmSize:\t 9000 kB\nVmHWM:\t 5000 kB\nVmRSS:\t 4000 kB\nVmData:\t 3000 kB\n"
+FILES = "RssAnon:\t 2500 kB\nRssFile:\t 1200 kB\nRssShmem:\t  300 kB\n"  # the parts of VmRSS
 UNLIMITED = resource.RLIM_INFINITY
 
 
@@ -47,6 +48,45 @@ def test_the_sizes_of_the_process_are_in_bytes(tmp_path: Path) -> None:
         "peak_allocated": 5000 * KIB,
         "limit": 70000 * KIB,
     }
+
+
+def test_the_pages_of_mapped_files_are_not_memory_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {resource.RLIMIT_AS: 9700 * KIB, resource.RLIMIT_DATA: UNLIMITED}
+    limit_process(monkeypatch, limits)
+
+    assert HostMemory(reset_peak=False, root=machine(tmp_path, STATUS + FILES)).read() == {
+        "allocated": 2800 * KIB,  # shared memory is in use
+        "reserved": 9000 * KIB,
+        "peak_allocated": 3800 * KIB,
+        "limit": 3500 * KIB,  # what is in use and the 700 that remain
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "peak"),
+    [
+        (1200, 1900, 3100),  # mapped in between: 5000 - 1900
+        (1900, 1200, 3100),  # dropped in between: 5000 - 1900
+        (1200, 3000, 2800),  # at least what is in use now
+    ],
+)
+def test_the_peak_leaves_out_the_larger_number_of_file_pages(
+    before: int, now: int, peak: int, tmp_path: Path
+) -> None:
+    def status(file: int) -> str:
+        parts = FILES.replace("1200", str(file))
+        return STATUS.replace("4000", str(2800 + file)) + parts
+
+    root = machine(tmp_path, status(before))
+    probe = HostMemory(reset_peak=False, root=root)
+    probe.read()
+    (root / "proc/self/status").write_text(status(now))
+
+    readings = probe.read()
+
+    assert (readings["allocated"], readings["peak_allocated"]) == (2800 * KIB, peak * KIB)
 
 
 def test_a_status_with_a_long_line_of_groups_is_read_whole(tmp_path: Path) -> None:
@@ -101,10 +141,10 @@ def test_a_peak_mark_that_the_kernel_refuses_is_given_up_with_one_line(
 
 @pytest.mark.parametrize(
     ("kind", "limit"),
-    # 4000 KiB are resident; 9000 count for the first limit, and 3000 for the second.
+    # 4000 KiB are in use; 9000 count for the first limit, and 3000 for the second.
     [(resource.RLIMIT_AS, 9700), (resource.RLIMIT_DATA, 3700)],
 )
-def test_a_limit_of_the_process_is_reached_at_its_rss_plus_what_remains(
+def test_a_limit_of_the_process_is_reached_at_what_is_in_use_plus_what_remains(
     kind: int, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = {resource.RLIMIT_AS: UNLIMITED, resource.RLIMIT_DATA: UNLIMITED, kind: limit * KIB}
@@ -125,7 +165,7 @@ def test_a_limit_is_read_again_after_ten_seconds_and_every_ten_from_then_on(tmp_
     for moment, content in ((39.9, "6000"), (40.0, "7000"), (49.9, "8000"), (50.0, "max")):
         seconds[0] = moment
         file.write_text(content)
-        found.append(limit.resident_bytes(resident=0, virtual=0, data=0))
+        found.append(limit.in_use_bytes(in_use=0, virtual=0, data=0))
 
     assert found == [5000, 7000, 7000, 70000 * KIB]
 
@@ -139,10 +179,10 @@ def test_a_control_group_that_was_removed_limits_nothing(tmp_path: Path) -> None
     file.unlink()
     seconds[0] = 11.0
 
-    assert limit.resident_bytes(resident=0, virtual=0, data=0) == 70000 * KIB
+    assert limit.in_use_bytes(in_use=0, virtual=0, data=0) == 70000 * KIB
 
 
 def test_a_machine_that_does_not_tell_its_memory_has_no_limit(tmp_path: Path) -> None:
     limit = HostLimit(machine(tmp_path, meminfo="MemFree: 1 kB\n"))
 
-    assert limit.resident_bytes(resident=3, virtual=5, data=7) == float("inf")
+    assert limit.in_use_bytes(in_use=3, virtual=5, data=7) == float("inf")

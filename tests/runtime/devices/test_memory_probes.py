@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import sys
+from mmap import PROT_READ, mmap
 from pathlib import Path
 
 import psutil
@@ -48,7 +49,7 @@ def cgroup_limit(root: Path, group: str, name: str, limit: object) -> None:
 
 
 def limit_of(root: Path) -> float:
-    return HostLimit(root).resident_bytes(resident=0, virtual=0, data=0)
+    return HostLimit(root).in_use_bytes(in_use=0, virtual=0, data=0)
 
 
 def touch(num_bytes: int) -> bytearray:
@@ -71,7 +72,7 @@ def test_a_rank_on_a_gpu_reads_its_gpu_too() -> None:
     assert [probe.device for probe in probes] == ["cpu", "cuda:1"]
 
 
-def test_rss_grows_by_what_was_allocated_and_touched() -> None:
+def test_memory_in_use_grows_by_what_was_allocated_and_touched() -> None:
     probe = HostMemory(reset_peak=True)
     before = probe.read()["allocated"]
 
@@ -80,6 +81,19 @@ def test_rss_grows_by_what_was_allocated_and_touched() -> None:
 
     assert len(block) == 200 * MIB
     assert grown == pytest.approx(200 * MIB, abs=4 * MIB)
+
+
+def test_a_mapped_file_that_was_read_is_not_memory_in_use() -> None:
+    file = Path(torch.__file__).parent / "lib/libtorch_cpu.so"  # on a disk, as tmpfs is memory
+    probe = HostMemory(reset_peak=True)
+    before = probe.read()["allocated"]
+
+    with file.open("rb") as opened, mmap(opened.fileno(), 64 * MIB, prot=PROT_READ) as data:
+        assert sum(data[at] for at in range(0, len(data), 4096))
+        readings = probe.read()
+
+    assert readings["allocated"] - before < 8 * MIB
+    assert readings["peak_allocated"] - before < 8 * MIB
 
 
 def test_a_peak_that_is_freed_again_shows_in_one_reading_only() -> None:
@@ -164,14 +178,14 @@ except OSError:
 
 
 @pytest.mark.parametrize("kind", ["RLIMIT_AS", "RLIMIT_DATA"])
-def test_a_resource_limit_reads_as_the_rss_at_which_allocation_fails(kind: str) -> None:
+def test_a_resource_limit_reads_as_the_memory_in_use_at_which_allocation_fails(kind: str) -> None:
     output = subprocess.run(
         [sys.executable, "-c", LIMITED_CHILD, kind], capture_output=True, text=True, check=True
     ).stdout
 
-    limit, rss_at_failure = map(float, output.split())
+    limit, in_use_at_failure = map(float, output.split())
 
-    assert limit == pytest.approx(rss_at_failure, abs=8 * MIB)
+    assert limit == pytest.approx(in_use_at_failure, abs=8 * MIB)
 
 
 def test_without_other_limits_physical_memory_is_the_limit(tmp_path: Path) -> None:
@@ -236,7 +250,7 @@ def test_the_new_limit_of_a_resized_container_is_read_within_ten_seconds(tmp_pat
     cgroup_limit(root, "", "memory.max", 2**30)
     seconds[0] = 10.0
 
-    assert limit.resident_bytes(resident=0, virtual=0, data=0) == 2**30
+    assert limit.in_use_bytes(in_use=0, virtual=0, data=0) == 2**30
 
 
 def test_cuda_readings_are_those_of_the_allocator() -> None:

@@ -41,6 +41,16 @@ def test_fragmentation_and_retries_have_separate_metrics(
     assert values[memory.ALLOC_RETRIES] == {("cpu",): 3.0}
 
 
+def test_free_memory_that_the_peak_used_is_not_fragmented(
+    recorder: Recorder, metrics: MemoryMetrics
+) -> None:
+    peaks = {"peak_allocated": 28.0, "peak_reserved": 40.0}
+
+    metrics.publish(sample(allocated=4.0, unusable=36.0, **peaks))
+
+    assert recorder.snapshot().values[memory.MEMORY_FRAGMENTATION] == {("cpu",): 12.0}
+
+
 def test_a_peak_is_published_until_a_scrape_must_have_read_it(
     recorder: Recorder, metrics: MemoryMetrics
 ) -> None:

@@ -59,6 +59,18 @@ def test_a_report_reads_each_fact_from_its_part(tmp_path: Path) -> None:
     assert oom.predict_peak("cpu", Shape(19, 1)) == 319.0
 
 
+def test_a_report_reads_the_host_s_memory_and_the_allocator_s_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(oom_context, "available_rank_bytes", lambda: 29.0)
+    current = oom_context.accelerator.current
+    monkeypatch.setattr(type(current), "has_expandable_segments", lambda self: True)
+
+    oom = EngineOomContext(watch_context(), parts_of())
+
+    assert (oom.available_rank_bytes(), oom.has_expandable_segments()) == (29.0, True)
+
+
 def test_an_engine_that_is_gone_has_no_step_no_setup_and_no_layouts() -> None:
     oom = EngineOomContext(watch_context(None), parts_of())
 

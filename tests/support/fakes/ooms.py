@@ -29,6 +29,14 @@ ON_CUDA = (
     "memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid "
     "fragmentation."
 )
+ON_CUDA_ASYNC = """\
+Allocation on device 1 would exceed allowed memory. (out of memory)
+Currently allocated     : 70.12 GiB
+Requested               : 4.00 GiB
+Device limit            : 79.11 GiB
+Free (according to CUDA): 1.20 GiB
+PyTorch limit (set by user-supplied memory fraction)
+                        : 17179869184.00 GiB"""
 ON_CPU = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
     "you tried to allocate 536870912 bytes. Error code 12 (Cannot allocate memory)"

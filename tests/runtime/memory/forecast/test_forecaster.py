@@ -27,6 +27,7 @@ from zerowatch.runtime.memory.forecast.peak_model import PeakModel, heap_floor
 from zerowatch.runtime.memory.forecast.peak_readings import PeakPoint, Shape
 from zerowatch.runtime.memory.forecast.risk import fit_tail
 from zerowatch.runtime.memory.forecast.trend import Trend
+from zerowatch.runtime.memory.step_sample import StepMemorySample
 
 GIB, MIB = float(1 << 30), float(1 << 20)
 FLOOR, PER_TOKEN = 8 * GIB, 2 * MIB
@@ -176,6 +177,24 @@ def test_growing_fragmentation_counts_like_a_leak() -> None:
 
     assert forecast.eta_steps == pytest.approx(30, abs=3)
     assert forecast.risk_ratio > 0.6
+
+
+def test_activations_that_reuse_the_free_pieces_of_segments_are_no_risk() -> None:
+    """Segments of 20 MiB of which 2 MiB stay in use, and 12 MiB come and go in each step."""
+    states = {
+        "allocated": 4 * GIB,
+        "peak_allocated": 28 * GIB,
+        "reserved": 40 * GIB,
+        "peak_reserved": 40 * GIB,
+        "unusable": 36 * GIB,
+        "limit": 48 * GIB,
+    }
+    sample = StepMemorySample(readings={"cuda:0": states}, shapes=(USUAL,))
+
+    forecast = forecast_after(sample.points(step)["cuda:0"] for step in range(300))
+
+    assert forecast.risk_ratio < 0.01
+    assert forecast.headroom_bytes == pytest.approx(8 * GIB, rel=0.01)
 
 
 def test_fragmentation_that_vanished_is_no_risk_any_more() -> None:

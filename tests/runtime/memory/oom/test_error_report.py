@@ -635,14 +635,24 @@ def test_other_processes_are_named_if_they_hold_more_than_a_tenth_of_the_device(
 
 
 @pytest.mark.parametrize(
-    ("device", "requested_gib", "is_advised"),
-    [("cuda:0", "2.00", True), ("cuda:0", "2.01", False), ("cpu", "2.00", False)],
+    ("device", "requested_gib", "is_expandable", "is_advised"),
+    [
+        ("cuda:0", "2.00", False, True),
+        ("cuda:0", "2.00", True, False),
+        ("cuda:0", "2.01", False, False),
+        ("cpu", "2.00", False, False),
+    ],
 )
 def test_fragmentation_is_named_if_the_request_would_have_fitted_without_it(
-    device: str, requested_gib: str, is_advised: bool
+    device: str, requested_gib: str, is_expandable: bool, is_advised: bool
 ) -> None:
-    error = parsed(f"CUDA out of memory. Tried to allocate {requested_gib} GiB.")
-    facts = evidence(error=error, device=device, readings={"unusable": 2.0 * GIB}, limit=None)
+    facts = evidence(
+        error=parsed(f"CUDA out of memory. Tried to allocate {requested_gib} GiB."),
+        device=device,
+        readings={"unusable": 2.0 * GIB},
+        limit=None,
+        has_expandable_segments=is_expandable,
+    )
 
     assert any("2.00 GiB were reserved and unusable" in line for line in advice(facts)) == (
         is_advised

@@ -14,12 +14,14 @@ from zerowatch.runtime.memory.forecast.peak_readings import Shape
 from zerowatch.runtime.memory.oom import evidence as module
 from zerowatch.runtime.memory.oom.evidence import (
     Limit,
+    TrainingSetup,
     collect_evidence,
     complete_device,
     host_limit_name,
     training_device,
 )
 from zerowatch.runtime.memory.oom.oom_error import OomError
+from zerowatch.runtime.memory.oom.predicted_savings import Layout, LayoutBytes
 
 MIB = 2**20
 STATES = {"allocated": 1000.0 * MIB, "reserved": 4000.0 * MIB}
@@ -188,6 +190,7 @@ def test_all_facts_of_the_context_are_collected(monkeypatch: pytest.MonkeyPatch)
         batch_risk=lambda device: 0.25,
         alarm_step=lambda device: 38,
         growth_bytes_per_step=lambda device: 5e6,
+        has_expandable_segments=lambda: True,
     )
 
     found = collect_evidence(3, "node-7", ERROR, context)
@@ -198,6 +201,7 @@ def test_all_facts_of_the_context_are_collected(monkeypatch: pytest.MonkeyPatch)
         batch_risk_ratio=0.25,
         alarm_step=38,
         growth_bytes_per_step=5e6,
+        has_expandable_segments=True,
         predicted_savings=found.predicted_savings,
     )
     assert found == expected
@@ -225,3 +229,47 @@ def test_the_limit_is_that_of_the_text_then_of_the_settings_then_of_a_reading(
     limit = collect_evidence(0, "a", oom(text), context).limit
 
     assert (limit and (limit.num_bytes / 2**30, limit.name)) == expected
+
+
+@pytest.mark.parametrize(("available_gib", "fits"), [(None, "yes"), (110, "yes"), (60, "no")])
+def test_offloading_fits_only_into_this_rank_s_share_of_the_host(
+    available_gib: int | None, fits: str
+) -> None:
+    gib = float(2**30)
+    offloaded = LayoutBytes(device_bytes=25 * gib, host_bytes=105 * gib)
+    context = FakeOomContext(
+        None,
+        readings=lambda: {
+            "cpu": {"allocated": 6 * gib, "limit": 512 * gib},
+            "cuda:0": {"reserved": 76 * gib, "limit": 78 * gib},
+        },
+        limit=lambda device: None,
+        setup=lambda: TrainingSetup(layout=Layout(3), world_size=8, dtype="bf16"),
+        estimated_layouts=lambda: {
+            Layout(3): LayoutBytes(device_bytes=60 * gib, host_bytes=0.0),
+            Layout(3, "cpu"): offloaded,
+        },
+        predict_peak=lambda device, shape: None,
+        available_rank_bytes=lambda: available_gib and available_gib * gib,
+    )
+
+    savings = collect_evidence(0, "a", oom("CUDA out of memory."), context).predicted_savings
+
+    (saving,) = [each for each in savings or () if "offload_optimizer to cpu" in each.description]
+    assert saving.fits == fits
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_expandable_segments_are_a_saving_only_while_they_are_off(is_on: bool) -> None:
+    context = FakeOomContext(
+        None,
+        readings=lambda: {"cpu": {}, "cuda:0": {"reserved": 76.0, "limit": 78.0, "unusable": 8.0}},
+        limit=lambda device: None,
+        predict_peak=lambda device, shape: None,
+        has_expandable_segments=lambda: is_on,
+    )
+
+    savings = collect_evidence(0, "a", oom("CUDA out of memory."), context).predicted_savings
+
+    found = [each for each in savings or () if "expandable_segments" in each.description]
+    assert len(found) == (0 if is_on else 1)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from fakes.ooms import GIB, MIB, ON_CPU, ON_CUDA, parse_oom_error
+from fakes.ooms import GIB, MIB, ON_CPU, ON_CUDA, ON_CUDA_ASYNC, parse_oom_error
 from torch.utils.data import DataLoader
 
 from zerowatch.runtime.memory.oom.oom_error import OomError, is_caused_by_oom
@@ -28,6 +28,7 @@ TEXTS = {
         "cuda:0",
         512.0,
     ),
+    "cudaMallocAsync": (ON_CUDA_ASYNC, "device allocator", "cuda:1", 4.0 * GIB),
     "the runtime": (
         "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some "
         "other API call",
@@ -159,6 +160,14 @@ def test_all_sizes_of_cuda_s_text_are_parsed() -> None:
         "allocated": 74.23 * GIB,
         "reserved_unallocated": 943.54 * MIB,
     }
+
+
+def test_the_sizes_of_the_text_of_cuda_malloc_async_are_parsed() -> None:
+    parsed = parse_oom_error(torch.OutOfMemoryError(ON_CUDA_ASYNC))
+
+    assert parsed is not None
+    assert parsed.message == ON_CUDA_ASYNC.splitlines()[0]
+    assert parsed.reported_bytes == {"allocated": 70.12 * GIB, "free": 1.2 * GIB}
 
 
 @pytest.fixture

@@ -142,11 +142,11 @@ def test_the_report_has_the_request_the_step_and_the_limit(
     assert any(line.startswith(f"last completed step: {step}; phase: ") for line in job.report)
     samples, length = job.measured["shape"]
     assert f"current micro-batch 1 of 1: {samples} x {length}" in job.report
-    limit = job.measured["limit"] - now["VmSize"] + now["VmRSS"]
+    limit = job.measured["limit"] - now["VmSize"] + now["in_use"]
     assert job.num_bytes("  limit: ") == pytest.approx(limit, abs=TOLERANCE_BYTES)
     assert any("set by RLIMIT_AS (ulimit -v) of " in line for line in job.report)
     in_use = job.num_bytes("  in use as the error passed: ")
-    assert in_use == pytest.approx(now["VmRSS"], abs=TOLERANCE_BYTES)
+    assert in_use == pytest.approx(now["in_use"], abs=TOLERANCE_BYTES)
     assert job.num_bytes("  virtual size: ") == pytest.approx(now["VmSize"], abs=TOLERANCE_BYTES)
 
 

@@ -63,8 +63,10 @@ def sizes() -> dict[str, int]:
             "reserved": torch.cuda.memory_reserved(),
         }
     lines = Path("/proc/self/status").read_text().splitlines()
-    found = (line.split() for line in lines if line.startswith(("VmRSS:", "VmSize:")))
-    return {name.rstrip(":"): int(size) * 1024 for name, size, _ in found}
+    found = (line.split() for line in lines if line.startswith(("VmRSS:", "RssFile:", "VmSize:")))
+    by_name = {name.rstrip(":"): int(size) * 1024 for name, size, _ in found}
+    in_use = by_name["VmRSS"] - by_name.get("RssFile", 0)  # the kernel can drop pages of files
+    return {"in_use": in_use, "VmSize": by_name["VmSize"]}
 
 
 def step(engine: deepspeed.DeepSpeedEngine, length: int) -> None:

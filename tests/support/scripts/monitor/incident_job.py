@@ -73,7 +73,7 @@ class Incidents:
         if self.has("keep"):
             self._kept.append(torch.ones(KEPT_BYTES, dtype=torch.uint8))
         if self.has("fill") and self._filling is None:
-            missing = int(SHARE_OF_HOST * self.limit_bytes()) - resident_bytes()
+            missing = int(SHARE_OF_HOST * self.limit_bytes()) - in_use_bytes()
             self._filling = torch.ones(max(missing, 0), dtype=torch.uint8)
         if self.has("raise"):
             raise ValueError("an incident: the script of rank 1 raises")
@@ -107,8 +107,10 @@ class Batches(IterableDataset):
             yield self._batch
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def in_use_bytes() -> int:
+    """Return RSS without mapped files, as zerowatch reads it."""
+    _, resident, of_files, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
 
 
 def read_gpu() -> None:
