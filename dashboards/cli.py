@@ -164,7 +164,7 @@ def status(native: bool) -> None:
     type=click.FloatRange(min=0, min_open=True),
     default=24.0,
     show_default=True,
-    help="Drop a killed run if nothing was written to its folder for so long.",
+    help="Drop a killed run if its rank 0 has written nothing for so long.",
 )
 def targets(runs: Path | None, listen: str, forget_hours: float) -> None:
     """Serve the targets of all runs in a folder, as one address for http_sd_configs of Prometheus.

@@ -103,9 +103,10 @@ class ServeSettings(Section):
     scrape intervals, only for scrapers seen in the last 3 of their intervals. A single request is
     not waited for. After Ctrl-C at most 25 s, which a second Ctrl-C ends."""
     detail: Detail = "full"
-    """`full` serves all metrics: 350 to 800 series per rank. `lean` serves at most 100, for runs
-    of more than some 512 ranks: all alerts and the dashboards Runs and Overview work, the
-    others have gaps. Rank 0 adds the metrics of the whole run. Applies to metrics over OTLP too."""
+    """`full` serves all metrics: at most 370 to 860 series per rank, by the kind of job. `lean`
+    serves at most 100, for runs of more than some 512 ranks: all alerts and the dashboards Runs and
+    Overview work, the others have gaps. Rank 0 adds the metrics of the whole run. Applies to
+    metrics over OTLP too."""
     tls_certificate: Path | None = None
     """PEM file of the server's certificate; switches HTTPS on."""
     tls_key: Path | None = None
@@ -215,7 +216,7 @@ class MemorySettings(Section):
     device_limit_bytes: Bytes | None = Field(default=None, gt=0)
     """A budget for the GPU, such as 60GiB, if less than what the device has."""
     host_limit_bytes: Bytes | None = Field(default=None, gt=0)
-    """A budget for the RSS of this process, if less than what the host allows."""
+    """A budget for this process's memory on the host, if less than what the host allows."""
     trace_leaks: bool = False
     """Whether to trace allocations once memory seems to leak; tracing is slow."""
 

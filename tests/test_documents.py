@@ -11,6 +11,8 @@ import pytest
 import yaml
 from package_tree import ROOT
 
+from zerowatch.metrics.settings import RUN_ID_PATTERN
+
 DOCUMENTS = sorted(
     str(file.relative_to(ROOT))
     for pattern in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/**/*.md")
@@ -69,11 +71,46 @@ def test_the_sbatch_file_passes_its_cores_on_and_has_a_port_for_each_job(tmp_pat
     assert first[-3:] == ["train.py", "--deepspeed", "ds.json"]
 
 
-def srun_of_job(number: int, folder: Path) -> list[str]:
-    """Run train.sbatch as a job of Slurm, and return the arguments of srun."""
+@pytest.mark.parametrize(
+    ("name", "run_id"),
+    [
+        ("train", "train-4711"),
+        ("llama 7b/v1.2,bs=32", "llama_7b_v1.2_bs_32-4711"),
+        (".hidden", "_hidden-4711"),
+        ("größe", "gr____e-4711"),  # one `_` for each byte
+        ("a" * 100, "a" * 60 + "-4711"),
+    ],
+)
+def test_each_name_of_a_job_makes_a_run_id(tmp_path: Path, name: str, run_id: str) -> None:
+    srun_of_job(4711, tmp_path, SLURM_JOB_NAME=name)
+
+    assert (tmp_path / "run-id").read_text() == run_id
+    assert re.fullmatch(RUN_ID_PATTERN, run_id)
+
+
+def test_the_sbatch_file_keeps_a_run_id_that_is_set(tmp_path: Path) -> None:
+    srun_of_job(4711, tmp_path, ZEROWATCH_RUN_ID="night-7")
+
+    assert (tmp_path / "run-id").read_text() == "night-7"
+
+
+def test_the_first_of_very_many_nodes_is_the_master(tmp_path: Path) -> None:
+    """More names than fit into a pipe, so scontrol still writes when the first name is read."""
+    num_nodes = 10_000
+
+    arguments = srun_of_job(4711, tmp_path, SLURM_NNODES=str(num_nodes))
+
+    assert "--rdzv-endpoint=node-1:24711" in arguments
+
+
+def srun_of_job(number: int, folder: Path, **variables: str) -> list[str]:
+    """Run train.sbatch as a job of Slurm, and return the arguments of srun.
+
+    The run id of the job is in the file `run-id`.
+    """
     for name, line in {
-        "scontrol": r"printf 'node-1\nnode-2\n'",
-        "srun": r"""printf '%s\n' "$@" """,
+        "scontrol": r"""seq -f 'node-%.0f' "$SLURM_NNODES" """,
+        "srun": rf"""printf %s "$ZEROWATCH_RUN_ID" > '{folder}/run-id'; printf '%s\n' "$@" """,
     }.items():
         (folder / name).write_text(f"#!/bin/sh\n{line}\n")
         (folder / name).chmod(0o755)
@@ -85,6 +122,7 @@ def srun_of_job(number: int, folder: Path) -> list[str]:
         "SLURM_GPUS_ON_NODE": "8",
         "SLURM_CPUS_PER_TASK": "64",
         "PATH": f"{folder}:{os.environ['PATH']}",
+        **variables,
     }
     command = ["bash", ROOT / "docker/slurm/train.sbatch", "train.py", "--deepspeed", "ds.json"]
     done = subprocess.run(command, env=job, capture_output=True, text=True)

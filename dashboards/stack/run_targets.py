@@ -3,8 +3,8 @@
     python -m zerowatch.dashboards.stack.run_targets --runs runs --to targets.json
 
 Each run folder contains a targets.json. A run that ends normally empties it; one that was killed
-does not. The next run usually serves on the same ports, so two files may name the same address:
-then the newest file determines the labels.
+does not, and is dropped when its logs have not grown for some time. The next run usually serves on
+the same ports, so two files may name the same address: then the newest file determines the labels.
 
 The folder may be on a file system that a whole cluster writes to. A file is therefore read only if
 it has changed, and what it contains is checked: a run may list ranks of its own name only.
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ...metrics.atomic_file import atomic_write
+from ...metrics.file_lock import is_locked_by_another
 
 logger = logging.getLogger(__name__)
 
@@ -33,15 +34,25 @@ POLL_SECONDS = 2.0
 # Ranks end some seconds apart, and each is scraped once more at its end. An address is therefore
 # listed for so long after rank 0 has withdrawn it: longer than serve.linger_seconds.
 WITHDRAWN_SECONDS = 90.0
-# A run that was killed never withdraws its targets. It is dropped if nothing was written to its
-# folder for so long. The alerts on a killed run do not need its targets.
+# A run that was killed never withdraws its targets. It is dropped if rank 0 has written nothing for
+# so long. The alerts on a killed run do not need its targets.
 FORGET_SECONDS = 24 * 3600.0
+# The same for runs of this host. Rank 0 locks its run folder, so a dead run could be dropped at
+# once. But a lock is invisible from another host if the network file system has none, and the clock
+# of that host may differ by some minutes.
+FORGET_UNLOCKED_SECONDS = 600.0
 TARGETS_FILE = "targets.json"
+LOCK_FILE = "run.lock"
 MAX_FILE_BYTES = 8 * 2**20  # a target has some 200 bytes
-# A live run appends to the log of rank 0, and reports of all ranks are new files in the folder.
-_SIGNS_OF_LIFE = (TARGETS_FILE, "rank-0.jsonl", ".")
+# What rank 0 of a live run writes: its metrics each 15 s, also while training hangs. Not the folder
+# itself, because `zerowatch report` writes into that of a dead run.
+_SIGNS_OF_LIFE = (TARGETS_FILE, "rank-0.jsonl", "metrics-0.jsonl")
 # Everything else could overwrite labels of Prometheus, such as `job`, or the path of the scrape.
 _LABELS = ("run", "node", "rank", "__param_run")
+UNREADABLE = (
+    "this user cannot read it; start the job with umask 022, or run `zerowatch targets` as a user "
+    "or group that may read it"
+)
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}")
 Target = dict[str, Any]
 Targets = list[Target]
@@ -62,33 +73,39 @@ class TargetFiles:
     Args:
         runs: The folder of run folders.
         wall_clock: The Unix time, to which times of files are compared.
-        forget_seconds: Drop a run if nothing was written to its folder for so long. None: never.
+        forget_seconds: Drop a run if rank 0 has written nothing for so long.
+        asks_locks: Keep a run whose folder is locked, even if rank 0 has written nothing. On a
+            network file system this is a slow request for each dead run.
     """
 
     def __init__(
         self,
         runs: Path,
         wall_clock: Callable[[], float] = time.time,
-        forget_seconds: float | None = None,
+        forget_seconds: float = FORGET_SECONDS,
+        *,
+        asks_locks: bool = False,
     ) -> None:
         self._runs = runs
         self._wall_clock = wall_clock
         self._forget_seconds = forget_seconds
+        self._asks_locks = asks_locks
         self._files: dict[str, _RunFile] = {}
         self._refused: dict[str, str] = {}
 
     def read(self) -> Targets:
         """Return the targets of all runs, each address with the labels of the newest file.
 
-        A file that is missing, incomplete or refused is ignored. A refused one is logged.
+        A file that is missing, incomplete or refused is ignored. A refused one, or one that this
+        user cannot read, is logged.
 
         Raises:
             OSError: The folder cannot be listed.
         """
         with os.scandir(self._runs) as entries:
-            names = [entry.name for entry in entries if not entry.name.startswith(".")]
+            names = {entry.name for entry in entries if not entry.name.startswith(".")}
         self._files = {name: file for name in names if (file := self._read_run(name)) is not None}
-        self._refused = {name: why for name, why in self._refused.items() if name in self._files}
+        self._refused = {name: why for name, why in self._refused.items() if name in names}
         by_age = sorted(self._files.items(), key=lambda item: (item[1].modified_at, item[0]))
         owners: dict[str, Target] = {}
         for name, file in by_age:
@@ -98,28 +115,28 @@ class TargetFiles:
 
     def _read_run(self, name: str) -> _RunFile | None:
         path = self._runs / name / TARGETS_FILE
-        try:
-            status = path.stat()
-        except OSError:  # no run folder, or one without targets yet
-            return None
-        version = (status.st_mtime_ns, status.st_size, status.st_ino)
-        known = self._files.get(name)
-        if known is not None and known.version == version:
-            return known
         targets: Targets = []
         try:
+            status = path.stat()
+            version = (status.st_mtime_ns, status.st_size, status.st_ino)
+            known = self._files.get(name)
+            if known is not None and known.version == version:
+                return known
             targets = _checked(_content(path, status), run=name)
-        except OSError:
+        except PermissionError:
+            self._log_refused(name, UNREADABLE)
+            return None
+        except OSError:  # no run folder, or one without targets yet
             return None
         except ValueError as error:
             self._log_refused(name, str(error))
         return _RunFile(version=version, modified_at=status.st_mtime, targets=targets)
 
     def _is_forgotten(self, name: str) -> bool:
-        if self._forget_seconds is None:
-            return False
-        latest = max(_modified_at(self._runs / name / each) for each in _SIGNS_OF_LIFE)
-        return self._wall_clock() - latest > self._forget_seconds
+        folder = self._runs / name
+        latest = max(_modified_at(folder / each) for each in _SIGNS_OF_LIFE)
+        is_silent = self._wall_clock() - latest > self._forget_seconds
+        return is_silent and not (self._asks_locks and is_locked_by_another(folder / LOCK_FILE))
 
     def _log_refused(self, name: str, why: str) -> None:
         if self._refused.get(name) != why:
@@ -127,14 +144,23 @@ class TargetFiles:
             logger.warning("%s is ignored: %s", self._runs / name / TARGETS_FILE, why)
 
 
+def files_of_this_host(runs: Path) -> TargetFiles:
+    """Return the files of runs that are, with few exceptions, on this host.
+
+    A killed run is dropped within minutes. Otherwise a Prometheus that is started later would raise
+    an alert on ranks that it has never reached.
+    """
+    return TargetFiles(runs, forget_seconds=FORGET_UNLOCKED_SECONDS, asks_locks=True)
+
+
 def newest_targets(runs: Path) -> Targets:
-    """Return the targets of all runs in file_sd format; none if the folder does not exist.
+    """Return the targets of this host's runs in file_sd format; none if there is no such folder.
 
     Args:
         runs: The folder of run folders.
     """
     try:
-        return TargetFiles(runs).read()
+        return files_of_this_host(runs).read()
     except FileNotFoundError:
         return []
 
@@ -244,7 +270,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--to", type=Path, required=True)
     options = parser.parse_args()
-    targets = RunTargets(TargetFiles(options.runs))
+    targets = RunTargets(files_of_this_host(options.runs))
     while True:
         # As long as the folder cannot be listed, such as before the first run, the file stays.
         found: Targets | None = None

@@ -37,7 +37,7 @@ class TargetsServer:
         runs: The folder of run folders.
         host: The address to listen on.
         port: The port to listen on; 0 for any free port.
-        forget_seconds: Drop a killed run if nothing was written to its folder for so long.
+        forget_seconds: Drop a killed run if its rank 0 has written nothing for so long.
         now: A monotonic clock, in seconds.
         wall_clock: The Unix time.
 

@@ -1,9 +1,16 @@
-"""Tests of the merged targets: newest run of each address, ended and killed runs, refused files."""
+"""Tests of the merged targets: newest run of each address, ended and killed runs, refused files.
+
+Covers `file_lock.py`.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +48,35 @@ def write_file(runs: Path, name: str, text: str, at: float = 0.0) -> Path:
     return file
 
 
+def files_of(runs: Path, now: float = 300.0) -> TargetFiles:
+    return TargetFiles(runs, lambda: now)
+
+
 def owners(runs: Path) -> dict[str, str]:
-    return {target["targets"][0]: target["labels"]["run"] for target in newest_targets(runs)}
+    return {each["targets"][0]: each["labels"]["run"] for each in files_of(runs).read()}
+
+
+def runs_in(targets: list[dict[str, Any]]) -> list[str]:
+    return [target["labels"]["run"] for target in targets]
+
+
+@contextmanager
+def locked_by_another_process(file: Path) -> Iterator[None]:
+    """Lock a file as rank 0 locks its run folder."""
+    code = (
+        "import fcntl, sys\n"
+        "file = open(sys.argv[1], 'w')\n"
+        "fcntl.lockf(file, fcntl.LOCK_EX)\n"
+        "print('locked', flush=True)\n"
+        "sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, file], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"locked\n"
+        yield
+        process.kill()
 
 
 def test_an_address_of_two_runs_belongs_to_the_newer_run(tmp_path: Path) -> None:
@@ -80,22 +114,50 @@ def test_a_file_that_no_run_of_that_name_writes_is_ignored_and_logged(
 ) -> None:
     write_run(tmp_path, "one", "127.0.0.1:9464")
     write_file(tmp_path, "two", content)
-    files = TargetFiles(tmp_path)
+    files = files_of(tmp_path)
 
     first, second = files.read(), files.read()
 
-    assert [target["labels"]["run"] for target in first] == ["one"]
+    assert runs_in(first) == ["one"]
     assert second == first
     (line,) = caplog.messages
     assert "two/targets.json is ignored" in line
     assert why in line
 
 
+@pytest.mark.parametrize("method", ["stat", "read_text"])
+def test_a_run_that_this_user_cannot_read_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    """As with umask 077. Root may read everything, so the error is raised here."""
+    write_run(tmp_path, "one", "127.0.0.1:9464")
+    private = write_run(tmp_path, "two", "127.0.0.1:9465")
+    original = getattr(Path, method)
+
+    def refuse(self: Path, **arguments: Any) -> Any:
+        if self == private:
+            raise PermissionError(13, "Permission denied", str(self))
+        return original(self, **arguments)
+
+    monkeypatch.setattr(Path, method, refuse)
+    files = files_of(tmp_path)
+
+    first, second = files.read(), files.read()
+    logged = list(caplog.messages)
+    monkeypatch.undo()
+
+    assert runs_in(first) == runs_in(second) == ["one"]
+    (line,) = logged
+    assert str(private) in line
+    assert "umask 022" in line
+    assert runs_in(files.read()) == ["one", "two"]
+
+
 def test_a_file_that_would_block_the_reader_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     os.mkfifo(tmp_path / "one" / "targets.json")
 
-    assert newest_targets(tmp_path) == []
+    assert files_of(tmp_path).read() == []
 
 
 def test_only_the_labels_of_a_rank_are_taken(tmp_path: Path) -> None:
@@ -104,7 +166,7 @@ def test_only_the_labels_of_a_rank_are_taken(tmp_path: Path) -> None:
     content: list[dict[str, Any]] = [{"targets": ["n1:9464"], "labels": labels | more}]
     write_file(tmp_path, "one", json.dumps(content))
 
-    (target,) = newest_targets(tmp_path)
+    (target,) = files_of(tmp_path).read()
 
     assert target == {"targets": ["n1:9464"], "labels": labels}
 
@@ -123,7 +185,7 @@ def test_a_file_is_read_again_only_if_it_changes(
     monkeypatch.setattr(
         Path, "read_text", lambda self: opened.append(self.parent.name) or read_text(self)
     )
-    files = TargetFiles(tmp_path)
+    files = files_of(tmp_path)
 
     files.read()
     files.read()
@@ -134,24 +196,42 @@ def test_a_file_is_read_again_only_if_it_changes(
     assert [target["targets"][0] for target in changed] == ["127.0.0.1:9464", "127.0.0.1:9664"]
 
 
-def test_a_killed_run_is_dropped_when_nothing_was_written_for_a_day(tmp_path: Path) -> None:
+@pytest.mark.parametrize("log_of_rank_0", ["rank-0.jsonl", "metrics-0.jsonl"])
+def test_a_killed_run_is_dropped_when_rank_0_has_written_nothing_for_a_day(
+    tmp_path: Path, log_of_rank_0: str
+) -> None:
     clock = FakeClock()
     clock.seconds = NOW
     write_run(tmp_path, "killed", "n1:9464", at=NOW)
     write_run(tmp_path, "training", "n2:9464", at=NOW)
-    log = tmp_path / "training" / "rank-0.jsonl"
+    log = tmp_path / "training" / log_of_rank_0
     log.write_text("{}\n")
-    os.utime(log.parent, (NOW, NOW))
     os.utime(log, (NOW + FORGET_SECONDS, NOW + FORGET_SECONDS))
-    files = TargetFiles(tmp_path, clock, FORGET_SECONDS)
+    files = TargetFiles(tmp_path, clock)
 
     clock.seconds += FORGET_SECONDS
-    after_a_day = [target["labels"]["run"] for target in files.read()]
+    after_a_day = runs_in(files.read())
     clock.seconds += 1
-    later = [target["labels"]["run"] for target in files.read()]
+    # such as the page of `zerowatch report`, which makes the time of the folder that of today
+    (tmp_path / "killed" / "report.html").touch()
+    later = runs_in(files.read())
 
     assert after_a_day == ["killed", "training"]
     assert later == ["training"]
+
+
+def test_a_dead_run_of_this_host_is_dropped_and_a_live_one_stays(tmp_path: Path) -> None:
+    write_run(tmp_path, "crashed-a-week-ago", "127.0.0.1:9464", at=1)
+    write_run(tmp_path, "in-a-long-step", "127.0.0.1:9465", at=1)
+    file = write_run(tmp_path, "of-another-host-without-locks", "n2:9464", at=1)
+    file.with_name("metrics-0.jsonl").touch()
+
+    with locked_by_another_process(tmp_path / "in-a-long-step" / "run.lock"):
+        listed = runs_in(newest_targets(tmp_path))
+    after_its_end = runs_in(newest_targets(tmp_path))
+
+    assert listed == ["in-a-long-step", "of-another-host-without-locks"]
+    assert after_its_end == ["of-another-host-without-locks"]
 
 
 def test_the_file_is_written_only_if_its_content_changes(tmp_path: Path) -> None:
@@ -170,7 +250,7 @@ def test_the_file_is_written_only_if_its_content_changes(tmp_path: Path) -> None
 def test_a_withdrawn_address_is_listed_until_its_last_scrape(tmp_path: Path) -> None:
     clock = FakeClock()
     file = write_run(tmp_path, "one", "127.0.0.1:9464")
-    targets = RunTargets(TargetFiles(tmp_path), clock)
+    targets = RunTargets(files_of(tmp_path), clock)
     during = targets.read()
 
     file.write_text("[]")
@@ -184,11 +264,11 @@ def test_a_withdrawn_address_is_listed_until_its_last_scrape(tmp_path: Path) -> 
 
 
 def test_a_new_run_takes_over_a_withdrawn_address_at_once(tmp_path: Path) -> None:
-    targets = RunTargets(TargetFiles(tmp_path))
+    targets = RunTargets(files_of(tmp_path))
     file = write_run(tmp_path, "one", "127.0.0.1:9464")
     targets.read()
 
     file.write_text("[]")
     write_run(tmp_path, "two", "127.0.0.1:9464")
 
-    assert [target["labels"]["run"] for target in targets.read()] == ["two"]
+    assert runs_in(targets.read()) == ["two"]
