@@ -12,6 +12,7 @@ import functools
 import gc
 import inspect
 import logging
+import multiprocessing
 import os
 import sys
 import weakref
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +50,8 @@ COMPLETION_SECONDS = 60.0
 DISTRIBUTED_PORT = 29500
 # The classes of `engine.optimizer` on an engine that does not train.
 _NO_OPTIMIZERS = ("NoneType", "DummyOptim", "DeepSpeedZeRoOffload")
+# So many optimizers without a model end the search for it.
+MAX_WITHOUT_MODEL = 10
 # Hooks that outlive a watch: one that has failed may be missing in all further runs.
 _HOOKS_OF_PROCESS = ("collectives", "functional collectives", "streams")
 
@@ -62,6 +66,9 @@ class _Process:
         trainings: Trainings so far by the run id that they were given.
         is_new_training: Whether the next watch is of a new training, even with the same engine.
         is_model_known: Whether optimizer steps no longer show what the script trains.
+        closes_at_exit: Whether the exit handler is registered, which a forked child loses.
+        without_model: Optimizers that have stepped, whose parameters no module holds.
+        num_without_model: How many these were, in this training.
     """
 
     fail_open: FailOpen = field(default_factory=FailOpen)
@@ -73,8 +80,12 @@ class _Process:
     trainings: Counter[str] = field(default_factory=Counter)
     is_new_training: bool = False
     is_model_known: bool = False
+    without_model: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
+    num_without_model: int = 0
     first_step_hook: StepCallbackHandle | None = None
     attached_settings: Mapping[str, Any] | None = None
+    closes_at_exit: bool = False
+    finalizer: Finalize | None = None
     startup: StartupMonitor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +103,12 @@ class _Process:
     def open_collectives(self) -> CollectiveInstrumentation:
         if self.collectives is None:
             self.collectives = CollectiveInstrumentation(self.fail_open)
+        if not self.closes_at_exit:
             atexit.register(_close_at_exit)
+            self.closes_at_exit = True
+        is_child = multiprocessing.parent_process() is not None
+        if is_child and not (self.finalizer and self.finalizer.still_active()):  # none after a fork
+            self.finalizer = Finalize(None, _close_at_end_of_child, exitpriority=0)
         self.collectives.open()
         return self.collectives
 
@@ -281,27 +297,50 @@ def instrument_torch() -> None:
 def _watch_torch_model(optimizer: torch.optim.Optimizer) -> None:
     """Watch the model of the first optimizer that steps, unless an engine or a model is watched.
 
-    In a notebook the newest model is watched.
+    An optimizer of tensors that no module holds does not count. In a notebook the newest model is
+    watched.
     """
+    if optimizer in _process.without_model:
+        return
     from .common.torch_engine import torch_engine, trained_model
 
     _process.is_model_known = True
     settings = load_settings(_process.attached_settings)
     running = current_watch()
     is_wanted = running is None or _is_interactive() or _is_engine_gone()
-    model = trained_model(optimizer) if settings.enabled and is_wanted else None
+    if not settings.enabled or not is_wanted:
+        return
+    model = trained_model(optimizer)
+    if model is None:
+        _on_no_model(optimizer)
+        return
     # A DeepSpeed engine may go on after its watch was closed.
-    if model is None or any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__):
+    if any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__):
         return
     engine = torch_engine(model, optimizer)
     if running is None or not running.watches(engine):
         _open_watch(engine, settings)
 
 
+def _on_no_model(optimizer: torch.optim.Optimizer) -> None:
+    """Let a later optimizer show the model, a few times, because each search takes time."""
+    _process.without_model.add(optimizer)
+    _process.num_without_model += 1
+    _process.is_model_known = _process.num_without_model >= MAX_WITHOUT_MODEL
+    if _process.is_model_known:
+        logger.warning(
+            "no torch.nn.Module holds the parameters of the first %d optimizers: nothing is "
+            "monitored. Call zerowatch.watch(model, optimizer).",
+            MAX_WITHOUT_MODEL,
+        )
+
+
 def expect_training() -> None:
     """Let the next training have a watch, with or without DeepSpeed, if none is open by then."""
     _process.is_new_training = True
     _process.is_model_known = False
+    _process.without_model.clear()
+    _process.num_without_model = 0
 
 
 def wrap_deepspeed(deepspeed: ModuleType) -> None:
@@ -386,14 +425,20 @@ def close_watch(*, failed: bool) -> None:
         _process.first_step_hook.remove()
     error = sys.exception() or getattr(sys, "last_value", None)
     interrupted = failed and is_interrupt(error)
-    with ended_by_next_interrupt() if interrupted else nullcontext():
-        if _process.watch is not None:
-            _process.watch.close(
-                failed=failed and not interrupted, interrupted=interrupted, at_exit=True
-            )
-        if _process.collectives is not None:
-            _process.collectives.close()
-            _process.collectives.call_recorder.wait_for_completion(COMPLETION_SECONDS)
+    try:
+        with ended_by_next_interrupt() if interrupted else nullcontext():
+            if _process.watch is not None:
+                _process.watch.close(
+                    failed=failed and not interrupted, interrupted=interrupted, at_exit=True
+                )
+            if _process.collectives is not None:
+                _process.collectives.close()
+                _process.collectives.call_recorder.wait_for_completion(COMPLETION_SECONDS)
+    except KeyboardInterrupt:
+        with ended_by_next_interrupt():
+            if _process.watch is not None:
+                _process.watch.close(interrupted=True, at_exit=True)  # what is still open
+        raise
 
 
 def _original() -> Callable[..., Any]:
@@ -541,15 +586,15 @@ def _torch_engine(model: Any, optimizer: Any) -> Any:
             "zerowatch.watch takes a DeepSpeed engine, or a torch model and its optimizer, got "
             f"{type(model).__name__}; pass what deepspeed.initialize returned first"
         )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        # Wrappers of optimizers, such as Accelerate's, hold the one whose hooks are called.
-        inner = getattr(optimizer, "optimizer", None)
-        if not isinstance(inner, torch.optim.Optimizer):
+    kind, given = torch.optim.Optimizer, optimizer
+    # Wrappers hold the optimizer whose hooks are called. Accelerate's is of torch's class, too.
+    while not (isinstance(optimizer, kind) and hasattr(optimizer, "_optimizer_step_pre_hooks")):
+        optimizer = getattr(optimizer, "optimizer", None)
+        if not isinstance(optimizer, kind):
             raise TypeError(
                 f"zerowatch.watch: the optimizer of a torch model is a torch.optim.Optimizer, got "
-                f"{type(optimizer).__name__}; call zerowatch.watch(model, optimizer)"
+                f"{type(given).__name__}; call zerowatch.watch(model, optimizer)"
             )
-        optimizer = inner
     from .common.torch_engine import torch_engine, trains
 
     if not trains(optimizer, model):
@@ -562,7 +607,22 @@ def _torch_engine(model: Any, optimizer: Any) -> Any:
 
 def _close_at_exit() -> None:
     # After an uncaught exception the interpreter sets last_value before it runs exit handlers.
-    close_watch(failed=hasattr(sys, "last_value"))
+    # IPython sets it after each cell that raised, and goes on.
+    failed = None if _process.watch is None else _process.watch.last_cell_failed
+    close_watch(failed=hasattr(sys, "last_value") if failed is None else failed)
+
+
+def _close_at_end_of_child() -> None:
+    """Close at the end of a child of multiprocessing. After a fork it calls no exit handlers."""
+    error = sys.exception()
+    cause = error.__context__ if isinstance(error, SystemExit) and error.code else None
+    if cause is None:
+        close_watch(failed=isinstance(error, Exception))
+        return
+    try:
+        raise cause  # torch's start_processes ends a rank that has raised by sys.exit(1)
+    except type(cause):
+        close_watch(failed=True)
 
 
 def _close_at_exit_before_trackers() -> None:
@@ -575,7 +635,12 @@ def _close_at_exit_before_trackers() -> None:
 
 
 def _close_after_fork() -> None:
-    """Drop all state in a forked child, so that the child does not keep the parent's port."""
+    """Drop all state in a forked child, so that the child does not keep the parent's port.
+
+    At its exit there is nothing to close, unless it opens a watch of its own.
+    """
+    atexit.unregister(_close_at_exit)
+    _process.closes_at_exit, _process.finalizer = False, None
     if _process.watch is not None:
         _process.watch.close_after_fork()
     if _process.collectives is not None:

@@ -17,6 +17,10 @@ from zerowatch.metrics.catalog.spec import PREFIX
 
 FAIL_OPEN = {"runtime/common/fail_open.py"}
 CONSOLE = ("runtime/cli/main.py", "runtime/cli/run_command.py", "runtime/cli/demo/")
+# These make a tensor on the script's default device, which may be a GPU.
+TENSOR_MAKERS = re.compile(
+    r"torch\.(empty|empty_strided|zeros|ones|full|eye|tensor|asarray|arange|linspace|rand\w*)"
+)
 HOME_OF = {  # by library the file, or the folder, that may import it
     "prometheus_client": "metrics/exporters/prometheus.py",
     "opentelemetry": "metrics/exporters/",
@@ -128,6 +132,19 @@ def test_only_the_console_prints() -> None:
     ]
 
     assert prints == []
+
+
+def test_a_new_tensor_names_its_device() -> None:
+    unnamed = [
+        place
+        for place, node in nodes()
+        if isinstance(node, ast.Call)
+        and TENSOR_MAKERS.fullmatch(ast.unparse(node.func))
+        and "device" not in {keyword.arg for keyword in node.keywords}
+        and not place.startswith("runtime/cli/")  # its processes run no script
+    ]
+
+    assert unnamed == []
 
 
 def without_examples(text: str) -> str:

@@ -155,6 +155,15 @@ def note_ended_workers(runs: Path, pids: Mapping[int, int], reason: str) -> None
     FailOpen().call("exit notes", _call_with_limit, runs, lambda: _write_notes(runs, pids, text))
 
 
+def recover_steps(runs: Path) -> None:
+    """Append the last steps of this host's ranks that were killed to their logs.
+
+    Args:
+        runs: The folder of run folders.
+    """
+    _call_with_limit(runs, lambda: recover(runs))
+
+
 def is_answering(folder: Path) -> bool:
     """Return whether a run folder exists and can be read. One that hangs is printed.
 

@@ -76,12 +76,15 @@ def _run_ranks(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from .launcher_notes import record_worker_exits
+    from .launcher_notes import record_worker_exits, recover_steps
     from .node_watch import rendezvous_failure, watch_nodes
 
     try:
         with record_worker_exits(runs), watch_nodes(endpoint, runs), _errors_of_options():
-            torchrun.main(command)
+            try:
+                torchrun.main(command)
+            finally:  # the rings of this node's ranks are on this node
+                recover_steps(runs)
     except RendezvousError as error:
         raise CommandLineError(rendezvous_failure(error, endpoint, job_id)) from error
     except ChildFailedError as error:

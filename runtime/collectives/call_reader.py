@@ -41,7 +41,8 @@ class CallReader:
     Attributes:
         group: Returns the process group.
         payloads: Returns (index in OPS, bytes, dtype) of each operation that the call issues.
-        device_index: Returns the device of the payload; ON_CPU, or None without a payload.
+        device_index: Returns the device of the payload, ON_CPU for host memory. Without a payload
+            it is the first of the argument `device_ids`, or None.
         payload_times_group_size: Copied from `collective_table.Operation`, like the following
             fields, because each call reads them.
         use_group_sequence: Copied from `collective_table.Function`.
@@ -140,7 +141,9 @@ def call_reader(row: Operation, function: Function, parameters: Sequence[str]) -
         device_index=(
             _batch_device_index
             if function.is_p2p_batch
-            else _device_index(_getter(parameters, spellings[0] if spellings else ""))
+            else _device_index(_getter(parameters, spellings[0]))
+            if spellings
+            else _first_device_id(_getter(parameters, "device_ids"))
         ),
         payload_times_group_size=row.payload_times_group_size,
         use_group_sequence=function.use_group_sequence,
@@ -195,6 +198,15 @@ def _device_index(payload: Getter) -> Getter:
     def device_index(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
         tensor = _first_tensor(payload(args, kwargs))
         return None if tensor is None else tensor.get_device()
+
+    return device_index
+
+
+def _first_device_id(device_ids: Getter) -> Getter:
+    def device_index(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+        given = device_ids(args, kwargs)
+        index: int | None = given[0] if isinstance(given, list) and given else None
+        return index
 
     return device_index
 

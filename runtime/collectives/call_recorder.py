@@ -485,6 +485,8 @@ class CallRecorder(RecorderFields):
         """
         if device_index is None:
             device_index = calls[0].group.device_index
+        if device_index is None:  # a barrier: on the current device, or the host waits for it
+            device_index = self.stream_waits.device_index
         on_device = self.stream_waits.is_on_device(device_index)
         if on_device and self.stream_waits.drops_in_capture(len(calls), calls[0].group):
             return False

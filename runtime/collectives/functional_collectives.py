@@ -9,6 +9,7 @@ not recorded.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..common.fail_open import FailOpen
 from ..common.patching import PatchSet
+from ..common.tracing import run_untraced
 from .call_reader import CallReader, functional_readers
 from .call_recorder import CallRecorder
 
@@ -59,10 +61,12 @@ class FunctionalCollectives:
         self._patches = PatchSet()
         self._results: OrderedDict[int, _Result] = OrderedDict()  # by the address of the result
         name = "functional collectives"
-        self._on_call = fail_open.wrap(name, recorder.on_call)
-        self._on_return = fail_open.wrap(name, recorder.on_return)
-        self._on_wait_start = fail_open.wrap(name, recorder.on_wait_start)
-        self._on_wait_end = fail_open.wrap(name, recorder.on_wait_end)
+        # Kept: one call may fail, and a call that was begun must end, also if it ends in a wait.
+        self._on_call = fail_open.wrap(name, recorder.on_call, is_kept=True)
+        self._on_return = fail_open.wrap(name, recorder.on_return, is_kept=True)
+        self._on_error = fail_open.wrap(name, recorder.on_error)
+        self._on_wait_start = fail_open.wrap(name, recorder.on_wait_start, is_kept=True)
+        self._on_wait_end = fail_open.wrap(name, recorder.on_wait_end, is_kept=True)
         self._keep = fail_open.wrap(name, self._keep_result)
 
     def open(self) -> None:
@@ -83,6 +87,7 @@ class FunctionalCollectives:
     def _wrapper(self, reader: CallReader, original: Callable[..., Any]) -> Callable[..., Any]:
         is_compiling, is_tracing = torch.compiler.is_compiling, funcol._are_we_tracing
         inside, on_call, on_return = self._inside, self._on_call, self._on_return
+        keep, on_error = self._keep, self._on_error
         ended = replace(reader, has_future=True)  # without a handle: it ends with the call
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -91,19 +96,24 @@ class FunctionalCollectives:
             entered_ns = perf_counter_ns()
             calls = on_call(reader, args, kwargs)
             inside.value = True
+            tensor, returned = None, False
             started_ns = perf_counter_ns()
             try:
                 tensor = original(*args, **kwargs)
+                returned = True
             finally:
+                ended_ns = perf_counter_ns()
                 inside.value = False
-            ended_ns = perf_counter_ns()
-            if calls:
-                result = self._keep(tensor)
-                on_return(ended if result is None else reader, calls, result, started_ns, ended_ns)
-            self.cost_ns += perf_counter_ns() - ended_ns + started_ns - entered_ns
+                if calls:
+                    result = keep(tensor)
+                    by = ended if result is None else reader
+                    on_return(by, calls, result, started_ns, ended_ns)
+                    if not returned:
+                        on_error(calls[0], sys.exception())
+                self.cost_ns += perf_counter_ns() - ended_ns + started_ns - entered_ns
             return tensor
 
-        return recorded
+        return run_untraced(recorded)
 
     def _keep_result(self, tensor: Any) -> _Result | None:
         """Return an object that stands for a result; None if the function has waited for it."""
@@ -132,7 +142,7 @@ class FunctionalCollectives:
             self.cost_ns += perf_counter_ns() - ended_ns
             return waited
 
-        return wait_tensor
+        return run_untraced(wait_tensor)
 
 
 def _address(tensor: Any) -> int:

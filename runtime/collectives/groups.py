@@ -302,8 +302,14 @@ def lowest_coverage(counts: Iterable[GroupCounts]) -> float | None:
 
 
 def sequence_number(group: ProcessGroup) -> int:
-    """Return how many operations a group has issued, including operations not from Python."""
-    number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    """Return how many operations a group has issued, including operations not from Python.
+
+    It is always 0 for a group whose backend does not count, such as MPI.
+    """
+    try:
+        number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    except RuntimeError:
+        return 0
     return number
 
 

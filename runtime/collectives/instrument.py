@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from ..common.fail_open import FailOpen
 from ..common.hot_path import RecordedFunction, RecordedWait, WrapperState
 from ..common.patching import PatchSet
-from ..common.tracing import flags, is_traced
+from ..common.tracing import flags, is_traced, run_untraced
 from .call_reader import CallReader, backend_readers, torch_readers
 from .call_recorder import BATCH_CALLS, CallRecorder
 from .groups import CollectiveCall, StreamWait
@@ -52,8 +52,8 @@ class CollectiveInstrumentation:
         self._fail_open = fail_open
         self._functional: FunctionalCollectives | None = None
         recorder = self.call_recorder
-        self._on_call = fail_open.wrap("collectives", recorder.on_call)
-        # Kept: a call that on_call has begun must end, and a call that ends in a wait must, too.
+        # Kept: one call may fail, and a call that was begun must end, also if it ends in a wait.
+        self._on_call = fail_open.wrap("collectives", recorder.on_call, is_kept=True)
         self._on_return = fail_open.wrap("collectives", recorder.on_return, is_kept=True)
         self._on_wait_start = fail_open.wrap("collectives", recorder.on_wait_start, is_kept=True)
         self._on_wait_end = fail_open.wrap("collectives", recorder.on_wait_end, is_kept=True)
@@ -78,6 +78,7 @@ class CollectiveInstrumentation:
             for module in (dist, c10d):
                 if hasattr(module, name):
                     self._patches.add(module, name, partial(_return, wrapper))
+        self._share_traceable_forms()
         self._patches.add(dist.Work, "wait", self._wait_wrapper)
         self._stream_hooks.open()
 
@@ -98,6 +99,7 @@ class CollectiveInstrumentation:
             self._functional = FunctionalCollectives(
                 self._fail_open, self.call_recorder, self._state
             )
+        self._share_traceable_forms()
         self._functional.open()
 
     def close(self) -> None:
@@ -107,10 +109,31 @@ class CollectiveInstrumentation:
         if self._functional is not None:
             self._functional.close()
         self._patches.restore()
+        self._release_traceable_forms()
         self._release_captured()
         self._wrappers.clear()
         self._backend = None
         self.call_recorder.connect(None, None)
+
+    def _share_traceable_forms(self) -> None:
+        """Let torch.compile replace the wrappers like the originals by what it can trace.
+
+        torch.compile looks a function up in a table. It adapts the arguments of the functions that
+        are in torch.distributed, which are the wrappers now, and only of these. If torch imports
+        the table while the functions are wrapped, it has the wrappers instead of the originals.
+        """
+        forms = _traceable_forms()
+        for wrapper in self._wrappers:
+            original: Any = wrapper.__wrapped__  # type: ignore[attr-defined]
+            known = forms.get(original) or forms.get(wrapper)
+            if known is not None:
+                forms[original] = forms[wrapper] = known
+
+    def _release_traceable_forms(self) -> None:
+        """Leave the originals only in torch.compile's table."""
+        self._share_traceable_forms()
+        for wrapper in self._wrappers:
+            _traceable_forms().pop(wrapper, None)
 
     def _release_captured(self) -> None:
         """Restore the functions that DeepSpeed's backend captured when it was made."""
@@ -129,7 +152,7 @@ class CollectiveInstrumentation:
                 return original(*args, **kwargs)
             return record(args, kwargs)
 
-        return recorded
+        return run_untraced(recorded)
 
     def _record_in_c(
         self, reader: CallReader, original: Callable[..., Any], in_python: RecordedCall
@@ -195,7 +218,7 @@ class CollectiveInstrumentation:
     def _wait_wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
         in_python = self._wait_in_python(original)
         if RecordedWait is None:
-            return in_python
+            return run_untraced(in_python)
         record = RecordedWait(
             state=self._state,
             recorder=self.call_recorder,
@@ -212,7 +235,7 @@ class CollectiveInstrumentation:
                 return original(*args, **kwargs)
             return record(args, kwargs)
 
-        return recorded_wait
+        return run_untraced(recorded_wait)
 
     def _wait_in_python(self, original: Callable[..., Any]) -> Callable[..., Any]:
         state, on_wait_start, on_wait_end = self._state, self._on_wait_start, self._on_wait_end
@@ -241,6 +264,13 @@ class CollectiveInstrumentation:
 def _parameters_in_torch(name: str) -> Sequence[str] | None:
     function = getattr(c10d, name, None)  # some versions of torch lack some functions
     return None if function is None else list(inspect.signature(function).parameters)
+
+
+def _traceable_forms() -> dict[Any, Any]:
+    """Return torch.compile's table of functional collectives; empty before torch imports it."""
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    forms: dict[Any, Any] = getattr(functional, "traceable_collective_remaps", {})
+    return forms
 
 
 def _return(wrapper: Callable[..., Any], original: object) -> Callable[..., Any]:

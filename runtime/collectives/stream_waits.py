@@ -22,7 +22,7 @@ from ..common.accelerator import Event, Stream
 from ..common.fail_open import FailOpen
 from ..common.patching import PatchSet
 from ..common.phase_timer import OTHER, PhaseTimer
-from ..common.tracing import flags, is_traced
+from ..common.tracing import flags, is_traced, run_untraced
 from .event_pool import EventPool
 from .groups import CollectiveCall, Group, StreamWait
 
@@ -300,6 +300,6 @@ class StreamHooks:
                 finally:
                     inside.value = False
 
-            return hooked
+            return run_untraced(hooked)
 
         return make

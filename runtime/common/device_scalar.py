@@ -50,7 +50,7 @@ class PendingScalar:
         self._copy: torch.Tensor | None = None
         device = accelerator.current
         self._is_capturing = device.is_capturing
-        self._copy = torch.empty((), dtype=source.dtype, pin_memory=True)
+        self._copy = torch.empty((), dtype=source.dtype, device="cpu", pin_memory=True)
         try:
             self._copy.copy_(source.detach().reshape(()), non_blocking=True)
             self._done = device.Event()

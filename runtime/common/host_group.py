@@ -81,7 +81,7 @@ class HostGroup:
         Raises:
             ZerowatchError: The group is closed.
         """
-        own = torch.tensor(values, dtype=torch.float64)
+        own = torch.tensor(values, dtype=torch.float64, device="cpu")
         return torch.stack(self._all_gather(own)).numpy()
 
     def all_gather_text(self, text: str, num_bytes: int | None = None) -> list[str]:
@@ -98,7 +98,8 @@ class HostGroup:
         data = text.encode()
         if num_bytes is None:
             num_bytes = int(self.all_gather([len(data)]).max())
-        own = torch.tensor(list(data.ljust(num_bytes, b"\0")), dtype=torch.uint8)
+        padded = list(data.ljust(num_bytes, b"\0"))
+        own = torch.tensor(padded, dtype=torch.uint8, device="cpu")
         rows = [bytes(row.tolist()) for row in self._all_gather(own)]
         return [row.rstrip(b"\0").decode() for row in rows]
 
@@ -110,7 +111,7 @@ class HostGroup:
         """
         if self.world_size == 1:
             return value
-        flag = torch.tensor([value], dtype=torch.int64)
+        flag = torch.tensor([value], dtype=torch.int64, device="cpu")
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._open_group())
         return int(flag.item())
 
@@ -124,7 +125,7 @@ class HostGroup:
             return text
         data = bytearray(text.encode()) if self.rank == 0 else bytearray()
         size = self.all_max(len(data))
-        buffer = torch.zeros(size, dtype=torch.uint8)
+        buffer = torch.zeros(size, dtype=torch.uint8, device="cpu")
         if self.rank == 0:
             buffer = torch.frombuffer(data, dtype=torch.uint8)
         dist.broadcast(buffer, 0, group=self._open_group())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -95,7 +96,10 @@ class LivenessFile:
         self.is_missing = False
 
     def open(self) -> None:
-        """Write the file. Do nothing if there is no /proc, or if it is open."""
+        """Write the file. Do nothing if there is no /proc, or if it is open.
+
+        A file that a process of another host has left is renamed: only that host can report it.
+        """
         marker = current_process(self._rank, self._host, self._root)
         if marker is None or self._descriptor is not None:
             return
@@ -103,7 +107,7 @@ class LivenessFile:
             marker = replace(marker, started_at_unix_seconds=self._began)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.unlink(missing_ok=True)
+            self._put_earlier_file_aside()
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
             self._descriptor = os.open(self._path, flags, 0o600)
             # The lock is held until the process has exited. Other PID namespaces test it.
@@ -123,6 +127,14 @@ class LivenessFile:
                     self._path,
                     error,
                 )
+
+    def _put_earlier_file_aside(self) -> None:
+        earlier = read_marker(self._path)
+        if earlier is None or earlier.host == self._host:
+            self._path.unlink(missing_ok=True)
+            return
+        digest = hashlib.sha256(earlier.host.encode()).hexdigest()[:8]
+        self._path.replace(self._path.with_name(f"rank-{self._rank}-{digest}{SUFFIX}"))
 
     def close(self) -> None:
         """Remove the file at a clean exit. Does nothing in a forked child. Safe to call twice."""

@@ -15,7 +15,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
+
+from . import accelerator
 
 # The roles of the dimensions of a device mesh, by the names that torch's own examples give them.
 _ROLE_OF_DIMENSION: Mapping[str, str] = {
@@ -83,10 +86,18 @@ class TorchEngine:
         return "none"
 
     def group_roles(self) -> Iterator[tuple[dist.ProcessGroup, str]]:
-        """Yield the process groups of DDP, and of the meshes on which parameters are sharded."""
+        """Yield the process groups of DDP and of device meshes.
+
+        These are the meshes on which parameters are sharded, and all dimensions with a usual name:
+        context parallelism shards no parameters.
+        """
         model = self.model
         if isinstance(model, DistributedDataParallel):
             yield model.process_group, "dp"
+        for group in list(c10d._world.pg_map):
+            origin, _, named = group.group_desc.partition("_")
+            if origin == "mesh" and named in _ROLE_OF_DIMENSION:
+                yield group, _ROLE_OF_DIMENSION[named]
         # To import torch.distributed.tensor imports sympy: 60 MiB, and a second. Where nobody has
         # imported it, no parameter is a DTensor.
         tensor = sys.modules.get("torch.distributed.tensor")
@@ -161,15 +172,23 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def steps_so_far(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many steps an optimizer has made; 0 if its state does not contain the number."""
-    for state in optimizer.state.values():
-        number = state.get("step") if isinstance(state, Mapping) else None
-        if isinstance(number, int | float):
-            return int(number)
-        if isinstance(number, torch.Tensor) and number.device.type == "cpu":
-            return int(number)
-        break
-    return 0
+    """Return how many steps an optimizer has made; 0 if its state does not contain the number.
+
+    A fused optimizer has the number on its device. Reading it waits for the device, once per watch.
+    It is not read while a graph is captured, which the wait would end.
+    """
+    state = next(iter(optimizer.state.values()), None)
+    number = state.get("step") if isinstance(state, Mapping) else None
+    if isinstance(number, int | float):
+        return int(number)
+    if not isinstance(number, torch.Tensor):
+        return 0
+    if number.device.type == accelerator.current.kind and accelerator.current.is_capturing():
+        return 0
+    try:
+        return int(number)
+    except RuntimeError:  # it has no value, or the device has failed
+        return 0
 
 
 def _alive(value: T | None) -> T:

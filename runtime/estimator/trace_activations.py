@@ -100,7 +100,7 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
 
 
 def _peak(module: nn.Module, samples: int, tokens: int) -> int:
-    ids = torch.zeros(samples, tokens, dtype=torch.long)
+    ids = torch.zeros(samples, tokens, dtype=torch.long, device="cpu")
     live = LiveBytes()
     with live:
         output = _call(module, ids)

@@ -85,6 +85,11 @@ class EngineInstrumentation:
         """Nanoseconds of the host in calls of `generate`, since the hooks were installed."""
         return self._earlier_generated_ns + self._engine_hooks.generated_ns
 
+    @property
+    def last_cell_failed(self) -> bool | None:
+        """Whether the last cell of a notebook raised. None if no cell has ended, as in a script."""
+        return self._cells.last_failed
+
     def rebind_engine(self, engine: Any) -> None:
         """Move the hooks to another engine, between two steps.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from ...metrics.catalog import training
 from ...metrics.recorder import Recorder
 from ...metrics.settings import FlopsSettings
 from ..common import accelerator
+from ..common.torch_engine import TorchEngine
 from ..devices.device_probes import peak_flops_per_second
 from .raw_step import StepCounts
 
@@ -22,6 +24,9 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 # Dimensions of a device mesh on which each rank multiplies by its own part of a weight. On others,
 # as those of FSDP, a rank stores a part and multiplies by the whole weight.
 _TENSOR_DIMENSIONS = {"tp", "tensor", "tensor_parallel", "model"}
+# The `quant_method` of quantized models whose parameters have the shapes of the whole weights, or
+# say what these were. Others pack several weights into one element, or hold them in buffers.
+_METHODS_WITH_SHAPES = ("bitsandbytes", "fbgemm_fp8", "fp8", "quanto", "torchao")
 
 
 class FlopsCounter:
@@ -37,9 +42,11 @@ class FlopsCounter:
         return self._terms.per_token(counts.sequence_length) * counts.tokens
 
 
-def flops_counter(module: torch.nn.Module, method: Literal["analytic", "off"]) -> FlopsCounter:
-    """Return the FLOPs counter of a model. `method` is the setting `flops.method`."""
-    return FlopsCounter(flops_terms(module) if method == "analytic" else None)
+def flops_counter(engine: Any, method: Literal["analytic", "off"]) -> FlopsCounter:
+    """Return the FLOPs counter of an engine's model. `method` is the setting `flops.method`."""
+    if method == "off":
+        return FlopsCounter(None)
+    return FlopsCounter(flops_terms(engine.module, _sequence_parallel_size(engine)))
 
 
 def publish_peak(
@@ -61,7 +68,7 @@ class FlopsTerms:
 
     Attributes:
         weights: FLOPs per token for the parameters.
-        attention: FLOPs per token for each token of its sequence.
+        attention: FLOPs per token for each token of its sequence that this rank has.
     """
 
     weights: int
@@ -72,7 +79,7 @@ class FlopsTerms:
         return float(self.weights + self.attention * (sequence_length or 0))
 
 
-def flops_terms(model: torch.nn.Module) -> FlopsTerms | None:
+def flops_terms(model: torch.nn.Module, sequence_parallel_size: int = 1) -> FlopsTerms | None:
     """Count forward and backward of one token, by PaLM's formula (arXiv 2204.02311, appendix B).
 
     The formula is 6 N + 12 L W T FLOPs per token. N is the number of parameters that multiply the
@@ -88,10 +95,13 @@ def flops_terms(model: torch.nn.Module) -> FlopsTerms | None:
     Args:
         model: A model whose `config` names its layers and hidden size. Under ZeRO-3 the whole
             parameters count, not the shards.
+        sequence_parallel_size: Number of ranks that have a part of each sequence. A token attends
+            to the parts of all of them.
 
     Returns:
         The terms, or None if the formula does not describe the model. Examples are a model without
-        such a config, an encoder with a decoder, a mixture of experts, and tensor parallelism.
+        such a config, an encoder with a decoder, a mixture of experts, tensor parallelism, and
+        quantized weights of unknown shape.
     """
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
@@ -102,7 +112,17 @@ def flops_terms(model: torch.nn.Module) -> FlopsTerms | None:
         _numel(parameter) * (6 if parameter.requires_grad else 4)
         for parameter in _multiplied_parameters(model)
     )
-    return FlopsTerms(weights, 12 * layers * _attention_width(config, hidden))
+    attention = 12 * layers * _attention_width(config, hidden) * sequence_parallel_size
+    return FlopsTerms(weights, attention)
+
+
+def _sequence_parallel_size(engine: Any) -> int:
+    if isinstance(engine, TorchEngine):
+        roles = engine.group_roles()  # several meshes may have the same dimension
+        sizes = {group.group_desc: group.size() for group, role in roles if role == "sp"}
+        return math.prod(sizes.values())
+    size: int = getattr(engine, "sequence_parallel_size", 1)
+    return size
 
 
 def _whole_number(config: Any, names: tuple[str, ...]) -> int | None:
@@ -114,7 +134,17 @@ def _is_another_kind(model: torch.nn.Module, config: Any) -> bool:
     if getattr(config, "is_encoder_decoder", False):
         return True
     has_experts = any("experts" in name.split(".") for name, _ in model.named_modules())
-    return has_experts or _is_tensor_parallel(model)
+    return has_experts or _is_tensor_parallel(model) or _hides_shapes(model)
+
+
+def _hides_shapes(model: torch.nn.Module) -> bool:
+    """Return whether the model is quantized so that parameters do not show how many weights."""
+    quantization = getattr(model.config, "quantization_config", None)
+    if quantization is None:
+        return False
+    if isinstance(quantization, dict):
+        return quantization.get("quant_method") not in _METHODS_WITH_SHAPES
+    return getattr(quantization, "quant_method", None) not in _METHODS_WITH_SHAPES
 
 
 def _is_tensor_parallel(model: torch.nn.Module) -> bool:
@@ -161,5 +191,8 @@ def _multiplied_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Paramete
 
 
 def _numel(parameter: torch.nn.Parameter) -> int:
+    packed = getattr(parameter, "quant_state", None)  # of bitsandbytes: two weights in a byte
+    if packed is not None:
+        return math.prod(packed.shape)
     whole: int | None = getattr(parameter, "ds_numel", None)  # ZeRO-3 leaves an empty tensor behind
     return parameter.numel() if whole is None else whole

@@ -1,9 +1,10 @@
 """Measures phases, micro-batches and steps of a torch training loop without a DeepSpeed engine.
 
-A forward pass is a call of the watched model, a backward pass a call of `torch.autograd.backward`,
-which `loss.backward()` calls, and a step is a call of the watched optimizer's `step`. A micro-batch
-ends with its backward pass. Time that belongs to none of these is in the phase `other`: a call of
-`model.module(...)`, `torch.autograd.grad`, gradient clipping.
+A forward pass is a call of the watched model, or of the `training_step` of a LightningModule. A
+backward pass is a call of `torch.autograd.backward`, which `loss.backward()` calls, and a step is a
+call of the watched optimizer's `step`. A micro-batch ends with its backward pass. Time that belongs
+to none of these is in the phase `other`: a call of `model.module(...)`, `torch.autograd.grad`,
+gradient clipping.
 
 The class of the model is patched, not the model, so that a copy or a pickle of the model has no
 hooks. The optimizer has hooks of its own for steps, which its copies and pickles do not have.
@@ -16,6 +17,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ from ..common.patching import PatchSet
 from ..common.phase_timer import BACKWARD, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseTimer
 from ..common.torch_engine import TorchEngine, trains
 from .batch_shape import BatchShape, batch_shape
+from .engine_hooks import is_divided_by_lightning
 from .generated_tokens import GenerationCounts
 from .memory_hooks import MemoryHooks
 from .raw_step import StepCounts
@@ -102,20 +105,11 @@ class TorchHooks:
         self._on_exception = fail_open.wrap("oom report", memory.on_exception)
         self._read_loss = fail_open.wrap("loss", self._loss_of, is_kept=True)
         self._patches = PatchSet()
-        self._patches.add(type(engine.model), "__call__", self._call_wrapper)
-        self._patches.add(torch.autograd, "backward", self._backward_wrapper)
-        self._patches.add(GradScaler, "scale", self._scale_wrapper)
-        self._patches.add(GradScaler, "step", self._scaler_step_wrapper)
-        optimizer = engine.optimizer
-        assert optimizer is not None  # the caller of `watch` holds it
-        before = fail_open.wrap("step", self._on_step_start)
-        after = fail_open.wrap("step", self._on_step_end)
-        other = fail_open.wrap("step", self._on_other_step)
-        self._handles: list[RemovableHandle | StepCallbackHandle] = [
-            optimizer.register_step_pre_hook(lambda _, args, kwargs: before(args, kwargs)),
-            optimizer.register_step_post_hook(lambda _, args, kwargs: after()),
-            call_after_steps(other),
-        ]
+        self._handles: list[RemovableHandle | StepCallbackHandle] = []
+        with ExitStack() as on_failure:
+            on_failure.callback(self.restore)
+            self._hook(engine)
+            on_failure.pop_all()
 
     def restore(self) -> None:
         """Remove the hooks. Safe to call twice."""
@@ -147,11 +141,30 @@ class TorchHooks:
         module = self._module()
         return module is not None and module.training
 
+    def _hook(self, engine: TorchEngine) -> None:
+        optimizer, wrap = engine.optimizer, self._fail_open.wrap
+        assert optimizer is not None  # the caller of `watch` holds it
+        before, after = wrap("step", self._on_step_start), wrap("step", self._on_step_end)
+        self._handles += (
+            optimizer.register_step_pre_hook(lambda _, args, kwargs: before(args, kwargs)),
+            optimizer.register_step_post_hook(lambda _, args, kwargs: after()),
+            call_after_steps(wrap("step", self._on_other_step)),
+        )
+        self._patches.add(type(engine.model), "__call__", self._call_wrapper)
+        if is_divided_by_lightning(engine.model):
+            # Lightning calls it instead of the module, unless a strategy has wrapped the module.
+            self._patches.add_existing(type(engine.model), ["training_step"], self._call_wrapper)
+        self._patches.add(torch.autograd, "backward", self._backward_wrapper)
+        for kind in grad_scaler_kinds():
+            for name, make in (("scale", self._scale_wrapper), ("step", self._scaler_step_wrapper)):
+                if name in vars(kind):
+                    self._patches.add(kind, name, make)
+
     def _is_on_training_thread(self) -> bool:
         return threading.get_ident() == self._thread
 
     def _call_wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the call of the model's class. The calls of other instances pass through."""
+        """Wrap a method of the model's class. The calls of other instances pass through."""
         start = self._fail_open.wrap("forward", self._on_forward_start)
         is_compiling, model_of = torch.compiler.is_compiling, self._model
 
@@ -359,6 +372,14 @@ class TorchHooks:
             return result
 
         return step
+
+
+def grad_scaler_kinds() -> list[type]:
+    """Return the class of GradScalers and its subclasses, such as FSDP's ShardedGradScaler."""
+    kinds: list[Any] = [GradScaler]
+    for kind in kinds:  # it grows
+        kinds += [each for each in kind.__subclasses__() if each not in kinds]
+    return kinds
 
 
 def divisor_of(loss: torch.Tensor) -> float | None:

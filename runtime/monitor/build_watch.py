@@ -119,7 +119,7 @@ def build_watch(
         recorder.set(training.RUN_ACTIVE, 1)
         recorder.start_counters(training.METRICS)
         publish_thresholds(context)
-        flops = fail_open.wrap("flops", flops_counter(engine.module, settings.flops.method))
+        flops = fail_open.wrap("flops", flops_counter(engine, settings.flops.method))
         peak_flops = publish_peak(settings.flops, recorder, device_index=device)
         step_metrics = StepMetrics(recorder, flops, peak_flops)
         run_info = RunInfoPublisher(context, store, folder, address)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import logging
 import os
@@ -32,9 +30,10 @@ from ..common.rank_store import (
 )
 from ..common.report_files import write_or_warn
 from ..common.retried_files import RetriedFiles
+from ..common.run_lock import LOCK_FILE, lock, unlock
 from .log_file import RETRY_SECONDS
 from .step_log import StepLog, keeps_every_step, write_settings
-from .step_ring import LOCK_FILE, StepRing, recover
+from .step_ring import StepRing, recover
 
 logger = logging.getLogger(__name__)
 
@@ -251,7 +250,10 @@ class RunFolder:
             self.files.write(self.path / TARGETS_FILE, self._targets_text)
 
     def _write_missing(self) -> None:
-        """Write the files, and take the lock, for which the disk had no space before."""
+        """Write the files, and take the lock, for which the disk had no space before.
+
+        The lock may also be lost later: a script that copies the folder reads the locked file.
+        """
         if self.path is None or not self._missing_backoff.is_due:
             return
         self._missing_backoff.start_delay()
@@ -260,6 +262,8 @@ class RunFolder:
             self._sign(self.path)
         if self._process.rank == 0 and self._lock is None:
             self._lock_folder(self.path)
+        elif self._lock is not None:
+            lock(self._lock)
 
     def _restore_files(self) -> None:
         """Write the files again that may have been deleted together with the log."""
@@ -331,21 +335,16 @@ class RunFolder:
             descriptor = open_to_append(folder / LOCK_FILE)
         except OSError:  # the log will report the error
             return True
-        try:
-            # Forked children do not inherit this lock. They may live longer than this process.
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno == errno.EAGAIN:
-                os.close(descriptor)
-                return False
-            # Some network file systems do not support locks. Some policies forbid locks (EACCES).
+        if not lock(descriptor):
+            os.close(descriptor)
+            return False
         self._lock = descriptor
         return True
 
     def _unlock(self) -> None:
         descriptor, self._lock = self._lock, None
         if descriptor is not None:
-            os.close(descriptor)
+            unlock(descriptor)
 
 
 def _numbered(run_id: str) -> Iterator[str]:

@@ -17,6 +17,7 @@ import os
 import secrets
 import stat
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from ..common.hot_path import (
     StepSlots,
 )
 from ..common.log_tail import last_lines
+from ..common.run_lock import LOCK_FILE
 from .log_file import open_log, write_whole
 from .step_log import is_logged
 
@@ -48,8 +50,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
-# Rank 0 makes this file when it begins a run folder, and locks it while the run is live.
-LOCK_FILE = "run.lock"
 # Number of steps that a ring keeps. The watch thread is woken long before so many are not logged.
 SLOTS = 1024
 # What remains free for others, in bytes: a container often has 64 MB, which data loaders use.
@@ -69,6 +69,8 @@ _FILE_BYTES = _HEADER_BYTES + SLOTS * _SLOT_BYTES
 
 # The rings of this process. Opening one of them again and closing it would release its lock.
 _own: set[Path] = set()
+# Locks do not hold between two threads of a process, such as one that a disk has blocked for long.
+_recovering = threading.Lock()
 
 
 class StepRing:
@@ -173,9 +175,12 @@ class StepRing:
 def recover(logs: Path, folder: Path | None = None) -> int:
     """Append the steps of killed processes of this user to their logs, and delete their rings.
 
-    The lines have neither collectives nor memory, which are in no ring. Errors are logged. A ring
-    whose log cannot be written now is tried again next time, for MAX_AGE_SECONDS. Steps of a run
-    whose folder was deleted are not appended to the log of a later run with the same id.
+    The lines have neither collectives nor memory, which are in no ring. Errors are logged. The time
+    of modification of a log becomes that of its last step. A ring whose log cannot be written now
+    is tried again next time, for MAX_AGE_SECONDS. Steps of a run whose folder was deleted are not
+    appended to the log of a later run with the same id. Steps of a rank that has gone on since, as
+    after a restart on another host, are left out: readers take the last line of a log for its last
+    step. While another thread of this process recovers steps, the call does nothing.
 
     Args:
         logs: Only logs in this folder or below it are written. The file system of another log may
@@ -189,11 +194,18 @@ def recover(logs: Path, folder: Path | None = None) -> int:
         >>> recover(Path("runs/r1"))  # after the ranks of a job on this host were killed
         3
     """
-    total, logs = 0, logs.resolve()
-    with contextlib.suppress(OSError):  # there is no such folder, or it cannot be read
+    if not _recovering.acquire(blocking=False):
+        return 0
+    total = 0
+    try:
+        logs = logs.resolve()
         for path in sorted((folder or SHARED_MEMORY).glob(f"{_NAME}{os.getuid()}-*")):
             if path not in _own:
                 total += _recover_file(path, logs)
+    except OSError:  # there is no such folder, or it cannot be read
+        pass
+    finally:
+        _recovering.release()
     return total
 
 
@@ -279,13 +291,21 @@ class _DeadRing:
         return begun_at > self.records[-1].ended_at_unix_seconds
 
     def append_missing(self) -> tuple[int, bool]:
-        """Append the steps after the last one that is in the log.
+        """Append the steps after the last one that is in the log, unless the rank has gone on.
 
         Returns:
-            The number of steps that were appended, and whether the log has all of them now.
+            The number of steps that were appended, and whether nothing remains to be done.
         """
         try:
-            missing = self._missing()
+            logged = _logged_ends(self.log)
+            if self._is_before(logged):
+                logger.info(
+                    "the last steps of a killed process are not appended to %s: the rank has gone "
+                    "on there since",
+                    self.log,
+                )
+                return 0, True
+            missing = self._missing(logged)
             if missing:
                 self._append(missing)
                 logger.info(
@@ -301,11 +321,16 @@ class _DeadRing:
             )
             return 0, False
 
-    def _missing(self) -> list[StepRecord]:
-        logged = _logged_ends(self.log)
+    def _is_before(self, logged: Sequence[float]) -> bool:
+        """Return whether the last step in the log is a later one, of another process."""
+        ends = [record.ended_at_unix_seconds for record in self.records]
+        return bool(logged) and logged[-1] > ends[-1] and logged[-1] not in ends
+
+    def _missing(self, logged: Sequence[float]) -> list[StepRecord]:
+        known = frozenset(logged)
         missing: list[StepRecord] = []
         for record in reversed(self.records):
-            if record.ended_at_unix_seconds in logged:
+            if record.ended_at_unix_seconds in known:
                 break
             missing.append(record)
         return missing[::-1]
@@ -315,6 +340,10 @@ class _DeadRing:
         descriptor = open_log(self.log)
         try:
             write_whole(descriptor, b"".join(map(writer.line, records)))
+            # A run whose log is young counts as alive (dashboards/stack/run_targets.py).
+            ended_at = records[-1].ended_at_unix_seconds
+            with contextlib.suppress(OSError):
+                os.utime(descriptor, (ended_at, ended_at))
         finally:
             os.close(descriptor)
 
@@ -387,23 +416,25 @@ def _record(body: bytes) -> StepRecord:
     )
 
 
-def _logged_ends(log: Path) -> set[float]:
-    """Return when the last steps in a log ended, as Unix times."""
-    ends: set[float] = set()
+def _logged_ends(log: Path) -> list[float]:
+    """Return when the last steps in a log ended, as Unix times in the order of the lines."""
+    ends: list[float] = []
     for line in _last_lines(log):
-        with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):  # a partial line
-            ends.add(orjson.loads(line)["ended_at_unix_seconds"])
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a partial line
+            ends.append(float(orjson.loads(line)["ended_at_unix_seconds"]))
     return ends
 
 
-def _last_lines(log: Path) -> Iterator[bytes]:
-    """Yield the lines at the end of a log; of its older segment, too, if it has just begun."""
-    is_whole = True
+def _last_lines(log: Path) -> list[bytes]:
+    """Return the lines at the end of a log; of its older segment, too, if it has just begun."""
+    found: list[bytes] = []
     for path in (log, log.with_suffix(".1.jsonl")):
-        if is_whole:
-            with contextlib.suppress(FileNotFoundError):
-                lines, is_whole = last_lines(path, SEARCHED_BYTES)
-                yield from lines
+        with contextlib.suppress(FileNotFoundError):
+            lines, is_whole = last_lines(path, SEARCHED_BYTES)
+            found = lines + found
+            if not is_whole:
+                break
+    return found
 
 
 def _known(number: float) -> float | None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -120,7 +121,9 @@ class Watch:
         self._publish_overhead = fail_open.wrap("overhead", overhead.publish)
         self._on_run_error = fail_open.wrap("oom report", memory.on_run_error)
         self._trace_run_error = fail_open.wrap("traces", otel.trace_run_error)
-        self._closed = self._failed = False
+        self._closed = self._failed = self._interrupted = False
+        self._is_closing = self._is_forked = False
+        self._unclosed: deque[Callable[[], object]] = deque()
         self.writes_report = False
 
     @property
@@ -162,6 +165,11 @@ class Watch:
     def generated_ns(self) -> int:
         """Nanoseconds in calls of `generate` since the watch began, by the host."""
         return self._instrumentation.generated_ns
+
+    @property
+    def last_cell_failed(self) -> bool | None:
+        """Whether the last cell of a notebook raised. None if no cell has ended, as in a script."""
+        return self._instrumentation.last_cell_failed
 
     def watches(self, engine: Any) -> bool:
         """Whether this watch monitors `engine`."""
@@ -251,17 +259,24 @@ class Watch:
         """Return a context manager; time inside it counts as checkpoint time, e.g. a rebuild."""
         return self._instrumentation.checkpoint_phase()
 
-    def saving_checkpoint(self) -> AbstractContextManager[None]:
-        """Return a context manager in which one checkpoint is saved, for the checkpoint metrics."""
-        return self._instrumentation.checkpoints.saving()
+    @contextmanager
+    def saving_checkpoint(self) -> Iterator[None]:
+        """Return a context manager in which the training thread saves one checkpoint.
+
+        It counts the checkpoint, and time inside it counts as checkpoint time.
+        """
+        with self.checkpoint_phase(), self._instrumentation.checkpoints.saving():
+            yield
 
     def copying_checkpoint(self) -> AbstractContextManager[None]:
         """Return a context manager in which a state is copied, to be written in the background."""
         return self._instrumentation.checkpoints.copying()
 
-    def waiting_for_checkpoint(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def waiting_for_checkpoint(self) -> Iterator[None]:
         """Return a context manager in which training waits for a checkpoint in the background."""
-        return self._instrumentation.checkpoints.waiting()
+        with self.checkpoint_phase(), self._instrumentation.checkpoints.waiting():
+            yield
 
     def on_checkpoint_written(self, *, saved: bool, seconds: float, began_at: float) -> None:
         """Count a checkpoint that a thread has written, or failed to write.
@@ -287,7 +302,9 @@ class Watch:
     ) -> None:
         """Remove all hooks, write all pending records, and serve metrics until the last scrape.
 
-        Safe to call twice. The call returns before the last scrape, unless `at_exit` is set.
+        Safe to call twice, and in a forked child, where it does nothing. If Ctrl-C ends a call, the
+        next one, such as that at exit, goes on there. The call returns before the last scrape,
+        unless `at_exit` is set.
 
         After an end in good order or by Ctrl-C, `run_active` is 0 until the last scrape, and
         `run_end_info` has the reason. After an exception the server closes at once: `run_active`
@@ -302,35 +319,18 @@ class Watch:
                 shorter.
             at_exit: Whether the process ends now. The call then waits for the last scrape.
         """
+        if self._is_forked:
+            return
         current = sys.exception()
-        interrupted = interrupted or is_interrupt(current)
-        failed = not interrupted and (failed or isinstance(current, Exception))
-        # A later call, such as the call at exit, may not know of the failure.
-        self._failed = self._failed or failed
+        # A later call, such as the call at exit, may not know how the run has ended.
+        if not self._failed:
+            self._interrupted = self._interrupted or interrupted or is_interrupt(current)
+        if not self._interrupted:
+            self._failed = self._failed or failed or isinstance(current, Exception)
         if not self._closed:
-            self._closed = True
-            if failed:
-                self.advisor.disable()
-                error = current or getattr(sys, "last_value", None)
-                self._on_run_error(error)
-                self._trace_run_error(error)
-            self._close_hooks()
-            self._close_parts(
-                lambda: self._thread.enqueue_rest(self._collectives.call_recorder.drain()),
-                self._thread.stop,
-                self._subscriptions.close,
-                lambda: self._sinks.close(failed=failed, interrupted=interrupted),
-                self._comparison.stop,
-                self._memory.close,
-            )
-            self._close_parts(lambda: self._publish_end(failed=failed, interrupted=interrupted))
-            self._publish_overhead()
-            if not self._thread.is_abandoned:  # else the thread may be inside of it
-                self._close_parts(self._metrics_log.close)
-            is_complete = self._thread.is_complete
-            self._close_parts(lambda: self._folder.close(is_complete=is_complete), self._otel.close)
-            self._publish_overhead()
-            self._close_parts(lambda: self._announce_report(ok=not failed and not interrupted))
+            error = current or getattr(sys, "last_value", None)
+            self._closed, self._unclosed = True, deque(self._parts_to_close(error))
+        self._close_rest()
         if self._failed:
             if not self.fail_open.call("close", asks_for_drain, self.snapshot()):
                 self._close_parts(self._server.close)
@@ -341,12 +341,56 @@ class Watch:
                 self._close_parts(thread.start)  # without a thread, the server closes at exit
         elif at_exit:
             try:
-                self._server.wait_for_final_scrape(interrupted=interrupted)
+                self._server.wait_for_final_scrape(interrupted=self._interrupted)
             finally:  # Ctrl-C ends the wait
                 self._withdraw_targets()
                 self._close_parts(self._server.close)
         else:
             self._server.close_after_final_scrape(self._withdraw_targets)
+
+    def _parts_to_close(self, error: BaseException | None) -> Iterator[Callable[[], object]]:
+        """Yield what closes the parts, in this order. Each may be called twice.
+
+        Args:
+            error: The error that ends the run, if it fails.
+        """
+        if self._failed:
+            yield self.advisor.disable
+            yield lambda: self._on_run_error(error)
+            yield lambda: self._trace_run_error(error)
+        yield from self._hooks()
+        yield lambda: self._thread.enqueue_rest(self._collectives.call_recorder.drain())
+        yield self._thread.stop
+        yield self._subscriptions.close
+        yield lambda: self._sinks.close(failed=self._failed, interrupted=self._interrupted)
+        yield self._comparison.stop
+        yield self._memory.close
+        yield lambda: self._publish_end(error)
+        yield self._publish_overhead
+        yield self._close_metrics_log
+        yield lambda: self._folder.close(is_complete=self._thread.is_complete)
+        yield self._otel.close
+        yield self._publish_overhead
+        yield self._announce_report
+
+    def _close_rest(self) -> None:
+        """Close the parts that are still open, unless another call of `close` is doing so."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        try:
+            while self._unclosed:
+                self._close_parts(self._unclosed[0])
+                self._unclosed.popleft()
+        except KeyboardInterrupt:
+            self._interrupted = not self._failed
+            raise
+        finally:
+            self._is_closing = False
+
+    def _close_metrics_log(self) -> None:
+        if not self._thread.is_abandoned:  # else the thread may be inside of it
+            self._metrics_log.close()
 
     def _close_after_next_scrape(self) -> None:
         try:
@@ -377,37 +421,37 @@ class Watch:
 
     def close_after_fork(self) -> None:
         """Deactivate the watch in a forked child: close the sockets, touch no thread."""
-        self._closed = True
+        self._closed = self._is_forked = True
         self._close_parts(
-            self._server.close, self._comparison.forget_hooks, self._otel.close_after_fork
+            self._server.close,
+            self._comparison.forget_hooks,
+            self._otel.close_after_fork,
+            *self._hooks(),
         )
-        self._close_hooks()
 
-    def _publish_end(self, *, failed: bool, interrupted: bool) -> None:
-        error = sys.exception() or getattr(sys, "last_value", None)
+    def _publish_end(self, error: BaseException | None) -> None:
         with self.recorder.commit():
-            if not failed:
+            if not self._failed:
                 self.recorder.set(training.RUN_ACTIVE, 0)
-            reason = end_reason(error, failed=failed, interrupted=interrupted)
+            reason = end_reason(error, failed=self._failed, interrupted=self._interrupted)
             self.recorder.set_info(training.RUN_END_INFO, reason)
         folder = self.run_folder
-        if failed and error is not None and folder is not None:
+        if self._failed and error is not None and folder is not None:
             note_error(folder, self._folder.rank, error, reason)
 
-    def _announce_report(self, *, ok: bool) -> None:
-        folder = self.run_folder
+    def _announce_report(self) -> None:
+        folder, ok = self.run_folder, not self._failed and not self._interrupted
         if folder is not None and self._folder.rank == 0:
             announce_report(
                 folder, is_ours=ok and self.writes_report, console=self.settings.console
             )
 
-    def _close_hooks(self) -> None:
-        self._close_parts(
-            self._instrumentation.restore,
-            self._memory.close_hooks,
-            self._comparison.close_hooks,
-            self._collectives.close,
-        )
+    def _hooks(self) -> Iterator[Callable[[], object]]:
+        """Yield what closes the hooks."""
+        yield self._instrumentation.restore
+        yield self._memory.close_hooks
+        yield self._comparison.close_hooks
+        yield self._collectives.close
 
     def _close_parts(self, *parts: Callable[[], object]) -> None:
         """Close all parts, even if closing one of them fails."""

@@ -6,11 +6,8 @@ recorded is None. Reports, comparisons, the console and notebooks show the same 
 
 from __future__ import annotations
 
-import fcntl
 import math
-import os
 import re
-import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +50,7 @@ from ..common.exit_notes import AFTER_FIRST, FAILED, FIRST_TO_FAIL
 from ..common.format_numbers import format_bytes, format_duration
 from ..common.plain_text import printable
 from ..common.report_files import times_in
+from ..common.run_lock import is_locked
 from .metrics_reader import RankMetrics, RecordedMetrics, read_metrics
 from .run_reader import (
     LONGEST_GAP,
@@ -854,22 +852,6 @@ def _is_of_last_attempt(rank: RankMetrics, run: RecordedRun) -> bool:
         or not rank.unix_seconds.size
         or (float(rank.unix_seconds[-1]) >= max(run.attempts))
     )
-
-
-def is_locked(folder: Path) -> bool:
-    """Whether rank 0 of a live run on this host, or on the same file system, holds the folder."""
-    try:
-        descriptor = os.open(folder / "run.lock", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        question = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, question)
-        return bool(struct.unpack("hhqqi", answer)[0] != fcntl.F_UNLCK)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
 
 
 def _facts(run: RecordedRun, metrics: RecordedMetrics) -> RunFacts:
@@ -1903,8 +1885,9 @@ def _steps(found: _Evidence) -> str:
 def _unknown_end(unclosed: Sequence[int]) -> str:
     sentence = "The folder does not show how the run ended"
     if unclosed:
-        ranks = f"rank{'s' * (len(unclosed) > 1)} {number_ranges(unclosed)}"
-        sentence += f": {ranks} were killed, or are active on another machine"
+        many = len(unclosed) > 1
+        ranks = f"ranks {number_ranges(unclosed)} were" if many else f"rank {unclosed[0]} was"
+        sentence += f": {ranks} killed, or {'are' if many else 'is'} active on another machine"
     return f"{sentence}. "
 
 

@@ -276,7 +276,7 @@ def build_separate_watch(
                 watch_index=watch_index,
                 store=StoreAddress.of_job(),
                 on_device=device_phases is not None,
-                flops=fail_open.call("flops", flops_counter, engine.module, settings.flops.method),
+                flops=fail_open.call("flops", flops_counter, engine, settings.flops.method),
                 peak_flops=peak_flops,
                 baseline_bytes=memory_analysis.baseline_bytes,
                 devices_with_step_peaks=frozenset(

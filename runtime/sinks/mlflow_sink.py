@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 # MLflow's limit of one request.
 MAX_PER_REQUEST = 1000
+TAG = "zerowatch.run_id"
 
 
 class MlflowSink:
@@ -31,19 +32,21 @@ class MlflowSink:
     """
 
     def __init__(self, run_id: str | None = None) -> None:
-        self._run_id, self._is_own = run_id, False
+        self._given = self._run_id = run_id
+        self._is_own = False
 
     def open(self, run: SinkRun) -> None:
         """Find the script's run, or begin one that is active on the thread of the sinks only."""
         import mlflow
 
-        if self._run_id is None:
-            active = _active_run()
-            if active is None:
-                self._is_own = True
-                active = mlflow.start_run(run_name=run.run_id)
+        self._run_id, self._is_own = self._given, False  # it may have served an earlier training
+        if self._run_id is None and (active := _active_run()) is not None:
             self._run_id = active.info.run_id
-        mlflow.MlflowClient().set_tag(self._run_id, "zerowatch.run_id", run.run_id)
+        if self._run_id is None:
+            own = mlflow.start_run(run_name=run.run_id, tags={TAG: run.run_id})
+            self._run_id, self._is_own = own.info.run_id, True
+        else:
+            mlflow.MlflowClient().set_tag(self._run_id, TAG, run.run_id)
 
     def write(self, values: Mapping[str, float], *, step: int, unix_seconds: float) -> None:
         """Write the values as metrics."""

@@ -35,16 +35,16 @@ class WandbSink:
     """
 
     def __init__(self, run: wandb.Run | None = None) -> None:
-        self._run = run
+        self._given = self._run = run
         self._is_own = self._is_finished = False
 
     def open(self, run: SinkRun) -> None:
         """Find the script's run, or begin one that does not become `wandb.run`."""
         import wandb
 
-        target = self._run or wandb.run
+        self._is_own = self._is_finished = False  # the sink may have served an earlier training
+        target = self._given or wandb.run
         if target is None:
-            self._is_own = True
             target = wandb.init(
                 name=run.run_id,
                 config={"zerowatch_run_id": run.run_id},
@@ -52,6 +52,7 @@ class WandbSink:
                 mode=_mode(),
                 settings=wandb.Settings(console="off", silent=True),
             )
+            self._is_own = True
         self._run = target
         target.define_metric(STEP, hidden=True)
         target.define_metric(f"{ROOT}/*", step_metric=STEP)

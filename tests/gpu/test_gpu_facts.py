@@ -11,6 +11,7 @@ from zerowatch.runtime.cli.check.hardware import check_accelerator, check_speed
 from zerowatch.runtime.cli.check.software import check_cuda
 from zerowatch.runtime.cli.check.verdicts import Job
 from zerowatch.runtime.common import accelerator
+from zerowatch.runtime.common.torch_engine import steps_so_far
 from zerowatch.runtime.devices.cuda_allocator import device_memory
 from zerowatch.runtime.devices.device_probes import peak_flops_per_second
 from zerowatch.runtime.devices.nvml_inventory import nvml_inventory
@@ -50,6 +51,26 @@ def test_the_allocator_has_the_statistics_that_are_read() -> None:
         assert probe.read()["allocated"] >= block.nbytes
     finally:
         probe.close()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_steps_of_an_optimizer_are_read_from_the_gpu_but_not_into_a_graph(fused: bool) -> None:
+    weights = torch.nn.Parameter(torch.ones(8, device="cuda"))
+    optimizer = torch.optim.AdamW([weights], fused=fused)
+    for _ in range(3):
+        weights.grad = torch.ones_like(weights)
+        optimizer.step()
+    graph, captured = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+
+    number = steps_so_far(optimizer)
+    with torch.cuda.graph(graph):
+        captured.add_(1)
+        in_capture = steps_so_far(optimizer)
+    graph.replay()
+
+    assert optimizer.state[weights]["step"].is_cuda == fused
+    assert (number, in_capture) == (3, 0 if fused else 3)
+    assert captured.item() == 1
 
 
 def test_zerowatch_check_measures_this_gpu_against_its_peaks(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import sys
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from scripts.launching import SCRIPTS, plain
 
 import zerowatch
 from zerowatch.metrics.catalog import training
@@ -18,7 +24,9 @@ from zerowatch.metrics.settings import Settings, load_settings
 from zerowatch.runtime import entry_points
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.torch_engine import torch_engine
+from zerowatch.runtime.entry_points import MAX_WITHOUT_MODEL
 from zerowatch.runtime.monitor.watch import NullWatch, Watch
+from zerowatch.runtime.reports.run_summary import summary_of
 
 OFF = {"enabled": False}
 
@@ -109,6 +117,8 @@ class Process:
             num_watches=0,
             is_new_training=False,
             is_model_known=False,
+            without_model=weakref.WeakSet(),
+            num_without_model=0,
             first_step_hook=None,
             attached_settings=None,
             startup=Recorded(self.calls, "startup"),
@@ -471,12 +481,15 @@ def test_a_torch_model_is_watched_with_its_optimizer_or_a_wrapper_of_it(
     model = torch.nn.Linear(2, 3)
     optimizer = torch.optim.SGD(model.parameters())
 
-    for given in (optimizer, SimpleNamespace(optimizer=optimizer)):
+    accelerated = AcceleratedOptimizer.__new__(AcceleratedOptimizer)
+    accelerated.optimizer = optimizer
+    wrappers = (SimpleNamespace(optimizer=optimizer), accelerated)
+    for given in (optimizer, *wrappers, SimpleNamespace(optimizer=accelerated)):
         process.state.watch = None
         zerowatch.watch(model, given)  # type: ignore[arg-type]
 
-    assert [engine.optimizer for _, engine, _ in process.calls] == [optimizer, optimizer]
-    assert [engine.model for _, engine, _ in process.calls] == [model, model]
+    assert [engine.optimizer for _, engine, _ in process.calls] == [optimizer] * 4
+    assert [engine.model for _, engine, _ in process.calls] == [model] * 4
     assert not hasattr(model, "watch")
     assert caplog.messages == []
 
@@ -543,6 +556,22 @@ def test_a_run_ends_as_failed_or_as_interrupted(
     assert process.state.is_model_known
 
 
+def test_a_close_at_exit_that_ctrl_c_has_ended_goes_on_as_interrupted(process: Process) -> None:
+    interrupted: list[bool] = []
+
+    def close(**options: bool) -> None:
+        interrupted.append(options["interrupted"])
+        if len(interrupted) == 1:
+            raise KeyboardInterrupt
+
+    process.state.watch = process.watch_of(None, close=close)
+
+    with pytest.raises(KeyboardInterrupt):
+        entry_points.close_watch(failed=False)
+
+    assert interrupted == [False, True]
+
+
 def test_a_process_without_a_watch_closes_without_one(process: Process) -> None:
     entry_points.close_watch(failed=False)
 
@@ -565,6 +594,65 @@ def test_a_process_that_ends_by_an_exception_closes_as_failed(
     assert ends == [has_failed]
 
 
+@pytest.mark.parametrize("last_cell_failed", [False, True])
+def test_a_notebook_ends_as_failed_only_if_its_last_cell_raised(
+    last_cell_failed: bool, process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """IPython sets last_value after each cell that raised."""
+    ends: list[bool] = []
+    monkeypatch.setattr(entry_points, "close_watch", lambda *, failed: ends.append(failed))
+    monkeypatch.setattr(sys, "last_value", NameError("prnt"), raising=False)
+    process.state.watch = process.watch_of(None, last_cell_failed=last_cell_failed)
+
+    entry_points._close_at_exit()
+
+    assert ends == [last_cell_failed]
+
+
+def in_child(ends: Any, end: Callable[[], object]) -> None:
+    def close_watch(*, failed: bool) -> None:
+        ends.put((failed, type(sys.exception()).__name__))
+
+    entry_points.close_watch = close_watch
+    process = entry_points._process = entry_points._Process()
+    process.open_collectives()
+    process.open_collectives()
+    end()
+
+
+def leave_after_an_error() -> None:
+    """Ends as a process of torch.multiprocessing.start_processes does after an error."""
+    try:
+        raise ValueError("no good")
+    except ValueError:
+        sys.exit(1)
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        (int, (False, "NoneType")),
+        (sys.exit, (False, "SystemExit")),
+        (partial(int, "no number"), (True, "ValueError")),
+        (leave_after_an_error, (True, "ValueError")),
+    ],
+    ids=["return", "exit", "error", "exit after an error"],
+)
+def test_a_child_of_multiprocessing_closes_once_at_its_end(
+    end: Callable[[], object], expected: tuple[bool, str]
+) -> None:
+    context = multiprocessing.get_context("fork")
+    ends = context.SimpleQueue()
+    child = context.Process(target=in_child, args=(ends, end), daemon=True)
+
+    child.start()
+    child.join(60)
+    found = [] if ends.empty() else [ends.get()]
+
+    assert found == [expected]
+    assert ends.empty()
+
+
 def test_a_forked_child_drops_the_watch_and_the_collectives(process: Process) -> None:
     entry_points._close_after_fork()
     process.state.watch = process.watch_of(None)
@@ -573,6 +661,17 @@ def test_a_forked_child_drops_the_watch_and_the_collectives(process: Process) ->
     entry_points._close_after_fork()
 
     assert process.calls == [("watch.close_after_fork",), ("collectives.close",)]
+
+
+def test_forked_children_leave_the_run_of_their_parent_and_close_their_own(tmp_path: Path) -> None:
+    done = plain(SCRIPTS / "monitor/fork_children.py", tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"targets": True, "is_open": True}
+    ends = {folder.name: summary_of(folder).status for folder in tmp_path.iterdir()}
+    names = ("before", "during", "during-mp", "grandchild", "parent")
+    assert ends == dict.fromkeys(names, "completed")
+    assert not list(tmp_path.glob("*/*.alive.json"))
 
 
 def test_only_an_open_watch_is_the_current_one(process: Process) -> None:
@@ -659,6 +758,41 @@ def test_the_model_of_the_first_optimizer_that_steps_is_watched_once(process: Pr
     opened, (_, engine, _) = process.calls
     assert opened == "collectives are open"
     assert (engine.model, engine.optimizer) == (model, optimizer)
+
+
+def test_a_model_is_found_after_optimizers_of_tensors_without_one(process: Process) -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    model, optimizer = made()
+    entry_points.instrument_torch()
+
+    try:
+        own = torch.optim.SGD([tensor])
+        for _ in range(2 * MAX_WITHOUT_MODEL):
+            own.step()
+        for _ in range(2):
+            train_step(model, optimizer)
+    finally:
+        process.state.first_step_hook.remove()
+
+    assert [engine.model for _, engine, _ in process.calls[1:]] == [model]
+
+
+def test_the_search_for_a_model_ends_after_ten_optimizers_with_one_warning(
+    process: Process, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensor = torch.ones(2, requires_grad=True)
+
+    for _ in range(MAX_WITHOUT_MODEL - 1):
+        entry_points._watch_torch_model(torch.optim.SGD([tensor]))
+    silent = caplog.messages == [] and not process.state.is_model_known
+    entry_points._watch_torch_model(torch.optim.SGD([tensor]))
+    ended = process.state.is_model_known
+    entry_points.expect_training()
+
+    assert silent and ended
+    assert ["zerowatch.watch(" in line for line in caplog.messages] == [True]
+    assert process.calls == []
+    assert not process.state.is_model_known
 
 
 def test_an_optimizer_that_steps_beside_a_watched_engine_is_not_watched(process: Process) -> None:

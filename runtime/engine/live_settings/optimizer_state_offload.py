@@ -126,7 +126,7 @@ class _HostBuffer:
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage
-        host = torch.empty(storage.nbytes(), dtype=torch.uint8)
+        host = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
         is_host = storage.device.type == "cpu"
         self._host = host if is_host else get_accelerator().pin_memory(host)
 

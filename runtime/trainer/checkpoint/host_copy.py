@@ -62,7 +62,7 @@ def _copied(
     if storage._cdata not in storages:
         is_on_host = storage.device.type == "cpu"
         storages[storage._cdata] = storage.clone() if is_on_host else storage.cpu()
-    copied = torch.empty(0, dtype=tensor.dtype)
+    copied = torch.empty(0, dtype=tensor.dtype, device="cpu")
     with torch.no_grad():
         copied.set_(
             storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -365,11 +365,7 @@ def _sequence_numbers() -> dict[str, int]:
     """Return the number of collectives that this rank has issued so far, by group."""
     if not dist.is_initialized():
         return {}
-    numbers: dict[str, int] = {}
-    for group in list(c10d._world.pg_map):
-        with suppress(RuntimeError):  # a backend that does not count
-            numbers[group.group_name] = sequence_number(group)
-    return numbers
+    return {group.group_name: sequence_number(group) for group in list(c10d._world.pg_map)}
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

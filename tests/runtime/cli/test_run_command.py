@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from zerowatch.__main__ import main
 from zerowatch.errors import CommandLineError
-from zerowatch.runtime.cli import run_end
+from zerowatch.runtime.cli import launcher_notes, run_end
 from zerowatch.runtime.cli.run_command import launch
 from zerowatch.runtime.common.launcher_link import send_run_folder
 
@@ -303,6 +304,26 @@ def test_an_error_of_the_agent_itself_is_not_one_of_the_command_line(
 
     with pytest.raises(RuntimeError, match="a fault in torch"):
         launch([__file__])
+
+
+@pytest.mark.usefixtures("fake_torchrun")
+@pytest.mark.parametrize(
+    "error",
+    [None, SignalException("stopped", signal.SIGTERM), RendezvousClosedError()],
+    ids=["none", "signal", "rendezvous"],
+)
+def test_steps_of_killed_ranks_are_recovered_on_a_node_without_rank_zero(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception | None
+) -> None:
+    """Only rank 0 reports its run folder to its launcher."""
+    monkeypatch.setenv("ZEROWATCH_RUN_LOG_FOLDER", str(tmp_path))
+    recovered: list[Path] = []
+    monkeypatch.setattr(launcher_notes, "recover", recovered.append)
+
+    with suppress(CommandLineError):
+        started_by(monkeypatch, __file__, error=error)
+
+    assert recovered == [tmp_path]
 
 
 @pytest.mark.usefixtures("fake_torchrun")

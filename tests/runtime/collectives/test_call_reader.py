@@ -68,11 +68,13 @@ def test_the_payload_of_a_list_is_all_its_tensors() -> None:
     assert read.device_index(args, {}) == ON_CPU
 
 
-def test_a_barrier_has_no_payload_and_no_device() -> None:
+def test_a_barrier_has_no_payload_and_the_device_that_it_names() -> None:
     read = reader("barrier")
 
     assert read.payloads((), {"group": GROUP}) == ((OPS.index("barrier"), 0, None),)
     assert read.device_index((), {}) is None
+    assert read.device_index((GROUP, False, [3]), {}) == 3
+    assert read.device_index((), {"device_ids": []}) is None
     assert read.group((), {"group": GROUP}) is GROUP
 
 

@@ -277,6 +277,48 @@ def test_a_barrier_before_the_rank_has_chosen_its_device_creates_no_context_on_a
     assert rank.cuda.used_devices == set()
 
 
+@pytest.mark.parametrize(
+    ("current", "options", "is_timed"),
+    [
+        (0, {}, True),
+        (0, {"device_ids": [0]}, True),
+        (1, {}, False),
+        (0, {"device_ids": [1]}, False),
+    ],
+)
+def test_a_barrier_of_a_group_without_a_device_is_timed_on_the_device_of_the_events(
+    rank: DeviceRank,
+    monkeypatch: pytest.MonkeyPatch,
+    current: int,
+    options: dict[str, list[int]],
+    is_timed: bool,
+) -> None:
+    barrier = dict(torch_readers({"barrier": ["group", "async_op", "device_ids"]}.get))["barrier"]
+    monkeypatch.setattr(rank.recorder.groups.world, "device_index", None)
+    rank.reduce(10)  # the events are on device 0
+    rank.cuda.used_devices.clear()
+    rank.cuda.current_index = current
+
+    calls = rank.recorder.on_call(barrier, (), options)
+
+    assert [call.timed for call in calls or ()] == [is_timed]
+    assert rank.cuda.used_devices <= {0}
+
+
+def test_a_first_barrier_of_a_group_without_a_device_creates_no_context(
+    rank: DeviceRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    barrier = dict(torch_readers({"barrier": ["group", "async_op", "device_ids"]}.get))["barrier"]
+    monkeypatch.setattr(rank.recorder.groups.world, "device_index", None)
+    rank.recorder.stream_waits.device_index = None
+    rank.cuda.used_devices.clear()
+
+    calls = rank.recorder.on_call(barrier, (), {})
+
+    assert [call.timed for call in calls or ()] == [False]
+    assert rank.cuda.used_devices == set()
+
+
 def reduce_on_host(rank: DeviceRank, milliseconds: float) -> None:
     future: torch.futures.Future[None] = torch.futures.Future()
     reader = dict(torch_readers({"all_reduce": ["tensor", "op", "group", "async_op"]}.get))[

@@ -14,7 +14,6 @@ from fakes.cuda_streams import FakeCuda
 from fakes.sleeping_collectives import ManualClock
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
-from zerowatch.runtime.collectives import groups as groups_module
 from zerowatch.runtime.collectives.groups import (
     BEFORE_ALL,
     NEVER,
@@ -180,11 +179,13 @@ def test_messages_have_a_record_of_their_own(world: Any) -> None:
 
 @pytest.fixture
 def two_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A world group with a backend for a fake device, and gloo for tensors in host memory."""
+    """A world group with a backend for a fake device, and gloo for tensors in host memory.
+
+    The backend for the device does not count its calls.
+    """
     cuda = FakeCuda(ManualClock())
     cuda.collective_backend = "fake"
     cuda.patch(monkeypatch)
-    monkeypatch.setattr(groups_module, "sequence_number", lambda group: 0)  # "fake" has none
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("cuda:fake,cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
@@ -204,6 +205,20 @@ def test_calls_on_tensors_in_host_memory_have_a_record_of_their_own(two_backends
     assert groups.host_record(known) is on_host
     assert groups.known() == [known]
     assert groups.rank_sets() == [known.rank_set]
+
+
+def test_a_group_that_does_not_count_its_calls_has_no_coverage_and_the_others_have(
+    two_backends: Any,
+) -> None:
+    groups = Groups()
+    known, other = groups.find(two_backends), groups.find(dist.new_group([0], backend="gloo"))
+    assert known is not None
+    assert other is not None
+    known.recorded += 1
+    other.reference().allreduce([torch.ones(1)]).wait()
+
+    assert groups.drain_counts() == [(other, 1, 0)]
+    assert (known.seen_from, known.num_issued()) == (0, 0)
 
 
 def test_messages_from_host_memory_have_a_record_of_their_own(two_backends: Any) -> None:

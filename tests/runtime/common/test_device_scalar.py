@@ -248,3 +248,14 @@ def test_the_sum_and_the_mean_are_over_known_values(device: FakeCuda) -> None:
     assert (total([None, late]), mean([None, late])) == (None, None)
     device.synchronize()
     assert total([3.0, None, 8.0, late]) == 111.0
+
+
+def test_the_copy_is_on_the_host_if_the_script_has_another_default_device(
+    device: FakeCuda,
+) -> None:
+    source = torch.tensor(7.0)
+
+    with torch.device("meta"):
+        pending = PendingScalar(source)
+
+    assert pending.read() == 7.0

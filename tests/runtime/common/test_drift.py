@@ -36,7 +36,8 @@ C10D = "torch.distributed.distributed_c10d"
 
 USED_NAMES: tuple[tuple[str, str, str], ...] = (
     (C10D, COLLECTIVES, "_world GroupMember P2POp batch_isend_irecv"),
-    (f"{C10D}:_World", COLLECTIVES, "pg_coalesce_state"),
+    (f"{C10D}:_World", COLLECTIVES, "pg_coalesce_state pg_map"),
+    ("torch.distributed._functional_collectives", COLLECTIVES, "traceable_collective_remaps"),
     (C10D, "runtime/common/rank_store.py", "_get_default_store PrefixStore Store"),
     (
         "torch.distributed:ProcessGroup",
@@ -88,6 +89,11 @@ USED_NAMES: tuple[tuple[str, str, str], ...] = (
     (COORDINATOR, ESTIMATOR, "is_complete_trace"),
     (ENGINE, ESTIMATOR, "seq_data_parallel_group optimizer_name basic_optimizer"),
     ("torch.compiler", "runtime/common/tracing.py", "is_dynamo_compiling _is_compiling_flag"),
+    (
+        "torch._C._dynamo.eval_frame",
+        "runtime/common/tracing.py",
+        "set_code_exec_strategy _FrameExecStrategy _FrameAction",
+    ),
     ("torch.compiler", "wrappers of passes and collectives", "is_compiling"),
     (
         "torch.utils.data.dataloader:_BaseDataLoaderIter",

@@ -97,7 +97,7 @@ class Job:
         self.sent.append(own.tolist())
         first, last = self.rows.pop(0)
         for row, values in zip(rows, (first, own.tolist(), last), strict=True):
-            row.copy_(torch.tensor(values))
+            row.copy_(torch.tensor(values, device="cpu"))
 
     def all_reduce(self, value: torch.Tensor, op: object, group: object) -> None:
         assert (op, group) == (dist.ReduceOp.MAX, "group")
@@ -176,3 +176,16 @@ def test_without_the_job_s_group_there_is_nothing_to_destroy(
 
 def test_our_group_is_marked_as_ours(job: Job) -> None:
     assert new_host_group() == "group"
+
+
+def test_values_are_on_the_host_if_the_script_has_another_default_device(job: Job) -> None:
+    host_group = HostGroup()
+    job.rows = [[[1.0], [7.0]], [[*b"ab"], [*b"ef"]]]
+    job.maxima, job.text = [11, 2], b"cd"
+
+    with torch.device("meta"):
+        values, texts = host_group.all_gather([3]), host_group.all_gather_text("cd", 2)
+        largest, text = host_group.all_max(5), host_group.broadcast_text("")
+
+    assert values.tolist() == [[1.0], [3.0], [7.0]]
+    assert (texts, largest, text) == (["ab", "cd", "ef"], 11, "cd")

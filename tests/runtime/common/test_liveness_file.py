@@ -142,6 +142,22 @@ def test_a_file_of_an_earlier_process_is_replaced_and_an_open_one_stays(tmp_path
     file.close()
 
 
+def test_the_file_of_another_host_is_kept_by_another_name(tmp_path: Path) -> None:
+    LivenessFile(tmp_path, 0, "node-0").open()  # its process is killed
+    left = read_marker(tmp_path / "rank-0.alive.json")
+
+    file = LivenessFile(tmp_path, 0, "node-1")
+    file.open()
+
+    markers = {path.name: read_marker(path) for path in tmp_path.glob("rank-*.alive.json")}
+    now = markers.pop("rank-0.alive.json")
+    assert now is not None
+    assert now.host == "node-1"
+    assert list(markers.values()) == [left]
+    file.close()
+    assert {path.name for path in tmp_path.iterdir()} == set(markers)
+
+
 def test_the_start_may_be_earlier_than_the_file(tmp_path: Path) -> None:
     LivenessFile(tmp_path, 0, "node-0", began_unix_seconds=123.5).open()
 

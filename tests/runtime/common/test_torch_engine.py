@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
+from zerowatch.runtime.common import accelerator
 from zerowatch.runtime.common.torch_engine import (
     TorchEngine,
     steps_so_far,
@@ -33,9 +35,26 @@ def with_step(step: object) -> Any:
 @pytest.mark.parametrize(
     ("step", "number"),
     [(7, 7), (7.0, 7), (torch.tensor(7.0), 7), (torch.empty((), device="meta"), 0), (None, 0)],
-    ids=["int", "float", "tensor", "on a device", "unknown"],
+    ids=["int", "float", "tensor", "without a value", "unknown"],
 )
 def test_the_number_of_steps_is_read_from_the_optimizer_s_state(step: object, number: int) -> None:
+    assert steps_so_far(with_step(step)) == number
+
+
+class OnDevice(torch.Tensor):
+    """A number that stands for one on a device, as that of a fused optimizer."""
+
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("is_capturing", "number"), [(False, 7), (True, 0)])
+def test_the_number_of_a_fused_optimizer_is_read_from_its_device_unless_a_graph_is_captured(
+    is_capturing: bool, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = torch.tensor(7.0).as_subclass(OnDevice)
+    monkeypatch.setattr(accelerator.current, "is_capturing", lambda: is_capturing)
+
+    assert step.device.type == "cuda"
     assert steps_so_far(with_step(step)) == number
 
 
@@ -129,6 +148,13 @@ class Mesh:
         return f"group {dimension}"
 
 
+class NamedGroup:
+    """A process group with a description."""
+
+    def __init__(self, group_desc: str) -> None:
+        self.group_desc = group_desc
+
+
 class Sharded(nn.Parameter):
     device_mesh: Mesh
 
@@ -168,3 +194,17 @@ def test_the_group_of_ddp_is_data_parallel() -> None:
     parallel.process_group = "group"
 
     assert list(TorchEngine(parallel, sgd(parallel)).group_roles()) == [("group", "dp")]
+
+
+def test_named_dimensions_of_other_meshes_have_roles_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("mesh_cp", "mesh_default", "mesh_mine", "cp", "default_pg", "mesh_dp_shard")
+    groups = {NamedGroup(name): None for name in names}
+    monkeypatch.setattr(c10d, "_pg_map", groups)
+    model = nn.Linear(2, 1)
+
+    found = list(TorchEngine(model, sgd(model)).group_roles())
+
+    assert [(group.group_desc, role) for group, role in found] == [
+        ("mesh_cp", "sp"),
+        ("mesh_dp_shard", "dp"),
+    ]

@@ -1,11 +1,11 @@
-"""Tests of the question whether torch traces code: it has the answer of `is_compiling`."""
+"""Tests of tracing: whether torch traces code, as `is_compiling` says, and what it leaves out."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from zerowatch.runtime.common.tracing import flags, is_traced
+from zerowatch.runtime.common.tracing import flags, is_traced, run_untraced
 
 
 def traces() -> bool:
@@ -40,3 +40,33 @@ def test_the_flag_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
 
     assert traces()
+
+
+def test_a_wrapper_that_breaks_the_graph_is_run_untraced() -> None:
+    found: list[bool] = []
+
+    @run_untraced
+    def wrapper() -> None:
+        if is_traced():
+            torch._dynamo.graph_break()
+        found.append(is_traced())
+
+    @torch.compile(backend="eager")
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        wrapper()
+        return 2 * x
+
+    assert doubled(torch.ones(1)) == 2
+    assert found == [False]
+
+
+def test_a_wrapper_that_is_run_untraced_is_inlined_in_a_whole_graph() -> None:
+    @run_untraced
+    def wrapper(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x if is_traced() else x
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return wrapper(x)
+
+    assert doubled(torch.ones(1)) == 2

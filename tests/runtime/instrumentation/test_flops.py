@@ -34,10 +34,12 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.utils.quantization_config import QuantizationMethod
 
 from zerowatch.metrics.catalog import training
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import FlopsSettings
+from zerowatch.runtime.common.torch_engine import TorchEngine
 from zerowatch.runtime.devices.device_probes import peak_flops_per_second
 from zerowatch.runtime.devices.peak_flops import gpu_peak_flops_per_second
 from zerowatch.runtime.instrumentation import flops
@@ -353,7 +355,7 @@ def test_a_model_whose_sizes_are_unknown_has_no_formula(config: dict[str, object
 
 
 def test_the_flops_of_a_step_are_those_of_its_tokens() -> None:
-    counter = flops_counter(Plain(**SIZES), "analytic")
+    counter = flops_counter(SimpleNamespace(module=Plain(**SIZES)), "analytic")
     per_token = 28 * 6 + 7 * 4 + 13 * 12 * 3 * 11
 
     assert counter(StepCounts(tokens=26, sequence_length=13)) == 26 * per_token
@@ -361,7 +363,64 @@ def test_the_flops_of_a_step_are_those_of_its_tokens() -> None:
 
 
 def test_flops_that_are_off_are_unknown() -> None:
-    assert flops_counter(Plain(**SIZES), "off")(StepCounts(tokens=26)) is None
+    engine = SimpleNamespace(module=Plain(**SIZES))
+
+    assert flops_counter(engine, "off")(StepCounts(tokens=26)) is None
+
+
+def test_tokens_attend_to_the_parts_that_sequence_parallel_ranks_have() -> None:
+    model = Plain(**SIZES)
+    whole = flops_counter(SimpleNamespace(module=model), "analytic")
+    part = flops_counter(SimpleNamespace(module=model, sequence_parallel_size=4), "analytic")
+
+    in_parts = part(StepCounts(tokens=26, sequence_length=13))
+
+    assert in_parts is not None
+    assert 4 * in_parts == whole(StepCounts(tokens=4 * 26, sequence_length=4 * 13))
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "size"),
+    [((4,), ("dp",), 1), ((2, 2), ("dp", "cp"), 2), ((1, 2, 2), ("dp", "sp", "cp"), 4)],
+    ids=str,
+)
+def test_the_dimensions_of_meshes_show_how_many_ranks_have_a_part_of_a_sequence(
+    four_ranks: None, shape: tuple[int, ...], names: tuple[str, ...], size: int
+) -> None:
+    model = Plain(**SIZES)
+    engine = TorchEngine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):  # the second has groups of its own
+        init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+    per_token = flops_counter(engine, "analytic")(StepCounts(tokens=1, sequence_length=1))
+
+    assert per_token == 28 * 6 + 7 * 4 + size * 12 * 3 * 11
+
+
+def test_weights_of_four_bits_count_whole() -> None:
+    model = Plain(**SIZES, quantization_config={"quant_method": "bitsandbytes"})
+    packed = torch.nn.Parameter(torch.zeros(14, 1, dtype=torch.uint8), requires_grad=False)
+    packed.quant_state = SimpleNamespace(shape=torch.Size([7, 4]))
+    packed.ds_numel = 14
+    model.layer.weight = packed
+
+    terms = flops_terms(model)
+
+    assert terms is not None
+    assert terms.weights == (28 + 7) * 4
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", QuantizationMethod.COMPRESSED_TENSORS])
+def test_a_model_whose_weights_are_packed_has_no_formula(method: str) -> None:
+    for quantization in ({"quant_method": method}, SimpleNamespace(quant_method=method)):
+        assert flops_terms(Plain(**SIZES, quantization_config=quantization)) is None
+
+
+@pytest.mark.parametrize("method", ["fp8", QuantizationMethod.BITS_AND_BYTES, None])
+def test_quantized_weights_that_keep_their_shape_count_as_they_are(method: str | None) -> None:
+    quantization = None if method is None else SimpleNamespace(quant_method=method)
+
+    assert flops_terms(Plain(**SIZES, quantization_config=quantization)) is not None
 
 
 @pytest.mark.parametrize(

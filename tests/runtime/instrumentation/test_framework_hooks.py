@@ -10,6 +10,7 @@ import torch
 from accelerate.accelerator import Accelerator
 from fakes.clock import FakeClock
 from torch import nn
+from transformers.modeling_utils import PreTrainedModel
 from transformers.trainer import Trainer
 
 import zerowatch
@@ -43,7 +44,10 @@ class Job:
             (Trainer, "evaluate"),
             (Trainer, "predict"),
             (Trainer, "_save_checkpoint"),
+            (Trainer, "save_model"),
             (Trainer, "training_step"),
+            (PreTrainedModel, "save_pretrained"),
+            (Accelerator, "save_model"),
             (Accelerator, "save_state"),
             (Accelerator, "load_state"),
         ):
@@ -75,6 +79,14 @@ def test_a_trainers_evaluation_is_eval_and_its_save_is_checkpoint(job: Job) -> N
     trainer._save_checkpoint(None, None)
 
     assert job.phase_seconds() == {"eval": 2 * SECONDS, "checkpoint": SECONDS}
+
+
+def test_models_that_libraries_save_outside_of_training_are_checkpoints(job: Job) -> None:
+    Trainer.__new__(Trainer).save_model("final")
+    Accelerator.__new__(Accelerator).save_model(None, "final")
+    PreTrainedModel.__new__(PreTrainedModel).save_pretrained("final")
+
+    assert job.phase_seconds() == {"checkpoint": 3 * SECONDS}
 
 
 def test_the_states_that_accelerate_saves_and_loads_are_checkpoints(job: Job) -> None:

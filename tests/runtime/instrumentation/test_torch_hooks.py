@@ -10,7 +10,8 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +26,12 @@ import zerowatch
 from zerowatch.errors import SettingsError
 from zerowatch.metrics.catalog import training
 from zerowatch.metrics.step_record import StepRecord
+from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.optimizer_steps import call_after_steps
+from zerowatch.runtime.common.phase_timer import PhaseTimer
 from zerowatch.runtime.common.torch_engine import steps_so_far, torch_engine, trained_model
-from zerowatch.runtime.instrumentation.torch_hooks import OTHER_STEPS, divisor_of
+from zerowatch.runtime.instrumentation.torch_hooks import OTHER_STEPS, TorchHooks, divisor_of
+from zerowatch.runtime.monitor.watch import Watch
 
 QUIET = {"serve": {"enabled": False}, "run_log": {"enabled": False}, "tuner": {"mode": "off"}}
 SAMPLES, WIDTH = 4, 8
@@ -130,6 +134,20 @@ def test_a_close_restores_everything() -> None:
     assert not optimizer._optimizer_step_post_hooks
 
 
+def test_an_optimizer_without_hooks_leaves_nothing_patched() -> None:
+    model, optimizer = make()
+    before = places()
+    del optimizer._optimizer_step_pre_hooks
+    names = ("on_batch_start", "on_backward_end", "on_update_start", "on_exception", "on_step_end")
+    unused: Any = SimpleNamespace(**dict.fromkeys(names, print))
+    engine = torch_engine(model, optimizer)
+
+    with pytest.raises(AttributeError):
+        TorchHooks(engine, PhaseTimer(), FailOpen(), unused, unused, print)
+
+    assert all(a is b for a, b in zip(before, places(), strict=True))
+
+
 def test_copies_and_pickles_of_a_watched_model_are_not_watched() -> None:
     model, optimizer = make()
 
@@ -185,6 +203,37 @@ def test_the_loss_of_a_grad_scaler_is_the_loss_before_it() -> None:
     assert not record.skipped
 
 
+class OwnScaler(torch.amp.grad_scaler.GradScaler):
+    """Scales by its own method, as FSDP's ShardedGradScaler does, and by that of its class."""
+
+    calls_super = False
+
+    def scale(self, outputs: Any) -> Any:
+        scaled = super().scale(outputs)  # which sets the scale
+        return scaled * 1.0 if self.calls_super else outputs * 1024.0
+
+
+@pytest.mark.parametrize("calls_super", [False, True])
+def test_the_loss_of_a_scaler_with_its_own_method_is_the_loss_before_it(
+    calls_super: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OwnScaler, "calls_super", calls_super)
+    original = vars(OwnScaler)["scale"]
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        scaler = OwnScaler("cpu", init_scale=1024.0)
+        output = model(torch.ones(SAMPLES, WIDTH)).mean()
+        scaler.scale(output - output.detach() + 2.0).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    record = record_of(step)
+
+    assert record.loss == pytest.approx(2.0)
+    assert not record.skipped
+    assert vars(OwnScaler)["scale"] is original
+
+
 def test_a_step_that_a_grad_scaler_skips_is_a_skipped_step() -> None:
     model, _ = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -216,6 +265,56 @@ def test_evaluation_and_another_model_are_no_micro_batches() -> None:
     assert record.micro_batches == 1
     assert record.samples == SAMPLES
     assert record.phase_seconds["eval"] > 0
+
+
+class LightningModule(nn.Module):
+    """A model whose trainer calls `training_step`, as Lightning does on one device."""
+
+    automatic_optimization = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, _ = make()
+
+    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        model = self.inner if self.automatic_optimization else self
+        loss: torch.Tensor = model(batch).square().mean()
+        return loss
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(batch)
+        return output
+
+
+def test_a_lightning_module_that_is_not_wrapped_has_its_samples_loss_and_forward_time() -> None:
+    model = LightningModule()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    original = vars(LightningModule)["training_step"]
+
+    with records_of(model, optimizer) as end:
+        loss = model.training_step(torch.ones(SAMPLES, WIDTH), 0)
+        loss.backward()
+        optimizer.step()
+        (record,) = end()
+
+    assert (record.micro_batches, record.samples) == (1, SAMPLES)
+    assert record.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert record.phase_seconds["forward"] > 0
+    assert vars(LightningModule)["training_step"] is original
+
+
+def test_a_lightning_module_that_optimizes_by_itself_has_its_own_passes() -> None:
+    model = LightningModule()
+    model.automatic_optimization = False
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with records_of(model, optimizer) as end:
+        assert vars(LightningModule)["training_step"] is LightningModule.training_step
+        model.training_step(torch.ones(SAMPLES, WIDTH), 0).backward()
+        optimizer.step()
+        (record,) = end()
+
+    assert record.micro_batches == 1
 
 
 def test_a_closure_runs_its_passes_within_the_step() -> None:
@@ -308,6 +407,28 @@ def test_steps_continue_at_the_number_in_the_optimizers_state() -> None:
 
     assert record.step == 4
     assert steps_so_far(torch.optim.SGD(model.parameters(), lr=0.1)) == 0
+
+
+@pytest.mark.parametrize(
+    ("save", "num_saved"),
+    [(Watch.saving_checkpoint, 2), (Watch.waiting_for_checkpoint, 0)],
+)
+def test_a_checkpoint_that_the_script_saves_is_counted_and_is_in_the_checkpoint_phase(
+    save: Callable[[Any], AbstractContextManager[None]], num_saved: int
+) -> None:
+    model, optimizer = make()
+    watch = zerowatch.watch(model, optimizer, QUIET)
+    records: list[StepRecord] = []
+    watch.subscribe(records.append)
+
+    for _ in range(2):
+        with save(watch), save(watch):
+            pass
+        train_step(model, optimizer)
+    watch.close()
+
+    assert all(record.phase_seconds["checkpoint"] > 0 for record in records)
+    assert watch.snapshot().value(training.CHECKPOINTS, "saved") == num_saved
 
 
 def test_a_watch_may_close_within_a_step_between_hooks_of_the_script() -> None:

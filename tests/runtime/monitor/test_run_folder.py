@@ -23,9 +23,11 @@ from fakes.steps import step as record
 from zerowatch.metrics.settings import Settings
 from zerowatch.runtime.common.process_info import ProcessInfo
 from zerowatch.runtime.common.rank_store import RankStore, TargetDiscovery
+from zerowatch.runtime.common.run_lock import LOCK_FILE
 from zerowatch.runtime.monitor import run_folder as run_folder_module
 from zerowatch.runtime.monitor import step_ring
-from zerowatch.runtime.monitor.run_folder import LOCK_FILE, RunFolder
+from zerowatch.runtime.monitor.log_file import RETRY_SECONDS
+from zerowatch.runtime.monitor.run_folder import RunFolder
 
 RUN_ID = "night-7"
 ADDRESS = "127.0.0.1:9464"
@@ -35,12 +37,19 @@ def steps(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-def open_folder(runs: Path, *, rank: int = 0, attempt: int = 0, run_id: str = RUN_ID) -> RunFolder:
+def open_folder(
+    runs: Path,
+    *,
+    rank: int = 0,
+    attempt: int = 0,
+    run_id: str = RUN_ID,
+    now: Callable[[], float] = time.monotonic,
+) -> RunFolder:
     process = ProcessInfo(rank=rank, local_rank=0, world_size=2, host="here", attempt=attempt)
     store = RankStore(process, 0)
     targets = TargetDiscovery(store, process)
     settings = Settings(run_id=run_id, run_log={"folder": runs})
-    return RunFolder(settings, process, store, targets)
+    return RunFolder(settings, process, store, targets, now)
 
 
 @contextlib.contextmanager
@@ -105,6 +114,20 @@ def test_after_the_end_of_a_run_its_id_can_be_used_again(tmp_path: Path) -> None
     folder.close()
 
     assert not is_locked(tmp_path / RUN_ID)
+
+
+def test_a_lock_that_the_script_has_released_by_a_copy_is_taken_again(tmp_path: Path) -> None:
+    seconds = 100.0
+    folder = open_folder(tmp_path / "runs", now=lambda: seconds)
+    shutil.copytree(tmp_path / "runs", tmp_path / "copy")
+    assert not is_locked(tmp_path / "runs" / RUN_ID)
+
+    seconds += RETRY_SECONDS
+    folder.poll()
+
+    assert is_locked(tmp_path / "runs" / RUN_ID)
+    folder.close()
+    assert not is_locked(tmp_path / "runs" / RUN_ID)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import math
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,11 +27,12 @@ from scripts.trainer.full_disk import fill_bytes, small_disk
 
 from zerowatch.metrics.settings import RunLogSettings
 from zerowatch.runtime.common.device_scalar import PendingScalar
+from zerowatch.runtime.common.run_lock import LOCK_FILE
 from zerowatch.runtime.instrumentation.raw_step import StepCounts
 from zerowatch.runtime.monitor import step_ring
+from zerowatch.runtime.monitor.log_file import open_log
 from zerowatch.runtime.monitor.step_log import StepLog
 from zerowatch.runtime.monitor.step_ring import (
-    LOCK_FILE,
     MAX_AGE_SECONDS,
     SLOTS,
     StepRing,
@@ -124,6 +126,15 @@ def test_the_steps_that_a_killed_process_has_not_logged_are_appended(
     assert not (line["skipped"] or line["nonfinite_loss"] or line["phases_are_host_times"])
     assert list(folder.iterdir()) == []
     assert recover(runs.parent, folder) == 0
+
+
+def test_the_time_of_the_log_is_that_of_its_last_step(folder: Path, runs: Path) -> None:
+    """Else an old run would count as alive after its report."""
+    leave_ring(folder, runs, [raw_step(1), raw_step(2)])
+
+    recover(runs, folder)
+
+    assert (runs / LOG).stat().st_mtime == 1002.0
 
 
 def test_all_steps_are_appended_to_a_log_that_was_never_opened(folder: Path, runs: Path) -> None:
@@ -354,6 +365,65 @@ def test_steps_are_appended_only_if_the_folder_is_that_of_their_run(
 
     assert numbers(runs) == expected
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("num_later", [2, SLOTS + 100])
+def test_nothing_is_appended_to_the_log_of_a_rank_that_has_gone_on(
+    folder: Path,
+    runs: Path,
+    num_later: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It was restarted on another host, so its ring is found later."""
+    log_steps(runs, 1, 2)
+    leave_ring(folder, runs, [raw_step(number) for number in range(1, 5)])
+    log_steps(runs, *range(5, 5 + num_later))
+    monkeypatch.setattr(step_ring, "SEARCHED_BYTES", 64 * 1024)  # less than the many steps
+    before = (runs / LOG).read_bytes()
+
+    with caplog.at_level("INFO"):
+        assert recover(runs, folder) == 0
+
+    assert (runs / LOG).read_bytes() == before
+    assert list(folder.iterdir()) == []
+    [line] = caplog.messages
+    assert str(runs / LOG) in line
+
+
+def test_the_rank_may_have_gone_on_in_the_segment_before(folder: Path, runs: Path) -> None:
+    leave_ring(folder, runs, [raw_step(1), raw_step(2)])
+    log_steps(runs, 3)
+    (runs / LOG).rename((runs / LOG).with_suffix(".1.jsonl"))
+    (runs / LOG).write_text('{"step": 4')
+
+    assert recover(runs, folder) == 0
+
+    assert (runs / LOG).read_text() == '{"step": 4'
+
+
+def test_two_threads_do_not_append_the_same_steps(
+    folder: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher waits for a thread that recovers them for some seconds only."""
+    leave_ring(folder, runs, [raw_step(1), raw_step(2)])
+    blocked, goes_on = threading.Event(), threading.Event()
+
+    def slow_disk(log: Path) -> int:
+        blocked.set()
+        goes_on.wait(TIMEOUT_SECONDS)
+        return open_log(log)
+
+    monkeypatch.setattr(step_ring, "open_log", slow_disk)
+    thread = threading.Thread(target=recover, args=(runs, folder))
+    thread.start()
+    assert blocked.wait(TIMEOUT_SECONDS)
+
+    assert recover(runs, folder) == 0
+
+    goes_on.set()
+    thread.join()
+    assert numbers(runs) == [1, 2]
 
 
 def test_the_logs_of_other_folders_are_not_written(

@@ -312,6 +312,75 @@ def test_a_part_that_cannot_be_closed_does_not_keep_the_others_open() -> None:
     assert {"collectives.close", "memory.close", "otel.close"} <= set(job.names())
 
 
+def interrupt_once(part: Any, method: str) -> None:
+    """Let Ctrl-C end the first call of a method, as if the user had waited for it too long."""
+    original, calls = getattr(part, method), []
+
+    def interrupted(**keywords: Any) -> object:
+        calls.append(method)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return original(**keywords)
+
+    setattr(part, method, interrupted)
+
+
+@pytest.mark.parametrize(
+    ("part", "method"),
+    [
+        *(("instrumentation", "restore"), ("thread", "stop"), ("subscriptions", "close")),
+        *(("sinks", "close"), ("memory", "close"), ("folder", "close"), ("otel", "close")),
+    ],
+)
+@pytest.mark.parametrize("at_exit", [False, True])
+def test_a_close_that_ctrl_c_has_ended_goes_on_at_the_next_call(
+    tmp_path: Path, announced: list[Any], part: str, method: str, at_exit: bool
+) -> None:
+    whole, job = Job(folder=tmp_path), Job(folder=tmp_path)
+    whole.watch.close()
+    interrupt_once(getattr(job.watch, f"_{part}"), method)
+
+    with pytest.raises(KeyboardInterrupt):
+        job.watch.close()
+    job.watch.close(at_exit=at_exit)
+
+    assert job.names()[: len(whole.calls) - 1] == whole.names()[:-1]
+    assert job.value(training.RUN_ACTIVE) == 0
+    assert not job.watch.is_open
+    reason = "completed" if part in ("folder", "otel") else "interrupted"
+    assert job.value(training.RUN_END_INFO, reason) == 1
+    assert [is_ours for _, is_ours, _ in announced] == [False, False]
+    if at_exit:
+        assert ("server.wait_for_final_scrape", "interrupted=True") in job.calls
+
+
+def test_a_failed_run_whose_close_ctrl_c_has_ended_stays_a_failed_one() -> None:
+    job = Job()
+    interrupt_once(job.watch._thread, "stop")
+
+    with pytest.raises(KeyboardInterrupt):
+        job.watch.close(failed=True)
+    job.watch.close(interrupted=True, at_exit=True)
+
+    assert job.names().count("advisor.disable") == 1
+    assert ("sinks.close", "failed=True", "interrupted=False") in job.calls
+    assert job.value(training.RUN_ACTIVE) == 1
+    assert job.value(training.RUN_END_INFO, "exception") == 1
+    assert job.calls[-1] == ("server.close",)
+
+
+def test_a_call_of_close_within_another_leaves_the_parts_to_it() -> None:
+    """Such as by a signal handler of the script, or on the thread of a listener."""
+    whole, job = Job(), Job()
+    whole.watch.close()
+    job.watch._thread.stop = job.watch.close  # type: ignore[method-assign]
+
+    job.watch.close()
+
+    once = [name for name in whole.names() if name != "thread.stop"]
+    assert [name for name in job.names() if not name.startswith("server.")] == once[:-1]
+
+
 @pytest.mark.parametrize(
     ("writes_report", "failed", "is_ours"),
     [(True, False, True), (True, True, False), (False, False, False)],
@@ -349,6 +418,9 @@ def test_a_forked_child_closes_the_sockets_and_hooks_and_nothing_else() -> None:
     job = Job()
 
     job.watch.close_after_fork()
+    job.watch.close()
+    job.watch.close(failed=True)
+    job.watch.close(at_exit=True)
 
     assert job.calls == [
         ("server.close",),
@@ -400,18 +472,14 @@ def test_the_public_calls_of_a_watch_go_to_the_part_that_does_the_work() -> None
 
     assert watch.memory_limit_bytes("cpu") == "result of memory.limit_bytes"
     assert watch.checkpoint_phase() == "result of instrumentation.checkpoint_phase"
-    assert watch.saving_checkpoint() == "result of checkpoints.saving"
     assert watch.copying_checkpoint() == "result of checkpoints.copying"
-    assert watch.waiting_for_checkpoint() == "result of checkpoints.waiting"
     watch.on_checkpoint_written(saved=False, seconds=3.0, began_at=5.0)
     watch.discard_window()
     watch.log_values({"accuracy": 0.5}, 7)
     assert job.calls == [
         ("memory.limit_bytes", "cpu"),
         ("instrumentation.checkpoint_phase",),
-        ("checkpoints.saving",),
         ("checkpoints.copying",),
-        ("checkpoints.waiting",),
         ("checkpoints.written", "saved=False", "seconds=3.0", "began_at=5.0"),
         ("instrumentation.discard_window",),
         ("sinks.log_values", {"accuracy": 0.5}, 7),

@@ -325,17 +325,21 @@ def test_before_the_next_start_the_launchers_notes_show_how_the_run_ended(tmp_pa
     assert "note.json" not in summary.findings[0].advice
 
 
-def test_ranks_that_have_not_closed_are_named_if_the_end_is_unknown(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [((0, 1), "ranks 0 to 1 were killed, or are"), ((1,), "rank 1 was killed, or is")],
+)
+def test_ranks_that_have_not_closed_are_named_if_the_end_is_unknown(
+    ranks: tuple[int, ...], said: str, tmp_path: Path
+) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "targets.json").write_text('[{"targets": ["10.0.0.1:9464"]}]')
-    for rank in (0, 1):
+    for rank in ranks:
         (folder / f"rank-{rank}.alive.json").write_text("{}")
 
     verdict = summary_of(folder).verdict
 
-    assert verdict.startswith(
-        "The folder does not show how the run ended: ranks 0 to 1 were killed"
-    )
+    assert verdict.startswith(f"The folder does not show how the run ended: {said}")
 
 
 def test_a_note_that_a_start_has_reported_is_no_second_report(tmp_path: Path) -> None:

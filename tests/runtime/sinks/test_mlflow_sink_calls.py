@@ -22,8 +22,8 @@ class FakeMlflow(ModuleType):
         self.calls: list[tuple[Any, ...]] = []
         self.active: str | None = None
 
-    def start_run(self, run_name: str) -> SimpleNamespace:
-        self.calls.append(("start", run_name))
+    def start_run(self, run_name: str, tags: dict[str, str]) -> SimpleNamespace:
+        self.calls.append(("start", run_name, tags))
         return SimpleNamespace(info=SimpleNamespace(run_id="own"))
 
     def end_run(self, status: str) -> None:
@@ -94,8 +94,7 @@ def test_a_run_of_its_own_has_the_name_of_the_run_and_ends_with_it(
     sink.close(failed=failed)
 
     assert mlflow.calls == [
-        ("start", "run-7"),
-        ("tag", "own", "zerowatch.run_id", "run-7"),
+        ("start", "run-7", {"zerowatch.run_id": "run-7"}),
         ("end", status),
     ]
 
@@ -122,4 +121,40 @@ def test_a_version_of_mlflow_that_cannot_name_the_active_run_gets_a_run_of_its_o
 
     MlflowSink().open(RUN)
 
-    assert mlflow.calls[0] == ("start", "run-7")
+    assert mlflow.calls[0][:2] == ("start", "run-7")
+
+
+def test_each_training_of_a_process_has_the_run_that_it_finds_or_one_of_its_own(
+    mlflow: FakeMlflow,
+) -> None:
+    sink = MlflowSink()
+    for active, name in ((None, "first"), (None, "second"), ("script", "third")):
+        mlflow.active = active
+        sink.open(SinkRun(run_id=name, folder=None))
+        sink.close(failed=False)
+
+    assert mlflow.calls == [
+        ("start", "first", {"zerowatch.run_id": "first"}),
+        ("end", "FINISHED"),
+        ("start", "second", {"zerowatch.run_id": "second"}),
+        ("end", "FINISHED"),
+        ("tag", "script", "zerowatch.run_id", "third"),
+    ]
+
+
+def test_a_run_that_could_not_begin_does_not_end_the_run_of_the_script(
+    mlflow: FakeMlflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(**options: object) -> SimpleNamespace:
+        raise OSError("network is unreachable")
+
+    sink = MlflowSink()
+    monkeypatch.setattr(mlflow, "start_run", unreachable)
+    with pytest.raises(OSError, match="unreachable"):
+        sink.open(RUN)
+    mlflow.active = "script"
+
+    sink.open(RUN)
+    sink.close(failed=False)
+
+    assert mlflow.calls == [("tag", "script", "zerowatch.run_id", "run-7")]

@@ -180,3 +180,40 @@ def test_without_a_key_the_values_are_stored_offline_and_nobody_is_asked(
 
     assert (wandb.options["mode"], wandb.prompts) == (passed, prompts)
     assert len(caplog.records) == num_warnings
+
+
+def test_each_training_of_a_process_has_the_run_that_it_finds_or_one_of_its_own(
+    wandb: FakeWandb,
+) -> None:
+    own, script = wandb.begun, FakeRun()
+    script.is_finished = True
+    sink = WandbSink()
+    for run in (script, None, FakeRun()):
+        wandb.run = run
+        sink.open(RUN)
+        write_two(sink)
+        sink.close(failed=False)
+
+    assert len(script.calls) == len(DEFINED) + 1
+    assert [call[0] for call in own.calls] == ["define", "define", "log", "log", "finish"]
+    assert wandb.run is not None
+    assert [call[0] for call in wandb.run.calls] == ["define", "define", "log", "log"]
+
+
+def test_a_run_that_could_not_begin_does_not_make_the_run_of_the_script_its_own(
+    wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(**options: object) -> FakeRun:
+        raise OSError("network is unreachable")
+
+    sink = WandbSink()
+    monkeypatch.setattr(wandb, "init", unreachable)
+    with pytest.raises(OSError, match="unreachable"):
+        sink.open(RUN)
+    wandb.run = FakeRun()
+
+    sink.open(RUN)
+    write_two(sink)
+    sink.close(failed=False)
+
+    assert [call[2] for call in wandb.run.calls[2:]] == [False, False]

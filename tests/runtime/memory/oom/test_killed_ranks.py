@@ -391,6 +391,19 @@ def test_ranks_of_another_host_are_ignored(tmp_path: Path) -> None:
     assert (tmp_path / "one" / "rank-0.alive.json").exists()
 
 
+def test_a_rank_that_was_restarted_on_another_host_is_reported(tmp_path: Path) -> None:
+    leave_markers(tmp_path / "one", process())
+    restarted = LivenessFile(tmp_path / "one", 0, "node-9")
+    restarted.open()
+
+    killed = detect_killed_ranks(tmp_path, HOST)
+
+    assert [each.process for each in killed] == [process()]
+    assert (tmp_path / "one" / "rank-0.alive.json").exists()
+    restarted.close()
+    assert list((tmp_path / "one").glob("*.alive.json")) == []
+
+
 def test_ranks_of_any_run_are_reported_once(tmp_path: Path) -> None:
     leave_markers(tmp_path / "one", process(), process(rank=1))
     leave_markers(tmp_path / "two", process(rank=5))

@@ -1,0 +1,56 @@
+"""Locks a run folder while its run is live, and finds out whether one is locked.
+
+The lock is POSIX's, which forked children do not inherit: they may live longer than the run. It is
+lost if its process opens and closes the file once more, as `shutil.copytree` of the folder does.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+from ...metrics.file_lock import is_locked_by_another
+
+# Rank 0 makes this file when it begins a run folder, and locks it while the run is live.
+LOCK_FILE = "run.lock"
+
+# Device and inode of each file that a process has locked, and the id of the process.
+_owners: dict[tuple[int, int], int] = {}
+
+
+def lock(descriptor: int) -> bool:
+    """Lock an open file, or take its lock again in case it was lost.
+
+    Returns:
+        False if another process has locked the file. True, too, where locks are not possible: some
+        network file systems do not support them, and some policies forbid them (EACCES).
+    """
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno == errno.EAGAIN:
+            return False
+    _owners[_key(os.fstat(descriptor))] = os.getpid()
+    return True
+
+
+def unlock(descriptor: int) -> None:
+    """Close a file that `lock` has locked."""
+    _owners.pop(_key(os.fstat(descriptor)), None)
+    os.close(descriptor)
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether rank 0 of a live run on this host, or on the same file system, holds the folder."""
+    try:
+        if _owners.get(_key(os.stat(folder / LOCK_FILE))) == os.getpid():
+            return True
+    except OSError:
+        return False
+    return is_locked_by_another(folder / LOCK_FILE)
+
+
+def _key(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
