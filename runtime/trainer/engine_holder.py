@@ -6,6 +6,7 @@ the same two windows.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -192,12 +193,19 @@ class EngineHolder:
         Raises:
             RebuildError: The new engine cannot be built. Training can continue as before.
         """
-        with CollectiveAttempt(self._host_group) as attempt:
-            config = self._merged_config(changes)
-        if attempt.error is not None:
-            self._metrics.count_rebuild("refused", 0.0)
-            raise not_rebuilt(attempt.error)
-        self.rebuild_as(config)
+        self.rebuild_as(self._merged_config(self.config, changes))
+
+    def restore_changes(self, changes: Mapping[str, Any]) -> None:
+        """Rebuild the engine unless its ds config is the first one with these changes.
+
+        Args:
+            changes: `config_changes` that were saved, possibly as JSON.
+
+        Raises:
+            RebuildError: The new engine cannot be built. Training can continue as before.
+        """
+        if _as_json(merged(self._first_config, changes)) != _as_json(self.config):
+            self.rebuild_as(self._merged_config(self._first_config, changes))
 
     def rebuild_as(self, config: Mapping[str, Any]) -> None:
         """Replace the engine by an engine with this complete ds config.
@@ -304,9 +312,20 @@ class EngineHolder:
             return False
         return True
 
-    def _merged_config(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the ds config with these changes, in which the run still controls its windows."""
-        return training_config(merged(self.config, changes))
+    def _merged_config(
+        self, before: Mapping[str, Any], changes: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return a ds config with changes, in which the run still controls its windows.
+
+        Raises:
+            RebuildError: It cannot be used; raised on all ranks.
+        """
+        with CollectiveAttempt(self._host_group) as attempt:
+            config = training_config(merged(before, changes))
+        if attempt.error is not None:
+            self._metrics.count_rebuild("refused", 0.0)
+            raise not_rebuilt(attempt.error)
+        return config
 
     def _build_replacement(self, config: Mapping[str, Any]) -> Any:
         with self._watch.checkpoint_phase():
@@ -364,6 +383,11 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
         elif name not in before or value != old:
             changes[name] = value
     return changes
+
+
+def _as_json(value: Any) -> str:
+    """Return text that is equal for a value before and after JSON, where tuples become lists."""
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 @dataclass(frozen=True, slots=True)

@@ -298,7 +298,7 @@ def _comparable(scalars: Mapping[str, Any]) -> dict[str, Any]:
 
 def copy_counters(engine: Any) -> EngineCounters:
     """Copy the counters of an engine."""
-    scheduler, scaler = engine.lr_scheduler, _autocast_scaler(engine)
+    scheduler, scaler = engine.lr_scheduler, autocast_scaler(engine)
     return EngineCounters(
         counts={name: getattr(engine, name) for name in _COUNTS},
         scheduler=None if scheduler is None else copy.deepcopy(scheduler.state_dict()),
@@ -316,7 +316,7 @@ def restore_counters(counters: EngineCounters, engine: Any) -> None:
         engine.lr_scheduler.load_state_dict(copy.deepcopy(dict(counters.scheduler)))
     _set_present(_loss_scaler(engine.optimizer), counters.scale)
     _set_present(engine.optimizer, counters.overrides)
-    scaler = _autocast_scaler(engine)
+    scaler = autocast_scaler(engine)
     if counters.autocast_scale is not None and scaler is not None:
         scaler.load_state_dict(dict(counters.autocast_scale))
 
@@ -328,7 +328,8 @@ def _loss_scaler(optimizer: Any) -> Any:
     return scaler if dynamic else None
 
 
-def _autocast_scaler(engine: Any) -> Any:
+def autocast_scaler(engine: Any) -> Any:
+    """Return the GradScaler of `torch_autocast` with float16; None if there is none."""
     own = getattr(engine, "torch_autocast_z0_gradscaler", None)
     return own or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
 
@@ -430,7 +431,7 @@ class _StateRestorer:
         self, kept: ParamSnapshot, own: HostSlice | None, dtype: torch.dtype
     ) -> torch.Tensor:
         """Assemble the ranks' parts to one whole parameter, on the host."""
-        whole = torch.zeros(kept.shape.numel(), dtype=dtype)
+        whole = torch.zeros(kept.shape.numel(), dtype=dtype, device="cpu")
         if own is not None:
             whole[own.start : own.start + own.values.numel()] = own.values
         self._attempt.check_peers()
@@ -538,4 +539,5 @@ def _convert_update_counts(base: Any) -> None:
     for own in base.state.values():
         if "step" in own:
             step = float(own["step"])
-            own["step"] = int(step) if as_number else torch.tensor(step, dtype=torch.float32)
+            as_tensor = torch.tensor(step, dtype=torch.float32, device="cpu")
+            own["step"] = int(step) if as_number else as_tensor

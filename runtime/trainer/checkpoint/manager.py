@@ -6,10 +6,8 @@ after they were learned.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
@@ -19,7 +17,6 @@ from typing import Any
 from ....errors import CheckpointError, RebuildError
 from ....metrics.catalog import training
 from ...common.collective_attempt import raise_on_all_ranks
-from ...common.ds_config import merged
 from ...common.host_group import HostGroup
 from ...common.process_info import (
     launcher_may_restart,
@@ -28,6 +25,7 @@ from ...common.process_info import (
     this_process,
 )
 from ...devices.available_memory import available_rank_bytes
+from ...engine.rebuild.state_snapshot import autocast_scaler
 from ..data.training_data import TrainingData
 from ..engine_holder import EngineHolder
 from ..window.rng import RngState
@@ -123,9 +121,12 @@ class CheckpointManager:
         state = None
         if checkpoint is not None:
             state = checkpoint.state
-            self._change_config(checkpoint.manifest.config_changes)
+            holder.restore_changes(checkpoint.manifest.config_changes)
             with holder.optimizer_states_on_device():
                 load_checkpoint(checkpoint, holder.engine, group)
+            scaler = autocast_scaler(holder.engine)
+            if scaler is not None and state.autocast_scale is not None:
+                scaler.load_state_dict(dict(state.autocast_scale))
             self._superseded = set(checkpoint.superseded)
             runner.steps, runner.samples = state.steps, state.samples
             runner.exponent = state.weight_exponent
@@ -204,6 +205,7 @@ class CheckpointManager:
 
     def _state(self, client_state: Any) -> RunState:
         holder, runner = self._engine_holder, self._window_runner
+        scaler = autocast_scaler(holder.engine)
         return RunState(
             steps=runner.steps,
             samples=runner.samples,
@@ -216,6 +218,7 @@ class CheckpointManager:
             compression=holder.compressor.state_dict() if holder.compressor else None,
             client_state=client_state,
             shard=shard_layout(holder.engine),
+            autocast_scale=None if scaler is None else scaler.state_dict(),
         )
 
     def _last_failure(self) -> CheckpointError | None:
@@ -264,15 +267,6 @@ class CheckpointManager:
             self._engine_holder.config_changes,
         )
 
-    def _change_config(self, changes: Mapping[str, Any]) -> None:
-        """Rebuild the engine unless its ds config has these changes, which were read from JSON.
-
-        All other keys stay as the caller of this run has given them.
-        """
-        now = self._engine_holder.config
-        if _as_json(merged(now, changes)) != _as_json(now):
-            self._engine_holder.rebuild(changes)
-
     def _apply_plan(self, plan: MicroBatchPlan) -> None:
         self._window_runner.micro_batch_samples = plan.micro_batch_samples
         self._window_runner.replay.planner.limits = plan.sizing
@@ -284,7 +278,7 @@ class CheckpointManager:
             return
         if stored.plan and stored.steps >= self._window_runner.steps:
             try:
-                self._change_config(stored.config_changes)
+                self._engine_holder.restore_changes(stored.config_changes)
             except RebuildError as error:
                 logger.warning(
                     "the changes of the ds config in %s, which the last attempt made by a rebuild, "
@@ -306,8 +300,3 @@ class CheckpointManager:
 
 def _num_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _as_json(value: Any) -> str:
-    """Return text that is equal for a value before and after JSON, where tuples become lists."""
-    return json.dumps(value, sort_keys=True, default=str)

@@ -44,6 +44,8 @@ class RunState:
         client_state: The caller's own state.
         shard: Description of this rank's shard of the optimizer (`shard_layout`); None if there is
             none. Checkpoints of earlier versions lack it.
+        autocast_scale: State of the GradScaler of `torch_autocast`, which DeepSpeed does not save;
+            None if there is none. Checkpoints of earlier versions lack it.
     """
 
     steps: int
@@ -57,6 +59,7 @@ class RunState:
     compression: Mapping[str, Any] | None = None
     client_state: Any = None
     shard: Sequence[Mapping[str, Any]] | None = None
+    autocast_scale: Mapping[str, Any] | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """Return a serializable copy on the host.
@@ -76,7 +79,7 @@ class RunState:
         keys = set(_FIELDS)
         if not isinstance(values, dict):
             raise CheckpointError("it is of another program")
-        values = {"shard": None, **values}
+        values = {"shard": None, "autocast_scale": None, **values}
         if "rebuilt" in values:  # of an earlier version
             is_rebuilt = values.pop("rebuilt")
             values["config_changes"] = values.get("config") if is_rebuilt else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate, count
@@ -17,6 +18,7 @@ from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import Stateful, StatefulDataLoader
 
 from ....errors import CheckpointError, shortened
+from ..window.rng import RngState
 from .batch_sampler import GlobalBatchSampler
 from .batch_split import SplitSchedule, SplitSource, even_split, resized_split
 
@@ -243,13 +245,13 @@ class ResumableLoader:
 
 
 class StreamLoader:
-    """Loads batches of this rank's own stream. torchdata saves and restores its position.
+    """Loads batches of this rank's own stream, from a position that can be saved.
 
-    If the dataset or its iterator has `state_dict` and `load_state_dict`, the position is restored
-    directly. Otherwise torchdata reads the stream again up to the position. The dataset decides
-    which rank and which worker reads which samples, and must yield the same number of batches on
-    all ranks. An incomplete batch at the end of the stream is dropped. With workers this may be one
-    batch per worker.
+    If the dataset or its iterator has `state_dict` and `load_state_dict`, torchdata restores the
+    position directly. Otherwise the pass is read again up to the position, which leaves the
+    script's random generators as they were. The dataset decides which rank and which worker reads
+    which samples, and must yield the same number of batches on all ranks. An incomplete batch at
+    the end of the stream is dropped. With workers this may be one batch per worker.
 
     `for batch in loader` yields the rest of a pass through the stream. `forever()` starts again at
     the end of the stream. Without workers, a dataset with `state_dict` may continue in the next
@@ -281,9 +283,7 @@ class StreamLoader:
             identity: Values that must be the same when a saved position is loaded.
         """
         self.position = self.epoch = 0
-        self._factory = factory
-        # A separate generator: the script's, which dropout draws from, is not advanced.
-        self._generator = torch.Generator().manual_seed(seed)
+        self._factory, self._seed = factory, seed
         self._identity = {"samples": samples, **identity}
         self._is_in_process, dataset = not identity["num_workers"], factory.dataset
         # Workers start each pass with a new copy of the dataset.
@@ -293,8 +293,9 @@ class StreamLoader:
         self._has_own_state: bool | None = None
         self._dataset_state: Any = None  # between two passes
         self._opened: tuple[Any, Iterator[Any]] | None = None
-        # Where a loader that is opened starts: torchdata's state, None for the start of a pass, and
-        # the batches to skip from there.
+        # Where a loader that is opened starts: torchdata's state, None for a new pass, and the
+        # batches to skip from there. A stream without a state is read from the start of the pass:
+        # torchdata would read up to a later position itself, and count these batches twice.
         self._stream: Any = None
         self._skipped = 0
         self._is_loaded = False  # whether the pass started from a loaded state
@@ -331,7 +332,9 @@ class StreamLoader:
         """Return this rank's position in its stream, after the last batch yielded."""
         stream, skipped = self._stream, self._skipped
         if self._opened is not None:
-            stream, skipped = self._opened[0].state_dict(), 0
+            state = self._opened[0].state_dict()
+            if _has_position(state):
+                stream, skipped = state, 0
         return {
             "position": self.position,
             "epoch": self.epoch,
@@ -359,6 +362,12 @@ class StreamLoader:
         self.position, self.epoch = int(state["position"]), int(state["epoch"])
         # Checkpoints of earlier versions lack the last two.
         self._stream, self._skipped = state["stream"], state.get("skipped", 0)
+        num_yielded = _num_yielded(self._stream) if self._stream is not None else 0
+        if num_yielded and not _has_position(self._stream):
+            # Earlier versions counted batches twice that torchdata had read again.
+            is_first_pass = self.epoch == 0
+            self._skipped = self.position if is_first_pass else self._skipped + num_yielded
+            self._stream = _start_of_pass(self._stream)
         self._dataset_state = state.get("dataset")
         if self._dataset is not None and self._dataset_state is not None:
             self._dataset.load_state_dict(self._dataset_state)
@@ -381,8 +390,14 @@ class StreamLoader:
         return batch
 
     def _open(self) -> tuple[Any, Iterator[Any]]:
+        with ExitStack() as undo:
+            if self._stream is not None:  # the stream may draw numbers that it has drawn before
+                undo.callback(RngState.capture().restore)
+            return self._open_at_position()
+
+    def _open_at_position(self) -> tuple[Any, Iterator[Any]]:
         loader = self._factory.create(
-            batch_size=self._identity["samples"], drop_last=True, generator=self._generator
+            batch_size=self._identity["samples"], drop_last=True, generator=self._generator()
         )
         if self._stream is not None:
             loader.load_state_dict(deepcopy(self._stream))  # the dataset may change what it gets
@@ -392,12 +407,22 @@ class StreamLoader:
             # A dataset that has only the state of its last iterator, as Hugging Face's, has none
             # before the first one. It starts each pass at its beginning, or at a loaded state.
             self._has_own_state = self._dataset.state_dict() is not None
-        if self._stream is None and self._has_own_state:
-            self._stream = deepcopy(loader.state_dict())
+        if self._stream is None:
+            state = loader.state_dict()
+            if self._has_own_state or not _has_position(state):
+                self._stream = deepcopy(state)
         for _ in range(self._skipped):
             next(batches, _END)
         self._next_copy, self._dataset_state = 0.0, None
         return loader, batches
+
+    def _generator(self) -> torch.Generator:
+        """Return a generator for this pass, from which torch draws the seed of the workers.
+
+        It is a separate one: the script's, which dropout draws from, is not advanced.
+        """
+        seeds = np.random.SeedSequence((self._seed, self.epoch))
+        return torch.Generator().manual_seed(int(seeds.generate_state(1)[0]))
 
     def _keep_place(self, loader: Any) -> None:
         """Set the place after the batch just read as the one where an opened loader starts."""
@@ -406,6 +431,9 @@ class StreamLoader:
             self._skipped += 1
             return
         state = loader.state_dict()  # of workers: their own copy
+        if not _has_position(state):
+            self._skipped += 1
+            return
         self._stream, self._skipped = deepcopy(state) if self._is_in_process else state, 0
         ended = perf_counter()
         if self._is_in_process:
@@ -418,6 +446,35 @@ class StreamLoader:
             self._dataset.load_state_dict(None)  # otherwise later passes would start there too
         self._stream, self._skipped, self._is_loaded = None, 0, False
         self.epoch += 1
+
+
+def _has_position(state: Mapping[str, Any]) -> bool:
+    """Return whether torchdata's state has the state of the dataset or its iterator.
+
+    As in torchdata, the first worker decides.
+    """
+    snapshot = state.get("_snapshot")
+    first = state if snapshot is None else snapshot["_worker_snapshots"]["worker_0"]
+    states = first["dataset_state"], first["fetcher_state"]["dataset_iter_state"]
+    return any(each is not None for each in states)
+
+
+def _num_yielded(state: Mapping[str, Any]) -> int:
+    """Return the number of batches that torchdata would read again."""
+    snapshot = state.get("_snapshot")
+    if snapshot is None:
+        return int(state["_num_yielded"])
+    return int(snapshot["_snapshot_step"]) + int(state["_steps_since_snapshot"])
+
+
+def _start_of_pass(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return torchdata's state at the start of the pass, with the same seed of the workers."""
+    snapshot = state.get("_snapshot")
+    if snapshot is None:
+        return {**state, "_num_yielded": 0}
+    last_worker = len(snapshot["_worker_snapshots"]) - 1
+    start = {**snapshot, "_snapshot_step": 0, "_last_yielded_worker_id": last_worker}
+    return {**state, "_snapshot": start, "_steps_since_snapshot": 0}
 
 
 def _samples_of_rank(

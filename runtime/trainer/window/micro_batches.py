@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from numbers import Real
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import torch
 
 from ....errors import BatchError, NonFiniteLossError, shortened
 from ...common.host_group import HostGroup
+from ...common.patching import AttributePatch
 from .batch_tree import on_device, slice_batch
 
 # A mean loss of one element, or (mean loss, weight).
@@ -198,10 +200,15 @@ def divide_and_step(engine: Any, divisor: float) -> None:
     the divided norm. So this function multiplies the loss scale by the divisor. For all other
     optimizers it divides the gradients directly. This includes the 16-bit optimizers of stage 0,
     whose `step` uses another loss scale.
+
+    An update that the GradScaler of stage 0 skips is counted in `engine.skipped_steps`.
     """
     with ExitStack() as undo:
         if divisor != 1.0:
             _divide(engine, divisor, undo)
+        scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)
+        if scaler is not None:
+            undo.callback(AttributePatch(scaler, "step", partial(_counted, engine)).restore)
         engine.step()
 
 
@@ -212,7 +219,8 @@ def weight_exponent(weight: float, num_samples: float) -> int:
     weight is made at the end. With this k the accumulated gradients are about as large as the
     gradients of a mean loss. A power of two changes no bit of their mantissas.
     """
-    return round(float(torch.log2(torch.tensor(weight / num_samples, dtype=torch.float64))))
+    mean = torch.tensor(weight / num_samples, dtype=torch.float64, device="cpu")
+    return round(float(torch.log2(mean)))
 
 
 class _LossAccumulator:
@@ -252,6 +260,32 @@ def _describe(returned: Any) -> str:
         gradient = "a" if returned.requires_grad else "no"
         return f"a tensor of shape {tuple(returned.shape)} with {gradient} gradient"
     return type(returned).__name__
+
+
+def _counted(engine: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a GradScaler's `step` that counts skipped updates in `engine.skipped_steps`.
+
+    DeepSpeed counts such an update as made.
+    """
+
+    def counted(optimizer: Any) -> Any:
+        updates: list[bool] = []
+
+        def on_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+            # A fused optimizer is always called, and skips the update on the device. Other
+            # optimizers are called after the GradScaler has read the flag.
+            found_inf = getattr(optimizer, "found_inf", None)
+            updates.append(found_inf is None or not found_inf.item())
+
+        hook = optimizer.register_step_pre_hook(on_step)
+        try:
+            result = step(optimizer)
+        finally:
+            hook.remove()
+        engine.skipped_steps += not any(updates)
+        return result
+
+    return counted
 
 
 def _divide(engine: Any, divisor: float, undo: ExitStack) -> None:

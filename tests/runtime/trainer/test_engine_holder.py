@@ -408,6 +408,29 @@ def test_what_rebuilds_changed_is_known_until_it_is_changed_back(
     ]
 
 
+def test_saved_changes_are_restored_in_the_first_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    zero = {"stage": 1, "sub_group_size": (7,)}
+    given = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero}
+    run = Run(monkeypatch, **training_config(given))
+    monkeypatch.setattr(engine_holder, "perf_counter", lambda: 0.0)
+    holder, stages = run.holder, []
+    for changes in ({}, {"zero_optimization": {"stage": 3}}, {"gradient_clipping": 0.5}, {}):
+        before = holder.num_changes
+        holder.restore_changes(json.loads(json.dumps(changes)))
+        stages.append((holder.config["zero_optimization"]["stage"], holder.num_changes - before))
+        assert holder.config_changes == changes
+        holder.restore_changes(changes)  # which it has
+
+    assert stages == [(1, 0), (3, 1), (1, 1), (1, 1)]
+
+
+def test_saved_changes_that_cannot_be_used_are_refused(run: Run) -> None:
+    with pytest.raises(RebuildError, match=r"the engine was not rebuilt: .*micro_batch"):
+        run.holder.restore_changes({"train_micro_batch_size_per_gpu": 0})
+
+    assert run.log == [("count", "refused", 0.0)]
+
+
 class Offloaded(OffloadedOptimizerStates):
     """Offloaded states that record what is done with them."""
 

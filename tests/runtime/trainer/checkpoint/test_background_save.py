@@ -186,6 +186,15 @@ def test_a_copy_shares_storages_as_the_original_does() -> None:
     assert isinstance(copied["c"], torch.nn.Parameter)
 
 
+def test_a_copy_is_on_the_host_if_the_script_has_another_default_device() -> None:
+    values = torch.arange(3.0)
+
+    with torch.device("meta"):
+        copied = host_copy([values])
+
+    assert copied[0].tolist() == [0.0, 1.0, 2.0]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.bool])
 def test_a_copy_has_the_same_bits(dtype: torch.dtype) -> None:
     values = torch.arange(7).to(dtype)

@@ -14,10 +14,12 @@ pytestmark = pytest.mark.jobs
 ENGINES = (
     *("stage 0", "stage 1", "stage 2", "stage 3", "stage 1, int8", "stage 3, nothing kept"),
     *("stage 2, offload", "stage 3, offload", "bf16, stage 0", "bf16, stage 2", "BF16_Optimizer"),
+    "float16 autocast, int8",
 )
-
-
-QUICK = ("stage 0", "stage 1, int8", "stage 2", "stage 3, offload", "BF16_Optimizer")
+QUICK = (
+    *("stage 0", "stage 1, int8", "stage 2", "stage 3, offload", "BF16_Optimizer"),
+    "float16 autocast, int8",
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,15 @@ def test_a_run_resumes_from_its_checkpoint_bit_for_bit(
         assert len(found["through"]["losses"]) == 3
 
 
+@pytest.mark.parametrize("name", ["float16 autocast, int8"])
+def test_updates_that_a_grad_scaler_skips_are_counted_and_none_is_skipped_after_a_restart(
+    ranks: list[dict], name: str
+) -> None:
+    skipped = [rank[name][who]["skipped"] for rank in ranks for who in ("through", "new engine")]
+
+    assert skipped == [3] * 4
+
+
 @pytest.mark.parametrize("name", tiers(ENGINES, quick=QUICK))
 def test_a_save_in_the_background_writes_the_same_files(ranks: list[dict], name: str) -> None:
     assert all(rank[name]["same files"] for rank in ranks)
@@ -59,6 +70,14 @@ def test_a_run_with_a_rebuilt_engine_resumes_at_its_zero_stage(ranks: list[dict]
     for rank in ranks:
         assert rank["rebuilt"]["stage"] == 3
         assert rank["rebuilt"]["new engine"] == rank["rebuilt"]["through"]
+        assert rank["rebuilt"]["earlier"] == [1, 1]  # step and stage of a checkpoint before it
+
+
+def test_a_stream_without_a_state_resumes_several_times_bit_for_bit(ranks: list[dict]) -> None:
+    for rank in ranks:
+        through, resumed = rank["streams"]
+        assert len(through["losses"]) == 6
+        assert resumed == through
 
 
 def test_a_full_disk_on_one_rank_raises_on_all_and_leaves_the_previous_checkpoint(

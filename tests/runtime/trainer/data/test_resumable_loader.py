@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import chain, islice
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from zerowatch.errors import CheckpointError
 from zerowatch.runtime.trainer.data.batch_sampler import GlobalBatchSampler
@@ -23,6 +25,7 @@ from zerowatch.runtime.trainer.data.resumable_loader import (
     StreamLoader,
     resumable_loader,
 )
+from zerowatch.runtime.trainer.window.rng import RngState
 
 SAMPLES, BATCH = 22, 6  # four samples are left over
 BATCHES = SAMPLES // BATCH
@@ -495,6 +498,145 @@ def test_after_an_error_of_a_stream_the_batch_is_read_again(dataset, failing: in
     assert batches(resumed, 8 - len(seen)) == rest
 
 
+def torchdata_loader(dataset: Any, **options: Any) -> StatefulDataLoader:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
+        return StatefulDataLoader(dataset, **options)
+
+
+def resumed_at(dataset, cuts: Sequence[int], **options) -> list[list[int]]:
+    """Return the batches up to the last cut, if a new loader continues after each of them."""
+    seen: list[list[int]] = []
+    state = None
+    for cut in cuts:
+        of = loader(dataset(), batch_samples=2, **options)
+        if state is not None:
+            of.load_state_dict(state)
+        seen += batches(of, cut - len(seen))
+        assert of.position == cut
+        state = deepcopy(of.state_dict())
+    return seen
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("dataset", STREAMS)
+def test_a_stream_resumes_several_times_in_one_pass(dataset, num_workers: int) -> None:
+    per_pass = 4 * max(1, num_workers)
+    whole = batches(loader(dataset(), batch_samples=2, num_workers=num_workers), 2 * per_pass)
+
+    for first in (0, per_pass):
+        cuts = [first + 1, first + 2, first + 3, 2 * per_pass]
+        assert resumed_at(dataset, cuts, num_workers=num_workers) == whole
+
+
+@pytest.mark.parametrize("dataset", STREAMS)
+def test_a_stream_that_was_read_again_after_an_error_can_be_resumed(dataset) -> None:
+    whole = batches(loader(dataset(), batch_samples=2), 8)
+    stream = dataset()
+    stream.failing = 2
+    of = loader(stream, batch_samples=2)
+    with pytest.raises(OSError, match="timed out"):
+        list(of)
+    batches(of, 2)
+
+    resumed = loader(dataset(), batch_samples=2)
+    resumed.load_state_dict(deepcopy(of.state_dict()))
+
+    assert batches(resumed, 5) == whole[3:]
+
+
+class Noisy(IterableDataset[float]):
+    """Stream without a state, which draws random numbers."""
+
+    def __iter__(self):
+        for _ in range(8):
+            yield (random.random() + torch.rand(())).item()
+
+
+class OwnOrder(IterableDataset[int]):
+    """Stream without a state, whose workers each have an order of their own."""
+
+    def __iter__(self):
+        return iter(torch.randperm(8).tolist())
+
+
+def test_resuming_a_stream_without_a_state_leaves_the_random_generators_as_they_were() -> None:
+    of = loader(Noisy(), batch_samples=2)
+    batches(of, 2)
+    state, rng = deepcopy(of.state_dict()), RngState.capture()
+    rest = batches(of, 2)
+    resumed = loader(Noisy(), batch_samples=2)
+    resumed.load_state_dict(state)
+
+    rng.restore()
+
+    assert batches(resumed, 2) == rest
+
+
+def test_an_error_while_a_stream_is_read_again_leaves_the_random_generators_as_they_were() -> None:
+    class Failing(Noisy):
+        failing: int | None = None
+
+        def __iter__(self):
+            for number, value in enumerate(super().__iter__()):
+                fail_once(self, number)
+                yield value
+
+    stream = Failing()
+    of = loader(stream, batch_samples=2)
+    batches(of, 2)
+    stream.failing = 3
+    resumed = loader(stream, batch_samples=2)
+    resumed.load_state_dict(deepcopy(of.state_dict()))
+    before = torch.get_rng_state(), random.getstate()
+
+    with pytest.raises(OSError, match="timed out"):
+        next(iter(resumed))
+
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+def test_workers_have_the_seeds_of_their_pass_after_a_restart() -> None:
+    options = {"num_workers": 2}
+    whole = batches(loader(OwnOrder(), batch_samples=2, **options), 24)
+
+    assert whole[:8] != whole[8:16]
+    for cuts in ([5, 6, 24], [8, 24], [9, 11, 24]):
+        assert resumed_at(OwnOrder, cuts, **options) == whole
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_stream_without_a_state_resumes_from_the_state_of_an_earlier_version(
+    epoch: int, num_workers: int
+) -> None:
+    options = {"batch_samples": 2, "num_workers": num_workers}
+    per_pass = 4 * max(1, num_workers)
+    whole = batches(loader(Plain(), **options), 2 * per_pass)
+    of = loader(Plain(), **options)
+    former = torchdata_loader(Plain(), batch_size=2, num_workers=num_workers)
+    read = iter(former)
+    for _ in range(3):
+        next(read)
+    stream = deepcopy(former.state_dict())
+    if epoch == 0:
+        counts = stream["_snapshot"] if num_workers else stream
+        counts["_snapshot_step" if num_workers else "_num_yielded"] = 6  # resumed after three
+
+    of.load_state_dict(
+        {
+            **of.state_dict(),
+            "position": epoch * per_pass + 3,
+            "epoch": epoch,
+            "stream": stream,
+        }
+    )
+
+    assert of.is_within_epoch
+    assert batches(of, 1) == whole[of.position - 1 :][:1]
+
+
 def test_after_an_error_of_a_worker_the_batch_is_read_again() -> None:
     options = {"batch_samples": 2, "num_workers": 1}
     whole = batches(loader(Endless(), **options), 4)
@@ -646,6 +788,13 @@ def test_a_position_in_another_order_raises(name: str) -> None:
         loader().load_state_dict(state)
 
 
+class NoBatches(list[Any]):
+    """Loader without batches, and its torchdata state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"dataset_state": None, "fetcher_state": {"dataset_iter_state": None}}
+
+
 class Factory:
     """Loader factory that records its options; its loaders yield nothing."""
 
@@ -654,9 +803,9 @@ class Factory:
     def __init__(self) -> None:
         self.options: list[dict[str, Any]] = []
 
-    def create(self, **options: Any) -> list[object]:
+    def create(self, **options: Any) -> NoBatches:
         self.options.append(options)
-        return []
+        return NoBatches()
 
     @property
     def seeds(self) -> list[int]:
@@ -684,7 +833,7 @@ def test_a_stream_is_loaded_in_batches_of_this_ranks_samples() -> None:
     assert list(of) == []
 
     (options,) = factory.options
-    assert (options["batch_size"], options["drop_last"], factory.seeds) == (3, True, [7])
+    assert (options["batch_size"], options["drop_last"]) == (3, True)
     assert of.state_dict() == {
         "position": 0,
         "epoch": 1,
@@ -694,6 +843,18 @@ def test_a_stream_is_loaded_in_batches_of_this_ranks_samples() -> None:
         "samples": 3,
         **identity,
     }
+
+
+def test_the_seed_and_the_pass_decide_on_the_seeds_of_a_streams_workers() -> None:
+    factory = Factory()
+    identity = {"rank": 0, "world_size": 2, "num_workers": 0}
+    for seed, epoch in ((0, 0), (1, 0), (0, 1), (0, 0)):
+        of = StreamLoader(factory, samples=3, seed=seed, identity=identity)
+        of.epoch = epoch
+        list(of)
+
+    assert factory.seeds[0] == factory.seeds[3]
+    assert len(set(factory.seeds)) == 3
 
 
 @pytest.mark.parametrize("name", ["samples", "rank", "world_size", "num_workers"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -348,3 +349,54 @@ def test_a_divisor_of_1_leaves_the_loss_scale_alone() -> None:
     divide_and_step(engine, 1.0)
 
     assert engine.scale == [False, None]
+
+
+class ScalingEngine:
+    """Engine at stage 0 with a GradScaler, which steps as DeepSpeed's."""
+
+    def __init__(self, *, fused: bool) -> None:
+        self.module = torch.nn.Linear(2, 1)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), fused=fused)
+        self.torch_autocast_z0_gradscaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        self.skipped_steps = 0
+        self.skipped_seen: list[int] = []  # by hooks around `step`
+
+    def backward(self, factor: float) -> None:
+        scaler = self.torch_autocast_z0_gradscaler
+        scaler.scale(factor * self.module(torch.ones(1, 2)).sum()).backward()
+
+    def step(self) -> None:
+        self.torch_autocast_z0_gradscaler.step(self.optimizer)
+        self.torch_autocast_z0_gradscaler.update()
+        self.optimizer.zero_grad()
+        self.skipped_seen.append(self.skipped_steps)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_update_that_a_grad_scaler_skips_is_counted_within_the_engines_step(
+    fused: bool,
+) -> None:
+    engine = ScalingEngine(fused=fused)
+    weights = []
+    for factor in (1.0, math.inf, 1.0, math.inf):
+        engine.backward(factor)
+        divide_and_step(engine, 2.0)
+        weights.append(engine.module.weight.detach().clone())
+
+    assert engine.skipped_seen == [0, 1, 1, 2]
+    assert [torch.equal(*each) for each in itertools.pairwise(weights)] == [True, False, True]
+    assert engine.torch_autocast_z0_gradscaler.get_scale() == 1.0
+    assert "step" not in vars(engine.torch_autocast_z0_gradscaler)
+    assert not engine.optimizer._optimizer_step_pre_hooks
+
+
+def test_an_error_of_the_optimizer_is_no_skipped_update() -> None:
+    engine = ScalingEngine(fused=False)
+    engine.backward(1.0)
+    engine.optimizer.register_step_pre_hook(lambda *_: [][0])
+
+    with pytest.raises(IndexError):
+        divide_and_step(engine, 1.0)
+
+    assert engine.skipped_steps == 0
+    assert len(engine.optimizer._optimizer_step_pre_hooks) == 1

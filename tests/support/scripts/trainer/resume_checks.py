@@ -22,6 +22,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import parameter_offload
+from torch.utils.data import IterableDataset
 
 import zerowatch
 from zerowatch.errors import CheckpointError
@@ -55,6 +56,9 @@ ENGINES: dict[str, dict[str, Any]] = {
     },
     "bf16, stage 0": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
     "bf16, stage 2": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}},
+    "float16 autocast, int8": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+    # Of the same bits at any step after a load.
+    "torch's Adam": {"optimizer": {"type": "AdamW", "params": {"lr": 0.02, "torch_adam": True}}},
     "BF16_Optimizer": {
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 1},
@@ -88,6 +92,15 @@ class Batches:
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(SAMPLES, WIDTH, generator=generator)
         return {"x": x, "y": x.sum(dim=1)}
+
+
+class NoisyStream(IterableDataset[dict[str, torch.Tensor]]):
+    """Stream without a state, whose samples have noise from the generator of dropout."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for number in range(SAMPLES * (STEPS - 1)):  # the last step is in the second pass
+            x = torch.full((WIDTH,), 0.1 * number) + torch.randn(WIDTH)
+            yield {"x": x, "y": x.sum()}
 
 
 def loss(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
@@ -130,12 +143,14 @@ def outcome(run: zerowatch.TrainingRun, losses: list[float]) -> dict[str, Any]:
     """Return what must be the same: every bit of weights and losses, and all counts."""
     with deepspeed.zero.GatheredParameters(list(run.module.parameters())):
         weights = torch.cat([each.detach().double().flatten() for each in run.module.parameters()])
-    counts = [run.steps, run.samples, run.engine.global_steps, run.engine.global_samples]
+    engine = run.engine
+    counts = [run.steps, run.samples, engine.global_steps, engine.global_samples]
     return {
         "weights": weights.tolist(),
         "losses": losses,
         "counts": counts,
-        "rate": run.engine.get_lr(),
+        "skipped": engine.skipped_steps,
+        "rate": engine.get_lr(),
         "drawn": torch.rand(1).item(),
     }
 
@@ -176,10 +191,11 @@ def content(saves: Path) -> dict[str, bytes]:
 
 
 def rebuilt(folder: Path) -> dict[str, Any]:
-    """Return the outcomes for a run that was rebuilt before it was saved."""
-    saves = folder / "rebuilt"
+    """Return the outcomes for a run that was rebuilt before it was saved, and after it was."""
+    saves, earlier = folder / "rebuilt", folder / "before the rebuild"
     run, batches = new_run("stage 1", seed=0), Batches()
     train(run, batches, 1)
+    run.save(earlier, client_state=batches.position)
     run.rebuild({"zero_optimization": {"stage": 3}})
     train(run, batches, STEPS // 2)
     run.save(saves, client_state=batches.position)
@@ -188,7 +204,25 @@ def rebuilt(folder: Path) -> dict[str, Any]:
     run = new_run("stage 1", seed=1)
     found["new engine"] = resume(run, saves)
     found["stage"] = run.engine.zero_optimization_stage()
+    run.load(earlier)
+    found["earlier"] = [run.steps, run.engine.zero_optimization_stage()]
+    train(run, Batches(run.client_state), 2)
     end(run)
+    return found
+
+
+def streamed(folder: Path, *ends: int) -> dict[str, Any]:
+    """Return the outcome of a run on a stream that is saved and loaded at all ends but the last."""
+    saves = folder / f"stream-{len(ends)}"
+    losses: list[float] = []
+    for until in ends:
+        run = new_run("torch's Adam", seed=len(losses))
+        batches = run.loader(NoisyStream(), batch_samples=SAMPLES * dist.get_world_size()).forever()
+        run.load(saves)
+        losses += [run.train_batch(next(batches)).loss for _ in range(until - run.steps)]
+        run.save(saves)
+        found = outcome(run, losses)
+        end(run)
     return found
 
 
@@ -315,5 +349,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     found = {name: check(name, target) for name in sys.argv[2:]}
     found["rebuilt"], found["refusals"] = rebuilt(target), refusals(target)
+    found["streams"] = [streamed(target, STEPS), streamed(target, 1, 3, 4, STEPS)]
     found["failed loads"] = [failed_loads(name, target) for name in ("stage 2", "stage 3")]
     (target / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
