@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -46,9 +46,15 @@ CHECKS = (
 )
 _ORDER = {check.name: number for number, check in enumerate(CHECKS)}
 _ALONE = "there is one process; give --nproc, or start it with the launcher of the job"
-# What launchers set for each rank. Batch scripts set WORLD_SIZE, and Kubeflow sets RANK too, for a
-# process that only starts the ranks.
-_OF_A_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
+
+
+def is_rank(environ: Mapping[str, str]) -> bool:
+    """Return whether a launcher has started this process as a rank.
+
+    Batch scripts set WORLD_SIZE, and Kubeflow sets RANK too, for a process that only starts the
+    ranks.
+    """
+    return environ.keys() >= {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 
 
 def job_of_environment(ds_config: str | None, local_ranks: int | None) -> Job:
@@ -60,19 +66,21 @@ def job_of_environment(ds_config: str | None, local_ranks: int | None) -> Job:
             there is one per GPU.
     """
     environ = os.environ
-    is_rank = environ.keys() >= _OF_A_RANK
-    place = local_place(environ)
+    own_rank, place = is_rank(environ), local_place(environ)
+    # Beside a RANK that is the number of a pod, WORLD_SIZE may be the number of pods.
+    has_size = "WORLD_SIZE" in environ and (own_rank or "RANK" not in environ)
     job = Job(
-        is_rank=is_rank,
-        rank=int(environ["RANK"]) if is_rank else 0,
-        local_rank=int(environ["LOCAL_RANK"]) if is_rank else 0,
+        is_rank=own_rank,
+        rank=int(environ["RANK"]) if own_rank else 0,
+        local_rank=int(environ["LOCAL_RANK"]) if own_rank else 0,
         local_ranks=local_ranks or place.num_ranks,
-        world_size=int(environ["WORLD_SIZE"]) if "WORLD_SIZE" in environ else None,
+        local_ranks_given=local_ranks is not None or place.is_known,
+        world_size=int(environ["WORLD_SIZE"]) if has_size else None,
         ds_config=ds_config,
     )
     if not job.has_other_ranks:  # otherwise after the ranks have connected, which must not wait
         job = replace(job, driver_answers=driver_answers())
-    if local_ranks is None and not is_rank and not place.is_known and job.driver_answers:
+    if not own_rank and not job.local_ranks_given and job.driver_answers:
         from ...common import accelerator
 
         job = replace(job, local_ranks=max(1, accelerator.current.device_count()))
@@ -106,7 +114,8 @@ def check_together(job: Job, runner: Runner) -> tuple[list[Finding], Ranks | Non
 
     ranks, faults = _connected(job, runner)
     if ranks is not None:
-        job = replace(job, local_ranks=ranks.local_ranks)
+        local_ranks = job.local_ranks if job.local_ranks_given else ranks.local_ranks
+        job = replace(job, local_ranks=local_ranks, num_hosts=len(ranks.hosts))
     job = replace(job, driver_answers=driver_answers())
     own: list[Finding] = []
     if job.local_rank == 0:

@@ -74,7 +74,8 @@ class Ranks:
     Attributes:
         rank: This rank.
         local_rank: This rank among those of its host: the index of its GPU.
-        local_ranks: Ranks on this host.
+        local_ranks: Ranks on this host that see the same GPUs. Those of several agents, whose local
+            ranks are equal, do not add up.
         places: The ranks, in order; empty before `meet`.
         hosts: The first rank of each host, in order.
     """
@@ -99,8 +100,10 @@ class Ranks:
         self.rank = job.rank
         self.local_rank = job.local_rank
         self.places: list[Place] = []
-        machines = self.gather(_machine())
-        self.local_ranks = machines.count(machines[self.rank])
+        own = (_machine(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        found = self.gather((*own, job.local_rank))
+        self.local_ranks = len({each for each in found if each[:2] == own})
+        machines = [machine for machine, *_ in found]
         first: dict[str, int] = {}
         for rank, machine in enumerate(machines):
             first.setdefault(machine, rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import sys
@@ -67,7 +68,9 @@ def check(
 
     Exit code: 0, or 1 if a check failed.
     """  # noqa: D301  # click needs the character, not a raw string
-    if nproc is not None and "LOCAL_RANK" not in os.environ:
+    from .all_checks import is_rank
+
+    if nproc is not None and not is_rank(os.environ):
         sys.exit(_launch(nproc, nnodes, rdzv_endpoint, _options(ds_config, strict, as_json)))
     _exit(_check(ds_config, nproc, strict, as_json), exit_file)
 
@@ -95,15 +98,18 @@ def _check(ds_config: str | None, nproc: int | None, strict: bool, as_json: bool
             check_together(job, runner) if together else (check_alone(job, runner), None)
         )
     code = exit_code(findings, strict=strict)
-    # Without a connection, each host prints its own findings.
+    connection_failed = any(each.check == "connection" for each in findings)
     ranks = f"{job.world_size} ranks, rank 0 on " if together else ""
-    if job.rank == 0 or (job.local_rank == 0 and any(f.check == "connection" for f in findings)):
+    # Without a connection, each host prints its own findings.
+    if job.rank == 0 or (job.local_rank == 0 and connection_failed):
         title = f"zerowatch check: {ranks}{socket.gethostname()}"
         if as_json:
             click.echo(output.as_json(findings, title, code))
         else:
             output.print_findings(findings, title, sys.stdout)
         sys.stdout.flush()
+    elif connection_failed:  # torchrun would end the rank that prints, which may not be done yet
+        code = 0
     if group is not None:
         with _stdout_kept_free():
             runner.call("connection", _CLOSE_SECONDS, group.close)
@@ -114,14 +120,23 @@ def _check(ds_config: str | None, nproc: int | None, strict: bool, as_json: bool
 def _stdout_kept_free() -> Iterator[None]:
     """Drop what DeepSpeed logs to stdout, and send what C code such as NCCL prints to stderr."""
     sys.stdout.flush()
+    _flush_stdout_of_c()
     own = os.dup(1)
     os.dup2(2, 1)
     try:
         with redirect_stdout(StringIO()):
             yield
     finally:
+        _flush_stdout_of_c()
         os.dup2(own, 1)
         os.close(own)
+
+
+def _flush_stdout_of_c() -> None:
+    """Write what C code has printed: unless stdout is a terminal, libc keeps it in a buffer."""
+    libc = ctypes.CDLL(None)
+    # fflush(NULL) would wait for a file that the thread of a check is reading.
+    libc.fflush(ctypes.c_void_p.in_dll(libc, "stdout"))
 
 
 def _exit(result: _Result, exit_file: str | None) -> NoReturn:

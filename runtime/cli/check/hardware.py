@@ -179,8 +179,11 @@ def _check_host_name(job: Job) -> Finding:
             f"backend: gloo; the host name {host} does not resolve ({error.strerror})",
             "add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME to the network interface",
         )
-    several_hosts = job.world_size is not None and job.world_size > job.local_ranks
-    if several_hosts and address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
+    if (
+        job.has_other_hosts
+        and address.startswith("127.")
+        and "GLOO_SOCKET_IFNAME" not in os.environ
+    ):
         return warning(
             f"backend: gloo; the host name {host} resolves to {address}, which other hosts do not "
             "reach",

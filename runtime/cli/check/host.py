@@ -95,7 +95,10 @@ def _check_metrics_ports(job: Job) -> Iterator[Finding]:
 
 
 def _bind_error(host: str, port: int) -> OSError | None:
-    """Return why a server cannot listen on a port, or None if it can."""
+    """Return why a server cannot listen on a port, or None if it can.
+
+    The probe does not listen itself, so another one at the same time finds the port free.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -103,7 +106,6 @@ def _bind_error(host: str, port: int) -> OSError | None:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-            probe.listen(1)
     except OSError as error:
         return error
     return None

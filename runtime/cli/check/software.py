@@ -124,7 +124,15 @@ def check_compiler(job: Job) -> Iterator[Finding]:
     """Find what compiles DeepSpeed's operations on first use, such as its default Adam."""
     import torch
 
-    if _has_installed_optimizers():
+    needed, installed = _installed_operations()
+    if installed and (fault := _version_fault()):
+        yield failed(
+            f"DeepSpeed refuses the operations that were built when it was installed: {fault}",
+            "reinstall DeepSpeed (pip install --force-reinstall --no-cache-dir --no-deps deepspeed "
+            "with the same DS_BUILD_* variables), or install the torch that it was built with",
+        )
+        return
+    if installed == needed:
         yield ok("DeepSpeed's optimizers were built when it was installed: no compiler is needed")
         return
     programs = {"g++": os.environ.get("CXX", "g++"), "ninja": "ninja"}
@@ -146,14 +154,30 @@ def check_compiler(job: Job) -> Iterator[Finding]:
     yield check_nvcc(_nvcc_release(CUDA_HOME), torch.version.cuda, CUDA_HOME)
 
 
-def _has_installed_optimizers() -> bool:
-    """Return whether DeepSpeed loads the operations of most jobs without compiling them."""
+def _installed_operations() -> tuple[list[str], list[str]]:
+    """Return the operations of most jobs, and those that DeepSpeed does not compile for them."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import accelerator_name, installed_ops
 
     chosen = str(get_accelerator().device_name())
     needed = ["fused_adam", "cpu_adam"] + ["deepspeed_shm_comm"] * (chosen == "cpu")
-    return accelerator_name == chosen and all(installed_ops.get(name) for name in needed)
+    fits = accelerator_name == chosen
+    return needed, [name for name in needed if fits and installed_ops.get(name)]
+
+
+def _version_fault() -> str | None:
+    """Return why DeepSpeed refuses to load installed operations, or None if it loads them."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.git_version_info import torch_info
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    try:
+        OpBuilder.validate_torch_version(torch_info)
+        if get_accelerator().device_name() == "cuda" and accelerator.current.is_available():
+            OpBuilder.validate_torch_op_version(torch_info)
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 def _nvcc_release(cuda_home: str | None) -> str | None:

@@ -80,7 +80,9 @@ class Job:
     Attributes:
         is_rank: Whether a launcher has started this process as a rank of the job.
         local_ranks: Ranks on this host.
+        local_ranks_given: Whether the launcher or an option gives `local_ranks`.
         world_size: Ranks of the job; None if it is not known.
+        num_hosts: Hosts of the job; None before its ranks have connected.
         driver_answers: Whether the driver of the GPUs answers. If not, a call of it may never end.
         ds_config: Path of the ds config; None without one.
         settings: Those of zerowatch; the defaults if they cannot be read.
@@ -91,7 +93,9 @@ class Job:
     rank: int = 0
     local_rank: int = 0
     local_ranks: int = 1
+    local_ranks_given: bool = False
     world_size: int | None = None
+    num_hosts: int | None = None
     driver_answers: bool = True
     ds_config: str | None = None
     settings: Settings = field(default_factory=Settings)
@@ -101,6 +105,13 @@ class Job:
     def has_other_ranks(self) -> bool:
         """Whether this process is one of several ranks."""
         return self.is_rank and (self.world_size or 1) > 1
+
+    @property
+    def has_other_hosts(self) -> bool:
+        """Whether ranks of the job are on other hosts, as far as it is known."""
+        if self.num_hosts is not None:
+            return self.num_hosts > 1
+        return (self.world_size or 1) > self.local_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

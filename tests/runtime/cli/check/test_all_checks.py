@@ -36,8 +36,9 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, 3, (0, 0, 3, None)),
         ({"WORLD_SIZE": "8"}, None, (0, 0, 2, 8)),
-        # A pod of Kubeflow's PyTorchJob, which starts the ranks
-        ({"RANK": "1", "WORLD_SIZE": "8"}, None, (0, 0, 2, 8)),
+        # A pod of Kubeflow's PyTorchJob, which starts the ranks: 8 may be the number of pods
+        ({"RANK": "1", "WORLD_SIZE": "8"}, None, (0, 0, 2, None)),
+        ({"LOCAL_RANK": "1"}, None, (0, 0, 2, None)),
         (dict(zip(VARIABLES, ("5", "1", "8", "4"), strict=True)), None, (5, 1, 4, 8)),
         (dict(zip(VARIABLES, ("5", "1", "8", "4"), strict=True)), 2, (5, 1, 2, 8)),
         # DeepSpeed's launcher
@@ -63,7 +64,9 @@ def test_the_job_is_that_of_the_launchers_variables(
     job = job_of_environment(None, given)
 
     assert (job.rank, job.local_rank, job.local_ranks, job.world_size) == expected
-    assert job.has_other_ranks == ("LOCAL_RANK" in variables)
+    assert job.has_other_ranks == all_checks.is_rank(variables)
+    names_their_number = {"LOCAL_WORLD_SIZE", "LOCAL_SIZE"} & variables.keys()
+    assert job.local_ranks_given == (given is not None or bool(names_their_number))
 
 
 def test_a_driver_that_does_not_answer_is_one_failure_and_is_not_called_again(

@@ -165,6 +165,60 @@ class ConnectedRanks:
         return [value]
 
 
+@pytest.mark.parametrize(
+    ("local_ranks", "given", "expected"), [(1, True, 1), (1, False, 2), (4, True, 4)]
+)
+def test_a_given_number_of_local_ranks_takes_precedence_over_that_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, local_ranks: int, given: bool, expected: int
+) -> None:
+    jobs = list[Job]()
+
+    def run(job: Job) -> Iterable[Finding]:
+        jobs.append(job)
+        return ()
+
+    monkeypatch.setattr(between_ranks, "Ranks", lambda job: ConnectedRanks([]))
+    monkeypatch.setattr(between_ranks, "BETWEEN_RANKS", ())
+    monkeypatch.setattr(
+        all_checks, "CHECKS", (Check(name="accelerator", limit_seconds=30, run=run),)
+    )
+
+    check_together(Job(local_ranks=local_ranks, local_ranks_given=given, world_size=8), Runner())
+
+    assert [(job.local_ranks, job.has_other_hosts) for job in jobs] == [(expected, False)]
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ([("here", "0,1", 1), ("there", "0,1", 2)], 2),
+        ([("here", "0,1", 0), ("here", "0,1", 1)], 2),  # two agents
+        ([("here", "2,3", 1)], 1),
+        ([("here", None, 1)], 1),
+    ],
+)
+def test_local_ranks_share_machine_and_visible_gpus_and_have_numbers_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, others: list[tuple[str, str | None, int]], expected: int
+) -> None:
+    def gather(values: list[Any], value: Any, group: object) -> None:
+        values[:] = [value, *others]
+
+    connected = SimpleNamespace(
+        init_process_group=lambda *_, **__: None,
+        new_group=lambda **_: None,
+        get_world_size=lambda: 1 + len(others),
+        all_gather_object=gather,
+    )
+    monkeypatch.setattr(between_ranks, "dist", connected)
+    monkeypatch.setattr(between_ranks, "_machine", lambda: "here")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+
+    ranks = between_ranks.Ranks(Job(world_size=1 + len(others)))
+
+    assert ranks.local_ranks == expected
+    assert len(ranks.hosts) == (2 if "there" in dict.fromkeys(each[0] for each in others) else 1)
+
+
 def test_ranks_connect_before_the_checks_and_use_their_gpus_after_those_of_the_hosts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,17 @@ from torch.distributed.elastic.rendezvous import (
 from zerowatch.__main__ import commands
 from zerowatch.errors import CommandLineError
 from zerowatch.runtime.cli.check.verdicts import Check, Finding, Job, ok
+
+# Prints by libc, then the check's output.
+PRINTS_IN_C = """
+import ctypes
+from zerowatch.runtime.cli.check.command import _stdout_kept_free
+libc = ctypes.CDLL(None)
+libc.printf(b"before\\n")
+with _stdout_kept_free():
+    libc.printf(b"NCCL version\\n")
+print("{}")
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -67,9 +80,18 @@ def test_the_ranks_of_one_host_start_with_the_options(monkeypatch: pytest.Monkey
     assert line[6:] == ["--ds-config", "ds.json", "--strict", "--json"]
 
 
-def test_a_pod_that_starts_the_ranks_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")  # Kubeflow's number of the pod
-    monkeypatch.setenv("WORLD_SIZE", "16")
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "1", "WORLD_SIZE": "16"},  # a pod of Kubeflow: its number, and that of all pods
+        {"LOCAL_RANK": "0"},
+    ],
+)
+def test_a_process_with_some_of_a_ranks_variables_starts_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
 
     _, line = launched(monkeypatch, "--nproc", "8")
 
@@ -92,6 +114,42 @@ def test_what_c_code_prints_is_no_part_of_the_json(
 
     assert json.loads(done.stdout)["findings"][0]["text"] == "done"
     assert capfd.readouterr() == ("after\n", "NCCL INFO Bootstrap\n")
+
+
+def test_what_libc_buffers_for_a_pipe_is_no_part_of_the_output() -> None:
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+    done = subprocess.run(
+        [sys.executable, "-c", PRINTS_IN_C],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+    assert done.stdout == "before\n{}\n"
+    assert done.stderr == "NCCL version\n"
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "code"), [("0", "0", 1), ("1", "1", 0), ("8", "0", 1)]
+)
+def test_without_a_connection_only_the_printing_rank_of_a_host_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, rank: str, local_rank: str, code: int
+) -> None:
+    def fail(job: Job) -> None:
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr("zerowatch.runtime.cli.check.between_ranks.Ranks", fail)
+    monkeypatch.setattr("zerowatch.runtime.cli.check.all_checks.CHECKS", ())
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setenv("WORLD_SIZE", "16")
+
+    done = CliRunner().invoke(commands, ["check"])
+
+    assert done.exit_code == code
+    assert ("16 ranks did not connect" in " ".join(done.stdout.split())) == bool(code)
 
 
 def test_several_hosts_meet_at_the_given_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,6 +248,8 @@ def test_more_ranks_than_gpus_and_another_accelerator_are_named(
         ("127.0.1.1", Job(world_size=4, local_ranks=2), "eth0", Verdict.OK),
         ("127.0.1.1", Job(world_size=2, local_ranks=2), None, Verdict.OK),
         ("127.0.1.1", Job(local_ranks=2), None, Verdict.OK),
+        ("127.0.1.1", Job(world_size=2, num_hosts=1), None, Verdict.OK),
+        ("127.0.1.1", Job(world_size=2, local_ranks=2, num_hosts=2), None, Verdict.WARNING),
         ("10.0.0.1", Job(world_size=4, local_ranks=2), None, Verdict.OK),
         (None, Job(local_ranks=2), None, Verdict.WARNING),
     ],

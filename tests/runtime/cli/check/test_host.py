@@ -14,8 +14,10 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from servers.free_port import free_port
 
 from zerowatch.metrics.settings import Settings
 from zerowatch.runtime.cli.check import host
@@ -276,6 +278,25 @@ def test_a_port_of_a_running_job_is_named_so() -> None:
             other.communicate()
 
     assert found.startswith(f"the monitoring process {other.pid} of a run of ")
+
+
+def test_two_probes_of_a_port_at_the_same_time_find_it_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    faults = list[OSError | None]()
+    port = free_port()
+
+    class Probe(socket.socket):
+        def __exit__(self, *error: object) -> None:
+            if not faults:
+                faults.append(None)
+                faults.append(host._bind_error("127.0.0.1", port))
+            super().__exit__(*error)
+
+    monkeypatch.setattr(host, "socket", SimpleNamespace(**vars(socket) | {"socket": Probe}))
+
+    assert host._bind_error("127.0.0.1", port) is None
+    assert faults == [None, None]
 
 
 def test_a_taken_port_that_must_be_had_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

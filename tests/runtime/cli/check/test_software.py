@@ -6,8 +6,10 @@ Real packages and locks are in `test_planted_faults_are_named.py`.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from zerowatch.runtime.cli.check import software
 from zerowatch.runtime.cli.check.software import (
@@ -17,6 +19,7 @@ from zerowatch.runtime.cli.check.software import (
     check_nvcc,
 )
 from zerowatch.runtime.cli.check.verdicts import Job, Verdict
+from zerowatch.runtime.common import accelerator
 from zerowatch.runtime.common.extension_locks import BuildLock
 
 
@@ -77,12 +80,58 @@ def test_installed_optimizers_need_no_compiler(
     installed = dict.fromkeys(built, True)
     monkeypatch.setattr(deepspeed.git_version_info, "accelerator_name", built_for)
     monkeypatch.setattr(deepspeed.git_version_info, "installed_ops", installed)
+    torch_info = {"version": ".".join(torch.__version__.split(".")[:2])}
+    monkeypatch.setattr(deepspeed.git_version_info, "torch_info", torch_info)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
 
     [finding] = check_compiler(Job())
 
     assert finding.verdict == (Verdict.FAILED if needs_compiler else Verdict.OK)
+    assert ("g++" in finding.text) == needs_compiler
+
+
+@pytest.mark.parametrize(
+    ("accelerator_name", "built", "built_with", "named"),
+    [
+        ("cpu", ("cpu_adam", "fused_adam", "deepspeed_shm_comm"), ("2.1", "0.0"), "version=2.1"),
+        ("cpu", ("fused_adam",), ("2.1", "0.0"), "version=2.1"),
+        ("cuda", ("cpu_adam", "fused_adam"), ("2.13", "11.8"), "CUDA version=11.8"),
+        ("cuda", ("cpu_adam", "fused_adam"), ("2.13", "12.8"), None),
+    ],
+)
+def test_installed_operations_that_deepspeed_refuses_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+    accelerator_name: str,
+    built: tuple[str, ...],
+    built_with: tuple[str, str],
+    named: str | None,
+) -> None:
+    import deepspeed.accelerator
+    import deepspeed.git_version_info
+
+    version, cuda = built_with
+    values = {
+        "accelerator_name": accelerator_name,
+        "installed_ops": dict.fromkeys(built, True),
+        "torch_info": {"version": version, "cuda_version": cuda},
+    }
+    for name, value in values.items():
+        monkeypatch.setattr(deepspeed.git_version_info, name, value)
+    device = SimpleNamespace(device_name=lambda: accelerator_name)
+    monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda: device)
+    monkeypatch.setattr(accelerator, "current", SimpleNamespace(is_available=lambda: True))
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+
+    [finding] = check_compiler(Job())
+
+    if named is None:
+        assert finding.verdict == Verdict.OK
+    else:
+        assert finding.verdict == Verdict.FAILED
+        assert named in finding.text
+        assert "reinstall DeepSpeed" in finding.advice
 
 
 @pytest.mark.parametrize(
