@@ -25,7 +25,7 @@ from ..common.phase_timer import OTHER, PhaseTimer
 from .call_batch import MESSAGE_ENDS, CallBatch
 from .call_reader import ON_CPU, CallReader
 from .event_pool import EventPool
-from .groups import CollectiveCall, Group, Groups, sequence_number
+from .groups import CollectiveCall, Group, Groups
 from .stream_waits import StreamWaitTracker, is_training_thread
 
 # Number of calls after which a batch is passed on, even if the step has not ended.
@@ -209,10 +209,10 @@ class CallRecorder(RecorderFields):
         try:
             if self._coalescing and process_group in self._coalescing:
                 self._record_coalesced(calls, process_group)
-            elif reader.use_group_sequence:
-                group.recorded -= sequence_number(process_group)
-            else:
+            elif not reader.use_group_sequence:
                 group.recorded += 1
+            elif group.counts_calls:
+                group.recorded -= group.sequence_number(process_group)
             is_marked = device_index == ON_CPU or self._mark_start(calls, device_index)
         finally:
             if not is_marked:
@@ -341,10 +341,10 @@ class CallRecorder(RecorderFields):
 
     def _count_by_sequence(self, reader: CallReader, group: Group) -> None:
         """Count a call of which the group's sequence number was subtracted before."""
-        if reader.use_group_sequence:
+        if reader.use_group_sequence and group.counts_calls:
             process_group = group.reference()
             if process_group is not None and process_group not in self._coalescing:
-                group.recorded += sequence_number(process_group)
+                group.recorded += group.sequence_number(process_group)
 
     def _leave_out(self, calls: list[CollectiveCall]) -> None:
         """Give up calls that were not recorded completely, so that nothing waits for them."""

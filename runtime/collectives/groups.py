@@ -69,6 +69,8 @@ class Group(GroupFields):
         backend: The name of its backend, such as "nccl".
         on_device: Whether its collectives run on the accelerator's streams, timed by events.
         device_index: The device that the group is bound to; None if it is not bound.
+        counts_calls: Whether the backend has a sequence number. MPI and custom backends have none.
+        sequence_number: Returns the sequence number that counts this record's calls.
         recorded: Number of recorded calls, in units of the group's own sequence number. Counting
             starts at the sequence number `seen_from`.
         point_to_point: A second record for messages between two members. Messages do not queue with
@@ -83,15 +85,16 @@ class Group(GroupFields):
     """
 
     __slots__ = (
-        "_sequence_number",
         "_wire_factors",
         "backend",
+        "counts_calls",
         "device_index",
         "host_record",
         "point_to_point",
         "replayed",
         "role",
         "seen_from",
+        "sequence_number",
         "size",
     )
 
@@ -106,8 +109,14 @@ class Group(GroupFields):
         self.on_device = is_of_device and not for_host
         bound = getattr(group, "bound_device_id", None)
         self.device_index: int | None = None if bound is None else bound.index
-        self._sequence_number = _host_sequence_number if for_host else sequence_number
-        self.seen_from = self._sequence_number(group)
+        self.sequence_number = _host_sequence_number if for_host else sequence_number
+        counter: Any = _host_backend(group) if for_host else group
+        try:
+            self.seen_from: int = counter._get_sequence_number_for_group()
+            self.counts_calls = True
+        except RuntimeError:
+            self.seen_from = 0
+            self.counts_calls = False
         self.recorded = self.replayed = 0
         self.rank_set = rank_set
         self.point_to_point: Group | None = None
@@ -125,6 +134,7 @@ class Group(GroupFields):
         group.role, group.size, group.backend = role, size, backend
         group.on_device, group.device_index = on_device, None
         group.point_to_point = group.host_record = None
+        group.counts_calls = False
         group.seen_from = group.recorded = group.replayed = 0
         group.rank_set = rank_set
         group.busy_until_ns = group.maybe_busy_until_ns = BEFORE_ALL
@@ -138,9 +148,15 @@ class Group(GroupFields):
         return self._wire_factors[op]
 
     def num_issued(self) -> int | None:
-        """Return how many calls the group counted since it was first seen; None if deleted."""
+        """Return how many calls the group counted since it was first seen.
+
+        Returns:
+            The number; None if the group is deleted, or its backend does not count.
+        """
         group = self.reference()
-        return None if group is None else self._sequence_number(group) - self.seen_from
+        if group is None or not self.counts_calls:
+            return None
+        return self.sequence_number(group) - self.seen_from
 
     def records(self) -> list[Group]:
         """Return this record, and the further records of the same process group."""
@@ -215,7 +231,7 @@ class Groups:
     def host_record(self, known: Group) -> Group:
         """Return the record of a group's calls on tensors in host memory.
 
-        It is the record itself if the group has no backend for them that counts its calls.
+        It is the record itself if the group has no backend for them.
         """
         group = known.reference()
         if known.host_record is None and group is not None:
@@ -254,12 +270,16 @@ class Groups:
         return list(self.by_id.values())
 
     def drain_counts(self) -> list[GroupCounts]:
-        """Return each group with calls since the last drain: the calls counted, and recorded."""
+        """Return each group with calls since the last drain: the calls counted, and recorded.
+
+        Groups whose backend does not count are left out.
+        """
         counts = []
         for key, known in list(self.by_id.items()):
             counted = known.num_issued()
             if counted is None:
-                del self.by_id[key]
+                if known.reference() is None:
+                    del self.by_id[key]
                 continue
             records = known.records()
             issued = counted + sum(each.replayed for each in records)

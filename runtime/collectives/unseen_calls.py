@@ -99,7 +99,7 @@ class UnseenCallCounter:
         """Attribute the calls since the last mark to a phase, given by its index in PHASES."""
         for known in self._groups.known():
             group = known.reference()
-            if group is None:
+            if group is None or not known.counts_calls:
                 continue
             number = sequence_number(group)
             before = self._reached.get(known, known.seen_from)

@@ -217,8 +217,25 @@ def test_a_group_that_does_not_count_its_calls_has_no_coverage_and_the_others_ha
     known.recorded += 1
     other.reference().allreduce([torch.ones(1)]).wait()
 
-    assert groups.drain_counts() == [(other, 1, 0)]
-    assert (known.seen_from, known.num_issued()) == (0, 0)
+    counts = groups.drain_counts()
+
+    assert (known.counts_calls, other.counts_calls) == (False, True)
+    assert counts == [(other, 1, 0)]
+    assert (known.seen_from, known.num_issued()) == (0, None)
+    assert groups.known() == [known, other]
+
+
+def test_a_backend_for_host_memory_that_does_not_count_has_a_record_of_its_own(
+    two_backends: Any,
+) -> None:
+    groups = Groups()
+    known = groups.find(dist.new_group([0], backend="cuda:gloo,cpu:fake"))
+    assert known is not None
+
+    on_host = groups.host_record(known)
+
+    assert on_host is known.host_record
+    assert (on_host.counts_calls, on_host.num_issued()) == (False, None)
 
 
 def test_messages_from_host_memory_have_a_record_of_their_own(two_backends: Any) -> None:
@@ -238,6 +255,7 @@ def test_calls_on_tensors_in_host_memory_are_counted_by_their_backend(two_backen
     groups = Groups()
     known = groups.find(two_backends)
     assert known is not None
+    known.counts_calls = True  # as NCCL does
     on_host = groups.host_record(known)
     known.replayed = 4
     for _ in range(3):

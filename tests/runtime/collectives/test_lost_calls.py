@@ -17,9 +17,10 @@ from fakes.cuda_streams import DeviceTensor
 from fakes.device_rank import DeviceRank
 from fakes.sleeping_collectives import FakeWork
 from torch.distributed import distributed_c10d as c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zerowatch.runtime.collectives.call_reader import CallReader, backend_readers, torch_readers
-from zerowatch.runtime.collectives.groups import Groups
+from zerowatch.runtime.collectives.groups import CollectiveCall, Group, Groups
 from zerowatch.runtime.cross_rank.accounting.call_sequence import CallSequence
 
 PAYLOAD = torch.ones(8).as_subclass(DeviceTensor)
@@ -331,3 +332,46 @@ def test_replayed_messages_lower_the_coverage_once(rank: DeviceRank, groups: Gro
 
     assert coverage == pytest.approx(1 / 4)
     assert groups.drain_coverage() == 1.0
+
+
+@pytest.fixture
+def uncounted(rank: DeviceRank, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
+    """The record of a world group whose backend does not count its calls."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    made = Groups()
+    known = made.find(dist.group.WORLD)
+    assert known is not None
+    monkeypatch.setattr(rank.recorder, "groups", made)
+    yield known
+    dist.destroy_process_group()
+
+
+def test_a_failed_call_of_a_backend_that_does_not_count_is_reported(
+    rank: DeviceRank, uncounted: Group
+) -> None:
+    failed: list[CollectiveCall] = []
+    rank.recorder.connect(None, None, failed.append)
+    for _ in range(3):
+        (call,) = rank.recorder.on_call(reader_of("all_reduce"), (torch.ones(8),), {}) or []
+
+    rank.recorder.on_error(call, RuntimeError("connection closed"))
+
+    assert failed == [call]
+    assert (call.sequence, uncounted.rank_set.issued, uncounted.recorded) == (3, 3, 3)
+
+
+def test_a_backend_that_does_not_count_is_asked_once(
+    rank: DeviceRank, uncounted: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> int:
+        raise AssertionError
+
+    monkeypatch.setattr(uncounted, "sequence_number", refuse)
+    reader, arguments = reader_of("reduce_scatter"), (torch.ones(1), [torch.ones(1)] * 8)
+
+    calls = rank.recorder.on_call(reader, arguments, {})
+    assert calls is not None
+    rank.recorder.on_return(reader, calls, None, 1, 2)
+
+    assert (reader.use_group_sequence, uncounted.recorded) == (True, 0)
+    assert rank.recorder.groups.drain_coverage() is None

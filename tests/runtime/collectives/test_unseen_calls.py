@@ -343,6 +343,8 @@ def test_unseen_calls_since_the_last_step_are_counted_by_rank_set() -> None:
 class CountedGroup:
     """A process group that counts its calls, and its record."""
 
+    counts_calls = True
+
     def __init__(self, name: str, number: int) -> None:
         self.group_name, self.number, self.seen_from = name, number, number
         self.recorded = 0
@@ -394,6 +396,21 @@ def test_calls_that_no_wrapper_has_seen_have_their_numbers_and_phases() -> None:
         counted_at=1000.0,
     )
     assert coverage == pytest.approx(1 / 5)
+    assert counter.take() == (None, None)
+
+
+def test_a_group_that_does_not_count_its_calls_is_not_asked_where_a_phase_ends() -> None:
+    class UncountedGroup(CountedGroup):
+        counts_calls = False
+
+        def _get_sequence_number_for_group(self) -> int:
+            raise AssertionError
+
+    groups: Any = CountedGroups(UncountedGroup("mpi", 0))
+    counter = UnseenCallCounter(groups)
+
+    counter.mark(BACKWARD)
+
     assert counter.take() == (None, None)
 
 

@@ -546,7 +546,7 @@ def test_what_is_known_of_other_ranks_is_sent_again_before_it_is_too_old(
 def test_a_fault_of_a_gpu_that_ended_the_run_is_served_until_the_next_scrape(
     served: Served,
 ) -> None:
-    assert eventually(lambda: served.named("serving") != [], 60)
+    assert eventually(lambda: served.monitor is not None and served.named("serving") != [], 60)
     [(address, _)] = served.named("serving")
     waits = threading.Event()
     wait_for_next_scrape = served.monitor._server.wait_for_next_scrape
