@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
@@ -71,6 +72,7 @@ class CheckpointManager:
         self._is_node_leader = this_process().local_rank == 0
         self._superseded: set[Path] = set()
         self._written = self._relevant_state()
+        self._has_trained = False
         run_id = engine_holder.engine.watch.run_id or launcher_run_id() or new_run_id()
         self._owner = folder_owner(run_id, host_group)
         self._is_background = background
@@ -141,7 +143,7 @@ class CheckpointManager:
                     )
                 else:
                     holder.compressor.load_state_dict(state.compression)
-        self._apply_plan_file()
+        self._apply_plan_file(None if state is None else state.steps)
         if checkpoint is not None and state is not None:  # last: a rebuild draws random numbers
             rng = RngState(**state.rng)
             if group.rank < checkpoint.manifest.engine.world_size:
@@ -152,6 +154,7 @@ class CheckpointManager:
 
     def on_window_end(self) -> None:
         """Write the plan and what rebuilds changed in the ds config, if either has changed."""
+        self._has_trained = True
         state = self._relevant_state()
         has_folder = self._engine_holder.run_folder is not None  # the folder may be created late
         if state != self._written and has_folder:
@@ -271,27 +274,38 @@ class CheckpointManager:
         self._window_runner.micro_batch_samples = plan.micro_batch_samples
         self._window_runner.replay.planner.limits = plan.sizing
 
-    def _apply_plan_file(self) -> None:
-        """Apply what earlier attempts of this run learned after their last checkpoint."""
+    def _apply_plan_file(self, loaded_steps: int | None) -> None:
+        """Apply what earlier attempts of this run learned after their last checkpoint.
+
+        Args:
+            loaded_steps: Steps of the checkpoint that was loaded; None without a checkpoint.
+        """
         stored = self._plan_file.read(self._host_group)
         if stored is None:
             return
         if stored.plan and stored.steps >= self._window_runner.steps:
-            try:
-                self._engine_holder.restore_changes(stored.config_changes)
-            except RebuildError as error:
-                logger.warning(
-                    "the changes of the ds config in %s, which the last attempt made by a rebuild, "
-                    "are ignored: %s; training resumes without them, call rebuild to make them",
-                    self._plan_file.path,
-                    error,
-                )
+            # A checkpoint of the same step may be newer: a rebuild after the window changes only
+            # the checkpoint. Once this process has trained, the plan may be its own.
+            is_newer = loaded_steps is None or stored.steps > loaded_steps
+            if is_newer and not self._has_trained:
+                self._restore_changes(stored.config_changes)
             self._apply_plan(stored.plan)
         planner = self._window_runner.replay.planner
         for failure in stored.failures:
             half = -(-failure.samples // 2)
             planner.limits = planner.limits.after_out_of_memory(
                 failure.length, failure.samples, half
+            )
+
+    def _restore_changes(self, changes: Mapping[str, Any]) -> None:
+        try:
+            self._engine_holder.restore_changes(changes)
+        except RebuildError as error:
+            logger.warning(
+                "the changes of the ds config in %s, which the last attempt made by a rebuild, "
+                "are ignored: %s; training resumes without them, call rebuild to make them",
+                self._plan_file.path,
+                error,
             )
 
     def _record_failure(self, length: int, samples: int) -> None:

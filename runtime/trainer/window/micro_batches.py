@@ -201,7 +201,8 @@ def divide_and_step(engine: Any, divisor: float) -> None:
     optimizers it divides the gradients directly. This includes the 16-bit optimizers of stage 0,
     whose `step` uses another loss scale.
 
-    An update that the GradScaler of stage 0 skips is counted in `engine.skipped_steps`.
+    An update that the GradScaler of stage 0 skips is counted in `engine.skipped_steps`. After an
+    update that ZeRO skips, the scale of its GradScaler becomes smaller.
     """
     with ExitStack() as undo:
         if divisor != 1.0:
@@ -210,6 +211,7 @@ def divide_and_step(engine: Any, divisor: float) -> None:
         if scaler is not None:
             undo.callback(AttributePatch(scaler, "step", partial(_counted, engine)).restore)
         engine.step()
+    _back_off_after_overflow(engine.optimizer)
 
 
 def weight_exponent(weight: float, num_samples: float) -> int:
@@ -286,6 +288,20 @@ def _counted(engine: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return result
 
     return counted
+
+
+def _back_off_after_overflow(optimizer: Any) -> None:
+    """Make the scale of a ZeRO optimizer's GradScaler smaller if the last update was skipped.
+
+    This works around a fault of DeepSpeed (0.19.8): after an overflow, `step` returns before it
+    updates this GradScaler. With the same scale, the next gradients overflow again. The norm of
+    all ranks decides whether an update is skipped, so their scales stay equal.
+    """
+    scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
+    if scaler is not None and scaler.is_enabled() and optimizer.overflow:
+        state = scaler.state_dict()
+        smaller = state["scale"] * state["backoff_factor"]
+        scaler.load_state_dict({**state, "scale": smaller, "_growth_tracker": 0})
 
 
 def _divide(engine: Any, divisor: float, undo: ExitStack) -> None:

@@ -400,3 +400,19 @@ def test_an_error_of_the_optimizer_is_no_skipped_update() -> None:
 
     assert engine.skipped_steps == 0
     assert len(engine.optimizer._optimizer_step_pre_hooks) == 1
+
+
+@pytest.mark.parametrize(("overflow", "scale", "clean_steps"), [(True, 4.0, 0), (False, 8.0, 1)])
+def test_the_grad_scaler_of_zero_backs_off_after_an_overflow(
+    overflow: bool, scale: float, clean_steps: int
+) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 1})
+    scaler.scale(torch.ones(1))
+    engine = SteppingEngine(SimpleNamespace(torch_autocast_gradscaler=scaler, overflow=overflow))
+
+    divide_and_step(engine, 1.0)
+
+    state = scaler.state_dict()
+    assert (state["scale"], state["_growth_tracker"]) == (scale, clean_steps)
+    assert scaler.scale(torch.ones(1)).item() == scale

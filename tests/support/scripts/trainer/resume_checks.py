@@ -38,6 +38,7 @@ QUIET = {
     "run_log": {"enabled": False},
     "cross_rank": {"enabled": False},
 }
+FLOAT16 = {"enabled": True, "dtype": "float16"}
 ENGINES: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)},
     "stage 1, int8": {"zero_optimization": {"stage": 1}},
@@ -56,7 +57,14 @@ ENGINES: dict[str, dict[str, Any]] = {
     },
     "bf16, stage 0": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
     "bf16, stage 2": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}},
-    "float16 autocast, int8": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+    "float16 autocast, int8": {"torch_autocast": FLOAT16},
+    **{
+        f"float16 autocast, stage {stage}": {
+            "torch_autocast": FLOAT16,
+            "zero_optimization": {"stage": stage},
+        }
+        for stage in (1, 2, 3)
+    },
     # Of the same bits at any step after a load.
     "torch's Adam": {"optimizer": {"type": "AdamW", "params": {"lr": 0.02, "torch_adam": True}}},
     "BF16_Optimizer": {
@@ -108,7 +116,9 @@ def loss(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]
     return ((model(x).float() - batch["y"]) ** 2).mean(), 3 * len(x)
 
 
-def new_run(name: str, seed: int, clip: float = 0.5) -> zerowatch.TrainingRun:
+def new_run(
+    name: str, seed: int, clip: float = 0.5, **settings: dict[str, Any]
+) -> zerowatch.TrainingRun:
     torch.manual_seed(seed)
     return zerowatch.TrainingRun(
         Net(),
@@ -121,7 +131,7 @@ def new_run(name: str, seed: int, clip: float = 0.5) -> zerowatch.TrainingRun:
             **ENGINES[name],
         },
         loss=loss,
-        settings=QUIET,
+        settings=QUIET | settings,
         compression="int8" if "int8" in name else None,
     )
 
@@ -191,19 +201,32 @@ def content(saves: Path) -> dict[str, bytes]:
 
 
 def rebuilt(folder: Path) -> dict[str, Any]:
-    """Return the outcomes for a run that was rebuilt before it was saved, and after it was."""
+    """Return the outcomes for a run that was rebuilt before it was saved, and after it was.
+
+    Its plan file is of the step of the save, but from before the second rebuild.
+    """
     saves, earlier = folder / "rebuilt", folder / "before the rebuild"
-    run, batches = new_run("stage 1", seed=0), Batches()
+    run_log = {"folder": str(folder / "runs")}
+    run, batches = new_run("stage 1", seed=0, run_log=run_log), Batches()
     train(run, batches, 1)
     run.save(earlier, client_state=batches.position)
     run.rebuild({"zero_optimization": {"stage": 3}})
+    train(run, batches, STEPS // 2 - 1)
+    run.set_micro_batch(2)
     train(run, batches, STEPS // 2)
+    run.rebuild({"gradient_clipping": 0.25})
+    plan = (run.watch.run_folder / "plan.json").read_text()
     run.save(saves, client_state=batches.position)
     found: dict[str, Any] = {"through": outcome(run, train(run, batches, STEPS))}
+    found["plan"] = [json.loads(plan)[name] for name in ("steps", "config_changes")]
     end(run)
-    run = new_run("stage 1", seed=1)
+    run = new_run("stage 1", seed=1, run_log=run_log)
+    if dist.get_rank() == 0:  # as if the first run had ended after its save
+        (run.watch.run_folder / "plan.json").write_text(plan)
+    dist.barrier()
     found["new engine"] = resume(run, saves)
     found["stage"] = run.engine.zero_optimization_stage()
+    found["clip"] = run.engine.gradient_clipping()
     run.load(earlier)
     found["earlier"] = [run.steps, run.engine.zero_optimization_stage()]
     train(run, Batches(run.client_state), 2)
