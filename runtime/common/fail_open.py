@@ -226,7 +226,7 @@ class MonitoringThread:
     ) -> None:
         self.name, self._body, self._failures = name, body, failures
         self._pause_seconds, self._work_seconds = pause_seconds, work_seconds
-        self._stopped = threading.Event()
+        self._stopped, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"zerowatch-{name}", daemon=True)
 
     @property
@@ -259,10 +259,19 @@ class MonitoringThread:
         self._stopped.set()
         if not self._thread.is_alive() or self._thread is threading.current_thread():
             return True
-        self._thread.join(timeout_seconds)
-        return not self._thread.is_alive()
+        # `Thread.join` of Python 3.11 marks the thread as ended if Ctrl-C interrupts it.
+        if not self._ended.wait(timeout_seconds):
+            return False
+        self._thread.join()
+        return True
 
     def _run(self) -> None:
+        try:
+            self._run_body()
+        finally:
+            self._ended.set()
+
+    def _run_body(self) -> None:
         pause_this_thread(self._work_seconds)
         failures, error = 0, None
         while failures <= MAX_RESTARTS:

@@ -6,6 +6,7 @@ lost if its process opens and closes the file once more, as `shutil.copytree` of
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -16,8 +17,8 @@ from ...metrics.file_lock import is_locked_by_another
 # Rank 0 makes this file when it begins a run folder, and locks it while the run is live.
 LOCK_FILE = "run.lock"
 
-# Device and inode of each file that a process has locked, and the id of the process.
-_owners: dict[tuple[int, int], int] = {}
+# Device and inode of each locked file, and the id of the process, by the file's descriptor.
+_locked: dict[int, tuple[int, int, int]] = {}
 
 
 def lock(descriptor: int) -> bool:
@@ -32,25 +33,26 @@ def lock(descriptor: int) -> bool:
     except OSError as error:
         if error.errno == errno.EAGAIN:
             return False
-    _owners[_key(os.fstat(descriptor))] = os.getpid()
+    with contextlib.suppress(OSError):  # a stale file of a network file system
+        _locked[descriptor] = _key(os.fstat(descriptor))
     return True
 
 
 def unlock(descriptor: int) -> None:
     """Close a file that `lock` has locked."""
-    _owners.pop(_key(os.fstat(descriptor)), None)
+    _locked.pop(descriptor, None)
     os.close(descriptor)
 
 
 def is_locked(folder: Path) -> bool:
     """Whether rank 0 of a live run on this host, or on the same file system, holds the folder."""
     try:
-        if _owners.get(_key(os.stat(folder / LOCK_FILE))) == os.getpid():
+        if _key(os.stat(folder / LOCK_FILE)) in _locked.values():
             return True
     except OSError:
         return False
     return is_locked_by_another(folder / LOCK_FILE)
 
 
-def _key(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
+def _key(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_dev, status.st_ino, os.getpid()

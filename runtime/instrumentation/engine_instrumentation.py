@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,6 +54,7 @@ class EngineInstrumentation:
             enqueue: Called with each step, and with the calls issued between two engines.
             profiler: Profiles some steps. None if profiling is off.
         """
+        self._thread = threading.get_ident()
         self._context = context
         self._memory = memory
         self._enqueue = enqueue
@@ -123,7 +125,13 @@ class EngineInstrumentation:
 
     @contextmanager
     def checkpoint_phase(self) -> Iterator[None]:
-        """Return a context manager; time inside it is checkpoint time, not training or a hang."""
+        """Return a context manager; time inside it is checkpoint time, not training or a hang.
+
+        It has no effect on other threads than the training thread, which created this object.
+        """
+        if threading.get_ident() != self._thread:
+            yield
+            return
         call, phase_timer = self._context.fail_open.call, self._context.phase_timer
         call("checkpoint phase", phase_timer.enter, CHECKPOINT)
         try:

@@ -53,7 +53,7 @@ class Subscriptions:
         self._ends: list[Callable[[], object]] = []
         self._listeners: list[Callable[[StepRecord], object]] = []
         self._waiting: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        self._closed = False
+        self._closed = self._has_waited = False
         self._thread = fail_open.thread(kind, self._run)
         self._start = fail_open.wrap(f"{kind} thread", self._start_thread)
 
@@ -112,14 +112,19 @@ class Subscriptions:
         self.dropped += 1
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Wait until the listeners have handled the queued records. Safe to call twice."""
-        if self._closed:
+        """Wait until the listeners have handled the queued records.
+
+        Safe to call twice. If Ctrl-C ends the wait, the next call waits again.
+        """
+        if self._has_waited:
             return
-        if self._listeners or not self._waiting.empty():
-            self._start()
-        self._closed = True
-        self._waiting.put(None)
+        if not self._closed:
+            if self._listeners or not self._waiting.empty():
+                self._start()
+            self._closed = True
+            self._waiting.put(None)
         has_ended = self._thread.join(timeout_seconds)
+        self._has_waited = True
         if has_ended and (self._thread.was_started or not self._listeners):
             return
         num_lost = 0

@@ -256,14 +256,17 @@ class Watch:
         return self.fail_open.call("memory limit", self._memory.limit_bytes, device)
 
     def checkpoint_phase(self) -> AbstractContextManager[None]:
-        """Return a context manager; time inside it counts as checkpoint time, e.g. a rebuild."""
+        """Return a context manager; time inside it counts as checkpoint time, e.g. a rebuild.
+
+        It has no effect on other threads than the training thread.
+        """
         return self._instrumentation.checkpoint_phase()
 
     @contextmanager
     def saving_checkpoint(self) -> Iterator[None]:
-        """Return a context manager in which the training thread saves one checkpoint.
+        """Return a context manager in which one checkpoint is saved.
 
-        It counts the checkpoint, and time inside it counts as checkpoint time.
+        It counts the checkpoint. On the training thread, time inside it is checkpoint time.
         """
         with self.checkpoint_phase(), self._instrumentation.checkpoints.saving():
             yield

@@ -8,8 +8,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import signal
+import sys
 import threading
 import time
+import traceback
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from zerowatch.runtime.common.fail_open import (
     FIRST_RETRY_SECONDS,
     MAX_RESTARTS,
     FailOpen,
+    MonitoringThread,
     is_out_of_device_memory,
     is_shortage,
 )
@@ -437,6 +441,34 @@ def test_a_body_that_does_not_end_in_time_is_reported_by_join() -> None:
     release.set()
 
     assert (early, thread.join(30)) == (False, True)
+
+
+def test_a_wait_for_a_thread_can_be_repeated_after_ctrl_c() -> None:
+    release = threading.Event()
+    thread = FailOpen().thread("watch", release.wait)
+    thread.start()
+
+    interrupting = threading.Thread(target=interrupt_join, args=(threading.get_ident(),))
+    interrupting.start()
+    with pytest.raises(KeyboardInterrupt):
+        thread.join(30)
+    interrupting.join()
+    ended_early = thread.join(0.01)
+    was_alive = thread.is_alive()
+    release.set()
+
+    assert (ended_early, was_alive, thread.join(30)) == (False, True, True)
+
+
+def interrupt_join(ident: int) -> None:
+    """Send Ctrl-C to a thread once it waits in `MonitoringThread.join`."""
+
+    def is_waiting() -> bool:
+        stack = traceback.walk_stack(sys._current_frames()[ident])
+        return any(frame.f_code is MonitoringThread.join.__code__ for frame, _ in stack)
+
+    wait_until(is_waiting)
+    signal.pthread_kill(ident, signal.SIGINT)
 
 
 def test_a_thread_may_join_itself() -> None:

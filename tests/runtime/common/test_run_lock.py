@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -82,6 +84,26 @@ def test_a_file_that_another_process_has_locked_is_not_locked(
 
         other.kill()
     os.close(descriptor)
+    assert not is_locked(tmp_path)
+
+
+@pytest.mark.parametrize("was_locked", [True, False])
+def test_a_stale_file_of_a_network_file_system_is_closed_and_no_longer_locked(
+    tmp_path: Path, descriptor: int, was_locked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(*_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    if was_locked:
+        lock(descriptor)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", stale)
+        patch.setattr(fcntl, "lockf", stale)
+
+        assert lock(descriptor)
+        assert is_locked(tmp_path) == was_locked
+        unlock(descriptor)
+
     assert not is_locked(tmp_path)
 
 

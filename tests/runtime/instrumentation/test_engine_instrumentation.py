@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,6 +150,22 @@ def test_time_within_a_checkpoint_is_that_of_a_checkpoint_even_if_it_raises() ->
 
     assert job.hooks.forward_only_ns == 2_000_000_000
     assert job.context.phase_timer.drain()[CHECKPOINT] == 7_000_000_000
+
+
+def test_a_checkpoint_on_another_thread_does_not_change_the_phase_of_training() -> None:
+    job = Job()
+    phases = []
+
+    def save() -> None:
+        with job.hooks.checkpoint_phase():
+            phases.append(job.context.phase_timer.current)
+
+    job.context.phase_timer.enter(FORWARD)
+    thread = Thread(target=save)
+    thread.start()
+    thread.join()
+
+    assert [*phases, job.context.phase_timer.current] == [FORWARD, FORWARD]
 
 
 def test_all_hooks_are_removed() -> None:

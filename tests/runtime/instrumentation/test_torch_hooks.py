@@ -11,6 +11,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -429,6 +430,31 @@ def test_a_checkpoint_that_the_script_saves_is_counted_and_is_in_the_checkpoint_
 
     assert all(record.phase_seconds["checkpoint"] > 0 for record in records)
     assert watch.snapshot().value(training.CHECKPOINTS, "saved") == num_saved
+
+
+def test_a_checkpoint_that_another_thread_saves_is_counted_and_is_no_phase_of_training() -> None:
+    model, optimizer = make()
+    watch = zerowatch.watch(model, optimizer, QUIET)
+    records: list[StepRecord] = []
+    watch.subscribe(records.append)
+    begun, trained = Event(), Event()
+
+    def save() -> None:
+        with watch.saving_checkpoint():
+            begun.set()
+            trained.wait()
+
+    thread = Thread(target=save)
+    thread.start()
+    assert begun.wait(30)
+    for _ in range(2):
+        train_step(model, optimizer)
+    trained.set()
+    thread.join()
+    watch.close()
+
+    assert [record.phase_seconds.get("checkpoint", 0) for record in records] == [0, 0]
+    assert watch.snapshot().value(training.CHECKPOINTS, "saved") == 1
 
 
 def test_a_watch_may_close_within_a_step_between_hooks_of_the_script() -> None:

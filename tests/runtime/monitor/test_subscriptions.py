@@ -100,6 +100,50 @@ def test_records_that_a_blocked_listener_never_gets_are_counted_and_logged(
     assert f"{MAX_WAITING} record(s)" in caplog.records[-1].message
 
 
+def test_a_close_after_ctrl_c_waits_again_for_the_listeners(
+    subscriptions: Subscriptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, release = threading.Event(), threading.Event()
+    seen: list[object] = []
+
+    def block(record: object) -> None:
+        entered.set()
+        release.wait()
+        seen.append(record)
+
+    def interrupted(timeout_seconds: float) -> bool:
+        raise KeyboardInterrupt
+
+    subscriptions.add_kept("sink", block, lambda: seen.append("end"))
+    for number in range(2):
+        subscriptions.enqueue(number)
+    assert entered.wait(30)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(subscriptions._thread, "join", interrupted)
+        subscriptions.close(30)
+    seen_before = list(seen)
+    subscriptions.enqueue(2)  # too late
+    release.set()
+    subscriptions.close(30)
+
+    assert (seen_before, seen) == ([], [0, 1, "end"])
+    assert subscriptions.dropped == 0
+
+
+def test_a_second_close_does_not_wait_again_for_a_blocked_listener(
+    subscriptions: Subscriptions, caplog: pytest.LogCaptureFixture
+) -> None:
+    release = threading.Event()
+    subscriptions.add(lambda record: release.wait())
+    subscriptions.enqueue(0)
+
+    subscriptions.close(timeout_seconds=0.01)
+    subscriptions.close(timeout_seconds=3600)
+    release.set()
+
+    assert len(caplog.records) == 1
+
+
 def test_no_thread_is_started_without_a_listener(subscriptions: Subscriptions) -> None:
     before = threading.active_count()
 
