@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -443,6 +444,15 @@ def test_a_body_that_does_not_end_in_time_is_reported_by_join() -> None:
     assert (early, thread.join(30)) == (False, True)
 
 
+@pytest.fixture
+def python_handles_ctrl_c() -> Iterator[None]:
+    """Set Python's own handler: torchrun, which another test may have run here, leaves its own."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_handles_ctrl_c")
 def test_a_wait_for_a_thread_can_be_repeated_after_ctrl_c() -> None:
     release = threading.Event()
     thread = FailOpen().thread("watch", release.wait)
