@@ -7,6 +7,9 @@ import os
 import struct
 from pathlib import Path
 
+# Rank 0 makes this file when it begins a run folder, and locks it while the run is live.
+LOCK_FILE = "run.lock"
+
 _FLOCK = "hhqqi"  # struct flock of fcntl(2)
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ...metrics.atomic_file import atomic_write
-from ...metrics.file_lock import is_locked_by_another
+from ...metrics.file_lock import LOCK_FILE, is_locked_by_another
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,6 @@ FORGET_SECONDS = 24 * 3600.0
 # of that host may differ by some minutes.
 FORGET_UNLOCKED_SECONDS = 600.0
 TARGETS_FILE = "targets.json"
-LOCK_FILE = "run.lock"
 MAX_FILE_BYTES = 8 * 2**20  # a target has some 200 bytes
 # What rank 0 of a live run writes: its metrics each 15 s, also while training hangs. Not the folder
 # itself, because `zerowatch report` writes into that of a dead run.

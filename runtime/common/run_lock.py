@@ -12,10 +12,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from ...metrics.file_lock import is_locked_by_another
-
-# Rank 0 makes this file when it begins a run folder, and locks it while the run is live.
-LOCK_FILE = "run.lock"
+from ...metrics.file_lock import LOCK_FILE, is_locked_by_another
 
 # Device and inode of each locked file, and the id of the process, by the file's descriptor.
 _locked: dict[int, tuple[int, int, int]] = {}

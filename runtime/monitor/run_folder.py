@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ...metrics.atomic_file import open_to_append
 from ...metrics.backoff import Backoff
+from ...metrics.file_lock import LOCK_FILE
 from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
 from ..common.process_info import (
@@ -30,7 +31,7 @@ from ..common.rank_store import (
 )
 from ..common.report_files import write_or_warn
 from ..common.retried_files import RetriedFiles
-from ..common.run_lock import LOCK_FILE, lock, unlock
+from ..common.run_lock import lock, unlock
 from .log_file import RETRY_SECONDS
 from .step_log import StepLog, keeps_every_step, write_settings
 from .step_ring import StepRing, recover

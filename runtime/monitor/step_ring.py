@@ -28,6 +28,7 @@ from zlib import crc32
 import orjson
 
 from ...metrics.catalog.labels import PHASES
+from ...metrics.file_lock import LOCK_FILE
 from ...metrics.step_record import LineWriter, StepRecord, seconds_by_phase
 from ..common.hot_path import (
     CHECKSUM,
@@ -40,7 +41,6 @@ from ..common.hot_path import (
     StepSlots,
 )
 from ..common.log_tail import last_lines
-from ..common.run_lock import LOCK_FILE
 from .log_file import open_log, write_whole
 from .step_log import is_logged
 

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes.clock import FakeClock
+from fakes.locked_file import locked_by_another_process
 
 from zerowatch.dashboards.stack.run_targets import (
     FORGET_SECONDS,
@@ -58,25 +55,6 @@ def owners(runs: Path) -> dict[str, str]:
 
 def runs_in(targets: list[dict[str, Any]]) -> list[str]:
     return [target["labels"]["run"] for target in targets]
-
-
-@contextmanager
-def locked_by_another_process(file: Path) -> Iterator[None]:
-    """Lock a file as rank 0 locks its run folder."""
-    code = (
-        "import fcntl, sys\n"
-        "file = open(sys.argv[1], 'w')\n"
-        "fcntl.lockf(file, fcntl.LOCK_EX)\n"
-        "print('locked', flush=True)\n"
-        "sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, file], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"locked\n"
-        yield
-        process.kill()
 
 
 def test_an_address_of_two_runs_belongs_to_the_newer_run(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes.locked_file import locked_by_another_process
 
 from zerowatch.metrics.atomic_file import open_to_append
-from zerowatch.runtime.common.run_lock import LOCK_FILE, is_locked, lock, unlock
+from zerowatch.metrics.file_lock import LOCK_FILE
+from zerowatch.runtime.common.run_lock import is_locked, lock, unlock
 
 
 @pytest.fixture
@@ -69,20 +71,10 @@ def test_a_forked_child_asks_for_the_lock_of_its_parent(tmp_path: Path, descript
 def test_a_file_that_another_process_has_locked_is_not_locked(
     tmp_path: Path, descriptor: int
 ) -> None:
-    script = (
-        f"import fcntl; file = open({str(tmp_path / LOCK_FILE)!r}, 'w');"
-        "fcntl.lockf(file, fcntl.LOCK_EX); print(1, flush=True); input()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
-
+    with locked_by_another_process(tmp_path / LOCK_FILE):
         assert not lock(descriptor)
         assert is_locked(tmp_path)
 
-        other.kill()
     os.close(descriptor)
     assert not is_locked(tmp_path)
 

@@ -190,15 +190,21 @@ def test_the_loss_of_two_micro_batches_is_their_mean_or_unknown(
     assert record.loss == (None if loss is None else pytest.approx(loss))
 
 
-def test_the_loss_of_a_grad_scaler_is_the_loss_before_it() -> None:
+def step_scaled_by(kind: type[torch.amp.GradScaler]) -> Step:
+    """Return a step whose loss is 2, and is scaled by 1024 before its backward pass."""
+
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler = kind("cpu", init_scale=1024.0)
         output = model(torch.ones(SAMPLES, WIDTH)).mean()
         scaler.scale(output - output.detach() + 2.0).backward()
         scaler.step(optimizer)
         scaler.update()
 
-    record = record_of(step)
+    return step
+
+
+def test_the_loss_of_a_grad_scaler_is_the_loss_before_it() -> None:
+    record = record_of(step_scaled_by(torch.amp.GradScaler))
 
     assert record.loss == pytest.approx(2.0)
     assert not record.skipped
@@ -221,14 +227,7 @@ def test_the_loss_of_a_scaler_with_its_own_method_is_the_loss_before_it(
     monkeypatch.setattr(OwnScaler, "calls_super", calls_super)
     original = vars(OwnScaler)["scale"]
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        scaler = OwnScaler("cpu", init_scale=1024.0)
-        output = model(torch.ones(SAMPLES, WIDTH)).mean()
-        scaler.scale(output - output.detach() + 2.0).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    record = record_of(step)
+    record = record_of(step_scaled_by(OwnScaler))
 
     assert record.loss == pytest.approx(2.0)
     assert not record.skipped

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -11,19 +10,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from fakes.locked_file import locked_by_another_process
 from fakes.raw_steps import raw_step
 from fakes.steps import step as record
 
+from zerowatch.metrics.file_lock import LOCK_FILE
 from zerowatch.metrics.settings import Settings
 from zerowatch.runtime.common.process_info import ProcessInfo
 from zerowatch.runtime.common.rank_store import RankStore, TargetDiscovery
-from zerowatch.runtime.common.run_lock import LOCK_FILE
 from zerowatch.runtime.monitor import run_folder as run_folder_module
 from zerowatch.runtime.monitor import step_ring
 from zerowatch.runtime.monitor.log_file import RETRY_SECONDS
@@ -52,25 +52,6 @@ def open_folder(
     return RunFolder(settings, process, store, targets, now)
 
 
-@contextlib.contextmanager
-def live_run(folder: Path) -> Iterator[None]:
-    """Another process that holds the lock of a run folder, as a live run does."""
-    folder.mkdir(parents=True, exist_ok=True)
-    script = (
-        f"import fcntl; file = open({str(folder / LOCK_FILE)!r}, 'w');"
-        "fcntl.lockf(file, fcntl.LOCK_EX); print(1, flush=True); input()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
-        try:
-            yield
-        finally:
-            other.kill()
-
-
 def is_locked(folder: Path) -> bool:
     """Whether another process finds a run folder locked; a process never conflicts with itself."""
     lock = f"open({str(folder / LOCK_FILE)!r}, 'w')"
@@ -81,7 +62,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def test_a_second_live_run_of_one_id_gets_another_id_and_a_warning(tmp_path: Path, caplog) -> None:
-    with live_run(tmp_path / RUN_ID):
+    with locked_by_another_process(tmp_path / RUN_ID / LOCK_FILE):
         folder = open_folder(tmp_path)
         folder.append([record(1)])
         folder.close()
@@ -96,7 +77,7 @@ def test_a_second_live_run_of_one_id_gets_another_id_and_a_warning(tmp_path: Pat
 
 def test_a_longest_id_stays_within_its_limit(tmp_path: Path) -> None:
     longest = 80 * "x"
-    with live_run(tmp_path / longest):
+    with locked_by_another_process(tmp_path / longest / LOCK_FILE):
         folder = open_folder(tmp_path, run_id=longest)
         folder.close()
 
@@ -104,7 +85,7 @@ def test_a_longest_id_stays_within_its_limit(tmp_path: Path) -> None:
 
 
 def test_after_the_end_of_a_run_its_id_can_be_used_again(tmp_path: Path) -> None:
-    with live_run(tmp_path / RUN_ID):
+    with locked_by_another_process(tmp_path / RUN_ID / LOCK_FILE):
         pass
 
     folder = open_folder(tmp_path)
@@ -153,7 +134,7 @@ def test_a_restart_keeps_its_id_even_if_the_lock_of_the_last_attempt_is_still_he
     launched("first")
     claimed(tmp_path)
 
-    with live_run(tmp_path / RUN_ID):
+    with locked_by_another_process(tmp_path / RUN_ID / LOCK_FILE):
         again = claimed(tmp_path, attempt=1)
 
     assert again == RUN_ID
@@ -161,7 +142,7 @@ def test_a_restart_keeps_its_id_even_if_the_lock_of_the_last_attempt_is_still_he
 
 def test_a_restart_takes_the_folder_of_its_own_job(tmp_path: Path, launched, caplog) -> None:
     launched("first")
-    with live_run(tmp_path / RUN_ID):
+    with locked_by_another_process(tmp_path / RUN_ID / LOCK_FILE):
         launched("second")
         begun = claimed(tmp_path)
         while_other_lives = claimed(tmp_path, attempt=1)
@@ -177,7 +158,7 @@ def test_a_restart_takes_the_folder_of_its_own_job(tmp_path: Path, launched, cap
 def test_a_second_node_of_a_job_finds_its_folder_as_rank_zero_of_a_restart(
     tmp_path: Path, launched, monkeypatch
 ) -> None:
-    with live_run(tmp_path / RUN_ID):
+    with locked_by_another_process(tmp_path / RUN_ID / LOCK_FILE):
         launched("node-0")
         first = open_folder(tmp_path)
         launched("node-1")
@@ -196,7 +177,7 @@ def test_a_rank_that_hears_nothing_of_rank_zero_takes_the_folder_of_its_job(
     tmp_path: Path, launched
 ) -> None:
     launched("second")
-    with live_run(tmp_path / RUN_ID):
+    with locked_by_another_process(tmp_path / RUN_ID / LOCK_FILE):
         begun = claimed(tmp_path)
         other = open_folder(tmp_path, rank=1)
         other.append([record(1)])
