@@ -88,8 +88,8 @@ class MemoryHooks:
         self._phase_timer = phase_timer
         self._detail_seconds = detail_seconds
         self._shapes: dict[Shape, None] = {}
-        self._harmless_shape: BatchShape | None = None
-        self._harmless: Mapping[Shape, object] = {}
+        self._known_shape: BatchShape | None = None
+        self._known_risks: Mapping[Shape, object] = {}
         self.reading_due = self._detail_due = 0.0
         self._bytes_by_category = fail_open.wrap("memory categories", bytes_by_category)
         self._on_phase_end = fail_open.wrap("memory phases", self._read_phase)
@@ -103,7 +103,7 @@ class MemoryHooks:
         """Sample another engine from now on, and discard an unfinished detailed sample."""
         self._engine = weakref.ref(engine)
         self._phase_timer.on_change = None
-        self._shapes, self._harmless_shape = {}, None
+        self._shapes, self._known_shape = {}, None
 
     def on_batch_start(self, shape: BatchShape, micro_batch: int) -> None:
         """Record the shape of a forward pass, and assess the risk that it runs out of memory.
@@ -113,8 +113,8 @@ class MemoryHooks:
             micro_batch: The number of the micro-batch within its step, starting at 1.
         """
         self.micro_batch = micro_batch
-        harmless = self._forecasts.harmless
-        if shape is self._harmless_shape and harmless is self._harmless:
+        known_risks = self._forecasts.known_risks
+        if shape is self._known_shape and known_risks is self._known_risks:
             return  # it was recorded since the last reading, and assessed by these forecasts
         if shape.samples is None:
             return
@@ -125,7 +125,8 @@ class MemoryHooks:
         self._shapes[batch] = None
         self._forecasts.assess_batch(batch)
         # The next shape is often the same object.
-        self._harmless_shape, self._harmless = shape if batch in harmless else None, harmless
+        self._known_shape = shape if batch in known_risks else None
+        self._known_risks = known_risks
 
     def on_backward_end(self) -> None:
         """In a detailed sample, sum the engine's tensors while the buckets exist."""
@@ -164,7 +165,7 @@ class MemoryHooks:
             return None
         is_far = self._forecasts.are_very_far
         self.reading_due = now + (FAR_READING_SECONDS if is_far else READING_SECONDS)
-        shapes, self._shapes, self._harmless_shape = tuple(self._shapes), {}, None
+        shapes, self._shapes, self._known_shape = tuple(self._shapes), {}, None
         sample = StepMemorySample(
             readings=self._reader.sample_step(),
             generation_peaks=self._reader.take_generation_peaks(),

@@ -30,16 +30,15 @@ VERY_FAR_SECONDS = 15.0
 NEAR_STEPS = 500
 NEAR_RATIO = 0.3
 # It is very far from the limit with at least so many steps and this share of the limit left, and
-# with a risk below HARMLESS_RISK.
+# with a risk below VERY_FAR_RISK.
 VERY_FAR_STEPS = 5000
 VERY_FAR_RATIO = 0.6
+VERY_FAR_RISK = 0.01
 # After a warning, the risk must fall below this value before the next warning is logged.
 REARM_RISK = 0.3
 # Minimum time between two warnings about single batches. A script may catch out-of-memory errors
 # and continue with batches that are as large.
 BATCH_ALARM_SECONDS = 60.0
-# If the risk of a shape is below this value, the shape is not assessed again until a new forecast.
-HARMLESS_RISK = 0.01
 LAST_PEAKS = 20
 
 
@@ -63,8 +62,9 @@ class MemoryForecasts:
         forecasts: The current forecast by device. The mapping is replaced as a whole, so any thread
             may read it.
         alarm_steps: The first step of the current alarm by device, or None without an alarm.
-        harmless: The risks of the shapes that have almost none by the current forecasts, by device.
-            The mapping is replaced when the forecasts are.
+        known_risks: The risks of the shapes assessed by the current forecasts, by device. It lacks
+            shapes with a high risk, of which each batch is assessed. The mapping is replaced when
+            the forecasts are, and when the highest risk is taken.
         are_very_far: Whether there are forecasts, and all of them are very far from the limit.
     """
 
@@ -78,7 +78,7 @@ class MemoryForecasts:
         self._updated_at, self._pause_seconds = -math.inf, 0.0
         self._stale = False
         self._batch_risk: dict[str, float] = {}
-        self.harmless: dict[Shape, dict[str, float]] = {}
+        self.known_risks: dict[Shape, dict[str, float]] = {}
         self.are_very_far = False
         self._max_batch_risks: dict[str, float] = {}
         self._batch_alarm_due = 0.0
@@ -99,7 +99,7 @@ class MemoryForecasts:
         """Discard all readings, because a new engine needs another amount of memory."""
         self._forecasters.clear()
         self.forecasts, self.risks = {}, {}
-        self.harmless, self.are_very_far = {}, False
+        self.known_risks, self.are_very_far = {}, False
         self._pause_seconds = 0.0
 
     def state(self) -> ForecastState:
@@ -110,7 +110,7 @@ class MemoryForecasts:
     def restore(self, state: ForecastState) -> None:
         """Take over the state of the forecasts of another process. Any thread may call this."""
         self.risks, self.forecasts = state.risks, state.forecasts
-        self.harmless, self.are_very_far = {}, _are_very_far(state.forecasts)
+        self.known_risks, self.are_very_far = {}, _are_very_far(state.forecasts)
         self.alarm_steps = dict(state.alarm_steps)
         self._last = {
             device: deque(points, maxlen=LAST_PEAKS) for device, points in state.last.items()
@@ -119,6 +119,7 @@ class MemoryForecasts:
     def take_batch_risks(self) -> Mapping[str, float]:
         """Return the highest risk of a micro-batch since the last call, by device."""
         risks, self._max_batch_risks = self._max_batch_risks, {}
+        self.known_risks = {}  # after it, so that each shape counts again
         return risks
 
     def add_batch_risks(self, risks: Mapping[str, float]) -> None:
@@ -148,9 +149,9 @@ class MemoryForecasts:
 
     def assess_batch(self, shape: Shape) -> None:
         """Compute the risk of a micro-batch that is about to run, and warn if the risk is high."""
-        harmless = self.harmless
-        if shape in harmless:  # most batches have the same shape
-            self._batch_risk = harmless[shape]
+        known_risks = self.known_risks
+        if shape in known_risks:  # most batches have the same shape
+            self._batch_risk = known_risks[shape]
             return
         self._batch_risk = risks = {}
         for device, forecast in self.forecasts.items():
@@ -159,8 +160,8 @@ class MemoryForecasts:
                 self._max_batch_risks[device] = risk
             if risk >= OOM_RISK_HIGH:
                 self._warn_of_batch(device, shape, forecast, risk)
-        if max(risks.values(), default=1.0) < HARMLESS_RISK:
-            harmless[shape] = risks
+        if max(risks.values(), default=0.0) < OOM_RISK_HIGH:
+            known_risks[shape] = risks
 
     def update(self) -> None:
         """Compute and publish new forecasts if new readings exist and an update is due."""
@@ -171,13 +172,12 @@ class MemoryForecasts:
         let_training_run()
         forecasts = {device: each.forecast() for device, each in self._forecasters.items()}
         self.forecasts = {device: forecast for device, forecast in forecasts.items() if forecast}
-        self.harmless = {}
         self.risks = {device: self._risk(device, each) for device, each in self.forecasts.items()}
         self.are_very_far = _are_very_far(self.forecasts)
         pauses = map(_pause_seconds, self.forecasts.values())
         self._updated_at, self._pause_seconds = now, min(pauses, default=FAR_SECONDS)
         let_training_run()
-        batch_risks, self._max_batch_risks = self._max_batch_risks, {}
+        batch_risks = self.take_batch_risks()
         with self._recorder.commit():
             for device, forecast in self.forecasts.items():
                 self._publish(device, forecast)
@@ -260,7 +260,7 @@ def _pause_seconds(forecast: MemoryForecast) -> float:
 
 def _is_very_far(forecast: MemoryForecast) -> bool:
     return (
-        forecast.risk_ratio < HARMLESS_RISK
+        forecast.risk_ratio < VERY_FAR_RISK
         and forecast.eta_steps >= VERY_FAR_STEPS
         and forecast.headroom_bytes >= VERY_FAR_RATIO * forecast.limit_bytes
     )

@@ -42,7 +42,7 @@ class Job:
         self.peak_bytes, self.has_own_peaks = 500.0, True
         self.assessed: list[Shape] = []
         self.forecasts: Any = SimpleNamespace(
-            assess_batch=self.assessed.append, harmless={}, are_very_far=False
+            assess_batch=self.assessed.append, known_risks={}, are_very_far=False
         )
         self.phases = PhaseTimer()
         self.hooks = MemoryHooks(
@@ -124,14 +124,14 @@ def test_a_shape_that_is_the_same_object_again_counts_as_any_other(job: Job) -> 
     assert job.hooks.micro_batch == 3
 
 
-def test_a_harmless_shape_is_assessed_again_after_a_reading_and_by_new_forecasts(job: Job) -> None:
+def test_a_known_shape_is_assessed_again_after_a_reading_and_by_new_forecasts(job: Job) -> None:
     shape, size = BatchShape(samples=2, sequence_length=8), Shape(2, 8)
-    is_harmless = True
+    is_kept = True
 
     def assess(batch: Shape) -> None:
         job.assessed.append(batch)
-        if is_harmless:
-            job.forecasts.harmless[batch] = {"cpu": 0.0}
+        if is_kept:
+            job.forecasts.known_risks[batch] = {"cpu": 0.0}
 
     job.forecasts.assess_batch = assess
 
@@ -145,14 +145,14 @@ def test_a_harmless_shape_is_assessed_again_after_a_reading_and_by_new_forecasts
     job.clock.seconds += 1.0
     readings = [job.hooks.on_step_end()]
     second = num_assessed_of_three()
-    job.forecasts.harmless = {}
+    job.forecasts.known_risks = {}
     by_new_forecasts = num_assessed_of_three()
-    job.forecasts.harmless, is_harmless = {}, False
-    no_longer_harmless = num_assessed_of_three()
+    job.forecasts.known_risks, is_kept = {}, False
+    no_longer_kept = num_assessed_of_three()
     job.clock.seconds += 1.0
     readings.append(job.hooks.on_step_end())
 
-    assert (first, second, by_new_forecasts, no_longer_harmless) == (1, 1, 1, 3)
+    assert (first, second, by_new_forecasts, no_longer_kept) == (1, 1, 1, 3)
     assert [each.shapes for each in readings] == [(size,), (size,)]
     assert job.hooks.micro_batch == 3
 

@@ -62,6 +62,22 @@ class Run:
         return self.recorder.snapshot().values[spec]["cuda:0",]  # type: ignore[index]
 
 
+class CountingForecast:
+    """Notes the shapes that a forecast assesses."""
+
+    def __init__(self, forecast: MemoryForecast) -> None:
+        self._forecast = forecast
+        self.limit_bytes = forecast.limit_bytes
+        self.assessed: list[Shape] = []
+
+    def batch_risk(self, shape: Shape) -> float:
+        self.assessed.append(shape)
+        return self._forecast.batch_risk(shape)
+
+    def predict_peak(self, shape: Shape) -> float:
+        return self._forecast.predict_peak(shape)
+
+
 SHORT, LONG = range(64, 512, 64), range(64, 2048, 64)
 
 
@@ -145,11 +161,40 @@ def test_batches_too_long_are_warned_about_once_per_minute(
     assert num_warnings == [1, 1, 2]
 
 
+def test_a_shape_is_assessed_once_by_each_forecast_unless_its_risk_is_high(
+    clock: FakeClock, seed: int
+) -> None:
+    run = Run(clock, seed, limit_bytes=4 * GIB)
+    run.train(80, lengths=SHORT)
+    forecast = run.forecasts.forecasts["cuda:0"]
+    by_risk = {
+        forecast.batch_risk(shape): shape for shape in (Shape(4, n) for n in range(64, 2048, 2))
+    }
+    low, high = min(by_risk), max(by_risk)
+    middle = min(by_risk, key=lambda risk: abs(risk - 0.2))
+    counting = CountingForecast(forecast)
+    run.forecasts.forecasts = {"cuda:0": counting}  # type: ignore[dict-item]
+    run.forecasts.take_batch_risks()
+
+    taken = []
+    for risk in (low, middle, middle, high, high):
+        run.forecasts.assess_batch(by_risk[risk])
+        assert run.forecasts.batch_risk("cuda:0") == risk
+    taken.append(run.forecasts.take_batch_risks()["cuda:0"])
+    for _ in range(2):
+        run.forecasts.assess_batch(by_risk[middle])
+    taken.append(run.forecasts.take_batch_risks()["cuda:0"])
+
+    assert low < 0.01 < middle < module.OOM_RISK_HIGH <= high
+    assert counting.assessed == [by_risk[each] for each in (low, middle, high, high, middle)]
+    assert taken == [high, middle]
+
+
 def test_a_new_engine_is_assessed_by_its_own_readings_only(clock: FakeClock, seed: int) -> None:
     run = Run(clock, seed, limit_bytes=4 * GIB)
     run.train(80, lengths=SHORT)
 
-    run.forecasts.assess_batch(Shape(4, 64))  # a harmless batch is not assessed twice
+    run.forecasts.assess_batch(Shape(4, 64))
     run.forecasts.reset()
     run.forecasts.assess_batch(Shape(4, 64))
 
