@@ -43,11 +43,13 @@ class ServedRun:
         url: The address of the targets.
         get: Returns a page; raises NoAnswerError.
         run_id: The run, if the targets are those of several; by default the one that is listed
-            with the greatest id, which is the newest as ids begin with a time.
+            with the greatest id, which is the newest as ids begin with a time. Without it, a newer
+            run, or the only one that is listed, is shown once the run is not listed anymore.
     """
 
     def __init__(self, url: str, get: Get, run_id: str | None = None) -> None:
         self._url, self._get, self._run_id = url, get, run_id
+        self._is_given = run_id is not None
         self._scheme = urlsplit(url).scheme
         self._targets: list[Target] = []
         self._run: LiveRun | None = None
@@ -64,6 +66,8 @@ class ServedRun:
             by_run = targets_by_run(_json(self._get(self._url).body), self._scheme)
             run_id = self._chosen(by_run)
             if run_id is not None:
+                if run_id != self._run_id:
+                    self._run = None
                 self._run_id, self._targets = run_id, by_run[run_id]
             if len(by_run) > 1:
                 others = ", ".join(sorted(set(by_run) - {self._run_id or ""}))
@@ -79,10 +83,13 @@ class ServedRun:
         return self._run.read(self._targets, notes)
 
     def _chosen(self, by_run: dict[str, list[Target]]) -> str | None:
-        if self._run_id is None:
-            return max(by_run, default=None)
+        """Return the run to show; None if it is not listed anymore and no other one replaces it."""
         if self._run_id in by_run:
             return self._run_id
+        newest = max(by_run, default=None)
+        if not self._is_given:
+            is_later = newest is not None and (self._run_id is None or newest > self._run_id)
+            return newest if is_later or len(by_run) == 1 else None
         if not self._targets and by_run:
             raise CommandLineError(
                 f"no run {self._run_id} at {self._url}; it lists {', '.join(sorted(by_run))}"

@@ -229,6 +229,30 @@ def test_a_run_is_chosen_by_its_id_or_refused() -> None:
         ServedRun("http://h/targets", lambda url: _page(url, page), "c").read()
 
 
+@pytest.mark.parametrize(
+    ("given", "listed", "shown"),
+    [
+        (None, ["20260202-b"], "20260202-b"),
+        (None, ["20260202-b", "20260303-c"], "20260202-b"),
+        (None, [], "20260202-b"),
+        (None, ["20260101-a", "20260303-c"], "20260303-c"),
+        (None, ["20260101-a", "20260102-b"], "20260202-b"),
+        (None, ["20260101-a"], "20260101-a"),
+        ("20260202-b", ["20260303-c"], "20260202-b"),
+    ],
+)
+def test_a_later_run_at_the_address_is_shown_once_the_run_is_not_listed(
+    given: str | None, listed: list[str], shown: str
+) -> None:
+    pages = [listing("20260202-b"), listing(*listed)]
+    source = ServedRun("http://h/targets", lambda url: _page(url, pages[0]), given)
+
+    first = source.read()
+    del pages[0]
+
+    assert (first.run_id, source.read().run_id) == ("20260202-b", shown)
+
+
 @pytest.mark.parametrize("page", [b"<html>", b"{}", b"[1]", b'[{"targets": ["x"]}]', b"null"])
 def test_a_page_that_lists_no_targets_is_refused(page: bytes) -> None:
     with pytest.raises(NoAnswerError, match="lists no targets"):
