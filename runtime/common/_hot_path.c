@@ -26,7 +26,7 @@
 #endif
 
 /* Another number for each change of what `hot_path.py` expects, which has the same number. */
-#define VERSION 1
+#define VERSION 2
 
 /* One read-only or writable field of an object, as a row of a table of members. */
 #define FIELD(type, name, kind) {#name, kind, offsetof(type, name), 0, NULL}
@@ -2138,13 +2138,17 @@ static PyTypeObject ScalarReader_Type = {
 /* In deeper mappings, Python code searches for tensors: a mapping may contain itself. */
 #define MAX_DEPTH 8
 
+/* The last three are for the search: the first tensor that holds the tokens if there are no
+ * features. */
 typedef struct {
-    long long samples, elements, tokens, length;
+    long long samples, elements, tokens, length, doubtful_samples, doubtful_length;
+    int has_features;
 } BatchSize;
 
 typedef struct {
     PyObject_HEAD
-    PyObject *tensor_type, *bool_type, *token_names, *shape_type, *in_python;
+    PyObject *tensor_type, *bool_type, *token_names, *vector_names, *doubtful_parts, *shape_type,
+        *in_python;
     PyObject *last; /* the last shape that was returned, of this size */
     BatchSize last_size;
 } ShapeReader;
@@ -2152,41 +2156,61 @@ typedef struct {
 static int
 ShapeReader_init(ShapeReader *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"tensor_type", "bool_type", "token_names", "shape_type", "in_python",
-                            NULL};
-    PyObject *tensor_type, *bool_type, *token_names, *shape_type, *in_python;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO!OO", names, &PyType_Type, &tensor_type,
-                                     &bool_type, &PyFrozenSet_Type, &token_names, &shape_type,
-                                     &in_python))
+    static char *names[] = {"tensor_type", "bool_type", "token_names", "vector_names",
+                            "doubtful_parts", "shape_type", "in_python", NULL};
+    PyObject *tensor_type, *bool_type, *token_names, *vector_names, *doubtful_parts, *shape_type,
+        *in_python;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO!O!O!OO", names, &PyType_Type, &tensor_type,
+                                     &bool_type, &PyFrozenSet_Type, &token_names,
+                                     &PyFrozenSet_Type, &vector_names, &PyTuple_Type,
+                                     &doubtful_parts, &shape_type, &in_python))
         return -1;
     set_object(&self->tensor_type, tensor_type);
     set_object(&self->bool_type, bool_type);
     set_object(&self->token_names, token_names);
+    set_object(&self->vector_names, vector_names);
+    set_object(&self->doubtful_parts, doubtful_parts);
     set_object(&self->shape_type, shape_type);
     set_object(&self->in_python, in_python);
     Py_CLEAR(self->last);
     return 0;
 }
 
-/* Whether a tensor holds integers, as tokens are; -1 after an error. */
+enum { BOOLS, FLOATS, INTEGERS };
+
+/* Returns what a tensor holds; -1 after an error. */
 static int
-holds_integers(ShapeReader *self, PyObject *tensor)
+kind_of_elements(ShapeReader *self, PyObject *tensor)
 {
     PyObject *dtype = PyObject_GetAttr(tensor, s_dtype);
     if (dtype == NULL)
         return -1;
-    int found = dtype == self->bool_type ? 0
-                                         : is_attribute(dtype, s_is_floating_point, Py_False, 0);
+    int kind = INTEGERS;
+    if (dtype == self->bool_type)
+        kind = BOOLS;
+    else if (is_attribute(dtype, s_is_floating_point, Py_True, 0))
+        kind = FLOATS;
     Py_DECREF(dtype);
-    return PyErr_Occurred() ? -1 : found;
+    return PyErr_Occurred() ? -1 : kind;
 }
 
-/* Adds a tensor to the size. Returns whether its name says that it holds the tokens; -1 if Python
- * code must read the batch, or after an error. */
+/* Whether a name has one of the doubtful parts; -1 after an error. */
 static int
-read_tensor(ShapeReader *self, PyObject *name, PyObject *tensor, BatchSize *size)
+is_doubtful(ShapeReader *self, PyObject *name)
 {
-    long long dimensions[2] = {0, 0}, elements = 1;
+    int found = 0;
+    for (Py_ssize_t i = 0; !found && i < PyTuple_GET_SIZE(self->doubtful_parts); i++)
+        found = PyUnicode_Contains(name, PyTuple_GET_ITEM(self->doubtful_parts, i));
+    return found;
+}
+
+/* Reads the first two dimensions and the number of elements. Returns the number of dimensions; -1
+ * if Python code must read the batch, or after an error. */
+static Py_ssize_t
+read_dimensions(PyObject *tensor, long long dimensions[2], long long *elements)
+{
+    dimensions[0] = dimensions[1] = 0;
+    *elements = 1;
     PyObject *shape = PyObject_GetAttr(tensor, s_shape);
     if (shape == NULL || !PyTuple_Check(shape)) {
         Py_XDECREF(shape);
@@ -2200,27 +2224,53 @@ read_tensor(ShapeReader *self, PyObject *name, PyObject *tensor, BatchSize *size
             Py_DECREF(shape);
             return -1;
         }
-        elements *= number; /* torch refuses shapes with which this would overflow */
+        *elements *= number; /* torch refuses shapes with which this would overflow */
         if (i < 2)
             dimensions[i] = number;
     }
     Py_DECREF(shape);
-    if (length == 0)
-        return 0;
+    return length;
+}
+
+/* Adds a tensor to the size. Returns whether its name says that it holds the tokens; -1 if Python
+ * code must read the batch, or after an error. */
+static int
+read_tensor(ShapeReader *self, PyObject *name, PyObject *tensor, BatchSize *size)
+{
+    long long dimensions[2], elements;
+    Py_ssize_t length = read_dimensions(tensor, dimensions, &elements);
+    if (length <= 0)
+        return (int)length;
     if (size->samples == UNKNOWN) {
         size->samples = dimensions[0];
         size->elements = elements;
     }
-    if (length != 2)
+    if (length == 1)
         return 0;
-    int is_named = name == NULL ? 0 : PySet_Contains(self->token_names, name);
-    int is_integer = is_named || size->tokens != UNKNOWN ? 0 : holds_integers(self, tensor);
-    if (is_named < 0 || is_integer < 0)
+    int is_named = name == NULL || length != 2 ? 0 : PySet_Contains(self->token_names, name);
+    if (is_named < 0)
         return -1;
-    if (is_named || is_integer) {
+    int kind = is_named ? INTEGERS : BOOLS;
+    if (!is_named && size->tokens == UNKNOWN && (kind = kind_of_elements(self, tensor)) < 0)
+        return -1;
+    if (kind == FLOATS) {
+        int has_vectors = name == NULL ? 0 : PySet_Contains(self->vector_names, name);
+        if (has_vectors < 0)
+            return -1;
+        size->has_features |= !has_vectors;
+    }
+    if (kind != INTEGERS || length != 2)
+        return 0;
+    int in_doubt = is_named || name == NULL ? 0 : is_doubtful(self, name);
+    if (in_doubt < 0)
+        return -1;
+    if (!in_doubt) {
         size->samples = dimensions[0];
         size->length = dimensions[1];
         size->tokens = elements;
+    } else if (size->doubtful_samples == UNKNOWN) {
+        size->doubtful_samples = dimensions[0];
+        size->doubtful_length = dimensions[1];
     }
     return is_named;
 }
@@ -2260,13 +2310,57 @@ read_value(ShapeReader *self, PyObject *name, PyObject *value, BatchSize *size, 
 }
 
 static int
+is_sequence(PyObject *value)
+{
+    return PyList_CheckExact(value) || PyTuple_CheckExact(value);
+}
+
+/* Reads the size of images with as many targets. Returns whether the arguments are that; -1 as
+ * read_tensor. */
+static int
+read_images(ShapeReader *self, PyObject *args, BatchSize *size)
+{
+    if (PyTuple_GET_SIZE(args) < 2)
+        return 0;
+    PyObject *images = PyTuple_GET_ITEM(args, 0), *targets = PyTuple_GET_ITEM(args, 1);
+    if (!is_sequence(images) || !is_sequence(targets))
+        return 0;
+    Py_ssize_t number = PySequence_Fast_GET_SIZE(images), i = 0;
+    if (number != PySequence_Fast_GET_SIZE(targets))
+        return 0;
+    long long all_elements = 0;
+    /* Another thread may change the lists, so their sizes are read each time. */
+    for (; i < PySequence_Fast_GET_SIZE(images) && i < PySequence_Fast_GET_SIZE(targets); i++) {
+        PyObject *image = PySequence_Fast_GET_ITEM(images, i);
+        if ((PyObject *)Py_TYPE(image) != self->tensor_type ||
+            !PyDict_CheckExact(PySequence_Fast_GET_ITEM(targets, i)))
+            return 0;
+        long long dimensions[2], elements;
+        Py_INCREF(image);
+        Py_ssize_t length = read_dimensions(image, dimensions, &elements);
+        Py_DECREF(image);
+        if (length != 3)
+            return length < 0 ? -1 : 0;
+        all_elements += elements;
+    }
+    if (i == 0 || i != number)
+        return 0;
+    size->samples = number;
+    size->elements = all_elements;
+    return 1;
+}
+
+static int
 read_arguments(ShapeReader *self, PyObject *args, PyObject *kwargs, BatchSize *size)
 {
     if (read_mapping(self, kwargs, size, 0) < 0)
         return -1;
+    int are_images = size->tokens == UNKNOWN ? read_images(self, args, size) : 0;
+    if (are_images)
+        return are_images < 0 ? -1 : 0;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args) && size->tokens == UNKNOWN; i++) {
         PyObject *value = PyTuple_GET_ITEM(args, i);
-        if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value)) {
+        if (!is_sequence(value)) {
             if (read_value(self, NULL, value, size, 0) < 0)
                 return -1;
             continue;
@@ -2278,6 +2372,11 @@ read_arguments(ShapeReader *self, PyObject *args, PyObject *kwargs, BatchSize *s
             if (!is_read)
                 return -1;
         }
+    }
+    if (size->tokens == UNKNOWN && size->doubtful_samples != UNKNOWN && !size->has_features) {
+        size->samples = size->doubtful_samples;
+        size->length = size->doubtful_length;
+        size->tokens = size->samples * size->length;
     }
     return 0;
 }
@@ -2318,7 +2417,7 @@ ShapeReader_call(ShapeReader *self, PyObject *both, PyObject *Py_UNUSED(names))
         PyErr_SetString(PyExc_TypeError, "ShapeReader was not initialized");
         return NULL;
     }
-    BatchSize size = {UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN};
+    BatchSize size = {UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, 0};
     if (PyTuple_CheckExact(args) && PyDict_CheckExact(kwargs) &&
         read_arguments(self, args, kwargs, &size) == 0)
         found = shape_of(self, &size);
@@ -2334,6 +2433,8 @@ ShapeReader_dealloc(ShapeReader *self)
     Py_CLEAR(self->tensor_type);
     Py_CLEAR(self->bool_type);
     Py_CLEAR(self->token_names);
+    Py_CLEAR(self->vector_names);
+    Py_CLEAR(self->doubtful_parts);
     Py_CLEAR(self->shape_type);
     Py_CLEAR(self->in_python);
     Py_CLEAR(self->last);

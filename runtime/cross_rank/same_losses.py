@@ -1,5 +1,7 @@
 """Finds out whether all ranks are fed the same data: their losses are then equal to the last digit.
 
+A loss over the batches of all ranks is equal, too, whatever the data. The log line names this case.
+
 Each rank computes a hash of its losses over a window of steps, and sends it with its figures. Rank
 0 compares the hashes. The windows begin at 32, 64, 128 and so on steps, so that all ranks have the
 same last window for a while, however rarely they report.
@@ -97,8 +99,9 @@ class SameLosses:
             logger.warning(
                 "the losses of all %d data-parallel ranks are equal to the last digit over %d "
                 "steps, so the ranks are probably fed the same samples. Give each rank its own "
-                "part of the data, such as by DistributedSampler. Ignore this in a test that "
-                "trains on one batch.",
+                "part of the data, such as by DistributedSampler. Ignore this if the loss is that "
+                "of all ranks together, as a contrastive loss over gathered features, or in a test "
+                "that trains on one batch.",
                 self._world_size,
                 WINDOW_STEPS,
             )

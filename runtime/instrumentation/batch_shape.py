@@ -12,6 +12,11 @@ from ..common.hot_path import ShapeReader
 
 # Names of tensors that hold token ids, in Hugging Face's and Megatron's batches.
 TOKEN_NAMES = frozenset({"input_ids", "tokens", "token_ids", "decoder_input_ids"})
+# Names of tensors of floats that hold a vector for each token.
+VECTOR_NAMES = frozenset({"inputs_embeds"})
+# A tensor with one of these in its name has the shape of the tokens, unless the input is features
+# such as sound: its mask has an element for each of them, and its labels are a shorter text.
+DOUBTFUL_PARTS = ("mask", "label")
 
 
 @dataclass(slots=True)
@@ -40,47 +45,108 @@ def shape_in_python(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchShap
 
     The arguments are searched, and one level of mappings and sequences in them. The first tensor
     with at least one dimension determines the samples. A tensor of shape [samples, length]
-    determines the tokens: one with a name in TOKEN_NAMES, else the first of an integer type. The
-    code avoids generators and abstract base classes, because it runs in every forward pass.
+    determines the tokens: one with a name in TOKEN_NAMES, else the first of an integer type. Masks
+    and labels come last, and not beside features: floats of two or more dimensions. A sequence of
+    images with as many targets, as of torchvision's detectors, has a sample for each image.
+
+    The code avoids generators and abstract base classes, because it runs in every forward pass.
     """
-    shape = BatchShape()
+    search = _Search()
+    shape = search.shape
     if kwargs:
-        _read_tensors(kwargs.items(), shape)
+        search.read(kwargs.items())
+    if shape.tokens is None and are_images(args):
+        return BatchShape(len(args[0]), sum([image.numel() for image in args[0]]))
     for value in args:
         if shape.tokens is not None:
             break
         if isinstance(value, torch.Tensor):
-            _read_tensors((("", value),), shape)
+            search.read((("", value),))
         elif isinstance(value, list | tuple):
-            _read_tensors([("", inner) for inner in value], shape)
+            search.read([("", inner) for inner in value])
         elif hasattr(value, "items"):
-            _read_tensors(value.items(), shape)
+            search.read(value.items())
+    if shape.tokens is None and search.doubtful is not None and not search.has_features:
+        search.set_tokens(search.doubtful)
     return shape
 
 
-def _read_tensors(named: Any, shape: BatchShape) -> None:
-    """Read the tensors. A tensor with a name in TOKEN_NAMES overrides an earlier guess."""
-    for name, value in named:
-        if not isinstance(value, torch.Tensor):
-            if isinstance(value, dict):
-                _read_tensors(value.items(), shape)
-            continue
-        num_dimensions = value.dim()
-        if not num_dimensions:
-            continue
-        # Not `shape`: a nested tensor has none, or one with symbols.
-        samples, elements = value.size(0), value.numel()
-        if shape.samples is None:
-            shape.samples, shape.elements = samples, elements
-        if num_dimensions != 2:
-            continue
-        is_named, dtype = name in TOKEN_NAMES, value.dtype
-        holds_integers = not (dtype.is_floating_point or dtype is torch.bool)
-        if is_named or (shape.tokens is None and holds_integers):
-            shape.samples, shape.tokens = samples, elements
-            shape.sequence_length = None if value.is_nested else value.size(1)
-        if is_named:
-            return
+def are_images(args: Sequence[Any]) -> bool:
+    """Return whether the first arguments are images [channels, height, width] and a dict of each.
+
+    Two tensors of a batch of series also have three dimensions each, but no such dicts.
+    """
+    if len(args) < 2:
+        return False
+    images, targets = args[0], args[1]
+    if not (isinstance(images, list | tuple) and isinstance(targets, list | tuple)):
+        return False
+    if not images or len(images) != len(targets):
+        return False
+    for image, target in zip(images, targets, strict=True):
+        if not isinstance(image, torch.Tensor) or image.dim() != 3 or not isinstance(target, dict):
+            return False
+    return True
+
+
+class _Search:
+    """A search for the size of a batch.
+
+    Attributes:
+        shape: The size, as far as it was found.
+        doubtful: The first tensor that holds the tokens if the batch has no features.
+        has_features: Whether the batch has features.
+    """
+
+    __slots__ = ("doubtful", "has_features", "shape")
+
+    def __init__(self) -> None:
+        self.shape = BatchShape()
+        self.doubtful: torch.Tensor | None = None
+        self.has_features = False
+
+    def read(self, named: Any) -> None:
+        """Read the tensors. A tensor with a name in TOKEN_NAMES overrides an earlier guess."""
+        shape = self.shape
+        for name, value in named:
+            if not isinstance(value, torch.Tensor):
+                if isinstance(value, dict):
+                    self.read(value.items())
+                continue
+            num_dimensions = value.dim()
+            if not num_dimensions:
+                continue
+            # Not `shape`: a nested tensor has none, or one with symbols.
+            if shape.samples is None:
+                shape.samples, shape.elements = value.size(0), value.numel()
+            if num_dimensions == 2 and name in TOKEN_NAMES:
+                self.set_tokens(value)
+                return
+            if num_dimensions == 1 or shape.tokens is not None:
+                continue
+            dtype = value.dtype
+            if dtype.is_floating_point:
+                self.has_features |= name not in VECTOR_NAMES
+            elif num_dimensions == 2 and dtype is not torch.bool:
+                if not is_doubtful(name):
+                    self.set_tokens(value)
+                elif self.doubtful is None:
+                    self.doubtful = value
+
+    def set_tokens(self, tensor: torch.Tensor) -> None:
+        """The tokens are those of this tensor."""
+        shape = self.shape
+        shape.samples, shape.tokens = tensor.size(0), tensor.numel()
+        shape.sequence_length = None if tensor.is_nested else tensor.size(1)
+
+
+def is_doubtful(name: Any) -> bool:
+    """Return whether the name of a tensor has a part in DOUBTFUL_PARTS."""
+    if isinstance(name, str):
+        for part in DOUBTFUL_PARTS:
+            if part in name:
+                return True
+    return False
 
 
 # Does what `shape_in_python` does, in C for a batch of tensors, dicts and lists. Shapes that are
@@ -88,5 +154,13 @@ def _read_tensors(named: Any, shape: BatchShape) -> None:
 batch_shape: Callable[[Sequence[Any], Mapping[str, Any]], BatchShape] = (
     shape_in_python
     if ShapeReader is None
-    else ShapeReader(torch.Tensor, torch.bool, TOKEN_NAMES, BatchShape, shape_in_python)
+    else ShapeReader(
+        tensor_type=torch.Tensor,
+        bool_type=torch.bool,
+        token_names=TOKEN_NAMES,
+        vector_names=VECTOR_NAMES,
+        doubtful_parts=DOUBTFUL_PARTS,
+        shape_type=BatchShape,
+        in_python=shape_in_python,
+    )
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +12,15 @@ from ...metrics.recorder import Recorder
 from ..common.fail_open import FailOpen
 
 
+class _Calls(threading.local):
+    """The calls that this thread is in, and when the outer one began."""
+
+    depth = 0
+    began = 0.0
+
+
 class CheckpointMetrics:
-    """Counts checkpoints on the training thread.
+    """Counts checkpoints, and their time on the training thread, which creates this object.
 
     A TrainingRun saves a checkpoint by the engine's own method. Only the outer call is counted. If
     it only copies the state, the checkpoint counts as saved when a thread has written it.
@@ -20,8 +28,8 @@ class CheckpointMetrics:
 
     def __init__(self, recorder: Recorder, fail_open: FailOpen) -> None:
         self._recorder = recorder
-        self._depth = 0
-        self._began = 0.0
+        self._thread = threading.get_ident()
+        self._calls = _Calls()
         self.begin = fail_open.wrap("checkpoint metrics", self._begin)
         self.end = fail_open.wrap("checkpoint metrics", self._end)
         self.written = fail_open.wrap("checkpoint metrics", self._written)
@@ -66,18 +74,21 @@ class CheckpointMetrics:
                 recorder.set(training.LAST_CHECKPOINT_TIMESTAMP, began_at)
 
     def _begin(self) -> None:
-        self._depth += 1
-        if self._depth == 1:
-            self._began = time.perf_counter()
+        calls = self._calls
+        calls.depth += 1
+        if calls.depth == 1:
+            calls.began = time.perf_counter()
 
     def _end(self, *, saved: bool | None) -> None:
-        self._depth -= 1
-        if self._depth:
+        calls = self._calls
+        calls.depth -= 1
+        if calls.depth:
             return
         recorder = self._recorder
         with recorder.commit():
             if saved is not None:
                 recorder.add(training.CHECKPOINTS, 1, "saved" if saved else "failed")
-            recorder.add(training.CHECKPOINT_SECONDS, time.perf_counter() - self._began)
+            if threading.get_ident() == self._thread:
+                recorder.add(training.CHECKPOINT_SECONDS, time.perf_counter() - calls.began)
             if saved:
                 recorder.set(training.LAST_CHECKPOINT_TIMESTAMP, time.time())

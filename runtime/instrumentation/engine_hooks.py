@@ -2,11 +2,13 @@
 
 A micro-batch ends with its backward pass. A step ends when `engine.global_steps` changes, because
 Accelerate calls `step()` only at boundaries of gradient accumulation. A script may also call
-`loss.backward()` itself. A pipeline engine runs a whole step in one `train_batch`.
+`loss.backward()` itself. A pipeline engine runs a whole step in one `train_batch`. A checkpoint on
+another thread than the training thread is no phase.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -49,7 +51,10 @@ _new_counts = constructor(StepCounts)
 
 
 class EngineHooks:
-    """Wraps the methods of an engine until `restore`. Keeps only a weak reference to the engine."""
+    """Wraps the methods of an engine until `restore`. Keeps only a weak reference to the engine.
+
+    The thread that creates this object is the training thread.
+    """
 
     def __init__(
         self,
@@ -64,6 +69,7 @@ class EngineHooks:
         self._state = HookState()
         self._state.is_open = True
         self._engine = weakref.ref(engine)
+        self._thread = threading.get_ident()
         self._phase_timer = phase_timer
         self._counts = StepCounts()
         self._shapes: list[BatchShape] = []
@@ -152,8 +158,8 @@ class EngineHooks:
         return self._wrap(
             name,
             original,
-            lambda args, kwargs: self._phase_timer.enter(phase),
-            lambda result, returned: self._phase_timer.leave(),
+            lambda args, kwargs: self._enter_on_training_thread(phase),
+            lambda result, returned: self._leave_on_training_thread(),
         )
 
     def _generate_wrapper(self, original: Any) -> GenerateWrapper:
@@ -247,13 +253,21 @@ class EngineHooks:
 
         return hooked
 
+    def _enter_on_training_thread(self, phase: int) -> None:
+        if threading.get_ident() == self._thread:
+            self._phase_timer.enter(phase)
+
+    def _leave_on_training_thread(self) -> None:
+        if threading.get_ident() == self._thread:
+            self._phase_timer.leave()
+
     def _on_save_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._phase_timer.enter(CHECKPOINT)
+        self._enter_on_training_thread(CHECKPOINT)
         self._checkpoints.begin()
 
     def _on_save_end(self, result: Any, returned: bool) -> None:
         self._checkpoints.end(saved=returned and result is not False)
-        self._phase_timer.leave()
+        self._leave_on_training_thread()
 
     def _on_forward_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._plain_backward:
@@ -363,10 +377,12 @@ def is_divided_by_lightning(module: Any) -> bool:
 
     The loop does so under every strategy, and DeepSpeed divides them once more.
     """
-    is_automatic = getattr(module, "automatic_optimization", False)
-    return bool(is_automatic) and any(
-        kind.__name__ == "LightningModule" for kind in type(module).__mro__
-    )
+    return is_lightning_module(module) and bool(getattr(module, "automatic_optimization", False))
+
+
+def is_lightning_module(module: Any) -> bool:
+    """Return whether this is a LightningModule, of either name of the library."""
+    return any(kind.__name__ == "LightningModule" for kind in type(module).__mro__)
 
 
 def extract_loss(output: Any) -> ScalarOrPending:

@@ -21,6 +21,8 @@ from .raw_step import StepCounts
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+# The parts of a model's config that describe encoders of images and sound.
+_FEATURE_CONFIGS = ("vision_config", "audio_config", "image_config")
 # Dimensions of a device mesh on which each rank multiplies by its own part of a weight. On others,
 # as those of FSDP, a rank stores a part and multiplies by the whole weight.
 _TENSOR_DIMENSIONS = {"tp", "tensor", "tensor_parallel", "model"}
@@ -100,8 +102,9 @@ def flops_terms(model: torch.nn.Module, sequence_parallel_size: int = 1) -> Flop
 
     Returns:
         The terms, or None if the formula does not describe the model. Examples are a model without
-        such a config, an encoder with a decoder, a mixture of experts, tensor parallelism, and
-        quantized weights of unknown shape.
+        such a config, an encoder with a decoder, a model of images or sound, or of text and these
+        without a language model, a mixture of experts, tensor parallelism, and quantized weights of
+        unknown shape.
     """
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
@@ -131,10 +134,24 @@ def _whole_number(config: Any, names: tuple[str, ...]) -> int | None:
 
 
 def _is_another_kind(model: torch.nn.Module, config: Any) -> bool:
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False) or _is_of_features(model):
         return True
     has_experts = any("experts" in name.split(".") for name, _ in model.named_modules())
     return has_experts or _is_tensor_parallel(model) or _hides_shapes(model)
+
+
+def _is_of_features(model: torch.nn.Module) -> bool:
+    """Return whether most work of a model of transformers may be done on something else than text.
+
+    So it is with two encoders, one of text and one of features. A language model of text and images
+    has a token for each part of an image.
+    """
+    if getattr(model, "main_input_name", "input_ids") != "input_ids":
+        return True
+    parts = [getattr(model.config, name, None) for name in ("text_config", *_FEATURE_CONFIGS)]
+    has_both = parts[0] is not None and any(part is not None for part in parts[1:])
+    can_generate = getattr(model, "can_generate", None)
+    return has_both and not (callable(can_generate) and can_generate())
 
 
 def _hides_shapes(model: torch.nn.Module) -> bool:

@@ -31,7 +31,7 @@ from ..common.patching import PatchSet
 from ..common.phase_timer import BACKWARD, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseTimer
 from ..common.torch_engine import TorchEngine, trains
 from .batch_shape import BatchShape, batch_shape
-from .engine_hooks import is_divided_by_lightning
+from .engine_hooks import is_divided_by_lightning, is_lightning_module
 from .generated_tokens import GenerationCounts
 from .memory_hooks import MemoryHooks
 from .raw_step import StepCounts
@@ -95,6 +95,11 @@ class TorchHooks:
         self._shapes: list[BatchShape] = []
         self._unscaled: tuple[weakref.ref[torch.Tensor], _Loss] | None = None
         self._passes: list[int] = []  # the phases that these hooks have entered
+        # The passes that may contain a backward pass.
+        self._around_backward: tuple[int, ...] = (OPTIMIZER,)
+        if is_lightning_module(engine.module) and not is_divided_by_lightning(engine.module):
+            # Under DDP, Lightning calls the model to run a `training_step` that trains by itself.
+            self._around_backward = (OPTIMIZER, FORWARD)
         self._steps_with_closure = False
         self._is_stepping = False  # False at the end of the step in which these hooks were made
         self._other_steps = 0  # of other optimizers since the last step of the watched one
@@ -192,7 +197,7 @@ class TorchHooks:
         is_compiling = torch.compiler.is_compiling
 
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not self._open or self._is_nested():
+            if is_compiling() or not self._open or self._is_nested(self._around_backward):
                 return original(*args, **kwargs)
             tensors = args[0] if args else kwargs.get("tensors")
             num_losses, returned = len(self._counts.losses), False
@@ -231,11 +236,15 @@ class TorchHooks:
             self._leave_to(depth)
             self.cost_ns += perf_counter_ns() - ended_ns
 
-    def _is_nested(self) -> bool:
-        """Whether a pass runs already, or another thread calls: a recomputation, a second model."""
+    def _is_nested(self, around: tuple[int, ...] = (OPTIMIZER,)) -> bool:
+        """Whether a pass runs already, or another thread calls: a recomputation, a second model.
+
+        Args:
+            around: The passes that may contain the new one.
+        """
         if not self._is_on_training_thread():
             return True
-        return bool(self._passes) and self._passes[-1] != OPTIMIZER
+        return bool(self._passes) and self._passes[-1] not in around
 
     def _enter(self, phase: int) -> None:
         self._mark_calls(self._phase_timer.current)

@@ -11,6 +11,7 @@ from ..common.liveness_file import current_process
 from ..common.peer_failures import describe_error
 from ..common.plain_text import printable
 from ..memory.oom.oom_error import is_caused_by_oom
+from ..trainer.run_end import is_communication_error
 
 
 def end_reason(error: BaseException | None, *, failed: bool, interrupted: bool) -> str:
@@ -21,8 +22,6 @@ def end_reason(error: BaseException | None, *, failed: bool, interrupted: bool) 
         failed: Whether the run ends by an error other than Ctrl-C.
         interrupted: Whether Ctrl-C ends the run.
     """
-    from ..trainer.run_end import is_communication_error  # imports DeepSpeed
-
     if interrupted:
         return "interrupted"
     if not failed:

@@ -218,6 +218,7 @@ class BackgroundSaver:
         self._reserved: SimpleQueue[_SaveJob | None] | None = None
         self._job: _SaveJob | None = None
         self._failure: CheckpointError | None = None
+        self._earlier_error: BaseException | None = None
 
     def reserve_thread(self) -> bool:
         """Start the thread of the next save, and return whether that was possible."""
@@ -244,6 +245,7 @@ class BackgroundSaver:
         """
         queue, self._reserved = self._reserved or _started_thread(), None
         self._job = _SaveJob(pending, exchange, on_end)
+        self._earlier_error = _uncaught_error()
         queue.put(self._job)
         atexit.register(self.wait)
 
@@ -280,12 +282,22 @@ class BackgroundSaver:
         """Wait until this rank writes no checkpoint, for other ranks only for a limited time."""
         job, exchanging_seconds = self._job, 0.0
         after_error = self._peer_seconds_after_error
-        seconds = after_error if _is_ended_by_error() else self._peer_seconds
+        seconds = after_error if self._is_ended_by_error() else self._peer_seconds
         while job is not None and not job.wait(_POLL_SECONDS):
             if job.is_exchanging:
                 exchanging_seconds += _POLL_SECONDS
                 self._limit(job, exchanging_seconds, seconds)
         self._take(job)
+
+    def _is_ended_by_error(self) -> bool:
+        """Return whether an error is being handled, such as in a `finally`, or ended the script.
+
+        IPython sets the uncaught error after each cell that raised, and goes on. One from before
+        the save ends nothing.
+        """
+        uncaught = _uncaught_error()
+        is_new = uncaught is not None and uncaught is not self._earlier_error
+        return is_new or sys.exception() is not None
 
     def take_failure(self) -> CheckpointError | None:
         """Return and forget why the last checkpoint was not completed; None if it was."""
@@ -416,9 +428,8 @@ def _run_next(queue: SimpleQueue[_SaveJob | None]) -> None:
         job.run()
 
 
-def _is_ended_by_error() -> bool:
-    """Return whether an error is being handled, such as in a `finally`, or has ended the script."""
-    return sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
+def _uncaught_error() -> BaseException | None:
+    return getattr(sys, "last_value", None)
 
 
 def _shown(error: Exception | None) -> str:

@@ -51,7 +51,9 @@ from zerowatch.runtime.common import device_scalar, hot_path
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import BACKWARD, FORWARD, PhaseTimer
 from zerowatch.runtime.instrumentation.batch_shape import (
+    DOUBTFUL_PARTS,
     TOKEN_NAMES,
+    VECTOR_NAMES,
     BatchShape,
     batch_shape,
     shape_in_python,
@@ -1203,7 +1205,13 @@ def plain_batch_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSha
 
 
 PLAIN_READER = hot_path.ShapeReader and hot_path.ShapeReader(
-    torch.Tensor, torch.bool, TOKEN_NAMES, BatchShape, lambda args, kwargs: None
+    tensor_type=torch.Tensor,
+    bool_type=torch.bool,
+    token_names=TOKEN_NAMES,
+    vector_names=VECTOR_NAMES,
+    doubtful_parts=DOUBTFUL_PARTS,
+    shape_type=BatchShape,
+    in_python=lambda args, kwargs: None,
 )
 
 
@@ -1214,7 +1222,7 @@ def drawn_value(chance: random.Random, depth: int = 0) -> Any:
         dtype = chance.choice([torch.float32, torch.int64, torch.bool, torch.complex64])
         return torch.zeros([chance.randrange(4) for _ in range(chance.randrange(4))], dtype=dtype)
     if kind < 8 and depth < 3:
-        names = ["input_ids", "tokens", "labels", "mask", "x"]
+        names = ["input_ids", "tokens", "labels", "mask", "x", "inputs_embeds"]
         kept = chance.sample(names, chance.randrange(4))
         made = {name: drawn_value(chance, depth + 1) for name in kept}
         return chance.choice([dict, dict, Tokens])(made)
@@ -1230,7 +1238,8 @@ def test_shapes_of_batches_are_as_in_python(seed: int) -> None:
     chance, num_read = random.Random(seed), 0
     for _ in range(300):
         args = tuple(drawn_value(chance) for _ in range(chance.randrange(4)))
-        names = chance.sample(["input_ids", "attention_mask", "x"], chance.randrange(3))
+        known = ["input_ids", "attention_mask", "x", "inputs_embeds", "label_ids"]
+        names = chance.sample(known, chance.randrange(3))
         kwargs = {name: drawn_value(chance) for name in names}
 
         found = plain_batch_shape(args, kwargs)
@@ -1255,6 +1264,10 @@ IDS, MASK = torch.ones(4, 16, dtype=torch.int64), torch.ones(4, 16, dtype=torch.
         ((), {"input_ids": IDS, "decoder_input_ids": torch.ones(4, 3)}, (4, 64, 64, 16)),
         (([torch.ones(3), IDS], None), {"use_cache": False}, (4, 3, 64, 16)),
         ((), {}, (None, None, None, None)),
+        ((), {"input_values": torch.ones(4, 90), "labels": IDS}, (4, 360, None, None)),
+        ((torch.ones(4, 90),), {"labels": IDS, "mask": IDS}, (4, 64, None, None)),
+        ((), {"inputs_embeds": torch.ones(4, 16, 2), "mask": IDS}, (4, 128, 64, 16)),
+        (([torch.ones(3, 4, 5)] * 2, [{"masks": IDS}, {}]), {}, (2, 120, None, None)),
     ],
 )
 def test_common_batches_do_not_run_python_code(args: Any, kwargs: Any, expected: Any) -> None:
@@ -1297,12 +1310,16 @@ def test_batches_that_only_python_code_can_read_are_left_to_it() -> None:
 def test_reading_a_shape_leaves_no_references() -> None:
     watched = [IDS, MASK, IDS.dtype, torch.bool]
     batch = {"attention_mask": MASK, "input_ids": IDS}
+    doubtful, image, target = {"labels": IDS}, torch.ones(3, 4, 5), {"labels": IDS}
+    watched += [image, target, *DOUBTFUL_PARTS]
     plain_batch_shape((batch, [IDS]), batch)
     before = [sys.getrefcount(each) for each in watched]
 
     for _ in range(50):
         plain_batch_shape((batch, [IDS]), batch)
         plain_batch_shape((batch, [MASK], object()), {})
+        plain_batch_shape((), doubtful)
+        plain_batch_shape(([image], [target]), {})
 
     assert [sys.getrefcount(each) for each in watched] == before
 

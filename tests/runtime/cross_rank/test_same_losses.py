@@ -173,7 +173,8 @@ def test_two_ranks_are_enough_and_the_warning_says_what_to_do(
     assert caplog.messages == [
         "the losses of all 2 data-parallel ranks are equal to the last digit over 32 steps, so the "
         "ranks are probably fed the same samples. Give each rank its own part of the data, such as "
-        "by DistributedSampler. Ignore this in a test that trains on one batch."
+        "by DistributedSampler. Ignore this if the loss is that of all ranks together, as a "
+        "contrastive loss over gathered features, or in a test that trains on one batch."
     ]
 
 

@@ -72,12 +72,43 @@ def integers(*size: int) -> torch.Tensor:
         ),
         ({"inner": {"tokens": torch.zeros(3, 5)}}, (3, 15, 15, 5)),
         ({"x": integers(2, 3), "input_ids": integers(7)}, (2, 6, 6, 3)),
+        # Masks and labels come last.
+        ({"attention_mask": integers(2, 9), "x": integers(3, 5)}, (3, 18, 15, 5)),
+        ({"attention_mask": integers(2, 9), "labels": integers(3, 5)}, (2, 18, 18, 9)),
+        ({"inputs_embeds": torch.zeros(2, 9, 4), "labels": integers(2, 9)}, (2, 72, 18, 9)),
+        # Beside features, such as sound, they are no tokens.
+        (
+            {"input_values": torch.zeros(2, 90), "attention_mask": integers(2, 90)},
+            (2, 180, None, None),
+        ),
+        ({"labels": integers(2, 5), "input_features": torch.zeros(2, 8, 30)}, (2, 10, None, None)),
+        (
+            {"x": torch.zeros(2, 90), "label_ids": integers(2, 5), "input_ids": integers(2, 7)},
+            (2, 180, 14, 7),
+        ),
+        # The tensors of a list of tensors are not samples.
+        ([torch.zeros(4, 9, 2), torch.zeros(4, 3, 2)], (4, 72, None, None)),
     ],
 )
 def test_the_size_of_a_batch_is_read_from_these_tensors(
     batch: Any, expected: tuple[int | None, ...]
 ) -> None:
     assert batch_shape((batch,), {}) == BatchShape(*expected)
+
+
+def test_a_mask_by_name_beside_features_is_no_tokens() -> None:
+    shape = batch_shape((torch.zeros(2, 90),), {"attention_mask": integers(2, 90)})
+
+    assert (shape.samples, shape.tokens, shape.sequence_length) == (2, None, None)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_each_image_of_a_detector_is_a_sample(kind: type) -> None:
+    images = [torch.zeros(3, 8 + number, 10) for number in range(4)]
+    targets = [{"boxes": torch.zeros(2, 4), "labels": integers(2)} for _ in images]
+
+    assert batch_shape((kind(images), kind(targets)), {}) == BatchShape(4, 3 * 38 * 10, None, None)
+    assert batch_shape((images, targets[:3]), {}).samples == 3  # of another kind
 
 
 def test_later_arguments_are_not_searched_once_the_tokens_are_known() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from threading import Event, Thread
 
 import pytest
 from fakes.clock import set_clock
@@ -12,6 +13,8 @@ from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.instrumentation import checkpoint_metrics
 from zerowatch.runtime.instrumentation.checkpoint_metrics import CheckpointMetrics
+
+LIMIT_SECONDS = 60.0  # only ends a hanging test
 
 
 @pytest.fixture
@@ -101,6 +104,31 @@ def test_the_time_of_a_checkpoint_is_that_of_the_outer_call(
         pass
 
     assert recorder.snapshot().value(training.CHECKPOINT_SECONDS) == 7.0 + 11.0
+
+
+def test_a_checkpoint_on_another_thread_is_counted_without_the_time_of_training(
+    recorder, checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([100.0, 200.0, 207.0])
+    set_clock(monkeypatch, checkpoint_metrics, perf_counter=lambda: next(clock))
+    has_begun, may_end = Event(), Event()
+
+    def save() -> None:
+        with checkpoints.saving():
+            has_begun.set()
+            may_end.wait(LIMIT_SECONDS)
+
+    thread = Thread(target=save)
+    thread.start()
+    assert has_begun.wait(LIMIT_SECONDS)
+    with checkpoints.saving():  # within the other one
+        pass
+    may_end.set()
+    thread.join()
+
+    found = recorder.snapshot()
+    assert found.value(training.CHECKPOINTS, "saved") == 2
+    assert found.value(training.CHECKPOINT_SECONDS) == 7.0
 
 
 def test_after_a_failed_checkpoint_the_next_is_counted(recorder, checkpoints) -> None:

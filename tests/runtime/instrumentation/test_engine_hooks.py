@@ -6,6 +6,7 @@ Covers `engine_hooks.py` and `pipeline_hooks.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from zerowatch.metrics.catalog.labels import PHASES
 from zerowatch.runtime.common.fail_open import FailOpen
-from zerowatch.runtime.common.phase_timer import PhaseTimer
+from zerowatch.runtime.common.phase_timer import FORWARD, PhaseTimer
 from zerowatch.runtime.instrumentation.engine_hooks import (
     EngineHooks,
     extract_loss,
@@ -452,6 +453,23 @@ def test_a_checkpoint_that_raises_is_not_saved(run: Run) -> None:
         run.engine.save_checkpoint()
 
     assert run.events == [("save", "checkpoint"), ("saved", False, "checkpoint")]
+
+
+@pytest.mark.parametrize("name", ["save_checkpoint", "load_checkpoint"])
+def test_a_checkpoint_on_another_thread_does_not_change_the_phase_of_training(
+    run: Run, name: str
+) -> None:
+    run.phases.enter(FORWARD)
+    call_on_thread(getattr(run.engine, name))
+
+    assert run.phase() == "forward"
+    assert not run.seconds().get("checkpoint")
+
+
+def call_on_thread(function: Callable[[], object]) -> None:
+    thread = Thread(target=function)
+    thread.start()
+    thread.join()
 
 
 def test_loading_is_a_checkpoint_phase_and_counts_none(run: Run) -> None:

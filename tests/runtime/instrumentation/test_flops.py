@@ -23,16 +23,23 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPVisionConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
 )
 from transformers.utils.quantization_config import QuantizationMethod
 
@@ -141,6 +148,37 @@ def test_parameters_sharded_by_zero_3_count_whole() -> None:
         parameter.data = torch.empty(0)
 
     assert flops_per_token(model, SEQUENCE) == whole
+
+
+LAYERS = {
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+}
+IMAGES = {**LAYERS, "image_size": 32, "patch_size": 16}
+
+
+def wav2vec2() -> torch.nn.Module:
+    sound = {"conv_dim": (16,), "conv_kernel": (4,), "conv_stride": (4,), "vocab_size": 32}
+    groups = {"num_conv_pos_embedding_groups": 2, "num_conv_pos_embeddings": 4}
+    return Wav2Vec2ForCTC(Wav2Vec2Config(**LAYERS, **sound, **groups))
+
+
+def clip() -> torch.nn.Module:
+    return CLIPModel(CLIPConfig(text_config=LAYERS, vision_config=IMAGES, projection_dim=16))
+
+
+def test_models_of_sound_and_two_encoders_have_no_formula() -> None:
+    assert flops_terms(wav2vec2()) is None
+    assert flops_terms(clip()) is None
+
+
+def test_a_language_model_that_reads_images_has_the_formula() -> None:
+    vision = CLIPVisionConfig(**IMAGES)
+    config = LlavaConfig(vision_config=vision, text_config=LlamaConfig(**LAYERS, vocab_size=300))
+
+    assert flops_terms(LlavaForConditionalGeneration(config)) is not None
 
 
 @pytest.fixture

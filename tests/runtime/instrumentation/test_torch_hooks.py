@@ -82,6 +82,15 @@ def record_of(step: Step) -> StepRecord:
     return record
 
 
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make this process the only rank of a job."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def places() -> list[object]:
     """What the hooks replace, apart from the hooks of the optimizer."""
     scaler = torch.amp.grad_scaler.GradScaler
@@ -315,6 +324,37 @@ def test_a_lightning_module_that_optimizes_by_itself_has_its_own_passes() -> Non
         (record,) = end()
 
     assert record.micro_batches == 1
+
+
+class ManualModule(LightningModule):
+    """A module whose `training_step` trains by itself. Under DDP, Lightning calls it as forward."""
+
+    automatic_optimization = False
+    optimizer: torch.optim.Optimizer
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        for part in batch.split(SAMPLES // 2):
+            (self.inner(part).square().mean() / 2).backward()
+        self.optimizer.step()
+        return batch.sum()
+
+
+def test_a_lightning_module_that_optimizes_by_itself_under_ddp_has_its_own_passes(
+    one_rank: None,
+) -> None:
+    model = ManualModule()
+    model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapper = DistributedDataParallel(model)
+
+    with records_of(wrapper, model.optimizer) as end:
+        for _ in range(2):
+            with wrapper.no_sync():
+                wrapper(torch.ones(SAMPLES, WIDTH))
+        records = end()
+
+    assert [(one.micro_batches, one.samples) for one in records] == [(1, SAMPLES)] * 2
+    assert all(one.loss is not None for one in records)
+    assert {"forward", "backward", "optimizer"} <= records[1].phase_seconds.keys()
 
 
 def test_a_closure_runs_its_passes_within_the_step() -> None:
@@ -617,20 +657,15 @@ def test_a_loss_without_an_operation_is_not_divided() -> None:
     assert divisor_of(torch.ones((), requires_grad=True) / 4) == 4.0
 
 
-def test_a_wrapper_that_was_left_in_evaluation_mode_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrapper_that_was_left_in_evaluation_mode_trains(one_rank: None) -> None:
     """Lightning restores the mode of the modules within DDP, and not of DDP itself."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model, optimizer = make()
-        wrapper = DistributedDataParallel(model)
-        wrapper.eval()
-        model.train()
-        with records_of(wrapper, optimizer) as end:
-            train_step(wrapper, optimizer)
-            (record,) = end()
-    finally:
-        dist.destroy_process_group()
+    model, optimizer = make()
+    wrapper = DistributedDataParallel(model)
+    wrapper.eval()
+    model.train()
+    with records_of(wrapper, optimizer) as end:
+        train_step(wrapper, optimizer)
+        (record,) = end()
 
     assert record.samples == SAMPLES
     assert record.loss is not None

@@ -6,6 +6,7 @@ Covers `background_save.py`, `host_copy.py`, `snapshot.py` and `rank_exchange.py
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -246,6 +247,27 @@ def test_the_time_is_another_if_an_error_ends_the_process(tmp_path: Path) -> Non
             raise ValueError("of the script")
         finally:
             saver.close()
+
+
+def test_an_error_that_ends_the_script_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = saver_without_peer(tmp_path, peer_seconds=1e9, peer_seconds_after_error=0.0)
+    monkeypatch.setattr(sys, "last_value", ValueError("of the script"), raising=False)
+
+    with pytest.raises(CheckpointError, match="no response from rank 1"):
+        saver.close()
+
+
+def test_a_cell_that_raised_before_the_save_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """IPython sets last_value after each cell that raised."""
+    monkeypatch.setattr(sys, "last_value", NameError("prnt"), raising=False)
+    saver = saver_without_peer(tmp_path, peer_seconds=0.0, peer_seconds_after_error=1e9)
+
+    with pytest.raises(CheckpointError, match="no response from rank 1"):
+        saver.close()
 
 
 def test_a_store_that_no_longer_responds_is_waited_for_only_for_a_time(tmp_path: Path) -> None:
