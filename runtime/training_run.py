@@ -151,7 +151,9 @@ class TrainingRun:
             self._host_group = group = undo.enter_context(closing(HostGroup()))
             self._run_end = undo.enter_context(closing(RunEnd(group)))
             metrics = RunMetrics.of_watch(engine.watch)
-            holder = EngineHolder(engine, ds_config, group, metrics, factory.create_replacement)
+            holder = EngineHolder(
+                engine, ds_config, group, metrics, factory.create_replacement, self._run_end
+            )
             runner = WindowRunner(
                 loss,
                 holder,
@@ -383,6 +385,8 @@ class TrainingRun:
 
         Raises:
             RebuildError: The new engine cannot be built. Training can continue as before.
+
+        After another error, or an interrupt, the run may have ended; later calls then raise.
 
         Examples:
             >>> run.rebuild({"zero_optimization": {"stage": 3}})

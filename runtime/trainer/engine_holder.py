@@ -37,6 +37,7 @@ from ..engine.rebuild.engine_replacement import (
 )
 from .engine_change import EngineChange
 from .oom_recovery.escalation import MemorySaving, rebuild_changes
+from .run_end import RunEnd
 from .run_metrics import RebuildOutcome, RunMetrics
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class EngineHolder:
         host_group: Group of all ranks, in which they vote on rebuilds.
         metrics: Recorder of rebuilds and compression.
         make_engine: Builds an engine from a module and a ds config.
+        run_end: Ends the run if a rebuild leaves no engine.
 
     Attributes:
         engine: The engine in use.
@@ -83,13 +85,14 @@ class EngineHolder:
         host_group: HostGroup,
         metrics: RunMetrics,
         make_engine: MakeEngine,
+        run_end: RunEnd,
     ) -> None:
         self.engine, self.config = engine, config
         self.config_changes: Mapping[str, Any] = {}
         self.compressor: GradientCompressor | None = None
         self.num_changes = 0
         self._watch, self._host_group, self._metrics = engine.watch, host_group, metrics
-        self._make_engine, self._first_config = make_engine, config
+        self._make_engine, self._first_config, self._run_end = make_engine, config, run_end
         self.on_engine_replaced: list[Callable[[], None]] = []
         self._attached: dict[EngineChange, tuple[Attachment, Undo]] = {}
 
@@ -236,9 +239,18 @@ class EngineHolder:
             for _, undo in reversed(self._attached.values()):
                 undo()
             yield
+        except BaseException as error:
+            if not self._has_engine:
+                self._run_end.end_without_engine(error)
+            raise
         finally:
-            if self.engine.optimizer is not None:  # None if no engine could be built
+            if self._has_engine:
                 self._reattach_all()
+
+    @property
+    def _has_engine(self) -> bool:
+        """Whether the engine can train: a rebuild may remove it and then fail or be interrupted."""
+        return self.engine.optimizer is not None
 
     def reload_optimizer_states(self) -> None:
         """Copy offloaded optimizer states back to the device."""

@@ -13,7 +13,8 @@ issues with scratch tensors. It then writes a notice first. If the thread of ano
 this rank waits in vain, because the other rank issues other collectives, the thread ends the run.
 
 Each error within the update ends the run, also on a single rank. The update cannot be discarded or
-repeated: some weights may have changed, and the engine may still hold the gradients.
+repeated: some weights may have changed, and the engine may still hold the gradients. So does a
+rebuild that leaves no engine: the weights were in a copy, which is gone.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ _STORE_TIMEOUT_SECONDS = 10.0
 # torch waits up to twice as long for a store that is gone. `close` waits longer than that.
 _RECONNECT_SECONDS = 2.0
 _RESTART = "Restart it from its last checkpoint"
+_PARTLY_UPDATED = "so the weights may be updated in part"
 _MAKE_AGAIN = "Make the model and its TrainingRun again, and load the last checkpoint"
 
 
@@ -254,11 +256,15 @@ class RunEnd:
         try:
             yield
         except BaseException as error:
-            self._end_update(error, place)
+            self._end_for(error, place, _PARTLY_UPDATED)
             raise
 
-    def _end_update(self, error: BaseException, place: str) -> None:
-        """End the run after an error in an update, if `end_in_update` or `end` has not done so."""
+    def end_without_engine(self, error: BaseException) -> None:
+        """End the run after a rebuild that has removed the engine and could not replace it."""
+        self._end_for(error, "the rebuild of the engine", "so the weights of the model are lost")
+
+    def _end_for(self, error: BaseException, place: str, consequence: str) -> None:
+        """End the run after an error that any rank may have, if nothing has ended it yet."""
         if self._own_error is not None:
             return
         if isinstance(error, Exception) and self.peer_failure() is not None:
@@ -266,7 +272,7 @@ class RunEnd:
         self.end(error, place)
         if self._own_error is None:  # a single rank, or an error of a collective
             advice = _MAKE_AGAIN if self._is_alone else _RESTART
-            self._own_error = _update_failed(error, place, advice)
+            self._own_error = _failed(error, place, consequence, advice)
             logger.error("%s", self._own_error)
 
     def end_in_update(self, error: Exception, place: str) -> None:
@@ -279,7 +285,7 @@ class RunEnd:
             error: The error of this rank; a PeerFailedError's `can_continue` is set to False.
             place: Name of the function that updates.
         """
-        self._end_together(error, _update_failed(error, place, _MAKE_AGAIN))
+        self._end_together(error, _failed(error, place, _PARTLY_UPDATED, _MAKE_AGAIN))
 
     def end_with_gradients(self, error: BaseException, reason: str) -> None:
         """End the run after a window whose gradients stay in the engine.
@@ -477,11 +483,11 @@ def is_communication_error(error: BaseException) -> bool:
     return not is_caused_by_oom(error)
 
 
-def _update_failed(error: BaseException, place: str, advice: str) -> ZerowatchError:
-    """Return the error of the calls after an update that failed."""
+def _failed(error: BaseException, place: str, consequence: str, advice: str) -> ZerowatchError:
+    """Return the error of the calls after a failure that ended the run."""
     return ZerowatchError(
-        f"this run has ended: {place} failed with {describe_error(error)[0]}, so the weights may "
-        f"be updated in part. {advice}"
+        f"this run has ended: {place} failed with {describe_error(error)[0]}, {consequence}. "
+        f"{advice}"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
 from ...common.deepspeed_internals import missing_for_rebuild
 from ...common.ds_config import zero_stage
@@ -172,9 +173,16 @@ def _is_on(config: Mapping[str, Any], block: str) -> bool:
 
 
 def _optimizer_problems(engine: Any, new: Mapping[str, Any]) -> Iterator[str]:
-    name = type(base_optimizer(engine.optimizer)).__name__
+    kind = type(base_optimizer(engine.optimizer))
+    name = kind.__name__
     if name == "MuonWithAuxAdam":
         yield "Muon's momentum is laid out by stage and cannot be moved"
+    is_untested = zero_stage(new) > 0 and kind not in ZERO_SUPPORTED_OPTIMIZERS
+    if is_untested and not new.get("zero_allow_untested_optimizer"):
+        yield (
+            f"DeepSpeed refuses {name} at stage {zero_stage(new)}; set "
+            "zero_allow_untested_optimizer to true"
+        )
     block = zero_block(new).get("offload_optimizer") or {}
     if str(block.get("device") or "none") == "none":
         return

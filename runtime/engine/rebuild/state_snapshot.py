@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupLR
 
 from ...common.collective_attempt import CollectiveAttempt
 from ...common.host_group import new_host_group
@@ -29,6 +30,7 @@ from .optimizer_layout import (
 # Names of the states in which torch-like optimizers count their updates. For a parameter of one
 # element, only the name distinguishes the count from a state with one number per weight.
 _UPDATE_COUNTS = ("step",)
+_SCHEDULES = (LRRangeTest, OneCycle, WarmupCosineLR, WarmupLR)
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 # State of a dynamic loss scale; two classes have most of these in common.
 SCALE_NAMES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -77,10 +79,16 @@ class ParamSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCounters:
-    """Counters of an engine, and the states of its LR scheduler and loss scalers."""
+    """Counters of an engine, and the states of its LR scheduler and loss scalers.
+
+    Attributes:
+        schedule_rates: Rates of all groups that a schedule of DeepSpeed has taken from its
+            optimizer when it was made, by attribute. Its state dict lacks them.
+    """
 
     counts: Mapping[str, int]
     scheduler: Mapping[str, Any] | None
+    schedule_rates: Mapping[str, list[Any]]
     scale: Mapping[str, Any]
     overrides: Mapping[str, Any]
     autocast_scale: Mapping[str, Any] | None
@@ -302,6 +310,7 @@ def copy_counters(engine: Any) -> EngineCounters:
     return EngineCounters(
         counts={name: getattr(engine, name) for name in _COUNTS},
         scheduler=None if scheduler is None else copy.deepcopy(scheduler.state_dict()),
+        schedule_rates=_schedule_rates(scheduler),
         scale=_present(_loss_scaler(engine.optimizer), SCALE_NAMES),
         overrides=_present(engine.optimizer, _OVERRIDES),
         autocast_scale=None if scaler is None else copy.deepcopy(scaler.state_dict()),
@@ -314,11 +323,26 @@ def restore_counters(counters: EngineCounters, engine: Any) -> None:
         setattr(engine, name, value)
     if counters.scheduler is not None and engine.lr_scheduler is not None:
         engine.lr_scheduler.load_state_dict(copy.deepcopy(dict(counters.scheduler)))
+        vars(engine.lr_scheduler).update(copy.deepcopy(dict(counters.schedule_rates)))
     _set_present(_loss_scaler(engine.optimizer), counters.scale)
     _set_present(engine.optimizer, counters.overrides)
     scaler = autocast_scaler(engine)
     if counters.autocast_scale is not None and scaler is not None:
         scaler.load_state_dict(dict(counters.autocast_scale))
+
+
+def _schedule_rates(scheduler: Any) -> dict[str, list[Any]]:
+    """Return the lists of a schedule of DeepSpeed, with one value per group.
+
+    A schedule that is made in the middle of training would scale the rates of that step.
+    """
+    if not isinstance(scheduler, _SCHEDULES):
+        return {}
+    return {
+        name: copy.deepcopy(value)
+        for name, value in vars(scheduler).items()
+        if isinstance(value, list)
+    }
 
 
 def _loss_scaler(optimizer: Any) -> Any:

@@ -80,10 +80,12 @@ def teardown(engine: Any) -> None:
     attributes: `strip_module` removes them.
     """
     optimizer, module = engine.optimizer, engine.module
-    engine.destroy()
-    engine.module_forward_pre_hook.remove()
-    engine.module_forward_post_hook.remove()
-    _clear(engine, optimizer)
+    try:
+        engine.destroy()
+        engine.module_forward_pre_hook.remove()
+        engine.module_forward_post_hook.remove()
+    finally:  # an engine that was removed in part must not look as if it could train
+        _clear(engine, optimizer)
     forget_module(module)
 
 

@@ -63,8 +63,14 @@ def write_engine(
     Raises:
         OSError: A file cannot be written.
         Exception: A state cannot be serialized, such as for lack of memory.
-        CheckpointError: The configured writer returns before the files are complete.
+        CheckpointError: The configured writer returns before the files are complete. Or a rebuild
+            has removed the engine's state.
     """
+    if engine.optimizer is None:
+        raise CheckpointError(
+            "the engine has no optimizer: a rebuild has removed its state, and failed or was "
+            "interrupted; load the last checkpoint in a new run"
+        )
     if engine.checkpoint_engine.is_decoupled():
         raise CheckpointError(
             "a TrainingRun cannot be saved with an asynchronous checkpoint writer, which returns "

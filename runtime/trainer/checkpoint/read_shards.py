@@ -173,6 +173,7 @@ def _counters(shard: Shard, micro_steps: int) -> EngineCounters:
             "micro_steps": micro_steps,
         },
         scheduler=model.get("lr_scheduler"),
+        schedule_rates={},
         scale=(
             {each: getattr(scaler, each) for each in SCALE_NAMES if hasattr(scaler, each)}
             if is_dynamic

@@ -10,12 +10,19 @@ from ....errors import ZerowatchError
 from ...common.collective_attempt import CollectiveAttempt
 from ...common.host_group import HostCollectives
 from ...common.undo import Undo, UndoStack
+from ...engine.rebuild.preconditions import zero_block
 from ...trainer.data.training_data import TrainingData
 from ...trainer.engine_holder import EngineHolder
 from ...trainer.oom_recovery.micro_batch_planner import GuardSchedule, MicroBatchLimits
 from ...trainer.oom_recovery.replay import OomReplay
 from ...trainer.window_runner import WindowRunner
-from ..policy.knob_registry import MICRO_BATCH_SAMPLES, SPECS
+from ..policy.knob_registry import (
+    ASYNCHRONOUS_REDUCTION,
+    MICRO_BATCH_SAMPLES,
+    OVERLAP_COMM,
+    REDUCE_SCATTER,
+    SPECS,
+)
 from ..policy.policy_types import Configuration, Value
 from .data_knobs import data_knobs, largest_local_batch
 from .engine_knobs import (
@@ -104,9 +111,11 @@ class RunKnobs:
         if reason is not None:
             return reason
         layout_bytes = None
-        if self._layouts.changed_config(target) is not None:
+        config = self._layouts.changed_config(target)
+        if config is not None:
             reason = self._layouts.unsupported_reason(target)
             layout_bytes = self._layouts.memory_bytes(target)
+        reason = reason or self._not_asynchronous(target, config or self._engine_holder.config)
         return reason or self._exceeds_memory(target, layout_bytes or 0)
 
     def apply(self, target: Configuration) -> Undo:
@@ -144,6 +153,20 @@ class RunKnobs:
     def close(self) -> None:
         """Restore Python's garbage collection. Safe to call twice."""
         self._gc.close()
+
+    def _not_asynchronous(self, target: Configuration, config: Mapping[str, Any]) -> str | None:
+        """Return why a target's asynchronous reduction cannot be attached; None if it is off.
+
+        Args:
+            target: Target configuration. Without `overlap_comm`, an engine takes it from `config`.
+            config: The ds config with the target's layout.
+        """
+        spec = ASYNCHRONOUS_REDUCTION
+        overlaps = bool(zero_block(config).get(OVERLAP_COMM.name))
+        result = {OVERLAP_COMM.name: overlaps, **self.values(), **target}
+        if not target.get(spec.name) or not spec.is_excluded(result):
+            return None
+        return f"{spec.name} needs {REDUCE_SCATTER.name}, and {OVERLAP_COMM.name} off"
 
     def _unchanged_live(self, target: Configuration, now: Configuration) -> frozenset[str]:
         """Return live settings that no knob has set, which a rebuild takes from the ds config.

@@ -260,6 +260,7 @@ class Controller:
 
     def _continue_trial(self, trial: Trial, step: StepTime) -> None:
         """Handle a step of a trial."""
+        self._history.on_trial_step()
         if trial.is_stalled:
             self._abort_trial("too few consecutive windows could be measured")
         elif self.configuration.in_use != trial.wanted:  # the trial was paused

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 MAX_CONTEXTS = 16  # contexts that are kept of one job; the oldest contexts are dropped
+# A trial's file of another host that was not renewed for this long is of a process that has ended.
+OTHER_HOST_SECONDS = 180.0
+# Time between two renewals, which a step makes: the file system may be slow.
+RENEWAL_SECONDS = 30.0
 TRIAL_SUFFIX = ".trial.json"  # ends the name of the file with the changes that a process is trying
 
 T = TypeVar("T")
@@ -66,13 +71,19 @@ class HostProcesses:
         self._host = socket.gethostname()
         self.own_name = f"{self._host}-{os.getpid()}"
 
-    def has_ended(self, name: str) -> bool:
+    def has_ended(self, name: str, silent_seconds: float) -> bool:
         """Whether a process has ended.
 
-        A process on another host is assumed to have ended, e.g. after a container was restarted.
+        A process on another host may be a job of the same sweep, or the container before a restart.
+
+        Args:
+            name: Name of the process.
+            silent_seconds: Time since the process last renewed its file.
         """
         host, _, pid = name.rpartition("-")
-        return host != self._host or not Path("/proc", pid).exists()
+        if host != self._host:
+            return silent_seconds > OTHER_HOST_SECONDS
+        return not Path("/proc", pid).exists()
 
 
 class HistoryFile:
@@ -90,6 +101,7 @@ class HistoryFile:
         self._folder, self._key = folder, key
         self._processes = processes or HostProcesses()
         self._owner = self._processes.own_name
+        self._renewal_due = 0.0
 
     def load(self) -> Mapping[str, HistoryEntry]:
         """Return the results by context; empty if the file is missing or damaged."""
@@ -100,7 +112,7 @@ class HistoryFile:
         crashed: list[Configuration] = []
         for path in self._folder.glob(f"{self._key}.*{TRIAL_SUFFIX}") if self._folder else ():
             owner = path.name[len(self._key) + 1 : -len(TRIAL_SUFFIX)]
-            if owner == self._owner or self._processes.has_ended(owner):
+            if owner == self._owner or self._processes.has_ended(owner, _silent_seconds(path)):
                 if changes := self._read(path.name, _parse_trial):
                     crashed.append(changes)
                 with suppress(OSError):
@@ -115,12 +127,23 @@ class HistoryFile:
 
     def save_trial(self, changes: Configuration) -> None:
         """Record the changes that are on trial. Delete the record if there are no changes."""
-        name = f"{self._key}.{self._owner}{TRIAL_SUFFIX}"
         if changes:
-            self._write(name, _json({"schema": SCHEMA_VERSION, "on_trial": changes}))
+            self._write(self._trial_name, _json({"schema": SCHEMA_VERSION, "on_trial": changes}))
         elif self._folder is not None:
             with suppress(OSError):
-                (self._folder / name).unlink(missing_ok=True)
+                (self._folder / self._trial_name).unlink(missing_ok=True)
+
+    def renew_trial(self) -> None:
+        """Record that the trial goes on; see `OTHER_HOST_SECONDS`."""
+        now = time.monotonic()
+        if self._folder is not None and now >= self._renewal_due:
+            self._renewal_due = now + RENEWAL_SECONDS
+            with suppress(OSError):
+                os.utime(self._folder / self._trial_name)
+
+    @property
+    def _trial_name(self) -> str:
+        return f"{self._key}.{self._owner}{TRIAL_SUFFIX}"
 
     def _write(self, name: str, text: str) -> None:
         if self._folder is None:
@@ -147,6 +170,14 @@ class HistoryFile:
             kind = type(error).__name__
             logger.warning("tuner history %s is ignored: %s: %s", path, kind, error)
             return None
+
+
+def _silent_seconds(path: Path) -> float:
+    """Return the time since a file was written or renewed; 0 if its owner has just deleted it."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _text(contexts: Mapping[str, HistoryEntry]) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from .policy_types import ApplyMode, JobFacts, Numerics, Value
+from .policy_types import ApplyMode, Configuration, JobFacts, Numerics, Value
 
 # How to change a knob against a symptom. It is a direction, where "either" leaves the direction to
 # the trial, or the values to try, the most promising first.
@@ -62,7 +62,7 @@ class KnobSpec:
         zero_stages: ZeRO stages at which it has an effect. At other stages it is switched off. None
             in this list stands for a job in which the stage is not a knob.
         brings_zero_stage: The ZeRO stage to switch to along with it.
-        excluded_by: Name of another knob. While the other knob is on, this knob has no effect.
+        excluded_by: Values of other knobs with which this knob has no effect, or cannot be on.
         needs_several_buckets: Whether it is useless if one bucket holds all gradients, because this
             bucket is sent only when backward has ended.
         moves_to_host: Whether it moves state to the host.
@@ -88,7 +88,7 @@ class KnobSpec:
     buffer_is_preallocated: bool = False
     zero_stages: tuple[int | None, ...] | None = None
     brings_zero_stage: int | None = None
-    excluded_by: str | None = None
+    excluded_by: tuple[Configuration, ...] = ()
     needs_several_buckets: bool = False
     moves_to_host: bool = False
     memory_neutral: bool = False
@@ -109,6 +109,16 @@ class KnobSpec:
             "num_parameters": facts.num_parameters,
             "2 x num_parameters": 2 * facts.num_parameters,
         }[self.saturation]
+
+    def has_no_effect(self, configuration: Configuration) -> bool:
+        """Whether the knob should be off in a configuration."""
+        stage = configuration.get(ZERO_STAGE.name)
+        is_at_stage = self.zero_stages is None or stage in self.zero_stages
+        return not is_at_stage or self.is_excluded(configuration)
+
+    def is_excluded(self, configuration: Configuration) -> bool:
+        """Whether values of other knobs exclude this knob."""
+        return any(each.items() <= configuration.items() for each in self.excluded_by)
 
 
 def _at(trigger: Trigger, *symptoms: str) -> dict[str, Trigger]:
@@ -211,7 +221,7 @@ OPTIMIZER_STATE_OFFLOAD = KnobSpec(
     device_only=True,
     description="optimizer states in host memory during forward and backward",
     zero_stages=(None, 1, 2, 3),
-    excluded_by="offload_optimizer",
+    excluded_by=({"offload_optimizer": True},),
     moves_to_host=True,
 )
 TIMERS_SYNCHRONIZED = KnobSpec(
@@ -274,6 +284,8 @@ ASYNCHRONOUS_REDUCTION = KnobSpec(
     reorders_sums=True,
     needs_several_buckets=True,
     zero_stages=(1, 2),
+    # A TrainingRun does not overlap at stage 1.
+    excluded_by=({"reduce_scatter": False}, {"overlap_comm": True, "zero_stage": 2}),
 )
 BALANCE = KnobSpec(
     name="balance",

@@ -344,7 +344,9 @@ def _with_partners(configuration: Configuration, changes: Configuration) -> dict
         if value and stage is not None and configuration.get(ZERO_STAGE.name) in range(stage):
             result[ZERO_STAGE.name] = stage
     target = {**configuration, **result}
-    useless = {name: False for name, value in target.items() if value and _is_useless(name, target)}
+    useless = {
+        name: False for name, value in target.items() if value and SPECS[name].has_no_effect(target)
+    }
     return {**result, **useless}
 
 
@@ -361,13 +363,6 @@ def _in_several_buckets(inputs: TunerInput, changes: Configuration) -> dict[str,
     options = inputs.options.get(REDUCE_BUCKET_SIZE.name, ())
     smaller = [size for size in options if isinstance(size, int) and size <= largest]
     return {**changes, REDUCE_BUCKET_SIZE.name: max(smaller)} if smaller else dict(changes)
-
-
-def _is_useless(name: str, target: Configuration) -> bool:
-    spec = SPECS[name]
-    if spec.excluded_by is not None and target.get(spec.excluded_by):
-        return True
-    return spec.zero_stages is not None and target.get(ZERO_STAGE.name) not in spec.zero_stages
 
 
 def _larger(

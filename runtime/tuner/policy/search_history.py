@@ -23,6 +23,9 @@ class HistoryStore(Protocol):
     def save_trial(self, changes: Configuration, /) -> None:
         """Record the changes that are on trial. The mapping is empty if there is no trial."""
 
+    def renew_trial(self) -> None:
+        """Record that the trial goes on."""
+
 
 class NullHistoryStore:
     """Stores nothing."""
@@ -31,6 +34,9 @@ class NullHistoryStore:
         """Do nothing."""
 
     def save_trial(self, changes: Configuration, /) -> None:
+        """Do nothing."""
+
+    def renew_trial(self) -> None:
         """Do nothing."""
 
 
@@ -101,6 +107,10 @@ class SearchHistory:
         """Record a started trial, so that the next run skips it if this process is killed."""
         self._is_on_trial = True
         self._store.save_trial(changes)
+
+    def on_trial_step(self) -> None:
+        """Record that the trial goes on, so that jobs on other hosts do not take it for crashed."""
+        self._store.renew_trial()
 
     def on_trial_end(self) -> None:
         """Record that nothing is on trial."""

@@ -28,7 +28,7 @@ def holder(monkeypatch: pytest.MonkeyPatch) -> EngineHolder:
     first, second = (SimpleNamespace(watch=watch, optimizer=object()) for _ in range(2))
     monkeypatch.setattr(engine_holder, "rebuild", lambda *args, **options: second)
     metrics = SimpleNamespace(count_rebuild=lambda outcome, seconds: None)
-    return EngineHolder(first, {}, host_group=None, metrics=metrics, make_engine=None)
+    return EngineHolder(first, {}, host_group=None, metrics=metrics, make_engine=None, run_end=None)
 
 
 @pytest.mark.parametrize("error", FAILURES)
@@ -105,7 +105,10 @@ class Run:
         monkeypatch.setattr(engine_holder, "rebuild", self.rebuild)
         monkeypatch.setattr(engine_holder, "perf_counter", iter([100.0, 103.5]).__next__)
         make_engine: Any = self.make_engine
-        self.holder = EngineHolder(self.first, self.config, group, metrics, make_engine)
+        run_end: Any = SimpleNamespace(
+            end_without_engine=lambda error: self.log.append(f"end by {type(error).__name__}")
+        )
+        self.holder = EngineHolder(self.first, self.config, group, metrics, make_engine, run_end)
         self.holder.on_engine_replaced.append(lambda: self.log.append("replaced"))
 
     def engine(self, name: str, device: str) -> Any:
@@ -349,20 +352,37 @@ def test_a_rebuild_that_was_refused_continues_with_the_same_engine(
     assert (run.holder.config, run.holder.config_changes) == (run.config, {})
 
 
-def test_nothing_is_attached_to_an_engine_that_could_not_be_built(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_the_run_ends_and_nothing_is_attached_if_a_rebuild_leaves_no_engine(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     def fail(run: Run) -> Any:
         run.first.optimizer = None
-        raise RuntimeError("neither engine could be built")
+        raise error
 
     run = Run(monkeypatch, replaced_by=fail)
     run.holder.attach(EngineChange.LEARNING_RATE, run.attachment("one"))
 
-    with pytest.raises(RuntimeError, match="neither"):
+    with pytest.raises(error):
         run.holder.rebuild_as({})
 
-    assert run.log[1:] == ["one off first", "phase", ("count", "refused", 3.5)]
+    ended = f"end by {error.__name__}"
+    assert run.log[1:] == ["one off first", "phase", ("count", "refused", 3.5), ended]
+
+
+def test_a_rebuild_that_is_interrupted_before_anything_changed_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(run: Run) -> Any:
+        raise KeyboardInterrupt
+
+    run = Run(monkeypatch, replaced_by=interrupt)
+    run.holder.attach(EngineChange.LEARNING_RATE, run.attachment("one"))
+
+    with pytest.raises(KeyboardInterrupt):
+        run.holder.rebuild_as({})
+
+    assert run.log[1:] == ["one off first", "phase", ("count", "refused", 3.5), "one on first"]
 
 
 def test_a_rebuild_with_a_config_that_cannot_be_used_is_refused_in_no_time(run: Run) -> None:

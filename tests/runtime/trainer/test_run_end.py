@@ -423,6 +423,31 @@ def test_an_error_in_an_update_is_raised_and_ends_the_run_of_one_rank(
     assert str(later) in caplog.text
 
 
+def test_a_rebuild_that_leaves_no_engine_ends_the_run_of_one_rank(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (alone,) = run_ends(1)
+
+    alone.end_without_engine(KeyboardInterrupt())
+
+    later = raised_by(lambda: call(alone))
+    assert type(later) is ZerowatchError
+    for part in ("rebuild", "KeyboardInterrupt", "weights", "load the last checkpoint"):
+        assert part in str(later)
+    assert str(later) in caplog.text
+
+
+def test_a_rebuild_that_one_rank_leaves_without_an_engine_ends_the_run_on_all_ranks() -> None:
+    peer, failed = run_ends(2)
+
+    failed.end_without_engine(KeyboardInterrupt())
+
+    assert "KeyboardInterrupt" in str(raised_by(lambda: call(failed)))
+    error = raised_by(lambda: call(peer, lambda: fail(RuntimeError("closed"))))
+    assert isinstance(error, PeerFailedError)
+    assert (error.rank, error.can_continue) == (1, False)
+
+
 def test_an_error_of_one_rank_in_an_update_ends_the_run_on_all_ranks() -> None:
     peer, failed = run_ends(2)
     own = ValueError("lr")

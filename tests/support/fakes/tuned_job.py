@@ -62,7 +62,7 @@ class Job:
         self.states: list[State] = []
         self.decisions: list[Decision] = []
         self.configurations: list[Configuration] = []
-        self.num_trials = 0
+        self.num_trials = self.num_renewals = 0
         self.kept: dict[str, HistoryEntry] = dict(after.kept) if after else {}
         self.trials: list[Configuration] = []
         self.coverage, self.oom_risk, self.replays, self.loss = 1.0, 0.0, 0, 1.0
@@ -139,6 +139,10 @@ class Job:
 
     def save_trial(self, changes: Configuration) -> None:
         self.trials = [changes] if changes else []
+
+    def renew_trial(self) -> None:
+        assert self.trials
+        self.num_renewals += 1
 
     def values(self) -> Configuration:
         return dict(self.now)

@@ -269,6 +269,26 @@ def test_what_deepspeed_itself_refuses_is_refused(monkeypatch: pytest.MonkeyPatc
     assert given[0][ZERO] is not new[ZERO]
 
 
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+@pytest.mark.parametrize("is_allowed", [None, False, True])
+def test_zero_takes_an_untested_optimizer_only_if_the_ds_config_allows_it(
+    number: int, is_allowed: bool | None
+) -> None:
+    model = nn.Linear(3, 2)
+    engine = engine_of(module=model, optimizer=torch.optim.SGD(model.parameters()))
+    allowed = {} if is_allowed is None else {"zero_allow_untested_optimizer": is_allowed}
+
+    reason = unsupported_reason(engine, allowed | stage(0), allowed | stage(number))
+
+    if number and not is_allowed:
+        assert reason is not None and "SGD" in reason and "zero_allow_untested_optimizer" in reason
+    else:
+        assert reason is None
+
+
+UNTESTED = {"zero_allow_untested_optimizer": True}
+
+
 class DeepSpeedCPUAdam(torch.optim.AdamW):
     """An optimizer of the name of DeepSpeed's Adam on the host."""
 
@@ -300,8 +320,8 @@ def test_only_some_optimizers_move_to_the_host(
     engine = engine_of(
         module=model, optimizer=optimizer, client_optimizer=optimizer if is_client else None
     )
-    new = changes | stage(2, offload_optimizer={"device": "cpu"} | offload)
+    new = UNTESTED | changes | stage(2, offload_optimizer={"device": "cpu"} | offload)
 
-    reason = unsupported_reason(engine, changes | stage(1), new)
+    reason = unsupported_reason(engine, UNTESTED | changes | stage(1), new)
 
     assert reason is None if part is None else part in (reason or "")

@@ -100,6 +100,19 @@ def test_a_removed_engine_has_neither_hooks_nor_tensors() -> None:
     assert (dict(base.state), [group["params"] for group in base.param_groups]) == ({}, [[]])
 
 
+def test_an_engine_whose_removal_is_interrupted_has_no_optimizer() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    base = torch.optim.SGD(torch.nn.Linear(2, 3).parameters())
+    engine: Any = SimpleNamespace(module=None, optimizer=base, destroy=interrupt)
+
+    with pytest.raises(KeyboardInterrupt):
+        teardown(engine)
+
+    assert engine.optimizer is None
+
+
 def test_an_object_that_is_no_optimizer_of_torch_is_left_alone() -> None:
     other = SimpleNamespace(state={"a": 1}, param_groups=[{"params": [1]}])
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime import lr_schedules
 from torch import nn, optim
 
 from zerowatch.runtime.engine.rebuild.optimizer_layout import OptimizerTensor, ParamSlice
@@ -341,6 +342,37 @@ def test_the_scale_of_the_loss_and_the_schedule_are_restored() -> None:
     assert new.lr_scheduler.last_epoch == 7
     old_scale = old.torch_autocast_z0_gradscaler.state_dict()
     assert new.torch_autocast_z0_gradscaler.state_dict() == old_scale
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (lr_schedules.WarmupCosineLR, {"total_num_steps": 9, "warmup_num_steps": 3}),
+        (lr_schedules.WarmupLR, {"warmup_num_steps": 9}),
+        (lr_schedules.LRRangeTest, {"lr_range_test_step_size": 3}),
+        (lr_schedules.OneCycle, {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}),
+    ],
+)
+def test_a_schedule_of_deepspeed_goes_on_from_the_rates_it_was_made_with(
+    kind: Any, options: dict[str, Any]
+) -> None:
+    old, new = engine(), engine()
+    old.lr_scheduler = kind(old.optimizer, **options)
+    for _ in range(4):
+        old.lr_scheduler.step()
+    for group, other in zip(new.optimizer.param_groups, old.optimizer.param_groups, strict=True):
+        group["lr"] = other["lr"]
+    new.lr_scheduler = kind(new.optimizer, **options)
+
+    restore_counters(copy_counters(old), new)
+    for each in (old, new):
+        each.lr_scheduler.step()
+
+    assert new.lr_scheduler.optimizer is new.optimizer
+    assert new.lr_scheduler.get_last_lr() == old.lr_scheduler.get_last_lr()
+    assert [group["lr"] for group in new.optimizer.param_groups] == [
+        group["lr"] for group in old.optimizer.param_groups
+    ]
 
 
 def test_a_scale_that_the_ds_config_fixes_is_not_copied() -> None:

@@ -463,6 +463,17 @@ def test_an_asynchronous_writer_is_rejected(tmp_path: Path) -> None:
         save(tmp_path, 1, engine)
 
 
+def test_an_engine_whose_state_was_removed_is_not_saved(tmp_path: Path) -> None:
+    before = save(tmp_path, 1)
+    engine = PlainEngine()
+    engine.optimizer = None
+
+    with pytest.raises(CheckpointError, match="the engine has no optimizer"):
+        save(tmp_path, 2, engine, keep=1)
+
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == [before]
+
+
 def test_the_manifest_lists_all_files(tmp_path: Path) -> None:
     folder = save(tmp_path, 1, data={"position": torch.tensor(5)})
 

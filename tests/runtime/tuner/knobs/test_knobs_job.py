@@ -107,6 +107,28 @@ def test_an_alternating_trial_neither_enables_the_guard_nor_accumulates_patches(
         assert not rank["alternating"]["wrapped"]
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_excludes_asynchronous_reduction_is_refused_unless_it_is_switched_off(results, stage):
+    for rank in results:
+        found = rank[f"asynchronous, stage {stage}"]
+        refused = {name for name, result in found["results"].items() if not result["done"]}
+        assert refused == {
+            *{"with reduce_scatter"},
+            *({"with overlap_comm"} if stage == 2 else ()),
+        }
+        for name in refused:
+            assert "asynchronous_reduction needs reduce_scatter" in found["results"][name]["reason"]
+        assert found["same"] and found["bitwise"]
+
+
+def test_a_stage_that_overlaps_is_refused_unless_asynchronous_reduction_is_switched_off(results):
+    for rank in results:
+        found = rank["to an overlapping stage"]
+        refused = {name for name, result in found["results"].items() if not result["done"]}
+        assert refused == {"with"}, found["results"]
+        assert found["same"] and found["overlaps"] and found["on"]
+
+
 def test_read_only_knobs_of_an_engine_have_the_same_values(results):
     for rank in results:
         for stage in STAGES:

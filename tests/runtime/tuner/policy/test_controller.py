@@ -97,6 +97,18 @@ def test_a_crashed_trial_of_the_best_configuration_is_not_tried_either() -> None
     ], "a run that measured nothing of it forgets nothing"
 
 
+def test_each_step_of_a_trial_renews_its_record() -> None:
+    job = Job()
+    job.until_trial()
+    renewals = []
+
+    for _ in range(3):
+        job.run(1)
+        renewals.append(job.num_renewals)
+
+    assert [each - renewals[0] for each in renewals] == [0, 1, 2]
+
+
 def test_a_run_that_ends_normally_in_a_trial_did_not_crash() -> None:
     job = Job()
     job.until_trial()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 
 import pytest
 
 from zerowatch.runtime.tuner.policy.history_file import (
     MAX_CONTEXTS,
+    OTHER_HOST_SECONDS,
     HistoryEntry,
     HistoryFile,
+    HostProcesses,
     job_fingerprint,
 )
 
@@ -25,7 +29,7 @@ class FakeProcesses:
     def __init__(self, own_name, ended):
         self.own_name, self._ended = own_name, ended
 
-    def has_ended(self, name):
+    def has_ended(self, name, silent_seconds):
         return name in self._ended
 
 
@@ -88,6 +92,35 @@ def test_a_trial_of_a_running_process_is_not_loaded(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def on_host(name, folder, monkeypatch):
+    """Return the history of a job that this process runs on a host."""
+    monkeypatch.setattr("socket.gethostname", lambda: name)
+    return HistoryFile(folder, "job", HostProcesses())
+
+
+def test_a_trial_on_another_host_has_crashed_once_it_is_not_renewed(tmp_path, monkeypatch):
+    trial, other = (on_host(name, tmp_path, monkeypatch) for name in ("node-a", "node-b"))
+    trial.save_trial({"zero_stage": 1})
+    (file,) = tmp_path.iterdir()
+    long_ago = time.time() - 2 * OTHER_HOST_SECONDS
+
+    os.utime(file, (long_ago, long_ago))
+    trial.renew_trial()
+    assert (other.load_crashed_trials(), file.exists()) == ([], True)
+
+    os.utime(file, (long_ago, long_ago))
+    assert (other.load_crashed_trials(), file.exists()) == ([{"zero_stage": 1}], False)
+
+
+def test_a_trial_of_an_ended_process_of_this_host_has_crashed_at_once(tmp_path, monkeypatch):
+    trial, next_run = (on_host("node-a", tmp_path, monkeypatch) for _ in range(2))
+    trial.save_trial({"zero_stage": 1})
+    (file,) = tmp_path.iterdir()
+    file.rename(tmp_path / "job.node-a-9999999.trial.json")  # more than the largest process id
+
+    assert next_run.load_crashed_trials() == [{"zero_stage": 1}]
+
+
 def test_an_earlier_process_of_the_same_name_has_crashed(tmp_path):
     history(tmp_path).save_trial({"zero_stage": 1})
 
@@ -137,6 +170,7 @@ def test_without_a_folder_nothing_is_saved(tmp_path, monkeypatch):
 
     nowhere.save("a", NOTHING)
     nowhere.save_trial({"zero_stage": 1})
+    nowhere.renew_trial()
 
     assert nowhere.load() == {}
     assert nowhere.load_crashed_trials() == []

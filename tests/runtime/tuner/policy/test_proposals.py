@@ -484,6 +484,31 @@ def test_knobs_without_effect_at_a_stage_are_not_proposed():
     assert {"asynchronous_reduction": True} not in tried(at_stage_3(SLOW_LINK))
 
 
+@pytest.mark.parametrize("partner", [{"reduce_scatter": False}, {"overlap_comm": True}])
+def test_what_excludes_asynchronous_reduction_switches_it_off(partner):
+    excluding = {"reduce_scatter": True, "overlap_comm": False}
+    options = {**OPTIONS, **{knob: (False, True) for knob in excluding}}
+    is_on = {**START, **excluding, "asynchronous_reduction": True}
+    is_excluded = {**START, **excluding, **partner}
+
+    on = tried(tuner_input(configuration=is_on, options=options))
+    excluded = tried(tuner_input(configuration=is_excluded, options=options))
+
+    assert {**partner, "asynchronous_reduction": False} in on
+    assert partner not in on
+    assert {"asynchronous_reduction": True} not in excluded
+
+
+@pytest.mark.parametrize(
+    ("overlaps", "partner"), [(True, {"asynchronous_reduction": False}), (False, {})]
+)
+def test_a_stage_that_overlaps_again_switches_asynchronous_reduction_off(overlaps, partner):
+    at_1 = {**START, "zero_stage": 1, "asynchronous_reduction": True, "overlap_comm": overlaps}
+    given = tuner_input(SHORT_OF_MEMORY, configuration=at_1, allows_rebuild=True)
+
+    assert {"zero_stage": 2, **partner} in tried(given)
+
+
 def compressed(kind: str | None, numerics: Numerics) -> TunerInput:
     reading = MetricsDelta(
         exposed_ratio=0.6,

@@ -133,6 +133,61 @@ def from_stage_0() -> Results:
     return {"before": before[name], "after": after[name], "result": result}
 
 
+def asynchronous(stage: int) -> Results:
+    """Reduce asynchronously, then ask for what excludes that, alone and without it; set it back."""
+    run = make_run(stage)
+    knobs = knobs_of(run)
+    train(run)
+    first = knobs.values()
+    on = {**first, "asynchronous_reduction": True}
+    results: Results = {"on": request(run, knobs, on)}
+    train(run)
+    for name, value in {"reduce_scatter": False, "overlap_comm": True}.items():
+        if name not in first:
+            continue
+        results[f"with {name}"] = request(run, knobs, {**on, name: value})
+        without = {**on, name: value, "asynchronous_reduction": False}
+        results[f"instead {name}"] = request(run, knobs, without)
+        train(run)
+        results[f"back from {name}"] = request(run, knobs, on, checked=False)
+        train(run)
+    results["back"] = request(run, knobs, first, checked=False)
+    train(run)
+    windows, final = run.steps, weights(run)
+    same = knobs.values() == first
+    knobs.close()
+    end(run)
+    return {
+        "results": results,
+        "same": same,
+        "bitwise": torch.equal(final, untouched(stage, windows)),
+    }
+
+
+def to_an_overlapping_stage() -> Results:
+    """Reduce asynchronously at stage 1, then ask for stage 2, which overlapped before."""
+    run = make_run(2, overlap_comm=True)
+    knobs = knobs_of(run)
+    train(run)
+    results: Results = {"to 1": request(run, knobs, {**knobs.values(), "zero_stage": 1})}
+    on = {**knobs.values(), "asynchronous_reduction": True}
+    results["on"] = request(run, knobs, on)
+    train(run)
+    engine = run.engine
+    results["with"] = request(run, knobs, {**on, "zero_stage": 2})
+    same = run.engine is engine
+    without = {**on, "zero_stage": 2, "asynchronous_reduction": False}
+    results["instead"] = request(run, knobs, without)
+    overlaps = knobs.values()["overlap_comm"]
+    train(run)
+    results["back"] = request(run, knobs, on, checked=False)
+    train(run)
+    is_on = knobs.values()["asynchronous_reduction"]
+    knobs.close()
+    end(run)
+    return {"results": results, "same": same, "overlaps": overlaps, "on": is_on}
+
+
 def alternating() -> Results:
     """Alternate like a trial: patches must not accumulate, and the guard must not stay armed."""
     run = make_run(0)
@@ -165,6 +220,9 @@ def main(folder: Path) -> None:
         "over a rebuild": over_a_rebuild(),
         "from stage 0": from_stage_0(),
         "alternating": alternating(),
+        "asynchronous, stage 1": asynchronous(1),
+        "asynchronous, stage 2": asynchronous(2),
+        "to an overlapping stage": to_an_overlapping_stage(),
     }
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
 
