@@ -30,8 +30,7 @@ from promql_parser import (
 from .recording_rules import GROUPS
 from .timing import Timing
 
-# Labels of the target, whose values the viewer of a dashboard chooses.
-_CHOSEN_LABELS = frozenset({"job", "instance", "run", "node", "rank"})
+_CHOSEN = "$"  # stands for a value that the viewer of a dashboard chooses
 _RULES = {rule.name: rule.expression(Timing()) for rules in GROUPS.values() for rule in rules}
 
 Matcher = tuple[str, MatchOp, str]
@@ -133,7 +132,7 @@ class _KnownSeries:
 
 def _matches(labels: Mapping[str, str], matcher: Matcher) -> bool:
     label, operation, pattern = matcher
-    if label in _CHOSEN_LABELS:
+    if _CHOSEN in pattern:
         return True
     value = labels.get(label, "")
     is_equal = (
@@ -147,7 +146,7 @@ def _matches(labels: Mapping[str, str], matcher: Matcher) -> bool:
 def _without_variables(query: str) -> str:
     """Replace Grafana's variables in a query by texts that the parser accepts."""
     query = re.sub(r"\$__(interval|rate_interval|range)\b", "1m", query)
-    return re.sub(r"\$\w+|\$\{\w+(:\w+)?\}", "1", query)
+    return re.sub(r"\$\w+|\$\{\w+(:\w+)?\}", _CHOSEN, query)
 
 
 def _queries(dashboard: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:

@@ -20,7 +20,7 @@ from ..metrics.catalog import devices, generation, memory, overhead, training, w
 from ..metrics.catalog.labels import NON_TRAINING_PHASES
 from ..metrics.catalog.spec import MetricSpec
 from ..metrics.thresholds import THRESHOLDS
-from .promql import ON_HOST, by, rate, ratio, recorded_name, select, where, with_node
+from .promql import ON_GPU, ON_HOST, by, rate, ratio, recorded_name, select, where, with_node
 from .run_status import STATE_BY_REASON, RunStatus
 from .timing import MINUTE, SHORT_SECONDS, Timing
 
@@ -447,7 +447,29 @@ NODE_MEMORY_RATIO = recorded(
     ),
     "node",
 )
-MEMORY_CATEGORIES = aggregated(memory.MEMORY_CATEGORY_BYTES, "max", "device", "category")
+
+
+def _categories_of_fullest_rank() -> str:
+    """Return the bytes by category of the rank that has most of all, on a GPU and on the host.
+
+    Their sum is what that rank has. A sum of the maxima of several ranks may be on no rank.
+    """
+
+    def on(device: str) -> str:
+        categories = select(memory.MEMORY_CATEGORY_BYTES, device)
+        fullest = f"topk by (job, run) (1, {by('sum', categories, 'rank', 'device')})"
+        return by("max", where(categories, fullest, "rank", "device"), "device", "category")
+
+    return f"{on(ON_GPU)}\nor {on(ON_HOST)}"
+
+
+MEMORY_CATEGORIES = recorded(
+    memory.MEMORY_CATEGORY_BYTES,
+    "max",
+    lambda timing: _categories_of_fullest_rank(),
+    "device",
+    "category",
+)
 OFFLOAD_RATIO = training_share(memory.OFFLOAD_SECONDS, "direction")
 OFFLOAD_BYTES_PER_STEP = per_step(memory.OFFLOAD_BYTES, "direction")
 MEMORY_STATES = aggregated(memory.MEMORY_BYTES, "max", "device", "state")
@@ -521,18 +543,37 @@ WATCH_RATIO_BY_PART = recorded(
 )
 
 
-def _rate_since_start(timing: Timing) -> str:
-    """Return the samples per second of all ranks, over the range or since the start of the run.
+def _run_age(*matchers: str) -> str:
+    """Return the seconds since the start of each run."""
+    return f"time() - {by('min', select(training.RUN_START_TIMESTAMP, *matchers))}"
+
+
+def rate_since_start(rates: str, timing: Timing, *matchers: str) -> str:
+    """Return rates of runs over the short range, or since the start of the run if that is less.
 
     `rate` divides by the whole range, so it would rise slowly from 0 during a new run's first five
-    minutes. There is no result for a run whose ranks share samples: the sum would be too large.
+    minutes.
+
+    Args:
+        rates: PromQL with the rates over the short range, by job and run.
+        timing: Scales the range.
+        matchers: Label matchers of the runs.
     """
     whole = timing.seconds(SHORT_SECONDS)
-    share = f"(clamp({_RUN_AGE}, {timing.seconds(_LEAST_AGE_SECONDS)}, {whole}) / {whole})"
+    least = timing.seconds(_LEAST_AGE_SECONDS)
+    share = f"(clamp({_run_age(*matchers)}, {least}, {whole}) / {whole})"
+    return f"(\n{rates}\n/ on (job, run) {share}\nor {rates}\n)"
+
+
+def _samples_rate(timing: Timing) -> str:
+    """Return the samples per second of all ranks.
+
+    There is no result for a run whose ranks share samples: the sum would be too large.
+    """
     samples = by("sum", rate(training.SAMPLES, timing.short))
     shared = select(training.SHARED_WORK, 'of="samples"')
     return (
-        f"(\n{samples}\n/ on (job, run) {share}\nor {samples}\n)\n"
+        f"{rate_since_start(samples, timing)}\n"
         f"unless on (job, run) last_over_time({shared}[{timing.short}])"
     )
 
@@ -574,7 +615,6 @@ def _step_quantile(operation: str, aggregation: str, parameter: str = "") -> Rec
 
 # Runs as a whole, for dashboards.
 STALLED_SECONDS = 300.0  # without progress
-_RUN_AGE = f"time() - {by('min', select(training.RUN_START_TIMESTAMP))}"  # in seconds
 _LEAST_AGE_SECONDS = 15.0  # of a run, because clocks differ
 RUN_STATE = recorded(training.RUN_ACTIVE, "state", _state_of_run)
 RUN_START = aggregated(training.RUN_START_TIMESTAMP, "min")
@@ -582,13 +622,13 @@ RUN_ATTEMPT = aggregated(training.RUN_ATTEMPT, "max")
 WORLD_SIZE = aggregated(training.WORLD_SIZE, "max")
 STEPS_DONE = aggregated(training.STEPS, "max")
 LAST_STEP = aggregated(training.LAST_STEP, "max")
-SAMPLES_RATE = recorded(training.SAMPLES, "rate5m", _rate_since_start)
+SAMPLES_RATE = recorded(training.SAMPLES, "rate5m", _samples_rate)
 GOODPUT = recorded(
     training.PRODUCTIVE_SECONDS,
     "start_ratio",
     lambda timing: (
         f"{by('max', select(training.PRODUCTIVE_SECONDS))}\n"
-        f"/ ({_RUN_AGE})\n"
+        f"/ ({_run_age()})\n"
         # The counter knows its own attempt only, and the time is that of all attempts.
         f"and on (job, run) {by('max', select(training.RUN_ATTEMPT))} == 0"
     ),

@@ -23,12 +23,13 @@ from ..grafana.panels import (
 )
 from ..promql import by, select
 from ..recording_rules import RecordingRule
-from .queries import JOB, latest, state_of
+from .queries import JOBS, last_goodput, latest, state_of
 from .shared_panels import STATES, sized
 
 COLORS = {"A": "blue", "B": "orange"}
-MATCHERS = {name: (*JOB, f'run=~"${variable}"') for name, variable in (("A", RUN_A), ("B", RUN_B))}
-BOTH = (*JOB, f'run=~"${RUN_A}|${RUN_B}"')
+MATCHERS = {name: (*JOBS, f'run="${variable}"') for name, variable in (("A", RUN_A), ("B", RUN_B))}
+# Between backquotes, as the format regex escapes by single backslashes.
+BOTH = (*JOBS, f"run=~`${{{RUN_A}:regex}}|${{{RUN_B}:regex}}`")
 STEP = "step"
 MEDIAN = 'quantile="0.5"'
 FIRST = 'rank="0"'
@@ -139,7 +140,7 @@ DIFFERENCES = (
                 unit=PLAIN,
                 decimals=2,
             ),
-            Column(title="Goodput", expression=latest(recorded.GOODPUT, *BOTH), unit=RATIO),
+            Column(title="Goodput", expression=last_goodput(*BOTH), unit=RATIO),
         ),
         width=24,
         height=5,

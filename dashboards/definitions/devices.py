@@ -130,7 +130,7 @@ GPU_FAULTS = (
             title="Lost GPUs",
             description="Number of GPUs that the driver no longer reaches. It should be 0: see the "
             "alert ZerowatchGpuLost.",
-            queries=(Query(by("sum", of_ranks(catalog.DEVICE_LOST)), "lost", shape="now"),),
+            queries=(Query(total(catalog.DEVICE_LOST), "lost", shape="now"),),
             unit=PLAIN,
             thresholds=ANY_IS_BAD,
             plain=True,

@@ -10,11 +10,13 @@ from ...metrics.thresholds import Threshold
 from ..grafana.panels import Query
 from ..limits import selected
 from ..promql import ON_GPU, ON_HOST, by, rate, select, where
-from ..recording_rules import RUN_STATE, RecordingRule
+from ..recording_rules import GOODPUT, RUN_ATTEMPT, RUN_STATE, RecordingRule, rate_since_start
 from ..run_status import FIRST_END, RunStatus
+from ..timing import Timing
 
-JOB = ('job=~"$job"',)
-RUN = (*JOB, 'run=~"$run"')
+# Grafana escapes a value for `=~` only if several can be chosen, so one value is compared by `=`.
+JOBS = ('job=~"$job"',)  # of a dashboard about several runs
+RUN = ('job="$job"', 'run="$run"')
 RANKS = (*RUN, 'node=~"$node"', 'rank=~"$rank"')
 FIRST_RANK = (*RUN, 'rank="0"')  # for metrics that are equal on all ranks, or on rank 0 only
 WINDOW = "$__rate_interval"  # Grafana's shortest range that contains at least two scrapes
@@ -109,16 +111,21 @@ def latest(rule: RecordingRule, *matchers: str) -> str:
     return by("max", f"last_over_time({rule.select(*matchers)}[$__range])")
 
 
-def last_known(selector: str, *labels: str, operation: str = "max") -> str:
+def last_goodput(*matchers: str) -> str:
+    """Return the last goodput of runs within the time range shown, except of restarted runs."""
+    attempt = latest(RUN_ATTEMPT, *matchers)
+    return f"{latest(GOODPUT, *matchers)}\nunless on (job, run) {attempt} > 0"
+
+
+def last_known(selector: str, *labels: str) -> str:
     """Return the present values of series of a run, or else the last within the time range shown.
 
     Args:
-        selector: The series, such as a result of `of_run`.
+        selector: The series, such as a result of `of_run`, of which any rank shows the whole run.
         labels: The labels that the result keeps besides job and run.
-        operation: How ranks are combined.
     """
-    last = by(operation, f"last_over_time({selector}[$__range])", *labels)
-    return f"{by(operation, selector, *labels)}\nor on (job, run) {last}"
+    last = by("max", f"last_over_time({selector}[$__range])", *labels)
+    return f"{by('max', selector, *labels)}\nor on (job, run) {last}"
 
 
 def quantile(share: float, buckets: RecordingRule, *labels: str) -> str:
@@ -144,29 +151,35 @@ def limit(threshold: Threshold, legend: str = "limit", *, only_if: str = "") -> 
     return Query(where(value, only_if) if only_if else value, legend, is_limit=True)
 
 
-def rate_of_ranks(spec: MetricSpec, work: str = "") -> str:
-    """Return the rate per second of a counter, summed over the chosen ranks.
+def rate_of_ranks(spec: MetricSpec, work: str = "", *, operation: str = "sum") -> str:
+    """Return the rate per second of a counter over five minutes, summed over the chosen ranks.
 
-    It does not use a recorded rate, which covers five minutes and so is too low after a start.
+    Over `WINDOW`, a rate would jump between 0 and too much if a step takes longer than it.
 
     Args:
         spec: The counter.
         work: "samples" or "tokens" if it counts them: then there is no result for a run whose ranks
             share them, because the sum would be too large.
+        operation: An aggregation in place of the sum.
     """
-    whole = by("sum", rate(spec, WINDOW, *RANKS))
+    timing = Timing()
+    rates = by(operation, rate(spec, timing.short, *RANKS))
+    whole = rate_since_start(rates, timing, *RUN)
     if not work:
         return whole
     shared = select(SHARED_WORK, *RUN, f'of="{work}"')
-    return f"{whole}\nunless on (job, run) last_over_time({shared}[{WINDOW}])"
+    return f"{whole}\nunless on (job, run) last_over_time({shared}[{timing.short}])"
 
 
 def total(spec: MetricSpec, *labels: str) -> str:
     """Return the value of a counter since the start of each rank, summed over the chosen ranks.
 
-    Of a run that does not answer it is the last value: after a crash, an error of before counts.
+    Of a rank that does not answer it is the last value within the time range shown, also while
+    others answer: after a crash, an error of before counts.
     """
-    return last_known(of_ranks(spec), *labels, operation="sum")
+    present = of_ranks(spec)
+    last = f"last_over_time({present}[$__range])\nunless on (job, run, rank) {present}"
+    return by("sum", f"{present}\nor {last}", *labels)
 
 
 def _select(what: RecordingRule | MetricSpec, *matchers: str) -> str:

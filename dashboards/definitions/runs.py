@@ -23,11 +23,11 @@ from ..grafana.panels import (
 )
 from ..promql import by
 from ..run_status import FIRST_END, RunStatus
-from .queries import JOB, latest, state_of
+from .queries import JOBS, last_goodput, latest, state_of
 from .shared_panels import STATES, alert_table, sized
 
-FIRING = f'ALERTS{{{", ".join(JOB)}, alertstate="firing", run!=""}}'
-STATE = state_of(*JOB)
+FIRING = f'ALERTS{{{", ".join(JOBS)}, alertstate="firing", run!=""}}'
+STATE = state_of(*JOBS)
 
 
 def number_of_runs(condition: str) -> str:
@@ -86,7 +86,7 @@ FLEET = sized(
         title="Ranks training",
         description="Number of ranks of all runs that train now.",
         queries=(
-            Query(f"sum({recorded.ACTIVE_RANKS.select(*JOB)}) or vector(0)", "ranks", shape="now"),
+            Query(f"sum({recorded.ACTIVE_RANKS.select(*JOBS)}) or vector(0)", "ranks", shape="now"),
         ),
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
@@ -97,7 +97,7 @@ FLEET = sized(
         description="Samples per second of all runs together, without those whose ranks share "
         "samples.",
         queries=(
-            Query(f"sum({recorded.SAMPLES_RATE.select(*JOB)}) or vector(0)", "rate", shape="now"),
+            Query(f"sum({recorded.SAMPLES_RATE.select(*JOBS)}) or vector(0)", "rate", shape="now"),
         ),
         unit=COUNT,
         thresholds=PLAIN_TEXT,
@@ -105,7 +105,7 @@ FLEET = sized(
     ),
 )
 
-SEEN = f"max_over_time(timestamp({recorded.RUN_STATE.select(*JOB)})[$__range:15s])"
+SEEN = f"max_over_time(timestamp({recorded.RUN_STATE.select(*JOBS)})[$__range:15s])"
 
 ALL_RUNS = (
     Table(
@@ -124,48 +124,48 @@ ALL_RUNS = (
             ),
             Column(
                 title="Ranks",
-                expression=by("max", recorded.ACTIVE_RANKS.select(*JOB)),
+                expression=by("max", recorded.ACTIVE_RANKS.select(*JOBS)),
                 unit=PLAIN,
             ),
-            Column(title="World", expression=latest(recorded.WORLD_SIZE, *JOB), unit=PLAIN),
-            Column(title="Step", expression=latest(recorded.STEPS_DONE, *JOB), unit=PLAIN),
+            Column(title="World", expression=latest(recorded.WORLD_SIZE, *JOBS), unit=PLAIN),
+            Column(title="Step", expression=latest(recorded.STEPS_DONE, *JOBS), unit=PLAIN),
             Column(
                 title="Step time",
-                expression=latest(recorded.STEP_QUANTILE_MEDIAN, *JOB, 'quantile="0.5"'),
+                expression=latest(recorded.STEP_QUANTILE_MEDIAN, *JOBS, 'quantile="0.5"'),
                 unit=SECONDS,
             ),
             Column(
                 title="Samples/s",
-                expression=latest(recorded.SAMPLES_RATE, *JOB),
+                expression=latest(recorded.SAMPLES_RATE, *JOBS),
                 unit=COUNT,
             ),
             Column(
                 title="MFU",
-                expression=latest(recorded.MFU, *JOB),
+                expression=latest(recorded.MFU, *JOBS),
                 unit=RATIO,
                 decimals=1,
             ),
             Column(
                 title="Goodput",
-                expression=latest(recorded.GOODPUT, *JOB),
+                expression=last_goodput(*JOBS),
                 unit=RATIO,
                 decimals=0,
             ),
             Column(
                 title="Exposed",
-                expression=latest(recorded.EXPOSED_RATIO, *JOB),
+                expression=latest(recorded.EXPOSED_RATIO, *JOBS),
                 unit=RATIO,
                 decimals=1,
             ),
-            Column(title="Loss", expression=latest(recorded.LOSS, *JOB), unit=PLAIN, decimals=3),
+            Column(title="Loss", expression=latest(recorded.LOSS, *JOBS), unit=PLAIN, decimals=3),
             Column(
                 title="Age",
-                expression=f"{by('max', SEEN)} - on (job, run) {latest(recorded.RUN_START, *JOB)}",
+                expression=f"{by('max', SEEN)} - on (job, run) {latest(recorded.RUN_START, *JOBS)}",
                 unit=HOURS_AND_MINUTES,
             ),
             Column(
                 title="Started",
-                expression=f"1000 * {latest(recorded.RUN_START, *JOB)}",
+                expression=f"1000 * {latest(recorded.RUN_START, *JOBS)}",
                 unit=MOMENT,
             ),
             Column(title="Seen", expression=f"1000 * {by('max', SEEN)}", unit=MOMENT),
@@ -190,12 +190,12 @@ ALL_RUNS = (
         width=24,
         height=10,
     ),
-    alert_table(*JOB, 'run!=""', width=24, height=7),
+    alert_table(*JOBS, 'run!=""', width=24, height=7),
     StateTimeline(
         title="States over time",
         description="The state of each run over the time range. Gaps are times at which no rank "
         "answered.",
-        queries=(Query(recorded.RUN_STATE.select(*JOB), "{{run}}"),),
+        queries=(Query(recorded.RUN_STATE.select(*JOBS), "{{run}}"),),
         unit=PLAIN,
         named=STATES,
         width=24,

@@ -23,10 +23,8 @@ from ..grafana.panels import (
     TimeSeries,
     above,
 )
-from ..promql import by, rate
+from ..promql import by
 from .queries import (
-    RANKS,
-    WINDOW,
     limit,
     of_devices,
     of_first_rank,
@@ -137,17 +135,19 @@ THROUGHPUT = sized(
     7,
     TimeSeries(
         title="Steps per second",
-        description="Optimizer steps per second of the fastest rank; all ranks take the same "
-        "steps. If it falls, the panels above show which phase takes longer.",
-        queries=(Query(by("max", rate(steps.STEPS, WINDOW, *RANKS)), "steps/s"),),
+        description="Optimizer steps per second of the fastest rank, as a mean over five "
+        "minutes; all ranks take the same steps. If it falls, the panels above show which phase "
+        "takes longer.",
+        queries=(Query(rate_of_ranks(steps.STEPS, operation="max"), "steps/s"),),
         unit=PLAIN,
         minimum=0,
     ),
     TimeSeries(
         title="Samples and tokens per second",
-        description="Samples and tokens per second of the chosen ranks together, on a logarithmic "
-        "scale. Tokens appear only if the batches show how many there are. What ranks share, as "
-        "with tensor, sequence and pipeline parallelism, is not shown.",
+        description="Samples and tokens per second of the chosen ranks together, as a mean over "
+        "five minutes, on a logarithmic scale. Tokens appear only if the batches show how many "
+        "there are. What ranks share, as with tensor, sequence and pipeline parallelism, is not "
+        "shown.",
         queries=(
             Query(rate_of_ranks(steps.SAMPLES, "samples"), "samples/s"),
             Query(rate_of_ranks(steps.TOKENS, "tokens"), "tokens/s"),
@@ -159,7 +159,7 @@ THROUGHPUT = sized(
     TimeSeries(
         title="FLOPs per second",
         description="Floating point operations per second that the model needs, for the chosen "
-        "ranks together. Recomputed activations are not counted.",
+        "ranks together, as a mean over five minutes. Recomputed activations are not counted.",
         queries=(Query(rate_of_ranks(steps.FLOPS), "FLOP/s"),),
         unit=FLOPS_PER_SECOND,
         minimum=0,

@@ -28,7 +28,8 @@ _SHARED_CROSSHAIR = 1  # the same time is marked in all graphs while pointing at
 COLUMNS = 24  # width of a dashboard
 HEADING_HEIGHT = 1  # rows that a heading takes
 TAG = "zerowatch"  # carried by all dashboards, which link to each other by it
-_RUN = ('job=~"$job"', 'run=~"$run"')
+_JOB = 'job="$job"'
+_RUN = (_JOB, 'run="$run"')
 _FIRST_RANK = (*_RUN, 'rank="0"')
 _STEP = "15s"  # between two points of an annotation query; Grafana increases it on long ranges
 
@@ -176,29 +177,28 @@ def variables(dashboard: Dashboard, runbook: str = "") -> list[Json]:
         dashboard: The dashboard.
         runbook: The value of the hidden variable with the address of the runbook.
     """
-    job, run, node = 'job=~"$job"', 'run=~"$run"', 'node=~"$node"'
     result = [_data_source(), _constant(RUNBOOK, runbook)]
     if dashboard.about == "runs":
         return [*result, _label("job", "Job", select(RUN_ACTIVE), _SORT_ALPHABETICALLY, _ALL)]
     if dashboard.about == "two runs":
-        other = f'run!~"${RUN_A}"'
+        jobs, other = 'job=~"$job"', f'run!="${RUN_A}"'
         newest_first = _SORT_ALPHABETICALLY_DESCENDING
         return [
             *result,
             _label("job", "Job", select(RUN_ACTIVE), _SORT_ALPHABETICALLY, _ALL),
-            _label(RUN_A, "Run A", select(RUN_ACTIVE, job), newest_first, values_of="run"),
-            _label(RUN_B, "Run B", select(RUN_ACTIVE, job, other), newest_first, values_of="run"),
+            _label(RUN_A, "Run A", select(RUN_ACTIVE, jobs), newest_first, values_of="run"),
+            _label(RUN_B, "Run B", select(RUN_ACTIVE, jobs, other), newest_first, values_of="run"),
         ]
     result += [
         _label("job", "Job", select(RUN_ACTIVE), _SORT_ALPHABETICALLY),
-        _label("run", "Run", select(RUN_ACTIVE, job), _SORT_ALPHABETICALLY_DESCENDING),
+        _label("run", "Run", select(RUN_ACTIVE, _JOB), _SORT_ALPHABETICALLY_DESCENDING),
     ]
     panels = list(dashboard.panels())
     if any(_uses("node", panel) for panel in panels):
-        active = select(RUN_ACTIVE, job, run)
+        active = select(RUN_ACTIVE, *_RUN)
         result.append(_label("node", "Node", active, _SORT_ALPHABETICALLY, _ALL))
     if any(_uses(_RANK, panel) for panel in panels):
-        active = select(RUN_ACTIVE, job, run, node)
+        active = select(RUN_ACTIVE, *_RUN, 'node=~"$node"')
         result.append(_label(_RANK, "Rank", active, _SORT_BY_NUMBER, _ALL))
     return result
 
@@ -260,15 +260,19 @@ def _label(
 def graph_annotations() -> list[Json]:
     """Return the annotations of every graph: firing alerts, tuner decisions and starts of runs.
 
-    A user can switch each of them off at the top of a dashboard.
+    A user can switch each of them off at the top of a dashboard. Grafana asks for 100 points of any
+    time range. `$__interval` is the time between two of them, so each mark is at one point;
+    `$__rate_interval` is a minute in an annotation.
     """
     # Rank 0 serves only once its model is loaded, perhaps minutes after the start of the process.
     process = f"process_start_time_seconds{{{', '.join(_FIRST_RANK)}}}"
+    decisions = select(TUNER_DECISIONS, *_FIRST_RANK)
+    firing = f'ALERTS{{{", ".join(_RUN)}, alertstate="firing"}}'
     return [
         BUILT_IN,
         _annotation(
             "Alerts",
-            f'ALERTS{{{", ".join(_RUN)}, alertstate="firing"}}',
+            f"{firing} or last_over_time({firing}[$__interval])",
             color="red",
             title="{{alertname}}",
             text="{{severity}} {{rank}}",
@@ -276,7 +280,7 @@ def graph_annotations() -> list[Json]:
         ),
         _annotation(
             "Tuner",
-            f"changes({select(TUNER_DECISIONS, *_FIRST_RANK)}[$__rate_interval]) > 0",
+            f"{decisions} > 0 unless {_before(decisions)}",
             color="purple",
             title="Tuner: {{verdict}}",
             text="See the dashboard Tuner for what it changed.",
@@ -284,13 +288,18 @@ def graph_annotations() -> list[Json]:
         ),
         _annotation(
             "Starts",
-            f"{process} unless {process} == {earlier(process, '1m', gap='1h')}",
+            f"{process} unless {_before(process)}",
             color="blue",
             title="Run starts",
             text="{{run}}",
             tags="node",
         ),
     ]
+
+
+def _before(series: str) -> str:
+    """Return the series whose value is the same at the point before."""
+    return f"{series} == {earlier(series, '$__interval', gap='1h')}"
 
 
 def _annotation(

@@ -14,7 +14,7 @@ from zerowatch.dashboards.grafana.dashboard_json import dashboard_json
 
 BY_NAME = {dashboard.name: dashboard_json(dashboard) for dashboard in DASHBOARDS}
 OVERVIEW = BY_NAME["overview"]
-RUN = 'job=~"$job", run=~"$run"'
+RUN = 'job="$job", run="$run"'
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda page: page.name)
@@ -78,10 +78,11 @@ FAULTS = {
     "has no label phase": ask(f'zerowatch_loss{{{RUN}, rank="0", phase="data"}}'),
     "aggregates by op": ask(f'sum by (op) (zerowatch_loss{{{RUN}, rank="0"}})'),
     "the legend names op": ask(f"run:zerowatch_loss:avg{{{RUN}}}", legendFormat="{{op}}"),
-    "lacks job": ask('run:zerowatch_loss:avg{run=~"$run"}'),
-    "lacks run": ask('run:zerowatch_loss:avg{job=~"$job"}'),
+    "lacks job": ask('run:zerowatch_loss:avg{job=~"$job", run="$run"}'),
+    "lacks run": ask('run:zerowatch_loss:avg{job="$job"}'),
+    'lacks run="run"': ask('run:zerowatch_loss:avg{job="$job", run=~"$run"}'),
     "lacks a choice of ranks": ask(f"zerowatch_loss{{{RUN}}}"),
-    "only $__rate_interval": ask(f'rate(zerowatch_steps_total{{{RUN}, rank="0"}}[5m])'),
+    "only $__rate_interval": ask(f'rate(zerowatch_steps_total{{{RUN}, rank="0"}}[1m])'),
     "keeps its metric's name": lambda page: first(page, "table")["targets"][0].update(
         expr=f"topk(3, run_rank:zerowatch_step_duration_seconds:mean_rate5m{{{RUN}}})"
     ),

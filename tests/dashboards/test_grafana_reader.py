@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from promql_parts import operands, selectors
 from servers.grafana_reader import DashboardQuery, Reader, dashboard_queries
@@ -60,6 +62,23 @@ def test_variables_and_macros_are_replaced():
     filled = reader.fill_in(query(expression), DASHBOARD)
 
     assert filled == ('rate(a{run=~"night-7", rank=~".*"}[60000ms]) + b[3600000ms:15000ms]')
+
+
+def test_only_the_format_regex_escapes_a_single_value():
+    reader = Reader(variables={"run": ["lr0.1 (a/b)"]})
+
+    filled = reader.fill_in(query("${run} ${run:regex} $run"), DASHBOARD)
+
+    assert filled == r"lr0.1 (a/b) lr0\.1 \(a\/b\) lr0.1 (a/b)"
+
+
+def test_an_annotation_has_a_hundred_points_and_a_short_rate_interval():
+    *_, annotation = dashboard_queries(DASHBOARD)
+    reader = Reader(range_seconds=6 * 3600.0)
+
+    filled = reader.fill_in(replace(annotation, expression="$__interval $__rate_interval"), {})
+
+    assert filled == "300000ms 60000ms"
 
 
 def test_several_values_of_a_variable_become_one_pattern():

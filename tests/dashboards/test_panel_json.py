@@ -618,23 +618,24 @@ def test_a_dashboard_has_its_title_time_range_and_refresh() -> None:
 
 
 ACTIVE = RUN_ACTIVE.name
-OF_JOB = f'{ACTIVE}{{job=~"$job"}}'
-OF_RUN = f'{ACTIVE}{{job=~"$job", run=~"$run"}}'
-OF_NODE = f'{ACTIVE}{{job=~"$job", run=~"$run", node=~"$node"}}'
-OTHER = f'{ACTIVE}{{job=~"$job", run!~"$run_a"}}'
+OF_JOBS = f'{ACTIVE}{{job=~"$job"}}'
+OF_THE_JOB = f'{ACTIVE}{{job="$job"}}'
+OF_RUN = f'{ACTIVE}{{job="$job", run="$run"}}'
+OF_NODE = f'{ACTIVE}{{job="$job", run="$run", node=~"$node"}}'
+OTHER = f'{ACTIVE}{{job=~"$job", run!="$run_a"}}'
 # Name, title, query, order (1 alphabetical, 2 descending, 3 by number), and whether several values
 # can be chosen.
 VARIABLES: dict[str, list[tuple[str, str, str, int, bool]]] = {
     "run": [
         ("job", "Job", f"label_values({ACTIVE}, job)", 1, False),
-        ("run", "Run", f"label_values({OF_JOB}, run)", 2, False),
+        ("run", "Run", f"label_values({OF_THE_JOB}, run)", 2, False),
         ("node", "Node", f"label_values({OF_RUN}, node)", 1, True),
         ("rank", "Rank", f"label_values({OF_NODE}, rank)", 3, True),
     ],
     "runs": [("job", "Job", f"label_values({ACTIVE}, job)", 1, True)],
     "two runs": [
         ("job", "Job", f"label_values({ACTIVE}, job)", 1, True),
-        ("run_a", "Run A", f"label_values({OF_JOB}, run)", 2, False),
+        ("run_a", "Run A", f"label_values({OF_JOBS}, run)", 2, False),
         ("run_b", "Run B", f"label_values({OTHER}, run)", 2, False),
     ],
 }
@@ -673,16 +674,20 @@ def test_what_can_be_chosen_depends_on_what_a_dashboard_is_about(about: str) -> 
 
 def test_graphs_of_a_run_mark_alerts_decisions_and_starts() -> None:
     built_in, *found = dashboard()["annotations"]["list"]
-    run = 'job=~"$job", run=~"$run"'
+    run = 'job="$job", run="$run"'
+    firing = f'ALERTS{{{run}, alertstate="firing"}}'
     process = f'process_start_time_seconds{{{run}, rank="0"}}'
     decisions = f'{TUNER_DECISIONS.name}{{{run}, rank="0"}}'
+
+    def before(series: str) -> str:
+        return f"{series}[1h] offset $__interval"
 
     assert (built_in["builtIn"], built_in["enable"], built_in["hide"]) == (1, True, True)
     keys = ("name", "expr", "iconColor", "titleFormat", "textFormat", "tagKeys", "step")
     assert [tuple(each[key] for key in keys) for each in found] == [
         (
             "Alerts",
-            f'ALERTS{{{run}, alertstate="firing"}}',
+            f"{firing} or last_over_time({firing}[$__interval])",
             "red",
             "{{alertname}}",
             "{{severity}} {{rank}}",
@@ -691,7 +696,7 @@ def test_graphs_of_a_run_mark_alerts_decisions_and_starts() -> None:
         ),
         (
             "Tuner",
-            f"changes({decisions}[$__rate_interval]) > 0",
+            f"{decisions} > 0 unless {decisions} == last_over_time({before(decisions)})",
             "purple",
             "Tuner: {{verdict}}",
             "See the dashboard Tuner for what it changed.",
@@ -700,7 +705,7 @@ def test_graphs_of_a_run_mark_alerts_decisions_and_starts() -> None:
         ),
         (
             "Starts",
-            f"{process} unless {process} == last_over_time({process}[1h] offset 1m)",
+            f"{process} unless {process} == last_over_time({before(process)})",
             "blue",
             "Run starts",
             "{{run}}",

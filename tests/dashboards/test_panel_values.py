@@ -7,6 +7,7 @@ panel; in a table, the heading of the column and the labels of the row.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import subprocess
 from collections.abc import Iterator
@@ -15,11 +16,19 @@ from typing import Any
 import pytest
 from fakes.scraper import eventually
 from require import program
-from servers.grafana_reader import DashboardQuery, Reader
+from servers.grafana_reader import DashboardQuery, Reader, dashboard_queries
 from servers.prometheus_server import Prometheus
-from stored_run import BEFORE, NOW, RUN, SHOWN_SECONDS, STORED
+from stored_run import BEFORE, DECIDED, FIRED, NOW, RUN, SHOWN_SECONDS, STARTED, STORED
 
-from zerowatch.dashboards.definitions import DASHBOARDS, MEMORY, OVERVIEW, STEP_ANATOMY
+from zerowatch.dashboards.definitions import (
+    COMPARE,
+    DASHBOARDS,
+    DEVICES,
+    MEMORY,
+    OVERHEAD,
+    OVERVIEW,
+    STEP_ANATOMY,
+)
 from zerowatch.dashboards.grafana.dashboard import Dashboard
 from zerowatch.dashboards.grafana.dashboard_json import dashboard_json, graph_annotations
 from zerowatch.dashboards.grafana.panels import Panel, Table, XYChart
@@ -406,7 +415,6 @@ EXPECTED: dict[str, dict[str, dict[str, float]]] = {
             "MFU: night-6 zerowatch": 0.32,
             "MFU: night-7 zerowatch": 0.41,
             "Goodput: night-6 zerowatch": 0.85,
-            "Goodput: night-7 zerowatch": 0.93,
             "Exposed: night-6 zerowatch": 0.28,
             "Exposed: night-7 zerowatch": 0.21,
             "Loss: night-6 zerowatch": 2.5,
@@ -456,7 +464,6 @@ EXPECTED: dict[str, dict[str, dict[str, float]]] = {
             "Sent over minimum: night-6": 1.5,
             "Sent over minimum: night-7": 1.37,
             "Goodput: night-6": 0.85,
-            "Goodput: night-7": 0.93,
         },
         "Settings of both runs": {": night-7 2 nccl cuda T D": 1},
         "Loss over steps": {"A x": 900, "A": 2.5, "B x": 5234, "B": 2.31},
@@ -505,11 +512,12 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
 
 def shown(
-    prometheus: Prometheus, dashboard: Dashboard, run: str = RUN
+    prometheus: Prometheus, dashboard: Dashboard, run: str = RUN, **chosen: str
 ) -> dict[str, dict[str, float]]:
     """Return the values of each panel, by their names in its legend or table."""
     json = dashboard_json(dashboard)
-    variables = {"job": ["zerowatch"], "run": [run], "run_a": [BEFORE], "run_b": [RUN]}
+    names = {"job": "zerowatch", "run": run, "run_a": BEFORE, "run_b": RUN, **chosen}
+    variables = {variable: [name] for variable, name in names.items()}
     reader = Reader(variables=variables, range_seconds=SHOWN_SECONDS)
 
     def series(expression: str) -> list[dict[str, Any]]:
@@ -593,13 +601,100 @@ def test_the_step_time_is_shown_after_a_move_of_rank_0_and_without_buckets(
     ("run", "is_marked"),
     [("long ago", False), ("with a gap", False), ("a large model", True), ("again", True)],
 )
-def test_a_start_is_marked_for_a_minute_from_the_first_scrape(
+def test_a_start_is_marked_at_the_first_point_after_the_first_scrape(
     prometheus: Prometheus, run: str, is_marked: bool
 ) -> None:
     (starts,) = [each for each in graph_annotations() if each["name"] == "Starts"]
     expression = starts["expr"].replace("$job", "zerowatch").replace("$run", run)
+    expression = expression.replace("$__interval", "1m")
 
     assert bool(prometheus.series(expression, time=NOW)) == is_marked
+
+
+@pytest.mark.parametrize("hours", [6, 24])
+@pytest.mark.parametrize(
+    ("name", "moments"), [("Alerts", (FIRED,)), ("Tuner", DECIDED), ("Starts", STARTED)]
+)
+def test_each_event_is_marked_at_one_point_of_any_time_range(
+    prometheus: Prometheus, name: str, moments: tuple[int, ...], hours: int
+) -> None:
+    json = dashboard_json(OVERVIEW)
+    (query,) = [each for each in dashboard_queries(json) if each.panel == f"annotation {name}"]
+    reader = Reader(
+        variables={"job": ["zerowatch"], "run": ["marked"]}, range_seconds=hours * 3600.0
+    )
+    step = reader.step_seconds(query)
+
+    answer = reader.ask(prometheus, query, json, NOW)
+
+    marks = sorted(time for series in answer for time, _ in series["values"])
+    assert marks == [math.ceil((NOW - ago) / step) * step for ago in moments]
+
+
+def test_what_a_dead_rank_has_counted_is_shown_while_another_answers(
+    prometheus: Prometheus,
+) -> None:
+    run = "a dead rank"
+
+    devices, memory, overhead = (
+        shown(prometheus, dashboard, run) for dashboard in (DEVICES, MEMORY, OVERHEAD)
+    )
+
+    assert devices["Lost GPUs"] == {"lost": 1}
+    assert devices["Memory errors"] == {"uncorrected": 1}
+    assert memory["Out-of-memory errors"] == {"fatal": 1}
+    assert overhead["Failed hooks"] == {"step": 1}
+
+
+@pytest.mark.parametrize(
+    ("title", "rates"),
+    [
+        ("Steps per second", [0.025]),
+        ("Samples and tokens per second", [25.6, 12800]),
+        ("FLOPs per second", [2e12]),
+        ("Generated tokens per second", [102.4]),
+    ],
+)
+def test_a_rate_is_right_at_each_point_if_a_step_takes_longer_than_a_scrape_interval(
+    prometheus: Prometheus, title: str, rates: list[float]
+) -> None:
+    json = dashboard_json(STEP_ANATOMY)
+    queries = [each for each in dashboard_queries(json) if each.panel == title]
+    variables = {"job": ["zerowatch"], "run": ["long steps"]}
+    reader = Reader(variables=variables, range_seconds=SHOWN_SECONDS / 2)
+
+    lines = [
+        [float(value) for _, value in series["values"]]
+        for query in queries
+        for series in reader.ask(prometheus, query, json, NOW)
+    ]
+
+    for line, rate in zip(lines, rates, strict=True):
+        assert line == pytest.approx([rate] * 21, rel=0.15)
+
+
+def test_the_rate_of_a_new_run_is_not_too_low(prometheus: Prometheus) -> None:
+    found = shown(prometheus, STEP_ANATOMY, "new")["Samples and tokens per second"]
+
+    assert found == pytest.approx({"samples/s": 10}, rel=0.15)
+
+
+@pytest.mark.parametrize(("run", "norm"), [("lr0.1", 1.25), ("lr0-1", 1.5)])
+def test_a_run_is_not_shown_with_another_that_its_name_matches_as_a_pattern(
+    prometheus: Prometheus, run: str, norm: float
+) -> None:
+    found = shown(prometheus, STEP_ANATOMY, run, job="c++ (nightly)")
+
+    assert found == {"Gradient norm": {"norm": norm}}
+
+
+def test_two_runs_are_compared_without_others_that_their_names_match(
+    prometheus: Prometheus,
+) -> None:
+    found = shown(prometheus, COMPARE, run_a="lr0.1", run_b="lr0.1")
+
+    assert found["Figures of both runs"] == {"Sent over minimum: lr0.1": 1.25}
+    assert found["Gradient norm over steps"] == {"A": 1.25, "B": 1.25}
 
 
 @pytest.mark.parametrize(("run", "known"), [("pipeline", {"tokens/s": 800}), ("tensor", None)])

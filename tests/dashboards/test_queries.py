@@ -16,7 +16,12 @@ from zerowatch.metrics.catalog.training import STEPS, TOKENS
 from zerowatch.metrics.thresholds import EXPOSED_COMM_RATIO_HIGH
 
 RULE = RecordingRule(name="rule", expression=lambda timing: "1", labels=("run", "rank", "node"))
-RUN = 'job=~"$job", run=~"$run"'
+RUN = 'job="$job", run="$run"'
+# The age of the run, as a share of five minutes.
+SHARE = (
+    f"(clamp(time() - min by (job, run) (zerowatch_run_start_timestamp_seconds{{{RUN}}}), 15, 300)"
+    " / 300)"
+)
 RANKS = f'{RUN}, node=~"$node", rank=~"$rank"'
 
 
@@ -78,13 +83,14 @@ def test_a_limit_is_drawn_for_all_runs_or_for_those_with_a_series():
 
 
 def test_counters_and_buckets_are_summed_over_the_chosen_ranks():
-    assert queries.rate_of_ranks(STEPS) == (
-        f"sum by (job, run) (rate(zerowatch_steps_total{{{RANKS}}}[$__rate_interval]))"
-    )
     steps = f"zerowatch_steps_total{{{RANKS}}}"
+    rates = f"max by (job, run) (rate({steps}[5m]))"
+    assert flat(queries.rate_of_ranks(STEPS, operation="max")) == (
+        f"( {rates} / on (job, run) {SHARE} or {rates} )"
+    )
     assert flat(queries.total(STEPS, "a")) == (
-        f"sum by (job, run, a) ({steps})"
-        f" or on (job, run) sum by (job, run, a) (last_over_time({steps}[$__range]))"
+        f"sum by (job, run, a) ({steps}"
+        f" or last_over_time({steps}[$__range]) unless on (job, run, rank) {steps})"
     )
     assert queries.by_node("max", RULE) == f"max by (job, run, node) (rule{{{RANKS}}})"
     assert queries.by_rank("max", RULE) == f"max by (job, run, rank, node) (rule{{{RANKS}}})"
@@ -98,11 +104,21 @@ def test_counters_and_buckets_are_summed_over_the_chosen_ranks():
 
 def test_a_rate_of_what_ranks_share_has_no_result():
     shared = f'zerowatch_shared_work{{{RUN}, of="tokens"}}'
+    rates = f"sum by (job, run) (rate(zerowatch_tokens_total{{{RANKS}}}[5m]))"
 
     assert flat(queries.rate_of_ranks(TOKENS, "tokens")) == (
-        f"sum by (job, run) (rate(zerowatch_tokens_total{{{RANKS}}}[$__rate_interval]))"
-        f" unless on (job, run) last_over_time({shared}[$__rate_interval])"
+        f"( {rates} / on (job, run) {SHARE} or {rates} )"
+        f" unless on (job, run) last_over_time({shared}[5m])"
     )
+
+
+def test_the_goodput_of_a_run_is_its_last_one_unless_it_was_restarted():
+    goodput, attempt = (
+        f'max by (job, run) (last_over_time({rule.name}{{a="b"}}[$__range]))'
+        for rule in (queries.GOODPUT, queries.RUN_ATTEMPT)
+    )
+
+    assert flat(queries.last_goodput('a="b"')) == f"{goodput} unless on (job, run) {attempt} > 0"
 
 
 def test_the_state_of_a_run_without_answers_is_its_end_or_vanished():

@@ -215,6 +215,20 @@ def test_panels_that_the_series_cannot_fill_are_named_with_what_they_lack() -> N
     assert ("zerowatch_mfu_ratio",) in {panel.missing for panel in panels}
 
 
+@pytest.mark.parametrize(("rank", "is_filled"), [("0", True), ("1", False)])
+def test_a_panel_of_rank_0_is_filled_by_its_series_only(rank: str, is_filled: bool) -> None:
+    labels = {"job": "zerowatch", "run": RUN, "node": "a", "rank": rank}
+    names = ("learning_rate", "last_checkpoint_timestamp_seconds", "loss")
+    series = [(f"zerowatch_{name}", labels) for name in names]
+    series.append(("process_start_time_seconds", labels))
+
+    empty = {panel.panel for panel in empty_panels(RENDERED / "grafana", series)}
+
+    of_rank_0 = {"Learning rate (all ranks)", "Last checkpoint", "annotation Starts"}
+    assert of_rank_0 & empty == (set() if is_filled else of_rank_0)
+    assert "Loss" not in empty
+
+
 def test_rules_for_old_data_are_split_by_what_they_read() -> None:
     rules = recording_rules(Timing(), {})
     files = by_dependence(rules)

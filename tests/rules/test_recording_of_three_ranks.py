@@ -85,6 +85,9 @@ HISTORY = {
     **standing(memory.MEMORY_HEADROOM, 1e9, -1e9, 3e9, device="cpu"),
     **standing(memory.MEMORY_LIMIT, 4e9, 8e9, 6e9, device="cpu"),
     **standing(memory.MEMORY_CATEGORY_BYTES, 1e9, 3e9, 2e9, device="cpu", category="other"),
+    # Rank 0 has the most of the optimizer, and rank 1 the most of both categories together.
+    **standing(memory.MEMORY_CATEGORY_BYTES, 6e9, 4e9, 1e9, device="cuda:0", category="optimizer"),
+    **standing(memory.MEMORY_CATEGORY_BYTES, 1e9, 5e9, 2e9, device="cuda:0", category="other"),
     **standing(memory.MEMORY_BYTES, 2e9, 5e9, 3e9, device="cpu", state="allocated"),
     **standing(memory.MEMORY_PEAK, 3e9, 6e9, 4e9, device="cpu", state="allocated"),
     **standing(memory.MEMORY_PHASE_PEAK, 2e9, 7e9, 4e9, device="cpu", phase="forward"),
@@ -158,7 +161,11 @@ VALUES = {
         f"{CPU}, {of(2)}": 2 / 3,
     },
     recorded.OOM_RISK: {f"{CPU}, {of(0)}": 0.25, f"{CPU}, {of(1)}": 0.75, f"{CPU}, {of(2)}": 0.5},
-    recorded.MEMORY_CATEGORIES: {f'category="other", {CPU}': 3e9},
+    recorded.MEMORY_CATEGORIES: {
+        f'category="other", {CPU}': 3e9,
+        'category="optimizer", device="cuda:0"': 4e9,
+        'category="other", device="cuda:0"': 5e9,
+    },
     recorded.MEMORY_STATES: {f'{CPU}, state="allocated"': 5e9},
     recorded.MEMORY_PEAK: {f'{CPU}, state="allocated"': 6e9},
     recorded.MEMORY_LIMIT: {CPU: 4e9},

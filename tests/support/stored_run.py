@@ -37,7 +37,7 @@ class Named(Protocol):
 
 @dataclass(frozen=True)
 class Series:
-    """A series, its value now, and by how much it grows in a second."""
+    """A series, its value now, and by how much it grows in a second, at the ends of steps."""
 
     name: str
     labels: Mapping[str, str]
@@ -45,11 +45,13 @@ class Series:
     growth: float = 0.0
     began: int = SHOWN_SECONDS  # seconds ago
     ended: int = 0
+    step_seconds: int = 1
 
     def lines(self) -> Iterator[str]:
         labels = ",".join(f'{name}="{value}"' for name, value in self.labels.items())
         for ago in range(self.began, self.ended - 1, -SCRAPE_SECONDS):
-            value = self.value - self.growth * ago
+            grown = -(-ago // self.step_seconds) * self.step_seconds
+            value = self.value - self.growth * grown
             yield f"{self.name}{{{labels}}} {value!r} {NOW - ago}"
 
 
@@ -378,6 +380,70 @@ OF_THE_RUN_WITHOUT_BUCKETS = [
     for series in OF_THE_MOVED_RUN
     if not series.name.endswith("_bucket")
 ]
+# Rank 0 of this run answers and rank 1 does not any more. Its last values are those of its end.
+OF_THE_RUN_WITH_A_DEAD_RANK = [
+    replace(series, labels={**series.labels, "run": "a dead rank"}, ended=ended)
+    for device, values, ended in (("cuda:0", (0,), 0), ("cuda:1", (0, 1), 400))
+    for series in (
+        *ranks(gpus.DEVICE_LOST, *values, device=device),
+        *ranks(gpus.DEVICE_ECC_ERRORS, *values, device=device, kind="uncorrected"),
+        *ranks(bytes_of.OOMS, *values, device=device, outcome="fatal"),
+        *ranks(watch.HOOK_FAILURES, *values, hook="step"),
+    )
+    if series.labels["rank"] == str(len(values) - 1)
+]
+# A step of this run takes 40 seconds, in which Prometheus scrapes it two or three times.
+OF_THE_RUN_WITH_LONG_STEPS = [
+    replace(series, labels={**series.labels, "run": "long steps"}, step_seconds=40)
+    for series in (
+        *growing(steps.STEPS, 0.025, 0.025),
+        *growing(steps.SAMPLES, 12.8, 12.8),
+        *growing(steps.TOKENS, 6400, 6400),
+        *growing(steps.FLOPS, 1e12, 1e12),
+        *growing(generation.GENERATED_TOKENS, 51.2, 51.2),
+    )
+]
+# This run began 90 seconds ago.
+OF_THE_NEW_RUN = [
+    replace(series, labels={**series.labels, "run": "new"}, began=90)
+    for series in (*ranks(steps.RUN_START_TIMESTAMP, NOW - 90), *growing(steps.SAMPLES, 10))
+]
+# Names that are patterns which other names match.
+OF_RUNS_WITH_SIMILAR_NAMES = [
+    replace(series, labels={**series.labels, "job": "c++ (nightly)", "run": run})
+    for run, value in (("lr0.1", 1.25), ("lr0-1", 1.5))
+    for series in (*whole(recorded.GRADIENT_NORM, value), *whole(recorded.VOLUME_RATIO, value))
+]
+# Seconds ago at which, in the run "marked", rank 0 started, the tuner decided and an alert fired.
+STARTED = (20_000, 9_000, 1_000)
+DECIDED = (19_000, 15_500, 8_000, 2_000)
+FIRED = 14_000
+
+
+def from_to(*moments: int) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last scrape of each time between two moments."""
+    yield from zip(moments, (*(ago + SCRAPE_SECONDS for ago in moments[1:]), 0), strict=True)
+
+
+OF_MARKS = [
+    replace(series, labels={**series.labels, "run": "marked"}, began=began, ended=ended)
+    for series, began, ended in (
+        *(
+            (series, began, ended)
+            for began, ended in from_to(*STARTED)
+            for series in ranks(Text("process_start_time_seconds"), NOW - began - 60)
+        ),
+        *(
+            (series, began, ended)
+            for count, (began, ended) in enumerate(from_to(STARTED[0], *DECIDED))
+            for series in ranks(knobs.TUNER_DECISIONS, count, verdict="accepted")
+        ),
+        *(
+            (series, FIRED, FIRED - 60)
+            for series in whole(Text("ALERTS"), 1, alertstate="firing", alertname="A")
+        ),
+    )
+]
 # When the processes of rank 0 started: long ago, shortly before their first scrape, and again.
 OF_STARTS = [
     replace(series, labels={**series.labels, "run": run}, began=began, ended=ended)
@@ -416,6 +482,11 @@ STORED = [
     *OF_THE_VANISHED_RUN,
     *OF_THE_MOVED_RUN,
     *OF_THE_RUN_WITHOUT_BUCKETS,
+    *OF_THE_RUN_WITH_A_DEAD_RANK,
+    *OF_THE_RUN_WITH_LONG_STEPS,
+    *OF_THE_NEW_RUN,
+    *OF_RUNS_WITH_SIMILAR_NAMES,
+    *OF_MARKS,
     *OF_STARTS,
     *OF_SHARING_RUNS,
 ]

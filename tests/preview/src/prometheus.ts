@@ -53,16 +53,17 @@ async function ask(target: Target, settings: Settings): Promise<Series[]> {
   return answer.data.result;
 }
 
-/** Puts values in place of variables: all ranks, and all jobs. */
+/** Puts patterns in place of variables: all ranks, and all jobs. */
 function withValues(expression: string, settings: Settings): string {
   const range = `${Math.max(1, Math.round(settings.to - settings.from))}s`;
   return expression
     .replaceAll('$__rate_interval', settings.window)
     .replaceAll('$__interval', `${settings.step}s`)
     .replaceAll('$__range', range)
+    .replace(/="\$(\w+)"/g, '=~"$$$1"')
     .replace(/\$run\b/g, settings.run)
-    .replace(/\$run_a\b/g, settings.run_a)
-    .replace(/\$run_b\b/g, settings.run_b)
+    .replace(/\$run_a\b|\$\{run_a:regex\}/g, settings.run_a)
+    .replace(/\$run_b\b|\$\{run_b:regex\}/g, settings.run_b)
     .replace(/\$\{?\w+\}?/g, '.*');
 }
 

@@ -12,6 +12,7 @@ from promql_parts import TARGET_LABELS, children, known_series, nodes
 
 from zerowatch.dashboards.definitions import DASHBOARDS
 from zerowatch.dashboards.grafana.dashboard_json import dashboard_json
+from zerowatch.dashboards.timing import Timing
 from zerowatch.metrics.catalog import CATALOG
 
 Json = dict[str, Any]
@@ -31,6 +32,8 @@ OTHERS = {  # series that are Prometheus' own
     "ALERTS_FOR_STATE": {*TARGET_LABELS, *ALERT_LABELS, "device"},
     **dict.fromkeys(SCRAPES, TARGET_LABELS),
 }
+# The matchers of a run on a dashboard about two, without the marks of variables.
+RUNS_TO_COMPARE = {'run="run_a"', 'run="run_b"', 'run=~"run_a|run_b"'}
 COLUMNS = 24
 # Grafana's own variables, as a query would have them.
 MACROS = {"$__rate_interval": "1m", "$__interval": "15s", "$__range": "1h"}
@@ -233,7 +236,7 @@ def query_faults(expression: str, variables: list[str]) -> Iterator[str]:
             yield from grouping_faults(node)
     yield from (f"{name} lacks a choice of ranks" for name in unlimited(tree))
     for call, window in re.findall(r"\b(rate|irate|increase|changes)\(.*?\[([^\]]+)\]", expression):
-        if window != "$__rate_interval":
+        if window not in ("$__rate_interval", Timing().short):
             yield f"{call} over {window}: only $__rate_interval is sure to hold two scrapes"
 
 
@@ -282,13 +285,15 @@ def selector_faults(selector: Any, variables: list[str]) -> Iterator[str]:
     if selector.name not in SERIES:
         yield f"nobody writes {selector.name}"
         return
-    matchers = {matcher.name: matcher.value for matcher in selector.matchers.matchers}
-    for label in matchers.keys() - SERIES[selector.name]:
+    for label in {matcher.name for matcher in selector.matchers.matchers} - SERIES[selector.name]:
         yield f"{selector.name} has no label {label}"
-    for chosen in {"job", "run"} & {*variables}:
-        if matchers.get(chosen) != chosen:
-            yield f'{selector.name} lacks {chosen}=~"${chosen}"'
-    if "run_a" in variables and matchers.get("run") not in ("run_a", "run_b", "run_a|run_b"):
+    matchers = {str(matcher) for matcher in selector.matchers.matchers}
+    # Grafana escapes a value for `=~` only if several can be chosen.
+    chosen = ('job="job"', 'run="run"') if "run" in variables else ('job=~"job"',)
+    for matcher in chosen:
+        if matcher not in matchers:
+            yield f"{selector.name} lacks {matcher}"
+    if "run_a" in variables and not matchers & RUNS_TO_COMPARE:
         yield f"{selector.name} lacks a choice of run A or B"
 
 

@@ -19,6 +19,8 @@ _BOUNDS = (0.15, 0.35, 0.75, 1.5, 3.5, 7.5, 12.5, 17.5, 25, 45, 90, 210, 450, 75
 _WIDTHS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 20, 30, 60, 120, 300, 600, 900, 1200, 1800, 3600)
 _UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _PIXELS = 1000
+_POINTS_OF_ANNOTATION = 100
+_SPECIAL = re.compile(r"[\\^$*+?.()|[\]{}/]")  # what the format `regex` escapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,7 @@ class DashboardQuery:
     is_instant: bool
     min_step: str = ""
     max_points: int = _PIXELS
+    is_annotation: bool = False
 
     @property
     def name(self) -> str:
@@ -60,7 +63,9 @@ class Reader:
     def fill_in(self, query: DashboardQuery, dashboard: Mapping[str, Any]) -> str:
         """Return the query's PromQL as it is sent."""
         step = self.step_seconds(query)
-        rate_seconds = max(step + self.scrape_seconds, 4 * self.scrape_seconds)
+        # Grafana does not say how far apart the points of an annotation are: its server takes 1 s.
+        asked = 1.0 if query.is_annotation else step
+        rate_seconds = max(asked + self.scrape_seconds, 4 * self.scrape_seconds)
         texts = {
             "__rate_interval": _duration(rate_seconds),
             "__interval": _duration(step),
@@ -70,9 +75,12 @@ class Reader:
             "__range_ms": str(round(self.range_seconds * 1000)),
             **{entry["name"]: self._text(entry) for entry in variables(dashboard)},
         }
-        return re.sub(
-            r"\$(\w+)|\$\{(\w+)(?::\w+)?\}", lambda m: texts[m[1] or m[2]], query.expression
-        )
+
+        def text(variable: re.Match[str]) -> str:
+            plain = texts[variable[1] or variable[2]]
+            return _SPECIAL.sub(r"\\\g<0>", plain) if variable[3] == "regex" else plain
+
+        return re.sub(r"\$(\w+)|\$\{(\w+)(?::(\w+))?\}", text, query.expression)
 
     def ask(
         self,
@@ -126,6 +134,8 @@ def dashboard_queries(dashboard: Mapping[str, Any]) -> Iterator[DashboardQuery]:
                 expression=expression,
                 is_instant=False,
                 min_step=annotation.get("step", ""),
+                max_points=_POINTS_OF_ANNOTATION,
+                is_annotation=True,
             )
 
 
