@@ -5,6 +5,7 @@
 Each run folder contains a targets.json. A run that ends normally empties it; one that was killed
 does not, and is dropped when its logs have not grown for some time. The next run usually serves on
 the same ports, so two files may name the same address: then the newest file determines the labels.
+The address does not return to the older file when the newer run ends.
 
 The folder may be on a file system that a whole cluster writes to. A file is therefore read only if
 it has changed, and what it contains is checked: a run may list ranks of its own name only.
@@ -59,11 +60,17 @@ Targets = list[Target]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RunFile:
-    """The targets of one run, and what identifies the version of the file they are from."""
+    """The targets of one run, and what identifies the version of the file they are from.
+
+    Attributes:
+        version: Changes with the file.
+        modified_at: Unix time of the last change, in seconds.
+        targets: The targets by address, without those that a newer file has taken over.
+    """
 
     version: tuple[int, int, int]
     modified_at: float
-    targets: Targets
+    targets: dict[str, Target]
 
 
 class TargetFiles:
@@ -95,6 +102,9 @@ class TargetFiles:
     def read(self) -> Targets:
         """Return the targets of all runs, each address with the labels of the newest file.
 
+        An address that a newer file has taken over does not return to the older one. A run keeps
+        its ports until it ends, so the older run has ended.
+
         A file that is missing, incomplete or refused is ignored. A refused one, or one that this
         user cannot read, is logged.
 
@@ -106,22 +116,27 @@ class TargetFiles:
         self._files = {name: file for name in names if (file := self._read_run(name)) is not None}
         self._refused = {name: why for name, why in self._refused.items() if name in names}
         by_age = sorted(self._files.items(), key=lambda item: (item[1].modified_at, item[0]))
-        owners: dict[str, Target] = {}
+        owners: dict[str, _RunFile] = {}
         for name, file in by_age:
-            if file.targets and not self._is_forgotten(name):
-                owners |= {target["targets"][0]: target for target in file.targets}
-        return [owners[address] for address in sorted(owners)]
+            if not file.targets or self._is_forgotten(name):
+                continue
+            for address in file.targets:
+                if address in owners:
+                    del owners[address].targets[address]
+                owners[address] = file
+        return [owners[address].targets[address] for address in sorted(owners)]
 
     def _read_run(self, name: str) -> _RunFile | None:
         path = self._runs / name / TARGETS_FILE
-        targets: Targets = []
+        targets: dict[str, Target] = {}
         try:
             status = path.stat()
             version = (status.st_mtime_ns, status.st_size, status.st_ino)
             known = self._files.get(name)
             if known is not None and known.version == version:
                 return known
-            targets = _checked(_content(path, status), run=name)
+            checked = _checked(_content(path, status), run=name)
+            targets = {target["targets"][0]: target for target in checked}
         except PermissionError:
             self._log_refused(name, UNREADABLE)
             return None

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any
 
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from opentelemetry import context
 from opentelemetry._logs import LogRecord
 from opentelemetry._logs.severity import SeverityNumber
@@ -24,6 +26,11 @@ from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.metrics import NoOpMeterProvider
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from opentelemetry.sdk._logs import ReadableLogRecord
 from opentelemetry.sdk._logs.export import LogRecordExportResult
 from opentelemetry.sdk.metrics import Exemplar
@@ -62,7 +69,7 @@ from ..exponential_buckets import SCALE
 from ..recorder import Distribution
 from ..recorder import Exemplar as SeenExemplar
 from .otlp_options import OtlpOptions, Signal
-from .telemetry_data import AttributeValue, Family, LogLine, Point, Span, StepTrace
+from .telemetry_data import AttributeValue, Family, LogLine, Point, Rejection, Span, StepTrace
 
 # The version of the semantic conventions that the names of attributes and of hw.* metrics follow.
 SCHEMA_URL = Schemas.V1_44_0.value
@@ -76,6 +83,13 @@ _LOGGERS = (
     "urllib3.connectionpool",
 )
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+# The answer to an export, and the items that it may reject.
+_ANSWERS: dict[Signal, tuple[Any, str]] = {
+    "traces": (ExportTraceServiceResponse, "spans"),
+    "metrics": (ExportMetricsServiceResponse, "data points"),
+    "logs": (ExportLogsServiceResponse, "log records"),
+}
+MAX_MESSAGE_CHARACTERS = 200
 
 
 class Otlp:
@@ -87,6 +101,8 @@ class Otlp:
 
     Attributes:
         redirects: Where exports were redirected to, by signal.
+        rejections: What the collector rejected of the last export that it accepted, by signal. The
+            caller removes the entry.
     """
 
     def __init__(self, options: OtlpOptions) -> None:
@@ -102,6 +118,8 @@ class Otlp:
             endpoint=urls.get("logs"), timeout=timeouts.get("logs"), meter_provider=quiet
         )
         self.redirects: dict[Signal, str] = {}
+        self.rejections: dict[Signal, Rejection] = {}
+        self._random = random.Random()  # the script may have seeded the global generator
         exporters: dict[Signal, Any] = {
             "traces": self._spans,
             "metrics": self._metrics,
@@ -109,8 +127,10 @@ class Otlp:
         }
         for signal, exporter in exporters.items():
             with contextlib.suppress(AttributeError, KeyError):  # private names of the SDK
+                exporter._client._compute_backoff = self._backoff_seconds
                 responses = exporter._client._transport._session.hooks["response"]
                 responses.append(partial(self._refuse_redirect, signal))
+                responses.append(partial(self._note_rejection, signal))
         self._temporality = (
             AggregationTemporality.DELTA
             if options.sends_increases
@@ -145,7 +165,13 @@ class Otlp:
         return self._spans.export(spans) is SpanExportResult.SUCCESS
 
     def send_metrics(self, families: Iterable[Family], start_ns: int, now_ns: int) -> bool:
-        """Send values counted since `start_ns`. Return whether the collector accepted them."""
+        """Send values. Return whether the collector accepted them.
+
+        Args:
+            families: The values.
+            start_ns: Since when points are counted that have no start of their own.
+            now_ns: When the values were read.
+        """
         metrics = [_metric(family, start_ns, now_ns, self._temporality) for family in families]
         scope = ScopeMetrics(scope=self._scope(), metrics=metrics, schema_url=SCHEMA_URL)
         resource = ResourceMetrics(
@@ -179,6 +205,28 @@ class Otlp:
             self.redirects[signal] = response.headers.get("Location", "nowhere")
             response.close()
             raise ValueError("redirected")  # the queue logs where to
+
+    def _note_rejection(self, signal: Signal, response: Any, **_: object) -> None:
+        """Note a partial success, which the SDK reports as a success. Ignore other answers."""
+        if response.status_code != 200 or "protobuf" not in response.headers.get(
+            "Content-Type", ""
+        ):
+            return
+        answer_type, items = _ANSWERS[signal]
+        try:
+            partial_success = answer_type.FromString(response.content).partial_success
+        except DecodeError:
+            return
+        num_rejected = getattr(partial_success, f"rejected_{items.replace(' ', '_')}")
+        if num_rejected > 0:
+            why = " ".join(partial_success.error_message.split())[:MAX_MESSAGE_CHARACTERS]
+            self.rejections[signal] = Rejection(
+                num_items=num_rejected, items=items, message=why or "no reason is given"
+            )
+
+    def _backoff_seconds(self, retry: int) -> float:
+        """Return the delay before a retry, as the SDK does, but by a generator of our own."""
+        return 2.0**retry * self._random.uniform(0.8, 1.2)
 
     def _is_not_ours(self, record: logging.LogRecord) -> bool:
         return record.thread != self._sender
@@ -249,7 +297,7 @@ def _metric(
     family: Family, start_ns: int, now_ns: int, temporality: AggregationTemporality
 ) -> Metric:
     numbers = [
-        NumberDataPoint(point.attributes, start_ns, now_ns, float(point.value))
+        NumberDataPoint(point.attributes, point.start_ns or start_ns, now_ns, float(point.value))
         for point in family.points
         if not isinstance(point.value, Distribution)
     ]
@@ -296,7 +344,7 @@ def _exponential(
     first, last = min(counts, default=0), max(counts, default=-1)
     return ExponentialHistogramDataPoint(
         attributes=point.attributes,
-        start_time_unix_nano=start_ns,
+        start_time_unix_nano=point.start_ns or start_ns,
         time_unix_nano=now_ns,
         count=seen.count,
         sum=seen.sum,
@@ -318,7 +366,7 @@ def _histogram(
 ) -> HistogramDataPoint:
     return HistogramDataPoint(
         attributes=point.attributes,
-        start_time_unix_nano=start_ns,
+        start_time_unix_nano=point.start_ns or start_ns,
         time_unix_nano=now_ns,
         count=seen.count,
         sum=seen.sum,

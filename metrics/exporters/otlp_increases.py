@@ -14,11 +14,12 @@ _SeriesKey = tuple[str, frozenset[tuple[str, AttributeValue]]]
 class Increases:
     """The totals that the receiver has accepted, from which increases are computed.
 
-    An increase that was not accepted is part of the next one. Gauges are not changed.
+    An increase that was not accepted is part of the next one, whose interval then begins earlier.
+    Gauges are not changed.
     """
 
     def __init__(self) -> None:
-        self._accepted: dict[_SeriesKey, float | Distribution] = {}
+        self._accepted: dict[_SeriesKey, tuple[float | Distribution, int]] = {}
 
     def since_accepted(self, families: Iterable[Family]) -> list[Family]:
         """Return the families with increases instead of totals."""
@@ -29,21 +30,19 @@ class Increases:
             for family in families
         ]
 
-    def accept(self, families: Iterable[Family]) -> None:
-        """Remember the totals of an export that the receiver has accepted."""
+    def accept(self, families: Iterable[Family], now_ns: int) -> None:
+        """Remember the totals, read at `now_ns`, of an export that the receiver has accepted."""
         for family in families:
             if _is_counted(family):
                 for point in family.points:
-                    self._accepted[_key(family, point)] = point.value
+                    self._accepted[_key(family, point)] = point.value, now_ns
 
     def _increase(self, family: Family, point: Point) -> Point:
-        before = self._accepted.get(_key(family, point))
-        if isinstance(point.value, Distribution):
-            if isinstance(before, Distribution) and before.count <= point.value.count:
-                return replace(point, value=_difference(point.value, before))
-        elif isinstance(before, float | int) and before <= point.value:
-            return replace(point, value=point.value - before)
-        return point  # the first export, or a counter that started over
+        accepted = self._accepted.get(_key(family, point))
+        if accepted is None:
+            return point
+        before, start_ns = accepted
+        return replace(point, value=_growth(point.value, before), start_ns=start_ns)
 
 
 def _is_counted(family: Family) -> bool:
@@ -52,6 +51,15 @@ def _is_counted(family: Family) -> bool:
 
 def _key(family: Family, point: Point) -> _SeriesKey:
     return family.name, frozenset(point.attributes.items())
+
+
+def _growth(now: float | Distribution, before: float | Distribution) -> float | Distribution:
+    if isinstance(now, Distribution):
+        if isinstance(before, Distribution) and before.count <= now.count:
+            return _difference(now, before)
+    elif not isinstance(before, Distribution) and before <= now:
+        return now - before
+    return now  # it started over
 
 
 def _difference(now: Distribution, before: Distribution) -> Distribution:

@@ -11,7 +11,6 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from ..backoff import Backoff
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 MAX_TRACES = 32  # traces in the queue
 MAX_LINES = 512  # log lines in the queue
-FAILURES_ALLOWED = 3  # number of failures in a row that starts a pause
+FAILURES_ALLOWED = 3  # number of failures in a row that starts a pause or ends an interval
 FIRST_PAUSE_SECONDS = 30.0
 LAST_PAUSE_SECONDS = 300.0  # pauses double after each failure, up to this maximum
 # Each request contains a small batch, or a single trace, because encoding holds the GIL.
@@ -104,9 +103,12 @@ class OtlpQueue:
         self._detail: Detail = detail
         self._describe = describe
         self._now = now
-        self._started_ns = self._sent_ns = time.time_ns()
+        self._started_ns = time.time_ns()
         self._increases = Increases() if options.sends_increases else None
         self._metrics_due = 0.0
+        self._first_family = ""
+        self._accepts_metrics = True
+        self._num_refused_intervals = 0
         self._traces: deque[StepTrace] = deque()
         self._lines: deque[LogLine] = deque()
         # One circuit breaker per kind of data. If a receiver accepts only traces, its refusals of
@@ -117,6 +119,7 @@ class OtlpQueue:
             "logs": CircuitBreaker(now),
         }
         self._logged: set[Signal] = set()
+        self._logged_rejections: set[Signal] = set()
         self._open = True
 
     def add_trace(self, trace: StepTrace) -> None:
@@ -134,7 +137,7 @@ class OtlpQueue:
             self.dropped += 1
 
     def flush(self, *, final: bool = False) -> None:
-        """Send the queued data until an export fails. `final` marks the last call."""
+        """Send the queued data until exports fail. `final` marks the last call."""
         if self._is_named():
             self._send_traces()
             self._send_lines()
@@ -175,25 +178,56 @@ class OtlpQueue:
             return
         self._metrics_due = now + self._options.metrics_interval_seconds
         now_ns, snapshot = time.time_ns(), self._recorder.snapshot()
-        found = chain(
-            families(served(snapshot, self._detail), self._identity),
-            process_families(self._identity),
-            hardware_families(snapshot, self._hardware_ids, self._identity),
-        )
-        for batch in _batches(found):
-            was_taken = self._send_batch(batch, now_ns)
-            if not self._sent("metrics", was_taken, 0) or not self._open:
-                return
-        self._sent_ns = now_ns
+        found = [
+            *families(served(snapshot, self._detail), self._identity),
+            *process_families(self._identity),
+            *hardware_families(snapshot, self._hardware_ids, self._identity),
+        ]
+        names = [family.name for family in found]
+        first = names.index(self._first_family) if self._first_family in names else 0
+        batches = [*_batches(found[first:]), *_batches(found[:first])]
+        self._assess(batches, self._send_batches(batches, now_ns))
+
+    def _send_batches(self, batches: Iterable[list[Family]], now_ns: int) -> list[bool]:
+        """Send batches until too many in a row are refused. Return which were accepted."""
+        allowed = FAILURES_ALLOWED if self._accepts_metrics else 1
+        outcomes: list[bool] = []
+        for batch in batches:
+            outcomes.append(self._send_batch(batch, now_ns))
+            if not self._open or (len(outcomes) >= allowed and True not in outcomes[-allowed:]):
+                break
+        return outcomes
 
     def _send_batch(self, batch: list[Family], now_ns: int) -> bool:
-        if self._increases is None:
-            return self._otlp.send_metrics(batch, self._started_ns, now_ns)
-        increases = self._increases.since_accepted(batch)
-        was_taken = self._otlp.send_metrics(increases, self._sent_ns, now_ns)
+        increases = self._increases
+        sent = batch if increases is None else increases.since_accepted(batch)
+        was_taken = self._otlp.send_metrics(sent, self._started_ns, now_ns)
         if was_taken:
-            self._increases.accept(batch)
+            if increases is not None:
+                increases.accept(batch, now_ns)
+            self._is_complete("metrics", 0)
         return was_taken
+
+    def _assess(self, batches: list[list[Family]], outcomes: list[bool]) -> None:
+        """Account for the metrics of one interval, of which some batches may be refused."""
+        circuit = self._circuits["metrics"]
+        self._accepts_metrics = any(outcomes) or not outcomes
+        if self._accepts_metrics:
+            circuit.succeeded()
+        else:
+            circuit.failed()
+        if all(outcomes):
+            self._num_refused_intervals = 0
+            return
+        self._recorder.add(EXPORTER_FAILURES, outcomes.count(False), "otlp")
+        # The next interval begins with the first refused batch, because a limit on the rate of
+        # requests would otherwise always refuse the same families. If no batch was accepted, the
+        # next interval begins with those that were not tried.
+        number = outcomes.index(False) if self._accepts_metrics else len(outcomes)
+        self._first_family = batches[number % len(batches)][0].name
+        self._num_refused_intervals += 1
+        if self._num_refused_intervals >= FAILURES_ALLOWED:
+            self._log_refusal("metrics", is_part=self._accepts_metrics)
 
     def _add_exemplars(self, trace: StepTrace) -> None:
         """Add the trace to histograms as an exemplar. The trace can be looked up from now on."""
@@ -205,30 +239,65 @@ class OtlpQueue:
                 self._recorder.add_exemplar(seen.spec, *seen.labels, exemplar=exemplar)
 
     def _sent(self, signal: Signal, was_taken: bool, num_items: int) -> bool:
-        """Account for an export of `num_items` traces or lines. Return whether it succeeded."""
+        """Account for an export of `num_items` traces or lines. Return whether all are stored."""
         circuit = self._circuits[signal]
         if was_taken:
             circuit.succeeded()
-            return True
+            return self._is_complete(signal, num_items)
         self.dropped += num_items
         self._recorder.add(EXPORTER_FAILURES, 1, "otlp")
         circuit.failed()
-        if self._open and signal not in self._logged and not circuit.is_closed:
-            self._logged.add(signal)
-            place = self._otlp.redirects.get(signal)
+        if not circuit.is_closed:
+            self._log_refusal(signal)
+        return False
+
+    def _is_complete(self, signal: Signal, num_items: int) -> bool:
+        """Account for what the collector rejected of an accepted export, if anything."""
+        rejection = self._otlp.rejections.pop(signal, None)
+        if rejection is None:
+            return True
+        self.dropped += min(num_items, rejection.num_items)
+        self._recorder.add(EXPORTER_FAILURES, 1, "otlp")
+        if self._open and signal not in self._logged_rejections:
+            self._logged_rejections.add(signal)
             logger.log(
                 logging.WARNING if self._rank == 0 else logging.INFO,
-                "the OpenTelemetry collector at %s does not accept the %s of rank %d%s; exports "
-                "are retried less and less often, and training continues. Check the endpoint, or "
-                "set otel.%s=false to send none; failures are counted in %s.",
+                "the OpenTelemetry collector at %s rejected %s of rank %d, %d in this export: "
+                "%s. They are not sent again, and training continues; such exports are counted in "
+                "%s.",
                 _without_credentials(self._options.endpoints[signal]),
-                signal,
+                rejection.items,
                 self._rank,
-                "" if place is None else f", but redirects to {_without_credentials(place)}",
-                signal,
+                rejection.num_items,
+                rejection.message,
                 EXPORTER_FAILURES.name,
             )
         return False
+
+    def _log_refusal(self, signal: Signal, *, is_part: bool = False) -> None:
+        if not self._open or signal in self._logged:
+            return
+        self._logged.add(signal)
+        place = self._otlp.redirects.get(signal)
+        what_next = (
+            "the other metrics are sent, and training continues. Check the limits and the log of "
+            "the collector"
+            if is_part
+            else "exports are retried less and less often, and training continues. Check the "
+            f"endpoint, or set otel.{signal}=false to send none"
+        )
+        logger.log(
+            logging.WARNING if self._rank == 0 else logging.INFO,
+            "the OpenTelemetry collector at %s does not accept %s %s of rank %d%s; %s; failures "
+            "are counted in %s.",
+            _without_credentials(self._options.endpoints[signal]),
+            "part of the" if is_part else "the",
+            signal,
+            self._rank,
+            "" if place is None else f", but redirects to {_without_credentials(place)}",
+            what_next,
+            EXPORTER_FAILURES.name,
+        )
 
 
 def _without_credentials(url: str) -> str:

@@ -83,10 +83,15 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One series of a family: its attributes and its value."""
+    """One series of a family: its attributes and its value.
+
+    `start_ns` is the start of the interval that an increase covers. None means the start of the
+    monitoring.
+    """
 
     attributes: Mapping[str, AttributeValue]
     value: float | Distribution
+    start_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,3 +104,18 @@ class Family:
     help: str
     points: Sequence[Point]
     bounds: Sequence[float] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """What a receiver rejected of an export that it accepted otherwise.
+
+    Attributes:
+        num_items: Number of rejected items.
+        items: What these are, such as "spans".
+        message: The reason that the receiver gave.
+    """
+
+    num_items: int
+    items: str
+    message: str

@@ -230,8 +230,11 @@ def _prepare_restarts(options: Namespace) -> None:
 
 def _monitored_command(arguments: Sequence[str], options: Namespace) -> list[str]:
     """Insert `-m zerowatch` before the script, or before the `-m` of the user's module."""
-    end_of_options = len(arguments) - len(options.training_script_args) - 1
-    own, script = list(arguments[:end_of_options]), list(arguments[end_of_options:])
+    script = [options.training_script, *options.training_script_args]
+    end_of_options = len(arguments) - len(script)
+    if arguments[end_of_options] != options.training_script:
+        end_of_options -= 1  # argparse drops a "--" after the script
+    own = list(arguments[:end_of_options])
     if options.module:
         return [*own, "zerowatch", "-m", *script]
     return ["-m", *own, "zerowatch", *script]

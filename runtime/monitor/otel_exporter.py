@@ -88,6 +88,7 @@ class OtelExporter:
         self._lines: LogCapture | None = None
         self._outbox: OtlpQueue | None = None
         self._stop = threading.Event()
+        self._has_waited = False
         self._thread: MonitoringThread | None = None
         self._trace_held_steps = context.fail_open.wrap("traces", self.trace)
         otlp = context.fail_open.call("otlp", _open_otlp, self._options, self._rank)
@@ -155,17 +156,22 @@ class OtelExporter:
         )
 
     def close(self) -> None:
-        """Send all queued data, for at most CLOSE_SECONDS. Safe to call twice."""
-        if self._outbox is None or self._stop.is_set():
+        """Send all queued data, for at most CLOSE_SECONDS.
+
+        Safe to call twice. If Ctrl-C ends the wait, the next call waits again.
+        """
+        if self._outbox is None or self._has_waited:
             return
         if self._lines is not None:
             self._lines.close()
         self._trace_held_steps(())
         self._lost += len(self._held)
+        self._held.clear()
         self._stop.set()
         # The thread may be in an export that cannot be interrupted. The process does not wait.
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
+        self._has_waited = True
         self._outbox.give_up()
 
     def close_after_fork(self) -> None:

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import pkgutil
+import random
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,11 @@ from importlib.metadata import version
 import pytest
 from fakes.otlp_collector import Collector, attributes_of
 from opentelemetry import context
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality
 from opentelemetry.semconv._incubating import attributes as conventional_attributes
 from opentelemetry.semconv._incubating.metrics import hw_metrics
@@ -333,6 +339,84 @@ def test_a_redirected_export_fails_and_the_warning_names_the_place(collector, ma
     for signal in ("traces", "metrics", "logs"):
         [text] = [text for text in ours if f"the {signal} of rank 0" in text]
         assert f"but redirects to https://***@collector.example/v1/{signal};" in text
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_an_export_does_not_draw_from_the_scripts_random_numbers(collector, make_outbox, status):
+    outbox = make_outbox(Recorder(), timeout_seconds=0.5)
+    collector.status = status
+    before = random.getstate()
+
+    outbox.add_trace(step_trace())
+    outbox.add_line(log_line(own_record(), 3, None))
+    outbox.flush()
+
+    assert random.getstate() == before
+    assert len(collector.requests) == 3
+
+
+def partial_successes():
+    traces, metrics, logs = (
+        ExportTraceServiceResponse(),
+        ExportMetricsServiceResponse(),
+        ExportLogsServiceResponse(),
+    )
+    traces.partial_success.rejected_spans = 2
+    metrics.partial_success.rejected_data_points = 7
+    logs.partial_success.rejected_log_records = 1
+    for answer in (traces, metrics, logs):
+        answer.partial_success.error_message = "limit of\nthe tenant"
+    return {
+        "/v1/traces": traces.SerializeToString(),
+        "/v1/metrics": metrics.SerializeToString(),
+        "/v1/logs": logs.SerializeToString(),
+    }
+
+
+def test_what_a_collector_rejects_of_an_accepted_export_is_counted_and_logged_once(
+    collector, make_outbox, caplog
+):
+    recorder = Recorder()
+    recorder.observe(STEP_DURATION, 0.3)
+    outbox = make_outbox(recorder, rank=0)
+    collector.answers = partial_successes()
+
+    for _ in range(2):
+        outbox.add_trace(example_trace())
+        for _ in range(3):
+            outbox.add_line(log_line(own_record(), 0, None))
+        outbox.flush(final=True)
+
+    assert not any(exemplars(recorder))
+    assert recorder.value(EXPORTER_FAILURES, "otlp") == 2 * 3
+    assert outbox.dropped == 2 * (1 + 1)  # each time the trace, and one of the three lines
+    assert [len(requests) for requests in collector.requests.values()] == [2, 2, 2]
+    for part in ("spans of rank 0, 2 ", "data points of rank 0, 7 ", "log records of rank 0, 1 "):
+        assert sum(part in text and "limit of the tenant" in text for text in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("content_type", "answer"),
+    [
+        ("application/x-protobuf", b"<html>"),
+        ("application/json", partial_successes()["/v1/traces"]),
+        ("application/x-protobuf", ExportTraceServiceResponse().SerializeToString()),
+    ],
+)
+def test_another_answer_of_a_collector_is_a_success(
+    collector, make_outbox, caplog, content_type, answer
+):
+    recorder = Recorder()
+    recorder.observe(STEP_DURATION, 0.3)
+    outbox = make_outbox(recorder)
+    collector.content_type, collector.answers = content_type, {"/v1/traces": answer}
+
+    outbox.add_trace(example_trace())
+    outbox.flush()
+
+    assert any(exemplars(recorder))
+    assert outbox.dropped == 0
+    assert caplog.messages == []
 
 
 def test_an_exemplar_for_an_empty_bucket_is_ignored():

@@ -7,10 +7,12 @@ import logging
 import pytest
 from fakes.clock import FakeClock
 
+from zerowatch.metrics.catalog import CATALOG
 from zerowatch.metrics.catalog.overhead import EXPORTER_FAILURES
-from zerowatch.metrics.catalog.training import LOSS
+from zerowatch.metrics.catalog.training import LOSS, STEPS
 from zerowatch.metrics.exporters.otlp_options import otlp_options
 from zerowatch.metrics.exporters.otlp_queue import (
+    FAILURES_ALLOWED,
     MAX_LINES,
     MAX_TRACES,
     CircuitBreaker,
@@ -36,7 +38,7 @@ class Refusing:
     def __init__(self) -> None:
         self.takes = False
         self.tries = 0
-        self.redirects = {}
+        self.redirects, self.rejections = {}, {}
 
     def describe(self, attributes):
         pass
@@ -51,6 +53,30 @@ class Refusing:
         return False
 
 
+class Limited(Refusing):
+    """Accepts the batches of metrics for which `takes` is true.
+
+    Attributes:
+        accepted: The names of the families of each accepted batch.
+        refused: The same of each refused batch.
+        intervals: The start and end of each accepted point of zerowatch_steps_total.
+    """
+
+    def __init__(self, takes):
+        super().__init__()
+        self.takes = takes
+        self.accepted, self.refused, self.intervals = [], [], []
+
+    def send_metrics(self, families, start_ns, now_ns):
+        names = [family.name for family in families]
+        is_taken = self.takes(names)
+        (self.accepted if is_taken else self.refused).append(names)
+        for family in families:
+            if is_taken and family.name == STEPS.name:
+                self.intervals.append((family.points[0].start_ns or start_ns, now_ns))
+        return is_taken
+
+
 @pytest.fixture
 def sender():
     return Refusing()
@@ -58,12 +84,16 @@ def sender():
 
 @pytest.fixture
 def make_outbox(sender):
-    def make(recorder=None, *, rank=0, now=None, metrics=False):
+    def make(
+        recorder=None, *, rank=0, now=None, metrics=False, otlp=None, temporality="cumulative"
+    ):
+        variables = {"OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": temporality}
         return OtlpQueue(
             recorder or Recorder(),
-            sender,
+            otlp or sender,
             otlp_options(
-                OtelSettings(endpoint="http://collector:4318", metrics=metrics, logs=True), {}
+                OtelSettings(endpoint="http://collector:4318", metrics=metrics, logs=True),
+                variables,
             ),
             identity=lambda: {"run": "night-7", "node": "a", "rank": str(rank)},
             rank=rank,
@@ -221,3 +251,107 @@ def test_log_lines_are_sent_in_batches(make_outbox, sender):
     outbox.flush()
 
     assert sender.tries == 2
+
+
+def recorder_of_many():
+    """Return a recorder whose metrics are sent in several batches."""
+    recorder = Recorder()
+    for spec in CATALOG:
+        if spec.kind in ("gauge", "counter"):
+            for name in ("a", "b", "c"):
+                labels = [label.values[0] if label.values else name for label in spec.labels]
+                recorder.set(spec, 1.0, *labels)
+    recorder.set(EXPORTER_FAILURES, 0, "otlp")
+    return recorder
+
+
+def every_batch(make_outbox):
+    """Return the names of the families of each batch of `recorder_of_many`."""
+    otlp = Limited(lambda names: True)
+    make_outbox(recorder_of_many(), metrics=True, otlp=otlp).flush()
+    return otlp.accepted
+
+
+@pytest.mark.parametrize("place", [0, 1, -1])
+def test_a_refused_batch_of_metrics_does_not_keep_back_the_others(make_outbox, caplog, place):
+    batches, recorder = every_batch(make_outbox), recorder_of_many()
+    refused = batches[place][1]
+    otlp = Limited(lambda names: refused not in names)
+    outbox = make_outbox(recorder, metrics=True, otlp=otlp)
+
+    outbox.flush()
+    accepted = list(otlp.accepted)
+    for _ in range(FAILURES_ALLOWED - 1):
+        logged_before = list(caplog.messages)
+        outbox.flush(final=True)
+
+    assert accepted == [names for names in batches if refused not in names]
+    assert len(accepted) >= 2
+    assert len(otlp.accepted) >= FAILURES_ALLOWED * len(accepted)
+    assert recorder.value(EXPORTER_FAILURES, "otlp") == len(otlp.refused) == FAILURES_ALLOWED
+    assert logged_before == []
+    [line] = caplog.messages
+    assert "does not accept part of the metrics of rank 0" in line
+
+
+def test_a_limit_on_the_rate_of_requests_does_not_always_refuse_the_same_families(make_outbox):
+    batches = every_batch(make_outbox)
+    left = 0
+
+    def is_within_limit(names):
+        nonlocal left
+        left -= 1
+        return left >= 0
+
+    otlp = Limited(is_within_limit)
+    outbox = make_outbox(recorder_of_many(), metrics=True, otlp=otlp)
+
+    for _ in range(2 * len(batches)):
+        left = 1
+        outbox.flush(final=True)
+
+    assert {name for batch in otlp.accepted for name in batch} == {
+        name for batch in batches for name in batch
+    }
+
+
+def test_a_collector_that_accepts_no_metrics_gets_few_requests(make_outbox, caplog):
+    recorder = recorder_of_many()
+    otlp = Limited(lambda names: False)
+    outbox = make_outbox(recorder, metrics=True, otlp=otlp)
+
+    requests = []
+    for _ in range(5):
+        outbox.flush(final=True)
+        requests.append(len(otlp.refused))
+
+    assert requests == [3, 4, 5, 5, 5]  # then it pauses
+    [line] = caplog.messages
+    assert "does not accept the metrics of rank 0" in line
+
+
+def test_more_refused_batches_than_end_an_interval_do_not_keep_back_the_others(make_outbox):
+    batches = every_batch(make_outbox)
+    bad = {batch[0] for batch in batches[:FAILURES_ALLOWED]}
+    otlp = Limited(lambda names: bad.isdisjoint(names))
+    outbox = make_outbox(recorder_of_many(), metrics=True, otlp=otlp)
+
+    for _ in range(2):
+        outbox.flush(final=True)
+
+    assert otlp.accepted == batches[FAILURES_ALLOWED:] != []
+
+
+def test_intervals_of_increases_do_not_overlap_if_another_batch_is_refused(make_outbox):
+    recorder = recorder_of_many()
+    refused = every_batch(make_outbox)[-1][-1]
+    otlp = Limited(lambda names: refused not in names)
+    outbox = make_outbox(recorder, metrics=True, otlp=otlp, temporality="delta")
+
+    for _ in range(3):
+        recorder.add(STEPS, 1)
+        outbox.flush(final=True)
+
+    first, second, third = otlp.intervals
+    assert (second[0], third[0]) == (first[1], second[1])
+    assert otlp.refused

@@ -250,3 +250,26 @@ def test_a_new_run_takes_over_a_withdrawn_address_at_once(tmp_path: Path) -> Non
     write_run(tmp_path, "two", "127.0.0.1:9464")
 
     assert runs_in(targets.read()) == ["two"]
+
+
+def test_an_address_does_not_return_to_a_killed_run_when_the_next_run_ends(
+    tmp_path: Path,
+) -> None:
+    clock = FakeClock()
+    targets = RunTargets(files_of(tmp_path), clock)
+    write_run(tmp_path, "killed", "127.0.0.1:9464", "127.0.0.1:9465", at=100)
+    targets.read()
+    file = write_run(tmp_path, "next", "127.0.0.1:9464", at=200)
+    during = runs_in(targets.read())
+
+    file.write_text("[]")
+    clock.seconds += WITHDRAWN_SECONDS - 1
+    just_ended = runs_in(targets.read())
+    clock.seconds += 1
+    later = runs_in(targets.read())
+    write_run(tmp_path, "killed", "127.0.0.1:9464", at=300)
+    restarted = runs_in(targets.read())
+
+    assert during == just_ended == ["next", "killed"]
+    assert later == ["killed"]  # at the other address, which no run has taken over
+    assert restarted[0] == "killed"

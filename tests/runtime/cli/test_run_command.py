@@ -264,6 +264,10 @@ def started_by(
             ("--nproc-per-node", "2", __file__, "-m", "x"),
             ["-m", "--nproc-per-node", "2", "zerowatch", __file__, "-m", "x"],
         ),
+        ((__file__, "--", "--foo"), ["-m", "zerowatch", __file__, "--foo"]),
+        (("--nnodes=1", __file__, "--"), ["-m", "--nnodes=1", "zerowatch", __file__]),
+        ((__file__, "x", "--", "y"), ["-m", "zerowatch", __file__, "x", "--", "y"]),
+        (("-m", "json.tool", "--", "a"), ["-m", "zerowatch", "-m", "json.tool", "a"]),
         (("-m", "json.tool", "a"), ["-m", "zerowatch", "-m", "json.tool", "a"]),
         (
             ("--nproc-per-node=2", "-m", "json.tool"),

@@ -445,3 +445,20 @@ def test_no_log_lines_are_taken_after_the_end(make_rank, end):
     assert len(others) == 1
     assert others[0] not in OWN_LOGGER.handlers
     one.telemetry.close()
+
+
+def test_a_close_after_ctrl_c_waits_again_for_the_last_export(make_rank, monkeypatch):
+    rank = make_rank(logs=True)
+    OWN_LOGGER.warning("the last line")
+
+    def interrupted(timeout_seconds):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(rank.telemetry._thread, "join", interrupted)
+        rank.telemetry.close()
+    rank.telemetry.close()
+
+    assert [line.body.string_value for line in rank.collector.lines()] == ["the last line"]
+    assert not rank.telemetry._thread.is_alive()
+    assert rank.telemetry.dropped == 0

@@ -35,6 +35,8 @@ class Collector(ThreadingHTTPServer):
         headers: Headers of each request, in order.
         status: HTTP status of the answer; with 0 no request is answered until the end.
         location: Where the answer redirects to. Empty if it does not.
+        answers: The content of the answers, by path. Empty for other paths.
+        content_type: The type of the answers.
     """
 
     daemon_threads = True
@@ -45,6 +47,8 @@ class Collector(ThreadingHTTPServer):
         self.headers: list[dict[str, str]] = []
         self.status = status
         self.location = ""
+        self.answers: dict[str, bytes] = {}
+        self.content_type = "application/x-protobuf"
         self.released = threading.Event()
 
     @property
@@ -131,10 +135,13 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.server.requests[self.path].append(REQUESTS[self.path].FromString(body))
         self.send_response(self.server.status)
-        self.send_header("Content-Length", "0")
+        answer = self.server.answers.get(self.path, b"")
+        self.send_header("Content-Type", self.server.content_type)
+        self.send_header("Content-Length", str(len(answer)))
         if self.server.location:
             self.send_header("Location", self.server.location + self.path)
         self.end_headers()
+        self.wfile.write(answer)
 
     def log_message(self, *_: object) -> None:
         pass
