@@ -43,8 +43,8 @@ class ServedRun:
         url: The address of the targets.
         get: Returns a page; raises NoAnswerError.
         run_id: The run, if the targets are those of several; by default the one that is listed
-            with the greatest id, which is the newest as ids begin with a time. Without it, a newer
-            run, or the only one that is listed, is shown once the run is not listed anymore.
+            with the greatest id, which is the newest as ids begin with a time. Without it, a run
+            with a greater id is shown once the run is not listed anymore.
     """
 
     def __init__(self, url: str, get: Get, run_id: str | None = None) -> None:
@@ -89,7 +89,7 @@ class ServedRun:
         newest = max(by_run, default=None)
         if not self._is_given:
             is_later = newest is not None and (self._run_id is None or newest > self._run_id)
-            return newest if is_later or len(by_run) == 1 else None
+            return newest if is_later else None
         if not self._targets and by_run:
             raise CommandLineError(
                 f"no run {self._run_id} at {self._url}; it lists {', '.join(sorted(by_run))}"
