@@ -53,14 +53,18 @@ class DsOptions:
         model_dtype: Data type of parameters in training; None where neither fp16 nor bf16 is
             enabled, so that parameters keep their own.
         set_keys: Keys of zero_optimization that the configuration sets.
+        immediate_grad_update: Whether BF16_Optimizer adds each gradient to its sums at once.
+        is_pipeline: Whether the model is divided into the stages of a pipeline, or into one.
         unmodeled: Enabled features that the estimate does not model.
     """
 
     stage: int
+    is_pipeline: bool = False
     model_dtype: str | None = None
     accumulation_dtype: str = "fp32"
     communication_dtype: str = "fp32"
     checks_overflow: bool = False
+    immediate_grad_update: bool = False
     gradient_clipping: float = 1.0
     optimizer: str | None = None
     optimizer_momentum: bool = False
@@ -121,8 +125,15 @@ class DsOptions:
 
     @property
     def uses_bf16_optimizer(self) -> bool:
-        """Whether DeepSpeed runs BF16_Optimizer instead of ZeRO-1's optimizer (engine.py:2312)."""
-        wide = self.model_dtype == "bf16" and self.accumulation_dtype == "fp32"
+        """Whether DeepSpeed runs BF16_Optimizer (engine.py:2303).
+
+        It does so instead of ZeRO-1's optimizer, and for pipelines without ZeRO.
+        """
+        if self.model_dtype != "bf16":
+            return False
+        if self.stage == 0:
+            return self.is_pipeline
+        wide = self.accumulation_dtype == "fp32"
         return self.stage == 1 and wide and self.offload_optimizer != "cpu"
 
 
@@ -172,6 +183,7 @@ def _precision(reader: ConfigReader, stage: int) -> dict[str, Any]:
         "accumulation_dtype": data_types.choice("grad_accum_dtype", _DTYPES, default),
         "communication_dtype": reader.choice("communication_data_type", _DTYPES, default),
         "checks_overflow": checks,
+        "immediate_grad_update": bf16.flag("immediate_grad_update"),
         "gradient_clipping": reader.number("gradient_clipping", 1.0),
         "low_precision_master": fp16.flag("fp16_master_weights_and_grads")
         or bf16.flag("bf16_master_weights_and_grads"),
@@ -225,11 +237,17 @@ def _stage_3_options(zero: ConfigReader) -> dict[str, Any]:
         "max_live_parameters": 1_000_000_000,
         "max_reuse_distance": 1_000_000_000,
     }
+    options: dict[str, Any] = {
+        key: zero.size(f"stage3_{key}", default, key) for key, default in sizes.items()
+    }
+    sequential = zero.flag("stage3_allgather_sequential")
+    if sequential:
+        options["prefetch_bucket_size"] = 1  # engine.py:2742
     return {
-        **{key: zero.size(f"stage3_{key}", default, key) for key, default in sizes.items()},
+        **options,
         "sub_group_size": zero.size("sub_group_size", 1_000_000_000),
         "hpz_partition_size": zero.size("zero_hpz_partition_size", 1),
-        "allgather_sequential": zero.flag("stage3_allgather_sequential"),
+        "allgather_sequential": sequential,
         "use_all_reduce_for_fetch": zero.flag("stage3_use_all_reduce_for_fetch_params"),
         "memory_efficient_linear": zero.flag("memory_efficient_linear", True),
     }

@@ -56,8 +56,11 @@ def estimated_layouts(engine: Any) -> Mapping[Layout, LayoutBytes]:
     """Return the bytes of model states under every ZeRO stage and offload the engine supports."""
     config, shape, topology = engine_config(engine), engine_shape(engine), _topology(engine)
     estimated: dict[Layout, LayoutBytes] = {}
+    highest = _highest_stage(engine)
     candidates = [*product(STAGES, _OFFLOADS), *product((3,), _NVME_OFFLOADS)]
     for stage, (optimizer, parameters) in candidates:
+        if stage > highest:
+            continue
         changed = _with_offload(config, optimizer, parameters)
         try:
             memory = estimate_step(shape, changed, topology, stage=stage, origin="engine").memory
@@ -68,6 +71,16 @@ def estimated_layouts(engine: Any) -> Mapping[Layout, LayoutBytes]:
             device_bytes=peak.device_bytes, host_bytes=peak.host_bytes
         )
     return estimated
+
+
+def _highest_stage(engine: Any) -> int:
+    """Return the highest stage for the engine's layers (engine.py:2197).
+
+    DeepSpeed's mixture-of-experts layers do not support stage 3, except those of AutoEP.
+    """
+    if not getattr(engine, "has_moe_layers", False):
+        return STAGES[-1]
+    return max(2, int(engine.zero_optimization_stage()))
 
 
 def engine_shape(engine: Any) -> ModelShape:

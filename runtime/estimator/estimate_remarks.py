@@ -51,8 +51,11 @@ def assumptions(model: ModelShape, options: DsOptions) -> tuple[str, ...]:
         assumed.append(
             "activations are not recomputed (checkpointing gathers parameters once more)"
         )
-    if not model.order_known and (options.stage == 3 or _order_matters(model, options)):
+    order_matters = _order_matters(model, options)
+    if not model.order_known and (options.stage == 3 or order_matters):
         assumed.append("each module runs once per micro-batch, in the order of registration")
+    if order_matters and any(module.parameters and module.children for module in model.root.walk()):
+        assumed.append("each module uses its own parameters before its submodules")
     return tuple(assumed)
 
 
@@ -84,16 +87,18 @@ def result_remarks(
 
 def gradient_pattern(options: DsOptions) -> str:
     """Return which collective reduces the gradients, and why."""
+    if options.uses_bf16_optimizer:
+        used_by = (
+            "bf16 with fp32 accumulation at stage 1" if options.stage else "A pipeline in bf16"
+        )
+        return (
+            f"Gradients: all-reduce. {used_by} runs DeepSpeed's BF16_Optimizer, which ignores "
+            "reduce_scatter, use_multi_rank_bucket_allreduce and reduce_bucket_size."
+        )
     if options.stage == 0:
         return (
             "Gradients: all-reduce. Without ZeRO every rank needs all gradients. The bucket size "
             "is fixed at 5e8 elements."
-        )
-    if options.uses_bf16_optimizer:
-        return (
-            "Gradients: all-reduce. bf16 with fp32 accumulation at stage 1 runs DeepSpeed's "
-            "BF16_Optimizer, which ignores reduce_scatter, use_multi_rank_bucket_allreduce and "
-            "reduce_bucket_size."
         )
     if options.stage == 3:
         return _pattern_of_stage_3(options)

@@ -23,6 +23,7 @@ from .stage_3_traffic import persistent_parameters, stage_3_step, sub_groups
 from .step_estimate import EstimatedCall, StepEstimate, reference_wire_bytes, sum_calls
 from .zero3_coordinator import TracingError
 
+PIPELINE_STAGES = STAGES[:2]  # pipe/engine.py:76
 _PREFETCH_FAILS = "Not exact: DeepSpeed's prefetching fails on this order of modules."
 
 
@@ -46,7 +47,8 @@ def estimate_step(
     Raises:
         DsConfigError: The configuration is invalid, or does not work with these ranks.
     """
-    options = read_options(config, stage=stage, origin=origin)
+    is_pipeline = model.is_pipeline or topology.pipeline_parallel > 1
+    options = replace(read_options(config, stage=stage, origin=origin), is_pipeline=is_pipeline)
     micro_batches = accumulation_steps(config, topology.data_parallel, origin)
     _check_ranks(options, topology, origin)
     shard = _shard_of_rank(model, topology)
@@ -68,8 +70,8 @@ def estimate_step(
 
 
 def stages_for(topology: Topology) -> tuple[int, ...]:
-    """Return the ZeRO stages that DeepSpeed supports on these ranks (pipe/engine.py:76)."""
-    return STAGES[:2] if topology.pipeline_parallel > 1 else STAGES
+    """Return the ZeRO stages that DeepSpeed supports on these ranks."""
+    return PIPELINE_STAGES if topology.pipeline_parallel > 1 else STAGES
 
 
 def raise_for_auto(config: Mapping[str, Any], stages: Iterable[int], origin: str) -> None:
@@ -97,18 +99,18 @@ class _SimulatedStep:
 def _simulate(
     model: ModelShape, options: DsOptions, topology: Topology, micro_batches: int
 ) -> _SimulatedStep:
-    trained, frozen = model.num_trained, model.num_parameters - model.num_trained
-    ranks = topology.data_parallel
-    if options.stage == 0:
+    trained, ranks = model.num_trained, topology.data_parallel
+    frozen = _frozen_bytes(model, options, 1)
+    if options.stage == 0 and not options.uses_bf16_optimizer:
         return _SimulatedStep(
             calls=stage_0_calls(model, options, topology),
-            partition=ModelPartition(part=trained, whole=trained, frozen=frozen),
+            partition=ModelPartition(part=trained, whole=trained, frozen_bytes=frozen),
         )
     if options.stage < 3:
         whole = sum(group.numel for group in flat_groups(model, options, ranks))
         return _SimulatedStep(
             calls=stage_1_and_2_calls(model, options, topology, micro_batches),
-            partition=ModelPartition(part=whole // ranks, whole=whole, frozen=frozen),
+            partition=ModelPartition(part=whole // ranks, whole=whole, frozen_bytes=frozen),
         )
     return _simulate_stage_3(model, options, topology, micro_batches)
 
@@ -123,16 +125,22 @@ def _simulate_stage_3(
         reasons = (_PREFETCH_FAILS,)
         without_prefetch = replace(options, prefetch_bucket_size=0)
         step = stage_3_step(model, without_prefetch, topology, micro_batches)
-    parts = [(-(-p.numel // topology.data_parallel), p.is_trained) for p in model.parameters]
+    ranks = topology.data_parallel
     partition = ModelPartition(
-        part=sum(part for part, is_trained in parts if is_trained),
+        part=sum(-(-p.numel // ranks) for p in model.parameters if p.is_trained),
         whole=model.num_trained,
-        frozen=sum(part for part, is_trained in parts if not is_trained),
-        gathered=step.peak_gathered,
+        frozen_bytes=_frozen_bytes(model, options, ranks),
+        gathered_bytes=step.gathered_bytes,
         secondary=_secondary_partition(model, options, topology),
-        sub_groups=tuple(sub_groups(model, options, topology.data_parallel)),
+        sub_groups=tuple(sub_groups(model, options, ranks)),
     )
     return _SimulatedStep(calls=step.calls, partition=partition, inexact_reasons=reasons)
+
+
+def _frozen_bytes(model: ModelShape, options: DsOptions, ranks: int) -> int:
+    """Return the bytes of the frozen parameters of which each of these ranks keeps a part."""
+    frozen = (p for p in model.parameters if not p.is_trained)
+    return sum(-(-p.numel // ranks) * p.width_in_training(options.model_dtype) for p in frozen)
 
 
 def _secondary_partition(
@@ -143,12 +151,13 @@ def _secondary_partition(
         return None
     persistent = set(persistent_parameters(model, options))
     num_groups = topology.data_parallel // options.hpz_partition_size
-    counts = {"released": 0, "persistent": 0, "frozen": 0}
+    counts = {"released": 0, "persistent": 0}
     for index, parameter in enumerate(model.parameters):
-        of_trained = "persistent" if index in persistent else "released"
         part = -(-parameter.numel // topology.data_parallel)
-        counts[of_trained if parameter.is_trained else "frozen"] += part * num_groups
-    return SecondaryPartition(**counts)
+        if parameter.is_trained:
+            counts["persistent" if index in persistent else "released"] += part * num_groups
+    frozen_bytes = _frozen_bytes(model, options, topology.data_parallel) * num_groups
+    return SecondaryPartition(**counts, frozen_bytes=frozen_bytes)
 
 
 def _reference_bytes(
@@ -159,14 +168,14 @@ def _reference_bytes(
     return reference_wire_bytes(
         options.stage,
         gradient_bytes=model.num_trained * width,
-        parameter_bytes=sum(p.numel * BYTES_OF[options.model_dtype or p.dtype] for p in sent),
+        parameter_bytes=sum(p.numel * p.width_in_training(options.model_dtype) for p in sent),
         micro_batches=micro_batches,
         num_ranks=topology.data_parallel,
     )
 
 
 def _check_ranks(options: DsOptions, topology: Topology, origin: str) -> None:
-    if options.stage not in stages_for(topology):
+    if options.is_pipeline and options.stage not in PIPELINE_STAGES:
         raise DsConfigError(
             f"{origin}: DeepSpeed does not support ZeRO-{options.stage} with pipeline "
             "parallelism; use stage 0 or 1"

@@ -78,19 +78,31 @@ def _stage_0(model: ModelShape, options: DsOptions, sizes: PartitionSizes) -> Gr
 
 
 def _bf16_optimizer(model: ModelShape, options: DsOptions, sizes: PartitionSizes) -> GradientMemory:
-    """Return the memory with unpartitioned fp32 gradients (fp32_groups_gradients_flat)."""
+    """Return the memory with unpartitioned sums of gradients (fp32_groups_gradients_flat)."""
     accumulated, sent = (
         BYTES_OF[dtype] for dtype in (options.accumulation_dtype, options.communication_dtype)
     )
-    kept = sizes.whole * (sizes.width + accumulated)
+    sums = sizes.whole * accumulated
     copied = sent != accumulated or len(model.param_groups()) > 1
+    message = copied * min(sizes.whole, _ENGINE_BUCKET) * sent
+    in_fp32 = 0 if accumulated == BYTES_OF["fp32"] else sizes.part * BYTES_OF["fp32"]
+    if options.immediate_grad_update:  # each gradient is dropped once it is added to its sum
+        converted = accumulated if accumulated != sizes.width else 0
+        return GradientMemory(
+            kept=sums,
+            buffers=0,
+            transient=max(message, _largest(model) * (sizes.width + converted)),
+            in_step=sums + in_fp32,
+            in_forward=sums,
+        )
+    gradients = sizes.whole * sizes.width
     return GradientMemory(
-        kept=kept,
+        kept=sums + gradients,
         buffers=0,
-        transient=copied * min(sizes.whole, _ENGINE_BUCKET) * sent,
-        in_step=kept,
-        in_forward=sizes.whole * accumulated,
-        accumulated_in_forward=sizes.whole * sizes.width,
+        transient=message,
+        in_step=sums + gradients + in_fp32,
+        in_forward=sums,
+        accumulated_in_forward=gradients,
     )
 
 

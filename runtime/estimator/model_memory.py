@@ -10,13 +10,13 @@ Where DeepSpeed 0.19.8 differs from this, a comment names the line that does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from .ds_options import DsOptions
 from .gradient_memory import gradient_memory
-from .model_shape import BYTES_OF, ModelShape
+from .model_shape import BYTES_OF, ModelShape, ParameterShape
 from .optimizer_places import PartitionSizes, master_copy_width, optimizer_places
 
 # Tensors that an optimizer keeps per parameter in addition to the weights. Adam's are the default.
@@ -51,6 +51,7 @@ class MemoryEstimate:
         step_bytes: Gradients and their copies on the device in the optimizer's step, and hpZ's
             secondary partitions, which the end of the step frees.
         forward_bytes: Gradients and buffers that are present during forward.
+        bucket_bytes: Buckets that the first gradient of backward allocates in addition.
         resting_bytes: All bytes on the device between steps.
         host_bytes: Offloaded bytes in CPU memory, and the buffers for swaps to NVMe.
         nvme_bytes: Offloaded bytes on NVMe.
@@ -63,6 +64,7 @@ class MemoryEstimate:
     device_bytes: Mapping[str, int]
     step_bytes: int
     forward_bytes: int
+    bucket_bytes: int
     resting_bytes: int
     host_bytes: int
     nvme_bytes: int
@@ -85,35 +87,38 @@ class MemoryEstimate:
 class Activations:
     """The bytes of one micro-batch's activations at their maximum, for samples of `tokens` each.
 
-    Their bytes are linear in the number of samples. The maximum is at the start of backward.
+    Their bytes are linear in the number of samples. The maximum is at the start of backward, which
+    then frees those of the loss.
 
     Attributes:
         tokens: Length of a sample.
         sample_bytes: Bytes per sample.
         fixed_bytes: Bytes that do not depend on the number of samples.
-        recomputed_sample_bytes: Bytes per sample if each layer is recomputed in backward; None if
-            unknown.
+        loss_sample_bytes: Bytes per sample by which the maximum is lower from the first finished
+            gradient on: those of the loss.
+        loss_fixed_bytes: The same of the fixed bytes; the gradient itself may make it negative.
+        recomputed: The activations if each layer is recomputed in backward; None if unknown.
     """
 
     tokens: int
     sample_bytes: int
     fixed_bytes: int = 0
-    recomputed_sample_bytes: int | None = None
+    loss_sample_bytes: int = 0
+    loss_fixed_bytes: int = 0
+    recomputed: Activations | None = None
 
     def bytes_of(self, samples: int) -> int:
         """Return the bytes of a micro-batch of this many samples."""
         return self.fixed_bytes + samples * self.sample_bytes
 
-    def recomputed(self) -> Activations | None:
-        """Return the activations if each layer is recomputed in backward; None if unknown."""
-        if self.recomputed_sample_bytes is None:
-            return None
-        return replace(self, sample_bytes=self.recomputed_sample_bytes)
+    def loss_bytes_of(self, samples: int) -> int:
+        """Return the bytes by which the maximum is lower from the first finished gradient on."""
+        return self.loss_fixed_bytes + samples * self.loss_sample_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The bytes at a step's peak, and when it is: at the end of a pass, or in the step."""
+    """The bytes at a step's peak, and when it is: in a pass, or in the step."""
 
     device_bytes: int
     host_bytes: int
@@ -127,23 +132,23 @@ class ModelPartition:
     Attributes:
         part: This rank's share of the trained parameters, padding included.
         whole: Trained parameters before partitioning.
-        frozen: Elements that this rank keeps of the frozen parameters.
-        gathered: The most that ZeRO-3 has gathered at once.
-        secondary: Elements of hpZ's secondary partitions.
+        frozen_bytes: Bytes that this rank keeps of the frozen parameters.
+        gathered_bytes: The most bytes that ZeRO-3 has gathered at once.
+        secondary: hpZ's secondary partitions.
         sub_groups: In stage 3 the parts of the parameters of each sub-group of the optimizer.
     """
 
     part: int
     whole: int
-    frozen: int
-    gathered: int = 0
+    frozen_bytes: int
+    gathered_bytes: int = 0
     secondary: SecondaryPartition | None = None
     sub_groups: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecondaryPartition:
-    """Numbers of elements of one rank's secondary partitions with hpZ.
+    """Numbers of elements, or bytes, of one rank's secondary partitions with hpZ.
 
     A parameter gets its secondary partition when it is released (partition_parameters.py:1900). The
     end of the step discards those of trained parameters (stage3.py:755).
@@ -151,30 +156,43 @@ class SecondaryPartition:
     Attributes:
         released: Of trained parameters that forward and backward release.
         persistent: Of trained parameters that only the step releases.
-        frozen: Of frozen parameters, which are kept between steps.
+        frozen_bytes: Bytes of frozen parameters, which are kept between steps.
     """
 
     released: int
     persistent: int
-    frozen: int
+    frozen_bytes: int
 
 
-def peak_of(memory: MemoryEstimate, *, micro_batches: int = 1, activation_bytes: int = 0) -> Peak:
+def peak_of(
+    memory: MemoryEstimate,
+    *,
+    micro_batches: int = 1,
+    activations: Activations | None = None,
+    samples: int = 0,
+) -> Peak:
     """Return the bytes and the moment of a step's peak.
 
-    Backward frees activations while it fills gradients, so the larger of its two ends counts.
+    Backward allocates its buckets at its first gradient. It then frees activations while it fills
+    gradients, so the larger of its two ends counts.
 
     Args:
         memory: The rank's memory without activations.
         micro_batches: Micro-batches of one step on one rank.
-        activation_bytes: Activations of one micro-batch, at their maximum.
+        activations: Activations of a micro-batch; None to leave them out.
+        samples: Samples of a micro-batch.
     """
     accumulates = micro_batches > 1
+    activation_bytes = activations.bytes_of(samples) if activations else 0
+    loss_bytes = activations.loss_bytes_of(samples) if activations else 0
     gathered = memory.device_bytes["gathered"]
     forward = gathered + memory.forward_bytes + accumulates * memory.accumulated_forward_bytes
+    forward += activation_bytes
+    first_gradient = forward - loss_bytes + memory.bucket_bytes
+    end = memory.backward_bytes + accumulates * memory.accumulated_device_bytes
     moments: dict[Moment, int] = {
-        "forward": forward + activation_bytes,
-        "backward": memory.backward_bytes + accumulates * memory.accumulated_device_bytes,
+        "forward": forward,
+        "backward": max(first_gradient, end),
         "step": memory.step_bytes,
     }
     moment = max(moments, key=lambda name: moments[name])
@@ -191,8 +209,9 @@ def largest_micro_batch(
     """Return the samples of the largest micro-batch that fits on the device; 0 if none does."""
 
     def fits(samples: int) -> bool:
-        activation_bytes = activations.bytes_of(samples)
-        peak = peak_of(memory, micro_batches=micro_batches, activation_bytes=activation_bytes)
+        peak = peak_of(
+            memory, micro_batches=micro_batches, activations=activations, samples=samples
+        )
         return peak.device_bytes <= limit_bytes
 
     if not fits(1):
@@ -208,9 +227,8 @@ def estimate_memory(
     model: ModelShape, options: DsOptions, partition: ModelPartition
 ) -> MemoryEstimate:
     """Return the bytes of one rank by category, without activations."""
-    widest = max((BYTES_OF[p.dtype] for p in model.parameters), default=4)
-    width = BYTES_OF[options.model_dtype] if options.model_dtype else widest
-    held = (partition.part if options.stage == 3 else partition.whole) + partition.frozen
+    width = _widest((p for p in model.parameters if p.is_trained), options)
+    held = partition.part if options.stage == 3 else partition.whole
     sizes = PartitionSizes(
         part=partition.part, whole=partition.whole, width=width, sub_groups=partition.sub_groups
     )
@@ -218,19 +236,19 @@ def estimate_memory(
     places = optimizer_places(options, sizes)
     state_width, master = _state_width(options, width), master_copy_width(options, width)
     optimizer, offload_param = places.device * state_width, options.offload_param
-    gather_buffer = _gather_buffer_elements(model, options, partition) * width
-    moved_parameters = held * width if offload_param != "none" else 0
-    parameters = held * width - moved_parameters
-    persistent = _persistent_elements(model, options) * width
-    secondary = partition.secondary or SecondaryPartition(released=0, persistent=0, frozen=0)
+    gather_buffer = _gather_buffer_bytes(model, options, partition)
+    parameters = held * width + partition.frozen_bytes
+    moved_parameters = parameters if offload_param != "none" else 0
+    parameters -= moved_parameters
+    secondary = partition.secondary or SecondaryPartition(released=0, persistent=0, frozen_bytes=0)
     in_passes, in_step = secondary.released, secondary.released + secondary.persistent
     secondary_width = width * (offload_param == "none")
-    parameters += secondary.frozen * secondary_width
+    parameters += secondary.frozen_bytes * (offload_param == "none")
     return MemoryEstimate(
         device_bytes={
             "parameters": parameters,
             # In forward, the parameters that are not released yet have no secondary partition.
-            "gathered": partition.gathered * width + gather_buffer + in_passes * secondary_width,
+            "gathered": partition.gathered_bytes + gather_buffer + in_passes * secondary_width,
             "gradients": gradients.kept,
             "optimizer": optimizer,
             # Gathering and reducing do not reach their maxima at the same moment.
@@ -239,11 +257,15 @@ def estimate_memory(
         # The step first frees gathered parameters (stage3.py, step).
         step_bytes=gradients.in_step + in_step * secondary_width,
         forward_bytes=gradients.in_forward,
-        resting_bytes=parameters + optimizer + gradients.in_forward + persistent,
+        bucket_bytes=max(0, gradients.buffers - gradients.in_forward),
+        resting_bytes=parameters
+        + optimizer
+        + gradients.in_forward
+        + _persistent_bytes(model, options),
         host_bytes=gradients.host
         + places.host * state_width
         + _swap_bytes(options, sizes)
-        + (moved_parameters + (in_step + secondary.frozen) * width) * (offload_param == "cpu"),
+        + (moved_parameters + in_step * width + secondary.frozen_bytes) * (offload_param == "cpu"),
         nvme_bytes=places.nvme * state_width
         + (places.nvme - places.unswapped) * master  # gradients
         + moved_parameters * (offload_param == "nvme"),
@@ -251,6 +273,12 @@ def estimate_memory(
         accumulated_forward_bytes=gradients.accumulated_in_forward,
         accumulated_host_bytes=gradients.host_accumulated,
     )
+
+
+def _widest(parameters: Iterable[ParameterShape], options: DsOptions) -> int:
+    """Return the bytes of one element of the parameter with the widest data type."""
+    widths = (parameter.width_in_training(options.model_dtype) for parameter in parameters)
+    return max(widths, default=BYTES_OF["fp32"])
 
 
 def optimizer_states(options: DsOptions) -> int | None:
@@ -293,10 +321,8 @@ def _swap_bytes(options: DsOptions, sizes: PartitionSizes) -> int:
     return swapped
 
 
-def _gather_buffer_elements(
-    model: ModelShape, options: DsOptions, partition: ModelPartition
-) -> int:
-    """Return the elements of the buffer of an all-gather, from which parameters are copied.
+def _gather_buffer_bytes(model: ModelShape, options: DsOptions, partition: ModelPartition) -> int:
+    """Return the bytes of the buffer of an all-gather, from which parameters are copied.
 
     Several parameters share one buffer (partition_parameters.py:1343, 795), at most the prefetch
     bucket and one more parameter. A single parameter is gathered in place.
@@ -306,10 +332,14 @@ def _gather_buffer_elements(
     if partition.part == partition.whole:  # a single rank gathers nothing
         return 0
     largest = max((parameter.numel for parameter in model.parameters), default=0)
-    return min(partition.gathered, options.prefetch_bucket_size + largest)
+    most = (options.prefetch_bucket_size + largest) * _widest(model.parameters, options)
+    return min(partition.gathered_bytes, most)
 
 
-def _persistent_elements(model: ModelShape, options: DsOptions) -> int:
-    """Return the elements that ZeRO-3 keeps gathered between steps (parameter_offload.py)."""
-    small = [p.numel for p in model.parameters if p.numel <= options.param_persistence_threshold]
-    return min(sum(small), options.model_persistence_threshold) if options.stage == 3 else 0
+def _persistent_bytes(model: ModelShape, options: DsOptions) -> int:
+    """Return the bytes that ZeRO-3 keeps gathered between steps (parameter_offload.py)."""
+    if options.stage != 3:
+        return 0
+    small = [p for p in model.parameters if p.numel <= options.param_persistence_threshold]
+    most = options.model_persistence_threshold * _widest(small, options)
+    return min(sum(p.numel * p.width_in_training(options.model_dtype) for p in small), most)

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-BYTES_OF: Mapping[str, int] = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "uint8": 1}
+_FLOATS: Mapping[str, int] = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+BYTES_OF: Mapping[str, int] = {
+    **_FLOATS, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,14 @@ class ParameterShape:
     def is_trained(self) -> bool:
         """Whether DeepSpeed's optimizers update it: it is trainable and not empty."""
         return self.requires_grad and self.numel > 0
+
+    def dtype_in_training(self, model_dtype: str | None) -> str:
+        """Return the data type to which the engine casts it; integers keep their own."""
+        return model_dtype if model_dtype and self.dtype in _FLOATS else self.dtype
+
+    def width_in_training(self, model_dtype: str | None) -> int:
+        """Return the bytes of one element in that data type."""
+        return BYTES_OF[self.dtype_in_training(model_dtype)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +87,7 @@ class ModelShape:
         root: The module tree; siblings are in forward order if `order_known`.
         order_known: Whether forward order was observed; otherwise it is that of registration.
         recomputes: Whether activations are recomputed in backward; None if unknown.
+        is_pipeline: Whether it is a PipelineModule of DeepSpeed; the parameters are this rank's.
         unmodeled: Features of the model that the estimate does not model, as sentences.
         unmodeled_in_stage_3: Features that the estimate of stage 3 does not model, as sentences.
         is_synthetic: Whether only the number of parameters is real, and their shapes are typical.
@@ -85,6 +97,7 @@ class ModelShape:
     root: ModuleShape
     order_known: bool = False
     recomputes: bool | None = None
+    is_pipeline: bool = False
     unmodeled: tuple[str, ...] = ()
     unmodeled_in_stage_3: tuple[str, ...] = ()
     is_synthetic: bool = False

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .model_shape import ModelShape, ModuleShape, ParameterShape
+from .model_shape import BYTES_OF, ModelShape, ModuleShape, ParameterShape
 
 _DTYPE_NAMES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 # Containers whose own forward never runs, so that none of their hooks do.
@@ -24,6 +24,7 @@ _WEIGHT_FIRST = (
 )
 # Modules that DeepSpeed treats as one unit in ZeRO-3 (runtime/zero/leaf_module_config.py).
 _LEAF_MODULES = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
+_PIPELINES = ("deepspeed.runtime.pipe.module.PipelineModule",)
 # Layers that DeepSpeed's engine finds by their class (engine.py:2102).
 _EXPERT_LAYERS = (
     "deepspeed.moe.layer.MoE",
@@ -61,7 +62,7 @@ def read_model_shape(
             ParameterShape(
                 name=name,
                 shape=tuple(getattr(parameter, "ds_shape", parameter.shape)),
-                dtype=_DTYPE_NAMES.get(str(parameter.dtype).removeprefix("torch."), "fp32"),
+                dtype=_dtype_name(parameter.dtype),
                 requires_grad=parameter.requires_grad,
                 group_index=group_of.get(id(parameter), 0),
             )
@@ -70,9 +71,18 @@ def read_model_shape(
         root=_TreeReader(indices, order).read("", module),
         order_known=order is not None,
         recomputes=recomputes or None,
+        is_pipeline=_is_instance(module, _PIPELINES),
         unmodeled=tuple(_unmodeled(module)),
         unmodeled_in_stage_3=tuple(_unmodeled_in_stage_3(module, order or ())),
     )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    """Return the short name of a data type, a key of `BYTES_OF`; fp32 for rare ones."""
+    name = str(dtype).removeprefix("torch.")
+    if name.startswith("float8"):
+        return "fp8"
+    return _DTYPE_NAMES.get(name, name if name in BYTES_OF else "fp32")
 
 
 class _TreeReader:
@@ -131,14 +141,14 @@ def _gradient_order(module: nn.Module) -> Literal["registered", "reversed", "lin
 def _unmodeled(module: nn.Module) -> Iterator[str]:
     if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse for m in module.modules()):
         yield "gradients of sparse embeddings are counted as dense"
-    if any(_is_expert_layer(m) for m in module.modules()):
+    if any(_is_instance(m, _EXPERT_LAYERS) for m in module.modules()):
         yield "mixtures of experts are not modeled"
 
 
-def _is_expert_layer(module: nn.Module) -> bool:
-    """Return whether this is a layer of DeepSpeed that divides experts among the ranks."""
+def _is_instance(module: nn.Module, classes: Sequence[str]) -> bool:
+    """Return whether a module has one of these classes, given by name: DeepSpeed loads slowly."""
     bases = type(module).__mro__
-    return any(f"{base.__module__}.{base.__name__}" in _EXPERT_LAYERS for base in bases)
+    return any(f"{base.__module__}.{base.__name__}" in classes for base in bases)
 
 
 def _unmodeled_in_stage_3(module: nn.Module, order: Sequence[str]) -> Iterator[str]:

@@ -22,10 +22,10 @@ _WARM_UP_STEPS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage3Step:
-    """The calls of one step, and the largest number of elements gathered at once."""
+    """The calls of one step, and the most bytes gathered at once."""
 
     calls: tuple[EstimatedCall, ...]
-    peak_gathered: int
+    gathered_bytes: int
 
 
 def stage_3_step(
@@ -37,16 +37,19 @@ def stage_3_step(
         TracingError: DeepSpeed itself fails on this model.
     """
     partition = _ParameterPartition(model=model, options=options, topology=topology)
-    peak = model.num_parameters if options.offload_param != "none" else 0
+    widths = [parameter.width_in_training(options.model_dtype) for parameter in model.parameters]
+    peak = 0
+    if options.offload_param != "none":
+        peak = sum(p.numel * width for p, width in zip(model.parameters, widths, strict=True))
     calls: list[EstimatedCall] = []
     if topology.data_parallel > 1:
-        gathers, peak = _gathers_of_a_step(model, options, micro_batches)
+        gathers, peak = _gathers_of_a_step(model, widths, options, micro_batches)
         for gather, times in gathers.items():
             calls += [replace(call, times=times) for call in partition.gather(gather)]
     calls += [replace(call, times=micro_batches) for call in _reduction(model, options, partition)]
     calls += _step_checks(model, options, partition)
     calls += partition.gather_persistent(persistent_parameters(model, options))
-    return Stage3Step(calls=tuple(calls), peak_gathered=peak)
+    return Stage3Step(calls=tuple(calls), gathered_bytes=peak)
 
 
 def persistent_parameters(model: ModelShape, options: DsOptions) -> list[int]:
@@ -104,18 +107,18 @@ class _ModuleWalk:
 
 
 def _gathers_of_a_step(
-    model: ModelShape, options: DsOptions, micro_batches: int
+    model: ModelShape, widths: Sequence[int], options: DsOptions, micro_batches: int
 ) -> tuple[Mapping[Gather, int], int]:
-    """Return each gather of a step with its number, and the most elements gathered at once."""
+    """Return each gather of a step with its number, and the most bytes gathered at once."""
     visits, parameters = module_visits(model)
     numels = [parameter.numel for parameter in model.parameters]
     persistent = persistent_parameters(model, options)
-    coordinator = Zero3Coordinator(visits, parameters, numels, persistent, options)
+    coordinator = Zero3Coordinator(visits, parameters, numels, widths, persistent, options)
     trained = [index for index, p in enumerate(model.parameters) if p.is_trained]
     for _ in range(_WARM_UP_STEPS + 1):
         gathers = coordinator.micro_batches(micro_batches)
         coordinator.end_step(trained)
-    return gathers, coordinator.peak_numel
+    return gathers, coordinator.peak_bytes
 
 
 def _reduction(
@@ -202,7 +205,8 @@ class _ParameterPartition:
 
     def gather_persistent(self, indices: Sequence[int]) -> Iterator[EstimatedCall]:
         """Yield the calls at the end of a step, one per parameter (partition_parameters.py)."""
-        if self.ranks == 1 and len(indices) != 1:  # a single rank calls only in the sequential path
+        is_sequential = self.options.allgather_sequential or len(indices) == 1
+        if self.ranks == 1 and not is_sequential:
             return
         from_all_ranks = Gather(parameters=(), secondary=False)
         for index in indices:
@@ -216,7 +220,7 @@ class _ParameterPartition:
         return sums
 
     def _dtype(self, index: int) -> str:
-        return self.options.model_dtype or self.model.parameters[index].dtype
+        return self.model.parameters[index].dtype_in_training(self.options.model_dtype)
 
     def _call(self, gather: Gather, op: str, elements: int, dtype: str) -> EstimatedCall:
         size = self.options.hpz_partition_size if gather.secondary else self.ranks

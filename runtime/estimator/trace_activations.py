@@ -57,13 +57,25 @@ def trace_activations(
     try:
         with _without_tracebacks(), FakeTensorMode(allow_non_fake_inputs=True):
             fake = _fake_copy(module, _DTYPES[dtype])
-            peak, doubled_peak = (_peak(fake, size, tokens) for size in (samples, 2 * samples))
+            peaks, doubled_peaks = (_peaks(fake, size, tokens) for size in (samples, 2 * samples))
     except _PASS_ERRORS as error:
         reason = " ".join(str(error).split())[:200].rstrip(".")
         raise UnknownActivationsError(f"{type(error).__name__}: {reason}") from error
-    sample_bytes = max(0, doubled_peak - peak) // samples
-    fixed_bytes = peak - samples * sample_bytes
-    return Activations(tokens=tokens, sample_bytes=sample_bytes, fixed_bytes=fixed_bytes)
+    sample_bytes, later_sample_bytes = (
+        max(0, doubled - peak) // samples
+        for peak, doubled in zip(peaks, doubled_peaks, strict=True)
+    )
+    fixed_bytes, later_fixed_bytes = (
+        peak - samples * each
+        for peak, each in zip(peaks, (sample_bytes, later_sample_bytes), strict=True)
+    )
+    return Activations(
+        tokens=tokens,
+        sample_bytes=sample_bytes,
+        fixed_bytes=fixed_bytes,
+        loss_sample_bytes=sample_bytes - later_sample_bytes,
+        loss_fixed_bytes=fixed_bytes - later_fixed_bytes,
+    )
 
 
 @contextmanager
@@ -83,10 +95,9 @@ def _fake_copy(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     for buffer in module.buffers():
         fakes[id(buffer)] = _empty_like(buffer, dtype)
     for parameter in module.parameters():
-        fake = nn.Parameter(_empty_like(parameter, dtype), requires_grad=parameter.requires_grad)
-        if fake.requires_grad:  # ZeRO frees each once it is reduced
-            fake.register_post_accumulate_grad_hook(_drop_gradient)
-        fakes[id(parameter)] = fake
+        fakes[id(parameter)] = nn.Parameter(
+            _empty_like(parameter, dtype), requires_grad=parameter.requires_grad
+        )
     return copy.deepcopy(module, fakes).train()
 
 
@@ -95,17 +106,26 @@ def _empty_like(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor
     return torch.empty(tensor.shape, dtype=new_dtype or tensor.dtype, device="cpu")
 
 
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
-
-
-def _peak(module: nn.Module, samples: int, tokens: int) -> int:
+def _peaks(module: nn.Module, samples: int, tokens: int) -> tuple[int, int]:
+    """Return the most live bytes, and the most from the first finished gradient on."""
     ids = torch.zeros(samples, tokens, dtype=torch.long, device="cpu")
     live = LiveBytes()
+    peaks: list[int] = []
+
+    def on_gradient(parameter: torch.Tensor) -> None:
+        if not peaks:
+            peaks.append(live.peak)
+            live.peak = live.live
+        parameter.grad = None  # ZeRO frees each once it is reduced
+
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    hooks = [parameter.register_post_accumulate_grad_hook(on_gradient) for parameter in trained]
     with live:
         output = _call(module, ids)
         _loss(output, ids).backward()
-    return live.peak
+    for hook in hooks:
+        hook.remove()
+    return max([*peaks, live.peak]), live.peak
 
 
 def _call(module: nn.Module, ids: torch.Tensor) -> Any:

@@ -88,7 +88,17 @@ def typical_activations(model: ModelShape, options: DsOptions, tokens: int) -> A
     layer = _ELEMENTS_OF_LAYER * stream + flash_sums
     loss = tokens * vocabulary * (_LOSS_BYTES + element_bytes)
     ends = 2 * stream  # inputs of the last norm and of the output layer
-    stored = layers * layer + ends + loss
+    logits = tokens * vocabulary * element_bytes  # their gradient, from which the first follows
     # One layer at a time is complete again, with the gradient that passes through it.
-    recomputed = layers * stream + ends + max(loss, layer + 2 * stream)
-    return Activations(tokens=tokens, sample_bytes=stored, recomputed_sample_bytes=recomputed)
+    recomputed_layer = layer + 2 * stream
+    recomputed = max(loss, recomputed_layer)
+    return Activations(
+        tokens=tokens,
+        sample_bytes=layers * layer + ends + loss,
+        loss_sample_bytes=loss - logits,
+        recomputed=Activations(
+            tokens=tokens,
+            sample_bytes=layers * stream + ends + recomputed,
+            loss_sample_bytes=recomputed - max(logits, recomputed_layer),
+        ),
+    )

@@ -70,7 +70,7 @@ class Zero3Coordinator:
     """Simulates the parameter coordinator of one engine, micro-batch by micro-batch.
 
     Attributes:
-        peak_numel: The most elements that were gathered at once.
+        peak_bytes: The most bytes that were gathered at once.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Zero3Coordinator:
         visits: Sequence[ModuleVisit],
         module_parameters: Sequence[tuple[int, ...]],
         numels: Sequence[int],
+        widths: Sequence[int],
         persistent: Iterable[int],
         options: DsOptions,
     ) -> None:
@@ -87,12 +88,14 @@ class Zero3Coordinator:
             visits: The visits of one micro-batch, in order.
             module_parameters: Each module's own parameters.
             numels: The elements of each parameter.
+            widths: The bytes of one element of each parameter.
             persistent: The parameters that stay gathered between uses.
             options: The configuration.
         """
         self._visits = visits
         self._parameters = module_parameters
         self._numels = numels
+        self._widths = widths
         self._persistent = frozenset(persistent)
         self._options = options
         self._order = [visit.module for visit in visits if visit.enters]
@@ -110,7 +113,7 @@ class Zero3Coordinator:
         self._simulated: dict[_StateKey, tuple[list[Gather], _GatherState]] = {}
         self._complete = False
         self._recording = False
-        self.peak_numel = 0
+        self.peak_bytes = 0
         self._reset_trace_position()
 
     def _reset_trace_position(self) -> None:
@@ -249,8 +252,9 @@ class Zero3Coordinator:
                 state.in_flight.update(part)
                 prefetch = _Prefetch(part)
                 state.pending.update(dict.fromkeys(part, prefetch))
-        held = sum(self._numels[p] for p in state.available | state.in_flight)
-        self.peak_numel = max(self.peak_numel, held)
+        held = state.available | state.in_flight
+        held_bytes = sum(self._numels[p] * self._widths[p] for p in held)
+        self.peak_bytes = max(self.peak_bytes, held_bytes)
 
     def _wait(self, prefetch: _Prefetch) -> None:
         arrived = self._state.in_flight.intersection(prefetch.parameters)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _COUNT_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_MOST_PARAMETERS = 10**15  # far above any model; estimates of 1e300 take minutes
 _BYTE_UNITS = {
     unit: size
     for letter, power in (("K", 1), ("M", 2), ("G", 3), ("T", 4))
@@ -85,6 +86,8 @@ def _num_parameters(size: str) -> int:
         ) from error
     if number < 1000:
         raise CommandLineError(f"--params {size} is too small; give 1000 or more")
+    if number > _MOST_PARAMETERS:
+        raise CommandLineError(f"--params {size} is too large; give 1e15 or less")
     return number
 
 
@@ -165,7 +168,8 @@ class RankBatch:
         return peak_of(
             estimate.memory,
             micro_batches=self.micro_batches,
-            activation_bytes=self.activation_bytes,
+            activations=self.activations,
+            samples=self.samples or 0,
         )
 
     def largest(self, estimate: StepEstimate, *, recomputed: bool = False) -> int | None:
@@ -177,7 +181,7 @@ class RankBatch:
         """
         activations = self.activations
         if recomputed and activations is not None:
-            activations = activations.recomputed()
+            activations = activations.recomputed
         if activations is None or self.limit_bytes is None:
             return None
         return largest_micro_batch(

@@ -211,7 +211,7 @@ def _activation_remarks(
     estimates: Sequence[StepEstimate], batch: RankBatch, activations: Activations, samples: int
 ) -> Iterable[str]:
     """Yield what recomputation saves, and the micro-batch that fits with it and without it."""
-    recomputed = activations.recomputed()
+    recomputed = activations.recomputed
     saves = recomputed is not None and recomputed.sample_bytes < activations.sample_bytes
     if recomputed is not None and saves:
         yield from _bullet(

@@ -166,6 +166,15 @@ def test_micro_batches_that_pass_a_rank_twice_count_once(ranks, name):
             assert set(step["phase_seconds"]) >= OF_EVERY_SCHEDULE
 
 
+@each_of("estimated_pipeline")
+def test_a_pipeline_in_bf16_is_estimated_with_its_partitioned_optimizer(ranks, name):
+    for rank in ranks:
+        seen = rank[name]
+        assert seen["stages"] == [0, 1]
+        assert seen["estimated"] == pytest.approx(seen["held"], rel=0.01)
+        assert seen["resting"] == pytest.approx(seen["held_in_all"], rel=0.01)
+
+
 @each_of("tensor_parallel")
 def test_tensor_parallel_ranks_each_count_their_steps(ranks, name):
     for rank in ranks:

@@ -66,7 +66,10 @@ def test_each_key_of_stage_2_has_its_option(zero: dict[str, Any], expected: dict
         ({"max_reuse_distance": 15}, {"max_reuse_distance": 15}),
         ({"sub_group_size": 16}, {"sub_group_size": 16}),
         ({"zero_hpz_partition_size": 4}, {"hpz_partition_size": 4}),
-        ({"stage3_allgather_sequential": True}, {"allgather_sequential": True}),
+        (
+            {"stage3_allgather_sequential": True, "stage3_prefetch_bucket_size": 11},
+            {"allgather_sequential": True, "prefetch_bucket_size": 1},
+        ),
         ({"stage3_use_all_reduce_for_fetch_params": True}, {"use_all_reduce_for_fetch": True}),
         ({"memory_efficient_linear": False}, {"memory_efficient_linear": False}),
         (
@@ -198,9 +201,13 @@ def test_gradients_are_reduced_in_the_order_of_backward_from_stage_2_on_or_with_
         ({"model_dtype": "fp16"}, False),
         ({"accumulation_dtype": "bf16"}, False),
         ({"offload_optimizer": "cpu"}, False),
+        ({"stage": 0}, False),
+        ({"stage": 0, "is_pipeline": True, "accumulation_dtype": "bf16"}, True),
+        ({"stage": 0, "is_pipeline": True, "model_dtype": None}, False),
+        ({"is_pipeline": True, "accumulation_dtype": "bf16"}, False),
     ],
 )
-def test_the_optimizer_of_bf16_runs_at_stage_1_with_fp32_sums_on_the_device(
+def test_the_optimizer_of_bf16_runs_at_stage_1_with_fp32_sums_and_in_pipelines_without_zero(
     changes: dict[str, Any], expected: bool
 ) -> None:
     fields = {"stage": 1, "model_dtype": "bf16", "accumulation_dtype": "fp32"}

@@ -1,13 +1,15 @@
-"""Tests of the model shape that `engine_estimate.py` reads from ZeRO-3's trace of an engine."""
+"""Tests of the model shape and the layouts that `engine_estimate.py` reads from an engine."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
 from torch import nn
 
-from zerowatch.runtime.estimator.engine_estimate import engine_shape
+from zerowatch.runtime.estimator.engine_estimate import engine_shape, estimated_layouts
 
 ROOT, FIRST, SECOND = "", "0", "1"
 BACKWARD = [ROOT, SECOND, FIRST]
@@ -47,3 +49,44 @@ def test_a_trace_tells_recomputation_from_a_module_that_runs_again(
     assert shape.recomputes is recomputes
     assert bool(shape.unmodeled_in_stage_3) is runs_again
     assert [child.name for child in shape.root.children] == [FIRST, SECOND]
+
+
+class PipelineOfOne(PipelineModule):
+    """Has the class of DeepSpeed's module, without its groups of ranks."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.layer = nn.Linear(20, 30)
+
+
+def engine_at(stage: int, module: nn.Module, *, has_moe_layers: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(
+        module=module,
+        optimizer=SimpleNamespace(param_groups=[]),
+        config={"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}},
+        _config=SimpleNamespace(train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=1),
+        optimizer_name=lambda: None,
+        seq_data_parallel_group="dp",
+        has_moe_layers=has_moe_layers,
+        zero_optimization_stage=lambda: stage,
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "stages"),
+    [
+        (engine_at(1, nn.Linear(20, 30)), {0, 1, 2, 3}),
+        (engine_at(0, PipelineOfOne()), {0, 1}),
+        (engine_at(1, nn.Linear(20, 30), has_moe_layers=True), {0, 1, 2}),
+        (engine_at(3, nn.Linear(20, 30), has_moe_layers=True), {0, 1, 2, 3}),
+    ],
+)
+def test_layouts_are_estimated_for_the_stages_that_the_engine_supports(
+    monkeypatch: pytest.MonkeyPatch, engine: SimpleNamespace, stages: set[int]
+) -> None:
+    monkeypatch.setattr(dist, "get_world_size", {"dp": 2}.__getitem__)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+
+    planned = estimated_layouts(engine)
+
+    assert {layout.stage for layout in planned} == stages

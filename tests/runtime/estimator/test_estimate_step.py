@@ -6,6 +6,7 @@ Covers `config_reader.py` and `estimate_remarks.py`.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -150,7 +151,7 @@ def gathers(
     model = chain(10, 10, 10) if model is None else model
     visits, own = module_visits(model)
     numels = [parameter.numel for parameter in model.parameters]
-    coordinator = Zero3Coordinator(visits, own, numels, [], options)
+    coordinator = Zero3Coordinator(visits, own, numels, [2] * len(numels), [], options)
     for _ in range(micro_batches):
         last = coordinator.micro_batch()
         coordinator.end_step(range(len(numels)))
@@ -173,7 +174,7 @@ def test_repeated_passes_are_counted_as_if_each_were_simulated(changes, count):
     visits, own = module_visits(chain(10, 10, 10))
     options = DsOptions(stage=3, **changes)
     one_by_one, at_once = (
-        Zero3Coordinator(visits, own, [10, 10, 10], [1], options) for _ in range(2)
+        Zero3Coordinator(visits, own, [10, 10, 10], [2, 2, 2], [1], options) for _ in range(2)
     )
     for _ in range(4):
         expected = Counter(g for _ in range(count) for g in one_by_one.micro_batch())
@@ -183,7 +184,7 @@ def test_repeated_passes_are_counted_as_if_each_were_simulated(changes, count):
         at_once.end_step([0, 1, 2])
 
         assert actual == expected
-    assert at_once.peak_numel == one_by_one.peak_numel
+    assert at_once.peak_bytes == one_by_one.peak_bytes
 
 
 def test_the_first_micro_batch_gathers_layer_by_layer_both_ways():
@@ -239,7 +240,7 @@ def test_a_weight_that_the_next_layer_shares_is_kept_for_it():
 def test_a_parameter_that_stays_gathered_is_gathered_by_no_pass_after_the_first_step():
     visits, own = module_visits(chain(10, 10, 10))
     options = DsOptions(stage=3, prefetch_bucket_size=0, max_reuse_distance=0)
-    coordinator = Zero3Coordinator(visits, own, [10, 10, 10], [1], options)
+    coordinator = Zero3Coordinator(visits, own, [10, 10, 10], [2, 2, 2], [1], options)
 
     for _ in range(4):
         passes = [coordinator.micro_batch() for _ in range(2)]
@@ -249,17 +250,17 @@ def test_a_parameter_that_stays_gathered_is_gathered_by_no_pass_after_the_first_
     assert gathered == [[(0,), (2,), (2,), (0,)]] * 2
 
 
-@pytest.mark.parametrize(("distance", "peak"), [(0, 10), (21, 20), (41, 30)])
-def test_the_most_elements_gathered_at_once_are_those_of_the_layers_that_are_kept(distance, peak):
+@pytest.mark.parametrize(("distance", "peak"), [(0, 40), (21, 60), (41, 80)])
+def test_the_most_bytes_gathered_at_once_are_those_of_the_layers_that_are_kept(distance, peak):
     visits, own = module_visits(chain(10, 10, 10))
     options = DsOptions(stage=3, prefetch_bucket_size=0, max_reuse_distance=distance)
-    coordinator = Zero3Coordinator(visits, own, [10, 10, 10], [], options)
+    coordinator = Zero3Coordinator(visits, own, [10, 10, 10], [2, 2, 4], [], options)
 
     for _ in range(4):
         coordinator.micro_batch()
         coordinator.end_step(range(3))
 
-    assert coordinator.peak_numel == peak
+    assert coordinator.peak_bytes == peak
 
 
 def test_adam_in_16_bits_holds_16_bytes_per_parameter_at_stage_0():
@@ -356,6 +357,17 @@ def test_the_order_of_modules_is_an_assumption_only_where_it_matters():
     assert any("order" in assumption for assumption in many_buckets.assumptions)
 
 
+@pytest.mark.parametrize(("own", "bucket", "is_named"), [((), 1, 0), ((0,), 1, 1), ((0,), 9999, 0)])
+def test_modules_that_own_parameters_besides_submodules_are_an_assumption(own, bucket, is_named):
+    model = chain(*[1600] * 3)
+    model = replace(model, root=replace(model.root, parameters=own), order_known=True)
+    config = {**BF16, "zero_optimization": {"stage": 2, "reduce_bucket_size": bucket}}
+
+    assumptions = estimate_step(model, config, Topology(world_size=8)).assumptions
+
+    assert sum("its own parameters" in assumption for assumption in assumptions) == is_named
+
+
 @pytest.mark.parametrize(
     ("sizes", "steps"),
     [
@@ -434,3 +446,29 @@ def test_a_typical_transformer_has_exactly_the_size_asked_for(size):
 
     assert model.num_parameters == size
     assert all(parameter.numel > 0 for parameter in model.parameters)
+
+
+@pytest.mark.parametrize(("sequential", "calls"), [(False, set()), (True, {6})])
+def test_a_single_rank_gathers_several_persistent_parameters_only_in_sequence(sequential, calls):
+    zero = {"stage": 3, "stage3_allgather_sequential": sequential}
+
+    collectives = estimate(zero, ranks=1).collectives
+
+    assert {each.calls for each in collectives if each.op == "all_gather"} == calls
+
+
+PIPELINE = replace(chain(*[1600] * 6), is_pipeline=True)
+
+
+def test_a_pipeline_in_bf16_without_zero_partitions_its_optimizer():
+    found = estimate_step(PIPELINE, BF16, Topology(world_size=8))
+
+    assert found.memory.device_bytes["optimizer"] == 12 * 9600 // 8
+    assert {each.op for each in found.collectives} == {"all_reduce", "all_gather"}
+    assert "A pipeline in bf16 runs DeepSpeed's BF16_Optimizer" in found.remarks[0]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_pipeline_has_neither_stage_2_nor_3(stage):
+    with pytest.raises(DsConfigError, match=f"does not support ZeRO-{stage} with pipeline"):
+        estimate_step(PIPELINE, BF16, Topology(world_size=8), stage=stage)

@@ -87,6 +87,30 @@ def test_the_optimizer_of_bf16_keeps_all_gradients_in_fp32_too(
     )
 
 
+@pytest.mark.parametrize(("sent", "transient"), [("bf16", 1000 * (2 + 4)), ("fp32", 1000 * 6)])
+def test_an_immediate_update_drops_each_gradient_once_it_is_summed(
+    sent: str, transient: int
+) -> None:
+    found = gradients(
+        1, accumulation_dtype="fp32", communication_dtype=sent, immediate_grad_update=True
+    )
+
+    assert found == GradientMemory(
+        kept=1200 * 4, buffers=0, transient=transient, in_step=1200 * 4, in_forward=1200 * 4
+    )
+
+
+def test_a_pipeline_in_bf16_sums_in_bf16_and_steps_with_a_part_in_fp32() -> None:
+    assert gradients(0, is_pipeline=True) == GradientMemory(
+        kept=1200 * (2 + 2),
+        buffers=0,
+        transient=0,
+        in_step=1200 * (2 + 2) + 300 * 4,
+        in_forward=1200 * 2,
+        accumulated_in_forward=1200 * 2,
+    )
+
+
 def test_stage_1_collects_all_gradients_before_it_reduces_one_bucket() -> None:
     assert gradients(1) == GradientMemory(
         kept=2400,  # the fourth rank owns of both layers

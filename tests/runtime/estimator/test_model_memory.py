@@ -52,10 +52,10 @@ def memory_of(
 def memory_estimate(**given: int) -> MemoryEstimate:
     """Return an estimate with these bytes; all others are 0."""
     categories = ("parameters", "gathered", "gradients", "optimizer", "comm_buffers")
-    rest = ("step_bytes", "forward_bytes", "resting_bytes", "host_bytes", "nvme_bytes")
+    rest = ("step", "forward", "bucket", "resting", "host", "nvme")
     return MemoryEstimate(
         device_bytes={name: given.pop(name, 0) for name in categories},
-        **{**dict.fromkeys(rest, 0), **given},
+        **{**{f"{name}_bytes": 0 for name in rest}, **given},
     )
 
 
@@ -117,6 +117,43 @@ def test_a_prefetch_of_several_parameters_needs_an_additional_buffer():
 
     assert together == 2 * 2 * 2000
     assert alone.device_bytes["gathered"] == 2 * 2000
+
+
+def mixed(frozen_dtype: str, trained_dtype: str = "fp32") -> ModelShape:
+    """Return a trained layer of 1000 elements, and a frozen one of 4000."""
+    parameters = (
+        ParameterShape(name="0", shape=(1000,), dtype=trained_dtype),
+        ParameterShape(name="1", shape=(4000,), dtype=frozen_dtype, requires_grad=False),
+    )
+    layers = tuple(ModuleShape(name=str(n), parameters=(n,)) for n in range(2))
+    return ModelShape(parameters=parameters, root=ModuleShape(name="", children=layers))
+
+
+@pytest.mark.parametrize(
+    ("frozen", "trained", "in_bf16", "parameters", "gradients"),
+    [
+        ("bf16", "fp32", False, 4 * 1000 + 2 * 4000, 4 * 1000),
+        ("fp32", "bf16", False, 2 * 1000 + 4 * 4000, 2 * 1000),
+        ("fp32", "fp32", True, 2 * 1000 + 2 * 4000, 2 * 1000),
+        ("uint8", "fp32", True, 2 * 1000 + 4000, 2 * 1000),
+    ],
+)
+def test_frozen_parameters_have_their_own_width(frozen, trained, in_bf16, parameters, gradients):
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": in_bf16}}
+
+    memories = [
+        estimate_step(mixed(frozen, trained), config, Topology(world_size=2), stage=stage).memory
+        for stage in (0, 3)
+    ]
+
+    assert [memory.device_bytes["parameters"] for memory in memories] == [
+        parameters,
+        parameters // 2,
+    ]
+    assert memories[0].device_bytes["gradients"] == gradients
+    assert memories[1].resting_bytes - memories[1].forward_bytes == (
+        memories[1].device_bytes["optimizer"] + parameters // 2 + parameters  # all persistent
+    )
 
 
 HPZ = {"stage": 3, "stage3_param_persistence_threshold": 10, "stage3_prefetch_bucket_size": 0}
@@ -249,17 +286,32 @@ def test_a_ratio_moves_whole_sub_groups_of_stage_3(stage, sub_group_size, on_dev
 def test_the_peak_is_at_an_end_of_backward_or_in_the_step():
     memory = memory_estimate(parameters=10, gradients=5, step_bytes=7, optimizer=100)
 
-    peaks = [peak_of(memory, activation_bytes=size) for size in (0, 20)]
+    activations = Activations(tokens=1, sample_bytes=20)
+
+    peaks = [peak_of(memory, activations=activations, samples=samples) for samples in (0, 1)]
 
     assert [(peak.device_bytes, peak.moment) for peak in peaks] == [(117, "step"), (130, "forward")]
 
 
+@pytest.mark.parametrize(
+    ("loss_bytes", "peak"), [(5, (22, "backward")), (7, (20, "forward")), (-1, (28, "backward"))]
+)
+def test_buckets_are_allocated_at_the_first_gradient_when_the_loss_is_freed(loss_bytes, peak):
+    memory = memory_estimate(comm_buffers=7, bucket_bytes=7)
+    activations = Activations(tokens=1, sample_bytes=20, loss_sample_bytes=loss_bytes)
+
+    found = peak_of(memory, activations=activations, samples=1)
+
+    assert (found.device_bytes, found.moment) == peak
+
+
 def test_gradients_of_earlier_micro_batches_stay_while_activations_grow():
     memory = memory_estimate(gradients=5, accumulated_forward_bytes=5)
+    activations = Activations(tokens=1, sample_bytes=20)
 
-    peaks = [peak_of(memory, micro_batches=n, activation_bytes=20).device_bytes for n in (1, 2)]
+    peaks = [peak_of(memory, micro_batches=n, activations=activations, samples=1) for n in (1, 2)]
 
-    assert peaks == [20, 25]
+    assert [peak.device_bytes for peak in peaks] == [20, 25]
 
 
 @pytest.mark.parametrize(("limit", "samples"), [(9, 0), (10, 0), (17, 1), (18, 2), (1000, 142)])
@@ -286,9 +338,9 @@ def test_recomputed_layers_keep_one_input_each():
 
     taken = typical_activations(model, DsOptions(stage=0, model_dtype="bf16"), 2048)
 
-    recomputed = taken.recomputed()
+    recomputed = taken.recomputed
     assert recomputed is not None and recomputed.tokens == 2048
-    assert recomputed.sample_bytes == taken.recomputed_sample_bytes < taken.sample_bytes / 2
+    assert recomputed.sample_bytes < taken.sample_bytes / 2
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -300,10 +352,25 @@ def test_a_traced_pass_needs_the_memory_of_a_real_pass(recompute):
     assert traced.bytes_of(3) == pytest.approx(real_peak(model, 3, 16), rel=0.01)
 
 
-def real_peak(model: Decoder, samples: int, tokens: int) -> int:
+def test_a_traced_pass_has_the_peak_of_a_real_pass_from_the_first_gradient_on():
+    model, live_bytes = Decoder(101, 32, 2), LiveBytes()
+    model.head.weight.register_post_accumulate_grad_hook(
+        lambda _: setattr(live_bytes, "peak", live_bytes.live)
+    )
+
+    traced = trace_activations(model, None, samples=3, tokens=16)
+
+    later = real_peak(model, 3, 16, live_bytes)
+    assert traced.bytes_of(3) - traced.loss_bytes_of(3) == pytest.approx(later, rel=0.01)
+    assert traced.loss_bytes_of(3) > 0
+
+
+def real_peak(
+    model: Decoder, samples: int, tokens: int, live_bytes: LiveBytes | None = None
+) -> int:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda it: setattr(it, "grad", None))
-    live_bytes = LiveBytes()
+    live_bytes = live_bytes or LiveBytes()
     with live_bytes:
         ids = torch.zeros(samples, tokens, dtype=torch.long)
         logits = model(ids)

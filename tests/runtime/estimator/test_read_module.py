@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from deepspeed.moe.layer import MoE
+from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from zerowatch.runtime.estimator.read_module import forward_order, read_model_shape
@@ -39,6 +40,14 @@ class OwnMoE(MoE):
         nn.Module.__init__(self)
 
 
+class OwnPipeline(PipelineModule):
+    """Has the class of DeepSpeed's module, without its groups of ranks."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.layer = nn.Linear(2, 3)
+
+
 def loop(times: int) -> Loop:
     with torch.device("meta"):
         return Loop(times)
@@ -66,3 +75,34 @@ def test_mixtures_of_experts_of_deepspeed_are_named() -> None:
     shape = read_model_shape(nn.Sequential(OwnMoE(), nn.Linear(2, 3)))
 
     assert shape.unmodeled == ("mixtures of experts are not modeled",)
+
+
+def test_a_pipeline_of_deepspeed_is_recognized() -> None:
+    modules = (OwnPipeline(), nn.Linear(2, 3))
+
+    assert [read_model_shape(module).is_pipeline for module in modules] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "width", "width_in_bf16"),
+    [
+        (torch.float64, "fp64", 8, 2),
+        (torch.bfloat16, "bf16", 2, 2),
+        (torch.float8_e4m3fn, "fp8", 1, 2),
+        (torch.uint8, "uint8", 1, 1),
+        (torch.int8, "int8", 1, 1),
+        (torch.int32, "int32", 4, 4),
+    ],
+)
+def test_the_engine_casts_parameters_of_floats_and_keeps_integers(
+    dtype: torch.dtype, name: str, width: int, width_in_bf16: int
+) -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(3, dtype=dtype, device="cpu"), requires_grad=False)
+
+    (parameter,) = read_model_shape(module).parameters
+
+    assert parameter.dtype == name
+    assert parameter.width_in_training(None) == width
+    assert parameter.width_in_training("bf16") == width_in_bf16
+    assert module.bfloat16().weight.element_size() == width_in_bf16

@@ -151,6 +151,7 @@ def test_planning_from_a_size_loads_neither_torch_nor_deepspeed(ds_json):
         (("--world", 8, "--params", "7B", "--tp", 3), "--tp 3 x --pp 1"),
         (("--world", 8, "--params", "lots"), "--params lots is not a size"),
         (("--world", 8, "--params", "-7B"), "--params -7B is too small"),
+        (("--world", 8, "--params", "1e300"), "--params 1e300 is too large"),
         (("--world", 8, "--params", "nan"), "--params nan is not a size"),
         (("--world", 8, "--model", "no_colon"), "names no callable"),
         (("--world", 8, "--model", "no.such.module:build"), "cannot be imported"),

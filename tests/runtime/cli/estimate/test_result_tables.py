@@ -43,6 +43,7 @@ MEMORY = MemoryEstimate(
     },
     step_bytes=5 * GIB // 2,
     forward_bytes=GIB // 2,
+    bucket_bytes=0,
     resting_bytes=16 * GIB,
     host_bytes=0,
     nvme_bytes=0,
@@ -152,9 +153,8 @@ def test_the_title_has_the_kinds_of_parallelism(topology: dict[str, object], ran
 
 
 def test_activations_have_a_column_and_the_micro_batch_that_fits_is_named() -> None:
-    activations = Activations(
-        tokens=2048, sample_bytes=2 * GIB, fixed_bytes=GIB, recomputed_sample_bytes=GIB // 4
-    )
+    recomputed = Activations(tokens=2048, sample_bytes=GIB // 4, fixed_bytes=GIB)
+    activations = replace(recomputed, sample_bytes=2 * GIB, recomputed=recomputed)
     batch = RankBatch(samples=3, activations=activations, limit_bytes=40 * GIB)
 
     text = printed([SECOND], heading(batch))
@@ -175,7 +175,8 @@ def test_activations_have_a_column_and_the_micro_batch_that_fits_is_named() -> N
 
 @pytest.mark.parametrize(("recomputed", "is_named"), [(None, False), (2 * GIB, False), (GIB, True)])
 def test_recomputation_is_named_if_it_needs_less(recomputed: int | None, is_named: bool) -> None:
-    activations = Activations(tokens=8, sample_bytes=2 * GIB, recomputed_sample_bytes=recomputed)
+    smaller = None if recomputed is None else Activations(tokens=8, sample_bytes=recomputed)
+    activations = Activations(tokens=8, sample_bytes=2 * GIB, recomputed=smaller)
 
     batch = RankBatch(samples=1, activations=activations, limit_bytes=40 * GIB)
     text = printed([SECOND], heading(batch))

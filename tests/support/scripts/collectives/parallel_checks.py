@@ -25,7 +25,9 @@ from deepspeed.utils import groups
 
 import zerowatch
 from zerowatch.metrics.catalog import communication, overhead
+from zerowatch.runtime.estimator.engine_estimate import estimate_of_engine, estimated_layouts
 from zerowatch.runtime.instrumentation.pipeline_hooks import INSTRUCTION_MAP
+from zerowatch.runtime.memory.engine_memory import bytes_by_category
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -124,7 +126,7 @@ def to_words(embedding: torch.nn.Embedding, x: torch.Tensor) -> torch.Tensor:
     return x @ embedding.weight.T
 
 
-def make_pipeline(stages: int = 2, micro_batches: int = MICRO_BATCHES):
+def make_pipeline(stages: int = 2, micro_batches: int = MICRO_BATCHES, **config: object):
     torch.manual_seed(0)
     layers = [
         TiedLayerSpec("words", torch.nn.Embedding, WORDS, WIDTH),
@@ -136,7 +138,7 @@ def make_pipeline(stages: int = 2, micro_batches: int = MICRO_BATCHES):
         layers, num_stages=stages, loss_fn=token_loss, partition_method="uniform"
     )
     parameters = [one for one in model.parameters() if one.requires_grad]
-    return start_engine(model, parameters, gradient_accumulation_steps=micro_batches)
+    return start_engine(model, parameters, gradient_accumulation_steps=micro_batches, **config)
 
 
 def token_batches(seed: int = 1):
@@ -216,6 +218,23 @@ def one_stage_on_two_ranks() -> dict:
     engine = make_pipeline(stages=1)
     batches = token_batches(dist.get_rank())
     seen = watched(engine, lambda: [float(engine.train_batch(batches)) for _ in range(2)])
+    forget(engine)
+    return seen
+
+
+def estimated_pipeline() -> dict:
+    """Estimate a pipeline in bf16 without ZeRO, whose optimizer DeepSpeed partitions."""
+    engine = make_pipeline(stages=1, bf16={"enabled": True})
+    engine.train_batch(token_batches())
+    memory = estimate_of_engine(engine).memory
+    held = bytes_by_category(engine)["cpu"]
+    seen = {
+        "stages": sorted({layout.stage for layout in estimated_layouts(engine)}),
+        "estimated": memory.device_bytes["optimizer"],
+        "held": held["optimizer"],
+        "resting": memory.resting_bytes,
+        "held_in_all": sum(held.values()),
+    }
     forget(engine)
     return seen
 
@@ -325,6 +344,7 @@ CHECKS = (
     pipeline_whose_first_stage_is_slow,
     pipeline_there_and_back,
     one_stage_on_two_ranks,
+    estimated_pipeline,
     experts_apart,
     experts_on_every_rank,
     sequence_by_state,

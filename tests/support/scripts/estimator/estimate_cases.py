@@ -50,20 +50,45 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
+class Adapted(nn.Module):
+    """Trains the ends; the frozen layers in between have another data type."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.words, self.first = nn.Embedding(1001, 192), nn.Linear(192, 512)
+        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(8))
+        for layer in self.layers:
+            weight = layer.weight.detach().to(dtype)
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+        self.head = nn.Linear(512, 1001)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.words(tokens))
+        for layer in self.layers:
+            x = x + x * layer.weight.to(x.dtype).mean()  # backward does not need the converted one
+        return self.head(x)
+
+
 # Large enough for buckets and padding to matter; two ranks divide the vocabulary unevenly.
 SMALL = partial(Decoder, 3001, 192, 4)
 LARGE = partial(Decoder, 8003, 384, 6)
-MODELS = {"small": SMALL, "large": LARGE}
+MODELS = {
+    "small": SMALL,
+    "large": LARGE,
+    "frozen in bf16": partial(Adapted, torch.bfloat16),
+    "frozen in 8 bits": partial(Adapted, torch.uint8),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One configuration; `batch` is (samples, tokens) of a micro-batch.
 
-    The default has so few tokens that activations are negligible.
+    The default has so few tokens that activations are negligible. `model` replaces that of the job.
     """
 
     zero: Mapping[str, Any]
+    model: str = ""
     dtype: str = "fp32"
     accumulation: int = 1
     batch: tuple[int, int] = (1, 4)
@@ -126,6 +151,16 @@ CASES: Mapping[str, Case] = {
 }
 # Features that the bench does not measure.
 FURTHER: Mapping[str, Case] = {
+    "1, bf16 over fp32, immediate_grad_update": Case(
+        zero={"stage": 1, **BUCKET},
+        dtype="bf16",
+        accumulation=2,
+        config={**FP32_GRADIENTS, "bf16": {"enabled": True, "immediate_grad_update": True}},
+    ),
+    "2, fp32, frozen in bf16": Case(zero={"stage": 2, **BUCKET}, model="frozen in bf16"),
+    "2, bf16, frozen in 8 bits": Case(
+        zero={"stage": 2, **BUCKET}, dtype="bf16", model="frozen in 8 bits"
+    ),
     "3, bf16, hpZ": Case(zero={"stage": 3, "zero_hpz_partition_size": 2, **TIGHT}, dtype="bf16"),
     "3, fp32, hpZ, released at once": Case(
         zero={
@@ -145,6 +180,12 @@ WITH_ACTIVATIONS: Mapping[str, Case] = {
         zero={"stage": 1, **BUCKET}, dtype="bf16", accumulation=2, batch=(4, 256)
     ),
     "2, bf16, 4 x 256 tokens": Case(zero={"stage": 2, **BUCKET}, dtype="bf16", batch=(4, 256)),
+    # The buckets are allocated while most activations exist.
+    "2, bf16, overlap_comm, 1 x 256 tokens": Case(
+        zero={"stage": 2, "overlap_comm": True, "reduce_bucket_size": 3_000_000},
+        dtype="bf16",
+        batch=(1, 256),
+    ),
     "3, bf16, 4 x 256 tokens": Case(zero={"stage": 3, **TIGHT}, dtype="bf16", batch=(4, 256)),
 }
 

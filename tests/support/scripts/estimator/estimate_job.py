@@ -38,9 +38,10 @@ def measure(case: Case, model: str) -> dict[str, int]:
     torch.manual_seed(0)
     live = LiveBytes()
     with live:
-        module = MODELS[model]()
+        module = MODELS[case.model or model]()
         # Fused, like DeepSpeed's own: torch's other implementation makes copies in its step.
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
         engine = deepspeed.initialize(model=module, optimizer=optimizer, config=case.ds_config)[0]
         for _ in range((STAGE_3_STEPS if case.zero["stage"] == 3 else STEPS) - 1):
             step(engine, case, module.words.num_embeddings)

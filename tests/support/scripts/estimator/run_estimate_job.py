@@ -80,13 +80,16 @@ def compare(names: Sequence[str], model: str, folder: Path) -> Iterator[Compared
 def _estimated(case: Case, model: str) -> tuple[int, int]:
     """Return the bytes at the peak and between steps; on CPU device and host bytes add up."""
     with torch.device("meta"):
-        module = MODELS[model]()
+        module = MODELS[case.model or model]()
     topology = Topology(world_size=RANKS, backend="gloo")
     memory = estimate_step(read_model_shape(module), case.ds_config, topology).memory
     samples, tokens = case.batch
-    activations = trace_activations(module, case.dtype, samples=samples, tokens=tokens)
-    activation_bytes = activations.bytes_of(samples) if case.batch[0] > 1 else 0
-    peak = peak_of(memory, micro_batches=case.accumulation, activation_bytes=activation_bytes)
+    activations = None
+    if case.batch != Case.batch:
+        activations = trace_activations(module, case.dtype, samples=samples, tokens=tokens)
+    peak = peak_of(
+        memory, micro_batches=case.accumulation, activations=activations, samples=samples
+    )
     held = memory.resting_bytes + memory.host_bytes
     held += (case.accumulation > 1) * memory.accumulated_host_bytes
     return peak.device_bytes + peak.host_bytes, held
@@ -120,4 +123,6 @@ def _by_formula(module: Decoder, dtype: str, tokens: int) -> int:
     shape = ModelShape(parameters=(words, *layers), root=ModuleShape(name=""))
     model_dtype = None if dtype == "fp32" else dtype
     formula = typical_activations(shape, DsOptions(stage=0, model_dtype=model_dtype), tokens)
-    return (formula.recomputed_sample_bytes or 0) if module.recompute else formula.sample_bytes
+    if module.recompute and formula.recomputed:
+        return formula.recomputed.sample_bytes
+    return formula.sample_bytes
