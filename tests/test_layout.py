@@ -21,6 +21,12 @@ CONSOLE = ("runtime/cli/main.py", "runtime/cli/run_command.py", "runtime/cli/dem
 TENSOR_MAKERS = re.compile(
     r"torch\.(empty|empty_strided|zeros|ones|full|eye|tensor|asarray|arange|linspace|rand\w*)"
 )
+# These draw from the script's generators, or seed them.
+GLOBAL_DRAWS = re.compile(
+    r"random\.(?!Random|SystemRandom|getstate)\w+"
+    r"|(np|numpy)\.random\.(?!default_rng|Generator|SeedSequence|get_state)\w+"
+    r"|torch\.(rand\w*|normal|bernoulli|multinomial|poisson|manual_seed|seed)"
+)
 HOME_OF = {  # by library the file, or the folder, that may import it
     "prometheus_client": "metrics/exporters/prometheus.py",
     "opentelemetry": "metrics/exporters/",
@@ -145,6 +151,28 @@ def test_a_new_tensor_names_its_device() -> None:
     ]
 
     assert unnamed == []
+
+
+def test_no_random_number_is_drawn_from_the_generators_of_the_script() -> None:
+    """A draw at a time of its own would give the ranks of a seeded script different data."""
+    draws = [
+        place
+        for place, node in nodes()
+        if any(GLOBAL_DRAWS.fullmatch(name) for name in used_names(node))
+        and not place.startswith(("runtime/cli/demo/", "runtime/trainer/window/rng.py"))
+    ]
+
+    assert draws == []
+
+
+def used_names(node: ast.AST) -> list[str]:
+    """Name what a call without a generator calls, and what an import statement imports."""
+    if isinstance(node, ast.Call):
+        has_generator = "generator" in {keyword.arg for keyword in node.keywords}
+        return [] if has_generator else [ast.unparse(node.func)]
+    if isinstance(node, ast.ImportFrom) and node.level == 0:
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
 
 
 def without_examples(text: str) -> str:

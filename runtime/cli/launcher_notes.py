@@ -35,6 +35,8 @@ T = TypeVar("T")
 
 # The launcher waits for a run folder for this time; a busy disk takes less.
 NOTES_SECONDS = 10.0
+# A monitoring process (`process.separate`) completes the log of a killed rank within this time.
+MONITORING_SECONDS = 3.0
 # A rank exits within this time after it has noted its error.
 ERROR_SECONDS = 60.0
 
@@ -195,7 +197,7 @@ def _write_exit_notes(
         how = how_exited(failures[first].exitcode)
         return (f"rank {first} {FIRST_TO_FAIL}, {how}: it {text}" if text else None), error
     folder, process = left[first, pids[first]]
-    recover(folder)  # the last second of steps
+    recover(folder, wait_seconds=MONITORING_SECONDS)  # the last second of steps
     return exit_headline(folder, process, notes[first]), error
 
 

@@ -308,7 +308,7 @@ def own_client(store: Store) -> Store:
     """
     # With MPI, there is none. Before torch 2.8, a client may have to wait for the store itself, and
     # if that failed on one rank, this rank and the others would not have the same keys.
-    if not isinstance(_without_prefixes(store), c10d.TCPStore) or not hasattr(store, "clone"):
+    if not isinstance(without_prefixes(store), c10d.TCPStore) or not hasattr(store, "clone"):
         return store  # torch keeps it
     clients: list[Store] = []
 
@@ -334,7 +334,7 @@ def reconnectable(store: Any) -> Any:
     Raises:
         RuntimeError: The store does not respond.
     """
-    innermost = _without_prefixes(store)
+    innermost = without_prefixes(store)
     if hasattr(store, "clone") or not isinstance(innermost, c10d.TCPStore):
         return store
     name = store.compare_set("zerowatch/part", "", secrets.token_hex(8)).decode()
@@ -383,7 +383,8 @@ class _PartOfStore(PrefixStore):
         return _PartOfStore(self._prefix, client)
 
 
-def _without_prefixes(store: Any) -> Any:
+def without_prefixes(store: Any) -> Any:
+    """Return the store that holds the keys of a store with prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

@@ -46,6 +46,10 @@ MIN_PATIENCE_SECONDS = 4.0
 # Time without progress after which a rank reads whether another rank announces a hang. The hang
 # limits of ranks differ, so the other rank may find the hang earlier.
 IDLE_SECONDS_BEFORE_HEARTBEATS = 5.0
+# Minimum time between two exchanges over a FileStore, which only grows, and between two heartbeats
+# there while training makes progress. 8 ranks then write 18 MiB a day to its file, else 110 MiB.
+GROWING_STORE_EXCHANGE_SECONDS = 20.0
+GROWING_STORE_HEARTBEAT_SECONDS = 10.0
 # Heartbeats that were read longer ago are unknown: the store does not respond.
 MAX_READ_AGE_SECONDS = 15.0
 # Time in the store after which the store counts as lost: a call of it may wait for ever.
@@ -116,6 +120,7 @@ class ComparisonThread:
         self._recorder = recorder
         self._interval_seconds = interval_seconds
         self._patience_seconds = max(PATIENCE_EXCHANGES * interval_seconds, MIN_PATIENCE_SECONDS)
+        self._heartbeat_seconds = 0.0  # minimum time between two heartbeats; 0 for each poll
         self._stuck_seconds = stuck_seconds
         self._now = now
         self._accounting = RankCommCosts(groups, recorder, now)
@@ -141,7 +146,7 @@ class ComparisonThread:
         self._channel: StoreChannel | None = None
         self._own_step_times: StepTimes | None = None
         self._is_store_lost = self._hangs = self._stopping = False
-        self._next_exchange = 0.0
+        self._next_exchange = self._next_heartbeat = 0.0
         self._read_at = now()
         self._last_step = 0
         self._wake = threading.Event()
@@ -299,7 +304,14 @@ class ComparisonThread:
         with self._store_may_fail(connection):
             connection.open()
             if connection.is_open:
+                if connection.only_grows:
+                    self._write_less()
                 self._channel = self._channel or self._new_channel(connection)
+
+    def _write_less(self) -> None:
+        self._interval_seconds = max(self._interval_seconds, GROWING_STORE_EXCHANGE_SECONDS)
+        self._patience_seconds = PATIENCE_EXCHANGES * self._interval_seconds
+        self._heartbeat_seconds = GROWING_STORE_HEARTBEAT_SECONDS
 
     def _new_channel(self, connection: StoreConnection) -> StoreChannel:
         return StoreChannel(
@@ -391,18 +403,21 @@ class ComparisonThread:
                 self._exchange_heartbeats(channel, rank_sets)
 
     def _exchange_heartbeats(self, channel: StoreChannel, rank_sets: Sequence[RankSet]) -> None:
-        channel.post_heartbeat(
-            self._accounting.issued(),
-            self.expected_pause(),
-            self._last_step,
-            num_unseen(self._groups) if self.counts_unseen else {},
-        )
+        idle_seconds = self._phase_timer.idle_seconds()
+        is_idle = idle_seconds > min(self._stuck_seconds, IDLE_SECONDS_BEFORE_HEARTBEATS)
+        if is_idle or self._now() >= self._next_heartbeat:
+            self._next_heartbeat = self._now() + self._heartbeat_seconds
+            channel.post_heartbeat(
+                self._accounting.issued(),
+                self.expected_pause(),
+                self._last_step,
+                num_unseen(self._groups) if self.counts_unseen else {},
+            )
         silence_seconds = channel.longest_silence_seconds()
         self._recorder.set(communication.PEER_HEARTBEAT_AGE, silence_seconds)
         if self._hangs:
             channel.announce_hang()
-        idle_seconds = self._phase_timer.idle_seconds()
-        if idle_seconds > min(self._stuck_seconds, IDLE_SECONDS_BEFORE_HEARTBEATS):
+        if is_idle:
             channel.poll_heartbeats(rank_sets, is_stuck=idle_seconds > self._stuck_seconds)
         else:
             channel.clear_heartbeats()

@@ -56,6 +56,8 @@ SLOTS = 1024
 MIN_FREE_BYTES = 16 * 2**20
 # After this time the ring of a killed process is deleted even if its log cannot be written.
 MAX_AGE_SECONDS = 24 * 3600.0
+# Time between two looks whether the process that has claimed a ring has completed the log.
+CLAIM_POLL_SECONDS = 0.05
 # How much of the end of a segment is searched for the last step that was logged.
 SEARCHED_BYTES = 16 * 2**20
 
@@ -122,6 +124,11 @@ class StepRing:
                 os.close(descriptor)
             return None
 
+    @property
+    def descriptor(self) -> int | None:
+        """The descriptor of the file, for the process that makes a `RingClaim`. None if closed."""
+        return self._descriptor
+
     def set_log(
         self, log: Path, identity: Mapping[str, str | int], *, every_step: bool = True
     ) -> None:
@@ -172,7 +179,34 @@ class StepRing:
         os.close(descriptor)
 
 
-def recover(logs: Path, folder: Path | None = None) -> int:
+class RingClaim:
+    """Reserves the ring of another process, whose steps this process also receives and logs.
+
+    Until `release`, or until this process ends, `recover` leaves the ring alone: it would append
+    steps that this process has received but not logged yet.
+
+    Args:
+        inherited: The descriptor of the ring, from its process. It is closed.
+    """
+
+    def __init__(self, inherited: int) -> None:
+        self._descriptor: int | None = None
+        # A lock by `flock` belongs to the open file, which the ring's process and its forks share
+        # with the inherited descriptor. It is independent of that process's `lockf`.
+        with contextlib.suppress(OSError):  # without /proc, the ring gets no name either
+            path = f"/proc/self/fd/{inherited}"
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(inherited)
+
+    def release(self) -> None:
+        """Let `recover` append the steps of the ring. Safe to call twice."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def recover(logs: Path, folder: Path | None = None, *, wait_seconds: float = 0.0) -> int:
     """Append the steps of killed processes of this user to their logs, and delete their rings.
 
     The lines have neither collectives nor memory, which are in no ring. Errors are logged. The time
@@ -180,12 +214,14 @@ def recover(logs: Path, folder: Path | None = None) -> int:
     is tried again next time, for MAX_AGE_SECONDS. Steps of a run whose folder was deleted are not
     appended to the log of a later run with the same id. Steps of a rank that has gone on since, as
     after a restart on another host, are left out: readers take the last line of a log for its last
-    step. While another thread of this process recovers steps, the call does nothing.
+    step. While another thread of this process recovers steps, the call does nothing. A ring that
+    another process has claimed is left to it.
 
     Args:
         logs: Only logs in this folder or below it are written. The file system of another log may
             not respond.
         folder: The folder of the rings; by default SHARED_MEMORY.
+        wait_seconds: Longest wait for processes that have claimed a ring, and complete its log.
 
     Returns:
         The number of steps that were appended.
@@ -196,12 +232,12 @@ def recover(logs: Path, folder: Path | None = None) -> int:
     """
     if not _recovering.acquire(blocking=False):
         return 0
-    total = 0
+    total, deadline = 0, time.monotonic() + wait_seconds
     try:
         logs = logs.resolve()
         for path in sorted((folder or SHARED_MEMORY).glob(f"{_NAME}{os.getuid()}-*")):
             if path not in _own:
-                total += _recover_file(path, logs)
+                total += _recover_file(path, logs, deadline)
     except OSError:  # there is no such folder, or it cannot be read
         pass
     finally:
@@ -209,10 +245,10 @@ def recover(logs: Path, folder: Path | None = None) -> int:
     return total
 
 
-def _recover_file(path: Path, logs: Path) -> int:
+def _recover_file(path: Path, logs: Path, deadline: float) -> int:
     """Append the steps of one ring, unless its process lives. Return the number of steps."""
     try:
-        with _locked(path) as descriptor:
+        with _locked(path, deadline) as descriptor:
             if descriptor is None:
                 return 0
             header = _read_header(os.pread(descriptor, _HEADER_BYTES, 0))
@@ -239,8 +275,11 @@ def _recover_file(path: Path, logs: Path) -> int:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[int | None]:
-    """Open and lock a ring. Yield None if it is no ring of this user, is in use, or was deleted."""
+def _locked(path: Path, deadline: float) -> Iterator[int | None]:
+    """Open and lock a ring. Yield None if it is no ring of this user, is in use, or was deleted.
+
+    It is in use, too, if another process has claimed it and does not release it until `deadline`.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
@@ -252,9 +291,24 @@ def _locked(path: Path) -> Iterator[int | None]:
         except OSError:  # its process lives, or another process recovers it
             yield None
             return
+        if not _is_unclaimed(descriptor, deadline):
+            yield None
+            return
         yield descriptor if os.fstat(descriptor).st_nlink else None
     finally:
         os.close(descriptor)
+
+
+def _is_unclaimed(descriptor: int, deadline: float) -> bool:
+    """Wait until a ring is not claimed. Return whether it is not at the deadline."""
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(CLAIM_POLL_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)

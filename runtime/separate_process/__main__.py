@@ -1,4 +1,4 @@
-"""Starts the monitoring process of one rank: `python -m zerowatch.runtime.separate_process FD`.
+"""Starts the monitoring process of one rank: `python -m zerowatch.runtime.separate_process FD...`.
 
 It reads what the rank sends before anything else. To import torch takes seconds, in which a rank
 with short steps sends more than a socket holds. If the rank were killed then, these steps would be
@@ -18,8 +18,13 @@ from .connection import Connection
 NICENESS = 5
 
 
-def main(descriptor: int) -> None:
-    """Monitor the rank at the other end of the socket until it ends."""
+def main(descriptor: int, ring: int | None = None) -> None:
+    """Monitor the rank at the other end of the socket until it ends.
+
+    Args:
+        descriptor: The socket.
+        ring: The ring of steps of the rank.
+    """
     # The training process decides when it ends; its last steps must still be written.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -28,8 +33,8 @@ def main(descriptor: int) -> None:
     connection.read_ahead()
     from .serving import serve
 
-    serve(connection)
+    serve(connection, ring)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

@@ -45,6 +45,7 @@ from ..monitor.overhead_metrics import CollectiveCosts
 from ..monitor.run_folder import RunFolder
 from ..monitor.run_info import engine_info, warn_of_comms_logger
 from ..monitor.step_analysis import Listener, StepAnalysis
+from ..monitor.step_ring import StepRing
 from ..monitor.subscriptions import Subscriptions, for_each
 from ..monitor.watch import EngineRef, Watch
 from ..monitor.watch_sinks import WatchSinks
@@ -81,7 +82,7 @@ def why_not_separate(engine: Any, settings: Settings) -> str | None:
     return None
 
 
-class _HangDetection(ForwardedComparison):
+class HangDetection(ForwardedComparison):
     """Detects hangs in the training process, whose stacks only it can read."""
 
     def __init__(self, context: WatchContext, process: MonitoringProcess) -> None:
@@ -93,15 +94,15 @@ class _HangDetection(ForwardedComparison):
             phase_timer=context.phase_timer,
             recorder=context.recorder,
             fail_open=fail_open,
+            is_ready=lambda: process.knows_peers,  # else a report would lack them
         )
         self.analyze_error = CollectiveErrorAnalyzer(
             context.identity.rank, context.recorder, thread
         ).analyze
 
-    def check(self) -> None:
-        """Check once for a hang. Must be called each second."""
-        if self._process.knows_peers:  # a report would lack the run folder and the other ranks
-            self.monitor.check()
+    def start(self) -> None:
+        """Start the thread that looks for hangs while the watch thread does not."""
+        self.monitor.start()
 
     def close_hooks(self) -> None:
         """Look for hangs no more."""
@@ -121,7 +122,7 @@ class _Parts:
     changes: EngineChanges
     memory: MemoryMonitor
     memory_analysis: ForwardedMemory
-    hangs: _HangDetection
+    hangs: HangDetection
     sampler: DeviceSampler
     collectives: CollectiveCosts
     instrumentation: EngineInstrumentation
@@ -198,11 +199,16 @@ def build_separate_watch(
     calls, phase_timer, engine_ref = collectives.call_recorder, PhaseTimer(), EngineRef(engine)
     with ExitStack() as undo:
         changes = EngineChanges(engine_ref)
-        process = MonitoringProcess(identity.rank, fail_open, changes.estimate)
+        is_logged = settings.run_log.enabled
+        ring = StepRing.create() if is_logged else None
+        if ring is not None:
+            undo.callback(ring.close)
+        process = MonitoringProcess(
+            identity.rank, fail_open, changes.estimate, None if ring is None else ring.descriptor
+        )
         undo.callback(process.close)
         recorder = ForwardedRecorder(process)
-        folder = ForwardedRunFolder(process, rank=identity.rank, is_logged=settings.run_log.enabled)
-        undo.callback(folder.close_ring, is_complete=True)
+        folder = ForwardedRunFolder(process, rank=identity.rank, is_logged=is_logged, ring=ring)
         device_phases = time_device_phases(device, calls, phase_timer, fail_open)
         context = WatchContext(
             engine=engine_ref,
@@ -226,7 +232,7 @@ def build_separate_watch(
         memory = MemoryMonitor(context, engine, probes, ForwardedMemory)
         undo.callback(memory.close)
         memory_analysis = cast(ForwardedMemory, memory.analysis)
-        hangs = _HangDetection(context, process)
+        hangs = HangDetection(context, process)
         advisor = Advisor(context, lambda span: None, RemoteIntervals(process))
         subscriptions = ForwardedSubscriptions(fail_open, process)
         undo.callback(subscriptions.close)
@@ -338,11 +344,12 @@ def build_separate_watch(
         )
         thread.start(
             {
-                "hang": hangs.check,
+                "hang": hangs.monitor.check,
                 "memory": memory.publish,
                 "advisor": advisor.poll,
             }
         )
+        hangs.start()
         undo.pop_all()
     return watch
 

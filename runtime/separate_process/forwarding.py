@@ -71,6 +71,7 @@ class MonitoringProcess:
         rank: This rank.
         fail_open: Guards the thread that receives.
         estimate: Returns an estimate of a step of the engine, given its micro-batches.
+        ring: The descriptor of the ring of steps, which the process claims.
 
     Attributes:
         run: Where the run is logged; None until the run has an id.
@@ -81,7 +82,13 @@ class MonitoringProcess:
         on_forecasts: Called with new forecasts of memory, on the same thread.
     """
 
-    def __init__(self, rank: int, fail_open: FailOpen, estimate: Callable[[int], object]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        fail_open: FailOpen,
+        estimate: Callable[[int], object],
+        ring: int | None = None,
+    ) -> None:
         self._rank = rank
         self.run: OpenedRun | None = None
         self.peers, self.peers_at = Peers(), 0.0
@@ -102,11 +109,12 @@ class MonitoringProcess:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         # No device, and no threads for computations: it only analyses numbers.
         variables = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        descriptors = [theirs.fileno(), *([] if ring is None else [ring])]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", str(__package__), str(theirs.fileno())],
+                [sys.executable, "-P", "-m", str(__package__), *map(str, descriptors)],
                 env=os.environ | variables,
-                pass_fds=[theirs.fileno()],
+                pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C ends the training, whose last steps it writes
             )
@@ -483,12 +491,19 @@ class ForwardedRunFolder:
     """The run folder as the training process knows it. The monitoring process writes it.
 
     The ring of steps remains here, in case both processes are killed.
+
+    Args:
+        process: The monitoring process.
+        rank: This rank.
+        is_logged: Whether a run log is written.
+        ring: The ring, of which the process has the descriptor.
     """
 
-    def __init__(self, process: MonitoringProcess, *, rank: int, is_logged: bool) -> None:
+    def __init__(
+        self, process: MonitoringProcess, *, rank: int, is_logged: bool, ring: StepRing | None
+    ) -> None:
         self._process = process
-        self.rank, self.is_logged = rank, is_logged
-        self.ring = StepRing.create() if is_logged else None
+        self.rank, self.is_logged, self.ring = rank, is_logged, ring
         process.on_run = self._on_run
 
     @property

@@ -53,7 +53,7 @@ from ..monitor.run_info import RunInfoPublisher, publish_thresholds
 from ..monitor.step_analysis import StepAnalysis
 from ..monitor.step_log import keeps_every_step
 from ..monitor.step_metrics import StepMetrics
-from ..monitor.step_ring import recover
+from ..monitor.step_ring import RingClaim, recover
 from ..monitor.subscriptions import for_each
 from ..tuner.policy.metrics_delta import metrics_between
 from .connection import Connection
@@ -204,10 +204,11 @@ class Monitor:
     Args:
         setup: What is constant in the run.
         connection: To the training process.
+        ring: The claim of the ring of the training process, for as long as it has steps to log.
     """
 
-    def __init__(self, setup: Setup, connection: Connection) -> None:
-        self._setup, self._connection = setup, connection
+    def __init__(self, setup: Setup, connection: Connection, ring: RingClaim | None = None) -> None:
+        self._setup, self._connection, self._ring = setup, connection, ring
         self._first_cpu_seconds = time.process_time()  # of imports, which no thread repeats
         settings, process = setup.settings, setup.process
         self._fail_open = fail_open = FailOpen()
@@ -573,7 +574,7 @@ class Monitor:
             self._gpus.close,
             self._publish_overhead,
         )
-        self._close_parts(self._metrics_log.close, self._folder.close)
+        self._close_parts(self._metrics_log.close, self._folder.close, self._release_ring)
         self._connection.send(("ended", self._recorder.snapshot()))
 
     def _complete_after_kill(self) -> None:
@@ -585,19 +586,30 @@ class Monitor:
             self._gpus.close,
             self._metrics_log.close,
             self._folder.close,
+            self._release_ring,
         )
         path = self._folder.path
         if path is not None:
             self._close_parts(lambda: recover(path))
+
+    def _release_ring(self) -> None:
+        if self._ring is not None:
+            self._ring.release()
 
     def _close_parts(self, *parts: Callable[[], object]) -> None:
         for close in parts:
             self._fail_open.call("close", close)
 
 
-def serve(connection: Connection) -> None:
-    """Monitor the rank at the other end of the connection until it ends."""
+def serve(connection: Connection, ring: int | None) -> None:
+    """Monitor the rank at the other end of the connection until it ends.
+
+    Args:
+        connection: To the training process.
+        ring: The descriptor of the ring of the training process, if it has one.
+    """
     show_own_lines()
+    claim = None if ring is None else RingClaim(ring)
     first = next(connection.receive(), None)
     if first is not None:
-        Monitor(first[1], connection).run()
+        Monitor(first[1], connection, claim).run()

@@ -6,9 +6,9 @@ the time for which the reader has seen the same count.
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from random import Random
 from typing import Any
 
 import orjson
@@ -17,8 +17,8 @@ from .coordinator import BLOCK_SIZE
 from .rank_messages import Heartbeat
 from .store_log import StoreConnection
 
-# Maximum number of ranks whose heartbeats are read.
-MAX_PEERS = 1024
+# Maximum number of heartbeats that a rank reads one by one, because no digest contains them.
+MAX_SINGLE_READS = 1024
 # A rank that hangs repeats its announcement at each poll. If an announcement is older than this,
 # the hang has ended.
 ANNOUNCEMENT_SECONDS = 15.0
@@ -41,13 +41,15 @@ class HeartbeatTable:
         rank: This rank.
         host: This rank's host.
         stuck_seconds: Time without progress after which the rank reads heartbeats.
+        delays: Draws the times of the reads. By default, the ranks draw different times, and the
+            script's generators are not used.
 
     Attributes:
         heartbeats: The heartbeats by rank, as of the last read.
         others_hang: Whether another rank had announced a hang at the last poll.
 
     Raises:
-        RuntimeError: The store does not respond. Every method except `clear` may raise this error.
+        RuntimeError: The store does not respond; raised by every method.
     """
 
     heartbeats: dict[int, Heartbeat]
@@ -57,11 +59,20 @@ class HeartbeatTable:
     _announcement: bytes | None
     _announced_at: float | None
 
-    def __init__(self, store: StoreConnection, rank: int, host: str, stuck_seconds: float) -> None:
+    def __init__(
+        self,
+        store: StoreConnection,
+        rank: int,
+        host: str,
+        stuck_seconds: float,
+        delays: Random | None = None,
+    ) -> None:
         self._store = store
         self._rank = rank
         self._host = host
+        self._delays = delays or Random()
         self._is_first_of_block = rank % BLOCK_SIZE == 0
+        self._has_digest = False  # of its block, in the store
         self._count = 0  # number of heartbeats, digests and announcements written
         self._interval_seconds = min(READ_INTERVAL_SECONDS, stuck_seconds / READS_PER_STUCK_TIME)
         self.clear()
@@ -92,7 +103,7 @@ class HeartbeatTable:
         """Read whether a hang is announced. Every few seconds, also read heartbeats.
 
         Args:
-            ranks: The ranks that share a rank set with this rank.
+            ranks: The ranks that share a rank set with this rank, the most important first.
             is_stuck: Whether there was no progress for `stuck_seconds`. If not, heartbeats are read
                 only while another rank announces a hang.
         """
@@ -101,21 +112,27 @@ class HeartbeatTable:
             now = self._store.now()
             if self._read_at is None:  # not all at once, and those first on which others depend
                 is_urgent = self._is_first_of_block or others_hang
-                delay = 0.0 if is_urgent else random.uniform(0.5, 1.0)
+                delay = 0.0 if is_urgent else self._delays.uniform(0.5, 1.0)
                 self._read_at = now + delay * self._interval_seconds
             if now >= self._read_at:
-                self._read_at = now + random.uniform(1.0, 1.5) * self._interval_seconds
-                fields_by_rank = self._read(sorted(ranks)[:MAX_PEERS])
+                self._read_at = now + self._delays.uniform(1.0, 1.5) * self._interval_seconds
+                fields_by_rank = self._read(list(ranks))
                 self.heartbeats = {
                     rank: self._heartbeat(rank, fields) for rank, fields in fields_by_rank.items()
                 }
         self.others_hang = others_hang  # last: its readers need the heartbeats
 
     def clear(self) -> None:
-        """Discard the heartbeats read so far, because training makes progress again."""
+        """Discard the heartbeats read so far, because training makes progress again.
+
+        This rank's digest is deleted. At the next stall, it would look new to its readers.
+        """
         self.heartbeats, self.others_hang = {}, False
         self._read_at, self._seen = None, {}
         self._announcement = self._announced_at = None
+        if self._has_digest:
+            self._store.delete_key(f"beats/{_block(self._rank)}")
+            self._has_digest = False
 
     def _next_count(self) -> int:
         self._count += 1
@@ -143,11 +160,15 @@ class HeartbeatTable:
             for rank, fields in own.items():
                 fields["age"] = self._age(f"beat/{rank}", fields["count"])
             digest = orjson.dumps([self._next_count(), list(own.items())])
+            self._has_digest = True  # also if the store fails now, because it may be written
             self._store.set(f"beats/{_block(self._rank)}", zlib.compress(digest, 1))
             fields_by_rank |= own
-        fields_by_rank |= self._read_each([rank for rank in ranks if rank not in fields_by_rank])
+        missing = [rank for rank in ranks if rank not in fields_by_rank]
+        fields_by_rank |= self._read_each(missing[:MAX_SINGLE_READS])
         return {
-            rank: fields_by_rank[rank] for rank in ranks if fields_by_rank.get(rank) is not None
+            rank: fields_by_rank[rank]
+            for rank in sorted(ranks)
+            if fields_by_rank.get(rank) is not None
         }
 
     def _read_each(self, ranks: Sequence[int]) -> dict[int, Any]:
@@ -158,7 +179,8 @@ class HeartbeatTable:
         """Return the fields that the first ranks of the other blocks have gathered.
 
         If a rank of such a block has no heartbeat, its value is None. A digest that does not change
-        is ignored, because its writer may be the stuck rank.
+        is ignored, because its writer may be the stuck rank. The same holds if there is none. Only
+        at the first read, it may not be written yet: then nothing is known of its block.
         """
         fields_by_rank: dict[int, Any] = {}
         blocks = {_block(rank) for rank in ranks}
@@ -168,7 +190,10 @@ class HeartbeatTable:
         values = self._values(list(keys.values()))
         for block, key in keys.items():
             count, digest = orjson.loads(zlib.decompress(values[key])) if key in values else (0, [])
-            if (self._age(key, count) or 0.0) < MAX_DIGEST_AGE_READS * self._interval_seconds:
+            age_seconds = self._age(key, count)
+            if key not in values and age_seconds is not None:
+                continue
+            if (age_seconds or 0.0) < MAX_DIGEST_AGE_READS * self._interval_seconds:
                 fields_by_rank |= dict.fromkeys(rank for rank in ranks if _block(rank) == block)
                 fields_by_rank |= dict(digest)
         return fields_by_rank

@@ -48,8 +48,7 @@ class StoreChannel:
         recorder: Counts ranks that are left out, and messages that cannot be decoded.
 
     Raises:
-        RuntimeError: The store does not respond. Every method except `clear_heartbeats` may raise
-            this error.
+        RuntimeError: The store does not respond; raised by every method.
     """
 
     def __init__(
@@ -146,7 +145,8 @@ class StoreChannel:
             rank_sets: This rank's rank sets.
             is_stuck: Whether there was no progress for `stuck_seconds`.
         """
-        ranks = {rank for rank_set in rank_sets for rank in rank_set.members}
+        smallest_first = sorted(rank_sets, key=lambda rank_set: rank_set.size)
+        ranks = dict.fromkeys(rank for rank_set in smallest_first for rank in rank_set.members)
         self._heartbeats.poll(ranks, is_stuck=is_stuck)
 
     def clear_heartbeats(self) -> None:

@@ -10,15 +10,16 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
+from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
 from ....metrics.backoff import Backoff
-from ...common.rank_store import StoreClientFactory
+from ...common.rank_store import StoreClientFactory, without_prefixes
 
 # Delay before the first retry after a failure. The delay doubles with each failure.
 FIRST_RETRY_SECONDS = 30.0
 MAX_RETRY_SECONDS = 300.0
-# Number of entries of a log that are kept. Older entries are deleted, so the store does not grow.
+# Number of entries of a log that are kept. Older entries are deleted, so a TCPStore does not grow.
 MAX_ENTRIES = 16
 
 
@@ -51,6 +52,11 @@ class StoreConnection:
     def is_open(self) -> bool:
         """Whether the connection has a client that has not failed."""
         return self._client is not None
+
+    @property
+    def only_grows(self) -> bool:
+        """Whether each write makes the open store larger, though keys are replaced or deleted."""
+        return isinstance(without_prefixes(self._client), c10d.FileStore)
 
     def open(self) -> None:
         """Connect, unless a client is open.

@@ -63,6 +63,8 @@ class HangMonitor:
         now_ns: The clock that `phase_timer` uses.
         exit_process: Ends the process at once with an exit code.
         on_hang: Called once per hang with a sentence about it. It must not raise.
+        is_ready: Returns whether the run folder and the other ranks may be known. Until then,
+            checks do nothing.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class HangMonitor:
         now_ns: Callable[[], int] = perf_counter_ns,
         exit_process: Callable[[int], object] = os._exit,
         on_hang: Callable[[str], object] = lambda _: None,
+        is_ready: Callable[[], bool] = lambda: True,
     ) -> None:
         self._context = context
         self._settings = settings
@@ -83,7 +86,7 @@ class HangMonitor:
         self._recorder = recorder
         self._now_ns = now_ns
         self._exit_process = exit_process
-        self._on_hang_found = on_hang
+        self._on_hang_found, self._is_ready = on_hang, is_ready
         self._training_thread = threading.get_ident()
         self._detector = HangDetector(settings.timeout_seconds)
         self._limit_seconds = settings.timeout_seconds  # at the last check; read by other threads
@@ -136,7 +139,8 @@ class HangMonitor:
         if self._is_checking:
             with self._lock:
                 self._num_checks += 1
-                self._check()
+                if self._is_ready():
+                    self._check()
 
     def _check(self) -> None:
         now_ns, activity_ns = self._now_ns(), self._activity_ns()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,7 +17,7 @@ from fakes.comparison_threads import INTERVAL_SECONDS, STUCK_SECONDS, ComparedRa
 from fakes.rank_sets import FakeGroup
 from fakes.scraper import eventually
 from fakes.steps import step
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from zerowatch.metrics.catalog import communication
 from zerowatch.metrics.recorder import Recorder
@@ -802,3 +804,23 @@ def test_a_change_within_ten_minutes_of_the_last_line_is_logged_later_by_the_fir
     assert num_lines == expected
     if rank == 3:
         assert caplog.messages == [SLOW.message(), "rank 5 is no longer slow in forward"]
+
+
+@pytest.mark.parametrize(
+    ("only_grows", "num_heartbeats", "num_reports"), [(True, 6 + 60, 6), (False, 60 + 60, 24)]
+)
+def test_less_is_written_to_a_store_that_only_grows(
+    tmp_path: Path, only_grows: bool, num_heartbeats: int, num_reports: int
+) -> None:
+    store: Store = FileStore(str(tmp_path / "file"), 1) if only_grows else HashStore()
+    clock = FakeClock()
+    rank = ComparedRank(0, clock, lambda: PrefixStore("job", store), FakeGroup((0, 1))).connect()
+
+    for second in range(120):
+        rank.phase_timer.seconds = max(0.0, second - 54.0)  # more than 5 s idle in the second half
+        rank.poll()
+        clock.seconds += 1
+
+    written = PrefixStore("job", store)
+    assert json.loads(written.get("beat/0"))["count"] == num_heartbeats
+    assert int(written.get("report/0/latest")) + 1 == num_reports

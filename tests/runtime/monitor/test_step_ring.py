@@ -35,6 +35,7 @@ from zerowatch.runtime.monitor.step_log import StepLog
 from zerowatch.runtime.monitor.step_ring import (
     MAX_AGE_SECONDS,
     SLOTS,
+    RingClaim,
     StepRing,
     recover,
 )
@@ -533,3 +534,27 @@ def train_and_kill(folder: Path, *, delay_seconds: float) -> list[int]:
         os.kill(ranks.pids[0], signal.SIGKILL)
         ranks.join()
     return [int(line) for line in notes.read_text().split()]
+
+
+def claim(ring: Path) -> RingClaim:
+    return RingClaim(os.open(ring, os.O_RDWR))
+
+
+def test_a_ring_that_a_process_has_claimed_is_left_to_it(folder: Path, runs: Path) -> None:
+    claimed = claim(leave_ring(folder, runs, [raw_step(1)]))
+    while_claimed = recover(runs, folder)
+    claimed.release()
+    claimed.release()
+
+    assert while_claimed == 0
+    assert recover(runs, folder) == 1
+    assert numbers(runs) == [1]
+
+
+def test_a_claimed_ring_can_be_waited_for(
+    folder: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimed = claim(leave_ring(folder, runs, [raw_step(1)]))
+    set_clock(monkeypatch, step_ring, sleep=lambda seconds: claimed.release())
+
+    assert recover(runs, folder, wait_seconds=TIMEOUT_SECONDS) == 1

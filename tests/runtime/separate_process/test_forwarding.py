@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import pickle
 import re
+import threading
 from pathlib import Path
 from time import monotonic
 from types import SimpleNamespace
@@ -13,22 +15,27 @@ from typing import Any
 import pytest
 import torch
 from fakes.nvml_library import HEALTHY, NvmlLibrary
+from fakes.scraper import eventually
 from torch import nn, optim
 
-from zerowatch.metrics.catalog import memory, training
+from zerowatch.metrics.catalog import communication, memory, training
 from zerowatch.metrics.catalog.labels import PHASES
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import load_settings
 from zerowatch.runtime.collectives.call_batch import CallBatch
 from zerowatch.runtime.collectives.groups import CollectiveCall, Group, Groups, RankSet
 from zerowatch.runtime.common import process_info
 from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.common.phase_timer import PhaseTimer
 from zerowatch.runtime.common.torch_engine import TorchEngine
+from zerowatch.runtime.cross_rank.hang import hang_monitor
 from zerowatch.runtime.devices.cpu import CpuDevice
 from zerowatch.runtime.devices.nvml_probe import nvml_device
 from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
 from zerowatch.runtime.monitor import step_ring, watch
+from zerowatch.runtime.monitor.step_ring import StepRing
 from zerowatch.runtime.separate_process import build
-from zerowatch.runtime.separate_process.build import why_not_separate
+from zerowatch.runtime.separate_process.build import HangDetection, why_not_separate
 from zerowatch.runtime.separate_process.forwarding import (
     MAX_PEERS_AGE_SECONDS,
     EngineChanges,
@@ -223,6 +230,56 @@ def test_other_ranks_are_unknown_if_the_process_has_said_nothing_for_long_or_has
     assert comparison.divergence == "rank 1"
 
 
+class StartingProcess(Sender):
+    """A monitoring process that does not know the other ranks yet. Counts who asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peers, self.peers_at = Peers(), 0.0
+        self.is_ready, self.num_asked = False, 0
+
+    @property
+    def knows_peers(self) -> bool:
+        self.num_asked += 1
+        return self.is_ready
+
+
+def test_a_hang_is_found_though_the_watch_thread_is_blocked_once_other_ranks_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang_monitor, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(hang_monitor, "CHECK_SECONDS", 0.001)
+    process: Any = StartingProcess()
+    context: Any = SimpleNamespace(
+        identity=SimpleNamespace(rank=1),
+        settings=load_settings({}),
+        phase_timer=PhaseTimer(),
+        recorder=Recorder(),
+        fail_open=FailOpen(),
+        call_recorder=SimpleNamespace(groups=Groups()),
+        folder=lambda: tmp_path,
+        engine=lambda: None,
+    )
+    detection = HangDetection(context, process)
+    for number in (1, 2, 3):
+        detection.monitor.add_step(number, 0.1)
+    seconds = itertools.count(context.phase_timer.since_ns, 10**9)
+    detection.monitor._now_ns = lambda: next(seconds)
+
+    def num_hangs() -> float | None:
+        return context.recorder.snapshot().value(communication.HANGS)
+
+    detection.start()
+    is_asked = eventually(lambda: process.num_asked > 100)
+    num_before = num_hangs()
+    process.is_ready = True
+    is_found = eventually(lambda: num_hangs() == 1)
+    detection.stop()
+
+    assert (is_asked, num_before, is_found) == (True, 0, True)
+    assert not any(thread.name == "zerowatch-hang-checks" for thread in threading.enumerate())
+
+
 def test_the_risk_is_that_of_the_last_forecast() -> None:
     forwarder, _, _ = forwarder_to(Sender())
     risks = [{}, {"cpu": 0.1, "cuda:0": 0.9}]
@@ -247,7 +304,7 @@ def test_the_ring_remains_unless_the_process_has_written_all_steps(
     monkeypatch.setattr(step_ring, "SHARED_MEMORY", tmp_path)
     process: Any = Process()
     process.has_ended = has_ended
-    folder = ForwardedRunFolder(process, rank=1, is_logged=True)
+    folder = ForwardedRunFolder(process, rank=1, is_logged=True, ring=StepRing.create())
     before = folder.path
     process.run = OpenedRun(
         run_id="r", folder=str(tmp_path / "r"), log=str(tmp_path / "r" / "rank-1.jsonl")

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from chosen_cases import chosen, tiers
 from fakes.scraper import eventually
@@ -79,6 +80,33 @@ def test_the_log_of_a_killed_rank_is_completed_at_once(tmp_path: Path) -> None:
     assert eventually(is_complete, TIMEOUT_SECONDS)
     killed = logged_steps(logs[1])
     assert killed == list(range(1, len(killed) + 1))
+
+
+def test_steps_that_a_late_monitoring_process_has_received_are_left_to_it(tmp_path: Path) -> None:
+    script = SCRIPTS / "monitor" / "train_until_killed.py"
+    log = tmp_path / "runs" / "late" / "rank-0.jsonl"
+    variables = {"ZEROWATCH_RUN_ID": "late", **SEPARATE}
+    with running_ranks(1, "-m", "zerowatch", script, cwd=tmp_path, variables=variables) as ranks:
+        trains = eventually(
+            lambda: (log.exists() and len(logged_steps(log)) >= 20) or ranks.codes() != [None],
+            TIMEOUT_SECONDS,
+        )
+        assert trains, "the job has logged no 20 steps"
+        assert ranks.codes() == [None], ranks.output()
+        (monitoring,) = psutil.Process(ranks.pids[0]).children()
+
+        monitoring.suspend()
+        try:
+            os.kill(ranks.pids[0], signal.SIGKILL)
+            ranks.join()
+            appended = recover(tmp_path / "runs", Path("/dev/shm"))
+        finally:
+            monitoring.resume()
+
+    monitoring.wait(TIMEOUT_SECONDS)
+    assert appended == 0
+    steps = logged_steps(log)
+    assert steps == sorted(set(steps))
 
 
 def test_training_goes_on_if_its_monitoring_process_is_killed_and_the_ring_keeps_its_steps(

@@ -14,6 +14,7 @@ from zerowatch.runtime.cross_rank.exchange.coordinator import BLOCK_SIZE
 from zerowatch.runtime.cross_rank.exchange.heartbeats import (
     ANNOUNCEMENT_SECONDS,
     MAX_DIGEST_AGE_READS,
+    MAX_SINGLE_READS,
     READ_INTERVAL_SECONDS,
     HeartbeatTable,
 )
@@ -42,26 +43,42 @@ class Job:
     """Some ranks, of which some send heartbeats and some poll."""
 
     def __init__(self, num_ranks: int, seed: int) -> None:
-        random.seed(seed)
+        self.random = random.Random(seed)
         self.clock = FakeClock()
         self.store = CountingStore()
         self.ranks = range(num_ranks)
         self.tables = [self.new_table(rank) for rank in self.ranks]
         self.silent: set[int] = set()
+        self.issued, self.pause = 7, "eval"
 
     def new_table(self, rank: int) -> HeartbeatTable:
         store = connected(self.store, self.clock)
-        return HeartbeatTable(store, rank, f"host-{rank}", STUCK_SECONDS)
+        return HeartbeatTable(store, rank, f"host-{rank}", STUCK_SECONDS, self.random)
 
     def run(self, seconds: float, *polling: int) -> None:
         for _ in range(round(seconds / POLL_SECONDS)):
-            for table in self.tables:
-                if table._rank not in self.silent:
-                    table.post({"g": 7 + table._rank}, "eval" if table._rank == 1 else None)
+            self.post()
             for rank in polling or self.ranks:
                 if rank not in self.silent:
                     self.tables[rank].poll(self.ranks, is_stuck=True)
             self.clock.seconds += POLL_SECONDS
+
+    def train(self, seconds: float) -> None:
+        for _ in range(round(seconds / POLL_SECONDS)):
+            self.post()
+            for table in self.tables:
+                table.clear()
+            self.clock.seconds += POLL_SECONDS
+
+    def post(self) -> None:
+        for rank, table in enumerate(self.tables):
+            if rank not in self.silent:
+                table.post({"g": self.issued + rank}, self.pause if rank == 1 else None)
+
+    def behind(self, seen_by: int) -> list[int]:
+        """Return the ranks whose last call is older than that of the others."""
+        heartbeats = self.tables[seen_by].heartbeats
+        return [rank for rank, beat in heartbeats.items() if beat.issued["g"] < self.issued + rank]
 
     def age(self, of: int, *, seen_by: int = 0) -> float | None:
         return self.tables[seen_by].heartbeats[of].age_seconds
@@ -220,3 +237,75 @@ def test_a_rank_that_makes_progress_reads_heartbeats_only_while_another_hangs(se
         known.append(sorted(job.tables[1].heartbeats))
 
     assert known == [[], [], [0, 1]]
+
+
+def test_no_read_draws_from_the_generator_of_the_script() -> None:
+    store = connected(HashStore(), FakeClock())
+    before = random.getstate()
+
+    for rank in (0, 1):
+        HeartbeatTable(store, rank, "host", STUCK_SECONDS).poll((0, 1), is_stuck=True)
+
+    assert random.getstate() == before
+
+
+@pytest.mark.parametrize("stalled_before", [False, True])
+def test_a_silent_first_of_a_block_looks_like_no_rank_of_an_earlier_stall(
+    seed: int, stalled_before: bool
+) -> None:
+    job = Job(2 * BLOCK_SIZE, seed)
+    if stalled_before:
+        job.run(40)
+    job.issued += 1000
+    job.train(3)
+    job.clock.seconds += 3600
+    job.train(3)
+
+    job.silent = {BLOCK_SIZE}
+    job.issued += 1
+    job.run(3 * READ_INTERVAL_SECONDS)
+
+    assert job.tables[3].heartbeats.keys() == set(job.ranks)
+    assert job.behind(seen_by=3) == [BLOCK_SIZE]
+
+
+def test_an_old_digest_is_deleted_once_the_store_responds(seed: int) -> None:
+    job = Job(2 * BLOCK_SIZE, seed)
+    job.run(12)
+    failing = job.tables[BLOCK_SIZE]._store
+    failing.close()
+    with pytest.raises(RuntimeError, match="no connection"):
+        job.tables[BLOCK_SIZE].clear()
+    was_there = job.store.check(["beats/1"])
+    failing.open()
+    job.tables[BLOCK_SIZE].clear()
+
+    assert was_there
+    assert not job.store.check(["beats/1"])
+
+
+def test_ranks_beyond_the_thousandth_are_known_to_all(seed: int) -> None:
+    job = Job(1100, seed)
+    job.post()
+    job.issued += 1
+    job.silent = {1090}
+
+    job.run(20, *range(0, 1100, BLOCK_SIZE), 3, 1095)
+
+    for reader in (3, 1095):
+        assert job.tables[reader].heartbeats.keys() == set(job.ranks)
+        assert job.behind(seen_by=reader) == [1090]
+
+
+def test_without_digests_the_first_of_the_given_ranks_are_read(seed: int) -> None:
+    job = Job(1100, seed)
+    job.post()
+    others = [rank for rank in job.ranks if rank < 1088]
+
+    for _ in range(3):  # no first of a block reads
+        job.tables[1095].poll([*range(1088, 1096), *others], is_stuck=True)
+        job.clock.seconds += 2 * READ_INTERVAL_SECONDS
+
+    known = job.tables[1095].heartbeats
+    assert len(known) == MAX_SINGLE_READS
+    assert known.keys() >= set(range(1088, 1096))

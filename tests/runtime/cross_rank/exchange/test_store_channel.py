@@ -19,6 +19,7 @@ from zerowatch.runtime.cross_rank.exchange.coordinator import (
     Coordinator,
     rank_blocks,
 )
+from zerowatch.runtime.cross_rank.exchange.heartbeats import MAX_SINGLE_READS
 from zerowatch.runtime.cross_rank.exchange.rank_messages import (
     UNKNOWN,
     CallReport,
@@ -418,3 +419,17 @@ def test_an_empty_result_is_sent_when_there_was_none_for_more_than_an_exchange(
     ranks.channels[0].poll([ranks.rank_set], None)
 
     assert ranks.store.check([key]) is is_sent
+
+
+def test_of_too_many_heartbeats_those_of_small_rank_sets_are_read(seed: int) -> None:
+    ranks = Ranks(seed, num_ranks=1100)
+    for channel in ranks.channels:
+        channel.post_heartbeat({}, None)
+    small, reader = RankSet((1090, 1095)), ranks.channels[1095]
+
+    for _ in range(3):  # no first rank of a block gathers heartbeats
+        reader.poll_heartbeats([ranks.rank_set, small], is_stuck=True)
+        ranks.clock.seconds += 20
+
+    assert len(reader.peers) == MAX_SINGLE_READS
+    assert reader.peers.keys() >= set(small.members)
