@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .comparison_text import (
     DIFFERENCE_HEADS,
@@ -24,7 +23,7 @@ from .page_parts import Html, chart_places, document, paragraph, section, table
 from .run_charts import Bins, Chart, Floats, chart_of, divided, per_point
 from .run_comparison import Group, Measure, RunComparison
 from .run_reader import Column, RankSteps, RecordedRun
-from .run_summary import exposed_seconds, num_ranks_at, shared_work, training_seconds
+from .run_summary import exposed_seconds, shared_work, training_seconds
 
 # The charts of each section.
 _CHARTS: Mapping[Group, tuple[str, ...]] = {
@@ -223,22 +222,13 @@ def _throughput(
         if all(any(steps.total(name) for steps in run.ranks.values()) for run in (a, b))
     ]
     name = (both or names)[0]
-
-    def places(steps: RankSteps) -> NDArray[np.int64]:
-        return np.flatnonzero(bins.sums(steps, steps.column(name))[1])
-
-    at = np.arange(len(bins.steps))
-    rates = {
-        letter: _share(run, bins, lambda steps: steps.column(name)) * num_ranks_at(run, places, at)
-        for letter, run in (("A", a), ("B", b))
-    }
     return chart_of(
         "throughput",
         f"{name.capitalize()} per second",
         "per_second",
         f"All ranks together.{per_point(bins)}",
         bins.steps,
-        rates,
+        {"A": bins.rate(a, name), "B": bins.rate(b, name)},
     )
 
 

@@ -141,7 +141,7 @@ def _hardware(source: RunSource) -> dict[str, object]:
     run = source.run
     facts: dict[str, object] = {
         "ranks": run.world_size,
-        "hosts": len({steps.host for steps in run.ranks.values()}),
+        "hosts": len(source.summary.facts.hosts),
     }
     if accelerator := source.summary.facts.info.get("accelerator"):
         facts["accelerator"] = accelerator

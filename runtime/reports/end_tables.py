@@ -155,7 +155,7 @@ def _ranks(summary: RunSummary) -> Iterator[RenderableType]:
         ), 1.0 if row.exposed_ratio is None else row.exposed_ratio
 
     slowest = sorted(summary.ranks, key=slowest_first)[:MAX_RANKS]
-    has_hosts = len(summary.facts.hosts) > 1
+    has_hosts = len({row.host for row in summary.ranks}) > 1
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     heads = ("host", "steps", "step time", "waited", "data", "memory", "behind the median rank")
     for head in ("rank", *heads[0 if has_hosts else 1 :]):

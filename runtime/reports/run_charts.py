@@ -139,9 +139,32 @@ class Bins:
         return np.where(np.isneginf(highest), np.nan, highest)
 
     def mean(self, run: RecordedRun, values: Callable[[RankSteps], Column]) -> Floats:
-        """Return the mean over all ranks and the steps of each bin."""
+        """Return the mean over the ranks and the steps of each bin.
+
+        In large jobs most ranks record every tenth step, which is more often one with an evaluation
+        or a checkpoint than the steps between. So ranks with half as many values as the rank with
+        the most, or fewer, are left out of a bin.
+        """
         pairs = [self.sums(steps, values(steps)) for steps in run.ranks.values()]
-        return divided(sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs))
+        totals, counts = (np.stack(each) for each in zip(*pairs, strict=True))
+        is_used = 2 * counts > counts.max(axis=0)
+        return divided((totals * is_used).sum(axis=0), (counts * is_used).sum(axis=0))
+
+    def rate(self, run: RecordedRun, name: str) -> Floats:
+        """Return samples or tokens per second of all ranks, in each bin.
+
+        Ranks without a record in a bin, and those without a log, are counted like the others.
+        """
+        pairs = self.ratios(run, lambda steps: steps.column(name))
+        rates = np.stack([divided(part, whole) for part, whole in pairs])
+        mean = divided(np.nansum(rates, axis=0), np.isfinite(rates).sum(axis=0).astype(float))
+        world_size = self.mean(run, lambda steps: steps.column("world_size"))
+        # In a pipeline, only the ranks of some stages have tokens.
+        with_work = [rank for rank, steps in run.ranks.items() if steps.total(name) is not None]
+        num_with_work, num_logs = (
+            np.searchsorted(ranks, world_size).astype(float) for ranks in (with_work, [*run.ranks])
+        )
+        return mean * world_size * divided(num_with_work, num_logs)
 
     def ratios(
         self, run: RecordedRun, part: Callable[[RankSteps], Column]
@@ -258,20 +281,18 @@ def _throughput(run: RecordedRun, bins: Bins, shared: Collection[str]) -> Chart 
     for name in ("tokens", "samples"):
         if name in shared:
             continue
-        pairs = bins.ratios(run, lambda steps, name=name: steps.column(name))  # type: ignore[misc]
-        rates = np.stack([divided(part, whole) for part, whole in pairs])
-        if np.isfinite(rates).any():
+        rate = bins.rate(run, name)
+        if np.isfinite(rate).any():
             break
     else:
         return None
-    total = np.where(np.isnan(rates).all(axis=0), np.nan, np.nansum(rates, axis=0))
     return chart_of(
         "throughput",
         f"{name.capitalize()} per second",
         "per_second",
         f"All ranks together.{per_point(bins)}",
         bins.steps,
-        {name: total},
+        {name: rate},
     )
 
 

@@ -30,6 +30,7 @@ from .run_summary import (
     LAST_STEPS,
     RunSummary,
     exposed_seconds,
+    has_collectives,
     num_ranks_at,
     shared_work,
     summarize,
@@ -349,19 +350,28 @@ class _StepPairs:
         return places
 
     def _numbers(self, run: RecordedRun, *, without_restarts: bool = False) -> NDArray[np.int64]:
-        """Return the numbers that at least half as many ranks have as any number.
+        """Return the numbers that at least half of the ranks have that made the step.
 
         In large jobs, most ranks record every tenth step. The mean over the ranks would then be of
-        other ranks at the steps between.
+        other ranks at the steps between. Ranks without a log are not counted.
         """
-        found = []
+        found, sizes = [], []
         for steps in run.ranks.values():
             places = self._places(steps)
+            own, rows = np.unique(places, return_index=True)
             if without_restarts:
-                places = np.setdiff1d(places, places[_is_after_restart(steps, run.attempts)])
-            found.append(np.unique(places))
-        numbers, counts = np.unique(np.concatenate(found), return_counts=True)
-        chosen: NDArray[np.int64] = numbers[2 * counts >= counts.max(initial=0)]
+                is_kept = ~np.isin(own, places[_is_after_restart(steps, run.attempts)])
+                own, rows = own[is_kept], rows[is_kept]
+            found.append(own)
+            sizes.append(steps.column("world_size")[rows])
+        numbers, index, counts = np.unique(
+            np.concatenate(found), return_inverse=True, return_counts=True
+        )
+        world_size = np.zeros_like(numbers)
+        np.maximum.at(world_size, index, np.concatenate(sizes))
+        chosen: NDArray[np.int64] = numbers[
+            2 * counts >= np.searchsorted(list(run.ranks), world_size)
+        ]
         return chosen
 
     def _mean(
@@ -505,17 +515,17 @@ class _Measures:
     def _collectives(self) -> Iterator[Measure]:
         for op in self._ops():
             column = f"collective.{op}"
-            calls = self._steps.values(_column_or_zero(f"{column}.calls"))
+            calls = self._steps.values(_of_collectives(f"{column}.calls"))
             yield _plain_measure(
                 "collectives", f"{column}.calls", f"{op}, calls", "count", *map(_mean, calls),
                 not_comparable=self._comm,
             )  # fmt: skip
-            sent = self._steps.values(_column_or_zero(f"{column}.wire_bytes"))
+            sent = self._steps.values(_of_collectives(f"{column}.wire_bytes"))
             yield _plain_measure(
                 "collectives", f"{column}.wire_bytes", f"{op}, sent", "bytes", *map(_mean, sent),
                 not_comparable=self._comm,
             )  # fmt: skip
-            seconds = self._steps.values(_column_or_zero(f"{column}.seconds"))
+            seconds = self._steps.values(_of_collectives(f"{column}.seconds"))
             yield self._difference(
                 "collectives", f"{column}.seconds", f"{op}, in flight", seconds, self._comm,
             )  # fmt: skip
@@ -762,12 +772,18 @@ def _column_or_zero(name: str) -> Callable[[RankSteps], Column]:
     return lambda steps: steps.columns.get(name, np.zeros(steps.num_rows, np.float32))
 
 
+def _of_collectives(name: str) -> Callable[[RankSteps], Column]:
+    """Return what returns a column of a rank; NaN where its collectives are not recorded."""
+    values = _column_or_zero(name)
+    return lambda steps: np.where(has_collectives(steps), values(steps), np.nan)
+
+
 def _wire_bytes(steps: RankSteps) -> Column:
     total = np.zeros(steps.num_rows)
     for name in steps.names("collective"):
         if name.endswith(".wire_bytes"):
             total += steps.column(f"collective.{name}")
-    return total
+    return np.where(has_collectives(steps), total, np.nan)
 
 
 def _mean(values: Floats) -> float | None:
@@ -956,7 +972,7 @@ def _notes(
         "They cover the variation within these two runs. Two runs of the same configuration can "
         "differ by more, such as on another node: repeat a run to see by how much."
     )
-    hosts = [sorted({s.host for s in x.run.ranks.values()}) for x in (a, b)]
+    hosts = [sorted(x.summary.facts.hosts) for x in (a, b)]
     if hosts[0] != hosts[1] and not any(x.metrics.ranks and _has_device_names(x) for x in (a, b)):
         yield (
             f"A ran on {_few(hosts[0])}, B on {_few(hosts[1])}; whether these machines are equal "

@@ -29,7 +29,7 @@ from ..common.liveness_file import SUFFIX
 from ..common.plain_text import printable
 from ..common.report_files import RESUMED
 
-Column = NDArray[Any]  # float32; `ended_at` is float64, `step` and `attempt` are int64
+Column = NDArray[Any]  # float32; `ended_at` is float64, the columns of `_COUNTS` are int64
 ReportKind = Literal["out_of_memory", "leak", "hang", "exit"]
 
 # Values of all columns of all ranks that are kept; 256 MiB. A longer run has several steps per row.
@@ -38,6 +38,9 @@ MAX_VALUES = 64 * 2**20
 _CHUNK_BYTES = 4 * 2**20
 # Ranks make their steps together, and write them within this time.
 MAX_LAG_SECONDS = 30.0
+# As in `runtime/monitor/step_log.py`, which is above this package: in jobs of more ranks, only one
+# rank per node records every step, the others each tenth.
+FULL_LOG_WORLD_SIZE = 64
 LONGEST_GAP = 10  # steps between two records of most ranks of a large job
 # A line longer than this is no step record.
 _MAX_LINE_BYTES = 2**20
@@ -53,6 +56,7 @@ _SCALARS = {
     "ended_at_unix_seconds": "ended_at",
     "seconds": "seconds",
     "attempt": "attempt",
+    "world_size": "world_size",
     "micro_batches": "micro_batches",
     "samples": "samples",
     "tokens": "tokens",
@@ -65,7 +69,8 @@ _SCALARS = {
     "comm_seconds": "comm_seconds",
     "comm_exposed_seconds": "comm_exposed_seconds",
 }
-_TYPES: Mapping[str, type] = {"step": np.int64, "attempt": np.int64, "ended_at": np.float64}
+_COUNTS = ("step", "attempt", "world_size")
+_TYPES: Mapping[str, type] = {"ended_at": np.float64, **dict.fromkeys(_COUNTS, np.int64)}
 _COLLECTIVE_FIELDS = ("calls", "payload_bytes", "wire_bytes", "seconds")
 _GENERATION_FIELDS = ("calls", "sequences", "tokens", "seconds", "collectives", "gathered_bytes")
 # Fields of a record that hold the same in all records of a process, with their types.
@@ -118,15 +123,18 @@ class RankSteps:
         world_size: Number of ranks; of the last attempt.
         num_steps: Number of records.
         first_step: Number of the first step.
-        gaps: How often each difference between the numbers of two successive steps occurs.
+        num_lost: Number of records that are missing between those of an attempt.
+        usual_gap: Steps from one record to the next in the last attempt: 1, or 10 for most ranks of
+            a large job.
         steps_per_row: 1, or the number of successive steps in a row if the run is too long to be
             kept in memory. Such a row has the mean of its steps, of memory the maximum, and of
-            `step`, `ended_at` and `attempt` the last value.
+            `step`, `ended_at`, `attempt` and `world_size` the last value.
         columns: Values by name, all of the same length. NaN if a step has no such value.
 
-            - `step`, `attempt`, `ended_at` (Unix seconds), `seconds`, `micro_batches`, `samples`,
-              `tokens`, `loss`, `gradient_norm`, `learning_rate`, `loss_scale`, `skipped`,
-              `nonfinite_loss` (0 or 1), `comm_seconds`, `comm_exposed_seconds`
+            - `step`, `attempt`, `world_size`, `ended_at` (Unix seconds), `seconds`,
+              `micro_batches`, `samples`, `tokens`, `loss`, `gradient_norm`, `learning_rate`,
+              `loss_scale`, `skipped`, `nonfinite_loss` (0 or 1), `comm_seconds`,
+              `comm_exposed_seconds`
             - `phase.<phase>`: seconds; 0 where the phase did not occur
             - `comm_exposed.<phase>`: seconds
             - `collective.<op>.calls|payload_bytes|wire_bytes|seconds`: 0 where none was called
@@ -148,7 +156,8 @@ class RankSteps:
     world_size: int
     num_steps: int
     first_step: int
-    gaps: Mapping[int, int]
+    num_lost: int
+    usual_gap: int
     steps_per_row: int
     columns: Mapping[str, Column]
     totals: Mapping[str, ColumnTotals]
@@ -174,13 +183,13 @@ class RankSteps:
         return len(self.columns["step"])
 
     @property
-    def usual_gap(self) -> int:
-        """The median of `gaps`: 1, or 10 for most ranks of a large job."""
-        if not self.gaps:
-            return LONGEST_GAP
-        gaps = sorted(self.gaps)
-        numbers = np.cumsum([self.gaps[gap] for gap in gaps])
-        return max(1, gaps[int(np.searchsorted(numbers, numbers[-1] / 2))])
+    def is_thinned(self) -> bool:
+        """Whether the rank records only every tenth step, and no metrics, in the last attempt."""
+        return _is_thinned(self.world_size, self.local_rank)
+
+
+def _is_thinned(world_size: int, local_rank: int) -> bool:
+    return world_size > FULL_LOG_WORLD_SIZE and local_rank != 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,16 +282,17 @@ def read_run(folder: Path, *, max_values: int = MAX_VALUES) -> RecordedRun:
     problems: list[str] = []
     segments = _segments(folder)
     num_bytes = sum(_size(path) for paths in segments.values() for path in paths)
+    attempts = _read_attempts(folder, problems)
     ranks: dict[int, RankSteps] = {}
     num_segments: dict[int, int] = {}
     run_ids: dict[str, None] = {}
     for rank, paths in segments.items():
         with ExitStack() as opened:
             logs = _opened(folder, rank, paths, opened, problems)
-            steps = _read_rank(rank, logs, num_bytes, max_values, run_ids, problems)
+            steps = _read_rank(rank, logs, attempts, num_bytes, max_values, run_ids, problems)
         if steps is not None:
             ranks[rank], num_segments[rank] = steps, len(logs)
-    settings, attempts, decisions, has_targets = _read_small_files(folder, problems)
+    settings, decisions, has_targets = _read_small_files(folder, problems)
     max_segments = _setting(settings, "run_log", "max_segments")
     for rank, steps in ranks.items():
         problems += _missing_steps(steps, num_segments[rank], max_segments)
@@ -372,6 +382,7 @@ def _opened(
 def _read_rank(
     rank: int,
     logs: Sequence[BinaryIO],
+    attempts: Sequence[float],
     num_bytes: int,
     max_values: int,
     run_ids: dict[str, None],
@@ -382,12 +393,14 @@ def _read_rank(
     Args:
         rank: The rank.
         logs: Its open segments, oldest first.
+        attempts: When each attempt of the run started, in Unix seconds.
         num_bytes: Bytes of the logs of all ranks, from which the rows of a step are chosen.
         max_values: Values of all columns of all ranks to keep.
         run_ids: Gets the run ids in the records.
         problems: Gets what is missing or damaged.
     """
     columns: _Columns | None = None
+    gaps = _Gaps(attempts)
     identity: dict[str, Any] = {}
     is_upper_bound = False
     for log in logs:
@@ -402,11 +415,13 @@ def _read_rank(
                 num_values = num_bytes / line_bytes * len(block)
                 columns = _Columns(max(1, int(np.ceil(num_values / max_values))))
             columns.add(block)
+            gaps.add(block)
         problems += lines.problems
     if columns is None:
         if logs and not any(os.fstat(log.fileno()).st_size for log in logs):
             problems.append(f"rank-{rank}.jsonl is empty: the rank recorded no step")
         return None
+    gaps.finish()
     return RankSteps(
         rank=rank,
         local_rank=identity["local_rank"],
@@ -414,7 +429,8 @@ def _read_rank(
         world_size=identity["world_size"],
         num_steps=columns.num_steps,
         first_step=columns.first_step,
-        gaps=columns.gaps,
+        num_lost=gaps.num_lost,
+        usual_gap=gaps.usual,
         steps_per_row=columns.steps_per_row,
         columns=columns.finished(),
         totals=columns.totals,
@@ -581,7 +597,6 @@ class _Columns:
         totals: Exact totals by column so far.
         num_steps: Number of steps so far.
         first_step: Number of the first step.
-        gaps: How often each difference between the numbers of two successive steps has occurred.
     """
 
     def __init__(self, steps_per_row: int) -> None:
@@ -589,8 +604,6 @@ class _Columns:
         self.totals: dict[str, ColumnTotals] = {}
         self.num_steps = 0
         self.first_step = 0
-        self.gaps: Counter[int] = Counter()
-        self._last_step: int | None = None
         self._parts: dict[str, list[Column]] = {}
         self._rows: list[int] = []  # of each part
         self._held: dict[str, Column] = {}  # the steps of an incomplete row
@@ -599,15 +612,9 @@ class _Columns:
         """Add the columns of some steps."""
         numbers = block["step"]
         num_steps = len(numbers)
+        if not self.num_steps:
+            self.first_step = int(numbers[0])
         self.num_steps += num_steps
-        if self._last_step is None:
-            self.first_step = self._last_step = int(numbers[0])
-            gaps = np.diff(numbers)
-        else:
-            gaps = np.diff(numbers, prepend=self._last_step)
-        self._last_step = int(numbers[-1])
-        for gap, count in zip(*np.unique(gaps, return_counts=True), strict=True):
-            self.gaps[int(gap)] += int(count)
         for name, values in block.items():
             self.totals[name] = _added(self.totals.get(name, ColumnTotals()), values)
         if self.steps_per_row == 1:
@@ -641,6 +648,63 @@ class _Columns:
                 self._parts[name] = [_absent(name, rows) for rows in self._rows]
             self._parts[name].append(values)
         self._rows.append(num_rows)
+
+
+class _Gaps:
+    """Counts the records that are missing between those of a rank, apart for each attempt.
+
+    A rank may be absent in an attempt, and how many steps it records depends on the number of
+    ranks. So each attempt has its own usual gap, and a gap between two attempts lacks nothing.
+
+    Args:
+        attempts: When each attempt of the run started, in Unix seconds. An attempt is noted at
+            about the end of its first step, so it begins with the row before that time or after it.
+
+    Attributes:
+        num_lost: Number of missing records in the attempts that have ended.
+    """
+
+    def __init__(self, attempts: Sequence[float]) -> None:
+        self.num_lost = 0
+        self._restarts = np.sort(attempts)[1:]
+        self._counts: Counter[int] = Counter()  # of the gaps of this attempt
+        self._rows = np.empty((4, 0), np.int64)  # the last two, of which the gap is not counted
+
+    def add(self, block: dict[str, Column]) -> None:
+        """Add the records of some steps."""
+        number = np.searchsorted(self._restarts, block["ended_at"], side="right")
+        rows = np.stack([block["step"], block["attempt"], block["world_size"], number])
+        self._rows = np.hstack([self._rows, rows])
+        self._count(max(0, self._rows.shape[1] - 2))
+
+    def finish(self) -> None:
+        """Count the last gap; call this once, at the end."""
+        self._count(self._rows.shape[1] - 1)
+        self.num_lost += self._num_lost()
+
+    @property
+    def usual(self) -> int:
+        """The median of the gaps of this attempt: 1, or 10 for most ranks of a large job."""
+        if not self._counts:
+            return LONGEST_GAP
+        gaps = sorted(self._counts)
+        numbers = np.cumsum([self._counts[gap] for gap in gaps])
+        return gaps[int(np.searchsorted(numbers, numbers[-1] / 2))]
+
+    def _count(self, num_gaps: int) -> None:
+        gaps, *changes, noted = np.diff(self._rows)
+        is_start = (gaps <= 0) | np.any(changes, axis=0) | (noted != 0)
+        is_start[:-1] |= noted[1:] != 0
+        own, *others = np.split(gaps[:num_gaps], np.flatnonzero(is_start[:num_gaps]))
+        self._counts.update(own.tolist())
+        for part in others:
+            self.num_lost += self._num_lost()
+            self._counts = Counter(part[1:].tolist())
+        self._rows = self._rows[:, num_gaps:]
+
+    def _num_lost(self) -> int:
+        usual = self.usual
+        return sum(count * ((gap - 1) // usual) for gap, count in self._counts.items())
 
 
 def _joined(blocks: Sequence[dict[str, Column]]) -> dict[str, Column]:
@@ -690,9 +754,24 @@ def _missing_ranks(ranks: Mapping[int, RankSteps], world_size: int | None) -> li
     if world_size is None:
         return ["no step is recorded: there is no readable rank-<r>.jsonl"]
     missing = [rank for rank in range(world_size) if rank not in ranks]
+    if not _has_tenth_step(ranks.values(), world_size):
+        # The first rank of each node; it is unknown if only the first node has a log.
+        ranks_per_node = int(np.gcd.reduce([s.rank - s.local_rank for s in ranks.values()]))
+        missing = [rank for rank in missing if not ranks_per_node or rank % ranks_per_node == 0]
     if not missing:
         return []
     return [f"no steps of {len(missing)} of {world_size} ranks: {number_ranges(missing)}"]
+
+
+def _has_tenth_step(ranks: Iterable[RankSteps], world_size: int) -> bool:
+    """Whether each rank of the last attempt has recorded a step; see FULL_LOG_WORLD_SIZE."""
+    if world_size <= FULL_LOG_WORLD_SIZE:
+        return True
+    for steps in ranks:
+        own = steps.columns["step"][steps.columns["world_size"] == world_size]
+        if steps.steps_per_row > 1 or (own % LONGEST_GAP == 0).any():
+            return True
+    return False
 
 
 def _missing_ends(ranks: Mapping[int, RankSteps], newest: RankSteps) -> Iterator[str]:
@@ -706,7 +785,8 @@ def _missing_ends(ranks: Mapping[int, RankSteps], newest: RankSteps) -> Iterator
     for steps in ranks.values():
         own = int(steps.columns["step"][-1])
         lag = float(newest.columns["ended_at"][-1] - steps.columns["ended_at"][-1])
-        is_due = steps.rank < newest.world_size and own + steps.usual_gap <= most
+        gap = LONGEST_GAP if _is_thinned(newest.world_size, steps.local_rank) else steps.usual_gap
+        is_due = steps.rank < newest.world_size and own + gap <= most
         if is_due and lag > MAX_LAG_SECONDS:
             yield f"rank {steps.rank}: its log ends with step {own:,} of {most:,}"
 
@@ -719,16 +799,15 @@ def _missing_steps(steps: RankSteps, num_segments: int, max_segments: Any) -> It
         num_segments: Number of segments of its log.
         max_segments: The setting of the run; None if it is not recorded.
     """
-    first, usual = steps.first_step, steps.usual_gap
+    first = steps.first_step
     is_full = num_segments >= max(2, max_segments if isinstance(max_segments, int) else 0)
-    if first > usual and is_full:
+    if first > LONGEST_GAP and is_full:
         yield (
             f"rank {steps.rank}: steps 1 to {first - 1} are missing: older segments of the log "
             "were deleted (run_log.max_segments)"
         )
-    lost = sum(count * ((gap - 1) // usual) for gap, count in steps.gaps.items() if gap > usual)
-    if lost:
-        yield f"rank {steps.rank}: {lost} steps are missing within the log"
+    if steps.num_lost:
+        yield f"rank {steps.rank}: {steps.num_lost} steps are missing within the log"
 
 
 def number_ranges(numbers: Sequence[int]) -> str:
@@ -742,23 +821,26 @@ def number_ranges(numbers: Sequence[int]) -> str:
     return ", ".join(" to ".join(map(str, part)) for part in parts)
 
 
-def _read_small_files(
-    folder: Path, problems: list[str]
-) -> tuple[Mapping[str, Any], tuple[float, ...], tuple[Mapping[str, Any], ...], bool | None]:
-    """Return settings, starts of attempts, decisions, and whether targets are listed."""
-    settings = _read_json(folder / "settings.json", dict, problems, is_expected=True)
-    attempts = [
-        line["started_at_unix_seconds"]
+def _read_attempts(folder: Path, problems: list[str]) -> tuple[float, ...]:
+    """Return when each attempt of the run started, in Unix seconds."""
+    return tuple(
+        float(line["started_at_unix_seconds"])
         for line in _read_json_lines(folder / "attempts.jsonl", problems)
         if isinstance(line.get("started_at_unix_seconds"), int | float)
-    ]
+    )
+
+
+def _read_small_files(
+    folder: Path, problems: list[str]
+) -> tuple[Mapping[str, Any], tuple[Mapping[str, Any], ...], bool | None]:
+    """Return settings, decisions, and whether targets are listed."""
+    settings = _read_json(folder / "settings.json", dict, problems, is_expected=True)
     decisions = _read_json_lines(folder / "decisions.jsonl", problems)
     if len(decisions) > MAX_DECISIONS:
         problems.append(f"decisions.jsonl: only the last {MAX_DECISIONS} decisions are read")
     targets = _read_json(folder / "targets.json", list, problems)
     return (
         settings or {},
-        tuple(map(float, attempts)),
         tuple(decisions[-MAX_DECISIONS:]),
         None if targets is None else bool(targets),
     )

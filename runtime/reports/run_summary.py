@@ -122,6 +122,8 @@ class RunFacts:
     """What the run is. Times are Unix seconds.
 
     Attributes:
+        world_size: Number of ranks; of the last attempt. None if it is not recorded.
+        hosts: Those of the last attempt.
         started: Start of the first attempt, or of the first recorded step.
         ended: End of the last recorded step.
         attempts: Attempts, restarts included.
@@ -700,8 +702,19 @@ def _membership_ratio(steps: RankSteps, reference: RankSteps) -> float:
     repeats[order] = np.arange(len(order)) - np.searchsorted(numbers[order], numbers[order])
     seconds = training_seconds(reference)
     is_present = _passes_at(steps.column("step"), numbers) > repeats
+    is_present &= steps.rank < reference.column("world_size")
     ratio = _ratio(float(seconds[is_present].sum()), float(seconds.sum()))
     return 1.0 if ratio is None else ratio
+
+
+def _ranks_per_log(run: RecordedRun, reference: RankSteps) -> float:
+    """Return the number of ranks over that of ranks with a log, the mean over a reference's time.
+
+    A lost log and a rank that recorded no step yet are then counted like the others.
+    """
+    world_size, seconds = reference.column("world_size"), training_seconds(reference)
+    num_logs = np.searchsorted(sorted(run.ranks), world_size)
+    return _ratio(float(world_size @ seconds), float(num_logs @ seconds)) or 1.0
 
 
 def _known_share(steps: RankSteps, name: str, seconds: Column) -> float:
@@ -713,15 +726,24 @@ def _known_share(steps: RankSteps, name: str, seconds: Column) -> float:
     return float(known / whole) if whole else 0.0
 
 
+def has_collectives(steps: RankSteps) -> NDArray[np.bool_]:
+    """Return in which rows collectives were recorded, also if there were none.
+
+    The last steps of a killed rank have none, nor those after its monitoring process has ended.
+    """
+    known: NDArray[np.bool_] = ~np.isnan(steps.column("comm_seconds"))
+    for name in steps.names("collective"):  # a call may have no duration
+        if name.endswith(".calls"):
+            known |= steps.column(f"collective.{name}") > 0
+    return known
+
+
 def _unrecorded_rows(steps: RankSteps) -> int:
     """Return the number of rows at the end that have neither collectives nor any reading.
 
     0 if they may be the last second of a killed rank.
     """
-    known = ~np.isnan(steps.column("comm_seconds"))
-    for name in steps.names("collective"):  # a call may have no duration
-        if name.endswith(".calls"):
-            known |= steps.column(f"collective.{name}") > 0
+    known = has_collectives(steps)
     for kind in ("memory", "device"):  # calls of DDP may be unknown
         for name in steps.names(kind):
             known |= ~np.isnan(steps.column(f"{kind}.{name}"))
@@ -795,7 +817,7 @@ def _early_ends(run: RecordedRun, metrics: RecordedMetrics) -> Iterator[str]:
         return
     for rank, counted in metrics.ranks.items():
         steps, last = run.ranks.get(rank), counted.value(overhead.WATCH_LAST_UPDATE_TIMESTAMP.name)
-        if steps is None or last is None or rank in unrecorded:
+        if steps is None or last is None or rank in unrecorded or steps.is_thinned:
             continue
         ended_at = steps.column("ended_at")
         # A killed rank has metrics until an interval before its end, and a busy disk delays them.
@@ -866,7 +888,7 @@ def _facts(run: RecordedRun, metrics: RecordedMetrics) -> RunFacts:
             info = info or {name: printable(text) for name, text in labels}
     return RunFacts(
         world_size=run.world_size,
-        hosts=tuple(dict.fromkeys(steps.host for steps in run.ranks.values())),
+        hosts=tuple(dict.fromkeys(steps.host for steps in run.ranks_at_end.values())),
         started=min([*run.attempts, *starts], default=None),
         ended=max(ends, default=None),
         attempts=_attempts(run),
@@ -1306,7 +1328,7 @@ def _step_figures(
             for rank, rate in rates.items()
             if rate is not None
         ]
-        return sum(known) if known else None
+        return sum(known) * _ranks_per_log(run, reference) if known else None
 
     quantiles: list[float | None] = [None] * 3
     # Means of several steps vary less than the steps.
@@ -1594,12 +1616,13 @@ def _loss_findings(found: _Evidence) -> Iterator[Finding]:
 def _data_findings(found: _Evidence) -> Iterator[Finding]:
     if found.figure("same_losses"):
         yield Finding(
-            severity="critical",
+            severity="warning",
             name="same_losses",
             sentence="The losses of all ranks were equal to the last digit, so the ranks were "
             "probably fed the same samples.",
             advice="Give each rank its own part of the data, such as by DistributedSampler. Ignore "
-            "this in a test that trains on one batch.",
+            "this if the loss is that of all ranks together, as a contrastive loss over gathered "
+            "features, or in a test that trains on one batch.",
         )
 
 
@@ -1877,9 +1900,11 @@ def _monitoring_findings(found: _Evidence) -> Iterator[Finding]:
 
 def _steps(found: _Evidence) -> str:
     last, recorded = max(row.last_step for row in found.rows), found.figure("steps")
-    if last <= recorded:
-        return f"{recorded:,.0f} steps"
-    return f"{last:,} steps, of which {recorded:,.0f} are recorded"
+    if last > recorded:
+        return f"{last:,} steps, of which {recorded:,.0f} are recorded"
+    if last < recorded and found.facts.attempts > 1:
+        return f"step {last:,}; {recorded:,.0f} steps are recorded, as restarts repeat some"
+    return f"{recorded:,.0f} steps"
 
 
 def _unknown_end(unclosed: Sequence[int]) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from zerowatch.metrics.step_record import CollectiveTotals, LineWriter, StepRecord
+from zerowatch.runtime.monitor.step_log import is_logged, keeps_every_step
 
 STARTED = 1_790_000_000.0
 
@@ -66,6 +68,53 @@ def elastic_run(folder: Path, **lost: Any) -> Path:
             log.write((later / f"rank-{rank}.jsonl").read_bytes())
     with open(folder / "attempts.jsonl", "a") as attempts:
         attempts.write(json.dumps({"started_at_unix_seconds": STARTED + 200}) + "\n")
+    return folder
+
+
+def run_of_attempts(
+    folder: Path,
+    *attempts: tuple[int, int],
+    record: Callable[[int, int], StepRecord] = lambda rank, step: step_record(step),
+    noted_after: float = 0.0,
+) -> Path:
+    """A job on nodes of 8 ranks that each write the steps that a step log contains.
+
+    The launcher counts no restart. A minute passes between two attempts.
+
+    Args:
+        folder: The run folder.
+        attempts: The number of ranks, and the last step, of each attempt.
+        record: Returns the record of a rank and step. The time of its end is changed.
+        noted_after: Seconds from the end of the first step of an attempt to the time at which the
+            attempt is noted.
+    """
+    write_run(folder, ranks=0)
+    starts, first = [], 1
+    for number, (world_size, last) in enumerate(attempts):
+        begins_at = STARTED + 60.0 * number
+        starts.append(begins_at + 0.5 * first + noted_after)
+        for rank in range(world_size):
+            local_rank = rank % 8
+            identity: dict[str, str | int] = {
+                "run_id": folder.name,
+                "rank": rank,
+                "local_rank": local_rank,
+                "world_size": world_size,
+                "host": f"node-{rank // 8}",
+                "attempt": 0,
+            }
+            writer, every_step = LineWriter(identity), keeps_every_step(world_size, local_rank)
+            lines = [
+                writer.line(replace(record(rank, step), ended_at_unix_seconds=begins_at + step / 2))
+                for step in range(first, last + 1)
+                if is_logged(step, every_step=every_step)
+            ]
+            if lines:
+                with open(folder / f"rank-{rank}.jsonl", "ab") as log:
+                    log.writelines(lines)
+        first = last + 1
+    text = "".join(json.dumps({"started_at_unix_seconds": start}) + "\n" for start in starts)
+    (folder / "attempts.jsonl").write_text(text)
     return folder
 
 

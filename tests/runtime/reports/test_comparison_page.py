@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from browser_page import chromium, opened
 from recorded_metrics import RecordedRank
-from recorded_runs import step_record, write_run
+from recorded_runs import run_of_attempts, step_record, write_run
 
 from zerowatch.metrics.catalog import communication
 from zerowatch.metrics.step_record import StepRecord
@@ -167,3 +167,16 @@ def test_the_chart_has_the_tokens_of_the_first_stage_of_a_pipeline(tmp_path: Pat
     throughput = next(chart for chart in charts if chart["name"] == "throughput")
     assert throughput["title"] == "Tokens per second"
     assert [set(curve["values"]) for curve in throughput["curves"]] == [{4096 / 0.5}] * 2
+
+
+def test_the_chart_has_the_tokens_of_all_ranks_of_a_large_job(tmp_path: Path) -> None:
+    folders = [run_of_attempts(tmp_path / str(ranks), (ranks, 1300)) for ranks in (72, 80)]
+    (folders[1] / "rank-8.jsonl").unlink()
+    sources = [read_source(folder) for folder in folders]
+
+    page = comparison_page(compare(*sources), *sources)
+
+    charts = json.loads(page.split('id="charts">')[1].split("</script>")[0])
+    throughput = next(chart for chart in charts if chart["name"] == "throughput")
+    found = [set(curve["values"]) for curve in throughput["curves"]]
+    assert found == [{72 * 1024 / 0.5}, {80 * 1024 / 0.5}]

@@ -10,13 +10,14 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from browser_page import chromium, opened
 from recorded_metrics import RecordedRank
-from recorded_runs import step_record, write_run
+from recorded_runs import run_of_attempts, step_record, write_run
 
 from zerowatch.metrics.catalog import communication, memory, training
 from zerowatch.metrics.step_record import StepRecord
@@ -138,6 +139,45 @@ def test_steps_without_a_value_are_left_out_of_shares_and_rates(tmp_path: Path) 
     exposed, tokens = curves(charts["exposed"])["all ranks"], curves(charts["throughput"])["tokens"]
     assert exposed == [pytest.approx(0.1)] * MAX_POINTS
     assert tokens == [pytest.approx(1024 / 0.5)] * MAX_POINTS
+
+
+@pytest.mark.parametrize("steps", [400, 1300, 1900])
+def test_the_throughput_of_a_large_job_is_that_of_all_ranks_at_each_point(
+    tmp_path: Path, steps: int
+) -> None:
+    folder = run_of_attempts(tmp_path / "run", (96, steps))
+
+    tokens = curves(charts_by_name(folder)["throughput"])["tokens"]
+
+    figure = summary_of(folder).figures["tokens_per_second"]
+    assert figure == pytest.approx(96 * 1024 / 0.5)
+    assert tokens == [pytest.approx(figure)] * len(tokens)
+
+
+def test_the_throughput_of_an_elastic_job_follows_the_number_of_ranks(tmp_path: Path) -> None:
+    folder = run_of_attempts(tmp_path / "run", (16, 20), (8, 60), (16, 80))
+    (folder / "rank-3.jsonl").unlink()
+
+    tokens = curves(charts_by_name(folder)["throughput"])["tokens"]
+
+    expected = [16] * 20 + [8] * 40 + [16] * 20
+    assert tokens == [pytest.approx(ranks * 1024 / 0.5) for ranks in expected]
+
+
+@pytest.mark.parametrize("steps", [700, 2600])
+def test_checkpoints_at_steps_that_more_ranks_record_count_once(tmp_path: Path, steps: int) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        phases = {"forward": 0.5, "checkpoint": 0.0 if step % 100 else 60.0}
+        return step_record(step, seconds=sum(phases.values()), phase_seconds=phases)
+
+    folder = run_of_attempts(tmp_path / "run", (72, steps), record=record)
+
+    chart = charts_by_name(folder)["phases"]
+    values = [value or 0.0 for value in curves(chart)["checkpoint"]]
+    sizes = [after - before for before, after in pairwise([0.0, *chart.steps])]
+    total = math.fsum(value * size for value, size in zip(values, sizes, strict=True))
+    (share,) = [each for each in summary_of(folder).phases if each.name == "checkpoint"]
+    assert total / steps == pytest.approx(share.seconds_per_step) == pytest.approx(0.6)
 
 
 def test_steps_that_a_restart_repeats_are_joined(tmp_path: Path) -> None:

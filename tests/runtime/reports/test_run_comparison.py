@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from recorded_metrics import RecordedRank
-from recorded_runs import STARTED, step_record, write_run
+from recorded_runs import STARTED, run_of_attempts, step_record, write_run
 from uneven_runs import compared_runs
 
 from zerowatch.metrics.catalog import communication, devices, training
@@ -233,6 +233,26 @@ def test_collectives_and_memory_are_compared(tmp_path: Path) -> None:
     assert peak is not None and peak.value == pytest.approx(0.5)
 
 
+def test_steps_without_recorded_collectives_do_not_count_as_steps_with_none(
+    tmp_path: Path,
+) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        if step <= 150:
+            return step_record(step)
+        return step_record(step, collectives={}, comm_seconds=None, comm_exposed_seconds=None)
+
+    a = write_run(tmp_path / "a", steps=200)
+    b = write_run(tmp_path / "b", steps=200, record=record)
+
+    comparison = compare_runs(a, b)
+
+    assert comparison.figures["wire_bytes_ratio"] == 1
+    found = measures(comparison)
+    for name in ("calls", "wire_bytes", "seconds"):
+        measure = found[f"collective.all_reduce.{name}"]
+        assert measure.a == measure.b
+
+
 def test_other_batches_are_not_comparable_but_throughput_is(tmp_path: Path) -> None:
     a = noisy_run(tmp_path / "a", 1)
     b = noisy_run(tmp_path / "b", 2, backward=0.5, samples=16, tokens=2048)
@@ -387,6 +407,31 @@ def test_a_missing_log_of_a_rank_does_not_lower_the_throughput(tmp_path: Path) -
     comparison = compare_runs(a, b)
 
     assert comparison.figures["throughput_ratio"] == pytest.approx(1)
+    assert not comparison.incomparable
+
+
+def test_steps_that_a_smaller_job_made_are_compared(tmp_path: Path) -> None:
+    a = run_of_attempts(tmp_path / "a", (8, 100), (3, 1000))
+    b = run_of_attempts(tmp_path / "b", (8, 1000))
+
+    comparison = compare_runs(a, b)
+
+    assert comparison.steps.common == 1000
+
+
+def test_steps_between_those_of_most_ranks_are_not_compared(tmp_path: Path) -> None:
+    a, b = (run_of_attempts(tmp_path / name, (64, 100), (72, 400)) for name in "ab")
+
+    assert compare_runs(a, b).steps.common == 100 + 300 / 10
+
+
+def test_a_node_that_was_lost_is_no_other_hardware(tmp_path: Path) -> None:
+    a = run_of_attempts(tmp_path / "a", (16, 200))
+    b = run_of_attempts(tmp_path / "b", (24, 10), (16, 200))
+
+    comparison = compare_runs(a, b)
+
+    assert not comparison.differences
     assert not comparison.incomparable
 
 

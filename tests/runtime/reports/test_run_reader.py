@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recorded_runs import STARTED, elastic_run, step_record, write_run
+from recorded_runs import STARTED, elastic_run, run_of_attempts, step_record, write_run
 
 from zerowatch.metrics.step_record import CollectiveTotals, GenerationTotals, StepRecord
+from zerowatch.runtime.monitor import step_log
 from zerowatch.runtime.reports import run_reader
 from zerowatch.runtime.reports.run_reader import (
+    FULL_LOG_WORLD_SIZE,
     ColumnTotals,
     RunFolderError,
     number_ranges,
@@ -149,6 +151,91 @@ def test_ranks_that_have_left_an_elastic_job_are_neither_cut_nor_counted(tmp_pat
     run = read_run(elastic_run(tmp_path / "run"))
 
     assert (run.world_size, list(run.ranks_at_end), run.problems) == (2, [0, 1], [])
+
+
+SHRUNK, GROWN = ((72, 100), (64, 300)), ((64, 200), (72, 300))
+BACK = ((16, 50), (8, 250), (16, 300))
+
+
+@pytest.mark.parametrize("noted_after", [-20.0, 0.2])
+@pytest.mark.parametrize(
+    ("attempts", "chunk_bytes"),
+    [(SHRUNK, 2**20), (GROWN, 2**20), (BACK, 2**20), (BACK, 1000)],
+)
+def test_an_elastic_job_lacks_no_step(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    attempts: tuple[tuple[int, int], ...],
+    noted_after: float,
+    chunk_bytes: int,
+) -> None:
+    monkeypatch.setattr(run_reader, "_CHUNK_BYTES", chunk_bytes)
+    folder = run_of_attempts(tmp_path / "run", *attempts, noted_after=noted_after)
+
+    assert read_run(folder).problems == []
+
+
+@pytest.mark.parametrize(
+    ("attempts", "rank", "lost", "num_lost"),
+    [
+        (SHRUNK, 1, [50], 1),
+        (SHRUNK, 1, [50, *range(150, 160)], 11),
+        (GROWN, 9, [250, *range(150, 160)], 11),
+        (BACK, 12, [20, 280, 281], 3),
+    ],
+)
+def test_steps_that_are_missing_within_an_attempt_of_an_elastic_job_are_counted(
+    tmp_path: Path, attempts: tuple[tuple[int, int], ...], rank: int, lost: list[int], num_lost: int
+) -> None:
+    folder = run_of_attempts(tmp_path / "run", *attempts)
+    log = folder / f"rank-{rank}.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(line for line in lines if json.loads(line)["step"] not in lost))
+
+    assert read_run(folder).problems == [
+        f"rank {rank}: {num_lost} steps are missing within the log"
+    ]
+
+
+def test_a_log_that_ends_early_in_the_last_attempt_of_an_elastic_job_is_named(
+    tmp_path: Path,
+) -> None:
+    folder = run_of_attempts(tmp_path / "run", *BACK)
+    log = folder / "rank-12.jsonl"
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:50]))
+
+    assert read_run(folder).problems == ["rank 12: its log ends with step 50 of 300"]
+
+
+@pytest.mark.parametrize(
+    ("attempts", "removed", "problems"),
+    [
+        (((72, 9),), None, []),
+        (((64, 10), (72, 19)), None, []),
+        (((72, 9),), 8, ["no steps of 1 of 72 ranks: 8"]),
+        (((72, 10),), 9, ["no steps of 1 of 72 ranks: 9"]),
+    ],
+)
+def test_before_the_tenth_step_most_ranks_of_a_large_job_have_no_log(
+    tmp_path: Path, attempts: tuple[tuple[int, int], ...], removed: int | None, problems: list[str]
+) -> None:
+    folder = run_of_attempts(tmp_path / "run", *attempts)
+    if removed is not None:
+        (folder / f"rank-{removed}.jsonl").unlink()
+
+    assert read_run(folder).problems == problems
+
+
+@pytest.mark.parametrize("world_size", [64, 65])
+def test_the_ranks_with_thinned_logs_are_those_that_the_step_log_thins(
+    tmp_path: Path, world_size: int
+) -> None:
+    run = read_run(run_of_attempts(tmp_path / "run", (world_size, 40)))
+
+    assert FULL_LOG_WORLD_SIZE == step_log.FULL_LOG_WORLD_SIZE
+    for rank, steps in run.ranks.items():
+        assert steps.is_thinned is not step_log.keeps_every_step(world_size, rank % 8)
+        assert steps.usual_gap == (step_log.THINNED_EVERY if steps.is_thinned else 1)
 
 
 def test_a_cut_last_line_is_left_out_and_named(tmp_path: Path) -> None:
@@ -467,6 +554,7 @@ def test_each_column_of_a_record_is_read(tmp_path: Path) -> None:
         "ended_at": STARTED + 1,
         "seconds": 4,
         "attempt": 0,
+        "world_size": 2,
         "micro_batches": 3,
         "samples": 24,
         "tokens": 512,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from recorded_metrics import RecordedRank
-from recorded_runs import STARTED, elastic_run, step_record, write_run
+from recorded_runs import STARTED, elastic_run, run_of_attempts, step_record, write_run
 from uneven_runs import uneven_run
 
 from zerowatch.metrics.catalog import (
@@ -108,7 +108,9 @@ def test_equal_losses_on_all_ranks_are_the_verdict(tmp_path: Path) -> None:
 
     summary = summary_of(folder)
 
-    assert summary.findings[0].name == "same_losses"
+    (finding,) = [each for each in summary.findings if each.name == "same_losses"]
+    assert finding.severity == "warning"  # a loss over the batches of all ranks is equal, too
+    assert "contrastive" in finding.advice
     assert "same samples" in summary.verdict
 
 
@@ -259,6 +261,20 @@ def test_an_interrupted_run_has_its_last_step_though_steps_are_missing(tmp_path:
     verdict = summary_of(folder).verdict
 
     assert verdict.startswith("Interrupted after 2,000 steps, of which 21 are recorded. ")
+
+
+def test_an_interrupted_run_has_its_last_step_though_a_restart_repeated_some(
+    tmp_path: Path,
+) -> None:
+    folder = elastic_run(tmp_path / "run")
+    with RecordedRank(folder, 0, begins_at=300.0) as rank:
+        rank.recorder.set_info(training.RUN_END_INFO, "interrupted")
+
+    verdict = summary_of(folder).verdict
+
+    assert verdict.startswith(
+        "Interrupted after step 200; 210 steps are recorded, as restarts repeat some. "
+    )
 
 
 @pytest.mark.parametrize(
@@ -563,6 +579,26 @@ def test_a_rank_adds_to_the_throughput_while_it_is_part_of_the_job(tmp_path: Pat
 
     work, seconds = 100 * 4 * 1024 + 950 * 2 * 1024, 100 * 0.5 + 950 * 1.0
     assert figures["tokens_per_second"] == pytest.approx(work / seconds)
+
+
+def test_ranks_of_a_node_that_was_lost_for_a_while_add_nothing_meanwhile(tmp_path: Path) -> None:
+    folder = run_of_attempts(tmp_path / "run", (16, 100), (8, 900), (16, 1000))
+
+    figures = summary_of(folder).figures
+
+    expected = (16 * 200 + 8 * 800) * 1024 / 500
+    assert figures["tokens_per_second"] == pytest.approx(expected)
+
+
+def test_a_rank_without_a_log_is_counted_like_the_others(tmp_path: Path) -> None:
+    short = run_of_attempts(tmp_path / "short", (72, 9))  # no step that most ranks record
+    lost = run_of_attempts(tmp_path / "lost", (16, 100), (8, 400))
+    for rank in (5, 8, 9, 10):
+        (lost / f"rank-{rank}.jsonl").unlink()
+
+    rates = [summary_of(folder).figures["tokens_per_second"] for folder in (short, lost)]
+
+    assert rates == pytest.approx([72 * 1024 / 0.5, (16 * 100 + 8 * 300) * 1024 / 200])
 
 
 @pytest.mark.parametrize(
@@ -1400,6 +1436,12 @@ def test_a_hang_that_has_ended_is_only_a_warning(
     assert {each.severity for each in summary.findings} == {"warning"}
 
 
+def test_the_hosts_of_a_run_are_those_that_are_left(tmp_path: Path) -> None:
+    folder = run_of_attempts(tmp_path / "run", (24, 20), (16, 40))
+
+    assert summary_of(folder).facts.hosts == ("node-0", "node-1")
+
+
 def test_the_figures_at_the_end_are_those_of_the_ranks_that_are_left(tmp_path: Path) -> None:
     folder = elastic_run(tmp_path / "run", loss=50.0, oom_risk_ratio={"cpu": 0.9})
     for number, headroom in enumerate((1.3e9, 0.4e9, 0.1e9, 0.1e9)):
@@ -1580,6 +1622,18 @@ def test_a_rank_that_trained_on_after_its_metrics_ended_is_named(
     assert len(problems) == num_problems
     says = "rank 1: the metrics end 46 s before the last step, so 92 steps may lack collectives"
     assert all(each.startswith(says) for each in problems)
+
+
+def test_a_rank_that_writes_no_metrics_since_the_job_has_grown_is_not_named(tmp_path: Path) -> None:
+    folder = run_of_attempts(tmp_path / "run", (64, 40), (72, 400))
+    (folder / "settings.json").write_text('{"run_log": {"metrics_interval_seconds": 15}}')
+    for number, local_rank in ((9, 1), (16, 0)):
+        with RecordedRank(folder, number, world_size=64, local_rank=local_rank) as rank:
+            rank.recorder.set(overhead.WATCH_LAST_UPDATE_TIMESTAMP, STARTED + 20)
+
+    (problem,) = [each for each in summary_of(folder).problems if "the metrics end" in each]
+
+    assert problem.startswith("rank 16: ")
 
 
 def without_collectives(step: int, **changes: Any) -> StepRecord:
