@@ -26,7 +26,7 @@
 #endif
 
 /* Another number for each change of what `hot_path.py` expects, which has the same number. */
-#define VERSION 2
+#define VERSION 3
 
 /* One read-only or writable field of an object, as a row of a table of members. */
 #define FIELD(type, name, kind) {#name, kind, offsetof(type, name), 0, NULL}
@@ -2138,10 +2138,10 @@ static PyTypeObject ScalarReader_Type = {
 /* In deeper mappings, Python code searches for tensors: a mapping may contain itself. */
 #define MAX_DEPTH 8
 
-/* The last three are for the search: the first tensor that holds the tokens if there are no
- * features. */
+/* The last two are for the search: the first two dimensions of the first tensor that holds the
+ * tokens if there are no features. */
 typedef struct {
-    long long samples, elements, tokens, length, doubtful_samples, doubtful_length;
+    long long samples, elements, tokens, length, doubtful[2];
     int has_features;
 } BatchSize;
 
@@ -2232,6 +2232,15 @@ read_dimensions(PyObject *tensor, long long dimensions[2], long long *elements)
     return length;
 }
 
+/* The tokens are those of a tensor with these first two dimensions. */
+static void
+set_tokens(BatchSize *size, const long long dimensions[2])
+{
+    size->samples = dimensions[0];
+    size->length = dimensions[1];
+    size->tokens = dimensions[0] * dimensions[1];
+}
+
 /* Adds a tensor to the size. Returns whether its name says that it holds the tokens; -1 if Python
  * code must read the batch, or after an error. */
 static int
@@ -2248,29 +2257,29 @@ read_tensor(ShapeReader *self, PyObject *name, PyObject *tensor, BatchSize *size
     if (length == 1)
         return 0;
     int is_named = name == NULL || length != 2 ? 0 : PySet_Contains(self->token_names, name);
-    if (is_named < 0)
+    int has_vectors = name == NULL || is_named ? 0 : PySet_Contains(self->vector_names, name);
+    if (is_named < 0 || has_vectors < 0)
         return -1;
+    if (has_vectors) {
+        if (length == 3)
+            set_tokens(size, dimensions);
+        return 0;
+    }
     int kind = is_named ? INTEGERS : BOOLS;
     if (!is_named && size->tokens == UNKNOWN && (kind = kind_of_elements(self, tensor)) < 0)
         return -1;
-    if (kind == FLOATS) {
-        int has_vectors = name == NULL ? 0 : PySet_Contains(self->vector_names, name);
-        if (has_vectors < 0)
-            return -1;
-        size->has_features |= !has_vectors;
-    }
-    if (kind != INTEGERS || length != 2)
+    if (kind == BOOLS || (kind == INTEGERS && length != 2))
         return 0;
     int in_doubt = is_named || name == NULL ? 0 : is_doubtful(self, name);
     if (in_doubt < 0)
         return -1;
-    if (!in_doubt) {
-        size->samples = dimensions[0];
-        size->length = dimensions[1];
-        size->tokens = elements;
-    } else if (size->doubtful_samples == UNKNOWN) {
-        size->doubtful_samples = dimensions[0];
-        size->doubtful_length = dimensions[1];
+    if (kind == FLOATS) {
+        size->has_features |= !in_doubt;
+    } else if (!in_doubt) {
+        set_tokens(size, dimensions);
+    } else if (size->doubtful[0] == UNKNOWN) {
+        size->doubtful[0] = dimensions[0];
+        size->doubtful[1] = dimensions[1];
     }
     return is_named;
 }
@@ -2373,11 +2382,8 @@ read_arguments(ShapeReader *self, PyObject *args, PyObject *kwargs, BatchSize *s
                 return -1;
         }
     }
-    if (size->tokens == UNKNOWN && size->doubtful_samples != UNKNOWN && !size->has_features) {
-        size->samples = size->doubtful_samples;
-        size->length = size->doubtful_length;
-        size->tokens = size->samples * size->length;
-    }
+    if (size->tokens == UNKNOWN && size->doubtful[0] != UNKNOWN && !size->has_features)
+        set_tokens(size, size->doubtful);
     return 0;
 }
 
@@ -2417,7 +2423,7 @@ ShapeReader_call(ShapeReader *self, PyObject *both, PyObject *Py_UNUSED(names))
         PyErr_SetString(PyExc_TypeError, "ShapeReader was not initialized");
         return NULL;
     }
-    BatchSize size = {UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, 0};
+    BatchSize size = {UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, {UNKNOWN, UNKNOWN}, 0};
     if (PyTuple_CheckExact(args) && PyDict_CheckExact(kwargs) &&
         read_arguments(self, args, kwargs, &size) == 0)
         found = shape_of(self, &size);

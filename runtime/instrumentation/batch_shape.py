@@ -11,8 +11,10 @@ import torch
 from ..common.hot_path import ShapeReader
 
 # Names of tensors that hold token ids, in Hugging Face's and Megatron's batches.
-TOKEN_NAMES = frozenset({"input_ids", "tokens", "token_ids", "decoder_input_ids"})
-# Names of tensors of floats that hold a vector for each token.
+TOKEN_NAMES = frozenset(
+    {"input_ids", "tokens", "token_ids", "decoder_input_ids", "masked_input_ids"}
+)
+# Names of tensors of shape [samples, length, width] that hold a vector for each token.
 VECTOR_NAMES = frozenset({"inputs_embeds"})
 # A tensor with one of these in its name has the shape of the tokens, unless the input is features
 # such as sound: its mask has an element for each of them, and its labels are a shorter text.
@@ -45,9 +47,10 @@ def shape_in_python(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchShap
 
     The arguments are searched, and one level of mappings and sequences in them. The first tensor
     with at least one dimension determines the samples. A tensor of shape [samples, length]
-    determines the tokens: one with a name in TOKEN_NAMES, else the first of an integer type. Masks
-    and labels come last, and not beside features: floats of two or more dimensions. A sequence of
-    images with as many targets, as of torchvision's detectors, has a sample for each image.
+    determines the tokens: one with a name in TOKEN_NAMES, else the vectors with a name in
+    VECTOR_NAMES, else the first of an integer type. Masks and labels come last, and not beside
+    features: other floats of two or more dimensions. A sequence of images with as many targets, as
+    of torchvision's detectors, has a sample for each image.
 
     The code avoids generators and abstract base classes, because it runs in every forward pass.
     """
@@ -106,7 +109,7 @@ class _Search:
         self.has_features = False
 
     def read(self, named: Any) -> None:
-        """Read the tensors. A tensor with a name in TOKEN_NAMES overrides an earlier guess."""
+        """Read the tensors. One that is known by its name overrides an earlier guess."""
         shape = self.shape
         for name, value in named:
             if not isinstance(value, torch.Tensor):
@@ -122,11 +125,16 @@ class _Search:
             if num_dimensions == 2 and name in TOKEN_NAMES:
                 self.set_tokens(value)
                 return
+            if name in VECTOR_NAMES:
+                if num_dimensions == 3 and not value.is_nested:
+                    shape.samples, shape.sequence_length = value.size(0), value.size(1)
+                    shape.tokens = shape.samples * shape.sequence_length
+                continue
             if num_dimensions == 1 or shape.tokens is not None:
                 continue
             dtype = value.dtype
             if dtype.is_floating_point:
-                self.has_features |= name not in VECTOR_NAMES
+                self.has_features |= not is_doubtful(name)
             elif num_dimensions == 2 and dtype is not torch.bool:
                 if not is_doubtful(name):
                     self.set_tokens(value)

@@ -327,7 +327,7 @@ class BackgroundSaver:
     def _take(self, job: _SaveJob | None) -> None:
         if job is not None:
             atexit.unregister(self.wait)
-            self._job, self._failure = None, job.failure
+            self._job, self._failure, self._earlier_error = None, job.failure, None
 
 
 class _SaveJob:

@@ -1239,7 +1239,7 @@ def test_shapes_of_batches_are_as_in_python(seed: int) -> None:
     for _ in range(300):
         args = tuple(drawn_value(chance) for _ in range(chance.randrange(4)))
         known = ["input_ids", "attention_mask", "x", "inputs_embeds", "label_ids"]
-        names = chance.sample(known, chance.randrange(3))
+        names = chance.sample(known, chance.randrange(5))
         kwargs = {name: drawn_value(chance) for name in names}
 
         found = plain_batch_shape(args, kwargs)
@@ -1252,6 +1252,7 @@ def test_shapes_of_batches_are_as_in_python(seed: int) -> None:
 
 
 IDS, MASK = torch.ones(4, 16, dtype=torch.int64), torch.ones(4, 16, dtype=torch.bool)
+VECTORS = torch.ones(2, 8, 4)
 
 
 @needs_c
@@ -1267,6 +1268,13 @@ IDS, MASK = torch.ones(4, 16, dtype=torch.int64), torch.ones(4, 16, dtype=torch.
         ((), {"input_values": torch.ones(4, 90), "labels": IDS}, (4, 360, None, None)),
         ((torch.ones(4, 90),), {"labels": IDS, "mask": IDS}, (4, 64, None, None)),
         ((), {"inputs_embeds": torch.ones(4, 16, 2), "mask": IDS}, (4, 128, 64, 16)),
+        ((), {"inputs_embeds": VECTORS, "mask": torch.ones(2, 1, 8, 8)}, (2, 64, 16, 8)),
+        ((), {"inputs_embeds": VECTORS, "mask": torch.ones(2, 8), "labels": IDS}, (2, 64, 16, 8)),
+        ((), {"grid": IDS[:1, :3], "inputs_embeds": VECTORS, "mask": IDS}, (2, 3, 16, 8)),
+        ((), {"inputs_embeds": VECTORS, "mask": IDS, "task": IDS[:2, :1]}, (2, 64, 16, 8)),
+        ((), {"inputs_embeds": VECTORS, "input_ids": IDS}, (4, 64, 64, 16)),
+        ((), {"labels": IDS, "loss_mask": torch.ones(4, 16)}, (4, 64, 64, 16)),
+        ((), {"x": VECTORS, "masked_input_ids": IDS}, (4, 64, 64, 16)),
         (([torch.ones(3, 4, 5)] * 2, [{"masks": IDS}, {}]), {}, (2, 120, None, None)),
     ],
 )

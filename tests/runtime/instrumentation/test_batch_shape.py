@@ -47,6 +47,7 @@ def test_samples_of_different_lengths_have_tokens_and_no_length(layout: torch.la
 
     assert batch_shape((tokens,), {}) == BatchShape(3, 12, 12, None)
     assert batch_shape((), {"x": vectors}) == BatchShape(2, 25, None, None)
+    assert batch_shape((), {"inputs_embeds": vectors}) == BatchShape(2, 25, None, None)
 
 
 def test_a_batch_without_tensors_is_unknown() -> None:
@@ -76,6 +77,56 @@ def integers(*size: int) -> torch.Tensor:
         ({"attention_mask": integers(2, 9), "x": integers(3, 5)}, (3, 18, 15, 5)),
         ({"attention_mask": integers(2, 9), "labels": integers(3, 5)}, (2, 18, 18, 9)),
         ({"inputs_embeds": torch.zeros(2, 9, 4), "labels": integers(2, 9)}, (2, 72, 18, 9)),
+        # Vectors of tokens come before all but a name of tokens.
+        (
+            {
+                "attention_mask": integers(2, 8),
+                "image_grid_thw": integers(1, 3),
+                "inputs_embeds": torch.zeros(2, 8, 4),
+                "labels": integers(2, 8),
+            },
+            (2, 16, 16, 8),
+        ),
+        (
+            {
+                "inputs_embeds": torch.zeros(2, 8, 4),
+                "attention_mask": integers(2, 8),
+                "task_id": integers(2, 1),
+            },
+            (2, 64, 16, 8),
+        ),
+        (
+            {"inputs_embeds": torch.zeros(2, 8, 4), "decoder_input_ids": integers(2, 5)},
+            (2, 64, 10, 5),
+        ),
+        ({"inputs_embeds": torch.zeros(2, 9), "labels": integers(2, 9)}, (2, 18, 18, 9)),
+        # Masks and labels of floats are no features.
+        (
+            {
+                "inputs_embeds": torch.zeros(2, 8, 4),
+                "attention_mask": torch.zeros(2, 1, 8, 8),
+                "labels": integers(2, 8),
+            },
+            (2, 64, 16, 8),
+        ),
+        (
+            {
+                "inputs_embeds": torch.zeros(2, 8, 4),
+                "attention_mask": torch.zeros(2, 8),
+                "labels": integers(2, 8),
+            },
+            (2, 64, 16, 8),
+        ),
+        ({"labels": integers(2, 8), "loss_mask": torch.zeros(2, 8)}, (2, 16, 16, 8)),
+        (
+            {
+                "labels": integers(2, 8),
+                "masked_input_ids": integers(2, 8),
+                "loss_mask": torch.zeros(2, 8),
+            },
+            (2, 16, 16, 8),
+        ),
+        ({"pixel_values": torch.zeros(2, 90), "masked_input_ids": integers(2, 8)}, (2, 180, 16, 8)),
         # Beside features, such as sound, they are no tokens.
         (
             {"input_values": torch.zeros(2, 90), "attention_mask": integers(2, 90)},

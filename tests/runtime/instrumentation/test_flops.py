@@ -23,9 +23,13 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    Blip2Config,
+    Blip2ForConditionalGeneration,
     CLIPConfig,
     CLIPModel,
     CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -172,6 +176,24 @@ def clip() -> torch.nn.Module:
 def test_models_of_sound_and_two_encoders_have_no_formula() -> None:
     assert flops_terms(wav2vec2()) is None
     assert flops_terms(clip()) is None
+
+
+def test_a_language_model_whose_main_input_is_images_has_no_formula() -> None:
+    """With a short text, most work is on the images, of which the text has few tokens."""
+    config = Blip2Config(
+        vision_config=IMAGES,
+        qformer_config={**LAYERS, "encoder_hidden_size": 16, "vocab_size": 300},
+        text_config={"model_type": "llama", **LAYERS, "vocab_size": 300},
+    )
+
+    assert flops_terms(Blip2ForConditionalGeneration(config)) is None
+
+
+def test_a_reward_model_that_reads_images_has_no_formula() -> None:
+    text = {**LAYERS, "head_dim": 8, "num_key_value_heads": 1, "vocab_size": 300}
+    config = Gemma3Config(text_config=text, vision_config=IMAGES, mm_tokens_per_image=4)
+
+    assert flops_terms(Gemma3ForSequenceClassification(config)) is None
 
 
 def test_a_language_model_that_reads_images_has_the_formula() -> None:

@@ -5,9 +5,11 @@ Covers `background_save.py`, `host_copy.py`, `snapshot.py` and `rank_exchange.py
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -268,6 +270,28 @@ def test_a_cell_that_raised_before_the_save_is_no_error(
 
     with pytest.raises(CheckpointError, match="no response from rank 1"):
         saver.close()
+
+
+def test_the_variables_of_a_cell_that_raised_are_freed_after_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver, freed = BackgroundSaver(), []
+
+    def cell() -> None:
+        batch = torch.ones(2)
+        freed.append(weakref.ref(batch))
+        raise NameError("prnt")
+
+    try:
+        cell()
+    except NameError as error:
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+    saver.start(copy_of(tmp_path, trained()), StoreExchange(ALONE), lambda saved, seconds: None)
+    saver.wait()
+    monkeypatch.undo()  # another cell raises
+    gc.collect()
+
+    assert freed[0]() is None
 
 
 def test_a_store_that_no_longer_responds_is_waited_for_only_for_a_time(tmp_path: Path) -> None:
