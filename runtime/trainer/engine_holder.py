@@ -91,6 +91,7 @@ class EngineHolder:
         self.config_changes: Mapping[str, Any] = {}
         self.compressor: GradientCompressor | None = None
         self.num_changes = 0
+        self._is_replacing = False  # stays True if the replacement is interrupted
         self._watch, self._host_group, self._metrics = engine.watch, host_group, metrics
         self._make_engine, self._first_config, self._run_end = make_engine, config, run_end
         self.on_engine_replaced: list[Callable[[], None]] = []
@@ -240,17 +241,17 @@ class EngineHolder:
                 undo()
             yield
         except BaseException as error:
-            if not self._has_engine:
+            if not self.has_engine:
                 self._run_end.end_without_engine(error)
             raise
         finally:
-            if self._has_engine:
+            if self.has_engine:
                 self._reattach_all()
 
     @property
-    def _has_engine(self) -> bool:
+    def has_engine(self) -> bool:
         """Whether the engine can train: a rebuild may remove it and then fail or be interrupted."""
-        return self.engine.optimizer is not None
+        return not self._is_replacing and self.engine.optimizer is not None
 
     def reload_optimizer_states(self) -> None:
         """Copy offloaded optimizer states back to the device."""
@@ -342,15 +343,21 @@ class EngineHolder:
     def _build_replacement(self, config: Mapping[str, Any]) -> Any:
         with self._watch.checkpoint_phase():
             return rebuild(
-                self.engine, config, make_engine=self._make_engine, host_group=self._host_group
+                self.engine,
+                config,
+                make_engine=self._make_engine,
+                host_group=self._host_group,
+                on_engine_lost=self._run_end.end_in_rebuild,
             )
 
     def _replace_engine(self, engine: Any) -> None:
+        self._is_replacing = True
+        self._watch.rebind_engine(engine)
         self.engine = engine
         self.num_changes += 1
-        self._watch.rebind_engine(engine)
         for notify in self.on_engine_replaced:
             notify()
+        self._is_replacing = False
 
     def _offloaded(self) -> list[OffloadedOptimizerStates]:
         undos = (undo for _, undo in self._attached.values())

@@ -29,14 +29,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ...errors import PeerFailedError, ZerowatchError
+from ..common.collective_attempt import is_peer_failure
 from ..common.host_group import HostCollectives
-from ..common.peer_failures import describe_error
+from ..common.peer_failures import describe_error, raise_failures
 from ..common.rank_store import new_client, reconnectable
 from ..memory.oom.oom_error import is_caused_by_oom
 
@@ -57,6 +58,7 @@ _STORE_TIMEOUT_SECONDS = 10.0
 _RECONNECT_SECONDS = 2.0
 _RESTART = "Restart it from its last checkpoint"
 _PARTLY_UPDATED = "so the weights may be updated in part"
+_REBUILD, _WEIGHTS_LOST = "the rebuild of the engine", "so the weights of the model are lost"
 _MAKE_AGAIN = "Make the model and its TrainingRun again, and load the last checkpoint"
 
 
@@ -260,8 +262,11 @@ class RunEnd:
             raise
 
     def end_without_engine(self, error: BaseException) -> None:
-        """End the run after a rebuild that has removed the engine and could not replace it."""
-        self._end_for(error, "the rebuild of the engine", "so the weights of the model are lost")
+        """End the run after a rebuild that has removed the engine and could not replace it.
+
+        Other ranks may wait for this rank. If not, see `end_in_rebuild`.
+        """
+        self._end_for(error, _REBUILD, _WEIGHTS_LOST)
 
     def _end_for(self, error: BaseException, place: str, consequence: str) -> None:
         """End the run after an error that any rank may have, if nothing has ended it yet."""
@@ -286,6 +291,26 @@ class RunEnd:
             place: Name of the function that updates.
         """
         self._end_together(error, _failed(error, place, _PARTLY_UPDATED, _MAKE_AGAIN))
+
+    def end_in_rebuild(self, error: Exception) -> NoReturn:
+        """End the run after a rebuild that all ranks leave together, without an engine.
+
+        Each rank calls this method. If another rank has ended the run, this only raises.
+
+        Args:
+            error: The error of this rank, or the PeerAttemptError of another rank's failure.
+
+        Raises:
+            Exception: This rank's own error.
+            PeerFailedError: Only other ranks have an error of their own.
+        """
+        own_error = None if is_peer_failure(error) else error
+        try:
+            raise_failures(self._host_group, own_error, _REBUILD)
+            raise error  # no rank has an error of its own
+        except Exception as raised:
+            self._end_together(raised, _failed(raised, _REBUILD, _WEIGHTS_LOST, _MAKE_AGAIN))
+            raise
 
     def end_with_gradients(self, error: BaseException, reason: str) -> None:
         """End the run after a window whose gradients stay in the engine.

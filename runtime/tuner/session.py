@@ -189,8 +189,9 @@ class ActiveTunerSession:
 
     def close(self) -> None:
         """Release the knobs. Safe to call twice."""
-        # If a window failed, the trial may have ended the run, and must count as crashed.
-        if self._runner is not None and not self._is_in_window:
+        # If a window or a rebuild failed, the trial may have ended the run: it counts as crashed.
+        has_failed = self._is_in_window or not self._engine_holder.has_engine
+        if self._runner is not None and not has_failed:
             self._runner.close()
         self._window_runner.tuner_status_source = no_tuner_status
         self._knobs.close()

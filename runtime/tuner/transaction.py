@@ -54,6 +54,7 @@ def switch_all_ranks(
     Raises:
         RuntimeError: Another rank is lost. This rank's change is undone, unless the undo needs the
             lost rank.
+        Exception: A rebuild has removed the engine and failed: the run has ended.
     """
     text = host_group.broadcast_text(_to_json(request) if host_group.rank == 0 else "")
     received = _from_json(text)
@@ -96,7 +97,9 @@ def apply_switch(
 
 
 class _RankTransaction:
-    """Applies or undoes one rank's part of a transaction. Failures are recorded, not raised.
+    """Applies or undoes one rank's part of a transaction.
+
+    Failures are recorded, not raised, unless they leave no engine.
 
     Attributes:
         problem: The failure on this rank, as text. None if nothing failed.
@@ -146,6 +149,8 @@ class _RankTransaction:
         try:
             undo()
         except FAILURES as error:
+            if not self._knobs.has_engine:
+                raise  # the run has ended
             self._undo_failed = True
             logger.error("undoing the switch of knobs failed on this rank: %s", _message(error))
 
@@ -173,6 +178,8 @@ class _RankTransaction:
         try:
             run()
         except FAILURES as error:
+            if not self._knobs.has_engine:
+                raise  # the run has ended
             self.problem = _message(error)
             self.fault = Fault.OTHER_RANK if is_peer_failure(error) else Fault.THIS_RANK
         if self.problem is not None:

@@ -42,6 +42,7 @@ _USED_RATIO = 7 / 8
 
 Config = Mapping[str, Any]
 MakeEngine = Callable[[torch.nn.Module, dict[str, Any]], Any]
+OnEngineLost = Callable[[Exception], object]
 
 
 class UndoneRebuildError(RebuildError):
@@ -58,7 +59,12 @@ class UndoneRebuildError(RebuildError):
 
 
 def rebuild(
-    engine: Any, config: Config, *, make_engine: MakeEngine, host_group: HostCollectives
+    engine: Any,
+    config: Config,
+    *,
+    make_engine: MakeEngine,
+    host_group: HostCollectives,
+    on_engine_lost: OnEngineLost = lambda error: None,
 ) -> Any:
     """Replace a running engine by an engine with another ds config, and return the new engine.
 
@@ -74,6 +80,8 @@ def rebuild(
         make_engine: Function that calls deepspeed.initialize with a module and a ds config, as for
             the first engine.
         host_group: Group of all ranks.
+        on_engine_lost: Function that all ranks call with their error if the old engine cannot be
+            made again either. An error that it raises replaces this error.
 
     Raises:
         RebuildError: The rebuild is not supported; nothing has changed.
@@ -89,7 +97,7 @@ def rebuild(
         builder = _Builder(engine, snapshot, make_engine, host_sum, host_group)
         replacement, error = builder.replace(engine, config)
         if error is not None:
-            raise _rolled_back(builder, old, error)
+            raise _rolled_back(builder, old, error, on_engine_lost)
     seconds, stages = perf_counter() - began, (zero_stage(config), zero_stage(old))
     logger.info("rebuilt the engine in %.1f s: ZeRO stage %d, was %d", seconds, *stages)
     return replacement
@@ -194,10 +202,13 @@ def not_rebuilt(error: Exception) -> RebuildError:
     return refusal
 
 
-def _rolled_back(builder: _Builder, old: Config, error: Exception) -> UndoneRebuildError:
+def _rolled_back(
+    builder: _Builder, old: Config, error: Exception, on_engine_lost: OnEngineLost
+) -> UndoneRebuildError:
     """Build an engine with the old ds config. If that fails too, the training ends."""
     again, failed = builder.build(old)
     if failed is not None:
+        on_engine_lost(failed)
         raise failed
     undone = UndoneRebuildError(
         f"the engine could not be made with the new ds config: {type(error).__name__}: {error}. "

@@ -95,6 +95,11 @@ class RunKnobs:
         self._not_verified: frozenset[str] = frozenset()
         engine_holder.on_engine_replaced.append(self._on_engine_replaced)
 
+    @property
+    def has_engine(self) -> bool:
+        """Whether the run can train: a rebuild may remove the engine and then fail."""
+        return self._engine_holder.has_engine
+
     def values(self) -> Configuration:
         """Return the current value of every knob that this job has."""
         return self._knobs.values()

@@ -102,6 +102,9 @@ class HistoryFile:
         self._processes = processes or HostProcesses()
         self._owner = self._processes.own_name
         self._renewal_due = 0.0
+        self._on_trial: Configuration = {}
+        self._running: Sequence[Path] = ()  # trials of processes that may not have ended
+        self._recheck_due = 0.0
 
     def load(self) -> Mapping[str, HistoryEntry]:
         """Return the results by context; empty if the file is missing or damaged."""
@@ -109,15 +112,18 @@ class HistoryFile:
 
     def load_crashed_trials(self) -> Sequence[Configuration]:
         """Return the changes that were on trial when other runs crashed, and delete their files."""
-        crashed: list[Configuration] = []
-        for path in self._folder.glob(f"{self._key}.*{TRIAL_SUFFIX}") if self._folder else ():
-            owner = path.name[len(self._key) + 1 : -len(TRIAL_SUFFIX)]
-            if owner == self._owner or self._processes.has_ended(owner, _silent_seconds(path)):
-                if changes := self._read(path.name, _parse_trial):
-                    crashed.append(changes)
-                with suppress(OSError):
-                    path.unlink()
-        return crashed
+        if self._folder is None:
+            return ()
+        return self._take_crashed(list(self._folder.glob(f"{self._key}.*{TRIAL_SUFFIX}")))
+
+    def recheck_crashed_trials(self) -> Sequence[Configuration]:
+        """Return those trials whose process could still have been running when last checked.
+
+        Until OTHER_HOST_SECONDS after the last check, the result is empty.
+        """
+        if not self._running or time.monotonic() < self._recheck_due:
+            return ()
+        return self._take_crashed(self._running)
 
     def save(self, context: str, entry: HistoryEntry) -> None:
         """Replace the results of a context."""
@@ -127,6 +133,7 @@ class HistoryFile:
 
     def save_trial(self, changes: Configuration) -> None:
         """Record the changes that are on trial. Delete the record if there are no changes."""
+        self._on_trial = changes
         if changes:
             self._write(self._trial_name, _json({"schema": SCHEMA_VERSION, "on_trial": changes}))
         elif self._folder is not None:
@@ -138,8 +145,25 @@ class HistoryFile:
         now = time.monotonic()
         if self._folder is not None and now >= self._renewal_due:
             self._renewal_due = now + RENEWAL_SECONDS
-            with suppress(OSError):
+            try:
                 os.utime(self._folder / self._trial_name)
+            except OSError:  # it was deleted, or the file system does not set times
+                self.save_trial(self._on_trial)
+
+    def _take_crashed(self, paths: Sequence[Path]) -> Sequence[Configuration]:
+        crashed: list[Configuration] = []
+        running: list[Path] = []
+        for path in paths:
+            owner = path.name[len(self._key) + 1 : -len(TRIAL_SUFFIX)]
+            if owner == self._owner or self._processes.has_ended(owner, _silent_seconds(path)):
+                if changes := self._read(path.name, _parse_trial):
+                    crashed.append(changes)
+                with suppress(OSError):
+                    path.unlink()
+            elif path.exists():
+                running.append(path)
+        self._running, self._recheck_due = running, time.monotonic() + OTHER_HOST_SECONDS
+        return crashed
 
     @property
     def _trial_name(self) -> str:

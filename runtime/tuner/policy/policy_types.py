@@ -224,6 +224,10 @@ class SwitchResult:
 class KnobSetter(Protocol):
     """Reads and sets the knobs of a job on one rank, between two windows only."""
 
+    @property
+    def has_engine(self) -> bool:
+        """Whether the job can train: a rebuild may remove the engine and then fail."""
+
     def values(self) -> Configuration:
         """Return the current value of every knob that this job has."""
 

@@ -26,6 +26,9 @@ class HistoryStore(Protocol):
     def renew_trial(self) -> None:
         """Record that the trial goes on."""
 
+    def recheck_crashed_trials(self) -> Sequence[Configuration]:
+        """Return the changes of other runs' trials that have turned out to have crashed."""
+
 
 class NullHistoryStore:
     """Stores nothing."""
@@ -38,6 +41,10 @@ class NullHistoryStore:
 
     def renew_trial(self) -> None:
         """Do nothing."""
+
+    def recheck_crashed_trials(self) -> Sequence[Configuration]:
+        """Return nothing."""
+        return ()
 
 
 class SearchHistory:
@@ -72,10 +79,8 @@ class SearchHistory:
         # Changes that could not be measured in this run, for example because memory did not
         # suffice. They are not saved.
         self._failed: dict[str, list[Configuration]] = {}
-        self._crashed_trials = crashed_trials
-        for changes in crashed_trials:
-            values = ", ".join(f"{knob}={value}" for knob, value in changes.items())
-            logger.warning("an earlier run crashed in a trial of %s: not tried in this run", values)
+        self._crashed_trials: list[Configuration] = []
+        self._add_crashed(crashed_trials)
 
     @property
     def best(self) -> Configuration | None:
@@ -102,6 +107,10 @@ class SearchHistory:
             self._best.setdefault(left, configuration)
         if self._context_reading is None or context_of(self._context_reading) != self.context:
             self._context_reading = reading
+
+    def recheck_crashed_trials(self) -> None:
+        """Add the trials of other runs that have turned out to have crashed."""
+        self._add_crashed(self._store.recheck_crashed_trials())
 
     def on_trial_start(self, changes: Configuration) -> None:
         """Record a started trial, so that the next run skips it if this process is killed."""
@@ -169,6 +178,12 @@ class SearchHistory:
         if self._num_shifts & (self._num_shifts - 1) == 0:
             self._rejected.pop(self.context, None)
             self._failed.pop(self.context, None)
+
+    def _add_crashed(self, trials: Sequence[Configuration]) -> None:
+        self._crashed_trials += trials
+        for changes in trials:
+            values = ", ".join(f"{knob}={value}" for knob, value in changes.items())
+            logger.warning("an earlier run crashed in a trial of %s: not tried in this run", values)
 
     @property
     def _known_best(self) -> Configuration | None:

@@ -28,7 +28,10 @@ def holder(monkeypatch: pytest.MonkeyPatch) -> EngineHolder:
     first, second = (SimpleNamespace(watch=watch, optimizer=object()) for _ in range(2))
     monkeypatch.setattr(engine_holder, "rebuild", lambda *args, **options: second)
     metrics = SimpleNamespace(count_rebuild=lambda outcome, seconds: None)
-    return EngineHolder(first, {}, host_group=None, metrics=metrics, make_engine=None, run_end=None)
+    run_end = SimpleNamespace(end_in_rebuild=None)
+    return EngineHolder(
+        first, {}, host_group=None, metrics=metrics, make_engine=None, run_end=run_end
+    )
 
 
 @pytest.mark.parametrize("error", FAILURES)
@@ -106,7 +109,8 @@ class Run:
         monkeypatch.setattr(engine_holder, "perf_counter", iter([100.0, 103.5]).__next__)
         make_engine: Any = self.make_engine
         run_end: Any = SimpleNamespace(
-            end_without_engine=lambda error: self.log.append(f"end by {type(error).__name__}")
+            end_without_engine=lambda error: self.log.append(f"end by {type(error).__name__}"),
+            end_in_rebuild=lambda error: self.log.append(f"all end by {type(error).__name__}"),
         )
         self.holder = EngineHolder(self.first, self.config, group, metrics, make_engine, run_end)
         self.holder.on_engine_replaced.append(lambda: self.log.append("replaced"))
@@ -127,8 +131,17 @@ class Run:
         yield
         self.log.append("phase ends")
 
-    def rebuild(self, engine: Any, config: Any, *, make_engine: Any, host_group: Any) -> Any:
+    def rebuild(
+        self,
+        engine: Any,
+        config: Any,
+        *,
+        make_engine: Any,
+        host_group: Any,
+        on_engine_lost: Callable[[Exception], object],
+    ) -> Any:
         self.given = (engine, config, make_engine, host_group)
+        self.on_engine_lost = on_engine_lost
         return self._replaced_by(self)
 
     def attachment(self, name: str, *, fails: bool = False, reason: str | None = None) -> Any:
@@ -368,6 +381,47 @@ def test_the_run_ends_and_nothing_is_attached_if_a_rebuild_leaves_no_engine(
 
     ended = f"end by {error.__name__}"
     assert run.log[1:] == ["one off first", "phase", ("count", "refused", 3.5), ended]
+
+
+def test_the_ranks_end_together_if_the_rebuild_fails_on_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(run: Run) -> Any:
+        run.first.optimizer, error = None, RuntimeError()
+        run.on_engine_lost(error)
+        raise error
+
+    run = Run(monkeypatch, replaced_by=fail)
+
+    with pytest.raises(RuntimeError):
+        run.holder.rebuild_as({})
+
+    ended = ["all end by RuntimeError", ("count", "refused", 3.5), "end by RuntimeError"]
+    assert run.log == ["phase", *ended]
+
+
+@pytest.mark.parametrize("place", ["watch", "notify"])
+def test_the_run_ends_if_the_replacement_of_the_engine_is_interrupted(run: Run, place: str) -> None:
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    if place == "watch":
+        run.first.watch.rebind_engine = interrupt
+    else:
+        run.holder.on_engine_replaced.append(interrupt)
+    run.holder.attach(EngineChange.LEARNING_RATE, run.attachment("one"))
+
+    def replace(run: Run) -> Any:
+        run.first.optimizer = None
+        return run.second
+
+    run._replaced_by = replace
+
+    with pytest.raises(KeyboardInterrupt):
+        run.holder.rebuild_as({})
+
+    assert not run.holder.has_engine
+    assert run.log[-1] == "end by KeyboardInterrupt"
 
 
 def test_a_rebuild_that_is_interrupted_before_anything_changed_ends_nothing(

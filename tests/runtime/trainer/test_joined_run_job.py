@@ -37,6 +37,17 @@ def test_metrics_continue_over_rebuilds_and_count_them(found):
     assert found[1]["rebuilt"]["published steps"] == 4
 
 
+def test_a_rebuild_that_leaves_no_engine_has_the_error_of_the_failed_rank_on_all_ranks(found):
+    (peer, peer_later), (own, later) = (rank["lost"]["errors"] for rank in found)
+
+    assert own == ["RuntimeError", "no state can be restored"]
+    assert peer[0] == "PeerFailedError"
+    assert "rank 1 with RuntimeError: no state can be restored" in peer[1]
+    for kind, text in (peer_later, later):
+        assert kind == "ZerowatchError"
+        assert "load the last checkpoint" in text
+
+
 def test_an_unknown_stage_is_rejected_on_all_ranks_without_effect(found):
     for rank in found:
         error = rank["rebuilt"]["errors"][0]

@@ -1,6 +1,6 @@
 """Tests of rebuilds of a TrainingRun on one rank: its schedule, and rebuilds that do not succeed.
 
-Covers the end of a run by `RunEnd.end_without_engine`.
+Covers the end of a run by `RunEnd.end_without_engine` and `end_in_rebuild`.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def test_a_rebuild_that_leaves_no_engine_ends_the_run_and_its_checkpoints_stay(
 ) -> None:
     lost = found[case]
 
+    assert lost["raised"][0] == error
     for kind, text in lost["errors"]:
         assert kind == "ZerowatchError"
         assert error in text and "load the last checkpoint" in text

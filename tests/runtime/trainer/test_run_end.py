@@ -12,6 +12,7 @@ from fakes.rank_threads import FakeHostGroup, on_ranks
 from fakes.stores_without_clone import remove_clone
 
 from zerowatch.errors import PeerFailedError, PeerOutOfMemoryError, ZerowatchError
+from zerowatch.runtime.common.collective_attempt import PeerAttemptError
 from zerowatch.runtime.trainer import run_end as run_end_module
 from zerowatch.runtime.trainer.run_end import FailureNotice, RunEnd
 
@@ -446,6 +447,43 @@ def test_a_rebuild_that_one_rank_leaves_without_an_engine_ends_the_run_on_all_ra
     error = raised_by(lambda: call(peer, lambda: fail(RuntimeError("closed"))))
     assert isinstance(error, PeerFailedError)
     assert (error.rank, error.can_continue) == (1, False)
+
+
+def test_ranks_that_leave_a_rebuild_together_have_the_error_of_the_rank_that_failed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = torch.distributed.HashStore()
+    own = RuntimeError("no state can be restored")
+
+    def rebuild(host_group: FakeHostGroup) -> tuple[RunEnd, BaseException]:
+        run_end = RunEnd(host_group, store)
+        error = own if host_group.rank == 2 else PeerAttemptError("another rank has failed")
+
+        def fails() -> None:
+            try:
+                run_end.end_in_rebuild(error)
+            except Exception as raised:
+                run_end.end_without_engine(raised)  # has no effect
+                raise
+
+        return run_end, raised_by(lambda: call(run_end, fails))
+
+    ended = on_ranks(3, rebuild)
+
+    *peers, (_, failed) = ended
+    assert failed is own
+    for _, error in peers:
+        assert isinstance(error, PeerFailedError)
+        assert (error.rank, error.error_type, error.error_text) == (2, "RuntimeError", str(own))
+        assert not error.can_continue
+    for run_end, _ in ended:
+        assert run_end.peer_failure() is None
+        assert not run_end._host_group.is_closed
+        later = raised_by(lambda run_end=run_end: call(run_end))
+        assert type(later) is ZerowatchError
+        assert "weights of the model are lost" in str(later)
+        assert "load the last checkpoint" in str(later)
+    assert caplog.text.count("this run has ended") == 1  # by rank 0
 
 
 def test_an_error_of_one_rank_in_an_update_ends_the_run_on_all_ranks() -> None:

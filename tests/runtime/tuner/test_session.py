@@ -77,38 +77,66 @@ def test_all_ranks_are_tuned_or_none_is(
     assert on_ranks(2, rank) == [tuned, tuned]
 
 
+def made(monkeypatch: pytest.MonkeyPatch, watch: Any, runner: Any, **parts: Any) -> Any:
+    """Return the session of rank 0, whose controller is `runner`."""
+    knobs = SimpleNamespace(on_window_end=lambda: None, close=lambda: None)
+    monkeypatch.setattr(session, "RunKnobs", lambda *_: knobs)
+    monkeypatch.setattr(session, "job_facts", lambda _: None)
+    monkeypatch.setattr(session.ActiveTunerSession, "_new_runner", lambda _: runner)
+    status = SimpleNamespace(oom_risk=0.0, is_on_trial=False, exchanges_switch_request=False)
+    known: Any = {
+        "engine_holder": SimpleNamespace(engine=SimpleNamespace(watch=watch), has_engine=True),
+        "window_runner": SimpleNamespace(opened=SimpleNamespace(tuner_statuses=[status])),
+        "host_group": SimpleNamespace(rank=0),
+        "data": SimpleNamespace(has_requested_batch=True),
+        "settings": SimpleNamespace(tuner=SimpleNamespace(numerics="bitwise")),
+    }
+    return session.ActiveTunerSession(**{**known, **parts})
+
+
+def watched() -> Any:
+    return SimpleNamespace(
+        generated_ns=0, fail_open=FailOpen(), subscribe_internal=lambda listener: None
+    )
+
+
+RESULT: Any = SimpleNamespace(step=1, seconds=2.0, samples=8, replays=0, skipped=False, loss=1.0)
+
+
+@pytest.mark.parametrize("has_engine", [True, False])
+def test_a_trial_that_left_no_engine_counts_as_crashed(
+    has_engine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+    runner = SimpleNamespace(on_window_end=lambda _: None, close=lambda: ended.append("normally"))
+    watch = watched()
+    holder = SimpleNamespace(engine=SimpleNamespace(watch=watch), has_engine=True)
+    tuned = made(monkeypatch, watch, runner, engine_holder=holder)
+    tuned.on_window_start()
+    tuned.on_window_end(RESULT)
+
+    holder.has_engine = has_engine
+    tuned.close()
+
+    assert ended == ["normally"] * has_engine
+
+
 @pytest.mark.parametrize("is_requested", [True, False])
 def test_the_time_of_a_step_is_without_the_generation_before_it(
     is_requested: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, steps = FakeClock(), []
     monkeypatch.setattr(session, "perf_counter", clock)
-    monkeypatch.setattr(session, "RunKnobs", lambda *_: SimpleNamespace(on_window_end=lambda: None))
-    monkeypatch.setattr(session, "job_facts", lambda _: None)
-    runner = SimpleNamespace(on_window_end=steps.append)
-    monkeypatch.setattr(session.ActiveTunerSession, "_new_runner", lambda _: runner)
-    watch = SimpleNamespace(
-        generated_ns=0, fail_open=FailOpen(), subscribe_internal=lambda listener: None
-    )
-    status = SimpleNamespace(oom_risk=0.0, is_on_trial=False, exchanges_switch_request=False)
-    parts: Any = {
-        "engine_holder": SimpleNamespace(engine=SimpleNamespace(watch=watch)),
-        "window_runner": SimpleNamespace(opened=SimpleNamespace(tuner_statuses=[status])),
-        "host_group": SimpleNamespace(rank=0),
-        "data": SimpleNamespace(has_requested_batch=is_requested),
-        "settings": SimpleNamespace(tuner=SimpleNamespace(numerics="bitwise")),
-    }
-    tuned = session.ActiveTunerSession(**parts)
-    result: Any = SimpleNamespace(
-        step=1, seconds=2.0, samples=8, replays=0, skipped=False, loss=1.0
-    )
+    runner, watch = SimpleNamespace(on_window_end=steps.append), watched()
+    data = SimpleNamespace(has_requested_batch=is_requested)
+    tuned = made(monkeypatch, watch, runner, data=data)
 
     for _ in range(2):
         clock.seconds += 30.0  # generation
         watch.generated_ns += 30_000_000_000
         clock.seconds += 2.0
         tuned.on_window_start()
-        tuned.on_window_end(result)
+        tuned.on_window_end(RESULT)
 
     assert steps[1].usable == is_requested
     assert steps[1].seconds == pytest.approx(2.0)

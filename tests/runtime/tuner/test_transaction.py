@@ -32,6 +32,8 @@ class TextHostGroup(FakeHostGroup):
 class FakeKnobs:
     """Knobs in a dict; `faults` by method name are called first."""
 
+    has_engine = True
+
     def __init__(self, **faults: Callable[[], Any]) -> None:
         self.current: dict[str, Any] = dict(BEFORE)
         self.calls: list[str] = []
@@ -129,6 +131,23 @@ def test_a_failure_of_one_rank_is_undone_on_all_with_its_reason(world_size, faul
     assert {(each[1].done, each[1].reason, each[1].undone) for each in ended} == {
         (False, reason, True)
     }
+
+
+@pytest.mark.parametrize("phase", ["apply", "undo"])
+def test_a_failure_that_leaves_no_engine_is_raised(phase: str) -> None:
+    lost = RuntimeError("no state can be restored")
+
+    def fail() -> None:
+        knobs.has_engine = False
+        raise lost
+
+    knobs = FakeKnobs(**{phase: fail, "verify": lambda: False})
+
+    with pytest.raises(RuntimeError) as raised:
+        exchange([knobs], request())
+
+    assert raised.value is lost
+    assert knobs.calls[-1] == phase
 
 
 def test_nothing_is_changed_if_a_rank_refuses():

@@ -47,7 +47,8 @@ class Job:
     Attributes:
         now: Configuration in use.
         states, decisions, configurations, num_trials: Events of the controller.
-        kept, trials: The stored history by context; what is recorded as on trial.
+        kept, trials, crashed: The stored history by context; what is recorded as on trial; trials
+            that another job has left.
         coverage, oom_risk, replays, loss: Values that the next windows report.
         is_watched: Whether metrics are updated.
         is_usable: Whether step times are usable.
@@ -65,6 +66,7 @@ class Job:
         self.num_trials = self.num_renewals = 0
         self.kept: dict[str, HistoryEntry] = dict(after.kept) if after else {}
         self.trials: list[Configuration] = []
+        self.crashed: Sequence[Configuration] = ()
         self.coverage, self.oom_risk, self.replays, self.loss = 1.0, 0.0, 0, 1.0
         self.is_watched = self.is_usable = True
         self.pace, self.saving = 1.0, 0.5
@@ -143,6 +145,10 @@ class Job:
     def renew_trial(self) -> None:
         assert self.trials
         self.num_renewals += 1
+
+    def recheck_crashed_trials(self) -> Sequence[Configuration]:
+        crashed, self.crashed = self.crashed, ()
+        return crashed
 
     def values(self) -> Configuration:
         return dict(self.now)

@@ -259,8 +259,9 @@ def resuming(folder: Path, given: dict[str, Any]) -> tuple[CheckpointManager, En
         on_fatal_oom=[],
     )
     metrics: Any = SimpleNamespace(count_rebuild=lambda *_: None)
+    run_end: Any = SimpleNamespace(end_in_rebuild=None)
     holder = EngineHolder(
-        engine, given, host_group=ALONE, metrics=metrics, make_engine=None, run_end=None
+        engine, given, host_group=ALONE, metrics=metrics, make_engine=None, run_end=run_end
     )
     data: Any = None
     return CheckpointManager(holder, runner, data, ALONE, background=False), holder, runner

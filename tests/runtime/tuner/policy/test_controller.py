@@ -97,6 +97,16 @@ def test_a_crashed_trial_of_the_best_configuration_is_not_tried_either() -> None
     ], "a run that measured nothing of it forgets nothing"
 
 
+def test_a_trial_that_turns_out_to_have_crashed_is_not_tried(caplog) -> None:
+    job = Job()
+    job.crashed = [{"micro_batch_samples": 8}]
+
+    job.run(300)
+
+    assert {"micro_batch_samples": 8} not in tried(job)
+    assert caplog.text.count("an earlier run crashed in a trial of micro_batch_samples=8") == 1
+
+
 def test_each_step_of_a_trial_renews_its_record() -> None:
     job = Job()
     job.until_trial()

@@ -11,6 +11,7 @@ import pytest
 from zerowatch.runtime.tuner.policy.history_file import (
     MAX_CONTEXTS,
     OTHER_HOST_SECONDS,
+    RENEWAL_SECONDS,
     HistoryEntry,
     HistoryFile,
     HostProcesses,
@@ -112,6 +113,45 @@ def test_a_trial_on_another_host_has_crashed_once_it_is_not_renewed(tmp_path, mo
     assert (other.load_crashed_trials(), file.exists()) == ([{"zero_stage": 1}], False)
 
 
+def test_a_trial_on_another_host_that_was_too_young_is_checked_again(tmp_path, monkeypatch):
+    crashed, restarted = (on_host(name, tmp_path, monkeypatch) for name in ("pod-a", "pod-b"))
+    crashed.save_trial({"zero_stage": 1})
+    (file,) = tmp_path.iterdir()
+    assert restarted.load_crashed_trials() == []
+    start, seconds = time.monotonic(), 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: start + seconds)
+    long_ago = time.time() - 2 * OTHER_HOST_SECONDS
+    os.utime(file, (long_ago, long_ago))
+
+    seconds = OTHER_HOST_SECONDS / 2
+    assert (list(restarted.recheck_crashed_trials()), file.exists()) == ([], True)
+    seconds = 2 * OTHER_HOST_SECONDS
+    assert (restarted.recheck_crashed_trials(), file.exists()) == ([{"zero_stage": 1}], False)
+    seconds = 4 * OTHER_HOST_SECONDS
+    assert list(restarted.recheck_crashed_trials()) == []
+
+
+def test_a_renewal_writes_a_deleted_record_again_but_none_after_the_trial(tmp_path, monkeypatch):
+    trial = on_host("node-a", tmp_path, monkeypatch)
+    trial.save_trial({"zero_stage": 1})
+    (file,) = tmp_path.iterdir()
+    text, seconds = file.read_text(), time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: seconds)
+
+    file.unlink()
+    trial.renew_trial()
+    assert file.read_text() == text
+
+    file.unlink()
+    trial.renew_trial()
+    assert not file.exists(), "renewed a moment ago"
+
+    trial.save_trial({})
+    seconds += 2 * RENEWAL_SECONDS
+    trial.renew_trial()
+    assert not file.exists()
+
+
 def test_a_trial_of_an_ended_process_of_this_host_has_crashed_at_once(tmp_path, monkeypatch):
     trial, next_run = (on_host("node-a", tmp_path, monkeypatch) for _ in range(2))
     trial.save_trial({"zero_stage": 1})
@@ -173,5 +213,6 @@ def test_without_a_folder_nothing_is_saved(tmp_path, monkeypatch):
     nowhere.renew_trial()
 
     assert nowhere.load() == {}
-    assert nowhere.load_crashed_trials() == []
+    assert list(nowhere.load_crashed_trials()) == []
+    assert list(nowhere.recheck_crashed_trials()) == []
     assert list(tmp_path.iterdir()) == []

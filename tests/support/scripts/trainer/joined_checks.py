@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -24,8 +25,9 @@ from window_checks import (
 )
 
 import zerowatch
-from zerowatch.errors import RebuildError
+from zerowatch.errors import RebuildError, ZerowatchError
 from zerowatch.metrics.catalog import memory, training, window
+from zerowatch.runtime.engine.rebuild import engine_replacement
 
 QUIET = {"serve": {"enabled": False}, "cross_rank": {"enabled": False}}
 OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1000 bytes."
@@ -165,6 +167,31 @@ def saved_and_loaded(folder: Path) -> Found:
     return {**end(again), "difference": outcome, "client_state": client_state, "loaded": loaded}
 
 
+def lost(folder: Path) -> Found:
+    """Let a rebuild fail on rank 1, also with the previous ds config; return the errors."""
+    run = make(folder, 1)
+
+    def restore(*args: Any) -> None:
+        if dist.get_rank() == 1:
+            raise RuntimeError("no state can be restored")
+        restore_snapshot(*args)
+
+    restore_snapshot = engine_replacement.restore_snapshot
+    with mock.patch.object(engine_replacement, "restore_snapshot", restore):
+        errors = [_error_of(lambda: run.rebuild({"zero_optimization": {"stage": 2}}))]
+    errors.append(_error_of(lambda: run.train_batch(share_of(next(iter(batches())), None))))
+    run.close()
+    return {"errors": errors}
+
+
+def _error_of(call: Callable[[], object]) -> tuple[str, str]:
+    try:
+        call()
+    except (ZerowatchError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
 def main(folder: Path) -> None:
     """Run all cases."""
     deepspeed.init_distributed("gloo", verbose=False)
@@ -185,6 +212,7 @@ def main(folder: Path) -> None:
     }
     for case in found.values():
         case["difference"] = relative_difference(case["difference"], expected)
+    found["lost"] = lost(folder)
     (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
