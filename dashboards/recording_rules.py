@@ -20,7 +20,18 @@ from ..metrics.catalog import devices, generation, memory, overhead, training, w
 from ..metrics.catalog.labels import NON_TRAINING_PHASES
 from ..metrics.catalog.spec import MetricSpec
 from ..metrics.thresholds import THRESHOLDS
-from .promql import ON_GPU, ON_HOST, by, rate, ratio, recorded_name, select, where, with_node
+from .promql import (
+    ON_GPU,
+    ON_HOST,
+    by,
+    earlier,
+    rate,
+    ratio,
+    recorded_name,
+    select,
+    where,
+    with_node,
+)
 from .run_status import STATE_BY_REASON, RunStatus
 from .timing import MINUTE, SHORT_SECONDS, Timing
 
@@ -543,26 +554,30 @@ WATCH_RATIO_BY_PART = recorded(
 )
 
 
-def _run_age(*matchers: str) -> str:
-    """Return the seconds since the start of each run."""
-    return f"time() - {by('min', select(training.RUN_START_TIMESTAMP, *matchers))}"
-
-
 def rate_since_start(rates: str, timing: Timing, *matchers: str) -> str:
-    """Return rates of runs over the short range, or since the start of the run if that is less.
+    """Return rates of runs over the short range, or over its part in which a new run trained.
 
-    `rate` divides by the whole range, so it would rise slowly from 0 during a new run's first five
-    minutes.
+    `rate` divides by the whole range, so it would rise slowly from 0 during the first five minutes
+    of steps, after a start and after a restart. The part is the time in which rank 0 answers and
+    has taken a step. Without a start in the range it is not used: failed scrapes would shorten it.
 
     Args:
         rates: PromQL with the rates over the short range, by job and run.
         timing: Scales the range.
         matchers: Label matchers of the runs.
     """
-    whole = timing.seconds(SHORT_SECONDS)
-    least = timing.seconds(_LEAST_AGE_SECONDS)
-    share = f"(clamp({_run_age(*matchers)}, {least}, {whole}) / {whole})"
-    return f"(\n{rates}\n/ on (job, run) {share}\nor {rates}\n)"
+    steps, short = select(training.STEPS, *matchers, 'rank="0"'), timing.short
+    gap = 2 * MINUTE
+    before = earlier(steps, short, gap=timing.duration(gap))
+    resets = f"resets({steps}[{timing.duration(SHORT_SECONDS + gap)}])"
+    started = f"({steps} > 0 unless {before} > 0 or {steps} > 0 and {resets} > 0)"
+    points = f"[{short}:{timing.evaluation}]"
+    trained = f"count_over_time(({by('max', steps)} > 0){points})"
+    # The first scrape with steps has those since the scrape before it.
+    per_scrape = f"count_over_time({steps}{points}) / count_over_time({steps}[{short}])"
+    trained = f"({trained} + clamp_min({by('max', per_scrape)} - 1, 0))"
+    share = f"clamp({trained} / scalar(count_over_time(vector(1){points})), {_LEAST_SHARE:g}, 1)"
+    return f"(\n{rates}\n/ on (job, run) ({share}\nand on (job, run) {started})\nor {rates}\n)"
 
 
 def _samples_rate(timing: Timing) -> str:
@@ -615,7 +630,7 @@ def _step_quantile(operation: str, aggregation: str, parameter: str = "") -> Rec
 
 # Runs as a whole, for dashboards.
 STALLED_SECONDS = 300.0  # without progress
-_LEAST_AGE_SECONDS = 15.0  # of a run, because clocks differ
+_LEAST_SHARE = MINUTE / SHORT_SECONDS  # a first step, and a scrape interval, may take a minute
 RUN_STATE = recorded(training.RUN_ACTIVE, "state", _state_of_run)
 RUN_START = aggregated(training.RUN_START_TIMESTAMP, "min")
 RUN_ATTEMPT = aggregated(training.RUN_ATTEMPT, "max")
@@ -628,7 +643,7 @@ GOODPUT = recorded(
     "start_ratio",
     lambda timing: (
         f"{by('max', select(training.PRODUCTIVE_SECONDS))}\n"
-        f"/ ({_run_age()})\n"
+        f"/ (time() - {by('min', select(training.RUN_START_TIMESTAMP))})\n"
         # The counter knows its own attempt only, and the time is that of all attempts.
         f"and on (job, run) {by('max', select(training.RUN_ATTEMPT))} == 0"
     ),

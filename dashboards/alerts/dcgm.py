@@ -20,6 +20,7 @@ from .hardware import CARD, DASHBOARD, DRAIN_XIDS
 
 PREFIX = "ZerowatchDcgm"
 LAST_XID = "gpu_xid:DCGM_FI_DEV_XID_ERRORS:last"
+XID_VALUE = "gpu:DCGM_FI_DEV_XID_ERRORS:max"
 # Data-center GPUs lower their clock at 87 to 92 degrees.
 CELSIUS_HIGH = 85
 # Bits of DCGM_FI_DEV_CLOCKS_EVENT_REASONS: HW_SLOWDOWN, SW_THERMAL, HW_THERMAL, POWER_BRAKE.
@@ -34,14 +35,18 @@ _RUN = "{{ with $labels.run }} Rank {{ $labels.rank }} of training {{ . }} uses 
 def dcgm_recording_rules() -> dict[str, str]:
     """Return the PromQL of the recording rules that the alerts read, by name."""
     # The exporter serves the number as a value. A label can be matched.
-    return {LAST_XID: f'count_values by ({_ON}) ("xid", {_each("DCGM_FI_DEV_XID_ERRORS")})'}
+    return {
+        XID_VALUE: _each("DCGM_FI_DEV_XID_ERRORS"),
+        LAST_XID: f'count_values by ({_ON}) ("xid", {XID_VALUE})',
+    }
 
 
 def dcgm_alerts(timing: Timing) -> tuple[Alert, ...]:
     """Return the alerts; `timing` sets their PromQL ranges."""
     hour, gap, short = timing.duration(HOUR), timing.history, timing.short
-    drain = f'{LAST_XID}{{xid=~"{DRAIN_XIDS}"}}'
-    other = f'{LAST_XID}{{xid!~"0|{DRAIN_XIDS}"}}'
+    is_old = f"unless on ({_ON}) ({earlier(XID_VALUE, hour, gap)} == {XID_VALUE})"
+    drain = f'{LAST_XID}{{xid=~"{DRAIN_XIDS}"}} {is_old}'
+    other = f'{LAST_XID}{{xid!~"0|{DRAIN_XIDS}"}} {is_old}'
 
     def rate(metric: str) -> str:
         return _each(f"rate({metric}[{short}])")
@@ -56,12 +61,12 @@ def dcgm_alerts(timing: Timing) -> tuple[Alert, ...]:
     reasons = _each("DCGM_FI_DEV_CLOCKS_EVENT_REASONS")
     bits = " + ".join(f"floor({reasons} / {bit}) % 2" for bit in _FAULTY_BITS)
     return (
-        # The exporter serves the last XID for ever. It is new if there was another one an hour ago.
-        # Prometheus may have been down then, so six hours before that count as well.
+        # The exporter goes on serving the last XID. It is new if the value of an hour ago was another
+        # one. Prometheus may have been down then: the last value of the six hours before counts.
         _alert(
             "Xid",
             "critical",
-            f"{drain} unless {earlier(drain, hour, gap)}",
+            drain,
             summary=f"XID {{{{ $labels.xid }}}} at {_WHERE}",
             description="The XID asks for a reset of the GPU or a restart of the machine. Drain "
             "the node.",
@@ -69,7 +74,7 @@ def dcgm_alerts(timing: Timing) -> tuple[Alert, ...]:
         _alert(
             "XidMinor",
             "warning",
-            f"{other} unless {earlier(other, hour, gap)}",
+            other,
             summary=f"XID {{{{ $labels.xid }}}} at {_WHERE}",
             description="No reset of the GPU is needed at once, unless it is XID 154: the kernel "
             "log then names the reset. Look the number up in the runbook's table.",

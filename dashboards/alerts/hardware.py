@@ -8,6 +8,7 @@ ask whether the run is training, and keep firing for an hour.
 from __future__ import annotations
 
 from ...metrics.catalog import devices
+from ...metrics.catalog.spec import MetricSpec
 from ...metrics.thresholds import (
     NVLINK_CRC_ERRORS_HIGH,
     PCIE_REPLAYS_HIGH,
@@ -17,7 +18,7 @@ from ...metrics.thresholds import (
 from ...metrics.xid_errors import XIDS
 from ..limits import above, below, shown
 from ..promql import IDENTITY, by, increase, rate, select
-from ..timing import HOUR, MINUTE, Timing
+from ..timing import HOUR, MINUTE, SHORT_SECONDS, Timing
 from .alert import DEVICE, NODE, NUMBER, PERCENT, RANK, RUN, Alert, InhibitRule
 from .guards import while_training
 
@@ -42,35 +43,52 @@ CARD = (
 def hardware_alerts(timing: Timing) -> tuple[Alert, ...]:
     """Return the alerts; `timing` sets their PromQL ranges."""
     return (
-        _gpu_lost(),
-        _gpu_xid(),
+        _gpu_lost(timing),
+        _gpu_xid(timing),
         _gpu_xid_minor(timing),
         _gpu_uncorrectable_ecc(timing),
-        _gpu_row_remap_failed(),
-        _gpu_row_remap(),
+        _gpu_row_remap_failed(timing),
+        _gpu_row_remap(timing),
         _gpu_link_errors(timing),
         _gpu_throttled(timing),
         _gpu_hot(timing),
     )
 
 
-def with_card(expression: str) -> str:
-    """Return `expression` with the UUID and the PCI address of each GPU, where they are known."""
+def with_card(expression: str, timing: Timing, seconds: float = MINUTE) -> str:
+    """Return `expression` with the UUID and the PCI address of each GPU, where they are known.
+
+    Args:
+        expression: PromQL whose result has the labels of a GPU.
+        timing: Scales the seconds.
+        seconds: How long the card of a process that has ended is known. Where the expression still
+            has results then, this is its range: without the card, an alert would be another one.
+    """
     gpu = ", ".join((*IDENTITY, *GPU))
     # A rank that restarts on another card may have two for a moment.
-    card = f"topk by ({gpu}) (1, {select(devices.DEVICE_INFO)})"
+    card = f"topk by ({gpu}) (1, {_last(devices.DEVICE_INFO, timing, seconds=seconds)})"
     return (
         f"({expression})\n* on ({gpu}) group_left (uuid, pci_bus_id) {card}\n"
         f"or\n({expression})\nunless on ({gpu}) {card}"
     )
 
 
-def _gpu_lost() -> Alert:
+def _last(spec: MetricSpec, timing: Timing, *matchers: str, seconds: float = MINUTE) -> str:
+    """Return the last value of a minute, or of so many seconds.
+
+    A fault that ends the process may be in a single scrape. An instant selector misses that value
+    if no evaluation of the rules comes before the process is gone.
+    """
+    return f"last_over_time({select(spec, *matchers)}[{timing.duration(seconds)}])"
+
+
+def _gpu_lost(timing: Timing) -> Alert:
+    lost = by("max", _last(devices.DEVICE_LOST, timing), *GPU)
     return Alert(
         name="ZerowatchGpuLost",
         component="devices",
         severity="critical",
-        expression=with_card(f"{by('max', select(devices.DEVICE_LOST), *GPU)} == 1"),
+        expression=with_card(f"{lost} == 1", timing),
         for_seconds=0,
         keep_firing_seconds=HOUR,
         summary=f"Training {RUN} has lost {_WHERE}",
@@ -83,14 +101,15 @@ def _gpu_lost() -> Alert:
     )
 
 
-def _gpu_xid() -> Alert:
-    errors = by("max", select(devices.DEVICE_XID_ERRORS, f'xid=~"{DRAIN_XIDS}"'), *GPU, "xid")
+def _gpu_xid(timing: Timing) -> Alert:
+    drain = f'xid=~"{DRAIN_XIDS}"'
+    errors = by("max", _last(devices.DEVICE_XID_ERRORS, timing, drain), *GPU, "xid")
     return Alert(
         name="ZerowatchGpuXid",
         component="devices",
         severity="critical",
         # The total and not an increase, because only a reset of the GPU ends the fault.
-        expression=with_card(f"{errors} > 0"),
+        expression=with_card(f"{errors} > 0", timing),
         for_seconds=0,
         keep_firing_seconds=HOUR,
         summary=f"XID {{{{ $labels.xid }}}} in training {RUN}, at {_WHERE}",
@@ -111,7 +130,7 @@ def _gpu_xid_minor(timing: Timing) -> Alert:
         name=XID_MINOR,
         component="devices",
         severity="warning",
-        expression=with_card(by("max", recent, *GPU, "xid")),
+        expression=with_card(by("max", recent, *GPU, "xid"), timing),
         for_seconds=0,
         keep_firing_seconds=5 * MINUTE,
         summary=f"XID {{{{ $labels.xid }}}} in training {RUN}, at {_WHERE}",
@@ -131,7 +150,7 @@ def _gpu_uncorrectable_ecc(timing: Timing) -> Alert:
         name="ZerowatchGpuUncorrectableEcc",
         component="devices",
         severity="critical",
-        expression=with_card(f"{growth} > 0"),
+        expression=with_card(f"{growth} > 0", timing, SHORT_SECONDS),
         for_seconds=0,
         keep_firing_seconds=HOUR,
         summary=f"Uncorrectable memory errors in training {RUN}, at {_WHERE}",
@@ -144,13 +163,13 @@ def _gpu_uncorrectable_ecc(timing: Timing) -> Alert:
     )
 
 
-def _gpu_row_remap_failed() -> Alert:
-    failed = by("max", select(devices.DEVICE_ROW_REMAP, 'state="failed"'), *GPU)
+def _gpu_row_remap_failed(timing: Timing) -> Alert:
+    failed = by("max", _last(devices.DEVICE_ROW_REMAP, timing, 'state="failed"'), *GPU)
     return Alert(
         name="ZerowatchGpuRowRemapFailed",
         component="devices",
         severity="critical",
-        expression=with_card(f"{failed} == 1"),
+        expression=with_card(f"{failed} == 1", timing),
         for_seconds=0,
         keep_firing_seconds=HOUR,
         summary=f"The memory of a GPU is worn out in training {RUN}, at {_WHERE}",
@@ -163,13 +182,13 @@ def _gpu_row_remap_failed() -> Alert:
     )
 
 
-def _gpu_row_remap() -> Alert:
-    pending = by("max", select(devices.DEVICE_ROW_REMAP, 'state="pending"'), *GPU)
+def _gpu_row_remap(timing: Timing) -> Alert:
+    pending = by("max", _last(devices.DEVICE_ROW_REMAP, timing, 'state="pending"'), *GPU)
     return Alert(
         name=ROW_REMAP,
         component="devices",
         severity="warning",
-        expression=with_card(f"{pending} == 1"),
+        expression=with_card(f"{pending} == 1", timing),
         for_seconds=0,
         keep_firing_seconds=HOUR,
         summary=f"A GPU waits for a reset in training {RUN}, at {_WHERE}",
@@ -197,7 +216,7 @@ def _gpu_link_errors(timing: Timing) -> Alert:
         component="devices",
         severity="warning",
         expression=while_training(
-            "(\n" + with_card("\nor\n".join((retried, damaged, replayed))) + "\n)", "rank"
+            "(\n" + with_card("\nor\n".join((retried, damaged, replayed)), timing) + "\n)", "rank"
         ),
         for_seconds=0,
         keep_firing_seconds=30 * MINUTE,
@@ -218,7 +237,7 @@ def _gpu_throttled(timing: Timing) -> Alert:
         name="ZerowatchGpuThrottled",
         component="devices",
         severity="warning",
-        expression=while_training(f"(\n{with_card(share)}\n)", "rank"),
+        expression=while_training(f"(\n{with_card(share, timing)}\n)", "rank"),
         for_seconds=2 * MINUTE,
         keep_firing_seconds=5 * MINUTE,
         summary=f"The clock of a GPU is lowered in training {RUN}, at {_WHERE}",
@@ -240,7 +259,7 @@ def _gpu_hot(timing: Timing) -> Alert:
         component="devices",
         severity="warning",
         expression=while_training(
-            f"(\n{with_card(below(margin, TEMPERATURE_MARGIN_LOW))}\n)", "rank"
+            f"(\n{with_card(below(margin, TEMPERATURE_MARGIN_LOW), timing)}\n)", "rank"
         ),
         for_seconds=5 * MINUTE,
         keep_firing_seconds=5 * MINUTE,

@@ -17,6 +17,9 @@ INSTANCE = "{{ $labels.instance }}"
 OUR_RULES = 'rule_group=~".+;zerowatch-.+"'
 # Scrape configurations by this name list hosts on which often nothing runs.
 EXPECTED_DISCOVERY = 'mechanism=~"http|file", config!~".+-optional"'
+# The service that lists the ranks of all runs, as the documents name its scrape configuration. The
+# operator puts scrapeConfig/NAMESPACE/ before it.
+TARGETS_SERVICE = 'config=~"(.+/)?zerowatch-targets"'
 # The counters of exceeded limits of a scrape configuration, by the name of the limit.
 LIMITS = {
     "target_limit": "prometheus_target_scrape_pool_exceeded_target_limit_total",
@@ -72,15 +75,17 @@ def _watchdog() -> Alert:
 
 
 def _discovery_failing(timing: Timing) -> Alert:
-    failing = _keeps_failing("prometheus_sd_refresh_failures_total", timing, EXPECTED_DISCOVERY)
+    refreshes = "prometheus_sd_refresh_failures_total"
+    failing = _keeps_failing(refreshes, timing, EXPECTED_DISCOVERY)
+    of_all_runs = _keeps_failing(refreshes, timing, TARGETS_SERVICE)
     unread = _keeps_failing("prometheus_sd_file_read_errors_total", timing)
-    # Between two runs, nothing answers at the address of rank 0.
+    # Between two runs, nothing answers at the address of rank 0. A list of all runs always exists.
     some_run = f"(count({select(RUN_ACTIVE)} == 1) > 0)"
     return Alert(
         name="ZerowatchPrometheusDiscoveryFailing",
         component="prometheus",
         severity="warning",
-        expression=f"({failing} or {unread})\nand on () {some_run}",
+        expression=f"({failing}\nand on () {some_run})\nor {of_all_runs}\nor {unread}",
         for_seconds=5 * MINUTE,
         keep_firing_seconds=5 * MINUTE,
         summary=f"Prometheus {INSTANCE} cannot read its list of ranks",

@@ -23,7 +23,7 @@ from ..grafana.panels import (
     TimeSeries,
 )
 from ..promql import ON_GPU, by, rate
-from .queries import DEVICE, RANKS, WINDOW, limit, of_ranks, of_run, total, worst
+from .queries import DEVICE, RANKS, WINDOW, limit, of_ranks, of_run, total, total_of_devices, worst
 from .shared_panels import NOT_KNOWN, RANK_LEGEND, heatmaps, rank_table, sized
 
 NOT_A_GPU = "GPUs only, or not served"
@@ -130,7 +130,7 @@ GPU_FAULTS = (
             title="Lost GPUs",
             description="Number of GPUs that the driver no longer reaches. It should be 0: see the "
             "alert ZerowatchGpuLost.",
-            queries=(Query(total(catalog.DEVICE_LOST), "lost", shape="now"),),
+            queries=(Query(total_of_devices(catalog.DEVICE_LOST), "lost", shape="now"),),
             unit=PLAIN,
             thresholds=ANY_IS_BAD,
             plain=True,
@@ -162,7 +162,11 @@ GPU_FAULTS = (
             title="Row remaps",
             description="GPUs whose replacement of a memory row is **pending** until a reset, or "
             "has **failed**: see the alert ZerowatchGpuRowRemap.",
-            queries=(Query(total(catalog.DEVICE_ROW_REMAP, "state"), "{{state}}", shape="now"),),
+            queries=(
+                Query(
+                    total_of_devices(catalog.DEVICE_ROW_REMAP, "state"), "{{state}}", shape="now"
+                ),
+            ),
             unit=PLAIN,
             thresholds=ANY_IS_BAD,
             plain=True,

@@ -9,7 +9,7 @@ from ...metrics.catalog.training import SHARED_WORK
 from ...metrics.thresholds import Threshold
 from ..grafana.panels import Query
 from ..limits import selected
-from ..promql import ON_GPU, ON_HOST, by, rate, select, where
+from ..promql import NODE, ON_GPU, ON_HOST, by, rate, select, where
 from ..recording_rules import GOODPUT, RUN_ATTEMPT, RUN_STATE, RecordingRule, rate_since_start
 from ..run_status import FIRST_END, RunStatus
 from ..timing import Timing
@@ -180,6 +180,20 @@ def total(spec: MetricSpec, *labels: str) -> str:
     present = of_ranks(spec)
     last = f"last_over_time({present}[$__range])\nunless on (job, run, rank) {present}"
     return by("sum", f"{present}\nor {last}", *labels)
+
+
+def total_of_devices(spec: MetricSpec, *labels: str) -> str:
+    """Return the sum of a state of devices over the chosen ranks, each device once.
+
+    Of a rank that does not answer it is the last value within the time range shown, unless another
+    rank has its device now, as after a restart with fewer ranks.
+    """
+    present = of_ranks(spec)
+    last = (
+        f"last_over_time({present}[$__range])\nunless on (job, run, rank) {present}"
+        f"\nunless on (job, run, node, device) {present}"
+    )
+    return by("sum", f"{present}\nor {by('max', last, NODE, 'device', *labels)}", *labels)
 
 
 def _select(what: RecordingRule | MetricSpec, *matchers: str) -> str:

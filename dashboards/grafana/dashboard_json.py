@@ -272,7 +272,7 @@ def graph_annotations() -> list[Json]:
         BUILT_IN,
         _annotation(
             "Alerts",
-            f"{firing} or last_over_time({firing}[$__interval])",
+            f"{firing} or {_latest(firing)}",
             color="red",
             title="{{alertname}}",
             text="{{severity}} {{rank}}",
@@ -280,7 +280,7 @@ def graph_annotations() -> list[Json]:
         ),
         _annotation(
             "Tuner",
-            f"{decisions} > 0 unless {_before(decisions)}",
+            f"{_latest(decisions)} > 0 unless {_before(decisions)}",
             color="purple",
             title="Tuner: {{verdict}}",
             text="See the dashboard Tuner for what it changed.",
@@ -288,7 +288,7 @@ def graph_annotations() -> list[Json]:
         ),
         _annotation(
             "Starts",
-            f"{process} unless {_before(process)}",
+            f"{_latest(process)} unless {_before(process)}",
             color="blue",
             title="Run starts",
             text="{{run}}",
@@ -297,9 +297,14 @@ def graph_annotations() -> list[Json]:
     ]
 
 
+def _latest(series: str) -> str:
+    """Return the last value since the point before, also of a run that ended between both."""
+    return f"last_over_time({series}[$__interval])"
+
+
 def _before(series: str) -> str:
     """Return the series whose value is the same at the point before."""
-    return f"{series} == {earlier(series, '$__interval', gap='1h')}"
+    return f"{_latest(series)} == {earlier(series, '$__interval', gap='1h')}"
 
 
 def _annotation(

@@ -301,7 +301,6 @@ def test_promtool_accepts_what_the_operator_makes_of_a_scrape_config(tmp_path: P
                 "scrape_interval": spec["scrapeInterval"],
                 "sample_limit": spec["sampleLimit"],
                 "target_limit": spec["targetLimit"],
-                "body_size_limit": spec["bodySizeLimit"],
                 "http_sd_configs": [
                     {"url": each["url"], "refresh_interval": each["refreshInterval"]}
                     for each in spec["httpSDConfigs"]

@@ -679,8 +679,11 @@ def test_graphs_of_a_run_mark_alerts_decisions_and_starts() -> None:
     process = f'process_start_time_seconds{{{run}, rank="0"}}'
     decisions = f'{TUNER_DECISIONS.name}{{{run}, rank="0"}}'
 
+    def latest(series: str) -> str:
+        return f"last_over_time({series}[$__interval])"
+
     def before(series: str) -> str:
-        return f"{series}[1h] offset $__interval"
+        return f"{latest(series)} == last_over_time({series}[1h] offset $__interval)"
 
     assert (built_in["builtIn"], built_in["enable"], built_in["hide"]) == (1, True, True)
     keys = ("name", "expr", "iconColor", "titleFormat", "textFormat", "tagKeys", "step")
@@ -696,7 +699,7 @@ def test_graphs_of_a_run_mark_alerts_decisions_and_starts() -> None:
         ),
         (
             "Tuner",
-            f"{decisions} > 0 unless {decisions} == last_over_time({before(decisions)})",
+            f"{latest(decisions)} > 0 unless {before(decisions)}",
             "purple",
             "Tuner: {{verdict}}",
             "See the dashboard Tuner for what it changed.",
@@ -705,7 +708,7 @@ def test_graphs_of_a_run_mark_alerts_decisions_and_starts() -> None:
         ),
         (
             "Starts",
-            f"{process} unless {process} == last_over_time({before(process)})",
+            f"{latest(process)} unless {before(process)}",
             "blue",
             "Run starts",
             "{{run}}",

@@ -18,7 +18,7 @@ from fakes.scraper import eventually
 from require import program
 from servers.grafana_reader import DashboardQuery, Reader, dashboard_queries
 from servers.prometheus_server import Prometheus
-from stored_run import BEFORE, DECIDED, FIRED, NOW, RUN, SHOWN_SECONDS, STARTED, STORED
+from stored_run import BEFORE, BRIEFLY, DECIDED, FIRED, NOW, RUN, SHOWN_SECONDS, STARTED, STORED
 
 from zerowatch.dashboards.definitions import (
     COMPARE,
@@ -631,6 +631,22 @@ def test_each_event_is_marked_at_one_point_of_any_time_range(
     assert marks == [math.ceil((NOW - ago) / step) * step for ago in moments]
 
 
+@pytest.mark.parametrize("name", ["Tuner", "Starts"])
+def test_the_events_of_a_run_that_ends_before_the_next_point_are_marked_once(
+    prometheus: Prometheus, name: str
+) -> None:
+    json = dashboard_json(OVERVIEW)
+    (query,) = [each for each in dashboard_queries(json) if each.panel == f"annotation {name}"]
+    reader = Reader(variables={"job": ["zerowatch"], "run": ["brief"]}, range_seconds=24 * 3600.0)
+    step = reader.step_seconds(query)
+
+    answer = reader.ask(prometheus, query, json, NOW + step)
+
+    began, ended = (math.ceil((NOW - ago) / step) * step for ago in BRIEFLY)
+    assert began == ended
+    assert [time for series in answer for time, _ in series["values"]] == [began]
+
+
 def test_what_a_dead_rank_has_counted_is_shown_while_another_answers(
     prometheus: Prometheus,
 ) -> None:
@@ -644,6 +660,12 @@ def test_what_a_dead_rank_has_counted_is_shown_while_another_answers(
     assert devices["Memory errors"] == {"uncorrected": 1}
     assert memory["Out-of-memory errors"] == {"fatal": 1}
     assert overhead["Failed hooks"] == {"step": 1}
+
+
+def test_a_gpu_that_another_rank_has_now_is_counted_once(prometheus: Prometheus) -> None:
+    found = shown(prometheus, DEVICES, "shrunk")
+
+    assert (found["Lost GPUs"], found["Row remaps"]) == ({"lost": 2}, {"pending": 2})
 
 
 @pytest.mark.parametrize(

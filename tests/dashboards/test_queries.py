@@ -17,10 +17,15 @@ from zerowatch.metrics.thresholds import EXPOSED_COMM_RATIO_HIGH
 
 RULE = RecordingRule(name="rule", expression=lambda timing: "1", labels=("run", "rank", "node"))
 RUN = 'job="$job", run="$run"'
-# The age of the run, as a share of five minutes.
+# Of a run that started within five minutes, the share of them in which rank 0 trained.
+STEPS_0 = f'zerowatch_steps_total{{{RUN}, rank="0"}}'
 SHARE = (
-    f"(clamp(time() - min by (job, run) (zerowatch_run_start_timestamp_seconds{{{RUN}}}), 15, 300)"
-    " / 300)"
+    f"(clamp((count_over_time((max by (job, run) ({STEPS_0}) > 0)[5m:15s])"
+    f" + clamp_min(max by (job, run) (count_over_time({STEPS_0}[5m:15s])"
+    f" / count_over_time({STEPS_0}[5m])) - 1, 0))"
+    " / scalar(count_over_time(vector(1)[5m:15s])), 0.2, 1)"
+    f" and on (job, run) ({STEPS_0} > 0 unless last_over_time({STEPS_0}[2m] offset 5m) > 0"
+    f" or {STEPS_0} > 0 and resets({STEPS_0}[7m]) > 0))"
 )
 RANKS = f'{RUN}, node=~"$node", rank=~"$rank"'
 
@@ -91,6 +96,13 @@ def test_counters_and_buckets_are_summed_over_the_chosen_ranks():
     assert flat(queries.total(STEPS, "a")) == (
         f"sum by (job, run, a) ({steps}"
         f" or last_over_time({steps}[$__range]) unless on (job, run, rank) {steps})"
+    )
+    devices = (
+        f"last_over_time({steps}[$__range]) unless on (job, run, rank) {steps}"
+        f" unless on (job, run, node, device) {steps}"
+    )
+    assert flat(queries.total_of_devices(STEPS, "a")) == (
+        f"sum by (job, run, a) ({steps} or max by (job, run, node, device, a) ({devices}))"
     )
     assert queries.by_node("max", RULE) == f"max by (job, run, node) (rule{{{RANKS}}})"
     assert queries.by_rank("max", RULE) == f"max by (job, run, rank, node) (rule{{{RANKS}}})"

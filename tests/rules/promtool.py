@@ -46,7 +46,7 @@ class Case:
         recovers_at: The first at which it does so no longer.
         annotations: What it annotations_of, as it fires first.
         words_at: When that is looked at instead.
-        since: The first evaluation that is looked at, if nothing fires.
+        since: The first evaluation that is looked at.
         until: How far to look, if nothing fires, at each evaluation.
         every: Seconds between two scrapes of the history.
     """
@@ -82,12 +82,13 @@ class Case:
         }
 
     def _moments(self) -> Iterable[tuple[int, bool]]:
-        if not self.fires_at:
-            moments = evaluations(seconds(self.until))
-            return [(moment, False) for moment in moments if moment >= seconds(self.since)]
         fires, recovers = seconds(self.fires_at), seconds(self.recovers_at)
+        silent = evaluations(fires - EVALUATION_SECONDS if fires else seconds(self.until))
+        looks = [(moment, False) for moment in silent if moment >= seconds(self.since)]
+        if not fires:
+            return looks
         return [
-            *((moment, False) for moment in evaluations(fires - EVALUATION_SECONDS)),
+            *looks,
             *((fires + late, True) for late in range(0, recovers - fires, EVALUATION_SECONDS)),
             (recovers, False),
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rules.history import counter, gauge, of_both, of_rank, training
+from rules.history import GONE, counter, gauge, of_both, of_rank, training
 from rules.promtool import failures
 
 from zerowatch.dashboards import recording_rules as recorded
@@ -166,12 +166,7 @@ CASES = {
         of_rank(1, "zerowatch_straggler_score_ratio", standing(0.2), phase="forward"),
         {f'phase="forward", {of(1)}': 0.2},
     ),
-    # A run that started at 238 s, as its counter grows from 0 then; 16 samples/s on each rank.
-    recorded.SAMPLES_RATE: (
-        of_both("zerowatch_samples_total", counter((4, None), (MINUTES - 4, 16)))
-        | of_both("zerowatch_run_start_timestamp_seconds", standing(238)),
-        {"": 32},
-    ),
+    recorded.SAMPLES_RATE: (of_both("zerowatch_samples_total", growing(16)), {"": 32}),
     # Both ranks take the same two steps a second.
     recorded.STEPS_RATE: ({}, {"": 2}),
     recorded.PHASE_RATIO: (
@@ -270,6 +265,50 @@ def test_a_recording_rule_has_the_computed_value(rule, some_rules, tmp_path):
     series = training(MINUTES) | own_series
 
     assert failures(some_rules(only=rule.name), [look(rule, series, values)], tmp_path) == ""
+
+
+@pytest.mark.parametrize("every", [5, 15, 30, 60])
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param(((20, GONE),), id="a new run"),
+        pytest.param(((20, 0),), id="a late first step"),
+        pytest.param(((10, 1), (10, GONE)), id="a restart"),
+        pytest.param(((18, 1), (1, GONE), (1, 0)), id="a restart at once"),
+        pytest.param(((19, 1), (0.4, GONE), (0.6, 1)), id="a restart without a pause"),
+    ],
+)
+def test_the_rate_of_samples_is_not_too_low_after_a_first_step(before, every, some_rules, tmp_path):
+    series = {}
+    for name, growth in (("steps", 2), ("samples", 16)):
+        stretches = [(m, value and growth * value) for m, value in (*before, (8, 1))]
+        series |= of_both(f"zerowatch_{name}_total", counter(*stretches, every=every))
+    test = look(recorded.SAMPLES_RATE, series, {})
+    name = recorded.SAMPLES_RATE.name
+    test["interval"] = f"{every}s"
+    test["promql_expr_test"] = [
+        {
+            "expr": f"({name} < 0.75 * 32 or {name} > 1.3 * 32) or absent({name})",
+            "eval_time": f"{20 * 60 + after}s",
+            "exp_samples": [],
+        }
+        for after in range(60 + 2 * every, 480, 15)
+    ]
+
+    assert failures(some_rules(only=name), [test], tmp_path) == ""
+
+
+def test_a_failed_scrape_does_not_raise_the_rate_of_samples(some_rules, tmp_path):
+    steps, samples = (
+        gauge(*((0.25, GONE if 24 <= i < 28 else growth * 15 * i) for i in range(40)), every=15)
+        for growth in (2, 16)
+    )
+    series = of_both("zerowatch_steps_total", steps) | of_both("zerowatch_samples_total", samples)
+    test = look(recorded.SAMPLES_RATE, series, {"": 32})
+    test["interval"] = "15s"
+    test["promql_expr_test"][0]["eval_time"] = "9m"
+
+    assert failures(some_rules(only=recorded.SAMPLES_RATE.name), [test], tmp_path) == ""
 
 
 def test_samples_that_ranks_share_are_not_added_up(some_rules, tmp_path):

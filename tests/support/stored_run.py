@@ -392,6 +392,23 @@ OF_THE_RUN_WITH_A_DEAD_RANK = [
     )
     if series.labels["rank"] == str(len(values) - 1)
 ]
+# Rank 1 of this run has died, and rank 0 now has its GPU, which is lost. So is that of rank 2.
+OF_THE_SHRUNK_RUN = [
+    Series(
+        spec.name,
+        {"job": "zerowatch", "run": "shrunk", "rank": rank, "node": node, "device": device}
+        | labels,
+        1,
+        began=began,
+        ended=ended,
+    )
+    for spec, labels in ((gpus.DEVICE_LOST, {}), (gpus.DEVICE_ROW_REMAP, {"state": "pending"}))
+    for rank, node, device, began, ended in (
+        ("1", "b", "cuda:0", 600, 400),
+        ("2", "b", "cuda:1", 600, 400),
+        ("0", "b", "cuda:0", 300, 0),
+    )
+]
 # A step of this run takes 40 seconds, in which Prometheus scrapes it two or three times.
 OF_THE_RUN_WITH_LONG_STEPS = [
     replace(series, labels={**series.labels, "run": "long steps"}, step_seconds=40)
@@ -406,7 +423,7 @@ OF_THE_RUN_WITH_LONG_STEPS = [
 # This run began 90 seconds ago.
 OF_THE_NEW_RUN = [
     replace(series, labels={**series.labels, "run": "new"}, began=90)
-    for series in (*ranks(steps.RUN_START_TIMESTAMP, NOW - 90), *growing(steps.SAMPLES, 10))
+    for series in (*growing(steps.STEPS, 1), *growing(steps.SAMPLES, 10))
 ]
 # Names that are patterns which other names match.
 OF_RUNS_WITH_SIMILAR_NAMES = [
@@ -425,6 +442,16 @@ def from_to(*moments: int) -> Iterator[tuple[int, int]]:
     yield from zip(moments, (*(ago + SCRAPE_SECONDS for ago in moments[1:]), 0), strict=True)
 
 
+# This run began and ended between two points of a range of a day.
+BRIEFLY = (660, 600)
+
+OF_A_BRIEF_RUN = [
+    replace(series, labels={**series.labels, "run": "brief"}, began=BRIEFLY[0], ended=BRIEFLY[1])
+    for series in (
+        *ranks(Text("process_start_time_seconds"), NOW - 700),
+        *ranks(knobs.TUNER_DECISIONS, 1, verdict="accepted"),
+    )
+]
 OF_MARKS = [
     replace(series, labels={**series.labels, "run": "marked"}, began=began, ended=ended)
     for series, began, ended in (
@@ -483,10 +510,12 @@ STORED = [
     *OF_THE_MOVED_RUN,
     *OF_THE_RUN_WITHOUT_BUCKETS,
     *OF_THE_RUN_WITH_A_DEAD_RANK,
+    *OF_THE_SHRUNK_RUN,
     *OF_THE_RUN_WITH_LONG_STEPS,
     *OF_THE_NEW_RUN,
     *OF_RUNS_WITH_SIMILAR_NAMES,
     *OF_MARKS,
+    *OF_A_BRIEF_RUN,
     *OF_STARTS,
     *OF_SHARING_RUNS,
 ]

@@ -94,6 +94,17 @@ CASES = (
         fires_at="5m15s",
         recovers_at="1h10m15s",
     ),
+    *(
+        Case(
+            title=f"From dcgm-exporter: fires on XID {xid} again, an hour after a repair",
+            series=stands("XID_ERRORS", (65, xid), (65, 0), (70, xid)),
+            alert=alert(name, severity, xid=str(xid)),
+            since="70m",
+            fires_at="130m15s",
+            recovers_at="195m15s",
+        )
+        for name, severity, xid in (("Xid", "critical", 79), ("XidMinor", "warning", 31))
+    ),
     Case(
         title="From dcgm-exporter: fires on an uncorrectable memory error",
         series=grown("ECC_DBE_VOL_TOTAL", (5, 0), (0.1, 1 / 7), (6, 0)),

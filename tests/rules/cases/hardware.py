@@ -67,7 +67,7 @@ CASES = (
         series=fault("lost", (5, 0), (1, 1)),
         alert=alert("Lost", "critical"),
         fires_at="5m15s",
-        recovers_at="1h6m15s",
+        recovers_at="1h7m",
         annotations=annotations_of(
             "ZerowatchGpuLost",
             dashboard="zerowatch-devices",
@@ -84,14 +84,14 @@ CASES = (
             label: value for label, value in alert("Lost", "critical").items() if label not in CARD
         },
         fires_at="5m15s",
-        recovers_at="1h6m15s",
+        recovers_at="1h7m",
     ),
     Case(
         title="Fires on an XID that asks for a reset",
         series=fault("xid_errors_total", (5, GONE), (0.25, 1 / 7), (2, 0), grows=True, xid="79"),
         alert=alert("Xid", "critical", xid="79"),
         fires_at="5m15s",
-        recovers_at="1h7m30s",
+        recovers_at="1h8m15s",
         words_at="6m",
         annotations=annotations_of(
             "ZerowatchGpuXid",
@@ -136,6 +136,13 @@ CASES = (
         ),
     ),
     Case(
+        title="Fires once on an uncorrectable memory error that ends the process",
+        series=fault("ecc_errors_total", (5, 0), (0.2, 1 / 7), grows=True, kind="uncorrected"),
+        alert=alert("UncorrectableEcc", "critical"),
+        fires_at="5m15s",
+        recovers_at="1h10m15s",
+    ),
+    Case(
         title="Does not fire on errors that happened before the run, nor on corrected ones",
         near="ZerowatchGpuUncorrectableEcc",
         series=figure("ecc_errors_total", (10, 7), kind="uncorrected")
@@ -147,7 +154,7 @@ CASES = (
         series=fault("row_remap", (5, 0), (1, 1), state="failed"),
         alert=alert("RowRemapFailed", "critical"),
         fires_at="5m15s",
-        recovers_at="1h6m15s",
+        recovers_at="1h7m",
         annotations=annotations_of(
             "ZerowatchGpuRowRemapFailed",
             dashboard="zerowatch-devices",
@@ -161,7 +168,7 @@ CASES = (
         series=fault("row_remap", (5, 0), (1, 1), state="pending"),
         alert=alert("RowRemap", "warning"),
         fires_at="5m15s",
-        recovers_at="1h6m15s",
+        recovers_at="1h7m",
         annotations=annotations_of(
             "ZerowatchGpuRowRemap",
             dashboard="zerowatch-devices",
@@ -247,5 +254,26 @@ CASES = (
             0, "zerowatch_device_temperature_limit_celsius", gauge((12, 95)), device="cuda:0"
         ),
         until="12m",
+    ),
+    *(
+        Case(
+            title=f"Fires on a fault that a single scrape reads, after {healthy} minutes: {name}",
+            series=fault(metric, (healthy, before), (0.1, 1), **labels),
+            alert=alert(name, severity, **xid),
+            fires_at=fires_at,
+            recovers_at=recovers_at,
+        )
+        for name, severity, metric, before, labels, xid in (
+            ("Lost", "critical", "lost", 0, {}, {}),
+            ("Xid", "critical", "xid_errors_total", GONE, {"xid": "79"}, {"xid": "79"}),
+            ("RowRemapFailed", "critical", "row_remap", 0, {"state": "failed"}, {}),
+            ("RowRemap", "warning", "row_remap", 0, {"state": "pending"}, {}),
+        )
+        # Each time the process is gone before the rules are evaluated.
+        for healthy, fires_at, recovers_at in (
+            (5, "5m15s", "1h6m15s"),
+            (5.1, "5m15s", "1h6m15s"),
+            (5.3, "5m30s", "1h6m30s"),
+        )
     ),
 )

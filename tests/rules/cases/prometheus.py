@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rules.history import Series, Stretch, counter, gauge, training
+from rules.history import GONE, Series, Stretch, counter, gauge, training, training_rank
 from rules.promtool import Case, annotations_of
 
 SERVER = {"job": "prometheus", "instance": "localhost:9090"}
@@ -46,6 +46,12 @@ def errors_of(alertmanager: str, *stretches: Stretch) -> Series:
     )
 
 
+def ended(after: float, minutes: float) -> Series:
+    """Return the series of two healthy ranks whose run ends after so many of the minutes."""
+    stretches = ((after, 1), (0.25, 0), (minutes - after - 0.25, GONE))
+    return training_rank(0, *stretches) | training_rank(1, *stretches)
+
+
 # Four failures, from 3 to 18 minutes.
 EACH_FIVE_MINUTES = gauge((3, 0), (5, 1), (5, 2), (5, 3), (22, 4))
 
@@ -72,6 +78,35 @@ CASES = (
     Case(
         title="Fires if a file of targets, read each five minutes, cannot be read",
         series=training(40) | of_server("prometheus_sd_file_read_errors_total", EACH_FIVE_MINUTES),
+        alert=alert("PrometheusDiscoveryFailing", SERVER),
+        fires_at="13m15s",
+        recovers_at="29m",
+    ),
+    *(
+        Case(
+            title=f"Fires if the list of all runs cannot be read while no run trains: {config}",
+            series=failing((10, 0), (15, 0.2), (22, 0), config=config),
+            alert=alert(
+                "PrometheusDiscoveryFailing", {**SERVER, "mechanism": "http", "config": config}
+            ),
+            fires_at="15m15s",
+            recovers_at="40m45s",
+        )
+        for config in ("zerowatch-targets", "scrapeConfig/training/zerowatch-targets")
+    ),
+    Case(
+        title="Fires on after the end of a run if the list of all runs cannot be read",
+        series=ended(12, 40) | failing((3, 0), (15, 0.2), (22, 0), config="zerowatch-targets"),
+        alert=alert(
+            "PrometheusDiscoveryFailing",
+            {**SERVER, "mechanism": "http", "config": "zerowatch-targets"},
+        ),
+        fires_at="8m15s",
+        recovers_at="33m45s",
+    ),
+    Case(
+        title="Fires if a file of targets cannot be read while no run trains",
+        series=of_server("prometheus_sd_file_read_errors_total", EACH_FIVE_MINUTES),
         alert=alert("PrometheusDiscoveryFailing", SERVER),
         fires_at="13m15s",
         recovers_at="29m",
