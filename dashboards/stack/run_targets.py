@@ -14,7 +14,6 @@ it has changed, and what it contains is checked: a run may list ranks of its own
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import logging
 import os
@@ -276,6 +275,32 @@ def write_if_changed(file: Path, targets: Targets) -> None:
     atomic_write(file, text)
 
 
+def update_file(file: Path, targets: RunTargets, known: str = "") -> str:
+    """Write the targets to the file, and return the reason why it cannot be written, or "".
+
+    If the folder of the runs cannot be listed, such as before the first run, the file stays.
+
+    Args:
+        file: The file for file_sd of Prometheus.
+        targets: The targets of all runs.
+        known: The reason that the last call returned; it is not logged again.
+    """
+    try:
+        found = targets.read()
+    except OSError:
+        return known
+    try:
+        write_if_changed(file, found)
+    except OSError as error:
+        why = error.strerror or str(error)
+        if why != known:
+            logger.warning(
+                "%s cannot be written: %s; Prometheus keeps the targets that it has", file, why
+            )
+        return why
+    return ""
+
+
 def main() -> None:
     """Update the file every two seconds until the process is terminated."""
     parser = argparse.ArgumentParser(
@@ -285,13 +310,9 @@ def main() -> None:
     parser.add_argument("--to", type=Path, required=True)
     options = parser.parse_args()
     targets = RunTargets(files_of_this_host(options.runs))
+    failure = ""
     while True:
-        # As long as the folder cannot be listed, such as before the first run, the file stays.
-        found: Targets | None = None
-        with contextlib.suppress(OSError):
-            found = targets.read()
-        if found is not None:
-            write_if_changed(options.to, found)
+        failure = update_file(options.to, targets, failure)
         time.sleep(POLL_SECONDS)
 
 

@@ -15,6 +15,8 @@ from ..promql import select
 from .prometheus_config import JOB
 
 TIMEOUT_SECONDS = 5.0
+# The servers are on this host. A proxy of the environment (http_proxy) cannot reach them.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 RUNBOOK = Path(__file__).resolve().parent.parent / "runbook.md"
 # Selects the ranks that ended normally. Prometheus keeps targets that it got by HTTP until another
 # run has the same addresses, and reports them as down.
@@ -152,7 +154,7 @@ def _alert_line(labels: Labels, annotations: Labels) -> str:
 def answers(url: str) -> bool:
     """Whether a request for the URL succeeds."""
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS):
+        with _OPENER.open(url, timeout=TIMEOUT_SECONDS):
             return True
     except OSError:  # urllib.error.URLError is one
         return False
@@ -161,7 +163,7 @@ def answers(url: str) -> bool:
 def _ask(url: str) -> Any:
     """Return the JSON at a URL; None if the request fails."""
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:
+        with _OPENER.open(url, timeout=TIMEOUT_SECONDS) as response:
             return json.load(response)
     except (OSError, json.JSONDecodeError):
         return None

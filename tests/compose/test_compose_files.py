@@ -227,7 +227,7 @@ def test_promtool_accepts_the_configuration(tmp_path: Path) -> None:
 def test_prometheus_scrapes_the_exporters_that_run_beside_it() -> None:
     configuration = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yml").read_text())
     jobs = {job["job_name"]: job for job in configuration["scrape_configs"]}
-    mounts = content("docker/compose.gpu.yaml")["services"]["prometheus"]["volumes"]
+    services = content("docker/compose.gpu.yaml")["services"]
     (on_gpus,) = yaml.safe_load((DOCKER / "prometheus/gpu/dcgm-exporter.yaml").read_text())
 
     (node,) = jobs["node-exporter"]["static_configs"]
@@ -235,10 +235,12 @@ def test_prometheus_scrapes_the_exporters_that_run_beside_it() -> None:
 
     assert node["targets"][0].partition(":")[0] in SERVICES
     assert on_gpus["targets"][0].partition(":")[0] in SERVICES
-    assert mounts == ["./docker/prometheus/gpu:/etc/prometheus/gpu:ro"]
+    assert services["prometheus"]["volumes"] == ["./docker/prometheus/gpu:/etc/prometheus/gpu:ro"]
     assert file.startswith("/etc/prometheus/gpu/")
     # As the ranks of the demo, whose node is the host name of their container.
     assert node["labels"] == on_gpus["labels"] == {"node": SERVICES["trainer"]["hostname"]}
+    named = services["dcgm-exporter"]["environment"]["NODE_NAME"]  # alerts name the node by it
+    assert named == on_gpus["labels"]["node"]
 
 
 def test_provisioned_datasources_have_the_uids_that_dashboards_use() -> None:

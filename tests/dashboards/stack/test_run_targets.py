@@ -5,6 +5,7 @@ Covers `file_lock.py`.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from fakes.clock import FakeClock
 from fakes.locked_file import locked_by_another_process
 
+from zerowatch.dashboards.stack import run_targets
 from zerowatch.dashboards.stack.run_targets import (
     FORGET_SECONDS,
     MAX_FILE_BYTES,
@@ -21,6 +23,7 @@ from zerowatch.dashboards.stack.run_targets import (
     RunTargets,
     TargetFiles,
     newest_targets,
+    update_file,
     write_if_changed,
 )
 
@@ -223,6 +226,28 @@ def test_the_file_is_written_only_if_its_content_changes(tmp_path: Path) -> None
 
     assert untouched == 1
     assert json.loads(file.read_text()) == [{"targets": ["a:1"], "labels": {}}]
+
+
+def test_after_a_failed_write_the_next_round_writes_and_each_reason_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "prometheus" / "targets.json"
+    write_run(tmp_path / "runs", "one", "127.0.0.1:9464")
+    targets = RunTargets(files_of(tmp_path / "runs"))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_targets, "atomic_write", full)
+        failure = update_file(file, targets)
+        failure = update_file(file, targets, failure)
+    recovered = update_file(file, targets, failure)
+
+    assert failure == os.strerror(errno.ENOSPC)
+    assert recovered == ""
+    assert [each.getMessage().startswith(f"{file} ") for each in caplog.records] == [True]
+    assert runs_in(json.loads(file.read_text())) == ["one"]
 
 
 def test_a_withdrawn_address_is_listed_until_its_last_scrape(tmp_path: Path) -> None:

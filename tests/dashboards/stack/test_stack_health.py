@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -12,6 +15,8 @@ from zerowatch.dashboards.stack.stack_health import (
     RUNBOOK,
     WATCHDOG,
     alert_lines,
+    answers,
+    health_lines,
     rule_lines,
     target_lines,
 )
@@ -34,6 +39,42 @@ def target(
         "health": health,
         "lastError": error,
     }
+
+
+class EmptyResults(BaseHTTPRequestHandler):
+    """Answers each request as Prometheus does that has nothing, or Alertmanager without alerts."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        empty = {"data": {"activeTargets": [], "groups": [], "result": []}}
+        self.wfile.write(json.dumps([] if "/v2/" in self.path else empty).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_servers_of_this_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")  # nothing listens there
+    with HTTPServer(("127.0.0.1", 0), EmptyResults) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            answered = answers(url)
+            lines = health_lines(url, url, no_run=NO_RUN)
+        finally:
+            server.shutdown()
+            thread.join()
+
+    assert answered
+    assert lines[0] == NO_RUN
+    assert lines[-1] == NO_WATCHDOG
 
 
 def test_reachable_ranks_are_listed_in_numerical_order() -> None:

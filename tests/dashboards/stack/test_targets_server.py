@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import os
 import signal
@@ -36,6 +37,9 @@ scrape_configs:
     honor_labels: true
     http_sd_configs: [{{url: "http://127.0.0.1:{port}/targets", refresh_interval: 250ms}}]
 """
+
+
+UNIT = Path(__file__).resolve().parents[3] / "docker/slurm/zerowatch-targets.service"
 
 
 class Run:
@@ -257,3 +261,14 @@ def test_the_command_imports_no_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_systemd_starts_the_service_again_however_often_it_fails() -> None:
+    unit = configparser.ConfigParser()
+    unit.read_string(UNIT.read_text())
+
+    assert unit["Unit"]["StartLimitIntervalSec"] == "0"
+    assert unit["Service"]["Restart"] == "always"
+    assert unit["Service"]["RestartSec"] == "10"
+    # Without Wants=, nothing starts what the unit is ordered after.
+    assert unit["Unit"]["Wants"] == unit["Unit"]["After"] == "network-online.target"
