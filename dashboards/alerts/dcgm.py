@@ -61,8 +61,8 @@ def dcgm_alerts(timing: Timing) -> tuple[Alert, ...]:
     reasons = _each("DCGM_FI_DEV_CLOCKS_EVENT_REASONS")
     bits = " + ".join(f"floor({reasons} / {bit}) % 2" for bit in _FAULTY_BITS)
     return (
-        # The exporter goes on serving the last XID. It is new if the value of an hour ago was another
-        # one. Prometheus may have been down then: the last value of the six hours before counts.
+        # The exporter goes on serving the last XID. It is new if another was served an hour ago.
+        # Prometheus may have been down then, so the last value of the six hours before counts.
         _alert(
             "Xid",
             "critical",
