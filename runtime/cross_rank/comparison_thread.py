@@ -47,9 +47,11 @@ MIN_PATIENCE_SECONDS = 4.0
 # limits of ranks differ, so the other rank may find the hang earlier.
 IDLE_SECONDS_BEFORE_HEARTBEATS = 5.0
 # Minimum time between two exchanges over a FileStore, which only grows, and between two heartbeats
-# there while training makes progress. 8 ranks then write 18 MiB a day to its file, else 110 MiB.
+# there while training makes progress. 8 ranks then write 18 MiB a day to its file, else 110 MiB. An
+# interval that is set to less than the default is kept: a short run may need it.
 GROWING_STORE_EXCHANGE_SECONDS = 20.0
 GROWING_STORE_HEARTBEAT_SECONDS = 10.0
+DEFAULT_EXCHANGE_SECONDS = 5.0
 # Heartbeats that were read longer ago are unknown: the store does not respond.
 MAX_READ_AGE_SECONDS = 15.0
 # Time in the store after which the store counts as lost: a call of it may wait for ever.
@@ -304,7 +306,7 @@ class ComparisonThread:
         with self._store_may_fail(connection):
             connection.open()
             if connection.is_open:
-                if connection.only_grows:
+                if connection.only_grows and self._interval_seconds >= DEFAULT_EXCHANGE_SECONDS:
                     self._write_less()
                 self._channel = self._channel or self._new_channel(connection)
 

@@ -7,7 +7,9 @@ import time
 from dataclasses import replace
 
 import pytest
+from fakes.clock import set_clock
 
+from zerowatch.runtime.tuner.policy import history_file
 from zerowatch.runtime.tuner.policy.history_file import (
     MAX_CONTEXTS,
     OTHER_HOST_SECONDS,
@@ -119,7 +121,7 @@ def test_a_trial_on_another_host_that_was_too_young_is_checked_again(tmp_path, m
     (file,) = tmp_path.iterdir()
     assert restarted.load_crashed_trials() == []
     start, seconds = time.monotonic(), 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: start + seconds)
+    set_clock(monkeypatch, history_file, monotonic=lambda: start + seconds)
     long_ago = time.time() - 2 * OTHER_HOST_SECONDS
     os.utime(file, (long_ago, long_ago))
 
@@ -136,7 +138,7 @@ def test_a_renewal_writes_a_deleted_record_again_but_none_after_the_trial(tmp_pa
     trial.save_trial({"zero_stage": 1})
     (file,) = tmp_path.iterdir()
     text, seconds = file.read_text(), time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: seconds)
+    set_clock(monkeypatch, history_file, monotonic=lambda: seconds)
 
     file.unlink()
     trial.renew_trial()
