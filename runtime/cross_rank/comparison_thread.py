@@ -17,6 +17,7 @@ from ...metrics.catalog import communication
 from ...metrics.catalog.across_ranks import STATISTICS
 from ...metrics.catalog.labels import COMPARED_PHASES
 from ...metrics.recorder import Recorder
+from ...metrics.settings import CrossRankSettings
 from ...metrics.step_record import StepRecord
 from ..collectives.groups import Groups, RankSet
 from ..collectives.unseen_calls import num_unseen
@@ -51,7 +52,7 @@ IDLE_SECONDS_BEFORE_HEARTBEATS = 5.0
 # interval that is set to less than the default is kept: a short run may need it.
 GROWING_STORE_EXCHANGE_SECONDS = 20.0
 GROWING_STORE_HEARTBEAT_SECONDS = 10.0
-DEFAULT_EXCHANGE_SECONDS = 5.0
+DEFAULT_EXCHANGE_SECONDS = CrossRankSettings().interval_seconds
 # Heartbeats that were read longer ago are unknown: the store does not respond.
 MAX_READ_AGE_SECONDS = 15.0
 # Time in the store after which the store counts as lost: a call of it may wait for ever.

@@ -157,18 +157,21 @@ def is_doubtful(name: Any) -> bool:
     return False
 
 
-# Does what `shape_in_python` does, in C for a batch of tensors, dicts and lists. Shapes that are
-# equal and follow each other are often one object, which nobody may change.
-batch_shape: Callable[[Sequence[Any], Mapping[str, Any]], BatchShape] = (
-    shape_in_python
-    if ShapeReader is None
-    else ShapeReader(
+def reader_in_c(in_python: Callable[..., Any]) -> Any:
+    """Return what reads a batch of tensors, dicts and lists in C, and others by a function."""
+    return ShapeReader(
         tensor_type=torch.Tensor,
         bool_type=torch.bool,
         token_names=TOKEN_NAMES,
         vector_names=VECTOR_NAMES,
         doubtful_parts=DOUBTFUL_PARTS,
         shape_type=BatchShape,
-        in_python=shape_in_python,
+        in_python=in_python,
     )
+
+
+# Does what `shape_in_python` does. Shapes that are equal and follow each other are often one
+# object, which nobody may change.
+batch_shape: Callable[[Sequence[Any], Mapping[str, Any]], BatchShape] = (
+    shape_in_python if ShapeReader is None else reader_in_c(shape_in_python)
 )

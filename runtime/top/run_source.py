@@ -86,10 +86,9 @@ class ServedRun:
         """Return the run to show; None if it is not listed anymore and no other one replaces it."""
         if self._run_id in by_run:
             return self._run_id
-        newest = max(by_run, default=None)
         if not self._is_given:
-            is_later = newest is not None and (self._run_id is None or newest > self._run_id)
-            return newest if is_later else None
+            later = (run for run in by_run if self._run_id is None or run > self._run_id)
+            return max(later, default=None)
         if not self._targets and by_run:
             raise CommandLineError(
                 f"no run {self._run_id} at {self._url}; it lists {', '.join(sorted(by_run))}"

@@ -52,10 +52,9 @@ from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import BACKWARD, FORWARD, PhaseTimer
 from zerowatch.runtime.instrumentation.batch_shape import (
     DOUBTFUL_PARTS,
-    TOKEN_NAMES,
-    VECTOR_NAMES,
     BatchShape,
     batch_shape,
+    reader_in_c,
     shape_in_python,
 )
 from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
@@ -1204,15 +1203,7 @@ def plain_batch_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSha
     return PLAIN_READER(args, kwargs)  # type: ignore[no-any-return]
 
 
-PLAIN_READER = hot_path.ShapeReader and hot_path.ShapeReader(
-    tensor_type=torch.Tensor,
-    bool_type=torch.bool,
-    token_names=TOKEN_NAMES,
-    vector_names=VECTOR_NAMES,
-    doubtful_parts=DOUBTFUL_PARTS,
-    shape_type=BatchShape,
-    in_python=lambda args, kwargs: None,
-)
+PLAIN_READER = hot_path.ShapeReader and reader_in_c(lambda args, kwargs: None)
 
 
 def drawn_value(chance: random.Random, depth: int = 0) -> Any:
