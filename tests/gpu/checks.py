@@ -343,7 +343,7 @@ CHECKS = (
         subject=COST,
         shows="step time of a model whose steps wait for Python, monitored over unmonitored",
         files=["test_gpu_cost.py"],
-        limit_seconds=180,
+        limit_seconds=270,
         select=["-k", "short_steps"],
     ),
     Check(
