@@ -25,7 +25,7 @@ class EventPool:
         self.disabled = False
         self._free: deque[Event] = deque(maxlen=POOL_SIZE)
         self._make = accelerator.current.Event
-        self._record = self._make.record  # the original method, before `StreamHooks` wraps it
+        self._record = accelerator.current.record_event
         self._current_stream = accelerator.current.current_stream
 
     def disable(self, reason: object) -> None:

@@ -102,6 +102,9 @@ class Accelerator(Protocol):
     def current_stream(self) -> Any:
         """Return the stream to which this thread submits work: one object for each stream."""
 
+    def record_event(self, event: Any, stream: Any) -> None:
+        """Mark this moment on a stream, unseen by wrappers of `Event.record`."""
+
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Return a context manager in which a stream is this thread's current stream."""
 
@@ -175,6 +178,7 @@ class CudaAccelerator:
     profiler_device: Any = DeviceType.CUDA
 
     is_capturing: Callable[[], bool] = staticmethod(torch.cuda.is_current_stream_capturing)
+    record_event: Callable[[Any, Any], None] = staticmethod(torch.cuda.Event.record)
 
     def __init__(self) -> None:
         # By device and handle. torch's streams are never destroyed, and the stream of a handle that

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from . import accelerator
 from .accelerator import Event
 from .hot_path import ScalarReader
+
+# Numbers for which memory is pinned at once: the copies of a second or two.
+_BLOCK_SIZE = 64
 
 
 def _no_value(source: Any) -> float | None:
@@ -37,36 +41,95 @@ def _keep_for_ever(
     increase(as_object(tensor))
 
 
+class _Slot(NamedTuple):
+    """Pinned memory for one number, and the event at the end of a copy to it."""
+
+    value: torch.Tensor
+    done: Event
+    slots: _Slots
+
+
+class _Slots:
+    """Lends pinned memory for numbers of one type that come from one device.
+
+    To pin memory for each copy would take longer than the copy, and may synchronize the device.
+    The memory is never freed (`_keep_for_ever`).
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._free: deque[_Slot] = deque()
+        self._dropped: deque[_Slot] = deque()
+        self._unused: Iterator[torch.Tensor] = iter(())
+
+    def take(self) -> _Slot:
+        """Return a slot to which no copy is under way."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            pass
+        for _ in range(len(self._dropped)):
+            slot = self._dropped.popleft()
+            (self._free if slot.done.query() else self._dropped).append(slot)
+        return self._free.pop() if self._free else self._make()
+
+    def give_back(self, slot: _Slot) -> None:
+        """Let others use a slot whose copy is done."""
+        self._free.append(slot)
+
+    def drop(self, slot: _Slot) -> None:
+        """Let others use a slot once its copy is done. This does not ask the device."""
+        self._dropped.append(slot)
+
+    def _make(self) -> _Slot:
+        value = next(self._unused, None)
+        if value is None:
+            # The script may be in inference mode, and tensors that are made there stay there.
+            with torch.inference_mode(False):
+                block = torch.empty(_BLOCK_SIZE, dtype=self._dtype, device="cpu", pin_memory=True)
+                _keep_for_ever(block)
+                self._unused = iter(block.unbind())
+            value = next(self._unused)
+        return _Slot(value, accelerator.current.Event(), self)
+
+
+# By type and device, because an event stays on the device of its first use.
+_slots: dict[tuple[torch.dtype, torch.device], _Slots] = {}
+
+
 class PendingScalar:
     """Copies a scalar from a device to the host. No method waits for the copy."""
 
-    __slots__ = ("_copy", "_done", "_is_capturing", "_is_lost", "_value")
+    __slots__ = ("_is_lost", "_slot", "_value")
 
     def __init__(self, source: torch.Tensor) -> None:
         """Start copying a tensor with one element. This allocates no memory on the device."""
         self._value: float | None = None
         self._is_lost = False
-        self._done: Event | None = None
-        self._copy: torch.Tensor | None = None
+        self._slot: list[_Slot] = []  # empty once the copy is done
+        key = (source.dtype, source.device)
+        slots = _slots.get(key) or _slots.setdefault(key, _Slots(source.dtype))
+        slot = slots.take()
+        number = source.detach()
+        slot.value.copy_(number if number.ndim == 0 else number.reshape(()), non_blocking=True)
         device = accelerator.current
-        self._is_capturing = device.is_capturing
-        self._copy = torch.empty((), dtype=source.dtype, device="cpu", pin_memory=True)
-        try:
-            self._copy.copy_(source.detach().reshape(()), non_blocking=True)
-            self._done = device.Event()
-            self._done.record(device.current_stream())  # torch takes longer to find the stream
-        except RuntimeError:
-            _keep_for_ever(self._copy)
-            raise
+        device.record_event(slot.done, device.current_stream())
+        self._slot.append(slot)
 
     def arrived(self) -> bool:
         """Whether the copy is done, or lost."""
-        if self._done is None or self._is_lost:
+        if self._is_lost:
             return True
-        if self._done.query() and self._copy is not None:
-            self._value = float(self._copy)
-            self._done = self._copy = None
-        return self._done is None
+        try:
+            slot = self._slot.pop()  # a thread that asks at the same time finds none
+        except IndexError:
+            return True
+        if not slot.done.query():
+            self._slot.append(slot)
+            return False
+        self._value = float(slot.value)
+        slot.slots.give_back(slot)
+        return True
 
     def read(self) -> float | None:
         """Return the value, or None if the copy is not done or lost."""
@@ -76,18 +139,10 @@ class PendingScalar:
         """Stop asking the device for the copy. A copy that is not known to be done is lost."""
         self._is_lost = True
 
-    # The function is bound here, because a module has no names any more when the interpreter ends.
-    def __del__(self, keep: Callable[[torch.Tensor], None] = _keep_for_ever) -> None:
-        """Keep the memory if the device has failed."""
-        if self._copy is None or self._done is None:
-            return
-        try:
-            if self._is_capturing():  # no thread may ask for an event then
-                keep(self._copy)
-            else:
-                self._done.query()
-        except RuntimeError:
-            keep(self._copy)
+    def __del__(self) -> None:
+        """Let others use the memory later."""
+        for slot in self._slot:
+            slot.slots.drop(slot)
 
 
 ScalarOrPending = float | PendingScalar | None

@@ -12,6 +12,7 @@ from fakes.sleeping_collectives import ManualClock
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zerowatch.runtime.common import device_scalar
 from zerowatch.runtime.common.device_scalar import (
     PendingScalar,
     arrived,
@@ -68,6 +69,7 @@ def sharded(local: torch.Tensor, *placements: Placement) -> Sharded:
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     device = FakeCuda(ManualClock())
     device.patch(monkeypatch)
+    monkeypatch.setattr(device_scalar, "_slots", {})
     empty = torch.empty
     monkeypatch.setattr(  # a machine without a device has no pinned memory
         torch, "empty", lambda *size, pin_memory, **options: empty(*size, **options)
@@ -83,7 +85,7 @@ def test_a_copy_allocates_on_the_host_only_and_is_exact(device: FakeCuda, dtype)
         pending = PendingScalar(source)
 
     assert pending.read() == float(source)
-    assert set(operators.names) <= {"empty", "detach", "view", "copy_"}
+    assert set(operators.names) <= {"empty", "unbind", "detach", "view", "copy_"}
     assert operators.names.count("empty") == 1
 
 
@@ -122,60 +124,117 @@ def test_a_copy_that_has_arrived_survives_an_error_of_the_device_and_another_is_
 def test_a_copy_that_cannot_be_started_raises_that_error_only(
     device: FakeCuda, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    made: list[weakref.ref[torch.Tensor]] = []
-    empty = torch.empty
-
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError(f"no {name}")
 
-    def counted(*size: Any, **options: Any) -> torch.Tensor:
-        made.append(weakref.ref(tensor := empty(*size, **options)))
-        return tensor
-
-    monkeypatch.setattr(torch, "empty", fail if name == "empty" else counted)
-    monkeypatch.setattr(device.Event, "record", fail)  # pytest fails on an error in __del__
+    owner = torch if name == "empty" else device
+    monkeypatch.setattr(owner, "empty" if name == "empty" else "record_event", fail)
 
     with pytest.raises(RuntimeError, match=f"no {name}"):
-        PendingScalar(torch.tensor(2.0))
+        PendingScalar(torch.tensor(2.0))  # pytest fails on an error in __del__
 
-    assert [copy() is not None for copy in made] == [True] * (name == "record")
+
+def test_copies_that_were_read_lend_their_memory_and_events_to_later_ones(
+    device: FakeCuda,
+) -> None:
+    for number in range(1000):
+        assert PendingScalar(torch.tensor(float(number))).read() == number
+
+    assert device.num_events == 1
+
+
+def test_copies_at_the_same_time_have_memory_of_their_own(
+    device: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_scalar, "_BLOCK_SIZE", 4)
+    for _ in range(2):
+        device.current.run(20)
+        pending = [PendingScalar(torch.tensor(float(number))) for number in range(10)]
+        device.synchronize()
+        assert [one.read() for one in pending] == list(range(10))
+    assert device.num_events == 10
+
+
+def test_a_copy_that_nobody_reads_lends_its_memory_once_it_is_done(device: FakeCuda) -> None:
+    device.current.run(20)
+    PendingScalar(torch.tensor(1.0))  # dropped before the device has made it
+    second = PendingScalar(torch.tensor(2.0))
+    assert device.num_events == 2
+    device.synchronize()
+    third = PendingScalar(torch.tensor(3.0))
+
+    assert device.num_events == 2
+    assert (second.read(), third.read()) == (2.0, 3.0)
+
+
+def test_copies_of_other_types_and_devices_share_no_memory(device: FakeCuda) -> None:
+    first = PendingScalar(torch.tensor(1.0))
+    assert first.read() == 1.0
+    device.current_index = 1
+
+    second = PendingScalar(torch.tensor(2.0).as_subclass(OnDevice))
+    third = PendingScalar(torch.tensor(3.0, dtype=torch.bfloat16))
+
+    assert (second.read(), third.read()) == (2.0, 3.0)
+    assert device.num_events == 3
+
+
+def test_two_threads_that_read_a_copy_give_its_memory_back_once(device: FakeCuda) -> None:
+    pending = PendingScalar(torch.tensor(1.0))
+    query, values = device.Event.query, list[float | None]()
+
+    def read_meanwhile(event: Any) -> bool:
+        device.Event.query = query
+        values.append(pending.read())  # as another thread does here
+        return bool(query(event))
+
+    device.Event.query = read_meanwhile
+    values.append(pending.read())
+    later = [PendingScalar(torch.tensor(number)) for number in (2.0, 3.0)]
+
+    assert values == [None, 1.0]
+    assert [one.read() for one in later] == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["inference first", "training first"])
+def test_memory_is_lent_in_and_out_of_inference_mode(device: FakeCuda, first: bool) -> None:
+    for is_inference in (first, not first, first):
+        weight = torch.tensor(2.0, requires_grad=True)
+        with torch.inference_mode(is_inference):
+            pending = PendingScalar(weight * 3)
+        assert pending.read() == 6.0
 
 
 def test_no_event_is_asked_for_while_a_graph_is_captured(device: FakeCuda) -> None:
     device.current.run(20)
     pending = PendingScalar(torch.tensor(2.0))
-    copy = weakref.ref(pending._copy)  # type: ignore[arg-type]
     device.Event.query = lambda event: 1 / 0
     device.capturing = True
 
-    del pending
-
-    assert copy() is not None
+    del pending  # pytest fails on an error in __del__
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
-def test_pinned_memory_is_not_freed_on_a_failed_device(device: FakeCuda, is_broken: bool) -> None:
+def test_pinned_memory_is_never_freed(
+    device: FakeCuda, monkeypatch: pytest.MonkeyPatch, is_broken: bool
+) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    empty = torch.empty
+
+    def counted(*size: Any, **options: Any) -> torch.Tensor:
+        made.append(weakref.ref(tensor := empty(*size, **options)))
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", counted)
     device.current.run(20)
     pending = PendingScalar(torch.tensor(2.0))
-    assert pending._copy is not None
-    copy = weakref.ref(pending._copy)
     pending.lose()
 
     device.is_broken = is_broken
     del pending
+    device_scalar._slots.clear()
 
-    assert (copy() is not None) == is_broken
-
-
-def test_pinned_memory_is_freed_once_the_value_is_known(device: FakeCuda) -> None:
-    pending = PendingScalar(torch.tensor(2.0))
-    assert pending._copy is not None
-    copy = weakref.ref(pending._copy)
-
-    assert pending.arrived()
-
-    assert copy() is None
-    assert pending.read() == 2.0
+    assert [block() is not None for block in made] == [True]
 
 
 @pytest.mark.parametrize("source", [3, 3.0, torch.tensor(3), torch.tensor([3.0])], ids=repr)

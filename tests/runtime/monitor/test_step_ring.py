@@ -148,7 +148,7 @@ def test_all_steps_are_appended_to_a_log_that_was_never_opened(folder: Path, run
 def test_values_that_were_not_known_or_still_on_a_device_are_null(folder: Path, runs: Path) -> None:
     class StillOnDevice(PendingScalar):
         def __init__(self) -> None:
-            self._copy = self._done = None
+            self._slot = []
 
     pending: Any = StillOnDevice()
     unknown = StepCounts(micro_batches=1, losses=[1.0, pending])

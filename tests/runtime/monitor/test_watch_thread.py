@@ -19,6 +19,7 @@ from zerowatch.runtime.collectives.call_batch import CallBatch
 from zerowatch.runtime.collectives.call_recorder import CallRecorder
 from zerowatch.runtime.collectives.groups import CollectiveCall
 from zerowatch.runtime.collectives.unseen_calls import FlightRecorder, UnseenCalls
+from zerowatch.runtime.common import device_scalar
 from zerowatch.runtime.common.device_scalar import PendingScalar
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import PhaseTimer
@@ -149,6 +150,7 @@ class Rank:
 def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
     device = FakeCuda(ManualClock())
     device.patch(monkeypatch)
+    monkeypatch.setattr(device_scalar, "_slots", {})
     empty = torch.empty
     monkeypatch.setattr(
         torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options)
@@ -210,13 +212,14 @@ def test_a_device_that_fails_while_a_step_is_given_up_loses_no_step(
     rank.call(milliseconds=20)
     loss = PendingScalar(torch.tensor(0.25))
     rank.end_step(1, loss=loss)
-    not_yet = loss._done.query
+    (slot,) = loss._slot
+    not_yet = slot.done.query
 
     def fail_afterwards() -> bool:
         rank.device.is_broken = not not_yet()
         return False
 
-    monkeypatch.setattr(loss._done, "query", fail_afterwards)
+    monkeypatch.setattr(slot.done, "query", fail_afterwards)
 
     assert rank.finish() == [1]
     assert rank.written[0].loss is None

@@ -235,6 +235,7 @@ class FakeCuda:
             self.current_index = device_before
 
     on_stream = stream
+    record_event = staticmethod(FakeEvent.record)
 
     def next_of_pool(self) -> FakeStream:
         """Return what torch returns for a new stream: the next one of the pool."""
