@@ -31,7 +31,6 @@ from .run_summary import (
     RunSummary,
     exposed_seconds,
     has_collectives,
-    num_ranks_at,
     shared_work,
     summarize,
     training_seconds,
@@ -338,12 +337,9 @@ class _StepPairs:
 
     def num_ranks(self, of: Callable[[RankSteps], Column]) -> tuple[Floats, Floats]:
         """Return how many ranks have a value of each compared step of A and B; see `sums`."""
-
-        def places(steps: RankSteps) -> NDArray[np.int64]:
-            return self._places(steps)[np.isfinite(of(steps).astype(np.float64))]
-
-        a, b = (num_ranks_at(run, places, self._compared) for run in self._runs)
-        return a, b
+        shares = self.values(lambda steps: np.isfinite(of(steps)).astype(np.float32))
+        sizes = self.values(_column("world_size"))
+        return shares[0] * sizes[0], shares[1] * sizes[1]
 
     def _places(self, steps: RankSteps) -> NDArray[np.int64]:
         places: NDArray[np.int64] = -(-steps.column("step") // self._size)

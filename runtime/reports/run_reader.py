@@ -124,6 +124,8 @@ class RankSteps:
         num_steps: Number of records.
         first_step: Number of the first step.
         num_lost: Number of records that are missing between those of an attempt.
+        spans: First step, last step and number of ranks of each part of the log between restarts,
+            as rows, the oldest first. An attempt may have several.
         usual_gap: Steps from one record to the next in the last attempt: 1, or 10 for most ranks of
             a large job.
         steps_per_row: 1, or the number of successive steps in a row if the run is too long to be
@@ -157,6 +159,7 @@ class RankSteps:
     num_steps: int
     first_step: int
     num_lost: int
+    spans: NDArray[np.int64]
     usual_gap: int
     steps_per_row: int
     columns: Mapping[str, Column]
@@ -294,8 +297,9 @@ def read_run(folder: Path, *, max_values: int = MAX_VALUES) -> RecordedRun:
             ranks[rank], num_segments[rank] = steps, len(logs)
     settings, decisions, has_targets = _read_small_files(folder, problems)
     max_segments = _setting(settings, "run_log", "max_segments")
+    longest = max(ranks.values(), key=lambda steps: steps.num_steps, default=None)
     for rank, steps in ranks.items():
-        problems += _missing_steps(steps, num_segments[rank], max_segments)
+        problems += _missing_steps(steps, longest or steps, num_segments[rank], max_segments)
     newest = max(ranks.values(), key=lambda steps: steps.columns["ended_at"][-1], default=None)
     world_size = None if newest is None else newest.world_size
     problems += _missing_ranks(ranks, world_size)
@@ -430,6 +434,7 @@ def _read_rank(
         num_steps=columns.num_steps,
         first_step=columns.first_step,
         num_lost=gaps.num_lost,
+        spans=gaps.spans,
         usual_gap=gaps.usual,
         steps_per_row=columns.steps_per_row,
         columns=columns.finished(),
@@ -654,7 +659,8 @@ class _Gaps:
     """Counts the records that are missing between those of a rank, apart for each attempt.
 
     A rank may be absent in an attempt, and how many steps it records depends on the number of
-    ranks. So each attempt has its own usual gap, and a gap between two attempts lacks nothing.
+    ranks. So each attempt has its own usual gap, and what a gap between two attempts lacks depends
+    on what other ranks have recorded; see `_num_lost_between`.
 
     Args:
         attempts: When each attempt of the run started, in Unix seconds. An attempt is noted at
@@ -669,11 +675,15 @@ class _Gaps:
         self._restarts = np.sort(attempts)[1:]
         self._counts: Counter[int] = Counter()  # of the gaps of this attempt
         self._rows = np.empty((4, 0), np.int64)  # the last two, of which the gap is not counted
+        self._spans: list[tuple[int, int, int]] = []  # of the attempts that have ended
+        self._first = 0  # step of this attempt
 
     def add(self, block: dict[str, Column]) -> None:
         """Add the records of some steps."""
         number = np.searchsorted(self._restarts, block["ended_at"], side="right")
         rows = np.stack([block["step"], block["attempt"], block["world_size"], number])
+        if not self._rows.size:
+            self._first = int(block["step"][0])
         self._rows = np.hstack([self._rows, rows])
         self._count(max(0, self._rows.shape[1] - 2))
 
@@ -681,6 +691,12 @@ class _Gaps:
         """Count the last gap; call this once, at the end."""
         self._count(self._rows.shape[1] - 1)
         self.num_lost += self._num_lost()
+        self._end_span(0)
+
+    @property
+    def spans(self) -> NDArray[np.int64]:
+        """The spans of steps; see `RankSteps.spans`."""
+        return np.array(self._spans, np.int64).reshape(-1, 3)
 
     @property
     def usual(self) -> int:
@@ -695,12 +711,19 @@ class _Gaps:
         gaps, *changes, noted = np.diff(self._rows)
         is_start = (gaps <= 0) | np.any(changes, axis=0) | (noted != 0)
         is_start[:-1] |= noted[1:] != 0
-        own, *others = np.split(gaps[:num_gaps], np.flatnonzero(is_start[:num_gaps]))
+        starts = np.flatnonzero(is_start[:num_gaps])
+        own, *others = np.split(gaps[:num_gaps], starts)
         self._counts.update(own.tolist())
-        for part in others:
+        for start, part in zip(starts.tolist(), others, strict=True):
             self.num_lost += self._num_lost()
             self._counts = Counter(part[1:].tolist())
+            self._end_span(start)
+            self._first = int(self._rows[0, start + 1])
         self._rows = self._rows[:, num_gaps:]
+
+    def _end_span(self, row: int) -> None:
+        last, _, world_size, _ = self._rows[:, row].tolist()
+        self._spans.append((self._first, last, world_size))
 
     def _num_lost(self) -> int:
         usual = self.usual
@@ -753,17 +776,27 @@ def _added(totals: ColumnTotals, values: Column) -> ColumnTotals:
 def _missing_ranks(ranks: Mapping[int, RankSteps], world_size: int | None) -> list[str]:
     if world_size is None:
         return ["no step is recorded: there is no readable rank-<r>.jsonl"]
-    missing = [rank for rank in range(world_size) if rank not in ranks]
-    if not _has_tenth_step(ranks.values(), world_size):
-        # The first rank of each node; it is unknown if only the first node has a log.
-        ranks_per_node = int(np.gcd.reduce([s.rank - s.local_rank for s in ranks.values()]))
-        missing = [rank for rank in missing if not ranks_per_node or rank % ranks_per_node == 0]
+    ranks_per_log, is_certain = 1, True
+    if not has_tenth_step(ranks.values(), world_size):
+        # So far only the first rank of each node has recorded a step.
+        firsts = sorted({steps.rank - steps.local_rank for steps in ranks.values()})
+        ranks_per_log = 1 + max(0, *(steps.local_rank for steps in ranks.values()))
+        if ranks_per_log == 1 and len(firsts) > 1:
+            ranks_per_log, is_certain = firsts[1] - firsts[0], False
+        if any(first % ranks_per_log for first in firsts):  # nodes of different sizes, or lost logs
+            ranks_per_log, is_certain = 1, False
+    missing = [rank for rank in range(0, world_size, ranks_per_log) if rank not in ranks]
     if not missing:
         return []
+    if not is_certain:
+        return [
+            f"logs of {sum(rank < world_size for rank in ranks)} of {world_size} ranks: so far, "
+            "one rank per node has recorded a step, and some of their logs may be missing"
+        ]
     return [f"no steps of {len(missing)} of {world_size} ranks: {number_ranges(missing)}"]
 
 
-def _has_tenth_step(ranks: Iterable[RankSteps], world_size: int) -> bool:
+def has_tenth_step(ranks: Iterable[RankSteps], world_size: int) -> bool:
     """Whether each rank of the last attempt has recorded a step; see FULL_LOG_WORLD_SIZE."""
     if world_size <= FULL_LOG_WORLD_SIZE:
         return True
@@ -791,11 +824,14 @@ def _missing_ends(ranks: Mapping[int, RankSteps], newest: RankSteps) -> Iterator
             yield f"rank {steps.rank}: its log ends with step {own:,} of {most:,}"
 
 
-def _missing_steps(steps: RankSteps, num_segments: int, max_segments: Any) -> Iterator[str]:
+def _missing_steps(
+    steps: RankSteps, reference: RankSteps, num_segments: int, max_segments: Any
+) -> Iterator[str]:
     """Yield what is missing at the beginning and within the steps of a rank.
 
     Args:
         steps: The steps of the rank.
+        reference: The rank with the most steps.
         num_segments: Number of segments of its log.
         max_segments: The setting of the run; None if it is not recorded.
     """
@@ -806,8 +842,45 @@ def _missing_steps(steps: RankSteps, num_segments: int, max_segments: Any) -> It
             f"rank {steps.rank}: steps 1 to {first - 1} are missing: older segments of the log "
             "were deleted (run_log.max_segments)"
         )
-    if steps.num_lost:
-        yield f"rank {steps.rank}: {steps.num_lost} steps are missing within the log"
+    num_lost = steps.num_lost + _num_lost_between(steps, reference, first if is_full else 0)
+    if num_lost:
+        yield f"rank {steps.rank}: {num_lost} steps are missing in the log"
+
+
+def _num_lost_between(steps: RankSteps, reference: RankSteps, since: int) -> int:
+    """Return how many steps a rank lacks before and between the spans of its log.
+
+    It lacks those that it never recorded, though a reference shows that it was part of the job. A
+    rank may begin its first span later than the others.
+
+    Args:
+        steps: The steps of the rank.
+        reference: The rank with the most steps.
+        since: The first step that counts.
+    """
+    made, own = reference.spans[steps.rank < reference.spans[:, 2]], steps.spans.copy()
+    begun = made[(made[:, 0] <= own[0, 0]) & (own[0, 0] <= made[:, 1]), 0]
+    own[0, 0] = min([own[0, 0], *begun])
+
+    def ends_of(spans: NDArray[np.int64]) -> NDArray[np.int64]:
+        return (spans[:, :2] + [0, 1]).clip(since, own[-1, 1])
+
+    bounds = np.unique(ends_of(np.concatenate([own, made])))
+    # A span has all steps from one bound up to the next, or none of them.
+    firsts, lasts = bounds[:-1], bounds[1:] - 1
+
+    def is_in(spans: NDArray[np.int64]) -> NDArray[np.bool_]:
+        begins, ends = np.searchsorted(bounds, ends_of(spans)).T
+        changes = (np.bincount(each, minlength=len(bounds)) for each in (begins, ends))
+        return np.cumsum(np.subtract(*changes))[:-1] > 0
+
+    is_thinned = np.array([_is_thinned(size, steps.local_rank) for size in made[:, 2]], bool)
+    is_known, num_lost = is_in(own), 0
+    for every, spans in ((1, made[~is_thinned]), (LONGEST_GAP, made[is_thinned])):
+        is_lost = is_in(spans) & ~is_known
+        num_lost += int((lasts // every - (firsts - 1) // every)[is_lost].sum())
+        is_known |= is_lost
+    return num_lost
 
 
 def number_ranges(numbers: Sequence[int]) -> str:

@@ -59,6 +59,7 @@ from .run_reader import (
     RankSteps,
     RecordedRun,
     ReportFile,
+    has_tenth_step,
     number_ranges,
     read_run,
 )
@@ -637,86 +638,6 @@ def exposed_seconds(steps: RankSteps) -> Column:
     return seconds
 
 
-def _records_at(places: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return how many records of a rank stand for a step, for each step of `at`.
-
-    Args:
-        places: The steps of the records. If they are usually every tenth step, each record stands
-            for the ten steps that end with it, and the last one for up to nine more.
-        at: Step numbers.
-    """
-    if not places.size:
-        return np.zeros(len(at), np.int64)
-    places, usual = np.sort(places), _usual_gap(places)
-    last = places[-1]
-    at = np.where((at > last) & (at < last + usual), last, at)
-    found: NDArray[np.int64] = np.searchsorted(places, at + usual) - np.searchsorted(places, at)
-    return found
-
-
-def _usual_gap(places: NDArray[np.int64]) -> int:
-    """Return the usual number of steps from one record of a rank to the next."""
-    gaps = np.diff(np.unique(places))
-    return int(np.median(gaps)) if gaps.size else LONGEST_GAP
-
-
-def _passes_at(places: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return how often a rank came past a step, for each step of `at`, recorded or not.
-
-    Args:
-        places: The steps of its records in the order of the log. A lower one begins another pass.
-        at: Step numbers.
-    """
-    found, gap = np.zeros(len(at), np.int64), _usual_gap(places)
-    for each in np.split(places, np.flatnonzero(np.diff(places) <= 0) + 1):
-        if each.size:
-            found += (each[0] - gap < at) & (at < each[-1] + gap)
-    return found
-
-
-def num_ranks_at(
-    run: RecordedRun,
-    places: Callable[[RankSteps], NDArray[np.int64]],
-    at: NDArray[np.int64],
-) -> NDArray[np.float64]:
-    """Return the number of ranks that have a record for a step, for each step of `at`.
-
-    Ranks whose logs are missing are counted like the others.
-
-    Args:
-        run: The run.
-        places: Returns the steps of the records of a rank that count; see `_records_at`.
-        at: Step numbers.
-    """
-    found = sum(_records_at(places(steps), at) > 0 for steps in run.ranks.values())
-    missing: float = max(1.0, (run.world_size or 0) / len(run.ranks))
-    return missing * np.asarray(found, np.float64)
-
-
-def _membership_ratio(steps: RankSteps, reference: RankSteps) -> float:
-    """Return the share of the training time of a reference in which a rank was part of the job."""
-    numbers = reference.column("step")
-    # After a restart, steps are repeated, often by fewer ranks.
-    order = np.argsort(numbers, kind="stable")
-    repeats = np.empty_like(numbers)
-    repeats[order] = np.arange(len(order)) - np.searchsorted(numbers[order], numbers[order])
-    seconds = training_seconds(reference)
-    is_present = _passes_at(steps.column("step"), numbers) > repeats
-    is_present &= steps.rank < reference.column("world_size")
-    ratio = _ratio(float(seconds[is_present].sum()), float(seconds.sum()))
-    return 1.0 if ratio is None else ratio
-
-
-def _ranks_per_log(run: RecordedRun, reference: RankSteps) -> float:
-    """Return the number of ranks over that of ranks with a log, the mean over a reference's time.
-
-    A lost log and a rank that recorded no step yet are then counted like the others.
-    """
-    world_size, seconds = reference.column("world_size"), training_seconds(reference)
-    num_logs = np.searchsorted(sorted(run.ranks), world_size)
-    return _ratio(float(world_size @ seconds), float(num_logs @ seconds)) or 1.0
-
-
 def _known_share(steps: RankSteps, name: str, seconds: Column) -> float:
     """Return the share of the time of the steps in which a column is known."""
     if steps.totals[name].count == steps.num_steps:
@@ -791,6 +712,11 @@ def _notes(run: RecordedRun, metrics: RecordedMetrics) -> Iterator[str]:
             f"How far {unknown} of {len(run.ranks)} ranks are behind the median rank, their "
             "headroom, leaks and coverage of collectives are not recorded: they have no metrics "
             "log. In jobs of more than 64 ranks, one rank per node writes it."
+        )
+    if run.world_size and not has_tenth_step(run.ranks.values(), run.world_size):
+        yield (
+            f"{len(run.ranks_at_end)} of {run.world_size} ranks have a log. In jobs of more than "
+            "64 ranks, most ranks record every tenth step, and there is none yet."
         )
 
 
@@ -1312,24 +1238,6 @@ def _step_figures(
     training_time = sum(time.training for time in complete)
 
     shared = shared_work(run, metrics)
-
-    def per_second(name: str) -> float | None:
-        if name in shared:
-            return None
-        rates = {
-            rank: _ratio(
-                each.total(name),
-                times[rank].training * _known_share(each, name, training_seconds(each)),
-            )
-            for rank, each in run.ranks.items()
-        }
-        known = [
-            rate * _membership_ratio(run.ranks[rank], reference)
-            for rank, rate in rates.items()
-            if rate is not None
-        ]
-        return sum(known) * _ranks_per_log(run, reference) if known else None
-
     quantiles: list[float | None] = [None] * 3
     # Means of several steps vary less than the steps.
     if len(seconds) >= MIN_STEPS_FOR_QUANTILES and reference.steps_per_row == 1:
@@ -1341,9 +1249,35 @@ def _step_figures(
         "step_seconds_p50": quantiles[0],
         "step_seconds_p90": quantiles[1],
         "step_seconds_p99": quantiles[2],
-        "samples_per_second": per_second("samples"),
-        "tokens_per_second": per_second("tokens"),
+        **{
+            f"{name}_per_second": None if name in shared else _per_second(run, name)
+            for name in ("samples", "tokens")
+        },
     }
+
+
+def _per_second(run: RecordedRun, name: str) -> float | None:
+    """Return samples or tokens per second of all ranks; None if none are known.
+
+    An elastic job has another rate with each number of ranks. Ranks that record every tenth step,
+    and those without a log, are counted like the others.
+    """
+    by_world_size: dict[int, list[tuple[float, float]]] = {}
+    for steps in run.ranks.values():
+        sizes, values = steps.column("world_size"), steps.column(name)
+        seconds = training_seconds(steps)
+        for size in np.unique(sizes).tolist():
+            is_used = (sizes == size) & ~np.isnan(values)
+            done = float(values[is_used].sum(dtype=np.float64))
+            by_world_size.setdefault(size, []).append((done, float(seconds[is_used].sum())))
+    work = time = 0.0
+    for size, ranks in by_world_size.items():
+        # In a pipeline, only the ranks of some stages have tokens.
+        rate = sum(_ratio(*each) or 0.0 for each in ranks) / len(ranks)
+        longest = max(each[1] for each in ranks)
+        work += size * rate * longest
+        time += longest
+    return _ratio(work, time)
 
 
 def _communication_figures(

@@ -387,27 +387,53 @@ def test_tokens_of_a_pipeline_whose_ranks_record_every_tenth_step(tmp_path: Path
 
 
 def test_ranks_that_left_the_job_add_to_the_throughput_until_then(tmp_path: Path) -> None:
-    a, b = (write_run(tmp_path / name, ranks=4, steps=1000) for name in "ab")
-    for rank in (2, 3):
-        log = b / f"rank-{rank}.jsonl"
-        log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:100]))
+    a = run_of_attempts(tmp_path / "a", (4, 1000))
+    b = run_of_attempts(tmp_path / "b", (4, 100), (2, 1000))
 
     comparison = compare_runs(a, b, warm_up=0)
 
     tokens = measures(comparison)["tokens_per_second"]
     assert tokens.a == pytest.approx(4 * 1024 / 0.5)
-    assert tokens.b == pytest.approx((4 * 0.1 + 2 * 0.9) * 1024 / 0.5)
-    assert comparison.b.figures["tokens_per_second"] == pytest.approx(tokens.b)
+    assert tokens.b == pytest.approx((4 * 100 + 2 * 894) / 994 * 1024 / 0.5)
 
 
-def test_a_missing_log_of_a_rank_does_not_lower_the_throughput(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [slice(0), slice(50), slice(50, None)])
+def test_lost_records_of_a_rank_do_not_change_the_throughput(tmp_path: Path, kept: slice) -> None:
     a, b = (write_run(tmp_path / name, ranks=4, steps=100) for name in "ab")
-    (b / "rank-3.jsonl").unlink()
+    log = b / "rank-3.jsonl"
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[kept]))
 
     comparison = compare_runs(a, b)
 
     assert comparison.figures["throughput_ratio"] == pytest.approx(1)
     assert not comparison.incomparable
+
+
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "lost", "num_ranks"),
+    [
+        ([(64, 400)], [(64, 400), (128, 405)], None, 64),
+        ([(8, 400)], [(8, 400), (72, 409)], None, 8),
+        ([(16, 100), (8, 400)], [(16, 100), (8, 400)], 5, (16 * 60 + 8 * 294) / 354),
+        ([(8, 100), (16, 400)], [(8, 100), (16, 400)], 12, (8 * 60 + 16 * 294) / 354),
+    ],
+)
+def test_the_throughput_of_elastic_jobs_is_that_of_the_ranks_of_each_compared_step(
+    tmp_path: Path,
+    of_a: list[tuple[int, int]],
+    of_b: list[tuple[int, int]],
+    lost: int | None,
+    num_ranks: float,
+) -> None:
+    a, b = run_of_attempts(tmp_path / "a", *of_a), run_of_attempts(tmp_path / "b", *of_b)
+    if lost is not None:
+        (b / f"rank-{lost}.jsonl").unlink()
+
+    comparison = compare_runs(a, b)
+
+    tokens = measures(comparison)["tokens_per_second"]
+    assert (tokens.a, tokens.b) == pytest.approx((num_ranks * 1024 / 0.5,) * 2)
+    assert not any(each.source == "batch" for each in comparison.differences)
 
 
 def test_steps_that_a_smaller_job_made_are_compared(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_deleted_segments_and_gaps_are_named(
     assert run.problems == [
         "rank 0: steps 1 to 10 are missing: older segments of the log were deleted "
         "(run_log.max_segments)",
-        "rank 0: 3 steps are missing within the log",
+        "rank 0: 3 steps are missing in the log",
     ]
 
 
@@ -142,7 +142,7 @@ def test_records_that_a_thinned_log_lacks_are_counted_once(tmp_path: Path) -> No
     log.write_bytes(b"".join([*lines[:4], *lines[5:10]]))
 
     assert read_run(folder).problems == [
-        "rank 1: 1 steps are missing within the log",
+        "rank 1: 1 steps are missing in the log",
         "rank 1: its log ends with step 100 of 110",
     ]
 
@@ -192,9 +192,56 @@ def test_steps_that_are_missing_within_an_attempt_of_an_elastic_job_are_counted(
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(line for line in lines if json.loads(line)["step"] not in lost))
 
-    assert read_run(folder).problems == [
-        f"rank {rank}: {num_lost} steps are missing within the log"
-    ]
+    assert read_run(folder).problems == [f"rank {rank}: {num_lost} steps are missing in the log"]
+
+
+@pytest.mark.parametrize("noted_after", [-20.0, 0.2])
+@pytest.mark.parametrize(
+    ("attempts", "rank", "lost", "num_lost"),
+    [
+        (((2, 100), (2, 2000), (2, 2100)), 1, range(101, 2001), 1900),
+        (((2, 100), (2, 200)), 1, range(1, 101), 100),
+        (((2, 100), (2, 200)), 1, range(60, 101), 41),
+        (((2, 100), (2, 200)), 1, range(90, 121), 31),
+        (((72, 100), (72, 200)), 1, range(55, 145), 9),
+        (((72, 100), (72, 200)), 8, range(55, 145), 90),
+        (((72, 100), (64, 200)), 1, range(55, 145), 5 + 1 + 44 - 1),
+        (BACK, 12, range(40, 51), 11),
+        (BACK, 12, range(40, 260), 11 + 9),
+    ],
+)
+def test_steps_that_a_rank_lacks_around_a_restart_are_counted(
+    tmp_path: Path,
+    attempts: tuple[tuple[int, int], ...],
+    rank: int,
+    lost: range,
+    num_lost: int,
+    noted_after: float,
+) -> None:
+    folder = run_of_attempts(tmp_path / "run", *attempts, noted_after=noted_after)
+    log = folder / f"rank-{rank}.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(line for line in lines if json.loads(line)["step"] not in lost))
+
+    assert read_run(folder).problems == [f"rank {rank}: {num_lost} steps are missing in the log"]
+
+
+def test_steps_that_a_rank_has_recorded_before_a_restart_are_not_missing(tmp_path: Path) -> None:
+    # The job goes on from the checkpoint of step 50, and after a crash from that of step 100.
+    numbers = [*range(1, 101), *range(51, 81), *range(101, 121)]
+    folder = write_run(
+        tmp_path / "run",
+        steps=len(numbers),
+        record=lambda rank, place: step_record(
+            numbers[place - 1], ended_at_unix_seconds=STARTED + 0.5 * place
+        ),
+    )
+    starts = (0.0, 50.5, 65.5)
+    (folder / "attempts.jsonl").write_text(
+        "".join(json.dumps({"started_at_unix_seconds": STARTED + at}) + "\n" for at in starts)
+    )
+
+    assert read_run(folder).problems == []
 
 
 def test_a_log_that_ends_early_in_the_last_attempt_of_an_elastic_job_is_named(
@@ -212,7 +259,7 @@ def test_a_log_that_ends_early_in_the_last_attempt_of_an_elastic_job_is_named(
     [
         (((72, 9),), None, []),
         (((64, 10), (72, 19)), None, []),
-        (((72, 9),), 8, ["no steps of 1 of 72 ranks: 8"]),
+        (((64, 10), (72, 19)), 64, ["no steps of 1 of 72 ranks: 64"]),
         (((72, 10),), 9, ["no steps of 1 of 72 ranks: 9"]),
     ],
 )
@@ -224,6 +271,31 @@ def test_before_the_tenth_step_most_ranks_of_a_large_job_have_no_log(
         (folder / f"rank-{removed}.jsonl").unlink()
 
     assert read_run(folder).problems == problems
+
+
+@pytest.mark.parametrize(
+    ("attempts", "removed", "num_logs"),
+    [(((72, 9),), [8], 8), (((72, 9),), [0], 8), (((96, 9),), [8, 24, 32], 9)],
+)
+def test_before_the_tenth_step_it_is_not_certain_which_ranks_lack_a_log(
+    tmp_path: Path, attempts: tuple[tuple[int, int], ...], removed: list[int], num_logs: int
+) -> None:
+    folder = run_of_attempts(tmp_path / "run", *attempts)
+    for rank in removed:
+        (folder / f"rank-{rank}.jsonl").unlink()
+
+    (problem,) = read_run(folder).problems
+
+    assert problem.startswith(f"logs of {num_logs} of {attempts[-1][0]} ranks")
+
+
+def test_nodes_of_different_sizes_have_no_rank_that_lacks_a_log_for_certain(tmp_path: Path) -> None:
+    folder = run_of_attempts(tmp_path / "run", (72, 9))
+    (folder / "rank-16.jsonl").rename(folder / "rank-12.jsonl")  # nodes of 8, 4 and 12 ranks
+
+    (problem,) = read_run(folder).problems
+
+    assert problem.startswith("logs of 9 of 72 ranks")
 
 
 @pytest.mark.parametrize("world_size", [64, 65])

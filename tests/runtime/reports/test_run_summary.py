@@ -581,6 +581,24 @@ def test_a_rank_adds_to_the_throughput_while_it_is_part_of_the_job(tmp_path: Pat
     assert figures["tokens_per_second"] == pytest.approx(work / seconds)
 
 
+@pytest.mark.parametrize(
+    ("steps", "lost", "notes"),
+    [
+        (9, [8, 24, 40, 56, 72, 88], ["6 of 96 ranks have a log"]),
+        (9, [], ["12 of 96 ranks have a log"]),
+        (10, [], []),
+    ],
+)
+def test_before_the_tenth_step_a_note_says_how_many_ranks_have_a_log(
+    tmp_path: Path, steps: int, lost: list[int], notes: list[str]
+) -> None:
+    folder = run_of_attempts(tmp_path / "run", (96, steps))
+    for rank in lost:
+        (folder / f"rank-{rank}.jsonl").unlink()
+
+    assert [note.partition(".")[0] for note in summary_of(folder).notes] == notes
+
+
 def test_ranks_of_a_node_that_was_lost_for_a_while_add_nothing_meanwhile(tmp_path: Path) -> None:
     folder = run_of_attempts(tmp_path / "run", (16, 100), (8, 900), (16, 1000))
 
@@ -588,6 +606,38 @@ def test_ranks_of_a_node_that_was_lost_for_a_while_add_nothing_meanwhile(tmp_pat
 
     expected = (16 * 200 + 8 * 800) * 1024 / 500
     assert figures["tokens_per_second"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "attempts",
+    [
+        [(64, 100), (128, 109)],
+        [(64, 40), (128, 49)],
+        [(128, 9), (64, 60)],
+        [(8, 400), (72, 409)],
+        [(64, 400), (128, 1000)],
+    ],
+)
+def test_steps_of_a_large_job_that_most_ranks_do_not_record_are_counted(
+    tmp_path: Path, attempts: list[tuple[int, int]]
+) -> None:
+    figures = summary_of(run_of_attempts(tmp_path / "run", *attempts)).figures
+
+    (before, first), (after, last) = attempts
+    num_ranks = (before * first + after * (last - first)) / last
+    assert figures["tokens_per_second"] == pytest.approx(num_ranks * 1024 / 0.5)
+    assert figures["samples_per_second"] == pytest.approx(num_ranks * 8 / 0.5)
+
+
+def test_the_tokens_of_a_pipeline_with_fewer_ranks_later_are_those_of_its_first_stage(
+    tmp_path: Path,
+) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(step, tokens=1024 if rank < (4 if step <= 50 else 2) else None)
+
+    folder = run_of_attempts(tmp_path / "run", (8, 50), (4, 100), record=record)
+
+    assert summary_of(folder).figures["tokens_per_second"] == pytest.approx(3 * 1024 / 0.5)
 
 
 def test_a_rank_without_a_log_is_counted_like_the_others(tmp_path: Path) -> None:
