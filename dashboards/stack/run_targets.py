@@ -5,7 +5,8 @@
 Each run folder contains a targets.json. A run that ends normally empties it; one that was killed
 does not, and is dropped when its logs have not grown for some time. The next run usually serves on
 the same ports, so two files may name the same address: then the newest file determines the labels.
-The address does not return to the older file when the newer run ends.
+When the newer run ends, the address returns to the older file only if that run is live, as it may
+be on another host with the same loopback address. This is known of files that were read before.
 
 The folder may be on a file system that a whole cluster writes to. A file is therefore read only if
 it has changed, and what it contains is checked: a run may list ranks of its own name only.
@@ -21,7 +22,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +59,33 @@ Targets = list[Target]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Takeover:
+    """What was known of a run when a newer one was last seen with its address.
+
+    Attributes:
+        seen_at: When that was, as Unix time.
+        written_at: When rank 0 of the older run had last written, as Unix time.
+    """
+
+    seen_at: float
+    written_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _RunFile:
     """The targets of one run, and what identifies the version of the file they are from.
 
     Attributes:
         version: Changes with the file.
         modified_at: Unix time of the last change, in seconds.
-        targets: The targets by address, without those that a newer file has taken over.
+        targets: The targets by address.
+        takeovers: The addresses that a newer run has had since.
     """
 
     version: tuple[int, int, int]
     modified_at: float
     targets: dict[str, Target]
+    takeovers: dict[str, _Takeover] = field(default_factory=dict)
 
 
 class TargetFiles:
@@ -101,8 +117,10 @@ class TargetFiles:
     def read(self) -> Targets:
         """Return the targets of all runs, each address with the labels of the newest file.
 
-        An address that a newer file has taken over does not return to the older one. A run keeps
-        its ports until it ends, so the older run has ended.
+        When the newer file withdraws an address, it returns to an older file if rank 0 of that run
+        has written since, or holds the lock of its folder: the runs are on different hosts with the
+        same loopback address. A dead run does not get it back. It does if this object has never
+        seen the address in both files, such as after a restart of the service.
 
         A file that is missing, incomplete or refused is ignored. A refused one, or one that this
         user cannot read, is logged.
@@ -114,16 +132,27 @@ class TargetFiles:
             names = {entry.name for entry in entries if not entry.name.startswith(".")}
         self._files = {name: file for name in names if (file := self._read_run(name)) is not None}
         self._refused = {name: why for name, why in self._refused.items() if name in names}
-        by_age = sorted(self._files.items(), key=lambda item: (item[1].modified_at, item[0]))
-        owners: dict[str, _RunFile] = {}
-        for name, file in by_age:
-            if not file.targets or self._is_forgotten(name):
+        newest_first = sorted(
+            self._files.items(), key=lambda item: (item[1].modified_at, item[0]), reverse=True
+        )
+        found: dict[str, Target] = {}
+        for name, file in newest_first:
+            if not file.targets:
                 continue
-            for address in file.targets:
-                if address in owners:
-                    del owners[address].targets[address]
-                owners[address] = file
-        return [owners[address].targets[address] for address in sorted(owners)]
+            written_at = self._last_write(name)
+            if self._is_forgotten(name, written_at):
+                continue
+            for address, target in file.targets.items():
+                if address in found:
+                    file.takeovers[address] = _Takeover(
+                        seen_at=self._wall_clock(), written_at=written_at
+                    )
+                    continue
+                takeover = file.takeovers.get(address)
+                if takeover is None or self._returns(name, takeover, written_at):
+                    file.takeovers.pop(address, None)
+                    found[address] = target
+        return [found[address] for address in sorted(found)]
 
     def _read_run(self, name: str) -> _RunFile | None:
         path = self._runs / name / TARGETS_FILE
@@ -145,11 +174,21 @@ class TargetFiles:
             self._log_refused(name, str(error))
         return _RunFile(version=version, modified_at=status.st_mtime, targets=targets)
 
-    def _is_forgotten(self, name: str) -> bool:
-        folder = self._runs / name
-        latest = max(_modified_at(folder / each) for each in _SIGNS_OF_LIFE)
-        is_silent = self._wall_clock() - latest > self._forget_seconds
-        return is_silent and not (self._asks_locks and is_locked_by_another(folder / LOCK_FILE))
+    def _returns(self, name: str, takeover: _Takeover, written_at: float) -> bool:
+        """Return whether an address returns to a run, after the last scrape of the newer run."""
+        if self._wall_clock() - takeover.seen_at < WITHDRAWN_SECONDS:
+            return False
+        return written_at > takeover.written_at or self._is_locked(name)
+
+    def _last_write(self, name: str) -> float:
+        return max(_modified_at(self._runs / name / each) for each in _SIGNS_OF_LIFE)
+
+    def _is_forgotten(self, name: str, written_at: float) -> bool:
+        is_silent = self._wall_clock() - written_at > self._forget_seconds
+        return is_silent and not self._is_locked(name)
+
+    def _is_locked(self, name: str) -> bool:
+        return self._asks_locks and is_locked_by_another(self._runs / name / LOCK_FILE)
 
     def _log_refused(self, name: str, why: str) -> None:
         if self._refused.get(name) != why:

@@ -10,7 +10,7 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from ..backoff import Backoff
@@ -18,6 +18,7 @@ from ..catalog.overhead import EXPORTER_FAILURES
 from ..recorder import Exemplar, Recorder
 from ..settings import Detail
 from .detail import served
+from .otlp_batches import BatchOrder
 from .otlp_families import families, hardware_families, process_families
 from .otlp_increases import Increases
 from .otlp_options import OtlpOptions, Signal
@@ -35,7 +36,6 @@ FIRST_PAUSE_SECONDS = 30.0
 LAST_PAUSE_SECONDS = 300.0  # pauses double after each failure, up to this maximum
 # Each request contains a small batch, or a single trace, because encoding holds the GIL.
 LINES_AT_ONCE = 64
-SERIES_AT_ONCE = 48
 
 
 class CircuitBreaker:
@@ -106,8 +106,7 @@ class OtlpQueue:
         self._started_ns = time.time_ns()
         self._increases = Increases() if options.sends_increases else None
         self._metrics_due = 0.0
-        self._first_family = ""
-        self._accepts_metrics = True
+        self._batches = BatchOrder()
         self._num_refused_intervals = 0
         self._traces: deque[StepTrace] = deque()
         self._lines: deque[LogLine] = deque()
@@ -118,7 +117,7 @@ class OtlpQueue:
             "metrics": CircuitBreaker(now),
             "logs": CircuitBreaker(now),
         }
-        self._logged: set[Signal] = set()
+        self._logged: set[tuple[Signal, bool]] = set()
         self._logged_rejections: set[Signal] = set()
         self._open = True
 
@@ -183,20 +182,31 @@ class OtlpQueue:
             *process_families(self._identity),
             *hardware_families(snapshot, self._hardware_ids, self._identity),
         ]
-        names = [family.name for family in found]
-        first = names.index(self._first_family) if self._first_family in names else 0
-        batches = [*_batches(found[first:]), *_batches(found[:first])]
-        self._assess(batches, self._send_batches(batches, now_ns))
+        num_allowed = FAILURES_ALLOWED if self._batches.is_accepted else 1
+        self._batches.begin(found, final=final)
+        self._send_batches(now_ns, num_allowed)
+        self._batches.end()
+        self._assess()
 
-    def _send_batches(self, batches: Iterable[list[Family]], now_ns: int) -> list[bool]:
-        """Send batches until too many in a row are refused. Return which were accepted."""
-        allowed = FAILURES_ALLOWED if self._accepts_metrics else 1
-        outcomes: list[bool] = []
-        for batch in batches:
-            outcomes.append(self._send_batch(batch, now_ns))
-            if not self._open or (len(outcomes) >= allowed and True not in outcomes[-allowed:]):
-                break
-        return outcomes
+    def _send_batches(self, now_ns: int, num_allowed: int) -> None:
+        """Send batches until `num_allowed` in a row are refused.
+
+        If any was accepted in this interval, those are no reason to keep back batches that were not
+        refused before. But each refused request may take its timeout, so that the time is limited.
+        """
+        num_refused, accepted_at = 0, self._now()
+        max_seconds = FAILURES_ALLOWED * self._options.timeouts["metrics"]
+        while self._open and (batch := self._batches.take()) is not None:
+            was_taken = self._send_batch(batch, now_ns)
+            self._batches.note(batch, was_taken=was_taken)
+            if was_taken:
+                num_allowed, num_refused, accepted_at = FAILURES_ALLOWED, 0, self._now()
+                continue
+            num_refused += 1
+            is_in_time = self._now() - accepted_at < max_seconds
+            may_go_on = self._batches.is_accepted and self._batches.has_others and is_in_time
+            if num_refused >= num_allowed and not may_go_on:
+                return
 
     def _send_batch(self, batch: list[Family], now_ns: int) -> bool:
         increases = self._increases
@@ -208,11 +218,10 @@ class OtlpQueue:
             self._is_complete("metrics", 0)
         return was_taken
 
-    def _assess(self, batches: list[list[Family]], outcomes: list[bool]) -> None:
+    def _assess(self) -> None:
         """Account for the metrics of one interval, of which some batches may be refused."""
-        circuit = self._circuits["metrics"]
-        self._accepts_metrics = any(outcomes) or not outcomes
-        if self._accepts_metrics:
+        circuit, outcomes = self._circuits["metrics"], self._batches.outcomes
+        if self._batches.is_accepted:
             circuit.succeeded()
         else:
             circuit.failed()
@@ -220,14 +229,9 @@ class OtlpQueue:
             self._num_refused_intervals = 0
             return
         self._recorder.add(EXPORTER_FAILURES, outcomes.count(False), "otlp")
-        # The next interval begins with the first refused batch, because a limit on the rate of
-        # requests would otherwise always refuse the same families. If no batch was accepted, the
-        # next interval begins with those that were not tried.
-        number = outcomes.index(False) if self._accepts_metrics else len(outcomes)
-        self._first_family = batches[number % len(batches)][0].name
         self._num_refused_intervals += 1
         if self._num_refused_intervals >= FAILURES_ALLOWED:
-            self._log_refusal("metrics", is_part=self._accepts_metrics)
+            self._log_refusal("metrics", is_part=self._batches.is_accepted)
 
     def _add_exemplars(self, trace: StepTrace) -> None:
         """Add the trace to histograms as an exemplar. The trace can be looked up from now on."""
@@ -275,9 +279,9 @@ class OtlpQueue:
         return False
 
     def _log_refusal(self, signal: Signal, *, is_part: bool = False) -> None:
-        if not self._open or signal in self._logged:
+        if not self._open or (signal, is_part) in self._logged:
             return
-        self._logged.add(signal)
+        self._logged.add((signal, is_part))
         place = self._otlp.redirects.get(signal)
         what_next = (
             "the other metrics are sent, and training continues. Check the limits and the log of "
@@ -302,17 +306,3 @@ class OtlpQueue:
 
 def _without_credentials(url: str) -> str:
     return re.sub(r"(?<=://)[^/]*@", "***@", url)
-
-
-def _batches(found: Iterable[Family]) -> Iterator[list[Family]]:
-    """Divide families into batches of few series. A histogram has one series per bucket."""
-    batch: list[Family] = []
-    num_series = 0
-    for family in found:
-        batch.append(family)
-        num_series += len(family.points) * (1 + len(family.bounds))
-        if num_series >= SERIES_AT_ONCE:
-            yield batch
-            batch, num_series = [], 0
-    if batch:
-        yield batch

@@ -20,6 +20,8 @@ from .recorded_run import RecordedRun, last_write
 from .run_view import RunView
 
 _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}")
+# Runs whose id is not set begin with the time of their start.
+_BEGINS_WITH_TIME = re.compile(r"\d{8}T\d{6}-")
 _RUN_FILES = ("settings.json", "attempts.jsonl", "rank-0.jsonl")
 _OTHERS = ", or the address of rank 0 such as http://node-0:9464/targets"
 
@@ -43,8 +45,9 @@ class ServedRun:
         url: The address of the targets.
         get: Returns a page; raises NoAnswerError.
         run_id: The run, if the targets are those of several; by default the one that is listed
-            with the greatest id, which is the newest as ids begin with a time. Without it, a run
-            with a greater id is shown once the run is not listed anymore.
+            with the greatest id, which is the newest if ids begin with a time. Without it, a later
+            run is shown once the run is not listed anymore: one that was not listed yet when the
+            run was first listed or, if both ids begin with a time, one with a greater id.
     """
 
     def __init__(self, url: str, get: Get, run_id: str | None = None) -> None:
@@ -52,6 +55,8 @@ class ServedRun:
         self._is_given = run_id is not None
         self._scheme = urlsplit(url).scheme
         self._targets: list[Target] = []
+        self._num_listings = 0
+        self._first_listed: dict[str, int] = {}  # the number of the listing, by run
         self._run: LiveRun | None = None
 
     def read(self) -> RunView:
@@ -84,16 +89,26 @@ class ServedRun:
 
     def _chosen(self, by_run: dict[str, list[Target]]) -> str | None:
         """Return the run to show; None if it is not listed anymore and no other one replaces it."""
+        self._num_listings += 1
+        for run in by_run:
+            self._first_listed.setdefault(run, self._num_listings)
         if self._run_id in by_run:
             return self._run_id
         if not self._is_given:
-            later = (run for run in by_run if self._run_id is None or run > self._run_id)
-            return max(later, default=None)
+            later = (run for run in by_run if self._run_id is None or self._is_later(run))
+            return max(later, default=None, key=lambda run: (self._first_listed[run], run))
         if not self._targets and by_run:
             raise CommandLineError(
                 f"no run {self._run_id} at {self._url}; it lists {', '.join(sorted(by_run))}"
             )
         return None
+
+    def _is_later(self, run: str) -> bool:
+        """Return whether a run has started after the one that is shown."""
+        shown = self._run_id or ""
+        if _BEGINS_WITH_TIME.match(run) and _BEGINS_WITH_TIME.match(shown):
+            return run > shown
+        return self._first_listed[run] > self._first_listed[shown]
 
 
 class RunFolder:

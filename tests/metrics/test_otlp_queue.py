@@ -1,4 +1,7 @@
-"""Tests of the OTLP queue with a collector that rejects exports: pauses, counts and logs."""
+"""Tests of the OTLP queue with a collector that rejects exports: pauses, counts and logs.
+
+Covers `otlp_batches.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,13 @@ from fakes.clock import FakeClock
 from zerowatch.metrics.catalog import CATALOG
 from zerowatch.metrics.catalog.overhead import EXPORTER_FAILURES
 from zerowatch.metrics.catalog.training import LOSS, STEPS
+from zerowatch.metrics.exporters.otlp_options import (
+    DEFAULT_METRICS_INTERVAL_SECONDS as INTERVAL_SECONDS,
+)
 from zerowatch.metrics.exporters.otlp_options import otlp_options
 from zerowatch.metrics.exporters.otlp_queue import (
     FAILURES_ALLOWED,
+    FIRST_PAUSE_SECONDS,
     MAX_LINES,
     MAX_TRACES,
     CircuitBreaker,
@@ -22,6 +29,7 @@ from zerowatch.metrics.exporters.telemetry_data import LogLine, Span, StepTrace
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import OtelSettings
 
+TIMEOUT_SECONDS = 5.0
 TRACE = StepTrace(
     trace_id=1,
     span_id=2,
@@ -92,7 +100,12 @@ def make_outbox(sender):
             recorder or Recorder(),
             otlp or sender,
             otlp_options(
-                OtelSettings(endpoint="http://collector:4318", metrics=metrics, logs=True),
+                OtelSettings(
+                    endpoint="http://collector:4318",
+                    metrics=metrics,
+                    logs=True,
+                    timeout_seconds=TIMEOUT_SECONDS,
+                ),
                 variables,
             ),
             identity=lambda: {"run": "night-7", "node": "a", "rank": str(rank)},
@@ -258,7 +271,7 @@ def recorder_of_many():
     recorder = Recorder()
     for spec in CATALOG:
         if spec.kind in ("gauge", "counter"):
-            for name in ("a", "b", "c"):
+            for name in "abcdefgh":
                 labels = [label.values[0] if label.values else name for label in spec.labels]
                 recorder.set(spec, 1.0, *labels)
     recorder.set(EXPORTER_FAILURES, 0, "otlp")
@@ -303,12 +316,13 @@ def test_a_limit_on_the_rate_of_requests_does_not_always_refuse_the_same_familie
         left -= 1
         return left >= 0
 
-    otlp = Limited(is_within_limit)
-    outbox = make_outbox(recorder_of_many(), metrics=True, otlp=otlp)
+    clock, otlp = FakeClock(), Limited(is_within_limit)
+    outbox = make_outbox(recorder_of_many(), metrics=True, otlp=otlp, now=clock)
 
-    for _ in range(2 * len(batches)):
+    for _ in range(len(batches) + 1):
         left = 1
-        outbox.flush(final=True)
+        outbox.flush()
+        clock.seconds += INTERVAL_SECONDS
 
     assert {name for batch in otlp.accepted for name in batch} == {
         name for batch in batches for name in batch
@@ -330,16 +344,99 @@ def test_a_collector_that_accepts_no_metrics_gets_few_requests(make_outbox, capl
     assert "does not accept the metrics of rank 0" in line
 
 
-def test_more_refused_batches_than_end_an_interval_do_not_keep_back_the_others(make_outbox):
+@pytest.mark.parametrize("number", [FAILURES_ALLOWED, FAILURES_ALLOWED + 1, 2 * FAILURES_ALLOWED])
+def test_however_many_batches_in_a_row_are_refused_the_others_arrive_in_each_interval(
+    make_outbox, number
+):
     batches = every_batch(make_outbox)
-    bad = {batch[0] for batch in batches[:FAILURES_ALLOWED]}
-    otlp = Limited(lambda names: bad.isdisjoint(names))
+    bad = {name for batch in batches[1 : 1 + number] for name in batch}
+    good = {name for batch in batches for name in batch} - bad
+    clock, otlp = FakeClock(), Limited(lambda names: bad.isdisjoint(names))
+    outbox = make_outbox(recorder_of_many(), metrics=True, otlp=otlp, now=clock)
+
+    arrived = []
+    for interval in range(6):
+        otlp.accepted.clear()
+        outbox.flush(final=interval == 5)
+        arrived.append({name for batch in otlp.accepted for name in batch})
+        clock.seconds += INTERVAL_SECONDS
+
+    assert good >= set(batches[0]) | set(batches[-1])
+    assert arrived == [good] * 6
+    assert {name for batch in otlp.refused for name in batch} == bad
+
+
+@pytest.mark.parametrize("number", [FAILURES_ALLOWED, FAILURES_ALLOWED + 2])
+def test_if_the_first_batches_are_refused_the_others_arrive_from_a_later_interval_on(
+    make_outbox, caplog, number
+):
+    batches = every_batch(make_outbox)
+    bad = {name for batch in batches[:number] for name in batch}
+    clock, otlp = FakeClock(), Limited(lambda names: bad.isdisjoint(names))
+    outbox = make_outbox(recorder_of_many(), metrics=True, otlp=otlp, now=clock)
+
+    arrived = []
+    for _ in range(6):
+        otlp.accepted.clear()
+        outbox.flush()
+        arrived.append({name for batch in otlp.accepted for name in batch})
+        clock.seconds += FIRST_PAUSE_SECONDS
+
+    num_without = 1 + number - FAILURES_ALLOWED
+    good = {name for batch in batches[number:] for name in batch}
+    assert arrived == [set()] * num_without + [good] * (6 - num_without)
+    assert "does not accept part of the metrics of rank 0" in caplog.messages[-1]
+    assert len(caplog.messages) == (2 if num_without >= FAILURES_ALLOWED else 1)
+
+
+def test_a_transient_failure_between_refused_batches_does_not_keep_back_the_others(make_outbox):
+    batches = every_batch(make_outbox)
+    everything = {name for batch in batches for name in batch}
+    bad = {name for batch in batches[1:5] for name in batch}
+    clock, otlp = FakeClock(), Limited(lambda names: True)
+    outbox = make_outbox(recorder_of_many(), metrics=True, otlp=otlp, now=clock)
+
+    num_accepted = []
+    for bad_now in (bad, everything, bad):
+        otlp.takes = bad_now.isdisjoint
+        otlp.accepted.clear()
+        outbox.flush()
+        num_accepted.append(len(otlp.accepted))
+        clock.seconds += INTERVAL_SECONDS
+
+    assert num_accepted == [len(batches) - 4, 0, len(batches) - 4]
+
+
+def test_a_collector_that_stops_to_answer_delays_an_interval_by_three_timeouts(make_outbox):
+    clock = FakeClock()
+    began = clock.seconds
+
+    def is_answered(names):
+        if otlp.accepted:
+            clock.seconds += TIMEOUT_SECONDS
+        return not otlp.accepted
+
+    otlp = Limited(is_answered)
+    outbox = make_outbox(recorder_of_many(), metrics=True, otlp=otlp, now=clock)
+
+    outbox.flush()
+
+    assert (len(otlp.accepted), len(otlp.refused)) == (1, FAILURES_ALLOWED)
+    assert clock.seconds - began == FAILURES_ALLOWED * TIMEOUT_SECONDS
+
+
+def test_the_last_flush_does_not_begin_with_a_refused_batch(make_outbox):
+    """It may take its timeout, and the process waits for 1 s only."""
+    batches = every_batch(make_outbox)
+    otlp = Limited(lambda names: batches[0][0] not in names)
     outbox = make_outbox(recorder_of_many(), metrics=True, otlp=otlp)
+    outbox.flush()
 
-    for _ in range(2):
-        outbox.flush(final=True)
+    otlp.accepted.clear(), otlp.refused.clear()
+    otlp.takes = lambda names: not otlp.refused and batches[0][0] not in names
+    outbox.flush(final=True)
 
-    assert otlp.accepted == batches[FAILURES_ALLOWED:] != []
+    assert otlp.accepted == batches[1:]
 
 
 def test_intervals_of_increases_do_not_overlap_if_another_batch_is_refused(make_outbox):

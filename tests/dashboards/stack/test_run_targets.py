@@ -281,7 +281,7 @@ def test_an_address_does_not_return_to_a_killed_run_when_the_next_run_ends(
     tmp_path: Path,
 ) -> None:
     clock = FakeClock()
-    targets = RunTargets(files_of(tmp_path), clock)
+    targets = RunTargets(TargetFiles(tmp_path, clock), clock)
     write_run(tmp_path, "killed", "127.0.0.1:9464", "127.0.0.1:9465", at=100)
     targets.read()
     file = write_run(tmp_path, "next", "127.0.0.1:9464", at=200)
@@ -292,9 +292,59 @@ def test_an_address_does_not_return_to_a_killed_run_when_the_next_run_ends(
     just_ended = runs_in(targets.read())
     clock.seconds += 1
     later = runs_in(targets.read())
-    write_run(tmp_path, "killed", "127.0.0.1:9464", at=300)
+    clock.seconds += 1000
+    much_later = runs_in(targets.read())
+    write_run(tmp_path, "next", "127.0.0.1:9464", at=300)
+    targets.read()
+    write_run(tmp_path, "killed", "127.0.0.1:9464", at=400)
     restarted = runs_in(targets.read())
 
     assert during == just_ended == ["next", "killed"]
-    assert later == ["killed"]  # at the other address, which no run has taken over
+    assert later == much_later == ["killed"]  # at the other address, which no run has taken over
     assert restarted[0] == "killed"
+
+
+@pytest.mark.parametrize("log_of_rank_0", ["rank-0.jsonl", "metrics-0.jsonl"])
+def test_an_address_returns_to_a_live_run_after_the_last_scrape_of_the_newer_run(
+    tmp_path: Path, log_of_rank_0: str
+) -> None:
+    """Two hosts share the folder, and the ranks of both serve on 127.0.0.1."""
+    clock = FakeClock()
+    targets = RunTargets(TargetFiles(tmp_path, clock), clock)
+    log = write_run(tmp_path, "live", "127.0.0.1:9464", at=100).with_name(log_of_rank_0)
+    log.write_text("{}\n")
+    os.utime(log, (210, 210))
+    targets.read()
+    other = write_run(tmp_path, "other-host", "127.0.0.1:9464", at=200)
+    during = runs_in(targets.read())
+
+    other.write_text("[]")
+    os.utime(log, (220, 220))
+    clock.seconds += WITHDRAWN_SECONDS - 1
+    just_ended = runs_in(targets.read())
+    clock.seconds += 1
+    later = runs_in(targets.read())
+    clock.seconds += 1000
+    killed_since = runs_in(targets.read())
+
+    assert during == just_ended == ["other-host"]
+    assert later == ["live"]
+    assert killed_since == ["live"]  # as any killed run, so that `up` is 0
+
+
+def test_an_address_returns_to_a_run_that_is_locked_but_writes_nothing(tmp_path: Path) -> None:
+    """As in a long step, with run_log.metrics_interval_seconds=0."""
+    clock = FakeClock()
+    files = TargetFiles(tmp_path, clock, asks_locks=True)
+    file = write_run(tmp_path, "in-a-long-step", "127.0.0.1:9464", at=100)
+    other = write_run(tmp_path, "of-a-container", "127.0.0.1:9464", at=200)
+
+    with locked_by_another_process(file.with_name("run.lock")):
+        during = runs_in(files.read())
+        other.write_text("[]")
+        clock.seconds += WITHDRAWN_SECONDS - 1
+        just_ended = runs_in(files.read())
+        clock.seconds += 1
+        later = runs_in(files.read())
+
+    assert (during, just_ended, later) == (["of-a-container"], [], ["in-a-long-step"])

@@ -232,25 +232,53 @@ def test_a_run_is_chosen_by_its_id_or_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "listed", "shown"),
     [
-        (None, ["20260202-b"], "20260202-b"),
-        (None, ["20260202-b", "20260303-c"], "20260202-b"),
-        (None, [], "20260202-b"),
-        (None, ["20260101-a", "20260303-c"], "20260303-c"),
-        (None, ["20260101-a", "20260102-b"], "20260202-b"),
-        (None, ["20260101-a"], "20260202-b"),
-        ("20260202-b", ["20260303-c"], "20260202-b"),
+        (None, ["20260202T000000-b"], "20260202T000000-b"),
+        (None, ["20260202T000000-b", "20260303T000000-c"], "20260202T000000-b"),
+        (None, [], "20260202T000000-b"),
+        (None, ["20260101T000000-a", "20260303T000000-c"], "20260303T000000-c"),
+        (None, ["20260101T000000-a", "20260102T000000-b"], "20260202T000000-b"),
+        (None, ["20260101T000000-a"], "20260202T000000-b"),
+        ("20260202T000000-b", ["20260303T000000-c"], "20260202T000000-b"),
     ],
 )
 def test_a_later_run_at_the_address_is_shown_once_the_run_is_not_listed(
     given: str | None, listed: list[str], shown: str
 ) -> None:
-    pages = [listing("20260202-b"), listing(*listed)]
+    pages = [listing("20260202T000000-b"), listing(*listed)]
     source = ServedRun("http://h/targets", lambda url: _page(url, pages[0]), given)
 
     first = source.read()
     del pages[0]
 
-    assert (first.run_id, source.read().run_id) == ("20260202-b", shown)
+    assert (first.run_id, source.read().run_id) == ("20260202T000000-b", shown)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "third", "shown"),
+    [
+        (["pretrain-9999"], ["pretrain-9999"], ["pretrain-10000"], "pretrain-10000"),
+        (["pretrain-1234"], ["pretrain-1234"], ["finetune-1235"], "finetune-1235"),
+        (["20260202T000000-b"], ["20260202T000000-b"], ["eval-1"], "eval-1"),
+        (["b"], ["b", "a"], ["a"], "a"),  # began during the first run
+        (["b"], ["b"], [], "b"),
+        (["a"], ["a", "c"], ["b", "c"], "b"),  # the latest
+        (["a"], ["b", "c"], ["a", "b"], "c"),  # none began after c
+        (["a", "z"], ["z"], ["a"], "z"),
+        (["m"], ["n"], ["z", "m"], "z"),
+        (["m"], ["n"], ["m"], "n"),
+    ],
+)
+def test_a_run_that_was_listed_after_another_is_later_whatever_its_id(
+    first: list[str], second: list[str], third: list[str], shown: str
+) -> None:
+    pages = [listing(*first), listing(*second), listing(*third)]
+    source = ServedRun("http://h/targets", lambda url: _page(url, pages[0]))
+
+    for _ in range(2):
+        source.read()
+        del pages[0]
+
+    assert source.read().run_id == shown
 
 
 @pytest.mark.parametrize("page", [b"<html>", b"{}", b"[1]", b'[{"targets": ["x"]}]', b"null"])

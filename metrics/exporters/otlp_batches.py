@@ -1,0 +1,107 @@
+"""Divides the metrics of each interval into batches of few series, and decides on their order.
+
+A receiver may refuse a batch for its content, by a limit on the rate of requests, or because it is
+down. Its answer does not tell which, so the order must suit all three.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from .telemetry_data import Family
+
+SERIES_AT_ONCE = 48  # encoding a batch holds the GIL
+
+
+class BatchOrder:
+    """The batches of one interval after the other, and which of them were refused before.
+
+    - The batches that were not accepted in the last interval are first, because a limit on the rate
+      of requests would otherwise always refuse the same ones.
+    - After one of them is refused again, which may be for its content, all others are sent before
+      the rest of them. If it was the first request of all, it is the last of them from then on.
+    - The last interval of a run begins with the others, because it may end at any moment.
+    - If nothing was accepted, the next interval begins with other batches that were not tried.
+
+    Attributes:
+        outcomes: Whether each batch of the interval that was sent was accepted.
+    """
+
+    def __init__(self) -> None:
+        self.outcomes: list[bool] = []
+        self._held: list[list[str]] = []  # names of the families of each batch
+        self._first = ""
+        self._again: deque[list[Family]] = deque()
+        self._others: deque[list[Family]] = deque()
+        self._leads_again = True
+        self._is_again = False
+        self._refused_again: list[list[Family]] = []
+        self._refused_others: list[list[Family]] = []
+        self._refused_first: list[list[Family]] = []
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether a batch of the interval was accepted; true if there is none."""
+        return any(self.outcomes) or not self.outcomes
+
+    @property
+    def has_others(self) -> bool:
+        """Whether a batch is left that was accepted in the last interval, or is new."""
+        return bool(self._others)
+
+    def begin(self, found: list[Family], *, final: bool) -> None:
+        """Begin an interval. `final` marks the last one of the run."""
+        self._leads_again = self.is_accepted and not final
+        self.outcomes = []
+        held = {name for names in self._held for name in names}
+        rest = [family for family in found if family.name not in held]
+        names = [family.name for family in rest]
+        first = names.index(self._first) if self._first in names else 0
+        again = [[each for each in found if each.name in names] for names in self._held]
+        self._again = deque(batch for batch in again if batch)
+        self._others = deque([*_batches(rest[first:]), *_batches(rest[:first])])
+        self._refused_again, self._refused_others, self._refused_first = [], [], []
+
+    def take(self) -> list[Family] | None:
+        """Return the next batch; None if there is no more."""
+        self._is_again = bool(self._again) and (self._leads_again or not self._others)
+        batches = self._again if self._is_again else self._others
+        return batches.popleft() if batches else None
+
+    def note(self, batch: list[Family], *, was_taken: bool) -> None:
+        """Note whether the receiver has accepted the batch that was returned last."""
+        if not was_taken:
+            self._leads_again = False
+            if not self._is_again:
+                self._refused_others.append(batch)
+            elif not self.outcomes:
+                self._refused_first.append(batch)
+            else:
+                self._refused_again.append(batch)
+        self.outcomes.append(was_taken)
+
+    def end(self) -> None:
+        """End the interval, in which some batches may not have been sent."""
+        held = [*self._refused_again, *self._again]
+        self._first = ""
+        if self.is_accepted:
+            held += [*self._others, *self._refused_others]
+        elif self._others:
+            self._first = self._others[0][0].name
+        held += self._refused_first
+        self._held = [[family.name for family in batch] for batch in held]
+
+
+def _batches(found: Iterable[Family]) -> Iterator[list[Family]]:
+    """Divide families into batches of few series. A histogram has one series per bucket."""
+    batch: list[Family] = []
+    num_series = 0
+    for family in found:
+        batch.append(family)
+        num_series += len(family.points) * (1 + len(family.bounds))
+        if num_series >= SERIES_AT_ONCE:
+            yield batch
+            batch, num_series = [], 0
+    if batch:
+        yield batch
