@@ -20,6 +20,7 @@ from .hardware import CARD, DASHBOARD, DRAIN_XIDS
 
 PREFIX = "ZerowatchDcgm"
 LAST_XID = "gpu_xid:DCGM_FI_DEV_XID_ERRORS:last"
+XID = "DCGM_FI_DEV_XID_ERRORS"
 XID_VALUE = "gpu:DCGM_FI_DEV_XID_ERRORS:max"
 # Data-center GPUs lower their clock at 87 to 92 degrees.
 CELSIUS_HIGH = 85
@@ -36,7 +37,7 @@ def dcgm_recording_rules() -> dict[str, str]:
     """Return the PromQL of the recording rules that the alerts read, by name."""
     # The exporter serves the number as a value. A label can be matched.
     return {
-        XID_VALUE: _each("DCGM_FI_DEV_XID_ERRORS"),
+        XID_VALUE: _each(XID),
         LAST_XID: f'count_values by ({_ON}) ("xid", {XID_VALUE})',
     }
 
@@ -44,7 +45,9 @@ def dcgm_recording_rules() -> dict[str, str]:
 def dcgm_alerts(timing: Timing) -> tuple[Alert, ...]:
     """Return the alerts; `timing` sets their PromQL ranges."""
     hour, gap, short = timing.duration(HOUR), timing.history, timing.short
-    is_old = f"unless on ({_ON}) ({earlier(XID_VALUE, hour, gap)} == {XID_VALUE})"
+    before = f"({earlier(XID_VALUE, hour, gap)} or {_each(earlier(XID, hour, gap))})"
+    is_same = f"{before} == {XID_VALUE} and changes({XID_VALUE}[{hour}]) == 0"
+    is_old = f"unless on ({_ON}) ({is_same})"
     drain = f'{LAST_XID}{{xid=~"{DRAIN_XIDS}"}} {is_old}'
     other = f'{LAST_XID}{{xid!~"0|{DRAIN_XIDS}"}} {is_old}'
 
@@ -61,8 +64,9 @@ def dcgm_alerts(timing: Timing) -> tuple[Alert, ...]:
     reasons = _each("DCGM_FI_DEV_CLOCKS_EVENT_REASONS")
     bits = " + ".join(f"floor({reasons} / {bit}) % 2" for bit in _FAULTY_BITS)
     return (
-        # The exporter goes on serving the last XID. It is new if another was served an hour ago.
-        # Prometheus may have been down then, so the last value of the six hours before counts.
+        # The exporter goes on serving the last XID. It is new if another was served an hour ago, or
+        # since then, as after a reset. Prometheus may have been down an hour ago, so the last value
+        # of the six hours before counts. Rules that are an hour old have recorded it.
         _alert(
             "Xid",
             "critical",

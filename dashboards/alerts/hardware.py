@@ -55,7 +55,7 @@ def hardware_alerts(timing: Timing) -> tuple[Alert, ...]:
     )
 
 
-def with_card(expression: str, timing: Timing, seconds: float = MINUTE) -> str:
+def with_card(expression: str, timing: Timing, seconds: float | None = MINUTE) -> str:
     """Return `expression` with the UUID and the PCI address of each GPU, where they are known.
 
     Args:
@@ -63,10 +63,14 @@ def with_card(expression: str, timing: Timing, seconds: float = MINUTE) -> str:
         timing: Scales the seconds.
         seconds: How long the card of a process that has ended is known. Where the expression still
             has results then, this is its range: without the card, an alert would be another one.
+            None if only the GPUs of running processes matter. The card is then known at any scrape
+            interval up to Prometheus's five minutes, so that `for` is not begun again.
     """
     gpu = ", ".join((*IDENTITY, *GPU))
+    info = devices.DEVICE_INFO
+    known = select(info) if seconds is None else _last(info, timing, seconds=seconds)
     # A rank that restarts on another card may have two for a moment.
-    card = f"topk by ({gpu}) (1, {_last(devices.DEVICE_INFO, timing, seconds=seconds)})"
+    card = f"topk by ({gpu}) (1, {known})"
     return (
         f"({expression})\n* on ({gpu}) group_left (uuid, pci_bus_id) {card}\n"
         f"or\n({expression})\nunless on ({gpu}) {card}"
@@ -216,7 +220,7 @@ def _gpu_link_errors(timing: Timing) -> Alert:
         component="devices",
         severity="warning",
         expression=while_training(
-            "(\n" + with_card("\nor\n".join((retried, damaged, replayed)), timing) + "\n)", "rank"
+            "(\n" + with_card("\nor\n".join((retried, damaged, replayed)), timing, None) + "\n)", "rank"
         ),
         for_seconds=0,
         keep_firing_seconds=30 * MINUTE,
@@ -237,7 +241,7 @@ def _gpu_throttled(timing: Timing) -> Alert:
         name="ZerowatchGpuThrottled",
         component="devices",
         severity="warning",
-        expression=while_training(f"(\n{with_card(share, timing)}\n)", "rank"),
+        expression=while_training(f"(\n{with_card(share, timing, None)}\n)", "rank"),
         for_seconds=2 * MINUTE,
         keep_firing_seconds=5 * MINUTE,
         summary=f"The clock of a GPU is lowered in training {RUN}, at {_WHERE}",
@@ -259,7 +263,7 @@ def _gpu_hot(timing: Timing) -> Alert:
         component="devices",
         severity="warning",
         expression=while_training(
-            f"(\n{with_card(below(margin, TEMPERATURE_MARGIN_LOW), timing)}\n)", "rank"
+            f"(\n{with_card(below(margin, TEMPERATURE_MARGIN_LOW), timing, None)}\n)", "rank"
         ),
         for_seconds=5 * MINUTE,
         keep_firing_seconds=5 * MINUTE,

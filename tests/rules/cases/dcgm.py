@@ -105,6 +105,17 @@ CASES = (
         )
         for name, severity, xid in (("Xid", "critical", 79), ("XidMinor", "warning", 31))
     ),
+    *(
+        Case(
+            title=f"From dcgm-exporter: fires on an XID again, {minutes} minutes after a repair",
+            series=stands("XID_ERRORS", (70, 79), (minutes, 0), (70, 79)),
+            alert=alert("Xid", "critical", xid="79"),
+            since="70m",
+            fires_at=f"{70 + minutes}m15s",
+            recovers_at=f"{70 + minutes + 65}m15s",
+        )
+        for minutes in (2, 20)
+    ),
     Case(
         title="From dcgm-exporter: fires on an uncorrectable memory error",
         series=grown("ECC_DBE_VOL_TOTAL", (5, 0), (0.1, 1 / 7), (6, 0)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rules.history import GONE, Series, Stretch, counter, gauge, of_rank, training
+from rules.history import GONE, Series, Stretch, counter, gauge, of_rank, training, training_rank
 from rules.promtool import Case, annotations_of
 
 CARD = {"uuid": "GPU-1b2c", "pci_bus_id": "00000000:1B:00.0"}
@@ -244,6 +244,18 @@ CASES = (
             description="The GPU may get only 3 degrees hotter before it lowers its clock. "
             f"{THE_CARD} Check the fans, the coolant and the air inlet of the node.",
         ),
+    ),
+    Case(
+        title="Fires three degrees below the limit, with a scrape each 90 seconds",
+        series=training_rank(0, (30, 1), every=90)
+        | training_rank(1, (30, 1), every=90)
+        | of_gpu("info", gauge((30, 1), every=90), **CARD, **OF_DRIVER)
+        | of_gpu("temperature_celsius", gauge((6, 60), (12, 85), (12, 60), every=90))
+        | of_gpu("temperature_limit_celsius", gauge((30, 88), every=90)),
+        alert=alert("Hot", "warning"),
+        fires_at="11m",
+        recovers_at="23m",
+        every=90,
     ),
     Case(
         title="Does not fire at 85 degrees if the limit is unknown or far",
