@@ -6,10 +6,14 @@ Nothing here follows a symbolic link to write, or waits for the other end of a F
 from __future__ import annotations
 
 import errno
+import fcntl
+import json
 import os
 import secrets
 import stat
 from pathlib import Path
+
+_BLOCK_BYTES = 65536
 
 
 def atomic_write(path: Path, text: str, *, mode: int = 0o644, durable: bool = False) -> None:
@@ -61,6 +65,50 @@ def open_to_append(path: Path) -> int:
         return descriptor
     os.close(descriptor)
     raise OSError(errno.EINVAL, "it is no regular file; remove it", str(path))
+
+
+def mend_last_line(descriptor: int) -> None:
+    r"""Make a log of JSON lines one to which a line can be appended, if its end is a partial line.
+
+    A killed process or a full disk leaves one. Its bytes become spaces, which JSON allows before a
+    value, so that each line can be parsed once the next one is appended. If only the end of the
+    line was missing, it is written. Nothing is cut off, because another process may append.
+
+        os.write(descriptor, b'{"step": 1}\n{"step": 2, "lo')
+        mend_last_line(descriptor)  # b'{"step": 1}\n               '
+
+    Args:
+        descriptor: The file, from `open_to_append`.
+
+    Raises:
+        OSError: The file cannot be read or written.
+    """
+    size = os.fstat(descriptor).st_size
+    last = _last_line(descriptor, size)
+    if not last.strip():
+        return
+    try:
+        json.loads(last)
+    except ValueError:
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        # On Linux, os.pwrite appends to a file that was opened to append.
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_APPEND)
+        try:
+            os.pwrite(descriptor, b" " * len(last), size - len(last))
+        finally:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+    else:
+        os.write(descriptor, b"\n")
+
+
+def _last_line(descriptor: int, size: int) -> bytes:
+    """Return the bytes after the last end of a line."""
+    last, start = b"", size
+    while start and b"\n" not in last:
+        block_size = min(start, _BLOCK_BYTES)
+        start -= block_size
+        last = os.pread(descriptor, block_size, start) + last
+    return last[last.rfind(b"\n") + 1 :]
 
 
 def regular_file_status(path: Path) -> os.stat_result:

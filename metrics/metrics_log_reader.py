@@ -113,7 +113,7 @@ class _LineReader:
             return
         with file:
             for number, text in enumerate(file, start=1):
-                if not text.strip():
+                if not text.strip() and text.endswith(b"\n"):
                     continue
                 try:
                     line = decode(text)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ...metrics.atomic_file import open_to_append
+from ...metrics.atomic_file import mend_last_line, open_to_append
 from ...metrics.settings import RunLogSettings
 
 logger = logging.getLogger(__name__)
@@ -184,16 +184,14 @@ class LogFile:
 
 
 def open_log(path: Path) -> int:
-    """Open a log for appending, end the partial line of a killed process, return the descriptor.
+    """Open a log for appending, mend the partial line of a killed process, return the descriptor.
 
     Raises:
-        OSError: The log cannot be opened, or the partial line cannot be ended.
+        OSError: The log cannot be opened, or the partial line cannot be mended.
     """
     descriptor = open_to_append(path)
     try:
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            write_whole(descriptor, b"\n")
+        mend_last_line(descriptor)
     except OSError:
         os.close(descriptor)
         raise

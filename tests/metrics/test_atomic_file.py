@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from zerowatch.metrics import atomic_file
-from zerowatch.metrics.atomic_file import atomic_write
+from zerowatch.metrics.atomic_file import atomic_write, mend_last_line, open_to_append
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -65,3 +66,36 @@ def test_a_durable_file_and_its_folder_are_flushed_and_others_are_not(
     atomic_write(tmp_path / "settings.json", "new", **options)
 
     assert len(flushed) == flushes
+
+
+@pytest.mark.parametrize("num_bytes", [1, 14, 65535, 65536, 200_000])
+@pytest.mark.parametrize("before", [b"", b'{"step":1}\n'], ids=["first line", "second line"])
+def test_each_line_can_be_parsed_after_a_partial_one(
+    tmp_path: Path, num_bytes: int, before: bytes
+) -> None:
+    path, partial = tmp_path / "log.jsonl", b'{"step":2,"text":"' + b"x" * 200_000
+    path.write_bytes(before + partial[:num_bytes])
+
+    descriptor = open_to_append(path)
+    for _ in range(2):
+        mend_last_line(descriptor)
+    other = open_to_append(path)  # such as of the process that goes on
+    mend_last_line(other)
+    os.write(other, b'{"step":2}\n')
+    os.write(descriptor, b'{"step":3}\n')
+
+    steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert steps == [1, 2, 3][not before :]
+
+
+@pytest.mark.parametrize("content", [b"", b'{"step":1}\n', b'{"step":1}'])
+def test_a_line_that_lacks_its_end_only_is_kept(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(content)
+
+    descriptor = open_to_append(path)
+    mend_last_line(descriptor)
+    os.write(descriptor, b'{"step":2}\n')
+
+    lines = path.read_bytes().splitlines()
+    assert lines == [*([b'{"step":1}'] if content else []), b'{"step":2}']

@@ -208,7 +208,9 @@ def test_a_rank_that_logs_each_tenth_step_gets_only_those(folder: Path, runs: Pa
     assert numbers(runs) == [10, 20, 30]
 
 
-def test_a_partial_line_at_the_end_of_the_log_is_ended(folder: Path, runs: Path) -> None:
+def test_a_partial_line_at_the_end_of_the_log_is_no_line_afterwards(
+    folder: Path, runs: Path
+) -> None:
     log = log_steps(runs, 1)
     with log.path.open("a") as file:
         file.write('{"step": 2, "lo')
@@ -217,8 +219,7 @@ def test_a_partial_line_at_the_end_of_the_log_is_ended(folder: Path, runs: Path)
     recover(runs, folder)
 
     lines = log.path.read_text().splitlines()
-    assert [json.loads(line)["step"] for line in (lines[0], lines[2])] == [1, 2]
-    assert len(lines) == 3
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
 def test_the_last_logged_step_may_be_in_the_segment_before(folder: Path, runs: Path) -> None:
